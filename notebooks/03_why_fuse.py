@@ -23,16 +23,17 @@
 # %%
 import matplotlib.pyplot as plt
 import torch
+from ragfuse_bench.deviation import attention_deviation, attention_of, kv_deviation
 from ragfuse_bench.options import QualityOptions
 from ragfuse_bench.presets import bench_model
 from ragfuse_bench.quality.cases import Packing, read_cases
+from ragfuse_bench.quality.methods import methods_of
 from ragfuse_bench.quality.run import Plan, drawn, measure
 from ragfuse_bench.quality.table import results_of
 from rich.console import Console
 
 from ragfuse import Settings
-from ragfuse.calibration.deviation import attention_deviation, attention_of, kv_deviation
-from ragfuse.calibration.methods import Lab, Method, methods_of
+from ragfuse.calibration.methods import Lab, Method
 
 settings = Settings(dtype="float32")  # not every CPU is quick in bfloat16
 model = bench_model(settings.model, settings.dtype, settings.device, settings.home)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ragfuse.adapt.examples import Example
 from ragfuse.adapt.run import Adaptation
-from ragfuse.adapt.trainer import StepReport, TrainingLimits
+from ragfuse.adapt.trainer import TrainingLimits
 from ragfuse.settings import Settings
 from ragfuse.types.keys import digest
 from training.data import Examples, Source, split, squad, wikipedia
@@ -34,7 +34,8 @@ class DrawnExamples:
         while True:
             example = drawn.draw(QUESTIONS)
             if len(example.passages) > 1:
-                return example
+                asked = tuple(each.question for each in example.questions)
+                return Example(example.template, example.passages, asked)
 
 
 def main() -> None:
@@ -56,11 +57,11 @@ def main() -> None:
     examples = DrawnExamples(train, wiki, chosen.seed), DrawnExamples(held, wiki, chosen.seed + 1)
     trainer = adaptation.trainer(*examples, source, chosen.out, chosen.rank, seed=chosen.seed)
 
-    def say(report: StepReport) -> None:
-        known = report.state.evaluations
-        if report.state.step % 10 == 0:
-            held_out = f"held-out KL {known[-1].kl:.4f} (was {known[0].kl:.4f})"
-            print(f"step {report.state.step}, {held_out}: {report.done:.0%} done", flush=True)
+    def say(done: float) -> None:
+        state = trainer.state
+        if state.step % 10 == 0:
+            held_out = f"held-out KL {state.evaluations[-1].kl:.4f} (was {state.evaluations[0].kl:.4f})"
+            print(f"step {state.step}, {held_out}: {done:.0%} done", flush=True)
 
     state = trainer.run(TrainingLimits(60 * chosen.minutes), say)
     print(

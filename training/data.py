@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragfuse.adapt.examples import Example, draw_template
-from ragfuse.adapt.rules import Passage, Question, questions, tidy
+from ragfuse.adapt.examples import TEMPLATES, Template
+from training.rules import Passage, Question, questions, tidy
 
 HELD_OUT = 3
 """Articles kept from training: those with the fewest answerable questions."""
@@ -27,6 +27,15 @@ class Source:
     """A passage and all that can be asked about it."""
 
     passage: Passage
+    questions: tuple[Question, ...]
+
+
+@dataclass(frozen=True)
+class AnsweredExample:
+    """One context and several questions whose answers are known."""
+
+    template: Template
+    passages: tuple[str, ...]
     questions: tuple[Question, ...]
 
 
@@ -83,7 +92,7 @@ class Examples:
         self.all = [source for sources in self.articles for source in sources]
         self.rest: list[Source] = []
 
-    def draw(self, most: int) -> Example:
+    def draw(self, most: int) -> AnsweredExample:
         """An example with up to `most` questions."""
         rnd = self.random
         n = rnd.choice((1, 2, 3, 4, 5, 6, 6, 6, 7, 8))
@@ -102,9 +111,9 @@ class Examples:
             passages.pop()
         asked = self._ask(passages, most)
         rnd.shuffle(passages)
-        template = draw_template(rnd)
+        template = rnd.choice(TEMPLATES)
         texts = [template.passage.format(title=s.passage.title, text=s.passage.text) for s in passages]
-        return Example(template, tuple(self._grouped(texts)), tuple(asked))
+        return AnsweredExample(template, tuple(self._grouped(texts)), tuple(asked))
 
     def _next(self) -> Source:
         """SQuAD's paragraphs in turn, so that all are asked about equally often."""

@@ -18,13 +18,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from ragfuse.adapt.examples import Example, Template
-from ragfuse.adapt.rules import Question
+from ragfuse.adapt.examples import Template
 from ragfuse.hf.branches import Branch, BranchModel, ContextTokens
 from ragfuse.hf.lora import LoraAdapter
 from ragfuse.models.loader import load_model
-from training.data import Examples, split, squad, wikipedia
+from training.data import AnsweredExample, Examples, split, squad, wikipedia
 from training.lean import lean
+from training.rules import Question
 
 WARM_UP = 20
 """Steps until the learning rate is whole."""
@@ -64,7 +64,7 @@ class Coder:
         return [*self.ids(question.answer), self.end]
 
 
-def branches_of(coder: Coder, example: Example, max_tokens: int) -> tuple[ContextTokens, list[Branch]]:
+def branches_of(coder: Coder, example: AnsweredExample, max_tokens: int) -> tuple[ContextTokens, list[Branch]]:
     """Return an example's context and its questions with their answers, as many as fit into `max_tokens`."""
     context, after = coder.context(example.template, example.passages)
     branches, count = [], len(context)

@@ -1,1 +1,1 @@
-"""What `ragfuse adapt` needs: questions by rule, a teacher, blockwise training of a LoRA adapter, its outcome."""
+"""The training of `ragfuse adapt`: examples and questions made of documents, a teacher, a LoRA adapter."""

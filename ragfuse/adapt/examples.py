@@ -7,13 +7,13 @@ full prefill are what is taught.
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ragfuse.adapt.rules import Passage, Question, questions
 from ragfuse.calibration.calibrate import MIN_PASSAGE_CHARS, PROMPT_PASSAGES, topics, words_of
 from ragfuse.calibration.prompts import PROMPT_TEXTS
 from ragfuse.errors import InputError
@@ -56,34 +56,28 @@ class Template:
 
 
 TEMPLATES = (
-    (6, Template("", "{context}".join(PROMPT_TEXTS["answer"]))),
-    (1, Template("", "{context}\n\nQuestion: {question}")),
-    (1, Template("", "{context}\n\n{question} Answer in a few words.")),
-    (
-        1,
-        Template(
-            "You answer from the documents you are given, as briefly as you can.", "Documents:\n{context}\n\n{question}"
-        ),
+    *(6 * (Template("", "{context}".join(PROMPT_TEXTS["answer"])),)),
+    Template("", "{context}\n\nQuestion: {question}"),
+    Template("", "{context}\n\n{question} Answer in a few words."),
+    Template(
+        "You answer from the documents you are given, as briefly as you can.",
+        "Documents:\n{context}\n\n{question}",
     ),
-    (1, Template("Answer the user's question from this context only. Be brief.\n\nContext:\n{context}", "{question}")),
-    (
-        1,
-        Template(
-            "",
-            "Context:\n----------\n{context}\n----------\nAnswer from the context alone.\n"
-            "Question: {question}\nAnswer: ",
-        ),
+    Template(
+        "Answer the user's question from this context only. Be brief.\n\nContext:\n{context}",
+        "{question}",
     ),
-    (
-        1,
-        Template(
-            "",
-            "Read these passages.\n\n{context}\n\nWhat is the short answer to: {question}",
-            passage="{title}\n{text}",
-        ),
+    Template(
+        "",
+        "Context:\n----------\n{context}\n----------\nAnswer from the context alone.\nQuestion: {question}\nAnswer: ",
+    ),
+    Template(
+        "",
+        "Read these passages.\n\n{context}\n\nWhat is the short answer to: {question}",
+        passage="{title}\n{text}",
     ),
 )
-"""Weighted. The first is the demo's and the benchmarks' own."""
+"""Drawn from with equal odds. The first is the demo's and the benchmarks' own."""
 
 
 @dataclass(frozen=True)
@@ -93,21 +87,18 @@ class Example:
     Args:
         template: The wording of the prompt.
         passages: Texts of the context's chunks, in order.
-        questions: The questions; their answers are "" where nobody knows them.
+        questions: The questions.
     """
 
     template: Template
     passages: tuple[str, ...]
-    questions: tuple[Question, ...]
-
-
-def draw_template(generator: random.Random) -> Template:
-    """Return a wording, drawn by weight."""
-    return generator.choices([template for _, template in TEMPLATES], [weight for weight, _ in TEMPLATES])[0]
+    questions: tuple[str, ...]
 
 
 def split_documents(documents: Documents, seed: int) -> tuple[Documents, Documents]:
     """Return the documents to train on and those that are held out.
+
+    Of five documents or more whole ones are held out, of fewer the last chunks of each.
 
     Args:
         documents: The documents.
@@ -116,31 +107,25 @@ def split_documents(documents: Documents, seed: int) -> tuple[Documents, Documen
     Raises:
         InputError: They have too few chunks.
     """
-    kept = [(name, [text for text in texts if len(text) >= MIN_PASSAGE_CHARS]) for name, texts in documents]
-    kept = [(name, texts) for name, texts in kept if texts]
-    total = sum(len(texts) for _, texts in kept)
+    long = [(name, [text for text in texts if len(text) >= MIN_PASSAGE_CHARS]) for name, texts in documents]
+    total = sum(len(texts) for _, texts in long)
     if total < MIN_CHUNKS:
         raise InputError(
             f"Wanted documents of at least {MIN_CHUNKS} chunks to learn from, found {total}. Give more documents, or "
             "make smaller chunks with RAGFUSE_CHUNK_TOKENS."
         )
     wanted = max(HELD_CHUNKS, round(HELD_SHARE * total))
-    if len(kept) >= WHOLE_DOCUMENTS:
-        order = list(range(len(kept)))
-        random.Random(seed).shuffle(order)
-        held, count = set[int](), 0
-        for index in order:
-            size = len(kept[index][1])
-            if count < wanted and count + size <= total // 2:
-                held.add(index)
-                count += size
-        if count >= HELD_CHUNKS:
-            return [each for i, each in enumerate(kept) if i not in held], [kept[i] for i in sorted(held)]
-    train, apart = [], []
-    for name, texts in kept:
-        cut = len(texts) - -(-len(texts) * wanted // total)
-        train.append((name, texts[:cut]))
-        apart.append((name, texts[cut:]))
+    sizes = {name: len(texts) for name, texts in long}
+    held = dict.fromkeys(sizes, 0)
+    if len(sizes) >= WHOLE_DOCUMENTS:
+        for name in random.Random(seed).sample(sorted(sizes), len(sizes)):
+            count = sum(held.values())
+            if count < wanted and count + sizes[name] <= total // 2:
+                held[name] = sizes[name]
+    if sum(held.values()) < HELD_CHUNKS:
+        held = {name: -(-size * wanted // total) for name, size in sizes.items()}
+    train = [(name, texts[: len(texts) - held[name]]) for name, texts in long]
+    apart = [(name, texts[len(texts) - held[name] :]) for name, texts in long]
     return [each for each in train if each[1]], [each for each in apart if each[1]]
 
 
@@ -163,17 +148,18 @@ class DocumentExamples:
 
     def __init__(self, documents: Documents, seed: int, most: int) -> None:
         self._chunks = [(name, text) for name, texts in documents for text in texts]
-        self._seed, self._most = seed, most
+        self._seed = seed
+        self._most = most
         self._seen = Counter(word for _, text in self._chunks for word in set(words_of(text)))
 
     def example(self, number: int) -> Example:
         """Return the example of a number: chunks of which about half are neighbours, and questions about them."""
         generator = random.Random(f"{self._seed} {number}")
         chosen = self._choose(generator)
-        asked = list(dict.fromkeys(self._questions(chosen, generator)))[: self._most]
-        template = draw_template(generator)
+        asked = list(dict.fromkeys(self._questions([text for _, text in chosen], generator)))
+        template = generator.choice(TEMPLATES)
         texts = tuple(template.passage.format(title=_title(name), text=text) for name, text in chosen)
-        return Example(template, texts, tuple(asked))
+        return Example(template, texts, tuple(asked[: self._most]))
 
     def _choose(self, generator: random.Random) -> list[tuple[str, str]]:
         count = min(generator.choice(SIZES), len(self._chunks))
@@ -187,26 +173,36 @@ class DocumentExamples:
         generator.shuffle(chosen)
         return [self._chunks[i] for i in chosen]
 
-    def _questions(self, chosen: Sequence[tuple[str, str]], generator: random.Random) -> Iterator[Question]:
-        """Yield questions in a mixed order: about one chunk, by rule, and about two."""
-        about = [topics(text, self._seen)[:4] for _, text in chosen]
-        one = [Question(generator.choice(ABOUT_ONE).format(topic), "") for each in about for topic in each]
-        ruled = [each for name, text in chosen for each in questions(Passage(_title(name), text))]
+    def _questions(self, texts: Sequence[str], generator: random.Random) -> Iterator[str]:
+        """Yield questions in turn: about one chunk, about a gap in a sentence, and about two chunks."""
+        about = [topics(text, self._seen)[:4] for text in texts]
+        one = [generator.choice(ABOUT_ONE).format(topic) for each in about for topic in each]
+        gaps = [question for text in texts for question in gap_questions(text, generator)]
         two = []
         for _ in range(self._most):
-            a, b = generator.sample(range(len(about)), 2) if len(about) > 1 else (0, 0)
-            pair = generator.choice(about[a]), generator.choice(about[b])
-            two.append(Question(generator.choice(ABOUT_TWO).format(*pair), ""))
-        if len(ruled) > 1:
-            first, other = generator.sample(ruled, 2)
-            two.append(Question(f"{first.question} And {other.question[0].lower()}{other.question[1:]}", ""))
-            generator.shuffle(two)
-        for questions_ in (one, ruled):
-            generator.shuffle(questions_)
-        while one or ruled or two:
-            for questions_ in (one, ruled, two):
-                if questions_:
-                    yield questions_.pop()
+            pair = generator.sample(about, 2) if len(about) > 1 else 2 * about
+            two.append(generator.choice(ABOUT_TWO).format(*map(generator.choice, pair)))
+        kinds = one, gaps, two
+        for questions in kinds:
+            generator.shuffle(questions)
+        while any(kinds):
+            for questions in filter(None, kinds):
+                yield questions.pop()
+
+
+def gap_questions(text: str, generator: random.Random) -> Iterator[str]:
+    """Yield a text's sentences with a name or a number of each left out.
+
+    Args:
+        text: The text.
+        generator: Chooses what is left out.
+    """
+    for sentence in re.split(r"(?<=[a-z0-9)][.]) (?=[A-Z])", text):
+        named = r"(?<=[a-z,] )(?:[A-Z][a-z]+(?: [A-Z][a-z]+)+|\d{4}|\d+ (?:million|percent|km))(?=[ ,.])"
+        gaps = list(re.finditer(named, sentence))
+        if gaps and 8 <= len(sentence.split()) <= 30:
+            gap = generator.choice(gaps)
+            yield f"What stands for the blank: {sentence[: gap.start()]}____{sentence[gap.end() :]}"
 
 
 def _title(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -11,7 +10,7 @@ import torch
 from ragfuse.adapt.checkpoint import AdapterFolder, AdaptRecipe
 from ragfuse.adapt.examples import DocumentExamples, Documents, NumberedExamples, split_documents
 from ragfuse.adapt.teacher import MAX_CONTEXT_TOKENS, Teacher, context_of, prompt_of
-from ragfuse.adapt.trainer import Trainer, layers_compared
+from ragfuse.adapt.trainer import Trainer
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.engine import Engine
 from ragfuse.errors import InputError, ModelError
@@ -24,7 +23,6 @@ from ragfuse.models import quietly, resolve_llm
 from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.dtypes import resolve_auto
 from ragfuse.models.loader import load_model
-from ragfuse.models.shipped_profile import ShippedProfile
 from ragfuse.models.threads import limit_threads
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
@@ -33,7 +31,6 @@ from ragfuse.types.keys import digest
 
 QUESTIONS = 10
 """Most questions of a context."""
-LEARNING_RATE = 1e-3
 SEED = 0
 STORE_NBYTES_OF_CHECK = 1 << 30
 
@@ -51,7 +48,7 @@ class Adaptation:
     def __init__(self, settings: Settings) -> None:
         settings = resolve_auto(settings)
         source = resolve_llm(settings.model, settings.home)
-        if isinstance(source, Path) and _is_adapter(source):
+        if any((Path(source) / place / ADAPTER_CONFIG).is_file() for place in ("", CHUNK_ADAPTER)):
             raise ModelError(
                 f"Wanted a model to train an adapter for, found the folder of an adapter: '{settings.model}'. Give the "
                 "model that it was made for, or merge it and give the folder."
@@ -68,7 +65,7 @@ class Adaptation:
                 pack=False,
             )
         self.plain.name = settings.model
-        self.plain.drift = self.plain.chunk_adapter = None
+        self.plain.drift = None
         self.settings = settings.model_copy(update={"learn": "off", "prefix_cache": False})
         refuse_unadaptable(self.plain.model, self.plain.profile)
         self.engine = Engine(self.settings, self.plain, KVStore([MemoryTier(STORE_NBYTES_OF_CHECK, lru)]))
@@ -78,36 +75,26 @@ class Adaptation:
         """Close the engine that makes prompts."""
         self.engine.close(0.0)
 
-    @property
-    def base(self) -> str:
-        """The model as an adapter's folder names it: an absolute path, or its name or id."""
-        path = Path(self.settings.model).expanduser()
-        return str(path.resolve()) if path.exists() else self.settings.model
-
-    def memory_nbytes(self, rank: int) -> int:
-        """Return about how many bytes training needs besides the model's weights."""
-        return training_nbytes(self.plain, rank)
-
-    def prepare(
-        self, documents: Documents, out: Path, rank: int, learning_rate: float = LEARNING_RATE, seed: int = SEED
-    ) -> Trainer:
+    def prepare(self, documents: Documents, out: Path, rank: int) -> Trainer:
         """Put an adapter beside the model, and return its trainer, which goes on where an earlier one stopped.
 
         Args:
             documents: (name, chunks) of each document.
             out: Folder of the adapter.
             rank: Rank of the adapter.
-            learning_rate: Highest learning rate.
-            seed: Seed of all random choices.
 
         Raises:
-            InputError: The documents have too few chunks, the folder has something else, or chunks are encoded without
-                filler text.
-            ModelError: What the student reads is not what the engine computes.
+            InputError: The documents have too few chunks, or as `trainer` raises.
+            ModelError: As `trainer` raises.
         """
-        train, self.held = split_documents(documents, seed)
-        examples = DocumentExamples(train, seed, QUESTIONS), DocumentExamples(self.held, seed + 1, QUESTIONS)
-        return self.trainer(*examples, documents_digest(documents), out, rank, learning_rate, seed)
+        train, self.held = split_documents(documents, SEED)
+        return self.trainer(
+            DocumentExamples(train, SEED, QUESTIONS),
+            DocumentExamples(self.held, SEED + 1, QUESTIONS),
+            documents_digest(documents),
+            out,
+            rank,
+        )
 
     def trainer(
         self,
@@ -116,7 +103,6 @@ class Adaptation:
         source: str,
         out: Path,
         rank: int,
-        learning_rate: float = LEARNING_RATE,
         seed: int = SEED,
     ) -> Trainer:
         """Put an adapter beside the model, and return its trainer on given examples.
@@ -127,44 +113,39 @@ class Adaptation:
             source: Digest of what the examples are made of.
             out: Folder of the adapter.
             rank: Rank of the adapter.
-            learning_rate: Highest learning rate.
             seed: Seed of the adapter's first weights.
 
         Raises:
             InputError: The folder has something else, or chunks are encoded without filler text.
             ModelError: What the student reads is not what the engine computes.
         """
-        filler = self.engine.runtime.encoder.filler(self.settings.chunk_tokens)
+        encoder = self.engine.runtime.encoder
+        filler = encoder.filler(self.settings.chunk_tokens)
         if not filler:
             raise InputError(
                 "Wanted filler text before chunks, which the adapter learns to encode them behind, found none. Set "
                 "filler_tokens to 256."
             )
-        recipe = AdaptRecipe(
-            model=self.plain.fingerprint,
-            base=self.base,
-            documents=source,
-            filler_tokens=self.engine.runtime.encoder.filler_tokens,
-            rank=rank,
-            learning_rate=learning_rate,
-            seed=seed,
-        )
-        folder = AdapterFolder(out, recipe, ShippedProfile(recipe.filler_tokens))
-        if folder.load() is None:
+        recipe = AdaptRecipe(self.plain.fingerprint, source, encoder.filler_tokens, rank, seed)
+        folder = AdapterFolder(out, recipe)
+        state, tensors = folder.load()
+        if not state.step:
             self._require_same(BranchModel(self.plain.model, self.plain.profile, filler), train)
-        adapter = LoraAdapter(self.plain.model, rank, seed, self.base)
+        path = Path(self.settings.model).expanduser()
+        base = str(path.resolve()) if path.exists() else self.settings.model
+        adapter = LoraAdapter(self.plain.model, rank, seed, base)
         branches = BranchModel(self.plain.model, self.plain.profile, filler, adapter)
-        teacher = Teacher(self.engine, branches, layers_compared(self.plain.n_layers), folder.answers)
-        return Trainer(branches, adapter, teacher, train, held, folder, learning_rate)
+        teacher = Teacher(self.engine, branches, state.answers)
+        return Trainer(branches, adapter, teacher, train, held, folder, state, tensors)
 
     @torch.no_grad()
     def _require_same(self, branches: BranchModel, examples: NumberedExamples) -> None:
         """Raise ModelError unless the student's logits are those of the engine at ratio 0."""
         example = examples.example(0)
-        example = replace(example, passages=example.passages[:2], questions=example.questions[:1])
-        prompt = prompt_of(self.engine, example.template, example.passages, example.questions[0].question)
+        passages = example.passages[:2]
+        prompt = prompt_of(self.engine, example.template, passages, example.questions[0])
         context = context_of(prompt)
-        self.engine.ingest([(text, "check") for text in example.passages])
+        self.engine.ingest([(text, "check") for text in passages])
         wanted = self.engine.prepare(prompt, Ask(policy="none", ratio=0.0)).prefill.logits
         self.engine.store.clear()
         branch = Branch(prompt.token_ids[len(context.token_ids) :], (0,))
@@ -175,12 +156,6 @@ class Adaptation:
                 f"{self.plain.name} (relative error {error:.2g}): its forward does not take a mask over them. Take "
                 "another model; this one is fused without an adapter as before."
             )
-
-
-def _is_adapter(folder: Path) -> bool:
-    """Whether a folder has an adapter without the model that it was made for."""
-    has_chunk_adapter = (folder / CHUNK_ADAPTER / ADAPTER_CONFIG).is_file()
-    return (folder / ADAPTER_CONFIG).is_file() or (has_chunk_adapter and not (folder / "config.json").is_file())
 
 
 def default_folder(settings: Settings, documents: Documents) -> Path:

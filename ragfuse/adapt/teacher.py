@@ -1,15 +1,9 @@
-"""The teacher: what the model itself answers by full prefill.
-
-Answers are kept in a file by the number of their example, so that an interrupted training writes none of them twice.
-"""
+"""The teacher: what the model itself answers by full prefill."""
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 from ragfuse.adapt.examples import Example, Template
 from ragfuse.engine.engine import Engine
@@ -23,8 +17,6 @@ ANSWER_TOKENS = 16
 """Most tokens of an answer that is taught."""
 MAX_CONTEXT_TOKENS = 2048
 """Most tokens of a context; passages that do not fit are left out."""
-
-log = logging.getLogger("ragfuse.adapt")
 
 
 @dataclass(frozen=True)
@@ -72,46 +64,45 @@ class Teacher:
     Args:
         engine: An engine over the model; it makes the prompts.
         model: The model's forwards over contexts.
-        layers: Numbers of the hidden states that lessons hold.
-        answers: File of the answers; None: they are not kept.
+        known: Answers by the name of their example, to which new ones are added: none is written twice.
     """
 
-    def __init__(self, engine: Engine, model: BranchModel, layers: Sequence[int], answers: Path | None) -> None:
-        self._engine, self._model = engine, model
-        self._layers, self._file, self._ends = tuple(layers), answers, ends_of(engine.model)
-        self._known: dict[str, list[tuple[int, ...]]] = {}
-        if answers is not None and answers.is_file():
-            for line in answers.read_text(encoding="utf-8").splitlines():
-                try:
-                    said = json.loads(line)
-                    self._known[str(said["example"])] = [tuple(map(int, ids)) for ids in said["answers"]]
-                except (ValueError, KeyError, TypeError):
-                    log.debug("An answer that was being written when a process ended is written again.")
+    def __init__(self, engine: Engine, model: BranchModel, known: dict[str, list[tuple[int, ...]]]) -> None:
+        self._engine = engine
+        self._model = model
+        self._known = known
 
-    def lesson(self, name: str, example: Example) -> Lesson:
-        """Return the lesson of an example, whose answers are kept under its name."""
+    def lesson(self, name: str, example: Example, layers: Sequence[int] = ()) -> Lesson:
+        """Return the lesson of an example, whose answers are kept under its name.
+
+        Args:
+            name: The name.
+            example: The example.
+            layers: Numbers of the hidden states that are wanted; with any, the chunks' KV is, too.
+        """
         context, questions = self._tokens(example)
-        answers = self._known.get(name)
         branches, states = self._model.taught(
-            context, questions, ANSWER_TOKENS, self._ends, self._layers, answers, kv=True
+            context,
+            questions,
+            ANSWER_TOKENS,
+            ends_of(self._engine.model),
+            layers,
+            self._known.get(name),
+            kv=bool(layers),
         )
-        if answers is None and self._file is not None:
-            line = json.dumps({"example": name, "answers": [branch.answer for branch in branches]})
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(f"{line}\n")
+        self._known[name] = [branch.answer for branch in branches]
         return Lesson(context, tuple(branches), states)
 
     def _tokens(self, example: Example) -> tuple[ContextTokens, list[tuple[int, ...]]]:
         """Return the tokens of an example: its context, and what stands behind it for each question."""
         most = min(self._engine.model.max_context or MAX_CONTEXT_TOKENS, MAX_CONTEXT_TOKENS)
+        passages = example.passages
         while True:
-            prompts = [
-                prompt_of(self._engine, example.template, example.passages, each.question) for each in example.questions
-            ]
-            context = context_of(prompts[0])
-            if len(example.passages) == 1 or max(map(len, prompts)) + ANSWER_TOKENS <= most:
+            prompts = [prompt_of(self._engine, example.template, passages, question) for question in example.questions]
+            if len(passages) == 1 or max(map(len, prompts)) + ANSWER_TOKENS <= most:
                 break
-            example = replace(example, passages=example.passages[:-1])
+            passages = passages[:-1]
+        context = context_of(prompts[0])
         count = len(context.token_ids)
         same = [prompt for prompt in prompts if prompt.token_ids[:count] == context.token_ids]
         return context, [prompt.token_ids[count:] for prompt in same]

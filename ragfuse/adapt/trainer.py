@@ -8,23 +8,22 @@ number, so a training that goes on makes the very steps that one without a break
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import mean
 
 import torch
 from torch import Tensor
 
-from ragfuse.adapt.checkpoint import AdapterFolder, Evaluation, TrainingState, damaged, moments_of, restore_moments
+from ragfuse.adapt.checkpoint import AdapterFolder, Evaluation, TrainingState
 from ragfuse.adapt.examples import NumberedExamples
 from ragfuse.adapt.teacher import Lesson, Teacher
-from ragfuse.hf.branches import BranchModel, BranchStates
-from ragfuse.hf.chunk_adapter import ADAPTER_WEIGHTS
+from ragfuse.hf.branches import BranchModel
 from ragfuse.hf.lora import LoraAdapter
-from ragfuse.models.adapters import CHUNK_ADAPTER
 
+LEARNING_RATE = 1e-3
+"""The highest learning rate."""
 POOL = 400
 """Number of different examples; then they come again."""
 WARM_UP_STEPS = 8
@@ -58,16 +57,6 @@ class TrainingLimits:
         if self.steps is not None:
             return state.step / max(1, self.steps)
         return state.seconds / max(1e-9, self.seconds)
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What a step tells: its state, the share that is done, the loss's KL, and the seconds that are left."""
-
-    state: TrainingState
-    done: float
-    kl: float
-    left_s: float
 
 
 def layers_compared(n_layers: int) -> tuple[int, ...]:
@@ -107,7 +96,8 @@ class Trainer:
         train: Examples to train on.
         held: Examples of held-out documents.
         folder: Where everything is kept.
-        learning_rate: Highest learning rate.
+        state: Where the training stands.
+        tensors: What was saved with it; none for a new training.
     """
 
     def __init__(
@@ -118,136 +108,119 @@ class Trainer:
         train: NumberedExamples,
         held: NumberedExamples,
         folder: AdapterFolder,
-        learning_rate: float,
+        state: TrainingState,
+        tensors: Mapping[str, Tensor],
     ) -> None:
-        self._model, self._adapter, self._teacher, self._folder = model, adapter, teacher, folder
-        self._train, self._held, self._rate = train, held, learning_rate
+        self.state = state
+        self._model = model
+        self._adapter = adapter
+        self._teacher = teacher
+        self._train = train
+        self._held = held
+        self._folder = folder
         self._layers = layers_compared(model.model.config.get_text_config().num_hidden_layers)
-        self._optimizer = torch.optim.AdamW(
-            adapter.weights.values(), lr=learning_rate, weight_decay=0.0, betas=(0.9, 0.98)
-        )
+        weights = adapter.weights.values()
+        self._optimizer = torch.optim.AdamW(weights, weight_decay=0.0, betas=(0.9, 0.98))
         self._held_lessons: list[Lesson] = []
-        self.state = TrainingState()
-        self._resume()
-
-    def _resume(self) -> None:
-        kept = self._folder.load()
-        if kept is None:
-            return
-        self.state, tensors = kept
-        weights = self._adapter.weights
-        try:
-            self._adapter.load({name: tensors[f"weight.{name}"] for name in weights})
-            if self.state.step:
-                restore_moments(self._optimizer, weights, tensors)
-        except (KeyError, RuntimeError) as error:  # a tensor is missing, or of another shape
-            raise damaged(self._folder.state_file, error) from error
+        if tensors:
+            adapter.load({name: tensors[f"weight.{name}"] for name in adapter.weights})
+            kept = self._optimizer.state_dict()
+            kept["state"] = {
+                index: {part: tensors[f"{part}.{index}"] for part in ("step", "exp_avg", "exp_avg_sq")}
+                for index in range(len(adapter.weights))
+                if f"step.{index}" in tensors
+            }
+            self._optimizer.load_state_dict(kept)
 
     def run(
         self,
         limits: TrainingLimits,
-        report: Callable[[StepReport], object] = lambda report: None,
+        report: Callable[[float], object] = lambda done: None,
         stop: Callable[[], bool] = lambda: False,
     ) -> TrainingState:
         """Train until the limit is reached, nothing is gained any more, or `stop` says so; write the best adapter.
 
         Args:
             limits: How long.
-            report: Called after every step.
+            report: Called after every step with the share of the training that is done.
             stop: Asked after every step.
 
         Returns:
             The state, whose `finished` is "" if `stop` ended it.
         """
-        state, saved = self.state, time.monotonic()
+        state = self.state
         state.finished = ""
-        if not state.evaluations:
-            self._timed(self._evaluate)
+        saved = before = time.monotonic()
         while not state.finished and not stop():
-            if limits.done(state) >= 1:
+            done = limits.done(state)
+            if done >= 1:
                 state.finished = "the time is over" if limits.steps is None else "all steps are made"
-                break
-            self._timed(lambda: self._step(limits, report))
-            if state.step % EVALUATE_STEPS == 0:
-                self._timed(self._evaluate)
-                if self._is_stale():
-                    state.finished = f"{STALE_EVALUATIONS} measurements in a row gained nothing"
-            if time.monotonic() - saved > SAVE_S:
+            elif state.evaluations:
+                self._step(done)
+            if not state.evaluations or self._is_due():
+                self._evaluate()
+                saved = time.monotonic()
+            elif time.monotonic() - saved > SAVE_S:
                 self._save()
                 saved = time.monotonic()
-        if state.finished and state.evaluations[-1].step != state.step:
-            self._timed(self._evaluate)
-        if state.step and not (self._folder.path / CHUNK_ADAPTER / ADAPTER_WEIGHTS).is_file():
-            self._folder.put(self._adapter.save)  # stopped before the first measurement: what was learnt so far
+            state.seconds += time.monotonic() - before
+            before = time.monotonic()
+            report(limits.done(state))
+        if state.step and not self._folder.has_adapter:
+            self._folder.put(self._adapter)  # stopped before it was measured: what was learnt so far
         self._save()
         return state
 
-    def _timed(self, work: Callable[[], object]) -> None:
-        began = time.monotonic()
-        work()
-        self.state.seconds += time.monotonic() - began
+    def _is_due(self) -> bool:
+        """Return whether the weights are to be measured on held-out documents."""
+        last = self.state.evaluations[-1].step
+        return self.state.step != last and (bool(self.state.finished) or self.state.step % EVALUATE_STEPS == 0)
 
-    def _step(self, limits: TrainingLimits, report: Callable[[StepReport], object]) -> None:
-        state, began = self.state, time.monotonic()
-        done = limits.done(state)
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._rate * min((state.step + 1) / WARM_UP_STEPS, max(LEAST_SHARE, 1 - done))
-        number = state.step % POOL
-        lesson = self._teacher.lesson(str(number), self._train.example(number))
+    def _step(self, done: float) -> None:
+        step = self.state.step
+        share = min((step + 1) / WARM_UP_STEPS, max(LEAST_SHARE, 1 - done))
+        self._optimizer.param_groups[0]["lr"] = LEARNING_RATE * share
+        number = step % POOL
+        lesson = self._teacher.lesson(str(number), self._train.example(number), self._layers)
         found = self._model.blockwise(lesson.context, lesson.branches, self._layers, kv=True)
-        kl = kl_along(lesson.states.logits, found.logits)
-        hidden = hidden_distance(lesson.states.hidden, found.hidden)
-        kv = kv_distance(lesson.states.chunks, found.chunks)
-        loss: Tensor = kl + HIDDEN_WEIGHT * hidden + KV_WEIGHT * kv
+        loss: Tensor = (
+            kl_along(lesson.states.logits, found.logits)
+            + HIDDEN_WEIGHT * hidden_distance(lesson.states.hidden, found.hidden)
+            + KV_WEIGHT * kv_distance(lesson.states.chunks, found.chunks)
+        )
         loss.backward()  # type: ignore[no-untyped-call]
-        norm = torch.nn.utils.clip_grad_norm_(list(self._adapter.weights.values()), 1.0)
+        torch.nn.utils.clip_grad_norm_(list(self._adapter.weights.values()), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        state.step += 1
-        line: dict[str, object] = {
-            "step": state.step,
-            "kl": float(kl.detach()),
-            "hidden": float(hidden.detach()),
-            "kv": float(kv.detach()),
-            "norm": float(norm),
-            "tokens": len(lesson.context.token_ids),
-            "seconds": time.monotonic() - began,
-        }
-        self._note(line)
-        left = (1 - done) / done * state.seconds if done else limits.seconds
-        report(StepReport(state, done, float(kl.detach()), left))
+        self.state.step += 1
 
     @torch.no_grad()
     def _evaluate(self) -> None:
+        """Measure the weights on held-out documents, keep the best ones, and note where nothing is gained."""
+        state = self.state
         if not self._held_lessons:
-            for number in range(HELD_EXAMPLES):
-                lesson = self._teacher.lesson(f"held {number}", self._held.example(number))
-                logits = lesson.states.logits
-                self._held_lessons.append(
-                    Lesson(lesson.context, lesson.branches, BranchStates(logits, logits.new_empty(0)))
-                )
+            self._held_lessons = [
+                self._teacher.lesson(f"held {number}", self._held.example(number)) for number in range(HELD_EXAMPLES)
+            ]
         found = mean(
-            float(kl_along(lesson.states.logits, self._model.blockwise(lesson.context, lesson.branches).logits))
+            float(
+                kl_along(
+                    lesson.states.logits,
+                    self._model.blockwise(lesson.context, lesson.branches).logits,
+                )
+            )
             for lesson in self._held_lessons
         )
-        before = self.state.best
-        evaluation = Evaluation(self.state.step, found)
-        self.state.evaluations.append(evaluation)
-        self._note({"held": asdict(evaluation)})
-        if self.state.step and (before is None or evaluation.kl < before.kl):
-            self._folder.put(self._adapter.save)
-            self._save()
-
-    def _is_stale(self) -> bool:
-        best = self.state.best
-        return best is not None and self.state.step - best.step >= STALE_EVALUATIONS * EVALUATE_STEPS
+        state.evaluations.append(Evaluation(state.step, found))
+        if state.step and state.best.step == state.step:
+            self._folder.put(self._adapter)
+        elif state.step - state.best.step >= STALE_EVALUATIONS * EVALUATE_STEPS:
+            state.finished = f"{STALE_EVALUATIONS} measurements in a row gained nothing"
+        self._save()
 
     def _save(self) -> None:
         weights = self._adapter.weights
         tensors: dict[str, Tensor] = {f"weight.{name}": weight for name, weight in weights.items()}
-        tensors |= moments_of(self._optimizer, weights)
+        for index, parts in self._optimizer.state_dict()["state"].items():
+            tensors |= {f"{part}.{index}": value for part, value in parts.items()}
         self._folder.save(self.state, tensors)
-
-    def _note(self, line: dict[str, object]) -> None:
-        with self._folder.log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")

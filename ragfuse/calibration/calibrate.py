@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from ragfuse.calibration.case import Case
 from ragfuse.calibration.comparison import Row, ask, prefill_speedup
 from ragfuse.calibration.methods import Lab, Method
 from ragfuse.calibration.runner import Runner, circumstances
-from ragfuse.calibration.stats import difference_interval, mean_interval, ratio_interval
+from ragfuse.calibration.stats import mean_interval, ratio_interval
 from ragfuse.errors import InputError, ModelError, SettingsError
 from ragfuse.hf.model import HFModel
 from ragfuse.telemetry.progress import progress
@@ -42,7 +41,6 @@ LADDER = (
 )
 """The policies and ratios that are tried, on chunks encoded after filler text as the engine does."""
 
-NONE_DROPPED: Mapping[Method, str] = MappingProxyType({})
 MAX_KL_OVER_REUSE = 0.25
 """Largest KL to full prefill of a safe choice, relative to plain reuse's KL (upper end of the 95% interval)."""
 MIN_AGREEMENT = 0.9
@@ -76,8 +74,6 @@ class ChoiceResult:
         top1: Share of tokens for which the most likely token is full prefill's.
         ttft_x: How many times faster the first token comes than by full prefill.
         questions: Number of questions that it was measured on.
-        dropped: Why it was measured no longer: "too far" from full prefill, "top-1 too low", or "beaten by" a choice
-            that is as fast and closer; "" if it was not dropped.
     """
 
     policy: str
@@ -89,12 +85,20 @@ class ChoiceResult:
     top1: float
     ttft_x: float
     questions: int = 0
-    dropped: str = ""
+
+    @property
+    def outcome(self) -> str:
+        """ "safe" where its answers stay close to full prefill's, else in few words why not."""
+        if self.kl_over_reuse > MAX_KL_OVER_REUSE:
+            return "too far"
+        if self.top1 < MIN_AGREEMENT:
+            return "top-1 too low"
+        return "safe" if self.high <= MAX_KL_OVER_REUSE else "not certain"
 
     @property
     def is_safe(self) -> bool:
         """Whether its answers stay close to full prefill's."""
-        return not self.dropped and self.high <= MAX_KL_OVER_REUSE and self.top1 >= MIN_AGREEMENT
+        return self.outcome == "safe"
 
 
 def make_cases(documents: Sequence[tuple[str, Sequence[str]]], wanted: int, seed: int = 0) -> list[Case]:
@@ -203,7 +207,7 @@ def calibrate(
             "Calibration measures chunks that are encoded after filler text, but filler_tokens is 0. Remove it from "
             "the environment or ragfuse.toml. Without filler text, policy hkvd with ratio 0.15 is used."
         )
-    rows, dropped = list[Row](), dict[Method, str]()
+    rows, kept = list[Row](), list(LADDER)
     nats, chance = nats_per_token(model, cases), math.log(model.model.config.get_text_config().vocab_size)
     flaw = flaw_of(verified, nats, chance)
     try:
@@ -212,20 +216,20 @@ def calibrate(
             list(ask(lab, runner, cases[0], (REUSE, *LADDER), answers=False))  # unmeasured: first uses cost more
             for index, case in enumerate((*cases, *more_cases)):
                 if index == len(cases):
-                    tried = curve(rows, dropped)
-                    if flaw or choose(tried) is not None or not undecided(tried):
+                    tried = curve(rows, kept)
+                    close = any(each.kl_over_reuse <= MAX_KL_OVER_REUSE for each in tried)
+                    if flaw or choose(tried) is not None or not close:
                         break
                     bar.update(task, total=len(cases) + len(more_cases))
-                kept = [method for method in LADDER if method not in dropped]
                 rows += ask(lab, runner, case, (REUSE, *kept), answers=False)
                 if index + 1 >= MIN_QUESTIONS:
-                    dropped |= hopeless(rows, kept)
+                    kept = [method for method in kept if not is_hopeless(rows, method)]
                 bar.update(task, advance=1, description=f"questions, {len(kept)} choices")
-                if len(dropped) == len(LADDER):
+                if not kept:
                     break
     finally:
         lab.close()
-    tried = curve(rows, dropped)
+    tried = curve(rows)
     best = None if flaw else choose(tried)
     return {
         "safe": best is not None,
@@ -236,7 +240,7 @@ def calibrate(
         "questions": len({row.case for row in rows}),
         "tokens": mean(row.tokens for row in rows),
         "verified": verified,
-        "tried": [vars(each) | {"is_safe": each.is_safe} for each in tried],
+        "tried": [vars(each) | {"is_safe": each.is_safe, "outcome": each.outcome} for each in tried],
         "nats_per_token": nats,
         "advice": advice(name, best, tried, flaw),
         "model": name,
@@ -245,69 +249,49 @@ def calibrate(
     }
 
 
-def curve(rows: Sequence[Row], dropped: Mapping[Method, str] = NONE_DROPPED) -> list[ChoiceResult]:
-    """Return the measurements of each choice in `LADDER`, relative to plain reuse on the same questions.
+def curve(rows: Sequence[Row], methods: Sequence[Method] = LADDER) -> list[ChoiceResult]:
+    """Return the measurements of each method, relative to plain reuse on the same questions.
 
     Args:
         rows: Of all methods and questions.
-        dropped: Why a method was not measured on all questions.
+        methods: The methods.
     """
-    return [_result(rows, method, dropped.get(method, "")) for method in LADDER]
-
-
-def _result(rows: Sequence[Row], method: Method, dropped: str = "") -> ChoiceResult:
     reuse = {row.case: row.kl or 0.0 for row in rows if row.method == REUSE.name}
-    of_method = _rows_of(rows, method)
-    ours, theirs = [row.kl or 0.0 for row in of_method], [reuse[row.case] for row in of_method]
+    return [_result([row for row in rows if _is_of(row, method)], reuse) for method in methods]
+
+
+def _is_of(row: Row, method: Method) -> bool:
+    return (row.method, row.ratio) == (method.name, method.ratio)
+
+
+def _result(rows: Sequence[Row], reuse: Mapping[str, float]) -> ChoiceResult:
+    """Return the measurements of one method from its rows and from plain reuse's KL by question."""
+    ours = [row.kl or 0.0 for row in rows]
+    theirs = [reuse[row.case] for row in rows]
     low, high = ratio_interval(ours, theirs)
     return ChoiceResult(
-        policy=method.policy,
-        ratio=method.ratio or 0,
+        policy=rows[0].method.partition("@")[0],
+        ratio=rows[0].ratio or 0,
         kl_over_reuse=sum(ours) / max(sum(theirs), 1e-12),
         low=low,
         high=high,
         kl=mean(ours),
-        top1=_agreement(of_method),
-        ttft_x=prefill_speedup(of_method),
-        questions=len(of_method),
-        dropped=dropped,
+        top1=mean(row.top1 or 0.0 for row in rows),
+        ttft_x=prefill_speedup(rows),
+        questions=len(rows),
     )
 
 
-def _rows_of(rows: Sequence[Row], method: Method) -> list[Row]:
-    return [row for row in rows if (row.method, row.ratio) == (method.name, method.ratio)]
-
-
-def hopeless(rows: Sequence[Row], methods: Sequence[Method]) -> dict[Method, str]:
-    """Return the methods that need not be measured any longer, and why.
-
-    These are the methods whose 95% interval is unsafe as a whole, and those for which another one is as fast and closer
-    on the same questions, with 95% certainty.
+def is_hopeless(rows: Sequence[Row], method: Method) -> bool:
+    """Return whether a method's whole 95% interval is unsafe, so that it need not be measured any longer.
 
     Args:
-        rows: All measurements so far, each method on the same questions.
-        methods: The methods to look at.
+        rows: All measurements so far.
+        method: The method.
     """
-    found = dict[Method, str]()
-    results = {method: _result(rows, method) for method in methods}
-    distances = {method: [row.kl or 0.0 for row in _rows_of(rows, method)] for method in methods}
-    for method, result in results.items():
-        agreement = mean_interval([row.top1 or 0.0 for row in _rows_of(rows, method)])
-        if result.low > MAX_KL_OVER_REUSE:
-            found[method] = "too far"
-        elif agreement[1] < MIN_AGREEMENT:
-            found[method] = "top-1 too low"
-    for method, result in results.items():
-        faster = [each for each in methods if each not in found and results[each].ttft_x >= result.ttft_x]
-        for other in faster:
-            closer = other != method and difference_interval(distances[other], distances[method])[1] < 0
-            if closer and method not in found:
-                found[method] = f"beaten by {other.policy} {other.ratio:.0%}"
-    return found
-
-
-def _agreement(rows: Sequence[Row]) -> float:
-    return mean(row.top1 or 0.0 for row in rows)
+    agreement = [row.top1 or 0.0 for row in rows if _is_of(row, method)]
+    (result,) = curve(rows, [method])
+    return result.low > MAX_KL_OVER_REUSE or mean_interval(agreement)[1] < MIN_AGREEMENT
 
 
 def choose(tried: Sequence[ChoiceResult]) -> ChoiceResult | None:
@@ -360,48 +344,12 @@ def advice(name: str, best: ChoiceResult | None, tried: Sequence[ChoiceResult], 
             f"Do not blend with {name}: the closest, {closest.policy} at {closest.ratio:.0%}, keeps "
             f"{closest.kl_over_reuse:.2f} of plain reuse's distance to full prefill, with 95% certainty no more than "
             f"{closest.high:.2f} (at most {MAX_KL_OVER_REUSE} wanted), and agrees on {closest.top1:.1%} of the tokens "
-            f"({MIN_AGREEMENT:.0%} wanted); prompts are answered by full prefill.{_more_questions(tried)}"
+            f"({MIN_AGREEMENT:.0%} wanted); prompts are answered by full prefill."
         )
     return (
         f"Blend with {name} by {best.policy} at {best.ratio:.0%}: the first token comes {best.ttft_x:.1f}x faster, and "
-        f"{best.kl_over_reuse:.2f} of plain reuse's distance to full prefill is left.{_faster(best, tried)}"
+        f"{best.kl_over_reuse:.2f} of plain reuse's distance to full prefill is left."
     )
-
-
-def _faster(best: ChoiceResult, tried: Sequence[ChoiceResult]) -> str:
-    """Return a sentence on the fastest safe choice, and how it is taken, where that is not `best`; else ""."""
-    fastest = max((each for each in tried if each.is_safe), key=lambda each: each.ttft_x, default=best)
-    if fastest.ttft_x <= best.ttft_x:
-        return ""
-    return (
-        f" Farther from full prefill ({fastest.kl_over_reuse:.2f}), but safe too, and the fastest: {fastest.policy} at "
-        f"{fastest.ratio:.0%}, {fastest.ttft_x:.1f}x. To take it: RAGFUSE_POLICY={fastest.policy} "
-        f"RAGFUSE_RATIO={fastest.ratio:g}."
-    )
-
-
-def _why_not(each: Mapping[str, Any]) -> str:
-    """Return in few words why a choice is not safe."""
-    if each["dropped"]:
-        return str(each["dropped"])
-    if each["high"] > MAX_KL_OVER_REUSE:
-        return "not certain" if each["kl_over_reuse"] <= MAX_KL_OVER_REUSE else "too far"
-    return "top-1 too low"
-
-
-def undecided(tried: Sequence[ChoiceResult]) -> list[ChoiceResult]:
-    """Return the choices that more questions may find safe: close enough as far as was seen, but not with certainty."""
-    return [each for each in tried if not each.dropped and not each.is_safe and each.kl_over_reuse <= MAX_KL_OVER_REUSE]
-
-
-def _more_questions(tried: Sequence[ChoiceResult]) -> str:
-    """Return a sentence that says how many questions to ask where more of them may find a choice safe; else ""."""
-    open_ones = undecided(tried)
-    if not open_ones:
-        return ""
-    asked = max(each.questions for each in open_ones)
-    names = " and ".join(f"{each.policy} at {each.ratio:.0%}" for each in open_ones)
-    return f" After {asked} questions {names} may still turn out safe: --questions {3 * asked} tells more."
 
 
 def show_calibration(result: Mapping[str, Any], console: Console) -> None:
@@ -414,7 +362,7 @@ def show_calibration(result: Mapping[str, Any], console: Console) -> None:
         table.add_column(name, justify="left" if name in ("policy", "outcome") else "right", no_wrap=name != "outcome")
     for each in result["tried"]:
         chosen = (each["policy"], each["ratio"]) == (result["policy"], result["ratio"])
-        outcome = "[bold green]chosen[/]" if chosen else "safe" if each["is_safe"] else _why_not(each)
+        outcome = "[bold green]chosen[/]" if chosen else each["outcome"]
         table.add_row(
             _shown(each["policy"]),
             f"{each['ratio']:.0%}",

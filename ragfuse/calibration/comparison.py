@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import mean
 from typing import Any
 
 from ragfuse.calibration.case import Case
@@ -104,7 +103,6 @@ def ask(
             raise InputError(
                 f"Internal error: the prompt of {case.id} differs between ways to encode chunks. Please report it."
             )
-        lab.before(method, method_prompt)
         timed = full if method == FULL else _timed(lab, runner, method, method_prompt)
         if method == FULL:
             found, ids = wanted, full_ids
@@ -158,9 +156,3 @@ def prefill_speedup(rows: Sequence[Row]) -> float:
     """
     full = sum(row.full_cpu_s if row.clock == "cpu" else row.full_wall_s for row in rows)
     return full / max(1e-9, sum(row.cpu_s if row.clock == "cpu" else row.wall_s for row in rows))
-
-
-def mean_of(rows: Sequence[Row], name: str) -> float | None:
-    """Return the mean of a column; None where a row lacks it."""
-    values = [getattr(row, name) for row in rows]
-    return None if any(value is None for value in values) else float(mean(values))

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,8 +40,7 @@ from ragfuse.telemetry.progress import progress
 from ragfuse.types.sizes import duration_text, size_text
 
 if TYPE_CHECKING:
-    from ragfuse.adapt.trainer import StepReport
-    from ragfuse.settings import Settings
+    from ragfuse.adapt.checkpoint import TrainingState
 
 
 def adapt_model(
@@ -89,9 +88,12 @@ def adapt_model(
     prepare_model(settings)
     began = time.perf_counter()
     with console.status("loading the model"):
-        from ragfuse.adapt.outcome import draw_training
-        from ragfuse.adapt.run import Adaptation, default_folder, free_nbytes
+        from ragfuse.adapt.picture import draw_training
+        from ragfuse.adapt.run import Adaptation, default_folder, free_nbytes, training_nbytes
         from ragfuse.adapt.trainer import TrainingLimits
+        from ragfuse.calibration.calibrate import show_calibration
+        from ragfuse.engine.engine import Engine
+        from ragfuse.models.shipped_profile import ShippedProfile, write_shipped
 
         adaptation = Adaptation(settings)
     try:
@@ -99,7 +101,7 @@ def adapt_model(
         split = split_documents(docs, settings, adaptation.plain.tokenizer, console)
         texts = list(split.documents.items())
         folder = (out or default_folder(settings, texts)).expanduser()
-        needed, free = adaptation.memory_nbytes(rank), free_nbytes(adaptation.plain.device)
+        needed, free = training_nbytes(adaptation.plain, rank), free_nbytes(adaptation.plain.device)
         memory = f"about {size_text(needed)} of memory besides the model; {size_text(free)} are free"
         console.print(f"Training needs {memory}.", highlight=False)
         if needed > free:
@@ -110,49 +112,37 @@ def adapt_model(
             trainer = adaptation.prepare(texts, folder, rank)
         if trainer.state.step:
             console.print(f"Going on at step {trainer.state.step:,}.", highlight=False)
-        with _shown(console) as show, _stopped_by_signal(console) as stop:
+        with _shown(console, trainer.state) as show, _stopped_by_signal(console) as stop:
             state = trainer.run(TrainingLimits(60 * minutes, steps), show, stop)
         if stop() or not state.finished:  # pressed during the last step or measurement, it ends the command too
             raise KeyboardInterrupt(f"What was learnt is in '{folder}'. Run the same command again to continue.")
-        first, best = state.evaluations[0], state.best or state.evaluations[0]
         made = f"{counted(state.step, 'step')} in {counted(round(state.seconds / 60), 'minute')}"
         console.print(
-            f"{made} ({state.finished}): on held-out documents KL at ratio 0 fell from {first.kl:.3f} to "
-            f"{best.kl:.3f}, at step {best.step:,}.",
+            f"{made} ({state.finished}): on held-out documents KL at ratio 0 fell from {state.evaluations[0].kl:.3f} "
+            f"to {state.best.kl:.3f}, at step {state.best.step:,}.",
             highlight=False,
         )
         if plot is not None:
             draw_training(state.evaluations, plot)
             console.print(f"Written: {plot}", highlight=False)
-        result = _outcome(adaptation, settings, folder, questions, console)
+        with Engine(settings.model_copy(update={"model": str(folder)})) as engine:
+            calibrated = calibrate_engine(engine, adaptation.held, questions, console, str(folder))
+        chosen = (calibrated["policy"], calibrated["ratio"]) if calibrated["safe"] else ("", None)
+        write_shipped(folder, ShippedProfile(adaptation.engine.runtime.encoder.filler_tokens, *chosen))
     finally:
         adaptation.close()
-    console.print(f"[bold]{result['outcome']}[/]", highlight=False)
-    console.print(
-        f"Use it: ragfuse ask --model {shlex.quote(str(folder))} ...", highlight=False, markup=False, soft_wrap=True
-    )
-    kept = {"folder": str(folder), "steps": state.step, "seconds": state.seconds}
-    write_json({**kept, "evaluations": [vars(each) for each in state.evaluations], **result}, json)
-    raise typer.Exit(0 if result["calibration"]["safe"] else 1)
-
-
-def _outcome(adaptation: Any, settings: Settings, folder: Path, questions: int, console: Console) -> dict[str, Any]:
-    """Verify and calibrate the model with its adapter, and compare fused answers with full prefill."""
-    from ragfuse.adapt.outcome import compare, method_of, outcome_text
-    from ragfuse.calibration.calibrate import make_cases, show_calibration
-    from ragfuse.calibration.methods import Lab
-    from ragfuse.engine.engine import Engine
-    from ragfuse.models.shipped_profile import ShippedProfile, write_shipped
-
-    cases = make_cases(adaptation.held, questions)
-    with Engine(settings.model_copy(update={"model": str(folder)})) as engine:
-        calibrated = calibrate_engine(engine, adaptation.held, questions, console, str(folder))
-        with closing(Lab(engine.model)) as lab:
-            outcome = compare(lab, cases, method_of(calibrated), console)
-    chosen = (calibrated["policy"], calibrated["ratio"]) if calibrated["safe"] else ("", None)
-    write_shipped(folder, ShippedProfile(adaptation.engine.runtime.encoder.filler_tokens, *chosen))
     show_calibration(calibrated, console)
-    return {"outcome": outcome_text(calibrated, outcome), **vars(outcome), "calibration": calibrated}
+    use = f"Use it: ragfuse ask --model {shlex.quote(str(folder))} ..."
+    console.print(use, highlight=False, markup=False, soft_wrap=True)
+    result = {
+        "folder": str(folder),
+        "steps": state.step,
+        "seconds": state.seconds,
+        "evaluations": [vars(each) for each in state.evaluations],
+        "calibration": calibrated,
+    }
+    write_json(result, json)
+    raise typer.Exit(0 if calibrated["safe"] else 1)
 
 
 @contextmanager
@@ -177,18 +167,16 @@ def _stopped_by_signal(console: Console) -> Iterator[Any]:
 
 
 @contextmanager
-def _shown(console: Console) -> Iterator[Callable[[StepReport], None]]:
+def _shown(console: Console, state: TrainingState) -> Iterator[Callable[[float], None]]:
     """Yield a function that shows a step: as a bar on a terminal, else as a line now and then."""
     columns = TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn(), TextColumn("{task.fields[left]}")
     with progress(console, *columns) as bar:
         task = bar.add_task("measuring", total=1.0, left="")
 
-        def show(report: StepReport) -> None:
-            known = report.state.evaluations
+        def show(done: float) -> None:
+            known = state.evaluations
             held = f"held-out KL {known[-1].kl:.3f} (was {known[0].kl:.3f})"
-            description = f"step {report.state.step:,}, {held}"
-            bar.update(
-                task, description=description, completed=report.done, left=f"{duration_text(report.left_s)} left"
-            )
+            left = f"{duration_text(state.seconds * max(0, 1 - done) / done)} left" if done else ""
+            bar.update(task, description=f"step {state.step:,}, {held}", completed=done, left=left)
 
         yield show

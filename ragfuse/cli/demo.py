@@ -22,7 +22,14 @@ from ragfuse.cli.options import (
 )
 from ragfuse.errors import InputError
 
-DEMO_NEEDS = ("faiss", "langchain_community", "langchain_huggingface", "langchain_ragfuse", "matplotlib")
+DEMO_NEEDS = (
+    "faiss",
+    "langchain_classic",
+    "langchain_community",
+    "langchain_huggingface",
+    "langchain_ragfuse",
+    "matplotlib",
+)
 
 
 DEMO_MEMORY = 3 << 30

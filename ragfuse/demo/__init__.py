@@ -24,8 +24,9 @@ def questions() -> dict[str, Any]:
     Each question is {id, question, answers, article}. questions.json names them; they come from ragfuse's own set
     (`ragfuse bench quality --data demo`).
     """
-    data: dict[str, Any] = json.loads((files(__name__) / "questions.json").read_text(encoding="utf-8"))
-    all_questions = json.loads((files("ragfuse") / "demo" / "all_questions.json").read_text(encoding="utf-8"))
-    by_id = {each["id"]: {**each, "article": each["support"][0]["article"]} for each in all_questions["questions"]}
+    folder = files(__name__)
+    data: dict[str, Any] = json.loads((folder / "questions.json").read_text(encoding="utf-8"))
+    known = json.loads((folder / "all_questions.json").read_text(encoding="utf-8"))["questions"]
+    by_id = {each["id"]: {**each, "article": each["support"][0]["article"]} for each in known}
     data["template"]["human"] = "{context}".join(PROMPT_TEXTS["answer"])
     return {**data, "questions": [by_id[name] for name in data["questions"]], "long": by_id[data["long"]]}

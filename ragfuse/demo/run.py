@@ -5,24 +5,20 @@ Retrieval, prompt and chain are LangChain's; only the chat model is ours. No que
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import mean
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 
-from ragfuse.calibration.fidelity import Fidelity, fidelity
+from ragfuse.calibration.fidelity import fidelity
 from ragfuse.calibration.metrics import is_right
 from ragfuse.demo import corpus_path, questions
 from ragfuse.demo.answer import DemoAnswer
 from ragfuse.demo.show import show_question, show_strip
-from ragfuse.engine.engine import Content, Engine, Ingested
+from ragfuse.engine.engine import Engine, Ingested
 from ragfuse.models import quietly, resolve_embedder
-from ragfuse.store.access import make_root
 from ragfuse.telemetry.progress import progress
 from ragfuse.types.keys import digest
 from ragfuse.types.sizes import duration_text, size_text
@@ -31,6 +27,8 @@ DEMO_ANSWER_TOKENS = 24
 CHUNK_TOKENS = 230
 """Most tokens of a chunk; the splitter fills them to 160 on average."""
 
+LONG_CHUNK_TOKENS = 512
+"""Most tokens of a chunk of the long prompt."""
 EMBEDDED_TOGETHER = 64
 """Passages that are embedded between two steps of the bar."""
 LONG_TRIES = 3
@@ -49,9 +47,15 @@ WARM_UP = "What is told here?"
 def run(engine: Engine, console: Console) -> dict[str, Any]:
     """Ingest the corpus, ask all questions, and return the report, which becomes demo-report.json."""
     data = questions()
-    short = Demo(engine, data["template"], chunk_tokens=CHUNK_TOKENS)
-    long = Demo(engine, data["template"], chunk_tokens=512)
-    short.ingest([item["question"] for item in data["questions"]], console)
+    short = Demo(engine, data["template"], CHUNK_TOKENS)
+    n_articles = len({source for _, source in short.texts})
+    console.print(INTRODUCTION.format(articles=n_articles, passages=len(short.texts)), highlight=False)
+    short.index("indexing passages", console)
+    done = short.ingest([item["question"] for item in data["questions"]], "computing the KV of passages", console)
+    computed = f"was computed now: {done.tokens:,} tokens, {size_text(done.nbytes)}, {duration_text(done.seconds)}"
+    if done.encoded < done.chunks:
+        computed = f"of {done.encoded} of them {computed}" if done.encoded else "is in the store from an earlier run"
+    console.print(f"The questions find {done.chunks} of these passages. Their KV {computed}.\n", highlight=False)
     with console.status("warming up"):
         short.warm_up(WARM_UP)
     answers = list[DemoAnswer]()
@@ -63,7 +67,9 @@ def run(engine: Engine, console: Console) -> dict[str, Any]:
             console.print("Its prompt, token by token:", highlight=False)
             show_strip(console, answers[-1])
             console.print(f"{len(data['questions']) - 1} more questions. {data['chosen_how']}\n", highlight=False)
-    long.ingest_only_for(data["long"]["question"], console)
+    long = Demo(engine, data["template"], LONG_CHUNK_TOKENS)
+    long.index("indexing passages anew, in larger pieces", console)
+    long.ingest([data["long"]["question"]], "computing the KV of longer passages", console)
     tries = list[DemoAnswer]()
     with progress(console) as bar:
         task = bar.add_task("a long prompt, three times both ways", total=LONG_TRIES)
@@ -94,10 +100,15 @@ def report(answers: Sequence[DemoAnswer], longest: DemoAnswer, engine: Engine) -
 
 
 class Demo:
-    """The demo's chain over chunks of one size."""
+    """The demo's chain over chunks of one size.
+
+    Args:
+        engine: The engine.
+        template: The texts of the prompt by role.
+        chunk_tokens: Most tokens of a chunk.
+    """
 
     def __init__(self, engine: Engine, template: dict[str, str], chunk_tokens: int) -> None:
-        from langchain_core.output_parsers import StrOutputParser
         from langchain_core.prompts import ChatPromptTemplate
         from langchain_ragfuse import ChatRagFuse
 
@@ -105,52 +116,52 @@ class Demo:
         roles = [(role, template[role]) for role in ("system", "human") if template.get(role)]
         self.prompt = ChatPromptTemplate.from_messages(roles)
         self.llm = ChatRagFuse(engine=engine, max_tokens=DEMO_ANSWER_TOKENS)
-        self.texts, self.chunk_tokens = _split_corpus(engine, chunk_tokens), chunk_tokens
-        self.parser = StrOutputParser()
+        self.texts = _split_corpus(engine, chunk_tokens)
         self.retriever: Any = None
+        self.chain: Any = None
 
-    def ingest(self, questions: Sequence[str], console: Console) -> None:
-        """Index all chunks with FAISS, and compute the KV of the prompt's prefix and of the chunks the questions find.
+    def index(self, what: str, console: Console) -> None:
+        """Index all chunks with FAISS under a bar; vectors of an earlier run are taken from the home folder."""
+        from langchain_classic.embeddings import CacheBackedEmbeddings
+        from langchain_classic.storage import LocalFileStore
+        from langchain_community.vectorstores import FAISS
+        from langchain_core.runnables import RunnablePassthrough
+        from langchain_huggingface import HuggingFaceEmbeddings
+
+        source = resolve_embedder(self.engine.settings.embedder, self.engine.settings.home)
+        with quietly(source):
+            embedder = HuggingFaceEmbeddings(model_name=str(source))
+        kept = LocalFileStore(self.engine.settings.store_path / "vectors")
+        embeddings = CacheBackedEmbeddings.from_bytes_store(
+            embedder, kept, namespace=digest(str(source)), key_encoder="sha256"
+        )
+        texts = [text for text, _ in self.texts]
+        vectors = list[list[float]]()
+        with progress(console) as bar:
+            task = bar.add_task(what, total=len(texts))
+            while len(vectors) < len(texts):
+                vectors += embeddings.embed_documents(texts[len(vectors) : len(vectors) + EMBEDDED_TOGETHER])
+                bar.update(task, completed=len(vectors))
+        sources = [{"source": name} for _, name in self.texts]
+        found = FAISS.from_embeddings(zip(texts, vectors, strict=True), embeddings, metadatas=sources)
+        self.retriever = found.as_retriever(search_kwargs={"k": 6})
+        inputs = {"context": self.retriever | _join_texts, "question": RunnablePassthrough()}
+        self.chain = inputs | self.prompt
+
+    def ingest(self, asked: Sequence[str], what: str, console: Console) -> Ingested:
+        """Compute the KV of the chunks that questions find, and have what an earlier run stored in memory, too.
 
         KV of the other chunks would only delay the first question.
         """
-        n_articles = len({source for _, source in self.texts})
-        console.print(INTRODUCTION.format(articles=n_articles, passages=len(self.texts)), highlight=False)
-        self._index(console)
         with console.status("searching"):
-            found = {document.page_content for question in questions for document in self.retriever.invoke(question)}
+            found = {each.page_content for question in asked for each in self.retriever.invoke(question)}
         texts = [(text, source) for text, source in self.texts if text in found]
-        done = self._encode(texts, "computing the KV of passages", console)
-        computed = f"was computed now: {done.tokens:,} tokens, {size_text(done.nbytes)}, {duration_text(done.seconds)}"
-        if done.encoded < done.chunks:
-            n = f"of {done.encoded} of them " if done.encoded else ""
-            computed = f"{n}{computed}" if n else "is in the store from an earlier run"
-        console.print(f"The questions find {done.chunks} of these passages. Their KV {computed}.\n", highlight=False)
-        self._warm()
-
-    def _encode(self, texts: Sequence[tuple[str, str]], what: str, console: Console) -> Ingested:
-        """Compute the KV of (text, source) pairs under a bar."""
         with progress(console) as bar:
             task = bar.add_task(what, total=len(texts))
-
-            def show(done: Ingested) -> None:
-                bar.update(task, completed=done.chunks)
-
-            return self.engine.ingest(texts, self._prefix(), show)
-
-    def _warm(self) -> None:
-        """Load entries of an earlier run from disk into memory, where an ingest puts them: all runs start alike."""
-        engine, entries = self.engine, self.engine.store.entries()
-        in_memory = {entry.key for entry in entries if entry.tier != "disk"}
-        for entry in entries:
-            if entry.key not in in_memory and entry.key.encoded == "filler" and entry.key.model == engine.digest:
-                engine.store.read_layers(entry.key, 0, entry.n_layers, entry.tier)
-
-    def ingest_only_for(self, question: str, console: Console) -> None:
-        """Index all chunks, and compute the KV of the documents that one question's chunks come from."""
-        self._index(console, "indexing passages anew, in larger pieces")
-        found = {document.metadata["source"] for document in self.retriever.invoke(question)}
-        self._encode([text for text in self.texts if text[1] in found], "computing the KV of longer passages", console)
+            done = self.engine.ingest(texts, progress=lambda done: bar.update(task, completed=done.chunks))
+        self.engine.prefetch(found)
+        self.engine.flush()
+        return done
 
     def warm_up(self, question: str) -> None:
         """Answer a question both ways, unmeasured, so that first-call costs of the process are not measured.
@@ -167,7 +178,10 @@ class Demo:
         The KL is measured before the fused answer, which leaves the first chunk exact for the next prompt like it.
         """
         full = self._invoke(question, reuse=False)
-        kl = self._fidelity(question, full.content)
+        messages = self.chain.invoke(question).to_messages()
+        roles = {"human": "user", "system": "system"}
+        prompt = self.engine.prompt([(roles[message.type], str(message.content)) for message in messages])
+        kl = fidelity(self.engine, prompt, self.engine.tokens(full.content))
         fused = self._invoke(question, reuse=True)
         fused_trace, full_trace = fused.response_metadata["ragfuse"], full.response_metadata["ragfuse"]
         return DemoAnswer(
@@ -190,63 +204,8 @@ class Demo:
             trace=fused_trace,
         )
 
-    def _index(self, console: Console, what: str = "indexing passages") -> None:
-        from langchain_community.vectorstores import FAISS
-        from langchain_huggingface import HuggingFaceEmbeddings
-
-        source = resolve_embedder(self.engine.settings.embedder, self.engine.settings.home)
-        with quietly(source):
-            embeddings = HuggingFaceEmbeddings(model_name=str(source))
-        sources = [{"source": source} for _, source in self.texts]
-        texts = [text for text, _ in self.texts]
-        file = self.engine.settings.store_path / "vectors" / f"{digest('vectors', str(source), *texts)}.npy"
-        try:
-            vectors = np.load(file, allow_pickle=False)
-        except (OSError, ValueError, EOFError):
-            vectors = self._embedded(texts, embeddings, what, console)
-            make_root(file.parent)
-            partial = file.with_name(f".{os.getpid()}.npy")
-            np.save(partial, vectors, allow_pickle=False)
-            partial.replace(file)
-        pairs = zip(texts, vectors.tolist(), strict=True)
-        index = FAISS.from_embeddings(pairs, embeddings, metadatas=sources)
-        self.retriever = index.as_retriever(search_kwargs={"k": 6})
-
-    def _embedded(self, texts: Sequence[str], embeddings: Any, what: str, console: Console) -> NDArray[np.float32]:
-        """Return the vectors of the texts, computed under a bar."""
-        found = list[list[float]]()
-        with progress(console) as bar:
-            task = bar.add_task(what, total=len(texts))
-            for at in range(0, len(texts), EMBEDDED_TOGETHER):
-                found += embeddings.embed_documents(texts[at : at + EMBEDDED_TOGETHER])
-                bar.update(task, completed=len(found))
-        return np.asarray(found, dtype=np.float32)
-
-    def _chain(self, reuse: bool) -> Any:
-        from langchain_core.runnables import RunnablePassthrough
-
-        inputs = {"context": self.retriever | _join_texts, "question": RunnablePassthrough()}
-        return inputs | self.prompt | self.llm.bind(reuse=reuse)
-
     def _invoke(self, question: str, reuse: bool) -> Any:
-        return self._chain(reuse).invoke(question)
-
-    def _messages(self, context: str, question: str) -> list[tuple[str, str]]:
-        roles = {"human": "user", "system": "system"}
-        messages = self.prompt.format_messages(context=context, question=question)
-        return [(roles[message.type], str(message.content)) for message in messages]
-
-    def _prefix(self) -> tuple[int, ...]:
-        from ragfuse.text import Piece
-
-        before, after = self._messages("\0", "?")[-1][1].split("\0")
-        sample = Piece(self.texts[0][0], "chunk")
-        messages: list[tuple[str, Content]] = [*self._messages("", "?")[:-1]]
-        return self.engine.prefix([*messages, ("user", (Piece(before), sample, Piece(after)))])
-
-    def _fidelity(self, question: str, answer: str) -> Fidelity:
-        messages = self._messages(_join_texts(self.retriever.invoke(question)), question)
-        return fidelity(self.engine, self.engine.prompt(messages), self.engine.tokens(answer))
+        return (self.chain | self.llm.bind(reuse=reuse)).invoke(question)
 
 
 def _split_corpus(engine: Engine, chunk_tokens: int) -> list[tuple[str, str]]:

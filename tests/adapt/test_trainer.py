@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from ragfuse import Engine, Settings
 from ragfuse.adapt import examples, teacher
 from ragfuse.adapt import run as adapt_run
 from ragfuse.adapt import trainer as module
-from ragfuse.adapt.checkpoint import (
-    RECIPE_FILE,
-    STATE_FILE,
-    WORK_FOLDER,
-    AdapterFolder,
-    AdaptRecipe,
-    Evaluation,
-    TrainingState,
-    require_place,
-)
+from ragfuse.adapt.checkpoint import TRAINING_FILE, require_place
 from ragfuse.adapt.examples import Documents
 from ragfuse.adapt.run import Adaptation, free_nbytes, training_nbytes
 from ragfuse.adapt.trainer import (
-    StepReport,
     TrainingLimits,
     hidden_distance,
     kl_along,
@@ -37,7 +25,7 @@ from ragfuse.adapt.trainer import (
     layers_compared,
 )
 from ragfuse.errors import InputError, ModelError, RefusedError
-from ragfuse.hf.chunk_adapter import ADAPTER_WEIGHTS
+from ragfuse.hf.chunk_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ragfuse.hf.rounding_error import kl
 from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.loader import load_model
@@ -79,8 +67,8 @@ def run(settings: Settings, tmp_path: Path) -> Callable[..., Any]:
         try:
             trainer = adaptation.prepare(given, tmp_path / name, rank)
 
-            def report(report: StepReport) -> None:
-                if report.state.step == killed_at:
+            def report(done: float) -> None:
+                if trainer.state.step == killed_at:
                     raise ChildProcessError
 
             return trainer.run(limits, report, lambda: trainer.state.step == stop_at)
@@ -95,7 +83,7 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {n: w for n, w in load_file(folder / WORK_FOLDER / STATE_FILE).items() if n.startswith("weight.")}
+    return {n: w for n, w in load_file(folder / TRAINING_FILE).items() if n.startswith("weight.")}
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -112,10 +100,7 @@ def test_a_run_that_was_stopped_or_killed_ends_with_the_weights_of_one_that_was_
     with pytest.raises(ChildProcessError):
         run("parts", killed_at=5)
     (tmp_path / "parts" / ".partial").mkdir()
-    (tmp_path / "parts" / WORK_FOLDER / f".{STATE_FILE}").write_bytes(b"half")
-    answers = (tmp_path / "parts" / WORK_FOLDER / "answers.jsonl").open("a")
-    answers.write('{"example": "9')
-    answers.close()
+    (tmp_path / "parts" / f".{TRAINING_FILE}").write_bytes(b"half")
     ended = run("parts")
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
     assert same(adapter(tmp_path / "whole"), adapter(tmp_path / "parts"))
@@ -123,29 +108,15 @@ def test_a_run_that_was_stopped_or_killed_ends_with_the_weights_of_one_that_was_
     assert not list((tmp_path / "parts").rglob(".*"))
 
 
-def test_it_learns_and_the_best_is_kept(
-    run: Callable[..., Any], tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "STALE_EVALUATIONS", 3)
-    kept, put = list[Any](), AdapterFolder.put
-
-    def noted(folder: AdapterFolder, write: Callable[[Path], object]) -> None:
-        kept.append(json.loads(folder.log.read_text().splitlines()[-1])["held"])
-        put(folder, write)
-
-    monkeypatch.setattr(AdapterFolder, "put", noted)
-    state = run(limits=TrainingLimits(0, 24), rank=4)
-    assert state.best is not None
+def test_it_learns_and_the_best_is_kept(run: Callable[..., Any], tmp_path: Path) -> None:
+    limits = TrainingLimits(0, 30)
+    state = run("whole", limits, rank=16)
     assert state.best.kl < 0.9 * state.evaluations[0].kl
-    assert kept[-1] == asdict(state.best)
-    lines = [json.loads(line) for line in (tmp_path / "out" / WORK_FOLDER / "log.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "step" in line]
-    assert len(steps) == state.step
+    run("until", limits, rank=16, stop_at=state.best.step)
+    assert same(adapter(tmp_path / "whole"), adapter(tmp_path / "until"))
 
 
-def test_what_gains_nothing_ends_early(
-    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, settings: Settings
-) -> None:
+def test_what_gains_nothing_ends_early(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STALE_EVALUATIONS", 2)
     monkeypatch.setattr(module, "kl_along", lambda wanted, found: kl_along(wanted, found) * 0 + 1)
     state = run(limits=TrainingLimits(0, 50))
@@ -154,17 +125,11 @@ def test_what_gains_nothing_ends_early(
 
 
 def test_a_run_that_is_stopped_before_it_was_measured_leaves_what_it_learnt(
-    run: Callable[..., Any], tmp_path: Path, settings: Settings
+    run: Callable[..., Any], tmp_path: Path
 ) -> None:
     run(stop_at=1)
-    assert all(
-        name in {CHUNK_ADAPTER, SHIPPED_FILE, WORK_FOLDER}
-        for name in (path.name for path in (tmp_path / "out").iterdir())
-    )
-    with Engine(settings.model_copy(update={"model": str(tmp_path / "out")})) as engine:
-        assert engine.model.chunk_adapter is not None
-        assert engine.model.profile.filler_tokens == 256
-        assert engine.runtime.encoder.filler_tokens == 256
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {CHUNK_ADAPTER, SHIPPED_FILE, TRAINING_FILE}
+    assert any(bool(weight.any()) for name, weight in adapter(tmp_path / "out").items() if "lora_B" in name)
 
 
 def test_the_encoding_of_an_adapter_is_honoured_but_for_a_setting_by_hand(
@@ -174,6 +139,7 @@ def test_the_encoding_of_an_adapter_is_honoured_but_for_a_setting_by_hand(
     write_shipped(tmp_path / "out", ShippedProfile(40, "lexical", 0.2))
     named = {"model": str(tmp_path / "out"), "dtype": "float32", "store": tmp_path / "store", "home": tmp_path / "home"}
     with Engine(Settings(**named)) as engine:
+        assert engine.model.chunk_adapter is not None
         assert engine.runtime.encoder.filler_tokens == 40
         assert len(engine.runtime.encoder.filler(100)) == 40
         assert engine.runtime.profile.choice == ("lexical", 0.2)
@@ -188,29 +154,27 @@ def test_the_encoding_of_an_adapter_is_honoured_but_for_a_setting_by_hand(
         load_model(tmp_path / "out", "float32", home=tmp_path / "home")
 
 
-def test_a_folder_of_something_else_is_refused_and_left_alone(run: Callable[..., Any], tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine.txt").write_text("mine")
-    with pytest.raises(InputError, match="found other files"):
-        run()
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
-
-
 def test_a_folder_of_another_training_is_refused(run: Callable[..., Any], tmp_path: Path) -> None:
     run(stop_at=1)
-    with pytest.raises(InputError, match="other --rank"):
+    with pytest.raises(InputError, match="another rank"):
         run(rank=3)
-    with pytest.raises(InputError, match="other documents"):
+    with pytest.raises(InputError, match="another documents"):
         run(given=documents(2, 20))
-    file = tmp_path / "out" / WORK_FOLDER / RECIPE_FILE
-    for text in ("{", "[]"):
-        file.write_text(text)
-        with pytest.raises(InputError, match=f"found '{file}' damaged"):
-            run()
 
 
-def test_an_adapter_is_no_model_to_adapt(run: Callable[..., Any], tmp_path: Path, settings: Settings) -> None:
-    run(limits=TrainingLimits(0, 1))
+def test_a_damaged_training_is_told_by_its_file_and_left_alone(run: Callable[..., Any], tmp_path: Path) -> None:
+    run(stop_at=1)
+    file = tmp_path / "out" / TRAINING_FILE
+    damaged = file.read_bytes()[:-4]
+    file.write_bytes(damaged)
+    with pytest.raises(InputError, match=f"'{file}' damaged"):
+        run()
+    assert file.read_bytes() == damaged
+
+
+def test_an_adapter_is_no_model_to_adapt(tmp_path: Path, settings: Settings) -> None:
+    (tmp_path / "out" / CHUNK_ADAPTER).mkdir(parents=True)
+    (tmp_path / "out" / CHUNK_ADAPTER / ADAPTER_CONFIG).write_text("{}")
     with pytest.raises(ModelError, match="folder of an adapter"):
         Adaptation(settings.model_copy(update={"model": str(tmp_path / "out")}))
 
@@ -260,77 +224,18 @@ def test_what_cannot_be_read_apart_is_refused_at_once(settings: Settings, monkey
         Adaptation(settings)
 
 
-RECIPE = AdaptRecipe("m", "base", "d", 256, 2, 1e-3, 0)
-
-
-@pytest.fixture
-def begun(tmp_path: Path) -> AdapterFolder:
-    """A folder in which a training was saved."""
-    folder = AdapterFolder(tmp_path / "out", RECIPE, ShippedProfile(256))
-    folder.save(TrainingState(3, 1.5, [Evaluation(0, 0.5)]), {"weight.a": torch.ones(2)})
-    return folder
-
-
-def test_a_saved_state_is_read_back_and_a_missing_one_is_none(begun: AdapterFolder) -> None:
-    kept = begun.load()
-    assert kept is not None
-    assert kept[0] == TrainingState(3, 1.5, [Evaluation(0, 0.5)])
-    assert torch.equal(kept[1]["weight.a"], torch.ones(2))
-    begun.state_file.unlink()
-    assert begun.load() is None
-
-
-def damages(file: Path) -> dict[str, Callable[[], object]]:
-    whole, one = file.read_bytes(), {"a": torch.ones(1)}
-    return {
-        "cut": lambda: file.write_bytes(whole[:-4]),
-        "no state": lambda: save_file(one, file),
-        "odd state": lambda: save_file(one, file, metadata={"state": '{"evaluations": [{"step": "x"}]}'}),
-    }
-
-
-@pytest.mark.parametrize("kind", ["cut", "no state", "odd state"])
-def test_a_damaged_state_is_told_by_its_file_and_left_alone(begun: AdapterFolder, kind: str) -> None:
-    damages(begun.state_file)[kind]()
-    found = begun.state_file.read_bytes()
-    with pytest.raises(
-        InputError, match=f"found '{begun.state_file}' damaged .*name another folder with --out"
-    ) as told:
-        begun.load()
-    assert "\n" not in str(told.value)
-    assert begun.state_file.read_bytes() == found
-
-
-def test_a_state_that_lacks_weights_starts_no_training(
-    begun: AdapterFolder, run: Callable[..., Any], settings: Settings, tmp_path: Path
-) -> None:
-    adaptation = Adaptation(settings)
-    try:
-        adaptation.prepare(DOCUMENTS, tmp_path / "new", 2)
-        save_file({"weight.other": torch.ones(1)}, tmp_path / "new" / WORK_FOLDER / STATE_FILE, {"state": "{}"})
-    finally:
-        adaptation.close()
-    with pytest.raises(InputError, match="damaged"):
-        run("new")
-
-
 def test_a_place_that_cannot_have_an_adapter_is_told_and_not_made(
-    tmp_path: Path, begun: AdapterFolder, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    require_place(begun.path)
-    require_place(tmp_path / "new" / "deep")
-    (tmp_path / "file").write_text("mine")
     (tmp_path / "others").mkdir()
-    (tmp_path / "others" / "mine.txt").write_text("mine")
-    for place, found in (
-        (tmp_path / "file", "found a file at"),
-        (tmp_path / "file" / "in" / "it", f"a file at '{tmp_path / 'file'}'"),
-        (tmp_path / "others", "found other files at"),
-    ):
-        with pytest.raises(InputError, match=found):
+    mine = tmp_path / "others" / "mine.txt"
+    mine.write_text("mine")
+    new = tmp_path / "new" / "deep"
+    require_place(new)
+    for place, found in ((mine, "a file"), (mine / "in" / "it", "a file"), (mine.parent, "other files")):
+        with pytest.raises(InputError, match=f"found {found}"):
             require_place(place)
-    monkeypatch.setattr("os.access", lambda path, mode: False)
-    for place, denied in ((tmp_path / "new" / "deep", tmp_path), (begun.path, begun.path)):
-        with pytest.raises(InputError, match=f"where nothing can be written to '{denied}'"):
-            require_place(place)
-    assert not (tmp_path / "new").exists()
+    monkeypatch.setattr("ragfuse.adapt.checkpoint.can_be_written", lambda path: False)
+    with pytest.raises(InputError, match="cannot be written to"):
+        require_place(new)
+    assert list(tmp_path.iterdir()) == [mine.parent]

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,8 @@ from ragfuse.calibration.calibrate import (
     choose,
     curve,
     flaw_of,
-    hopeless,
+    is_hopeless,
     make_cases,
-    undecided,
 )
 from ragfuse.calibration.case import Case
 from ragfuse.calibration.comparison import Row
@@ -91,22 +89,9 @@ def test_what_is_not_certainly_close_or_does_not_agree_is_not_safe() -> None:
 
 def test_the_advice_is_one_sentence_that_says_why() -> None:
     far = tried("hkvd", 0.8, 3.0)
-    assert advice("m", None, [far]).startswith("Do not blend with m: the closest, hkvd at 10%")
+    assert "hkvd at 10%" in advice("m", None, [far])
     assert "verify" in advice("m", None, [far], flaw_of(False, 1.0, 5.0))
-    assert "no more than 0.96 (at most 0.25 wanted)" in advice("m", None, [far])
     assert advice("m", far, [far]).startswith("Blend with m by hkvd at 10%")
-    close, quick = tried("query", 0.05, 2.5), tried("lego", 0.1, 5.0)
-    assert advice("m", close, [far, close, quick]).endswith("To take it: RAGFUSE_POLICY=lego RAGFUSE_RATIO=0.1.")
-    assert "To take it" not in advice("m", quick, [far, close, quick])
-
-
-def test_only_a_choice_that_is_close_but_not_with_certainty_is_undecided() -> None:
-    unsure = tried("query", 0.2, 3.0, high=MAX_KL_OVER_REUSE + 0.1)
-    others = [tried("hkvd", 0.8, 3.0), tried("query", 0.1, 3.0), replace(unsure, dropped="top-1 too low")]
-    assert undecided([*others, unsure, tried("lego", 0.2, 3.0, top1=0.89)]) == [
-        unsure,
-        tried("lego", 0.2, 3.0, top1=0.89),
-    ]
 
 
 @pytest.mark.parametrize(("spread", "asked"), [((0.05, 0.05), 12), ((0.08, 0.32), 36), ((0.5, 0.6), 8)])
@@ -127,13 +112,6 @@ def test_more_questions_are_asked_once_where_the_first_do_not_decide(
         result = calibrate(engine.model, first, Console(quiet=True), "m", True, more)
     assert result["questions"] == asked
     assert result["safe"] is (sum(spread) < 1)
-
-
-def test_the_advice_asks_for_more_questions_where_they_may_find_a_safe_choice() -> None:
-    far, dropped = tried("hkvd", 0.8, 3.0), replace(tried("lego", 0.2, 5.0), dropped="top-1 too low")
-    unsure = replace(tried("query", 0.2, 3.0, high=MAX_KL_OVER_REUSE + 0.1), questions=20)
-    assert "--questions" not in advice("m", None, [far, dropped])
-    assert "After 20 questions query at 10% may still turn out safe: --questions 60" in advice("m", None, [far, unsure])
 
 
 def test_only_a_model_that_predicts_its_documents_can_be_safe() -> None:
@@ -158,31 +136,15 @@ def measured(method: Method, kls: list[float], top1: float, speed: float) -> lis
     ]
 
 
-def test_what_is_clearly_out_or_clearly_beaten_is_measured_no_longer() -> None:
-    far, rude, beaten, good, slow = (Method("lexical", ratio) for ratio in (0.01, 0.02, 0.03, 0.05, 0.5))
+def test_only_what_is_clearly_out_is_measured_no_longer() -> None:
+    far, rude, unsure = (Method("lexical", ratio) for ratio in (0.01, 0.02, 0.03))
     spread = [0.9, 1.1] * 5
     rows = measured(Method("none", 0.0, "alone"), [10 * each for each in spread], 0.5, 20.0)
     rows += measured(far, [6 * each for each in spread], 0.95, 15.0)
     rows += measured(rude, spread, 0.5, 15.0)
-    rows += measured(beaten, [2 * each for each in spread], 0.95, 5.0)
-    rows += measured(good, spread, 0.95, 6.0)
-    rows += measured(slow, [0.5 * each for each in spread], 0.95, 2.0)
-    found = hopeless(rows, [far, rude, beaten, good, slow])
-    assert set(found) == {far, rude, beaten}
-    assert found[far] == "too far"
-    assert found[rude] == "top-1 too low"
-    assert found[beaten] == "beaten by lexical 5%"
-
-
-def test_what_may_still_turn_out_well_stays() -> None:
-    one, other = Method("lexical", 0.1), Method("hkvd", 0.15)
-    rows = measured(Method("none", 0.0, "alone"), [1.0, 2.0, 1.0, 2.0], 0.5, 20.0)
-    rows += measured(one, [0.1, 0.9, 0.0, 0.2], 0.95, 5.0) + measured(other, [0.3, 0.2, 0.1, 0.4], 0.95, 4.0)
-    assert hopeless(rows, [one, other]) == {}
-
-
-def test_a_dropped_choice_is_not_safe() -> None:
-    assert choose([ChoiceResult("lego", 0.1, 0.1, 0.05, 0.12, 0.1, 0.99, 5.0, 8, "too far")]) is None
+    rows += measured(unsure, [1.0, 9.0, 0.0, 2.0] + 6 * [0.5], 0.95, 5.0)
+    assert [is_hopeless(rows, method) for method in (far, rude, unsure)] == [True, True, False]
+    assert [each.outcome for each in curve(rows, [far, rude])] == ["too far", "top-1 too low"]
 
 
 @pytest.fixture(scope="module")

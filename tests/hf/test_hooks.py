@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from ragfuse_bench.deviation import attention_of
 
-from ragfuse.calibration.deviation import attention_of
 from ragfuse.fuse.fusor import Buffers, Fusion, Places
 from ragfuse.fuse.select import policy_named
 from ragfuse.hf.handover import generate

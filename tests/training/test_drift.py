@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 
-from ragfuse.adapt.rules import Passage, Question
 from ragfuse.hf.model import HFModel
 from ragfuse.models.loader import load_model
 from training.data import Source
 from training.drift import PASSAGES, drawn, measured, pairs
+from training.rules import Passage, Question
 
 SOURCES = [
     Source(

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from ragfuse.adapt.examples import Example, Template
-from ragfuse.adapt.rules import Passage, Question
+from ragfuse.adapt.examples import Template
 from ragfuse.hf.branches import BranchModel
 from ragfuse.models.loader import load_model
-from training.data import HELD_OUT, Examples, Source, split, squad, wikipedia
+from training.data import HELD_OUT, AnsweredExample, Examples, Source, split, squad, wikipedia
+from training.rules import Passage, Question
 from training.train import Coder, branches_of, loss_of
 
 QUESTIONS = (Question("Who?", "Ann"), Question("Where to, and why?", "home, to sleep"), Question("When?", "at 9"))
@@ -28,7 +28,7 @@ def coder(tiny_path: Path) -> Coder:
 def test_the_loss_of_questions_asked_together_is_that_of_separate_prompts(tiny_path: Path, coder: Coder) -> None:
     passages = ("Ann went home. " * 12, "It was 9. " * 9)
     model = load_model(tiny_path, "float32", pack=False)
-    branches = branches_of(coder, Example(TEMPLATE, passages, QUESTIONS), 4000)
+    branches = branches_of(coder, AnsweredExample(TEMPLATE, passages, QUESTIONS), 4000)
     found = loss_of(BranchModel(model.model, model.profile, ()), *branches)
     context, after = coder.context(TEMPLATE, passages)
     losses, weights = [], []
@@ -42,7 +42,7 @@ def test_the_loss_of_questions_asked_together_is_that_of_separate_prompts(tiny_p
 
 
 def test_no_more_questions_are_asked_than_fit(coder: Coder) -> None:
-    context, branches = branches_of(coder, Example(TEMPLATE, ("Ann went home. ",), QUESTIONS), 1)
+    context, branches = branches_of(coder, AnsweredExample(TEMPLATE, ("Ann went home. ",), QUESTIONS), 1)
     assert len(branches) == 1
     assert context.chunks == ()
 

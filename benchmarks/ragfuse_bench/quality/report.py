@@ -10,11 +10,11 @@ import torch
 from ragfuse_bench.options import QualityOptions
 from ragfuse_bench.presets import bench_model
 from ragfuse_bench.quality.cases import set_name
+from ragfuse_bench.quality.methods import default_method, methods_of
 from ragfuse_bench.quality.run import Plan, measure
 from ragfuse_bench.quality.table import results_of, show_quality
 from rich.console import Console
 
-from ragfuse.calibration.methods import default_method, methods_of
 from ragfuse.calibration.runner import circumstances
 from ragfuse.errors import ModelError
 from ragfuse.models import adapters

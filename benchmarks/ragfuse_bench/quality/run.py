@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from ragfuse_bench.options import QualityOptions
 from ragfuse_bench.quality.cases import Packing, read_cases
+from ragfuse_bench.quality.methods import QualityLab
 from rich.console import Console
 
 from ragfuse.calibration.case import Case
@@ -44,7 +45,7 @@ def measure(plan: Plan, model: HFModel, console: Console) -> list[Row]:
         lambda text: len(model.tokens(text)), options.chunk_tokens, options.context_tokens, options.passages
     )
     cases = [case for name in plan.options.sets for case in drawn(read_cases(name, packing), plan.options.limit)]
-    lab, runner = Lab(model), Runner(1, model.device, console)
+    lab, runner = QualityLab(model), Runner(1, model.device, console)
     methods = tuple(dict.fromkeys((FULL, *plan.methods)))
     kept, stamps = _read(plan.rows), {case: _stamp(plan, lab, case) for case in cases}
     rows = {(case.id, *row.by): row for case, stamp in stamps.items() for row in kept.get(stamp, {}).values()}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from statistics import mean
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from ragfuse.calibration.comparison import Row, mean_of, prefill_speedup
+from ragfuse.calibration.comparison import Row, prefill_speedup
 from ragfuse.calibration.stats import difference_interval, mean_interval, ratio_interval
 
 FULL_PREFILL = ("full", 1.0)
@@ -27,6 +28,12 @@ def results_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
     for row in rows:
         groups[row.by][row.case] = row
     return [_result(groups, key) for key in groups]
+
+
+def mean_of(rows: Sequence[Row], name: str) -> float | None:
+    """Return the mean of a column; None where a row lacks it."""
+    values = [getattr(row, name) for row in rows]
+    return None if any(value is None for value in values) else float(mean(values))
 
 
 def _answered(groups: Mapping[tuple[str, str, float | None], Mapping[str, Row]], dataset: str) -> set[str]:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from ragfuse_bench.deviation import attention_deviation, attention_of, kv_deviation
 
-from ragfuse.calibration.deviation import attention_deviation, attention_of, kv_deviation
 from ragfuse.hf.model import HFModel
 from ragfuse.models.loader import load_model
 from ragfuse.types.kv import ChunkKV, LayerKV

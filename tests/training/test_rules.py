@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.adapt.rules import Passage, questions, tidy
+from training.rules import Passage, questions, tidy
 
 PASSAGES = [
     (
