@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -197,7 +197,7 @@ class Place:
         assert at is not None
         if self.given is not None and model in (None, at.model):
             return self.given  # type: ignore[no-any-return]
-        return RemoteEngine.shared(at.base_url, at.api_key, model or at.model, at.max_retries)
+        return RemoteEngine.shared(replace(at, model=model or at.model))
 
 
 def engine_of(model: Any) -> Answerer:
