@@ -29,7 +29,7 @@ WAIT_S = 5.0
 """Seconds before a busy server is asked again that does not say when."""
 MAX_WAIT_S = 60.0
 """Most seconds between two tries, whatever Retry-After says."""
-MISSING = ("schema_not_found", "session_not_found")
+NOT_FOUND = ("schema_not_found", "session_not_found")
 """Codes of what a server may be asked for without having it."""
 
 
@@ -71,7 +71,7 @@ class Connection:
             found = _json(response.content)
             if response.status_code == 200 and found:
                 return found
-            if _error(found).get("code") in MISSING:
+            if _error(found).get("code") in NOT_FOUND:
                 return None
             raise self._refusal(response)
 
