@@ -94,7 +94,7 @@ class Connection:
                 raise self._refusal(response)
 
             try:
-                response = await AsyncRetrying(**self._policy)(begun)
+                response: httpx.Response = await AsyncRetrying(**self._policy)(begun)
                 yield _events(response)
             except httpx.HTTPError as error:
                 raise self._failed(error) from error
