@@ -74,4 +74,4 @@ class Documents:
         self.prefixes.forget(runs)
         runs |= self.prompts.forget(runtime.digest, texts)
         chunks = {chunk_of(runtime.encoder.key(run)) for run in runs}
-        return forget_chunks(runtime.store, runtime.catalog.strict, chunks)
+        return forget_chunks(runtime.store, runtime.catalog.strict, chunks).nbytes

@@ -123,7 +123,8 @@ class TenantDocuments:
             done = {"nbytes": 0, "tiers": {}}
         else:
             alone = _left(engine, document.name, document.passages)
-            done = freed(engine, lambda: engine.forget(alone), set(_chunks(engine, alone)))
+            done = freed(engine, set(_chunks(engine, alone)))
+            engine.forget(alone)
             self._service.documents.delete(self._tenant.salt, [id])
         self.all.pop(id, None)
         return done

@@ -6,7 +6,7 @@ Only entries of the tenant's own digest are ever listed or deleted.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -147,30 +147,22 @@ def delete(engine: Engine, source: str | None) -> dict[str, Any]:
     if source is None:
         chunks |= {chunk_of(entry.key) for entry in _own(engine)}
 
-    def forget() -> None:
-        engine.forget(sorted(texts - kept))
-        forget_chunks(engine.store, engine.catalog.strict, chunks)
-
-    return {"object": "ragfuse.deleted", "chunks": len(chunks), **freed(engine, forget, chunks), "kept": len(kept)}
+    done = freed(engine, chunks)
+    engine.forget(sorted(texts - kept))
+    return {"object": "ragfuse.deleted", "chunks": len(chunks), **done, "kept": len(kept)}
 
 
-def freed(engine: Engine, forget: Callable[[], object], chunks: Collection[Chunk]) -> dict[str, Any]:
-    """Run the deletion of chunks; return what it freed: `nbytes` of KV, each once, `tiers` the bytes of all copies.
+def freed(engine: Engine, chunks: Set[Chunk]) -> dict[str, Any]:
+    """Delete the KV of chunks; return what that freed: `nbytes`, each key once, and `tiers`, the bytes of all copies.
 
     Raises:
         APIError: A tier cannot be written or does not answer, so that some of it may still be stored there (503).
     """
-
-    def stored() -> list[Entry]:
-        return [entry for entry in engine.store.entries() if chunk_of(entry.key) in chunks]
-
-    before = stored()
-    forget()
-    tiers = {entry.tier for entry in stored()}.union(engine.store.silent() if chunks else ())
-    if tiers:
-        text = f"KV of what was to be deleted may still be stored in {', '.join(sorted(tiers))}. Delete it again later."
+    done = forget_chunks(engine.store, engine.catalog.strict, chunks)
+    if done.silent:
+        text = f"KV of what was to be deleted may still be stored in {', '.join(done.silent)}. Delete it again later."
         raise APIError(503, text, "store", None, RETRY_S)
-    return {"nbytes": kv_nbytes(before), "tiers": dict(_by_tier(before))}
+    return {"nbytes": kv_nbytes(done.entries), "tiers": dict(_by_tier(done.entries))}
 
 
 def stored_chunks(engine: Engine, chunks: Sequence[Chunk]) -> list[int | None]:

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 
-from ragfuse.store import KVStore
 from ragfuse.store.catalog import CatalogQueries
+from ragfuse.store.store import Forgotten, KVStore
 from ragfuse.store.tier import Tier
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.whole_text import whole_text
@@ -51,13 +51,13 @@ def forget_texts(catalog: CatalogQueries, chunks: Iterable[Chunk]) -> int:
     return sum(catalog.delete_texts(model, keys=keys) for model, keys in by_model.items())
 
 
-def forget_chunks(store: KVStore, catalog: CatalogQueries, chunks: Set[Chunk]) -> int:
-    """Delete chunks everywhere: stored KV, pending saves and texts. Return the bytes freed.
+def forget_chunks(store: KVStore, catalog: CatalogQueries, chunks: Set[Chunk]) -> Forgotten:
+    """Delete chunks everywhere: stored KV, pending saves and texts. Return what was deleted.
 
     If a tier does not answer, the texts stay in the catalog, so that `ragfuse store rm` still finds what it holds.
     """
     if not chunks:
-        return 0
+        return Forgotten((), ())
     keys = store.under_way()  # before listing: a save may end meanwhile
     keys.update(entry.key for entry in store.entries())
     done = store.forget(key for key in keys if chunk_of(key) in chunks)
@@ -65,7 +65,7 @@ def forget_chunks(store: KVStore, catalog: CatalogQueries, chunks: Set[Chunk]) -
         log.warning(unanswered(done.silent, f"KV of the {len(chunks)} chunks to delete may still be stored there"))
     else:
         forget_texts(catalog, chunks)
-    return done.nbytes
+    return done
 
 
 def leave_source(
