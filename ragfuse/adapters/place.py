@@ -20,7 +20,7 @@ from ragfuse.schemas.pml_template import FilledTemplate
 from ragfuse.settings import Settings
 from ragfuse.types.answer import Answer
 
-FIELDS = (
+PLACE_FIELDS = (
     "model",
     "tokenizer",
     "dtype",
@@ -105,7 +105,7 @@ class Place:
     def of_fields(cls, fields: Mapping[str, Any], **changes: Any) -> Self:
         """Return the place that a framework's model describes by fields that are named as the arguments of `of`."""
         key = fields["api_key"]
-        given = {name: fields[name] for name in FIELDS}
+        given = {name: fields[name] for name in PLACE_FIELDS}
         return cls.of(**{**given, "api_key": key and key.get_secret_value(), **changes})
 
     @classmethod
