@@ -59,6 +59,17 @@ TIER_NAMES = ("gpu", "memory", *(kind.name for kind in TIER_KINDS))
 """Names of tiers; further tiers of a kind that a URL opens are numbered (`redis-2`)."""
 
 
+Folder = Annotated[Path, AfterValidator(placed_folder)]
+TierURL = Annotated[str, AfterValidator(tier_placed)]
+ModelName = Annotated[str, AfterValidator(model_placed)]
+
+
+def _eviction(given: str) -> str:
+    if given not in EVICTION_POLICIES:
+        raise ValueError(f"wanted one of: {', '.join(EVICTION_POLICIES)}")
+    return given
+
+
 class Prices(BaseModel):
     """The price of a gigabyte (10^9 bytes) per month, by kind of tier."""
 
@@ -85,7 +96,7 @@ class Settings(BaseSettings):
 
     LOADING: ClassVar[tuple[str, ...]] = LOADING
 
-    model: str = Field(
+    model: ModelName = Field(
         default="smollm2-135m-reader",
         description="The LLM: name of an embedded model, Hugging Face id, local folder, adapter folder or GGUF file.",
     )
@@ -95,7 +106,7 @@ class Settings(BaseSettings):
         description="Options of transformers' from_pretrained for the LLM, by name: revision, trust_remote_code, "
         "attn_implementation, device_map, token, torch_dtype, quantization_config ...; merge_adapter, for an adapter.",
     )
-    embedder: str = Field(
+    embedder: ModelName = Field(
         default="minilm-l6",
         description="The embedder: name of an embedded model, Hugging Face id or local folder.",
     )
@@ -110,11 +121,11 @@ class Settings(BaseSettings):
         "the process's CPU affinity and quota; where OMP_NUM_THREADS is set, that number.",
     )
 
-    home: Path = Field(
+    home: Folder = Field(
         default_factory=lambda: user_cache_path("ragfuse"),
         description="Folder of all that ragfuse keeps: store, indexes, prepared models, digests, history.",
     )
-    store: Path | None = Field(default=None, description="Folder of the disk tier; default: home/store.")
+    store: Folder | None = Field(default=None, description="Folder of the disk tier; default: home/store.")
     shared_with: SharedWith = Field(
         default="nobody",
         description="Who else on this machine may use the folders of store and file:// tiers: nobody (0700, 0600), or "
@@ -130,14 +141,14 @@ class Settings(BaseSettings):
         le=0.9,
         description="Share of the memory tier that writes keep free, as space for what is fetched next.",
     )
-    evict: str = Field(
+    evict: Annotated[str, AfterValidator(_eviction)] = Field(
         default="look-ahead",
         description="Eviction policy of memory and disk. look-ahead: evict whole conversations, first those that no "
         "waiting request continues, least recently used first. lru: evict entry by entry, least recently used first. "
         "Others: ragfuse.types.eviction.",
     )
     disk_bytes: int = Field(default=20 << 30, ge=0, description="Capacity of the disk tier.")
-    tiers: Annotated[tuple[str, ...], NoDecode] = Field(
+    tiers: Annotated[tuple[TierURL, ...], NoDecode] = Field(
         default=(),
         repr=False,  # a URL may hold a password
         description="Slower tiers behind memory and disk, fastest first: redis://, s3://, file:// ... URLs.",
@@ -295,7 +306,7 @@ class Settings(BaseSettings):
     )
     serve_schemas: int = Field(default=256, ge=0, description="Schemas that each tenant of a server may register.")
 
-    transfer_url: str = Field(
+    transfer_url: TierURL = Field(
         default="",
         repr=False,  # may hold a password
         description="Where a server puts the KV of prompts that another engine decodes: a folder (in /dev/shm for "
@@ -353,35 +364,6 @@ class Settings(BaseSettings):
             )
             raise ValueError(f'{problem}; example: RAGFUSE_LEVELS=\'{{"redis": ["int8", "cg2"]}}\'') from None
 
-    @field_validator("evict", mode="after")
-    @classmethod
-    def _known_eviction(cls, given: str) -> str:
-        """Refuse a policy that tiers do not have."""
-        if given not in EVICTION_POLICIES:
-            raise ValueError(f"wanted one of: {', '.join(EVICTION_POLICIES)}")
-        return given
-
-    @field_validator("home", "store", mode="after")
-    @classmethod
-    def _absolute(cls, given: Path | None) -> Path | None:
-        """Make a folder absolute, so that a later change of the working directory does not matter."""
-        return given if given is None else placed_folder(given)
-
-    @field_validator("tiers", mode="after")
-    @classmethod
-    def _absolute_tiers(cls, given: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(map(tier_placed, given))
-
-    @field_validator("transfer_url", mode="after")
-    @classmethod
-    def _absolute_transfer(cls, given: str) -> str:
-        return tier_placed(given)
-
-    @field_validator("model", "embedder", mode="after")
-    @classmethod
-    def _absolute_model(cls, given: str) -> str:
-        return model_placed(given)
-
     def as_public(self) -> dict[str, Any]:
         """Return all settings in plain JSON types, to be saved: `Settings(**them)` restores them.
 
@@ -411,16 +393,7 @@ class Settings(BaseSettings):
 
     def placed(self) -> Settings:
         """Return the settings with all folders absolute. `model_copy` skips validation, so copies may lack that."""
-        named = {
-            "home": placed_folder(self.home),
-            "store": None if self.store is None else placed_folder(self.store),
-            "tiers": tuple(map(tier_placed, self.tiers)),
-            "transfer_url": tier_placed(self.transfer_url),
-            "model": model_placed(self.model),
-            "embedder": model_placed(self.embedder),
-        }
-        changed = {name: value for name, value in named.items() if value != getattr(self, name)}
-        return self.model_copy(update=changed) if changed else self
+        return Settings(**{**self.model_dump(), "api_key": self.api_key})
 
     def usable(self) -> Settings:
         """Return the settings; where `home` cannot be written, with a temporary one and no disk tier in it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,6 +20,19 @@ from ragfuse.schemas.pml_template import FilledTemplate
 from ragfuse.settings import Settings
 from ragfuse.types.answer import Answer
 
+PLACE_FIELDS = (
+    "model",
+    "tokenizer",
+    "dtype",
+    "device",
+    "store",
+    "settings",
+    "model_kwargs",
+    "engine",
+    "base_url",
+    "max_retries",
+)
+"""Fields of a framework's model that say where it is; `api_key`, a secret, is one, too."""
 Prompt = Question | FilledTemplate | Callable[[Answerer], Any]
 """A question, a filled template, or what makes either for the engine that is asked."""
 
@@ -87,6 +100,13 @@ class Place:
             retries = 2 if max_retries is None else max_retries
             return cls(address=ServerAddress(base_url, key, model or "", retries))
         return cls._in_process(model, given)
+
+    @classmethod
+    def of_fields(cls, fields: Mapping[str, Any], **changes: Any) -> Self:
+        """Return the place that a framework's model describes by fields that are named as the arguments of `of`."""
+        key = fields["api_key"]
+        given = {name: fields[name] for name in PLACE_FIELDS}
+        return cls.of(**{**given, "api_key": key and key.get_secret_value(), **changes})
 
     @classmethod
     def _in_process(cls, model: Any, given: dict[str, Any]) -> Self:
@@ -197,7 +217,7 @@ class Place:
         assert at is not None
         if self.given is not None and model in (None, at.model):
             return self.given  # type: ignore[no-any-return]
-        return RemoteEngine.shared(at.base_url, at.api_key, model or at.model, at.max_retries)
+        return RemoteEngine.shared(replace(at, model=model or at.model))
 
 
 def engine_of(model: Any) -> Answerer:

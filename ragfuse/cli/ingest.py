@@ -249,7 +249,7 @@ def encode(engine: Engine, chunks: Chunks, console: Console) -> Ingested:
 def encode_on_ray(
     engine: Engine, chunks: Chunks, console: Console, address: str, workers: int | None, cpus: float | None
 ) -> BulkSummary:
-    """Compute the KV of all chunks on a Ray cluster, and that of the prompt's prefix here; print what workers did."""
+    """Compute the KV of all chunks on a Ray cluster, and that of the prompt's prefix here."""
     from ragfuse.cli.prompts import prefix_of
     from ragfuse.ray.bulk import encode as encode_in_bulk
 
@@ -257,9 +257,6 @@ def encode_on_ray(
     unique = list(dict(chunks).items())
     done = encode_in_bulk(unique, engine.settings, address=address, workers=workers, cpus=cpus)
     engine.know(unique)
-    for number, each in enumerate(done.workers, 1):
-        speed = f"{each.encoded:,} encoded, {size_text(each.nbytes)}, {each.tokens_per_s:,.0f} tokens/s"
-        console.print(f"worker {number}: {counted(each.chunks, 'chunk')}, {speed}", highlight=False)
     if done.unsaved:
         lost = f"{counted(done.unsaved, 'chunk')} {'is' if done.unsaved == 1 else 'are'} in no shared tier"
         console.print(f"[yellow]{lost}[/]; run it again to store them, else questions compute them.", highlight=False)

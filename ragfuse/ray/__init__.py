@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 import lazy_loader
 
 if TYPE_CHECKING:
-    from ragfuse.ray.bulk import BulkSummary, WorkerSummary, encode
+    from ragfuse.ray.bulk import BulkSummary, encode
 
-__all__ = ["BulkSummary", "WorkerSummary", "encode"]
+__all__ = ["BulkSummary", "encode"]
 
-__getattr__, __dir__, _ = lazy_loader.attach(
-    __name__, submod_attrs={"bulk": ["BulkSummary", "WorkerSummary", "encode"]}
-)
+__getattr__, __dir__, _ = lazy_loader.attach(__name__, submod_attrs={"bulk": ["BulkSummary", "encode"]})

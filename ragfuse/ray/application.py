@@ -17,8 +17,6 @@ from ragfuse.settings import Settings
 APPLICATION = "ragfuse"
 """The name of the application in Ray Serve."""
 ROUTER = "ragfuse.ray.request_router:ChunkRequestRouter"
-REPORT_S = 2.0
-"""Seconds between two reports of a replica's memory."""
 QUEUE_FACTOR = 2
 """Requests that a replica accepts, as a multiple of those that it answers at once; others wait in the front."""
 SCALE_AFTER_S = 10.0
@@ -159,7 +157,7 @@ def application(
         max_queued_requests=settings.serve_waiting,
         graceful_shutdown_timeout_s=settings.serve_grace_s,
         ray_actor_options={"num_cpus": _cpus(options), **({"num_gpus": 1} if on_gpu else {})},
-        request_router_config=RequestRouterConfig(request_router_class=router, request_routing_stats_period_s=REPORT_S),
+        request_router_config=RequestRouterConfig(request_router_class=router),
         **size,
     )
     front = ray_serve.deployment(

@@ -17,42 +17,8 @@ from ragfuse.settings import Settings
 
 BATCH = 16
 """Chunks of a batch; a worker that is killed repeats at most a block of batches, without what is stored already."""
-COUNTS = ("chunks", "encoded", "tokens", "nbytes")
-"""What a worker counts of each batch."""
 BLOCKS_A_WORKER = 4
 """Blocks that a list of chunks is cut into for each worker, so that slow workers get fewer."""
-
-
-@dataclass(frozen=True)
-class WorkerSummary:
-    """What one worker did.
-
-    Args:
-        worker: Ray's id of its actor.
-        node: Ray's id of its node.
-        pid: The id of its process there.
-        chunks: Chunks that it handled.
-        encoded: Those that it encoded now.
-        tokens: Tokens of the encoded chunks.
-        nbytes: Bytes of their KV.
-        seconds: Time in which it handled them.
-        load_s: Time in which it loaded the model.
-    """
-
-    worker: str
-    node: str
-    pid: int
-    chunks: int
-    encoded: int
-    tokens: int
-    nbytes: int
-    seconds: float
-    load_s: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens encoded in a second of its work; 0 if it encoded none."""
-        return self.tokens / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True)
@@ -68,20 +34,20 @@ class BulkSummary:
         tokens: Tokens of the encoded chunks.
         nbytes: Bytes of their KV.
         unsaved: Chunks that no shared tier took; run again to try them again.
-        seconds: Time from the first batch to the last, start of the workers included.
-        workers: What each worker did, the one with most tokens first.
         short: Chunks that are too short to be stored. All others were found in the store: from before the run, or from
             a worker of it that died.
+        work_s: Seconds that all workers together took for their batches.
+        seconds: Time from the first batch to the last, start of the workers included.
     """
 
-    chunks: int
-    encoded: int
-    tokens: int
-    nbytes: int
-    unsaved: int
-    seconds: float
-    workers: tuple[WorkerSummary, ...]
-    short: int
+    chunks: int = 0
+    encoded: int = 0
+    tokens: int = 0
+    nbytes: int = 0
+    unsaved: int = 0
+    short: int = 0
+    work_s: float = 0.0
+    seconds: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -90,23 +56,12 @@ class BulkSummary:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the summary in plain JSON types."""
-        workers = [{**asdict(each), "tokens_per_s": each.tokens_per_s} for each in self.workers]
-        return {**asdict(self), "tokens_per_s": self.tokens_per_s, "workers": workers}
+        return {**asdict(self), "tokens_per_s": self.tokens_per_s}
 
-    @classmethod
-    def of(cls, rows: Iterable[Mapping[str, Any]], seconds: float) -> BulkSummary:
-        """Add up the rows that workers return, one for each batch."""
-        found = list(rows)
-        total = {name: sum(row[name] for row in found) for name in (*COUNTS, "unsaved", "short")}
-        groups = {row["worker"]: [each for each in found if each["worker"] == row["worker"]] for row in found}
-        workers = [
-            WorkerSummary(
-                **{name: group[0][name] for name in ("worker", "node", "pid", "load_s")},
-                **{name: sum(row[name] for row in group) for name in (*COUNTS, "seconds")},
-            )
-            for group in groups.values()
-        ]
-        return cls(**total, seconds=seconds, workers=tuple(sorted(workers, key=lambda each: -each.tokens)))
+    def plus(self, row: Mapping[str, Any], seconds: float) -> BulkSummary:
+        """Return the summary with the row of counts that a worker returned for one more batch."""
+        sums = {name: n + row[name] for name, n in asdict(self).items() if name != "seconds"}
+        return BulkSummary(**sums, seconds=seconds)
 
 
 def encode(
@@ -117,7 +72,7 @@ def encode(
     workers: int | None = None,
     cpus: float | None = None,
     batch: int = BATCH,
-    progress: Callable[[BulkSummary], object] = lambda done: None,
+    progress: Callable[[int, BulkSummary], object] = lambda pid, done: None,
 ) -> BulkSummary:
     """Encode chunks on a Ray cluster and store their KV, except for those that are stored already.
 
@@ -132,10 +87,11 @@ def encode(
         workers: How many engines encode; None: one for each GPU with a model on CUDA, else one for each node.
         cpus: CPUs of each worker; None: all but one of the smallest node, at least one.
         batch: Chunks of a batch.
-        progress: Called after each batch with the totals so far. Ray shows its own progress bars besides.
+        progress: Called after each batch with the process id of its worker and the totals so far. Ray shows its own
+            progress bars besides.
 
     Returns:
-        The totals, and what each worker did.
+        The totals.
 
     Raises:
         SettingsError: Ray is missing, or the cluster's nodes do not share the store.
@@ -154,7 +110,7 @@ def _encode(
     workers: int | None,
     cpus: float | None,
     batch: int,
-    progress: Callable[[BulkSummary], object],
+    progress: Callable[[int, BulkSummary], object],
 ) -> BulkSummary:
     import ray
 
@@ -182,11 +138,11 @@ def _encode(
         num_cpus=n_cpus,
         **({"num_gpus": 1} if on_gpu else {}),
     )
-    counts = list[Mapping[str, Any]]()
-    for count in counted.iter_rows():
-        counts.append(count)
-        progress(BulkSummary.of(counts, perf_counter() - began))
-    return BulkSummary.of(counts, perf_counter() - began)
+    done = BulkSummary()
+    for row in counted.iter_rows():
+        done = done.plus(row, perf_counter() - began)
+        progress(row["pid"], done)
+    return done
 
 
 def worker_size(members: list[Node], on_gpu: bool, workers: int | None, cpus: float | None) -> tuple[int, float]:

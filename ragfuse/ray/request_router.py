@@ -7,24 +7,20 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from ragfuse.ray.chunk_router import ChunkRouter, RoutedRequest
-from ragfuse.ray.digests import unpacked
 
 ROUTED = "routed"
 """The keyword argument of a handle's call that holds what the request asks, a `RoutedRequest`."""
-HELD = "held"
-"""The field of a replica's routing statistics with the digests of the chunks in its memory, packed."""
 
 
 class ChunkRequestRouter(RequestRouter):
-    """Sends a request to the replica that holds most bytes of its chunks in memory, with a bound on imbalance.
+    """Sends a request to the replica that got most bytes of its chunks before, with a bound on imbalance.
 
     It is no `FIFOMixin`: that would give the replica which was chosen for one request to the one that came first.
     """
 
     def initialize_state(self) -> None:
-        """Begin without reports; Ray Serve calls it once."""
+        """Begin without replicas; Ray Serve calls it once."""
         self._router = ChunkRouter()
-        self._reports: dict[str, Any] = {}
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -34,13 +30,6 @@ class ChunkRequestRouter(RequestRouter):
             pending_request.routing_context.should_backoff = True  # or Ray asks again at once while all are full
         by_name = {str(replica.replica_id): replica for replica in candidate_replicas}
         self._router.keep_only(by_name)
-        for name, replica in by_name.items():
-            report = replica.routing_stats or {}
-            if report and report is not self._reports.get(name):  # a new object is a new report
-                self._reports[name] = report
-                self._router.report(name, unpacked(report.get(HELD, b"")))
-        for name in [name for name in self._reports if name not in by_name]:
-            del self._reports[name]
         queues = {name: self.replica_queue_len_cache.get(replica.replica_id) or 0 for name, replica in by_name.items()}
         return [[by_name[name]] for name in self._router.rank(_routed(pending_request), queues)]
 

@@ -23,30 +23,23 @@ class EncodeWorker:
     """
 
     def __init__(self, settings: Settings) -> None:
-        began = time.perf_counter()
         self._engine = Engine(settings)
         if refusal := self._engine.model.profile.refusal:
             raise RefusedError(f"No KV is stored for this model: {refusal}")
-        self._load_s = time.perf_counter() - began
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
         """Encode the chunks in the columns `text` and, if there is one, `source`; return one row of counts."""
-        import ray
-
         texts = [str(text) for text in batch["text"]]
         sources = [str(source) for source in batch.get("source", [""] * len(texts))]
-        began, context = time.perf_counter(), ray.get_runtime_context()
+        began = time.perf_counter()
         done = self._engine.ingest(zip(texts, sources, strict=True))
         row = {
-            "worker": context.get_actor_id() or context.get_worker_id(),
-            "node": context.get_node_id(),
             "pid": os.getpid(),
             "chunks": done.chunks,
             "encoded": done.encoded,
             "tokens": done.tokens,
             "nbytes": done.nbytes,
-            "seconds": time.perf_counter() - began,
-            "load_s": self._load_s,
+            "work_s": time.perf_counter() - began,
             "unsaved": max(0, _n_unsaved(self._engine, texts) - len(done.left_out)),
             "short": done.short,
         }

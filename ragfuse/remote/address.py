@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from ragfuse.errors import SettingsError
@@ -45,11 +44,7 @@ class ServerAddress:
     @property
     def is_loopback(self) -> bool:
         """Whether it is this machine's own, which no proxy of the environment is asked for."""
-        host = urlsplit(self.base_url).hostname or ""
-        try:
-            return ip_address(host).is_loopback
-        except ValueError:
-            return host == "localhost" or host.endswith(".localhost")
+        return urlsplit(self.base_url).hostname in ("127.0.0.1", "::1", "localhost")
 
     @property
     def headers(self) -> dict[str, str]:

@@ -71,13 +71,13 @@ class AnswerReader:
     def answer(self) -> Answer:
         """The whole answer; raises ServerError where the events had no end."""
         if self._ended is None or self._trace is None:
-            raise _wrong("the stream ended without finish_reason and trace")
+            raise _wrong("it broke off before finish_reason and trace")
         text, reasoning = "".join(self._texts), "".join(self._thoughts)
         return Answer(text, self._token_ids, self._ended, self._trace, self._calls, reasoning)
 
 
 def _wrong(found: str) -> ServerError:
     return ServerError(
-        f"The server's answer is none of `ragfuse serve` of this version: {found:.300}. Check base_url=, and "
-        "that client and server have one version."
+        f"The server's answer cannot be read: {found:.300}. Check base_url=, that client and server have one version, "
+        "and the server's log."
     )

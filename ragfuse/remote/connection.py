@@ -29,8 +29,8 @@ WAIT_S = 5.0
 """Seconds before a busy server is asked again that does not say when."""
 MAX_WAIT_S = 60.0
 """Most seconds between two tries, whatever Retry-After says."""
-NOT_ARRIVED = (httpx.ConnectError, httpx.ConnectTimeout)
-"""Errors before a request arrived."""
+NOT_FOUND = ("schema_not_found", "session_not_found")
+"""Codes of what a server may be asked for without having it."""
 
 
 class Connection:
@@ -49,82 +49,55 @@ class Connection:
             "headers": address.headers,
             "trust_env": not address.is_loopback,
         }
+        self._policy: dict[str, Any] = {
+            "retry": retry_if_exception_type((BusyError, httpx.ConnectError, httpx.ConnectTimeout)),
+            "stop": stop_after_attempt(1 + address.max_retries),
+            "wait": _wait_s,
+            "reraise": True,
+        }
 
-    def get(self, path: str) -> Any:
-        """Return the JSON of a route; None for a schema or session that the server does not have."""
-        return self._whole("GET", path)
-
-    def delete(self, path: str) -> Any:
-        """Send a DELETE and return the JSON of the response; None where there is nothing to delete."""
-        return self._whole("DELETE", path)
-
-    def post(self, path: str, body: bytes) -> Any:
-        """Return the JSON that a route answers to a body."""
-        return self._whole("POST", path, body)
-
-    @asynccontextmanager
-    async def events(self, path: str, body: bytes) -> AsyncIterator[AsyncIterator[Any]]:
-        """Yield the events of a streamed answer as JSON; it ends with the server's [DONE].
+    def ask(self, method: str, path: str, body: bytes = b"") -> dict[str, Any] | None:
+        """Return the JSON that a route answers; None for a schema or session that the server does not have.
 
         Raises:
             InputError: The server refuses the request.
             BusyError: It is busy, after all tries.
             ServerError: It cannot be reached, or breaks off.
         """
-        async with httpx.AsyncClient(**self._options) as client:
-            try:
-                response: httpx.Response = await AsyncRetrying(**self._policy())(self._begun, client, path, body)
-                try:
-                    yield self._lines(response)
-                finally:
-                    await response.aclose()
-            except httpx.HTTPError as error:
-                raise self._failed(error) from error
 
-    async def _begun(self, client: httpx.AsyncClient, path: str, body: bytes) -> httpx.Response:
-        request = client.build_request("POST", self._address.url(path), content=body)
-        response = await client.send(request, stream=True)
-        if response.status_code == 200 and response.headers.get("content-type", "").startswith("text/event-stream"):
-            return response
+        def once() -> dict[str, Any] | None:
+            with httpx.Client(**self._options) as client:
+                response = client.request(method, self._address.url(path), content=body)
+            found = _json(response.content)
+            if response.status_code == 200 and found:
+                return found
+            if _error(found).get("code") in NOT_FOUND:
+                return None
+            raise self._refusal(response)
+
         try:
-            await response.aread()
-        finally:
-            await response.aclose()
-        raise self._refusal(response)
-
-    async def _lines(self, response: httpx.Response) -> AsyncIterator[Any]:
-        async for line in response.aiter_lines():
-            data = line.removeprefix("data:").strip()
-            if not line.startswith("data:"):
-                continue
-            if data == "[DONE]":
-                return
-            event = _json(data)
-            if error := _error(event):
-                raise _refused(error)
-            if not event:
-                break
-            yield event
-        raise ServerError(
-            f"The server at {self._address.base_url} broke off in the middle of its answer. Ask again; its log may say "
-            "why. Check that it is `ragfuse serve`."
-        )
-
-    def _whole(self, method: str, path: str, body: bytes = b"") -> Any:
-        try:
-            return Retrying(**self._policy())(self._once, method, path, body)
+            return Retrying(**self._policy)(once)
         except httpx.HTTPError as error:
             raise self._failed(error) from error
 
-    def _once(self, method: str, path: str, body: bytes) -> Any:
-        with httpx.Client(**self._options) as client:
-            response = client.request(method, self._address.url(path), content=body)
-        found = _json(response.content)
-        if response.status_code == 200 and found:
-            return found
-        if response.status_code == 404 and _error(found).get("code") in ("schema_not_found", "session_not_found"):
-            return None
-        raise self._refusal(response)
+    @asynccontextmanager
+    async def events(self, path: str, body: bytes) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
+        """Yield the events of a streamed answer as JSON; errors are those of `ask`."""
+        async with httpx.AsyncClient(**self._options) as client:
+
+            async def begun() -> httpx.Response:
+                request = client.build_request("POST", self._address.url(path), content=body)
+                response = await client.send(request, stream=True)
+                if response.headers.get("content-type", "").startswith("text/event-stream"):
+                    return response
+                await response.aread()
+                raise self._refusal(response)
+
+            try:
+                response: httpx.Response = await AsyncRetrying(**self._policy)(begun)
+                yield _events(response)
+            except httpx.HTTPError as error:
+                raise self._failed(error) from error
 
     def _refusal(self, response: httpx.Response) -> RagFuseError:
         """Return the error for a response that is no answer."""
@@ -143,21 +116,20 @@ class Connection:
 
     def _failed(self, error: httpx.HTTPError) -> ServerError:
         """Return the error for a request that was not answered."""
-        base_url, why = self._address.base_url, str(error) or type(error).__name__
-        if isinstance(error, NOT_ARRIVED):
-            return ServerError(
-                f"No server answers at {base_url} ({why}). Start one with `ragfuse serve`, or correct base_url=."
-            )
-        return ServerError(f"The connection to the server at {base_url} broke ({why}). Ask again; its log may say why.")
+        why = str(error) or type(error).__name__
+        return ServerError(
+            f"No server answers at {self._address.base_url}, or it broke off ({why}). Start one with `ragfuse serve`, "
+            "correct base_url=, or ask again."
+        )
 
-    def _policy(self) -> dict[str, Any]:
-        """Return tenacity's options: which errors are tried again, how often, and after how long."""
-        return {
-            "retry": retry_if_exception_type((BusyError, *NOT_ARRIVED)),
-            "stop": stop_after_attempt(1 + self._address.max_retries),
-            "wait": _wait_s,
-            "reraise": True,
-        }
+
+async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    async for line in response.aiter_lines():
+        if line.startswith("data:") and line != "data: [DONE]":
+            event = _json(line.removeprefix("data:"))
+            if error := _error(event):
+                raise _refused(error)
+            yield event
 
 
 def _wait_s(state: RetryCallState) -> float:

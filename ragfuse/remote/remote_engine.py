@@ -23,12 +23,10 @@ from ragfuse.process.shared import OneProcess, shared
 from ragfuse.remote.address import LOCAL, ServerAddress
 from ragfuse.remote.answer_reader import AnswerReader
 from ragfuse.remote.connection import Connection
-from ragfuse.remote.remote_schemas import Progress, RemoteSchemas
+from ragfuse.remote.remote_schemas import RemoteSchemas
 from ragfuse.remote.request_body import encoded, prompt_for, request_of
-from ragfuse.settings import Settings
 from ragfuse.types.answer import Answer, Trace
 from ragfuse.types.arguments import checks_arguments
-from ragfuse.types.ingested import Ingested
 from ragfuse.types.model_card import ModelCard
 
 T = TypeVar("T")
@@ -38,6 +36,8 @@ MAX_TOGETHER = 8
 """Most prompts of a batch that are asked at the same time."""
 MAX_COUNTED = 1024
 """Texts whose token ids are kept."""
+ENGINE_ALONE = ("ingest", "prefix", "forget", "digest", "settings")
+"""What an `Engine` has and no server does for its clients: chunks that are encoded ahead, and its store."""
 
 
 @checks_arguments
@@ -63,17 +63,11 @@ class RemoteEngine(OneProcess):
         self._card: ModelCard | None = None
         self._ids: LRU[tuple[str, bool], tuple[int, ...]] = LRU(MAX_COUNTED)
         self.schemas = RemoteSchemas(self._connection)
-        # One of the process, so that a prompt may be written for one model and asked of another.
 
     @staticmethod
-    def shared(
-        base_url: str, api_key: str = "", model: str = "", max_retries: int = 2, timeout_s: float = 600.0
-    ) -> RemoteEngine:
+    def shared(address: ServerAddress) -> RemoteEngine:
         """Return the process-wide client of this address, made at the first call."""
-        address = ServerAddress(base_url, api_key, model, max_retries, timeout_s)
-        return shared(
-            ("remote engine", address), lambda: RemoteEngine(base_url, api_key, model, max_retries, timeout_s)
-        )
+        return shared(("remote engine", address), lambda: RemoteEngine(**vars(address)))
 
     @property
     def name(self) -> str:
@@ -129,10 +123,10 @@ class RemoteEngine(OneProcess):
 
     def delete_session(self, name: str) -> int:
         """Delete a conversation that the server keeps, and return the bytes that came free; 0 where there is none."""
-        found = self._connection.delete(f"ragfuse/sessions/{quote(name, safe='')}")
-        return int(found.get("nbytes", 0)) if isinstance(found, dict) else 0
+        found = self._connection.ask("DELETE", f"ragfuse/sessions/{quote(name, safe='')}")
+        return 0 if found is None else int(found["nbytes"])
 
-    # documents: hints that a server needs not, and work that it has no route for
+    # documents: hints that a server needs not
 
     def know(self, texts: Iterable[tuple[str, str]]) -> None:
         """Do nothing: retrieved documents come with each question, by which the server recognises them."""
@@ -140,29 +134,15 @@ class RemoteEngine(OneProcess):
     def prefetch(self, texts: Iterable[str]) -> None:
         """Do nothing: the server brings a question's KV to memory while it waits for its turn."""
 
-    def ingest(
-        self, texts: Iterable[tuple[str, str]], prefix: Sequence[int] = (), progress: Progress | None = None
-    ) -> Ingested:
-        """Raise InputError: chunks are encoded ahead by an engine on the server's store."""
-        raise self._needs_engine("Encoding documents ahead of questions")
-
-    def prefix(self, prompt: Question, ask: Ask | None = None) -> tuple[int, ...]:
-        """Raise InputError: only `ingest` needs it."""
-        raise self._needs_engine("Encoding the beginning of prompts")
-
-    def forget(self, texts: Iterable[str]) -> int:
-        """Raise InputError: chunks are deleted by an engine on the server's store."""
-        raise self._needs_engine("Deleting KV")
-
-    @property
-    def digest(self) -> str:
-        """Raises InputError: the digest is the server's own."""
-        raise self._needs_engine("Looking after the entries of a store")
-
-    @property
-    def settings(self) -> Settings:
-        """Raises InputError: the settings are the server's own."""
-        raise self._needs_engine("Reading the settings of an engine")
+    def __getattr__(self, name: str) -> Any:
+        """Raise InputError for what only an engine on the server's store does."""
+        if name not in ENGINE_ALONE:
+            raise AttributeError(name)
+        raise InputError(
+            f"'{name}' needs the engine, and this model asks the server at {self.address.base_url}. Run it on the "
+            "server's store, with a model without base_url= or with `ragfuse ingest`; or leave it out: the server "
+            "encodes what a question brings after its answer."
+        )
 
     # inside
 
@@ -201,10 +181,12 @@ class RemoteEngine(OneProcess):
         return reader.answer
 
     def _token_ids(self, body: dict[str, Any]) -> tuple[int, ...]:
-        return self._read_as(tuple[int, ...], self._connection.post("ragfuse/tokens", encoded(body)).get("tokens"))
+        return self._read_as(
+            tuple[int, ...], (self._connection.ask("POST", "ragfuse/tokens", encoded(body)) or {}).get("tokens")
+        )
 
     def _read_card(self) -> ModelCard:
-        card = self._read_as(ModelCard, self._connection.get("ragfuse/model"))
+        card = self._read_as(ModelCard, self._connection.ask("GET", "ragfuse/model"))
         wanted = self.address.model
         if wanted and Path(wanted).name != card.name:
             raise ServerError(
@@ -221,10 +203,3 @@ class RemoteEngine(OneProcess):
                 f"What answers at {self.address.base_url} is no ragfuse server of this version: found {found!r:.60}. "
                 f"Wanted the address that `ragfuse serve` prints, such as {LOCAL}."
             ) from None
-
-    def _needs_engine(self, what: str) -> InputError:
-        return InputError(
-            f"{what} needs the engine, and this model asks the server at {self.address.base_url}. Run it on the "
-            "server's store, with a model without base_url= or with `ragfuse ingest`; or leave it out: the server "
-            "encodes what a question brings after its answer."
-        )

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from ragfuse.errors import PMLError
 from ragfuse.remote.connection import Connection
 from ragfuse.remote.request_body import encoded
 from ragfuse.schemas.nodes import Schema
@@ -39,12 +38,8 @@ class RemoteSchemas:
 
     def has(self, schema: Schema) -> bool:
         """Return whether the server has an equal schema."""
-        found = self._connection.get(f"{ROUTE}/{quote(schema.name, safe='')}")
-        pml = found.get("pml") if found is not None else None
-        try:
-            return isinstance(pml, str) and parse_schema(pml) == schema
-        except PMLError:
-            return False
+        found = self._connection.ask("GET", f"{ROUTE}/{quote(schema.name, safe='')}")
+        return found is not None and parse_schema(found["pml"]) == schema
 
     def ensure(self, schema: Schema, progress: Progress | None = None) -> RemoteSchema | None:
         """Register a schema unless the server has it already; None where it does."""
@@ -58,9 +53,8 @@ class RemoteSchemas:
             progress: Called once, at the end.
         """
         parsed = schema if isinstance(schema, Schema) else read_schema(schema)
-        found = self._connection.post(ROUTE, encoded({"pml": to_pml(parsed)}))
-        chunks, encoded_now, tokens, nbytes = (int(found[name]) for name in ("runs", "encoded", "tokens", "nbytes"))
-        done = Ingested(chunks, encoded_now, tokens, nbytes)
+        found = self._connection.ask("POST", ROUTE, encoded({"pml": to_pml(parsed)})) or {}
+        done = Ingested(found["runs"], found["encoded"], found["tokens"], found["nbytes"])
         if progress is not None:
             progress(done)
-        return RemoteSchema(str(found.get("name")), done)
+        return RemoteSchema(found["name"], done)

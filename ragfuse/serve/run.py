@@ -178,7 +178,7 @@ class AnswerRun:
             timer.cancel()
 
     async def _generate(self, index: int, request: AnswerRequest) -> None:
-        put, n_sent = self._items.put_nowait, 0
+        put = self._items.put_nowait
         self._stream = stream = await asyncio.to_thread(
             self.engine.stream, request.question, request.ask, prefilled=request.prefilled
         )
@@ -190,12 +190,10 @@ class AnswerRun:
                 if isinstance(piece, Thought):
                     put(TextDelta(index, "", request.take_logprobs(), piece.text))
                 else:
-                    n_sent += len(piece)
                     put(TextDelta(index, piece, request.take_logprobs()))
             answer = stream.answer
-            rest, token_logprobs = answer.text[n_sent:], request.take_logprobs(answer)
-            if rest or token_logprobs:
-                put(TextDelta(index, rest, token_logprobs))
+            if token_logprobs := request.take_logprobs(answer):
+                put(TextDelta(index, "", token_logprobs))
             params = request.transfer.params if request.transfer is not None else None
             recorder = request.tokens
             tokens = await asyncio.to_thread(recorder.as_dict, self.engine) if recorder is not None else None

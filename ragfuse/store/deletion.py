@@ -9,9 +9,8 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 
-from ragfuse.store import KVStore
 from ragfuse.store.catalog import CatalogQueries
-from ragfuse.store.store import Forgotten
+from ragfuse.store.store import Forgotten, KVStore
 from ragfuse.store.tier import Tier
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.whole_text import whole_text

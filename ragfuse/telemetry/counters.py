@@ -20,12 +20,6 @@ TTFT_S = (0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0
 """Upper bounds, in seconds, of the histogram buckets of the time to first token; one more bucket has longer times."""
 TOKEN_FATES = ("reused", "recomputed", "fresh")
 """The kinds of a prompt's tokens: reused from the store, reused and recomputed, or computed fresh."""
-FALLBACK_KINDS = ("asked", "nothing_stored", "too_short", "altered", "faster", "inexact", "unsafe", "model")
-"""Why prompts were prefilled in full: it was asked for; nothing of the prompt was in the store; it was too short; its
-retrieved documents were altered in it; full prefill was predicted to be faster; `verify` or `calibrate` advises against
-fusing this model (inexact, unsafe); the model cannot be fused."""
-
-
 _KIND_BY_REASON = MappingProxyType(
     {
         reasons.FULL_PREFILL_ASKED: "asked",
@@ -40,6 +34,10 @@ _KIND_BY_REASON = MappingProxyType(
         "full prefill ": "faster",  # last, as FULL_PREFILL_ASKED begins with it too
     }
 )
+FALLBACK_KINDS = (*dict.fromkeys(_KIND_BY_REASON.values()), "model")
+"""Why prompts were prefilled in full: it was asked for; nothing of the prompt was in the store; it was too short; its
+retrieved documents were altered in it; full prefill was predicted to be faster; `verify` or `calibrate` advises against
+fusing this model (inexact, unsafe); the model cannot be fused."""
 
 
 def fallback_kind(reason: str) -> str:

@@ -94,67 +94,59 @@ def counted(name: str, engine: Any, ask: Any, streams: bool = False) -> Iterator
 def loading(reader: Any, plan: LoadPlan) -> Iterator[Any]:
     """Open a reader of layers, with a span that lasts until its last layer is read, beside the span of the prefill."""
     tracer = _tracer() if plan.fetches else None
-    load_span = tracer.start_span("ragfuse.load", attributes=_reads(plan)) if tracer is not None else None
+    load_span = tracer.start_span("ragfuse.load") if tracer is not None else None
     try:
         with reader:
             yield reader
     finally:
         if load_span is not None:
-            load_span.set_attributes({"ragfuse.load_s": reader.load_s, "ragfuse.wait_s": reader.wait_s})
+            tiers, nbytes = sorted({fetch.tier for fetch in plan.fetches}), sum(fetch.nbytes for fetch in plan.fetches)
+            told = _named(tiers=tiers, nbytes=nbytes, load_s=reader.load_s, wait_s=reader.wait_s)
+            load_span.set_attributes(told)
             since_s = perf_counter() - reader.last_s if reader.last_s else 0.0
             load_span.end(time_ns() - round(since_s * 1e9))
 
 
-def _told(of: object, *names: str) -> Attributes:
-    """Return the fields of a value that are not None, under their own names."""
-    return {f"ragfuse.{name}": value for name in names if (value := getattr(of, name)) is not None}
+def _named(**values: Any) -> Attributes:
+    """Return values that are not None as attributes."""
+    return {f"ragfuse.{name}": value for name, value in values.items() if value is not None}
 
 
 def _plan_attributes(plan: LoadPlan) -> Attributes:
-    forecast = plan.forecast
-    foreseen: Attributes = {}
-    if forecast is not None:
-        foreseen = {"ragfuse.predicted_ttft_s": forecast.ttft_s, "ragfuse.predicted_load_s": forecast.load_s}
-    return {
-        **_told(plan, "policy", "ratio", "fallback_reason"),
-        "ragfuse.tokens": len(plan.prompt),
-        "ragfuse.hits": len(plan.fetches),
-        "ragfuse.misses": len(plan.misses),
-        **foreseen,
-    }
-
-
-def _reads(plan: LoadPlan) -> Attributes:
-    return {
-        "ragfuse.tiers": sorted({fetch.tier for fetch in plan.fetches}),
-        "ragfuse.nbytes": sum(fetch.nbytes for fetch in plan.fetches),
-        "ragfuse.hits": len(plan.fetches),
-    }
+    return _named(
+        policy=plan.policy,
+        ratio=plan.ratio,
+        fallback_reason=plan.fallback_reason,
+        tokens=len(plan.prompt),
+        hits=len(plan.fetches),
+        misses=len(plan.misses),
+        predicted_ttft_s=None if plan.forecast is None else plan.forecast.ttft_s,
+    )
 
 
 def _answer_attributes(answers: Sequence[Answer]) -> Attributes:
-    """Return what all answers together reused, and the longest times; of one, also its policy, ratios and forecast."""
+    """Return what all answers together reused, and the longest time; of one, also its policy, ratios and forecast."""
     traces = [answer.trace for answer in answers]
-    segments = [segment for trace in traces for segment in trace.segments]
+    sums = {name: sum(getattr(trace, name) for trace in traces) for name in _SUMS}
+    of_one = {name: getattr(traces[0], name) for name in _OF_ONE} if len(traces) == 1 else {}
     return {
         "gen_ai.response.finish_reasons": [answer.finish_reason for answer in answers],
-        "gen_ai.usage.input_tokens": sum(trace.tokens for trace in traces),
+        "gen_ai.usage.input_tokens": sums["tokens"],
         "gen_ai.usage.output_tokens": sum(len(answer.token_ids) for answer in answers),
         "gen_ai.usage.cache_read.input_tokens": sum(trace.tokens_found for trace in traces),
-        **{f"ragfuse.{name}": sum(getattr(trace, name) for trace in traces) for name in _SUMS},
-        "ragfuse.answers": len(answers),
-        "ragfuse.tiers": sorted({segment.tier for segment in segments if segment.hit}),
-        "ragfuse.hits": sum(segment.hit and not segment.goes_on for segment in segments),
-        "ragfuse.misses": sum(not (each.hit or each.goes_on) for each in segments),
-        "ragfuse.ttft_s": max(trace.ttft_s for trace in traces),
-        "ragfuse.total_s": max(trace.total_s for trace in traces),
-        **(_told(traces[0], *_OF_ONE) if len(traces) == 1 else {}),
+        **_named(
+            **sums,
+            answers=len(answers),
+            tiers=sorted({segment.tier for trace in traces for segment in trace.segments if segment.hit}),
+            ttft_s=max(trace.ttft_s for trace in traces),
+            **of_one,
+        ),
     }
 
 
 planned = spanned("plan", _plan_attributes)
 """Decorate a function that returns a plan, so that each call has a span."""
-fused = spanned("fuse", lambda prefill: _told(prefill, "mean_ratio") | {"ragfuse.tokens": len(prefill.token_ids)})
+fused = spanned("fuse", lambda prefill: _named(mean_ratio=prefill.mean_ratio, tokens=len(prefill.token_ids)))
 """Decorate a function that returns a prefill, so that each call has a span."""
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from operator import length_hint
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -20,9 +19,10 @@ from rich.progress import (
 
 from ragfuse.types.sizes import duration_text
 
-T = TypeVar("T")
 LINE_EVERY_S = 10.0
 """Seconds between two lines where the output is no terminal."""
+SPEED_OVER_S = 600.0
+"""Seconds of the latest work by which the time left is estimated."""
 
 
 class LineProgress(Progress):
@@ -39,9 +39,16 @@ class LineProgress(Progress):
     ) -> None:
         shown = console.is_terminal
         steps = TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn()
-        super().__init__(*(columns or steps), console=console, transient=True, disable=not shown, get_time=get_time)
+        super().__init__(
+            *(columns or steps),
+            console=console,
+            transient=True,
+            disable=not shown,
+            auto_refresh=shown,  # else rich counts tracked items in a thread that ends at once where no bar is shown
+            get_time=get_time,
+            speed_estimate_period=SPEED_OVER_S,
+        )
         self._last_line_s: float | None = None if shown or console.quiet else get_time()
-        self._begun = dict[TaskID, tuple[float, float]]()
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
         """Count `advance` more steps of a task as done."""
@@ -53,38 +60,11 @@ class LineProgress(Progress):
         super().update(task_id, **changes)
         self._print_line(task_id)
 
-    def track(
-        self,
-        sequence: Iterable[T],
-        total: float | None = None,
-        completed: int = 0,
-        task_id: TaskID | None = None,
-        description: str = "Working...",
-        update_period: float = 0.1,
-    ) -> Iterator[T]:
-        """Yield the items of a sequence, each counted as done once the next is asked for.
-
-        rich counts in a thread that ends at once where no bar can be shown, so that no line would be printed there.
-        """
-        total = length_hint(sequence) or None if total is None else total
-        if task_id is None:
-            task_id = self.add_task(description, total=total, completed=completed)
-        else:
-            self.update(task_id, total=total, completed=completed)
-        self._print_line(task_id)
-        for item in sequence:
-            yield item
-            self.advance(task_id)
-
     def _print_line(self, task_id: TaskID) -> None:
-        task, now = self._tasks.get(task_id), self.get_time()
-        if self._last_line_s is None or task is None or not task.total:
+        task, now = self._tasks[task_id], self.get_time()
+        if self._last_line_s is None or not task.total or now - self._last_line_s < LINE_EVERY_S:
             return
-        begun_s, begun_at = self._begun.setdefault(task_id, (now, task.completed))
-        if now - self._last_line_s < LINE_EVERY_S:
-            return
-        self._last_line_s, done = now, task.completed - begun_at  # what was done before does not tell the speed
-        left_s = (now - begun_s) * (task.total - task.completed) / done if done > 0 else 0.0
+        self._last_line_s, left_s = now, task.time_remaining or 0.0
         left = f", about {duration_text(left_s)} left" if left_s >= 1 else ""
         line = f"{task.description}: {task.percentage:.0f}% done{left}"
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)

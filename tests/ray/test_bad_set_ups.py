@@ -106,19 +106,10 @@ def test_more_workers_than_the_cluster_has_room_for_are_refused() -> None:
 
 
 def test_a_summary_adds_up_what_workers_say() -> None:
-    row = {"node": "n", "chunks": 4, "nbytes": 100, "seconds": 2.0, "load_s": 1.0, "unsaved": 0, "short": 1, "pid": 7}
-    rows = [
-        {**row, "worker": "a", "encoded": 4, "tokens": 40},
-        {**row, "worker": "b", "encoded": 2, "tokens": 20, "unsaved": 1},
-        {**row, "worker": "b", "encoded": 4, "tokens": 60},
-    ]
-    done = BulkSummary.of(rows, 10.0)
-    assert (done.chunks, done.encoded, done.tokens, done.nbytes, done.unsaved) == (12, 10, 120, 300, 1)
-    assert [(each.worker, each.tokens, each.tokens_per_s) for each in done.workers] == [
-        ("b", 80, 20.0),
-        ("a", 40, 20.0),
-    ]
-    assert done.short == done.as_dict()["short"] == 3
-    assert done.tokens_per_s == 12.0
-    assert done.as_dict()["workers"][0]["tokens_per_s"] == 20.0
-    assert BulkSummary.of([], 0.0).tokens_per_s == 0.0
+    row = {"chunks": 4, "nbytes": 100, "work_s": 2.0, "unsaved": 0, "short": 1, "pid": 7}
+    done = BulkSummary()
+    for more in ({"encoded": 4, "tokens": 40}, {"encoded": 2, "tokens": 80, "unsaved": 1}):
+        done = done.plus({**row, **more}, 10.0)
+    assert done == BulkSummary(8, 6, 120, 200, unsaved=1, short=2, work_s=4.0, seconds=10.0)
+    assert done.as_dict()["tokens_per_s"] == done.tokens_per_s == 12.0
+    assert BulkSummary().tokens_per_s == 0.0

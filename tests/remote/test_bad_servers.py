@@ -126,7 +126,7 @@ def test_a_proxy_of_the_environment_is_never_asked_for_loopback(monkeypatch: pyt
 def test_no_server_is_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    with pytest.raises(ServerError, match=f"No server answers at http://127.0.0.1:{port}/v1 .*ragfuse serve") as caught:
+    with pytest.raises(ServerError, match=f"No server answers at http://127.0.0.1:{port}/v1.*ragfuse serve") as caught:
         ask(f"http://127.0.0.1:{port}")
     assert SECRET not in str(caught.value)
 
@@ -193,14 +193,14 @@ def test_a_server_that_is_not_ragfuse_is_named_as_such(answered: bytes) -> None:
 def test_an_event_of_a_wrong_form_is_an_error_and_no_answer(stream: bytes) -> None:
     with (
         listening(reply(CARD), STREAM + stream + DONE) as (url, _),
-        pytest.raises(ServerError, match=r"Check|no ragfuse"),
+        pytest.raises(ServerError, match="Check"),
     ):
         ask(url)
 
 
-@pytest.mark.parametrize("stream", [b"", said(), said() + end(), said() + b"data: {"])
+@pytest.mark.parametrize("stream", [b"", said(), said() + b"data: {"])
 def test_a_stream_that_breaks_off_is_an_error(stream: bytes) -> None:
-    with listening(reply(CARD), STREAM + stream) as (url, _), pytest.raises(ServerError, match="broke off"):
+    with listening(reply(CARD), STREAM + stream) as (url, _), pytest.raises(ServerError, match=r"broke off|Check"):
         ask(url)
 
 
@@ -240,7 +240,7 @@ def test_a_busy_server_is_asked_again_after_as_long_as_it_says(monkeypatch: pyte
 
 
 def test_what_began_is_not_asked_again() -> None:
-    with listening(reply(CARD), STREAM + said()) as (url, seen), pytest.raises(ServerError, match="broke off"):
+    with listening(reply(CARD), STREAM + said()) as (url, seen), pytest.raises(ServerError, match=r"broke off|Check"):
         ask(url, max_retries=3)
     assert len(seen) == 2
 
@@ -288,7 +288,7 @@ def test_a_server_that_is_killed_in_the_middle_of_a_stream_is_an_error(varied_pa
         pieces = iter(stream)
         assert next(pieces)
         run.kill()
-        with pytest.raises(ServerError, match="broke"):
+        with pytest.raises(ServerError, match="broke off"):
             list(pieces)
         run.wait()
         with pytest.raises(ServerError, match="No server answers"):

@@ -19,16 +19,6 @@ def test_the_card_names_the_model_without_its_folder(served: Served) -> None:
     assert card["max_tokens"] == served.service.settings.max_tokens
 
 
-def test_tokens_are_those_of_the_model(served: Served) -> None:
-    engine = served.service.engine(served.service.keys.tenants[0])
-    found = served.post("/v1/ragfuse/tokens", {"text": "A door <s>"}).json()["tokens"]
-    assert found == engine.tokens("A door <s>")
-    special = served.post("/v1/ragfuse/tokens", {"text": "A door <s>", "special": True}).json()["tokens"]
-    assert special == engine.tokens("A door <s>", special=True) != found
-    whole = served.post("/v1/ragfuse/tokens", {"messages": [said("Which door?")]}).json()["tokens"]
-    assert whole == list(engine.prompt([("user", "Which door?")]).token_ids)
-
-
 @pytest.mark.parametrize(
     ("body", "why"),
     [
@@ -60,12 +50,3 @@ def test_token_ids_come_where_they_are_asked_for(served: Served) -> None:
 def test_an_answer_ends_after_its_seconds(served: Served) -> None:
     ended = served.chat(ragfuse={"max_time_s": 0.0}).json()
     assert 0 < ended["usage"]["completion_tokens"] < 12
-
-
-def test_retrieved_documents_are_found_in_the_text_that_holds_them(served: Served) -> None:
-    document = "A document that no other test of this server has, long enough to be a chunk of its own."
-    fields = {"messages": [said(f"So: {document} Why?")], "ragfuse": {"retrieved": [{"text": document, "title": "d"}]}}
-    found = served.chat(**fields).json()["ragfuse"]["segments"]
-    assert [(each["kind"], each["source"], each["hit"]) for each in found if each["kind"] == "chunk"] == [
-        ("chunk", "d", False)
-    ]

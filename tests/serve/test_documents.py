@@ -15,8 +15,8 @@ from ragfuse import Engine, Settings
 from ragfuse.cli.files import FILE_TYPES
 from ragfuse.errors import InputError, StoreError
 from ragfuse.serve import documents, upload_text
-from ragfuse.serve.document_records import DocumentRecords, StoredDocument
-from ragfuse.serve.documents import TenantDocuments, shown
+from ragfuse.serve.document_records import DocumentRecords
+from ragfuse.serve.documents import TenantDocuments
 from ragfuse.serve.keys import Keys
 from ragfuse.serve.stored import stored_chunks
 from ragfuse.text.file_texts import READERS
@@ -237,15 +237,6 @@ def test_an_upload_goes_on_after_its_server_was_killed(varied_path: Path, minilm
         goes_on(root, done)
 
 
-def test_a_deleted_document_takes_its_kv_with_it_but_not_what_another_has(two: Served) -> None:
-    shared, own = "The keeper paints both doors in the spring of every year.", "Nobody knows the name of the painter."
-    first, second = sent(two, "a.txt", text=f"{shared}\n\n{own}"), sent(two, "b.txt", text=f"{shared}")
-    done = two.delete(f"{PATH}/{second['id']}", **BLUE).json()
-    assert (done["deleted"], done["nbytes"]) == (True, 0) or first["passages"] == 1
-    assert two.delete(f"{PATH}/{first['id']}", **BLUE).json()["nbytes"] > 0
-    assert two.get(f"{PATH}/{first['id']}", **BLUE).status_code == 404
-
-
 def test_a_deleted_document_leaves_the_kv_that_the_store_had_before(two: Served) -> None:
     engine = two.service.engine(two.service.keys.tenants[0])
     ingested, asked, own = (
@@ -269,31 +260,6 @@ def test_a_deleted_document_leaves_the_kv_that_the_store_had_before(two: Served)
     assert stored_kv(engine, [ingested, asked]) == [before[ingested], before[asked]]
     assert two.delete(f"{PATH}/{again['id']}", **BLUE).json()["nbytes"] > 0
     assert stored_kv(engine, [own]) == [None]
-
-
-def test_a_document_that_is_replaced_leaves_the_kv_that_the_store_had_before(two: Served) -> None:
-    engine = two.service.engine(two.service.keys.tenants[0])
-    old = "The ferry to the islands runs twice a day, but never on a Sunday."
-    engine.ingest([(old, "ferry.txt")])
-    sent(two, "timetable.txt", text=old)
-    sent(two, "timetable.txt", text="From the spring on the ferry to the islands runs four times a day.")
-    assert stored_kv(engine, [old])[0]
-
-
-def test_a_passage_that_is_too_short_to_be_stored_says_so_with_its_tokens(two: Served) -> None:
-    done = sent(two, "short.txt", text="Boat.")
-    assert (done["status"], done["passages"], done["stored_before"]) == ("ready", 1, 0)
-    assert (done["tokens"], done["nbytes"]) == (5, 0)
-    assert done["note"].startswith("not stored (too short")
-    again = sent(two, "again short.txt", text="Boat.")
-    assert again["note"] == done["note"]
-    for each in (done, again):
-        assert two.delete(f"{PATH}/{each['id']}", **BLUE).json()["nbytes"] == 0
-
-
-def test_a_note_tells_of_some_of_the_passages() -> None:
-    note = shown(StoredDocument(name="x", encoded=5, stored_before=2, missing=1))["note"]
-    assert note.startswith("2 of 5 passages stored before; 1 of 5 passages not stored")
 
 
 def test_a_text_of_two_documents_has_both_sources_and_loses_only_the_one_that_is_deleted(two: Served) -> None:
@@ -372,16 +338,6 @@ def test_a_copy_of_a_document_takes_no_room_among_what_is_found(two: Served) -> 
     assert {each["name"] for each in found} == {"ferries.txt"}
     for id in ids:
         two.delete(f"{PATH}/{id}", **BLUE)
-
-
-def test_a_deleted_document_frees_the_kv_that_its_list_shows_and_usage_counts_it_no_more(two: Served) -> None:
-    before = two.get("/v1/ragfuse/usage", **BLUE).json()["nbytes"]["disk"]
-    done = sent(two, "rope.txt", text="A rope of the ferry is forty fathoms long, and it is tarred before each winter.")
-    two.service.engine(two.service.keys.tenants[0]).flush()
-    assert two.get("/v1/ragfuse/usage", **BLUE).json()["nbytes"]["disk"] > before
-    freed = two.delete(f"{PATH}/{done['id']}", **BLUE).json()
-    assert freed["nbytes"] == done["nbytes"] == max(freed["tiers"].values())
-    assert two.get("/v1/ragfuse/usage", **BLUE).json()["nbytes"]["disk"] == before
 
 
 def test_a_document_whose_kv_cannot_be_deleted_stays_in_the_list_until_it_can(two: Served) -> None:

@@ -8,7 +8,6 @@ schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not i
 
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 
-from ragfuse import Settings  # noqa: E402
 from ragfuse.serve.service import Service  # noqa: E402
 from tests.serve.kit import Served  # noqa: E402
 
@@ -87,9 +86,3 @@ def _ask_little(body: dict, service: Service) -> None:
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         if isinstance(body.get(name), int) and body[name] > 8:
             body[name] = 8
-
-
-def test_settings_of_a_server_have_sound_defaults() -> None:
-    settings = Settings()
-    assert settings.serve_together < settings.serve_waiting
-    assert settings.api_keys == ()

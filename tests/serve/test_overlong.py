@@ -124,11 +124,3 @@ def test_an_answer_longer_than_the_window_is_refused_with_what_fits(
     name = next(name for name in fields if name.startswith("max_"))
     assert narrow.post(path, {**asked, name: most + 1}).status_code == 400
     assert narrow.post(path, {**asked, name: most}).status_code == 200
-
-
-@pytest.mark.parametrize("stop", ["", [""], ["x", ""]])
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_an_empty_stop_string_is_refused(served: Served, path: str, stop: object) -> None:
-    asked = {"messages": [said()]} if "chat" in path else {"prompt": "Who?"}
-    error = served.post(path, {"model": served.service.model, **asked, "stop": stop}).json()["error"]
-    assert error["param"].startswith("stop")

@@ -14,8 +14,8 @@ from ragfuse.engine.schema_service import parse_prompt
 from ragfuse.errors import NoSessionError
 from ragfuse.serve.logprobs import ZERO_LOGPROB, LogprobRecorder, as_text
 from ragfuse.serve.refusals import APIError, api_error_of
-from ragfuse.serve.requests import chat_requests, question_of, text_requests
-from ragfuse.serve.schema import ChatRequest, RequestMessage, TextRequest
+from ragfuse.serve.requests import chat_requests, question_of
+from ragfuse.serve.schema import ChatRequest, RequestMessage
 
 
 def chat(**fields: object) -> ChatRequest:
@@ -68,23 +68,6 @@ def test_parts_that_are_documents_are_chunks_as_documents_are() -> None:
 def test_tokens_are_drawn_only_where_a_temperature_says_so(told: dict[str, float], options: dict[str, object]) -> None:
     (request,) = chat_requests(chat(**told))
     assert dict(request.ask.options) == options
-
-
-def test_each_of_several_answers_has_a_seed_of_its_own() -> None:
-    assert [request.ask.seed for request in chat_requests(chat(n=3, seed=5))] == [5, 6, 7]
-    assert [request.ask.seed for request in chat_requests(chat(n=2))] == [None, None]
-
-
-def test_a_conversation_goes_on_with_one_answer() -> None:
-    with pytest.raises(APIError, match="one answer"):
-        chat_requests(chat(n=2, session_id="s"))
-
-
-def test_every_prompt_has_as_many_requests_as_answers_are_wanted() -> None:
-    request = TextRequest.model_validate({"model": "m", "prompt": ["a", "b"], "n": 2, "documents": ["c"]})
-    requests = text_requests(request)
-    assert [request.question for request in requests] == ["c\n\na"] * 2 + ["c\n\nb"] * 2
-    assert all(request.ask.documents == (("c", "document 1"),) for request in requests)
 
 
 def test_a_choice_is_one_word() -> None:

@@ -19,7 +19,6 @@ from ragfuse.serve.admission import AdmissionControl
 from ragfuse.serve.keys import Keys
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.run import AnswerRequest, AnswerRun, Completed, TextDelta
-from ragfuse.types.answer import Answer, Trace
 from tests.serve.kit import Served, said, serving, wait_for, with_documents, writers
 from tests.serve.test_gone import is_idle, long_request, raw, send
 from tests.tiny import CHUNKS
@@ -174,29 +173,6 @@ async def test_who_waits_for_a_prefill_is_told_at_once_that_it_was_cancelled() -
     await asyncio.wait_for(run._task, 60)
 
 
-async def test_an_answer_that_began_in_time_ends_with_what_is_written() -> None:
-    others = threading.Event()  # are prefilled meanwhile
-    answer = Answer("so far", (), "length", Trace("m"))
-
-    def write(say: Any, enough: threading.Event) -> Answer:
-        say("so ")
-        enough.wait(60)
-        others.wait(60)
-        say("far")
-        return answer
-
-    run = started(write, 0.1)
-    items = run.read()
-    assert (await anext(items)).text == "so "  # type: ignore[union-attr]
-    await asyncio.sleep(0.5)
-    others.set()
-    *_, last = [item async for item in items]
-    assert isinstance(last, Completed)
-    assert last.is_late
-    assert last.answer is answer
-    await asyncio.wait_for(run._task, 60)
-
-
 def started(write: Any, seconds: float) -> AnswerRun:
     """The run of one answer that `write` writes in place of an engine."""
 
@@ -206,22 +182,6 @@ def started(write: Any, seconds: float) -> AnswerRun:
 
     requests, until_s = [AnswerRequest("a", Ask())], asyncio.get_running_loop().time() + seconds
     return AnswerRun(requests, Given(), until_s, lambda: None)  # type: ignore[arg-type]
-
-
-async def test_tenants_take_turns_however_many_one_has_sent() -> None:
-    admission, order = AdmissionControl(1, 10), list[str]()
-
-    async def ask(tenant: str, name: str) -> None:
-        job = await admission.enter(tenant, None, lambda job: None)
-        order.append(name)
-        await asyncio.sleep(0)
-        admission.leave(job)
-
-    async with asyncio.TaskGroup() as group:
-        for name in ("a1", "a2", "a3", "a4", "b1", "b2"):
-            group.create_task(ask(name[0], name))
-    assert order == ["a1", "b1", "a2", "b2", "a3", "a4"] or order == ["a1", "a2", "b1", "a3", "b2", "a4"]
-    assert admission.is_idle
 
 
 async def test_who_is_cancelled_in_the_moment_of_its_turn_gives_it_on() -> None:
@@ -236,20 +196,6 @@ async def test_who_is_cancelled_in_the_moment_of_its_turn_gives_it_on() -> None:
     with pytest.raises(asyncio.CancelledError):
         await second
     assert admission.is_idle
-
-
-async def test_one_tenant_does_not_take_all_the_room() -> None:
-    admission = AdmissionControl(1, 4, max_each=2)
-    await admission.enter("a", None, lambda job: None)
-    waiting = [asyncio.create_task(admission.enter(who, None, lambda job: None)) for who in ("a", "a", "a", "b")]
-    await asyncio.sleep(0.01)
-    with pytest.raises(APIError, match="of your requests wait"):
-        await waiting[2]
-    assert len(admission.jobs) == 3
-    admission.stop()
-    for each in (waiting[0], waiting[1], waiting[3]):
-        with pytest.raises(APIError, match="stopping"):
-            await each
 
 
 @pytest.mark.slow

@@ -36,23 +36,6 @@ def taken(queue: JobQueue[str]) -> list[str]:
     return found
 
 
-def test_one_tenant_s_jobs_are_taken_as_they_came():
-    assert taken(queue_of(("a", "1"), ("a", "2"), ("a", "3"))) == ["1", "2", "3"]
-
-
-def test_tenants_take_turns_however_many_jobs_one_has():
-    queue = queue_of(*(("a", f"a{n}") for n in range(4)), ("b", "b0"), ("b", "b1"), ("c", "c0"))
-    assert taken(queue) == ["a0", "b0", "c0", "a1", "b1", "a2", "a3"]
-
-
-def test_a_tenant_that_comes_late_waits_for_one_job_of_each_other():
-    queue = queue_of(*(("a", f"a{n}") for n in range(50)), *(("b", f"b{n}") for n in range(50)))
-    for _ in range(7):
-        queue.take()
-    queue.submit("c0", "c")
-    assert taken(queue).index("c0") <= 2
-
-
 KINDS = ["submit", "submit", "take", "cancel"]
 STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 3)), max_size=60)
 TALKS = st.sampled_from([None, "one", "two"])
@@ -111,36 +94,6 @@ def test_no_turn_runs_beside_another_of_its_conversation_and_none_overtakes_it(s
             assert queue.cancel(waiting.pop(who % len(waiting)))
         ring = [name for name in ring if any(job.tenant == name for job in waiting)]
         assert len(queue) == len(waiting)
-
-
-def test_what_waits_is_told_in_the_order_in_which_it_will_run_with_its_conversations():
-    queue = queue_of(("a", "1"), ("a", "2"), ("b", "3"))
-    queue.submit("4", "b")
-    assert [job.conversation for job in queue.ahead()] == ["1", "3", "2", None]
-    assert taken(queue) == ["1", "3", "2", "4"]
-
-
-def test_turns_of_one_conversation_run_one_after_the_other():
-    queue: JobQueue[str] = JobQueue(10, Clock())
-    for what, tenant, conversation in (
-        ("a1", "a", "talk"),
-        ("a2", "a", "talk"),
-        ("a3", "a", None),
-        ("b1", "b", "talk"),  # another tenant's, of the same name
-        ("a4", "a", "talk"),
-        ("a5", "a", None),
-    ):
-        queue.submit(what, tenant, conversation)
-    first = queue.take()
-    assert first.work == "a1"
-    assert [queue.take().work for _ in range(3)] == ["b1", "a3", "a5"]
-    assert (queue.take(), len(queue)) == (None, 2)
-    queue.done(first)
-    second = queue.take()
-    assert second.work == "a2"
-    assert queue.take() is None
-    queue.done(second)
-    assert queue.take().work == "a4"
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_again():

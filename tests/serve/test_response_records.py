@@ -163,12 +163,6 @@ def test_a_damaged_record_is_a_missing_one_and_a_damaged_file_is_set_aside(tmp_p
     records.close()
 
 
-def test_a_folder_that_cannot_be_used_is_a_store_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="cannot be opened"):
-        add(ResponseRecords(Settings(store=tmp_path / "file")), "a")
-
-
 def test_a_conversation_goes_on_after_a_restart(varied_path: Path, tmp_path: Path) -> None:
     settings = Settings(model=str(varied_path), dtype="float32", store=tmp_path / "s", home=tmp_path, max_tokens=8)
     with serving(settings) as served:

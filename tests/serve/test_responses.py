@@ -147,12 +147,6 @@ def test_a_call_is_streamed_with_its_arguments(client: Any, model: str) -> None:
     assert kinds[-1] == "response.completed"
 
 
-def test_an_answer_follows_a_schema(client: Any, model: str) -> None:
-    form = {"type": "json_schema", "name": "door", "schema": {"enum": ["green", "red"]}, "strict": True}
-    found = client.responses.create(model=model, input="Which?", text={"format": form}, max_output_tokens=40)
-    assert json.loads(found.output_text) in ("green", "red")
-
-
 def test_a_conversation_goes_on_from_any_of_its_responses(client: Any, model: str, served: Served) -> None:
     exact = {
         "ragfuse": {"policy": "full"}
@@ -175,13 +169,6 @@ def test_a_conversation_goes_on_from_any_of_its_responses(client: Any, model: st
     assert again.output_text == branch.output_text
     assert {first.id, branch.id} <= sessions(served)
     assert not {second.id, third.id, again.id} & sessions(served)
-
-
-def test_history_is_reused_in_the_next_turn(client: Any, model: str, served: Served) -> None:
-    first = client.responses.create(model=model, input="Tell me of the keeper who lost his lamp in the winter storm.")
-    sessions(served)
-    second = client.responses.create(model=model, input="And then?", previous_response_id=first.id)
-    assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens
 
 
 def test_a_response_is_fetched_and_deleted(client: Any, model: str, served: Served) -> None:

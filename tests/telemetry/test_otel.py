@@ -12,7 +12,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from ragfuse import Ask, InputError
-from ragfuse.store import DiskTier
 from ragfuse.text import Piece
 from tests.plan.kit import timings
 from tests.tiny import ROOT
@@ -209,21 +208,3 @@ def test_answers_come_without_the_api_and_without_an_sdk(tiny_settings, tmp_path
     assert done.stdout.split() == ["3", *said.split()]
     others = ("torchao", "_pytree.py")  # what these say as they are imported, where they are installed
     assert [line for line in done.stderr.splitlines() if not any(name in line for name in others)] == []
-
-
-def test_a_chunk_that_is_lost_while_it_is_read_begins_the_fusing_again(warm, spans, monkeypatch):
-    real = DiskTier.get
-    lost = []
-
-    def once(tier, key, layers, level=None):
-        if layers.start and not lost:
-            lost.append(key)
-            tier.delete([key])
-        return real(tier, key, layers, level)
-
-    monkeypatch.setattr(DiskTier, "get", once)
-    warm.answer(asking("Who?"))
-    names = [span.name for span in spans()]
-    assert lost
-    assert names.count("ragfuse.plan") == names.count("ragfuse.fuse") == 2
-    assert names.count("ragfuse.answer") == 1

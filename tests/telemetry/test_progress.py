@@ -45,7 +45,7 @@ def test_items_that_are_tracked_are_told_off_a_terminal(as_list: bool) -> None:
         for _ in items:
             clock.seconds += LINE_EVERY_S
     assert output.getvalue().splitlines() == [
-        "questions: 25% done, about 30 seconds left",
+        "questions: 25% done",
         "questions: 50% done, about 20 seconds left",
         "questions: 75% done, about 10 seconds left",
         "questions: 100% done",

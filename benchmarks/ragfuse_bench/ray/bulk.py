@@ -65,12 +65,11 @@ def run_bulk(options: RayOptions, folder: Path, console: Console) -> dict[str, A
     wanted = contents(ways["one"])
     killed = list[int]()
 
-    def kill(done: BulkSummary) -> None:
-        for worker in done.workers if not killed else ():
+    def kill(pid: int, done: BulkSummary) -> None:
+        if not killed:
             with suppress(ProcessLookupError):  # Ray ends a worker that has nothing left to do
-                os.kill(worker.pid, signal.SIGKILL)
-                killed.append(worker.pid)
-                return
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
 
     result: dict[str, Any] = {
         "chunks": len(chunks),
@@ -89,15 +88,13 @@ def run_bulk(options: RayOptions, folder: Path, console: Console) -> dict[str, A
             workers=WORKERS,
             cpus=1,
             batch=BATCH,
-            progress=kill if way == "killed" else lambda done: None,
+            progress=kill if way == "killed" else lambda pid, done: None,
         )
         found = contents(ways[way])
-        working_s = sum(each.seconds for each in done.workers)
         result[way] = {
             **done.as_dict(),
             "same_keys": found.keys() == wanted.keys(),
             "same_bytes": found == wanted,
-            "working_s": working_s,
             "over_one_process": done.seconds / (alone_s + load_s),
         }
         console.print(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ragfuse_bench.ray.options import RayOptions
-from ragfuse_bench.ray.simulate import POLICIES, REPORT_S, lookup_us, simulate
+from ragfuse_bench.ray.simulate import POLICIES, lookup_us, simulate
 from ragfuse_bench.ray.workload import PASSAGE_TOKENS, TimedRequest, conversations, questions
 from rich.console import Console
 from rich.progress import Progress, TaskID
@@ -89,7 +89,6 @@ def run_simulations(options: RayOptions, console: Console) -> dict[str, Any]:
             "over_round_robin": _over_round_robin(large),
         },
         "decisions": decisions,
-        "report_s": REPORT_S,
     }
     _show(result, console)
     return result

@@ -1,4 +1,4 @@
-"""Serving with two replicas on a cluster: the share of chunk bytes in the chosen replica's memory, by router.
+"""Serving with two replicas on a cluster: the share of chunk tokens in the chosen replica's memory, by router.
 
 Conversations of a trace are sent in the order in which they came, one request after the other: each block of a prompt
 is a document. After each answer is a pause, much shorter than in the trace, in which replicas encode what they missed.
@@ -43,7 +43,7 @@ def run_serving(options: RayOptions, folder: Path, console: Console) -> dict[str
     """Send the same requests through each router to two new replicas.
 
     Returns:
-        For each router the share of chunk bytes found in the chosen replica's memory, and the requests of the busiest
+        For each router the share of chunk tokens found in the chosen replica's memory, and the requests of the busiest
         replica over the mean. one_memory_share: what one memory as large as both would find if it dropped what was used
         longest ago; no router of whole requests can be expected to find more.
     """
@@ -79,7 +79,7 @@ def run_serving(options: RayOptions, folder: Path, console: Console) -> dict[str
     one_memory = _found_by_one(prompts, 2 * capacity)
     for row in rows:
         console.print(
-            f"{row['router']}: {row['held_share']:.1%} of chunk bytes in memory, busiest replica "
+            f"{row['router']}: {row['held_share']:.1%} of chunk tokens in memory, busiest replica "
             f"{row['requests_over_mean']:.2f} of the mean.",
             highlight=False,
         )
@@ -136,9 +136,10 @@ def _sent(
             )
             with urllib.request.urlopen(asked, timeout=ASK_S) as answer:
                 by_replica[answer.headers["x-ragfuse-replica"]] += 1
-                found, _, of = (answer.headers.get("x-ragfuse-held-bytes") or "0/0").partition("/")
-                answer.read()
-            held, wanted = held + int(found), wanted + int(of)
+                segments = json.load(answer)["ragfuse"]["segments"]
+            chunks = [each for each in segments if each["kind"] == "chunk"]
+            wanted += sum(each["n_tokens"] for each in chunks)
+            held += sum(each["n_tokens"] for each in chunks if each["tier"] == "memory")
             sleep(pause_s)
     return {
         "held_share": held / max(1, wanted),

@@ -24,8 +24,6 @@ BUSY = 0.7
 """Of the replicas' time, what prefilling all tokens of a trace would take if nothing were reused."""
 DECODE_S = 2.0
 """Seconds for which a request counts in its replica's queue after its prefill."""
-REPORT_S = 5.0
-"""Seconds between two reports of a replica."""
 POLICIES = ("round robin", "least queue", "chunks")
 
 
@@ -97,12 +95,8 @@ def simulate(
     all_tokens = sum(request.tokens for request in requests)
     prefill_s = BUSY * n_replicas * max(requests[-1].at_s - requests[0].at_s, 1e-9) / all_tokens
     wanted = found = 0
-    first_s, decision_us, due_s = list[float](), list[float](), 0.0
+    first_s, decision_us = list[float](), list[float]()
     for number, request in enumerate(requests):
-        if policy == "chunks" and request.at_s >= due_s:
-            for name, replica in zip(names, replicas, strict=True):
-                router.report(name, replica.memory)
-            due_s = request.at_s + REPORT_S
         queues = {name: replica.queue(request.at_s) for name, replica in zip(names, replicas, strict=True)}
         if policy == "chunks":
             routed = RoutedRequest(request.chunks, request.tokens)
@@ -138,7 +132,7 @@ def lookup_us(n_known: int, n_replicas: int, n_chunks: int, rounds: int, seed: i
     names = [str(number) for number in range(n_replicas)]
     router = ChunkRouter(names)
     for at, name in enumerate(names):
-        router.report(name, known[at::n_replicas])
+        router.send(name, RoutedRequest(dict.fromkeys(known[at::n_replicas], 1)))
     taken = []
     for picks in rng.integers(n_known, size=(rounds, n_chunks)).tolist():
         request = RoutedRequest({known[pick]: 1 for pick in picks}, n_chunks)

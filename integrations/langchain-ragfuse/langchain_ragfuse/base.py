@@ -113,19 +113,7 @@ class RagFuseModel(BaseModel):
         loading = {name: value for name, value in self.model_kwargs.items() if name in Settings.LOADING}
         self.model_kwargs = {name: value for name, value in self.model_kwargs.items() if name not in loading}
         self._ask(None, {})
-        self._place = Place.of(
-            model=self.model,
-            tokenizer=self.tokenizer,
-            dtype=self.dtype,
-            device=self.device,
-            store=self.store,
-            settings=self.settings,
-            model_kwargs=loading,
-            engine=self.engine,
-            base_url=self.base_url,
-            api_key=None if self.api_key is None else self.api_key.get_secret_value(),
-            max_retries=self.max_retries,
-        )
+        self._place = Place.of_fields(vars(self), model_kwargs=loading)
         self.engine = self.tokenizer = None
         if self.model is not None and not isinstance(self.model, str):
             self.model = str(self.model) if isinstance(self.model, Path) else None

@@ -44,11 +44,11 @@ def test_a_worker_killed_in_the_middle_loses_nothing_and_a_second_run_encodes_no
 ) -> None:
     killed, told = list[int](), list[int]()
 
-    def kill(done: BulkSummary) -> None:
+    def kill(pid: int, done: BulkSummary) -> None:
         told.append(done.chunks)
         if not killed:
-            killed.append(done.workers[0].pid)
-            os.kill(killed[0], signal.SIGKILL)
+            killed.append(pid)
+            os.kill(pid, signal.SIGKILL)
 
     done = encode(CHUNKS, settings, progress=kill, **SIZE)
     assert len(alone) == len(CHUNKS)
@@ -56,7 +56,6 @@ def test_a_worker_killed_in_the_middle_loses_nothing_and_a_second_run_encodes_no
     assert (done.chunks, done.unsaved) == (len(CHUNKS), 0)
     assert told == sorted(told)
     assert told[-1] == done.chunks
-    assert sum(each.chunks for each in done.workers) == done.chunks
 
     again = encode(ray.data.from_items([{"text": text} for text, _ in CHUNKS]), settings, **SIZE)
     assert (again.chunks, again.encoded, again.nbytes) == (len(CHUNKS), 0, 0)
@@ -74,11 +73,10 @@ def test_the_command_encodes_on_the_cluster(
         app, [*words, "--ray-workers", "1", "--ray-cpus", "1", "--json", str(tmp_path / "r.json")]
     )
     assert said.exit_code == 0, said.output
-    assert "worker 1:" in said.output
-    assert '"tokens_per_s"' in (tmp_path / "r.json").read_text()
     assert contents(settings.model_copy(update={"store": tmp_path / "store"}))
     told = json.loads((tmp_path / "r.json").read_text())
     assert told["encoded"] == told["ray"]["encoded"] > 0
+    assert told["ray"]["tokens_per_s"] > 0
 
 
 def test_nodes_that_see_nothing_of_a_place_do_not_write_there(settings: Settings, tmp_path: Path) -> None:

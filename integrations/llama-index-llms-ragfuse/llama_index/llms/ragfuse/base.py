@@ -137,19 +137,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         """
         super().model_post_init(context)
         self._ask({})
-        self._place = Place.of(
-            model=self.model,
-            tokenizer=self.tokenizer,
-            dtype=self.dtype,
-            device=self.device,
-            store=self.store,
-            settings=self.settings,
-            model_kwargs=self.model_kwargs,
-            engine=self.engine,
-            base_url=self.base_url,
-            api_key=None if self.api_key is None else self.api_key.get_secret_value(),
-            max_retries=self.max_retries,
-        )
+        self._place = Place.of_fields(vars(self))
         self.engine = self.tokenizer = None
         self.settings = self._place.settings  # a copy is made of the fields
         if self._place.address is not None:
