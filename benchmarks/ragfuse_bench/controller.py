@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,7 +18,6 @@ from ragfuse_bench.rig import Rig, foreseen
 from rich.console import Console
 from rich.table import Table
 
-from ragfuse.calibration.plots import model_in_title, require_plotting, saved
 from ragfuse.calibration.runner import Runner, circumstances, thread_count
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import ModelError
@@ -43,8 +41,6 @@ BEYOND, PATIENCE = 1.15, 3
 
 def run_controller(options: ControllerOptions, console: Console) -> dict[str, Any]:
     """The result as plain JSON types; `console` shows progress and the tables."""
-    if options.plot is not None:
-        require_plotting()
     options.home.mkdir(parents=True, exist_ok=True)
     with thread_count(options.threads), ExitStack() as held:
         console.print(f"Loading {options.model} in {options.dtype} on {options.device} ...", highlight=False)
@@ -68,9 +64,6 @@ def run_controller(options: ControllerOptions, console: Console) -> dict[str, An
         **circumstances(model.device, options.threads),
     }
     _show(result, console)
-    if options.plot is not None:
-        _draw(result, options.plot)
-        console.print(f"Plot written: {options.plot}", highlight=False)
     return result
 
 
@@ -169,34 +162,3 @@ def _show(result: Mapping[str, Any], console: Console) -> None:
         f"{result['median_abs_err']:.1%} (median), {result['p90_abs_err']:.1%} (90%).",
         highlight=False,
     )
-
-
-def _draw(result: Mapping[str, Any], path: Path) -> None:
-    """Left: predicted against measured. Right: the ratio against the tier's speed (CacheBlend's figure 10)."""
-    with saved(path, (10, 4.5)) as figure:
-        left, right = figure.subplots(1, 2)
-        for index, row in enumerate(result["by_mbps"]):
-            mine = [plan for plan in result["by_plan"] if plan["mbps"] == row["mbps"]]
-            x, y = [plan["measured_s"] for plan in mine], [plan["predicted_s"] for plan in mine]
-            left.plot(x, y, "osD^v"[index % 5], label=f"{row['mbps']:g} MB/s", alpha=0.8)
-        most = 1.05 * max(max(plan["measured_s"], plan["predicted_s"]) for plan in result["by_plan"])
-        left.plot([0, most], [0, most], "k:", linewidth=0.8)
-        left.set_xlabel("measured seconds to the first token")
-        left.set_ylabel("predicted")
-        left.legend()
-        rows = sorted(result["by_mbps"], key=lambda row: float(row["mbps"]))
-        speeds = [row["mbps"] for row in rows]
-        for name, style, label in (
-            ("chosen", "o-", "chosen"),
-            ("best", "s--", "best by trying"),
-            ("least", "k:", "r*"),
-        ):
-            right.plot(speeds, [row[name] for row in rows], style, label=label)
-        right.set_xscale("log")
-        right.set_xticks(speeds, [f"{speed:g}" for speed in speeds])
-        right.minorticks_off()
-        right.set_ylim(0, 1)
-        right.set_xlabel("speed of the tier (MB/s)")
-        right.set_ylabel("recompute ratio")
-        right.legend()
-        figure.suptitle(f"{model_in_title(result['model'])}, {result['dtype']}, threads: {result['threads']}")

@@ -32,9 +32,8 @@ from ragfuse_bench.options import DROPIN_CHUNKS, DropinOptions
 from rich.console import Console
 from rich.table import Table
 
-from ragfuse.calibration import palette
 from ragfuse.calibration.metrics import is_right, normalise
-from ragfuse.calibration.plots import model_in_title, saved
+from ragfuse.calibration.plots import model_in_title
 from ragfuse.calibration.runner import Times, circumstances, speedup, thread_count
 from ragfuse.engine.engine import Engine
 from ragfuse.errors import InputError, RagFuseError, SettingsError
@@ -70,7 +69,7 @@ def run_dropin(options: DropinOptions, console: Console) -> dict[str, Any]:
     result: dict[str, Any] = {"model": options.model}
     with thread_count(options.threads), _quiet(), quietly(options.home):
         result |= _swapped(options, console)
-    given = {key: value for key, value in asdict(options).items() if key not in ("home", "plot")}
+    given = {key: value for key, value in asdict(options).items() if key != "home"}
     result |= {
         "clock": "wall",
         "timed": "from the question to the first text of the answer's stream, retrieval included",
@@ -80,8 +79,6 @@ def run_dropin(options: DropinOptions, console: Console) -> dict[str, Any]:
         **circumstances(torch.device("cpu"), options.threads),
     }
     _show(result, console)
-    if options.plot is not None:
-        draw(result, options.plot)
     return result
 
 
@@ -297,31 +294,3 @@ def _show_swap(result: Mapping[str, Any], console: Console) -> None:
             highlight=False,
         )
     console.print(f"Timed: {result['timed']}.", highlight=False)
-
-
-def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Seconds to the first token with either model, at `path`."""
-    with saved(path, (7.5, 4.0)) as figure:
-        _draw_swap(result, figure)
-        about = f"{model_in_title(result['model'])}, {DROPIN_CHUNKS} chunks, threads: {result['threads']}"
-        figure.suptitle(f"{about}; bars: medians", fontsize=9)
-
-
-def _draw_swap(result: Mapping[str, Any], figure: Any) -> None:
-    """Every question and round, both models side by side."""
-    panels = figure.subplots(1, len(FRAMEWORKS), sharey=True)
-    for axes, name in zip(panels, FRAMEWORKS, strict=True):
-        row = result[name]
-        for index, asked in enumerate(row["questions"]):
-            for side, color, shift in (("theirs", palette.FULL_PREFILL, -0.2), ("ours", palette.RAGFUSE, 0.2)):
-                spread = asked[side]["wall_s"]
-                label = (THEIRS if side == "theirs" else OURS)[name] if not index else None
-                axes.bar(index + shift, spread["median"], 0.38, color=color, label=label)
-                rounds = spread["rounds"]
-                axes.plot([index + shift] * len(rounds), rounds, "k.", markersize=3)
-        axes.set_title(f"{NAMES[name]}: {row['ttft_ratio']:.1f}x faster")
-        axes.set_xticks(range(len(row["questions"])), [f"question {i + 1}" for i in range(len(row["questions"]))])
-        axes.tick_params(axis="x", labelsize=8)
-        axes.legend(fontsize=8)
-        axes.grid(True, axis="y", alpha=0.3)
-    panels[0].set_ylabel("seconds to the first token")

@@ -19,7 +19,7 @@ from ragfuse_bench.workload import Workload
 from rich.console import Console
 from rich.table import Table
 
-from ragfuse.calibration.plots import model_in_title, require_plotting, saved
+from ragfuse.calibration.plots import model_in_title
 from ragfuse.calibration.runner import Runner, Times, circumstances, speedup, thread_count
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import ModelError
@@ -35,8 +35,6 @@ HEADLINE_MBPS = 100.0
 
 def run_load(options: LoadOptions, console: Console) -> dict[str, Any]:
     """The result as plain JSON types; `console` shows progress and the table."""
-    if options.plot is not None:
-        require_plotting()
     with thread_count(options.threads):
         console.print(f"Loading {options.model} in {options.dtype} on {options.device} ...", highlight=False)
         model = bench_model(options.model, options.dtype, options.device, options.home)
@@ -47,9 +45,6 @@ def run_load(options: LoadOptions, console: Console) -> dict[str, Any]:
         rows, nbytes = _measured(options, model, console)
     result = _result(options, rows, nbytes, circumstances(model.device, options.threads))
     _show(result, console)
-    if options.plot is not None:
-        _draw(result, options.plot)
-        console.print(f"Plot written: {options.plot}", highlight=False)
     return result
 
 
@@ -123,27 +118,3 @@ def _show(result: Mapping[str, Any], console: Console) -> None:
         f"{result['ratio']:.0%}, {result['rounds']} rounds; files cold before each, checksums on.",
         highlight=False,
     )
-
-
-def _draw(result: Mapping[str, Any], path: Path) -> None:
-    """Time to the first token against the tier's speed, with and without reading ahead."""
-    rows = sorted(result["by_mbps"], key=lambda row: float(row["mbps"]))
-    speeds = [row["mbps"] for row in rows]
-    lines = (("sync_s", "read when used", "s--"), ("threaded_s", "read ahead", "o-"), ("ram_s", "from memory", "k:"))
-    with saved(path, (7, 4.5)) as figure:
-        axes = figure.add_subplot()
-        for key, label, style in lines:
-            axes.plot(speeds, [row[key] for row in rows], style, label=label)
-        axes.set_xscale("log")
-        axes.set_xticks(speeds, [f"{speed:g}" for speed in speeds])
-        axes.minorticks_off()
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("speed of the tier (MB/s)")
-        axes.set_ylabel("seconds to the first token")
-        model = model_in_title(result["model"])
-        axes.set_title(
-            f"{model}, {result['chunks']} x {result['chunk_tokens']} tokens, {result['policy']} at "
-            f"{result['ratio']:.0%}"
-        )
-        axes.grid(True, alpha=0.3)
-        axes.legend()

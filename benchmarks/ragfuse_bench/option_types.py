@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -15,36 +16,36 @@ from ragfuse.errors import SettingsError
 class FromText:
     """How the text of a command line option becomes the value of its field.
 
-    parse: Called with the text and the option's name; raises SettingsError. default: The text that stands for the
-    field's default; None: the default's parts, joined by commas.
+    parse: Called with the text and the option's name; raises SettingsError.
     """
 
     parse: Callable[[str, str], Any]
-    default: str | None = None
 
 
 def integers(text: str, option: str) -> tuple[int, ...]:
-    """Return the whole numbers in a list with commas; SettingsError where one is none."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise SettingsError(f"{option} is '{text}'; wanted a whole number, or several as in 2,4,6.") from error
+    """Return the whole numbers from 1 on in a list with commas; SettingsError where one is none."""
+    return _numbers(int, text, option, lambda number: number >= 1, "whole numbers from 1 on")
 
 
 def floats(text: str, option: str) -> tuple[float, ...]:
-    """Return the numbers in a list with commas; SettingsError where one is none."""
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise SettingsError(f"{option} is '{text}'; wanted a number, or several as in 0.05,0.15.") from error
+    """Return the numbers above 0 in a list with commas; SettingsError where one is none."""
+    return _numbers(float, text, option, lambda number: number > 0, "numbers above 0")
 
 
 def shares_of(text: str, option: str) -> tuple[float, ...]:
-    """Return the numbers in a list with commas; SettingsError where one is not from 0 to 1."""
-    shares = floats(text, option)
-    if not all(0 <= share <= 1 for share in shares):
-        raise SettingsError(f"{option} is '{text}'; wanted shares from 0 to 1.")
-    return shares
+    """Return the numbers from 0 to 1 in a list with commas; SettingsError where one is none."""
+    return _numbers(float, text, option, lambda number: 0 <= number <= 1, "shares from 0 to 1")
+
+
+def _numbers(
+    kind: Callable[[str], Any], text: str, option: str, fits: Callable[[Any], bool], wanted: str
+) -> tuple[Any, ...]:
+    found: tuple[Any, ...] = ()
+    with suppress(ValueError):
+        found = tuple(kind(part) for part in text.split(","))
+    if not found or not all(map(fits, found)):
+        raise SettingsError(f"{option} is '{text}'; wanted {wanted}, with commas.")
+    return found
 
 
 def names(text: str, option: str) -> tuple[str, ...]:
@@ -60,7 +61,7 @@ ChunkTokens = Annotated[int, typer.Option(min=1, help="Tokens of a chunk.")]
 PackedTokens = Annotated[
     int, typer.Option(min=0, help="Pack passages into chunks of at most this many tokens; 0: do not.")
 ]
-Share = Annotated[float, typer.Option(help="Share of reused context tokens to recompute.")]
+Share = Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of reused context tokens to recompute.")]
 PolicyName = Annotated[str, typer.Option(help="Selection policy.")]
 Threads = Annotated[int, typer.Option(min=1, help="Threads of torch.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Number of rounds; each measures every method once.")]
@@ -68,12 +69,3 @@ Seed = Annotated[int, typer.Option(min=0, help="Seed of what is drawn at random.
 TierSpeeds = Annotated[
     tuple[float, ...], typer.Option(help="Speeds of the slow tier, megabytes a second."), FromText(floats)
 ]
-
-
-def plot_option(what: str) -> Any:
-    """Return the option of a picture.
-
-    Args:
-        what: What is drawn.
-    """
-    return typer.Option(help=f"Draw {what} to this file (PNG).")

@@ -1,14 +1,15 @@
 """The options of every benchmark, each declared once: its name, type, default, help and limits.
 
-A field with a `typer.Option` is also an option of the command (`cli.parameters.with_options`); the other fields are for
-callers in Python. This module imports no torch, so `ragfuse bench ... --help` is quick.
+A field with a `typer.Option` is also an option of the command (`cli.parameters.with_options`), and a dataclass's first
+line is the command's help; the other fields are for callers in Python. What is out of bounds is refused on the command
+line. This module imports no torch, so `ragfuse bench ... --help` is quick.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import typer
 from ragfuse_bench.option_types import (
@@ -28,7 +29,6 @@ from ragfuse_bench.option_types import (
     floats,
     integers,
     names,
-    plot_option,
     shares_of,
 )
 
@@ -38,36 +38,16 @@ from ragfuse.types.eviction import EVICTION_POLICIES
 
 KVPlace = Literal["memory", "pinned", "gpu", "disk"]
 HEADLINE_CHUNKS = 6
-CONTEXT_TOKENS, QUICK_TOKENS = 6000, 1000
 PASSAGES_OF_A_LONG_PROMPT = 12
 """Passages in a prompt of `bench matching` whose time is taken."""
 DROPIN_CHUNKS = 6
 """Chunks that `bench dropin` retrieves for a question."""
+USES = ("code", "cooking", "trip")
+"""Code generation, personalisation, a trip with parameters: figures 6 to 8 of Prompt Cache, in our own words."""
 
 
 def _home() -> Path:
     return Settings().home
-
-
-def _check_policy(name: str) -> None:
-    from ragfuse.fuse.select import policy_named
-
-    policy_named(name)
-
-
-def _check_ratio(ratio: float) -> None:
-    if not 0 < ratio <= 1:
-        raise SettingsError(f"The recompute ratio is {ratio}; wanted a share above 0, at most 1.")
-
-
-def _check_speeds(mbps: tuple[float, ...]) -> None:
-    if not mbps or min(mbps) <= 0:
-        raise SettingsError("The speeds of the slow tier are megabytes a second, each above 0.")
-
-
-def _check_folder(data: Path | None) -> None:
-    if data is not None and not data.is_dir():
-        raise InputError(f"--data is '{data}'; wanted a folder of data sets.")
 
 
 # the benchmarks of speed
@@ -84,7 +64,7 @@ class MeasuredModel:
 
 @dataclass(frozen=True)
 class TtftOptions(MeasuredModel):
-    """What `bench ttft` measures: one prompt for each number of `chunks`."""
+    """Measure the time to the first token: full prefill, ragfuse, plain reuse and prefix caching."""
 
     chunks: Annotated[
         tuple[int, ...],
@@ -106,21 +86,13 @@ class TtftOptions(MeasuredModel):
     )
     threads: Threads = 1
     rounds: Rounds = 3
-    plot: Annotated[Path | None, plot_option("speedup against context tokens")] = None
     home: Path = field(default_factory=_home)
 
     def __post_init__(self) -> None:
-        positive = (*self.chunks, self.chunk_tokens, self.question_tokens, self.threads, self.rounds)
-        if not self.chunks or min(positive) < 1 or self.lego_tokens < 0:
-            raise SettingsError("Chunks, tokens, threads and rounds are whole numbers from 1 on.")
-        _check_ratio(self.ratio)
         if self.lego_tokens and self.policy != "lego":
             raise SettingsError(f"--lego-tokens belongs to --policy lego; found --policy {self.policy}.")
-        if self.kv not in get_args(KVPlace):
-            raise SettingsError(f"No place '{self.kv}' for KV. It is one of: {', '.join(get_args(KVPlace))}.")
         if self.kv in ("pinned", "gpu") and not self.device.startswith("cuda"):
             raise SettingsError(f"--kv {self.kv} needs --device cuda; found --device {self.device}.")
-        _check_policy(self.policy_name)
 
     @property
     def policy_name(self) -> str:
@@ -135,7 +107,7 @@ class TtftOptions(MeasuredModel):
 
 @dataclass(frozen=True)
 class KernelOptions:
-    """What `bench kernels` counts: the operations of one prompt."""
+    """Count the torch operations of full prefill and of every policy, on the path of CPUs and that of GPUs."""
 
     model: Annotated[str, typer.Option(help=SHAPE)] = "smollm2-135m-reader"
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto"
@@ -147,7 +119,7 @@ class KernelOptions:
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """What `bench decode` measures: answers behind prompts of each of `contexts` tokens."""
+    """Measure the time a token of an answer: ragfuse, transformers' own generate, and vLLM if named."""
 
     model: Annotated[str, typer.Option(help=SHAPE)] = "smollm2-135m-reader"
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto"
@@ -165,7 +137,7 @@ class DecodeOptions:
 
 @dataclass(frozen=True)
 class LoadOptions(MeasuredModel):
-    """What `bench load` measures."""
+    """Measure the time to the first token from memory and from a slow tier, read ahead or when used."""
 
     chunks: Annotated[int, typer.Option(min=1, help="Chunks of the prompt.")] = 6
     chunk_tokens: ChunkTokens = 512
@@ -175,20 +147,12 @@ class LoadOptions(MeasuredModel):
     mbps: TierSpeeds = (50.0, 100.0, 200.0, 500.0)
     threads: Threads = 1
     rounds: Rounds = 3
-    plot: Annotated[Path | None, plot_option("the time against the tier's speed")] = None
     home: Path = field(default_factory=_home)
-
-    def __post_init__(self) -> None:
-        if min(self.chunks, self.chunk_tokens, self.question_tokens, self.threads, self.rounds) < 1:
-            raise SettingsError("Chunks, tokens, threads and rounds are whole numbers from 1 on.")
-        _check_speeds(self.mbps)
-        _check_ratio(self.ratio)
-        _check_policy(self.policy)
 
 
 @dataclass(frozen=True)
 class ControllerOptions(MeasuredModel):
-    """What `bench controller` measures: `plans` plans, dealt out over the speeds in turn."""
+    """Measure how well the loading controller predicts times and chooses the ratio."""
 
     mbps: TierSpeeds = (30.0, 100.0, 300.0)
     plans: Annotated[
@@ -196,18 +160,12 @@ class ControllerOptions(MeasuredModel):
     ] = 60
     threads: Threads = 1
     rounds: Annotated[int, typer.Option(min=1, help="How often each plan is measured; the median counts.")] = 3
-    plot: Annotated[Path | None, plot_option("predictions and ratios")] = None
     home: Path = field(default_factory=_home)
-
-    def __post_init__(self) -> None:
-        if min(self.plans, self.threads, self.rounds) < 1:
-            raise SettingsError("Plans, threads and rounds are whole numbers from 1 on.")
-        _check_speeds(self.mbps)
 
 
 @dataclass(frozen=True)
 class DropinOptions:
-    """What `bench dropin` measures: questions of the demo's, all on one article."""
+    """Compare ragfuse's classes with Hugging Face's in LangChain and LlamaIndex."""
 
     model: Annotated[
         str, typer.Option(help="Model as for `ragfuse ask --model`; Hugging Face's classes load the same weights.")
@@ -221,16 +179,7 @@ class DropinOptions:
     chunk_tokens: ChunkTokens = 512
     rounds: Rounds = 3
     threads: Threads = 1
-    plot: Annotated[Path | None, plot_option("times")] = None
     home: Path = field(default_factory=_home)
-
-    def __post_init__(self) -> None:
-        if self.dtype not in ("auto", "float32", "bfloat16"):
-            raise SettingsError(f"--dtype is '{self.dtype}'; wanted auto, float32 or bfloat16.")
-        if min(self.questions, self.rounds, self.threads) < 1 or self.splits < DROPIN_CHUNKS or self.chunk_tokens < 16:
-            raise SettingsError(
-                f"Questions and rounds are from 1 on, chunks from {DROPIN_CHUNKS} on, of 16 tokens or more."
-            )
 
 
 # quality
@@ -288,31 +237,24 @@ class QualityOptions:
 
 @dataclass(frozen=True)
 class CodecOptions:
-    """What `bench codec` measures."""
+    """Measure size, fidelity, answers and speed of every level on real text."""
 
-    data: Annotated[
-        Path | None, typer.Option(help="Folder with musique, SQuAD and LongChat. Default: included texts.")
-    ] = None
     contexts: Annotated[int, typer.Option(min=1, help="Contexts of each set.")] = 4
-    context_tokens: Annotated[int, typer.Option(min=100, help="Tokens of a context.")] = CONTEXT_TOKENS
+    context_tokens: Annotated[int, typer.Option(min=100, help="Tokens of a context.")] = 6000
     questions: Annotated[int, typer.Option(min=1, help="Number of questions for the F1 score.")] = 300
-    keep_kv: Annotated[
-        Path | None, typer.Option(help="Keep the contexts' raw KV in this folder, for the next run.")
-    ] = None
-    plot: Annotated[Path | None, plot_option("size against quality")] = None
-
-    def __post_init__(self) -> None:
-        _check_folder(self.data)
+    rounds: Rounds = 3
 
     def quick(self) -> CodecOptions:
-        """Return the options of `--quick`: one short context of each set, at most 12 questions."""
-        tokens = min(self.context_tokens, QUICK_TOKENS)
-        return replace(self, contexts=1, context_tokens=tokens, questions=min(self.questions, 12))
+        """Return the options of `--quick`: one short context of each set, 12 questions."""
+        return replace(self, contexts=1, context_tokens=1000, questions=12, rounds=1)
 
 
 @dataclass(frozen=True)
 class StreamOptions(MeasuredModel):
-    """What `bench stream` measures. Deadlines and bandwidths are the paper's; `lines.Scale` scales them."""
+    """Send contexts over a changing link before a deadline: as text, 8-bit KV, one level, adaptive levels.
+
+    Deadlines and bandwidths are the paper's; `lines.Scale` scales them.
+    """
 
     model: Shape = "smollm2-135m-reader"
     dtype: BenchDtype = "float32"
@@ -345,79 +287,34 @@ class StreamOptions(MeasuredModel):
         FromText(floats),
     ] = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
     threads: Threads = 1
-    data: Annotated[Path | None, typer.Option(help="Folder of data sets: SQuAD, published bandwidths.")] = None
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            help="Draw time to first token against bandwidth to this file (PNG), and a timeline to a second one."
-        ),
-    ] = None
     home: Path = field(default_factory=_home)
-
-    def __post_init__(self) -> None:
-        counts = (self.tokens, self.piece_tokens, self.contexts, self.questions, self.traces, self.threads)
-        if min(counts) < 1:
-            raise SettingsError("Tokens, contexts, questions, traces and threads are whole numbers from 1 on.")
-        if not self.deadlines or min(self.deadlines) <= 0 or not all(gbps > 0 for gbps in self.curve):
-            raise SettingsError("Deadlines are seconds above 0, bandwidths Gbit/s above 0.")
-        if "int8" not in self.levels or (self.fixed and self.fixed not in self.levels):
-            raise SettingsError(f"The levels must hold int8 and the fixed one; found {', '.join(self.levels)}.")
 
 
 # conversations, modules, servers
 
 
 @dataclass(frozen=True)
-class ConversationOptions(MeasuredModel):
-    """What `bench conversation` measures."""
-
-    model: Shape = "smollm2-135m"
-    dtype: BenchDtype = "float32"
-    turns: Annotated[int, typer.Option(min=2, help="Turns of the conversation.")] = 8
-    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 384
-    opening_tokens: Annotated[int, typer.Option(min=1, help="Approximate tokens of the first message.")] = 1400
-    window: Annotated[int, typer.Option(min=8, help="For perplexity: tokens after which a text is truncated.")] = 2048
-    texts: Annotated[int, typer.Option(min=1, help="For perplexity: number of texts, at most.")] = 4
-    rounds: Rounds = 3
-    threads: Threads = 1
-    data: Annotated[Path | None, typer.Option(help="Folder of multi-turn dialogues. Default: included notes.")] = None
-    plot: Annotated[Path | None, plot_option("seconds by turn")] = None
-
-    def __post_init__(self) -> None:
-        _check_folder(self.data)
-
-    def quick(self) -> ConversationOptions:
-        """Return the options of `--quick`: three short turns, one short text."""
-        return replace(self, turns=3, answer_tokens=16, opening_tokens=200, window=256, texts=1, rounds=1)
-
-
-@dataclass(frozen=True)
 class SessionOptions:
-    """What `bench sessions` simulates."""
+    """Simulate a server over thousands of conversations: hit rates of eviction policies."""
 
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of data sets: conversation lengths are taken from them, and Mooncake's trace is replayed."
-        ),
-    ] = None
     policies: Annotated[
         tuple[str, ...], typer.Option(help="Eviction policies to simulate, with commas."), FromText(names)
     ] = ("look-ahead", "lru", "fifo")
     quick: Annotated[bool, typer.Option(help="A sixth of the conversations, with a sixth of the storage.")] = False
     seed: Seed = 0
-    plot: Annotated[Path | None, plot_option("the hit rates")] = None
 
     def __post_init__(self) -> None:
         known = ["fifo", *EVICTION_POLICIES]
-        if not self.policies or not set(self.policies) <= set(known):
+        if not set(self.policies) <= set(known):
             raise SettingsError(f"--policies is '{','.join(self.policies)}'; wanted some of {', '.join(known)}.")
-        _check_folder(self.data)
 
 
 @dataclass(frozen=True)
 class MatchingOptions:
-    """What `bench matching` measures. least, longest: Bounds of a passage's tokens."""
+    """Measure how much of known passages is found after they were numbered, escaped, cut or edited.
+
+    least, longest: Bounds of a passage's tokens.
+    """
 
     model: Shape = "smollm2-135m-reader"
     passages: Annotated[
@@ -439,46 +336,30 @@ class MatchingOptions:
     threads: Threads = 1
     home: Path = field(default_factory=_home)
 
-    def __post_init__(self) -> None:
-        least = PASSAGES_OF_A_LONG_PROMPT
-        if min(self.prompts, self.rounds, self.threads) < 1 or self.passages < least or not self.known:
-            raise SettingsError(
-                f"Prompts, rounds and threads are whole numbers from 1 on, passages from {least} on, and of known "
-                "spans at least one number is wanted."
-            )
-        if min(self.known) < self.passages:
-            raise SettingsError(f"known is {min(self.known)}; wanted at least the {self.passages} passages.")
-
 
 @dataclass(frozen=True)
 class PrefixOptions:
-    """What `bench prefix` measures. system_tokens: Tokens of the system prompt that all questions share."""
+    """Compare prefix caching with full prefill and transformers' own cache: an equal prompt, one system prompt."""
 
-    model: str = "smollm2-135m-reader"
-    dtype: str = "auto"
     system_tokens: Annotated[int, typer.Option(min=16, help="Tokens of the system prompt.")] = 2048
     answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answers that are compared.")] = 16
-    rounds: Annotated[
-        int, typer.Option(min=1, help="Number of rounds, after one to warm up; each measures every method once.")
-    ] = 5
+    rounds: Rounds = 5
     threads: Threads = 1
-    home: Path = field(default_factory=_home)
 
-    def __post_init__(self) -> None:
-        if min(self.system_tokens, self.answer_tokens, self.rounds, self.threads) < 1:
-            raise SettingsError("Tokens, rounds and threads are from 1 on.")
+    def quick(self) -> PrefixOptions:
+        """Return the options of `--quick`: a short system prompt, two rounds."""
+        return replace(self, system_tokens=256, rounds=2)
 
 
 @dataclass(frozen=True)
 class ThroughputOptions:
-    """What `bench throughput` measures. shares: Rates, as shares of what a method's server can do."""
+    """Load a server with random requests: full recompute, prefix caching and ragfuse; then batched decoding."""
 
     sets: Annotated[
         tuple[str, ...],
         typer.Option(
             "--data",
-            help="Questions: held-out or demo (both included), a file as for `bench quality`, or a folder with files "
-            "of musique and 2wikimqa. Repeat for more.",
+            help="Questions: held-out or demo (both included), or a file as for `bench quality`. Repeat for more.",
         ),
     ] = ("held-out",)
     cases: Annotated[
@@ -500,18 +381,61 @@ class ThroughputOptions:
     together_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer of the batch.")] = 64
     threads: Threads = 1
     seed: Seed = 0
-    plot: Annotated[Path | None, plot_option("time against rate")] = None
-
-    def __post_init__(self) -> None:
-        if min(self.cases, self.answer_tokens, self.together, self.together_tokens, self.threads) < 1:
-            raise SettingsError("Questions, tokens, answers and threads are whole numbers from 1 on.")
-        if not self.shares or not all(0 < share <= 2 for share in self.shares):
-            raise SettingsError(
-                f"Rates are {self.shares}; wanted shares of what a server can do, above 0 and at most 2."
-            )
-        if self.seconds <= 0 or self.minutes < 0:
-            raise SettingsError("Loads take seconds above 0, and minutes from 0 on.")
 
     def quick(self) -> ThroughputOptions:
         """Return the options of `--quick`: two rates for each of three methods, five minutes of load."""
         return replace(self, shares=(0.5, 0.9), seconds=50.0, minutes=0.0)
+
+
+@dataclass(frozen=True)
+class ModuleOptions:
+    """Compare prompts with cached and with computed modules: time to the first token by length, answers.
+
+    lengths: Tokens of the prompts whose time is compared.
+    """
+
+    uses: tuple[str, ...] = USES
+    sets: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            "--data",
+            help="Questions over documents: held-out or demo (both included), or a file as for `bench quality`. "
+            "Repeat for more.",
+        ),
+    ] = ("held-out",)
+    limit: Annotated[
+        int, typer.Option(min=0, help="Questions of each set, drawn at random by a fixed seed; 0: all.")
+    ] = 12
+    context_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a question's documents.")] = 2600
+    lengths: tuple[int, ...] = (512, 1024, 2048, 3072)
+    rounds: Rounds = 3
+    threads: Threads = 1
+
+    def quick(self) -> ModuleOptions:
+        """Return the options of `--quick`: two questions of each set, two lengths, one round."""
+        return replace(self, limit=2, rounds=1, lengths=(512, 2048))
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """Simulate the router of many replicas, beside asking them in turn and by the shortest queue.
+
+    Args:
+        replicas: Replicas of the large simulation.
+        corpus: Chunks of its corpus.
+        questions: Questions over it.
+        talks: Conversations that two replicas are asked in.
+        turns: Their first requests that are simulated.
+    """
+
+    quick: Annotated[bool, typer.Option(help="Short trial run.")] = False
+    seed: Seed = 0
+    replicas: int = 64
+    corpus: int = 1_000_000
+    questions: int = 40_000
+    talks: int = 2000
+    turns: int = 4000
+
+    def shortened(self) -> RayOptions:
+        """Return the options of a trial run where `quick` is set, else these."""
+        return replace(self, corpus=20_000, questions=2000, talks=100) if self.quick else self

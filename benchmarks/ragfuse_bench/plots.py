@@ -1,4 +1,4 @@
-"""Pictures of times to the first token by length, and of distance to full prefill against speed."""
+"""A picture of distance to full prefill against speed."""
 
 from __future__ import annotations
 
@@ -11,40 +11,6 @@ from ragfuse.calibration.plots import model_in_title, saved
 from ragfuse.errors import SettingsError
 
 NO_FRONTIER = "--plot shows KL relative to plain reuse: the methods must include `none` and at least one policy."
-
-
-def plot_by_chunks(result: Mapping[str, Any], path: Path) -> None:
-    """Draw the speedup by prompt tokens, with the ideal, plain reuse and prefix caching, as a picture at `path`."""
-    from matplotlib.ticker import ScalarFormatter
-
-    rows = sorted(result["by_chunks"], key=lambda row: int(row["tokens"]))
-    tokens = [row["tokens"] for row in rows]
-    lines = (
-        ("reuse_x", "plain reuse (nothing recomputed)", palette.FULL_PREFILL, "o:"),
-        ("ideal_speedup", "ragfuse at best (every row as dear as in full prefill)", palette.RAGFUSE, "--"),
-        ("speedup", f"ragfuse, {result['policy']} at {result['mean_ratio']:.0%}", palette.RAGFUSE, "o-"),
-        ("prefix_x", "prefix caching (first chunk only)", palette.PREFIX_CACHING, "s-."),
-    )
-    with saved(path, (7, 5)) as figure:
-        axes = figure.add_subplot()
-        for key, label, color, style in lines:
-            axes.plot(tokens, [row[key] for row in rows], style, label=label, color=color)
-        axes.axhline(1, color="black", linewidth=0.8)
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(ScalarFormatter())
-        axes.set_yticks([1, 2, 3, 5, 10, 20, 50], [f"{tick}x" for tick in (1, 2, 3, 5, 10, 20, 50)], minor=False)
-        axes.minorticks_off()
-        factors = [row[key] for row in rows for key, *_ in lines]
-        axes.set_ylim(min(0.9, 0.9 * min(factors)), max(10.0, 1.2 * max(factors)))
-        axes.set_xticks(tokens)
-        axes.set_xlabel("prompt tokens (chunks and question)")
-        axes.set_ylabel("first token, times faster than full prefill")
-        clock = "CPU time" if result["clock"] == "cpu" else "wall time"
-        options = result["options"]
-        where = result["machine"]["gpu"] or f"threads: {result['threads']}"
-        axes.set_title(f"{model_in_title(options['model'])}, {options['dtype']}, {where}, {clock}")
-        axes.grid(True, alpha=0.3)
-        figure.legend(fontsize=8, loc="outside lower center", ncols=2)
 
 
 def plot_frontier(result: Mapping[str, Any], path: Path) -> None:

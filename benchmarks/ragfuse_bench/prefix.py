@@ -37,13 +37,14 @@ ROOM = 6 << 30
 """Bytes of KV kept in memory."""
 
 
-def run_prefix(options: PrefixOptions, console: Console) -> dict[str, Any]:
+def run_prefix(settings: Settings, options: PrefixOptions, console: Console) -> dict[str, Any]:
     """The result as plain JSON types; `console` shows progress and the table."""
-    options.home.mkdir(parents=True, exist_ok=True)
+    settings.home.mkdir(parents=True, exist_ok=True)
+    told = {"memory_bytes": ROOM, "max_tokens": options.answer_tokens}
     with (
         thread_count(options.threads),
-        tempfile.TemporaryDirectory(dir=options.home, prefix="prefix-") as folder,
-        Engine(_settings(options, Path(folder))) as engine,
+        tempfile.TemporaryDirectory(dir=settings.home, prefix="prefix-") as folder,
+        Engine(settings.model_copy(update={**told, "store": Path(folder)})) as engine,
     ):
         system = _system(engine, options.system_tokens)
         identical = _identical(engine, system, options)
@@ -62,18 +63,13 @@ def run_prefix(options: PrefixOptions, console: Console) -> dict[str, Any]:
             "vllm": "installed, not timed by this process" if find_spec("vllm") else "not installed",
             "tokens": len(engine.prompt(_asked(system, QUESTIONS[0]))),
             "times": {name: each.as_dict() for name, each in times.items()},
-            "model": options.model,
+            "model": settings.model,
             "dtype": engine.settings.dtype,
-            "options": {key: value for key, value in asdict(options).items() if key != "home"},
+            "options": asdict(options),
             **circumstances(engine.model.device, options.threads),
         }
     _show(result, ratios, times, console)
     return result
-
-
-def _settings(options: PrefixOptions, folder: Path) -> Settings:
-    named: dict[str, Any] = {"model": options.model, "dtype": options.dtype, "home": options.home}
-    return Settings(**named, store=folder, memory_bytes=ROOM, max_tokens=options.answer_tokens)
 
 
 def _system(engine: Engine, n_tokens: int) -> str:

@@ -15,13 +15,11 @@ from typing import Any
 
 from ragfuse_bench.ideal import FORMULA, PREFIX_AWARE, Work
 from ragfuse_bench.options import HEADLINE_CHUNKS, TtftOptions
-from ragfuse_bench.plots import plot_by_chunks
 from ragfuse_bench.presets import bench_model
 from ragfuse_bench.workload import Workload
 from rich.console import Console
 from rich.table import Table
 
-from ragfuse.calibration.plots import require_plotting
 from ragfuse.calibration.runner import Runner, Times, circumstances, speedup, thread_count
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import ModelError, SettingsError
@@ -47,8 +45,6 @@ PREFIX_WORDS = (
 def run_ttft(options: TtftOptions, console: Console | None = None) -> dict[str, Any]:
     """The result as plain JSON types; `console` shows progress and the tables (standard error when None)."""
     console = console or Console(stderr=True)
-    if options.plot is not None:
-        require_plotting()
     with thread_count(options.threads):
         console.print(f"Loading {options.model} in {options.dtype} on {options.device} ...", highlight=False)
         model = bench_model(options.model, options.dtype, options.device, options.home)
@@ -58,9 +54,6 @@ def run_ttft(options: TtftOptions, console: Console | None = None) -> dict[str, 
             rows = [bench.figures(count) for count in options.chunks]
     result = _result(options, rows, circumstances(model.device, options.threads))
     show_ttft(result, console)
-    if options.plot is not None:
-        plot_by_chunks(result, options.plot)
-        console.print(f"Plot written: {options.plot}", highlight=False)
     return result
 
 
@@ -164,7 +157,7 @@ def _result(options: TtftOptions, rows: list[dict[str, Any]], around: Mapping[st
     """The headline's figures on top, all prompts' below, and how they came about."""
     head = next((row for row in rows if row["chunks"] == HEADLINE_CHUNKS), rows[0])
     asked = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
-    del asked["home"], asked["plot"]
+    del asked["home"]
     return {
         **head,
         "by_chunks": rows,

@@ -11,7 +11,6 @@ from ragfuse_bench.options import LoadOptions
 from ragfuse_bench.throttle import ThrottledTier
 from rich.console import Console
 
-from ragfuse.errors import SettingsError
 from ragfuse.load.timings import forget_pages
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier
@@ -26,7 +25,7 @@ def small(home: Path, **changes: Any) -> LoadOptions:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
     home, console = tmp_path_factory.mktemp("home"), Console(file=io.StringIO(), width=160)
-    result = run_load(small(home, plot=home / "load.png"), console)
+    result = run_load(small(home), console)
     assert isinstance(console.file, io.StringIO)
     return json.loads(json.dumps(result)), console.file.getvalue(), home
 
@@ -49,21 +48,11 @@ def test_a_slow_line_takes_as_long_as_its_bytes_do(found: tuple[dict[str, Any], 
     assert slow["threaded_s"] >= payload_s
 
 
-def test_nothing_is_left_but_the_picture(found: tuple[dict[str, Any], str, Path]):
+def test_nothing_is_left_behind(found: tuple[dict[str, Any], str, Path]):
     _, text, home = found
-    assert [path.name for path in home.iterdir()] == ["load.png"]
-    assert (home / "load.png").read_bytes().startswith(b"\x89PNG")
+    assert list(home.iterdir()) == []
     assert "read ahead" in text
     assert "MB/s" in text
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [({"mbps": ()}, "speeds"), ({"mbps": (0.0,)}, "above 0"), ({"rounds": 0}, "from 1 on"), ({"ratio": 0}, "ratio")],
-)
-def test_what_cannot_be_measured_is_refused_before_any_work(tmp_path: Path, changes: dict[str, Any], words: str):
-    with pytest.raises(SettingsError, match=words):
-        small(tmp_path, **changes)
 
 
 def test_a_throttled_tier_gives_the_same_bytes(tmp_path: Path):

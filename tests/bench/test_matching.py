@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from ragfuse.cli.main import app
-from ragfuse.errors import InputError, SettingsError
+from ragfuse.errors import InputError
 
 
 def run(varied_path: Path, home: Path, **options: Any) -> tuple[dict[str, Any], str]:
@@ -38,12 +38,6 @@ def test_every_form_has_its_share_and_nothing_is_reused_wrongly(varied_path: Pat
 def test_bounds_that_no_paragraph_keeps_are_told(varied_path: Path, tmp_path: Path):
     with pytest.raises(InputError, match="0 paragraphs have 1 to 2 tokens"):
         run(varied_path, tmp_path, least=1, longest=2)
-
-
-@pytest.mark.parametrize("options", [{"passages": 11}, {"known": ()}, {"known": (100,)}, {"rounds": 0}])
-def test_options_that_measure_nothing_are_refused(options: dict[str, Any]):
-    with pytest.raises(SettingsError, match="wanted"):
-        MatchingOptions(**options)
 
 
 def test_numbers_that_are_none_are_told_on_the_command_line():

@@ -139,27 +139,15 @@ def test_ctrl_c_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Runner, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run(small(tmp_path, kv="disk", plot=tmp_path / "plot.png"))
+        run(small(tmp_path, kv="disk"))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_plot_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    run(small(tmp_path, chunks=(1, 2), plot=tmp_path / "plot.png"))
-    assert [path.name for path in tmp_path.iterdir()] == ["plot.png"]
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"chunks": ()}, "from 1 on"),
-        ({"rounds": 0}, "from 1 on"),
-        ({"ratio": 0.0}, "above 0"),
-        ({"policy": "best"}, "No selection policy"),
         ({"lego_tokens": 8}, "--policy lego"),
         ({"kv": "gpu"}, "--device cuda"),
-        ({"kv": "tape"}, "memory, pinned, gpu, disk"),
     ],
 )
 def test_unusable_options_are_refused_in_words(changes: dict[str, Any], words: str, tmp_path: Path) -> None:

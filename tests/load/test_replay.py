@@ -11,7 +11,7 @@ from ragfuse_bench.stream.lines import Course, drawn_by_piece, published
 from tests.load.replay import BASE_S, INT8, OVER_INT8, PIECES, SCALE, TEXT_S, replayed
 
 DRAWN = [drawn_by_piece(seed, PIECES, SCALE) for seed in range(100)]
-LINES = [*DRAWN, *published(None, SCALE, 3.0)]
+LINES = [*DRAWN, *published(SCALE, 3.0)]
 COMPUTING = [Random(seed).uniform(0.97, 1.05) for seed in range(len(LINES))]
 """How many times as long as foreseen computing takes over each line."""
 

@@ -62,7 +62,7 @@ def _parameter(of: Field[Any], hint: Any) -> inspect.Parameter:
     text = _from_text(hint)
     if text is not None:
         kind = str
-        default = text.default or ",".join(f"{part:g}" if isinstance(part, float) else str(part) for part in default)
+        default = ",".join(f"{part:g}" if isinstance(part, float) else str(part) for part in default)
     elif get_origin(kind) is tuple:
         kind, default = GenericAlias(list, get_args(kind)[:1]), list(default)
     annotation = Annotated[kind, _option(hint)]

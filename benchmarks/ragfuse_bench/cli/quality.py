@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from ragfuse_bench.cli.start import start
+from ragfuse_bench.cli.report import begin
 from ragfuse_bench.options import QualityOptions
 
 from ragfuse.cli.options import Device, Dtype, Json, Model
@@ -30,13 +30,19 @@ def quality(
     from ragfuse_bench.plots import NO_FRONTIER, plot_frontier
     from ragfuse_bench.quality.report import run_quality
 
+    from ragfuse.calibration.plots import require_plotting
+    from ragfuse.calibration.runner import tune_malloc
+
     if quick:
         options = options.quick()
     if not options.sets:
         raise InputError("Name a data set: --data held-out, --data demo or --data FILE; or say --quick.")
     if plot is not None and "none" not in options.methods:
         raise InputError(NO_FRONTIER)
-    report, settings = start("quality", json, plot, model=model, dtype=dtype, device=device)
+    report, settings = begin("quality", json, model=model, dtype=dtype, device=device)
+    if plot is not None:
+        require_plotting()
+    tune_malloc(report)
     rows = _rows_beside(json)
     with _kept(rows):
         result = run_quality(settings, options, report, rows)

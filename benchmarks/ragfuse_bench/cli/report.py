@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ragfuse.cli.options import require_writable, write_json
+from ragfuse.cli.options import require_writable, settings_of, write_json
+from ragfuse.settings import Settings
 
 
 class Report(Console):
@@ -38,6 +39,17 @@ class Report(Console):
     def write(self, result: dict[str, Any]) -> None:
         """Write a result to the target, with the tables that were printed."""
         write_json({"benchmark": self._benchmark, **result, "tables": self._tables}, self._target)
+
+
+def begin(benchmark: str, json: Path | None, **named: Any) -> tuple[Report, Settings]:
+    """Return the report of a benchmark that goes by the settings, and these, with what the command line named.
+
+    Raises:
+        SettingsError: A setting is invalid.
+    """
+    from ragfuse.models.dtypes import resolve_auto
+
+    return Report(benchmark, json), resolve_auto(settings_of(**named))
 
 
 def _plain(table: Table) -> dict[str, Any]:

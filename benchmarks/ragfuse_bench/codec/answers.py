@@ -12,7 +12,7 @@ from statistics import mean
 from typing import Any
 
 from ragfuse_bench.codec.contexts import Question, Reading
-from ragfuse_bench.codec.kv import Bank, Continued, Said
+from ragfuse_bench.codec.kv import Continued, Said
 from rich.console import Console
 
 from ragfuse.calibration.metrics import f1
@@ -41,20 +41,20 @@ class Row:
 
 
 def ask_all(
-    readings: Sequence[Reading], bank: Bank, ways: Mapping[str, Change], console: Console
+    readings: Sequence[Reading], model: HFModel, ways: Mapping[str, Change], console: Console
 ) -> dict[str, list[Row]]:
     """Every question by raw KV and each way of changing it, in order."""
     found = defaultdict[str, list[Row]](list)
     with progress(console) as bar:
         for reading in bar.track(readings, description="questions"):
-            kv = bank.kv(reading.token_ids)
-            raw = Continued(bank.model, kv)
+            kv = model.encode(reading.token_ids)
+            raw = Continued(model, kv)
             told = [raw.answer(question.token_ids, NEW_TOKENS["answer"]) for question in reading.questions]
             asked = list(zip(reading.questions, told, strict=True))
-            found[RAW] += [_row(bank.model, question, wanted, wanted) for question, wanted in asked]
+            found[RAW] += [_row(model, question, wanted, wanted) for question, wanted in asked]
             for name, change in ways.items():
-                other = Continued(bank.model, change(kv))
-                found[name] += [_row(bank.model, q, wanted, _again(other, q, wanted)) for q, wanted in asked]
+                other = Continued(model, change(kv))
+                found[name] += [_row(model, q, wanted, _again(other, q, wanted)) for q, wanted in asked]
     return dict(found)
 
 

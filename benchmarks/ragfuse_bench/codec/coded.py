@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from ragfuse_bench.codec.few_bits import FewBits
 
 from ragfuse.codec import Codec, LayerMeta, codec_for
 from ragfuse.codec.cachegen import CacheGenCodec
-from ragfuse.codec.levels import PACKED, PAPER
 from ragfuse.codec.profile import profile_tables
 from ragfuse.codec.tables import CodecTables
 from ragfuse.engine.codec_tables import made_tables
@@ -72,26 +71,6 @@ def codecs_of(model: HFModel) -> Codecs:
     levels = {name: codec_for(name, tables) for name in LEVEL_NAMES if name != "raw"}
     ours = [name for name, codec in levels.items() if isinstance(codec, CacheGenCodec)]
     return Codecs(tables, levels, ours[(len(ours) - 1) // 2])
-
-
-def ideas_of(model: HFModel, given: Codecs) -> dict[str, Codec]:
-    """The paper's bins with each of its ideas added (figure 15), then what is done beside them, one by one."""
-    start = replace(PAPER, deltas=False, layerwise=False)
-    own = replace(PAPER, deltas=False, outlier_factor=PACKED[0].outlier_factor)
-    one = replace(own, layerwise=False)
-    plain = made_tables(model, queries=False, costs=False)
-    turned = {
-        "one bin": (plain, start),
-        "+ deltas to anchors": (plain, replace(PAPER, layerwise=False)),
-        "+ bins by layer: the paper": (plain, PAPER),
-        "the paper without deltas": (plain, replace(PAPER, deltas=False)),
-        "the same, odd tokens apart": (plain, own),
-        "the same, one bin": (plain, one),
-        "the same, keys by queries": (made_tables(model, costs=False), one),
-        "the same, layers by what errors cost": (given.tables, one),
-        "the same, RoPE left in keys": (made_tables(model, rope=False), one),
-    }
-    return {name: CacheGenCodec(tables, level) for name, (tables, level) in turned.items()}
 
 
 def _drawn(model: HFModel) -> list[ChunkKV]:

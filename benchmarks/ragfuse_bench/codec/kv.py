@@ -1,49 +1,17 @@
-"""The KV of a context: computed once, kept if wished, and read on from.
-
-The paper's `calculate_kv` is `Bank.kv`, its `generate_with_kv` is what `Continued` does.
-"""
+"""Reading on from the KV of a context: the paper's `generate_with_kv`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ragfuse.engine.options import ends_of
 from ragfuse.hf.cache import RowCache
 from ragfuse.hf.model import HFModel
-from ragfuse.types.keys import token_digest
-from ragfuse.types.kv import ChunkKV, LayerKV
-
-
-@dataclass(frozen=True)
-class Bank:
-    """The raw KV of contexts by one model; in files of a folder between runs, unless that is None."""
-
-    model: HFModel
-    folder: Path | None = None
-
-    def kv(self, token_ids: Sequence[int]) -> ChunkKV:
-        """KV of a run at positions 0..n-1, every layer exactly as the model computed it."""
-        if self.folder is None:
-            return self.model.encode(token_ids)
-        path = self.folder / f"{self.model.fingerprint[:16]}-{token_digest(token_ids)}.safetensors"
-        if not path.exists():
-            self._keep(path, self.model.encode(token_ids))
-        tensors = load_file(path)
-        return ChunkKV(tuple(LayerKV(tensors[f"k{i}"], tensors[f"v{i}"]) for i in range(self.model.n_layers)))
-
-    def _keep(self, path: Path, kv: ChunkKV) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        layers = {f"k{i}": layer.keys for i, layer in enumerate(kv.layers)}
-        layers |= {f"v{i}": layer.values for i, layer in enumerate(kv.layers)}
-        save_file({name: tensor.contiguous() for name, tensor in layers.items()}, partial)
-        partial.replace(path)
+from ragfuse.types.kv import ChunkKV
 
 
 @dataclass(frozen=True)

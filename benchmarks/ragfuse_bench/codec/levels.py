@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from ragfuse_bench.codec.coded import INT8, Coded, coded, fp16_nbytes
@@ -14,7 +13,6 @@ from ragfuse_bench.codec.fidelity import Loss, Told, mean_loss
 
 from ragfuse.codec import Codec
 from ragfuse.hf.model import HFModel
-from ragfuse.types.kv import ChunkKV
 
 
 @dataclass(frozen=True)
@@ -32,20 +30,15 @@ class Found:
         return cls(context.dataset, loss, done.nbytes, fp16_nbytes(done.kv))
 
 
-def fidelities(
-    model: HFModel,
-    given: Iterable[tuple[Context, ChunkKV]],
-    codecs: Mapping[str, Codec],
-    once: Mapping[str, Codec] = MappingProxyType({}),
-) -> dict[str, list[Found]]:
-    """Each context by each codec, in order; the first one of each set by those of `once`, too."""
-    found, seen = defaultdict[str, list[Found]](list), set[str]()
-    for context, kv in given:
+def fidelities(model: HFModel, contexts: Iterable[Context], codecs: Mapping[str, Codec]) -> dict[str, list[Found]]:
+    """Each context by each codec, in order."""
+    found = defaultdict[str, list[Found]](list)
+    for context in contexts:
+        kv = model.encode(context.token_ids)
         told = Told.of(model, kv, context.follow)
-        for name, codec in (codecs if context.dataset in seen else {**codecs, **once}).items():
+        for name, codec in codecs.items():
             done = coded(codec, kv)
             found[name].append(Found.of(context, told.loss(model, done.kv), done))
-        seen.add(context.dataset)
     return dict(found)
 
 

@@ -1,28 +1,32 @@
-"""`ragfuse bench codec`: every level's size, fidelity, answers and speed, and the share of each idea, as one report."""
+"""`ragfuse bench codec`: every level's size, fidelity, answers and speed, as one report."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import torch
-from ragfuse_bench.codec.answers import RAW, WORTH, Row, ask_all, scores
-from ragfuse_bench.codec.coded import BASELINES, codecs_of, coded, ideas_of, random_ids
-from ragfuse_bench.codec.contexts import read_questions
-from ragfuse_bench.codec.kv import Bank
+from ragfuse_bench.codec.answers import RAW, WORTH, ask_all, scores
+from ragfuse_bench.codec.coded import BASELINES, codecs_of, coded
+from ragfuse_bench.codec.contexts import read_contexts, read_questions
 from ragfuse_bench.codec.levels import by_set, fidelities, rows_of
-from ragfuse_bench.codec.speed import SHAPE, Speeds, shaped, speeds
-from ragfuse_bench.codec.wanted import Wanted
+from ragfuse_bench.codec.speed import Speeds, speeds
+from ragfuse_bench.options import CodecOptions
+from ragfuse_bench.presets import bench_model
 from rich.console import Console
 from rich.table import Table
 
-from ragfuse.calibration.plots import model_in_title, saved
 from ragfuse.calibration.runner import Runner, circumstances
 from ragfuse.codec import Codec
+from ragfuse.errors import ModelError
 from ragfuse.hf.model import HFModel
+from ragfuse.settings import Settings
+from ragfuse.telemetry.progress import progress
 from ragfuse.types.kv import ChunkKV
 
+PIECE_TOKENS = 1500
+"""Tokens of a piece of a stream, on which codecs are timed."""
 Result = dict[str, Any]
 SHOWN = ("level", "bytes_over_fp16", "x_vs_int8", "kl", "top1", "top1_answers", "f1_delta")
 FAST = ("level", "encode_mbps", "decode_mbps", "decode_over_prefill")
@@ -34,46 +38,44 @@ PAPER = (
 )
 
 
-def run_codec(wanted: Wanted, questions: int, picture: Path | None) -> Result:
-    """Measure all of it, print it, draw size against quality; the result as plain JSON types."""
-    model = wanted.model()
-    codecs, runner = codecs_of(model), Runner(1 if wanted.quick else 3, model.device, wanted.console)
-    ideas = ideas_of(model, codecs)
-    found = fidelities(model, wanted.with_kv(model), codecs.all, ideas)
-    answered = _answers(wanted, model, codecs.all, questions)
-    fast = speeds(model, wanted.piece(model), codecs.all, runner)
+def run_codec(settings: Settings, options: CodecOptions, console: Console) -> Result:
+    """Measure all of it and print it; the result as plain JSON types."""
+    model = _model(settings)
+    codecs = codecs_of(model)
+    contexts = read_contexts(model, options.contexts, options.context_tokens)
+    with progress(console) as bar:
+        found = fidelities(model, bar.track(contexts, description="levels"), codecs.all)
+    ways = {name: _through(codec) for name, codec in codecs.all.items()}
+    answered = scores(ask_all(read_questions(model, options.questions), model, ways, console))
+    piece = contexts[0].token_ids[:PIECE_TOKENS]
+    fast = speeds(model, piece, codecs.all, Runner(options.rounds, model.device, console))
     rows = {row["name"]: row for row in rows_of(found)}
-    sets = by_set(found)
     levels = [_level(name, rows, answered, fast) for name in codecs.levels]
     result = {
         "levels": levels,
         "baselines": [_level(base.name, rows, answered, fast) for base in BASELINES],
-        "ideas": [rows[name] for name in ideas],
         "reached": reached(levels),
-        "by_set": [row for row in sets if row["name"] in codecs.all],
+        "by_set": by_set(found),
         "answers": answered,
         "piece": {"tokens": fast.tokens, "prefill_s": fast.prefill_s},
-        "shapes": _shapes(wanted, runner),
         "paper": PAPER,
-        "absent": wanted.not_at_hand(),
         "speeds_are": "MB of KV in two bytes a value, by the second of one core, on one piece of text",
-        "model": wanted.settings.model,
-        "dtype": wanted.settings.dtype,
-        "sets": list(dict.fromkeys(row["dataset"] for row in sets)),
-        "context_tokens": wanted.context_tokens,
+        "model": settings.model,
+        "dtype": settings.dtype,
+        "options": asdict(options),
         **circumstances(model.device, torch.get_num_threads()),
     }
-    _show(result, wanted)
-    if picture is not None:
-        _draw(result, picture, wanted)
+    _show(result, console)
     return result
 
 
-def _answers(wanted: Wanted, model: HFModel, codecs: Mapping[str, Codec], limit: int) -> dict[str, dict[str, Any]]:
-    readings = read_questions(model, limit)
-    ways = {name: _through(codec) for name, codec in codecs.items()}
-    found: dict[str, list[Row]] = ask_all(readings, Bank(model, wanted.kept), ways, wanted.console)
-    return scores(found)
+def _model(settings: Settings) -> HFModel:
+    """Load the model; ModelError for one that reads no text, or whose KV cannot be reused."""
+    model = bench_model(settings.model, settings.dtype, settings.device, settings.home)
+    if model.profile.refusal or not model.has_tokenizer:
+        why = model.profile.refusal or "it has no tokenizer, so it reads no text."
+        raise ModelError(f"The KV of {settings.model} cannot be coded: {why} Measure another model.")
+    return model
 
 
 def _through(codec: Codec) -> Any:
@@ -103,69 +105,18 @@ def reached(levels: Sequence[Result]) -> list[str]:
     ]
 
 
-def _shapes(wanted: Wanted, runner: Runner) -> list[Result]:
-    """Decoding over prefilling for an 8B-like shape, in 8 bits and at the default level.
-
-    A few of its layers, random weights.
-    """
-    model = shaped(SHAPE, wanted.settings.dtype, wanted.settings.device)
-    codecs = codecs_of(model)
-    tokens = 128 if wanted.quick else 512
-    shown = {name: codec for name, codec in codecs.levels.items() if name in ("int8", codecs.default)}
-    fast = speeds(model, random_ids(tokens), shown, Runner(1, runner.device, runner.console))
-    return [{"shape": SHAPE, "level": name, "tokens": tokens, **fast.figures(name)} for name in shown]
-
-
-def _show(result: Result, wanted: Wanted) -> None:
-    console = wanted.console
+def _show(result: Result, console: Console) -> None:
     rows = [{**row, "level": row["name"]} for row in (*result["levels"], *result["baselines"])]
     console.print("[bold]bench codec: size, fidelity and speed of every level[/]", highlight=False)
     _print_rows(SHOWN, rows, console)
     _print_rows(FAST, rows, console)
-    if result["ideas"]:
-        _print_rows(
-            ("idea", "bytes_over_fp16", "kl", "top1"), [{**i, "idea": i["name"]} for i in result["ideas"]], console
-        )
-    _print_rows(("what", *FAST), [{**row, "what": row["shape"]} for row in result["shapes"]], console)
-    raw = result["answers"][RAW]
-    console.print(f"Raw KV: F1 {raw['f1']:.3f} on {raw['n']} questions; {wanted.words()}.", highlight=False)
-    console.print(f"The paper: {PAPER}", highlight=False)
-    reached = ", ".join(result["reached"]) or "none"
+    raw, near = result["answers"][RAW], ", ".join(result["reached"]) or "none"
     console.print(
-        f"At least {SMALLER} times smaller than 8 bits, F1 within {NEAR_F1}, top-1 at least {NEAR_TOP1}: {reached}.",
+        f"Raw KV: F1 {raw['f1']:.3f} on {raw['n']} questions. At least {SMALLER} times smaller than 8 bits, F1 within "
+        f"{NEAR_F1}, top-1 at least {NEAR_TOP1}: {near}.",
         highlight=False,
     )
-    for sentence in result["absent"]:
-        console.print(sentence, highlight=False)
-
-
-def _draw(result: Result, picture: Path, wanted: Wanted) -> None:
-    rows = [{**row, "level": row["name"]} for row in (*result["levels"], *result["baselines"])]
-    with saved(picture, (7, 5)) as drawing:
-        axes = drawing.add_subplot()
-        _draw_sizes(axes, rows)
-        axes.set_title(f"{model_in_title(result['model'])} in {result['dtype']}, {wanted.words()}", fontsize=9)
-        axes.grid(True, alpha=0.3)
-    wanted.console.print(f"Picture: {picture}", highlight=False)
-
-
-def _draw_sizes(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """KL against size: our levels as a line, uniform quantisation as another."""
-    every = [each for each in rows if each.get("dataset", "all") == "all"]
-    for names, label, style in ((("int8", "int4", "int3"), "uniform", "s--"), (None, "levels", "o-")):
-        mine = [each for each in every if (each["level"] in names if names else each["level"] not in ("int4", "int3"))]
-        mine = sorted(mine, key=lambda each: each["bits_a_value"])
-        axes.plot([each["bits_a_value"] for each in mine], [max(each["kl"], 1e-6) for each in mine], style, label=label)
-        for each in mine:
-            at = (each["bits_a_value"], max(each["kl"], 1e-6))
-            axes.annotate(
-                f"{each['level']}, top-1 {each['top1']:.0%}", at, (4, 4), textcoords="offset points", fontsize=7
-            )
-    axes.set_yscale("log")
-    axes.set_xlim(right=1.25 * max(each["bits_a_value"] for each in every))  # a label stands behind the last one
-    axes.set_xlabel("size (bits a value, everything counted)")
-    axes.set_ylabel("KL to raw KV (nats a token)")
-    axes.legend()
+    console.print(f"The paper: {PAPER}", highlight=False)
 
 
 def _print_rows(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], console: Console) -> None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ragfuse_bench.codec.coded import WORDS, fp16_nbytes
-from ragfuse_bench.presets import preset
-from ragfuse_bench.random_model import random_model
+from ragfuse_bench.codec.coded import fp16_nbytes
 from torch import Tensor
 
 from ragfuse.calibration.runner import Runner
@@ -19,8 +17,6 @@ from ragfuse.hf.model import HFModel
 from ragfuse.types.kv import ChunkKV
 
 PREFILL = "prefill"
-SHAPE, SHAPE_LAYERS = "l8b", 3
-"""The 8B-like shape: three of its layers are enough, as time goes by the layer; its words do not matter here."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +69,3 @@ def _encoding(codec: Codec, kv: ChunkKV) -> Callable[[], object]:
 
 def _decoding(codec: Codec, blobs: Sequence[Tensor], metas: Sequence[LayerMeta]) -> Callable[[], object]:
     return lambda: [codec.decode(blob, meta) for blob, meta in zip(blobs, metas, strict=True)]
-
-
-def shaped(name: str, dtype: str, device: str) -> HFModel:
-    """A model with a few layers of a preset's shape, random weights and hardly any words."""
-    known = preset(name)
-    if known is None:
-        raise ValueError(f"There is no preset '{name}'.")
-    layers = {"num_hidden_layers": SHAPE_LAYERS, "vocab_size": WORDS}
-    return random_model({**known.shape, **layers}, dtype, device)

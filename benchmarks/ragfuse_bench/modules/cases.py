@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from pathlib import Path
 
-from ragfuse_bench.modules.options import USES
+from ragfuse_bench.options import USES
 from ragfuse_bench.quality.cases import Packing, read_cases
 from ragfuse_bench.quality.run import drawn
 
@@ -23,8 +22,6 @@ from ragfuse.schemas.pml import parse_prompt, parse_schema
 from ragfuse.schemas.pml_writer import NO_TEXT
 
 USE_TOKENS = 64
-FOLDER_SETS = ("musique", "2wikimqa", "multi_news", "hotpotqa")
-"""Data sets that are taken of a folder: those of LongBench that the paper has, and one more of its kind."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +54,8 @@ def _use(name: str) -> ModuleCase:
 
 def documents(names: Sequence[str], limit: int, packing: Packing) -> Iterator[ModuleCase]:
     """At most `limit` questions (0: all) of each data set, drawn from a seed, with their passages as modules."""
-    for name in sets_of(names):
-        yield from (of_documents(case) for case in drawn(read_cases(name, packing), limit))
-
-
-def sets_of(names: Sequence[str]) -> list[str]:
-    """Data sets by name; a folder stands for the files in it whose names begin as `FOLDER_SETS`."""
-    found: list[str] = []
     for name in names:
-        inside = sorted(Path(name).rglob("*.json*")) if Path(name).is_dir() else []
-        found += [str(file) for file in inside if file.name.startswith(FOLDER_SETS)] or [name]
-    return found
+        yield from (of_documents(case) for case in drawn(read_cases(name, packing), limit))
 
 
 def of_documents(case: Case) -> ModuleCase:

@@ -5,8 +5,8 @@ Computing grows faster than the prompt; placing modules grows with it (Prompt Ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from math import ceil, log
+from collections.abc import Iterator, Sequence
+from math import ceil
 from typing import Any
 
 from ragfuse_bench.modules.asked import registered, timed
@@ -14,14 +14,11 @@ from ragfuse_bench.modules.cases import long_schema, over_all
 from ragfuse_bench.quality.cases import Packing, read_cases
 
 from ragfuse.calibration.runner import Runner
-from ragfuse.engine.engine import Ask, Engine
+from ragfuse.engine.engine import Engine
 from ragfuse.errors import InputError
-from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.types.keys import digest
 
 MODULE_TOKENS = 256
-LONG, MOSTLY = 2048, 0.95
-"""Tokens and cached share of the prompt on which the cache's worth is told in one number."""
 QUESTION = "Which of these notes is the oldest?"
 
 
@@ -59,32 +56,3 @@ def _paragraphs(engine: Engine) -> Iterator[str]:
             if (name := digest(text)) not in seen:
                 seen.add(name)
                 yield text
-
-
-def mostly_cached(engine: Engine, runner: Runner) -> dict[str, Any]:
-    """A row for a prompt over `LONG` tokens of modules, and new text for as long as `MOSTLY` of all is cached."""
-    texts = notes(engine, LONG)
-    schema, words = long_schema("notes", texts), texts[0].split(" ")
-    said = (f"{' '.join(words[:count])}\n\n{QUESTION}" for count in range(len(words), 0, -1))
-    requests = (over_all(schema, len(texts), text) for text in said)
-    with registered(engine, schema):
-        request = next(request for request in requests if cached_share(engine, request) >= MOSTLY)
-        return timed(engine, request, runner, f"{MOSTLY:.0%} of {LONG:,} tokens")
-
-
-def cached_share(engine: Engine, request: PMLPrompt) -> float:
-    """The share of a prompt's tokens that lie in modules."""
-    prompt = engine.schemas.prompt(request, Ask())
-    return sum(len(segment.tokens) for segment in prompt.segments if segment.keys) / len(prompt)
-
-
-def growth(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    """The exponent k of seconds ~ tokens^k, by least squares of their logarithms; None of fewer than two lengths.
-
-    1: linear, 2: quadratic.
-    """
-    points = [(log(row["tokens"]), log(row[key])) for row in rows]
-    if len({x for x, _ in points}) < 2:
-        return None
-    mx, my = (sum(point[axis] for point in points) / len(points) for axis in (0, 1))
-    return sum((x - mx) * (y - my) for x, y in points) / sum((x - mx) * (x - mx) for x, _ in points)

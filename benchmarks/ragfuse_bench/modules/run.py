@@ -1,4 +1,4 @@
-"""`ragfuse bench modules`: uses, documents, lengths and a batch's memory on one model, as one report.
+"""`ragfuse bench modules`: uses, documents and lengths on one model, as one report.
 
 What a case is, is told by `cases`; how one is asked, by `asked`; how it is shown, by `report`.
 """
@@ -11,10 +11,9 @@ from typing import Any
 
 from ragfuse_bench.modules.asked import engine_over, mean_of, measured, model_of
 from ragfuse_bench.modules.cases import documents, uses
-from ragfuse_bench.modules.lengths import LONG, growth, mostly_cached, slope
-from ragfuse_bench.modules.memory import batch_memory
-from ragfuse_bench.modules.options import ModuleOptions
-from ragfuse_bench.modules.report import draw_modules, show_modules
+from ragfuse_bench.modules.lengths import slope
+from ragfuse_bench.modules.report import show_modules
+from ragfuse_bench.options import ModuleOptions
 from ragfuse_bench.quality.cases import Packing, set_name
 from rich.console import Console
 
@@ -23,56 +22,32 @@ from ragfuse.engine.engine import Engine
 from ragfuse.settings import Settings
 from ragfuse.telemetry.progress import progress
 
-PAPER = (
-    "1.5-3x faster with modules in host memory and 5-10x in GPU memory, up to 70x on a CPU (Llama2 7B, 5K tokens); "
-    "computing grows quadratically with the length, the cache linearly; the same answers in quality."
-)
-
 
 def run_modules(settings: Settings, options: ModuleOptions, console: Console) -> dict[str, Any]:
     """Measure it, show it, draw it; all of it in plain JSON types."""
     with thread_count(options.threads):
-        memory = _memory(settings, options, console)
         with console.status("loading the model"):
             model = model_of(settings)
         with engine_over(settings, model) as engine:
             runner = Runner(options.rounds, model.device, console)
             found = _rows(engine, runner, options)
             lengths = slope(engine, runner, options.lengths)
-            mostly = mostly_cached(engine, runner) if max(options.lengths) >= LONG else None
             per_token = model.nbytes_per_token
         where = circumstances(model.device, options.threads)
     result = {
-        "speedup_2k": mostly and mostly["ttft_x"],
-        "mostly_cached": mostly,
         "slope": lengths,
-        "batch_memory_ratio": memory.get("batch_memory_ratio"),
         "cases": found,
         "by_set": by_set(found),
-        "growth": {way: growth(lengths, f"{way}_s") for way in ("full", "cached")},
-        "memory": memory,
         "mb_per_token": per_token / 1e6,
         "clock": runner.clock,
         "rounds": options.rounds,
-        "paper": PAPER,
         "model": settings.model,
         "dtype": settings.dtype,
-        "options": _told(options),
+        "options": {**asdict(options), "sets": [set_name(name) for name in options.sets]},
         **where,
     }
     show_modules(result, console)
-    if options.plot is not None:
-        draw_modules(result, options.plot)
-        console.print(f"Picture: {options.plot}", highlight=False)
     return result
-
-
-def _memory(settings: Settings, options: ModuleOptions, console: Console) -> dict[str, Any]:
-    """Before this process has a model of its own, which takes memory too."""
-    if options.batch is None or not settings.device.startswith("cpu"):
-        return {}
-    with console.status("a batch in two processes of their own"):
-        return batch_memory(settings, options.batch, options.threads)
 
 
 def _rows(engine: Engine, runner: Runner, options: ModuleOptions) -> list[dict[str, Any]]:
@@ -92,11 +67,3 @@ def by_set(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         means = {key: mean_of(mine, key) for key in ("tokens", "cached_share", "score_full", "score_cached", "same")}
         found.append({"dataset": dataset, "n": len(mine), "ttft_x": full / cached, **means})
     return found
-
-
-def _told(options: ModuleOptions) -> dict[str, Any]:
-    listed = {"uses": list(options.uses), "lengths": list(options.lengths)}
-    batch = options.batch and {**asdict(options.batch), "longer": list(options.batch.longer)}
-    said = {**asdict(options), **listed, "batch": batch, "sets": [set_name(name) for name in options.sets]}
-    del said["plot"]
-    return said

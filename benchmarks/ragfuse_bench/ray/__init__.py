@@ -1,1 +1,1 @@
-"""`ragfuse bench ray`: bulk encoding and serving on a local Ray cluster, and the router simulated at size."""
+"""`ragfuse bench ray`: the router of replicas, simulated at size."""

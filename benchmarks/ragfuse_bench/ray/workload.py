@@ -1,20 +1,19 @@
 """Requests to a server of several replicas, as values: when each comes, and which chunks it has.
 
-A chunk is a block of `BLOCK` tokens of a conversation, as in Mooncake's traces, or a passage of a corpus.
+A chunk is a block of `BLOCK` tokens of a conversation, or a passage of a corpus.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-from ragfuse_bench.sessions.lengths import REQUESTS, lines_of, packaged
+from ragfuse_bench.sessions.lengths import packaged
 from ragfuse_bench.sessions.trace import drawn
 
 BLOCK = 512
-"""Tokens of a block of Mooncake's traces."""
+"""Tokens of a block of a conversation, as in Mooncake's traces."""
 DECODE_S = 2.0
 """Seconds until the answer of a turn of a drawn conversation is there, before the pause begins."""
 PASSAGE_TOKENS, TOPIC_PASSAGES, RETRIEVED = 160, 24, 6
@@ -42,18 +41,12 @@ class TimedRequest:
         return self.fresh + sum(self.chunks.values())
 
 
-def conversations(data: Path | None, n_talks: int, per_s: float, seed: int) -> tuple[str, list[TimedRequest]]:
-    """Mooncake's conversation trace from a folder of data, or one that is drawn from the lengths of real conversations.
+def conversations(n_talks: int, per_s: float, seed: int) -> list[TimedRequest]:
+    """Return requests in the order of their times, drawn from the lengths of real conversations.
 
-    Returns:
-        What it is, and the requests in the order of their times. Of each prompt the blocks of what was said before are
-        chunks, and the blocks of the question, which a later turn repeats.
+    Of each prompt the blocks of what was said before are chunks, and the blocks of the question, which a later turn
+    repeats. All stand behind one system prompt.
     """
-    if data is not None:
-        rows = list(lines_of(data, REQUESTS))
-        return REQUESTS.name, [
-            _of_blocks(row["timestamp"] / 1000, row["hash_ids"], row["input_length"]) for row in rows
-        ]
     lengths, requests, first = packaged(), [], 1
     for talk in drawn(lengths, n_talks, per_s, seed):
         at_s, tokens, mine = 0.0, BLOCK, range(first, first + 10_000)
@@ -64,22 +57,7 @@ def conversations(data: Path | None, n_talks: int, per_s: float, seed: int) -> t
             requests.append(_of_blocks(at_s, [0, *mine[: -(-tokens // BLOCK) - 1]], tokens))
             tokens += turn.answer
     requests.sort(key=lambda request: request.at_s)
-    return f"{n_talks} conversations drawn from counts of real ones, behind one system prompt", requests
-
-
-def whole_conversations(requests: Sequence[TimedRequest], n: int, seed: int) -> list[TimedRequest]:
-    """Return all requests of `n` conversations drawn from those that come back, in the order of their times.
-
-    A window of a trace cuts most conversations off, so that little in it comes back. Requests that share their second
-    block are one conversation; the first is the system prompt, which many share.
-    """
-    by_block: dict[int, list[TimedRequest]] = {}
-    for request in requests:
-        for second in list(request.chunks)[1:2]:
-            by_block.setdefault(second, []).append(request)
-    returning = [mine for mine in by_block.values() if len(mine) > 1]
-    chosen = np.random.default_rng(seed).permutation(len(returning))[:n]
-    return sorted((request for at in chosen for request in returning[at]), key=lambda request: request.at_s)
+    return requests
 
 
 def questions(n: int, n_chunks: int, per_s: float, seed: int) -> list[TimedRequest]:

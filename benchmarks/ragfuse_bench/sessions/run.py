@@ -1,7 +1,7 @@
 """`ragfuse bench sessions`: hit rates of eviction policies in the setting of the AttentionStore paper.
 
-Conversations are drawn from counts of real ones, at the paper's rates; with a folder of data, counted anew, and the
-Mooncake trace is replayed as it came, too. What is simulated are the policies that ragfuse runs.
+Conversations are drawn from counts of real ones, at the paper's rates. What is simulated are the policies that ragfuse
+runs.
 """
 
 from __future__ import annotations
@@ -9,19 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from ragfuse_bench.options import SessionOptions
-from ragfuse_bench.sessions.lengths import Lengths, packaged, read_lengths
+from ragfuse_bench.sessions.lengths import Lengths, packaged
 from ragfuse_bench.sessions.server import GB, SERVERS, Server
 from ragfuse_bench.sessions.simulate import Given, Simulation, Tally
-from ragfuse_bench.sessions.trace import Talk, described, drawn, mooncake
+from ragfuse_bench.sessions.trace import Talk, described, drawn
 from rich.console import Console
 from rich.table import Table
 
-from ragfuse.calibration.plots import require_plotting, saved
 from ragfuse.calibration.runner import circumstances
 from ragfuse.telemetry.progress import progress
 
@@ -29,8 +27,6 @@ SESSIONS, WARM_TURNS, PER_S = 9000, 10_000, 1.0
 """Of the paper (sections 4.1 and 4.2)."""
 QUICK_SHARE = 1 / 6
 SETTINGS = (("128G/2T", 128 * GB, 2000 * GB), ("128G/10T", 128 * GB, 10_000 * GB))
-TRACE_SERVER = replace(SERVERS["LLaMA-70B"], window=None)
-"""That serves Mooncake's requests, which are longer than any of the paper's windows: none is cut."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +47,6 @@ def paper_load(lengths: Lengths, quick: bool, seed: int = 0) -> Load:
     """The paper's load, or a sixth of it."""
     share = QUICK_SHARE if quick else 1.0
     return Load(drawn(lengths, round(SESSIONS * share), PER_S, seed), round(WARM_TURNS * share), share)
-
-
-def lengths_of(data: Path | None) -> Lengths:
-    """Counted anew where there is a folder of data."""
-    return packaged() if data is None else read_lengths(data)
 
 
 class Bench:
@@ -99,46 +90,34 @@ def shown(tally: Tally) -> dict[str, float]:
     }
 
 
-def compare(
-    bench: Bench, load: Load, server: Server, policies: Sequence[str], prefix: str = ""
-) -> list[dict[str, Any]]:
+def compare(bench: Bench, load: Load, server: Server, policies: Sequence[str]) -> list[dict[str, Any]]:
     """Every policy in every setting; of look-ahead also what it comes to where it knows the paper's window alone."""
     found = []
     for name, memory, disk in SETTINGS:
-        row: dict[str, Any] = {"name": prefix + name}
+        row: dict[str, Any] = {"name": name}
         for policy in policies:
-            tally = bench.run(load, Given(server, memory, disk, policy), f"{prefix}{name}: {policy}")
+            tally = bench.run(load, Given(server, memory, disk, policy), f"{name}: {policy}")
             row[policy.replace("-", "_")] = shown(tally)
         if "look-ahead" in policies:
             windowed = Given(server, memory, disk, "look-ahead", whole_queue=False)
-            row["look_ahead_in_window"] = shown(bench.run(load, windowed, f"{prefix}{name}: look-ahead in its window"))
+            row["look_ahead_in_window"] = shown(bench.run(load, windowed, f"{name}: look-ahead in its window"))
         found.append(row)
     return found
 
 
 def run_sessions(options: SessionOptions, console: Console) -> dict[str, Any]:
     """All settings, printed, and drawn where a picture is asked for; the result as plain JSON types."""
-    if options.plot is not None:
-        require_plotting()
-    lengths, bench = lengths_of(options.data), Bench(console)
+    lengths, bench = packaged(), Bench(console)
     load = paper_load(lengths, options.quick, options.seed)
     settings = compare(bench, load, SERVERS["LLaMA-13B"], options.policies)
-    loads = {"drawn": described(load.talks)}
-    if options.data is not None:
-        trace = Load(mooncake(options.data), 0, 1.0)
-        loads["mooncake"] = described(trace.talks)
-        settings += compare(bench, trace, TRACE_SERVER, options.policies, "Mooncake ")
     print_settings(settings, console)
     speed = f"{bench.events:,} events, {bench.events_per_s:,.0f} a second of one core."
     console.print(f"{speed} Lengths: {lengths.source}.", highlight=False, soft_wrap=True)
-    if options.plot is not None:
-        with saved(options.plot, (8, 4.5)) as figure:
-            draw_settings(figure.add_subplot(), settings, options.policies)
     return {
         "settings": settings,
         "events_per_s": bench.events_per_s,
         "events": bench.events,
-        "loads": loads,
+        "loads": {"drawn": described(load.talks)},
         "warm_turns": load.warm_turns,
         "lengths": lengths.source,
         "quick": options.quick,
@@ -164,17 +143,3 @@ def print_settings(settings: Sequence[Mapping[str, Any]], console: Console) -> N
                 f"{mine['waiting']:,.0f}",
             )
     console.print(table)
-
-
-def draw_settings(axes: Any, settings: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> None:
-    """Bars as in the paper's figure 21a: hits in memory, hits on disk above them."""
-    names = [policy.replace("-", "_") for policy in policies]
-    labels = [f"{row['name']} {name}".replace(" ", "\n").replace("_", " ") for row in settings for name in names]
-    ram, disk = ([row[name][key] for row in settings for name in names] for key in ("ram", "disk"))
-    axes.bar(labels, ram, label="hit in memory", color="tab:blue")
-    axes.bar(labels, disk, bottom=ram, label="hit on disk", color="tab:orange")
-    axes.set_ylabel("share of turns")
-    axes.set_ylim(0, 1)
-    axes.tick_params(axis="x", labelsize=7)
-    axes.grid(True, axis="y", alpha=0.3)
-    axes.legend(fontsize=8)

@@ -33,8 +33,7 @@ class Given:
     """What is simulated: the server, its tiers in bytes, the policy by name (none: nothing is kept).
 
     whole_queue: the policy knows all that wait; else those in the paper's eviction window, others count as idle.
-    decoupled: KV is kept without positions, so that a conversation may be cut; else what is cut must be recomputed.
-    warm_turns: taken before counting begins. ttl_s: what is unused for longer is lost.
+    warm_turns: taken before counting begins.
     """
 
     server: Server
@@ -44,8 +43,6 @@ class Given:
     warm_turns: int = 0
     free_share: float = 0.1
     whole_queue: bool = True
-    decoupled: bool = True
-    ttl_s: float | None = None
 
 
 @dataclass
@@ -93,7 +90,6 @@ class Simulation:
             given.memory_bytes if given.policy != "none" else 0,
             given.disk_bytes if given.policy != "none" else 0,
             given.free_share,
-            given.ttl_s,
         )
         self._looks_ahead = given.policy == "look-ahead"
         self._next = [0] * len(talks)
@@ -151,7 +147,7 @@ class Simulation:
         if given.policy != "none":
             self._tiers.save(talk, int(tokens * given.server.token_bytes), self._now)
         turns, index = self._talks[talk], self._next[talk]
-        if index < len(turns) and turns[index].at_s is None:
+        if index < len(turns):
             self._at(self._now + turns[index].pause_s, self._come, talk)
         self._serve()
         self._look()
@@ -172,9 +168,8 @@ class Simulation:
         turn = self._talks[talk][self._next[talk]]
         self._next[talk] += 1
         self._tell(talk)
-        history, question, answer, is_cut = self._lengths(talk, turn)
-        is_kept = history > 0 and (self._given.decoupled or not is_cut)
-        where = self._tiers.find(talk, self._now) if is_kept else None
+        history, question, answer = self._lengths(talk, turn)
+        where = self._tiers.find(talk) if history > 0 else None
         self._tiers.use(talk, self._now)
         computed = question + (history if where is None else 0)
         nbytes = history * self._given.server.token_bytes
@@ -189,18 +184,17 @@ class Simulation:
         done_s = first_s + answer * self._given.server.step_s
         self._at(done_s, self._done, (job, history + question + answer))
 
-    def _lengths(self, talk: int, turn: Turn) -> tuple[int, int, int, bool]:
-        """Tokens of history, question and answer that the window has room for, and whether its earliest half went."""
+    def _lengths(self, talk: int, turn: Turn) -> tuple[int, int, int]:
+        """Tokens of history, question and answer that the window has room for; its earliest half goes first."""
         window = self._given.server.window
-        history = self._history[talk] if turn.history is None else turn.history
+        history = self._history[talk]
         if window is None:
-            return history, turn.question, turn.answer, False
+            return history, turn.question, turn.answer
         cut = int(window * TRUNCATED)
         question, answer = min(turn.question, cut), min(turn.answer, cut)
-        whole = history
         while history > 0 and history + question + answer > window:
             history = max(0, history - cut)
-        return history, question, answer, history < whole
+        return history, question, answer
 
     def _count(self, where: str | None, history: int, first_s: float, gpu_s: float) -> None:
         self._taken += 1

@@ -20,13 +20,11 @@ Where = Literal["ram", "disk"]
 
 
 class Tiers:
-    """Conversations in memory and on disk. free_share: of memory, which eviction keeps free. ttl_s: None: for ever."""
+    """Conversations in memory and on disk. free_share: of memory, which eviction keeps free."""
 
-    def __init__(
-        self, rank: Rank, memory_bytes: int, disk_bytes: int, free_share: float, ttl_s: float | None = None
-    ) -> None:
+    def __init__(self, rank: Rank, memory_bytes: int, disk_bytes: int, free_share: float) -> None:
         self.memory_bytes, self.disk_bytes = memory_bytes, disk_bytes
-        self._free_share, self._ttl_s = free_share, ttl_s
+        self._free_share = free_share
         self.memory, self.disk = EvictionOrder(rank), EvictionOrder(rank)
 
     @property
@@ -35,14 +33,10 @@ class Tiers:
         kept = len(self.memory) + len(self.disk)
         return (self.memory.nbytes + self.disk.nbytes) / kept if kept else 0.0
 
-    def find(self, name: Hashable, now_s: float) -> Where | None:
-        """Where it is; None: nowhere, or it was too old."""
+    def find(self, name: Hashable) -> Where | None:
+        """Where it is; None: nowhere."""
         tier = self.memory if name in self.memory else self.disk
-        item = tier.get(name)
-        if item is not None and self._ttl_s is not None and now_s - item.last_used > self._ttl_s:
-            tier.drop(name)
-            item = None
-        return None if item is None else "ram" if tier is self.memory else "disk"
+        return None if name not in tier else "ram" if tier is self.memory else "disk"
 
     def use(self, name: Hashable, now_s: float) -> None:
         """It is used where it is."""

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
-from ragfuse_bench.sessions.lengths import REQUESTS, Lengths, lines_of, talks_of
+from ragfuse_bench.sessions.lengths import Lengths
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """A question and its answer in tokens, and when it comes.
 
-    pause_s: after the answer before it is there (the first: after the beginning). at_s: when it comes, whatever was
-    answered before; None: after the pause. history: tokens of what came before that it repeats; None: all.
+    pause_s: after the answer before it is there (the first: after the beginning).
     """
 
     question: int
     answer: int
     pause_s: float
-    at_s: float | None = None
-    history: int | None = None
 
 
 Talk = tuple[Turn, ...]
@@ -46,15 +42,6 @@ def drawn(lengths: Lengths, talks: int, per_s: float, seed: int) -> list[Talk]:
         rows = zip(asked[mine].tolist(), answered[mine].tolist(), waits, strict=True)
         found.append(tuple(Turn(max(1, round(q)), max(1, round(a)), pause_s) for q, a, pause_s in rows))
     return found
-
-
-def mooncake(folder: Path) -> list[Talk]:
-    """The requests of Mooncake's conversation trace as they came, by conversation."""
-    found: dict[int, list[Turn]] = {}
-    for row, talk, shared in talks_of(lines_of(folder, REQUESTS)):
-        new = max(1, row["input_length"] - shared)
-        found.setdefault(talk, []).append(Turn(new, row["output_length"], 0.0, row["timestamp"] / 1000, shared))
-    return [tuple(turns) for turns in found.values()]
 
 
 def described(talks: Sequence[Talk]) -> dict[str, float]:
@@ -84,10 +71,6 @@ def _from(quantiles: Sequence[float], at: NDArray[np.float64]) -> NDArray[np.flo
 
 
 def arrivals(talks: Sequence[Talk]) -> Iterator[tuple[float, int]]:
-    """(second, conversation) of all that comes whatever is answered: each first turn, and every turn with a time."""
+    """(second, conversation) of each first turn: what comes whatever is answered."""
     for number, talk in enumerate(talks):
-        for index, turn in enumerate(talk):
-            if turn.at_s is not None:
-                yield turn.at_s, number
-            elif index == 0:
-                yield turn.pause_s, number
+        yield talk[0].pause_s, number

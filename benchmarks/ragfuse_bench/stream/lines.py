@@ -29,7 +29,6 @@ LOW_GBPS, HIGH_GBPS = 0.1, 10.0
 """The paper draws bandwidths from between these, one for each piece (section 7.4)."""
 STEP_S = 0.25
 """Seconds of the paper's that a value of a published trace lasts, in the middle: as often as a piece takes then."""
-COLLECTIONS = ("hsdpa3g", "fcc", "oboe", "puffer_2021", "puffer_2022")
 DERIVED = (
     "Loading 8-bit KV of Mistral-7B on LongChat takes 622 MB / 3 Gbit/s = 1.66 s (table 1). Section 7.2 has CacheGen "
     "1.67 to 1.81 times faster than 8 bits and 3.1 to 4.7 times faster than text at that bandwidth, so 8 bits take "
@@ -88,9 +87,9 @@ def drawn_by_piece(seed: int, n_pieces: int, scale: Scale) -> Course:
     return Course(f"random {seed}", "random", None, rates)
 
 
-def published(data: Path | None, scale: Scale, gbps: float) -> Iterator[Course]:
-    """Measured bandwidths, one collection after the other, brought to `gbps` on average and to the paper's speed."""
-    for number, (name, steps) in enumerate(_traces(data)):
+def published(scale: Scale, gbps: float) -> Iterator[Course]:
+    """Measured bandwidths that come along, brought to `gbps` on average and to the paper's speed."""
+    for number, (name, steps) in enumerate(_traces()):
         trace = recorded(name, steps)
         times = sorted(b[0] - a[0] for a, b in zip(trace.steps, trace.steps[1:], strict=False))
         step_s = times[len(times) // 2] if times else 1.0
@@ -101,18 +100,10 @@ def published(data: Path | None, scale: Scale, gbps: float) -> Iterator[Course]:
         yield Course(f"{name} {number}", "measured", quick.to_mean(gbps * scale.bytes_per_gbps, last))
 
 
-def _traces(data: Path | None) -> Iterator[tuple[str, list[tuple[float, float]]]]:
-    """(collection, its values), a file of each collection in turn; those that come along without a folder."""
-    if data is None:
-        own = Path(str(files("ragfuse_bench"))) / "sets" / "bandwidth.json"
-        rows = [json.loads(own.read_text("utf-8"))["traces"]]
-    else:
-        found = [path for name in COLLECTIONS for path in sorted(data.rglob(f"{name}.jsonl"))]
-        rows = [[json.loads(line) for line in path.read_text("utf-8").splitlines()] for path in found]
-    for turn in range(max((len(each) for each in rows), default=0)):
-        for each in rows:
-            if turn < len(each):
-                yield each[turn]["set"], [(float(at), float(mbps)) for at, mbps in each[turn]["t_s_mbps"]]
+def _traces() -> Iterator[tuple[str, list[tuple[float, float]]]]:
+    own = Path(str(files("ragfuse_bench"))) / "sets" / "bandwidth.json"
+    for each in json.loads(own.read_text("utf-8"))["traces"]:
+        yield each["set"], [(float(at), float(mbps)) for at, mbps in each["t_s_mbps"]]
 
 
 class PacedTier(RedisTier):

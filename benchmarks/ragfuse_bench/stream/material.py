@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
-from ragfuse_bench.codec.contexts import FILES, Question, Reading, held_out, paragraphs_of, reading_of
+from ragfuse_bench.codec.contexts import Question, Reading, held_out, reading_of
 from ragfuse_bench.codec.kv import Continued, Said
 
 from ragfuse.calibration.metrics import f1
@@ -28,33 +27,20 @@ from ragfuse.types.kv import ChunkKV, LayerKV
 from ragfuse.types.prompt import Prompt, Segment
 
 
-def long_readings(model: HFModel, tokens: int, count: int, questions: int, data: Path | None = None) -> list[Reading]:
-    """Paragraphs of SQuAD articles of about so many tokens each, with some of the questions on them.
-
-    data: a folder with the data set; None: the articles that come along, which the reader never saw.
-    """
-    path = held_out() if data is None else next(iter(sorted(data.rglob(FILES["squad"]))), None)
-    if path is None:
-        raise InputError(f"Below {data} there is no {FILES['squad']}. Leave --data out.")
-    readings = []
-    for _, group in zip(range(count), _groups(model, path, tokens), strict=False):
-        whole = reading_of(model, group)
-        few = whole.questions[:: max(1, len(whole.questions) // questions)][:questions]
-        readings.append(Reading(whole.token_ids, few))
-    if not readings:
-        raise InputError(f"No text of {tokens} tokens was found in {path.name}. Take fewer tokens.")
-    return readings
-
-
-def _groups(model: HFModel, path: Path, tokens: int) -> Iterator[list[Mapping[str, Any]]]:
-    """Neighbouring paragraphs until there are so many tokens."""
-    group, count = list[Mapping[str, Any]](), 0
-    for paragraph in paragraphs_of(path):
+def long_readings(model: HFModel, tokens: int, count: int, questions: int) -> list[Reading]:
+    """Neighbouring paragraphs of the articles that come along, about so many tokens each, with some questions."""
+    readings, group, held = list[Reading](), list[Mapping[str, Any]](), 0
+    for paragraph in (paragraph for article in held_out() for paragraph in article["paragraphs"]):
         group.append(paragraph)
-        count += len(model.tokens(paragraph["context"].strip() + "\n\n"))
-        if count >= tokens:
-            yield group
-            group, count = [], 0
+        held += len(model.tokens(paragraph["context"].strip() + "\n\n"))
+        if held >= tokens and len(readings) < count:
+            whole = reading_of(model, group)
+            few = whole.questions[:: max(1, len(whole.questions) // questions)][:questions]
+            readings.append(Reading(whole.token_ids, few))
+            group, held = [], 0
+    if not readings:
+        raise InputError(f"No text of {tokens} tokens comes along. Take fewer tokens.")
+    return readings
 
 
 @dataclass(frozen=True)

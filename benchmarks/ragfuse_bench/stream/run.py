@@ -21,11 +21,10 @@ from ragfuse_bench.options import StreamOptions
 from ragfuse_bench.presets import bench_model
 from ragfuse_bench.stream.lines import Course, PacedTier, Scale, drawn_by_piece, published
 from ragfuse_bench.stream.material import Cut, Judge, Worth, context_kv, long_readings
-from ragfuse_bench.stream.report import draw, show
+from ragfuse_bench.stream.report import show
 from ragfuse_bench.stream.server import redis_server, require_redis
 from rich.console import Console
 
-from ragfuse.calibration.plots import require_plotting
 from ragfuse.calibration.runner import circumstances, thread_count
 from ragfuse.codec import RAW, Codec
 from ragfuse.engine.engine import Ask, Engine, PreparedPrompt
@@ -139,7 +138,7 @@ class Rig:
 
     def _texts(self) -> list[Text]:
         options, made = self.options, []
-        readings = long_readings(self.model, options.tokens, options.contexts, options.questions, options.data)
+        readings = long_readings(self.model, options.tokens, options.contexts, options.questions)
         with progress(self.console) as bar:
             for reading in bar.track(readings, description="prefilling and encoding contexts"):
                 cut = Cut.of(self.engines["text"].digest, reading.token_ids, options.piece_tokens)
@@ -166,8 +165,6 @@ class Rig:
 
 def run_stream(options: StreamOptions, console: Console) -> dict[str, Any]:
     """The result as plain JSON types; `console` shows progress and the table."""
-    if options.plot is not None:
-        require_plotting()
     require_redis()
     with thread_count(options.threads), ExitStack() as held:
         console.print(f"Loading {options.model} in {options.dtype} on {options.device} ...", highlight=False)
@@ -179,15 +176,12 @@ def run_stream(options: StreamOptions, console: Console) -> dict[str, Any]:
         rig = Rig(options, model, console, held)
         result = _result(rig, console)
     show(result, console)
-    if options.plot is not None:
-        draw(result, options.plot)
-        console.print(f"Pictures written: {options.plot} and its -timeline", highlight=False)
     return result
 
 
 def courses(options: StreamOptions, scale: Scale, n_pieces: int) -> list[Course]:
     """Half of them drawn as the paper draws them, half measured ones; measured ones that lack are drawn, too."""
-    measured = list(islice(published(options.data, scale, AT_GBPS), options.traces // 2))
+    measured = list(islice(published(scale, AT_GBPS), options.traces // 2))
     return [drawn_by_piece(seed, n_pieces, scale) for seed in range(options.traces - len(measured))] + measured
 
 
@@ -214,7 +208,6 @@ def _result(rig: Rig, console: Console) -> dict[str, Any]:
         "kinds": {kind: sum(line.kind == kind for line in lines) for kind in ("random", "measured")},
         "scale": scale.as_dict(),
         "curve": curve,
-        "timeline": _timeline(rig),
         "levels": {level: mean(text.sizes[level] for text in rig.texts) for level in options.levels},
         "fixed": rig.fixed,
         "runs": runs,
@@ -282,21 +275,6 @@ def _curve(rig: Rig, console: Console) -> list[dict[str, Any]]:
             seconds = {name: rig.run(name, text, course, deadline_s).seconds for name in METHODS[1:]}
             rows.append({"gbps": gbps, "text_s": rig.scale.text_s, **{f"{name}_s": s for name, s in seconds.items()}})
     return rows
-
-
-def _timeline(rig: Rig) -> dict[str, Any]:
-    """The paper's figure 7: a line that falls to a tenth in the middle of a stream, and comes back to half."""
-    text, scale = rig.texts[0], rig.scale
-    deadline_s = rig.options.deadlines[-1] * scale.seconds
-    rate = 1.2 * text.sizes["int8"] / deadline_s
-    steps = ((0.0, rate), (deadline_s / 3, rate / 10), (2 * deadline_s / 3, rate / 2))
-    course = Course("drop", "constant", replace(constant(rate), steps=steps))
-    runs = {name: rig.run(name, text, course, deadline_s) for name in METHODS[1:]}
-    return {
-        "deadline_s": deadline_s,
-        "bytes_per_s": steps,
-        "streams": {name: {"ttft_s": run.seconds, "pieces": run.pieces} for name, run in runs.items()},
-    }
 
 
 def _came(ready: PreparedPrompt) -> Sequence[PieceTrace]:

@@ -1,15 +1,12 @@
-"""A measured throughput as a table and as a picture."""
+"""A measured throughput as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-
-from ragfuse.calibration.plots import saved
 
 NAMES = (("full", "full recompute"), ("prefix", "prefix caching"), ("ragfuse", "ragfuse"))
 
@@ -47,28 +44,6 @@ def _words(result: Mapping[str, Any]) -> list[str]:
     ]
     wrong = [each for told in result["methods"].values() for load in told["loads"] for each in load["wrong"]]
     return lines + ([f"What went wrong: {wrong[0]}"] if wrong else [])
-
-
-def draw_throughput(result: Mapping[str, Any], path: Path) -> None:
-    """Mean (solid) and 95th percentile (dotted) against the rate, as a picture at `path`."""
-    with saved(path, (7, 4.5)) as figure:
-        axes = figure.add_subplot()
-        draw_curves(axes, result["curve"], {name: told["alone_s"] for name, told in result["methods"].items()})
-        axes.axhline(result["at_ttft_s"], color="black", linewidth=0.8)
-
-
-def draw_curves(axes: Any, curve: Any, alone: Mapping[str, float]) -> None:
-    """The curves of all methods; alone: seconds without load."""
-    for at, (name, words) in enumerate(NAMES):
-        mean = [(0.0, alone[name]), *((row["rate"], row[name]) for row in curve if row[name] is not None)]
-        late = [(row["rate"], row["p95"][name]) for row in curve if row["p95"][name] is not None]
-        axes.plot(*zip(*mean, strict=True), "o-", color=f"C{at}", label=words)
-        if late:
-            axes.plot(*zip(*late, strict=True), "s:", color=f"C{at}", label=f"{words}, 95%")
-    axes.set_yscale("log")
-    axes.set_xlabel("requests a second")
-    axes.set_ylabel("seconds to the first token")
-    axes.legend(fontsize=8)
 
 
 def _seconds(value: float | None) -> str:

@@ -22,14 +22,15 @@ from ragfuse_bench.options import ThroughputOptions
 from ragfuse_bench.quality.cases import Packing, read_cases, set_name
 from ragfuse_bench.throughput.asked import Request, drawn, each_once
 from ragfuse_bench.throughput.load import SKIPPED, Heard, arrivals, offer, one_by_one, summed
-from ragfuse_bench.throughput.report import draw_throughput, show_throughput
-from ragfuse_bench.throughput.served import Serving, serving
+from ragfuse_bench.throughput.report import show_throughput
+from ragfuse_bench.throughput.served import Serving, require_server, serving
 from ragfuse_bench.throughput.together import tokens_a_second
 from rich.console import Console
 from rich.progress import Progress
 
 from ragfuse.calibration.case import Case
 from ragfuse.calibration.runner import circumstances
+from ragfuse.cli.options import prepare_model
 from ragfuse.errors import RagFuseError, SettingsError
 from ragfuse.settings import Settings
 from ragfuse.telemetry.progress import progress
@@ -70,15 +71,8 @@ class Measured:
 def run_throughput(settings: Settings, options: ThroughputOptions, console: Console | None = None) -> dict[str, Any]:
     """The result as plain JSON types; `console` shows progress and the table (standard error when None)."""
     console = console or Console(stderr=True)
-    result = measured_throughput(settings, options, console)
-    show_throughput(result, console)
-    if options.plot is not None:
-        draw_throughput(result, options.plot)
-    return result
-
-
-def measured_throughput(settings: Settings, options: ThroughputOptions, console: Console) -> dict[str, Any]:
-    """The same, told nobody."""
+    require_server(settings)
+    prepare_model(settings)
     cases = _cases(settings, options)
     found, rss = dict[str, Measured](), list[list[tuple[float, int]]]()
     kept: dict[str, Any] = {}
@@ -96,11 +90,11 @@ def measured_throughput(settings: Settings, options: ThroughputOptions, console:
         batch = tokens_a_second(settings, [case.question for case in cases], options, bar)
     result = {**compared(found), **batch, **_leaks(found, kept, rss), "kept_busy": kept.get("load")}
     given = {**vars(options), "sets": ", ".join(map(set_name, options.sets))}
-    given = {name: str(value) for name, value in given.items() if name != "plot"}
-    result |= {"skipped": f"1/{SKIPPED}", "options": given}
+    result |= {"skipped": f"1/{SKIPPED}", "options": {name: str(value) for name, value in given.items()}}
     result |= {
         "settings": {name: str(getattr(settings, name)) for name in ("model", "dtype", "device", "memory_bytes")}
     }
+    show_throughput(result, console)
     return {**result, **circumstances(torch.device(settings.device), options.threads)}
 
 

@@ -7,7 +7,7 @@ import torch
 from ragfuse_bench.codec.answers import RAW, ask_all, scores
 from ragfuse_bench.codec.contexts import Question, Reading
 from ragfuse_bench.codec.fidelity import Told, mean_loss
-from ragfuse_bench.codec.kv import Bank, Continued
+from ragfuse_bench.codec.kv import Continued
 from ragfuse_bench.presets import bench_model
 from rich.console import Console
 
@@ -59,18 +59,6 @@ def test_an_answer_is_the_same_with_a_right_a_wrong_and_no_guess(
     assert torch.allclose(again.along[0], plain.along[0], atol=1e-3)
 
 
-def test_kept_kv_comes_back_bit_by_bit_and_is_not_computed_again(
-    model: HFModel, ids: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bank = Bank(model, tmp_path / "kept")
-    first = bank.kv(ids)
-    monkeypatch.setattr(model, "encode", lambda *_: pytest.fail("it was computed twice"))
-    again = bank.kv(ids)
-    for a, b in zip(first.layers, again.layers, strict=True):
-        assert torch.equal(a.keys, b.keys)
-        assert torch.equal(a.values, b.values)
-
-
 def rounded(kv: ChunkKV, bits: int) -> ChunkKV:
     """Return KV in equal steps up to each row's largest value."""
 
@@ -112,7 +100,7 @@ def test_questions_over_raw_kv_are_their_own_measure_and_a_spoiled_way_is_told_f
     def spoil(kv: ChunkKV) -> ChunkKV:
         return rounded(kv, 2)
 
-    found = ask_all([reading], Bank(model), {"same": nothing, "spoiled": spoil}, Console(quiet=True))
+    found = ask_all([reading], model, {"same": nothing, "spoiled": spoil}, Console(quiet=True))
     told = scores(found)
     assert list(told) == [RAW, "same", "spoiled"]
     assert told[RAW]["f1"] == 0.5

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from ragfuse_bench.modules.cases import FOLDER_SETS, documents, long_schema, of_documents, over_all, sets_of, uses
-from ragfuse_bench.modules.options import USES
+from ragfuse_bench.modules.cases import documents, long_schema, of_documents, over_all, uses
+from ragfuse_bench.options import USES
 from ragfuse_bench.quality.cases import Packing
 
 from ragfuse.calibration.case import Case
@@ -79,16 +79,6 @@ def test_questions_over_documents_are_as_many_as_asked_of_each_set() -> None:
     assert all(case.answers for case in found)
     modules = [[item for item in inner(case.schema.items) if isinstance(item, Module)] for case in found]
     assert {len(each) for each in modules} == {6}
-
-
-def test_a_folder_stands_for_the_papers_sets_in_it(tmp_path) -> None:
-    (tmp_path / "rag").mkdir()
-    for name in ("musique_2.jsonl", "multi_news.jsonl.gz", "other.json"):
-        (tmp_path / "rag" / name).write_text("{}")
-    found = sets_of([str(tmp_path), "demo"])
-    assert [name.rpartition("/")[2] for name in found] == ["multi_news.jsonl.gz", "musique_2.jsonl", "demo"]
-    assert "other" not in FOLDER_SETS
-    assert sets_of([str(tmp_path / "none")]) == [str(tmp_path / "none")]
 
 
 def test_a_prompt_may_take_the_first_of_the_notes_alone() -> None:

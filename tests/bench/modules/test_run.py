@@ -7,13 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
-from ragfuse_bench.modules import memory
 from ragfuse_bench.modules.asked import first_logits, measured, registered
 from ragfuse_bench.modules.cases import ModuleCase, uses
-from ragfuse_bench.modules.memory import batch_memory
-from ragfuse_bench.modules.memory import measured as in_this_process
-from ragfuse_bench.modules.options import Batch, ModuleOptions
 from ragfuse_bench.modules.run import by_set, run_modules
+from ragfuse_bench.options import ModuleOptions
 from rich.console import Console
 
 from ragfuse import Ask, Engine, Settings
@@ -21,7 +18,7 @@ from ragfuse.calibration.runner import Runner
 from ragfuse.schemas.pml import parse_prompt, parse_schema
 from tests.tiny import CHUNKS
 
-KEYS = {"speedup_2k", "slope", "batch_memory_ratio", "cases"}
+KEYS = {"slope", "by_set", "cases"}
 DOORS = """<schema name="doors">All that is known of the doors of lighthouses:
 <module name="green">The northern one is green.</module><module name="red">The southern one is red.</module></schema>"""
 
@@ -48,20 +45,16 @@ def quiet() -> Console:
 def test_a_tiny_run_has_the_wanted_keys_and_says_them(varied_path: Path, tmp_path: Path, sets) -> None:
     settings = Settings(model=str(varied_path), dtype="float32", home=tmp_path)
     console = Console(file=io.StringIO(), width=160)
-    options = ModuleOptions(uses=(), sets=sets, limit=2, lengths=(300, 2048), batch=None, rounds=1)
-    result = run_modules(settings, ModuleOptions(**{**vars(options), "plot": tmp_path / "m.png"}), console)
+    options = ModuleOptions(uses=(), sets=sets, limit=2, lengths=(300, 2048), rounds=1)
+    result = run_modules(settings, options, console)
     assert set(result) >= KEYS
-    assert json.loads(json.dumps(result)) == result
+    assert json.loads(json.dumps(result))["by_set"] == result["by_set"]
     assert [set(row) >= {"tokens", "full_s", "cached_s"} for row in result["slope"]] == [True, True]
-    assert result["speedup_2k"] > 1
-    assert result["growth"]["full"] is not None
+    assert result["slope"][1]["ttft_x"] > 1
     assert [row["name"] for row in result["cases"]] == sorted(row["name"] for row in result["cases"])
     assert all(row["cached_share"] > 0.5 and row["answer_full"] and row["answer_cached"] for row in result["cases"])
     assert result["by_set"][0]["n"] == len(result["cases"]) == 2
-    assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
-    said = console.file.getvalue()
-    assert "made (n = 2)" in said
-    assert "MB a token" in said
+    assert "made (n = 2)" in console.file.getvalue()
 
 
 def test_both_ways_hold_the_same_tokens_at_the_same_positions(engine: Engine, doors: ModuleCase) -> None:
@@ -93,37 +86,6 @@ def test_a_set_s_time_is_of_all_its_questions() -> None:
     (found,) = by_set(rows)
     assert found["ttft_x"] == 2.0
     assert (found["n"], found["tokens"], found["same"], found["score_full"]) == (2, 15, 0.5, None)
-
-
-def test_a_batch_reuses_the_module_that_its_prompts_share(engine: Engine) -> None:
-    told = in_this_process(engine, Batch(3, 400, 3))
-    assert len(told["answers"]) == 3
-    assert told["peak"] >= told["base"] > 0
-    assert told["module_nbytes"] >= 400 * engine.model.nbytes_per_token
-
-
-@pytest.mark.parametrize("share", [True, False])
-def test_what_answers_freed_is_given_back_with_sharing_and_without(
-    tiny_settings: Settings, monkeypatch: pytest.MonkeyPatch, share: bool
-) -> None:
-    times: list[None] = []
-    monkeypatch.setattr(memory, "give_back", lambda: times.append(None))
-    with Engine(tiny_settings.model_copy(update={"share": share})) as engine:
-        in_this_process(engine, Batch(3, 400, 5))
-    assert len(times) == 5 + 1 + 3 * 5  # each token of a first answer and of the batch's, and once between
-
-
-@pytest.mark.slow
-def test_a_batch_is_measured_in_processes_of_their_own(varied_path: Path, tmp_path: Path) -> None:
-    settings = Settings(model=str(varied_path), dtype="float32", home=tmp_path)
-    told = batch_memory(settings, Batch(3, 400, 3, longer=(800,)), 1)
-    assert told["same_answers"]
-    assert told["batch_memory_ratio"] == told["peak_rss"]["on"] / told["peak_rss"]["off"]
-    assert told["by_allocator"][told["allocator"]]["above_model"] == told["above_model"]
-    assert min(told["loaded_rss"].values()) > 100e6
-    (longer,) = told["by_tokens"]
-    assert longer["same_answers"]
-    assert longer["module_nbytes"] > 1.9 * told["module_nbytes"]
 
 
 @pytest.mark.slow

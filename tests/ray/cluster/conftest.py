@@ -8,7 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from ragfuse_bench.ray.nodes import be_patient, two_nodes
+
+from tests.ray.cluster.nodes import be_patient, two_nodes
 
 be_patient()  # the test modules import ray
 collect_ignore_glob = [] if find_spec("ray") else ["test_*.py"]

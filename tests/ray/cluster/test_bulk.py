@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import ray
-from ragfuse_bench.ray.bulk import contents, texts
 from typer.testing import CliRunner
 
 from ragfuse import Engine, InputError, Settings, SettingsError
@@ -18,6 +17,7 @@ from ragfuse.cli.main import app
 from ragfuse.ray import encode
 from ragfuse.ray.bulk import BulkSummary
 from ragfuse.ray.cluster import connected, nodes, shared_settings
+from tests.ray.cluster.entries import contents, texts
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("two_ray_nodes")]
 SIZE: dict[str, Any] = {"workers": 2, "cpus": 1, "batch": 4}

@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes on this machine, for benchmarks and tests.
+"""A Ray cluster of two nodes on this machine,.
 
 It is patient: on a busy machine Ray's processes start late.
 """

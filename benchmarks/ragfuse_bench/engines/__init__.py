@@ -1,1 +1,0 @@
-"""Whole servers beside each other: vLLM, ragfuse, and ragfuse with its answers decoded by vLLM."""
