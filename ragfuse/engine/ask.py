@@ -69,7 +69,7 @@ def _variables(given: Mapping[str, Any]) -> Mapping[str, Any]:
     return given
 
 
-class _Sampling(BaseModel, extra="allow", strict=True):
+class _Sampling(BaseModel, extra="allow"):
     """Options of sampling that are numbers."""
 
     temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)

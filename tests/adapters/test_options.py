@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import BaseModel
 
@@ -31,6 +32,11 @@ def asked(fields: dict[str, Any] | None = None, /, **call: Any) -> Ask:
         ({"reuse": False, "deadline_s": 2.0}, Ask(reuse=False, deadline_s=2.0)),
         ({"top_p": 0.5}, Ask()),
         ({"temperature": 0.7, "top_k": 3}, Ask(options={"do_sample": True, "temperature": 0.7, "top_k": 3})),
+        (
+            {"temperature": np.float32(0.5), "top_k": np.int64(3)},
+            Ask(options={"do_sample": True, "temperature": 0.5, "top_k": 3}),
+        ),
+        ({"max_tokens": np.int64(7), "seed": np.uint32(3)}, Ask(max_tokens=7, seed=3)),
         ({"presence_penalty": 1.0, "timeout": 9.0}, Ask(options={"presence_penalty": 1.0, "max_time": 9.0})),
         ({"generate_kwargs": {"num_beams": 2}}, Ask(options={"num_beams": 2})),
         ({"enable_thinking": False}, Ask(chat_template_kwargs={"enable_thinking": False})),

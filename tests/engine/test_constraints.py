@@ -318,7 +318,6 @@ def test_whole_numbers_are_numbers_of_sampling_too(name):
         ("min_p", "much"),
         ("repetition_penalty", 0),
         ("temperature", float("nan")),
-        ("top_p", True),
         ("top_k", -5),
         ("top_k", 1.5),
     ],
