@@ -15,14 +15,12 @@ from pathlib import Path
 
 from ragfuse.engine.answer_stream import AnswerStream, answers_of
 from ragfuse.engine.ask import Ask
-from ragfuse.engine.background import BackgroundEncoder
 from ragfuse.engine.build import BuildStage
 from ragfuse.engine.constraints import ConstraintCompiler, Tool, offered_tools
 from ragfuse.engine.fetch import FetchStage
 from ragfuse.engine.generate import GenerateStage
 from ragfuse.engine.history import ConversationHistory
 from ragfuse.engine.ingest import Documents
-from ragfuse.engine.pending_saves import PendingSaves
 from ragfuse.engine.planner import Planner
 from ragfuse.engine.prefetch import Prefetcher
 from ragfuse.engine.prefill import PrefillStage
@@ -47,12 +45,12 @@ from ragfuse.load.link import Links
 from ragfuse.models.dtypes import resolve_auto
 from ragfuse.models.loader import Given, Tokens
 from ragfuse.process.exit import EXITING, at_work
+from ragfuse.process.jobs import BackgroundJobs, close_at_exit, countdown
 from ragfuse.process.shared import OneProcess, collect_notes, forget, shared
-from ragfuse.process.worker import close_at_exit
 from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.sessions.conversation_index import ConversationIndex
 from ragfuse.settings import Settings
-from ragfuse.store import KVStore, countdown
+from ragfuse.store import KVStore
 from ragfuse.store.codec_registry import CodecRegistry
 from ragfuse.telemetry.counters import AnswerCounters
 from ragfuse.telemetry.otel import counted
@@ -109,7 +107,7 @@ class Engine(OneProcess):
         codecs.tiers = self.store.tiers
         self.runtime = Runtime(self.settings, given, self.catalog, self.store, codecs)
         self.timings, self.links = self.runtime.timings, Links(self.settings.streams)
-        self._saves = PendingSaves(self.settings.writer_queue, self.settings.history_buffer_bytes)
+        self._saves = BackgroundJobs("kv", self.settings.writer_queue, self.settings.history_buffer_bytes)
         self.prompts = PromptBuilder(self.runtime)
         self.constraints = ConstraintCompiler(self.runtime, self.prompts)
         self.schemas = SchemaService(self.settings, self.store, self.catalog, self.prompts, self.runtime)
@@ -132,7 +130,7 @@ class Engine(OneProcess):
         self._fetch = FetchStage(self.links, self.prefetcher)
         self._prefill, self._generate = PrefillStage(self.prefixes), GenerateStage()
         self._documents = Documents(self.runtime, self.prompts, self.prefixes, self._remember.jobs)
-        self.counters = AnswerCounters(lambda: self._remember.jobs.waiting, lambda: self.catalog.failures)
+        self.counters = AnswerCounters(lambda: len(self._remember.jobs), lambda: self.catalog.failures)
 
     @staticmethod
     def shared(settings: Settings | None = None, model: Given = None, *, tokenizer: Tokens = None) -> Engine:
@@ -433,7 +431,7 @@ class Engine(OneProcess):
             )
 
     @property
-    def _background(self) -> tuple[Prefetcher | BackgroundEncoder | PendingSaves, ...]:
+    def _background(self) -> tuple[Prefetcher | BackgroundJobs, ...]:
         """The background workers, in the order in which each passes work to the next."""
         return self.prefetcher, self._remember.jobs, self._saves
 

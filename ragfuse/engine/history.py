@@ -16,12 +16,12 @@ from functools import lru_cache
 
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.overflow import asked_length, fitted
-from ragfuse.engine.pending_saves import PendingSaves
 from ragfuse.engine.prefix_cache import PrefixCache, with_rows, without_rows
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.question import ChatInput, Ids, is_ids, mended_question, messages_of
 from ragfuse.engine.request import PreparedPrompt
 from ragfuse.engine.runtime import Runtime
+from ragfuse.process.jobs import BackgroundJobs
 from ragfuse.sessions.conversation_index import ConversationIndex, Name
 from ragfuse.sessions.session import (
     PendingTurn,
@@ -73,7 +73,7 @@ class ConversationHistory:
         store: KVStore,
         index: ConversationIndex,
         prefixes: PrefixCache,
-        pending: PendingSaves,
+        pending: BackgroundJobs,
     ) -> None:
         self._settings, self._prompts, self._runtime, self._index = settings, prompts, runtime, index
         self._prefixes = prefixes
@@ -84,9 +84,12 @@ class ConversationHistory:
             lambda: [runtime.digest],
             settings.session_ttl_s,
             settle=pending.flush,
-            later=pending.later,
+            later=self._later,
             index=index,
         )
+
+    def _later(self, job: Callable[[], object]) -> None:
+        self._pending.submit(job, counts=False, is_awaited=True)
 
     # before the answer
 
@@ -260,7 +263,7 @@ class ConversationHistory:
             )
             unused_keys = set(session.keys).difference(pending.previous_keys)
         if unused_keys:  # dropped after all pending saves
-            self._pending.later(lambda: self.sessions.release(unused_keys))
+            self._later(lambda: self.sessions.release(unused_keys))
 
     def _is_kept(self, ready: PreparedPrompt, pending: PendingTurn, ask: Ask) -> bool:
         """Return whether the turn is kept; one that is not persistent only where its prompt has no chunks."""

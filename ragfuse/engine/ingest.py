@@ -7,14 +7,16 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ragfuse.engine.background import BackgroundEncoder
+from ragfuse.engine.background import EncodeJob
 from ragfuse.engine.overflow import may_fit
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.question import mended_documents, texts_of
 from ragfuse.engine.runtime import Runtime
 from ragfuse.process.exit import at_work
+from ragfuse.process.jobs import BackgroundJobs
 from ragfuse.store.deletion import chunk_of, forget_chunks
+from ragfuse.store.radix import holds
 from ragfuse.types.ingested import Ingested
 from ragfuse.types.whole_text import whole_text
 
@@ -28,7 +30,7 @@ class Documents:
     runtime: Runtime
     prompts: PromptBuilder
     prefixes: PrefixCache
-    jobs: BackgroundEncoder
+    jobs: BackgroundJobs
 
     def ingest(
         self, texts: Iterable[tuple[str, str]], prefix: Sequence[int], progress: Callable[[Ingested], None] | None
@@ -70,7 +72,7 @@ class Documents:
         runtime = self.runtime
         texts = [whole_text(text).strip() for text in texts_of(texts, "texts")]
         runs = {tuple(runtime.model.tokens(text, False)) for text in texts}
-        self.jobs.forget(runs)
+        self.jobs.cancel(lambda job: isinstance(job, EncodeJob) and any(holds(job.tokens, run) for run in runs))
         self.prefixes.forget(runs)
         runs |= self.prompts.forget(runtime.digest, texts)
         chunks = {chunk_of(runtime.encoder.key(run)) for run in runs}

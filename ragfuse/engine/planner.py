@@ -6,9 +6,10 @@ The decisions themselves are in `ragfuse.plan` and `model_profiles.py`.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
-from ragfuse.engine.background import BackgroundEncoder
+from ragfuse.engine.background import EncodeJob
 from ragfuse.engine.model_profiles import hint, refusal_of
 from ragfuse.engine.overflow import drops, room_of
 from ragfuse.engine.prefix_cache import PrefixCache
@@ -17,6 +18,7 @@ from ragfuse.engine.runtime import Runtime
 from ragfuse.fuse.select import cost_of
 from ragfuse.hf.model import HFModel
 from ragfuse.plan.controller import Controller
+from ragfuse.process.jobs import BackgroundJobs
 from ragfuse.store.deletion import chunk_of
 from ragfuse.telemetry.otel import planned
 from ragfuse.types.keys import ChunkKey
@@ -50,7 +52,7 @@ class Planner:
         jobs: Chunks that wait to be encoded.
     """
 
-    def __init__(self, runtime: Runtime, prefixes: PrefixCache, jobs: BackgroundEncoder) -> None:
+    def __init__(self, runtime: Runtime, prefixes: PrefixCache, jobs: BackgroundJobs) -> None:
         self._runtime, self._prefixes, self._jobs = runtime, prefixes, jobs
         self._store, self._settings = runtime.store, runtime.settings
         self._is_hinted = False
@@ -113,7 +115,8 @@ class Planner:
 
     def _explained(self, segment: Segment, why: str) -> str:
         """Return the precise reason of a miss: its entry may be undecodable here, or still being encoded."""
-        if why == MISSING and segment.kind == "chunk" and self._jobs.is_waiting(segment.stored or segment.tokens):
+        tokens, waiting = segment.stored or segment.tokens, self._jobs.names
+        if why == MISSING and segment.kind == "chunk" and any(_encodes(job, tokens) for job in waiting):
             return ENCODING
         reasons = (self._store.why_not(key) for key in segment.keys if why == MISSING)
         return next(filter(None, reasons), why)
@@ -132,6 +135,10 @@ class Planner:
             return f"{NOTHING_STORED}{unknown if silent else ''}"
         is_known = self._runtime.catalog.knows(chunks[0][0], [str(ChunkKey(*chunk)) for chunk in chunks])
         return KNOWN_ONLY if is_known else NEW_OR_DELETED
+
+
+def _encodes(job: object, tokens: Sequence[int]) -> bool:
+    return isinstance(job, EncodeJob) and job.tokens == tokens and job.kind not in ("prefix", "learn")
 
 
 def _exactly(prompt: Prompt, profile: ModelProfile) -> ModelProfile:

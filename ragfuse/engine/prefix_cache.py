@@ -21,10 +21,10 @@ from itertools import accumulate
 import torch
 
 from ragfuse.engine.encoder import PACE_S
-from ragfuse.engine.pending_saves import PendingSaves
 from ragfuse.engine.request import PreparedPrompt
 from ragfuse.engine.runtime import Runtime
 from ragfuse.hf.kept_states import States, TenantStates
+from ragfuse.process.jobs import BackgroundJobs
 from ragfuse.sessions.session import PendingTurn
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
@@ -76,7 +76,7 @@ class PrefixCache:
         pending: Saves in the background.
     """
 
-    def __init__(self, settings: Settings, runtime: Runtime, store: KVStore, pending: PendingSaves) -> None:
+    def __init__(self, settings: Settings, runtime: Runtime, store: KVStore, pending: BackgroundJobs) -> None:
         self._settings, self._runtime, self._store = settings, runtime, store
         self._fast = [tier.name for tier in store.tiers if not tier.slow]
         self._changed = threading.Condition()
@@ -106,7 +106,7 @@ class PrefixCache:
             found = [each.cut(n_past, len(prompt) - 1) for each in tree.match(prompt.token_ids)]
             found = [each for each in found if each.lo < each.hi]
             keys = {each.key for each in found}
-        pending = self._pending.among(keys)
+        pending = self._pending.names  # asked before the store: a save is there or was there
         entries = self._store.lookup(keys) if keys else {}
         if evicted := keys - pending - set(entries):
             with self._changed:
@@ -310,13 +310,14 @@ class PrefixCache:
             inserted = tenant.tree.insert(token_ids, _chained([*tenant.tree.match(token_ids), *parts]))
             if tenant.tree.n_nodes >= tenant.sweep_at:
                 tenant.sweep_at = 2 * tenant.tree.n_nodes
-                self._pending.later(partial(self._sweep, tenant))
+                self._pending.submit(partial(self._sweep, tenant), counts=False, is_awaited=True)
         return inserted
 
     def _sweep(self, tenant: _Tenant) -> None:
         with self._changed:
             keys = tenant.tree.keys
-        evicted = keys - self._pending.among(keys) - set(self._store.lookup(keys))
+        pending = self._pending.names
+        evicted = keys - pending - set(self._store.lookup(keys))
         with self._changed:
             tenant.tree.discard(evicted)
             tenant.sweep_at = max(SWEEP_NODES, 2 * tenant.tree.n_nodes)
@@ -327,7 +328,7 @@ class PrefixCache:
             kv = ready.prefill.kv
             names = {*new, *([turn.id] if turn is not None else ())}
             is_persistent = turn is not None and turn.persistent
-            self._pending.submit(names, kv.nbytes, partial(self._write, kv, new, is_persistent))
+            self._pending.submit(partial(self._write, kv, new, is_persistent), names, kv.nbytes)
 
     def _write(self, kv: ChunkKV, new: Mapping[ChunkKey, Spans], is_persistent: bool) -> None:
         """Write entries: to memory without loss, and to slow tiers as well where they are persistent."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ragfuse.engine.background import IDLE_WAIT_S, BackgroundEncoder, EncodeJob, jobs_after
+from functools import partial
+
+from ragfuse.engine.background import IDLE_WAIT_S, MAX_WAITING_JOBS, EncodeJob, jobs_after
 from ragfuse.engine.generate import Generated
 from ragfuse.engine.history import ConversationHistory
 from ragfuse.engine.model_profiles import refusal_of
@@ -12,6 +14,7 @@ from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.recurrence import RecurringPassages, hint_once
 from ragfuse.engine.request import PreparedPrompt, Request
 from ragfuse.engine.runtime import Runtime
+from ragfuse.process.jobs import BackgroundJobs
 from ragfuse.schemas.bind import SchemaUse
 from ragfuse.store.deletion import LEARNT
 from ragfuse.text.passages import is_code
@@ -35,7 +38,8 @@ class RememberStage:
     ) -> None:
         self._runtime, self._settings = runtime, runtime.settings
         self._prompts, self._history, self._prefixes, self._prefetcher = prompts, history, prefixes, prefetcher
-        self._passages, self.jobs = RecurringPassages(), BackgroundEncoder(self._do)
+        self._passages = RecurringPassages()
+        self.jobs = BackgroundJobs("encode", MAX_WAITING_JOBS, finishes=True)
 
     def begin(self, prepared: PreparedPrompt, request: Request) -> None:
         """Save the new KV of a prompt while its answer is generated (AttentionStore 3.2.2)."""
@@ -58,15 +62,20 @@ class RememberStage:
         schema_use = plan.prompt.schema_use
         if not profile.refusal or (profile.fixed and schema_use is not None):
             for job in jobs_after(plan):
-                self.jobs.submit(job)
+                self._queue(job)
         if not profile.refusal:
             prefix, n_exact = self._prefixes.prefix_to_encode(prepared)
             if prefix:
-                self.jobs.submit(EncodeJob("prefix", tuple(prefix), n_prefix=n_exact))
+                self._queue(EncodeJob("prefix", tuple(prefix), n_prefix=n_exact))
         if self._settings.learn != "off" and schema_use is None:
-            self.jobs.submit(EncodeJob("learn", plan.prompt.token_ids, plan=plan))
+            self._queue(EncodeJob("learn", plan.prompt.token_ids, plan=plan))
         if isinstance(schema_use, SchemaUse):
             self._prefetcher.submit_keys(schema_use.others)  # of the unions used: the next prompt may want another one
+
+    def _queue(self, job: EncodeJob) -> None:
+        """Queue a job; equal jobs wait only once."""
+        if job not in self.jobs.names:
+            self.jobs.submit(partial(self._do, job), [job])
 
     # in the background
 
@@ -90,7 +99,7 @@ class RememberStage:
                 if is_code(model.text(run)):
                     self._prompts.note(self._runtime.digest, "", CODE, run)
                 else:
-                    self.jobs.submit(EncodeJob("chunk", run, source=LEARNT))
+                    self._queue(EncodeJob("chunk", run, source=LEARNT))
         elif runs and not job.plan.fetches and not self._runtime.profile.refusal:
             hint_once(len(runs), self._settings, model, why)
 

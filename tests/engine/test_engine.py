@@ -503,7 +503,7 @@ def test_the_same_miss_waits_once(engine):
     with engine.model.lock:
         for _ in range(3):
             engine.answer(messages())
-        assert len(engine._remember.jobs._waiting) <= 6 < MAX_WAITING_JOBS
+        assert len(engine._remember.jobs) <= 6 < MAX_WAITING_JOBS
     engine.flush()
     assert engine.store.stats().dropped_writes == 0
     assert len({entry.key for entry in engine.store.entries()}) == 6
