@@ -14,8 +14,6 @@ from ragfuse.schemas.layout import SchemaRun
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import LoadPlan
 
-MAX_WAITING_JOBS = 256
-"""Most jobs that may wait; further ones are dropped, and submitted again by the next question that needs them."""
 IDLE_WAIT_S = 2.0
 """Seconds that a job waits for a moment in which no answer is generated, as encoding delays many tokens of one."""
 

@@ -11,14 +11,12 @@ from dataclasses import replace
 
 from ragfuse.engine.background import EncodeJob
 from ragfuse.engine.model_profiles import hint, refusal_of
-from ragfuse.engine.overflow import drops, room_of
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.request import Request
 from ragfuse.engine.runtime import Runtime
 from ragfuse.fuse.select import cost_of
 from ragfuse.hf.model import HFModel
 from ragfuse.plan.controller import Controller
-from ragfuse.process.jobs import BackgroundJobs
 from ragfuse.store.deletion import chunk_of
 from ragfuse.telemetry.otel import planned
 from ragfuse.types.keys import ChunkKey
@@ -47,14 +45,13 @@ class Planner:
     """Makes the plans of an engine's prompts.
 
     Args:
-        runtime: Timings of this machine, the store where entries are looked up, and the catalog of known texts.
+        runtime: Timings of this machine, the store where entries are looked up, the catalog of known texts, and chunks
+            that wait to be encoded.
         prefixes: The prefix cache.
-        jobs: Chunks that wait to be encoded.
     """
 
-    def __init__(self, runtime: Runtime, prefixes: PrefixCache, jobs: BackgroundJobs) -> None:
-        self._runtime, self._prefixes, self._jobs = runtime, prefixes, jobs
-        self._store, self._settings = runtime.store, runtime.settings
+    def __init__(self, runtime: Runtime, prefixes: PrefixCache) -> None:
+        self._runtime, self._prefixes, self._store = runtime, prefixes, runtime.store
         self._is_hinted = False
 
     @planned
@@ -68,12 +65,8 @@ class Planner:
 
         Returns:
             The plan. Its prompt has segments of kind "prefix" where the prefix cache has a hit.
-
-        Raises:
-            OverlongError: The prompt does not fit the model's context.
         """
-        model, profile, ask, settings = request.model, request.profile, request.ask, self._settings
-        room_of(prompt, model, drops(ask, settings))
+        model, profile, ask, settings = request.model, request.profile, request.ask, self._runtime.settings
         if ask.reuse and not lost:
             prompt = self._prefixes.placed(prompt)
         policy = ask.policy or settings.policy
@@ -115,7 +108,7 @@ class Planner:
 
     def _explained(self, segment: Segment, why: str) -> str:
         """Return the precise reason of a miss: its entry may be undecodable here, or still being encoded."""
-        tokens, waiting = segment.stored or segment.tokens, self._jobs.names
+        tokens, waiting = segment.stored or segment.tokens, self._runtime.jobs.names
         if why == MISSING and segment.kind == "chunk" and any(_encodes(job, tokens) for job in waiting):
             return ENCODING
         reasons = (self._store.why_not(key) for key in segment.keys if why == MISSING)

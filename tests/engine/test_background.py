@@ -84,7 +84,7 @@ def test_a_question_that_comes_while_documents_are_encoded_says_so_and_waits_for
     settings = tiny_settings.model_copy(update={"prefix_cache": False})
     with Engine(settings) as engine:
         gate = threading.Event()
-        engine._remember.jobs.submit(lambda: gate.wait(60))
+        engine.runtime.jobs.submit(lambda: gate.wait(60))
         try:
             first = engine.answer(messages(CHUNKS[:2])).trace
             second = engine.answer(messages(CHUNKS[:2])).trace
