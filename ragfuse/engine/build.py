@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 from ragfuse.engine.constraints import offered_tools
 from ragfuse.engine.history import ConversationHistory
-from ragfuse.engine.overflow import check_answer_fits, limit_of
-from ragfuse.engine.prompt_builder import PromptBuilder
+from ragfuse.engine.overflow import check_fits, drops
 from ragfuse.engine.question import is_ids, mended_question, messages_of
 from ragfuse.engine.request import Request
 from ragfuse.engine.schema_service import SchemaService
@@ -17,36 +15,32 @@ from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.types.prompt import Prompt
 
 
-@dataclass(frozen=True)
-class BuildStage:
-    """Builds the prompts of an engine from its known chunks, conversations and schemas."""
+@about("prompt")
+def build(request: Request, history: ConversationHistory, schemas: SchemaService) -> Prompt:
+    """Return the prompt of a question; where it is too long and overflow is "drop", without its last chunks.
 
-    prompts: PromptBuilder
-    history: ConversationHistory
-    schemas: SchemaService
+    Args:
+        request: The request.
+        history: The conversations, one of which the question may continue.
+        schemas: The schemas over which a prompt in PML is.
 
-    @about("prompt")
-    def build(self, request: Request) -> Prompt:
-        """Return the prompt of a question; where it is too long and overflow is "drop", without its last chunks.
-
-        Raises:
-            OverlongError: The prompt or the length of its answer does not fit the model's context, and nothing more
-                may be left out.
-            InputError: The question is invalid.
-        """
-        question, ask = request.question, request.ask
-        if isinstance(question, PMLPrompt):
-            bound = self.schemas.prompt(question, ask)
-            check_answer_fits(bound, ask, request.model, False)
-            return bound
+    Raises:
+        OverlongError: The prompt or the length of its answer does not fit the model's context, and nothing more may
+            be left out.
+        InputError: The question is invalid.
+    """
+    question, ask, settings = request.question, request.ask, request.runtime.settings
+    if isinstance(question, PMLPrompt):
+        prompt, may_shorten = schemas.prompt(question, ask), False
+    else:
         tools, question = offered_tools(ask), mended_question(question)
-        limit = limit_of(ask, request.runtime.settings, request.model)
-        may_shorten = self.history.may_shorten(question, ask)
-        make = partial(self.prompts.prompt, digest=request.runtime.digest, tools=tools, ask=ask, check=not may_shorten)
-        prompt = self.history.fitted(question, ask, lambda messages, n: make(messages, leave_out=n), limit)
-        leaves_out = limit is not None or (may_shorten and self.history.has_earlier(prompt, question))
-        check_answer_fits(prompt, ask, request.model, leaves_out)
-        if not ask.documents or any(segment.kind == "chunk" for segment in prompt.segments):
-            return prompt
-        contents = "" if is_ids(question) else "\n".join(message.text for message in messages_of(question))
-        return replace(prompt, altered=all(text.strip() not in contents for text, _ in ask.documents))
+        may_shorten = history.may_shorten(question, ask)
+        prompt = history.fitted(question, ask, tools, check=not may_shorten)
+        may_shorten = drops(ask, settings) or (may_shorten and history.has_earlier(prompt, question))
+    check_fits(prompt, ask, request.model, drops(ask, settings), may_shorten)
+    if isinstance(question, PMLPrompt) or not ask.documents:
+        return prompt
+    if any(segment.kind == "chunk" for segment in prompt.segments):
+        return prompt
+    contents = "" if is_ids(question) else "\n".join(message.text for message in messages_of(question))
+    return replace(prompt, altered=all(text.strip() not in contents for text, _ in ask.documents))

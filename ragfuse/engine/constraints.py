@@ -13,11 +13,10 @@ from typing import Any
 
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.draft import Draft
-from ragfuse.engine.options import ends_of, is_single
+from ragfuse.engine.options import ends_of, is_single, options_of
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.question import has_calls
 from ragfuse.engine.request import Request
-from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError, about
 from ragfuse.hf.grammar import GrammarCompiler, GrammarProcessor, check, is_installed
 from ragfuse.hf.handover import resolve_option, stop_strings_of
@@ -29,6 +28,7 @@ from ragfuse.text.chat_template import ChatTemplate, Thoughts
 from ragfuse.text.tool_calls import CallFormat
 from ragfuse.types.answer import Answer, Ended, Thought, Trace
 from ragfuse.types.grammar import Grammar, json_text
+from ragfuse.types.prompt import Prompt
 
 Tool = Mapping[str, Any]
 """A tool in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}."""
@@ -142,17 +142,28 @@ def _schema(tool: Tool) -> str:
 class ConstraintCompiler:
     """Compiles the constraints of one engine's answers; compilers are kept for its model. Thread-safe."""
 
-    def __init__(self, runtime: Runtime, prompts: PromptBuilder) -> None:
-        self._runtime, self._prompts, self._lock = runtime, prompts, threading.Lock()
+    def __init__(self, prompts: PromptBuilder) -> None:
+        self._runtime, self._prompts, self._lock = prompts.runtime, prompts, threading.Lock()
         self._grammars: dict[tuple[int, ...], GrammarCompiler] = {}
 
-    def compile(self, request: Request) -> OutputConstraints:
-        """Return the constraints of the answers to a question.
+    def compile(self, request: Request, prompt: Prompt) -> OutputConstraints:
+        """Return the constraints of the answers to a prompt, and the options of `generate` for them.
 
         Raises:
             InputError: The tools or the grammar cannot be used, or the chat template has no variable of a name in
                 `chat_template_kwargs`.
         """
+        model, max_context = request.model, request.model.max_context
+        room = max_context and max_context - prompt.segments[-1].stop + 1
+        held = replace(self._held(request), options=options_of(request.ask, self._runtime.settings, room))
+        if held.thoughts is None or not request.is_chat:  # answers to any other prompt have no reasoning
+            return replace(held, thoughts=None)
+        continues = request.ask.continue_final_message
+        last_ids = list(prompt.token_ids[-(LONG_TAIL if continues else TAIL) :])
+        end = str(model.tokenizer.decode(last_ids, skip_special_tokens=False))
+        return replace(held, is_thinking=held.thoughts.is_open(end, continues))
+
+    def _held(self, request: Request) -> OutputConstraints:
         ask, calls = request.ask, self._prompts.calls
         model, tools = self._runtime.model, checked(ask.tools, ask.tool_choice, ask.grammar)
         if ask.chat_template_kwargs and (name := self.template.unread(ask.chat_template_kwargs)):
@@ -245,21 +256,6 @@ class OutputConstraints:
     thoughts: Thoughts | None = None
     is_thinking: bool = False
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-
-    def for_prompt(self, token_ids: Sequence[int], is_chat: bool, options: Mapping[str, Any]) -> OutputConstraints:
-        """Return the constraints of the answers to a prompt.
-
-        Args:
-            token_ids: The prompt's ids; its end shows whether it opened reasoning.
-            is_chat: Whether the chat template wrote it. Answers to any other prompt have no reasoning.
-            options: The options of `generate` that were asked for.
-        """
-        if self.thoughts is None or not is_chat:
-            return replace(self, thoughts=None, options=options)
-        continues = self.ask.continue_final_message
-        last_ids = list(token_ids[-(LONG_TAIL if continues else TAIL) :])
-        prompt = str(self.model.tokenizer.decode(last_ids, skip_special_tokens=False))
-        return replace(self, is_thinking=self.thoughts.is_open(prompt, continues), options=options)
 
     def generate_options(self) -> dict[str, Any]:
         """Return options for transformers' `generate`, with logits processors that enforce the constraints.

@@ -15,17 +15,16 @@ from pathlib import Path
 
 from ragfuse.engine.answer_stream import AnswerStream, answers_of
 from ragfuse.engine.ask import Ask
-from ragfuse.engine.background import BackgroundEncoder
-from ragfuse.engine.build import BuildStage
+from ragfuse.engine.build import build
 from ragfuse.engine.constraints import ConstraintCompiler, Tool, offered_tools
 from ragfuse.engine.fetch import FetchStage
-from ragfuse.engine.generate import GenerateStage
+from ragfuse.engine.generate import generated, share
 from ragfuse.engine.history import ConversationHistory
 from ragfuse.engine.ingest import Documents
-from ragfuse.engine.pending_saves import PendingSaves
+from ragfuse.engine.overflow import check_fits
 from ragfuse.engine.planner import Planner
 from ragfuse.engine.prefetch import Prefetcher
-from ragfuse.engine.prefill import PrefillStage
+from ragfuse.engine.prefill import prefill
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.question import (
@@ -39,21 +38,18 @@ from ragfuse.engine.remember import RememberStage
 from ragfuse.engine.request import Prefilled, PreparedPrompt, Request, Say
 from ragfuse.engine.runtime import Runtime, handed_over
 from ragfuse.engine.schema_service import RegisteredSchema, SchemaService
-from ragfuse.engine.store_opener import open_catalog, opened
 from ragfuse.errors import StoreError, about
 from ragfuse.fuse.fusor import LostRun
 from ragfuse.hf.model import HFModel
-from ragfuse.load.link import Links
 from ragfuse.models.dtypes import resolve_auto
 from ragfuse.models.loader import Given, Tokens
 from ragfuse.process.exit import EXITING, at_work
+from ragfuse.process.jobs import BackgroundJobs, close_at_exit, countdown
 from ragfuse.process.shared import OneProcess, collect_notes, forget, shared
-from ragfuse.process.worker import close_at_exit
 from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.sessions.conversation_index import ConversationIndex
 from ragfuse.settings import Settings
-from ragfuse.store import KVStore, countdown
-from ragfuse.store.codec_registry import CodecRegistry
+from ragfuse.store import KVStore
 from ragfuse.telemetry.counters import AnswerCounters
 from ragfuse.telemetry.otel import counted
 from ragfuse.text.chat_messages import Content
@@ -102,37 +98,18 @@ class Engine(OneProcess):
         self._process = os.getpid()
         self.settings = resolve_auto(chosen.usable())
         known_policy(self.settings.policy)
-        self.catalog = open_catalog(self.settings, store)
         self.conversations = conversations if conversations is not None else ConversationIndex()
-        codecs = CodecRegistry(self.catalog)
-        self.store = opened(self.settings, store, codecs, self.conversations.evict(self.settings))
-        codecs.tiers = self.store.tiers
-        self.runtime = Runtime(self.settings, given, self.catalog, self.store, codecs)
-        self.timings, self.links = self.runtime.timings, Links(self.settings.streams)
-        self._saves = PendingSaves(self.settings.writer_queue, self.settings.history_buffer_bytes)
-        self.prompts = PromptBuilder(self.runtime)
-        self.constraints = ConstraintCompiler(self.runtime, self.prompts)
-        self.schemas = SchemaService(self.settings, self.store, self.catalog, self.prompts, self.runtime)
-        self.prefixes = PrefixCache(self.settings, self.runtime, self.store, self._saves)
-        self.history = ConversationHistory(
-            self.settings,
-            self.catalog,
-            self.prompts,
-            self.runtime,
-            self.store,
-            self.conversations,
-            self.prefixes,
-            self._saves,
-        )
+        self.runtime = runtime = Runtime(self.settings, given, store, self.conversations)
+        self.catalog, self.store, self.timings = runtime.catalog, runtime.store, runtime.timings
+        self.prompts, self.prefixes = PromptBuilder(runtime), PrefixCache(runtime)
+        self.constraints, self.schemas = ConstraintCompiler(self.prompts), SchemaService(self.prompts)
+        self.history = ConversationHistory(self.prompts, self.prefixes)
         self.sessions = self.history.sessions
-        self.prefetcher = Prefetcher(self.runtime, self.history.keys_of)
-        self._build = BuildStage(self.prompts, self.history, self.schemas)
-        self._remember = RememberStage(self.runtime, self.prompts, self.history, self.prefixes, self.prefetcher)
-        self._planner = Planner(self.runtime, self.prefixes, self._remember.jobs)
-        self._fetch = FetchStage(self.links, self.prefetcher)
-        self._prefill, self._generate = PrefillStage(self.prefixes), GenerateStage()
-        self._documents = Documents(self.runtime, self.prompts, self.prefixes, self._remember.jobs)
-        self.counters = AnswerCounters(lambda: self._remember.jobs.waiting, lambda: self.catalog.failures)
+        self.prefetcher = Prefetcher(runtime, self.history.keys_of)
+        self._planner, self._fetch = Planner(runtime, self.prefixes), FetchStage(self.prefetcher)
+        self._remember = RememberStage(self.prompts, self.history, self.prefixes, self.prefetcher)
+        self._documents = Documents(self.prompts, self.prefixes)
+        self.counters = AnswerCounters(lambda: len(runtime.jobs), lambda: runtime.catalog.failures)
 
     @staticmethod
     def shared(settings: Settings | None = None, model: Given = None, *, tokenizer: Tokens = None) -> Engine:
@@ -210,15 +187,16 @@ class Engine(OneProcess):
     @at_work()
     def _run(self, request: Request) -> Answer:
         """Take a question through the six stages to its answer."""
-        prompt, constraints = self._build.build(request), self.constraints.compile(request)
+        prompt = build(request, self.history, self.schemas)
+        constraints = self.constraints.compile(request, prompt)
         with self._prefilled(prompt, request) as prepared:
             if request.prefilled is not None:
                 request.prefilled(prepared)
-            self._remember.begin(prepared, request)
-            self._generate.share(prepared, request)
-        generated = self._generate.generate(prepared, constraints, request)
-        self._remember.remember(prepared, generated, request)
-        return generated.answer
+            self._remember.begin(prepared)
+            share(prepared)
+        found = generated(prepared, constraints)
+        self._remember.remember(found)
+        return found.answer
 
     @contextmanager
     def _prefilled(self, prompt: Prompt, request: Request) -> Iterator[PreparedPrompt]:
@@ -230,7 +208,7 @@ class Engine(OneProcess):
                 plan = self._planner.plan(prompt, request, lost)
                 with self._fetch.fetch(plan, request) as fetched:
                     try:
-                        prepared = self._prefill.prefill(fetched, request)
+                        prepared = prefill(fetched, self.prefixes)
                     except LostRun as error:
                         prompt, lost = plan.prompt, lost | {error.segment}
                         continue
@@ -262,12 +240,14 @@ class Engine(OneProcess):
         """Return what would be read and computed for a prompt, and how long that would take, without doing it."""
         self._check_open()
         request = self._request(prompt, ask)
-        return self._planner.plan(self._build.build(request), request)
+        return self._planner.plan(build(request, self.history, self.schemas), request)
 
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> PreparedPrompt:
         """Plan, load and prefill a prompt; raise OverlongError where it does not fit the model's context."""
         self._check_open()
-        with self._prefilled(prompt, self._request((), ask)) as prepared:
+        request = self._request((), ask)
+        check_fits(prompt, request.ask, self.model, drops=False, may_shorten=False)
+        with self._prefilled(prompt, request) as prepared:
             return prepared
 
     @about("prompt")
@@ -433,9 +413,9 @@ class Engine(OneProcess):
             )
 
     @property
-    def _background(self) -> tuple[Prefetcher | BackgroundEncoder | PendingSaves, ...]:
+    def _background(self) -> tuple[Prefetcher | BackgroundJobs, ...]:
         """The background workers, in the order in which each passes work to the next."""
-        return self.prefetcher, self._remember.jobs, self._saves
+        return self.prefetcher, self.runtime.jobs, self.runtime.saves
 
     def __enter__(self) -> Engine:
         self._check_open()

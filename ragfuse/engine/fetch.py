@@ -16,7 +16,6 @@ from ragfuse.engine.prefetch import Prefetcher
 from ragfuse.engine.request import Request
 from ragfuse.hf.lock import FairLock
 from ragfuse.load.layers import LayerReader
-from ragfuse.load.link import Links
 from ragfuse.load.stream import BYTES_UNREADABLE, Stream, Terms
 from ragfuse.plan.cost import Blend
 from ragfuse.plan.look_ahead import layers_before
@@ -33,12 +32,14 @@ class FetchedKV:
     """The KV of a prompt by its plan, layer by layer, while the prompt has the model. Thread-safe as its reader is.
 
     Args:
+        request: The request.
         plan: The plan.
         reader: Reads the layers of the segments that were not streamed.
         stream: KV that was streamed under a deadline; None: nothing was.
         began_s: `time.perf_counter()` when the prompt acquired the model.
     """
 
+    request: Request
     plan: LoadPlan
     reader: LayerReader
     stream: Stream | None
@@ -61,11 +62,9 @@ class FetchStage:
     """Loads the KV of an engine's prompts.
 
     Args:
-        links: The links to remote tiers, with their throughput.
         prefetcher: Skips keys that a prompt reads itself.
     """
 
-    links: Links
     prefetcher: Prefetcher
     _next: FairLock = field(default_factory=FairLock)  # of the one prompt that gets the model next, and reads ahead
 
@@ -95,7 +94,7 @@ class FetchStage:
                 held.enter_context(loading(reader, rest))
                 held.enter_context(model.lock)
             request.check_open()
-            yield FetchedKV(plan, reader, stream, time.perf_counter())
+            yield FetchedKV(request, plan, reader, stream, time.perf_counter())
 
     def _stream(self, plan: LoadPlan, far: Sequence[Fetch], left_s: float, request: Request) -> Stream:
         """Return the stream of the fetches from remote tiers."""
@@ -109,7 +108,7 @@ class FetchStage:
             prior=costs.throughput(tier) if costs is not None else None,
         )
         parts = parts_of(plan, far, costs)
-        return Stream(runtime.store, parts, model.n_layers, self.links.of(tier), terms, model.device)
+        return Stream(runtime.store, parts, model.n_layers, runtime.links.of(tier), terms, model.device)
 
 
 def _part(kv: LayerKV | None, rows: tuple[int, int] | None) -> LayerKV | None:

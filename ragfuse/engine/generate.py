@@ -6,15 +6,15 @@ Answers that are generated at the same time are decoded in one batch by `hf.deco
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ragfuse.engine.answer_stream import StopSignal
 from ragfuse.engine.constraints import OutputConstraints
-from ragfuse.engine.options import is_streamable, options_of
-from ragfuse.engine.request import PreparedPrompt, Request
+from ragfuse.engine.options import is_streamable
+from ragfuse.engine.request import PreparedPrompt
 from ragfuse.engine.trace_builder import trace_of
 from ragfuse.hf.handover import generate
-from ragfuse.hf.shared_kv import SharedKV, SharedSpan
+from ragfuse.hf.shared_kv import SharedSpan
 from ragfuse.hf.stream import StopWhen
 from ragfuse.telemetry.otel import span
 from ragfuse.types.answer import Answer, Thought
@@ -25,53 +25,50 @@ class Generated:
     """A generated answer.
 
     Args:
+        prepared: The prompt that it answers.
         answer: The answer.
         token_ids: The ids as generated.
         is_whole: Whether it was not abandoned by its reader, so that it becomes part of its conversation.
     """
 
+    prepared: PreparedPrompt
     answer: Answer
     token_ids: Sequence[int]
     is_whole: bool
 
 
-@dataclass(frozen=True)
-class GenerateStage:
-    """Generates the answers of an engine."""
+def share(prepared: PreparedPrompt) -> None:
+    """Share the KV of modules and prefixes in memory with other answers that are generated at the same time."""
+    request, cache, plan = prepared.request, prepared.prefill.cache, prepared.plan
+    runtime, wiring = request.runtime, request.model.shared_wiring
+    if not runtime.settings.share or not (request.has_company or request.model.batcher.active):
+        return
+    if cache is None or wiring is None or plan.fallback_reason or prepared.stream is not None:
+        return
+    spans = []
+    for fetch in plan.fetches:
+        segment, (lo, hi) = plan.prompt.segments[fetch.segment], plan.prompt.spans[fetch.segment]
+        if segment.kind in ("module", "prefix"):
+            spans.append(SharedSpan(lo, hi, (fetch.key, fetch.level, segment.rows, segment.shift)))
+    runtime.shared_kv.share(cache, sorted(spans, key=lambda span: span.lo), wiring.windows)
 
-    shared: SharedKV = field(default_factory=SharedKV)
 
-    def share(self, prepared: PreparedPrompt, request: Request) -> None:
-        """Share the KV of modules and prefixes in memory with other answers that are generated at the same time."""
-        if not request.runtime.settings.share or not (request.has_company or request.model.batcher.active):
-            return
-        cache, wiring, plan = prepared.prefill.cache, request.model.shared_wiring, prepared.plan
-        if cache is None or wiring is None or plan.fallback_reason or prepared.stream is not None:
-            return
-        spans = []
-        for fetch in plan.fetches:
-            segment, (lo, hi) = plan.prompt.segments[fetch.segment], plan.prompt.spans[fetch.segment]
-            if segment.kind in ("module", "prefix"):
-                spans.append(SharedSpan(lo, hi, (fetch.key, fetch.level, segment.rows, segment.shift)))
-        self.shared.share(cache, sorted(spans, key=lambda span: span.lo), wiring.windows)
-
-    def generate(self, prepared: PreparedPrompt, constraints: OutputConstraints, request: Request) -> Generated:
-        """Generate and return the answer, streaming it to `request.say`; stop once one of `request.ends` is set."""
-        ask, model, say = request.ask, request.model, request.say
-        options = options_of(ask, request.runtime.settings, prepared.room)
-        constraints = constraints.for_prompt(prepared.plan.prompt.token_ids, request.is_chat, options)
-        sink = constraints.sink(say)
-        streamer = sink if is_streamable(options, model) else None
-        with span("decode"):
-            stopping = [*map(StopWhen, request.ends), *constraints.stopping()]
-            ids = generate(model, prepared.prefill, constraints.generate_options(), streamer, stopping, ask.seed)[0]
-        answer = constraints.read(ids, trace_of(prepared, request, sink.first_s))
-        is_whole = not any(map(_is_abandoned, request.ends))
-        if streamer is None and say is not None:
-            if answer.reasoning:
-                say(Thought(answer.reasoning))
-            say(answer.text)
-        return Generated(answer, ids, is_whole)
+def generated(prepared: PreparedPrompt, constraints: OutputConstraints) -> Generated:
+    """Generate and return the answer, streaming it to `request.say`; stop once one of `request.ends` is set."""
+    request = prepared.request
+    model, say, sink = request.model, request.say, constraints.sink(request.say)
+    streamer = sink if is_streamable(constraints.options, model) else None
+    with span("decode"):
+        stopping = [*map(StopWhen, request.ends), *constraints.stopping()]
+        options = constraints.generate_options()
+        ids = generate(model, prepared.prefill, options, streamer, stopping, request.ask.seed)[0]
+    answer = constraints.read(ids, trace_of(prepared, sink.first_s))
+    is_whole = not any(map(_is_abandoned, request.ends))
+    if streamer is None and say is not None:
+        if answer.reasoning:
+            say(Thought(answer.reasoning))
+        say(answer.text)
+    return Generated(prepared, answer, ids, is_whole)
 
 
 def _is_abandoned(end: object) -> bool:

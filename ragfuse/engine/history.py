@@ -10,19 +10,18 @@ from __future__ import annotations
 import logging
 import secrets
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 from ragfuse.engine.ask import Ask
-from ragfuse.engine.overflow import asked_length, fitted
-from ragfuse.engine.pending_saves import PendingSaves
+from ragfuse.engine.generate import Generated
+from ragfuse.engine.overflow import drops, fitted, limit_of
 from ragfuse.engine.prefix_cache import PrefixCache, with_rows, without_rows
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.question import ChatInput, Ids, is_ids, mended_question, messages_of
-from ragfuse.engine.request import PreparedPrompt
-from ragfuse.engine.runtime import Runtime
-from ragfuse.sessions.conversation_index import ConversationIndex, Name
+from ragfuse.sessions.conversation_index import Name
 from ragfuse.sessions.session import (
     PendingTurn,
     Session,
@@ -34,9 +33,6 @@ from ragfuse.sessions.session import (
     truncated,
 )
 from ragfuse.sessions.session_store import SessionStore
-from ragfuse.settings import Settings
-from ragfuse.store import KVStore
-from ragfuse.store.catalog import Catalog
 from ragfuse.text.chat_messages import ChatMessage, LaterMessages, Piece
 from ragfuse.types.answer import Answer
 from ragfuse.types.keys import ChunkKey
@@ -54,60 +50,48 @@ class ConversationHistory:
     """The conversations of one engine. Thread-safe.
 
     Args:
-        settings: Which conversations are kept, and how histories are truncated.
-        catalog: Where sessions are written.
         prompts: Splits messages into chunks and fresh text.
-        runtime: The model and its encoder.
-        store: Where KV is kept.
-        index: Which conversation each KV entry belongs to; used for eviction and prefetching.
         prefixes: The tree of beginnings, which saves the KV of turns.
-        pending: Saves in the background.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        catalog: Catalog,
-        prompts: PromptBuilder,
-        runtime: Runtime,
-        store: KVStore,
-        index: ConversationIndex,
-        prefixes: PrefixCache,
-        pending: PendingSaves,
-    ) -> None:
-        self._settings, self._prompts, self._runtime, self._index = settings, prompts, runtime, index
+    def __init__(self, prompts: PromptBuilder, prefixes: PrefixCache) -> None:
+        runtime = prompts.runtime
+        self._settings, self._prompts, self._runtime = runtime.settings, prompts, runtime
         self._prefixes = prefixes
-        self._pending = pending
         self.sessions = SessionStore(
-            store,
-            catalog,
+            runtime.store,
+            runtime.catalog,
             lambda: [runtime.digest],
-            settings.session_ttl_s,
-            settle=pending.flush,
-            later=pending.later,
-            index=index,
+            runtime.settings.session_ttl_s,
+            settle=runtime.saves.flush,
+            later=self._later,
+            index=runtime.conversations,
         )
+
+    def _later(self, job: Callable[[], object]) -> None:
+        self._runtime.saves.submit(job, counts=False, is_awaited=True)
 
     # before the answer
 
-    def fitted(
-        self, question: ChatInput | Ids, ask: Ask, make: Callable[[ChatInput | Ids, int], Prompt], limit: int | None
-    ) -> Prompt:
+    def fitted(self, question: ChatInput | Ids, ask: Ask, tools: Sequence[Mapping[str, Any]], check: bool) -> Prompt:
         """Return the prompt of a question, with the stored turns of its conversation as history segments.
 
-        The history is truncated first; chunks are left out only where that is not enough.
+        The history is truncated first; chunks are left out only where that is not enough, and overflow is "drop".
 
         Args:
             question: The new messages, or all messages of the conversation.
             ask: Its options; `session` names the conversation.
-            make: Makes the prompt of messages without their last n chunks.
-            limit: Most tokens of the prompt, as for `overflow.fitted`; None: no chunk is left out.
+            tools: Tools that the prompt describes.
+            check: Whether a text that can never fit is refused before it is tokenised.
         """
+        settings, max_context = self._settings, self._runtime.model.max_context
+        limit = 1 + limit_of(ask, settings, max_context) if max_context and drops(ask, settings) else None
+        make = partial(self._prompts.prompt, digest=self._runtime.digest, tools=tools, ask=ask, check=check)
         pending = self._pending_turn(question, ask)
         if pending is None:
-            return fitted(lambda n: make(question, n), limit)
+            return fitted(lambda n: make(question, leave_out=n), limit)
         messages = [*pending.session.messages, *pending.messages]
-        return fitted(lambda n: self._shortened(lambda shorter: make(shorter, n), messages, pending, ask), limit)
+        return fitted(lambda n: self._shortened(partial(make, leave_out=n), messages, pending, ask), limit)
 
     def may_shorten(self, question: ChatInput | Ids, ask: Ask) -> bool:
         """Return whether earlier turns may be left out of a question that is too long."""
@@ -137,7 +121,8 @@ class ConversationHistory:
 
     def keys_of(self, name: Name) -> Sequence[ChunkKey]:
         """Return the keys of a conversation's KV; a conversation that is not in the index is read from the catalog."""
-        return self._index.keys(name) or (self.sessions.get(*name) and self._index.keys(name)) or ()
+        index = self._runtime.conversations
+        return index.keys(name) or (self.sessions.get(*name) and index.keys(name)) or ()
 
     def _pending_turn(self, question: ChatInput | Ids, ask: Ask) -> PendingTurn | None:
         """Return the turn that a question adds to a conversation; None where conversations are not kept.
@@ -158,7 +143,7 @@ class ConversationHistory:
             source = known[1] if known is not None else session
             if name is None and known is not None:
                 version, session = known
-        self._pending.wait([session.id, source.id], TURN_SAVE_WAIT_S)
+        self._runtime.saves.wait([session.id, source.id], TURN_SAVE_WAIT_S)
         if name is not None and not is_whole:
             first = prefix_digests(session.messages[:1])
             new = tuple(each for each in given if each.role != "system" or prefix_digests([each]) != first)
@@ -199,42 +184,38 @@ class ConversationHistory:
         known = session.known(ids)
         n_past = known[-1].hi if known else 0
         lo, hi = session.left_out if session.left_out[1] <= n_past else (0, 0)
-        window, settings = self._window(ask), self._settings
+        window, settings = self._window, self._settings
         if window is not None:
-            room, step = max(0, window[1] - (len(prompt) - n_past)), max(1, int(settings.truncate_ratio * window[0]))
+            room = max(0, limit_of(ask, settings, window) - (len(prompt) - n_past))
+            step = max(1, int(settings.truncate_ratio * window))
             lo, hi = truncated((lo, hi), n_past, room, step, settings.sinks)
         short = without_rows(with_rows(prompt, known, "history"), lo, hi)
         return replace(short, conversation=replace(pending, left_out=(lo, ids[lo:hi])))
 
-    def _window(self, ask: Ask) -> tuple[int, int] | None:
-        """Return the most tokens of prompt and answer together, and of the prompt alone; None without a limit."""
-        limits = [each for each in (self._settings.window_tokens, self._runtime.encoder.model.max_context) if each]
-        if not limits:
-            return None
-        window = min(limits)
-        answer = min(asked_length(ask) or self._settings.max_tokens, max(1, window // 4))
-        return window, window - answer
-
     def _fits(self, prompt: Prompt, ask: Ask) -> bool:
-        window = self._window(ask)
-        return window is None or len(prompt) <= window[1]
+        window = self._window
+        return window is None or len(prompt) <= limit_of(ask, self._settings, window)
+
+    @property
+    def _window(self) -> int | None:
+        """The most tokens of prompt and answer together; None without a limit."""
+        limits = (self._settings.window_tokens, self._runtime.model.max_context)
+        return min((each for each in limits if each), default=None)
 
     # after it
 
-    def after(self, ready: PreparedPrompt, ids: Sequence[int], answer: Answer, ask: Ask) -> None:
+    def after(self, generated: Generated) -> None:
         """Record the turn that was answered, and save its KV in the background.
 
-        Args:
-            ready: The prefilled prompt.
-            ids: The generated token ids.
-            answer: The answer.
-            ask: Its options.
+        A turn that is not persistent is kept only where its prompt has no chunks.
         """
-        pending, encoder = ready.plan.prompt.conversation, self._runtime.encoder
-        if not isinstance(pending, PendingTurn) or not self._is_kept(ready, pending, ask):
+        ready, answer, ids = generated.prepared, generated.answer, generated.token_ids
+        prompt, ask, encoder = ready.plan.prompt, ready.request.ask, self._runtime.encoder
+        pending, has_chunks = prompt.conversation, any(segment.kind == "chunk" for segment in prompt.segments)
+        if not isinstance(pending, PendingTurn) or not ask.reuse or (has_chunks and not pending.persistent):
             return
         answer_ids = self._text_ids(answer)
-        n_written = min(_n_common(answer_ids, ids), ready.n_held(len(ids)) - len(ready.plan.prompt))
+        n_written = min(_n_common(answer_ids, ids), ready.n_held(len(ids)) - len(prompt))
         tokens, rows = self._prefixes.keep(ready, pending, answer_ids[:n_written])
         messages = [replace(each, content=tuple(self._prompts.pieces(each.pieces))) for each in pending.messages]
         if not pending.keep_chunks:
@@ -260,12 +241,7 @@ class ConversationHistory:
             )
             unused_keys = set(session.keys).difference(pending.previous_keys)
         if unused_keys:  # dropped after all pending saves
-            self._pending.later(lambda: self.sessions.release(unused_keys))
-
-    def _is_kept(self, ready: PreparedPrompt, pending: PendingTurn, ask: Ask) -> bool:
-        """Return whether the turn is kept; one that is not persistent only where its prompt has no chunks."""
-        has_chunks = any(segment.kind == "chunk" for segment in ready.plan.prompt.segments)
-        return ask.reuse and (pending.persistent or not has_chunks)
+            self._later(lambda: self.sessions.release(unused_keys))
 
     def _text_ids(self, answer: Answer) -> tuple[int, ...]:
         """Return the ids of an answer's text: the generated ones, with the end tokenised anew where a stop cut it."""

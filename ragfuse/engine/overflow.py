@@ -103,52 +103,31 @@ def _fits(make: Callable[[int], Prompt], n: int, limit: int) -> bool:
         return False
 
 
-def room_for(n_tokens: int, model: HFModel, n_dropped: int, may_drop: bool, at_least: bool = False) -> int | None:
-    """Return how many new tokens fit after a prompt of so many tokens; None without a limit.
-
-    Args:
-        n_tokens: Tokens of the prompt.
-        model: The model.
-        n_dropped: How many chunks were left out of it.
-        may_drop: Whether it has chunks that may be left out on request.
-        at_least: Whether it has more tokens than that.
-
-    Raises:
-        OverlongError: The prompt itself does not fit.
-    """
-    what = f"The prompt without the {n_dropped} chunks that could be left out" if n_dropped else "The prompt"
-    advice = "Shorten the question, or the messages before it." if n_dropped else "Shorten it."
-    if may_drop and not n_dropped:
-        advice = "Take fewer or shorter chunks, or leave out the last ones with overflow='drop'."
-    return remaining_context(n_tokens, model, what, advice, may_drop and not n_dropped, at_least)
-
-
-def room_of(prompt: Prompt, model: HFModel, drops: bool) -> int | None:
-    """Return how many new tokens fit after a prompt, which is refused where it does not fit; see `room_for`."""
-    may_drop = not drops and any(segment.kind == "chunk" for segment in prompt.segments)
-    return room_for(prompt.segments[-1].stop, model, len(prompt.dropped), may_drop)
-
-
-def check_answer_fits(prompt: Prompt, ask: Ask, model: HFModel, may_shorten: bool) -> None:
-    """Refuse an answer that was asked to be longer than the model's context has room for behind its prompt.
+def check_fits(prompt: Prompt, ask: Ask, model: HFModel, drops: bool, may_shorten: bool) -> None:
+    """Refuse a prompt, or an answer that was asked to be longer than the model's context has room for behind it.
 
     Without a length in the request an answer gets what is left.
 
     Args:
-        prompt: The prompt; one that is too long by itself passes, as `room_of` refuses it.
+        prompt: The prompt.
         ask: The question's options.
         model: The model.
+        drops: Whether chunks are left out where it is too long; else that is the advice.
         may_shorten: Whether the prompt may be shortened for the answer; then its length alone counts.
 
     Raises:
-        OverlongError: The answer does not fit.
+        OverlongError: One of them does not fit.
     """
+    n_tokens, n_dropped = prompt.segments[-1].stop, len(prompt.dropped)
+    may_drop = not drops and any(segment.kind == "chunk" for segment in prompt.segments) and not n_dropped
+    what = f"The prompt without the {n_dropped} chunks that could be left out" if n_dropped else "The prompt"
+    advice = "Shorten the question, or the messages before it." if n_dropped else "Shorten it."
+    if may_drop:
+        advice = "Take fewer or shorter chunks, or leave out the last ones with overflow='drop'."
+    left = remaining_context(n_tokens, model, what, advice, may_drop)
     wanted, max_context = asked_length(ask), model.max_context
-    if wanted is None or max_context is None:
-        return
-    n_tokens = prompt.segments[-1].stop
-    room = max_context if may_shorten else max_context - n_tokens + 1
-    if n_tokens <= max_context and wanted > room:
+    room = max_context if may_shorten else left
+    if wanted is not None and room is not None and wanted > room:
         behind = "" if may_shorten else f" behind a prompt of {n_tokens:,}"
         raise OverlongError(
             f"An answer of {wanted:,} tokens does not fit{behind}: {model.name} reads at most {max_context:,} tokens, "
@@ -163,13 +142,9 @@ def drops(ask: Ask, settings: Settings) -> bool:
     return (ask.overflow or settings.overflow) == "drop"
 
 
-def limit_of(ask: Ask, settings: Settings, model: HFModel) -> int | None:
-    """Return the tokens that a prompt may have before chunks are left out; None where none may be.
+def limit_of(ask: Ask, settings: Settings, window: int) -> int:
+    """Return the most tokens of a prompt that is shortened to fit into so many with its answer.
 
-    It leaves room for an answer of the requested length, but at most for a quarter of the model's context.
+    It leaves room for an answer of the requested length, but at most for a quarter of the window.
     """
-    max_context = model.max_context if drops(ask, settings) else None
-    if max_context is None:
-        return None
-    answer_tokens = asked_length(ask) or settings.max_tokens
-    return max_context + 1 - min(answer_tokens, max(1, max_context // 4))
+    return window - min(asked_length(ask) or settings.max_tokens, max(1, window // 4))

@@ -6,11 +6,11 @@ The decisions themselves are in `ragfuse.plan` and `model_profiles.py`.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
-from ragfuse.engine.background import BackgroundEncoder
+from ragfuse.engine.background import EncodeJob
 from ragfuse.engine.model_profiles import hint, refusal_of
-from ragfuse.engine.overflow import drops, room_of
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.request import Request
 from ragfuse.engine.runtime import Runtime
@@ -45,14 +45,13 @@ class Planner:
     """Makes the plans of an engine's prompts.
 
     Args:
-        runtime: Timings of this machine, the store where entries are looked up, and the catalog of known texts.
+        runtime: Timings of this machine, the store where entries are looked up, the catalog of known texts, and chunks
+            that wait to be encoded.
         prefixes: The prefix cache.
-        jobs: Chunks that wait to be encoded.
     """
 
-    def __init__(self, runtime: Runtime, prefixes: PrefixCache, jobs: BackgroundEncoder) -> None:
-        self._runtime, self._prefixes, self._jobs = runtime, prefixes, jobs
-        self._store, self._settings = runtime.store, runtime.settings
+    def __init__(self, runtime: Runtime, prefixes: PrefixCache) -> None:
+        self._runtime, self._prefixes, self._store = runtime, prefixes, runtime.store
         self._is_hinted = False
 
     @planned
@@ -66,12 +65,8 @@ class Planner:
 
         Returns:
             The plan. Its prompt has segments of kind "prefix" where the prefix cache has a hit.
-
-        Raises:
-            OverlongError: The prompt does not fit the model's context.
         """
-        model, profile, ask, settings = request.model, request.profile, request.ask, self._settings
-        room_of(prompt, model, drops(ask, settings))
+        model, profile, ask, settings = request.model, request.profile, request.ask, self._runtime.settings
         if ask.reuse and not lost:
             prompt = self._prefixes.placed(prompt)
         policy = ask.policy or settings.policy
@@ -113,7 +108,8 @@ class Planner:
 
     def _explained(self, segment: Segment, why: str) -> str:
         """Return the precise reason of a miss: its entry may be undecodable here, or still being encoded."""
-        if why == MISSING and segment.kind == "chunk" and self._jobs.is_waiting(segment.stored or segment.tokens):
+        tokens, waiting = segment.stored or segment.tokens, self._runtime.jobs.names
+        if why == MISSING and segment.kind == "chunk" and any(_encodes(job, tokens) for job in waiting):
             return ENCODING
         reasons = (self._store.why_not(key) for key in segment.keys if why == MISSING)
         return next(filter(None, reasons), why)
@@ -132,6 +128,10 @@ class Planner:
             return f"{NOTHING_STORED}{unknown if silent else ''}"
         is_known = self._runtime.catalog.knows(chunks[0][0], [str(ChunkKey(*chunk)) for chunk in chunks])
         return KNOWN_ONLY if is_known else NEW_OR_DELETED
+
+
+def _encodes(job: object, tokens: Sequence[int]) -> bool:
+    return isinstance(job, EncodeJob) and job.tokens == tokens and job.kind not in ("prefix", "learn")
 
 
 def _exactly(prompt: Prompt, profile: ModelProfile) -> ModelProfile:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 from ragfuse.engine.fetch import FetchedKV
 from ragfuse.engine.prefix_cache import PrefixCache
-from ragfuse.engine.request import PreparedPrompt, Request
+from ragfuse.engine.request import PreparedPrompt
 from ragfuse.fuse.fusor import CachedRun
 from ragfuse.hf.kept_states import TenantStates
 from ragfuse.hf.model import HFModel, KVSource, Prefill
@@ -16,35 +15,33 @@ from ragfuse.types.answer import StreamTrace
 from ragfuse.types.plan import is_blended
 
 
-@dataclass(frozen=True)
-class PrefillStage:
-    """Prefills the prompts of an engine, and records how long that took."""
+def prefill(fetched: FetchedKV, prefixes: PrefixCache) -> PreparedPrompt:
+    """Return the prefilled prompt, and note how long that took.
 
-    prefixes: PrefixCache
+    Args:
+        fetched: The layers that its plan loads.
+        prefixes: Keeps the states of models whose cache is not KV per token.
 
-    def prefill(self, fetched: FetchedKV, request: Request) -> PreparedPrompt:
-        """Return the prefilled prompt.
-
-        Raises:
-            InputError: The request was cancelled; the prefill ends before its next layer.
-            LostRun: An entry of the plan cannot be read any more.
-        """
-        model, plan, reader, stream = request.model, fetched.plan, fetched.reader, fetched.stream
-        states = self.prefixes.kept_states() if request.ask.reuse and model.profile.state else None
-        with model.before_layers(request.check_open):
-            prefill = _prefill(model, fetched, states)
-        load_s, wait_s, trace = reader.load_s, reader.wait_s, None
-        compute_s = time.perf_counter() - fetched.began_s - reader.wait_s
-        if stream is not None:
-            load_s, wait_s = load_s + stream.load_s, wait_s + stream.load_s + stream.wait_s
-            compute_s -= stream.wait_s
-            trace = StreamTrace(tuple(stream.pieces), stream.terms.prior)
-        was_read = stream is None or not stream.received
-        request.runtime.timings.note(
-            model, plan, reader.load_s if was_read else None, None if model.profile.state else compute_s
-        )
-        room = model.max_context and model.max_context - plan.prompt.segments[-1].stop + 1
-        return PreparedPrompt(plan, prefill, load_s, wait_s, compute_s, room, trace)
+    Raises:
+        InputError: The request was cancelled; the prefill ends before its next layer.
+        LostRun: An entry of the plan cannot be read any more.
+    """
+    request, plan, reader, stream = fetched.request, fetched.plan, fetched.reader, fetched.stream
+    model = request.model
+    states = prefixes.kept_states() if request.ask.reuse and model.profile.state else None
+    with model.before_layers(request.check_open):
+        found = _prefill(model, fetched, states)
+    load_s, wait_s, trace = reader.load_s, reader.wait_s, None
+    compute_s = time.perf_counter() - fetched.began_s - reader.wait_s
+    if stream is not None:
+        load_s, wait_s = load_s + stream.load_s, wait_s + stream.load_s + stream.wait_s
+        compute_s -= stream.wait_s
+        trace = StreamTrace(tuple(stream.pieces), stream.terms.prior)
+    was_read = stream is None or not stream.received
+    request.runtime.timings.note(
+        model, plan, reader.load_s if was_read else None, None if model.profile.state else compute_s
+    )
+    return PreparedPrompt(request, plan, found, load_s, wait_s, compute_s, trace)
 
 
 @fused

@@ -21,13 +21,10 @@ from itertools import accumulate
 import torch
 
 from ragfuse.engine.encoder import PACE_S
-from ragfuse.engine.pending_saves import PendingSaves
 from ragfuse.engine.request import PreparedPrompt
 from ragfuse.engine.runtime import Runtime
 from ragfuse.hf.kept_states import States, TenantStates
 from ragfuse.sessions.session import PendingTurn
-from ragfuse.settings import Settings
-from ragfuse.store import KVStore
 from ragfuse.store.radix import RadixTree, Rows, merged
 from ragfuse.types.keys import ChunkKey, Kind, digest, filler_context, token_digest
 from ragfuse.types.kv import ChunkKV, LayerKV
@@ -70,25 +67,27 @@ class PrefixCache:
     Thread-safe.
 
     Args:
-        settings: Whether prompts share prefixes, the shortest run worth an entry, and sizes.
-        runtime: The model and its encoder.
-        store: Where entries are kept.
-        pending: Saves in the background.
+        runtime: The model and its encoder, the store and the queue of saves.
     """
 
-    def __init__(self, settings: Settings, runtime: Runtime, store: KVStore, pending: PendingSaves) -> None:
-        self._settings, self._runtime, self._store = settings, runtime, store
-        self._fast = [tier.name for tier in store.tiers if not tier.slow]
+    def __init__(self, runtime: Runtime) -> None:
+        self._settings, self._runtime, self._store = runtime.settings, runtime, runtime.store
+        self._fast = [tier.name for tier in self._store.tiers if not tier.slow]
         self._changed = threading.Condition()
         self._tenants = defaultdict[str, _Tenant](_Tenant)
-        self._pending = pending
+        self._pending = runtime.saves
         self._computed = list[tuple[int, ...]]()  # prompts that are planned and not prefilled yet
-        self._states = States(settings.memory_bytes)
+        self._states = States(self._settings.memory_bytes)
 
     @property
     def is_on(self) -> bool:
         """Whether prefix caching is enabled and there is a memory tier for it."""
         return self._settings.prefix_cache and bool(self._fast)
+
+    @property
+    def _tenant(self) -> _Tenant:
+        """What is known of this tenant's prompts; ask for it with `_changed` held, as the first one makes it."""
+        return self._tenants[self._runtime.encoder.digest]
 
     # before the prefill
 
@@ -102,11 +101,11 @@ class PrefixCache:
         placed = zip(prompt.segments, prompt.spans, strict=True)
         n_past = max((hi for segment, (_, hi) in placed if segment.kind == "history"), default=0)
         with self._changed:
-            tree = self._tenants[self._runtime.encoder.digest].tree
+            tree = self._tenant.tree
             found = [each.cut(n_past, len(prompt) - 1) for each in tree.match(prompt.token_ids)]
             found = [each for each in found if each.lo < each.hi]
             keys = {each.key for each in found}
-        pending = self._pending.among(keys)
+        pending = self._pending.names  # asked before the store: a save is there or was there
         entries = self._store.lookup(keys) if keys else {}
         if evicted := keys - pending - set(entries):
             with self._changed:
@@ -137,7 +136,7 @@ class PrefixCache:
             return at < len(ids) and any(ids[:at] == other[:at] for other in self._computed)
 
         with self._changed:
-            tree = self._tenants[self._runtime.encoder.digest].tree
+            tree = self._tenant.tree
             self._changed.wait_for(lambda: not shares())
             self._computed.append(ids)
             keys = {each.key for each in tree.match(ids)}
@@ -167,20 +166,17 @@ class PrefixCache:
         ids, turn = (*prompt.token_ids, *written), prompt.conversation
         owns = isinstance(turn, PendingTurn) and turn.persistent and not written
         with self._changed:
-            tree = self._tenants[self._runtime.encoder.digest].tree
+            tree = self._tenant.tree
             n_known = 0 if owns else _n_chained(tree.match(ids[:n_exact]))
-        parts, new = list[Rows](), dict[ChunkKey, Spans]()
+        kept = list[_Run]()
         for run in [_Run(n_known, n_exact)] if written else _runs(ready.plan, owns):
             lo = max(run.lo, n_known)
             # A short last run is not saved, as a later prompt may extend it. It is saved where the first chunk follows,
             # since `prefix_to_encode` needs every row before that chunk.
             shortest = self._settings.min_chunk_tokens if run.hi == n_exact != prompt.first_chunk else 1
             if run.hi <= n_exact and (run.read or run.hi - lo >= shortest):
-                parts.append(run.read or self._exact(ids, lo, run.hi))
-                new |= {} if run.read else {parts[-1].key: [(lo, run.hi)]}
-        with self._changed:  # whoever finds them in the tree finds that they are being saved
-            inserted = self._insert(ids, parts)
-            self._save(ready, {key: spans for key, spans in new.items() if key in inserted})
+                kept.append(run if run.read else _Run(lo, run.hi))
+        self._save(ready, ids, kept, n_exact)
 
     def keep(
         self, ready: PreparedPrompt, turn: PendingTurn, written: Sequence[int]
@@ -211,24 +207,7 @@ class PrefixCache:
             n_exact = min(n_exact, skipped[0][0])
         elif n_exact == len(prompt):
             n_exact = len(ids)
-        parts, new, private = list[Rows](), dict[ChunkKey, Spans](), list[tuple[int, int]]()
-        for run in runs:
-            if run.read or run.hi <= n_exact:
-                parts.append(run.read or self._exact(ids, run.lo, run.hi))
-                new |= {} if run.read else {parts[-1].key: [(run.lo, run.hi)]}
-            else:
-                private.append((run.lo, run.hi))
-        exact = [each for each in parts if each.hi <= n_exact]
-        if private:
-            tokens = [token for lo, hi in private for token in ids[lo:hi]]
-            context = filler_context(digest("history", _plan_digest(plan), str(private[0][0])))
-            key = encoder.key(tokens, context)
-            new[key] = private
-            ends = accumulate(hi - lo for lo, hi in private)
-            parts += [Rows(lo, hi, key, end - (hi - lo)) for (lo, hi), end in zip(private, ends, strict=True)]
-        with self._changed:
-            self._insert(ids, exact)
-            self._save(ready, new, turn)
+        parts = self._save(ready, ids, runs, n_exact, turn)
         return _in_conversation(ids, merged(sorted(parts, key=lambda part: part.lo)), *turn.left_out)
 
     def prefix_to_encode(self, ready: PreparedPrompt) -> tuple[Sequence[int], int]:
@@ -258,7 +237,7 @@ class PrefixCache:
         encoder, tier = self._runtime.encoder, self._fast[-1]
         before, run = token_ids[:n_exact], token_ids[n_exact:]
         with self._changed:
-            known = self._tenants[encoder.digest].tree.match(before)
+            known = self._tenant.tree.match(before)
         if _n_chained(known) < n_exact:
             return  # no match would reach the new entry
         key = encoder.key(run, token_digest(before))
@@ -275,7 +254,7 @@ class PrefixCache:
         """Drop every entry that holds one of these runs of tokens, and the entries that follow it."""
         self._states.forget(self._runtime.encoder.digest, runs)
         with self._changed:
-            tree = self._tenants[self._runtime.encoder.digest].tree
+            tree = self._tenant.tree
             keys = set().union(*map(tree.holding, runs)) if runs else set()
             tree.discard(keys)
         self._pending.wait(keys, PREFIX_SAVE_WAIT_S)
@@ -306,28 +285,61 @@ class PrefixCache:
         if not self.is_on or not parts:
             return set()
         with self._changed:
-            tenant = self._tenants[self._runtime.encoder.digest]
+            tenant = self._tenant
             inserted = tenant.tree.insert(token_ids, _chained([*tenant.tree.match(token_ids), *parts]))
             if tenant.tree.n_nodes >= tenant.sweep_at:
                 tenant.sweep_at = 2 * tenant.tree.n_nodes
-                self._pending.later(partial(self._sweep, tenant))
+                self._pending.submit(partial(self._sweep, tenant), counts=False, is_awaited=True)
         return inserted
 
     def _sweep(self, tenant: _Tenant) -> None:
         with self._changed:
             keys = tenant.tree.keys
-        evicted = keys - self._pending.among(keys) - set(self._store.lookup(keys))
+        pending = self._pending.names
+        evicted = keys - pending - set(self._store.lookup(keys))
         with self._changed:
             tenant.tree.discard(evicted)
             tenant.sweep_at = max(SWEEP_NODES, 2 * tenant.tree.n_nodes)
 
-    def _save(self, ready: PreparedPrompt, new: Mapping[ChunkKey, Spans], turn: PendingTurn | None = None) -> None:
-        """Save entries of these rows of a prompt's KV in the background, unless too much waits already."""
-        if new:
-            kv = ready.prefill.kv
-            names = {*new, *([turn.id] if turn is not None else ())}
-            is_persistent = turn is not None and turn.persistent
-            self._pending.submit(names, kv.nbytes, partial(self._write, kv, new, is_persistent))
+    def _save(
+        self,
+        ready: PreparedPrompt,
+        ids: Sequence[int],
+        runs: Sequence[_Run],
+        n_exact: int,
+        turn: PendingTurn | None = None,
+    ) -> list[Rows]:
+        """Save runs of a prompt in the background, unless too much waits already, and return where all their rows are.
+
+        Args:
+            ready: The prefilled prompt.
+            ids: Its ids and those of its answer.
+            runs: Those that were read stay where they are.
+            n_exact: How many of the first rows are exact.
+            turn: The turn that needs them even where the tree cannot reach them.
+        """
+        encoder, parts, new = self._runtime.encoder, list[Rows](), dict[ChunkKey, Spans]()
+        for run in runs:
+            if run.read or run.hi <= n_exact:
+                parts.append(run.read or self._exact(ids, run.lo, run.hi))
+                new |= {} if run.read else {parts[-1].key: [(run.lo, run.hi)]}
+        exact = [each for each in parts if each.hi <= n_exact]
+        if private := [(run.lo, run.hi) for run in runs if not run.read and run.hi > n_exact]:
+            tokens = [token for lo, hi in private for token in ids[lo:hi]]
+            context = filler_context(digest("history", _plan_digest(ready.plan), str(private[0][0])))
+            key = encoder.key(tokens, context)
+            new[key] = private
+            ends = accumulate(hi - lo for lo, hi in private)
+            parts += [Rows(lo, hi, key, end - (hi - lo)) for (lo, hi), end in zip(private, ends, strict=True)]
+        with self._changed:  # whoever finds them in the tree finds that they are being saved
+            inserted = self._insert(ids, exact)
+            if turn is None:
+                new = {key: spans for key, spans in new.items() if key in inserted}
+            if new:
+                kv, is_persistent = ready.prefill.kv, turn is not None and turn.persistent
+                names = {*new, *([turn.id] if turn is not None else ())}
+                self._pending.submit(partial(self._write, kv, new, is_persistent), names, kv.nbytes)
+        return parts
 
     def _write(self, kv: ChunkKV, new: Mapping[ChunkKey, Spans], is_persistent: bool) -> None:
         """Write entries: to memory without loss, and to slow tiers as well where they are persistent."""

@@ -19,7 +19,7 @@ from typing import Any
 from cachetools import LRUCache
 
 from ragfuse.engine.ask import Ask
-from ragfuse.engine.overflow import TOKEN_CHARS, may_fit, room_for
+from ragfuse.engine.overflow import TOKEN_CHARS, may_fit, remaining_context
 from ragfuse.engine.question import ChatInput, Ids, is_bare_text, is_ids, messages_of
 from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError, StoreError
@@ -54,7 +54,7 @@ class PromptBuilder:
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        self._settings, self._catalog, self._runtime = runtime.settings, runtime.catalog, runtime
+        self._settings, self._catalog, self.runtime = runtime.settings, runtime.catalog, runtime
         self._lock = threading.Lock()
         self._is_loaded = False
         self._unread: Mapping[str, Sequence[KnownText]] = {}  # by their beginnings, until all are in the index
@@ -88,7 +88,7 @@ class PromptBuilder:
         try:
             if text:
                 catalog = self._catalog.strict if must else self._catalog
-                catalog.add_texts(digest, [(str(self._runtime.encoder.key(tokens)), text, source)])
+                catalog.add_texts(digest, [(str(self.runtime.encoder.key(tokens)), text, source)])
         except StoreError:
             self._spans.add(tokens, text, source)
             raise
@@ -100,7 +100,7 @@ class PromptBuilder:
         for each in self._catalog.texts(digest):
             if each.source == LEARNT:
                 self._index(each.text, LEARNT)
-        forgotten = {text.strip(): self._runtime.model.tokens(text.strip()) for text in texts}
+        forgotten = {text.strip(): self.runtime.model.tokens(text.strip()) for text in texts}
         passages = self._spans.sharing(list(forgotten.values()), (LEARNT, CODE))
         for text, ids in (*forgotten.items(), *((span.text, span.tokens) for span in passages)):
             self._drop(ids, text)
@@ -146,8 +146,8 @@ class PromptBuilder:
         with self._lock:
             if self._read_texts.get(name):
                 return
-        if may_fit(text, self._runtime.model):
-            ids = self._runtime.model.tokens(text)
+        if may_fit(text, self.runtime.model):
+            ids = self.runtime.model.tokens(text)
             if len(ids) >= self._settings.min_chunk_tokens:
                 self._spans.add(ids, text, source, is_stored)
         with self._lock:
@@ -185,16 +185,16 @@ class PromptBuilder:
             InputError: The question is not valid.
             OverlongError: `check` is True, and the prompt can never fit.
         """
-        ask, model = ask or Ask(), self._runtime.model
+        ask, model = ask or Ask(), self.runtime.model
         render: Callable[..., str] | None = None
         if getattr(model.tokenizer, "chat_template", None):
             render = partial(self.render, goes_on=ask.continue_final_message, more=ask.chat_template_kwargs)
         assembler = Assembler(
             tokenizer=model.encoder,
-            key_of=self._runtime.encoder.key,
+            key_of=self.runtime.encoder.key,
             render=render,
             min_tokens=self._settings.min_chunk_tokens,
-            context=self._runtime.encoder.context,
+            context=self.runtime.encoder.context,
             find=partial(self._find, {}),
             continues_last=ask.continue_final_message,
         )
@@ -221,9 +221,7 @@ class PromptBuilder:
 
         def fits(text: str) -> None:
             if check:
-                has_chunks = bool(ask.documents) or any(p.kind == "chunk" for m in messages for p in m.pieces)
-                n_tokens = len(text) // TOKEN_CHARS
-                room_for(n_tokens, model, len(dropped), has_chunks and not leave_out, at_least=True)
+                remaining_context(len(text) // TOKEN_CHARS, model, at_least=True)
 
         if is_text:
             fits(messages[0].text)
@@ -257,7 +255,7 @@ class PromptBuilder:
         return [piece for piece in chain.from_iterable(parts) if piece.text]
 
     def _cut(self, text: str) -> Iterator[Piece]:
-        encoder, at = self._runtime.model.encoder, 0
+        encoder, at = self.runtime.model.encoder, 0
         ids, offsets = encoder.read(text, encoder.control_spans(text))
         for match in self._spans.find(ids):
             known = match.span.text
@@ -292,7 +290,7 @@ class PromptBuilder:
     def _rendered(
         self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], more: Mapping[str, Any]
     ) -> str:
-        tokenizer, given = self._runtime.model.tokenizer, [dict(tool) for tool in tools] or None
+        tokenizer, given = self.runtime.model.tokenizer, [dict(tool) for tool in tools] or None
         return str(tokenizer.apply_chat_template(messages, tools=given, tokenize=False, **more))
 
     def _in_template_form(self, message: Mapping[str, Any]) -> dict[str, Any]:

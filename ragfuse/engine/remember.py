@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ragfuse.engine.background import IDLE_WAIT_S, BackgroundEncoder, EncodeJob, jobs_after
+from functools import partial
+
+from ragfuse.engine.background import IDLE_WAIT_S, EncodeJob, jobs_after
 from ragfuse.engine.generate import Generated
 from ragfuse.engine.history import ConversationHistory
 from ragfuse.engine.model_profiles import refusal_of
@@ -10,8 +12,7 @@ from ragfuse.engine.prefetch import Prefetcher
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.recurrence import RecurringPassages, hint_once
-from ragfuse.engine.request import PreparedPrompt, Request
-from ragfuse.engine.runtime import Runtime
+from ragfuse.engine.request import PreparedPrompt
 from ragfuse.schemas.bind import SchemaUse
 from ragfuse.store.deletion import LEARNT
 from ragfuse.text.passages import is_code
@@ -21,35 +22,33 @@ from ragfuse.types.reasons import CODE
 class RememberStage:
     """Saves what questions leave for later ones: turns, prefixes, missed chunks, recurring passages.
 
-    Attributes:
-        jobs: The queue of background jobs.
+    Args:
+        prompts: Knows chunks.
+        history: Saves turns.
+        prefixes: Saves prefixes.
+        prefetcher: Brings what the next prompt may want to memory.
     """
 
     def __init__(
-        self,
-        runtime: Runtime,
-        prompts: PromptBuilder,
-        history: ConversationHistory,
-        prefixes: PrefixCache,
-        prefetcher: Prefetcher,
+        self, prompts: PromptBuilder, history: ConversationHistory, prefixes: PrefixCache, prefetcher: Prefetcher
     ) -> None:
-        self._runtime, self._settings = runtime, runtime.settings
         self._prompts, self._history, self._prefixes, self._prefetcher = prompts, history, prefixes, prefetcher
-        self._passages, self.jobs = RecurringPassages(), BackgroundEncoder(self._do)
+        self._runtime, self._passages = prompts.runtime, RecurringPassages()
 
-    def begin(self, prepared: PreparedPrompt, request: Request) -> None:
+    def begin(self, prepared: PreparedPrompt) -> None:
         """Save the new KV of a prompt while its answer is generated (AttentionStore 3.2.2)."""
-        if request.ask.reuse:
+        if prepared.request.ask.reuse:
             self._prefixes.save(prepared)
 
-    def remember(self, prepared: PreparedPrompt, generated: Generated, request: Request) -> None:
+    def remember(self, generated: Generated) -> None:
         """Save a question's turn and the KV of its answer, and queue its missing chunks for encoding."""
-        ask = request.ask
-        if ask.reuse:
+        prepared = generated.prepared
+        reuses = prepared.request.ask.reuse
+        if reuses:
             self._submit(prepared)
         if generated.is_whole:
-            self._history.after(prepared, generated.token_ids, generated.answer, ask)
-            if ask.reuse:
+            self._history.after(generated)
+            if reuses:
                 self._prefixes.save(prepared, generated.token_ids)
 
     def _submit(self, prepared: PreparedPrompt) -> None:
@@ -58,15 +57,20 @@ class RememberStage:
         schema_use = plan.prompt.schema_use
         if not profile.refusal or (profile.fixed and schema_use is not None):
             for job in jobs_after(plan):
-                self.jobs.submit(job)
+                self._queue(job)
         if not profile.refusal:
             prefix, n_exact = self._prefixes.prefix_to_encode(prepared)
             if prefix:
-                self.jobs.submit(EncodeJob("prefix", tuple(prefix), n_prefix=n_exact))
-        if self._settings.learn != "off" and schema_use is None:
-            self.jobs.submit(EncodeJob("learn", plan.prompt.token_ids, plan=plan))
+                self._queue(EncodeJob("prefix", tuple(prefix), n_prefix=n_exact))
+        if self._runtime.settings.learn != "off" and schema_use is None:
+            self._queue(EncodeJob("learn", plan.prompt.token_ids, plan=plan))
         if isinstance(schema_use, SchemaUse):
             self._prefetcher.submit_keys(schema_use.others)  # of the unions used: the next prompt may want another one
+
+    def _queue(self, job: EncodeJob) -> None:
+        """Queue a job; equal jobs wait only once."""
+        if job not in self._runtime.jobs.names:
+            self._runtime.jobs.submit(partial(self._do, job), [job])
 
     # in the background
 
@@ -84,15 +88,15 @@ class RememberStage:
         assert job.plan is not None
         model = self._runtime.model
         runs = self._passages.met_again(job.plan, model.border)
-        why = refusal_of(self._runtime.profile, self._settings.policy)
-        if self._settings.learn == "text" and not why:
+        why = refusal_of(self._runtime.profile, self._runtime.settings.policy)
+        if self._runtime.settings.learn == "text" and not why:
             for run in runs:
                 if is_code(model.text(run)):
                     self._prompts.note(self._runtime.digest, "", CODE, run)
                 else:
-                    self.jobs.submit(EncodeJob("chunk", run, source=LEARNT))
+                    self._queue(EncodeJob("chunk", run, source=LEARNT))
         elif runs and not job.plan.fetches and not self._runtime.profile.refusal:
-            hint_once(len(runs), self._settings, model, why)
+            hint_once(len(runs), self._runtime.settings, model, why)
 
     def _encode(self, job: EncodeJob) -> None:
         if job.kind == "prefix":

@@ -17,44 +17,9 @@ from ragfuse.types.answer import StreamTrace, Thought
 from ragfuse.types.plan import LoadPlan
 from ragfuse.types.profiles import ModelProfile
 
-
-@dataclass(frozen=True)
-class PreparedPrompt:
-    """A prefilled prompt whose answer can be generated.
-
-    Args:
-        plan: The plan that was carried out.
-        prefill: The result of the prefill.
-        load_s: Seconds spent loading.
-        wait_s: Seconds that computing waited for loading.
-        compute_s: Seconds spent computing.
-        room: How many new tokens fit after it; None without a limit.
-        stream: How KV was streamed for it; None where nothing was.
-    """
-
-    plan: LoadPlan
-    prefill: Prefill
-    load_s: float
-    wait_s: float
-    compute_s: float
-    room: int | None = None
-    stream: StreamTrace | None = None
-
-    def n_held(self, n_ids: int) -> int:
-        """Return how many rows of the prompt and its answer of `n_ids` tokens are in the prompt's KV cache.
-
-        The answer's last token never has a row. An answer that was decoded in a batch or as one of several sequences
-        has none there: the cache then holds the prompt's rows only.
-        """
-        cache, n_prompt = self.prefill.cache, len(self.plan.prompt)
-        if cache is None or cache.length != n_prompt + n_ids - 1 or cache.layers[0].keys.shape[0] > 1:
-            return n_prompt
-        return cache.length
-
-
 Say = Callable[[str | Thought], None] | None
 """A callback for pieces of an answer as they are generated; None: the answer is not streamed."""
-Prefilled = Callable[[PreparedPrompt], object] | None
+Prefilled = Callable[["PreparedPrompt"], object] | None
 """A callback for a prompt once it is prefilled, before its answer is generated; None: nobody asks."""
 
 
@@ -114,3 +79,37 @@ class Request:
         if isinstance(self.question, PMLPrompt):
             return not self.question.ending
         return bool(self.ask.tools) if isinstance(self.question, str) else not is_ids(self.question)
+
+
+@dataclass(frozen=True)
+class PreparedPrompt:
+    """A prefilled prompt whose answer can be generated.
+
+    Args:
+        request: The question that it is.
+        plan: The plan that was carried out.
+        prefill: The result of the prefill.
+        load_s: Seconds spent loading.
+        wait_s: Seconds that computing waited for loading.
+        compute_s: Seconds spent computing.
+        stream: How KV was streamed for it; None where nothing was.
+    """
+
+    request: Request
+    plan: LoadPlan
+    prefill: Prefill
+    load_s: float
+    wait_s: float
+    compute_s: float
+    stream: StreamTrace | None = None
+
+    def n_held(self, n_ids: int) -> int:
+        """Return how many rows of the prompt and its answer of `n_ids` tokens are in the prompt's KV cache.
+
+        The answer's last token never has a row. An answer that was decoded in a batch or as one of several sequences
+        has none there: the cache then holds the prompt's rows only.
+        """
+        cache, n_prompt = self.prefill.cache, len(self.plan.prompt)
+        if cache is None or cache.length != n_prompt + n_ids - 1 or cache.layers[0].keys.shape[0] > 1:
+            return n_prompt
+        return cache.length

@@ -1,4 +1,4 @@
-"""The model of an engine with its tenant, profile and encoder, loaded once, at first use."""
+"""What all parts of an engine share: its store and queues, and its model, loaded once, at first use."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from ragfuse.engine.encoder import Encoder
 from ragfuse.engine.machine_timings import MachineTimings
 from ragfuse.engine.model_profiles import ProfileStore
 from ragfuse.engine.overflow import remaining_context
+from ragfuse.engine.store_opener import open_catalog, opened
 from ragfuse.errors import ModelError, SettingsError
 from ragfuse.hf.fingerprint import weights_digest
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.probe import device_of
 from ragfuse.hf.scores import Score, scored
+from ragfuse.hf.shared_kv import SharedKV
 from ragfuse.hf.verify import Verdict, verify
+from ragfuse.load.link import Links
 from ragfuse.models import quietly, resolve_llm
 from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.loader import Given, LoadedModel, Tokens, load_model
@@ -27,16 +30,20 @@ from ragfuse.models.threads import limit_threads
 from ragfuse.models.weight_files import identity
 from ragfuse.plan.controller import settle
 from ragfuse.process.exit import at_work
+from ragfuse.process.jobs import BackgroundJobs
 from ragfuse.process.shared import shared, shared_while_used
+from ragfuse.sessions.conversation_index import ConversationIndex
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
-from ragfuse.store.catalog import Catalog
 from ragfuse.store.codec_registry import CodecRegistry
 from ragfuse.store.tenants import remember_tenant
 from ragfuse.types.keys import digest
 from ragfuse.types.profiles import ModelProfile
 
 log = logging.getLogger("ragfuse")
+
+MAX_WAITING_JOBS = 256
+"""Most jobs that may wait; further ones are dropped, and submitted again by the next question that needs them."""
 
 
 def ignore(*what: object) -> None:
@@ -46,31 +53,41 @@ def ignore(*what: object) -> None:
 class Runtime:
     """A model with its tenant, profile and encoder, over the store that its KV is kept in. Thread-safe.
 
-    Nothing is loaded before `model` is first used. What serves an engine's answers shares its attributes.
+    Nothing is loaded before `model` is first used.
 
     Args:
-        settings: The model, and the tenant (its salt).
+        settings: All settings.
         given: A loaded model; None: the model in the settings.
-        catalog: Where profiles, timings and the texts of known chunks are stored.
-        store: Where encoded KV is stored.
-        codecs: Receives the model's codec tables, if a tier needs them.
+        store: An open store; None: the one in the settings.
+        conversations: Which KV belongs to which conversation; it evicts.
 
     Attributes:
+        catalog: Where profiles, timings, sessions, schemas and the texts of known chunks are stored.
+        store: Where encoded KV is stored.
         timings: Timings of this machine.
+        links: The links to remote tiers, with their throughput.
+        saves: KV of prompts that waits in memory until it is saved.
+        shared_kv: KV that several answers in memory share.
+        jobs: What is done after answers: chunks to encode, passages to learn.
     """
 
     def __init__(
         self,
         settings: Settings,
         given: LoadedModel | HFModel | None,
-        catalog: Catalog,
-        store: KVStore,
-        codecs: CodecRegistry,
+        store: KVStore | None,
+        conversations: ConversationIndex,
     ) -> None:
-        self.settings, self.catalog, self.store = settings, catalog, store
-        self.timings = MachineTimings(settings.tiers, catalog)
-        self._given, self._codecs = given, codecs
-        self._profiles, self._lock = ProfileStore(catalog), threading.Lock()
+        self.settings, self.conversations, self._given = settings, conversations, given
+        self.catalog = open_catalog(settings, store)
+        self._codecs = CodecRegistry(self.catalog)
+        self.store = opened(settings, store, self._codecs, conversations.evict(settings))
+        self._codecs.tiers = self.store.tiers
+        self.timings, self.links = MachineTimings(settings.tiers, self.catalog), Links(settings.streams)
+        self.saves = BackgroundJobs("kv", settings.writer_queue, settings.history_buffer_bytes)
+        self.jobs = BackgroundJobs("encode", MAX_WAITING_JOBS, finishes=True)
+        self.shared_kv = SharedKV()
+        self._profiles, self._lock = ProfileStore(self.catalog), threading.Lock()
         self._model: HFModel | None = None
         self._loading_s = (0.0, 0.0)
         self._profile: ModelProfile | None = None

@@ -20,7 +20,6 @@ from cachetools import LRUCache
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.overflow import remaining_context
 from ragfuse.engine.prompt_builder import PromptBuilder
-from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError, PMLError
 from ragfuse.schemas.bind import bind
 from ragfuse.schemas.layout import NO_WRAPPING, SchemaLayout, Wrapping, lay_out, outline
@@ -29,9 +28,6 @@ from ragfuse.schemas.pml import parse_prompt, parse_schema, read_schema
 from ragfuse.schemas.pml_writer import to_pml
 from ragfuse.schemas.registry import SchemaRegistry, StoredSchema
 from ragfuse.schemas.wrap_probe import wrapping_of
-from ragfuse.settings import Settings
-from ragfuse.store import KVStore
-from ragfuse.store.catalog import Catalog
 from ragfuse.types.ingested import Ingested
 from ragfuse.types.prompt import Prompt
 
@@ -72,18 +68,13 @@ class SchemaService(SchemaRegistry):
     """The schemas of one engine's tenant, laid out and encoded for its model, and prompts over them. Thread-safe.
 
     Args:
-        settings: The tenant, and the shortest run that is encoded.
-        store: Holds the KV.
-        catalog: Holds the schemas, which processes on one store share.
         prompts: Renders the chat template.
-        runtime: The model and its encoder.
     """
 
-    def __init__(
-        self, settings: Settings, store: KVStore, catalog: Catalog, prompts: PromptBuilder, runtime: Runtime
-    ) -> None:
-        super().__init__(store, catalog, settings.salt)
-        self._settings, self._prompts, self._runtime = settings, prompts, runtime
+    def __init__(self, prompts: PromptBuilder) -> None:
+        runtime = prompts.runtime
+        super().__init__(runtime.store, runtime.catalog, runtime.settings.salt)
+        self._prompts, self._runtime = prompts, runtime
         self._laying_out, self._ensuring = threading.Lock(), threading.Lock()
         self._layouts: LRUCache[str, tuple[SchemaLayout, list[str]]] = LRUCache(MAX_LAYOUTS)  # by text, with the keys
         self._template: tuple[str, Wrapping] | None = None
@@ -209,7 +200,7 @@ class SchemaService(SchemaRegistry):
         bos = (*bos, *model.encoder.prefix_ids(first, is_chat and bool(begins)))
         unknown = model.tokenizer.unk_token_id
         placeholder = unknown if isinstance(unknown, int) else model.tokens(" ")[0]
-        shortest, fixed = self._settings.min_chunk_tokens, model.profile.fixed
+        shortest, fixed = self._runtime.settings.min_chunk_tokens, model.profile.fixed
         return lay_out(schema, model.tokens, placeholder, wrapping, bos, shortest, fixed)
 
     def _wrapping(self) -> tuple[str, Wrapping]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ragfuse.engine.background import jobs_after
-from ragfuse.engine.request import PreparedPrompt, Request
+from ragfuse.engine.request import PreparedPrompt
 from ragfuse.schemas.bind import SchemaUse
 from ragfuse.types.answer import SegmentTrace, Trace
 from ragfuse.types.levels import LEVEL_NAMES
@@ -16,15 +16,15 @@ from ragfuse.types.prompt import Segment
 from ragfuse.types.reasons import CODE
 
 
-def trace_of(ready: PreparedPrompt, request: Request, first_s: float | None) -> Trace:
+def trace_of(ready: PreparedPrompt, first_s: float | None) -> Trace:
     """Return the trace of an answer that ends now.
 
     Args:
         ready: The prefilled prompt.
-        request: Its request.
         first_s: `time.perf_counter()` at the answer's first token; None where it has none.
     """
-    now_s, began_s = time.perf_counter(), request.began_s
+    request, now_s = ready.request, time.perf_counter()
+    began_s = request.began_s
     plan, prefill = ready.plan, ready.prefill
     rows = tuple(prefill.chosen.tolist())
     segments = tuple(

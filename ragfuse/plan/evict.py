@@ -5,12 +5,10 @@ An eviction policy is an order over the stored items (`Rank`); `ConversationEvic
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from math import inf
-from types import MappingProxyType
 
 from ragfuse.plan.eviction_item import EvictionItem, Rank
 from ragfuse.types.eviction import EVICTION_POLICIES
@@ -65,25 +63,6 @@ def items(entries: Iterable[Entry], conversation_of: ConversationOf) -> list[Evi
     ]
 
 
-def ranked(found: Iterable[EvictionItem], rank: Rank, places: Mapping[Hashable, float]) -> Iterator[EvictionItem]:
-    """Yield items in eviction order, equal ones in the order given; the sort is lazy.
-
-    Args:
-        found: The items.
-        rank: The policy.
-        places: Queue position of each conversation's first waiting job.
-    """
-    heap = [(rank(item, places.get(item.name)), index, item) for index, item in enumerate(found)]
-    heapq.heapify(heap)
-    while heap:
-        yield heapq.heappop(heap)[2]
-
-
-def nobody_waits() -> Mapping[Hashable, float]:
-    """Return empty queue positions, for use without a queue."""
-    return MappingProxyType({})
-
-
 @dataclass(frozen=True, slots=True)
 class ConversationEvictor:
     """An `Evict` that drops whole conversations, one after the other, in the order of a policy.
@@ -101,16 +80,19 @@ class ConversationEvictor:
 
     rank: Rank
     conversation_of: ConversationOf
-    places: Callable[[], Mapping[Hashable, float]] = nobody_waits
+    places: Callable[[], Mapping[Hashable, float]] = dict
     ttl_s: float = inf
     now: Callable[[], float] = lambda: 0.0
 
     def __call__(self, entries: Sequence[Entry]) -> Iterator[ChunkKey]:
         """Yield keys to drop, in order; none of a conversation with a pinned entry."""
-        found, oldest_s = items(entries, self.conversation_of), self.now() - self.ttl_s
-        expired_items = [item for item in found if item.last_used < oldest_s]
-        kept = (item for item in found if item.last_used >= oldest_s)
-        for item in (*expired_items, *ranked(kept, self.rank, self.places())):
+        oldest_s, places = self.now() - self.ttl_s, self.places()
+
+        def order(item: EvictionItem) -> tuple[bool, tuple[float, float]]:
+            is_expired = item.last_used < oldest_s
+            return not is_expired, (0, 0) if is_expired else self.rank(item, places.get(item.name))
+
+        for item in sorted(items(entries, self.conversation_of), key=order):
             yield from item.keys
 
     def together(self, one: ChunkKey, other: ChunkKey) -> bool:

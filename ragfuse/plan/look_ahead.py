@@ -1,44 +1,34 @@
 """Look-ahead decisions from the queue of waiting jobs: prefetching and read buffers (AttentionStore 3.2.1, 3.3).
 
 Jobs are known before they run, so that KV they will read can be prefetched, and KV that none of them reads can be
-evicted. Decisions only: the queue is an argument, as names of conversations from head to tail.
+evicted. Decisions only: the queue is an argument, from head to tail.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 from ragfuse.types.plan import LoadPlan
 
+T = TypeVar("T")
 
-def to_prefetch(
-    waiting: Iterable[Hashable],
-    nbytes: Callable[[Hashable], int | None],
-    in_memory: Container[Hashable],
-    memory_bytes: int,
-) -> Iterator[Hashable]:
+
+def to_prefetch(waiting: Iterable[tuple[T, int]], memory_bytes: int) -> Iterator[T]:
     """Yield conversations to prefetch, in queue order, while they fit in memory with all those before them.
 
     Section 3.3.1, by bytes where the paper counts conversations of average size. It ends at the first that does not
     fit, so that later ones do not take its room.
 
     Args:
-        waiting: Conversations of the waiting jobs, from head to tail.
-        nbytes: Gives the stored bytes of a conversation in all tiers; None for none.
-        in_memory: Conversations that are in memory already.
+        waiting: Conversations of the waiting jobs with their stored bytes, from head to tail.
         memory_bytes: Bytes of memory for them.
     """
-    seen: set[Hashable] = set()
-    for name in waiting:
-        size = None if name is None or name in seen else nbytes(name)
-        if size is None:
-            continue
-        seen.add(name)
-        memory_bytes -= size
+    for conversation, nbytes in waiting:
+        memory_bytes -= nbytes
         if memory_bytes < 0:
             return
-        if name not in in_memory:
-            yield name
+        yield conversation
 
 
 def read_buffer(load_s: float, past_tokens: int, prefill_s: float, new_tokens: int, bytes_per_s: float) -> int:

@@ -8,7 +8,6 @@ from ragfuse.store.memory import MemoryTier
 from ragfuse.store.session_catalog import SessionInfo
 from ragfuse.store.store import KVStore, StoreStats
 from ragfuse.store.tier import EntryMeta, Evictor, Tier
-from ragfuse.store.writer import Writer, countdown
 
 __all__ = [
     "Catalog",
@@ -23,8 +22,6 @@ __all__ = [
     "SessionInfo",
     "StoreStats",
     "Tier",
-    "Writer",
-    "countdown",
     "open_store",
     "open_tier",
 ]

@@ -15,10 +15,9 @@ from cachetools import LRUCache
 from torch import Tensor
 
 from ragfuse.codec import RAW
-from ragfuse.process.worker import close_at_exit
+from ragfuse.process.jobs import BackgroundJobs, close_at_exit, countdown
 from ragfuse.store.levels import EncodedLayers, TierLevels, loss_of
 from ragfuse.store.tier import EntryMeta, Tier, Whole
-from ragfuse.store.writer import Writer, countdown
 from ragfuse.types.keys import ChunkKey
 
 log = logging.getLogger("ragfuse.store")
@@ -83,7 +82,7 @@ class Saves:
     def __init__(self, tiers: Sequence[Tier], limit: int, levels: TierLevels) -> None:
         self.epoch = 0
         self._tiers, self._levels, self._closed = tuple(tiers), levels, False
-        self._writers = {tier.name: Writer(limit, f"writer-{tier.name}") for tier in tiers}
+        self._writers = {tier.name: BackgroundJobs(f"writer-{tier.name}", limit) for tier in tiers}
         self._changed = Condition()
         self._under_way: set[Save] = set()
         self._pins: set[ChunkKey] = set()

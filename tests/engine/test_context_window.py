@@ -73,7 +73,7 @@ def test_where_chunks_may_be_left_out_what_is_left_counts(engine):
     assert answer.trace.dropped
     assert answer.trace.tokens <= longest
     parts = [Piece(INSTRUCTION), Piece(CHUNKS[0], "chunk"), Piece("past " * (PAST // 5))]
-    with pytest.raises(OverlongError, match=r"without the 1 chunks that could be left out does not fit.*at least"):
+    with pytest.raises(OverlongError, match="at least"):
         engine.answer([("user", parts)], Ask(overflow="drop"))
 
 

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 from ragfuse import Ask, Engine, InputError, ModelError, Piece, SettingsError, StoreError
 from ragfuse.engine import runtime
-from ragfuse.engine.background import MAX_WAITING_JOBS
+from ragfuse.engine.runtime import MAX_WAITING_JOBS
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.probe import decoder_layers
 from ragfuse.plan.evict import lru
@@ -496,14 +496,14 @@ def test_a_block_that_fails_drops_what_waits(tiny_settings):
 
     with pytest.raises(ZeroDivisionError):
         ask_and_fail()
-    assert engine._remember.jobs.dropped >= 6
+    assert engine.runtime.jobs.dropped >= 6
 
 
 def test_the_same_miss_waits_once(engine):
     with engine.model.lock:
         for _ in range(3):
             engine.answer(messages())
-        assert len(engine._remember.jobs._waiting) <= 6 < MAX_WAITING_JOBS
+        assert len(engine.runtime.jobs) <= 7 < MAX_WAITING_JOBS
     engine.flush()
     assert engine.store.stats().dropped_writes == 0
     assert len({entry.key for entry in engine.store.entries()}) == 6
@@ -612,7 +612,7 @@ def test_a_tier_that_hangs_keeps_no_missed_chunk_from_the_disk(tiny_settings, tm
     with Engine(tiny_settings, store=KVStore([hung, disk][::order])) as engine:
         try:
             engine.answer(messages(), Ask(max_tokens=2))
-            assert engine._remember.jobs.flush(60)
+            assert engine.runtime.jobs.flush(60)
             until(lambda: len(disk.list()) >= len(CHUNKS))
             assert hung.list() == []
         finally:

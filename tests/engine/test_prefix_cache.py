@@ -93,7 +93,7 @@ def test_what_was_computed_behind_a_blended_row_is_never_kept(cached):
     asked(cached, messages())  # all of it is computed, and kept
     first = asked(cached, messages(CHUNKS[::-1]))
     assert any(chunk_hits(first.trace))
-    cached._saves.flush()
+    cached.runtime.saves.flush()
     begun = asked(cached, messages(CHUNKS[::-1], "Question: When?"))
     assert begun.trace.tokens_prefix <= len(cached.prefix(messages())) + len(CHUNKS[-1])
 

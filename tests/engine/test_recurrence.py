@@ -205,8 +205,8 @@ def test_nothing_is_encoded_behind_a_beginning_that_did_not_recur(learns):
 
 def record(engine):
     """Return a list that gets the kind of each job from now on."""
-    kinds, submit = [], engine._remember.jobs.submit
-    engine._remember.jobs.submit = lambda job: (kinds.append(job.kind), submit(job))
+    kinds, submit = [], engine.runtime.jobs.submit
+    engine.runtime.jobs.submit = lambda run, names: (kinds.append(names[0].kind), submit(run, names))
     return kinds
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ragfuse import Answer, Ask, Engine
+from ragfuse.engine.build import build
 from ragfuse.types.kv import ChunkKV
 
 QUESTIONS = (
@@ -52,4 +53,4 @@ def is_full_prefill(engine: Engine, ready: Any, bound: float = 1e-4) -> bool:
 
 def built(engine, question, ask):
     """The prompt of a question, with what is known of its conversation."""
-    return engine._build.build(engine._request(question, ask))
+    return build(engine._request(question, ask), engine.history, engine.schemas)

@@ -277,7 +277,7 @@ def prompter(kind: Kind, template: str) -> PromptBuilder:
 
 
 def words_of(made: PromptBuilder) -> PreTrainedTokenizerFast:
-    return cast(PreTrainedTokenizerFast, made._runtime.model.tokenizer)
+    return cast(PreTrainedTokenizerFast, made.runtime.model.tokenizer)
 
 
 SAID = [
@@ -327,7 +327,7 @@ def test_a_model_reads_what_its_template_writes(kind: Kind, template: str, messa
     if "flags" not in kind.name and template == "flagged":
         return
     made = prompter(kind, template)
-    words, encoder = words_of(made), made._runtime.model.encoder
+    words, encoder = words_of(made), made.runtime.model.encoder
     messages = fitting(template, messages)
     plain = [(role, "".join(piece.text for piece in content)) for role, content in messages]
     if template in ("alone", "gemma") and any(role == "system" for role, _ in plain):

@@ -66,11 +66,9 @@ class Tiers:
     def wanted(self, waiting: Iterable[Hashable]) -> Iterator[Hashable]:
         """What to fetch for those that wait, in their order."""
         room = int(self.memory_bytes * (1 - self._free_share))
-        return to_prefetch(waiting, self._nbytes, self.memory, room)
-
-    def _nbytes(self, name: Hashable) -> int | None:
-        item = self.memory.get(name) or self.disk.get(name)
-        return None if item is None else item.nbytes
+        found = ((name, self.memory.get(name) or self.disk.get(name)) for name in dict.fromkeys(waiting))
+        sized = ((name, item.nbytes) for name, item in found if item is not None)
+        return (name for name in to_prefetch(sized, room) if name not in self.memory)
 
     def _make_room(self) -> None:
         """From memory to disk until its buffer is free, and from disk away until all fits."""

@@ -1,0 +1,183 @@
+"""Background work: a bounded queue of jobs, run one by one in a daemon thread that lives only while jobs wait."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass
+from math import inf
+from threading import Condition, Thread
+from typing import Protocol
+
+from ragfuse.process.exit import start_thread
+from ragfuse.process.openmp import release_pool
+
+log = logging.getLogger("ragfuse")
+
+EXIT_S = 5.0
+"""Most seconds that an ending process spends on the waiting jobs of an owner that was not closed."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    run: Callable[[], object]
+    names: Collection[Hashable]
+    nbytes: float
+
+
+class BackgroundJobs:
+    """A thread that runs jobs in order. An idle queue has no thread.
+
+    At the end of the process, queued jobs get a few seconds. Ctrl-C interrupts only the main thread, so a running job
+    is finished.
+
+    Args:
+        name: The thread's name is `ragfuse-` and this.
+        limit: Jobs that may wait; further ones are dropped and counted.
+        max_nbytes: Most bytes that all jobs hold, unless it is one job; what exceeds that is dropped.
+        finishes: Whether `close` waits for the job at hand however long that takes.
+
+    Attributes:
+        dropped: Counted jobs that were dropped, or that raised an exception.
+    """
+
+    def __init__(self, name: str, limit: int = 64, max_nbytes: float = inf, finishes: bool = False) -> None:
+        self.dropped = 0
+        self._name, self._limit, self._max_nbytes, self._finishes = name, limit, max_nbytes, finishes
+        self._changed = Condition()
+        self._closed = False
+        self._waiting: deque[_Job] = deque()
+        self._current: _Job | None = None
+        self._thread: Thread | None = None
+        close_at_exit(self)
+
+    def submit(
+        self,
+        run: Callable[[], object],
+        names: Collection[Hashable] = (),
+        nbytes: float = 0,
+        *,
+        counts: bool = True,
+        is_awaited: bool = False,
+    ) -> bool:
+        """Queue a job. Never waits.
+
+        Args:
+            run: Does the job.
+            names: What `among` and `wait` know it by.
+            nbytes: Bytes that stay in memory until it is done.
+            counts: Whether `dropped` counts it if it is dropped.
+            is_awaited: Whether the caller waits for it. The limits do not apply then: there cannot be more such jobs
+                than waiting threads.
+
+        Returns:
+            Whether it was queued; False if it was dropped.
+        """
+        with self._changed:
+            held = sum(job.nbytes for job in self._jobs)
+            is_full = len(self._waiting) >= self._limit or 0 < held > self._max_nbytes - nbytes
+            if self._closed or (is_full and not is_awaited) or not self._start():
+                self.dropped += counts
+                return False
+            self._waiting.append(_Job(run, names, nbytes))
+            return True
+
+    @property
+    def names(self) -> set[Hashable]:
+        """The names of all jobs that wait or run."""
+        with self._changed:
+            return {name for job in self._jobs for name in job.names}
+
+    def wait(self, names: Collection[Hashable], timeout_s: float) -> None:
+        """Wait until all jobs with these names are done, at most `timeout_s` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.names.isdisjoint(names), timeout_s)
+
+    def cancel(self, is_meant: Callable[[Hashable], bool]) -> None:
+        """Drop waiting jobs with such a name, and wait for the job at hand to end."""
+        with self._changed:
+            self._waiting = deque(job for job in self._waiting if not any(map(is_meant, job.names)))
+            current = self._current
+            self._changed.wait_for(lambda: current is None or self._current is not current)
+
+    def __len__(self) -> int:
+        """Return the number of jobs that wait or run."""
+        with self._changed:
+            return len(self._jobs)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until all jobs are done; return False if `timeout_s` ran out (None: no limit)."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._thread is None, timeout_s)
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Take no more jobs and finish those queued; if `timeout_s` runs out, drop the rest and return False."""
+        with self._changed:
+            self._closed = True
+        done = self.flush(timeout_s)
+        with self._changed:
+            self.dropped += len(self._waiting)
+            self._waiting.clear()
+        return self.flush(None if self._finishes else timeout_s) and done
+
+    @property
+    def _jobs(self) -> list[_Job]:
+        return [*self._waiting, *([self._current] if self._current is not None else ())]
+
+    def _start(self) -> bool:
+        """Start the thread unless it runs; return False if the process is ending or has too many threads."""
+        if self._thread is None:
+            try:
+                self._thread = start_thread(self._name, self._run)
+            except RuntimeError:
+                return False
+        return True
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            try:
+                job.run()
+            except Exception as error:
+                self.dropped += 1
+                log.warning("A background job (%s) failed; answers are right without it: %r", self._name, error)
+                log.debug("Where it failed", exc_info=True)
+            release_pool()
+            del job  # frees its bytes before the next job is awaited
+
+    def _next(self) -> _Job | None:
+        with self._changed:
+            self._current = self._waiting.popleft() if self._waiting else None
+            if self._current is None:
+                self._thread = None
+            self._changed.notify_all()
+            return self._current
+
+
+class Closes(Protocol):
+    """An owner of background work."""
+
+    def close(self, timeout_s: float | None = None) -> object:
+        """Accept no more jobs, and wait at most `timeout_s` seconds for those that wait."""
+        ...
+
+
+def close_at_exit(owner: Closes, timeout_s: float = EXIT_S) -> None:
+    """Close `owner` when this process ends, if it still exists; only a weak reference is kept."""
+    atexit.register(_close, os.getpid(), weakref.ref(owner), timeout_s)
+
+
+def _close(process: int, reference: weakref.ref[Closes], timeout_s: float) -> None:
+    owner = reference()
+    if owner is not None and process == os.getpid():  # else a fork of it ends
+        owner.close(timeout_s)
+
+
+def countdown(timeout_s: float | None) -> Callable[[], float | None]:
+    """Start a countdown, and return a function that gives the seconds left (at least 0; None for no limit)."""
+    end = None if timeout_s is None else time.monotonic() + timeout_s
+    return lambda: None if end is None else max(0.0, end - time.monotonic())
