@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 
 from ragfuse.engine.answer_stream import StopSignal
 from ragfuse.engine.constraints import OutputConstraints
-from ragfuse.engine.options import is_streamable, options_of
+from ragfuse.engine.options import options_of
 from ragfuse.engine.request import PreparedPrompt, Request
 from ragfuse.engine.trace_builder import trace_of
 from ragfuse.hf.handover import generate
 from ragfuse.hf.shared_kv import SharedKV, SharedSpan
-from ragfuse.hf.stream import StopWhen
+from ragfuse.hf.stream import Follower
 from ragfuse.telemetry.otel import span
-from ragfuse.types.answer import Answer, Thought
+from ragfuse.types.answer import Answer
 
 
 @dataclass(frozen=True)
@@ -57,20 +57,16 @@ class GenerateStage:
 
     def generate(self, prepared: PreparedPrompt, constraints: OutputConstraints, request: Request) -> Generated:
         """Generate and return the answer, streaming it to `request.say`; stop once one of `request.ends` is set."""
-        ask, model, say = request.ask, request.model, request.say
+        ask, model = request.ask, request.model
         options = options_of(ask, request.runtime.settings, prepared.room)
         constraints = constraints.for_prompt(prepared.plan.prompt.token_ids, request.is_chat, options)
-        sink = constraints.sink(say)
-        streamer = sink if is_streamable(options, model) else None
+        draft = constraints.draft()
+        follower = Follower(draft, request.say, request.ends)
         with span("decode"):
-            stopping = [*map(StopWhen, request.ends), *constraints.stopping()]
-            ids = generate(model, prepared.prefill, constraints.generate_options(), streamer, stopping, ask.seed)[0]
-        answer = constraints.read(ids, trace_of(prepared, request, sink.first_s))
+            ids = generate(model, prepared.prefill, constraints.generate_options(), [follower], ask.seed)
+            follower.end()
+        answer = constraints.read(draft, trace_of(prepared, request, follower.first_s))
         is_whole = not any(map(_is_abandoned, request.ends))
-        if streamer is None and say is not None:
-            if answer.reasoning:
-                say(Thought(answer.reasoning))
-            say(answer.text)
         return Generated(answer, ids, is_whole)
 
 
