@@ -122,5 +122,5 @@ class Lab:
 
     def write(self, prefill: Prefill, max_tokens: int) -> list[int]:
         """Return the ids of the greedy answer without end tokens, at most `max_tokens`. The prefill is used up."""
-        ids = generate(self.model, prefill, {"max_new_tokens": max_tokens, "do_sample": False})[0]
+        ids = generate(self.model, prefill, {"max_new_tokens": max_tokens, "do_sample": False})
         return [token for token in ids if token not in ends_of(self.model)]

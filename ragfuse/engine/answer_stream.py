@@ -181,16 +181,7 @@ class _Channel:
 
 
 def _work(run: Run, channel: _Channel) -> None:
-    said = list[str]()
-
-    def say(piece: Piece) -> None:
-        said.extend([piece] if isinstance(piece, str) else ())
-        channel.put(piece)
-
     try:
-        answer = run(say, channel.stop)
-        if rest := answer.text[len("".join(said)) :]:  # all of it with beam search, which says nothing before
-            channel.put(rest)
-        channel.put(answer)
+        channel.put(run(channel.put, channel.stop))
     except BaseException as error:
         channel.put(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -13,7 +13,7 @@ from typing import Any
 
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.draft import Draft
-from ragfuse.engine.options import ends_of, is_single, options_of
+from ragfuse.engine.options import ends_of, options_of
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.question import has_calls
 from ragfuse.engine.request import Request
@@ -23,10 +23,10 @@ from ragfuse.hf.handover import resolve_option, stop_strings_of
 from ragfuse.hf.held_schema import broken, held_schema
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.penalties import Penalties
-from ragfuse.hf.stream import Detokenizer, FirstToken, StopWhere, TextSink
+from ragfuse.hf.stream import Detokenizer
 from ragfuse.text.chat_template import ChatTemplate, Thoughts
 from ragfuse.text.tool_calls import CallFormat
-from ragfuse.types.answer import Answer, Ended, Thought, Trace
+from ragfuse.types.answer import Answer, Ended, Trace
 from ragfuse.types.grammar import Grammar, json_text
 from ragfuse.types.prompt import Prompt
 
@@ -174,9 +174,7 @@ class ConstraintCompiler:
             )
         if ask.grammar is None and not tools.offered_tools:
             plain = OutputConstraints(ask, model, thoughts=self.template.thoughts)
-            may_imitate = (
-                (tools.given or has_calls(request.question)) and is_installed() and is_single(ask.options, model)
-            )
+            may_imitate = (tools.given or has_calls(request.question)) and is_installed()
             return self._without_calls(plain, calls) if may_imitate else plain
         ends = ends_of(model, ask.options)
         grammars = self._over(model, ends)
@@ -261,17 +259,13 @@ class OutputConstraints:
         """Return options for transformers' `generate`, with logits processors that enforce the constraints.
 
         Raises:
-            InputError: A grammar is combined with beam search, or an option names ids that are not tokens.
+            InputError: An option names ids that are not tokens.
         """
         options = self.options
         processors = [*(options.get("logits_processor") or ())]
         if penalties := _penalties(options, self.model):
             processors.append(penalties)
         if self.grammars is not None and self.grammar is not None:
-            if not is_single(options, self.model):
-                raise InputError(
-                    "Tools and grammars cannot be used with beam search, found num_beams above 1. Leave out num_beams."
-                )
             processors.append(GrammarProcessor(self.grammars, self.grammar))
         supported = {name: value for name, value in options.items() if name not in RAGFUSE_OPTIONS}
         if stops := options.get("stop_token_ids"):
@@ -304,16 +298,6 @@ class OutputConstraints:
             self.is_thinking,
         )
 
-    def stopping(self) -> list[StopWhere]:
-        """Return the stopping criteria for stop strings and tool calls, to use together with `generate`'s own."""
-        if self.calls is None and not self.stops():
-            return []
-        return [StopWhere(self.draft, not is_single(self.options, self.model))]
-
-    def sink(self, say: Callable[[str | Thought], None] | None) -> FirstToken | TextSink:
-        """Return the streamer that receives tokens as they are generated; it calls `say` with text and reasoning."""
-        return FirstToken() if say is None else TextSink(self.draft(), say)
-
     def _unheld(self, draft: Draft) -> tuple[str, ...]:
         """Return what of the schemas was not held while decoding, and what of it the answer breaks."""
         texts = [(self.schemas[call.name], json.dumps(call.arguments)) for call in draft.calls]
@@ -324,14 +308,8 @@ class OutputConstraints:
             unheld += (*held_schema(schema)[1], *broken(schema, text))
         return tuple(unheld)
 
-    def read(self, ids: Sequence[int], trace: Trace) -> Answer:
-        """Return the answer that generated ids stand for.
-
-        Padding after its end is dropped; a pad token that the model generates is kept.
-        """
-        draft = self.draft()
-        draft.add(ids)
-        draft.end()
+    def read(self, draft: Draft, trace: Trace) -> Answer:
+        """Return the answer of a draft that has ended."""
         token_ids, calls = tuple(draft.ids), draft.calls
         has_time_limit = bool(resolve_option("max_time", self.options, self.model))
         is_short = len(token_ids) < self.options.get("max_new_tokens", 0) and not has_time_limit

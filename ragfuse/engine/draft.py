@@ -5,7 +5,6 @@ Streaming, stopping and the final answer all use it, so that they agree.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ragfuse.hf.stream import Detokenizer, StopFinder
@@ -100,13 +99,6 @@ class Draft:
         if piece := self._detokenizer.visible(max(lo, self._taken[1]), hi):
             self._taken[1] = hi
             yield piece
-
-    def copy(self) -> Draft:
-        """Return an independent copy, as for another beam of the same answer."""
-        new = copy.copy(self)
-        new.ids, new._taken, new._detokenizer = list(self.ids), list(self._taken), self._detokenizer.copy()
-        new._stops, new._reader = copy.copy(self._stops), copy.copy(self._reader)
-        return new
 
     # inside
 

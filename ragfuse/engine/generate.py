@@ -10,14 +10,13 @@ from dataclasses import dataclass
 
 from ragfuse.engine.answer_stream import StopSignal
 from ragfuse.engine.constraints import OutputConstraints
-from ragfuse.engine.options import is_streamable
 from ragfuse.engine.request import PreparedPrompt
 from ragfuse.engine.trace_builder import trace_of
 from ragfuse.hf.handover import generate
 from ragfuse.hf.shared_kv import SharedSpan
-from ragfuse.hf.stream import StopWhen
+from ragfuse.hf.stream import Follower
 from ragfuse.telemetry.otel import span
-from ragfuse.types.answer import Answer, Thought
+from ragfuse.types.answer import Answer
 
 
 @dataclass(frozen=True)
@@ -55,19 +54,14 @@ def share(prepared: PreparedPrompt) -> None:
 
 def generated(prepared: PreparedPrompt, constraints: OutputConstraints) -> Generated:
     """Generate and return the answer, streaming it to `request.say`; stop once one of `request.ends` is set."""
-    request = prepared.request
-    model, say, sink = request.model, request.say, constraints.sink(request.say)
-    streamer = sink if is_streamable(constraints.options, model) else None
+    request, draft = prepared.request, constraints.draft()
+    follower = Follower(draft, request.say, request.ends)
     with span("decode"):
-        stopping = [*map(StopWhen, request.ends), *constraints.stopping()]
-        options = constraints.generate_options()
-        ids = generate(model, prepared.prefill, options, streamer, stopping, request.ask.seed)[0]
-    answer = constraints.read(ids, trace_of(prepared, sink.first_s))
+        options, seed = constraints.generate_options(), request.ask.seed
+        ids = generate(request.model, prepared.prefill, options, [follower], seed)
+        follower.end()
+    answer = constraints.read(draft, trace_of(prepared, follower.first_s))
     is_whole = not any(map(_is_abandoned, request.ends))
-    if streamer is None and say is not None:
-        if answer.reasoning:
-            say(Thought(answer.reasoning))
-        say(answer.text)
     return Generated(prepared, answer, ids, is_whole)
 
 

@@ -41,21 +41,6 @@ def options_of(ask: Ask, settings: Settings, room: int | None = None) -> dict[st
     return options
 
 
-def sequences_per_prompt(options: Mapping[str, Any], model: HFModel) -> int:
-    """Return how many sequences `generate` returns per prompt."""
-    return int(resolve_option("num_return_sequences", options, model) or 1)
-
-
-def is_streamable(options: Mapping[str, Any], model: HFModel) -> bool:
-    """Return whether the answer can be streamed: `generate` streams neither beams nor several sequences."""
-    return sequences_per_prompt(options, model) == 1 and is_single(options, model)
-
-
-def is_single(options: Mapping[str, Any], model: HFModel) -> bool:
-    """Return whether decoding uses no beam search."""
-    return int(resolve_option("num_beams", options, model) or 1) == 1
-
-
 def is_sampled(options: Mapping[str, Any], model: HFModel) -> bool:
     """Return whether tokens are sampled rather than chosen greedily."""
     return bool(resolve_option("do_sample", options, model))

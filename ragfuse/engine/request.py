@@ -106,10 +106,9 @@ class PreparedPrompt:
     def n_held(self, n_ids: int) -> int:
         """Return how many rows of the prompt and its answer of `n_ids` tokens are in the prompt's KV cache.
 
-        The answer's last token never has a row. An answer that was decoded in a batch or as one of several sequences
-        has none there: the cache then holds the prompt's rows only.
+        The answer's last token never has a row. Where the model's own cache took the answer's, it has none.
         """
         cache, n_prompt = self.prefill.cache, len(self.plan.prompt)
-        if cache is None or cache.length != n_prompt + n_ids - 1 or cache.layers[0].keys.shape[0] > 1:
+        if cache is None or cache.length != n_prompt + n_ids - 1:
             return n_prompt
         return cache.length

@@ -186,14 +186,12 @@ class Ragged:
     tensor. Each new token attends to the tokens of its own prompt only.
 
     Args:
-        sizes: Number of sequences of each prompt in the batch.
-        kv_parts: KV [B, H, n, D] of each prompt in the current layer, as a list of parts in any order. Tensors that
-            several prompts contain are a part that these share.
-        newest: Keys [sum B, H, 1, D] of the new tokens. The batch's cache returns them in place of the whole KV, which
+        kv_parts: KV [1, H, n, D] of each of P prompts in the current layer, as a list of parts in any order. Tensors
+            that several prompts contain are a part that these share.
+        newest: Keys [P, H, 1, D] of the new tokens. The batch's cache returns them in place of the whole KV, which
             is in `kv_parts`.
     """
 
-    sizes: list[int]
     kv_parts: list[list[KV]] = field(default_factory=list)
     newest: Tensor | None = None
 
@@ -209,7 +207,7 @@ def attend_ragged(
     """Return the attention output of the newest row of several prompts, each over the KV of its own prompt.
 
     Args:
-        query: [sum B, Hq, 1, D].
+        query: [P, Hq, 1, D].
         ragged: The KV of every prompt in this layer.
         scaling: Factor on the scores.
         window: Size of the sliding window in tokens, the newest included; only for prompts whose KV is one part.
@@ -217,11 +215,11 @@ def attend_ragged(
         sinks: As in `attend`.
 
     Returns:
-        [sum B, 1, Hq, Dv].
+        [P, 1, Hq, Dv].
     """
-    if len(ragged.sizes) == len(ragged.kv_parts[0]) == 1:
+    if len(ragged.kv_parts) == len(ragged.kv_parts[0]) == 1:
         return _attend_newest(query, *_last(window, *ragged.kv_parts[0][0]), scaling, softcap, sinks).transpose(1, 2)
-    queries, is_cpu = torch.split(query, ragged.sizes), query.device.type == "cpu"
+    queries, is_cpu = torch.split(query, 1), query.device.type == "cpu"
     is_wide = all(values.shape[-1] == query.shape[-1] for _, values in ragged.kv_parts[0])
     merges = is_cpu and is_wide and softcap is None and sinks is None  # by the flash kernel, which needs such values
     single_parts = [kv_parts[0] if len(kv_parts) == 1 else None for kv_parts in ragged.kv_parts]
@@ -245,7 +243,7 @@ def _concatenated(kv_parts: Sequence[KV]) -> KV:
 
 
 def _attend_parts(queries: Sequence[Tensor], kv_by_prompt: Sequence[Sequence[KV]], scaling: float) -> list[Tensor]:
-    """Return the output [B, Hq, 1, D] of each prompt's newest row over its KV parts; a shared part is read once.
+    """Return the output [1, Hq, 1, D] of each prompt's newest row over its KV parts; a shared part is read once.
 
     The outputs over the parts are merged by their softmax sums.
     """
@@ -256,7 +254,7 @@ def _attend_parts(queries: Sequence[Tensor], kv_by_prompt: Sequence[Sequence[KV]
             readers.setdefault(id(kv[0]), (kv, []))[1].append(at)
     outputs: list[list[tuple[Tensor, Tensor]]] = [[] for _ in queries]
     for (keys, values), prompts in readers.values():
-        folded = [queries[at].reshape(queries[at].shape[0], keys.shape[1], -1, queries[at].shape[3]) for at in prompts]
+        folded = [queries[at].reshape(1, keys.shape[1], -1, queries[at].shape[3]) for at in prompts]
         out, sums = flash(torch.cat(folded, 2), keys, values, scale=scaling)
         n_rows = folded[0].shape[2]
         for at, output, its_sums in zip(prompts, out.split(n_rows, 2), sums.split(n_rows, 2), strict=True):

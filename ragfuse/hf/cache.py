@@ -62,7 +62,6 @@ class RowLayer(CacheLayerMixin):
     """
 
     is_sliding = False
-    is_croppable = True
 
     def __init__(self, layer: int, receiver: KVReceiver | None = None) -> None:
         super().__init__()
@@ -104,15 +103,11 @@ class RowLayer(CacheLayerMixin):
         return self._with_frozen(keys, 0), self._with_frozen(values, 1)
 
     def rows(self, lo: int, hi: int) -> KV:
-        """Return rows lo:hi [B, H, hi - lo, D]: views, or a copy if some of them are stored outside."""
-        outside = 0
-        for frozen in self.common:
-            if frozen.lo < hi and lo < frozen.hi:
-                keys, values = self.whole()
-                return keys[:, :, lo:hi], values[:, :, lo:hi]
-            outside += frozen.hi - frozen.lo if frozen.hi <= lo else 0
-        lo, hi = lo - outside, hi - outside
-        return self.keys[:, :, lo:hi], self.values[:, :, lo:hi]
+        """Return rows lo:hi [B, H, hi - lo, D]: views, or a copy if some rows are stored outside."""
+        keys, values = self.keys, self.values
+        if self.common:
+            keys, values = self._with_frozen(keys, 0), self._with_frozen(values, 1)
+        return keys[:, :, lo:hi], values[:, :, lo:hi]
 
     def held(self) -> list[KV]:
         """Return all rows in parts, without a copy: those in its buffers, then those stored outside."""
@@ -181,30 +176,6 @@ class RowLayer(CacheLayerMixin):
         """Return -1: there is no maximum."""
         return -1
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last `abs(tokens_to_remove)` rows."""
-        self.gather()
-        self.length -= abs(tokens_to_remove)
-
-    def reset(self) -> None:
-        """Drop all rows."""
-        self.length, self.common = 0, ()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder the batch dimension, for beam search."""
-        self.batch_select_indices(beam_idx.to(self.keys.device))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every batch element `repeats` times."""
-        self.gather()
-        self.keys = self.keys.repeat_interleave(repeats, dim=0)
-        self.values = self.values.repeat_interleave(repeats, dim=0)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these batch elements."""
-        self.gather()
-        self.keys, self.values = self.keys[indices], self.values[indices]
-
 
 class RowCache(Cache):
     """A transformers cache whose layers are `RowLayer`s."""
@@ -249,7 +220,7 @@ class JointLayer(RowLayer):
     Args:
         layer: Index of the layer.
         parts: That layer of every cache.
-        ragged: Batch sizes of the caches; `update` stores the KV of each there and returns its arguments.
+        ragged: `update` stores the KV of each cache there and returns its arguments.
     """
 
     def __init__(self, layer: int, parts: Sequence[RowLayer], ragged: Ragged) -> None:
@@ -259,11 +230,8 @@ class JointLayer(RowLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object) -> tuple[Tensor, Tensor]:
         """Append to every cache its own new rows."""
-        sizes, self._ragged.newest = self._ragged.sizes, key_states
-        both = [(key_states, value_states)]
-        if len(sizes) > 1:
-            both = list(zip(torch.split(key_states, sizes), torch.split(value_states, sizes), strict=True))
-        for part, each in zip(self._parts, both, strict=True):
+        self._ragged.newest = key_states
+        for part, *each in zip(self._parts, torch.split(key_states, 1), torch.split(value_states, 1), strict=True):
             part.append(*each)
         self._ragged.kv_parts = [part.held() for part in self._parts]
         return key_states, value_states

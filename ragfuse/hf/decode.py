@@ -69,7 +69,7 @@ class Member:
 
 @dataclass(eq=False)
 class Step:
-    """A forward of one request over ids int64 [B, 1] that can be run together with others."""
+    """A forward of one request over ids int64 [1, 1] that can be run together with others."""
 
     member: Member
     arguments: Mapping[str, Any]
@@ -80,12 +80,6 @@ class Step:
 
     def __post_init__(self) -> None:
         self.length = self.member.cache.length
-
-    @property
-    def ids(self) -> Tensor:
-        """int64 [B, 1]."""
-        ids: Tensor = self.arguments["input_ids"]
-        return ids
 
     def run(self) -> None:
         """Run this step alone and keep its output or error."""
@@ -112,7 +106,7 @@ class Batcher:
 
     Attributes:
         steps: Number of shared forwards so far.
-        rows: Number of batch rows in them.
+        rows: Number of tokens in them.
         patience_s: Seconds that a step waits for a request that is choosing its token; longer if the last step took
             longer.
     """
@@ -264,15 +258,15 @@ class Batcher:
             self._failures += all(step.error is None for step in steps)
 
     def _share(self, steps: Sequence[Step]) -> None:
-        """Run one forward over all steps and hand each its logits [B, 1, V]."""
+        """Run one forward over all steps and hand each its logits [1, 1, V]."""
         caches, arguments = [step.member.cache for step in steps], self._arguments(steps)
-        ragged = Ragged([step.ids.shape[0] for step in steps])
+        ragged = Ragged()
         with attending(steps[0].member.wiring, ragged):
             out = self._model.forward(**arguments, past_key_values=JointCache(caches, ragged))
-        for step, some in zip(steps, torch.split(out.logits, ragged.sizes), strict=True):
-            step.output = CausalLMOutputWithPast(logits=some, past_key_values=step.member.cache)
+        for step, logits in zip(steps, torch.split(out.logits, 1), strict=True):
+            step.output = CausalLMOutputWithPast(logits=logits, past_key_values=step.member.cache)
         if len(steps) > 1:
-            self.steps, self.rows = self.steps + 1, self.rows + sum(ragged.sizes)
+            self.steps, self.rows = self.steps + 1, self.rows + len(steps)
 
     def _arguments(self, steps: Sequence[Step]) -> dict[str, Any]:
         """Return the forward arguments of all steps as one batch."""

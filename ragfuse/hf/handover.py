@@ -1,8 +1,9 @@
 """Continues a finished prefill with transformers' own `generate`.
 
 `generate` gets the ids of the whole prompt and a cache without the last row. Its first forward returns the logits that
-the prefill computed and adds that row back, so nothing is computed twice, and sampling, stop strings, streamers, beams
-and logits processors work as usual. Its other forwards are decoding steps of `hf/decode.py`.
+the prefill computed and adds that row back, so nothing is computed twice, and sampling, stopping criteria and logits
+processors work as usual. Its other forwards are decoding steps of `hf/decode.py`. A prompt has one answer: beams and
+several sequences are refused.
 
 `generate` is called on a shallow copy of the model object with its own forward, so that many can run at the same time.
 """
@@ -25,7 +26,6 @@ from ragfuse.hf import probe
 from ragfuse.hf.decode import Member
 from ragfuse.hf.model import HFModel, Prefill
 from ragfuse.hf.seed import seeded
-from ragfuse.hf.stream import FirstToken
 
 UNUSABLE = (
     "assistant_model",
@@ -42,16 +42,17 @@ UNUSABLE = (
     "stopping_criteria",
 )
 """Options of `generate` that need another cache than the prefilled one, or are set here; callers may not pass them."""
+ONE = ("num_beams", "num_return_sequences")
+"""Options of `generate` that may be 1 only."""
 
 
 def generate(
     model: HFModel,
     prefill: Prefill,
     options: Mapping[str, Any],
-    streamer: FirstToken | None = None,
     stopping: Sequence[StoppingCriteria] = (),
     seed: int | None = None,
-) -> list[list[int]]:
+) -> list[int]:
     """Generate an answer to a prefilled prompt; consumes the prefill.
 
     Requests that run on the model at the same time share decoding steps (`hf/decode.py`).
@@ -60,15 +61,14 @@ def generate(
         model: The model.
         prefill: The prompt.
         options: Options of transformers' `generate`. Stop strings do nothing here: `stopping` has what ends a text.
-        streamer: Receives the tokens as they come.
-        stopping: Further stopping criteria.
+        stopping: Further stopping criteria; each is called with all tokens after every new one.
         seed: Of sampling; the result does not depend on what runs at the same time. None: torch's global state.
 
     Returns:
-        The new token ids of each returned sequence.
+        The new token ids.
 
     Raises:
-        SettingsError: An option would bypass the prefilled cache.
+        SettingsError: An option would bypass the prefilled cache, or asks for several sequences.
         ModelError: The model computed NaN for the prompt.
     """
     _refuse(options)
@@ -78,18 +78,16 @@ def generate(
         if prefill.cache is not None:
             prefill.cache.length -= 1  # its last row is computed, and comes back with the first forward
         view = _with_forward(model.model, _GenerateForward(model, prefill, member))
-        out = view.generate(
+        out: Tensor = view.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            streamer=streamer,
             stopping_criteria=StoppingCriteriaList(stopping),
-            past_key_values=prefill.state if _can_continue(model, prefill, options) else prefill.cache,
+            past_key_values=prefill.cache if prefill.state is None else prefill.state,
             **_position_ids(model, prefill),
             **_adapted_options(model, options),
         )
-    sequences = out if isinstance(out, Tensor) else out.sequences
-    rows: list[list[int]] = sequences[:, ids.shape[1] :].tolist()
-    return rows
+    new_ids: list[int] = out[0, ids.shape[1] :].tolist()
+    return new_ids
 
 
 def _refuse_nan(model: HFModel, prefill: Prefill) -> None:
@@ -110,17 +108,13 @@ def _refuse(options: Mapping[str, Any]) -> None:
     wrong = [name for name in UNUSABLE if given.get(name) is not None]
     wrong += ["token_healing"] if options.get("token_healing") else []
     wrong += ["use_cache"] if given.get("use_cache") is False else []
+    if several := [name for name in ONE if (given.get(name) or 1) > 1]:
+        raise SettingsError(f"generate's option '{several[0]}' may only be 1: a prompt has one answer. Leave it out.")
     if wrong:
         raise SettingsError(
             f"generate's option '{wrong[0]}' cannot be used: the prompt's KV is computed and in a cache already. "
             "Leave it out."
         )
-
-
-def _can_continue(model: HFModel, prefill: Prefill, options: Mapping[str, Any]) -> bool:
-    """Whether to continue from the prompt's state; with several sequences or beams the prompt is computed anew."""
-    several = (resolve_option(name, options, model) for name in ("num_beams", "num_return_sequences"))
-    return prefill.state is not None and all(int(number or 1) == 1 for number in several)
 
 
 def _position_ids(model: HFModel, prefill: Prefill) -> dict[str, Tensor]:
@@ -150,7 +144,15 @@ def _adapted_options(model: HFModel, options: Mapping[str, Any]) -> dict[str, An
     prompt and do not work with every tokenizer. Token healing is switched off, because it removes the prompt's last
     token, whose KV is computed already. A missing padding id is set.
     """
-    full = {**options, "use_cache": True, "cache_implementation": None, "stop_strings": None, "token_healing": False}
+    full = {
+        **options,
+        **dict.fromkeys(ONE, 1),
+        "use_cache": True,
+        "cache_implementation": None,
+        "stop_strings": None,
+        "token_healing": False,
+        "return_dict_in_generate": False,
+    }
     config = model.model.generation_config
     if config.pad_token_id is None and "pad_token_id" not in full:
         end = config.eos_token_id
@@ -186,11 +188,6 @@ class _GenerateForward:
             return self._batcher.step(None, functools.partial(self._forward, *args), arguments)
         if cache is not None and self._is_first:
             self._is_first = False
-            repeats = arguments["input_ids"].shape[0]
-            if repeats > 1:
-                cache.batch_repeat_interleave(repeats)
-            if not arguments.get("output_hidden_states") and not arguments.get("output_attentions"):
-                cache.length += 1
-                logits = self._prefill.logits.expand(repeats, 1, -1)
-                return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+            cache.length += 1
+            return CausalLMOutputWithPast(logits=self._prefill.logits[None, None], past_key_values=cache)
         return self._batcher.step(self._member, self._forward, arguments)

@@ -6,7 +6,6 @@ is searched. The prompt is never searched.
 
 from __future__ import annotations
 
-import copy
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -89,12 +88,6 @@ class Detokenizer:
         self._done = max(self._done, len(text))
         return self.text
 
-    def copy(self) -> Detokenizer:
-        """Return an independent copy, for a sequence that continues differently."""
-        new = copy.copy(self)
-        new.spans, new._window = list(self.spans), list(self._window)
-        return new
-
     def visible(self, lo: int, hi: int) -> str:
         """Return text[lo:hi] without marks."""
         edges = [lo, *(edge for a, b in self.spans if a < hi and b > lo for edge in (max(a, lo), min(b, hi))), hi]
@@ -146,24 +139,20 @@ class StopFinder:
         return partial_match(text[max(lo, len(text) - self._longest + 1) :], self.stops) if self.stops else 0
 
 
-class Tracked(Protocol):
-    """A sequence of generated tokens that knows when generation has to end, and which of its text is final."""
+class Growing(Protocol):
+    """An answer that is parsed as its ids arrive, and knows when it has ended and which of its text is final."""
 
     @property
     def over(self) -> bool:
-        """Whether the sequence has ended."""
+        """Whether the answer has ended."""
         ...
 
     def add(self, ids: Iterable[int]) -> None:
         """Add its next ids; they are ignored once it is over."""
         ...
 
-    def copy(self) -> Any:
-        """Return an independent copy, for a sequence that continues differently."""
-        ...
-
     def end(self) -> None:
-        """End the sequence: no more ids will come."""
+        """End the answer: no more ids will come."""
         ...
 
     def take(self) -> Iterator[Any]:
@@ -171,92 +160,42 @@ class Tracked(Protocol):
         ...
 
 
-class StopWhere(StoppingCriteria):
-    """A stopping criterion that ends each sequence of one `generate` call when its tracker is over.
+class Follower(StoppingCriteria):
+    """A stopping criterion that follows the answer of one `generate` call, token by token.
+
+    It ends the answer where that is over, or an event is set because the caller went away.
 
     Args:
-        new: Makes the tracker of a sequence.
-        reorders: Whether sequences change places between steps, as beams do.
+        growing: The answer.
+        emit: Called with each piece of its text as soon as it is final.
+        ends: The events.
+
+    Attributes:
+        first_s: `time.perf_counter()` at the first token; None before.
     """
 
-    def __init__(self, new: Callable[[], Tracked], reorders: bool = False) -> None:
-        self._new, self._reorders = new, reorders
-        self._rows: list[Tracked] = []
-        self._known: dict[tuple[int, ...], Tracked] = {}
-        self._from = self._seen = -1
-
-    def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Tensor:
-        """Return which sequences have ended, bool [B]; transformers calls it after every new token."""
-        if self._seen < 0:
-            self._from = self._seen = input_ids.shape[1] - 1
-        if self._reorders:
-            rows = [self._followed(tuple(row)) for row in input_ids[:, self._from :].tolist()]
-            self._known = dict(rows)
-            self._rows = [row for _, row in rows]
-        else:
-            self._rows = self._rows or [self._new() for _ in range(input_ids.shape[0])]
-            for row, ids in zip(self._rows, input_ids[:, self._seen :].tolist(), strict=True):
-                row.add(ids)
-        self._seen = input_ids.shape[1]
-        return torch.tensor([row.over for row in self._rows], device=input_ids.device)
-
-    def _followed(self, ids: tuple[int, ...]) -> tuple[tuple[int, ...], Tracked]:
-        """Return the tracker of a sequence: a copy if it extends one of the last step, else a new one."""
-        before = self._known.get(ids[:-1])
-        row: Tracked = self._new() if before is None else before.copy()
-        row.add(ids if before is None else ids[-1:])
-        return ids, row
-
-
-class StopWhen(StoppingCriteria):
-    """A stopping criterion that ends generation when an event is set, because the caller went away."""
-
-    def __init__(self, event: Event) -> None:
-        self.event = event
-
-    def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Tensor:
-        """Return whether the event is set, for every sequence: bool [B]."""
-        return torch.full((input_ids.shape[0],), self.event.is_set(), device=input_ids.device)
-
-
-class FirstToken:
-    """A streamer that only records the time of the first new token, `first_s`, in `time.perf_counter()` seconds."""
-
-    def __init__(self) -> None:
+    def __init__(
+        self, growing: Growing, emit: Callable[[Any], object] | None = None, ends: Iterable[Event] = ()
+    ) -> None:
         self.first_s: float | None = None
-        self._prompt = True
+        self._growing, self._emit, self._ends, self._seen = growing, emit, tuple(ends), 0
 
-    def put(self, value: Tensor) -> None:
-        """Receive the prompt's ids first, then the ids of each step."""
-        if not self._prompt and self.first_s is None:
+    def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Tensor:
+        """Return whether the answer has ended, bool [1]; transformers calls it after every new token."""
+        if self.first_s is None:
             self.first_s = time.perf_counter()
-        self._prompt = False
+            self._seen = input_ids.shape[1] - 1
+        self._growing.add(input_ids[0, self._seen :].tolist())
+        self._seen = input_ids.shape[1]
+        self._say()
+        return torch.tensor([self._growing.over or any(end.is_set() for end in self._ends)], device=input_ids.device)
 
     def end(self) -> None:
-        """Do nothing."""
-
-
-class TextSink(FirstToken):
-    """A streamer that calls `emit` with each piece of a sequence's text as soon as it is final."""
-
-    def __init__(self, growing: Tracked, emit: Callable[[Any], None]) -> None:
-        super().__init__()
-        self._growing, self._emit, self._skipped = growing, emit, False
-
-    def put(self, value: Tensor) -> None:
-        """Receive the prompt's ids, which are skipped, then the ids of each step."""
-        super().put(value)
-        if not self._skipped:
-            self._skipped = True
-            return
-        self._growing.add(value.reshape(-1).tolist())
-        self._emit_final()
-
-    def end(self) -> None:
-        """End the sequence and pass on its remaining text."""
+        """End the answer and emit its remaining text."""
         self._growing.end()
-        self._emit_final()
+        self._say()
 
-    def _emit_final(self) -> None:
-        for piece in self._growing.take():
-            self._emit(piece)
+    def _say(self) -> None:
+        if self._emit is not None:
+            for piece in self._growing.take():
+                self._emit(piece)

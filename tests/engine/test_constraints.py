@@ -157,11 +157,6 @@ def test_what_forbids_a_token_elsewhere_gives_way(random_engine):
     assert fits(random_engine.answer("Write.", ask).text, TWO)
 
 
-def test_beams_are_refused(random_engine):
-    with pytest.raises(InputError, match="num_beams"):
-        random_engine.answer("Say.", Ask(grammar=Grammar.choice(["a"]), options={"num_beams": 2}))
-
-
 @pytest.mark.parametrize("engine", ["random_engine", pytest.param("small_engine", marks=pytest.mark.embedded)])
 @pytest.mark.parametrize("choice", ["required", "weather"])
 def test_a_tool_that_must_be_called_is_called(request, engine, choice):

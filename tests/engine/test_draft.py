@@ -66,30 +66,6 @@ def test_stop_strings_of_a_batch_count_in_each_answer_alone(engine: Engine) -> N
         assert answer.text == engine.answer(text, free).text.split(stop)[0]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_return_sequences": 3, "do_sample": True, "top_k": 0},
-        {"num_beams": 3},
-        {"num_beams": 3, "num_return_sequences": 2},
-    ],
-    ids=["sequences", "beams", "beams and sequences"],
-)
-def test_stop_strings_end_one_of_several_sequences_and_its_padding_is_not_counted(
-    engine: Engine, options: dict[str, Any]
-) -> None:
-    free = engine.answer(ASKED, Ask(max_tokens=24, options=options, seed=5))
-    stop = free.text[4:6]
-    answer = engine.answer(ASKED, Ask(max_tokens=24, options=options, seed=5, stop=[stop, "Go", "\n"]))
-    assert stop not in answer.text
-    if answer.finish_reason == "stop":
-        assert stop in engine.model.text(answer.token_ids)
-        assert engine.model.tokenizer.pad_token_id not in answer.token_ids
-    if "num_beams" not in options:
-        assert answer.text == free.text.split(stop)[0]
-        assert len(answer.token_ids) == 6
-
-
 def test_a_stop_string_may_be_a_special_token(engine: Engine) -> None:
     answer = engine.answer(ASKED, saying(engine, "Hi<|user|> and more", stop=["<|user|>"]))
     assert (answer.text, answer.finish_reason, len(answer.token_ids)) == ("Hi", "stop", 3)
@@ -149,17 +125,6 @@ def test_pad_tokens_that_a_model_writes_are_counted(engine: Engine) -> None:
     assert (answer.text, answer.finish_reason, len(answer.token_ids)) == ("Hi", "stop", 4)
     stream = engine.stream(ASKED, saying(engine, "H", pad, "i", ends=False, max_tokens=3))
     assert ("".join(stream), len(stream.answer.token_ids)) == ("Hi", 3)
-
-
-def test_padding_behind_one_of_several_sequences_is_not_counted(engine: Engine) -> None:
-    """The first one ends at once, another goes on."""
-    end, pad = engine.model.tokenizer.eos_token_id, engine.model.tokenizer.pad_token_id
-    several = {"do_sample": True, "top_k": 0, "num_return_sequences": 3}
-    often = {"suppress_tokens": [pad], "sequence_bias": {(end,): 4.0}}
-    answers = [engine.answer(ASKED, Ask(max_tokens=12, seed=seed, options={**several, **often})) for seed in range(12)]
-    short = [answer for answer in answers if len(answer.token_ids) < 12]
-    assert short
-    assert all(answer.finish_reason == "stop" and pad not in answer.token_ids for answer in short)
 
 
 CORPUS = ["The keeper of the northern lighthouse counted forty ships.", "Use only what the passages say.", "Who? é"] * 3

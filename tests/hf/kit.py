@@ -162,7 +162,7 @@ def fuse(model: HFModel, scene: Scene, policy: str, ratio: float, kv: KVSource |
     return model.fuse(scene.token_ids, scene.positions, scene.runs, kv, policy, ratio)
 
 
-def together(model: HFModel, calls: Sequence[tuple[Prefill, dict[str, Any]]]) -> list[list[list[int]]]:
+def together(model: HFModel, calls: Sequence[tuple[Prefill, dict[str, Any]]]) -> list[list[int]]:
     """What each of several `generate` writes, in threads; none decodes before all have begun.
 
     calls: (prefill, arguments of `generate`) of each.

@@ -69,7 +69,7 @@ def test_the_answer_goes_on_as_after_the_models_own_prefill(name: str) -> None:
     ids = kit.tensor([scene.token_ids])
     options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
     wanted = model.model.generate(ids, **options)[0, ids.shape[1] :].tolist()
-    assert generate(model, kit.fuse(model, scene, CHECKING, 1.0), options) == [wanted]
+    assert generate(model, kit.fuse(model, scene, CHECKING, 1.0), options) == wanted
 
 
 @refused
@@ -88,7 +88,7 @@ def test_a_refused_model_still_answers_right(name: str) -> None:
     wanted = model.model.generate(kit.tensor([tokens]), **options)[0, 40:].tolist()
     prefill = model.full_prefill(tokens)
     assert int(prefill.logits.argmax()) == wanted[0]
-    assert generate(model, prefill, options) == [wanted]
+    assert generate(model, prefill, options) == wanted
 
 
 def test_the_probe_looks_at_the_weights_and_not_at_the_name() -> None:

@@ -132,12 +132,6 @@ def test_a_prompt_is_computed_once(engine: Engine, monkeypatch: pytest.MonkeyPat
         assert sum(rows) == wanted + len(answer.token_ids) - 1
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}])
-def test_several_answers_at_once_are_what_they_are_without_reuse(engine: Engine, options: dict[str, Any]) -> None:
-    asked(engine, WHO)
-    asked(engine, WHO, options=options, seed=3)
-
-
 def test_no_tenant_finds_anothers_state(on: Settings) -> None:
     kind, options, _ = MODELS["qwen3-next"]
     model = kit.build(kind, options)

@@ -69,7 +69,7 @@ def test_an_answer_is_written_in_low_precision(dtype: torch.dtype) -> None:
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     ids = kit.tensor([scene.token_ids])
     wanted = model.model.generate(ids, **options)[0, ids.shape[1] :].tolist()
-    assert generate(model, model.full_prefill(scene.token_ids), options) == [wanted]
+    assert generate(model, model.full_prefill(scene.token_ids), options) == wanted
 
 
 @pytest.mark.parametrize(

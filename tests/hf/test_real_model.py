@@ -59,33 +59,25 @@ def test_what_is_hard_to_see_is_noticed(model: HFModel, what: str) -> None:
         assert not verify(broken).passed
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"do_sample": False},
-        {"do_sample": False, "num_beams": 3},
-        {"do_sample": True, "num_return_sequences": 2},
-    ],
-    ids=["greedy", "beams", "samples"],
-)
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True}], ids=["greedy", "sampled"])
 def test_ratio_one_writes_what_transformers_writes(model: HFModel, prompt, options: dict[str, object]) -> None:
     """In bfloat16 near-equal logits may swap by a rounding, so there the first tokens count."""
     ids, options = prompt[0], {"max_new_tokens": 24, **options}
     torch.manual_seed(3)
-    wanted = model.model.generate(torch.tensor([ids], device=model.device), **options)[:, len(ids) :].tolist()
+    wanted = model.model.generate(torch.tensor([ids], device=model.device), **options)[0, len(ids) :].tolist()
     found = generate(model, fused(model, prompt), options, seed=3)
     count = None if model.dtype == torch.float32 else 3
-    assert [row[:count] for row in found] == [row[:count] for row in wanted]
+    assert found[:count] == wanted[:count]
     full = generate(model, model.full_prefill(ids), options, seed=3)
-    assert [row[:count] for row in full] == [row[:count] for row in wanted]
+    assert full[:count] == wanted[:count]
 
 
 def test_two_prompts_are_answered_together(model: HFModel, prompt) -> None:
     ids, options = prompt[0], {"max_new_tokens": 16, "do_sample": False}
     short = ids[-len(model.tokens(TAIL, special=True)) :]
-    alone = [generate(model, each, options)[0] for each in (model.full_prefill(short), fused(model, prompt))]
+    alone = [generate(model, each, options) for each in (model.full_prefill(short), fused(model, prompt))]
     asked = [(model.full_prefill(short), {"options": options}), (fused(model, prompt), {"options": options})]
-    together = [rows[0] for rows in kit.together(model, asked)]
+    together = kit.together(model, asked)
     ends = model.model.generation_config.eos_token_id
     for one, other in zip(alone, together, strict=True):
         count = len(one) if model.dtype == torch.float32 else 3

@@ -102,9 +102,9 @@ def test_every_answer_has_the_logits_that_it_has_alone(name: str, monkeypatch: p
             assert float((scores - same).abs().max() / scores.std()) < 1e-4
 
 
-def test_who_goes_on_alone_beside_others_as_beams_or_last_says_the_same(model: HFModel) -> None:
-    """Some end sooner, one is two beams, one goes on when nobody is left."""
-    ways = [GREEDY, {**GREEDY, "max_new_tokens": 3}, {**GREEDY, "num_beams": 2}, {**GREEDY, "max_new_tokens": 14}]
+def test_who_goes_on_alone_beside_others_or_last_says_the_same(model: HFModel) -> None:
+    """Some end sooner, one goes on when nobody is left."""
+    ways = [GREEDY, {**GREEDY, "max_new_tokens": 3}, GREEDY, {**GREEDY, "max_new_tokens": 14}]
     wanted = [generate(model, prefill, way) for prefill, way in zip(prompts(model), ways, strict=True)]
     each = prompts(model)
     share(model, each)
@@ -116,7 +116,7 @@ def test_who_goes_on_alone_beside_others_as_beams_or_last_says_the_same(model: H
 
 
 def test_a_row_that_was_taken_back_is_there_once_it_is_revealed(model: HFModel) -> None:
-    """`generate` begins without the last row, and beams gather their KV just then."""
+    """`generate` begins without the last row, and a step that cannot be shared gathers the KV."""
     (prefill,) = prompts(model, 1)
     before = [(layer.keys.clone(), layer.values.clone()) for layer in prefill.kv.layers]
     share(model, [prefill])

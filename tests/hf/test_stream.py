@@ -1,6 +1,6 @@
 """What is said while it is written is, joined, what is read at the end; stop strings are met in it alone."""
 
-import copy
+import threading
 
 import pytest
 import torch
@@ -13,9 +13,8 @@ from ragfuse.hf.stream import (
     CONTEXT_TOKENS_BEFORE,
     MAX_PENDING_TOKENS,
     Detokenizer,
+    Follower,
     StopFinder,
-    StopWhere,
-    TextSink,
 )
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<|end|>"]
@@ -114,13 +113,12 @@ class Told:
         return iter([piece] if piece else [])
 
 
-def spoken(words, ids, size=1):
+def spoken(words, ids):
     said: list[str] = []
-    sink = TextSink(Told(Detokenizer.of(words)), said.append)
-    sink.put(torch.tensor([[5, 6, 7]]))
-    for at in range(0, len(ids), size):
-        sink.put(torch.tensor(ids[at : at + size]))
-    sink.end()
+    follower = Follower(Told(Detokenizer.of(words)), said.append)
+    for count in range(1, len(ids) + 1):
+        follower(torch.tensor([[5, 6, 7, *ids[:count]]]), None)
+    follower.end()
     return said
 
 
@@ -172,34 +170,17 @@ class Until:
         for id in ids:
             self._stops.look(self._text.add([id]))
 
-    def copy(self):
-        new = copy.copy(self)
-        new._text, new._stops = self._text.copy(), copy.copy(self._stops)
-        return new
 
-
-@pytest.mark.parametrize("reorders", [False, True])
-def test_a_sequence_is_stopped_where_its_text_says_so(words, reorders):
-    rows = [words(text, add_special_tokens=False).input_ids for text in (" a b c", " b c d")]
-    stop = StopWhere(lambda: Until(words, ["c"]), reorders)
-    over = [stop(torch.tensor([[1, *row[: size + 1]] for row in rows]), None).tolist() for size in range(3)]
-    assert over == [[False, False], [False, True], [True, True]]
-
-
-def test_beams_that_change_places_are_followed(words):
-    """Each row is what it says, however rows were exchanged, dropped and doubled on the way."""
-    a, b, c = (words(text, add_special_tokens=False).input_ids for text in (" a x c", " b b b", " a x d"))
-    stop = StopWhere(lambda: Until(words, ["x c"]), True)
-    assert stop(torch.tensor([[1, a[0]], [1, b[0]]]), None).tolist() == [False, False]
-    assert stop(torch.tensor([[1, *b[:2]], [1, *a[:2]]]), None).tolist() == [False, False]
-    assert stop(torch.tensor([[1, *a], [1, *c]]), None).tolist() == [True, False]
-
-
-def test_a_stop_string_that_begins_in_the_prompt_is_none(words):
+def test_an_answer_ends_where_its_own_text_says_so_or_nobody_hears_it(words):
+    """A stop string that begins in the prompt is none."""
     prompt, answer = (words(text, add_special_tokens=False).input_ids for text in ("assistant\n", "Obs now"))
-    stop = StopWhere(lambda: Until(words, ["\nObs", "assistant"]))
-    steps = [stop(torch.tensor([[*prompt, *answer[: at + 1]]]), None).tolist() for at in range(len(answer))]
-    assert steps == [[False]] * len(answer)
+    gone, ends = threading.Event(), []
+    for stops in (["\nObs", "assistant"], ["now"]):
+        stop = Follower(Until(words, stops), ends=[gone])
+        ends.append([bool(stop(torch.tensor([[*prompt, *answer[: at + 1]]]), None)) for at in range(len(answer))])
+    assert ends == [[False] * len(answer), [False] * (len(answer) - 1) + [True]]
+    gone.set()
+    assert Follower(Until(words, []), ends=[gone])(torch.tensor([prompt]), None)
 
 
 @given(st.text(alphabet=LETTERS, min_size=1, max_size=30), st.data())

@@ -3,7 +3,6 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel
@@ -21,8 +20,7 @@ def work(model: HFModel, seed: int) -> tuple[object, ...]:
     greedy = generate(model, kit.fuse(model, scene, policy, ratio, kv), GREEDY)
     full = generate(model, model.full_prefill(scene.token_ids), GREEDY)
     sampled = generate(model, kit.fuse(model, scene, policy, ratio, kv), SAMPLED, seed=seed)
-    beams = generate(model, kit.fuse(model, scene, policy, ratio, kv), {**GREEDY, "num_beams": 2})
-    return greedy, full, sampled, beams, [layer.keys.sum().item() for layer in kv.chunks[1].layers]
+    return greedy, full, sampled, [layer.keys.sum().item() for layer in kv.chunks[1].layers]
 
 
 @pytest.mark.parametrize("name", ["llama", "falcon-alibi"])
@@ -40,11 +38,4 @@ def test_plain_forwards_of_two_models_do_not_disturb_each_other() -> None:
     with ThreadPoolExecutor(2) as pool:
         for _ in range(2):
             jobs = [pool.submit(work, model, 1) for model in (one, two)]
-            greedy = [[job.result()[0], job.result()[1], job.result()[3]] for job in jobs]
-            assert greedy == [[result[0], result[1], result[3]] for result in alone]
-
-
-def test_no_thread_is_left_with_gradients_off() -> None:
-    model = kit.family("llama")
-    kit.fuse(model, kit.usual(), "hkvd", 0.3)
-    assert torch.is_grad_enabled()
+            assert [job.result()[:2] for job in jobs] == [result[:2] for result in alone]

@@ -236,12 +236,12 @@ def test_a_batch_keeps_what_its_prompts_added(engine):
         assert is_full_prefill(engine, ready)
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}])
-def test_beams_and_several_answers_leave_the_prompts_rows(engine, options):
-    first = engine.answer([("user", QUESTIONS[0])], Ask(session="one", options=options, seed=3))
-    ready = prepared(engine, [("user", QUESTIONS[1])], session="one")
-    assert sum(fetch.n_tokens for fetch in ready.plan.fetches) == first.trace.tokens
-    assert is_full_prefill(engine, ready)
+def test_a_stream_that_is_dropped_is_no_turn(engine):
+    with engine.stream([("user", QUESTIONS[0])], Ask(session="one", max_tokens=200)) as stream:
+        next(iter(stream))
+    assert engine.sessions.ls() == []
+    talk(engine, QUESTIONS[:1])
+    assert len(engine.sessions.show("one").turns) == 1
 
 
 def test_a_system_message_that_comes_with_every_turn_is_said_once(engine):
