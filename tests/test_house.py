@@ -94,7 +94,7 @@ ROOMS: dict[str, set[str]] = {
         "text",
         "transfer",
     },
-    "ray": {*VALUES, "admin", "engine", "serve", "store.urls"},
+    "ray": {*VALUES, "engine", "serve", "store", "store.named", "store.urls"},
     "cli": {
         *VALUES,
         "adapt",
@@ -116,7 +116,7 @@ ROOMS: dict[str, set[str]] = {
         "schemas.pml",
     },
     "__main__": {"cli"},
-    "__init__": {*VALUES, "admin", "engine", "schemas.pml_template", "telemetry", "text"},
+    "__init__": {*VALUES, "engine", "schemas.pml_template", "telemetry", "text"},
 }
 # Room -> all that it may import besides the standard library and ragfuse.
 ONLY = {
