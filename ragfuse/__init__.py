@@ -7,7 +7,6 @@ import lazy_loader
 from ragfuse.process.folders import give_temporary_files_a_place
 
 if TYPE_CHECKING:
-    from ragfuse.admin.byte_store import ByteStore
     from ragfuse.engine.answer_stream import AnswerStream
     from ragfuse.engine.ask import Ask
     from ragfuse.engine.engine import Engine
@@ -28,7 +27,6 @@ __all__ = [
     "Answer",
     "AnswerStream",
     "Ask",
-    "ByteStore",
     "ChatMessage",
     "Engine",
     "Grammar",
@@ -51,7 +49,6 @@ __all__ = [
 __getattr__, __dir__, _ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "admin.byte_store": ["ByteStore"],
         "engine.answer_stream": ["AnswerStream"],
         "engine.ask": ["Ask"],
         "engine.engine": ["Engine"],

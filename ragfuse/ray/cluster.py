@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from ragfuse.admin.byte_store import ByteStore
+from ragfuse.engine.store_opener import open_kept
 from ragfuse.errors import RagFuseError, SettingsError
 from ragfuse.settings import Settings
+from ragfuse.store import KVStore
+from ragfuse.store.named import as_entry, value_of
 from ragfuse.store.urls import shown
+from ragfuse.types.keys import ChunkKey, digest
 
 LOCAL_CLUSTER = "local"
 """The address that stands for a new cluster on this machine."""
-NAMESPACE = "ray"
-"""Of the values that nodes look for in the store, to see whether they share it."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +112,14 @@ def shared_settings(settings: Settings) -> Settings:
     """
     settings, places, name = settings.placed(), places_of(settings), secrets.token_hex(16)
     members = nodes()
-    written = [place for place in places if _did(settings, place, lambda store: store.put([(name, name.encode())]))]
+    key = _key(name)
+    entry = as_entry(name, name.encode())
+    written = [place for place in places if _did(settings, place, lambda store: store.tiers[0].put(key, *entry))]
     try:
         views = _seen(settings, written, name, members)
     finally:
         for place in written:
-            _did(settings, place, lambda store: store.delete([name]))
+            _did(settings, place, lambda store: bool(store.forget([key])))
     kept = [place for at, place in enumerate(written) if all(view[at] for view in views)]
     if not kept:
         names = ", ".join(shown(str(settings.store_path) if place is None else place) for place in places)
@@ -138,15 +141,25 @@ def see(settings: Settings, places: Sequence[str | None], name: str) -> list[boo
         places: Places of the store, as `places_of` returns them.
         name: The name, and the content, of the value.
     """
-    wanted = [name.encode()]
-    return [_did(settings, place, lambda store: store.get([name]) == wanted) for place in places]
+    wanted = name.encode()
+    return [_did(settings, place, lambda store: value_of(store.tiers[0], _key(name)) == wanted) for place in places]
 
 
-def _did(settings: Settings, place: str | None, work: Callable[[ByteStore], bool | None]) -> bool:
-    """Return whether work on a place succeeded."""
+def _key(name: str) -> ChunkKey:
+    return ChunkKey(digest("ray"), digest("name", name))
+
+
+def _did(settings: Settings, place: str | None, work: Callable[[KVStore], bool]) -> bool:
+    """Return whether work on the store of one place succeeded."""
+    alone = {
+        "gpu_bytes": 0,
+        "memory_bytes": 0,
+        "disk_bytes": settings.disk_bytes if place is None else 0,
+        "tiers": () if place is None else (place,),
+    }
     try:
-        with ByteStore(place, NAMESPACE, settings=settings) as store:
-            return work(store) is not False
+        with open_kept(settings.model_copy(update=alone)) as store:
+            return work(store)
     except RagFuseError:
         return False
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from ragfuse import ByteStore, Engine, Settings
+from ragfuse import Engine, Settings
 from ragfuse.admin.store_admin import EntryFilter, StoreAdmin, tier_statuses
 from ragfuse.plan.evict import lru
 from ragfuse.store import CatalogFile, DiskTier, KVStore
@@ -117,21 +117,16 @@ def test_a_models_folder_is_meant_as_it_is_and_other_names_stay(here, tiny_setti
         assert engine.answer(messages(CHUNKS[:1])).text
 
 
-def test_a_store_that_is_looked_after_and_bytes_stay_where_they_were(here, tiny_settings):
+def test_a_store_that_is_looked_after_stays_where_it_was(here, tiny_settings):
     settings = tiny_settings.model_copy(update={"store": "kv"})
     with Engine(settings) as engine:
         engine.ingest([(CHUNKS[0], "a")])
-    admin, values = StoreAdmin(settings), ByteStore("bytes", settings=settings)
+    admin = StoreAdmin(settings)
     assert [status.where for status in tier_statuses(settings)] == [str(here / "kv")]
     there = gone(here)
-    values.put([("name", b"value")])
-    assert values.get(["name"]) == [b"value"]
     assert len(admin.list_entries(EntryFilter())) == 1
     admin.close()
-    values.close()
     assert list(there.iterdir()) == []
-    with ByteStore(here / "bytes", settings=settings) as again:
-        assert again.get(["name"]) == [b"value"]
 
 
 def test_a_tier_and_a_book_that_are_opened_by_hand_stay_where_they_were(here):

@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 
-from ragfuse import ByteStore, Engine
+from ragfuse import Engine
 from ragfuse.plan.evict import lru
 from ragfuse.store import CatalogFile, DiskTier
 from ragfuse.store.access import make_root
@@ -102,9 +102,6 @@ def test_an_engine_makes_all_its_folders_for_this_user_or_for_the_group(tiny_set
             engine.flush()
             assert modes(store) == wanted
             assert modes(far) == wanted
-        with ByteStore(tmp_path / f"{shared_with}-bytes", settings=engine.settings) as values:
-            values.put([("name", b"value")])
-            assert modes(tmp_path / f"{shared_with}-bytes") == wanted
     assert "have access to" not in caplog.text
 
 

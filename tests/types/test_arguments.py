@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ragfuse import Ask, ByteStore, Engine, PMLTemplate, Settings, SettingsError
+from ragfuse import Ask, Engine, PMLTemplate, Settings, SettingsError
 from ragfuse.remote import RemoteEngine
 from ragfuse.types.arguments import checks_arguments
 
@@ -38,7 +38,7 @@ class Purple(Hazel):
     shade: float = 0.5
 
 
-@pytest.mark.parametrize("kind", [Ask, ByteStore, Engine, PMLTemplate, RemoteEngine, Settings])
+@pytest.mark.parametrize("kind", [Ask, Engine, PMLTemplate, RemoteEngine, Settings])
 def test_a_misspelt_argument_of_a_public_class_is_told_with_the_class(kind):
     with pytest.raises(SettingsError, match=rf"^{kind.__name__} has no argument 'xyzzy'\. It takes: \w+"):
         kind(xyzzy=1)

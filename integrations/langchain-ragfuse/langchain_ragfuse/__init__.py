@@ -10,12 +10,10 @@ if TYPE_CHECKING:
     from langchain_ragfuse.llms import RagFuseLLM
     from langchain_ragfuse.prompts import PMLPromptTemplate
     from langchain_ragfuse.retrievers import RagFuseRetriever
-    from langchain_ragfuse.stores import RagFuseByteStore
 
 __all__ = [
     "ChatRagFuse",
     "PMLPromptTemplate",
-    "RagFuseByteStore",
     "RagFuseIndexer",
     "RagFuseLLM",
     "RagFuseRetriever",
@@ -29,7 +27,6 @@ __getattr__, __dir__, _ = lazy_loader.attach(
         "llms": ["RagFuseLLM"],
         "prompts": ["PMLPromptTemplate"],
         "retrievers": ["RagFuseRetriever"],
-        "stores": ["RagFuseByteStore"],
     },
 )
 """Public names are imported at first use, so that importing the package alone loads neither torch nor LangChain."""
