@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from langchain_classic.embeddings import CacheBackedEmbeddings
-from langchain_classic.retrievers import ParentDocumentRetriever
-from langchain_classic.storage import create_kv_docstore
-from langchain_community.vectorstores import FAISS
-from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_huggingface import HuggingFaceEmbeddings
 from langchain_ragfuse import RagFuseByteStore
 from langchain_tests.integration_tests import BaseStoreAsyncTests, BaseStoreSyncTests
-from langchain_text_splitters import RecursiveCharacterTextSplitter
 
 from integrations.tests.kit import LETTERS
 from ragfuse import Settings, StoreError
@@ -146,15 +140,3 @@ def test_embeddings_are_computed_once(minilm: str, tmp_path: Path) -> None:
         store.close()
     assert embedder.asked == texts
     assert vectors[0] == vectors[1]
-
-
-def test_parent_documents_are_found_by_their_parts(minilm: str, tmp_path: Path) -> None:
-    store = RagFuseByteStore(tmp_path, namespace="documents", pinned=True)
-    splitter = RecursiveCharacterTextSplitter(chunk_size=120, chunk_overlap=0)
-    empty = FAISS.from_texts(["nothing"], HuggingFaceEmbeddings(model_name=minilm))
-    documents: Any = create_kv_docstore(store)
-    retriever = ParentDocumentRetriever(vectorstore=empty, docstore=documents, child_splitter=splitter)
-    retriever.add_documents([Document(text) for text in LETTERS.split("\n\n")])
-    found = retriever.invoke("Who was the last keeper of the lighthouse?")
-    assert found[0].page_content.startswith("The Elling lighthouse.")
-    store.close()
