@@ -41,13 +41,13 @@ class ReplicaOptions:
     @classmethod
     def parse(cls, text: str, cpus: float | None = None) -> ReplicaOptions:
         """Return the options for "N" or "LEAST:MOST"; SettingsError for another text."""
-        least, _, most = text.partition(":")
-        numbers = [int(each) if each.isdecimal() else 0 for each in (least, most or least)]
-        if not 1 <= numbers[0] <= numbers[1] or text.endswith(":"):
+        first, _, last = text.partition(":")
+        least, most = (int(each) if each.isdecimal() else 0 for each in (first, last or first))
+        if not 1 <= least <= most or text.endswith(":"):
             raise SettingsError(
                 f"Wanted a number of replicas such as 2, or a range such as 1:4, found '{text}'. Correct --replicas."
             )
-        return cls(*numbers, cpus)
+        return cls(least, most, cpus)
 
 
 def serve(
