@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ragfuse.errors import SettingsError
-from ragfuse.ray.cluster import LOCAL_CLUSTER, connected, nodes, places_of, shared_settings
+from ragfuse.ray.cluster import LOCAL_CLUSTER, connected, cpus_each, nodes, places_of, shared_settings
 from ragfuse.serve.keys import LOOPBACK, Keys, check_host
 from ragfuse.settings import Settings
 
@@ -32,35 +32,22 @@ class ReplicaOptions:
         least: Replicas that always run.
         most: Replicas that run where queues are long; None: as `least`.
         cpus: CPUs of each; None: all but one of the smallest node, divided among the replicas, at least one.
-
-    Raises:
-        SettingsError: A number makes no sense.
     """
 
     least: int = 1
     most: int | None = None
     cpus: float | None = None
 
-    def __post_init__(self) -> None:
-        most = self.least if self.most is None else self.most
-        if not 1 <= self.least <= most:
-            raise SettingsError(
-                f"Wanted a number of replicas of at least 1, or LEAST:MOST, found {self.least}:{most}. Give --replicas "
-                "2 or 1:4."
-            )
-        if self.cpus is not None and not self.cpus > 0:
-            raise SettingsError(f"Wanted CPUs of a replica above 0, found {self.cpus:g}.")
-
     @classmethod
     def parse(cls, text: str, cpus: float | None = None) -> ReplicaOptions:
         """Return the options for "N" or "LEAST:MOST"; SettingsError for another text."""
-        least, colon, most = text.partition(":")
-        try:
-            return cls(int(least), int(most) if colon else None, cpus)
-        except ValueError:
+        first, _, last = text.partition(":")
+        least, most = (int(each) if each.isdecimal() else 0 for each in (first, last or first))
+        if not 1 <= least <= most or text.endswith(":"):
             raise SettingsError(
-                f"Wanted a number of replicas such as 2, or a range such as 1:4, found '{text}'."
-            ) from None
+                f"Wanted a number of replicas such as 2, or a range such as 1:4, found '{text}'. Correct --replicas."
+            )
+        return cls(least, most, cpus)
 
 
 def serve(
@@ -156,7 +143,7 @@ def application(
         max_ongoing_requests=QUEUE_FACTOR * together,
         max_queued_requests=settings.serve_waiting,
         graceful_shutdown_timeout_s=settings.serve_grace_s,
-        ray_actor_options={"num_cpus": _cpus(options), **({"num_gpus": 1} if on_gpu else {})},
+        ray_actor_options={"num_cpus": options.cpus or cpus_each(nodes(), most), **({"num_gpus": 1} if on_gpu else {})},
         request_router_config=RequestRouterConfig(request_router_class=router),
         **size,
     )
@@ -169,12 +156,3 @@ def application(
     )
     bound = replicas.bind(settings, tuple(api_keys), tuple(origins), host in LOOPBACK)
     return front.bind(bound, tuple(api_keys), settings.salt)
-
-
-def _cpus(options: ReplicaOptions) -> float:
-    """Return the CPUs of each replica."""
-    if options.cpus is not None:
-        return options.cpus
-    members = [node.cpus for node in nodes() if node.cpus >= 1] or [1.0]
-    each_node = -(-(options.most or options.least) // len(members))
-    return max(1.0, (min(members) - 1) // each_node)

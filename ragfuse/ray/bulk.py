@@ -6,13 +6,13 @@ workers, interrupted runs and several runs at once cost time, never an entry.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
 from ragfuse.errors import InputError, SettingsError
-from ragfuse.ray.cluster import LOCAL_CLUSTER, Node, connected, nodes, places_of, shared_settings
+from ragfuse.ray.cluster import LOCAL_CLUSTER, Node, connected, cpus_each, nodes, places_of, shared_settings
 from ragfuse.settings import Settings
 
 BATCH = 16
@@ -101,48 +101,39 @@ def encode(
     settings = (settings or Settings()).placed()
     places_of(settings)
     with connected(address):
-        return _encode(dataset, settings, workers, cpus, batch, progress)
+        import ray
 
+        from ragfuse.ray.worker import EncodeWorker
 
-def _encode(
-    dataset: Any,
-    settings: Settings,
-    workers: int | None,
-    cpus: float | None,
-    batch: int,
-    progress: Callable[[int, BulkSummary], object],
-) -> BulkSummary:
-    import ray
-
-    from ragfuse.ray.worker import EncodeWorker
-
-    settings, members = shared_settings(settings), nodes()
-    on_gpu = settings.device.startswith("cuda") or (settings.device == "auto" and any(node.gpus for node in members))
-    n_workers, n_cpus = worker_size(members, on_gpu, workers, cpus)
-    if not isinstance(dataset, ray.data.Dataset):
-        rows = [{"text": text, "source": source} for text, source in _pairs(dataset)]
-        if not rows:
-            raise InputError("Wanted (text, source) pairs to encode, found none.")
-        n_blocks = max(1, min(len(rows), n_workers * BLOCKS_A_WORKER))
-        dataset = ray.data.from_items(rows, override_num_blocks=n_blocks)
-    columns = dataset.columns() or []
-    if "text" not in columns:
-        found = ", ".join(map(str, columns)) or "no rows"
-        raise InputError(f"Wanted a dataset with a column 'text', found: {found}. Rename the column of the chunks.")
-    began = perf_counter()
-    counted = dataset.map_batches(
-        EncodeWorker,
-        fn_constructor_args=(settings,),
-        batch_size=batch,
-        compute=ray.data.ActorPoolStrategy(size=n_workers),
-        num_cpus=n_cpus,
-        **({"num_gpus": 1} if on_gpu else {}),
-    )
-    done = BulkSummary()
-    for row in counted.iter_rows():
-        done = done.plus(row, perf_counter() - began)
-        progress(row["pid"], done)
-    return done
+        settings, members = shared_settings(settings), nodes()
+        on_gpu = settings.device.startswith("cuda") or (
+            settings.device == "auto" and any(node.gpus for node in members)
+        )
+        n_workers, n_cpus = worker_size(members, on_gpu, workers, cpus)
+        if not isinstance(dataset, ray.data.Dataset):
+            rows = [{"text": text, "source": source} for text, source in dataset]
+            if not rows:
+                raise InputError("Wanted (text, source) pairs to encode, found none.")
+            n_blocks = max(1, min(len(rows), n_workers * BLOCKS_A_WORKER))
+            dataset = ray.data.from_items(rows, override_num_blocks=n_blocks)
+        columns = dataset.columns() or []
+        if "text" not in columns:
+            found = ", ".join(map(str, columns)) or "no rows"
+            raise InputError(f"Wanted a dataset with a column 'text', found: {found}. Rename the column of the chunks.")
+        began = perf_counter()
+        counted = dataset.map_batches(
+            EncodeWorker,
+            fn_constructor_args=(settings,),
+            batch_size=batch,
+            compute=ray.data.ActorPoolStrategy(size=n_workers),
+            num_cpus=n_cpus,
+            **({"num_gpus": 1} if on_gpu else {}),
+        )
+        done = BulkSummary()
+        for row in counted.iter_rows():
+            done = done.plus(row, perf_counter() - began)
+            progress(row["pid"], done)
+        return done
 
 
 def worker_size(members: list[Node], on_gpu: bool, workers: int | None, cpus: float | None) -> tuple[int, float]:
@@ -150,22 +141,12 @@ def worker_size(members: list[Node], on_gpu: bool, workers: int | None, cpus: fl
     n_gpus = int(sum(node.gpus for node in members))
     if on_gpu and not n_gpus:
         raise SettingsError("Wanted a GPU for a model on CUDA, found none in the cluster. Set --device cpu.")
-    n_workers = (
-        workers if workers is not None else n_gpus if on_gpu else max(1, sum(node.cpus >= 1 for node in members))
-    )
-    least = min((node.cpus for node in members if node.cpus >= 1), default=1.0)
-    n_cpus = cpus if cpus is not None else max(1.0, least - 1) if not on_gpu else 1.0
+    n_workers = workers or (n_gpus if on_gpu else max(1, sum(node.cpus >= 1 for node in members)))
+    n_cpus = cpus or (1.0 if on_gpu else cpus_each(members, n_workers))
     total = sum(node.cpus for node in members)
-    if n_workers < 1 or n_cpus <= 0 or n_workers * n_cpus > total:
+    if n_workers * n_cpus > total:
         raise SettingsError(
             f"Wanted {n_workers} workers with {n_cpus:g} CPUs each, found a cluster of {total:g} CPUs. Ask for fewer "
             "workers, or fewer CPUs for each."
         )
     return n_workers, n_cpus
-
-
-def _pairs(given: Iterable[Any]) -> Iterator[tuple[str, str]]:
-    for each in given:
-        if isinstance(each, str) or len(each) != 2:
-            raise InputError(f"Wanted (text, source) pairs or a ray.data.Dataset, found {each!r:.60}.")
-        yield each[0], each[1]

@@ -102,6 +102,12 @@ def nodes() -> list[Node]:
     ]
 
 
+def cpus_each(members: Sequence[Node], n: int) -> float:
+    """Return the CPUs of each of `n` workers: all but one of the smallest node's, divided among those there."""
+    sizes = [node.cpus for node in members if node.cpus >= 1] or [1.0]
+    return max(1.0, (min(sizes) - 1) // -(-n // len(sizes)))
+
+
 def shared_settings(settings: Settings) -> Settings:
     """Return the settings for workers on the connected cluster: of its store, the tiers that all nodes share.
 

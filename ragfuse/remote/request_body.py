@@ -88,30 +88,34 @@ def _asked(question: Question, ask: Ask) -> tuple[str, Json]:
     return CHAT, body
 
 
+def _given(**values: Any) -> Json:
+    """Return those of the values that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def _shared(ask: Ask) -> Json:
-    """Return the fields that all kinds of requests have."""
-    named = {
-        "max_tokens": ask.max_tokens,
-        "stop": list(ask.stop) or None,
-        "seed": ask.seed,
-        "session_id": ask.session,
-        "structured_outputs": None if ask.grammar is None else _grammar(ask.grammar),
-    }
-    given = {name: value for name, value in named.items() if value is not None}
-    return {"ragfuse": _reuse(ask), **_options(ask.options), **given}
-
-
-def _reuse(ask: Ask) -> Json:
-    """Return the server's field `ragfuse`; retrieved documents are found in the prompt there, as in this process."""
-    named = {"policy": ask.policy, "ratio": ask.ratio, "overflow": ask.overflow, "deadline_s": ask.deadline_s}
-    found: Json = {name: value for name, value in named.items() if value is not None}
-    found |= {"reuse": ask.reuse, "blend": ask.blend, "token_ids": True, "model_sampling": True}
+    """Return the fields that all kinds of requests have; retrieved documents are found in the prompt by the server."""
     documents = [{"text": text, "title": _title(source)} for text, source in ask.documents if text.strip()]
-    if documents:
-        found["retrieved"] = documents[:MAX_RETRIEVED]
-    if ask.options.get("max_time") is not None:
-        found["max_time_s"] = ask.options["max_time"]
-    return found
+    reuse = _given(
+        policy=ask.policy,
+        ratio=ask.ratio,
+        overflow=ask.overflow,
+        deadline_s=ask.deadline_s,
+        reuse=ask.reuse,
+        blend=ask.blend,
+        retrieved=documents[:MAX_RETRIEVED],
+        max_time_s=ask.options.get("max_time"),
+        token_ids=True,
+        model_sampling=True,
+    )
+    given = _given(
+        max_tokens=ask.max_tokens,
+        stop=list(ask.stop),
+        seed=ask.seed,
+        session_id=ask.session,
+        structured_outputs=None if ask.grammar is None else _grammar(ask.grammar),
+    )
+    return {"ragfuse": reuse, **_options(ask.options), **given}
 
 
 def _options(options: Mapping[str, Any]) -> Json:
@@ -122,13 +126,13 @@ def _options(options: Mapping[str, Any]) -> Json:
             f"A server takes no option '{unknown}' of transformers' `generate`; wanted "
             f"{', '.join(sorted(HANDLED))}. Leave it out, or ask an engine in this process: without base_url=."
         )
-    found = {FIELDS[name]: value for name, value in options.items() if name in FIELDS and value is not None}
+    found = _given(**{sent: options.get(name) for name, sent in FIELDS.items()})
     if options.get("logit_bias"):
         found["logit_bias"] = {str(id): value for id, value in options["logit_bias"].items()}
     if options.get("do_sample"):
         if not options.get("temperature"):
             raise InputError("A server samples only at a temperature; found none. Set temperature=, such as 1.0.")
-        found |= {name: options[name] for name in SAMPLING if options.get(name) is not None}
+        found |= _given(**{name: options.get(name) for name in SAMPLING})
     return found
 
 

@@ -150,14 +150,12 @@ def test_another_model_is_named(served: Served, remote: RemoteEngine) -> None:
     [
         reply(b"<html>hello</html>", kind="text/html"),
         reply(b"<html>nothing</html>", "404 Not Found", "text/html"),
-        reply({"object": "list", "data": []}),
         reply({**CARD, "max_context": "many"}),
-        reply([1, 2]),
         reply(b"", "301 Moved Permanently", more="location: http://127.0.0.1:1/\r\n"),
         reply({"error": {"message": 7, "type": None}}, "418 Teapot"),
         reply({"error": {"message": "Unknown path.", "type": "not_found_error"}}, "404 Not Found"),
     ],
-    ids=["page", "404 page", "other json", "wrong types", "list", "redirect", "odd error", "another api"],
+    ids=["page", "404 page", "wrong types", "redirect", "odd error", "another api"],
 )
 def test_a_server_that_is_not_ragfuse_is_named_as_such(answered: bytes) -> None:
     with (
@@ -172,19 +170,14 @@ def test_a_server_that_is_not_ragfuse_is_named_as_such(answered: bytes) -> None:
     [
         b"data: {not json}\n\n",
         b"data: [1, 2]\n\n",
-        b'data: "text"\n\n',
         b"data: \xff\xfe\n\n",
         b'data: {"choices": 7}\n\n',
-        b'data: {"choices": [7]}\n\n',
         event({"index": 0, "delta": "Hi"}),
         said(7),
-        said(["a"]),
         event({"index": 0, "delta": {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}}),
         end("because"),
         end(trace=None),
         end(trace={**TRACE, "segments": [{"kind": "strange"}]}),
-        end(trace={**TRACE, "tokens": "three"}),
-        end(token_ids=["a"]),
         DONE,
         said() + DONE,
         b"data: " + b"[" * 100_000 + b"\n\n",

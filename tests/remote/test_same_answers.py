@@ -105,28 +105,6 @@ def test_documents_that_were_printed_or_cut_are_found_as_an_engine_finds_them(bo
     assert all(is_same(here, there) for here, there in answers)
 
 
-@pytest.mark.parametrize("is_chat", [True, False])
-def test_documents_are_found_alike(
-    local: Engine, remote: RemoteEngine, served: Served, texts: list[str], is_chat: bool
-) -> None:
-    def prompt(order: Sequence[str], asked: str) -> Any:
-        said = "\n\n".join(order) + asked
-        return [ChatMessage("user", said)] if is_chat else said
-
-    ask = Ask(ratio=0.2, documents=[(text, "a book") for text in texts])
-    turns = (texts, " Why?"), (texts[::-1], " How?")
-    here = []
-    for order, asked in turns:
-        here.append(local.answer(prompt(order, asked), ask))
-        local.flush()
-    there = []
-    for order, asked in turns:
-        there.append(remote.answer(prompt(order, asked), ask))
-        served.service.engine(served.service.keys.tenants[0]).flush()
-    assert all(is_same(*each) for each in zip(here, there, strict=True))
-    assert [segment.source for segment in there[1].trace.segments if segment.hit] == ["a book"] * 3
-
-
 def test_odd_text_in_a_chunk_stays_text(both: Any, texts: list[str]) -> None:
     odd = f"{texts[0]} <|assistant|> \ud83d \x00 </s>"
     said = [ChatMessage("user", [Piece(odd, "chunk", "odd\ud800.txt"), "\nWhich?"])]

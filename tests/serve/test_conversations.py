@@ -17,14 +17,6 @@ def test_a_conversation_is_gone_on_with_by_its_name(served: Served) -> None:
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= used[0]
 
 
-def test_a_conversation_resent_as_a_whole_is_recognised(served: Served) -> None:
-    first = served.chat(session_id="two", messages=[said("How many?")]).json()
-    heard = first["choices"][0]["message"]["content"]
-    messages = [said("How many?"), said(heard, "assistant"), said("Sure?")]
-    second = served.chat(session_id="two", messages=messages).json()
-    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"]
-
-
 def test_a_conversation_resent_without_its_documents_is_recognised(served: Served) -> None:
     messages, told = list[dict[str, Any]](), list[dict[str, Any]]()
     for turn, question in enumerate(("Who wrote it down?", "Which colour was it?", "How many came?")):

@@ -88,19 +88,6 @@ def test_llama_index_chats_with_documents(like: Any) -> None:
     assert len(answer.raw.model_extra["ragfuse"]["segments"]) >= 2
 
 
-def test_llama_index_counts_and_streams_a_chat(like: Any) -> None:
-    from llama_index.core.llms import ChatMessage
-
-    llm = like(is_chat_model=True)
-    whole = llm.chat([ChatMessage("Who?")])
-    assert whole.raw.usage.completion_tokens == 12
-    assert whole.raw.usage.total_tokens == whole.raw.usage.prompt_tokens + 12
-    asked = {"stream_options": {"include_usage": True}}
-    streamed = list(llm.stream_chat([ChatMessage("Who?")], **asked))
-    assert streamed[-1].message.content == whole.message.content
-    assert streamed[-1].raw.usage.total_tokens == whole.raw.usage.total_tokens
-
-
 def test_llama_index_hears_of_errors(like: Any) -> None:
     import openai
 

@@ -73,7 +73,6 @@ def test_what_is_handed_over_is_fused(prefills: Served, place: TransferPlace) ->
     ("path", "body"),
     [
         ("/v1/completions", {"prompt": "The keeper", "logprobs": 2, "echo": True}),
-        ("/v1/completions", {"prompt": [7, 8, 9, 10], "max_tokens": 9}),
         ("/v1/completions", {"prompt": "The keeper", "min_tokens": 3, "stop_token_ids": [9]}),
         ("/v1/completions", {"prompt": "The keeper", "ignore_eos": True, "a_field_of_vllm": 1}),
         (
@@ -94,9 +93,7 @@ def test_how_an_answer_is_written_is_for_the_other_engine(
     "params",
     [
         None,
-        {},
         {"do_remote_decode": False},
-        {"do_remote_decode": None, "do_remote_prefill": None},
         {"do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None, "remote_host": None},
     ],
 )

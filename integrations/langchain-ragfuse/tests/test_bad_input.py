@@ -17,7 +17,6 @@ from langchain_ragfuse import (
 
 from ragfuse import Engine, InputError, ModelError, SettingsError
 
-PML = "<schema name='a'>A door.</schema>"
 TEXT = "The lighthouse keeper counted forty ships that night and wrote all their names down."
 
 

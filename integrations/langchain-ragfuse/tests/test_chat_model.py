@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -192,28 +191,7 @@ async def test_an_error_reaches_the_caller_of_an_async_call(engine: Engine) -> N
         await llm.ainvoke(ASKED)
 
 
-def test_a_copy_for_another_process_takes_no_weights_along(engine: Engine) -> None:
-    llm = ChatRagFuse(engine=engine, ratio=0.5)
-    copied = pickle.loads(pickle.dumps(llm))
-    assert (copied.engine, copied.ratio, copied.model_name) == (None, 0.5, llm.model_name)
-    assert copied.get_engine() is ChatRagFuse(settings=engine.settings).get_engine()
-
-
 def test_making_a_model_loads_nothing(tmp_path: Path) -> None:
     llm = ChatRagFuse(model=str(tmp_path / "not there"), store=tmp_path / "store")
     assert llm.model_name.endswith("not there")
     assert not (tmp_path / "store").exists()
-
-
-def test_what_tells_two_models_apart_is_in_the_identifying_params(engine: Engine) -> None:
-    params = ChatRagFuse(engine=engine, temperature=0.5, max_tokens=7, stop=["x"])._identifying_params
-    assert params == {
-        "model": engine.settings.model,
-        "dtype": "float32",
-        "policy": engine.settings.policy,
-        "ratio": engine.settings.ratio,
-        "overflow": "error",
-        "max_tokens": 7,
-        "stop_sequences": ["x"],
-        "options": {"temperature": 0.5, "do_sample": True},
-    }

@@ -45,22 +45,6 @@ async def test_a_pipe_answers_as_the_engine_does_and_says_what_was_reused(
     assert [each.content for each in chain.batch(others)] == [each.content for each in await chain.abatch(others)]
 
 
-async def test_the_text_model_answers_it_too(template: PMLPromptTemplate, engine: Engine) -> None:
-    llm = RagFuseLLM(engine=engine)
-    chain = template | llm
-    engine.schemas.register(TRIP)
-    text = engine.answer(parse_prompt(WHOLE)).text
-    assert chain.invoke(VALUES) == await chain.ainvoke(VALUES) == text
-    assert "".join(chain.stream(VALUES)) == "".join([piece async for piece in chain.astream(VALUES)]) == text
-    others = [VALUES, {**VALUES, "question": "Where?"}]
-    batch = chain.batch(others)
-    assert batch[0] == text
-    assert batch == await chain.abatch(others)
-    (info,) = [each.generation_info for each in llm.generate([template.format(**VALUES)]).generations[0]]
-    assert info is not None
-    assert info["ragfuse"]["modules"] == [".", "plan"]
-
-
 @pytest.mark.parametrize("variable", ["days", "question"])
 def test_values_are_text_whatever_they_look_like(template: PMLPromptTemplate, engine: Engine, variable: str) -> None:
     values = {**VALUES, variable: HOSTILE}

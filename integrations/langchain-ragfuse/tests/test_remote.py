@@ -27,7 +27,7 @@ from integrations.tests import pml
 from integrations.tests.served import KEY, stored
 from ragfuse import Engine, InputError
 from ragfuse.remote import ServerError
-from tests.serve.kit import Served, wait_for, writers
+from tests.serve.kit import Served
 
 PROMPT = ChatPromptTemplate.from_messages([("system", "Be brief."), ("user", "{context}\n\n{question}")])
 TEXTS = (
@@ -145,17 +145,6 @@ def test_a_key_comes_from_the_environment_and_is_never_shown(served: Served, mon
     assert llm.model_name == served.service.model
     again = pickle.loads(pickle.dumps(llm))
     assert again.invoke("Who?").content == llm.invoke("Who?").content
-
-
-def test_cancelling_an_awaited_answer_ends_it_at_the_server(llm: ChatRagFuse, served: Served) -> None:
-    async def cancelled() -> None:
-        task = asyncio.create_task(llm.ainvoke("Which door?", max_tokens=3000))
-        await asyncio.to_thread(wait_for, writers)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(cancelled())
-    wait_for(lambda: served.service.admission.is_idle and not writers())
 
 
 def test_constructing_and_asking_loads_neither_torch_nor_transformers(served: Served) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
@@ -28,24 +27,6 @@ class Fixed(BaseRetriever):
 
     async def _aget_relevant_documents(self, query: str, *, run_manager: Any, limit: int = 9) -> list[Document]:
         return self._get_relevant_documents(query, run_manager=run_manager, limit=limit)
-
-
-class Heard(BaseCallbackHandler):
-    """What retrievers told on their way."""
-
-    def __init__(self) -> None:
-        self.started: list[tuple[str, Any, Any]] = []
-        self.errors: list[BaseException] = []
-        self.found: list[Any] = []
-
-    def on_retriever_start(self, serialized: Any, query: str, **kwargs: Any) -> None:
-        self.started.append((query, kwargs["tags"], kwargs["metadata"]))
-
-    def on_retriever_end(self, documents: Any, **kwargs: Any) -> None:
-        self.found.append(documents)
-
-    def on_retriever_error(self, error: BaseException, **kwargs: Any) -> None:
-        self.errors.append(error)
 
 
 @pytest.fixture
@@ -76,26 +57,6 @@ async def test_their_kv_is_brought_to_memory_while_the_prompt_is_built(indexed: 
         found = await RagFuseRetriever(retriever=Fixed(), llm=engine).ainvoke("ships")
         engine.flush()
         assert _in_memory(engine) >= len(found)
-
-
-async def test_tags_metadata_callbacks_and_errors_pass_through(engine: Engine) -> None:
-    wrapped = RagFuseRetriever(retriever=Fixed(tags=["inner"]), llm=engine, tags=["outer"], metadata={"kind": "fixed"})
-    heard = Heard()
-    config = {"callbacks": [heard], "tags": ["call"], "metadata": {"user": "me"}}
-    wrapped.invoke("ships", config)
-    await wrapped.ainvoke("ships", config)
-    assert [query for query, _, _ in heard.started] == ["ships"] * 4
-    outer, inner = heard.started[:2]
-    assert {"outer", "call"} <= set(outer[1])
-    assert {"inner", "call"} <= set(inner[1])
-    assert outer[2].items() >= {"kind": "fixed", "user": "me"}.items()
-    assert inner[2].items() >= {"user": "me"}.items()
-    assert heard.found == [DOCUMENTS] * 4
-    with pytest.raises(ValueError, match="The index is gone"):
-        wrapped.invoke("fail", config)
-    with pytest.raises(ValueError, match="The index is gone"):
-        await wrapped.ainvoke("fail", config)
-    assert len(heard.errors) == 4
 
 
 def test_a_model_without_a_store_is_refused() -> None:

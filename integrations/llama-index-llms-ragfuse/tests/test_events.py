@@ -17,8 +17,7 @@ from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextC
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.events.rerank import ReRankEndEvent
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
-from llama_index.core.query_engine import RetrieverQueryEngine, SubQuestionQueryEngine
-from llama_index.core.question_gen.types import BaseQuestionGenerator, SubQuestion
+from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.response_synthesizers import ResponseMode, get_response_synthesizer
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
@@ -150,44 +149,6 @@ def test_nodes_of_an_event_are_told(llm: RagFuseLLM, asks: list[Ask]) -> None:
     get_dispatcher().event(ReRankEndEvent(nodes=nodes("harbour")))
     llm.complete("\n".join(text for text, _ in texts("harbour")))
     assert asks[0].documents == texts("harbour")
-
-
-async def test_sub_questions_are_told_their_nodes(llm: RagFuseLLM, asks: list[Ask]) -> None:
-    class Asked(BaseQuestionGenerator):
-        def generate(self, tools: Any, query: QueryBundle) -> list[SubQuestion]:
-            return [SubQuestion(sub_question=each, tool_name="letters") for each in ("harbour", "valley")]
-
-        async def agenerate(self, tools: Any, query: QueryBundle) -> list[SubQuestion]:
-            return self.generate(tools, query)
-
-        def _get_prompts(self) -> Any:
-            return {}
-
-        def _update_prompts(self, prompts: Any) -> None:
-            pass
-
-    tool = QueryEngineTool.from_defaults(over(Shelf(), llm), name="letters")
-    for use_async in (False, True):
-        asks.clear()
-        engine = SubQuestionQueryEngine.from_defaults(
-            [tool],
-            llm=llm,
-            question_gen=Asked(),
-            response_synthesizer=get_response_synthesizer(llm=llm),
-            use_async=use_async,
-            verbose=False,
-        )
-        if use_async:
-            await engine.aquery("When?")
-        else:
-            engine.query("When?")
-        assert len(asks) == 3
-        told = [{source for _, source in ask.documents} for ask in asks[:2]]
-        assert any(each >= {"harbour-1", "harbour-2"} for each in told)
-        assert any(each >= {"valley-1", "valley-2"} for each in told)
-
-
-# apart
 
 
 # by hand

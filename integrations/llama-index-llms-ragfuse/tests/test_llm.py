@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
-from llama_index.core.llms import CustomLLM
 from llama_index.llms.ragfuse import RagFuseLLM
 
-from ragfuse import Engine, InputError, Settings, SettingsError
+from ragfuse import Engine, InputError, SettingsError
 
 FIRST = "The lighthouse keeper counted forty ships that night and wrote all their names down."
 SECOND = "Nobody in the valley remembers who planted the walnut trees along the old road."
@@ -96,19 +94,3 @@ def test_what_cannot_work_is_refused(llm: RagFuseLLM) -> None:
         llm.complete(ASKED, ratios=0.5)
     with pytest.raises(SettingsError, match="ratios"):
         RagFuseLLM(ratios=0.5)
-
-
-def test_metadata_is_the_models(llm: RagFuseLLM) -> None:
-    metadata = llm.metadata
-    assert (metadata.context_window, metadata.num_output, metadata.is_chat_model) == (4096, 12, True)
-    assert metadata.model_name == llm.model_name
-    assert isinstance(llm, CustomLLM)
-
-
-def test_same_settings_share_engine_and_weights_also_after_pickling(tiny_settings: Settings) -> None:
-    one, two = RagFuseLLM(settings=tiny_settings), RagFuseLLM(settings=tiny_settings, ratio=0.5)
-    assert one.get_engine() is two.get_engine()
-    engine = Engine(tiny_settings)
-    copied = pickle.loads(pickle.dumps(RagFuseLLM(engine=engine, ratio=0.5)))
-    assert (copied.ratio, copied.get_engine()) == (0.5, one.get_engine())
-    engine.close()

@@ -24,7 +24,6 @@ NODES = [
         )
     )
 ]
-WAYS = ["whole", "streamed", "awaited", "awaited stream"]
 
 
 class Paint(BaseModel):
@@ -46,16 +45,10 @@ def llm(engine: Engine) -> RagFuseLLM:
 
 
 async def said(synthesizer: RagFuseSynthesizer, way: str, nodes: list[NodeWithScore]) -> tuple[Any, str]:
-    """The response and its text, read to the end."""
+    """The response and its text."""
     response: Any = (
-        await synthesizer.asynthesize(QUESTION, nodes)
-        if way.startswith("awaited")
-        else synthesizer.synthesize(QUESTION, nodes)
+        await synthesizer.asynthesize(QUESTION, nodes) if way == "awaited" else synthesizer.synthesize(QUESTION, nodes)
     )
-    if way == "streamed":
-        return response, "".join(response.response_gen)
-    if way == "awaited stream":
-        return response, "".join([text async for text in response.async_response_gen()])
     return response, str(response)
 
 
@@ -90,13 +83,3 @@ async def test_an_earlier_answer_is_refined(llm: RagFuseLLM) -> None:
         assert await synthesizer.aget_response(QUESTION, texts, prev_response="It is green.") == refined
     assert isinstance(fresh, str)
     assert seen[0].tokens != seen[1].tokens == seen[2].tokens
-
-
-async def test_sync_and_async_say_the_same_in_every_mode(llm: RagFuseLLM, engine: Engine) -> None:
-    for streaming in (False, True):
-        ways = [way for way in WAYS if ("stream" in way) is streaming]
-        synthesizer = RagFuseSynthesizer(llm, streaming=streaming)
-        for _ in range(2):
-            await said(synthesizer, ways[0], NODES)
-            engine.flush()
-        assert len({(await said(synthesizer, way, NODES))[1] for way in ways}) == 1

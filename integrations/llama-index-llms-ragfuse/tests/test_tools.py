@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import pytest
-from llama_index.core.agent.workflow import FunctionAgent, ReActAgent
+from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock, ThinkingBlock, ToolCallBlock
 from llama_index.core.bridge.pydantic import BaseModel, Field
-from llama_index.core.llms import CustomLLM
-from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.program import FunctionCallingProgram, LLMTextCompletionProgram
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.query_engine import RetrieverQueryEngine
@@ -90,12 +88,6 @@ def llm(engine: Engine) -> RagFuseLLM:
 # functions
 
 
-def test_it_is_a_custom_llm_that_calls_functions(llm: RagFuseLLM) -> None:
-    assert isinstance(llm, CustomLLM)
-    assert isinstance(llm, FunctionCallingLLM)
-    assert llm.metadata.is_function_calling_model
-
-
 @pytest.mark.parametrize(
     "choice", ["weigh", {"type": "function", "function": {"name": "weigh"}}, {"name": "weigh"}], ids=str
 )
@@ -129,18 +121,6 @@ async def test_streams_say_calls_in_their_last_response(llm: RagFuseLLM) -> None
         assert [each for each in early if each.delta or llm.get_tool_calls_from_response(each, False)] == []
         assert llm.get_tool_calls_from_response(last)[0].tool_name == "count"
         assert not last.delta
-
-
-def test_of_several_calls_the_first_is_kept_unless_more_are_wanted(llm: RagFuseLLM) -> None:
-    response = llm.chat_with_tools(TOOLS, QUESTION, tool_choice="count")
-    message = response.message
-    message.blocks.append(ToolCallBlock(tool_call_id="2", tool_name="weigh", tool_kwargs={"is_full": True}))
-    message.additional_kwargs["tool_calls"].append({"id": "2"})
-    both = llm._validate_chat_with_tools_response(response, TOOLS, allow_parallel_tool_calls=True)
-    assert len(llm.get_tool_calls_from_response(both)) == 2
-    one = llm._validate_chat_with_tools_response(response, TOOLS)
-    assert [call.tool_name for call in llm.get_tool_calls_from_response(one)] == ["count"]
-    assert len(one.message.additional_kwargs["tool_calls"]) == 1
 
 
 def test_calls_and_results_are_turns_of_the_conversation() -> None:
@@ -181,12 +161,6 @@ async def test_an_agent_asks_a_query_engine_and_answers(llm: RagFuseLLM) -> None
         assert isinstance(response.response.content, str)
         assert len(seen) == 3
         assert [[each.hit for each in trace.segments if each.kind == "chunk"] for trace in seen][1] == [True]
-
-
-async def test_a_react_agent_runs_on_it_as_on_any_llm(llm: RagFuseLLM) -> None:
-    llm.max_tokens = 16
-    agent = ReActAgent(tools=TOOLS, llm=llm)
-    assert isinstance((await agent.run(QUESTION)).response.content, str)
 
 
 # objects
