@@ -40,11 +40,11 @@ class FewBits:
 
     def decode(self, blob: Tensor, meta: LayerMeta) -> LayerKV:
         """Decode a layer: code times scale."""
-        parts = unpack(blob, KIND, "", meta).parts
+        key_codes, key_scales, value_codes, value_scales = unpack(blob, KIND, "", meta).parts
         dtype = DTYPES[meta.dtype]
         return LayerKV(
-            narrowed(self._decoded(*parts[:2], meta.key_shape), dtype),
-            narrowed(self._decoded(*parts[2:], meta.value_shape), dtype),
+            narrowed(self._decoded(key_codes, key_scales, meta.key_shape), dtype),
+            narrowed(self._decoded(value_codes, value_scales, meta.value_shape), dtype),
         )
 
     def _coded(self, exact: Tensor) -> tuple[Tensor, Tensor]:
