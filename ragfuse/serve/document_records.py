@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 
 from ragfuse.settings import Settings
-from ragfuse.store.record_file import RecordFile, tenant_digest
+from ragfuse.store.record_file import record_file, tenant_digest
 
 log = logging.getLogger("ragfuse.serve")
 
@@ -60,7 +60,7 @@ class DocumentRecords:
     """
 
     def __init__(self, settings: Settings, embedder: str) -> None:
-        self._file, self._embedder = RecordFile(settings, DOCUMENTS_FILE, _SCHEMA), embedder
+        self._file, self._embedder = record_file(settings, DOCUMENTS_FILE, _SCHEMA), embedder
 
     def ids(self, salt: str) -> list[str]:
         """Return the ids of the documents of the tenant with this salt, the oldest first."""

@@ -17,7 +17,7 @@ from typing import Any
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.response_schema import ITEMS, InputItem
 from ragfuse.settings import Settings
-from ragfuse.store.record_file import RecordFile, tenant_digest
+from ragfuse.store.record_file import record_file, tenant_digest
 
 log = logging.getLogger("ragfuse.serve")
 
@@ -92,7 +92,7 @@ class ResponseRecords:
 
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
         self._settings, self._clock = settings, clock
-        self._file = RecordFile(settings, RESPONSES_FILE, _SCHEMA)
+        self._file = record_file(settings, RESPONSES_FILE, _SCHEMA)
 
     def get(self, salt: str, id: str) -> Record:
         """Return the response of the tenant with this salt; APIError (404) where there is none."""

@@ -149,8 +149,6 @@ class BlobTier(Tier):
             return otherwise
         try:
             found = call()
-        except StoreError:  # at opening: it can never be used
-            raise
         except self.refusals as error:
             self._breaker.succeeded()
             self.counts.add("failed")
@@ -158,6 +156,8 @@ class BlobTier(Tier):
                 self._told.add(type(error))
                 log.warning("%s could not %s, which is logged once: %s", self._breaker.name, doing, error)
             return otherwise
+        except StoreError:  # at opening: it can never be used
+            raise
         except Exception as error:
             self.counts.add("failed")
             self._breaker.failed(doing, error)

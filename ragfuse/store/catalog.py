@@ -20,7 +20,7 @@ from ragfuse.errors import StoreError
 from ragfuse.process.shared import note
 from ragfuse.settings import SharedWith
 from ragfuse.store.breaker import Breaker
-from ragfuse.store.database import Database, store_errors
+from ragfuse.store.database import Database
 from ragfuse.store.folder import open_folder
 from ragfuse.store.session_catalog import SESSION_SCHEMA, SessionQueries
 
@@ -162,7 +162,7 @@ class CatalogFile(CatalogQueries):
         if path is None:
             return
         self.path = open_folder(Path(path).expanduser(), shared_with)
-        self._database = Database.in_folder(self.path, _NAME, _SCHEMA, LOCK_WAIT_S)
+        self._database = Database(self.path, _NAME, _SCHEMA, LOCK_WAIT_S)
 
     @property
     def is_open(self) -> bool:
@@ -174,8 +174,7 @@ class CatalogFile(CatalogQueries):
         if self._database is None:
             return default
         try:
-            with store_errors(self.path, _NAME):
-                return query(self._database)
+            return query(self._database)
         except StoreError:
             if self._database is None:
                 return default  # closed during the query

@@ -1,6 +1,6 @@
 """A small SQLite file that threads and processes share: WAL mode, one connection to read and one to write.
 
-`index.py`, `catalog.py` and those who have a `RecordFile` define the tables.
+`index.py`, `catalog.py` and those who have a `record_file` define the tables.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import logging
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -34,44 +34,44 @@ def store_errors(folder: Path, name: str) -> Iterator[None]:
 
 
 class Database:
-    """A SQLite file with a given schema. Open it while holding the folder's lock.
+    """A SQLite file of a store's folder, with a given schema. It is opened under the folder's lock. Thread-safe.
 
-    A file that is damaged or of another version is renamed to name + ".bad", and a new one created.
+    A file that is damaged or of another version is renamed to name + ".bad", and a new one created. A file that cannot
+    be opened, read or written is a StoreError.
 
     Args:
-        path: The file; None: tables in this process's memory.
+        folder: The folder; None: tables in this process's memory.
+        name: The file's name.
         schema: CREATE TABLE statements.
-        version: Format version of the file.
         timeout_s: Seconds to wait for another thread or process that is writing.
     """
 
-    def __init__(self, path: Path | None, schema: str, version: int, timeout_s: float = 30.0) -> None:
-        self._path, self._timeout_s = path, timeout_s
+    def __init__(self, folder: Path | None, name: str, schema: str, timeout_s: float = 30.0) -> None:
+        self._path, self._timeout_s = folder and folder / name, timeout_s
+        self._where = folder or Path(":memory:"), name
         self._write_lock = RLock()
-        self._read_lock = RLock() if path is not None else self._write_lock
+        self._read_lock = RLock() if folder is not None else self._write_lock
+        with store_errors(*self._where), locked(folder / "lock") if folder is not None else nullcontext():
+            self._open(schema)
+
+    def _open(self, schema: str) -> None:
         try:
             found: int | str = self._connect()
         except sqlite3.OperationalError:  # locked, no permission, disk full: the file itself may be whole
             raise
         except sqlite3.DatabaseError as error:
             found = f"is damaged ({error})"
-        if found not in (0, version):
-            self._set_aside(found if isinstance(found, str) else f"has version {found}, not {version}")
+        if found not in (0, FORMAT_VERSION):
+            self._set_aside(found if isinstance(found, str) else f"has version {found}, not {FORMAT_VERSION}")
             self._connect()
         with self.write() as connection:
             for statement in filter(str.strip, schema.split(";")):
                 connection.execute(statement)
-            connection.execute(f"PRAGMA user_version={version}")
-
-    @classmethod
-    def in_folder(cls, folder: Path, name: str, schema: str, timeout_s: float = 30.0) -> Database:
-        """Open a file of a store's folder, under the folder's lock; StoreError if it cannot be used."""
-        with store_errors(folder, name), locked(folder / "lock"):
-            return cls(folder / name, schema, FORMAT_VERSION, timeout_s)
+            connection.execute(f"PRAGMA user_version={FORMAT_VERSION}")
 
     def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[Row]:
         """Return all rows of a query. Never waits for a writer of a file."""
-        with self._read_lock:
+        with store_errors(*self._where), self._read_lock:
             return self._reader.execute(sql, arguments).fetchall()
 
     def number(self, sql: str, arguments: Sequence[Any] = ()) -> int:
@@ -96,12 +96,10 @@ class Database:
                 `timeout_s`.
 
         Raises:
-            sqlite3.OperationalError: Another writer was still at work after that time.
+            StoreError: Another writer was still at work after that time.
         """
         wait_s = self._timeout_s if wait_s is None else wait_s
-        if not self._write_lock.acquire(timeout=wait_s):
-            raise sqlite3.OperationalError("another thread is writing")
-        try:
+        with store_errors(*self._where), self._writing(wait_s):
             self._writer.execute(f"PRAGMA busy_timeout={int(1000 * wait_s)}")
             self._writer.execute("BEGIN IMMEDIATE")
             try:
@@ -111,6 +109,13 @@ class Database:
                 if self._writer.in_transaction:
                     self._writer.execute("ROLLBACK")
                 raise
+
+    @contextmanager
+    def _writing(self, wait_s: float) -> Iterator[None]:
+        if not self._write_lock.acquire(timeout=wait_s):
+            raise sqlite3.OperationalError("another thread is writing")
+        try:
+            yield
         finally:
             self._write_lock.release()
 

@@ -18,6 +18,7 @@ from typing import Self
 
 import torch
 
+from ragfuse.errors import StoreError
 from ragfuse.settings import Settings, SharedWith
 from ragfuse.store.access import make_folder, open_file
 from ragfuse.store.blobs import BlobTier
@@ -55,7 +56,7 @@ class DiskTier(BlobTier):
 
     remote = False
     pins = True
-    refusals = (OSError, sqlite3.Error)
+    refusals = (OSError, StoreError)
 
     def __init__(
         self,
@@ -72,10 +73,10 @@ class DiskTier(BlobTier):
         self._evict, self._clock = evict, clock
         try:
             make_folder(self.path / "chunks")
+            self._index = Index(self.path, name)
             with locked(self.path / "lock"):
-                self._index = Index(self.path / "index.sqlite", name)
                 self._reconcile()
-        except (OSError, sqlite3.Error) as error:
+        except OSError as error:
             raise refusal(self.path, f"an error ({error})") from error
 
     @classmethod
@@ -188,7 +189,7 @@ class DiskTier(BlobTier):
 
     def _use(self, keys: Iterable[ChunkKey], hits: int) -> None:
         """Record a use in the index, unless another thread or process is writing it: no reader waits."""
-        with suppress(sqlite3.Error), self._index.write(0.0) as transaction:
+        with suppress(StoreError), self._index.write(0.0) as transaction:
             self._index.touch(transaction, keys, self._clock(), hits)
 
     def _make_room(self, transaction: sqlite3.Connection, key: ChunkKey, nbytes: int) -> bool:

@@ -12,7 +12,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from ragfuse.store.database import Database, Row
-from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
+from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
 _SCHEMA = """
@@ -41,12 +41,12 @@ class Index(Database):
     """The index of one folder, shared by all its processes. Methods that take a transaction run inside it.
 
     Args:
-        path: The SQLite file.
+        folder: The folder.
         tier: Name of the tier in the entries returned.
     """
 
-    def __init__(self, path: Path, tier: str) -> None:
-        super().__init__(path, _SCHEMA, FORMAT_VERSION)
+    def __init__(self, folder: Path, tier: str) -> None:
+        super().__init__(folder, "index.sqlite", _SCHEMA)
         self._tier = tier
 
     def nbytes(self) -> int:

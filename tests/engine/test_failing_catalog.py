@@ -29,7 +29,7 @@ def broken(book, error="disk I/O error"):
     real = database.query, database.write
 
     def refuse(*_, **__):
-        raise sqlite3.OperationalError(error)
+        raise StoreError(error)
 
     database.query = database.write = refuse
     try:
@@ -45,7 +45,7 @@ def unwritable(book):
     real = database.write
 
     def refuse(*_, **__):
-        raise sqlite3.OperationalError("database or disk is full")
+        raise StoreError("database or disk is full")
 
     database.write = refuse
     try:
@@ -268,7 +268,7 @@ def test_a_book_that_is_closed_in_this_moment_has_not_failed(tmp_path):
 
         def closed(*_, catalog=catalog):
             catalog.close()
-            raise sqlite3.ProgrammingError("closed")
+            raise StoreError("closed")
 
         catalog.file._database.query = closed
         assert (catalog.strict if strict else catalog).names() == []

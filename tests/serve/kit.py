@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ from typing import Any, NoReturn
 import httpx
 import pytest
 
-from ragfuse import Settings
+from ragfuse import Settings, StoreError
 from ragfuse.serve.keys import Keys
 from ragfuse.serve.server import Server, bound
 from ragfuse.serve.service import Service
@@ -158,7 +157,7 @@ def read_only_disk(served: Served) -> Iterator[None]:
     """Let the index of every tenant's disk tier reject writes, as one on a read-only or full disk does."""
 
     def refuse() -> NoReturn:
-        raise sqlite3.OperationalError("attempt to write a readonly database")
+        raise StoreError("attempt to write a readonly database")
 
     with pytest.MonkeyPatch.context() as patch:
         for tenant in served.service.keys.tenants:

@@ -305,13 +305,6 @@ def test_other_documents_that_are_resent_are_another_question(engine, documents)
     assert "history" not in [segment.kind for segment in prompt.segments]
 
 
-@pytest.mark.parametrize("question", [QUESTIONS[1], f"{QUESTIONS[0]} Really?", ""])
-def test_another_question_is_not_taken_for_one_with_documents(engine, question):
-    first = engine.answer([over(CHUNKS[:2], QUESTIONS[0])], Ask(session="one"))
-    asked = [("user", question), ("assistant", first.text), ("user", QUESTIONS[1])]
-    assert built(engine, asked, Ask(session="one")).token_ids == engine.prompt(asked).token_ids
-
-
 @pytest.mark.parametrize("name", ["two", None])
 def test_documents_of_a_session_never_come_into_another(tiny_settings, name):
     with Engine(tiny_settings.model_copy(update={"history": "all"})) as engine:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, cached_property
-from threading import Event, Thread
-from typing import NamedTuple
+from threading import Thread
 
 import pytest
 
@@ -17,24 +15,13 @@ from ragfuse.store.objects import ObjectTier
 _folder = itertools.count(1)
 
 
-class Asked(NamedTuple):
-    """One request: method, path with query, and the range that was asked for."""
-
-    method: str
-    path: str
-    range: str
-
-
 class S3Server:
-    """A server that can be stopped, started again on its port, and told to stand still. Buckets outlive stopping."""
+    """A server that can be stopped."""
 
     def __init__(self) -> None:
         for package in ("moto.server", "s3fs"):
             pytest.importorskip(package, reason="S3 is tried with moto and s3fs: pip install 'moto[server]' s3fs")
-        self.port, self.asked = 0, list[Asked]()
-        self._going, self._held, self._lose = Event(), lambda _: True, False
-        self.lie: Callable[[Asked], tuple[str, list[tuple[str, str]], bytes] | None] = lambda asked: None
-        self._going.set()
+        self.port, self.asked = 0, list[str]()
         self.start()
 
     def start(self) -> None:
@@ -45,22 +32,7 @@ class S3Server:
         application = DomainDispatcherApplication(create_backend_app)
 
         def recorded(environ, respond):
-            path = environ["PATH_INFO"] + "?" + environ.get("QUERY_STRING", "")
-            asked = Asked(environ["REQUEST_METHOD"], path, environ.get("HTTP_RANGE", ""))
-            self.asked.append(asked)
-            if (lie := self.lie(asked)) is not None:
-                status, headers, body = lie
-                if environ.get("HTTP_TRANSFER_ENCODING"):  # it ends by itself; else reading on would wait for ever
-                    environ["wsgi.input"].read()
-                else:
-                    environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-                respond(status, [*headers, ("Content-Length", str(len(body)))])
-                return [body]
-            if self._held(asked):
-                going = self._going.is_set()
-                self._going.wait()
-                if self._lose and not going:
-                    raise ConnectionAbortedError
+            self.asked.append(environ["PATH_INFO"])
             return application(environ, respond)
 
         self._server = make_server("127.0.0.1", self.port, recorded, True, request_handler=MotoRequestHandler)
@@ -71,19 +43,9 @@ class S3Server:
 
     def stop(self) -> None:
         """Refuse connections from now on."""
-        self._going.set()
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
-
-    def stand_still(self, held: Callable[[Asked], bool] = lambda _: True, lose: bool = False) -> None:
-        """Take requests, and answer none of these; `lose` them for good."""
-        self._held, self._lose = held, lose
-        self._going.clear()
-
-    def go_on(self) -> None:
-        """Answer again."""
-        self._going.set()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -127,33 +89,11 @@ class S3Server:
         with self.reachable():
             return boto3.client("s3")
 
-    def user(self, *actions: str) -> dict[str, str]:
-        """The environment of a user who may do these alone, once `strict`."""
-        import boto3
-
-        with self.reachable():
-            iam, name = boto3.client("iam"), f"user{next(_folder)}"
-            iam.create_user(UserName=name)
-            rights = {"Effect": "Allow", "Action": list(actions), "Resource": "*"}
-            policy = json.dumps({"Version": "2012-10-17", "Statement": [rights]})
-            iam.put_user_policy(UserName=name, PolicyName="rights", PolicyDocument=policy)
-            made = iam.create_access_key(UserName=name)["AccessKey"]
-        return {"AWS_ACCESS_KEY_ID": made["AccessKeyId"], "AWS_SECRET_ACCESS_KEY": made["SecretAccessKey"]}
-
-    @contextmanager
-    def strict(self) -> Iterator[None]:
-        """Users may do what they have a right to, and nothing else."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("moto.settings.INITIAL_NO_AUTH_ACTION_COUNT", 0)
-            yield
-
-    def tier(self, url: str, port: int = 0, user: Mapping[str, str] = {}, **options) -> ObjectTier:
-        """A tier whose S3 server this is, or is behind another port; of another user. A busy machine is no outage."""
+    def tier(self, url: str, port: int = 0, **options) -> ObjectTier:
+        """A tier whose S3 server this is, or is behind another port. A busy machine is no outage."""
         with self.reachable(), pytest.MonkeyPatch.context() as patch:
             if port:
                 patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-            for name, value in user.items():
-                patch.setenv(name, value)
             return ObjectTier(url, **{"timeout_s": 30.0, **options})
 
 

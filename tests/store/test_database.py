@@ -25,10 +25,10 @@ def counted_elsewhere(path):
 
 def test_two_stores_of_a_process_and_another_process_see_one_file(tmp_path):
     path = tmp_path / "words.sqlite"
-    with closing(Database(path, SCHEMA, 1)) as first:
+    with closing(Database(tmp_path, path.name, SCHEMA)) as first:
         with first.write() as connection:
             connection.execute("INSERT INTO words VALUES ('one')")
-        with closing(Database(path, SCHEMA, 1)) as second:
+        with closing(Database(tmp_path, path.name, SCHEMA)) as second:
             assert counted_elsewhere(path) == 1
             assert path.with_name("words.sqlite-wal").exists()
             with second.write() as connection:

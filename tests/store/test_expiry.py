@@ -1,7 +1,6 @@
 """Many chunks at once: pinned, forgotten, and freed when they are too old."""
 
 import os
-import threading
 from functools import partial
 
 import pytest
@@ -86,38 +85,6 @@ def test_what_is_used_in_memory_does_not_grow_old_on_disk_for_other_processes(st
     with KVStore([DiskTier(tmp_path, MB, lru, clock=clock)], expired=store.expired, clock=clock) as other:
         assert gc(other)["disk"].expired == 1
         assert set(other.lookup(KEYS)) == {KEYS[0]}
-
-
-def test_tiers_hear_of_a_use_seldom_and_never_while_an_answer_waits(tmp_path, clock):
-    told, go = [], threading.Event()
-
-    class Hearing(MemoryTier):
-        slow = True
-
-        def touch(self, keys):
-            assert go.wait(20)
-            told.append(list(keys))
-
-    hearing = Hearing(MB, lru, name="hearing")
-    with KVStore([MemoryTier(MB, lru), hearing], report_every_s=10.0, clock=clock) as store:
-        for one in KEYS:
-            store.put(one, kv(), wait=True)
-        for one in [*KEYS, *KEYS]:
-            assert store.read_layers(one, 0) is not None
-            assert store.read_layers(one, 1) is not None
-        assert told == []
-        go.set()
-        assert store.flush()
-        assert [one for some in told for one in some] == KEYS
-        clock.now += 9
-        store.read_layers(KEYS[0], 0)
-        clock.now += 2
-        store.read_layers(KEYS[1], 0)
-        assert store.flush()
-        assert told[-1] == [KEYS[1]]
-        store.read_layers(KEYS[2], 0, tier="hearing")  # it knows
-        assert store.flush()
-        assert told[-1] == [KEYS[1]]
 
 
 def test_gc_frees_what_is_too_old_and_keeps_what_another_tier_has_used_since(store, clock, tmp_path):

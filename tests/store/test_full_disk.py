@@ -5,7 +5,6 @@ from contextlib import suppress
 from os import statvfs
 
 import pytest
-import torch
 
 from ragfuse import Ask, Engine
 from ragfuse.errors import StoreError
@@ -15,7 +14,7 @@ from ragfuse.store.archive import export
 from ragfuse.store.deletion import gc
 from ragfuse.text import Piece
 from tests.sessions.kit import QUESTIONS, talk
-from tests.store.kit import encoded, files, key, kv
+from tests.store.kit import files, key, kv
 
 MB = 1 << 20
 LONG = "The keeper of the lighthouse wrote the names of all ships into a book, day after day. "
@@ -52,24 +51,6 @@ def filled(path):
             pass
     assert statvfs(path).f_bavail == 0
     return ballast
-
-
-def test_what_a_full_disk_refuses_is_counted_and_leaves_nothing_half_written(mount, caplog):
-    tier = DiskTier(mount(2 * MB), 1 << 30, lru)
-    chunk = encoded(kv(1, n=500))
-    kept = [tier.put(key(i), *chunk) for i in range(40)]
-    assert True in kept
-    assert False in kept
-    assert tier.counts["failed"] == kept.count(False)
-    assert "space" in caplog.text or "full" in caplog.text
-    assert all(path.suffix == ".kv" for path in files(tier.path))
-    for name in [i for i, was_kept in enumerate(kept) if was_kept]:
-        assert torch.equal(tier.get(key(name), range(2, 3))[1], chunk[1][2])
-    tier.delete([key(i) for i in range(20)])
-    assert tier.put(key("again"), *chunk)
-    tier.tidy()
-    assert sum(path.stat().st_size for path in files(tier.path)) == tier.nbytes
-    tier.close()
 
 
 def test_a_disk_that_others_have_filled_is_read_all_the_same_and_written_again_once_there_is_room(mount):

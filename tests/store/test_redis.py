@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import signal
 import time
 
@@ -106,22 +105,6 @@ def test_an_entry_expires_unless_it_is_used(server):
     assert 0 < raw.pttl(value_name(A)) <= 1000
     assert RedisTier(server.url()).put(A, *encoded(kv()))
     assert raw.ttl(value_name(A)) == -1
-
-
-def test_every_damage_is_a_miss_that_is_counted_and_dropped(server):
-    tier, raw, chance = RedisTier(server.url()), server.raw(), random.Random(3)
-    meta, blobs = encoded(kv())
-    for round_ in range(30):
-        assert tier.put(A, meta, blobs)
-        whole = raw.get(value_name(A))
-        at = chance.randrange(len(whole.rstrip(b"\0")))
-        raw.set(value_name(A), whole[:at] if round_ % 3 == 0 else whole[:at] + b"\xff" + whole[at + 1 :])
-        reader = RedisTier(server.url())
-        found = reader.get(A, range(3))
-        if found is not None:  # padding of the header or of a layer
-            assert all(map(torch.equal, found[1:], blobs))
-        else:
-            assert (reader.counts["corrupt"], raw.exists(value_name(A))) == (1, 0)
 
 
 def test_a_writer_that_is_killed_leaves_no_entry(server):

@@ -111,20 +111,6 @@ def test_lookup_gives_the_fastest_tier_in_the_order_asked(store):
     assert store.lookup([]) == {}
 
 
-def test_a_tier_that_hangs_holds_up_no_other(tmp_path):
-    hung, disk = SlowTier(), DiskTier(tmp_path, MB, lru)
-    with KVStore([MemoryTier(MB, lru), hung, disk]) as store:
-        for i in range(3):
-            assert store.put(key(i), kv(i))
-        assert hung.started.wait(10)
-        until(lambda: {entry.key for entry in disk.list()} == {key(i) for i in range(3)})
-        assert hung.list() == []
-        assert not store.flush(0.01)
-        hung.go.set()
-        assert store.flush()
-        assert {entry.key for entry in hung.list()} == {key(i) for i in range(3)}
-
-
 def test_who_waits_has_all_slow_tiers_write_at_the_same_time(tmp_path):
     hung, disk, last = SlowTier(), DiskTier(tmp_path, MB, lru), SlowTier("last")
     with KVStore([hung, disk, last], writer_queue=1) as store, ThreadPoolExecutor(3) as pool:
