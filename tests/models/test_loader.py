@@ -130,10 +130,6 @@ def test_a_tokenizer_may_be_named_beside_a_loaded_model(loaded: Any, varied_path
     assert list(answers(engine).token_ids) == own(loaded, engine)
 
 
-def test_a_path_is_a_name(varied_path: Path, engine_of: Any) -> None:
-    assert engine_of(varied_path).settings.model == str(varied_path)
-
-
 def test_a_loaded_model_that_is_changed_is_another_one_to_the_next_engine(
     loaded: Any, words: Any, engine_of: Any
 ) -> None:
