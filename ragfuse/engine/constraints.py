@@ -263,11 +263,15 @@ class OutputConstraints:
         """
         options = self.options
         processors = [*(options.get("logits_processor") or ())]
-        if penalties := _penalties(options, self.model):
-            processors.append(penalties)
+        presence, frequency, bias = (options.get(name) for name in PENALTIES)
+        if presence or frequency:
+            processors.append(Penalties(float(presence or 0), float(frequency or 0)))
         if self.grammars is not None and self.grammar is not None:
             processors.append(GrammarProcessor(self.grammars, self.grammar))
         supported = {name: value for name, value in options.items() if name not in RAGFUSE_OPTIONS}
+        if bias:
+            _check_ids("logit_bias", bias, self.model)
+            supported["sequence_bias"] = {(int(id),): float(value) for id, value in bias.items()}
         if stops := options.get("stop_token_ids"):
             _check_ids("stop_token_ids", stops, self.model)
             supported["eos_token_id"] = list(ends_of(self.model, options))
@@ -318,16 +322,6 @@ class OutputConstraints:
         reason = "tool_calls" if calls and reason == "stop" else reason
         trace = replace(trace, unheld=self._unheld(draft))
         return Answer(draft.text, token_ids, reason, trace, calls, draft.reasoning, draft.end_ids)
-
-
-def _penalties(options: Mapping[str, Any], model: HFModel) -> Penalties | None:
-    """Return the processor of OpenAI's penalties and biases, or None; raise InputError for ids that are not tokens."""
-    presence, frequency, bias = (options.get(name) for name in PENALTIES)
-    if not (presence or frequency or bias):
-        return None
-    _check_ids("logit_bias", bias or (), model)
-    ids = {int(id): float(value) for id, value in (bias or {}).items()}
-    return Penalties(float(presence or 0), float(frequency or 0), ids)
 
 
 def _check_ids(name: str, ids: Iterable[Any], model: HFModel) -> None:

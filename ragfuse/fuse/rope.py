@@ -103,12 +103,7 @@ def rotate_in_place(tensor: Tensor, layout: RopeLayout | None, sign: int) -> Ten
         layout: Which dims are rotated; None: nothing changes.
         sign: 1 or -1.
     """
-    if layout is None:
-        return tensor
-    positions = torch.arange(tensor.shape[1], dtype=torch.float64)[:, None] * sign
-    cos, sin = angles(layout, positions, torch.device("cpu"))
-    first, second = rotated_pairs(tensor, layout)
-    kept = first.clone()
-    first.mul_(cos).addcmul_(second, sin, value=-1)
-    second.mul_(cos).addcmul_(kept, sin)
+    if layout is not None:
+        positions = torch.arange(tensor.shape[1], dtype=torch.float64)[:, None] * sign
+        place(tensor, tensor, angles(layout, positions, tensor.device), layout)
     return tensor

@@ -41,9 +41,18 @@ PATIENCE_S = 0.02
 FAILURES = 3
 """Number of steps that failed with ragfuse's attention but not one by one with the model's own, after which this
 model's steps run one by one."""
-NEEDED = frozenset({"input_ids", "position_ids", "past_key_values", "attention_mask", "use_cache", "return_dict"})
-HARMLESS = frozenset({"logits_to_keep"})
-"""Arguments of a forward that can be shared, with `NEEDED`; a step with any other argument set runs alone."""
+SHARED = frozenset(
+    {
+        "input_ids",
+        "position_ids",
+        "past_key_values",
+        "attention_mask",
+        "use_cache",
+        "return_dict",
+        "logits_to_keep",
+    }
+)
+"""Arguments of a forward that can be shared; a step with any other argument set runs alone."""
 
 Forward = Callable[..., Any]
 
@@ -283,5 +292,5 @@ def _can_share(member: Member, arguments: Mapping[str, Any]) -> bool:
     ids = arguments.get("input_ids")
     if arguments.get("past_key_values") is not member.cache or not isinstance(ids, Tensor) or ids.shape[1] != 1:
         return False
-    others = (value for name, value in arguments.items() if name not in NEEDED and name not in HARMLESS)
+    others = (value for name, value in arguments.items() if name not in SHARED)
     return all(value is None or value is False for value in others)

@@ -26,7 +26,7 @@ from ragfuse.types.keys import FORMAT_VERSION, digest
 from ragfuse.types.kv import ChunkKV
 
 HASH_NBYTES = 64 << 20
-"""Bytes that are copied from a GPU, or made contiguous, at a time."""
+"""Bytes that are copied from a GPU at a time."""
 UNNAMED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Config entries that do not count: where a model comes from, and the dtype, which is hashed separately."""
 REMOTE = "transformers_modules"
@@ -169,16 +169,8 @@ def _feed_tensor(hasher: Any, name: str, tensor: Tensor) -> None:
 
 
 def _feed_bytes(hasher: Any, tensor: Tensor) -> None:
-    """Hash the bytes of a plain tensor in order, without copying it as a whole."""
-    if not tensor.numel():
-        return
-    if tensor.is_contiguous():
-        flat = tensor.reshape(-1).view(torch.uint8)
-        pieces = flat.split(HASH_NBYTES) if flat.device.type != "cpu" else (flat,)  # type: ignore[no-untyped-call]
-    else:
-        rows = max(1, HASH_NBYTES * tensor.shape[0] // tensor.nbytes)
-        pieces = (part.contiguous().reshape(-1).view(torch.uint8) for part in tensor.split(rows))  # type: ignore
-    for piece in pieces:
+    """Hash the bytes of a plain tensor in order, in pieces."""
+    for piece in torch.split(tensor.reshape(-1).view(torch.uint8), HASH_NBYTES):
         hasher.update(piece.cpu().numpy().data)
 
 

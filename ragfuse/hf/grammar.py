@@ -63,21 +63,17 @@ class GrammarCompiler:
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
         """Return a new matcher at the grammar's start; InputError if the grammar cannot be compiled."""
+        from llguidance import LLMatcher
+
         with self._lock:
             made = self._compiled.get(grammar)
         if made is None:
-            made = self._new_matcher(grammar)
+            made = LLMatcher(self.tokens, _source(grammar), log_level=0)
+            if made.is_error():
+                raise InputError(f"The grammar cannot be compiled: {made.get_error().strip()}\nCorrect or simplify it.")
         with self._lock:
             self._compiled[grammar] = made
             return made.deep_copy()
-
-    def _new_matcher(self, grammar: Grammar) -> LLMatcher:
-        from llguidance import LLMatcher
-
-        made = LLMatcher(self.tokens, _source(grammar), log_level=0)
-        if made.is_error():
-            raise InputError(f"The grammar cannot be compiled: {made.get_error().strip()}\nCorrect or simplify it.")
-        return made
 
     def literal(self, text: str) -> str:
         """Return a text as a Lark literal, with special tokens written by their ids."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -92,6 +92,10 @@ class Wiring:
     windows: tuple[int | None, ...]
     mode: AttentionMode
     pads: bool = False
+
+    def attention(self) -> AbstractContextManager[None]:
+        """Switch the model to our attention function in a context, unless the mode is "dense"."""
+        return nullcontext() if self.mode == "dense" else attending_by(self.model, ATTENTION)
 
 
 class FusedPrefill:
@@ -213,7 +217,7 @@ class FusedPrefill:
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
-        with _attention(self.wiring), ExitStack() as hooked:
+        with self.wiring.attention(), ExitStack() as hooked:
             for index, layer in enumerate(self.wiring.layers):
                 hook = partial(self.before_layer, index)
                 hooked.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
@@ -275,21 +279,18 @@ def attending(wiring: Wiring, ragged: Ragged) -> Iterator[None]:
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args, {**kwargs, "attention_mask": ragged}
 
-    with _attention(wiring), ExitStack() as hooked:
+    with wiring.attention(), ExitStack() as hooked:
         for layer in wiring.layers:
             hooked.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)
         yield
 
 
 @contextmanager
-def _attention(wiring: Wiring) -> Iterator[None]:
-    """Switch the model to our attention function while the context is active, unless its mode is "dense"."""
-    if wiring.mode == "dense":
-        yield
-        return
-    config = wiring.model.config
+def attending_by(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Switch a model to a registered attention function while the context is active."""
+    config = model.config
     before = config._attn_implementation
-    config._attn_implementation = ATTENTION
+    config._attn_implementation = name
     try:
         yield
     finally:

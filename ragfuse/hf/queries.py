@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ragfuse.hf.hooks import attending_by
 from ragfuse.hf.model import HFModel
 
 Attention = Callable[..., tuple[Tensor, None]]
@@ -25,12 +25,16 @@ def query_sizes(model: HFModel, runs: Sequence[Sequence[int]]) -> tuple[Tensor, 
     if model.profile.mode != "rows" or model.profile.refusal or not runs:
         return ()
     powers: dict[int, Tensor] = {}
-    with model.lock, torch.no_grad(), _attending(model, _recording(powers, ALL_ATTENTION_FUNCTIONS["sdpa"])):
-        try:
+    name = f"ragfuse-queries-{id(powers)}"  # of its own, as other models may run meanwhile
+    ALL_ATTENTION_FUNCTIONS[name] = _recording(powers, ALL_ATTENTION_FUNCTIONS["sdpa"])
+    try:
+        with model.lock, torch.no_grad(), attending_by(model.model, name):
             for run in runs:
                 model.model(input_ids=torch.tensor([list(run)], device=model.device), use_cache=False)
-        except ValueError:  # unsupported by sdpa, e.g. capped scores
-            return ()
+    except ValueError:  # unsupported by sdpa, e.g. capped scores
+        return ()
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[name]
     if sorted(powers) != list(range(model.n_layers)):
         return ()
     return tuple((powers[at] / sum(map(len, runs))).sqrt() for at in range(model.n_layers))
@@ -50,17 +54,3 @@ def _recording(powers: dict[int, Tensor], attention: Attention) -> Attention:
         return attention(module, query, key, value, *args, **options)
 
     return recorded
-
-
-@contextmanager
-def _attending(model: HFModel, attention: Attention) -> Iterator[None]:
-    """Switch the model to an attention function, under a unique name because other models may run meanwhile."""
-    config, name = model.model.config, f"ragfuse-queries-{id(attention)}"
-    before = config._attn_implementation
-    ALL_ATTENTION_FUNCTIONS[name] = attention
-    config._attn_implementation = name
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-        del ALL_ATTENTION_FUNCTIONS[name]

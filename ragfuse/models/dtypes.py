@@ -55,7 +55,7 @@ def resolve_auto(settings: Settings) -> Settings:
     if given not in (None, "auto"):
         dtype = dtype_named(given)
     elif dtype == "auto":
-        _device(device)
+        require_device(device)
         dtype = auto_dtype(device)
     if (device, dtype) == (settings.device, settings.dtype):
         return settings
@@ -72,19 +72,8 @@ def dtype_named(given: object) -> Literal["float32", "bfloat16", "float16"]:
 
 def require_device(name: str) -> None:
     """Raise ModelError for a device that torch does not know or does not see."""
-    device, found = _device(name), ""
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        found = f"only {torch.cuda.device_count()} of them" if torch.cuda.is_available() else "no CUDA device here"
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        found = "no Apple GPU here"
-    if found:
-        raise ModelError(f"Wanted device '{name}', but torch sees {found}. Use --device cpu.")
-
-
-def _device(name: str) -> torch.device:
     try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise ModelError(
-            f"Wanted a device such as cpu, cuda, cuda:1, mps or auto, found '{name}'. Use --device cpu."
-        ) from error
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
+        reason = str(error).partition("\n")[0]
+        raise ModelError(f"Wanted a device that torch sees, found '{name}' ({reason}). Use --device cpu.") from error

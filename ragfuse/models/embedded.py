@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 
 from ragfuse.errors import ModelError
 from ragfuse.models import adapters
-from ragfuse.models.shipped_profile import SHIPPED_FILE, ShippedProfile, write_shipped
+from ragfuse.models.shipped_profile import ShippedProfile, write_shipped
 from ragfuse.process.folders import is_temporary, make_own_folder
 from ragfuse.settings import Settings
 from ragfuse.types.sizes import size_text
@@ -272,8 +272,7 @@ def _resolve(name: str, role: Literal["llm", "embedder"], home: Path) -> Path | 
 def _refuse_inner_folder(path: Path) -> None:
     """Raise ModelError for the chunk adapter inside a model's folder: as an ordinary adapter it would answer."""
     place = path.resolve()
-    around = "config.json", "adapter_config.json", SHIPPED_FILE
-    if place.name == adapters.CHUNK_ADAPTER and any((place.parent / name).is_file() for name in around):
+    if place.name == adapters.CHUNK_ADAPTER:
         raise ModelError(
             f"Wanted the folder of a model, found the chunk adapter inside one: '{path}'. It is for encoding chunks; "
             f"the model must not answer with it. Give the folder that it lies in: '{place.parent}'."

@@ -7,7 +7,6 @@ folders first (`models/embedded.py`). Weights are read from safetensors and GGUF
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.dtypes import dtype_named, require_device
 from ragfuse.models.embedded import require_hub, resolve_llm
 from ragfuse.models.shipped_profile import read_shipped
-from ragfuse.models.weight_files import FileDigests, identity, tokenizer_identity
+from ragfuse.models.weight_files import FileDigests, identity
 from ragfuse.models.weights import (
     is_quantised,
     load_adapted,
@@ -98,8 +97,11 @@ def load_model(
         base = _base_of(folder, home, options) if is_adapter else source
         has_words = is_adapter and (folder / "tokenizer_config.json").is_file()
         words_from, merge = folder if has_words else base, options.pop("merge_adapter", None)
-        parts = [path for path in dict.fromkeys((folder, Path(base))) if path.is_dir()]
-        name, changed = identity(parts, load_options)
+        parts = {folder, Path(base)}
+        # Elsewhere lie what the hub serves, code that comes with weights, and the library that converts a tokenizer.
+        is_local = all(path.is_dir() for path in parts) and (Path(words_from) / "tokenizer.json").is_file()
+        is_known = is_local and not options["trust_remote_code"]
+        name, changed = identity(parts, load_options) if is_known else ("", 0)
         with _readable_errors(base):
             tokenizer = _tokenizer(words_from, options)
             model = load_weights(base, dtype, device, options)
@@ -109,19 +111,16 @@ def load_model(
     if generation is not None and generation.eos_token_id is None:
         generation.eos_token_id = tokenizer.eos_token_id
     digests = FileDigests(home.expanduser() / "fingerprints" if home is not None else None)
-    if identity(parts, load_options) != (name, changed):  # what was read is not known
+    if name and identity(parts, load_options) != (name, changed):  # what was read is not known
         name = ""
-    words_name = tokenizer_identity(name, Path(words_from), options) if Path(words_from) in parts else ""
-    known, words = digests.get(name), digests.get(words_name)
+    weights, words = digests.get(name) or (None, tokenizer_digest(tokenizer))
     chunk_adapter = read_chunk_adapter(adapted_chunks, model) if has_chunk_adapter else None
     drift = None if has_chunk_adapter else read_drift(folder, model)
-    read_words = words or tokenizer_digest(tokenizer)
-    loaded = HFModel(model, tokenizer, profile_of, drift, known, chunk_adapter, read_words)
+    loaded = HFModel(model, tokenizer, profile_of, drift, weights, chunk_adapter, words)
     if not (is_quantised(model) or is_adapter):
         loaded.files = _files_of(source, options)
-    if None in (known, words) and identity(parts, load_options) == (name, changed):
-        for each, found in ((name, loaded.weights), (words_name, read_words)):
-            digests.put(each, found, changed, time.time_ns())
+    if weights is None:
+        digests.put(name, loaded.weights, words, changed)
     if shipped is not None:
         loaded.profile = shipped.over(loaded.profile)
     return loaded if is_quantised(model) or _has_adapters(model) or not pack else loaded.packed()

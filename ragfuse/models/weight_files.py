@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import time
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any
 from ragfuse.process.folders import make_own_folder
 from ragfuse.types.keys import digest
 
-DIGEST_NBYTES = 16
+DIGESTS = re.compile("([0-9a-f]{32}) ([0-9a-f]{32})")
 SETTLED_NS = 2_000_000_000
 """The least age of the newest file, in nanoseconds, for a digest to be kept.
 
@@ -44,22 +46,8 @@ def identity(places: Iterable[Path], options: Mapping[str, Any]) -> tuple[str, i
         return "", 0
     lines = [f"{path} {at.st_size} {at.st_ino} {at.st_mtime_ns} {at.st_ctime_ns}" for path, at in stats]
     changed = max((max(at.st_mtime_ns, at.st_ctime_ns) for _, at in stats), default=0)
-    libraries = [f"{name} {version(name)}" for name in ("torch", "transformers")]
+    libraries = [f"{name} {version(name)}" for name in ("torch", "transformers", "tokenizers")]
     return (digest("weights", options_json, *libraries, *lines), changed) if lines else ("", 0)
-
-
-def tokenizer_identity(name: str, folder: Path, options: Mapping[str, Any]) -> str:
-    """Return a name for the tokenizer in a folder, "" where files there do not tell all of what it is.
-
-    They do not where its code is from elsewhere, and where a library makes it of a file in another format.
-
-    Args:
-        name: The name by `identity` of all files that a model is read from; the folder is one of theirs.
-        folder: The folder that the tokenizer is read from.
-        options: The options that it is loaded with.
-    """
-    is_whole = (folder / "tokenizer.json").is_file() and not options.get("trust_remote_code")
-    return digest("tokenizer", name, str(folder.resolve()), version("tokenizers")) if name and is_whole else ""
 
 
 class FileDigests:
@@ -68,24 +56,24 @@ class FileDigests:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
-    def get(self, name: str) -> str | None:
-        """Return the digest kept under a name, or None."""
+    def get(self, name: str) -> tuple[str, str] | None:
+        """Return the digests of weights and tokenizer that are kept under a name, or None."""
         if self._folder is None or not name:
             return None
         try:
-            found = (self._folder / name).read_text(encoding="ascii")
-            return found if len(bytes.fromhex(found)) == DIGEST_NBYTES else None
+            found = DIGESTS.fullmatch((self._folder / name).read_text(encoding="ascii"))
         except (OSError, ValueError):
             return None
+        return (found[1], found[2]) if found else None
 
-    def put(self, name: str, found: str, changed_ns: int, now_ns: int) -> None:
-        """Keep a digest, unless the files changed less than `SETTLED_NS` ago."""
-        if self._folder is None or not name or now_ns - changed_ns < SETTLED_NS:
+    def put(self, name: str, weights: str, words: str, changed_ns: int) -> None:
+        """Keep the digests of weights and tokenizer, unless the files changed less than `SETTLED_NS` ago."""
+        if self._folder is None or not name or time.time_ns() - changed_ns < SETTLED_NS:
             return
         partial = self._folder / f".{name}.{os.getpid()}"
         try:
             make_own_folder(self._folder)
-            partial.write_text(found, encoding="ascii")
+            partial.write_text(f"{weights} {words}", encoding="ascii")
             partial.replace(self._folder / name)
         except OSError:
             partial.unlink(missing_ok=True)

@@ -10,7 +10,6 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,6 @@ from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedConfig, Pre
 
 from ragfuse.errors import ModelError
 from ragfuse.hf.chunk_adapter import ADAPTER_WEIGHTS
-
-PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-"""Suffixes of pickled files; unpickling them may run any code, so they are rejected."""
 
 
 def load_weights(source: str | Path, dtype: str, device: str, options: Mapping[str, Any]) -> PreTrainedModel:
@@ -35,18 +31,15 @@ def load_weights(source: str | Path, dtype: str, device: str, options: Mapping[s
         options: Options of `from_pretrained`.
 
     Raises:
-        ModelError: There are only pickled weights, a package is missing, or weights are missing or of another shape.
+        ModelError: Weights are missing or of another shape.
         Exception: What transformers raises where it cannot load them.
     """
     options, folder = dict(options), Path(source)
-    _refuse_pickled(folder)
     if options.get("gguf_file"):
         options["quantization_config"] = GgufConfig(dequantize=True)
     quantised = options.get("quantization_config") or _config_of(folder).get("quantization_config")
     if quantised:
         options.setdefault("device_map", {"": device})
-    if "device_map" in options and find_spec("accelerate") is None:
-        raise ModelError("Spreading or quantising weights needs the package accelerate: pip install accelerate")
     if isinstance(options.get("device_map"), Mapping):
         options["device_map"] = dict(options["device_map"])
     with _no_warnings():
@@ -115,18 +108,6 @@ def is_quantised(model: nn.Module) -> bool:
     """Return whether the weights of a model are quantised."""
     config = getattr(model, "config", None)
     return isinstance(config, PreTrainedConfig) and getattr(config, "quantization_config", None) is not None
-
-
-def _refuse_pickled(folder: Path) -> None:
-    """Raise ModelError if a folder has only pickled weights."""
-    if not folder.is_dir() or any(folder.glob("*.safetensors")) or any(folder.glob("*.gguf")):
-        return
-    pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLED)
-    if pickled:
-        raise ModelError(
-            f"Wanted weights as safetensors in '{folder}', found only {pickled[0]}, a pickle, which may run code when "
-            "loaded. If you trust it, load it by transformers and convert it: model.save_pretrained(folder)."
-        )
 
 
 def _config_of(folder: Path) -> Mapping[str, Any]:

@@ -66,14 +66,6 @@ def test_it_is_the_mean_over_all_rows_of_all_prompts_before_rotation(rope: tuple
         torch.testing.assert_close(drift.double(), torch.stack(rows).mean(0), atol=1e-5, rtol=1e-5)
 
 
-@roped
-def test_what_was_added_everywhere_is_found_again(rope: tuple[RopeLayout | None, ...]) -> None:
-    drift, chunks = kv(1, 6), [kv(6, 7), kv(11, 8)]
-    found = measured([(one, added(one, drift, rope), torch.arange(1, one.n_tokens)) for one in chunks], rope)
-    for (mine, _), (theirs, _) in zip(parts(found, rope), parts(drift, rope), strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
-
-
 def test_the_dtype_stays_and_the_chunk_is_left_alone() -> None:
     chunk, drift, rope = kv(4, 0, torch.bfloat16), kv(1, 1), (RopeLayout(FREQUENCIES),) * 2
     before = [tensor.clone() for tensor, _ in parts(chunk, rope)]
@@ -83,10 +75,3 @@ def test_the_dtype_stays_and_the_chunk_is_left_alone() -> None:
     assert all(tensor.is_contiguous() for tensor, _ in parts(done, rope))
     again = shifted_rows(chunk.layers[0].keys, torch.zeros(4, dtype=torch.float64), rope[0])
     assert torch.equal(again, chunk.layers[0].keys.float())
-
-
-def test_without_a_row_there_is_no_mean() -> None:
-    rope = (RopeLayout(FREQUENCIES),) * 2
-    for pairs in ([], [(kv(3, 0), kv(3, 1), torch.tensor([], dtype=torch.int64))]):
-        with pytest.raises(ValueError, match="one row"):
-            measured(pairs, rope)

@@ -115,15 +115,6 @@ def test_every_layer_is_read_once() -> None:
     assert shelf.reads == [0, 1, 2]
 
 
-def test_nothing_is_read_where_nothing_is_cached() -> None:
-    shelf = Shelf({})
-    buffers = Buffers(6, [], shelf, ROPE, CPU)
-    buffers.open(0)
-    assert shelf.reads == []
-    with pytest.raises(RuntimeError, match="before any KV was written"):
-        buffers.get(0)
-
-
 @pytest.mark.parametrize("layer", [0, 2])
 def test_a_lost_run_is_named(layer: int) -> None:
     shelf = Shelf({0: kv(3, 0), 4: kv(4, 1)}, lost=(4, layer))
@@ -133,11 +124,6 @@ def test_a_lost_run_is_named(layer: int) -> None:
     with pytest.raises(LostRun) as caught:
         buffers.open(layer)
     assert caught.value.segment == 4
-
-
-def test_a_run_that_is_not_even_in_the_answer_is_lost() -> None:
-    with pytest.raises(LostRun):
-        Buffers(10, [run(2, 0, 3)], Shelf({}), ROPE, CPU).open(0)
 
 
 @pytest.mark.parametrize("n_tokens", [2, 4])
@@ -233,14 +219,6 @@ def test_the_check_layer_sees_every_offered_row() -> None:
     assert len(steps.chosen) == 18
 
 
-def test_a_static_policy_checks_nothing() -> None:
-    steps, _ = fusion("lego", 0.2, RUNS, 82)
-    assert not any(steps.needs_check(layer) for layer in range(N_LAYERS))
-    drive(steps)
-    assert steps.counts == [12] * N_LAYERS
-    assert steps.chosen.tolist() == [*range(10, 16), *range(45, 51)]
-
-
 @pytest.mark.parametrize(("policy", "compare"), [("hkvd-flat", "kv"), ("hkvd-flat:k", "k"), ("hkvd-flat:v", "v")])
 def test_the_chosen_rows_deviate_most(policy: str, compare: str) -> None:
     steps, _ = fusion(policy, 0.25, RUNS, 82)
@@ -280,19 +258,3 @@ def test_only_the_last_row_goes_on_when_the_rest_is_done() -> None:
     assert before[steps.keep_last()].tolist() == [81]
     assert steps.rows.tolist() == [81]
     assert steps.mask().rows.tolist() == [81]
-
-
-def test_layers_that_compute_the_same_rows_share_their_mask() -> None:
-    steps, _ = fusion("lego", 0.3, RUNS, 82)
-    steps.choose(0)
-    first = steps.mask()
-    steps.choose(1)
-    assert steps.mask() is first
-
-
-def test_the_view_tells_chunks_and_places() -> None:
-    steps, _ = fusion("hkvd", 0.3, RUNS, 82)
-    assert steps._offer.chunk.tolist() == [1] * 30 + [3] * 30
-    assert steps._offer.offset.tolist() == [*range(30), *range(30)]
-    assert steps._offer.forced == 12
-    assert torch.equal(steps.places.candidates, torch.tensor([*range(10, 40), *range(45, 75)]))

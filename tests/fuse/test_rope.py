@@ -34,24 +34,6 @@ def test_moved_keys_equal_those_turned_pair_by_pair(layout: RopeLayout, delta: i
 
 
 @named
-def test_dims_outside_the_layout_stay_as_they_are(layout: RopeLayout) -> None:
-    width = 2 * len(layout.inv_freq)
-    outside = [dim for dim in range(8) if not layout.lo <= dim < layout.lo + width]
-    found = shifted(keys(), 9, layout)
-    assert torch.equal(found[..., outside], keys()[..., outside])
-    assert not torch.isclose(
-        found[..., layout.lo : layout.lo + width], keys()[..., layout.lo : layout.lo + width]
-    ).all()
-
-
-@named
-@given(delta=st.integers(-100_000, 100_000), seed=st.integers(0, 99))
-def test_moving_there_and_back_gives_the_keys_again(layout: RopeLayout, delta: int, seed: int) -> None:
-    there = shifted(keys(seed), delta, layout)
-    torch.testing.assert_close(shifted(there, -delta, layout), keys(seed), atol=2e-6, rtol=1e-5)
-
-
-@named
 @given(first=st.integers(-5000, 5000), second=st.integers(-5000, 5000))
 def test_two_moves_equal_their_sum(layout: RopeLayout, first: int, second: int) -> None:
     twice = shifted(shifted(keys(), first, layout), second, layout)

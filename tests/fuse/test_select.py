@@ -1,6 +1,5 @@
 """Every policy keeps to its budget, and picks what its name says."""
 
-import math
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -59,18 +58,6 @@ def test_rows_are_sorted_and_only_ever_fewer(
         assert rows.tolist() == sorted(set(rows.tolist()))
         assert set(rows.tolist()) <= before
         before = set(rows.tolist())
-
-
-@by_ratio
-@given(sizes=sizes_drawn, ratio=ratios, n_layers=st.integers(2, 9), forced=st.integers(1, 50))
-def test_the_mean_over_the_layers_is_the_ratio_within_rounding(
-    name: str, sizes: list[int], ratio: float, n_layers: int, forced: int
-) -> None:
-    policy, candidate_rows = policy_named(name), sum(sizes)
-    counts = [len(rows) for rows in run(policy, view(sizes, ratio, n_layers, forced))][policy.check_layer :]
-    plain = sum(counts) / len(counts)
-    rounding = 8.5 if ratio * 1.5 * candidate_rows >= 31 else 0.5
-    assert abs(plain - ratio * candidate_rows) <= rounding + 1e-6
 
 
 @by_ratio
@@ -140,10 +127,6 @@ def test_the_schedule_starts_at_one_and_a_half_times_the_ratio() -> None:
     assert schedule(0.2, 1, 1, 9, gradual=True) == pytest.approx(0.3)
     assert schedule(0.2, 8, 1, 9, gradual=True) == pytest.approx(0.1)
     assert schedule(0.9, 1, 1, 9, gradual=True) == pytest.approx(1.0)
-
-
-def test_the_schedule_of_a_deep_model_has_few_stairs() -> None:
-    assert len({schedule(0.2, layer, 1, 80, gradual=True) for layer in range(1, 80)}) <= 8
 
 
 @given(scores=st.lists(st.floats(0, 100), min_size=1, max_size=40, unique=True), count=st.integers(0, 50))
@@ -221,13 +204,9 @@ def test_a_policy_is_found_by_the_name_it_reports(name: str) -> None:
 
 
 def test_names_are_distinct_and_those_that_settings_know() -> None:
+    assert all(map(is_policy, EVERY))
     assert len({policy.name for policy in POLICIES}) == len(POLICIES)
     assert tuple(policy.name for policy in POLICIES) == POLICY_NAMES
-
-
-@every
-def test_settings_know_every_policy(name: str) -> None:
-    assert is_policy(name)
 
 
 @pytest.mark.parametrize(
@@ -237,11 +216,3 @@ def test_an_unknown_name_lists_the_known_or_the_one_that_is_meant(name: str) -> 
     with pytest.raises(SettingsError, match=r"Did you mean \S+\?|hkvd-flat.*lego-16"):
         policy_named(name)
     assert not is_policy(name)
-
-
-@by_ratio
-@pytest.mark.parametrize("ratio", [0.001, 0.999])
-def test_extreme_ratios_round(name: str, ratio: float) -> None:
-    policy = policy_named(name)
-    counts = [len(kept) for kept in run(policy, view([100], ratio))][policy.check_layer :]
-    assert all(abs(count - ratio * 100) <= 8 and math.isfinite(count) for count in counts)

@@ -60,23 +60,11 @@ def test_a_word_is_the_same_in_any_case_and_at_the_start_of_a_text(
     assert byte_level._number(one) == byte_level._number(other) >= 0
 
 
-@pytest.mark.parametrize("said", ["\n", "\n\n", " ", ".", " -", "\u2019", "\u201c", "\u2013", "\u2026", "\u3002"])
-def test_signs_and_spaces_are_no_words(said: str, byte_level: HFModel) -> None:
-    assert {
-        byte_level._number(token) for token in byte_level.tokens(said) if "\ufffd" not in byte_level.text([token])
-    } <= {-1}
-
-
 def test_special_tokens_are_no_words_and_letters_that_look_alike_in_bytes_are_two(byte_level: HFModel) -> None:
     assert {byte_level._number(token) for token in byte_level.tokenizer.all_special_ids} == {-1}
     names = {letter: [byte_level._number(token) for token in byte_level.tokens(letter)] for letter in "\u0442\u0443"}
     assert names["\u0442"] != names["\u0443"]
     assert -1 not in names["\u0442"]
-
-
-def test_a_model_without_a_tokenizer_counts_ids() -> None:
-    bare = HFModel(kit.build("llama", {}))
-    assert bare._number(7) == bare._number(7) != bare._number(8)
 
 
 def said(model: HFModel, *parts: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -120,10 +108,3 @@ def test_a_missed_chunk_before_the_question_is_no_part_of_it(byte_level: HFModel
     kv = KVSource([byte_level.encode(ids[lo:hi]) for lo, hi in spans[:2]])
     fused = byte_level.fuse(ids, torch.arange(len(ids)), runs, kv, "lexical", 0.2, question_rows=prompt.question_rows)
     assert all(spans[1][0] <= row < spans[1][1] for row in fused.chosen.tolist())
-
-
-def test_nothing_on_offer_is_no_trouble(byte_level: HFModel) -> None:
-    ids = kit.ids(9)
-    runs = [CachedRun(0, 0, 8, 0, blend=False), CachedRun(1, 8, 9, 8, blend=True)]
-    kv = KVSource([byte_level.encode(ids[:8]), byte_level.encode(ids[8:])])
-    assert not len(byte_level.fuse(ids, torch.arange(9), runs, kv, "lexical", 0.5).chosen)

@@ -4,18 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from ragfuse.errors import ModelError
 from ragfuse.fuse.drift import added
 from ragfuse.hf.drift import DRIFT_FILE
 from ragfuse.hf.model import HFModel
-from ragfuse.hf.packed_linear import PackedLinear
 from ragfuse.models import adapters
 from ragfuse.models.loader import load_model
 from ragfuse.types.kv import ChunkKV, LayerKV
 from tests.hf import kit
-from tests.hf.test_packed_linear import packs
 from training.drift import write_drift
 
 
@@ -63,17 +60,6 @@ def test_a_model_with_a_drift_is_another_and_is_the_same_again(folder: Path) -> 
     assert len(seen) == 3
 
 
-def test_a_drift_that_lacks_a_layer_is_an_error_that_names_the_file(folder: Path) -> None:
-    plain = load_model(folder, "float32")
-    write_drift(folder, drift_of(plain), plain.model)
-    parts = load_file(folder / DRIFT_FILE)
-    del parts["keys.1"]
-    save_file(parts, folder / DRIFT_FILE)
-    with pytest.raises(ModelError, match=DRIFT_FILE) as caught:
-        load_model(folder, "float32")
-    assert "measure the drift again" in str(caught.value)
-
-
 def test_an_adapter_brings_its_drift_under_the_name_that_is_looked_for() -> None:
     assert adapters.DRIFT_NAME == DRIFT_FILE
 
@@ -84,20 +70,6 @@ def test_a_cut_off_file_is_an_error(folder: Path) -> None:
     (folder / DRIFT_FILE).write_bytes((folder / DRIFT_FILE).read_bytes()[:100])
     with pytest.raises(ModelError, match="cannot be read"):
         load_model(folder, "float32")
-
-
-@packs
-def test_a_packed_model_adds_it_too(folder: Path) -> None:
-    plain = load_model(folder, "float32")
-    write_drift(folder, drift_of(plain), plain.model)
-    model = load_model(folder, "bfloat16")
-    assert any(isinstance(module, PackedLinear) for module in model.model.modules())
-    assert model.drift is not None
-    found, bare = model.encode_with_filler([9, 8, 7], [3, 4]), model.encode([9, 8, 7], [3, 4])
-    wanted = added(bare, model.drift, model.profile.rope)
-    for mine, theirs, before in zip(found.layers, wanted.layers, bare.layers, strict=True):
-        assert torch.equal(mine.keys, theirs.keys)
-        assert not torch.equal(mine.keys, before.keys)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -60,17 +60,6 @@ def test_encoded_kv_owns_just_its_bytes_and_no_graph(context: list[int]) -> None
             assert not part.requires_grad
 
 
-def test_encoding_twice_gives_the_same_bits() -> None:
-    model = kit.family("llama")
-    one, two = model.encode(kit.ids(30)), model.encode(kit.ids(30))
-    pairs = zip(kit.copied(one), kit.copied(two), strict=True)
-    assert all(torch.equal(a, b) for first, second in pairs for a, b in zip(first, second, strict=True))
-
-
-def test_a_single_token_can_be_encoded() -> None:
-    assert kit.family("llama").encode([7]).n_tokens == 1
-
-
 # what a fingerprint covers
 
 
@@ -95,22 +84,6 @@ def test_fingerprints_tell_models_apart() -> None:
         fresh(num_hidden_layers=3),
     ]
     assert len(set(prints)) == len(prints)
-
-
-@pytest.mark.parametrize("part", ["embed_tokens", "layers.2.self_attn.k_proj", "layers.3.mlp.down_proj", "norm"])
-def test_any_changed_weight_changes_the_fingerprint(part: str) -> None:
-    model = kit.build("llama", {})
-    with torch.no_grad():
-        changed = [weight.mul_(1.01) for name, weight in model.named_parameters() if part in name]
-    assert changed
-    assert fingerprint(model, kit.tokenizer()) != fresh()
-
-
-def test_a_weight_off_by_a_rounding_changes_the_fingerprint() -> None:
-    model = kit.build("llama", {})
-    with torch.no_grad():
-        model.model.layers[1].self_attn.v_proj.weight.mul_(1 + 2e-7)
-    assert fingerprint(model, kit.tokenizer()) != fresh()
 
 
 def test_another_tokenizer_is_another_model() -> None:
@@ -192,7 +165,7 @@ def test_a_model_without_its_tokenizer_is_an_error_that_names_both(tmp_path: Pat
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here it would be loaded")
 def test_a_missing_device_says_what_to_do(folder: Path) -> None:
-    with pytest.raises(ModelError, match="no CUDA device here"):
+    with pytest.raises(ModelError, match="found 'cuda'"):
         load_model(folder, device="cuda")
 
 

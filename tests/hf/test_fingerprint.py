@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ragfuse.errors import ModelError
 from ragfuse.hf import fingerprint as module
-from ragfuse.hf.fingerprint import fingerprint, weights_digest
+from ragfuse.hf.fingerprint import weights_digest
 from tests.hf import kit
 from tests.hf.families import FAMILIES
 
@@ -64,22 +64,6 @@ def test_any_changed_byte_of_any_weight_or_buffer_is_another_key(kind: str) -> N
             flip(tensor, byte)
     assert len(seen) > 2 * len(tensors)
     assert weights_digest(model) in seen
-
-
-@pytest.mark.parametrize("row", [1, 77])
-def test_one_row_of_an_embedding_is_another_key(row: int) -> None:
-    model = kit.build("llama", {"vocab_size": 256, "hidden_size": 64})
-    before = fingerprint(model, kit.tokenizer())
-    model.get_input_embeddings().weight.data[row] += 1.0
-    assert fingerprint(model, kit.tokenizer()) != before
-
-
-@pytest.mark.parametrize("column", [1, 63])
-def test_one_column_of_an_mlp_is_another_key(column: int) -> None:
-    model = kit.build("llama", {"intermediate_size": 128})
-    before = fingerprint(model, kit.tokenizer())
-    model.model.layers[1].mlp.down_proj.weight.data[:, column] *= 1.5
-    assert fingerprint(model, kit.tokenizer()) != before
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -177,19 +161,3 @@ def test_switching_an_adapter_off_is_another_key() -> None:
         layer.enable_adapters(True)
     assert layers
     assert off != before == weights_digest(model)
-
-
-def test_a_config_without_another_value_is_the_same_in_every_process() -> None:
-    """What a config holds is written as values: no address in memory, no order of a set."""
-
-    class Scheme:
-        def __init__(self) -> None:
-            self.bits, self.parts = 4, {"a", "b", "c"}
-
-    def digest_of(value: object) -> str:
-        return module._value_digest("", value)
-
-    made = [{"q": Scheme(), "f": with_lora, "d": torch.int8} for _ in range(2)]
-    assert digest_of(made[0]) == digest_of(made[1])
-    made[1]["q"].bits = 8
-    assert digest_of(made[0]) != digest_of(made[1])

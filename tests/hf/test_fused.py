@@ -182,18 +182,6 @@ def test_one_chunk_may_stand_twice_and_in_any_order(name: str) -> None:
             assert torch.equal(layer.values, values)
 
 
-@families
-@pytest.mark.parametrize("policy", ["hkvd", "random", "lego", "hybrid"])
-def test_more_rows_bring_the_answer_nearer_to_full_prefill(name: str, policy: str) -> None:
-    model, scene = kit.family(name), kit.usual()
-    kv, full = kit.source(model, scene), model.full_prefill(scene.token_ids)
-    errors = [kit.worst(kit.states(kit.fuse(model, scene, policy, ratio, kv)), kit.states(full)) for ratio in (0, 1)]
-    half = kit.fuse(model, scene, policy, 0.5, kv)
-    assert errors[1] < EXACT < kit.worst(kit.states(half), kit.states(full))
-    assert errors[0] > 1e-2
-    assert half.mean_ratio == pytest.approx(0.5, abs=0.02)
-
-
 def test_a_chunk_behind_its_own_prefix_is_exact() -> None:
     """Encoded with the prompt's prefix as context, and placed right behind it: nothing needs computing."""
     model, scene = kit.family("llama"), kit.scene([9, 25, 6], ["prefix", "prefix", "fresh"])

@@ -22,14 +22,6 @@ def test_bfloat16_is_taken_where_the_cpu_has_units_for_it(capabilities, dtype):
     assert auto_dtype("cpu", capabilities) == dtype
 
 
-def test_this_machine_is_named_without_being_asked():
-    assert auto_dtype("cpu") in ("float32", "bfloat16")
-
-
-def test_a_device_that_is_not_there_has_a_dtype_all_the_same():
-    assert auto_dtype("cuda:7") in ("bfloat16", "float16")
-
-
 def test_what_is_named_stays():
     settings = Settings(dtype="float16")
     assert resolve_auto(settings) == settings

@@ -18,7 +18,6 @@ from safetensors import safe_open
 from ragfuse import Engine, Settings
 from ragfuse.errors import ModelError
 from ragfuse.models import (
-    EMBEDDED,
     MANIFEST,
     EmbeddedModel,
     adapters,
@@ -197,12 +196,6 @@ def test_the_tokenizer_splits_numbers_before_blanks(smollm_path: Path) -> None:
     assert tokenizer.decode(tokenizer("a\n\n12  b é")["input_ids"]) == "a\n\n12  b é"
 
 
-def test_the_prepared_config_speaks_of_no_quantisation(smollm_path: Path) -> None:
-    config = json.loads((smollm_path / "config.json").read_text())
-    assert "quantization_config" not in config
-    assert (config["dtype"], config["model_type"], config["num_hidden_layers"]) == ("bfloat16", "llama", 30)
-
-
 @pytest.mark.slow
 def test_two_processes_at_once_prepare_one_folder(tmp_path: Path) -> None:
     processes = [start_preparing(tmp_path) for _ in range(2)]
@@ -280,22 +273,3 @@ def test_another_choice_is_another_recipe() -> None:
     model = embedded("smollm2-135m-reader")
     assert model is not None
     assert model.recipe != replace(model, choice=("lexical", 0.15)).recipe
-
-
-def test_every_adapter_comes_with_its_card_and_is_small() -> None:
-    for model in (model for model in EMBEDDED if model.adapter):
-        folder = adapters.path(model.adapter)
-        said = adapters.card(model.adapter)
-        assert said is not None
-        assert {"reached", "f1", "tried"} <= set(said)
-        assert sum((folder / file).stat().st_size for file in (adapters.WEIGHTS, adapters.DRIFT_NAME)) <= 10_000_000
-        card = (folder / "README.md").read_text()
-        assert all(word in card for word in ("Apache-2.0", "CC BY-SA", "SQuAD", "held out"))
-
-
-def test_another_adapter_is_another_recipe(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = embedded("smollm2-135m-reader")
-    assert model is not None
-    before = model.recipe
-    monkeypatch.setattr(adapters, "fingerprint", lambda name: "other")
-    assert model.recipe not in (before, llm().recipe)

@@ -25,7 +25,6 @@ from ragfuse.hf import model as hf_model
 from ragfuse.models import loader
 from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.loader import load_model, load_tokenizer
-from ragfuse.models.weight_files import tokenizer_identity
 from ragfuse.process.shared import forget
 from ragfuse.text.chat_messages import Piece
 from tests.hf import kit
@@ -129,10 +128,6 @@ def test_a_loaded_model_answers_as_its_folder_does_from_the_same_chunks(
 def test_a_tokenizer_may_be_named_beside_a_loaded_model(loaded: Any, varied_path: Path, engine_of: Any) -> None:
     engine = engine_of(loaded, tokenizer=str(varied_path))
     assert list(answers(engine).token_ids) == own(loaded, engine)
-
-
-def test_a_path_is_a_name(varied_path: Path, engine_of: Any) -> None:
-    assert engine_of(varied_path).settings.model == str(varied_path)
 
 
 def test_a_loaded_model_that_is_changed_is_another_one_to_the_next_engine(
@@ -271,7 +266,7 @@ def test_pickled_weights_are_refused_with_what_to_do(varied_path: Path, tmp_path
     folder = tmp_path / "pickled"
     shutil.copytree(varied_path, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
-    with pytest.raises(ModelError, match=r"found only pytorch_model.bin, a pickle.*save_pretrained"):
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
         load_model(folder, "float32")
     adapted.save_pretrained(tmp_path / "adapter")
     told = tmp_path / "adapter" / "adapter_config.json"
@@ -290,7 +285,7 @@ def test_a_device_that_is_left_open_is_found(tiny_settings: Settings, engine_of:
 
 @pytest.mark.parametrize("device", ["cuda:99", "mps", "tpu9"])
 def test_a_device_that_is_not_there_says_what_to_do(tiny_settings: Settings, device: str) -> None:
-    with pytest.raises(ModelError, match=rf"found '{device}'|device '{device}', but torch sees"):
+    with pytest.raises(ModelError, match=f"found '{device}'"):
         load_model(tiny_settings.model, "float32", device)
 
 
@@ -512,14 +507,6 @@ def test_files_that_change_while_they_are_read_are_not_taken_for_what_they_were(
     assert load_model(folder, "float32", home=home).fingerprint != before
 
 
-def test_a_tokenizer_is_known_by_its_files_only_where_they_tell_all_of_it(varied_path: Path) -> None:
-    assert tokenizer_identity("name", varied_path, {"trust_remote_code": False})
-    assert not tokenizer_identity("name", varied_path, {"trust_remote_code": True})
-    assert not tokenizer_identity("name", varied_path.parent, {})
-    assert not tokenizer_identity("", varied_path, {})
-    assert tokenizer_identity("name", varied_path, {}) != tokenizer_identity("other", varied_path, {})
-
-
 def test_files_that_changed_just_now_are_hashed_again(varied_path: Path, tmp_path: Path) -> None:
     """A clock's tick may hide a change that comes right after another."""
     folder = tmp_path / "model"
@@ -532,9 +519,8 @@ def test_a_damaged_digest_is_not_believed(varied_path: Path, tmp_path: Path, mon
     monkeypatch.setattr("ragfuse.models.weight_files.SETTLED_NS", 0)
     first = load_model(varied_path, "float32", home=tmp_path).fingerprint
     kept = list((tmp_path / "fingerprints").iterdir())
-    assert len(kept) == 2
-    for each in kept:
-        each.write_text("../../etc/passwd")
+    assert len(kept) == 1
+    kept[0].write_text("../../etc/passwd")
     assert load_model(varied_path, "float32", home=tmp_path).fingerprint == first
 
 
