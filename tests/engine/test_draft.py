@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import (
-    AutoTokenizer,
     GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
 )
 
 from ragfuse import Ask, Engine, Settings, SettingsError
-from tests.scripted import saying, spelled
+from tests.scripted import saying
 
 ASKED = [("user", "Go\n")]
 SAID = "Hi 😀é世-end of it."
@@ -125,72 +118,3 @@ def test_pad_tokens_that_a_model_writes_are_counted(engine: Engine) -> None:
     assert (answer.text, answer.finish_reason, len(answer.token_ids)) == ("Hi", "stop", 4)
     stream = engine.stream(ASKED, saying(engine, "H", pad, "i", ends=False, max_tokens=3))
     assert ("".join(stream), len(stream.answer.token_ids)) == ("Hi", 3)
-
-
-CORPUS = ["The keeper of the northern lighthouse counted forty ships.", "Use only what the passages say.", "Who? é"] * 3
-
-
-def word_piece() -> PreTrainedTokenizerFast:
-    core = Tokenizer(models.WordPiece({}, unk_token="[UNK]"))
-    core.normalizer = normalizers.BertNormalizer(lowercase=True)
-    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    core.decoder = decoders.WordPiece()
-    special = ["[UNK]", "<s>", "</s>"]
-    core.train_from_iterator(
-        CORPUS, trainers.WordPieceTrainer(vocab_size=300, special_tokens=special, show_progress=False)
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]", bos_token="<s>", eos_token="</s>")
-
-
-def metaspace(scheme: str) -> PreTrainedTokenizerFast:
-    core = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    core.decoder = decoders.Sequence(steps)
-    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    core.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=500, special_tokens=special, show_progress=False))
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
-
-
-def unigram() -> PreTrainedTokenizerFast:
-    core = Tokenizer(models.Unigram())
-    core.pre_tokenizer = pre_tokenizers.Metaspace()
-    core.decoder = decoders.Metaspace()
-    special = ["<unk>", "<s>", "</s>"]
-    core.train_from_iterator(
-        CORPUS,
-        trainers.UnigramTrainer(vocab_size=200, special_tokens=special, unk_token="<unk>", show_progress=False),
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
-
-
-TOKENIZERS = {
-    "word piece": word_piece,
-    "metaspace first": lambda: metaspace("first"),
-    "metaspace always": lambda: metaspace("always"),
-    "metaspace never": lambda: metaspace("never"),
-    "unigram": unigram,
-}
-
-
-@pytest.fixture(params=TOKENIZERS)
-def another(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
-    """An engine over random weights with a tokenizer of that kind."""
-    words = TOKENIZERS[request.param]()
-    ends = {"bos_token_id": words.bos_token_id, "eos_token_id": words.eos_token_id, "pad_token_id": None}
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **SMALL, **ends)).save_pretrained(tmp_path / "model")
-    words.save_pretrained(tmp_path / "model")
-    assert type(AutoTokenizer.from_pretrained(tmp_path / "model")).__name__
-    with made(tmp_path / "model", tmp_path) as engine:
-        yield engine
-
-
-def test_no_tokenizer_makes_stop_strings_raise(another: Engine) -> None:
-    ids = spelled(another, "the keeper of the northern lighthouse counted forty ships")
-    whole = another.model.text(ids)
-    for stop in ("ship", "\n", "é", "✿RESULT✿", " n", "r of", "forty ships", "the keep"):
-        answer = another.answer("Who?", saying(another, *ids, stop=[stop]))
-        assert (answer.text, answer.finish_reason) == (whole.split(stop)[0], "stop")
-        stream = another.stream("Who?", saying(another, *ids, stop=[stop]))
-        assert "".join(stream) == answer.text

@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import sqlite3
 import subprocess
-import threading
 from contextlib import closing, contextmanager, suppress
 from os import statvfs
 
 import pytest
 
-from ragfuse import Ask, Engine, InputError, StoreError, metrics
+from ragfuse import Engine, InputError, StoreError, metrics
 from ragfuse.store import CatalogFile
-from ragfuse.store.catalog import COOL_DOWN_S, Catalog
-from tests.sessions.kit import QUESTIONS, resent, talk
+from ragfuse.store.catalog import COOL_DOWN_S
+from tests.sessions.kit import QUESTIONS, talk
 from tests.store.kit import Clock
 from tests.tiny import CHUNKS, chunk_hits, known_texts, messages
 
@@ -129,26 +128,6 @@ def test_a_session_that_another_process_went_on_with_meanwhile_is_that_ones(engi
     assert said[::2] == [QUESTIONS[0], QUESTIONS[2], QUESTIONS[3]]
 
 
-def test_a_session_that_begins_while_the_book_fails_is_kept(engine, tiny_settings):
-    with broken(engine.catalog.file):
-        talk(engine, QUESTIONS[:2], session="new")
-    mended(engine)
-    talk(engine, QUESTIONS[2:3], session="new")
-    with Engine(tiny_settings) as other:
-        assert len(other.sessions.show("new").turns) == 3
-
-
-def test_a_conversation_recognised_by_its_messages_is_answered_though_the_book_fails(tiny_settings):
-    with Engine(tiny_settings.model_copy(update={"history": "all"})) as engine:
-        first = engine.answer([("user", QUESTIONS[0])])
-        with broken(engine.catalog.file):
-            second = engine.answer(resent(QUESTIONS[:2], [first]))
-            third = engine.answer(resent(QUESTIONS[:3], [first, second]))
-    assert second.text
-    assert third.trace.history_reused > 0
-    assert third.trace.unsaved
-
-
 def test_a_locked_book_is_waited_for_once_and_then_left_alone(engine, tiny_settings, clock, monkeypatch):
     monkeypatch.setattr(engine.catalog.file._database, "_timeout_s", 0.05)
     waited = []
@@ -254,44 +233,6 @@ def test_answers_of_a_batch_name_what_was_not_saved(engine):
     assert [answer.trace.unsaved for answer in engine.batch([messages()])] == [()]
     mended(engine)
     assert [answer.trace.unsaved for answer in engine.batch([messages()])] == [()]
-
-
-def test_a_streamed_answer_names_what_was_not_saved(engine):
-    with broken(engine.catalog.file), engine.stream([("user", QUESTIONS[0])], Ask(session="one")) as stream:
-        assert "".join(stream) == stream.answer.text
-        assert stream.answer.trace.unsaved
-
-
-def test_a_book_that_is_closed_in_this_moment_has_not_failed(tmp_path):
-    for strict in (False, True):
-        catalog = Catalog(CatalogFile(tmp_path))
-
-        def closed(*_, catalog=catalog):
-            catalog.close()
-            raise StoreError("closed")
-
-        catalog.file._database.query = closed
-        assert (catalog.strict if strict else catalog).names() == []
-        assert catalog.failures == 0
-
-
-def test_threads_that_meet_a_failing_book_are_all_counted(tmp_path):
-    catalog = Catalog(CatalogFile(tmp_path))
-    ready = threading.Barrier(8)
-
-    def ask():
-        ready.wait()
-        for _ in range(50):
-            catalog.get("a")
-
-    with broken(catalog.file):
-        threads = [threading.Thread(target=ask) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert catalog.failures == 400
-    catalog.close()
 
 
 def test_sessions_over_a_disk_that_is_really_full_are_answered(tmp_path, tiny_settings):

@@ -54,12 +54,6 @@ def test_a_system_prompt_is_reused_under_another_question(cached):
     assert second.token_ids == full.token_ids
 
 
-def test_texts_without_a_template_are_reused_too(cached):
-    text = "Once there was a harbour in which forty ships lay, and "
-    asked(cached, text)
-    assert asked(cached, f"{text}one of them").trace.tokens_prefix == len(text)
-
-
 @pytest.mark.parametrize("history", ["auto", "asked", "all"])
 def test_an_agents_growing_prompt_is_reused_with_what_it_wrote(on, history):
     with Engine(on.model_copy(update={"history": history})) as engine:
@@ -295,13 +289,6 @@ def answer_as_full_prefill_does(engine, prompts):
 @settings(max_examples=20, suppress_health_check=list(HealthCheck))
 @given(trees)
 def test_trees_of_prompts_answer_token_for_token(shared_engine, prompts):
-    answer_as_full_prefill_does(shared_engine, prompts)
-
-
-@pytest.mark.slow
-@settings(max_examples=200, suppress_health_check=list(HealthCheck))
-@given(trees)
-def test_two_hundred_random_trees_of_prompts_answer_token_for_token(shared_engine, prompts):
     answer_as_full_prefill_does(shared_engine, prompts)
 
 

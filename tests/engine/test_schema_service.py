@@ -272,15 +272,6 @@ def test_what_is_missing_is_computed_and_encoded_as_a_whole_afterwards(trip: Eng
     assert trip.answer(parse_prompt(PROMPT)).trace.modules == (".", "plan", "plan/abroad", "plan/abroad/oslo")
 
 
-def test_a_schema_of_which_nothing_is_kept_is_encoded_after_its_first_prompt(trip: Engine) -> None:
-    trip.flush()
-    trip.store.clear()
-    first = trip.answer(parse_prompt(PROMPT)).trace
-    assert (first.modules, first.tokens_reused) == ((), 0)
-    trip.flush()
-    assert trip.answer(parse_prompt(PROMPT)).trace.modules == (".", "plan", "plan/abroad", "plan/abroad/oslo")
-
-
 def test_full_prefill_of_a_prompt_with_gaps_stands_at_its_positions(trip: Engine) -> None:
     prompt = trip.prompt(parse_prompt(PROMPT))
     whole = trip.prepare(prompt, Ask(reuse=False)).prefill
@@ -515,13 +506,3 @@ def test_a_batch_holds_a_module_once_and_says_what_each_answer_says_alone(engine
     monkeypatch.setattr(SharedKV, "share", lambda self, *given: (share(self, *given), met.append(len(self)))[0])
     assert [answer.token_ids for answer in engine.batch(prompts)] == alone
     assert met == [2] * 4
-
-
-def test_sharing_can_be_switched_off(tiny_settings, monkeypatch) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("shared")
-
-    monkeypatch.setattr(SharedKV, "share", refuse)
-    with Engine(tiny_settings.model_copy(update={"share": False})) as engine:
-        engine.schemas.register(BOOK)
-        assert len(engine.batch([parse_prompt(text) for text in READERS])) == 4

@@ -58,15 +58,6 @@ def test_a_tier_s_own_entries_stay_even_where_it_is_full(model, tmp_path):
     tier.close()
 
 
-def test_a_memory_tier_is_measured_in_the_room_it_has_or_says_that_it_has_none(model):
-    small, full = MemoryTier(10_000, lru), MemoryTier(100, lru)
-    assert small.put(key("mine"), *encoded(kv()))
-    tier_cost(small, model.encode([0]), 1, lambda *_: None)
-    assert [entry.key for entry in small.list()] == [key("mine")]
-    with pytest.raises(StoreError, match=r"Tier memory has .* bytes left"):
-        tier_cost(full, model.encode([0]), 1, lambda *_: None)
-
-
 @pytest.mark.parametrize("after", [1, 3])
 def test_ctrl_c_leaves_nothing_behind(model, disk, after):
     memory, seen = MemoryTier(1 << 30, lru), []

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.plan.explanation import in_words
 from ragfuse.plan.tiers import choose_level, choose_tier
 from ragfuse.types.levels import loss
 from tests.plan.kit import NBYTES_PER_TOKEN, machine, plan, prompt_of
@@ -124,11 +123,3 @@ def test_a_cheap_tier_becomes_fast_enough_by_its_level():
     assert choose_tier(N, RAW, slow, ["disk", "far"], prices, 0.15) == "disk"
     assert choose_tier(N, RAW, slow, ["disk", "far"], prices, 0.15, {"far": ("cg2",)}) == "far"
     assert choose_tier(N, RAW, slow, ["disk", "far"], {"disk": 0.1, "far": 0.3}, 0.15, {"far": ("cg2",)}) == "far"
-
-
-def test_words_name_a_level_that_is_not_raw():
-    prompt, entries = at_levels(["disk"], "cg2")
-    said = in_words(plan(prompt, entries, costs=levels_machine()))
-    assert "hit in disk as cg2, 576 KB" in said
-    prompt, entries = at_levels(["disk"], "raw")
-    assert "hit in disk, 4.8 MB" in in_words(plan(prompt, entries, costs=levels_machine()))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.plan.observed import MAX_CORRECTION, MIN_LOAD_S, MIN_PREFILL_ROWS, READINGS, Observed
+from ragfuse.plan.observed import MAX_CORRECTION, MIN_PREFILL_ROWS, READINGS, Observed
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import Fetch, LoadPlan
 from ragfuse.types.prompt import Prompt, Segment
@@ -63,12 +63,6 @@ def test_no_tier_is_corrected_beyond_the_bounds(took, tiers):
         found = found.loaded(SPEEDS, planned(*tiers), seconds)
     for tier in found.tiers:
         assert 1 / MAX_CORRECTION <= found.times(tier) * (1 + 1e-9) <= MAX_CORRECTION * (1 + 2e-9)
-
-
-def test_what_is_no_reading_is_not_counted():
-    assert Observed().loaded(SPEEDS, planned("memory"), MIN_LOAD_S / 2) == Observed()
-    assert Observed().loaded(SPEEDS, planned(), MIN_LOAD_S) == Observed()
-    assert Observed().loaded(SPEEDS, planned("elsewhere"), MIN_LOAD_S) == Observed()
 
 
 def test_tiers_of_one_prompt_share_what_was_seen_as_they_share_the_time():
