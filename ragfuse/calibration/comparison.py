@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ragfuse.calibration.case import Case
 from ragfuse.calibration.methods import Lab, Method
 from ragfuse.calibration.metrics import exact, f1, rouge_l
 from ragfuse.calibration.prompts import NEW_TOKENS
-from ragfuse.calibration.runner import Clock, Runner
+from ragfuse.calibration.runner import Clock, Runner, Sample
 from ragfuse.engine.options import ends_of
 from ragfuse.engine.overflow import remaining_context
-from ragfuse.errors import InputError
+from ragfuse.hf.model import Prefill
 from ragfuse.hf.rounding_error import kl
 from ragfuse.types.prompt import Prompt
 
@@ -93,22 +92,17 @@ def ask(
     prompts = {encoded: lab.prompt(case, encoded) for encoded in dict.fromkeys(m.encoded for m in (FULL, *methods))}
     prompt, max_tokens = prompts[FULL.encoded], NEW_TOKENS[case.task]
     remaining_context(len(prompt) + max_tokens, lab.model, f"{case.dataset} {case.id}")
-    full = _timed(lab, runner, FULL, prompt)
-    full_ids = lab.write(full.prefill.copy(), max_tokens)
+    full, full_time = _timed(lab, runner, FULL, prompt)
+    full_ids = lab.write(full.copy(), max_tokens)
     forced_ids = [*full_ids, *(ends_of(lab.model)[:1] or (0,))][:max_tokens]
-    wanted = lab.model.score_continuation(full.prefill, forced_ids)
+    wanted = lab.model.score_continuation(full, forced_ids)
     for method in methods:
-        method_prompt = prompts[method.encoded]
-        if method_prompt.token_ids != prompt.token_ids:
-            raise InputError(
-                f"Internal error: the prompt of {case.id} differs between ways to encode chunks. Please report it."
-            )
-        timed = full if method == FULL else _timed(lab, runner, method, method_prompt)
         if method == FULL:
-            found, ids = wanted, full_ids
+            prefill, time, found, ids = full, full_time, wanted, full_ids
         else:
-            ids = lab.write(timed.prefill.copy(), max_tokens) if answers else []
-            found = lab.model.score_continuation(timed.prefill, forced_ids)
+            prefill, time = _timed(lab, runner, method, prompts[method.encoded])
+            ids = lab.write(prefill.copy(), max_tokens) if answers else []
+            found = lab.model.score_continuation(prefill, forced_ids)
         text = lab.model.text(ids)
         yield Row(
             dataset=case.dataset,
@@ -116,33 +110,26 @@ def ask(
             method=method.name,
             ratio=method.ratio,
             tokens=len(prompt),
-            cpu_s=timed.cpu_s,
-            wall_s=timed.wall_s,
-            full_cpu_s=full.cpu_s,
-            full_wall_s=full.wall_s,
+            cpu_s=time.cpu_s,
+            wall_s=time.wall_s,
+            full_cpu_s=full_time.cpu_s,
+            full_wall_s=full_time.wall_s,
             kl=max(0.0, kl(wanted, found)),
             top1=float((wanted.argmax(-1) == found.argmax(-1)).float().mean()),
             score=_score(case, text) if answers or method == FULL else None,
             em=exact(text, case.answers) if answers or method == FULL else None,
             identical=ids == full_ids if answers or method == FULL else None,
-            mean_ratio=timed.prefill.mean_ratio,
+            mean_ratio=prefill.mean_ratio,
             task=case.task,
             text=text,
             clock=runner.clock,
         )
 
 
-@dataclass
-class _Timed:
-    prefill: Any
-    cpu_s: float
-    wall_s: float
-
-
-def _timed(lab: Lab, runner: Runner, method: Method, prompt: Prompt) -> _Timed:
-    prefills: list[Any] = []
+def _timed(lab: Lab, runner: Runner, method: Method, prompt: Prompt) -> tuple[Prefill, Sample]:
+    prefills = list[Prefill]()
     sample = runner.once(lambda: prefills.append(lab.prefill(method, prompt)))
-    return _Timed(prefills[0], sample.cpu_s, sample.wall_s)
+    return prefills[0], sample
 
 
 def _score(case: Case, text: str) -> float:

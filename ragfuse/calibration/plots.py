@@ -19,10 +19,8 @@ def require_plotting() -> None:
 
 def model_in_title(model: str) -> str:
     """Return a model as a title names it: of a folder or GGUF file the name alone, as paths are long and private."""
-    is_path = (
-        Path(model).exists() or model.endswith(".gguf") or model.startswith((".", "~")) or Path(model).is_absolute()
-    )
-    return Path(model).name.removesuffix(".gguf") if is_path else model
+    path = Path(model).expanduser()
+    return path.name.removesuffix(".gguf") if path.exists() else model
 
 
 @contextmanager

@@ -25,7 +25,6 @@ class DemoAnswer:
     tokens: int
     tokens_reused: int
     tokens_recomputed: int
-    tiers: str
     kl_fused: float
     kl_reuse: float
     trace: dict[str, Any]

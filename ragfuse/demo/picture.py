@@ -11,7 +11,6 @@ import numpy as np
 from ragfuse.calibration import palette
 
 TOKEN_KINDS = ("reused", "recomputed", "fresh")
-FULL_COLOUR, FUSED_COLOUR = palette.FULL_PREFILL, palette.RAGFUSE
 
 
 def draw(report: Mapping[str, Any], target: Path) -> None:
@@ -32,9 +31,9 @@ def _draw_bars(
 ) -> None:
     x = np.arange(len(answers))
     full = axes.bar(
-        x - 0.2, [answer["ttft_full_s"] for answer in answers], 0.4, color=FULL_COLOUR, label="full prefill"
+        x - 0.2, [answer["ttft_full_s"] for answer in answers], 0.4, color=palette.FULL_PREFILL, label="full prefill"
     )
-    axes.bar(x + 0.2, [answer["ttft_fused_s"] for answer in answers], 0.4, color=FUSED_COLOUR, label="ragfuse")
+    axes.bar(x + 0.2, [answer["ttft_fused_s"] for answer in answers], 0.4, color=palette.RAGFUSE, label="ragfuse")
     axes.bar_label(full, [f"{answer['speedup']:.1f}x" for answer in answers], fontsize=8)
     axes.set_xticks(x, labels)
     axes.set_ylabel("seconds to the first token")

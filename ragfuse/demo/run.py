@@ -57,7 +57,7 @@ def run(engine: Engine, console: Console) -> dict[str, Any]:
         computed = f"of {done.encoded} of them {computed}" if done.encoded else "is in the store from an earlier run"
     console.print(f"The questions find {done.chunks} of these passages. Their KV {computed}.\n", highlight=False)
     with console.status("warming up"):
-        short.warm_up(WARM_UP)
+        short.warm_up()
     answers = list[DemoAnswer]()
     for number, item in enumerate(data["questions"], 1):
         with console.status(f"question {number} of {len(data['questions'])}, both ways"):
@@ -73,7 +73,7 @@ def run(engine: Engine, console: Console) -> dict[str, Any]:
     tries = list[DemoAnswer]()
     with progress(console) as bar:
         task = bar.add_task("a long prompt, three times both ways", total=LONG_TRIES)
-        long.warm_up(WARM_UP)
+        long.warm_up()
         while len(tries) < LONG_TRIES:
             tries.append(long.ask(data["long"]["question"], data["long"]["answers"]))
             bar.update(task, completed=len(tries))
@@ -163,13 +163,13 @@ class Demo:
         self.engine.flush()
         return done
 
-    def warm_up(self, question: str) -> None:
+    def warm_up(self) -> None:
         """Answer a question both ways, unmeasured, so that first-call costs of the process are not measured.
 
         What it leaves to encode is waited for, as somebody who reads an answer does.
         """
         for reuse in (False, True):
-            self._invoke(question, reuse)
+            self._invoke(WARM_UP, reuse)
         self.engine.flush()
 
     def ask(self, question: str, golds: Sequence[str]) -> DemoAnswer:
@@ -197,8 +197,6 @@ class Demo:
             tokens=fused_trace["tokens"],
             tokens_reused=fused_trace["tokens_reused"],
             tokens_recomputed=fused_trace["tokens_recomputed"],
-            tiers=", ".join(sorted({segment["tier"] for segment in fused_trace["segments"] if segment["hit"]}))
-            or "none",
             kl_fused=kl.fused,
             kl_reuse=kl.reuse,
             trace=fused_trace,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from statistics import mean
 from typing import Any
 
 from rich.console import Console
@@ -79,8 +80,12 @@ def show_summary(console: Console, report: Mapping[str, Any]) -> None:
     """Print the picture of all questions: mean times to the first token, of the long prompt too, and right answers."""
     questions, long = report["questions"], report["long"]
     rows = (
-        (f"{len(questions)} questions, on average", _mean(questions, "ttft_full_s"), _mean(questions, "ttft_fused_s")),
-        ("the long prompt", float(long["ttft_full_s"]), float(long["ttft_fused_s"])),
+        (
+            f"{len(questions)} questions, on average",
+            mean(each["ttft_full_s"] for each in questions),
+            mean(each["ttft_fused_s"] for each in questions),
+        ),
+        ("the long prompt", long["ttft_full_s"], long["ttft_fused_s"]),
     )
     longest = max(max(full, fused) for _, full, fused in rows)
     console.print("Time to the first token", style="bold")
@@ -90,19 +95,11 @@ def show_summary(console: Console, report: Mapping[str, Any]) -> None:
             line = Text.assemble(f"    {name:12} {seconds:5.2f} s  ", bar(seconds, longest, style))
             console.print(line, soft_wrap=True)
         console.print(f"    {faster(full / fused)}.", highlight=False)
-    right, same = f"full prefill {report['right_full']}, ragfuse {report['right_fused']}", _same(questions)
+    right = f"full prefill {report['right_full']}, ragfuse {report['right_fused']}"
+    same = sum(question["answer_full"] == question["answer_fused"] for question in questions)
     for said in (
         f"Right answers of {len(questions)}: {right}. The model is a small one; both say the same to {same} of them.",
         f"Distance to full prefill (KL of the next token): {report['kl_over_reuse']:.2f}, where reusing the passages "
         "without recomputing anything is 1.",
     ):
         console.print(said, highlight=False)
-
-
-def _same(questions: Sequence[Mapping[str, Any]]) -> int:
-    """Count the questions to which both ways gave the same answer."""
-    return sum(question["answer_full"] == question["answer_fused"] for question in questions)
-
-
-def _mean(questions: Sequence[Mapping[str, Any]], name: str) -> float:
-    return sum(float(question[name]) for question in questions) / len(questions)

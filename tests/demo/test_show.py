@@ -33,7 +33,6 @@ def answered(**changes):
         "tokens": 100,
         "tokens_reused": 54,
         "tokens_recomputed": 6,
-        "tiers": "memory",
         "kl_fused": 0.1,
         "kl_reuse": 0.4,
         "trace": TRACE,
