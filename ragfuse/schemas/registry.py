@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -76,13 +76,10 @@ class SchemaRegistry:
         store: Holds the KV.
         catalog: Holds the schemas.
         salt: Of the tenant.
-        clock: Returns seconds since 1970.
     """
 
-    def __init__(
-        self, store: KVStore, catalog: Catalog, salt: str = "", clock: Callable[[], float] = time.time
-    ) -> None:
-        self._store, self._catalog, self._clock = store, catalog, clock
+    def __init__(self, store: KVStore, catalog: Catalog, salt: str = "") -> None:
+        self._store, self._catalog = store, catalog
         self._prefix, self._lock = f"schema-{digest('schemas', salt)}-", threading.Lock()
         self._in_process: dict[str, dict[str, Any]] = {}
         self._unwritten = set[str]()  # names that could not be written to the catalog
@@ -107,7 +104,7 @@ class SchemaRegistry:
                     previous.with_keys(model, keys),
                     pml=schema.pml,
                     file=schema.file,
-                    added=self._clock(),
+                    added=time.time(),
                     encoded=encoded,
                 ),
                 required,
