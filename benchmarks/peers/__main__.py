@@ -1,4 +1,4 @@
-"""`python -m benchmarks.peers`: everyone answers the same prompts in turn; a table, a picture, JSON for the results."""
+"""`python -m benchmarks.peers`: everyone answers the same prompts in turn; a table, JSON for the results."""
 
 from __future__ import annotations
 
@@ -21,13 +21,11 @@ from rich.table import Table
 
 from benchmarks.models import MODELS
 from benchmarks.peers.offers import DTYPE, OFFERS, Given
-from benchmarks.peers.picture import draw
 from benchmarks.peers.process import Peer, PeerError
 from benchmarks.peers.prompts import Recurring, prompts
 from benchmarks.peers.rounds import WARM_UP, YARDSTICK, Match
 from benchmarks.peers.setup import found_llama, found_vllm
 from benchmarks.peers.weights import bf16_gguf, own_gguf
-from ragfuse.calibration.plots import require_plotting
 from ragfuse.calibration.runner import circumstances, thread_count, tune_malloc
 from ragfuse.errors import InputError, RagFuseError
 from ragfuse.models import resolve_llm
@@ -57,7 +55,6 @@ def main(
     start_s: Annotated[float, typer.Option(min=1, help="Seconds that a peer may take to start.")] = 900,
     answer_s: Annotated[float, typer.Option(min=1, help="Seconds that an answer may take.")] = 300,
     json: Annotated[Path | None, typer.Option(help="Where to write the result.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Where to draw the result.")] = None,
 ) -> None:
     """Measure seconds to the first token over recurring chunks in changing order, by everyone in turn."""
     console = Report("peers", json)
@@ -72,8 +69,6 @@ def main(
         unknown = [name for name in peer or () if name not in OFFERS]
         if unknown:
             raise InputError(f"No peer {', '.join(unknown)}. It is one of: {', '.join(OFFERS)}.")
-        if plot is not None:
-            require_plotting()
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, _leave)
         with thread_count(threads), tempfile.TemporaryDirectory(prefix="ragfuse-peers-") as scratch:
@@ -104,8 +99,6 @@ def main(
         raise typer.Exit(1) from error
     if json is not None:
         console.write(result)
-    if plot is not None:
-        draw(result, plot)
 
 
 def _leave(number: int, frame: object) -> None:

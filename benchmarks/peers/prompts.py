@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ragfuse_bench.engines.asked import cut
 from ragfuse_bench.presets import bench_model
 from ragfuse_bench.quality.cases import Packing, read_cases
 
@@ -93,6 +92,21 @@ def recurring(lab: Lab, tokens: int, rounds: int, seed: int = 0) -> Recurring:
         prompts.append(lab.prompt(Case("peers", str(index), question, ("",), tuple(chosen))).token_ids)
     beginnings = tuple(_beginning(lab, chunk) for chunk in pool)
     return Recurring(tuple(pool), drawn, beginnings, tuple(map(tuple, prompts)))
+
+
+def cut(paragraphs: Sequence[str], tokens: int, count: Callable[[str], int]) -> Iterator[str]:
+    """Yield chunks of about `tokens` tokens, each of whole sentences of neighbouring paragraphs."""
+    held, size = "", 0
+    for paragraph in paragraphs:
+        gap = "\n\n"
+        for sentence in re.split(r"(?<=[.!?]) +", paragraph):
+            n_tokens = count(sentence)
+            if held and size + n_tokens / 2 > tokens:
+                yield held
+                held, size = "", 0
+            held = f"{held}{gap}{sentence}" if held else sentence
+            size += n_tokens
+            gap = " "
 
 
 def _answering(case: Case) -> str:

@@ -22,7 +22,6 @@ from rich.console import Console
 from benchmarks.peers.__main__ import run, show
 from benchmarks.peers.llama_server import LlamaServer, command, free_port
 from benchmarks.peers.offers import OFFERS, ROOT, Given
-from benchmarks.peers.picture import draw
 from benchmarks.peers.process import Peer, PeerError, PeerProcess, Worker
 from benchmarks.peers.prompts import LEAST_DRAWN, Recurring, cut, prompts
 from benchmarks.peers.rounds import Match, reply
@@ -286,16 +285,11 @@ def test_chunks_are_whole_sentences_of_about_the_size_that_is_wanted() -> None:
     assert chunks == ["One two. Three four!", "Five six?\n\nSeven eight."]
 
 
-def test_a_result_is_shown_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"peer": "hf", "what": "generate", "version": "1", "wall_s": 0.5, "cpu_s": 0.4, "speedup": 1.0, "n": 2}
-    row |= {"ragfuse_speedup": None, "same_first_token": 1.0, "same_answer": 0.5, "chunks": 6, "pool": 12}
-    row |= {"resident_bytes": 10**9, "disk_bytes": 0}
-    rows = [{**row, "tokens": tokens} for tokens in (1100.0, 3000.0)]
-    result = {"results": rows, "model": "m", "threads": 1, "absent": []}
-    show("m", rows[:1], Console(width=200))
+def test_a_result_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"peer": "hf", "wall_s": 0.5, "cpu_s": 0.4, "speedup": 1.0, "n": 2, "tokens": 1100.0, "chunks": 6}
+    row |= {"ragfuse_speedup": None, "same_first_token": 1.0, "same_answer": 0.5}
+    show("m", [{**row, "resident_bytes": 10**9, "disk_bytes": 0}], Console(width=200))
     assert "1,000 MB" in capsys.readouterr().out
-    draw(result, tmp_path / "p.png")
-    assert (tmp_path / "p.png").stat().st_size > 1000
 
 
 def test_a_gguf_is_written_anew_from_a_folder(tiny_path: Path, tmp_path: Path) -> None:

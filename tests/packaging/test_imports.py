@@ -1,4 +1,4 @@
-"""What importing the packages loads, in fresh interpreters. How long it takes: `python -m benchmarks.imports`."""
+"""What importing the packages loads, in fresh interpreters."""
 
 from __future__ import annotations
 
