@@ -52,7 +52,6 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, n_tokens: int, ends: Sequence[int]) -> None:
         self.tokens = tokens_of(tokenizer, n_tokens, ends)
-        self.ends = tuple(ends)
         self._lock = threading.Lock()
         self._compiled: LRUCache[Grammar, LLMatcher] = LRUCache(CACHED_GRAMMARS)
         every = tokenizer.added_tokens_decoder
@@ -82,38 +81,23 @@ class GrammarCompiler:
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Holds every sequence of one `generate` call to a grammar: an end token comes only when the text is complete."""
+    """Holds the answer of one `generate` call to a grammar: an end token comes only when the text is complete."""
 
     def __init__(self, grammars: GrammarCompiler, grammar: Grammar) -> None:
-        self._grammars, self._grammar = grammars, grammar
-        self._matchers: list[LLMatcher] = []  # one for each row
-        self._over: set[int] = set()  # rows that an end token came in; what follows it is padding
-        self._seen = 0
+        self._matcher = grammars.matcher(grammar)
+        self._seen: int | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the scores [B, V] with all tokens that are not allowed set to -inf."""
-        if not self._matchers:
-            self._seen = input_ids.shape[1]
-            self._matchers = [self._grammars.matcher(self._grammar) for _ in input_ids]
-        for row, ids in enumerate(input_ids[:, self._seen :].tolist()):
-            self._advance(row, ids)
+        """Return the scores [1, V] with all tokens that are not allowed set to -inf."""
+        matcher = self._matcher
+        written = [] if self._seen is None else input_ids[0, self._seen :].tolist()
         self._seen = input_ids.shape[1]
-        return torch.stack([self._masked(row, line) for row, line in enumerate(scores)])
-
-    def _advance(self, row: int, tokens: Sequence[int]) -> None:
-        """Advance a sequence by the tokens written since the last call."""
-        for token in tokens:
-            if token in self._grammars.ends:
-                self._over.add(row)
-            if row not in self._over and not self._matchers[row].is_stopped():
-                self._matchers[row].consume_token(token)
-
-    def _masked(self, row: int, scores: Tensor) -> Tensor:
-        """Mask the scores [V] of one sequence; ids beyond the tokenizer's are never allowed."""
-        matcher = self._matchers[row]
+        for token in written:
+            if not matcher.is_stopped():
+                matcher.consume_token(token)
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
-        bits.resize(len(scores), refcheck=False)
-        if matcher.is_error() and row not in self._over:
+        bits.resize(scores.shape[1], refcheck=False)
+        if matcher.is_error():
             reason = matcher.get_error().strip().partition("\n")[0]  # pages of its state follow
             raise InputError(
                 f"The answer cannot go on as its grammar wants: no text of it goes on like this, or none that ends "

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,10 @@ def load_weights(source: str | Path, dtype: str, device: str, options: Mapping[s
         options.setdefault("device_map", {"": device})
     if isinstance(options.get("device_map"), Mapping):
         options["device_map"] = dict(options["device_map"])
-    with _no_warnings():
+    with (
+        warnings.catch_warnings(action="ignore", category=FutureWarning),
+        warnings.catch_warnings(action="ignore", category=DeprecationWarning),
+    ):  # of libraries, not of the user
         model, loaded = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=getattr(torch, dtype),
@@ -116,12 +118,3 @@ def _config_of(folder: Path) -> Mapping[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, Mapping) else {}
-
-
-@contextmanager
-def _no_warnings() -> Iterator[None]:
-    """Silence deprecation warnings that are caused by libraries, not by the user."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        warnings.simplefilter("ignore", DeprecationWarning)
-        yield

@@ -38,7 +38,7 @@ def asked(fields: dict[str, Any] | None = None, /, **call: Any) -> Ask:
         ),
         ({"max_tokens": np.int64(7), "seed": np.uint32(3)}, Ask(max_tokens=7, seed=3)),
         ({"presence_penalty": 1.0, "timeout": 9.0}, Ask(options={"presence_penalty": 1.0, "max_time": 9.0})),
-        ({"generate_kwargs": {"num_beams": 2}}, Ask(options={"num_beams": 2})),
+        ({"generate_kwargs": {"min_p": 0.2}}, Ask(options={"min_p": 0.2})),
         ({"enable_thinking": False}, Ask(chat_template_kwargs={"enable_thinking": False})),
         ({"continue_final_message": True}, Ask(continue_final_message=True)),
         ({"grammar": Grammar.regex("a")}, Ask(grammar=Grammar.regex("a"))),

@@ -120,12 +120,6 @@ async def test_an_answer_comes_with_usage_and_trace(engine: Engine) -> None:
     assert set(usage["prompt_tokens_details"]) == {"cached_tokens", "cache_creation_tokens"}
 
 
-def test_beams_say_their_text_at_the_end(engine: Engine) -> None:
-    with Place.of(engine=engine).stream("Who?", Ask(max_tokens=4, options={"num_beams": 2})) as stream:
-        pieces = list(stream)
-    assert pieces == [stream.answer.text]
-
-
 def test_a_template_is_registered_before_its_first_answer(engine: Engine) -> None:
     template = PMLTemplate("<schema name='door'><user>A door. <module name='m'>It is green.</module></user></schema>")
     filled, heard = template.fill({}), list[Ingested]()

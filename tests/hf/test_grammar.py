@@ -136,13 +136,3 @@ def test_an_answer_that_can_neither_go_on_nor_end_is_an_error() -> None:
         process(ids[:, :n], torch.zeros(1, grammars.tokens.vocab_size))
     with pytest.raises(InputError, match="cannot go on"):
         process(ids, torch.zeros(1, grammars.tokens.vocab_size))
-
-
-def test_padding_behind_a_sequence_that_is_over_is_no_error() -> None:
-    grammars = Held(DEFAULT_CALL_FORMAT).grammars
-    process = GrammarProcessor(grammars, Grammar.regex("ab*"))
-    a, b = (grammars.tokens.tokenize_str(letter)[0] for letter in "ab")
-    rows = torch.tensor([[0, a, 256, a, a], [0, a, b, b, b]])
-    for n in range(1, 6):
-        scores = process(rows[:, :n], torch.zeros(2, grammars.tokens.vocab_size))
-    assert (scores[1] > -torch.inf).nonzero().flatten().tolist() == [b, 256]
