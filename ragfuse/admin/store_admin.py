@@ -272,19 +272,17 @@ class StoreAdmin:
         removed = {(entry.key, entry.tier) for entry in done.entries}
         gone = [row for row in rows if (row.entry.key, row.entry.tier) in removed]
         chunks = {chunk_of(row.entry.key) for row in gone} - {chunk_of(entry.key) for entry in self.store.entries()}
-        return Cleared(gone, 0 if silent else self._delete_texts(chunks, entry_filter), silent)
+        if silent:
+            return Cleared(gone, 0, silent)
+        catalog = self.catalog.strict
+        texts = sum(catalog.delete_texts(model) for model in self.text_models(entry_filter))
+        return Cleared(gone, texts + forget_texts(catalog, chunks), silent)
 
     def text_models(self, entry_filter: EntryFilter) -> list[str]:
         """Return the digests of the tenants that a filter selects as a whole, with all their texts."""
         tenants = tenants_in(self.catalog.strict)
         known = self.catalog.strict.tenants() if entry_filter.selects_tenants else []
         return [digest for digest in known if _matches_tenant(tenants[digest], entry_filter)]
-
-    def _delete_texts(self, chunks: set[Chunk], entry_filter: EntryFilter) -> int:
-        """Delete the texts of deleted chunks, and all texts of tenants selected as a whole; return how many."""
-        return sum(self.catalog.strict.delete_texts(model) for model in self.text_models(entry_filter)) + forget_texts(
-            self.catalog.strict, chunks
-        )
 
     def export(self, rows: Sequence[EntryRow], path: Path, texts: bool, progress: Progress | None = None) -> Outcome:
         """Write entries, and their texts if wanted, to an archive; an incomplete archive replaces no existing file."""

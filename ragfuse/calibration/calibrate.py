@@ -405,13 +405,14 @@ def draw_calibration(result: Mapping[str, Any], path: Any) -> None:
                 if (policy, each["ratio"]) == (result["policy"], result["ratio"]):
                     axes.plot(*point, "o", color="black", markerfacecolor="none", markersize=14, label="taken")
                 if each["ratio"]:
-                    axes.annotate(f"{each['ratio']:.0%}", point, fontsize=7, color=color)
+                    share = f"{each['ratio']:.0%}"
+                    axes.annotate(share, point, (5, 3), textcoords="offset points", fontsize=7, color=color)
         bound = f"a safe choice lies below, and agrees on {MIN_AGREEMENT:.0%} of the tokens"
         axes.axhline(MAX_KL_OVER_REUSE, color="black", linewidth=0.8, linestyle="--", label=bound)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("first token, times faster than full prefill")
         axes.set_ylabel("KL to full prefill (plain reuse = 1), 95% interval")
-        model = model_in_title(result["model"])
-        axes.set_title(f"{model}, {result['questions']} questions (filled: safe; lower right is better)", fontsize=11)
+        title = f"{model_in_title(result['model'])}, {result['questions']} questions"
+        axes.set_title(f"{title} (filled: safe; lower right is better)", fontsize=11)
         axes.grid(True, alpha=0.3)
         figure.legend(fontsize=8, loc="outside lower center", ncols=2)
