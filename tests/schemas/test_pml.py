@@ -58,10 +58,6 @@ def test_lengths_and_tags_of_parameters_have_two_spellings() -> None:
     assert found.items == (Param("a", 3), Param("b", 4, "x y"))
 
 
-def test_quotes_spaces_and_self_closing_tags_are_spellings_of_the_same() -> None:
-    assert schema("<module name = 'm'></module>") == schema('<module name="m"/>')
-
-
 def test_comments_are_no_text_and_do_not_part_it() -> None:
     assert schema("a<!-- <module> -->b").items == (TextNode("ab"),)
 

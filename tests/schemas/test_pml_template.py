@@ -77,15 +77,6 @@ def test_files_are_read_and_other_syntaxes_known(tmp_path: Path) -> None:
     assert template.fill({"n": "2"}).request.items[0] == Import("m", (("n", "2"),), (TextNode("{n}"),))
 
 
-def test_templates_of_others_are_taken() -> None:
-    template = PMLTemplate.of("t", [("system", "You know {topic}."), ("human", "{question}")], 20)
-    assert template.variables == ("topic", "question")
-    assert template.fill({"topic": "tea", "question": HOSTILE}).request.args == (
-        ("topic", "tea"),
-        ("question", HOSTILE),
-    )
-
-
 @pytest.mark.parametrize(
     ("schema", "prompt", "told"),
     [

@@ -7,11 +7,8 @@ from typing import Any, get_args
 import pytest
 
 from ragfuse.errors import PMLError
-from ragfuse.schemas.bind import bind
 from ragfuse.schemas.frontends.templates import Syntax, from_template
-from ragfuse.schemas.layout import lay_out
-from ragfuse.schemas.nodes import Param, PMLPrompt, Role, Schema, TextNode
-from tests.text.layouts import GAP, TURNS, encode, key_of, read
+from ragfuse.schemas.nodes import Param, Role, Schema, TextNode
 
 WANTED = (
     Role("system", (TextNode("You know "), Param("topic", 8), TextNode("."))),
@@ -24,14 +21,6 @@ ROOMS = {"topic": 8, "question": 30}
 def test_pairs_become_messages_and_variables_parameters() -> None:
     pairs = [("system", "You know {topic}."), ("human", "{question}\n{{in JSON}}"), ("ai", "So:")]
     assert from_template("t", pairs, ROOMS) == Schema("t", WANTED)
-
-
-def test_values_fill_the_rooms_of_a_template() -> None:
-    schema = from_template("t", [("system", "You know {topic}."), ("user", "{question}")], ROOMS)
-    layout = lay_out(schema, encode, GAP, TURNS, min_tokens=1)
-    request = PMLPrompt("t", (), (("topic", "tea"), ("question", "Why?")))
-    found = bind(request, layout, encode, key_of)
-    assert read(found) == "{SYou know tea......}{UWhy?" + "." * 26 + "}{A"
 
 
 def test_a_text_becomes_the_schema_s_own_and_one_room_counts_for_all() -> None:
@@ -102,9 +91,3 @@ def test_jinja_s_variables_are_read_as_jinja_does(text: str) -> None:
         "X" if isinstance(item, Param) else item.text for item in items if isinstance(item, Param | TextNode)
     )
     assert said == pytest.importorskip("jinja2").Template(text).render(x="X")
-
-
-def test_each_variable_is_told_with_its_line() -> None:
-    text = "one {{a}}\ntwo\n{{b}} {{c}}\n\n{{d}}"
-    params = [item for item in from_template("t", text, 9, "jinja2").items if isinstance(item, Param)]
-    assert [(param.name, param.at.line) for param in params] == [("a", 1), ("b", 3), ("c", 3), ("d", 5)]

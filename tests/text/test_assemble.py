@@ -189,12 +189,6 @@ def test_special_tokens_in_tools_calls_and_names_stay_text():
         assert decoded(prompt).count("<|im_end|>") == len(turns) + 10
 
 
-def test_tools_are_told_of_once_and_in_words_where_calls_are_in_words():
-    told = decoded(assembler(TOOLED).chat([("user", "Go.")], [tool("What it does.")]))
-    assert told.count("What it does.") == 1
-    assert "<tool_call>" in told
-
-
 text_or_chunk = st.builds(
     Piece, st.one_of(st.text(), st.sampled_from([A, B, *SPECIALS])), st.sampled_from(["fresh", "chunk"])
 )
