@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from ragfuse_bench.options import RayOptions
-from ragfuse_bench.ray.simulate import POLICIES, REPORT_S, lookup_us, simulate
+from ragfuse_bench.ray.simulate import POLICIES, lookup_us, simulate
 from ragfuse_bench.ray.workload import PASSAGE_TOKENS, TimedRequest, conversations, questions
 from rich.console import Console
 from rich.progress import Progress, TaskID
@@ -64,7 +64,6 @@ def run_ray(options: RayOptions, console: Console) -> dict[str, Any]:
             "over_round_robin": _over_round_robin(large),
         },
         "decisions": decisions,
-        "report_s": REPORT_S,
     }
     _show(result, console)
     return {**result, "quick": options.quick, "seed": options.seed, **circumstances(torch.device("cpu"), 1)}
