@@ -125,7 +125,6 @@ def _show(result: Mapping[str, Any], console: Console) -> None:
         table.add_row(f"{row['context']:,}", f"{row['ragfuse']:.1f}", f"{row['transformers']:.1f}", vllm)
     console.print(table)
     console.print(
-        f"{result['model']}, {result['dtype']}; median of {result['rounds']} rounds of {result['steps']} tokens; "
-        f"{result['machine']['cpu']}; threads: {result['threads']}.",
+        f"{result['model']}, {result['dtype']}; median of {result['rounds']} rounds of {result['steps']} tokens.",
         highlight=False,
     )

@@ -33,7 +33,6 @@ from rich.console import Console
 from rich.table import Table
 
 from ragfuse.calibration.metrics import is_right, normalise
-from ragfuse.calibration.plots import model_in_title
 from ragfuse.calibration.runner import Times, circumstances, speedup, thread_count
 from ragfuse.engine.engine import Engine
 from ragfuse.errors import InputError, RagFuseError, SettingsError
@@ -259,16 +258,6 @@ def _quiet() -> Iterator[None]:
 
 
 def _show(result: Mapping[str, Any], console: Console) -> None:
-    """The result as tables that need no manual."""
-    _show_swap(result, console)
-    malloc = "tuned" if result["malloc"]["tuned"] else "as the system has it"
-    model, threads = model_in_title(result["model"]), result["threads"]
-    where = f"{model} in {result['dtype']}; {result['machine']['cpu']}; threads: {threads}"
-    load = f"load {result['machine']['load_average']:.1f} at the end"
-    console.print(f"{where}; allocator {malloc}; {load}; {result['date']}", highlight=False)
-
-
-def _show_swap(result: Mapping[str, Any], console: Console) -> None:
     """Hugging Face's classes and ours, side by side."""
     table = Table(
         title=f"The model swapped, {DROPIN_CHUNKS} chunks a prompt (median of {result['rounds']} rounds, wall time)"

@@ -9,7 +9,6 @@ import copy
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +58,6 @@ def run_prefix(settings: Settings, options: PrefixOptions, console: Console) -> 
             "exact": exact == len(QUESTIONS),
             "exact_answers": f"{exact} of {len(QUESTIONS)}",
             "transformers_x": ratios["transformers"],
-            "vllm_x": None,
-            "vllm": "installed, not timed by this process" if find_spec("vllm") else "not installed",
             "tokens": len(engine.prompt(_asked(system, QUESTIONS[0]))),
             "times": {name: each.as_dict() for name, each in times.items()},
             "model": settings.model,
@@ -167,14 +164,6 @@ def _show(result: Mapping[str, Any], ratios: Mapping[str, float], times: Mapping
     console.print(table)
     console.print(
         f"An identical prompt: {result['identical_share']:.0%} of all but its last token reused. Answers equal to full "
-        f"prefill's, token for token: {result['exact_answers']} ({result['dtype']}). vLLM: {result['vllm']}.",
-        highlight=False,
-    )
-    malloc = "tuned" if result["malloc"]["tuned"] else "as the system has it"
-    clock = next(iter(times.values())).clock
-    console.print(
-        f"Median {clock} time of {result['options']['rounds']} interleaved rounds; {result['machine']['cpu']}; "
-        f"threads: {result['threads']}; allocator {malloc}; load "
-        f"{result['machine']['load_average']:.1f}; {result['date']}",
+        f"prefill's, token for token: {result['exact_answers']} ({result['dtype']}).",
         highlight=False,
     )

@@ -203,7 +203,6 @@ def show_ttft(result: Mapping[str, Any], console: Console) -> None:
     )
     if len(result["by_chunks"]) > 1:
         console.print(_by_chunks(result))
-    console.print(_around(result), highlight=False)
 
 
 def _by_chunks(result: Mapping[str, Any]) -> Table:
@@ -216,13 +215,3 @@ def _by_chunks(result: Mapping[str, Any]) -> Table:
         factors = (row["speedup"], row["ideal_speedup"], row["reuse_x"], row["prefix_x"])
         table.add_row(str(row["chunks"]), str(row["tokens"]), *seconds, *(f"{factor:.2f}x" for factor in factors))
     return table
-
-
-def _around(result: Mapping[str, Any]) -> str:
-    machine, versions = result["machine"], result["versions"]
-    where = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB"
-    gpu = f", {machine['gpu']}" if machine["gpu"] else ""
-    malloc = "tuned" if result["malloc"]["tuned"] else "as the system has it"
-    known = ", ".join(f"{name} {number}" for name, number in versions.items())
-    load = f"load {machine['load_average']:.1f} at the end"
-    return f"{where}{gpu}; threads: {result['threads']}; allocator {malloc}; {load}; {known}; {result['date']}"

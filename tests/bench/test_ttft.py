@@ -76,11 +76,10 @@ def test_every_way_is_measured_in_every_round_by_both_clocks(found: tuple[dict[s
     assert result["full_s"] == result["cases"]["full"]["cpu_s"]["median"]
 
 
-def test_a_stranger_is_told_what_was_measured_and_where(found: tuple[dict[str, Any], str]) -> None:
-    result, text = found
+def test_a_stranger_is_told_what_was_measured(found: tuple[dict[str, Any], str]) -> None:
+    _, text = found
     for words in ("full prefill", "prefix caching", "plain reuse", "faster", "At best", "Growth with the context"):
         assert words in text
-    assert result["machine"]["cpu"] in text
 
 
 def test_prefix_caching_is_never_reported_slower_than_full_prefill() -> None:

@@ -37,7 +37,12 @@ class Report(Console):
         super().print(*objects, **options)
 
     def write(self, result: dict[str, Any]) -> None:
-        """Write a result to the target, with the tables that were printed."""
+        """Print where a result was measured, and write it to the target, with the tables that were printed."""
+        if "machine" in result:
+            machine, malloc = result["machine"], "tuned" if result["malloc"]["tuned"] else "as the system has it"
+            where = f"{machine['gpu'] or machine['cpu']}; threads: {result['threads']}; allocator {malloc}"
+            load = f"load {machine['load_average']:.1f} at the end; {result['date']}"
+            super().print(f"{where}; {load}", highlight=False)
         write_json({"benchmark": self._benchmark, **result, "tables": self._tables}, self._target)
 
 

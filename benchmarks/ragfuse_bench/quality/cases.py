@@ -77,7 +77,7 @@ def set_name(name: str | Path) -> str:
 
 _SHAPES = (
     "Known shapes: SQuAD; JSONL of {question, answers: [text], ctxs: [{title, text}]}; LongBench's {input, context, "
-    "answers}; SAMSum's [{dialogue, summary}]; and the sets that come along: " + ", ".join(OWN) + "."
+    "answers}; and the sets that come along: " + ", ".join(OWN) + "."
 )
 
 
@@ -88,7 +88,7 @@ def _own(name: str) -> Path:
 
 
 def _cases(name: str, path: Path, data: Any, places: list[str], packing: Packing) -> Iterator[Case]:
-    if isinstance(data, dict) and {"ctxs", "context", "dialogue", "question"} & set(data):
+    if isinstance(data, dict) and {"ctxs", "context", "question"} & set(data):
         data = [data]
     if packing.chunk_tokens and isinstance(data, dict):
         raise InputError(f"The chunks of {name} are paragraphs as they are: leave --chunk-tokens out.")
@@ -105,9 +105,7 @@ def _cases(name: str, path: Path, data: Any, places: list[str], packing: Packing
 def _of_rows(name: str, rows: Sequence[Row], packing: Packing) -> Iterator[Case]:
     """One case a row; the first one tells the shape."""
     first = rows[0].said
-    if "dialogue" in first:
-        yield from _samsum(name, rows, packing)
-    elif "context" in first and "ctxs" not in first:
+    if "context" in first and "ctxs" not in first:
         for index, row in enumerate(rows):
             passages = _passages(row.text("context"))
             case_id, question = str(row.said.get("_id", index)), row.text("input") if "input" in row.said else ""
@@ -192,17 +190,6 @@ def _apart(
     if not chunks:
         raise InputError(f"{row.where}: wanted at least one passage with text, found none. Take the row out.")
     return Case(name, case_id, question, tuple(answers), chunks, task)
-
-
-def _samsum(name: str, rows: Sequence[Row], packing: Packing) -> Iterator[Case]:
-    """Dialogues with their summaries as examples, as in few-shot prompting, then one dialogue to be summarised."""
-    read = [(row.text("dialogue").strip(), row.text("summary")) for row in rows]
-    for index, (row, (dialogue, summary)) in enumerate(zip(rows, read, strict=True)):
-        drawn = random.Random(str(row.said.get("id", index)))
-        others = drawn.sample([each for place, each in enumerate(read) if place != index], min(5, len(rows) - 1))
-        shots = [f"{other}\nSummary: {its.strip()}" for other, its in others]
-        asked = f"{dialogue}\nSummary:"
-        yield _apart(name, str(row.said.get("id", index)), asked, [summary], shots, packing, row, "summary")
 
 
 def _passages(context: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from rich.console import Console
 
 from ragfuse.calibration.runner import circumstances
 from ragfuse.errors import ModelError
-from ragfuse.models import adapters
 from ragfuse.models.dtypes import resolve_auto
 from ragfuse.settings import Settings
 
@@ -42,7 +40,6 @@ def run_quality(
         "results": results,
         "model": Path(settings.model).name if Path(settings.model).exists() else settings.model,
         "default": {"method": default.name, "ratio": default.ratio},
-        **_adapter(settings.model, results),
         "dtype": settings.dtype,
         "options": {
             "sets": [set_name(name) for name in options.sets],
@@ -54,12 +51,3 @@ def run_quality(
         "ttft_is": "full prefill's CPU time over the method's, both summed over the questions, measured side by side",
         **circumstances(model.device, torch.get_num_threads()),
     }
-
-
-def _adapter(name: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """How the shipped reader does against what it was to reach: by its card, and on these questions."""
-    card = adapters.card(name)
-    if card is None:
-        return {}
-    here = [r["f1"] for r in results if r["dataset"] == "held-out" and r["method"] == "full"]
-    return {"adapter": {**card, **({"f1_here": here[0]} if here else {})}}

@@ -202,10 +202,8 @@ def _result(rig: Rig, console: Console) -> dict[str, Any]:
     at = next((row for row in curve if row["gbps"] == AT_GBPS), None)
     return {
         **{f"ttft_x_vs_{other}": at[f"{other}_s"] / at["fixed_s"] if at else None for other in ("text", "int8")},
-        **{f"adaptive_x_vs_{other}": at[f"{other}_s"] / at["adaptive_s"] if at else None for other in ("text", "int8")},
         "deadlines": [_by_deadline(runs, deadline, scale) for deadline in options.deadlines],
         "traces": len(lines),
-        "kinds": {kind: sum(line.kind == kind for line in lines) for kind in ("random", "measured")},
         "scale": scale.as_dict(),
         "curve": curve,
         "levels": {level: mean(text.sizes[level] for text in rig.texts) for level in options.levels},
@@ -248,15 +246,10 @@ def _by_deadline(runs: Sequence[Mapping[str, Any]], deadline: float, scale: Scal
     def late(found: Sequence[Mapping[str, Any]]) -> float | None:
         return mean(float(run["ttft_s"] > seconds) for run in found) if found else None
 
-    kinds = dict.fromkeys(run["kind"] for run in runs)
     return {
         "deadline_s": seconds,
         "paper_s": deadline,
         "violations": {method: late(found) for method, found in mine.items()},
-        "violations_by_kind": {
-            kind: {method: late([run for run in found if run["kind"] == kind]) for method, found in mine.items()}
-            for kind in kinds
-        },
         **{
             name: {method: mean(run[name] for run in found) for method, found in mine.items()}
             for name in ("f1", "kl", "top1")

@@ -63,15 +63,6 @@ def test_longbench_passages_become_a_summary_or_an_answer(tmp_path: Path) -> Non
     assert (summary.task, answer.task) == ("summary", "answer")
 
 
-def test_samsum_dialogues_stand_behind_others_with_their_summaries(tmp_path: Path) -> None:
-    rows = [{"id": str(i), "dialogue": f"A: hi {i}", "summary": f"greets {i}"} for i in range(8)]
-    case = read(tmp_path, rows)[3]
-    assert case.task == "summary"
-    assert (case.question, case.answers) == ("A: hi 3\nSummary:", ("greets 3",))
-    assert len(case.chunks) == 5
-    assert not any("greets 3" in chunk for chunk in case.chunks)
-
-
 def test_a_packed_file_is_read_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "set.json.gz"
     path.write_bytes(gzip.compress(json.dumps(squad()).encode()))
@@ -146,7 +137,7 @@ def test_a_line_that_is_no_json_and_a_row_that_is_no_object_are_told(tmp_path: P
         read(tmp_path, [GOOD, []], lines=True)
 
 
-@pytest.mark.parametrize("data", [{"data": [{"title": "a"}]}, {"data": [3]}, {"questions": [{}]}, [{"dialogue": 3}]])
+@pytest.mark.parametrize("data", [{"data": [{"title": "a"}]}, {"data": [3]}, {"questions": [{}]}, [{"context": 3}]])
 def test_errors_about_a_data_set_speak_no_python(tmp_path: Path, data: Any) -> None:
     with pytest.raises(InputError) as told:
         read(tmp_path, data)
