@@ -66,7 +66,7 @@ class Library:
         try:
             make_root(self.file.parent)
             with FileLock(self.file.with_suffix(".lock"), mode=0o600):
-                store = self._open()
+                store = self._open(*self._read())
                 records = InMemoryRecordManager(self.name)
                 records.records = {
                     id: {"group_id": None, "updated_at": 0.0}
@@ -106,7 +106,10 @@ class Library:
 
         A text that several documents have is found once, and the next best takes the place of its copies.
         """
-        store, most = self._open(), self.settings.top_k
+        saved, chunks = self._read()
+        if not chunks:
+            return []
+        store, most = self._open(saved, chunks), self.settings.top_k
         n, found = most, dict[str, tuple[str, str]]()
         while True:
             for each in store.similarity_search(question, k=n):
@@ -140,14 +143,13 @@ class Library:
             )
         return saved["index"], head["chunks"]
 
-    def _open(self) -> Any:
-        """Return LangChain's FAISS store over all chunks."""
+    def _open(self, saved: Any, chunks: Sequence[tuple[str, str, str]]) -> Any:
+        """Return LangChain's FAISS store over what `_read` returned."""
         import faiss
         from langchain_community.docstore.in_memory import InMemoryDocstore
         from langchain_community.vectorstores import FAISS
         from langchain_core.documents import Document
 
-        saved, chunks = self._read()
         documents = {id: Document(text, id=id, metadata={"source": source}) for id, text, source in chunks}
         index: Any
         if saved is None:
