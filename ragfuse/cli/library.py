@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -97,8 +96,7 @@ class Library:
         if not self.chunks():
             option = "" if self.name == "default" else f" --index {self.name}"
             names = sorted(file.stem for file in self.file.parent.glob("*.safetensors"))
-            others = [name for name in names if not re.fullmatch(r"docs-[0-9a-f]{12}", name)]
-            there = f" Others are there: {', '.join(others)} (choose one with --index)." if others else ""
+            there = f" Others are there: {', '.join(names)} (choose one with --index)." if names else ""
             raise InputError(f"The index '{self.name}' is empty.{there} Fill it first: ragfuse ingest PATH{option}")
 
     def search(self, question: str) -> list[tuple[str, str]]:

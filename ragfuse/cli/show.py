@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -158,17 +157,9 @@ def when(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
-def names_of(sources: Iterable[str]) -> list[str]:
-    """Return the names of documents, with their folder where two have the same name; what has no name is left out."""
-    paths = [Path(source) for source in dict.fromkeys(sources) if Path(source).name]
-    n_named = Counter(path.name for path in paths)
-    names = (path.name if n_named[path.name] == 1 else f"{path.parent.name}/{path.name}" for path in paths)
-    return list(dict.fromkeys(map(plain, names)))
-
-
 def listed(sources: Iterable[str]) -> str:
     """Return the names of documents in a list, `NAMED` of them at most, such as "a.txt, b.txt and 7 more"."""
-    names = names_of(sources)
+    names = list(dict.fromkeys(plain(Path(source).name) for source in sources if Path(source).name))
     return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED:,} more" if len(names) > NAMED else "")
 
 
@@ -193,6 +184,6 @@ class WrappedOutput:
 
 def tell_sources(sources: Iterable[str]) -> None:
     """Say on standard error which documents the passages of a prompt were retrieved from."""
-    names = names_of(sources)
+    names = listed(sources)
     if names:
-        say(Console(stderr=True), f"From {', '.join(names)}.", "dim")
+        say(Console(stderr=True), f"From {names}.", "dim")
