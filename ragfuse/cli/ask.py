@@ -10,48 +10,26 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ragfuse.cli.answerer import (
-    APIKey,
-    Server,
-    is_local,
-    open_answerer,
-    options_for_server,
-    tokenizer_for,
-)
+from ragfuse.cli.engine import given_for, is_local, open_answerer
 from ragfuse.cli.files import find_files
-from ragfuse.cli.ingest import encode, forget_left, index_documents
-from ragfuse.cli.options import (
-    Deadline,
-    Device,
-    DocsFirst,
-    Dtype,
-    Index,
-    Json,
-    MaxTokens,
-    Model,
-    ModelKwargs,
-    Overflow,
-    Policy,
-    Ratio,
-    Store,
-    TopK,
-    console_for,
-    option,
-    settings_of,
-    write_json,
-)
-from ragfuse.cli.show import WrappedOutput, show_trace, tell_sources
+from ragfuse.cli.ingest import add_documents
+from ragfuse.cli.options import ENGINE, DocsFirst, Index, Server, Session, option, screen
+from ragfuse.cli.show import WrappedOutput, say, show_trace, tell_sources
 from ragfuse.errors import InputError
+from ragfuse.settings import Settings
 
 if TYPE_CHECKING:
     from ragfuse.cli.library import Library
     from ragfuse.engine.engine import Ask
     from ragfuse.remote.answerer import Answerer
-    from ragfuse.settings import Settings
     from ragfuse.types.answer import Answer
 
 
+@screen(*ENGINE, "policy", "ratio", "top_k", "max_tokens", "api_key")
 def ask(
+    console: Console,
+    settings: Settings,
+    model: str | None,
     question: Annotated[str, typer.Argument(help="The question.", show_default="none: needs --pml")] = "",
     docs: DocsFirst = None,
     pml: Annotated[
@@ -63,26 +41,14 @@ def ask(
     ] = False,
     index: Index = "default",
     server: Server = None,
-    api_key: APIKey = None,
-    model: Model = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    model_kwargs: ModelKwargs = None,
-    store: Store = None,
-    policy: Policy = None,
-    ratio: Ratio = None,
-    top_k: TopK = None,
-    max_tokens: MaxTokens = None,
-    overflow: Overflow = None,
-    deadline: Deadline = None,
-    session: Annotated[
-        str | None,
-        option("--session", "Continue the conversation of this name, or start it; see `ragfuse sessions`.", "none"),
+    deadline: Annotated[
+        float | None,
+        option("--deadline", "Seconds within which the first token should come.", "none", min=0.0),
     ] = None,
+    session: Session = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show what was reused and why.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Also answer by full prefill, for comparison.")] = False,
-    json: Json = None,
-) -> None:
+) -> dict[str, Any]:
     """Answer a question over ingested documents; the answer is printed while it is generated."""
     if not question.strip() and pml is None:
         raise InputError('The question is empty. Ask something: ragfuse ask "Who built the bridge?"')
@@ -90,39 +56,20 @@ def ask(
         raise InputError(
             "--pml cannot be combined with --docs or --session, as its text is in a schema: leave them out."
         )
-    settings = settings_of(
-        model=model,
-        dtype=dtype,
-        device=device,
-        model_kwargs=model_kwargs,
-        store=store,
-        policy=policy,
-        ratio=ratio,
-        top_k=top_k,
-        max_tokens=max_tokens,
-        overflow=overflow,
-        api_key=api_key,
-    ).usable()
-    console = console_for(json)
+    settings = settings.usable()
     from ragfuse.engine.ask import Ask
     from ragfuse.schemas.pml import read_prompt
 
-    how = Ask(deadline_s=deadline, session=session, blend=blend)
-    if server is not None:
-        how = options_for_server(how, settings, policy, ratio, max_tokens, overflow)
-    written, library = None, None
-    if pml is not None:
-        written = read_prompt(pml)
-        written = written.asking(question) if question.strip() else written
-    else:
-        library = library_for(settings, index, docs)
-
+    how = Ask(deadline_s=deadline, session=session, blend=blend, **given_for(settings, server))
+    prompt: Any = read_prompt(pml) if pml is not None else None
+    if prompt is not None and question.strip():
+        prompt = prompt.asking(question)
+    library = library_for(settings, index, docs) if prompt is None else None
+    sources: list[str] = []
     with open_answerer(settings, console, server, model) as engine:
-        prompt: Any = written
-        sources: list[str] = []
         if library is not None:
             if docs is not None:
-                add_documents(library, engine, docs, console)
+                add_documents(library, engine, [docs], console)
             prompt, sources = prompt_for(engine, library, question, console)
         full = _full_prefill(engine, prompt, console, how) if compare else None
         if compare:
@@ -138,7 +85,7 @@ def ask(
     trace = answer.trace
     if trace.is_late:
         late = f"Wanted the first token within {trace.deadline_s:g} s, got it after {trace.ttft_s:.3f} s."
-        Console(stderr=True).print(late, style="yellow", highlight=False, soft_wrap=True)
+        say(Console(stderr=True), late, "yellow")
     if explain or compare:
         show_trace(console, trace)
     result: dict[str, Any] = {"question": question, "answer": answer.text, "trace": trace.as_dict()}
@@ -146,9 +93,9 @@ def ask(
         speedup = full.trace.ttft_s / trace.ttft_s
         faster = f"{speedup:.1f} times faster than" if speedup >= 1 else f"{1 / speedup:.1f} times slower than"
         why = "Nothing was reused, so both did the same work." if trace.fallback_reason else ""
-        console.print(why or f"First token [bold]{faster}[/] full prefill, both in a warm process.", highlight=False)
+        say(console, why or f"First token {faster} full prefill, both in a warm process.")
         result |= {"answer_full": full.text, "ttft_full_s": full.trace.ttft_s, "ttft_fused_s": trace.ttft_s}
-    write_json(result, json)
+    return result
 
 
 def library_for(settings: Settings, index: str, docs: Path | None) -> Library:
@@ -170,24 +117,22 @@ def library_for(settings: Settings, index: str, docs: Path | None) -> Library:
     return library
 
 
-def add_documents(library: Library, answerer: Answerer, path: Path, console: Console) -> int:
-    """Bring an index up to date with a file or folder, and encode its chunks; return how many these are.
+def prompt_for(
+    engine: Answerer, library: Library, question: str, console: Console, searched: str = ""
+) -> tuple[Any, list[str]]:
+    """Return the prompt with the chunks retrieved for a question, and the documents that they are from.
 
-    A server encodes what a question brings, after its answer.
+    Args:
+        engine: Who is asked.
+        library: The index; from an empty one, the prompt gets no chunks.
+        question: The question.
+        console: Where the wait is shown.
+        searched: What is searched for; "": the question.
     """
-    split, left = index_documents(library, tokenizer_for(answerer, library.settings), [path], console)
-    if is_local(answerer):
-        encode(answerer, split.chunks, console)
-    forget_left(answerer, library, left, console)
-    return len(split.chunks)
-
-
-def prompt_for(engine: Answerer, library: Library, question: str, console: Console) -> tuple[Any, list[str]]:
-    """Return the prompt with the chunks retrieved for a question, and the documents that they are from."""
     from ragfuse.cli.prompts import rag_prompt
 
     with console.status("searching"):
-        found = library.search(question)
+        found = library.search(searched or question)
     return rag_prompt(engine, question, found), [source for _, source in found]
 
 

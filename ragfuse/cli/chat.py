@@ -6,38 +6,25 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from ragfuse.cli.answerer import APIKey, Server, in_options, is_local, open_answerer, options_for_server
-from ragfuse.cli.ask import add_documents, library_for
+from ragfuse.cli.ask import library_for, prompt_for
+from ragfuse.cli.engine import given_for, is_local, open_answerer
 from ragfuse.cli.files import find_files
-from ragfuse.cli.options import (
-    Device,
-    DocsFirst,
-    Dtype,
-    Index,
-    MaxTokens,
-    Model,
-    ModelKwargs,
-    Overflow,
-    Policy,
-    Ratio,
-    Store,
-    TopK,
-    option,
-    settings_of,
-)
-from ragfuse.cli.show import WrappedOutput, counted, show_trace, tell_sources
+from ragfuse.cli.ingest import add_documents
+from ragfuse.cli.options import ENGINE, DocsFirst, Index, Server, Session, screen
+from ragfuse.cli.show import WrappedOutput, counted, say, show_trace, tell_sources
 from ragfuse.errors import InputError, RagFuseError
+from ragfuse.settings import Settings
 
 if TYPE_CHECKING:
     from ragfuse.cli.library import Library
@@ -63,57 +50,28 @@ MAX_HISTORY = 1000
 """Most lines of the history."""
 
 
+@screen(*ENGINE, "policy", "ratio", "top_k", "max_tokens", "api_key")
 def chat(
+    console: Console,
+    settings: Settings,
+    model: str | None,
     docs: DocsFirst = None,
     index: Index = "default",
     server: Server = None,
-    api_key: APIKey = None,
-    model: Model = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    model_kwargs: ModelKwargs = None,
-    store: Store = None,
-    policy: Policy = None,
-    ratio: Ratio = None,
-    top_k: TopK = None,
-    max_tokens: MaxTokens = None,
-    overflow: Overflow = None,
-    session: Annotated[
-        str | None,
-        option(
-            "--session",
-            "Continue the conversation of this name, or start it; it is kept for later.",
-            "a new one that is deleted at the end",
-        ),
-    ] = None,
+    session: Session = None,
 ) -> None:
     """Talk with a model over ingested documents. Each turn computes only what is new: the KV of earlier ones is kept.
 
     Lines that begin with / are commands, /help lists them. Ctrl-C stops an answer, Ctrl-D ends. Where standard input
     is no terminal, each of its lines is a question or a command; exit status 1 if one of them failed.
     """
-    settings = settings_of(
-        model=model,
-        dtype=dtype,
-        device=device,
-        model_kwargs=model_kwargs,
-        store=store,
-        policy=policy,
-        ratio=ratio,
-        top_k=top_k,
-        max_tokens=max_tokens,
-        overflow=overflow,
-        api_key=api_key,
-    ).usable()
-    console = Console()
+    settings = settings.usable()
     from ragfuse.cli.library import Library
     from ragfuse.engine.ask import Ask
 
     library = Library(settings, index) if docs is None else library_for(settings, index, docs)
     name = session or f"chat-{secrets.token_hex(8)}"
-    how = Ask(session=name)
-    if server is not None:
-        how = options_for_server(how, settings, policy, ratio, max_tokens, overflow)
+    how = Ask(session=name, **given_for(settings, server))
     for ending in ("SIGHUP", "SIGTERM"):  # as Ctrl-D does, so that nothing of the chat stays behind
         if hasattr(signal, ending):
             signal.signal(getattr(signal, ending), lambda number, _: sys.exit(128 + number))
@@ -121,30 +79,19 @@ def chat(
         if not answerer.card.has_chat_template:
             how = Ask()  # a plain text has no turns
         talk = Talk(console, answerer, library, how)
-        if docs is not None:
-            talk.add(docs)
         try:
+            if docs is not None:
+                talk.add(docs)
             talk.begin(session)
             for line in typed_lines("> ", settings.home / "chat_history"):
                 if not talk.take(line.strip()):
                     break
         finally:
             if session is None:
-                _forget(answerer, name)
-    raise typer.Exit(1 if talk.failed and not console.is_terminal else 0)
-
-
-def _forget(answerer: Answerer, session: str) -> None:
-    """Delete a conversation that was not given a name; a server that is gone keeps it until it evicts it."""
-    from ragfuse.remote.remote_engine import RemoteEngine
-
-    if is_local(answerer):
-        answerer.flush()
-        if session in {info.id for info in answerer.sessions.ls()}:
-            answerer.sessions.delete(session)
-    elif isinstance(answerer, RemoteEngine):
-        with suppress(RagFuseError):
-            answerer.delete_session(session)
+                with suppress(RagFuseError):  # nothing was said, or the server is gone
+                    talk.forget(name)
+    if talk.failed and not console.is_terminal:
+        raise typer.Exit(1)
 
 
 def typed_lines(prompt: str, history: Path) -> Iterator[str]:
@@ -168,11 +115,11 @@ def typed_lines(prompt: str, history: Path) -> Iterator[str]:
     readline.set_history_length(MAX_HISTORY)
     try:
         while True:
+            line = ""
             try:
                 line = input(prompt)
             except KeyboardInterrupt:
                 print()
-                continue
             yield line
     except EOFError:
         print()
@@ -193,7 +140,6 @@ class Talk:
         library: The index that chunks are retrieved from.
         how: The options of the next answer; they name the session, for a model that has a chat template.
         messages: What was said: (role, content) of each message.
-        has_documents: Whether the index has chunks.
         answer: The last answer; None before the first.
         failed: How many lines failed.
         truncated: Tokens of the oldest turns that the last prompt left out.
@@ -204,7 +150,6 @@ class Talk:
     library: Library
     how: Ask
     messages: list[tuple[str, Any]] = field(default_factory=list)
-    has_documents: bool = False
     answer: Answer | None = None
     failed: int = 0
     truncated: int = 0
@@ -213,12 +158,11 @@ class Talk:
 
     def begin(self, session: str | None) -> None:
         """Say with what one talks, and how; `session` is one that goes on."""
-        sessions = self.answerer.sessions if is_local(self.answerer) else None
-        if session and sessions is not None and session in {info.id for info in sessions.ls()}:
-            self.messages = [(message.role, message.text) for message in sessions.show(session).messages]
+        if session and is_local(self.answerer) and session in {info.id for info in self.answerer.sessions.ls()}:
+            kept = self.answerer.sessions.show(session).messages
+            self.messages = [(message.role, message.text) for message in kept]
             self._say(f"Going on with '{session}'.")
         sources = self.library.sources()
-        self.has_documents = bool(sources)
         over = f"{counted(sum(sources.values()), 'chunk')} of {counted(len(sources), 'document')} (/docs lists them)"
         self._say(f"{self.answerer.card.name}, over {over if sources else 'no documents yet: /docs add PATH'}.")
         self._say("/help lists the commands, Ctrl-D ends.")
@@ -226,51 +170,53 @@ class Talk:
     def take(self, line: str) -> bool:
         """Answer a question or obey a command; return whether the chat goes on."""
         word, _, rest = line.partition(" ")
-        if word in ("/quit", "/exit"):
-            return False
-        commands: dict[str, Callable[[str], None]] = {
-            "/docs": self._docs,
-            "/compare": self._compare,
-            "/why": lambda _: show_trace(self.console, self._answered().trace),
-            "/ratio": lambda given: self._change("ratio", given),
-            "/policy": lambda given: self._change("policy", given),
-            "/help": self._help,
-        }
+        rest = rest.strip()
         try:
-            if word in commands:
-                commands[word](rest.strip())
-            elif line.startswith("/"):
-                raise InputError(f"There is no command '{word}'; there are {', '.join(COMMANDS)}.")
-            elif line:
-                self._ask(line)
+            match word:
+                case "/quit" | "/exit":
+                    return False
+                case "/docs":
+                    self._docs(rest)
+                case "/compare":
+                    self._compare()
+                case "/why":
+                    show_trace(self.console, self._answered().trace)
+                case "/ratio" | "/policy":
+                    self._change(word[1:], rest)
+                case "/help":
+                    for name, meaning in COMMANDS.items():
+                        self._say(f"{name:9}{meaning}")
+                    self._say("Anything else is a question.")
+                case _ if line.startswith("/"):
+                    raise InputError(f"There is no command '{word}'; there are {', '.join(COMMANDS)}.")
+                case _ if line:
+                    self._ask(line)
         except KeyboardInterrupt:
             self.console.print()
             self._say("Stopped.")
         except (RagFuseError, ImportError) as error:
             self.failed += 1
-            message = str(error) if is_local(self.answerer) else in_options(str(error))
-            self.console.print(Text.assemble((f"{type(error).__name__}: ", "bold red"), message), soft_wrap=True)
+            say(self.console, f"{type(error).__name__}: {error}", "red")
         return True
 
     def add(self, path: Path) -> None:
         """Ingest a file or folder into the index."""
         find_files([path], self.library.sources())
-        n_chunks = add_documents(self.library, self.answerer, path, self.console)
-        self.has_documents = True
-        self._say(f"{path.name} has {counted(n_chunks, 'chunk')} in the index now.")
+        add_documents(self.library, self.answerer, [path], self.console)
+
+    def forget(self, session: str) -> None:
+        """Delete the conversation, which nobody named."""
+        if is_local(self.answerer):
+            self.answerer.flush()
+            self.answerer.sessions.delete(session)
+        else:
+            self.answerer.delete_session(session)
 
     def _ask(self, question: str) -> None:
         is_short = len(question.split()) <= SHORT_WORDS and bool(self._question)
         searched = f"{self._question} {question}" if is_short else question
         self._question = self._question if is_short else question
-        prompt: Any = [("user", question)]
-        sources = list[str]()
-        if self.has_documents or not self.answerer.card.has_chat_template:
-            from ragfuse.cli.prompts import rag_prompt
-
-            with self.console.status("searching"):
-                found = self.library.search(searched) if self.has_documents else []
-            prompt, sources = rag_prompt(self.answerer, question, found), [source for _, source in found]
+        prompt, sources = prompt_for(self.answerer, self.library, question, self.console, searched)
         output = WrappedOutput(self.console)
         try:
             with self.answerer.stream(prompt, self.how) as stream:
@@ -291,22 +237,16 @@ class Talk:
             self._say(f"The window is full: {counted(left_out, 'token')} of the oldest turns left out.")
         self.truncated = left_out
 
-    def _help(self, _: str) -> None:
-        for word, meaning in COMMANDS.items():
-            self.console.print(Text.assemble((f"{word:9}", "bold"), meaning), soft_wrap=True)
-        self._say("Anything else is a question.")
-
     def _docs(self, rest: str) -> None:
         word, _, named = rest.partition(" ")
         if word == "add" and named:
             self.add(Path(named.strip().strip("'\"")).expanduser())
             return
         for source, n in self.library.sources().items():
-            line = f"{counted(n, 'chunk'):>12}  {source}"
-            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            say(self.console, f"{counted(n, 'chunk'):>12}  {source}")
         self._say("/docs add PATH adds a file or folder.")
 
-    def _compare(self, _: str) -> None:
+    def _compare(self) -> None:
         answer = self._answered()
         everything = self.messages[:-1] if isinstance(self._prompt, list) else self._prompt
         with self.console.status("full prefill"):
@@ -319,11 +259,8 @@ class Talk:
 
     def _change(self, name: str, given: str) -> None:
         if given:
-            try:
-                value: Any = None if given == "auto" else float(given) if name == "ratio" else given
-            except ValueError:
-                raise InputError(f"Wanted a number from 0 to 1, or auto; found '/{name} {given}'.") from None
-            self.how = replace(self.how, **{name: value})
+            change: dict[str, Any] = {name: None if given == "auto" else given}
+            self.how = replace(self.how, **change)
         value = getattr(self.how, name)
         self._say(f"{name}: {'auto' if value is None else value}")
 
@@ -333,4 +270,4 @@ class Talk:
         return self.answer
 
     def _say(self, text: str) -> None:
-        self.console.print(text, style="dim", highlight=False, markup=False, soft_wrap=True)
+        say(self.console, text, "dim")

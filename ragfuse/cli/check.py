@@ -27,9 +27,6 @@ class CheckResult:
     remedy: str = ""
 
 
-Check = tuple[str, Callable[[], Iterable[CheckResult]]]
-
-
 def guarded(what: str, check: Callable[[], Iterable[CheckResult]]) -> Iterator[CheckResult]:
     """Yield the results of a check; an exception becomes one more result, and ragfuse's own say what to do."""
     try:

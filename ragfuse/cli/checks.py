@@ -3,80 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from ragfuse.cli.engine import loaded_engine
 from ragfuse.cli.files import find_files
 from ragfuse.cli.ingest import split_documents
-from ragfuse.cli.options import (
-    Device,
-    Documents,
-    Dtype,
-    Json,
-    Model,
-    ModelKwargs,
-    Policy,
-    Ratio,
-    Store,
-    console_for,
-    default_of,
-    option,
-    require_writable,
-    settings_of,
-    write_json,
-)
+from ragfuse.cli.options import ENGINE, Documents, Plot, require_writable, screen, setting
+from ragfuse.cli.show import say, show_table
+from ragfuse.settings import Settings
 
 if TYPE_CHECKING:
     from ragfuse.engine.engine import Engine
 
 
+@screen("dtype", "device", "model_kwargs", "policy", "ratio")
 def verify_model(
+    console: Console,
+    settings: Settings,
     model: Annotated[
-        str | None,
-        typer.Argument(
-            help="Name of an embedded model, Hugging Face id, folder or GGUF file.", show_default=default_of("model")
-        ),
+        str | None, typer.Argument(help="The model, as --model takes it.", show_default=setting("model").show_default)
     ] = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    model_kwargs: ModelKwargs = None,
-    policy: Policy = None,
-    ratio: Ratio = None,
-    json: Json = None,
-) -> None:
+) -> tuple[dict[str, Any], bool]:
     """Check with the model's real weights that reuse is exact where it must be, as where all tokens are recomputed.
 
     Exit status 1 if a check fails: then the model's prompts are answered by full prefill.
     """
-    settings = settings_of(
-        model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, policy=policy, ratio=ratio
-    )
-    console = console_for(json)
+    if model is not None:
+        settings = settings.model_copy(update={"model": model})
     with loaded_engine(settings, console) as engine, console.status("verifying") as status:
         verdict = engine.runtime.verify(lambda check: status.update(f"verifying: {check}"))
-    table = Table("check", "error", "bound", "", box=None)
-    for check in verdict.checks:
-        mark = "[green]passed[/]" if check.passed else "[red]failed[/]"
-        table.add_row(check.name, f"{check.error:.2g}", f"{check.bound:.2g}", mark)
-    console.print(table)
+    rows = [
+        {"check": each.name, "error": each.error, "bound": each.bound, "": "passed" if each.passed else "failed"}
+        for each in verdict.checks
+    ]
+    show_table(console, rows)
     says = "can be fused" if verdict.passed else "is not fused: every prompt is answered by full prefill"
-    console.print(f"[bold]{verdict.model}[/] {says}.", highlight=False)
-    write_json(verdict.as_dict(), json)
-    raise typer.Exit(0 if verdict.passed else 1)
+    say(console, f"{verdict.model} {says}.", "bold")
+    return verdict.as_dict(), verdict.passed
 
 
+@screen(*ENGINE)
 def calibrate_model(
+    console: Console,
+    settings: Settings,
     docs: Documents,
-    model: Model = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    model_kwargs: ModelKwargs = None,
-    store: Store = None,
     questions: Annotated[
         int,
         typer.Option(
@@ -85,17 +58,14 @@ def calibrate_model(
             "decide.",
         ),
     ] = 20,
-    plot: Annotated[Path | None, option("--plot", "Draw KL against speed into this PNG.", "none is drawn")] = None,
-    json: Json = None,
-) -> None:
+    plot: Plot = None,
+) -> tuple[dict[str, Any], bool]:
     """Measure on your documents how close answers stay to full prefill's, and choose the policy and ratio to use.
 
     Exit status 1 if no choice is safe: then prompts are answered by full prefill.
     """
     from ragfuse.calibration.runner import tune_malloc
 
-    settings = settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store)
-    console = console_for(json)
     require_writable(plot)
     find_files(docs)
     tune_malloc(console)
@@ -105,15 +75,13 @@ def calibrate_model(
     if plot is not None:
         require_plotting()
     with loaded_engine(settings, console) as engine:
-        split = split_documents(docs, settings, engine.model.tokenizer, console)
-        texts = list(split.documents.items())
+        texts = list(split_documents(docs, settings, engine.model.tokenizer, console)[0].items())
         result = calibrate_engine(engine, texts, questions, console, settings.model)
     show_calibration(result, console)
     if plot is not None:
         draw_calibration(result, plot)
-        console.print(f"Written: {plot}", highlight=False)
-    write_json(result, json)
-    raise typer.Exit(0 if result["safe"] else 1)
+        say(console, f"Written: {plot}")
+    return result, result["safe"]
 
 
 def calibrate_engine(
@@ -137,5 +105,5 @@ def calibrate_engine(
     chosen = (result["policy"], result["ratio"]) if result["safe"] else ("", None)
     engine.runtime.learn(engine.runtime.profile.calibrated(result["safe"], *chosen))
     if engine.catalog.file is None:
-        console.print("[yellow]Not saved[/]: there is no disk tier to save it in (disk_bytes is 0).")
+        say(console, "Not saved: there is no disk tier to save it in (disk_bytes is 0).", "yellow")
     return result

@@ -10,17 +10,10 @@ import typer
 from rich.console import Console
 
 from ragfuse.cli.engine import loaded_engine
-from ragfuse.cli.options import (
-    Device,
-    Dtype,
-    Model,
-    Policy,
-    Ratio,
-    require_writable,
-    settings_of,
-    write_json,
-)
+from ragfuse.cli.options import require_writable, screen, write_json
+from ragfuse.cli.show import say
 from ragfuse.errors import InputError
+from ragfuse.settings import Settings
 
 DEMO_NEEDS = (
     "faiss",
@@ -36,19 +29,16 @@ DEMO_MEMORY = 3 << 30
 """Bytes of the demo's memory tier: it holds only part of the KV, so that the rest is read from disk."""
 
 
+@screen("model", "dtype", "device", "policy", "ratio")
 def demo(
-    model: Model = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    policy: Policy = None,
-    ratio: Ratio = None,
+    console: Console,
+    settings: Settings,
     out: Annotated[Path, typer.Option("--out", help="JSON report to write, with a PNG beside it.")] = Path(
         "demo-report.json"
     ),
 ) -> None:
     """Ask real questions over real documents through a LangChain chain: full prefill and ragfuse side by side."""
-    console = Console()
-    console.print("This takes some minutes. Loading libraries and the model ...", highlight=False)
+    say(console, "This takes some minutes. Loading libraries and the model ...")
     missing = [name for name in DEMO_NEEDS if find_spec(name) is None]
     if missing:
         wanted = "pip install 'ragfuse-kv[demo]' langchain-ragfuse"
@@ -57,14 +47,14 @@ def demo(
     from ragfuse.demo.run import run
     from ragfuse.demo.show import show_summary
 
-    base = settings_of(model=model, dtype=dtype, device=device, policy=policy, ratio=ratio)
-    memory = base.memory_bytes if "memory_bytes" in base.model_fields_set else DEMO_MEMORY
-    settings = base.model_copy(update={"store": base.home / "demo-store", "memory_bytes": memory})
-    require_writable(out, out.with_suffix(".png"))
+    memory = settings.memory_bytes if "memory_bytes" in settings.model_fields_set else DEMO_MEMORY
+    settings = settings.model_copy(update={"store": settings.home / "demo-store", "memory_bytes": memory})
+    picture = out.with_suffix(".png")
+    require_writable(out, picture)
     with loaded_engine(settings, console) as engine:
         report = run(engine, console)
     write_json(report, out)
-    draw(report, out.with_suffix(".png"))
+    draw(report, picture)
     show_summary(console, report)
-    console.print(f"Written: {out} and, as a picture, {out.with_suffix('.png')}.", highlight=False)
-    console.print('Your own documents: ragfuse ingest PATH, then ragfuse ask "..." --compare', highlight=False)
+    say(console, f"Written: {out} and, as a picture, {picture}.")
+    say(console, 'Your own documents: ragfuse ingest PATH, then ragfuse ask "..." --compare')

@@ -6,18 +6,16 @@ The question is answered with and without reuse, about a made-up document in a t
 from __future__ import annotations
 
 import shlex
-import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
 from ragfuse.cli.check import CheckResult, guarded
-from ragfuse.cli.options import prepare_model
+from ragfuse.cli.engine import loaded_engine
 from ragfuse.cli.prompts import prefix_of, rag_prompt
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.engine.machine_timings import MachineTimings
@@ -25,10 +23,6 @@ from ragfuse.engine.model_profiles import ProfileStore, calibrate_command, optio
 from ragfuse.settings import Settings
 from ragfuse.store import CatalogFile
 from ragfuse.store.catalog import Catalog
-from ragfuse.types.profiles import ModelProfile
-
-if TYPE_CHECKING:
-    from ragfuse.types.answer import Answer
 
 SOURCE = "almanac.txt"
 TRIAL_PASSAGES = (
@@ -51,7 +45,6 @@ def check_model(settings: Settings, console: Console, report: dict[str, Any]) ->
 
     The engine has a temporary store.
     """
-    prepare_model(settings)
     with TemporaryDirectory(prefix="ragfuse-doctor-") as folder:
         changes = {
             "store": Path(folder) / "store",
@@ -60,29 +53,14 @@ def check_model(settings: Settings, console: Console, report: dict[str, Any]) ->
             "gpu_bytes": 0,
             "disk_bytes": 2 << 30,
         }
-        with Engine(settings.model_copy(update=changes)) as engine:
-            began = time.perf_counter()
-            with console.status("loading the model"):
-                model = engine.model
-            what = f"{settings.model}, {engine.settings.dtype} on {model.device}"
-            yield CheckResult("model", "ok", f"{what}, loaded in {time.perf_counter() - began:.1f} s")
-            yield _probe_result(model.profile)
+        with loaded_engine(settings.model_copy(update=changes), console) as engine:
+            refusal = engine.model.profile.refusal
+            yield CheckResult("model", "ok", f"{settings.model}, {engine.settings.dtype} on {engine.model.device}")
+            if refusal:
+                remedy = "it answers by full prefill, without reuse; choose another: RAGFUSE_MODEL"
+                yield CheckResult("reuse", "bad", f"its KV cannot be reused: {refusal}", remedy)
             yield from guarded("what is known", lambda: _check_catalog(settings, engine))
             yield from guarded("question", lambda: _check_question(engine, console, report))
-
-
-def _probe_result(profile: ModelProfile) -> CheckResult:
-    if profile.refusal:
-        remedy = "it answers by full prefill, without reuse; choose another: RAGFUSE_MODEL"
-        return CheckResult("probe", "bad", f"its KV cannot be reused: {profile.refusal}", remedy)
-    kinds = Counter[str]()
-    for layout in profile.rope:
-        pairs = "halves" if layout is not None and layout.pairing == "half" else "neighbours"
-        rope = "" if layout is None else f"with rope over {2 * len(layout.inv_freq)} dims in {pairs}"
-        kinds[rope or "without positions in keys"] += 1
-    layers = ", ".join(f"{n} layers {kind}" for kind, n in kinds.items())
-    how = "the chosen tokens alone" if profile.mode == "rows" else "the model itself, with a mask"
-    return CheckResult("probe", "ok", f"its KV can be reused anywhere in a prompt: {layers}; attention by {how}")
 
 
 def _check_catalog(settings: Settings, engine: Engine) -> Iterator[CheckResult]:
@@ -92,8 +70,10 @@ def _check_catalog(settings: Settings, engine: Engine) -> Iterator[CheckResult]:
     with closing(Catalog(CatalogFile(settings.store_path) if has_file else None)) as catalog:
         profile = ProfileStore(catalog).joined(model.profile)
         machine = MachineTimings(settings.tiers, catalog).machine(model)
+    verify = ["ragfuse", "verify", settings.model, *options_for(settings, model, has_store=False)]
+    measure = ["ragfuse", "measure", "--model", settings.model, *options_for(settings, model)]
     if profile.verified is None:
-        yield CheckResult("verified", "note", "not checked yet", _verify_command(settings, engine))
+        yield CheckResult("verified", "note", "not checked yet", shlex.join(verify))
     elif profile.verified:
         yield CheckResult("verified", "ok", "reuse is exact where it must be")
     else:
@@ -105,33 +85,27 @@ def _check_catalog(settings: Settings, engine: Engine) -> Iterator[CheckResult]:
         remedy = "prompts are answered by full prefill; RAGFUSE_POLICY=hkvd reuses chunks anyway"
         yield CheckResult("calibrated", "bad", "no policy kept answers close to full prefill's", remedy)
     else:
-        yield CheckResult(
-            "calibrated", "note", "not calibrated: the default policy is used", calibrate_command(settings, model)
-        )
+        remedy = calibrate_command(settings, model)
+        yield CheckResult("calibrated", "note", "not calibrated: the default policy is used", remedy)
     if machine is None:
-        measure = shlex.join(["ragfuse", "measure", "--model", settings.model, *options_for(settings, model)])
-        yield CheckResult("measured", "note", "this machine was not timed with this model", measure)
+        yield CheckResult("measured", "note", "this machine was not timed with this model", shlex.join(measure))
     else:
-        threads = f"{machine.threads} thread{'s' if machine.threads > 1 else ''}"
-        yield CheckResult("measured", "ok", f"on {threads}, tiers {', '.join(machine.tiers)}")
-
-
-def _verify_command(settings: Settings, engine: Engine) -> str:
-    return shlex.join(["ragfuse", "verify", settings.model, *options_for(settings, engine.model, has_store=False)])
+        found = f"with threads: {machine.threads}, tiers {', '.join(machine.tiers)}"
+        yield CheckResult("measured", "ok", found)
 
 
 def _check_question(engine: Engine, console: Console, report: dict[str, Any]) -> Iterator[CheckResult]:
     """Answer a question both ways: once unmeasured, as the first call of a process is slower, and then measured."""
     chunks = [(text, SOURCE) for text in TRIAL_PASSAGES]
-    prompt, can_fuse, n = rag_prompt(engine, QUESTION, chunks), not engine.model.profile.refusal, TRIAL_ANSWER_TOKENS
+    prompt = rag_prompt(engine, QUESTION, chunks)
     with console.status("asking a question, with and without reuse"):
-        if can_fuse:
+        if not engine.model.profile.refusal:
             engine.ingest(chunks, prefix_of(engine))
             engine.flush()
         for reuse in (False, True):
             engine.answer(prompt, Ask(reuse=reuse, max_tokens=1))
-        full = engine.answer(prompt, Ask(reuse=False, max_tokens=n))
-        fused = engine.answer(prompt, Ask(max_tokens=n))
+        full = engine.answer(prompt, Ask(reuse=False, max_tokens=TRIAL_ANSWER_TOKENS))
+        fused = engine.answer(prompt, Ask(max_tokens=TRIAL_ANSWER_TOKENS))
     trace = fused.trace
     report |= {
         "question": QUESTION,
@@ -141,35 +115,10 @@ def _check_question(engine: Engine, console: Console, report: dict[str, Any]) ->
         "ttft_fused_s": trace.ttft_s,
         "tokens": trace.tokens,
         "tokens_reused": trace.tokens_reused,
-        "exact": False,
     }
-    yield CheckResult("question", "ok", QUESTION)
-    yield CheckResult("full prefill", "ok", f"{_line(full)} (first token after {full.trace.ttft_s:.3f} s)")
+    yield CheckResult("full prefill", "ok", f"{full.text} (first token after {full.trace.ttft_s:.3f} s)")
     if trace.fallback_reason:
         remedy = "see above; RAGFUSE_POLICY=hkvd reuses chunks anyway"
         yield CheckResult("reuse", "bad", f"nothing was reused: {trace.fallback_reason}", remedy)
     else:
-        share = f"{trace.tokens_reused} of {trace.tokens} tokens reused, {trace.tokens_recomputed} recomputed"
-        yield CheckResult("reuse", "ok", f"{_line(fused)} (first token after {trace.ttft_s:.3f} s; {share})")
-    if can_fuse:
-        exact_length: dict[str, Any] = {"max_tokens": n, "options": {"min_new_tokens": n}}
-        long = engine.answer(prompt, Ask(reuse=False, **exact_length)).token_ids
-        recomputed = engine.answer(prompt, Ask(policy="hkvd", ratio=1.0, **exact_length)).token_ids
-        report["exact"] = long == recomputed
-        yield _check_exact(engine, long == recomputed)
-
-
-def _check_exact(engine: Engine, is_same: bool) -> CheckResult:
-    """Check that recomputing all rows gives full prefill's tokens, or else that rounding explains the difference."""
-    if is_same:
-        found = f"with every token recomputed, the answer's {TRIAL_ANSWER_TOKENS} tokens are full prefill's"
-        return CheckResult("exact", "ok", found)
-    found = "with every token recomputed, the answer is not full prefill's"
-    if engine.settings.dtype != "float32" and engine.runtime.verify().passed:
-        return CheckResult("exact", "ok", f"{found}, by no more than rounding explains")
-    return CheckResult("exact", "bad", found, f"{_verify_command(engine.settings, engine)} shows which check fails")
-
-
-def _line(answer: Answer) -> str:
-    """Return the answer's text on one line."""
-    return " ".join(answer.text.split()) or "(no text)"
+        yield CheckResult("reuse", "ok", f"{fused.text} ({trace.summary})")

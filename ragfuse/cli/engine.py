@@ -1,18 +1,21 @@
-"""The engine of a command, loaded once everything else that the command was given is known to be there."""
+"""What answers a command's questions: an engine with its model loaded here, or a `ragfuse serve` at an address."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from ragfuse.cli.options import prepare_model
 
 if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
     from ragfuse.engine.engine import Engine
+    from ragfuse.remote.answerer import Answerer
     from ragfuse.settings import Settings
 
 
@@ -38,11 +41,51 @@ def loaded_engine(
         with console.status("loading the model"):
             device = engine.model.device
         seconds = time.perf_counter() - began
-        tell_loaded(seconds, f"{settings.model}, {engine.settings.dtype} on {device}")
+        line = f"Model loaded in {seconds:.1f} s: {settings.model}, {engine.settings.dtype} on {device}."
+        Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
         yield engine
 
 
-def tell_loaded(seconds: float, what: str) -> None:
-    """Say on standard error how long a model took to load, and which one it is."""
-    line = f"Model loaded in {seconds:.1f} s: {what}."
-    Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
+@contextmanager
+def open_answerer(settings: Settings, console: Console, server: str | None, model: str | None) -> Iterator[Answerer]:
+    """Yield what answers questions: an engine with its model loaded, or a client of a server.
+
+    Args:
+        settings: Those of the engine, and the API key of a client.
+        console: Where the wait is shown.
+        server: The server's address; None: the model is loaded here.
+        model: Name of the model that the server must have; None: whichever it has.
+
+    Raises:
+        ServerError: No ragfuse server answers at the address, or it has another model.
+    """
+    if server is None:
+        with loaded_engine(settings, console) as engine:
+            yield engine
+        return
+    from ragfuse.remote import RemoteEngine
+
+    remote = RemoteEngine(server, settings.api_key, model or "")
+    with console.status(f"asking {remote.address.base_url}"):
+        remote.card  # noqa: B018 - it raises where nothing answers
+    yield remote
+
+
+def given_for(settings: Settings, server: str | None) -> dict[str, Any]:
+    """Return the options of an answer that were set here, for a server, which has its own for the others."""
+    names = settings.model_fields_set & {"policy", "ratio", "max_tokens", "overflow"} if server else ()
+    return {name: getattr(settings, name) for name in names}
+
+
+def is_local(answerer: Answerer) -> TypeIs[Engine]:
+    """Return whether this is an engine in this process, not a client of a server."""
+    return hasattr(type(answerer), "flush")
+
+
+def tokenizer_for(answerer: Answerer, settings: Settings) -> Any:
+    """Return the tokenizer by which documents are cut into chunks: the engine's, or at a server the one of --model."""
+    if is_local(answerer):
+        return answerer.model.tokenizer
+    from ragfuse.models.loader import load_tokenizer
+
+    return load_tokenizer(settings.model, settings.home, settings.model_kwargs)

@@ -142,7 +142,7 @@ def _read(file: Path, suffix: str) -> Iterator[str]:
         with zipfile.ZipFile(file) as packed:
             for name in ("word/document.xml", "word/footnotes.xml", "word/endnotes.xml"):
                 if name in packed.namelist():
-                    yield "\n".join(_paragraphs(ElementTree.fromstring(packed.read(name))))
+                    yield _paragraphs(ElementTree.fromstring(packed.read(name)))
         return
     data = file.read_bytes()
     encoding = encoding_of(data)
@@ -151,17 +151,12 @@ def _read(file: Path, suffix: str) -> Iterator[str]:
     yield from texts_in(data.decode(encoding).replace("\r\n", "\n"), suffix)
 
 
-def _paragraphs(root: ElementTree.Element) -> Iterator[str]:
-    """Yield the paragraphs by Word's own tags, in order; fallbacks for older programs are skipped."""
-    line: list[str] = []
-    stack = [(root, False)]
-    while stack:
-        node, is_over = stack.pop()
-        tag = node.tag.rpartition("}")[2]
-        if is_over:
-            yield "".join(line)
-            line = []
-        elif tag != "Fallback":
-            line.append({"t": node.text or "", "tab": "\t", "br": "\n", "cr": "\n"}.get(tag, ""))
-            stack += [(node, True)] if tag == "p" else []
-            stack += [(child, False) for child in reversed(node)]
+def _paragraphs(root: ElementTree.Element) -> str:
+    """Return the text by Word's own tags, a line for each paragraph; fallbacks for older programs are skipped."""
+    for node in list(root.iter()):
+        for child in list(node):
+            if child.tag.endswith("}Fallback"):
+                node.remove(child)
+    signs = {"tab": "\t", "br": "\n", "cr": "\n", "p": "\n"}
+    tagged = ((node.tag.rpartition("}")[2], node.text or "") for node in root.iter())
+    return "".join(text if tag == "t" else signs.get(tag, "") for tag, text in tagged)

@@ -3,62 +3,44 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from ragfuse.cli.answerer import is_local
-from ragfuse.cli.engine import loaded_engine
+from ragfuse.cli.engine import is_local, loaded_engine, tokenizer_for
 from ragfuse.cli.files import READABLE_TYPES, find_files
-from ragfuse.cli.options import (
-    Device,
-    Dtype,
-    Index,
-    Json,
-    Model,
-    ModelKwargs,
-    Ray,
-    RayCPUs,
-    Store,
-    console_for,
-    default_of,
-    option,
-    settings_of,
-    write_json,
-)
-from ragfuse.cli.show import counted, listed, plain, short
+from ragfuse.cli.options import ENGINE, Index, Ray, RayCPUs, option, screen
+from ragfuse.cli.show import counted, listed, plain, progress_bar, say, short
 from ragfuse.errors import InputError
-from ragfuse.telemetry.progress import progress
+from ragfuse.settings import Settings
 from ragfuse.types.sizes import size_text
 
 if TYPE_CHECKING:
     from ragfuse.cli.library import Library
-    from ragfuse.engine.engine import Engine, Ingested
-    from ragfuse.ray.bulk import BulkSummary
+    from ragfuse.engine.engine import Engine
     from ragfuse.remote.answerer import Answerer
-    from ragfuse.settings import Settings
+    from ragfuse.types.ingested import Ingested
 
 Chunks = Sequence[tuple[str, str]]
 """(text, source) of each chunk."""
+Encoder = Callable[["Engine", Chunks, Console], Mapping[str, Any]]
+"""What encodes chunks, and returns what it did in JSON types."""
+RESUMES = "Run the same command again to continue."
+NOTHING = MappingProxyType({"encoded": 0, "tokens": 0, "nbytes": 0, "seconds": 0.0})
+"""What encoding says that did nothing."""
 
 
+@screen(*ENGINE, "chunk_tokens")
 def ingest(
+    console: Console,
+    settings: Settings,
     paths: Annotated[list[Path], typer.Argument(help=f"Files or folders: {READABLE_TYPES}.")],
     index: Index = "default",
-    model: Model = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    model_kwargs: ModelKwargs = None,
-    store: Store = None,
-    chunk_tokens: Annotated[
-        int | None, option("--chunk-tokens", "Size of a chunk, in tokens of the model.", default_of("chunk_tokens"))
-    ] = None,
     no_kv: Annotated[bool, typer.Option("--no-kv", help="Only index; compute KV when a question needs it.")] = False,
     ray: Ray = None,
     ray_workers: Annotated[
@@ -66,73 +48,32 @@ def ingest(
         option("--ray-workers", "Engines that encode on the Ray cluster.", "one for each node or GPU", min=1),
     ] = None,
     ray_cpus: RayCPUs = None,
-    json: Json = None,
-) -> None:
+) -> dict[str, Any]:
     """Split documents into chunks, index them, and compute each chunk's KV. After an interruption, run it again.
 
     Ingested again, only what is new is embedded and encoded, and what is gone from these paths leaves index and store.
     """
     from ragfuse.cli.library import Library
 
-    settings = settings_of(
-        model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store, chunk_tokens=chunk_tokens
-    )
-    library, console = Library(settings, index), console_for(json)
+    library = Library(settings, index)
     find_files(paths, library.sources())
-    if ray is not None:
+    encoder: Encoder = encode
+    if no_kv:
+        encoder = _encode_nothing
+    elif ray is not None:
         from ragfuse.ray.cluster import check_cluster
 
         check_cluster(settings)
-    from ragfuse.types.ingested import Ingested
-
-    done, summary = Ingested(), None
+        encoder = partial(_encode_on_ray, address=ray, workers=ray_workers, cpus=ray_cpus)
     with loaded_engine(settings, console) as engine:
-        split, left = index_documents(library, engine.model.tokenizer, paths, console)
-        chunks = split.chunks
-        if ray is not None and not no_kv:
-            summary = encode_on_ray(engine, chunks, console, ray, ray_workers, ray_cpus)
-            done = Ingested(summary.chunks, summary.encoded, summary.tokens, summary.nbytes, summary.seconds)
-        elif not no_kv:
-            done = encode(engine, chunks, console)
-        forget_left(engine, library, left, console)
-    figures = f"{done.tokens:,} tokens, {size_text(done.nbytes)}, {done.seconds:.1f} s"
-    kv = "without KV" if no_kv else f"{done.encoded:,} encoded now ({figures})"
-    of_files = f"{counted(len(chunks), 'chunk')} of {counted(len(split.documents), 'file')}"
-    console.print(f"[bold]{of_files} in '{index}'[/]; {kv}.", highlight=False, soft_wrap=True)
-    console.print(f'Ask: ragfuse ask "..."{"" if index == "default" else f" --index {index}"}', highlight=False)
-    result = {
-        "index": index,
-        "files": len(split.documents),
-        "skipped": [[str(path), why] for path, why in split.skipped],
-        "chunks": len(chunks),
-        "left": len(left),
-        "encoded": done.encoded,
-        "nbytes": done.nbytes,
-    }
-    write_json({**result, **({} if summary is None else {"ray": summary.as_dict()})}, json)
-
-
-@dataclass(frozen=True)
-class SplitDocuments:
-    """The chunks of documents.
-
-    Args:
-        documents: The chunks of each document, by its path.
-        skipped: (path, reason) of what was left out.
-    """
-
-    documents: Mapping[str, Sequence[str]]
-    skipped: Sequence[tuple[Path, str]]
-
-    @property
-    def chunks(self) -> list[tuple[str, str]]:
-        """(text, source) of each chunk."""
-        return [(text, source) for source, texts in self.documents.items() for text in texts]
+        result = add_documents(library, engine, paths, console, encoder)
+    say(console, f'Ask: ragfuse ask "..."{"" if index == "default" else f" --index {index}"}')
+    return {"index": index, **result}
 
 
 def split_documents(
     paths: Sequence[Path], settings: Settings, tokenizer: Any, console: Console, known: Collection[str] = ()
-) -> SplitDocuments:
+) -> tuple[dict[str, list[str]], list[tuple[Path, str]]]:
     """Split files and folders into chunks; print what is left out, and why.
 
     Args:
@@ -142,6 +83,9 @@ def split_documents(
         console: Where progress is shown.
         known: As for `find_files`.
 
+    Returns:
+        The chunks of each document, by its path; and (path, reason) of what was left out.
+
     Raises:
         InputError: A path is not there, or no file holds text.
     """
@@ -149,106 +93,54 @@ def split_documents(
 
     found = find_files(paths, known)
     documents, skipped = dict[str, list[str]](), list(found.skipped)
-    columns = TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn(), TimeRemainingColumn()
-    with progress(console, *columns) as bar:
-        task = bar.add_task("reading", total=sum(file.stat().st_size for file in found.files))
-        for file in found.files:
-            bar.update(task, description=f"reading {escape(short(file.name))}")
+    with progress_bar(console, "reading", RESUMES) as report:
+        for number, file in enumerate(found.files):
+            report(number, len(found.files), f"reading {short(file.name)}")
             try:
                 documents[str(file.resolve())] = list(split_file(file, settings, tokenizer))
             except InputError as error:
                 skipped.append((file, str(error)))
-            bar.advance(task, file.stat().st_size)
     by_reason = dict[str, list[str]]()
     for path, why in skipped:
         by_reason.setdefault(why, []).append(str(path))
     for why, names in by_reason.items():
-        line = f"[yellow]left out[/]: {escape(listed(names))}: {escape(plain(why))}"
-        console.print(line, highlight=False, soft_wrap=True)
+        say(console, f"left out: {listed(names)}: {plain(why)}")
     if found.files and not documents:
         raise InputError(f"Wanted text, found none in {counted(len(found.files), 'file')}; the lines above say why.")
-    return SplitDocuments(documents, skipped)
+    return documents, skipped
 
 
-def index_documents(
-    library: Library, tokenizer: Any, paths: Sequence[Path], console: Console
-) -> tuple[SplitDocuments, set[tuple[str, str]]]:
-    """Bring an index up to date with files and folders.
-
-    Args:
-        library: The index.
-        tokenizer: The LLM's, by which chunks are measured.
-        paths: What a person named.
-        console: Where progress is shown.
-
-    Returns:
-        The documents there, and (text, source) of each chunk that left the index.
-    """
-    before = set(library.chunks())
-    split = split_documents(paths, library.settings, tokenizer, console, {source for _, source in before})
-    with progress(console) as bar:
-        library.update(paths, bar.track(split.chunks, description="embedding"))
-    return split, before - set(library.chunks())
-
-
-def forget_left(answerer: Answerer, library: Library, left: Set[tuple[str, str]], console: Console) -> None:
-    """Delete the KV of chunks that left an index, unless another document holds the same text.
-
-    A server keeps what it has.
-    """
-    if not left:
-        return
-    from ragfuse.store.deletion import leave_source
-
-    sources = {source for _, source in left}
-    freed = 0
-    if is_local(answerer):
-        texts = {text for text, _ in left}
-        held = leave_source(answerer.catalog.strict, answerer.digest, texts, sources.__contains__)
-        freed = answerer.forget(texts - held - {text for text, _ in library.chunks()})
-    what = f"{counted(len(left), 'chunk')} of {listed(sorted(sources))}, {size_text(freed)} of KV"
-    console.print(f"left the index: {what}", highlight=False, markup=False, soft_wrap=True)
-
-
-def encode(engine: Engine, chunks: Chunks, console: Console) -> Ingested:
+def encode(engine: Engine, chunks: Chunks, console: Console) -> Mapping[str, Any]:
     """Compute the KV of all chunks and of the prompt's prefix, and write it to the store, with a progress bar."""
     from ragfuse.cli.prompts import prefix_of
-    from ragfuse.engine.engine import Ingested
 
     refusal = engine.model.profile.refusal
     if refusal:
-        console.print(
-            f"[yellow]No KV is stored[/] for this model; questions are answered by full prefill: {escape(refusal)}"
-        )
+        say(console, f"No KV is stored for this model; questions are answered by full prefill: {refusal}")
     if refusal or not chunks:
-        return Ingested()
+        return NOTHING
     chunks = _fitting_chunks(engine, chunks, console)
-    columns = (
-        TextColumn("encoding"),
-        BarColumn(20),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-    )
-    with progress(console, *columns) as bar:
-        task = bar.add_task("encoding", total=len(chunks), rate="")
+    with progress_bar(console, "encoding", RESUMES) as report:
 
         def show(done: Ingested) -> None:
             rate = f"{done.tokens / max(done.seconds, 1e-9):,.0f} tokens/s {size_text(done.nbytes)}"
-            bar.update(task, completed=done.chunks, rate=rate)
+            report(done.chunks, len(chunks), f"encoding {rate}")
 
         done = engine.ingest(chunks, prefix_of(engine), show)
     for tier in engine.store.tiers:
         failed = tier.counts["refused"] + tier.counts["failed"]
         if failed:
-            message = f"{counted(failed, 'write')} to {tier.name} failed: what no tier has is computed when needed."
-            console.print(message, style="yellow", highlight=False)
-    return done
+            say(console, f"{counted(failed, 'write')} to {tier.name} failed: what no tier has is computed when needed.")
+    return {name: getattr(done, name) for name in NOTHING}
 
 
-def encode_on_ray(
+def _encode_nothing(engine: Engine, chunks: Chunks, console: Console) -> Mapping[str, Any]:
+    return NOTHING
+
+
+def _encode_on_ray(
     engine: Engine, chunks: Chunks, console: Console, address: str, workers: int | None, cpus: float | None
-) -> BulkSummary:
+) -> Mapping[str, Any]:
     """Compute the KV of all chunks on a Ray cluster, and that of the prompt's prefix here."""
     from ragfuse.cli.prompts import prefix_of
     from ragfuse.ray.bulk import encode as encode_in_bulk
@@ -258,9 +150,66 @@ def encode_on_ray(
     done = encode_in_bulk(unique, engine.settings, address=address, workers=workers, cpus=cpus)
     engine.know(unique)
     if done.unsaved:
-        lost = f"{counted(done.unsaved, 'chunk')} {'is' if done.unsaved == 1 else 'are'} in no shared tier"
-        console.print(f"[yellow]{lost}[/]; run it again to store them, else questions compute them.", highlight=False)
-    return done
+        say(console, f"In no shared tier: {counted(done.unsaved, 'chunk')}; run it again, else questions compute them.")
+    return {**{name: getattr(done, name) for name in NOTHING}, "ray": done.as_dict()}
+
+
+def add_documents(
+    library: Library, answerer: Answerer, paths: Sequence[Path], console: Console, encoder: Encoder = encode
+) -> dict[str, Any]:
+    """Bring an index up to date with files and folders, encode its chunks, and say what was done.
+
+    The KV of chunks that left the index is deleted, unless another document holds the same text. A server encodes what
+    a question brings, after its answer, and keeps what it has.
+
+    Args:
+        library: The index.
+        answerer: Who will be asked over it.
+        paths: Files and folders.
+        console: Where progress is shown.
+        encoder: How chunks are encoded; not used at a server.
+
+    Returns:
+        What was done, in JSON types.
+    """
+    settings, before = library.settings, set(library.chunks())
+    known = {source for _, source in before}
+    documents, skipped = split_documents(paths, settings, tokenizer_for(answerer, settings), console, known)
+    chunks = [(text, source) for source, texts in documents.items() for text in texts]
+    with progress_bar(console, "embedding", RESUMES) as report:
+
+        def embedded() -> Iterator[tuple[str, str]]:
+            for number, chunk in enumerate(chunks):
+                report(number, len(chunks))
+                yield chunk
+
+        library.update(paths, embedded())
+    done = encoder(answerer, chunks, console) if is_local(answerer) else NOTHING
+    left = before - set(library.chunks())
+    if left:
+        _forget(answerer, library, left, console)
+    figures = f"{done['tokens']:,} tokens, {size_text(done['nbytes'])}, {done['seconds']:.1f} s"
+    of_files = f"{counted(len(chunks), 'chunk')} of {counted(len(documents), 'file')}"
+    say(console, f"{of_files} in '{library.name}'; {done['encoded']:,} encoded now ({figures}).")
+    return {
+        "files": len(documents),
+        "skipped": [[str(path), why] for path, why in skipped],
+        "chunks": len(chunks),
+        "left": len(left),
+        **done,
+    }
+
+
+def _forget(answerer: Answerer, library: Library, left: Set[tuple[str, str]], console: Console) -> None:
+    from ragfuse.store.deletion import leave_source
+
+    sources, freed = {source for _, source in left}, 0
+    if is_local(answerer):
+        texts = {text for text, _ in left}
+        held = leave_source(answerer.catalog.strict, answerer.digest, texts, sources.__contains__)
+        freed = answerer.forget(texts - held - {text for text, _ in library.chunks()})
+    what = f"{counted(len(left), 'chunk')} of {listed(sorted(sources))}, {size_text(freed)} of KV"
+    say(console, f"left the index: {what}")
 
 
 def target_tiers(engine: Engine, n_tokens: int) -> list[str]:
@@ -273,27 +222,21 @@ def target_tiers(engine: Engine, n_tokens: int) -> list[str]:
 def _fitting_chunks(engine: Engine, chunks: Chunks, console: Console) -> Chunks:
     """Return as many of the first chunks as the store can hold: more of them would evict the first ones again."""
     sample = [engine.tokens(text) for text, _ in chunks[:: max(1, len(chunks) // 50)]]
-    n_tokens, run = sum(map(len, sample)) / len(sample), sample[0]
-    rooms = dict[str, tuple[float, float]]()  # each of these tiers gets all chunks: (bytes, chunks) that fit
-    for name in target_tiers(engine, int(n_tokens)):
+    n_tokens = max(1.0, sum(map(len, sample)) / len(sample))
+    longest = max(sample, key=len)
+    fitting = 0
+    for name in target_tiers(engine, int(n_tokens)):  # each of them gets all chunks
         tier = engine.store.tier(name)
         room: float = tier.capacity
-        folder = getattr(tier, "path", None)
-        if isinstance(folder, Path):
-            room = min(room, tier.nbytes + 0.95 * shutil.disk_usage(folder).free)
-        packed = engine.store.levels.of(name) != ("raw",) and len(run) > 0
-        token_nbytes = (
-            engine.runtime.encoder.nbytes_in(name, run) / len(run) if packed else engine.model.nbytes_per_token
+        if isinstance(folder := getattr(tier, "path", None), Path):
+            room = min(room, tier.nbytes + shutil.disk_usage(folder).free)
+        token_nbytes = engine.runtime.encoder.nbytes_in(name, longest) / max(1, len(longest))
+        fitting = max(fitting, int(min(len(chunks), 0.95 * room / (token_nbytes * n_tokens))))
+    if fitting < len(chunks):
+        say(
+            console,
+            f"The store has room for the first {fitting:,} of {len(chunks):,} chunks, which are encoded now, the "
+            "others when a question needs them. Free space on its disk, or raise RAGFUSE_DISK_BYTES.",
+            "yellow",
         )
-        rooms[name] = room, 0.95 * room / (token_nbytes * max(1.0, n_tokens))
-    name = max(rooms, key=lambda name: rooms[name][1])
-    room, fitting = rooms[name]
-    if fitting >= len(chunks):
-        return chunks
-    console.print(
-        f"[yellow]Tier {name} can hold {size_text(room)}[/]: the first {int(fitting):,} of {len(chunks):,} chunks are "
-        "encoded now, the others when a question needs them. Free space on its disk, or raise the bytes of the tier.",
-        highlight=False,
-        soft_wrap=True,
-    )
-    return chunks[: int(fitting)]
+    return chunks[:fitting]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -66,7 +65,7 @@ class Library:
         try:
             make_root(self.file.parent)
             with FileLock(self.file.with_suffix(".lock"), mode=0o600):
-                store = self._open()
+                store = self._open(*self._read())
                 records = InMemoryRecordManager(self.name)
                 records.records = {
                     id: {"group_id": None, "updated_at": 0.0}
@@ -97,8 +96,7 @@ class Library:
         if not self.chunks():
             option = "" if self.name == "default" else f" --index {self.name}"
             names = sorted(file.stem for file in self.file.parent.glob("*.safetensors"))
-            others = [name for name in names if not re.fullmatch(r"docs-[0-9a-f]{12}", name)]
-            there = f" Others are there: {', '.join(others)} (choose one with --index)." if others else ""
+            there = f" Others are there: {', '.join(names)} (choose one with --index)." if names else ""
             raise InputError(f"The index '{self.name}' is empty.{there} Fill it first: ragfuse ingest PATH{option}")
 
     def search(self, question: str) -> list[tuple[str, str]]:
@@ -106,7 +104,10 @@ class Library:
 
         A text that several documents have is found once, and the next best takes the place of its copies.
         """
-        store, most = self._open(), self.settings.top_k
+        saved, chunks = self._read()
+        if not chunks:
+            return []
+        store, most = self._open(saved, chunks), self.settings.top_k
         n, found = most, dict[str, tuple[str, str]]()
         while True:
             for each in store.similarity_search(question, k=n):
@@ -140,14 +141,13 @@ class Library:
             )
         return saved["index"], head["chunks"]
 
-    def _open(self) -> Any:
-        """Return LangChain's FAISS store over all chunks."""
+    def _open(self, saved: Any, chunks: Sequence[tuple[str, str, str]]) -> Any:
+        """Return LangChain's FAISS store over what `_read` returned."""
         import faiss
         from langchain_community.docstore.in_memory import InMemoryDocstore
         from langchain_community.vectorstores import FAISS
         from langchain_core.documents import Document
 
-        saved, chunks = self._read()
         documents = {id: Document(text, id=id, metadata={"source": source}) for id, text, source in chunks}
         index: Any
         if saved is None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
 import sys
 from importlib.metadata import entry_points
+from importlib.metadata import version as installed
 from typing import Annotated, Any
 
 import typer
@@ -15,9 +15,8 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from ragfuse.cli import adapt, ask, chat, checks, demo, doctor, ingest, measure, models, schema, serve, sessions, store
-from ragfuse.errors import InputError, RagFuseError
-
-RESUMES = "Run the same command again to continue."
+from ragfuse.cli.show import say
+from ragfuse.errors import RagFuseError
 
 
 class CommandGroup(TyperGroup):
@@ -42,8 +41,7 @@ class CommandGroup(TyperGroup):
             where = f" ({error.filename})" if error.filename else ""
             self._fail("InputError", f"The system refused: {error.strerror or error}{where}.", error)
         except KeyboardInterrupt as stop:
-            note = " ".join(map(str, stop.args)) or (RESUMES if ctx.invoked_subcommand == "ingest" else "")
-            Console(stderr=True).print(f"\nStopped. {note}".rstrip(), highlight=False, markup=False, soft_wrap=True)
+            say(Console(stderr=True), f"\nStopped. {' '.join(map(str, stop.args))}".rstrip())
             raise typer.Exit(130) from stop
 
     @staticmethod
@@ -74,7 +72,6 @@ app = typer.Typer(
 app.command("ingest")(ingest.ingest)
 app.command("ask")(ask.ask)
 app.command("chat")(chat.chat)
-app.command("explain")(measure.explain)
 app.command("measure")(measure.measure)
 app.command("verify")(checks.verify_model)
 app.command("calibrate")(checks.calibrate_model)
@@ -86,26 +83,8 @@ app.add_typer(models.models, name="models")
 app.add_typer(store.store, name="store")
 app.add_typer(sessions.sessions, name="sessions")
 app.add_typer(schema.schema, name="schema")
-
-
-def _bench(context: typer.Context) -> None:
-    """Benchmark ragfuse on this machine (needs the package ragfuse-bench)."""
-    raise InputError(
-        f"`{shlex.join(['ragfuse', 'bench', *context.args])}` needs the package ragfuse-bench, which is not installed: "
-        "pip install ragfuse-bench, or in a clone pip install -e benchmarks"
-    )
-
-
-def _add_plugins() -> None:
-    """Add the commands of other packages: entry points of the group `ragfuse.commands`, each a `typer.Typer`."""
-    plugins = entry_points(group="ragfuse.commands")
-    for plugin in plugins:
-        app.add_typer(plugin.load(), name=plugin.name)
-    if "bench" not in plugins.names:
-        app.command("bench", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(_bench)
-
-
-_add_plugins()
+for plugin in entry_points(group="ragfuse.commands"):  # commands of other packages, such as ragfuse-bench
+    app.add_typer(plugin.load(), name=plugin.name)
 
 
 @app.callback(invoke_without_command=True)
@@ -122,7 +101,5 @@ def main(
         logging.getLogger(library).setLevel(logging.ERROR)
     context.call_on_close(lambda: log.removeHandler(handler))
     if version:
-        from importlib.metadata import version as installed
-
         print(f"ragfuse-kv {installed('ragfuse-kv')}")
         sys.exit(0)

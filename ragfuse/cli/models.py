@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.console import Console
 
-from ragfuse.cli.options import Json, console_for, settings_of, write_json
-from ragfuse.types.sizes import size_text
+from ragfuse.cli.options import screen
+from ragfuse.cli.show import show_table
+from ragfuse.settings import Settings
 
 models = typer.Typer(
     no_args_is_help=True,
@@ -17,25 +18,33 @@ models = typer.Typer(
 
 
 @models.command("ls")
-def ls(json: Json = None) -> None:
+@screen()
+def ls(console: Console, settings: Settings) -> dict[str, Any]:
     """List the embedded models, with their role, state and size."""
     from ragfuse.models import list_models
 
-    found = list_models(settings_of().home)
-    table = Table("name", "role", "state", "size", "what", box=None)
-    for status in found:
-        model = status.model
-        table.add_row(model.name, model.role, status.state, size_text(status.nbytes), model.what)
-    console_for(json).print(table)
-    rows = [{"name": s.model.name, "role": s.model.role, "state": s.state, "nbytes": s.nbytes} for s in found]
-    write_json({"models": rows}, json)
+    rows = [
+        {
+            "name": status.model.name,
+            "role": status.model.role,
+            "state": status.state,
+            "nbytes": status.nbytes,
+            "what": status.model.what,
+        }
+        for status in list_models(settings.home)
+    ]
+    show_table(console, rows)
+    return {"models": rows}
 
 
 @models.command("path")
+@screen()
 def path(
+    console: Console,
+    settings: Settings,
     name: Annotated[str, typer.Argument(help="Name of an embedded model, as `ragfuse models ls` lists it.")],
 ) -> None:
     """Print the folder of an embedded model, after preparing it if needed."""
     from ragfuse.models import prepare
 
-    print(prepare(name, settings_of().home))
+    print(prepare(name, settings.home))

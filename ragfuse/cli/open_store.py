@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 
-from ragfuse.cli.options import settings_of
 from ragfuse.errors import InputError
+from ragfuse.settings import Settings
 
 if TYPE_CHECKING:
     from ragfuse.admin.store_admin import StoreAdmin
 
 
 @contextmanager
-def open_admin(folder: Path | None, console: Console, may_be_new: bool = False) -> Iterator[StoreAdmin]:
+def open_admin(settings: Settings, console: Console, may_be_new: bool = False) -> Iterator[StoreAdmin]:
     """Open the store of the settings; InputError if it does not exist yet, unless `may_be_new`."""
-    settings = settings_of(store=folder)
     if not may_be_new and not settings.tiers and settings.disk_bytes and not settings.store_path.exists():
         raise InputError(
             f"There is no store at '{settings.store_path}' yet. Fill it with `ragfuse ingest PATH`, or "

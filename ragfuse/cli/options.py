@@ -1,9 +1,11 @@
-"""Options that several commands share, and the settings made from them."""
+"""The one way in which commands get their options, settings, console and `--json`: see `screen`."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,15 +16,8 @@ from ragfuse.cli.files import READABLE_TYPES
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.settings import Settings
 
-
-def default_of(setting: str, value: str = "") -> str:
-    """Return what `--help` shows as the default of an option that stands for a setting.
-
-    Args:
-        setting: Name of the setting.
-        value: Its default in words, where the value itself says little.
-    """
-    return f"{value or Settings.model_fields[setting].default}, or RAGFUSE_{setting.upper()}"
+ENGINE = ("model", "dtype", "device", "model_kwargs", "store")
+"""The settings of an engine that each command with a model has options for."""
 
 
 def option(flag: str, text: str, default: str | bool = True, **more: Any) -> Any:
@@ -30,61 +25,33 @@ def option(flag: str, text: str, default: str | bool = True, **more: Any) -> Any
     return typer.Option(flag, help=text, show_default=default, **more)
 
 
-Model = Annotated[
-    str | None,
-    option(
-        "--model",
-        "Name as `ragfuse models ls` lists it, Hugging Face id, folder, adapter folder or GGUF file.",
-        default_of("model"),
-    ),
-]
-Dtype = Annotated[str | None, option("--dtype", "auto, float32, bfloat16 or float16.", default_of("dtype"))]
-Device = Annotated[str | None, option("--device", "cpu, cuda, cuda:N, mps or auto.", default_of("device"))]
-ModelKwargs = Annotated[
-    str | None,
-    option(
-        "--model-kwargs",
-        'Options of from_pretrained, as JSON: \'{"revision": "main"}\'.',
-        default_of("model_kwargs", "none"),
-    ),
-]
-STORE_DEFAULT = default_of("store", "`store` in the folder RAGFUSE_HOME")
-Store = Annotated[Path | None, option("--store", "Folder of the KV store.", STORE_DEFAULT)]
+def setting(name: str) -> Any:
+    """Return the option for a setting, with the help and the default that the setting has."""
+    field = Settings.model_fields[name]
+    flag, variable = f"--{name.replace('_', '-')}", f"RAGFUSE_{name.upper()}"
+    shown = f"{field.default}, or {variable}" if field.default else variable
+    return option(flag, str(field.description), shown)
+
+
+Model = Annotated[str | None, setting("model")]
+Dtype = Annotated[str | None, setting("dtype")]
+Device = Annotated[str | None, setting("device")]
 Documents = Annotated[list[Path], typer.Option("--docs", help=f"Files or folders of your documents: {READABLE_TYPES}.")]
 DocsFirst = Annotated[
     Path | None, option("--docs", "Ingest this file or folder first, into an index of its own.", "none")
 ]
-Policy = Annotated[
+Session = Annotated[
+    str | None,
+    option("--session", "Continue the conversation of this name, or start it; see `ragfuse sessions`.", "none is kept"),
+]
+Server = Annotated[
     str | None,
     option(
-        "--policy",
-        "How the tokens to recompute are chosen; auto: as `ragfuse calibrate` found best.",
-        default_of("policy"),
+        "--server",
+        "Ask the `ragfuse serve` at this address; no model is loaded here, but documents are searched here.",
+        "none",
+        metavar="URL",
     ),
-]
-Ratio = Annotated[
-    float | None,
-    option(
-        "--ratio",
-        "Share of the reused tokens to recompute: 0 is fastest, 1 is full prefill.",
-        default_of("ratio", "chosen for each question"),
-    ),
-]
-TopK = Annotated[int | None, option("--top-k", "Number of chunks to retrieve.", default_of("top_k"))]
-MaxTokens = Annotated[
-    int | None, option("--max-tokens", "Maximum length of the answer, in tokens.", default_of("max_tokens"))
-]
-Overflow = Annotated[
-    str | None,
-    option(
-        "--overflow",
-        "For a prompt that is too long: error, or drop (leave out its last chunks).",
-        default_of("overflow"),
-    ),
-]
-Deadline = Annotated[
-    float | None,
-    option("--deadline", "Seconds within which the first token should come.", "none", min=0.0),
 ]
 Ray = Annotated[
     str | None,
@@ -97,6 +64,7 @@ Ray = Annotated[
 RayCPUs = Annotated[
     float | None, option("--ray-cpus", "CPUs of each engine on the Ray cluster.", "chosen by the size of its nodes")
 ]
+Plot = Annotated[Path | None, option("--plot", "Draw the result into this PNG.", "none is drawn")]
 Json = Annotated[
     Path | None, option("--json", "Write the result as JSON to this file ('-': standard output).", "none is written")
 ]
@@ -104,8 +72,48 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmat
 Index = Annotated[str, typer.Option("--index", help="Name of the document index.")]
 
 
-ONE_LINE = 320
-"""Most characters of a JSON value that is written on one line."""
+def screen(*settings: str, **shared: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Let typer call a function of (console, settings, its own options) with the options that commands share.
+
+    The console is for people. The settings are made of the environment and of the options that they have here. A
+    function that returns a result has the option `--json`, where it is written. It may return a pair instead: the
+    result, and whether all is well; where it is not, the exit status is 1.
+
+    Args:
+        *settings: Settings that have an option here. The function gets one by its name, too, if it asks for it.
+        **shared: Types of further options that are None unless given. The function gets them by name.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., None]:
+        signature = inspect.signature(function, eval_str=True)
+        own = [each for each in signature.parameters.values() if each.kind != each.VAR_KEYWORD][2:]
+        given_by_name = {*shared, *(each.name for each in own)}
+        more = {name: Annotated[str | None, setting(name)] for name in settings} | shared
+        if signature.return_annotation is not None:
+            more["json"] = Json
+        parameters = {each.name: each.replace(kind=each.KEYWORD_ONLY) for each in own if each.name not in more}
+        for name, kind in more.items():
+            parameters[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+
+        def run(**given: Any) -> None:
+            target = given.get("json")
+            console = console_for(target)
+            made = settings_of(**{name: given[name] for name in settings})
+            by_name = {name: value for name, value in given.items() if name in given_by_name}
+            result = function(console, made, **by_name)
+            result, is_well = result if isinstance(result, tuple) else (result, True)
+            write_json(result, target)
+            raise typer.Exit(0 if is_well else 1)
+
+        run.__name__ = function.__name__
+        run.__doc__ = function.__doc__
+        run.__annotations__ = {}
+        run.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=list(parameters.values()), return_annotation=None
+        )
+        return run
+
+    return decorate
 
 
 def settings_of(**given: Any) -> Settings:
@@ -117,10 +125,10 @@ def settings_of(**given: Any) -> Settings:
     try:
         return Settings(**{name: value for name, value in given.items() if value is not None})
     except SettingsError as error:
-        told, name = str(error), error.argument
-        if given.get(name) is None or f"RAGFUSE_{name.upper()}" in told:
+        name = error.argument
+        if given.get(name) is None:
             raise
-        raise SettingsError(f"{told.removesuffix('.')} (--{name.replace('_', '-')}).", name) from None
+        raise SettingsError(f"{str(error).removesuffix('.')} (--{name.replace('_', '-')}).", name) from None
 
 
 def prepare_model(settings: Settings) -> None:
@@ -130,25 +138,11 @@ def prepare_model(settings: Settings) -> None:
     resolve_llm(settings.model, settings.home)
 
 
-def json_text(data: Any, indent: int = 0) -> str:
-    """Return readable JSON: short values on one line, longer ones with one line per part."""
-    flat = json.dumps(data, ensure_ascii=False)
-    if not data or not isinstance(data, dict | list | tuple) or (indent and len(flat) <= ONE_LINE):
-        return flat
-    inner, outer = " " * (indent + 2), " " * indent
-    if isinstance(data, dict):
-        named = [(json.dumps(str(name), ensure_ascii=False), part) for name, part in data.items()]
-        parts, ends = [f"{name}: {json_text(part, indent + 2)}" for name, part in named], "{}"
-    else:
-        parts, ends = [json_text(part, indent + 2) for part in data], "[]"
-    return ends[0] + "\n" + ",\n".join(inner + part for part in parts) + f"\n{outer}{ends[1]}"
-
-
-def write_json(data: dict[str, Any], target: Path | None) -> None:
+def write_json(data: Any, target: Path | None) -> None:
     """Write a result to the target of `--json`, atomically."""
     if target is None:
         return
-    text = json_text(data)
+    text = json.dumps(data, ensure_ascii=False, indent=1)
     if str(target) == "-":
         print(text)
         return
@@ -156,9 +150,8 @@ def write_json(data: dict[str, Any], target: Path | None) -> None:
     try:
         partial.write_text(text + "\n", encoding="utf-8")
         partial.replace(target)
-    except OSError as error:
+    finally:
         partial.unlink(missing_ok=True)
-        raise InputError(f"The result cannot be written to '{target}': {error.strerror}. Name another file.") from error
 
 
 def console_for(json_target: Path | None) -> Console:

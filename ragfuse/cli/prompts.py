@@ -20,9 +20,11 @@ def rag_prompt(engine: Answerer, question: str, chunks: Sequence[tuple[str, str]
     """Return a question over (text, source) chunks.
 
     Returns:
-        One user message whose content has a `Piece` for each chunk; for a model without a chat template, plain text, in
-        which known chunks and those in `Ask.documents` are found.
+        One user message whose content has a `Piece` for each chunk, and the question alone without any; for a model
+        without a chat template, plain text, in which known chunks and those in `Ask.documents` are found.
     """
+    if not chunks and engine.card.has_chat_template:
+        return [("user", question)]
     if not engine.card.has_chat_template:
         passages = "".join(f"{text}\n\n" for text, _ in chunks)
         return f"{INSTRUCTION}{passages}Question: {question}\nAnswer:"

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
 from ragfuse.cli.open_store import confirm, open_admin
-from ragfuse.cli.options import Json, Store, Yes, console_for, option, write_json
-from ragfuse.cli.show import counted, plain
-from ragfuse.errors import InputError
-from ragfuse.settings import SINKS
+from ragfuse.cli.options import Yes, screen
+from ragfuse.cli.show import counted, plain, say, show_table, when
+from ragfuse.settings import Settings
 from ragfuse.types.sizes import size_text
 
 sessions = typer.Typer(
@@ -26,86 +25,67 @@ Name = Annotated[str, typer.Argument(help="Name of the session, as `ragfuse sess
 
 
 @sessions.command("ls")
-def ls(store: Store = None, json: Json = None) -> None:
+@screen("store")
+def ls(console: Console, settings: Settings) -> dict[str, Any]:
     """List sessions, most recently used first."""
-    console = console_for(json)
-    with open_admin(store, console) as admin:
+    with open_admin(settings, console) as admin:
         infos = admin.sessions.ls()
-    table = Table("session", "turns", "tokens", "used", box=None, pad_edge=False)
-    for info in infos:
-        table.add_row(Text(plain(info.id)), f"{info.turns:,}", f"{info.tokens:,}", _when(info.used))
-    console.print(table if infos else "No session is stored here. Start one: ragfuse chat --session NAME.")
-    write_json({"sessions": [info.as_dict() for info in infos]}, json)
+    if not infos:
+        say(console, "No session is stored here. Start one: ragfuse chat --session NAME.")
+    show_table(
+        console,
+        [{"session": each.id, "turns": each.turns, "tokens": each.tokens, "used": when(each.used)} for each in infos],
+    )
+    return {"sessions": [info.as_dict() for info in infos]}
 
 
 @sessions.command("show")
-def show(name: Name, store: Store = None, json: Json = None) -> None:
+@screen("store")
+def show(console: Console, settings: Settings, name: Name) -> dict[str, Any]:
     """Show the messages of a session; --json has its tokens and keys as well. For its KV: `ragfuse store export`."""
-    console = console_for(json)
-    with open_admin(store, console) as admin:
+    with open_admin(settings, console) as admin:
         session, payload = admin.sessions.show(name), admin.sessions.export(name)
     for message in session.messages:
-        console.print(Text.assemble((f"{message.role}: ", "bold"), _lines(message.text)), soft_wrap=True)
+        text = "\n".join(map(plain, message.text.splitlines()))
+        console.print(Text.assemble((f"{message.role}: ", "bold"), text), soft_wrap=True)
     if session.dropped:
-        console.print(f"Prompts leave out {session.dropped:,} of its {session.n_tokens:,} tokens.", highlight=False)
-    write_json(payload, json)
+        say(console, f"Prompts leave out {session.dropped:,} of its {session.n_tokens:,} tokens.")
+    return payload
 
 
 @sessions.command("rm")
+@screen("store")
 def rm(
-    names: Annotated[list[str] | None, typer.Argument(help="Names of sessions.", show_default="none")] = None,
-    unused: Annotated[
-        float | None, option("--unused", "Delete all sessions unused for this many days.", "none", min=0)
-    ] = None,
+    console: Console,
+    settings: Settings,
+    names: Annotated[list[str], typer.Argument(help="Names of sessions.")],
     yes: Yes = False,
-    store: Store = None,
-    json: Json = None,
-) -> None:
-    """Delete sessions, and their KV in every tier unless another session uses it."""
-    if bool(names) == (unused is not None):
-        raise InputError("Say what to delete: either names of sessions, or --unused DAYS, not both.")
-    console = console_for(json)
-    with open_admin(store, console) as admin:
+) -> dict[str, Any]:
+    """Delete sessions, and their KV in every tier unless another session uses it.
+
+    Unused ones go by themselves after RAGFUSE_SESSION_TTL_S.
+    """
+    with open_admin(settings, console) as admin:
         confirm("Delete these conversations for good?", yes)
-        session_store = admin.sessions
-        deleted = session_store.delete(*names) if names else session_store.expire(86400 * (unused or 0.0))
+        deleted = admin.sessions.delete(*names)
     kv = f"{counted(deleted.entries, 'entry', 'entries')} of KV ({size_text(deleted.nbytes)})"
-    console.print(f"Deleted {counted(deleted.sessions, 'session')} and {kv}.", highlight=False, markup=False)
+    say(console, f"Deleted {counted(deleted.sessions, 'session')} and {kv}.")
     for tier in deleted.silent:
-        console.print(
-            f"Tier {tier} does not answer: KV of these sessions may stay there.", highlight=False, markup=False
-        )
-    write_json({"sessions": deleted.sessions, "entries": deleted.entries, "nbytes": deleted.nbytes}, json)
+        say(console, f"Tier {tier} does not answer: KV of these sessions may stay there.")
+    return {"sessions": deleted.sessions, "entries": deleted.entries, "nbytes": deleted.nbytes}
 
 
 @sessions.command("truncate")
+@screen("store")
 def truncate(
+    console: Console,
+    settings: Settings,
     name: Name,
-    tokens: Annotated[int, typer.Option(min=0, help="Tokens to keep.")],
-    sinks: Annotated[
-        int,
-        typer.Option(
-            min=0, help="How many of --tokens are taken from the beginning of the session; the rest from its end."
-        ),
-    ] = SINKS,
-    store: Store = None,
-    json: Json = None,
-) -> None:
+    tokens: Annotated[int, typer.Option(min=0, help="Tokens to keep; RAGFUSE_SINKS of them are its first ones.")],
+) -> dict[str, Any]:
     """Shorten the history that the next prompt of a session includes. Nothing is recomputed, and no KV changes."""
-    console = console_for(json)
-    with open_admin(store, console) as admin:
-        session = admin.sessions.truncate(name, tokens, sinks)
+    with open_admin(settings, console) as admin:
+        session = admin.sessions.truncate(name, tokens, settings.sinks)
     remaining = session.n_tokens - session.dropped
-    console.print(f"The next prompt has {remaining:,} of {session.n_tokens:,} tokens.", highlight=False)
-    write_json({"tokens": session.n_tokens, "dropped": session.dropped}, json)
-
-
-def _when(seconds: float) -> str:
-    from datetime import datetime
-
-    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M")
-
-
-def _lines(text: str) -> str:
-    """Return a text with its line breaks, without control characters that a terminal would interpret."""
-    return "\n".join(plain(line) for line in text.splitlines())
+    say(console, f"The next prompt has {remaining:,} of {session.n_tokens:,} tokens.")
+    return {"tokens": session.n_tokens, "dropped": session.dropped}

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
-from rich.text import Text
 
-from ragfuse.cli.entries import describe, print_outcome, show_entries, show_tiers
 from ragfuse.cli.open_store import confirm, open_admin
-from ragfuse.cli.options import Json, Store, Yes, console_for, option, write_json
-from ragfuse.cli.show import counted, plain
+from ragfuse.cli.options import Yes, option, screen
+from ragfuse.cli.show import counted, plain, progress_bar, say, short, show_table, when
 from ragfuse.errors import InputError, StoreError
-from ragfuse.telemetry.progress import progress
-from ragfuse.types.sizes import size_text
+from ragfuse.settings import Settings
+from ragfuse.types.sizes import capacity_text, size_text
 
 if TYPE_CHECKING:
     from ragfuse.admin.store_admin import EntryFilter, EntryRow, StoreAdmin
+    from ragfuse.store.archive import Outcome
 
 store = typer.Typer(
     no_args_is_help=True,
@@ -30,72 +28,95 @@ store = typer.Typer(
     "--tenant names another; without a salt, to all tenants. gc and import apply to the whole store.",
 )
 
-Keys = Annotated[
-    list[str] | None,
-    typer.Argument(help="First characters of keys, as `ragfuse store ls` shows them.", show_default="any key"),
-]
-Tier = Annotated[str | None, option("--tier", "Only entries in this tier.", "all tiers")]
-Source = Annotated[str | None, option("--source", "Only texts whose source contains this.", "any source")]
-Model = Annotated[str | None, option("--model", "Only entries of this model (name or start of digest).", "all models")]
-Tenant_ = Annotated[
-    str | None,
-    option(
-        "--tenant",
-        "Only entries of the tenant with this salt or name ('': no salt).",
-        "RAGFUSE_SALT, or all tenants without",
-    ),
-]
+FILTER = MappingProxyType(
+    {
+        "keys": Annotated[
+            list[str] | None,
+            typer.Argument(help="First characters of keys, as `ragfuse store ls` shows them.", show_default="any key"),
+        ],
+        "tier": Annotated[str | None, option("--tier", "Only entries in this tier.", "all tiers")],
+        "source": Annotated[str | None, option("--source", "Only texts whose source contains this.", "any source")],
+        "model": Annotated[
+            str | None, option("--model", "Only entries of this model (name or start of digest).", "all models")
+        ],
+        "tenant": Annotated[
+            str | None,
+            option(
+                "--tenant",
+                "Only entries of the tenant with this salt or name ('': no salt).",
+                "RAGFUSE_SALT, or all tenants without",
+            ),
+        ],
+    }
+)
+"""The options that select entries."""
 All = Annotated[bool, typer.Option("--all", help="All entries: of one tenant if a salt is set, else of all tenants.")]
 
 
 @store.command("ls")
+@screen("store", **FILTER)
 def ls(
-    keys: Keys = None,
-    tier: Tier = None,
-    source: Source = None,
-    model: Model = None,
-    tenant: Tenant_ = None,
+    console: Console,
+    settings: Settings,
     limit: Annotated[int, typer.Option(min=0, help="Entries to show, most recently used first; 0: all.")] = 50,
-    store: Store = None,
-    json: Json = None,
-) -> None:
-    """List entries with their text, tier, size and hits, and the totals of tiers and tenants. --json lists all."""
-    console = console_for(json)
-    with open_admin(store, console) as admin:
-        entry_filter = _entry_filter(keys, tier, source, model, tenant)
+    **conditions: Any,
+) -> dict[str, Any]:
+    """List entries with tier, size and hits, and what tiers and tenants keep. --json lists all, with their texts.
+
+    A star marks what is pinned. An entry was encoded "alone" (exact where a prompt begins with it), as a "prefix"
+    (exact behind the same tokens), or behind "filler" text (close, not exact).
+    """
+    with open_admin(settings, console) as admin:
+        entry_filter = _entry_filter(admin, conditions)
         rows = _select(admin, console, entry_filter)
-        uses = admin.uses(rows, admin.within_tenant(entry_filter))
+        uses = admin.uses(rows, entry_filter)
         tiers = admin.store.tiers
-    shown = rows[: limit or None]
-    if rows:
-        show_entries(console, shown)
+    shown = [
+        {
+            "key": row.short + "*" * row.entry.pinned,
+            "tier": row.entry.tier,
+            "encoded": row.entry.key.encoded,
+            "source": short(Path(row.source).name) + (f" +{len(row.sources) - 1}" if len(row.sources) > 1 else ""),
+            "tokens": row.entry.n_tokens,
+            "nbytes": row.entry.nbytes,
+            "hits": row.entry.hits,
+            "used": when(row.entry.last_used),
+        }
+        for row in rows[: limit or None]
+    ]
+    show_table(console, shown)
     if len(shown) < len(rows):
-        console.print(f"{len(rows) - len(shown):,} more: --limit 0 shows all.", highlight=False)
-    totals = show_tiers(console, tiers, rows)
+        say(console, f"{len(rows) - len(shown):,} more: --limit 0 shows all.")
+    totals = list[dict[str, Any]]()
+    for tier in tiers:
+        entries = [row.entry for row in rows if row.entry.tier == tier.name]
+        totals.append(
+            {
+                "tier": tier.name,
+                "entries": len(entries),
+                "nbytes": sum(entry.nbytes for entry in entries),
+                "capacity": tier.capacity,
+                "pinned": sum(entry.pinned for entry in entries),
+                "hits": sum(entry.hits for entry in entries),
+            }
+        )
+    show_table(console, [{**each, "capacity": capacity_text(each["capacity"])} for each in totals])
     for owner, use in uses:
         sizes = " and ".join(f"{size_text(nbytes)} in {name}" for name, nbytes in use.nbytes.items()) or "nothing"
         kept = f"{sizes}, {counted(use.texts, 'text')}, {counted(use.sessions, 'session')}"
-        console.print(Text(f"{plain(owner.name)} in all: {kept}"))
+        say(console, f"{plain(owner.name)} in all: {kept}")
     tenants = [
         {"model": owner.model, "tenant": owner.tenant, "digest": owner.digest, **use.as_dict()} for owner, use in uses
     ]
     nbytes = sum(row.entry.nbytes for row in rows)
-    entries = [row.as_dict() for row in rows]
-    write_json({"entries": entries, "nbytes": nbytes, "tiers": totals, "tenants": tenants}, json)
+    return {"entries": [row.as_dict() for row in rows], "nbytes": nbytes, "tiers": totals, "tenants": tenants}
 
 
 @store.command("rm")
+@screen("store", **FILTER)
 def rm(
-    keys: Keys = None,
-    tier: Tier = None,
-    source: Source = None,
-    model: Model = None,
-    tenant: Tenant_ = None,
-    all_: All = False,
-    yes: Yes = False,
-    store: Store = None,
-    json: Json = None,
-) -> None:
+    console: Console, settings: Settings, all_: All = False, yes: Yes = False, **conditions: Any
+) -> tuple[dict[str, Any], bool]:
     """Delete entries, and the texts of chunks that have no entry left.
 
     If a salt is set (RAGFUSE_SALT), entries of other tenants stay unless --tenant names one; without a salt, --all
@@ -103,20 +124,18 @@ def rm(
 
     Exit status 1 if nothing matches, or if a tier does not answer: then what it holds stays, and so do all texts.
     """
-    entry_filter, console = _entry_filter(keys, tier, source, model, tenant, all_, "delete"), console_for(json)
-    with open_admin(store, console) as admin:
-        entry_filter = admin.within_tenant(entry_filter)
+    _require_choice(conditions, all_, "delete")
+    with open_admin(settings, console) as admin:
+        entry_filter = _entry_filter(admin, conditions)
         rows = _select(admin, console, entry_filter)
         if rows or admin.text_models(entry_filter):
             confirm(f"Delete {describe(rows) if rows else 'all texts of chunks that no tier stores'}?", yes)
         cleared = admin.clear(rows, entry_filter)
     dropped = cleared.dropped
     if dropped or cleared.texts:
-        what = f"{describe(dropped) if dropped else '0 entries'}, {counted(cleared.texts, 'text')}"
-        console.print(f"Deleted {what}.", highlight=False, markup=False)
+        say(console, f"Deleted {describe(dropped)}, {counted(cleared.texts, 'text')}.")
     for name in cleared.silent:
-        message = f"Tier {name} does not answer: what it holds stays there, and all texts stay. Delete again later."
-        console.print(message, highlight=False, markup=False, soft_wrap=True)
+        say(console, f"Tier {name} does not answer: what it holds stays there, and all texts stay. Delete again later.")
     result = {
         "dropped": len(dropped),
         "nbytes": sum(row.entry.nbytes for row in dropped),
@@ -124,52 +143,45 @@ def rm(
         "stayed": len(rows) - len(dropped),
         "silent": list(cleared.silent),
     }
-    write_json(result, json)
-    found = rows or cleared.texts or not (keys or source)  # whole tiers and tenants may be empty
-    raise typer.Exit(1 if cleared.silent or not found else 0)
+    found = rows or cleared.texts or not (entry_filter.keys or entry_filter.source)  # whole tiers may be empty
+    return result, bool(found and not cleared.silent)
 
 
 @store.command("pin")
+@screen("store", **FILTER)
 def pin(
-    keys: Keys = None,
-    tier: Tier = None,
-    source: Source = None,
-    model: Model = None,
-    tenant: Tenant_ = None,
+    console: Console,
+    settings: Settings,
     all_: All = False,
     off: Annotated[bool, typer.Option("--off", help="Take pins off, so that chunks can be evicted again.")] = False,
-    store: Store = None,
-    json: Json = None,
-) -> None:
+    **conditions: Any,
+) -> tuple[dict[str, Any], bool]:
     """Pin chunks: they are never evicted, and never expire.
 
     Exit status 1 if nothing matches, or a tier concerned does not answer.
     """
-    entry_filter, console = _entry_filter(keys, tier, source, model, tenant, all_, "pin"), console_for(json)
-    with open_admin(store, console) as admin:
+    _require_choice(conditions, all_, "pin")
+    with open_admin(settings, console) as admin:
+        entry_filter = _entry_filter(admin, conditions)
         rows = _select(admin, console, entry_filter, "nothing was changed")
         pinning = {tier.name for tier in admin.store.tiers if tier.pins}  # other media decide what they keep
         rows = [row for row in rows if row.entry.tier in pinning]
         changing = [row for row in rows if row.entry.pinned is off]
-        keys_of = list(dict.fromkeys(row.entry.key for row in changing))
-        (admin.store.unpin if off else admin.store.pin)(*keys_of)
+        keys = {row.entry.key for row in changing}
+        (admin.store.unpin if off else admin.store.pin)(*keys)
         silent = admin.silent(entry_filter)
     word = "unpinned" if off else "pinned"
-    changed = f"{describe(changing)} {word}" if changing else f"Nothing {word}"
-    if rows:
-        console.print(f"{changed}, {len(rows) - len(changing):,} were so before.", highlight=False, markup=False)
-    write_json({word: len(keys_of), "already": len(rows) - len(changing), "silent": silent}, json)
-    raise typer.Exit(1 if silent or not (rows or entry_filter.selects_all) else 0)
+    say(console, f"{describe(changing)} {word}, {len(rows) - len(changing):,} were so before.")
+    result = {word: len(keys), "already": len(rows) - len(changing), "silent": silent}
+    return result, bool((rows or all_) and not silent)
 
 
 @store.command("export")
+@screen("store", **FILTER)
 def export(
+    console: Console,
+    settings: Settings,
     file: Annotated[Path, typer.Argument(help="The archive to write.")],
-    keys: Keys = None,
-    tier: Tier = None,
-    source: Source = None,
-    model: Model = None,
-    tenant: Tenant_ = None,
     texts: Annotated[
         bool,
         typer.Option(
@@ -177,116 +189,102 @@ def export(
         ),
     ] = True,
     yes: Yes = False,
-    store: Store = None,
-    json: Json = None,
-) -> None:
+    **conditions: Any,
+) -> tuple[dict[str, Any], bool]:
     """Write chunks to an archive: those selected, or all (of the tenant whose salt is set, if any).
 
     Anyone who has the file can read the texts in it.
 
     Exit status 1 if some chunks are, or may be, missing from it; an existing file is then left unchanged.
     """
-    entry_filter, console = _entry_filter(keys, tier, source, model, tenant), console_for(json)
-    with open_admin(store, console) as admin:
+    with open_admin(settings, console) as admin:
         consequence = f"nothing was written to '{file}'"
+        entry_filter = _entry_filter(admin, conditions)
         rows = _select(admin, console, entry_filter, consequence)
         silent = admin.silent(entry_filter)
         if file.is_file():
             if silent:
                 _refuse(silent, consequence)
             confirm(f"'{file}' exists already. Overwrite it?", yes)
-        with _progress_bar(console, "exporting", "Nothing was written; an existing file is unchanged.") as report:
+        with progress_bar(console, "exporting", "Nothing was written; an existing file is unchanged.") as report:
             outcome = admin.export(rows, file, texts, report)
-    result = print_outcome(console, outcome, f"written to {file}")
-    write_json({**result, "file": str(file), "silent": silent}, json)
-    raise typer.Exit(1 if outcome.troubles or silent else 0)
+    result = _told(console, outcome, f"written to {file}")
+    return {**result, "file": str(file), "silent": silent}, not (outcome.troubles or silent)
 
 
 @store.command("import")
+@screen("store")
 def import_(
+    console: Console,
+    settings: Settings,
     file: Annotated[Path, typer.Argument(help="An archive written by `ragfuse store export`.")],
     tier: Annotated[str | None, option("--tier", "Target tier.", "the first that outlives the process")] = None,
-    store: Store = None,
-    json: Json = None,
-) -> None:
+) -> tuple[dict[str, Any], bool]:
     """Import the chunks of an archive. They are hits only for the same model, dtype and salt.
 
     The author of an archive controls what the model reads: import only archives from people you trust. Exit status 1
     if some of it could not be imported.
     """
-    console = console_for(json)
     stopped = "What was imported so far stays. Run the same command again to continue."
     with (
-        open_admin(store, console, may_be_new=True) as admin,
-        _progress_bar(console, "importing", stopped) as report,
+        open_admin(settings, console, may_be_new=True) as admin,
+        progress_bar(console, "importing", stopped) as report,
     ):
         outcome = admin.import_(file, tier, report)
-    write_json(print_outcome(console, outcome, f"imported, {outcome.known} were there already"), json)
-    raise typer.Exit(1 if outcome.troubles else 0)
+    return _told(console, outcome, f"imported, {outcome.known} were there already"), not outcome.troubles
 
 
 @store.command("gc")
-def gc(store: Store = None, json: Json = None) -> None:
+@screen("store")
+def gc(console: Console, settings: Settings) -> tuple[dict[str, Any], bool]:
     """Delete useless data: leftovers of interrupted writes, damaged files, rows without files, expired entries (ttl_s).
 
     Exit status 1 if a tier does not answer.
     """
-    console = console_for(json)
-    with open_admin(store, console) as admin, console.status("looking at every file"):
+    with open_admin(settings, console) as admin, console.status("looking at every file"):
         freed = admin.gc()
         silent = [tier.name for tier in admin.store.tiers if tier.name not in freed]
     for name, removed in freed.items():
         counts = f"{removed.expired:,} expired, {counted(removed.leftovers, 'leftover')}"
-        console.print(f"{name}: {counts}, {size_text(removed.nbytes)} freed", highlight=False)
+        say(console, f"{name}: {counts}, {size_text(removed.nbytes)} freed")
     for name in silent:
-        console.print(f"{name}: does not answer, nothing is known of it", highlight=False, markup=False)
-    tiers = {name: {"expired": f.expired, "leftovers": f.leftovers, "nbytes": f.nbytes} for name, f in freed.items()}
-    write_json({"tiers": tiers, "silent": silent}, json)
-    raise typer.Exit(1 if silent else 0)
+        say(console, f"{name}: does not answer, nothing is known of it")
+    return {"tiers": {name: vars(removed) for name, removed in freed.items()}, "silent": silent}, not silent
 
 
-def _entry_filter(
-    keys: Sequence[str] | None,
-    tier: str | None,
-    source: str | None,
-    model: str | None,
-    tenant: str | None,
-    all_: bool = False,
-    verb: str = "",
-) -> EntryFilter:
-    """Return the filter that the options describe.
-
-    Raises:
-        InputError: The command, of which `verb` is the verb, needs either conditions or --all.
-    """
-    from ragfuse.admin.store_admin import EntryFilter
-
-    entry_filter = EntryFilter(tuple(keys or ()), tier, model, tenant, source)
-    if verb and entry_filter.selects_all != all_:
+def _require_choice(conditions: dict[str, Any], all_: bool, verb: str) -> None:
+    """Raise InputError unless either conditions are given, or --all."""
+    if all_ == any(each is not None and each != [] for each in conditions.values()):
         raise InputError(
             f"Say what to {verb}: first characters of keys, --tier, --source, --model or --tenant; or --all alone."
         )
-    return entry_filter
+
+
+def _entry_filter(admin: StoreAdmin, conditions: dict[str, Any]) -> EntryFilter:
+    """Return the filter that the options describe, of one tenant if a salt is set."""
+    from ragfuse.admin.store_admin import EntryFilter
+
+    keys = tuple(conditions["keys"] or ())
+    return admin.within_tenant(EntryFilter(**{**conditions, "keys": keys}))
 
 
 def _select(admin: StoreAdmin, console: Console, entry_filter: EntryFilter, consequence: str = "") -> list[EntryRow]:
-    """Return the selected entries, of one tenant if a salt is set; print which tiers do not answer.
+    """Return the selected entries; print which tiers do not answer.
 
     Raises:
         StoreError: Nothing was found, a selected tier does not answer, and that has a `consequence`.
     """
-    entry_filter = admin.within_tenant(entry_filter)
     with console.status("reading the store"):
         rows = admin.list_entries(entry_filter)
         silent = admin.silent(entry_filter)
     if consequence and silent and not rows:
         _refuse(silent, consequence)
     for name in admin.silent():
-        console.print(f"Tier {name} does not answer: its entries are not listed.", highlight=False, markup=False)
+        say(console, f"Tier {name} does not answer: its entries are not listed.")
     if not rows and not silent:
         nothing = "Nothing in the store matches; `ragfuse store ls` lists all, of one tenant if a salt is set."
         empty = "The store is empty: ragfuse ingest PATH."
-        console.print(empty if entry_filter.selects_all else nothing, highlight=False)
+        say(console, empty if entry_filter.selects_all else nothing)
     return rows
 
 
@@ -296,13 +294,22 @@ def _refuse(silent: Sequence[str], consequence: str) -> NoReturn:
     raise StoreError(unanswered(silent, consequence))
 
 
-@contextmanager
-def _progress_bar(console: Console, label: str, stopped: str) -> Iterator[Callable[[int, int], object]]:
-    """Yield a function (done, total) that updates a progress bar; `stopped` is the message after Ctrl-C."""
-    columns = (TextColumn(label), BarColumn(20), DownloadColumn(), TimeRemainingColumn())
-    with progress(console, *columns) as bar:
-        task = bar.add_task(label, total=None)
-        try:
-            yield lambda done, total: bar.update(task, completed=done, total=total)
-        except KeyboardInterrupt as stop:
-            raise KeyboardInterrupt(stopped) from stop
+def describe(rows: Sequence[EntryRow]) -> str:
+    """Return a short description of entries: how many, their size, and their tenants."""
+    names = "".join(f" of {plain(name)}" for name in dict.fromkeys(row.tenant.name for row in rows))
+    nbytes = sum(row.entry.nbytes for row in rows)
+    return f"{counted(len(rows), 'entry', 'entries')} ({size_text(nbytes)}){names}"
+
+
+def _told(console: Console, outcome: Outcome, where: str) -> dict[str, Any]:
+    """Print the result of a bulk operation: what was done, and what was left out and why; return it as JSON types."""
+    nbytes = sum(outcome.done.values())
+    done = f"{counted(len(outcome.done), 'entry', 'entries')} and {counted(outcome.texts, 'text')}"
+    say(console, f"{done} ({size_text(nbytes)}) {where}.")
+    for what, why in outcome.troubles[:5]:
+        say(console, f"left out: {what}: {why}")
+    if len(outcome.troubles) > 5:
+        say(console, f"left out: {len(outcome.troubles) - 5:,} more")
+    counts = {"entries": len(outcome.done), "nbytes": nbytes, "known": outcome.known, "texts": outcome.texts}
+    troubles = [{"what": what, "why": why} for what, why in outcome.troubles]
+    return {**counts, "failed": len(troubles), "troubles": troubles}

@@ -86,7 +86,7 @@ class Guard:
                 raise APIError(
                     421,
                     "Without API keys, this server accepts only localhost or 127.0.0.1 in the Host header. Use that "
-                    "name, or start the server with --api-key.",
+                    "name, or start the server with API keys.",
                     "host",
                 )
         tenant = self._service.keys.tenant(headers.get("authorization"))

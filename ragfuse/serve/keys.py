@@ -73,7 +73,7 @@ def check_host(host: str, keys: Keys) -> None:
     """Raise SettingsError for a server without keys on a host that other machines reach."""
     if host not in LOOPBACK and not len(keys):
         raise SettingsError(
-            f"Other machines can reach a server at '{host}', so it needs an API key; found none. Give --api-key, "
+            f"Other machines can reach a server at '{host}', so it needs an API key; found none. Give "
             "--api-keys-file or RAGFUSE_API_KEYS, or serve at 127.0.0.1."
         )
 

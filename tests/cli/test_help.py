@@ -69,14 +69,13 @@ app()
         ("ask Who? --pml /nowhere/at.all", "PMLError: /nowhere/at.all: found no readable file"),
         ("ask Who? --docs /nowhere", "InputError: Wanted a file or folder, found nothing"),
         ("ask Who? --index absent", "InputError: The index 'absent' is empty."),
-        ("explain Who? --index absent", "InputError: The index 'absent' is empty."),
         ("chat --docs /nowhere", "InputError: Wanted a file or folder, found nothing"),
         ("ingest /nowhere", "InputError: Wanted a file or folder, found nothing"),
         ("schema add /nowhere/at.all", "PMLError: /nowhere/at.all: found no readable file"),
         ("calibrate --docs . --plot /nowhere/x.png", "InputError: Wanted a file to write to"),
         ("calibrate --docs /nowhere", "InputError: Wanted a file or folder, found nothing"),
         ("adapt --docs /nowhere", "InputError: Wanted a file or folder, found nothing"),
-        ("ask Who? --server nowhere", "SettingsError: --server is 'nowhere'; wanted the address of a server"),
+        ("ask Who? --server nowhere", "SettingsError: base_url is 'nowhere'; wanted the address of a server"),
     ],
 )
 def test_what_is_not_there_is_told_before_a_model_is_loaded(command, said, tmp_path):

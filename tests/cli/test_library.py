@@ -79,10 +79,10 @@ def test_a_copy_of_a_document_takes_no_room_among_what_is_found(library, tmp_pat
     assert len({text for text, _ in lib.search("lighthouse")}) == 4
 
 
-def test_an_empty_index_says_how_to_fill_it_and_names_those_that_a_person_named(library, tmp_path):
+def test_an_empty_index_says_how_to_fill_it_and_names_others(library, tmp_path):
     with pytest.raises(InputError, match=r"ragfuse ingest PATH$"):
         library().require()
-    for name in (module.index_of(tmp_path), "docs-2026", "notes"):
+    for name in ("docs-2026", "notes"):
         library(name).update([tmp_path], chunks(str(tmp_path / "a")))
     with pytest.raises(InputError, match=r"Others are there: docs-2026, notes .* ragfuse ingest PATH --index other$"):
         library("other").require()

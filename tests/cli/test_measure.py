@@ -1,4 +1,4 @@
-"""`ragfuse measure` and `ragfuse explain` as a user runs them, on a tiny model."""
+"""`ragfuse measure` as a user runs it, on a tiny model."""
 
 import json
 import re
@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 from ragfuse.cli.main import app
 from ragfuse.load import timings as measuring
 from ragfuse.plan.cost import CostModel
-from ragfuse.plan.explanation import UNMEASURED
 
 
 @pytest.fixture
@@ -40,7 +39,7 @@ def test_a_machine_is_measured_shown_and_kept(run, tmp_path):
     assert "Full prefill of" in result.output
     assert "reading MB/s" in words_of(result)
     assert f"Saved in {tmp_path / 'store'}" in result.output.replace("\n", "")
-    assert re.search(r"int8 +│ +[\d,.]+ │ +0\.\d\d", result.output)
+    assert re.search(r"int8 +[\d,.]+ +0\.\d", result.output)
     profile = CostModel.from_dict(json.loads((tmp_path / "machine.json").read_text()))
     assert set(profile.tiers) == {"memory", "disk"}
     assert (set(profile.decode), set(profile.packed)) == ({"int8"}, {"int8"})
@@ -52,7 +51,7 @@ def test_measuring_says_at_which_level_a_tier_is_written_whose_level_is_chosen(r
     monkeypatch.setenv("RAGFUSE_LEVELS", json.dumps({"disk": "auto"}))
     result = run("measure", "--store", tmp_path / "store", "--json", tmp_path / "machine.json")
     said = words_of(result)
-    assert re.search(r"New chunks of 160 tokens are written into disk as (raw|int8|cg\d): ", said)
+    assert re.search(r"New chunks of 160 tokens are written into disk as (raw|int8|cg\d)", said)
     profile = CostModel.from_dict(json.loads((tmp_path / "machine.json").read_text()))
     assert set(profile.decode) == {"int8", "cg1", "cg2", "cg3", "cg4"}
     assert profile.packed["cg4"] < profile.packed["cg1"] < profile.packed["int8"]
@@ -61,38 +60,16 @@ def test_measuring_says_at_which_level_a_tier_is_written_whose_level_is_chosen(r
 @pytest.mark.slow
 def test_measuring_says_which_slow_tiers_get_new_chunks(run, tmp_path, monkeypatch):
     measured = ("measure", "--store", tmp_path / "store")
-    assert "New chunks" not in words_of(run(*measured))
     monkeypatch.setenv("RAGFUSE_TIERS", json.dumps([f"file://{tmp_path}/bucket"]))
-    assert re.search(r"160 tokens go to (disk|objects), the cheapest that is fast enough", words_of(run(*measured)))
+    assert re.search(r"160 tokens go to (disk|objects)[.]", words_of(run(*measured)))
     monkeypatch.setenv("RAGFUSE_PLACEMENT", "all")
     assert "New chunks of 160 tokens go to disk, objects." in words_of(run(*measured))
-
-
-def test_a_question_is_explained_before_and_after_measuring(run, book, tmp_path):
-    assert run("ingest", book, "--store", tmp_path / "store").exit_code == 0
-    ask = ("explain", "What was counted in 1812?", "--top-k", 3, "--store", tmp_path / "store")
-    before = run(*ask)
-    assert before.exit_code == 0, before.output + before.stderr
-    assert UNMEASURED.split(":")[0] in before.output
-    assert any(f"- {file.name}, " in before.output for file in book.iterdir())
-    assert str(book) not in before.output  # names, as `ask --explain` has them
-    assert run("measure", "--store", tmp_path / "store").exit_code == 0
-    after = told(run(*ask, "--policy", "hkvd", "--ratio", 0.2, "--json", "-"))
-    chunks = [segment for segment in after["segments"] if segment["kind"] == "chunk"]
-    assert [(chunk["hit"], chunk["why"]) for chunk in chunks] == [(True, "")] * 3
-    assert all(chunk["tier"] and chunk["nbytes"] and chunk["predicted_load_s"] >= 0 for chunk in chunks)
-    assert (after["ratio"], after["policy"], after["forecast"]["bound"]) == (0.2, "hkvd", "asked")
-    assert "Ratio 0.20 by hkvd: as asked for." in after["words"]
-    late = told(run(*ask, "--deadline", 0, "--json", "-"))
-    assert "cannot be met" in late["words"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("explain", " "), "InputError: The question is empty"),
-        (("explain", "Who?"), "is empty. Fill it first"),
-        (("measure", "--store", "://x"), "StoreError: Wanted a folder or a URL"),
+        (("measure", "--tiers", "://x"), "StoreError: Wanted a folder or a URL"),
         (("measure", "--device", "abacus"), "ModelError: Wanted a device"),
     ],
 )

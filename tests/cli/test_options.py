@@ -5,11 +5,9 @@ import logging
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from ragfuse import InputError, Settings, SettingsError
-from ragfuse.cli.options import ONE_LINE, json_text, settings_of, write_json
+from ragfuse import Settings, SettingsError
+from ragfuse.cli.options import settings_of, write_json
 
 
 def test_a_result_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -19,35 +17,6 @@ def test_a_result_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         write_json({"speedup": object()}, target)
     assert json.loads(target.read_text()) == {"speedup": 4.5}
     assert list(tmp_path.iterdir()) == [target]
-
-
-PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
-
-
-@given(st.recursive(PLAIN, lambda each: st.lists(each) | st.dictionaries(st.text(), each), max_leaves=40))
-def test_a_result_is_the_json_that_it_was(data: object) -> None:
-    assert json.loads(json_text(data)) == data
-
-
-def test_what_is_short_stands_on_one_line_and_what_is_long_on_several() -> None:
-    runs = [{"level": "cg2", "layers": [0, 5]}, {"texts": ["a" * ONE_LINE, "b"]}]
-    lines = json_text({"x": 2.0, "runs": runs}).splitlines()
-    assert lines[:4] == ["{", '  "x": 2.0,', '  "runs": [', '    {"level": "cg2", "layers": [0, 5]},']
-    assert lines[4:] == [
-        "    {",
-        '      "texts": [',
-        f'        "{"a" * ONE_LINE}",',
-        '        "b"',
-        "      ]",
-        "    }",
-        "  ]",
-        "}",
-    ]
-
-
-def test_a_result_that_cannot_be_written_says_where(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="nowhere"):
-        write_json({}, tmp_path / "nowhere" / "result.json")
 
 
 def test_a_result_goes_to_standard_output_or_nowhere(capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,7 +127,7 @@ def understood(words: list[str], where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["explain"], ["store", "sing"], ["ask", "Who?", "--louder"], ["ask", "Who?", "--top-k", "x"]]
+    "words", [["explain"], ["store", "sing"], ["ask", "Who?", "--louder"], ["ask", "Who?", "--deadline", "x"]]
 )
 def test_a_command_that_is_none_is_noticed(words: list[str]) -> None:
     with pytest.raises(AssertionError, match="somewhere"):

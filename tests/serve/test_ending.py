@@ -205,7 +205,7 @@ def test_a_place_that_is_taken_is_told_in_one_line(served: Served, tiny_settings
 @pytest.mark.slow
 def test_the_stores_that_are_named_are_those_that_are_written(tiny_settings: Settings, tmp_path: Path) -> None:
     near, far = tmp_path / "near", tmp_path / "far" / "kv"
-    with process(tiny_settings, "--store", str(near), "--store", f"file://{far}") as (run, root):
+    with process(tiny_settings, "--store", str(near), "--tiers", f"file://{far}") as (run, root):
         assert ask(root, session_id="one", **with_documents()).status_code == 200
         wait_for(lambda: httpx.get(f"{root}/v1/ragfuse/store").json()["waiting_to_be_encoded"] == 0)
         run.send_signal(signal.SIGTERM)

@@ -71,7 +71,7 @@ def test_a_request_leaves_one_line_without_its_key_and_its_question(
 
 
 def test_the_command_takes_names_and_says_where_the_page_is(tiny_settings: Settings) -> None:
-    log, names = list[str](), ("--served-model-name", "reader, chat", "--served-model-name", "gpt-x")
+    log, names = list[str](), ("--served-model-name", "reader, chat, gpt-x")
     with process(tiny_settings, *names, log=log) as (_, root):
         found = httpx.get(f"{root}/v1/models").json()["data"]
         assert [each["id"] for each in found][:2] == ["reader", "chat"]
