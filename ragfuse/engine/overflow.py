@@ -36,7 +36,7 @@ def remaining_context(
         model: The model.
         what: How an error message names the prompt.
         advice: The last sentence of the error message.
-        may_drop: Whether chunks may be left out on request.
+        may_drop: Whether chunks may be left out on request; then that is the advice.
         at_least: Whether the prompt has more tokens than that.
 
     Raises:
@@ -45,6 +45,8 @@ def remaining_context(
     max_tokens = model.max_context
     if max_tokens is None:
         return None
+    if may_drop:
+        advice = "Take fewer or shorter chunks, or leave out the last ones with overflow='drop'."
     if n_tokens > max_tokens:
         raise OverlongError(
             f"{what} does not fit: {model.name} takes at most {max_tokens:,} tokens, found "
@@ -122,8 +124,6 @@ def check_fits(prompt: Prompt, ask: Ask, model: HFModel, drops: bool, may_shorte
     may_drop = not drops and any(segment.kind == "chunk" for segment in prompt.segments) and not n_dropped
     what = f"The prompt without the {n_dropped} chunks that could be left out" if n_dropped else "The prompt"
     advice = "Shorten the question, or the messages before it." if n_dropped else "Shorten it."
-    if may_drop:
-        advice = "Take fewer or shorter chunks, or leave out the last ones with overflow='drop'."
     left = remaining_context(n_tokens, model, what, advice, may_drop)
     wanted, max_context = asked_length(ask), model.max_context
     room = max_context if may_shorten else left

@@ -221,7 +221,8 @@ class PromptBuilder:
 
         def fits(text: str) -> None:
             if check:
-                remaining_context(len(text) // TOKEN_CHARS, model, at_least=True)
+                given = bool(ask.documents) or any(p.kind == "chunk" for m in messages for p in m.pieces)
+                remaining_context(len(text) // TOKEN_CHARS, model, may_drop=given and not leave_out, at_least=True)
 
         if is_text:
             fits(messages[0].text)
