@@ -49,9 +49,6 @@ class RecurringPassages:
         # fingerprint of a line -> the prompt that held it first
         self._met: TTLCache[str, str] = TTLCache(max_fingerprints, ttl_s, clock)
 
-    def __len__(self) -> int:
-        return len(self._met)
-
     def met_again(self, plan: LoadPlan, border_of: BorderOf) -> list[tuple[int, ...]]:
         """Return the token ids of passages whose lines an earlier, different prompt had too; remember the others.
 

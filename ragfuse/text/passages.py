@@ -108,7 +108,9 @@ def is_code(text: str) -> bool:
     count.
     """
     lines = [line.strip() for line in _INLINE.sub("x", text).splitlines()]
-    n_code = sum(len(line) for line in lines if _CODE_LINE.search(line) and not _is_json(line))
+    # of a paragraph in one line a footnote's mark makes its sentence alone look like code
+    parts = [part for line in lines if not _is_json(line) for part in re.split("(?<=[.?!]) ", line)]
+    n_code = sum(map(len, filter(_CODE_LINE.search, parts)))
     return n_code > MAX_CODE_SHARE * sum(map(len, lines))
 
 

@@ -143,7 +143,7 @@ def test_it_remembers_fingerprints_alone_and_only_so_many(learner):
     prompt = LoadPlan(Prompt((Segment(tuple(range(10, 2010)), 0),)), 0.1, "hkvd", ())
     sightings = RecurringPassages(max_fingerprints=3)
     assert sightings.met_again(prompt, lambda token: (2 if token % 50 == 0 else 0, token % 50 != 0)) == []
-    assert len(sightings) == 3
+    assert len(sightings._met) == 3
     assert all(len(fingerprint) == 32 for fingerprint in sightings._met)
 
 

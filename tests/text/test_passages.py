@@ -66,6 +66,7 @@ def test_a_line_that_does_not_recur_takes_nothing_along(border, length):
         ("# Style\n\nWrite short answers in plain English, with one fact in each sentence.", False),
         ("<instructions>\nWrite short answers, and never repeat the question.\n</instructions>", False),
         ("The lighthouse was built in 1871 [1] and rebuilt after the storm of 1902 [2].", False),
+        ("The Yehe Yuan Ulus[a] was an empire. " + "It was the khanate of the successors of one ruler. " * 4, False),
         ("Greet the user as {name}.\n\n{context}\n\nQuestion: {question}\nOne sentence (or two):", False),
         ("Write to support@example.com where something in these instructions is unclear.", False),
         ('{"type": "function", "function": {"name": "f", "parameters": {"required": ["a"], "x": null}}}', False),
