@@ -393,7 +393,7 @@ class Settings(BaseSettings):
 
     def placed(self) -> Settings:
         """Return the settings with all folders absolute. `model_copy` skips validation, so copies may lack that."""
-        return Settings(**{**self.model_dump(), "api_key": self.api_key})
+        return Settings(**{**self.model_dump(exclude_unset=True), "api_key": self.api_key})
 
     def usable(self) -> Settings:
         """Return the settings; where `home` cannot be written, with a temporary one and no disk tier in it.

@@ -63,7 +63,7 @@ from tests.tiny import CHUNKS, ingest, messages
 
 settings = Settings(
     model=sys.argv[2], dtype="float32", store=sys.argv[1] + "/store", min_chunk_tokens=8, memory_bytes=0, tiers=("toy://a",),
-    levels={"disk": ["int4"], "toy": ["int4"]}, evict="by-size", home=sys.argv[1] + "/home", placement="all",
+    levels={"disk": ["cg0"], "toy": ["cg0"]}, evict="by-size", home=sys.argv[1] + "/home", placement="all",
 )
 question = messages()
 with Engine(settings) as engine:
@@ -99,7 +99,11 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _insert(policies, "POLICIES = (\n", "from ragfuse.fuse.select.every_second import EverySecond\n\n")
     _insert(policies, "    Full(),\n", "    EverySecond(),\n")
     _insert(folder / "ragfuse/types/selection.py", '    "full",\n', '    "every-second",\n')
-    _insert(folder / "ragfuse/types/levels.py", '    CodecLevel("cg1"', '    CodecLevel("int4", "uniform", bits=4),\n')
+    _insert(
+        folder / "ragfuse/types/levels.py",
+        '    CodecLevel("cg1"',
+        '    CodecLevel("cg0", "cachegen", bins=(0.3, 0.3, 0.3)),\n',
+    )
     (folder / "ragfuse/store/toy.py").write_text(toy_code(), encoding="utf-8")
     line = '    TierKind("toy", ("toy",), "ragfuse.store.toy:ToyTier"),\n'
     _insert(folder / "ragfuse/types/tiers.py", '    TierKind("objects"', line)
@@ -126,6 +130,6 @@ def test_one_new_file_and_one_line_each_go_through_planning_fusing_and_explainin
     assert found["policy"] == "every-second"
     assert found["mean_ratio"] == pytest.approx(0.5, abs=0.05)
     assert found["recomputed"] > 0
-    assert found["levels"] == ["int4"]
+    assert found["levels"] == ["cg0"]
     assert found["tiers"] == ["disk", "toy"]
-    assert " as int4" in found["words"]
+    assert " as cg0" in found["words"]

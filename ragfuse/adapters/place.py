@@ -240,4 +240,4 @@ def ready(prompt: Any, engine: Answerer) -> Any:
 
 def _with(settings: Settings, changes: Mapping[str, Any]) -> Settings:
     """Return checked settings with these changes."""
-    return Settings(**{**settings.model_dump(), **changes}) if changes else settings
+    return Settings(**{**settings.model_dump(exclude_unset=True), **changes}) if changes else settings

