@@ -63,7 +63,7 @@ def _row(model: HFModel, context: int, steps: int, runner: Runner) -> dict[str, 
     def ours(count: int) -> None:
         """Decode behind the prompt, whose cache then ends where it ended."""
         generate(model, prefill, {"max_new_tokens": count, "eos_token_id": None, "do_sample": False})
-        prefill.cache.crop(prefill.cache.length - context)  # type: ignore[union-attr]
+        prefill.cache.length = context  # type: ignore[union-attr]
 
     inputs = torch.tensor([ids])
     with torch.no_grad():

@@ -131,3 +131,9 @@ def test_a_template_is_registered_before_its_first_answer(engine: Engine) -> Non
         assert n_heard
     assert engine.schemas.has(filled.schema)
     assert len(heard) == n_heard
+
+
+def test_settings_that_nobody_gave_stay_open_to_what_the_model_says(tmp_path: Path) -> None:
+    settings = Place.of(settings=Settings(home=tmp_path), model="some/model", dtype="float32").settings
+    assert settings is not None
+    assert settings.placed().model_fields_set.isdisjoint({"filler_tokens", "policy", "ratio"})
