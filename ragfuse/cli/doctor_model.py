@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,6 +20,7 @@ from ragfuse.cli.prompts import prefix_of, rag_prompt
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.engine.machine_timings import MachineTimings
 from ragfuse.engine.model_profiles import ProfileStore, calibrate_command, options_for
+from ragfuse.process.jobs import EXIT_S
 from ragfuse.settings import Settings
 from ragfuse.store import CatalogFile
 from ragfuse.store.catalog import Catalog
@@ -53,7 +54,9 @@ def check_model(settings: Settings, console: Console, report: dict[str, Any]) ->
             "gpu_bytes": 0,
             "disk_bytes": 2 << 30,
         }
-        with loaded_engine(settings.model_copy(update=changes), console) as engine:
+        with ExitStack() as held:
+            engine = held.enter_context(loaded_engine(settings.model_copy(update=changes), console))
+            held.callback(engine.store.flush, EXIT_S)  # after Ctrl-C, the write at hand, before its folder goes
             refusal = engine.model.profile.refusal
             yield CheckResult("model", "ok", f"{settings.model}, {engine.settings.dtype} on {engine.model.device}")
             if refusal:

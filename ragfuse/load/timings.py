@@ -29,6 +29,7 @@ from ragfuse.fuse.select import cost_of
 from ragfuse.hf.model import HFModel, KVSource
 from ragfuse.load.layers import CPU, is_far
 from ragfuse.plan.cost import Blend, CostModel, RowCost, TierCost
+from ragfuse.process.jobs import EXIT_S
 from ragfuse.store import DiskTier, KVStore, Tier
 from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.kv import ChunkKV, LayerKV
@@ -371,6 +372,7 @@ def _timed(tier: Tier, kv: ChunkKV, count: int, cool: Callable[[], object]) -> f
         all_read = all(store.read_layers(key, at, min(count, len(kv.layers) - at)) is not None for at in firsts)
         seconds = time.perf_counter() - began
     finally:
+        store.flush(EXIT_S)  # after Ctrl-C, the write at hand
         tier.delete([key])
     if not (stored and all_read):
         raise StoreError(

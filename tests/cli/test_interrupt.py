@@ -204,7 +204,7 @@ def test_ctrl_c_in_an_export_says_that_nothing_was_written_and_it_is_so(start, s
 def test_ctrl_c_in_what_is_tried_on_a_disk_leaves_nothing_there(start, tmp_path, environment, command):
     (tmp_path / "temporary").mkdir()
     environment["TMPDIR"] = str(tmp_path / "temporary")
-    process = start(command, command=slowed("write"))
+    process = start(command, command=slowed("_write"))
     assert process.stdout.readline() == "at work\n"
     interrupted(process)
     assert list((tmp_path / "temporary").iterdir()) == []
