@@ -44,8 +44,12 @@ def is_program(block: Block) -> bool:
     return not block.not_run and (not block.page.startswith("integrations/") or bool(block.first))
 
 
+RUN = [page for page, found in PYTHON.items() if page != "README.md" and any(map(is_program, found))]
+"""The pages whose programs run; those of the README are run on the embedded model by `python -m docs.readme --check`."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page, found in PYTHON.items() if any(map(is_program, found))])
+@pytest.mark.parametrize("page", RUN)
 def test_the_programs_of_a_page_run_and_print_what_it_says(
     page: str, settings_of_docs: pytest.MonkeyPatch, varied_path: Path, request: pytest.FixtureRequest
 ) -> None:
