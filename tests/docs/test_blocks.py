@@ -45,7 +45,7 @@ def is_program(block: Block) -> bool:
 
 
 RUN = [page for page, found in PYTHON.items() if page != "README.md" and any(map(is_program, found))]
-"""The pages whose programs run; those of the README are run on the embedded model by `python -m docs.readme --check`."""
+"""The pages whose programs run; `python -m docs.readme --check` runs the README's on the embedded model."""
 
 
 @pytest.mark.slow
