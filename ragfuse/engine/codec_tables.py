@@ -54,17 +54,15 @@ def ensure_tables(registry: CodecRegistry, digest: str, model: HFModel, settings
     registry.share(found)
 
 
-def made_tables(model: HFModel, *, rope: bool = True, queries: bool = True, costs: bool = True) -> CodecTables:
+def made_tables(model: HFModel, *, costs: bool = True) -> CodecTables:
     """Return a model's codec tables, profiled on the sample texts of the package.
 
     Args:
         model: The loaded model.
-        rope: Whether keys are rotated back to position 0 first.
-        queries: Whether the bins of a key's channel depend on how large its queries are.
         costs: Whether bins depend on the cost of errors in each layer, which is measured with tables made without it.
     """
     began, chunks = time.perf_counter(), [*_chunks(model)]
-    known = model.profile.rope if rope else (), _queries(model) if queries else ()
+    known = model.profile.rope, _queries(model)
     tables = profile_tables(chunks, *known)
     found = rounding_costs(model, *_split_sample(model), _rounded(codec_for(COST_LEVEL, tables))) if costs else ()
     if found:

@@ -53,14 +53,16 @@ def test_the_ratio_is_never_below_the_least_and_never_above_one(tiers, far, fart
 
 
 @given(SPEEDS, SPEEDS, st.sampled_from(["hkvd", "lego", "query", "hkvd-flat"]), st.integers(1, 6))
-def test_slower_loading_hides_about_as_much_or_more(one, other, policy, n_chunks):
-    def ratio(byte_s: float) -> float:
+def test_slower_loading_in_the_same_steps_hides_no_less(one, other, policy, n_chunks):
+    def chosen(byte_s: float) -> tuple[float, set[int]]:
         prompt, entries = prompt_of(["far"] * n_chunks)
-        return widest(Timed(machine(far=byte_s), plan(prompt, entries, policy)))[0]
+        timed = Timed(machine(far=byte_s), plan(prompt, entries, policy))
+        ratio = widest(timed)[0]
+        return ratio, {timed.layers_a_read, timed.at(ratio).layers_a_read}
 
-    faster, slower = sorted((one, other))
-    # Up to a tenth less may hide where slower loading is read in other steps, which leave the model less time idle.
-    assert ratio(faster) <= ratio(slower) + 0.11
+    (ratio, steps), (slower_ratio, slower_steps) = map(chosen, sorted((one, other)))
+    assume(len(steps | slower_steps) == 1)  # in other steps the model may wait less, and less hides
+    assert ratio <= slower_ratio + 0.011
 
 
 @given(TIERS, SPEEDS, SPEEDS)
