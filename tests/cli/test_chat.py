@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -181,9 +182,23 @@ def terminal(environment):
     """Starts a command on a terminal of its own."""
     started = []
 
+    class Child(pexpect.spawn):
+        """A child that reads at its prompt before it gets a signal.
+
+        Python's `input()` notices one that comes between the prompt and the read only with the next key.
+        """
+
+        def kill(self, sig):
+            time.sleep(0.5)
+            super().kill(sig)
+
+        def sendintr(self):
+            time.sleep(0.5)
+            super().sendintr()
+
     def start(*arguments):
         kept = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "OMP_NUM_THREADS": "1", **environment}
-        child = pexpect.spawn(
+        child = Child(
             sys.executable,
             [*PROGRAM, *map(str, arguments)],
             env=kept,
