@@ -1,1 +1,3 @@
-"""Measurements beside other people's programs, and the page of results: not installed with the package."""
+"""Measurements beside other people's programs, and the page of results: not installed with the
+package.
+"""

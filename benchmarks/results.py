@@ -1,7 +1,7 @@
 """`python -m benchmarks.results`: docs/results.md from the JSON of the runs under docs/benchmarks.
 
-A run's JSON has the tables that the benchmark printed. Nothing is typed by hand: what a run did not measure is not on
-the page.
+A run's JSON has the tables that the benchmark printed. Nothing is typed by hand: what a run did not
+measure is not on the page.
 """
 
 from __future__ import annotations
@@ -48,11 +48,30 @@ TITLES = MappingProxyType(
 )
 """The headings of the page, by benchmark; `calibrate` and `adapt` are ragfuse's own commands."""
 LEFT_OUT = frozenset(
-    {"CPU", "disk", "same first token", "speedup over transformers", "of the ideal", "top-1 in answers", "idea"}
-    | {"waiting", "theirs", "same chunks", "encode MB/s", "F1", "cpu: views", "accelerator: views", "above loaded"}
+    {
+        "CPU",
+        "disk",
+        "same first token",
+        "speedup over transformers",
+        "of the ideal",
+        "top-1 in answers",
+        "idea",
+    }
+    | {
+        "waiting",
+        "theirs",
+        "same chunks",
+        "encode MB/s",
+        "F1",
+        "cpu: views",
+        "accelerator: views",
+        "above loaded",
+    }
     | {"requests / mean", "of turns with a history", "shape, level", "turn", "n", "on disk"}
 )
-"""Columns that no decision needs; a table whose first column is one of them is left out. The runs' files have them."""
+"""Columns that no decision needs; a table whose first column is one of them is left out. The runs'
+files have them.
+"""
 COMPARED = (("none@filler", 0.0), ("lexical", 0.1), ("query", 0.1))
 """Methods and ratios whose distance to full prefill stands on the page."""
 SENTENCES = 3
@@ -61,7 +80,9 @@ SENTENCES = 3
 
 def page(folder: Path) -> str:
     """Return the whole page from all runs in a folder."""
-    runs = {path.name: json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))}
+    runs = {
+        path.name: json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))
+    }
     parts = [HEAD]
     for benchmark, title in TITLES.items():
         mine = {name: run for name, run in runs.items() if _benchmark(run) == benchmark}
@@ -87,15 +108,23 @@ def _quality(runs: Mapping[str, Result]) -> Iterator[str]:
     rows = []
     for name, run in runs.items():
         for dataset in dict.fromkeys(each["dataset"] for each in run["results"]):
-            found = {(each["method"], each["ratio"]): each for each in run["results"] if each["dataset"] == dataset}
-            near = [_number(found.get(method, {}).get("kl_over_reuse"), ".2f") for method in COMPARED]
+            found = {
+                (each["method"], each["ratio"]): each
+                for each in run["results"]
+                if each["dataset"] == dataset
+            }
+            near = [
+                _number(found.get(method, {}).get("kl_over_reuse"), ".2f") for method in COMPARED
+            ]
             plain, chosen = found.get(("none", 0.0), {}), found.get(COMPARED[-1], {})
             sizes = [str(found["full", 1.0]["n"]), f"{found['full', 1.0]['tokens']:,.0f}"]
             low_high = chosen.get("to_full_ci")
             score = "" if low_high is None else f"{low_high[0]:+.2f}..{low_high[1]:+.2f}"
             last = [_number(chosen.get("top1"), ".3f"), score, _number(chosen.get("ttft_x"), ".1f")]
             rows.append([_link(name), *sizes, _number(plain.get("kl"), ".3f"), *near, *last])
-    methods = [f"{method} {ratio:.0%}" if ratio else "nothing recomputed" for method, ratio in COMPARED]
+    methods = [
+        f"{method} {ratio:.0%}" if ratio else "nothing recomputed" for method, ratio in COMPARED
+    ]
     last_three = ["its top-1", "F1 - full (95%)", "full prefill's time over its"]
     yield from _table(["run", "n", "tokens", "KL of plain reuse", *methods, *last_three], rows)
 
@@ -105,12 +134,30 @@ def _calibrations(runs: Mapping[str, Result]) -> Iterator[str]:
     rows = []
     for name, run in runs.items():
         best = min(run["tried"], key=lambda each: (not each["is_safe"], each["kl_over_reuse"]))
-        chosen = next((e for e in run["tried"] if (e["policy"], e["ratio"]) == (run["policy"], run["ratio"])), best)
+        chosen = next(
+            (e for e in run["tried"] if (e["policy"], e["ratio"]) == (run["policy"], run["ratio"])),
+            best,
+        )
         interval = f"{chosen['kl_over_reuse']:.2f} ({chosen['low']:.2f} to {chosen['high']:.2f})"
-        figures = [interval, f"{chosen['top1']:.3f}", f"{chosen['ttft_x']:.1f}", f"{run['seconds'] / 60:.0f}"]
+        figures = [
+            interval,
+            f"{chosen['top1']:.3f}",
+            f"{chosen['ttft_x']:.1f}",
+            f"{run['seconds'] / 60:.0f}",
+        ]
         choice = [chosen["policy"], f"{chosen['ratio']:.0%}", "yes" if chosen["is_safe"] else "no"]
         rows.append([_link(name), str(run["questions"]), *choice, *figures])
-    columns = ["run", "questions", "policy", "ratio", "safe", "KL of reuse's (95%)", "top-1", "TTFT x", "minutes"]
+    columns = [
+        "run",
+        "questions",
+        "policy",
+        "ratio",
+        "safe",
+        "KL of reuse's (95%)",
+        "top-1",
+        "TTFT x",
+        "minutes",
+    ]
     yield from _table(columns, rows)
 
 
@@ -130,7 +177,10 @@ def _tables(run: Result) -> Iterator[str]:
         if each["columns"][0] in LEFT_OUT:
             continue
         shown = [at for at, column in enumerate(each["columns"]) if column not in LEFT_OUT]
-        yield from _table([each["columns"][at] for at in shown], [[row[at] for at in shown] for row in each["rows"]])
+        yield from _table(
+            [each["columns"][at] for at in shown],
+            [[row[at] for at in shown] for row in each["rows"]],
+        )
         yield ""
 
 
@@ -151,7 +201,11 @@ def _where(name: str, run: Result) -> str:
     device = where.get("gpu") or where.get("cpu", "")
     said = [
         f"`{given['model']}`{dtype}" if given.get("model") else "",
-        f"{device}, {run['threads']} thread{'s' * (run['threads'] > 1)}" if "threads" in run else device,
+        (
+            f"{device}, {run['threads']} thread{'s' * (run['threads'] > 1)}"
+            if "threads" in run
+            else device
+        ),
         run.get("note", ""),
     ]
     return f"{_link(name)}: " + "; ".join(part for part in said if part) + "."

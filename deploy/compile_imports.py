@@ -1,7 +1,8 @@
 """Import what commands, chains and tests import, once, so that Python writes its compiled form.
 
 pip compiles nothing of what `make venv` installs: of 60,000 files a fifth is ever imported. Where
-PYTHONDONTWRITEBYTECODE is set, as in many containers, every later command would compile those anew: 13 s each time.
+PYTHONDONTWRITEBYTECODE is set, as in many containers, every later command would compile those anew:
+13 s each time.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Everything that the step itself prints goes into a log.
 
     python deploy/quietly.py "Installing packages" LOG [--of N] -- COMMAND...
 
-Where the step fails, the end of the log is shown with its name. Nothing but the standard library is needed: this runs
-before anything is installed.
+Where the step fails, the end of the log is shown with its name. Nothing but the standard library is
+needed: this runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ def main() -> int:
         with given.log.open("a", encoding="utf-8") as log:
             log.write(f"\n# {given.title}: {' '.join(given.command)}\n")
             run = subprocess.Popen(
-                given.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+                given.command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
             )
             for line in run.stdout or ():
                 log.write(line)
@@ -55,7 +59,9 @@ def main() -> int:
         shown.end(f"done in {time.monotonic() - began:.0f} s")
         return 0
     shown.end("failed")
-    print(*given.log.read_text(encoding="utf-8").splitlines()[-LAST_LINES:], sep="\n", file=sys.stderr)
+    print(
+        *given.log.read_text(encoding="utf-8").splitlines()[-LAST_LINES:], sep="\n", file=sys.stderr
+    )
     print(f"{given.title}: exit status {status}. All of it: {given.log}", file=sys.stderr)
     return status
 
@@ -80,7 +86,9 @@ class Line:
     def see(self, line: str) -> None:
         """Take a line of the step's output."""
         if COUNTED.match(line):
-            named = line.split()[-1 if line.startswith("Obtaining") else 1 if "Collecting" in line else 3]
+            named = line.split()[
+                -1 if line.startswith("Obtaining") else 1 if "Collecting" in line else 3
+            ]
             self._what = re.split(r"[<>=!~\[;(]", named)[0].rpartition("/")[2].lower()
             self._seen.add(self._what)
         elif line.startswith("Installing collected packages"):

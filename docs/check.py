@@ -1,4 +1,6 @@
-"""Whether every internal link of the built book leads somewhere: `python -m docs.check docs/_build/html`."""
+"""Whether every internal link of the built book leads somewhere: `python -m docs.check
+docs/_build/html`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ class Page(HTMLParser):
 
 def broken(folder: Path) -> Iterator[tuple[str, str]]:
     """(page, link) of every link that leads nowhere."""
-    pages = {path.resolve(): Page(path.read_text(encoding="utf-8")) for path in sorted(folder.rglob("*.html"))}
+    pages = {
+        path.resolve(): Page(path.read_text(encoding="utf-8"))
+        for path in sorted(folder.rglob("*.html"))
+    }
     for path, page in pages.items():
         for link in page.links:
             parts = urlsplit(link)
@@ -39,7 +44,9 @@ def broken(folder: Path) -> Iterator[tuple[str, str]]:
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
             found = target.is_file() or (target / "index.html").is_file()
             anchors = pages[target].anchors if target in pages else None
-            if not found or (parts.fragment and anchors is not None and unquote(parts.fragment) not in anchors):
+            if not found or (
+                parts.fragment and anchors is not None and unquote(parts.fragment) not in anchors
+            ):
                 yield path.relative_to(folder.resolve()).as_posix(), link
 
 

@@ -1,7 +1,7 @@
 """Write the tables of settings and commands into their pages: `python -m docs.made`.
 
-The repository has the pages as they are read, so that they are complete in a clone, too; a test holds them against the
-code.
+The repository has the pages as they are read, so that they are complete in a clone, too; a test
+holds them against the code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ def whole(page: Path) -> str:
     mark = f"<!-- made: {page.stem} -->\n"
     head, found, _ = text.partition(mark)
     if not found:
-        raise ValueError(f"{page.name} has no line {mark.strip()!r}; put it where the table belongs.")
+        raise ValueError(
+            f"{page.name} has no line {mark.strip()!r}; put it where the table belongs."
+        )
     return f"{head}{mark}\n{MARKS[page.stem]().strip()}\n"
 
 

@@ -1,7 +1,8 @@
-"""The table of model families: `python -m docs.matrix` builds a tiny random model of each and writes `docs/matrix.md`.
+"""The table of model families: `python -m docs.matrix` builds a tiny random model of each and
+writes `docs/matrix.md`.
 
-Each is probed and verified as `ragfuse verify` does it, in float32 and in bfloat16. Random weights show what a family's
-code does with positions and masks; they say nothing of answers.
+Each is probed and verified as `ragfuse verify` does it, in float32 and in bfloat16. Random weights
+show what a family's code does with positions and masks; they say nothing of answers.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ last column says what of a prompt's beginning is reused all the same, exactly, f
 
 """
 COLUMNS = (
-    "| family | type | how keys carry position | windows | float32 | bfloat16 |\n| --- | --- | --- | --- | --- | --- |"
+    "| family | type | how keys carry position | windows | float32 | bfloat16 |\n| --- | --- | ---"
+    " | --- | --- | --- |"
 )
 REASONS = "| family | type | reason | beginnings |\n| --- | --- | --- | --- |"
 BEGINNINGS = MappingProxyType(
@@ -58,7 +60,9 @@ def page() -> str:
 
 
 def row(name: str) -> str:
-    """One family's line: of the first table where it is fused, of the second where it is refused."""
+    """One family's line: of the first table where it is fused, of the second where it is
+    refused.
+    """
     kind = (FAMILIES.get(name) or REFUSED.get(name) or HYBRIDS[name])[0]
     model = kit.family(name)
     profile = model.profile
@@ -94,7 +98,10 @@ def _ropes(layouts: Sequence[RopeLayout | None], dims: Sequence[tuple[int, int]]
     """Each way once, with how many layers have it where there are several."""
     told = [_rope(layout, pair) for layout, pair in zip(layouts, dims, strict=True)]
     kinds = list(
-        dict.fromkeys((text, layout.inv_freq if layout else ()) for text, layout in zip(told, layouts, strict=True))
+        dict.fromkeys(
+            (text, layout.inv_freq if layout else ())
+            for text, layout in zip(told, layouts, strict=True)
+        )
     )
     for text, table in kinds:
         count = sum(
@@ -110,12 +117,21 @@ def _rope(layout: RopeLayout | None, dims: tuple[int, int]) -> str:
     turned, of = 2 * len(layout.inv_freq), dims[layout.part == "values"]
     where = "all dims" if turned == of else f"{turned} of {of} dims"
     latent = ", in the second cached tensor" if layout.part == "values" else ""
-    return f"{where} rotated, pairs {'by halves' if layout.pairing == 'half' else 'of neighbours'}{latent}"
+    return (
+        f"{where} rotated, pairs"
+        f" {'by halves' if layout.pairing == 'half' else 'of neighbours'}{latent}"
+    )
 
 
 def _windows(found: Sequence[int | None]) -> str:
     count = sum(window is not None for window in found)
-    return "" if not count else "all layers" if count == len(found) else f"{count} of {len(found)} layers"
+    return (
+        ""
+        if not count
+        else "all layers"
+        if count == len(found)
+        else f"{count} of {len(found)} layers"
+    )
 
 
 if __name__ == "__main__":

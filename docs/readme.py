@@ -1,8 +1,8 @@
 """Run the Python of every README as it is shown: `python -m docs.readme --check`.
 
-The blocks of a page run in one fresh process, in order and in a folder of their own, over an empty store; one behind
-`<!-- not run: REASON -->` is left out. A text block that stands behind `<!-- printed -->` says what the program above
-it prints; numbers may differ. `--write` writes these anew.
+The blocks of a page run in one fresh process, in order and in a folder of their own, over an empty
+store; one behind `<!-- not run: REASON -->` is left out. A text block that stands behind `<!--
+printed -->` says what the program above it prints; numbers may differ. `--write` writes these anew.
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ NOISE = re.compile(
     r"Loading weights:|Failed to load \S+torchao|W\d{4} \d\d:"
     r"|.*Detected no triton|.*DeprecationWarning:|  warnings\.warn"
 )
-"""Lines that libraries write and that are no part of a program; warnings of ragfuse are not among them."""
+"""Lines that libraries write and that are no part of a program; warnings of ragfuse are not among
+them.
+"""
 TIMEOUT_S = 600
 
 
 @dataclass(frozen=True)
 class Printed:
-    """A block that says what the program above it prints: its place in the page, the lines, the program's number."""
+    """A block that says what the program above it prints: its place in the page, the lines, the
+    program's number.
+    """
 
     span: tuple[int, int]
     lines: tuple[str, ...]
@@ -63,7 +67,8 @@ def printed(text: str) -> Iterator[Printed]:
 
 
 def run(blocks: list[str]) -> list[list[str]]:
-    """Run the blocks of a page in one process and return what each writes to both streams, without noise of libraries.
+    """Run the blocks of a page in one process and return what each writes to both streams, without
+    noise of libraries.
 
     Raises:
         SystemExit: A block fails; the message has its traceback.
@@ -75,7 +80,11 @@ def run(blocks: list[str]) -> list[list[str]]:
         done = subprocess.run(
             [sys.executable, str(script)],
             cwd=folder,
-            env={**os.environ, "RAGFUSE_STORE": str(Path(folder) / "store"), "PYTHONUNBUFFERED": "1"},
+            env={
+                **os.environ,
+                "RAGFUSE_STORE": str(Path(folder) / "store"),
+                "PYTHONUNBUFFERED": "1",
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -99,7 +108,9 @@ def same(line: str, other: str) -> bool:
 
 
 def check(path: Path, write: bool = False) -> str:
-    """Run a page's programs and return what is wrong with what it says that they print; "" if nothing is."""
+    """Run a page's programs and return what is wrong with what it says that they print; "" if
+    nothing is.
+    """
     text = path.read_text(encoding="utf-8")
     blocks = programs(text)
     if not blocks:
@@ -109,7 +120,8 @@ def check(path: Path, write: bool = False) -> str:
         found = said[told.program]
         if not (len(found) == len(told.lines) and all(map(same, found, told.lines))):
             wrong = (
-                f"{path}: it says\n{chr(10).join(told.lines)}\nand the program prints\n{chr(10).join(found)}\n{wrong}"
+                f"{path}: it says\n{chr(10).join(told.lines)}\nand the program"
+                f" prints\n{chr(10).join(found)}\n{wrong}"
             )
         if write:
             lo, hi = told.span
@@ -126,7 +138,9 @@ def main() -> None:
     parser.add_argument("pages", nargs="*", type=Path, default=list(README))
     how = parser.add_mutually_exclusive_group(required=True)
     how.add_argument("--check", action="store_true", help="run, and say where a page is wrong")
-    how.add_argument("--write", action="store_true", help="run, and write anew what the programs print")
+    how.add_argument(
+        "--write", action="store_true", help="run, and write anew what the programs print"
+    )
     given = parser.parse_args()
     wrong = ""
     for page in given.pages:

@@ -1,4 +1,6 @@
-"""The README's sample of `make demo`, made from a run's report: `python -m docs.sample demo-report.json`."""
+"""The README's sample of `make demo`, made from a run's report: `python -m docs.sample
+demo-report.json`.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +41,11 @@ def with_sample(readme: str, text: str) -> str:
 
 
 if __name__ == "__main__":
-    report = json.loads(Path(sys.argv[1] if len(sys.argv) > 1 else "demo-report.json").read_text(encoding="utf-8"))
-    README.write_text(with_sample(README.read_text(encoding="utf-8"), sample(report["questions"][0])), encoding="utf-8")
+    report = json.loads(
+        Path(sys.argv[1] if len(sys.argv) > 1 else "demo-report.json").read_text(encoding="utf-8")
+    )
+    README.write_text(
+        with_sample(README.read_text(encoding="utf-8"), sample(report["questions"][0])),
+        encoding="utf-8",
+    )
     print(f"Written: the sample in {README.name}")

@@ -62,7 +62,9 @@ theirs = ChatHuggingFace(
 )
 
 text = (corpus_path() / "packet-switching.md").read_text(encoding="utf-8").split("\n\n", 12)[-1]
-splitter = RecursiveCharacterTextSplitter.from_huggingface_tokenizer(theirs.tokenizer, chunk_size=200, chunk_overlap=0)
+splitter = RecursiveCharacterTextSplitter.from_huggingface_tokenizer(
+    theirs.tokenizer, chunk_size=200, chunk_overlap=0
+)
 splits = splitter.create_documents([text])
 embeddings = HuggingFaceEmbeddings(model_name=str(resolve_embedder("minilm-l6", settings.home)))
 retriever = FAISS.from_documents(splits, embeddings).as_retriever(search_kwargs={"k": 6})
@@ -125,10 +127,16 @@ for question in questions:
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 2.6), layout="constrained")
-for shift, color, (name, times) in zip((0.2, -0.2), ("tab:grey", "tab:orange"), seen.items(), strict=True):
-    bars = axes.barh([row + shift for row in range(len(times))], times, 0.38, color=color, label=name)
+for shift, color, (name, times) in zip(
+    (0.2, -0.2), ("tab:grey", "tab:orange"), seen.items(), strict=True
+):
+    bars = axes.barh(
+        [row + shift for row in range(len(times))], times, 0.38, color=color, label=name
+    )
     axes.bar_label(bars, fmt="%.2f s", padding=3, fontsize=8)
-axes.set_yticks(range(len(questions)), [f"{question[:44]} ..." for question in questions], fontsize=8)
+axes.set_yticks(
+    range(len(questions)), [f"{question[:44]} ..." for question in questions], fontsize=8
+)
 axes.invert_yaxis()
 axes.margins(x=0.12)
 axes.set_xlabel("seconds to the first token")
@@ -144,7 +152,11 @@ plt.show()
 trace = answer.response_metadata["ragfuse"]
 print(answer.usage_metadata)
 for segment in trace["segments"]:
-    what = f"from {segment['tier']}, {segment['recomputed']} rows recomputed" if segment["hit"] else segment["why"]
+    what = (
+        f"from {segment['tier']}, {segment['recomputed']} rows recomputed"
+        if segment["hit"]
+        else segment["why"]
+    )
     print(f"{segment['kind']:7} {segment['n_tokens']:4} tokens at {segment['start']:5}  {what}")
 
 # %% [markdown]
@@ -174,10 +186,16 @@ plt.show()
 # full prefill through the same chain, for comparison.
 
 # %%
-for name, llm in (("as it comes", ours), ("30% again", ours.bind(ratio=0.3)), ("full prefill", ours.bind(reuse=False))):
+for name, llm in (
+    ("as it comes", ours),
+    ("30% again", ours.bind(ratio=0.3)),
+    ("full prefill", ours.bind(reuse=False)),
+):
     first, answer = ask(llm, questions[0])
     trace = answer.response_metadata["ragfuse"]
-    print(f"{name:12} {first:.2f} s, {trace['tokens_reused']:4} of {trace['tokens']} tokens reused: {answer.content}")
+    print(
+        f"{name:12} {first:.2f} s, {trace['tokens_reused']:4} of {trace['tokens']} tokens reused: {answer.content}"
+    )
 
 # %% [markdown]
 # A chunk that was edited is another chunk: it is computed as new text, and the others still come from the store.
@@ -188,7 +206,9 @@ found[2].page_content = found[2].page_content.replace("the", "this", 1)
 answer = ours.invoke(prompt.invoke({"context": joined(found), "question": questions[0]}))
 trace = answer.response_metadata["ragfuse"]
 hits = [segment for segment in trace["segments"] if segment["kind"] == "chunk" and segment["hit"]]
-print(f"{len(hits)} of 6 chunks from the store, {trace['tokens_fresh']} tokens computed as new text")
+print(
+    f"{len(hits)} of 6 chunks from the store, {trace['tokens_fresh']} tokens computed as new text"
+)
 
 # %%
 ours.get_engine().close()

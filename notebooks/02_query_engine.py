@@ -41,7 +41,9 @@ logging.disable_progress_bar()
 plain_logging.getLogger("llama_index").setLevel(plain_logging.ERROR)
 folder = Path(tempfile.mkdtemp())  # a store of this notebook's own, removed at its end
 llm = RagFuseLLM(max_tokens=24, settings=Settings(store=folder))
-embedder = HuggingFaceEmbedding(model_name=str(resolve_embedder("minilm-l6", Settings().home)), device="cpu")
+embedder = HuggingFaceEmbedding(
+    model_name=str(resolve_embedder("minilm-l6", Settings().home)), device="cpu"
+)
 
 # %% [markdown]
 # ## Ingest: one step more
@@ -52,7 +54,8 @@ embedder = HuggingFaceEmbedding(model_name=str(resolve_embedder("minilm-l6", Set
 # %%
 text = (corpus_path() / "1973-oil-crisis.md").read_text(encoding="utf-8").rsplit("\n\n", 12)[0]
 pipeline = IngestionPipeline(
-    transformations=[SentenceSplitter(chunk_size=200, chunk_overlap=0), KVPrecompute(llm)], disable_cache=True
+    transformations=[SentenceSplitter(chunk_size=200, chunk_overlap=0), KVPrecompute(llm)],
+    disable_cache=True,
 )
 began = time.perf_counter()
 nodes = pipeline.run(documents=[Document(text=text, id_="oil")])
@@ -110,8 +113,12 @@ print(said.raw["usage"])
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 2.4), layout="constrained")
-for shift, color, (name, times) in zip((0.2, -0.2), ("tab:grey", "tab:orange"), seen.items(), strict=True):
-    bars = axes.barh([row + shift for row in range(len(times))], times, 0.38, color=color, label=name)
+for shift, color, (name, times) in zip(
+    (0.2, -0.2), ("tab:grey", "tab:orange"), seen.items(), strict=True
+):
+    bars = axes.barh(
+        [row + shift for row in range(len(times))], times, 0.38, color=color, label=name
+    )
     axes.bar_label(bars, fmt="%.2f s", padding=3, fontsize=8)
 axes.set_yticks(range(len(questions)), questions, fontsize=8)
 axes.invert_yaxis()
@@ -127,7 +134,9 @@ plt.show()
 
 # %%
 ways = {mode: {"response_mode": mode} for mode in ("compact", "refine", "tree_summarize")}
-ways["RagFuseSynthesizer"] = {"response_synthesizer": RagFuseSynthesizer(llm, text_qa_template=template)}
+ways["RagFuseSynthesizer"] = {
+    "response_synthesizer": RagFuseSynthesizer(llm, text_qa_template=template)
+}
 own = {"text_qa_template": template, "summary_template": template}
 for name, options in ways.items():
     asked = index.as_query_engine(llm=llm, similarity_top_k=5, **own, **options)
@@ -139,7 +148,9 @@ for name, options in ways.items():
 # ## Streaming
 
 # %%
-streaming = index.as_query_engine(llm=llm, similarity_top_k=5, text_qa_template=template, streaming=True)
+streaming = index.as_query_engine(
+    llm=llm, similarity_top_k=5, text_qa_template=template, streaming=True
+)
 for word in streaming.query(questions[1]).response_gen:
     print(word, end="|")
 

@@ -43,7 +43,11 @@ case = min(drawn(read_cases("held-out", packing), 12), key=lambda case: sum(map(
 FULL, REUSE = Method("full", 1.0), Method("none", 0.0, "alone")
 lab.hold(case, [REUSE])
 prompt = lab.prompt(case, "alone")
-chunks = [span for segment, span in zip(prompt.segments, prompt.spans, strict=True) if segment.kind == "chunk"]
+chunks = [
+    span
+    for segment, span in zip(prompt.segments, prompt.spans, strict=True)
+    if segment.kind == "chunk"
+]
 print(f"{len(prompt)} tokens, chunks at {chunks}")
 print(f"{case.question} ({case.answers[0]})")
 
@@ -60,15 +64,21 @@ total = len(prompt)
 whole = attention_of(model, model.full_prefill(prompt.token_ids), total - 1)[layer].sum(0)
 alone = torch.zeros_like(whole)
 for lo, hi in chunks:
-    own = attention_of(model, model.full_prefill(prompt.token_ids[lo:hi]), hi - lo - 1)[layer].sum(0)
+    own = attention_of(model, model.full_prefill(prompt.token_ids[lo:hi]), hi - lo - 1)[layer].sum(
+        0
+    )
     alone[lo : hi - 1, lo:hi] = own
 asked = attention_of(model, lab.prefill(REUSE, prompt), total - chunks[-1][1])[layer].sum(0)
 alone[chunks[-1][1] - 1 :] = asked
 
 shown = slice(chunks[0][0], total)
 figure, panels = plt.subplots(1, 2, figsize=(9.5, 4.6), layout="constrained", sharey=True)
-for axes, (name, attention) in zip(panels, (("full prefill", whole), ("plain reuse", alone)), strict=True):
-    picture = axes.imshow((attention[shown, shown] + 1e-4).log10(), cmap="magma", vmin=-3, vmax=0, aspect="auto")
+for axes, (name, attention) in zip(
+    panels, (("full prefill", whole), ("plain reuse", alone)), strict=True
+):
+    picture = axes.imshow(
+        (attention[shown, shown] + 1e-4).log10(), cmap="magma", vmin=-3, vmax=0, aspect="auto"
+    )
     for lo, _ in [*chunks[1:], (chunks[-1][1], 0)]:
         axes.axvline(lo - shown.start, color="tab:cyan", linewidth=0.6)
         axes.axhline(lo - shown.start, color="tab:cyan", linewidth=0.6)
@@ -82,7 +92,9 @@ between = torch.zeros_like(whole, dtype=torch.bool)
 for lo, hi in chunks[1:]:
     between[lo : hi - 1, chunks[0][0] : lo] = True
 share = whole[between].sum() / whole[chunks[1][0] : chunks[-1][1] - 1].sum()
-print(f"{share:.0%} of the later chunks' attention goes to earlier chunks; with plain reuse {alone[between].sum():.0f}")
+print(
+    f"{share:.0%} of the later chunks' attention goes to earlier chunks; with plain reuse {alone[between].sum():.0f}"
+)
 
 # %% [markdown]
 # ## Which tokens changed: KV deviation
@@ -94,11 +106,24 @@ print(f"{share:.0%} of the later chunks' attention goes to earlier chunks; with 
 # %%
 away = kv_deviation(lab.prefill(REUSE, prompt).kv, model.full_prefill(prompt.token_ids).kv)
 inside = torch.cat([torch.arange(lo, hi) for lo, hi in chunks])
-figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3), layout="constrained", width_ratios=(3, 2))
-for index, color in ((model.n_layers // 4, "tab:blue"), (layer, "tab:orange"), (3 * model.n_layers // 4, "tab:green")):
-    left.plot(away[index] / away[index, inside].mean(), color=color, linewidth=0.7, label=f"layer {index}")
+figure, (left, right) = plt.subplots(
+    1, 2, figsize=(9.5, 3), layout="constrained", width_ratios=(3, 2)
+)
+for index, color in (
+    (model.n_layers // 4, "tab:blue"),
+    (layer, "tab:orange"),
+    (3 * model.n_layers // 4, "tab:green"),
+):
+    left.plot(
+        away[index] / away[index, inside].mean(), color=color, linewidth=0.7, label=f"layer {index}"
+    )
     ranked = away[index, inside].sort(descending=True).values
-    right.plot(torch.linspace(0, 100, len(ranked)), ranked / ranked.mean(), color=color, label=f"layer {index}")
+    right.plot(
+        torch.linspace(0, 100, len(ranked)),
+        ranked / ranked.mean(),
+        color=color,
+        label=f"layer {index}",
+    )
 for lo, _ in chunks[1:]:
     left.axvline(lo, color="black", linewidth=0.5)
 left.set(xlabel="token of the prompt, lines where chunks begin", ylabel="KV deviation, mean = 1")
@@ -109,7 +134,9 @@ plt.show()
 # %%
 top = away[layer, inside].sort(descending=True).values.square()
 tenth = len(top) // 10
-print(f"A tenth of the tokens holds {top[:tenth].sum() / top.sum():.0%} of the squared deviation on layer {layer}.")
+print(
+    f"A tenth of the tokens holds {top[:tenth].sum() / top.sum():.0%} of the squared deviation on layer {layer}."
+)
 
 # %% [markdown]
 # ## What computing some rows again gives back
@@ -123,10 +150,17 @@ wanted = attention_of(model, model.full_prefill(prompt.token_ids), rows)
 ratios = (0.0, 0.05, 0.15, 0.4, 1.0)
 figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
 for policy, style in (("hkvd", "o-"), ("random", "s--")):
-    found = [attention_of(model, lab.prefill(Method(policy, ratio, "alone"), prompt), rows) for ratio in ratios]
+    found = [
+        attention_of(model, lab.prefill(Method(policy, ratio, "alone"), prompt), rows)
+        for ratio in ratios
+    ]
     line = [float(attention_deviation(mine, wanted).mean()) for mine in found]
-    axes.plot([100 * ratio for ratio in ratios], [value / line[0] for value in line], style, label=policy)
-axes.set(xlabel="rows recomputed (%)", ylabel="attention deviation, plain reuse = 1", ylim=(0, None))
+    axes.plot(
+        [100 * ratio for ratio in ratios], [value / line[0] for value in line], style, label=policy
+    )
+axes.set(
+    xlabel="rows recomputed (%)", ylabel="attention deviation, plain reuse = 1", ylim=(0, None)
+)
 axes.legend()
 plt.show()
 
@@ -150,8 +184,16 @@ reuse = next(row for row in results if row["method"] == "none")
 for axes, key in ((left, "kl_over_reuse"), (right, "ttft_x")):
     axes.plot(0, reuse[key], "D", color="tab:grey", label="none (plain reuse)")
     for color, name in zip(("tab:blue", "tab:orange"), names[1:], strict=True):
-        mine = sorted((row for row in results if row["method"] == name), key=lambda row: row["ratio"])
-        axes.plot([100 * row["ratio"] for row in mine], [row[key] for row in mine], "o-", color=color, label=name)
+        mine = sorted(
+            (row for row in results if row["method"] == name), key=lambda row: row["ratio"]
+        )
+        axes.plot(
+            [100 * row["ratio"] for row in mine],
+            [row[key] for row in mine],
+            "o-",
+            color=color,
+            label=name,
+        )
     axes.plot(100, 0 if key == "kl_over_reuse" else 1, "k*", label="full prefill")
     axes.set(xlabel="rows recomputed (%)", ylim=(0, None))
 left.set_ylabel("KL to full prefill, plain reuse = 1")
@@ -164,5 +206,7 @@ plt.show()
 for row in sorted(results, key=lambda row: -row["ttft_x"]):
     over = f"{row['kl_over_reuse']:.2f}" if row.get("kl_over_reuse") is not None else "0"
     ratio = f"{row['ratio']:.0%}" if row["ratio"] is not None else ""
-    print(f"{row['method']:11} {ratio:>4}  KL of reuse's {over:>5}  same first choice {row['top1']:.0%}")
+    print(
+        f"{row['method']:11} {ratio:>4}  KL of reuse's {over:>5}  same first choice {row['top1']:.0%}"
+    )
 lab.close()

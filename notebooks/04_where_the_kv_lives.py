@@ -48,7 +48,10 @@ model = bench_model(settings.model, settings.dtype, settings.device, settings.ho
 GB, SIZE = 1 << 30, 192  # bytes; tokens of a chunk
 speeds = {"disk": 400.0, "objects": 40.0}
 tiers = [MemoryTier(GB, lru)]
-tiers += [ThrottledTier(DiskTier(folder / name, GB, lru), mbps, name=name) for name, mbps in speeds.items()]
+tiers += [
+    ThrottledTier(DiskTier(folder / name, GB, lru), mbps, name=name)
+    for name, mbps in speeds.items()
+]
 engine = Engine(settings, model, KVStore(tiers))
 
 # %% [markdown]
@@ -59,12 +62,16 @@ engine = Engine(settings, model, KVStore(tiers))
 # %%
 machine = measure(model, tiers, longest=768, rounds=1)
 engine.timings.learn(machine)
-chunk_bytes = sum(layer.nbytes for layer in model.encode(model.tokens("word " * SIZE)[:SIZE]).layers)
+chunk_bytes = sum(
+    layer.nbytes for layer in model.encode(model.tokens("word " * SIZE)[:SIZE]).layers
+)
 print(f"A chunk of {SIZE} tokens is {chunk_bytes / 1e6:.1f} MB of KV.")
 for name in machine.tiers:
     print(f"{name:8} loads it in {1e3 * machine.load_s(name, chunk_bytes):6.1f} ms")
 for ratio in (0.1, 0.3, 1.0):
-    print(f"computing {ratio:4.0%} of its rows takes {1e3 * machine.recompute_s(ratio, SIZE):6.1f} ms")
+    print(
+        f"computing {ratio:4.0%} of its rows takes {1e3 * machine.recompute_s(ratio, SIZE):6.1f} ms"
+    )
 
 # %% [markdown]
 # ## Chunks in tiers
@@ -73,9 +80,14 @@ for ratio in (0.1, 0.3, 1.0):
 
 # %%
 text = (corpus_path() / "1973-oil-crisis.md").read_text(encoding="utf-8")
-splitter = RecursiveCharacterTextSplitter.from_huggingface_tokenizer(model.tokenizer, chunk_size=SIZE, chunk_overlap=0)
+splitter = RecursiveCharacterTextSplitter.from_huggingface_tokenizer(
+    model.tokenizer, chunk_size=SIZE, chunk_overlap=0
+)
 texts = [split.strip() for split in splitter.split_text(text)][:12]
-before, after = "Use the following passages to answer the question at the end.\n\n", "\n\nQuestion: {}\nAnswer:"
+before, after = (
+    "Use the following passages to answer the question at the end.\n\n",
+    "\n\nQuestion: {}\nAnswer:",
+)
 groups = dict(zip(("memory", "disk", "objects"), (texts[:4], texts[4:8], texts[8:]), strict=True))
 
 
@@ -94,7 +106,12 @@ engine.flush()
 
 
 def keys(chunks):
-    return [key for segment in prompt(chunks).segments if segment.kind == "chunk" for key in segment.keys]
+    return [
+        key
+        for segment in prompt(chunks).segments
+        if segment.kind == "chunk"
+        for key in segment.keys
+    ]
 
 
 def keep_in(tier, chunks):
@@ -145,7 +162,9 @@ for tier, marker in zip(groups, "os^", strict=True):
     axes.plot(*zip(*mine, strict=True), marker, label=tier, alpha=0.8)
 most = 1.1 * max(max(predicted, seconds) for _, predicted, seconds, _ in done)
 axes.plot([0, most], [0, most], color="black", linewidth=0.8)
-axes.set(xlabel="predicted seconds to the first token", ylabel="measured", xlim=(0, most), ylim=(0, most))
+axes.set(
+    xlabel="predicted seconds to the first token", ylabel="measured", xlim=(0, most), ylim=(0, most)
+)
 axes.legend(title="chunks lie in", fontsize=8)
 plt.show()
 
@@ -163,8 +182,13 @@ question = [
 ]
 for turn in (1, 2, 3):
     trace = engine.answer([("user", question)], Ask(max_tokens=8)).trace
-    where = sorted({segment.tier for segment in trace.segments if segment.hit and segment.kind == "chunk"})
-    print(f"{turn}: chunks from {', '.join(where) or 'nowhere, computed'}; {trace.nbytes / 1e6:.0f} MB read,", end=" ")
+    where = sorted(
+        {segment.tier for segment in trace.segments if segment.hit and segment.kind == "chunk"}
+    )
+    print(
+        f"{turn}: chunks from {', '.join(where) or 'nowhere, computed'}; {trace.nbytes / 1e6:.0f} MB read,",
+        end=" ",
+    )
     print(f"predicted {trace.predicted_ttft_s:.2f} s, took {trace.prefill_s:.2f} s")
     engine.flush()
 
@@ -187,7 +211,9 @@ right.set(ylabel="milliseconds to load one", yscale="log")
 for axes in (left, right):
     axes.margins(y=0.15)
 for ratio in (0.02, 0.1, 0.3, 0.6, 1.0):
-    print(f"{ratio:4.0%} of the rows computed: {choose_tier(SIZE, chunk_bytes, machine, names, prices, ratio)}")
+    print(
+        f"{ratio:4.0%} of the rows computed: {choose_tier(SIZE, chunk_bytes, machine, names, prices, ratio)}"
+    )
 plt.show()
 
 # %%

@@ -63,18 +63,31 @@ turns = []
 for question in questions:
     asked = [("user", question)]
     ways = {
-        way: engine.answer(asked, Ask(session="talk", reuse=way == "kept", max_tokens=32)) for way in ("full", "kept")
+        way: engine.answer(asked, Ask(session="talk", reuse=way == "kept", max_tokens=32))
+        for way in ("full", "kept")
     }
     engine.flush()  # what was said is saved in the background; here we wait for it, so that times are of answers alone
     turns.append(ways)
     trace, same = ways["kept"].trace, ways["kept"].text == ways["full"].text
-    print(f"{trace.tokens:5} tokens, {trace.history_reused:5} of them kept; the same answer: {same}.", end=" ")
+    print(
+        f"{trace.tokens:5} tokens, {trace.history_reused:5} of them kept; the same answer: {same}.",
+        end=" ",
+    )
     print(ways["kept"].text.strip().split("\n")[0][:60])
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 2.6), layout="constrained")
-for way, color, label in (("full", "tab:gray", "all computed"), ("kept", "tab:blue", "history from the store")):
-    axes.plot(range(1, len(turns) + 1), [each[way].trace.ttft_s for each in turns], "o-", color=color, label=label)
+for way, color, label in (
+    ("full", "tab:gray", "all computed"),
+    ("kept", "tab:blue", "history from the store"),
+):
+    axes.plot(
+        range(1, len(turns) + 1),
+        [each[way].trace.ttft_s for each in turns],
+        "o-",
+        color=color,
+        label=label,
+    )
 axes.set(xlabel="turn", ylabel="seconds to the first token", xticks=range(1, len(turns) + 1))
 axes.set_ylim(bottom=0)
 axes.legend()
@@ -89,8 +102,12 @@ plt.show()
 # %%
 engine.close()
 engine = Engine(settings, model)
-answer = engine.answer([("user", "Say it once more in three words.")], Ask(session="talk", max_tokens=16))
-print(f"{answer.trace.history_reused} of {answer.trace.tokens} tokens were kept. {answer.text.strip()}")
+answer = engine.answer(
+    [("user", "Say it once more in three words.")], Ask(session="talk", max_tokens=16)
+)
+print(
+    f"{answer.trace.history_reused} of {answer.trace.tokens} tokens were kept. {answer.text.strip()}"
+)
 
 # %%
 for info in engine.sessions.ls():
@@ -112,10 +129,14 @@ def reused(message):
     return sum(each["n_tokens"] for each in segments if each["kind"] == "history" and each["hit"])
 
 
-messages = [HumanMessage("I keep a lighthouse on a rock in the sea, and count ships. Say hello to me.")]
+messages = [
+    HumanMessage("I keep a lighthouse on a rock in the sea, and count ships. Say hello to me.")
+]
 for said in ("How would you count them at night?", "And in fog?", None):
     reply = chat.invoke(messages)
-    print(f"{reused(reply):4} of {reply.usage_metadata['input_tokens']:4} tokens of the prompt were kept")
+    print(
+        f"{reused(reply):4} of {reply.usage_metadata['input_tokens']:4} tokens of the prompt were kept"
+    )
     messages += [AIMessage(reply.content), HumanMessage(said)] if said else []
     engine.flush()
 
@@ -131,9 +152,13 @@ print(f"after an edit of the second question: {reused(chat.invoke(edited))} toke
 # %%
 engine.close()
 engine = Engine(settings.model_copy(update={"window_tokens": 1200, "sinks": 4}), model)
-answer = engine.answer([("user", "Thank you. What was the hardest part?")], Ask(session="talk", max_tokens=16))
+answer = engine.answer(
+    [("user", "Thank you. What was the hardest part?")], Ask(session="talk", max_tokens=16)
+)
 trace = answer.trace
-print(f"{trace.truncated} tokens left the prompt; of the {trace.tokens} in it, {trace.history_reused} were kept")
+print(
+    f"{trace.truncated} tokens left the prompt; of the {trace.tokens} in it, {trace.history_reused} were kept"
+)
 engine.close()
 
 # %% [markdown]

@@ -59,9 +59,14 @@ engine.timings.learn(measure(model, [], longest=768, rounds=1))  # how long comp
 
 # %%
 text = (corpus_path() / "1973-oil-crisis.md").read_text(encoding="utf-8")
-splitter = RecursiveCharacterTextSplitter.from_huggingface_tokenizer(model.tokenizer, chunk_size=SIZE, chunk_overlap=0)
+splitter = RecursiveCharacterTextSplitter.from_huggingface_tokenizer(
+    model.tokenizer, chunk_size=SIZE, chunk_overlap=0
+)
 texts = [split.strip() for split in splitter.split_text(text)][:6]
-before, after = "Use the following passages to answer the question at the end.\n\n", "\n\nQuestion: {}\nAnswer:"
+before, after = (
+    "Use the following passages to answer the question at the end.\n\n",
+    "\n\nQuestion: {}\nAnswer:",
+)
 
 
 def messages(question):
@@ -70,7 +75,9 @@ def messages(question):
 
 
 question = messages("By how much did OPEC raise the posted price of oil on October 16, 1973?")
-engine.ingest([(chunk, f"chunk {number}") for number, chunk in enumerate(texts, 1)], engine.prefix(question))
+engine.ingest(
+    [(chunk, f"chunk {number}") for number, chunk in enumerate(texts, 1)], engine.prefix(question)
+)
 engine.flush()
 
 far = engine.store.tier("objects")
@@ -79,7 +86,9 @@ entries = [entry for entry in entries if set(LEVELS) <= set(entry.sizes)]
 tokens = sum(entry.n_tokens for entry in entries)
 kilobytes = {level: sum(entry.sizes[level] for entry in entries) / tokens / 1e3 for level in LEVELS}
 figure, axes = plt.subplots(figsize=(6, 2.4), layout="constrained")
-axes.bar_label(axes.barh(LEVELS, list(kilobytes.values()), color="tab:blue"), fmt="%.1f", padding=3, fontsize=8)
+axes.bar_label(
+    axes.barh(LEVELS, list(kilobytes.values()), color="tab:blue"), fmt="%.1f", padding=3, fontsize=8
+)
 axes.invert_yaxis()
 axes.set(xlabel="kilobytes a token", xlim=(0, 1.12 * max(kilobytes.values())))
 plt.show()
@@ -131,13 +140,17 @@ print(f"Computing the whole prompt takes {text_s:.2f} s; the answer: {full.text.
 
 # %%
 deadline = Ask(max_tokens=24, deadline_s=0.6 * text_s)
-raw_mb = kilobytes["raw"] * tokens / 2 / 1e3  # of the six chunks; half of the entries are theirs behind filler text
+raw_mb = (
+    kilobytes["raw"] * tokens / 2 / 1e3
+)  # of the six chunks; half of the entries are theirs behind filler text
 speeds = [raw_mb / text_s * times for times in (8.0, 2.0, 0.7, 0.3, 0.02)]
 for mbps in speeds:
     line.set((0, mbps))
     answer = engine.answer(question, deadline)
     stream = answer.trace.stream
-    came = ", ".join(f"{level} {n}" for level, n in Counter(piece.level for piece in stream.pieces).items())
+    came = ", ".join(
+        f"{level} {n}" for level, n in Counter(piece.level for piece in stream.pieces).items()
+    )
     held = "held" if stream.held else "missed"
     took = f"{answer.trace.ttft_s:.2f} s of {deadline.deadline_s:.2f}"
     print(f"{mbps:7.2f} MB/s: first token after {took}, {held};", end=" ")
@@ -153,17 +166,32 @@ for mbps in speeds:
 line.set((0, speeds[1]), (deadline.deadline_s / 4, speeds[1] / 5))
 answer = engine.answer(question, deadline)
 pieces = answer.trace.stream.pieces
-colors = dict(zip(("text", *LEVELS), ("#bdbdbd", *plt.cm.viridis([0.0, 0.2, 0.4, 0.6, 0.8, 0.95])), strict=True))
+colors = dict(
+    zip(
+        ("text", *LEVELS),
+        ("#bdbdbd", *plt.cm.viridis([0.0, 0.2, 0.4, 0.6, 0.8, 0.95])),
+        strict=True,
+    )
+)
 figure, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
 for number, piece in enumerate(pieces, 1):
     width = max(piece.seconds, 0.004)
-    axes.barh(number, width, left=piece.began_s, color=colors[piece.level], edgecolor="black", linewidth=0.5)
+    axes.barh(
+        number,
+        width,
+        left=piece.began_s,
+        color=colors[piece.level],
+        edgecolor="black",
+        linewidth=0.5,
+    )
     axes.text(piece.began_s + width, number, f" {piece.level}", va="center", fontsize=8)
 axes.axvline(deadline.deadline_s, color="tab:red", linewidth=1)
 axes.axvline(answer.trace.ttft_s, color="black", linewidth=1, linestyle=":")
 axes.axvspan(deadline.deadline_s / 4, deadline.deadline_s, color="tab:orange", alpha=0.12)
 axes.invert_yaxis()
-axes.set(xlabel="seconds (red: due; dotted: first token; shaded: the line has dropped)", ylabel="piece")
+axes.set(
+    xlabel="seconds (red: due; dotted: first token; shaded: the line has dropped)", ylabel="piece"
+)
 axes.set_yticks(range(1, len(pieces) + 1))
 plt.show()
 print(answer.text.strip())

@@ -72,7 +72,9 @@ Breakfast is at the shop, at eight.
 """
 found = engine.schemas.register(schema)
 done, layout = found.done, found.layout
-print(f"{done.encoded} modules of {done.tokens} tokens were encoded: {done.nbytes / 1e6:.1f} MB of KV.")
+print(
+    f"{done.encoded} modules of {done.tokens} tokens were encoded: {done.nbytes / 1e6:.1f} MB of KV."
+)
 
 # %% [markdown]
 # ## Where everything stands
@@ -114,10 +116,16 @@ def asked(question, season="summer"):
 
 church = asked("In which year was the church built?")
 engine.answer(church, Ask(max_tokens=2))  # what a first answer does once
-for name, ask in (("all computed", Ask(reuse=False, max_tokens=16)), ("over modules", Ask(max_tokens=16))):
+for name, ask in (
+    ("all computed", Ask(reuse=False, max_tokens=16)),
+    ("over modules", Ask(max_tokens=16)),
+):
     answer = engine.answer(church, ask)
     trace = answer.trace
-    print(f"{name}: {trace.tokens_reused:3} of {trace.tokens} tokens reused, {trace.ttft_s:.2f} s,", end=" ")
+    print(
+        f"{name}: {trace.tokens_reused:3} of {trace.tokens} tokens reused, {trace.ttft_s:.2f} s,",
+        end=" ",
+    )
     print(answer.text.strip())
 
 # %% [markdown]
@@ -146,7 +154,9 @@ Question: What is the guest's name?
 Answer:</prompt>"""
 for name, day in (("Agnes Worth", "Thursday"), ("Tomas Brandt", "the third of May")):
     answer = engine.answer(parse_prompt(own.format(name=name, day=day)), Ask(max_tokens=16))
-    print(f"{name}: {answer.text.strip()} ({answer.trace.tokens_fresh} of {answer.trace.tokens} tokens computed)")
+    print(
+        f"{name}: {answer.text.strip()} ({answer.trace.tokens_fresh} of {answer.trace.tokens} tokens computed)"
+    )
 
 # %% [markdown]
 # ## A Python function
@@ -171,7 +181,9 @@ print(to_pml(schema_of(shop)))
 engine.schemas.register(schema_of(shop))
 for is_small in (True, False):
     request = shop("Monday", is_small)
-    answer = engine.answer(request.asking("Question: What does the shop sell?\nAnswer:"), Ask(max_tokens=16))
+    answer = engine.answer(
+        request.asking("Question: What does the shop sell?\nAnswer:"), Ask(max_tokens=16)
+    )
     print(f"is_small={is_small}: {answer.text.strip()}")
 
 # %% [markdown]
@@ -183,14 +195,25 @@ for is_small in (True, False):
 # %%
 times = slope(engine, Runner(1, model.device, Console(quiet=True)), (256, 1024, 2048))
 figure, axes = plt.subplots(figsize=(6, 2.6), layout="constrained")
-for key, color, label in (("full_s", "tab:gray", "all computed"), ("cached_s", "tab:blue", "modules cached")):
-    axes.plot([row["tokens"] for row in times], [row[key] for row in times], "o-", color=color, label=label)
+for key, color, label in (
+    ("full_s", "tab:gray", "all computed"),
+    ("cached_s", "tab:blue", "modules cached"),
+):
+    axes.plot(
+        [row["tokens"] for row in times],
+        [row[key] for row in times],
+        "o-",
+        color=color,
+        label=label,
+    )
 axes.set(xlabel="tokens of the prompt", ylabel="seconds of CPU to the first token")
 axes.set_ylim(bottom=0)
 axes.legend()
 plt.show()
 longest = times[-1]
-print(f"{longest['tokens']} tokens, {longest['cached_share']:.0%} cached: {longest['ttft_x']:.0f} times faster.")
+print(
+    f"{longest['tokens']} tokens, {longest['cached_share']:.0%} cached: {longest['ttft_x']:.0f} times faster."
+)
 
 # %%
 engine.close()

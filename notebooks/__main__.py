@@ -40,7 +40,9 @@ def make(source: Path) -> None:
 
 def keep(notebook: Any, path: Path) -> None:
     """Write an executed notebook without what is about where it ran: metadata, times, what libraries warn of."""
-    notebook.metadata = {name: notebook.metadata[name] for name in KEPT if name in notebook.metadata}
+    notebook.metadata = {
+        name: notebook.metadata[name] for name in KEPT if name in notebook.metadata
+    }
     for number, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{number:02}"
         cell.metadata.pop("execution", None)

@@ -1,4 +1,6 @@
-"""Reuse the KV caches of retrieved chunks instead of prefilling them again, for a faster first token in RAG."""
+"""Reuse the KV caches of retrieved chunks instead of prefilling them again, for a faster first
+token in RAG.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -70,4 +72,6 @@ __getattr__, __dir__, _ = lazy_loader.attach(
         "types.prompt": ["Prompt"],
     },
 )
-"""Import each public name at its first use, so that importing the package alone loads neither torch nor frameworks."""
+"""Import each public name at its first use, so that importing the package alone loads neither torch
+nor frameworks.
+"""

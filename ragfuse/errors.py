@@ -5,14 +5,14 @@
     ├── InputError         a path, document or prompt cannot be read
     │   ├── NoSessionError there is no session of a name
     │   ├── OverlongError  a prompt, chunk or schema is longer than the model's context
-    │   └── PMLError       a schema or prompt in PML, or a template or program for one, is wrong; with the line
+    │   └── PMLError       a schema, prompt, template or program of PML is wrong; with its line
     ├── ModelError         a model cannot be found, loaded or prepared
-    │   └── RefusedError   the model's KV cannot be reused at other positions (answers fall back to full prefill)
-    │       └── FixedError    its KV can be reused at the positions it was encoded at: enough for schema modules
+    │   └── RefusedError   its KV cannot be reused at other positions: answers by full prefill
+    │       └── FixedError    its KV can be reused where it was encoded: enough for modules
     ├── BusyError          the queue is full; the error says when to try again
-    ├── ServerError        a server cannot be reached, refuses the key, is no ragfuse server, or broke off
-    ├── StoreError         the store as a whole is not usable (a single bad entry is a miss, not an error)
-    └── TransferError      KV on its way to another engine cannot be written, or is not what that engine needs
+    ├── ServerError        a server is not reached, refuses the key, is another or broke off
+    ├── StoreError         the store is not usable (a single bad entry is a miss, no error)
+    └── TransferError      KV for another engine is not written, or not what it needs
 
 A message says what was wanted, what was found, and what to do. A cache miss is never an error.
 """
@@ -26,7 +26,8 @@ class RagFuseError(Exception):
 
     Args:
         message: What was wanted, what was found, what to do.
-        argument: The setting, field or argument that it is about, as a program in Python names it; "" for none.
+        argument: The setting, field or argument that it is about, as a program in Python names it;
+            "" for none.
     """
 
     def __init__(self, message: str = "", argument: str = "") -> None:
@@ -36,7 +37,9 @@ class RagFuseError(Exception):
 
 @contextmanager
 def about(argument: str) -> Iterator[None]:
-    """Let errors of ragfuse that name no argument be about this one, as a block or a decorator of a function."""
+    """Let errors of ragfuse that name no argument be about this one, as a block or a decorator of a
+    function.
+    """
     try:
         yield
     except RagFuseError as error:
@@ -71,17 +74,21 @@ class OverlongError(InputError):
     Args:
         found: What was wanted and found.
         advice: What to do, in words for a program in Python.
-        may_drop: Whether the prompt has chunks that may be left out where that is asked for (overflow "drop").
+        may_drop: Whether the prompt has chunks that may be left out where that is asked for
+            (overflow "drop").
         argument: "max_tokens" where the answer is too long, and not the text.
     """
 
-    def __init__(self, found: str, advice: str = "", may_drop: bool = False, argument: str = "prompt") -> None:
+    def __init__(
+        self, found: str, advice: str = "", may_drop: bool = False, argument: str = "prompt"
+    ) -> None:
         self.found, self.advice, self.may_drop = found, advice, may_drop
         super().__init__(f"{found} {advice}".strip(), argument)
 
 
 class PMLError(InputError):
-    """A schema or prompt in PML (Prompt Markup Language) that cannot be parsed, laid out or bound to its schema.
+    """A schema or prompt in PML (Prompt Markup Language) that cannot be parsed, laid out or bound
+    to its schema.
 
     Args:
         found: What stands at that place.
@@ -89,11 +96,18 @@ class PMLError(InputError):
         file: The file it was read from; "" for a text.
         line: Line, counted from 1; 0 where it was not read from text.
         column: Column, counted from 1; 0 where it was not read from text.
-        advice: What to do, in words for whoever has the command line or Python; "" where `wanted` says it.
+        advice: What to do, in words for whoever has the command line or Python; "" where `wanted`
+            says it.
     """
 
     def __init__(
-        self, found: str, wanted: str, file: str = "", line: int = 0, column: int = 0, advice: str = ""
+        self,
+        found: str,
+        wanted: str,
+        file: str = "",
+        line: int = 0,
+        column: int = 0,
+        advice: str = "",
     ) -> None:
         self.file, self.line, self.column = file, line, column
         self.found, self.wanted, self.advice = found, wanted, advice
@@ -106,7 +120,9 @@ class ModelError(RagFuseError):
 
 
 class RefusedError(ModelError):
-    """A model whose cached KV cannot be moved to other positions or fused; the message has the reason."""
+    """A model whose cached KV cannot be moved to other positions or fused; the message has the
+    reason.
+    """
 
 
 class FixedError(RefusedError):
@@ -122,7 +138,9 @@ class TransferError(RagFuseError):
 
 
 class ServerError(RagFuseError):
-    """A server that cannot be reached, refuses the API key, is no ragfuse server, or broke off its answer."""
+    """A server that cannot be reached, refuses the API key, is no ragfuse server, or broke off its
+    answer.
+    """
 
 
 class BusyError(RagFuseError):

@@ -1,7 +1,7 @@
 """All settings and their defaults, and the only reader of RAGFUSE_* variables and ragfuse.toml.
 
-Values given in code win over the environment, the environment over ragfuse.toml in the working directory, and that over
-the defaults below.
+Values given in code win over the environment, the environment over ragfuse.toml in the working
+directory, and that over the defaults below.
 """
 
 from __future__ import annotations
@@ -53,8 +53,12 @@ SharedWith = Literal["nobody", "group"]
 AUTO_LEVEL = "auto"
 """The level of a tier is chosen by the measured speed of this machine."""
 SINKS = 4
-"""First tokens of a conversation that a truncation keeps: later tokens attend to them (StreamingLLM, 3.1)."""
-_CREDENTIALS = re.compile(r"//[^/?#]*@|[?&][^=&]*(?:user|pass|secret|token|key|sig)[^=&]*=", re.IGNORECASE)
+"""First tokens of a conversation that a truncation keeps: later tokens attend to them
+(StreamingLLM, 3.1).
+"""
+_CREDENTIALS = re.compile(
+    r"//[^/?#]*@|[?&][^=&]*(?:user|pass|secret|token|key|sig)[^=&]*=", re.IGNORECASE
+)
 TIER_NAMES = ("gpu", "memory", *(kind.name for kind in TIER_KINDS))
 """Names of tiers; further tiers of a kind that a URL opens are numbered (`redis-2`)."""
 
@@ -98,13 +102,19 @@ class Settings(BaseSettings):
 
     model: ModelName = Field(
         default="smollm2-135m-reader",
-        description="The LLM: name of an embedded model, Hugging Face id, local folder, adapter folder or GGUF file.",
+        description=(
+            "The LLM: name of an embedded model, Hugging Face id, local folder, adapter folder or"
+            " GGUF file."
+        ),
     )
     model_kwargs: Annotated[LoadingOptions, NoDecode, PlainValidator(LoadingOptions.read)] = Field(
         default=LoadingOptions(),
         repr=False,  # may hold a token
-        description="Options of transformers' from_pretrained for the LLM, by name: revision, trust_remote_code, "
-        "attn_implementation, device_map, token, torch_dtype, quantization_config ...; merge_adapter, for an adapter.",
+        description=(
+            "Options of transformers' from_pretrained for the LLM, by name: revision,"
+            " trust_remote_code, attn_implementation, device_map, token, torch_dtype,"
+            " quantization_config ...; merge_adapter, for an adapter."
+        ),
     )
     embedder: ModelName = Field(
         default="minilm-l6",
@@ -112,145 +122,223 @@ class Settings(BaseSettings):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="Dtype of weights and KV; auto: bfloat16 where the device computes it natively, else float32.",
+        description=(
+            "Dtype of weights and KV; auto: bfloat16 where the device computes it natively, else"
+            " float32."
+        ),
     )
-    device: str = Field(default="cpu", description="cpu, cuda, cuda:N, mps, or auto (the first GPU, else cpu).")
+    device: str = Field(
+        default="cpu", description="cpu, cuda, cuda:N, mps, or auto (the first GPU, else cpu)."
+    )
     threads: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         default="auto",
-        description="Threads that torch computes with on a CPU. auto: at most as many as there are free cores within "
-        "the process's CPU affinity and quota; where OMP_NUM_THREADS is set, that number.",
+        description=(
+            "Threads that torch computes with on a CPU. auto: at most as many as there are free"
+            " cores within the process's CPU affinity and quota; where OMP_NUM_THREADS is set, that"
+            " number."
+        ),
     )
 
     home: Folder = Field(
         default_factory=lambda: user_cache_path("ragfuse"),
-        description="Folder of all that ragfuse keeps: store, indexes, prepared models, digests, history.",
+        description=(
+            "Folder of all that ragfuse keeps: store, indexes, prepared models, digests, history."
+        ),
     )
-    store: Folder | None = Field(default=None, description="Folder of the disk tier; default: home/store.")
+    store: Folder | None = Field(
+        default=None, description="Folder of the disk tier; default: home/store."
+    )
     shared_with: SharedWith = Field(
         default="nobody",
-        description="Who else on this machine may use the folders of store and file:// tiers: nobody (0700, 0600), or "
-        "their group (02770, 0660). Parent folders keep their modes.",
+        description=(
+            "Who else on this machine may use the folders of store and file:// tiers: nobody (0700,"
+            " 0600), or their group (02770, 0660). Parent folders keep their modes."
+        ),
     )
     gpu_bytes: int = Field(
-        default=2 << 30, ge=0, description="Capacity of the GPU tier, in GPU memory; used only with a GPU."
+        default=2 << 30,
+        ge=0,
+        description="Capacity of the GPU tier, in GPU memory; used only with a GPU.",
     )
     memory_bytes: int = Field(default=2 << 30, ge=0, description="Capacity of the memory tier.")
     memory_free: float = Field(
         default=0.0,
         ge=0,
         le=0.9,
-        description="Share of the memory tier that writes keep free, as space for what is fetched next.",
+        description=(
+            "Share of the memory tier that writes keep free, as space for what is fetched next."
+        ),
     )
     evict: Annotated[str, AfterValidator(_eviction)] = Field(
         default="look-ahead",
-        description="Eviction policy of memory and disk. look-ahead: evict whole conversations, first those that no "
-        "waiting request continues, least recently used first. lru: evict entry by entry, least recently used first. "
-        "Others: ragfuse.types.eviction.",
+        description=(
+            "Eviction policy of memory and disk. look-ahead: evict whole conversations, first those"
+            " that no waiting request continues, least recently used first. lru: evict entry by"
+            " entry, least recently used first. Others: ragfuse.types.eviction."
+        ),
     )
     disk_bytes: int = Field(default=20 << 30, ge=0, description="Capacity of the disk tier.")
     tiers: Annotated[tuple[TierURL, ...], NoDecode] = Field(
         default=(),
         repr=False,  # a URL may hold a password
-        description="Slower tiers behind memory and disk, fastest first: redis://, s3://, file:// ... URLs.",
+        description=(
+            "Slower tiers behind memory and disk, fastest first: redis://, s3://, file:// ... URLs."
+        ),
     )
-    tier_bytes: int = Field(default=100 << 30, ge=1, description="Capacity of each folder in `tiers`.")
+    tier_bytes: int = Field(
+        default=100 << 30, ge=1, description="Capacity of each folder in `tiers`."
+    )
     placement: Literal["cheapest", "all"] = Field(
         default="cheapest",
-        description="Where a new chunk is written, besides memory. cheapest: to the cheapest tier (disk included) that "
-        "is fast enough on this machine, to all where it was not measured. all: to all, as for shared tiers.",
+        description=(
+            "Where a new chunk is written, besides memory. cheapest: to the cheapest tier (disk"
+            " included) that is fast enough on this machine, to all where it was not measured. all:"
+            " to all, as for shared tiers."
+        ),
     )
     levels: Annotated[tuple[tuple[str, tuple[str, ...]], ...], NoDecode] = Field(
         default=(),
-        description='Codec levels in which a tier stores KV, by name: {"redis": ["int8", "cg2"]}. raw, int8, cg1 '
-        "(least lossy) to cg4, or several of them; auto: chosen by the measured speed. Tiers not named here store raw.",
+        description=(
+            'Codec levels in which a tier stores KV, by name: {"redis": ["int8", "cg2"]}. raw,'
+            " int8, cg1 (least lossy) to cg4, or several of them; auto: chosen by the measured"
+            " speed. Tiers not named here store raw."
+        ),
     )
     tier_timeout_s: float = Field(
-        default=2.0, gt=0, description="Seconds to wait for a reply of a tier in `tiers` before the call fails."
+        default=2.0,
+        gt=0,
+        description="Seconds to wait for a reply of a tier in `tiers` before the call fails.",
     )
     ttl_s: float | None = Field(
-        default=None, gt=0, description="Seconds after which unused entries are deleted; none: never."
+        default=None,
+        gt=0,
+        description="Seconds after which unused entries are deleted; none: never.",
     )
     prices: Prices = Field(
-        default=Prices(), description="Price of a gigabyte per month, by kind of tier; only their order matters."
+        default=Prices(),
+        description="Price of a gigabyte per month, by kind of tier; only their order matters.",
     )
     salt: str = Field(
-        default="", repr=False, description="Secret of a tenant: entries of one salt are never hits for another."
+        default="",
+        repr=False,
+        description="Secret of a tenant: entries of one salt are never hits for another.",
     )
     writer_queue: int = Field(
-        default=64, ge=1, description="Chunks that may wait to be saved; further ones are not saved."
+        default=64,
+        ge=1,
+        description="Chunks that may wait to be saved; further ones are not saved.",
     )
 
     share: bool = Field(
         default=True,
-        description="Whether answers that are generated at the same time share the KV of common modules in memory.",
+        description=(
+            "Whether answers that are generated at the same time share the KV of common modules in"
+            " memory."
+        ),
     )
     prefix_cache: bool = Field(
         default=True,
-        description="Whether the longest prefix shared with an earlier prompt is reused from memory, which is exact.",
+        description=(
+            "Whether the longest prefix shared with an earlier prompt is reused from memory, which"
+            " is exact."
+        ),
     )
     learn: Literal["off", "retrieved", "text"] = Field(
         default="text",
-        description="Which chunks are reused without being indexed first. off: none. retrieved: those that the "
-        "retrievers of a framework returned. text: also long passages that several prompts contain.",
+        description=(
+            "Which chunks are reused without being indexed first. off: none. retrieved: those that"
+            " the retrievers of a framework returned. text: also long passages that several prompts"
+            " contain."
+        ),
     )
     policy: Annotated[str, AfterValidator(as_setting)] = Field(
         default="auto",
-        description="Policy that selects the tokens to recompute, see ragfuse.fuse.select; auto: the calibrated one, "
-        "else query; hkvd over chunks encoded without filler text.",
+        description=(
+            "Policy that selects the tokens to recompute, see ragfuse.fuse.select; auto: the"
+            " calibrated one, else query; hkvd over chunks encoded without filler text."
+        ),
     )
     ratio: float | None = Field(
         default=None,
         ge=0,
         le=1,
-        description="Share of the tokens of reused chunks to recompute; default: what auto chooses, or 0.15 for a "
-        "policy that is named.",
+        description=(
+            "Share of the tokens of reused chunks to recompute; default: what auto chooses, or 0.15"
+            " for a policy that is named."
+        ),
     )
     piece_tokens: int = Field(
         default=1500,
         ge=16,
-        description="Approximate tokens of a piece in which KV is streamed from a slow tier under a deadline.",
+        description=(
+            "Approximate tokens of a piece in which KV is streamed from a slow tier under a"
+            " deadline."
+        ),
     )
-    streams: int = Field(default=4, ge=1, description="Prompts that may stream from one tier at the same time.")
-    chunk_tokens: int = Field(default=160, ge=16, description="Tokens of a chunk when ragfuse splits documents.")
+    streams: int = Field(
+        default=4, ge=1, description="Prompts that may stream from one tier at the same time."
+    )
+    chunk_tokens: int = Field(
+        default=160, ge=16, description="Tokens of a chunk when ragfuse splits documents."
+    )
     chunk_overlap: int = Field(default=0, ge=0, description="Tokens shared by neighbouring chunks.")
     filler_tokens: int = Field(
         default=256,
         ge=0,
-        description="Tokens of filler text that a chunk is encoded after, so that its KV is not that of the start of a "
-        "text; 0: chunks are encoded alone.",
+        description=(
+            "Tokens of filler text that a chunk is encoded after, so that its KV is not that of the"
+            " start of a text; 0: chunks are encoded alone."
+        ),
     )
     min_chunk_tokens: int = Field(
-        default=8, ge=1, description="Least tokens of a chunk that is reused; shorter ones are computed."
+        default=8,
+        ge=1,
+        description="Least tokens of a chunk that is reused; shorter ones are computed.",
     )
     top_k: int = Field(default=6, ge=1, description="Chunks retrieved for a question.")
     max_tokens: int = Field(default=256, ge=1, description="Most tokens of an answer.")
     overflow: Literal["error", "drop"] = Field(
         default="error",
-        description="What to do with a prompt that is too long. error: raise OverlongError. drop: leave out its last "
-        "chunks until prompt and answer fit.",
+        description=(
+            "What to do with a prompt that is too long. error: raise OverlongError. drop: leave out"
+            " its last chunks until prompt and answer fit."
+        ),
     )
     history: Literal["auto", "asked", "all"] = Field(
         default="auto",
-        description="Which conversations keep their KV for the next turn. asked: those whose questions name a session. "
-        "auto: also other messages without retrieved chunks, in memory only. all: all messages, saved like sessions.",
+        description=(
+            "Which conversations keep their KV for the next turn. asked: those whose questions name"
+            " a session. auto: also other messages without retrieved chunks, in memory only. all:"
+            " all messages, saved like sessions."
+        ),
     )
     history_chunks: bool = Field(
         default=True,
-        description="Whether later prompts of a session contain the chunks that were retrieved for earlier turns.",
+        description=(
+            "Whether later prompts of a session contain the chunks that were retrieved for earlier"
+            " turns."
+        ),
     )
     history_buffer_bytes: int = Field(
-        default=1 << 30, ge=0, description="Bytes of turns' KV that may wait to be saved; turns beyond are not saved."
+        default=1 << 30,
+        ge=0,
+        description="Bytes of turns' KV that may wait to be saved; turns beyond are not saved.",
     )
     window_tokens: int | None = Field(
         default=None,
         ge=2,
-        description="Most tokens of a conversation's prompt and answer together; default: the model's context.",
+        description=(
+            "Most tokens of a conversation's prompt and answer together; default: the model's"
+            " context."
+        ),
     )
     truncate_ratio: float = Field(
         default=0.5,
         gt=0,
         le=1,
-        description="Share of the window that is cut from the start of a conversation that outgrows it.",
+        description=(
+            "Share of the window that is cut from the start of a conversation that outgrows it."
+        ),
     )
     sinks: int = Field(
         default=SINKS,
@@ -258,19 +346,25 @@ class Settings(BaseSettings):
         description="First tokens of a conversation that such a cut keeps, as attention sinks.",
     )
     session_ttl_s: float | None = Field(
-        default=None, gt=0, description="Seconds after which unused sessions are deleted; none: never."
+        default=None,
+        gt=0,
+        description="Seconds after which unused sessions are deleted; none: never.",
     )
 
     served_model_name: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),
-        description="Names under which a server offers its model, separated by commas; the first is the one in "
-        "responses, the others are aliases. Empty: the last part of `model`.",
+        description=(
+            "Names under which a server offers its model, separated by commas; the first is the one"
+            " in responses, the others are aliases. Empty: the last part of `model`."
+        ),
     )
     api_keys: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),
         repr=False,
-        description="API keys that a server accepts, separated by commas: KEY (a tenant of its own), or SALT:KEY for "
-        "the tenant of that salt. Empty: no key is needed.",
+        description=(
+            "API keys that a server accepts, separated by commas: KEY (a tenant of its own), or"
+            " SALT:KEY for the tenant of that salt. Empty: no key is needed."
+        ),
     )
     api_key: str = Field(
         default="",
@@ -278,46 +372,74 @@ class Settings(BaseSettings):
         exclude=True,
         description="API key with which clients ask a server, such as ChatRagFuse(base_url=...).",
     )
-    serve_together: int = Field(default=8, ge=1, description="Requests that a server answers at the same time.")
-    serve_waiting: int = Field(default=256, ge=1, description="Requests that may wait in the queue; more get a 429.")
+    serve_together: int = Field(
+        default=8, ge=1, description="Requests that a server answers at the same time."
+    )
+    serve_waiting: int = Field(
+        default=256, ge=1, description="Requests that may wait in the queue; more get a 429."
+    )
     serve_timeout_s: float = Field(
-        default=300.0, gt=0, description="Seconds that a request may take, time in the queue included."
+        default=300.0,
+        gt=0,
+        description="Seconds that a request may take, time in the queue included.",
     )
     serve_patience_s: float = Field(
         default=20.0, gt=0, description="Seconds that a client may take to send its request."
     )
     serve_grace_s: float = Field(
-        default=30.0, ge=0, description="Seconds that running answers may still take when a server stops."
+        default=30.0,
+        ge=0,
+        description="Seconds that running answers may still take when a server stops.",
     )
     serve_body_bytes: int = Field(
-        default=4 << 20, ge=1024, description="Largest request body; a document's may have 12 MiB in any case."
+        default=4 << 20,
+        ge=1024,
+        description="Largest request body; a document's may have 12 MiB in any case.",
     )
     serve_tenant_bytes: int | None = Field(
         default=None,
         ge=1,
-        description="Bytes of a tenant's KV on disk; least recently used entries are "
-        "evicted first. Default: the tier's capacity, divided among the tenants.",
+        description=(
+            "Bytes of a tenant's KV on disk; least recently used entries are "
+            "evicted first. Default: the tier's capacity, divided among the tenants."
+        ),
     )
     serve_tenant_texts: int = Field(
-        default=100_000, ge=1, description="Known texts of a tenant; beyond that, the oldest are forgotten."
+        default=100_000,
+        ge=1,
+        description="Known texts of a tenant; beyond that, the oldest are forgotten.",
     )
     serve_tenant_sessions: int = Field(
-        default=10_000, ge=1, description="Sessions of a tenant; beyond that, the least recently used are deleted."
+        default=10_000,
+        ge=1,
+        description="Sessions of a tenant; beyond that, the least recently used are deleted.",
     )
-    serve_schemas: int = Field(default=256, ge=0, description="Schemas that each tenant of a server may register.")
+    serve_schemas: int = Field(
+        default=256, ge=0, description="Schemas that each tenant of a server may register."
+    )
 
     transfer_url: TierURL = Field(
         default="",
         repr=False,  # may hold a password
-        description="Where a server puts the KV of prompts that another engine decodes: a folder (in /dev/shm for "
-        "engines on one machine), or a redis:// or s3:// URL that both reach. Empty: it hands nothing over.",
+        description=(
+            "Where a server puts the KV of prompts that another engine decodes: a folder (in"
+            " /dev/shm for engines on one machine), or a redis:// or s3:// URL that both reach."
+            " Empty: it hands nothing over."
+        ),
     )
     transfer_level: Literal["raw", "int8"] = Field(
-        default="raw", description="Codec level of KV that is handed over: raw is exact, int8 takes half of bfloat16."
+        default="raw",
+        description=(
+            "Codec level of KV that is handed over: raw is exact, int8 takes half of bfloat16."
+        ),
     )
-    transfer_bytes: int = Field(default=8 << 30, ge=1, description="Most bytes of KV that wait to be decoded.")
+    transfer_bytes: int = Field(
+        default=8 << 30, ge=1, description="Most bytes of KV that wait to be decoded."
+    )
     transfer_ttl_s: float = Field(
-        default=300.0, ge=1, description="Seconds after which KV that no engine has decoded is deleted."
+        default=300.0,
+        ge=1,
+        description="Seconds after which KV that no engine has decoded is deleted.",
     )
 
     @field_validator("api_keys", "served_model_name", mode="before")
@@ -327,8 +449,15 @@ class Settings(BaseSettings):
         parts = given.split(",") if isinstance(given, str) else given
         if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
             wanted = "keys" if info.field_name == "api_keys" else "names"
-            example = "RAGFUSE_API_KEYS=KEY,SALT:KEY" if wanted == "keys" else "RAGFUSE_SERVED_MODEL_NAME=reader,chat"
-            raise ValueError(f"wanted {wanted} with commas between them, found something else; example: {example}")
+            example = (
+                "RAGFUSE_API_KEYS=KEY,SALT:KEY"
+                if wanted == "keys"
+                else "RAGFUSE_SERVED_MODEL_NAME=reader,chat"
+            )
+            raise ValueError(
+                f"wanted {wanted} with commas between them, found something else; example:"
+                f" {example}"
+            )
         return tuple(dict.fromkeys(part.strip() for part in parts if part.strip()))
 
     @field_validator("tiers", mode="before")
@@ -343,18 +472,24 @@ class Settings(BaseSettings):
                 given = None
         if not isinstance(given, list | tuple):
             raise ValueError(
-                "wanted a list of URLs, found something else; example: RAGFUSE_TIERS='[\"redis://cache:6379/0\"]'"
+                "wanted a list of URLs, found something else; example:"
+                " RAGFUSE_TIERS='[\"redis://cache:6379/0\"]'"
             )
         return given
 
     @field_validator("levels", mode="before")
     @classmethod
     def _by_tier(cls, given: Any) -> Any:
-        """Accept a mapping from tier to levels, or its JSON; a single level counts as a list of one."""
+        """Accept a mapping from tier to levels, or its JSON; a single level counts as a list of
+        one.
+        """
         try:
             given = json.loads(given or "{}") if isinstance(given, str) else given
             pairs = given.items() if isinstance(given, Mapping) else tuple(given)
-            listed = ((tier, (levels,) if isinstance(levels, str) else tuple(levels)) for tier, levels in pairs)
+            listed = (
+                (tier, (levels,) if isinstance(levels, str) else tuple(levels))
+                for tier, levels in pairs
+            )
             return tuple((_tier_named(tier), _levels_named(levels)) for tier, levels in listed)
         except (TypeError, KeyError, ValueError) as error:
             problem = (
@@ -362,14 +497,16 @@ class Settings(BaseSettings):
                 if isinstance(error, _InvalidSettingError)
                 else "wanted lists of levels by tier, found something else"
             )
-            raise ValueError(f'{problem}; example: RAGFUSE_LEVELS=\'{{"redis": ["int8", "cg2"]}}\'') from None
+            raise ValueError(
+                f'{problem}; example: RAGFUSE_LEVELS=\'{{"redis": ["int8", "cg2"]}}\''
+            ) from None
 
     def as_public(self) -> dict[str, Any]:
         """Return all settings in plain JSON types, to be saved: `Settings(**them)` restores them.
 
         Raises:
-            SettingsError: One holds a secret (a salt, API keys, credentials in a tier's URL, a token for loading the
-                model), or an object without a JSON form.
+            SettingsError: One holds a secret (a salt, API keys, credentials in a tier's URL, a
+                token for loading the model), or an object without a JSON form.
         """
         secret = [name for name in ("salt", "api_keys") if getattr(self, name)]
         secret += ["tiers"] if any(map(_CREDENTIALS.search, self.tiers)) else []
@@ -378,36 +515,45 @@ class Settings(BaseSettings):
         if secret:
             variables = ", ".join(PREFIX + name.upper() for name in secret)
             raise SettingsError(
-                f"These settings cannot be saved or sent to another process: there is a secret in "
-                f"{' and '.join(secret)}. Set {variables} in the environment of the process that reads them, or give "
-                "that process settings=Settings(...)."
+                "These settings cannot be saved or sent to another process: there is a secret in"
+                f" {' and '.join(secret)}. Set {variables} in the environment of the process that"
+                " reads them, or give that process settings=Settings(...)."
             )
         try:
             json.dumps(dict(self.model_kwargs))
         except (TypeError, ValueError) as error:
             raise SettingsError(
-                f"model_kwargs has a value that cannot be saved as JSON: {error}. Give dtypes and devices as strings, "
-                "or save the loaded model to a folder and use that as the model."
+                f"model_kwargs has a value that cannot be saved as JSON: {error}. Give dtypes and"
+                " devices as strings, or save the loaded model to a folder and use that as the"
+                " model."
             ) from error
         return self.model_dump(mode="json")
 
     def placed(self) -> Settings:
-        """Return the settings with all folders absolute. `model_copy` skips validation, so copies may lack that."""
+        """Return the settings with all folders absolute. `model_copy` skips validation, so copies
+        may lack that.
+        """
         return Settings(**{**self.model_dump(exclude_unset=True), "api_key": self.api_key})
 
     def usable(self) -> Settings:
-        """Return the settings; where `home` cannot be written, with a temporary one and no disk tier in it.
+        """Return the settings; where `home` cannot be written, with a temporary one and no disk
+        tier in it.
 
-        A process has one temporary home, which is removed at its end. It finds the models and indexes of the other one.
+        A process has one temporary home, which is removed at its end. It finds the models and
+        indexes of the other one.
         """
         home = self.placed().home
         if can_be_written(home):
             return self
-        return self.model_copy(update={"home": _instead_of(home), **({} if self.store else {"disk_bytes": 0})})
+        return self.model_copy(
+            update={"home": _instead_of(home), **({} if self.store else {"disk_bytes": 0})}
+        )
 
     @property
     def written(self) -> dict[str, tuple[str, ...]]:
-        """The codec levels of each tier, least lossy first; `AUTO_LEVEL` where the machine's speed decides."""
+        """The codec levels of each tier, least lossy first; `AUTO_LEVEL` where the machine's speed
+        decides.
+        """
         return dict(self.levels)
 
     @property
@@ -450,7 +596,9 @@ def _levels_named(levels: tuple[object, ...]) -> tuple[str, ...]:
     strange = [level for level in levels if level not in LEVEL_NAMES]
     if strange or not levels:
         found = repr(strange[0])[:60] if strange else "none"
-        raise _InvalidSettingError(f"wanted some of {', '.join(LEVEL_NAMES)}, or {AUTO_LEVEL} alone, found {found}")
+        raise _InvalidSettingError(
+            f"wanted some of {', '.join(LEVEL_NAMES)}, or {AUTO_LEVEL} alone, found {found}"
+        )
     return tuple(level for level in LEVEL_NAMES if level in levels)
 
 
@@ -461,12 +609,13 @@ def _instead_of(home: Path) -> Path:
         temporary = temporary_folder()
     except OSError as error:
         raise SettingsError(
-            f"'{home}' cannot be written, nor any folder for temporary files. Set RAGFUSE_HOME to a folder that can.",
+            f"'{home}' cannot be written, nor any folder for temporary files. Set RAGFUSE_HOME to a"
+            " folder that can.",
             "home",
         ) from error
     log.warning(
-        "'%s' cannot be written, so ragfuse works from memory and keeps nothing. Set RAGFUSE_HOME to a folder that can "
-        "be written.",
+        "'%s' cannot be written, so ragfuse works from memory and keeps nothing. Set RAGFUSE_HOME"
+        " to a folder that can be written.",
         home,
     )
     for kind in ("models", "indexes"):
@@ -478,14 +627,18 @@ def _instead_of(home: Path) -> Path:
 
 @lru_cache
 def _tell_unknown(name: str, fields: tuple[str, ...]) -> None:
-    """Warn once about a variable that is not a setting; another program may use it, so it is not an error."""
+    """Warn once about a variable that is not a setting; another program may use it, so it is not an
+    error.
+    """
     near = get_close_matches(name[len(PREFIX) :].lower(), fields, 1)
     meant = f"; did you mean {PREFIX}{near[0].upper()}?" if near else ""
     log.warning("%s is ignored, there is no such setting%s", name, meant)
 
 
 def _in_words(init: Callable[..., None]) -> Callable[..., None]:
-    """Return the constructor of `Settings` that raises SettingsError, with where a value was set."""
+    """Return the constructor of `Settings` that raises SettingsError, with where a value
+    was set.
+    """
 
     @wraps(init)
     def checked(self: Settings, **given: Any) -> None:
@@ -497,9 +650,12 @@ def _in_words(init: Callable[..., None]) -> Callable[..., None]:
                     raise _unknown_in_file(str(each["loc"][0]), each["input"]) from None
             raise refused_arguments(error, Settings, partial(_place, given)) from None
         except PydanticSettingsError as error:
-            name = next((name for name in Settings.model_fields if f'"{name}"' in str(error)), "a setting")
+            name = next(
+                (name for name in Settings.model_fields if f'"{name}"' in str(error)), "a setting"
+            )
             raise SettingsError(
-                f"Wanted JSON in {PREFIX}{name.upper()}, found something else. Correct the variable or remove it."
+                f"Wanted JSON in {PREFIX}{name.upper()}, found something else. Correct the variable"
+                " or remove it."
             ) from None
         except (ValueError, OSError) as error:  # ragfuse.toml itself
             raise SettingsError(
@@ -514,14 +670,20 @@ def _place(given: Mapping[str, Any], name: str) -> str:
     if name in given:
         return ""
     variable = f"{PREFIX}{name.upper()}"
-    return f"environment {variable}" if any(each.upper() == variable for each in os.environ) else "ragfuse.toml"
+    return (
+        f"environment {variable}"
+        if any(each.upper() == variable for each in os.environ)
+        else "ragfuse.toml"
+    )
 
 
 def _unknown_in_file(name: str, value: object) -> SettingsError:
     """Return the error for a name in ragfuse.toml that is no setting."""
     if isinstance(value, dict):
         return SettingsError(
-            f"ragfuse.toml has a table [{name}]; wanted settings alone, above any table: leave out its heading.", name
+            f"ragfuse.toml has a table [{name}]; wanted settings alone, above any table: leave out"
+            " its heading.",
+            name,
         )
     told = meant(name, list(Settings.model_fields), "The settings are")
     return SettingsError(f"There is no setting '{name}' (ragfuse.toml). {told}", name)

@@ -1,4 +1,5 @@
-"""The release check (`make dist`): the distributions built, and used from an environment that has nothing else.
+"""The release check (`make dist`): the distributions built, and used from an environment that has
+nothing else.
 
 Nothing here uploads anything.
 """

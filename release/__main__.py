@@ -1,4 +1,5 @@
-"""`python -m release`: build and check all distributions, a line a step; what passes is put under dist/.
+"""`python -m release`: build and check all distributions, a line a step; what passes is put under
+dist/.
 
 Nothing is uploaded. What failed leaves dist/ as it was.
 """
@@ -24,13 +25,17 @@ OURS = ("*.whl", "*.tar.gz", "*.cdx.json")
 
 def main(
     out: Annotated[Path, typer.Option(help="Where the checked files are put.")] = ROOT / "dist",
-    log: Annotated[Path, typer.Option(help="Gets every command and all that it printed.")] = ROOT / "build/dist.log",
+    log: Annotated[Path, typer.Option(help="Gets every command and all that it printed.")] = ROOT
+    / "build/dist.log",
 ) -> None:
     """Build and check all distributions; exit status 1 if a step fails."""
     console = Console(highlight=False, soft_wrap=True)
     log.parent.mkdir(parents=True, exist_ok=True)
     found = distributions()
-    with tempfile.TemporaryDirectory(prefix="ragfuse-dist-") as work, log.open("w", encoding="utf-8") as written:
+    with (
+        tempfile.TemporaryDirectory(prefix="ragfuse-dist-") as work,
+        log.open("w", encoding="utf-8") as written,
+    ):
         release = Release(found, Path(work), written)
         for name, step in release.steps:
             began = time.monotonic()
@@ -43,7 +48,11 @@ def main(
                 raise typer.Exit(1) from None
             console.print(f"{name:<9} {said}  ({time.monotonic() - began:.0f} s)", markup=False)
         put(release.built, out)
-    for line in left(found, out, open_questions(found, (ROOT / "CHANGELOG.md").read_text("utf-8"), changed_files())):
+    for line in left(
+        found,
+        out,
+        open_questions(found, (ROOT / "CHANGELOG.md").read_text("utf-8"), changed_files()),
+    ):
         console.print(line, markup=False)
 
 
@@ -62,7 +71,10 @@ def left(found: Sequence[Distribution], out: Path, questions: Sequence[str]) -> 
     out = out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else out
     lines = ["", "Left for a person. Nothing was uploaded."]
     lines += [f"First: {question}" for question in questions]
-    lines.append("Upload in this order, as each stands on those before it; a version can be uploaded once only:")
+    lines.append(
+        "Upload in this order, as each stands on those before it; a version can be uploaded once"
+        " only:"
+    )
     for number, each in enumerate(found, 1):
         files = " ".join(str(out / name) for name in each.files)
         lines.append(f"{number}. {each.name} {each.version}\n   twine upload {files}")

@@ -1,4 +1,6 @@
-"""The steps of the release check. Each does one thing, and returns what to say of it or raises `Failed`."""
+"""The steps of the release check. Each does one thing, and returns what to say of it or raises
+`Failed`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from release.environment import Environment, logged
 from release.sbom import made_public
 
 EXTRAS = {MAIN: "demo,llama-index,objects,redis,remote,serve,structured,telemetry"}
-"""Extras that are installed beside the wheels: what the README's programs and the benchmarks need."""
+"""Extras that are installed beside the wheels: what the README's programs and the benchmarks need.
+"""
 TOOLS = Path(__file__).with_name("requirements.txt")
 
 
@@ -64,7 +67,11 @@ class Release:
     def build(self) -> str:
         """Build every source archive, and from that alone its wheel."""
         for each in self.found:
-            _done(self.tools.run("python", "-m", "build", "--outdir", str(self.built), str(each.source)))
+            _done(
+                self.tools.run(
+                    "python", "-m", "build", "--outdir", str(self.built), str(each.source)
+                )
+            )
         wanted = {name for each in self.found for name in each.files}
         names = {path.name for path in self.built.iterdir()}
         if names != wanted:
@@ -80,7 +87,9 @@ class Release:
         return f"{len(files)} files pass twine check --strict"
 
     def install(self) -> str:
-        """Install all wheels in an empty environment, in the versions that are tested, and the embedded models."""
+        """Install all wheels in an empty environment, in the versions that are tested, and the
+        embedded models.
+        """
         (self.work / "empty").mkdir()
         self.environment = Environment.make(self.work / "empty", self.log)
         wheels = [self.built / each.files[0] for each in self.found]
@@ -127,14 +136,23 @@ class Release:
     def write_sbom(self) -> str:
         """Write the list of all that is installed there."""
         root = ("--pyproject", str(self.main.source / "pyproject.toml"), "--mc-type", "library")
-        options = ("--output-reproducible", "--of", "JSON", "-o", str(self.sbom), str(self.environment.python))
+        options = (
+            "--output-reproducible",
+            "--of",
+            "JSON",
+            "-o",
+            str(self.sbom),
+            str(self.environment.python),
+        )
         _done(self.tools.run("cyclonedx-py", "environment", *root, *options))
         told = made_public(json.loads(self.sbom.read_text(encoding="utf-8")))
         names = {each["name"] for each in told["components"]}
         missing = sorted({each.name for each in self.found} - names - {self.main.name})
         if missing:
             raise Failed(f"{self.sbom.name} does not name {', '.join(missing)}")
-        self.sbom.write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        self.sbom.write_text(
+            json.dumps(told, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
         return f"{self.sbom.name}: {len(names)} packages"
 
     @property
@@ -162,7 +180,9 @@ def changed_files(root: Path = ROOT) -> list[str]:
 def _done(ran: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
     """Return a command that succeeded; raise Failed with its last lines otherwise."""
     if ran.returncode:
-        program = " ".join(Path(str(word)).name if at == 0 else str(word) for at, word in enumerate(ran.args[:4]))
+        program = " ".join(
+            Path(str(word)).name if at == 0 else str(word) for at, word in enumerate(ran.args[:4])
+        )
         last = (ran.stdout + ran.stderr).strip().splitlines()[-5:]
         raise Failed("\n".join([f"'{program} ...' ended with status {ran.returncode}:", *last]))
     return ran

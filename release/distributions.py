@@ -1,4 +1,6 @@
-"""The distributions of this repository: where their sources lie, what they are called, what must be uploaded first."""
+"""The distributions of this repository: where their sources lie, what they are called, what must be
+uploaded first.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,12 @@ class Distribution:
     def read(cls, source: Path) -> Distribution:
         """Return the distribution of a folder, from its pyproject.toml."""
         told = tomllib.loads((source / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        extras = [each for extra in told.get("optional-dependencies", {}).values() for each in extra]
-        names = {_name(each) for each in (*told.get("dependencies", ()), *extras)} & set(IMPORTS) - {told["name"]}
+        extras = [
+            each for extra in told.get("optional-dependencies", {}).values() for each in extra
+        ]
+        names = {_name(each) for each in (*told.get("dependencies", ()), *extras)} & set(
+            IMPORTS
+        ) - {told["name"]}
         return cls(told["name"], told["version"], source, tuple(sorted(names)))
 
     @property
@@ -63,13 +69,19 @@ class Distribution:
 
 
 def distributions(root: Path = ROOT) -> list[Distribution]:
-    """Return all distributions of a repository, each behind what it stands on: the order in which they are uploaded."""
+    """Return all distributions of a repository, each behind what it stands on: the order in which
+    they are uploaded.
+    """
     sources = [root, root / "benchmarks", *sorted((root / "integrations").iterdir())]
-    return ordered([Distribution.read(each) for each in sources if (each / "pyproject.toml").exists()])
+    return ordered(
+        [Distribution.read(each) for each in sources if (each / "pyproject.toml").exists()]
+    )
 
 
 def ordered(found: Iterable[Distribution]) -> list[Distribution]:
-    """Return distributions with each behind those that it needs; raise ValueError if they need each other."""
+    """Return distributions with each behind those that it needs; raise ValueError if they need each
+    other.
+    """
     left, done = list(found), list[Distribution]()
     while left:
         names = {each.name for each in left}
@@ -81,7 +93,9 @@ def ordered(found: Iterable[Distribution]) -> list[Distribution]:
     return done
 
 
-def open_questions(found: Sequence[Distribution], changelog: str, changed: Sequence[str]) -> list[str]:
+def open_questions(
+    found: Sequence[Distribution], changelog: str, changed: Sequence[str]
+) -> list[str]:
     """Return what a person should settle before anything is uploaded; [] if nothing is open.
 
     Args:
@@ -91,28 +105,37 @@ def open_questions(found: Sequence[Distribution], changelog: str, changed: Seque
     """
     questions = []
     main = next(each for each in found if each.name == MAIN)
-    if not re.search(rf"^## \[{re.escape(main.version)}\] - \d{{4}}-\d\d-\d\d$", changelog, re.MULTILINE):
+    if not re.search(
+        rf"^## \[{re.escape(main.version)}\] - \d{{4}}-\d\d-\d\d$", changelog, re.MULTILINE
+    ):
         today = date.today().isoformat()
         questions.append(
-            f"CHANGELOG.md has no heading with a date for {main.version}. Write '## [{main.version}] - {today}' over "
-            "what stands under Unreleased."
+            f"CHANGELOG.md has no heading with a date for {main.version}. Write '##"
+            f" [{main.version}] - {today}' over what stands under Unreleased."
         )
     elif _entries_under("Unreleased", changelog):
         questions.append(
-            f"CHANGELOG.md has entries under Unreleased, above {main.version}. Move what {main.version} has below its "
-            "heading."
+            f"CHANGELOG.md has entries under Unreleased, above {main.version}. Move what"
+            f" {main.version} has below its heading."
         )
     others = sorted({each.version for each in found} - {main.version})
     if others:
-        questions.append(f"{MAIN} is {main.version}, others are {', '.join(others)}. Is that meant?")
+        questions.append(
+            f"{MAIN} is {main.version}, others are {', '.join(others)}. Is that meant?"
+        )
     if changed:
-        questions.append(f"{len(changed)} files differ from the last commit, {changed[0]} among them. Commit first.")
+        questions.append(
+            f"{len(changed)} files differ from the last commit, {changed[0]} among them. Commit"
+            " first."
+        )
     return questions
 
 
 def _entries_under(heading: str, changelog: str) -> bool:
     """Return whether a changelog has entries under a heading of the second level."""
-    found = re.search(rf"^## \[{re.escape(heading)}\].*?$(.*?)(?=^## |\Z)", changelog, re.MULTILINE | re.DOTALL)
+    found = re.search(
+        rf"^## \[{re.escape(heading)}\].*?$(.*?)(?=^## |\Z)", changelog, re.MULTILINE | re.DOTALL
+    )
     return found is not None and re.search(r"^- ", found[1], re.MULTILINE) is not None
 
 

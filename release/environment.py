@@ -1,4 +1,6 @@
-"""An environment to install wheels in, and an empty folder to run in, with nothing of the checkout on the path."""
+"""An environment to install wheels in, and an empty folder to run in, with nothing of the checkout
+on the path.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +39,33 @@ class Environment:
         return cls(root / "venv" / "bin" / "python", root / "here", log)
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a program of this environment in its folder, and return what it printed and its exit status."""
+        """Run a program of this environment in its folder, and return what it printed and its exit
+        status.
+        """
         program, *rest = command
-        return logged([str(self.python.with_name(program)), *rest], self.folder, self._variables(), self.log)
+        return logged(
+            [str(self.python.with_name(program)), *rest], self.folder, self._variables(), self.log
+        )
 
     def install(self, *what: str) -> subprocess.CompletedProcess[str]:
-        """Install packages by pip, from where this machine's pip installs, and from TORCH_INDEX as `make venv` does."""
-        index = ("--extra-index-url", os.environ["TORCH_INDEX"]) if os.environ.get("TORCH_INDEX") else ()
+        """Install packages by pip, from where this machine's pip installs, and from TORCH_INDEX as
+        `make venv` does.
+        """
+        index = (
+            ("--extra-index-url", os.environ["TORCH_INDEX"])
+            if os.environ.get("TORCH_INDEX")
+            else ()
+        )
         return self.run(
-            "python", "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-compile", *index, *what
+            "python",
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--disable-pip-version-check",
+            "--no-compile",
+            *index,
+            *what,
         )
 
     def _variables(self) -> dict[str, str]:
@@ -55,13 +75,20 @@ class Environment:
 
 
 def logged(
-    command: Sequence[str], folder: Path, variables: dict[str, str] | None = None, log: TextIO | None = None
+    command: Sequence[str],
+    folder: Path,
+    variables: dict[str, str] | None = None,
+    log: TextIO | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command, write it and all that it printed to a log, and return both with its exit status."""
+    """Run a command, write it and all that it printed to a log, and return both with its exit
+    status.
+    """
     log = log or StringIO()
     log.write(f"$ {' '.join(command)}\n")
     log.flush()
-    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=variables, capture_output=True, text=True, check=False
+    )
     log.write(f"{done.stdout}{done.stderr}[{done.returncode}]\n\n")
     log.flush()
     return done

@@ -9,7 +9,8 @@ from urllib.parse import quote
 def made_public(sbom: dict[str, Any]) -> dict[str, Any]:
     """Return a CycloneDX document without paths of this machine.
 
-    A package that was installed from a file gets the address that it has on PyPI once it is uploaded.
+    A package that was installed from a file gets the address that it has on PyPI once it is
+    uploaded.
     """
     root = sbom.get("metadata", {}).get("component", {})
     for each in (root, *sbom.get("components", ())):
@@ -18,5 +19,7 @@ def made_public(sbom: dict[str, Any]) -> dict[str, Any]:
         if kept:
             each["externalReferences"] = kept
         if each and "purl" not in each:
-            each["purl"] = f"pkg:pypi/{quote(each['name'].lower().replace('_', '-'))}@{quote(each['version'])}"
+            each["purl"] = (
+                f"pkg:pypi/{quote(each['name'].lower().replace('_', '-'))}@{quote(each['version'])}"
+            )
     return sbom

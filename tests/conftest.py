@@ -1,4 +1,6 @@
-"""What many tests share: the embedded models, prepared once in the user's cache, and an engine over a tiny one."""
+"""What many tests share: the embedded models, prepared once in the user's cache, and an engine over
+a tiny one.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,14 @@ from ragfuse.models import prepare
 
 __all__ = ["tiny_path"]
 
-os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"  # read when Haystack is imported, here or in a test's process
+os.environ["HAYSTACK_TELEMETRY_ENABLED"] = (
+    "False"  # read when Haystack is imported, here or in a test's process
+)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the background of a shell ignores Ctrl-C; tests send it
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # the background of a shell ignores Ctrl-C; tests send it
 
 settings.register_profile("unhurried", deadline=None)  # a busy machine fails no property
 settings.load_profile("unhurried")
@@ -41,13 +47,18 @@ def minilm_path() -> Path:
 
 @pytest.fixture(scope="session")
 def varied_path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same, but its greedy answers are letters and spaces, hardly one twice: a small error changes them."""
+    """The same, but its greedy answers are letters and spaces, hardly one twice: a small error
+    changes them.
+    """
     folder = tmp_path_factory.mktemp("varied")
     shutil.copytree(tiny_path, folder, dirs_exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     said = {*tokenizer(" abcdefghijklmnopqrstuvwxyz", add_special_tokens=False).input_ids}
     config = GenerationConfig.from_pretrained(folder)
-    config.update(no_repeat_ngram_size=2, suppress_tokens=[id for id in range(len(tokenizer)) if id not in said])
+    config.update(
+        no_repeat_ngram_size=2,
+        suppress_tokens=[id for id in range(len(tokenizer)) if id not in said],
+    )
     config.save_pretrained(folder)
     return folder
 
@@ -59,7 +70,9 @@ def tiny_settings(varied_path: Path, tmp_path: Path) -> Settings:
     Without prefix caching, under which a prompt that is asked again shows nothing of its chunks.
     """
     alone = {"prefix_cache": False, "learn": "retrieved", "max_tokens": 12}
-    return Settings(model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path, **alone)
+    return Settings(
+        model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path, **alone
+    )
 
 
 @pytest.fixture

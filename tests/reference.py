@@ -1,7 +1,7 @@
 """Slow, obvious twins of every numeric routine, to compare the fast ones with.
 
-Plain loops or dense masks, float64, no blocks, no buffers, no hooks. Nothing here is shared with the package but its
-nouns: what a twin and its fast sibling agree on was written twice.
+Plain loops or dense masks, float64, no blocks, no buffers, no hooks. Nothing here is shared with
+the package but its nouns: what a twin and its fast sibling agree on was written twice.
 """
 
 from __future__ import annotations
@@ -29,14 +29,20 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """float64 [R, Hq, Dv] of query [Hq, R, D] standing `at` positions over keys [H, T, D]: one weight at a time."""
+    """float64 [R, Hq, Dv] of query [Hq, R, D] standing `at` positions over keys [H, T, D]: one
+    weight at a time.
+    """
     query, keys, values = query.double().cpu(), keys.double().cpu(), values.double().cpu()
     heads, rows = query.shape[:2]
     out = torch.zeros(rows, heads, values.shape[-1], dtype=torch.float64)
     for head in range(heads):
         shared = head // (heads // keys.shape[0])
         for row in range(rows):
-            seen = [k for k, p in enumerate(positions) if p <= at[row] and (window is None or p > at[row] - window)]
+            seen = [
+                k
+                for k, p in enumerate(positions)
+                if p <= at[row] and (window is None or p > at[row] - window)
+            ]
             scores = [(query[head, row] * keys[shared, k]).sum().item() * scaling for k in seen]
             if softcap is not None:
                 scores = [softcap * math.tanh(score / softcap) for score in scores]
@@ -51,7 +57,9 @@ def attention(
 def shifted(keys: Tensor, delta: int, layout: RopeLayout) -> Tensor:
     """float64 copy of keys [H, n, D], every pair of dims turned by hand."""
     half = len(layout.inv_freq)
-    turns = [(math.cos(frequency * delta), math.sin(frequency * delta)) for frequency in layout.inv_freq]
+    turns = [
+        (math.cos(frequency * delta), math.sin(frequency * delta)) for frequency in layout.inv_freq
+    ]
     out: list[list[list[float]]] = keys.double().tolist()
     for row in (row for head in out for row in head):
         for pair, (cos, sin) in enumerate(turns):
@@ -62,7 +70,9 @@ def shifted(keys: Tensor, delta: int, layout: RopeLayout) -> Tensor:
 
 
 def deviation(new: Sequence[Tensor], old: Sequence[Tensor]) -> list[float]:
-    """Squared distance per row between tensors [H, R, D] of new and old KV, summed over heads, dims and tensors."""
+    """Squared distance per row between tensors [H, R, D] of new and old KV, summed over heads, dims
+    and tensors.
+    """
     total = [0.0] * new[0].shape[1]
     for a, b in zip(new, old, strict=True):
         for head in (a.double() - b.double()).tolist():
@@ -78,8 +88,14 @@ def nearness(words: Sequence[int], asked: Sequence[int], offer: Sequence[int]) -
     for at in range(len(words)):
         total = 0.0
         for row in offer:
-            if abs(row - at) <= 24 and words[row] != -1 and any(words[row] == words[one] for one in asked):
-                total += math.log(len(offer) / said.count(words[row])) * math.exp(-abs(row - at) / 6)
+            if (
+                abs(row - at) <= 24
+                and words[row] != -1
+                and any(words[row] == words[one] for one in asked)
+            ):
+                total += math.log(len(offer) / said.count(words[row])) * math.exp(
+                    -abs(row - at) / 6
+                )
         near.append(total)
     return near
 
@@ -91,7 +107,8 @@ def top(scores: Sequence[float], count: int) -> list[int]:
 
 
 def shares(ratio: float, first: int, n_layers: int, gradual: bool) -> list[float]:
-    """Share of the offer computed in each layer from `first` on: falling around the mean `ratio`, in eight stairs.
+    """Share of the offer computed in each layer from `first` on: falling around the mean `ratio`,
+    in eight stairs.
 
     A stair is the mean of a straight line over its layers.
     """
@@ -106,7 +123,9 @@ def shares(ratio: float, first: int, n_layers: int, gradual: bool) -> list[float
 
 
 def budget(share: float, candidate_rows: int, forced: int) -> int:
-    """Rows that a share of the offer allows; from 32 on, all computed rows fill whole tiles of 16."""
+    """Rows that a share of the offer allows; from 32 on, all computed rows fill whole tiles
+    of 16.
+    """
     rows = round(share * candidate_rows)
     if 32 <= rows < candidate_rows:
         return max(0, min(candidate_rows, round((rows + forced) / 16) * 16 - forced))
@@ -115,7 +134,9 @@ def budget(share: float, candidate_rows: int, forced: int) -> int:
 
 @dataclass
 class Offer:
-    """What a policy's twin is told: offered rows, their places in their chunks, what the question looks at."""
+    """What a policy's twin is told: offered rows, their places in their chunks, what the question
+    looks at.
+    """
 
     rows: list[int]
     offset: list[int]
@@ -127,7 +148,9 @@ class Offer:
 
 @dataclass
 class Fused:
-    """What a fused prefill leaves: logits [V], keys and values per layer [H, T, D], offered rows computed per layer."""
+    """What a fused prefill leaves: logits [V], keys and values per layer [H, T, D], offered rows
+    computed per layer.
+    """
 
     logits: Tensor
     keys: list[Tensor]
@@ -137,7 +160,9 @@ class Fused:
 
 @dataclass(frozen=True)
 class Cached:
-    """A cached run: rows lo:hi, its KV at positions from 0, the position of its first token, whether it is blended."""
+    """A cached run: rows lo:hi, its KV at positions from 0, the position of its first token,
+    whether it is blended.
+    """
 
     lo: int
     hi: int
@@ -147,17 +172,26 @@ class Cached:
 
 
 class LlamaTwin:
-    """A Llama written out: every layer computes chosen rows only, under a dense mask, in float64."""
+    """A Llama written out: every layer computes chosen rows only, under a dense mask, in
+    float64.
+    """
 
     def __init__(self, model: PreTrainedModel, says: Callable[[int], str] = str) -> None:
         self.says = says
-        self.weights = {name: value.detach().double().cpu() for name, value in model.state_dict().items()}
+        self.weights = {
+            name: value.detach().double().cpu() for name, value in model.state_dict().items()
+        }
         self.config = model.config
         inv_freq = model.model.rotary_emb.inv_freq.double().tolist()
         self.layout = RopeLayout(tuple(inv_freq))
 
     def fuse(
-        self, ids: Sequence[int], positions: Sequence[int], runs: Sequence[Cached], policy: str, ratio: float
+        self,
+        ids: Sequence[int],
+        positions: Sequence[int],
+        runs: Sequence[Cached],
+        policy: str,
+        ratio: float,
     ) -> Fused:
         """One fused prefill by the policy of that name."""
         n_tokens, n_layers = len(ids), self.config.num_hidden_layers
@@ -180,7 +214,9 @@ class LlamaTwin:
             said = [self.says(id).lower() for id in ids]
             words = [said.index(one) if one.isalnum() else -1 for one in said]
             near = nearness(
-                words, [row for row in forced if row >= max((run.hi for run in runs), default=0)], candidate_rows
+                words,
+                [row for row in forced if row >= max((run.hi for run in runs), default=0)],
+                candidate_rows,
             )
             near = near if any(near) else nearness(words, forced, candidate_rows)
             offer.score = [near[row] for row in candidate_rows]
@@ -203,9 +239,13 @@ class LlamaTwin:
             ) -> list[float]:
                 new, old = {"k": k, "v": v}, {"k": old_k, "v": old_v}
                 parts = compare or "kv"
-                return deviation([new[part][:, rows] for part in parts], [old[part][:, rows] for part in parts])
+                return deviation(
+                    [new[part][:, rows] for part in parts], [old[part][:, rows] for part in parts]
+                )
 
-            alive = choose(layer, alive, measured if measured is not None else measure(alive), measure(alive))
+            alive = choose(
+                layer, alive, measured if measured is not None else measure(alive), measure(alive)
+            )
             measured = measure(alive) if layer >= 1 else None
             rows = sorted(alive + forced)
             keys, values = old_keys.clone(), old_values.clone()
@@ -219,15 +259,23 @@ class LlamaTwin:
         return left
 
     def _look(
-        self, ids: Sequence[int], positions: Sequence[int], runs: Sequence[Cached], forced: list[int]
+        self,
+        ids: Sequence[int],
+        positions: Sequence[int],
+        runs: Sequence[Cached],
+        forced: list[int],
     ) -> list[float]:
-        """Attention that the question's rows pay to every row over the reused cache, summed over heads and rows.
+        """Attention that the question's rows pay to every row over the reused cache, summed over
+        heads and rows.
 
-        The question is what is computed behind the last run, and the layers are those of the third quarter.
+        The question is what is computed behind the last run, and the layers are those of the third
+        quarter.
         """
         n_layers = self.config.num_hidden_layers
         watched = [
-            layer for layer in range(n_layers) if n_layers // 2 <= layer < max(3 * n_layers // 4, n_layers // 2 + 1)
+            layer
+            for layer in range(n_layers)
+            if n_layers // 2 <= layer < max(3 * n_layers // 4, n_layers // 2 + 1)
         ]
         asking = [row for row in forced if row >= max(run.hi for run in runs)]
         hidden = self.weights["model.embed_tokens.weight"][list(ids)]
@@ -238,7 +286,9 @@ class LlamaTwin:
             for row in asking if layer in watched else []:
                 if layer == n_layers - 1 and row < len(ids) - 1:
                     continue  # only the last row goes through the last layer
-                query = self._heads(layer, hidden[row : row + 1], "q_proj", positions[row : row + 1])
+                query = self._heads(
+                    layer, hidden[row : row + 1], "q_proj", positions[row : row + 1]
+                )
                 for head in range(query.shape[0]):
                     shared = head // (query.shape[0] // keys.shape[0])
                     scores = keys[shared, : row + 1] @ query[head, 0] * query.shape[-1] ** -0.5
@@ -259,7 +309,13 @@ class LlamaTwin:
         return placed
 
     def _layer(
-        self, layer: int, hidden: Tensor, keys: Tensor, values: Tensor, rows: list[int], positions: Sequence[int]
+        self,
+        layer: int,
+        hidden: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rows: list[int],
+        positions: Sequence[int],
     ) -> Tensor:
         """Hidden states [T, d] with the given rows taken through the layer."""
         name, out = f"model.layers.{layer}", hidden.clone()
@@ -272,23 +328,32 @@ class LlamaTwin:
         flat = attended.transpose(0, 1).reshape(len(rows), -1)
         after = hidden[rows] + flat @ self.weights[f"{name}.self_attn.o_proj.weight"].T
         normed = self._norm(after, f"{name}.post_attention_layernorm.weight")
-        gate, up, down = (self.weights[f"{name}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        gate, up, down = (
+            self.weights[f"{name}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down")
+        )
         inner = normed @ gate.T
         out[rows] = after + (inner * torch.sigmoid(inner) * (normed @ up.T)) @ down.T
         return out
 
-    def _project(self, layer: int, hidden: Tensor, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def _project(
+        self, layer: int, hidden: Tensor, positions: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
         normed = self._norm(hidden, f"model.layers.{layer}.input_layernorm.weight")
         values = normed @ self.weights[f"model.layers.{layer}.self_attn.v_proj.weight"].T
         heads = self.config.num_key_value_heads
-        return self._heads(layer, hidden, "k_proj", positions), values.view(len(hidden), heads, -1).transpose(0, 1)
+        return self._heads(layer, hidden, "k_proj", positions), values.view(
+            len(hidden), heads, -1
+        ).transpose(0, 1)
 
     def _heads(self, layer: int, hidden: Tensor, part: str, positions: Sequence[int]) -> Tensor:
         """Rotated queries or keys [heads, R, D]."""
         normed = self._norm(hidden, f"model.layers.{layer}.input_layernorm.weight")
         flat = normed @ self.weights[f"model.layers.{layer}.self_attn.{part}.weight"].T
         states = flat.view(len(hidden), -1, self.config.head_dim).transpose(0, 1)
-        rows = [shifted(states[:, [row]], position, self.layout) for row, position in enumerate(positions)]
+        rows = [
+            shifted(states[:, [row]], position, self.layout)
+            for row, position in enumerate(positions)
+        ]
         return torch.cat(rows, 1)
 
     def _norm(self, hidden: Tensor, name: str) -> Tensor:
@@ -297,14 +362,18 @@ class LlamaTwin:
 
 
 Choose = Callable[[int, list[int], list[float], list[float]], list[int]]
-"""(layer, rows alive, deviations measured in the layer before, in this layer) -> rows of this layer."""
+"""(layer, rows alive, deviations measured in the layer before, in this layer) -> rows of this
+layer.
+"""
 
 
 def _hkvd(gradual: bool) -> Callable[[Offer], Choose]:
     def make(offer: Offer) -> Choose:
         plan = [1.0, *shares(offer.ratio, 1, offer.n_layers, gradual)]
 
-        def choose(layer: int, alive: list[int], before: list[float], here: list[float]) -> list[int]:
+        def choose(
+            layer: int, alive: list[int], before: list[float], here: list[float]
+        ) -> list[int]:
             if layer == 0 or (layer > 1 and not gradual):
                 return alive
             count = budget(plan[layer], len(offer.rows), offer.forced)
@@ -324,8 +393,13 @@ def _hybrid(offer: Offer) -> Choose:
             return alive
         edges = by_edge[: budget(plan[layer] / 2, len(offer.rows), offer.forced)]
         scores = here if layer == 1 else before
-        lifted = [math.inf if row in edges else score for row, score in zip(alive, scores, strict=True)]
-        return [alive[index] for index in top(lifted, budget(plan[layer], len(offer.rows), offer.forced))]
+        lifted = [
+            math.inf if row in edges else score for row, score in zip(alive, scores, strict=True)
+        ]
+        return [
+            alive[index]
+            for index in top(lifted, budget(plan[layer], len(offer.rows), offer.forced))
+        ]
 
     return choose
 
@@ -335,7 +409,9 @@ def _query(gradual: bool) -> Callable[[Offer], Choose]:
         plan = shares(offer.ratio, 0, offer.n_layers, gradual)
         by_row = dict(zip(offer.rows, offer.score, strict=True))
 
-        def choose(layer: int, alive: list[int], before: list[float], here: list[float]) -> list[int]:
+        def choose(
+            layer: int, alive: list[int], before: list[float], here: list[float]
+        ) -> list[int]:
             count = budget(plan[layer], len(offer.rows), offer.forced)
             return [alive[index] for index in top([by_row[row] for row in alive], count)]
 
@@ -345,8 +421,13 @@ def _query(gradual: bool) -> Callable[[Offer], Choose]:
 
 
 def _lexical_rows(offer: Offer) -> list[int]:
-    scores = [score or -float(place) for score, place in zip(offer.score, offer.offset, strict=True)]
-    return [offer.rows[index] for index in top(scores, budget(offer.ratio, len(offer.rows), offer.forced))]
+    scores = [
+        score or -float(place) for score, place in zip(offer.score, offer.offset, strict=True)
+    ]
+    return [
+        offer.rows[index]
+        for index in top(scores, budget(offer.ratio, len(offer.rows), offer.forced))
+    ]
 
 
 def _static(first_rows: Callable[[Offer], list[int]]) -> Callable[[Offer], Choose]:
@@ -363,7 +444,9 @@ POLICIES: dict[str, Callable[[Offer], Choose]] = {
     "none": _static(lambda offer: []),
     "lego": _static(_lego_rows),
     "lego-3": _static(
-        lambda offer: [r for r, o in zip(offer.rows, offer.offset, strict=True) if o < 3 or offer.ratio == 1]
+        lambda offer: [
+            r for r, o in zip(offer.rows, offer.offset, strict=True) if o < 3 or offer.ratio == 1
+        ]
     ),
     "lexical": _static(_lexical_rows),
     "hkvd": _hkvd(gradual=True),
@@ -377,10 +460,12 @@ POLICIES: dict[str, Callable[[Offer], Choose]] = {
 def prefill_by_hand(
     model: PreTrainedModel, parts: Sequence[tuple[Sequence[int], bool]], positions: Sequence[int]
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """(logits [V], KV [H, T, D] per layer) of a prompt whose parts (ids, cached?) are reused or computed in order.
+    """(logits [V], KV [H, T, D] per layer) of a prompt whose parts (ids, cached?) are reused or
+    computed in order.
 
-    A cached part is encoded alone by the model's own forward, at the positions where it stands in the prompt; so the
-    model rotates its keys itself. Everything else runs over what lies before it, in the model's own attention.
+    A cached part is encoded alone by the model's own forward, at the positions where it stands in
+    the prompt; so the model rotates its keys itself. Everything else runs over what lies before it,
+    in the model's own attention.
     """
     cache, lo, out = DynamicCache(), 0, None
     knows = "position_ids" in inspect.signature(type(model).forward).parameters
@@ -389,7 +474,12 @@ def prefill_by_hand(
         options = {"position_ids": at} if knows else {}
         tokens, alone = torch.tensor([list(ids)], device=model.device), DynamicCache()
         with torch.no_grad():
-            out = model(input_ids=tokens, past_key_values=alone if cached else cache, use_cache=True, **options)
+            out = model(
+                input_ids=tokens,
+                past_key_values=alone if cached else cache,
+                use_cache=True,
+                **options,
+            )
         if cached:
             for index, layer in enumerate(alone.layers):
                 cache.update(layer.keys, layer.values, index)
@@ -399,14 +489,20 @@ def prefill_by_hand(
 
 @dataclass(frozen=True)
 class Sent:
-    """A piece of a stream, by hand: (level, bytes, seconds to decode), the least lossy first; seconds as text."""
+    """A piece of a stream, by hand: (level, bytes, seconds to decode), the least lossy first;
+    seconds as text.
+    """
 
     levels: tuple[tuple[str, int, float], ...]
     text_s: float | None
 
 
-def streamed_at(pieces: Sequence[Sent], rank: int, name: str, bytes_a_second: float, others: int) -> float:
-    """When the last of the pieces is decoded, all sent at one level: one line, one decoder, one event at a time."""
+def streamed_at(
+    pieces: Sequence[Sent], rank: int, name: str, bytes_a_second: float, others: int
+) -> float:
+    """When the last of the pieces is decoded, all sent at one level: one line, one decoder, one
+    event at a time.
+    """
     line_free = decoder_free = 0.0
     for piece in pieces:
         named = [level for level in piece.levels if level[0] == name]
@@ -435,8 +531,11 @@ def uniform(tensor: Tensor, bits: int) -> Tensor:
     return out
 
 
-def binned(tensor: Tensor, mean: Tensor, steps: Tensor, width: float, odd: Tensor, anchors: int = 0) -> Tensor:
-    """float32 [H, n, D] in bins, one value at a time; steps and mean [H, D]; `odd` [n] tokens and anchors in 8 bits.
+def binned(
+    tensor: Tensor, mean: Tensor, steps: Tensor, width: float, odd: Tensor, anchors: int = 0
+) -> Tensor:
+    """float32 [H, n, D] in bins, one value at a time; steps and mean [H, D]; `odd` [n] tokens and
+    anchors in 8 bits.
 
     anchors: every how many tokens one stands that those after it are changes to; 0: none.
     """
@@ -448,7 +547,13 @@ def binned(tensor: Tensor, mean: Tensor, steps: Tensor, width: float, odd: Tenso
             continue
         for head in range(tensor.shape[0]):
             for channel in range(tensor.shape[2]):
-                base = out[head, token // anchors * anchors, channel] if anchors else mean[head, channel]
+                base = (
+                    out[head, token // anchors * anchors, channel]
+                    if anchors
+                    else mean[head, channel]
+                )
                 size = steps[head, channel] * width
-                out[head, token, channel] = base + ((tensor[head, token, channel] - base) / size).round() * size
+                out[head, token, channel] = (
+                    base + ((tensor[head, token, channel] - base) / size).round() * size
+                )
     return out

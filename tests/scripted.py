@@ -12,7 +12,8 @@ from ragfuse import Ask, Engine
 
 
 class Script(LogitsProcessor):
-    """Writes these ids, one after the other, whatever the model would write; behind them it is free.
+    """Writes these ids, one after the other, whatever the model would write; behind them it is
+    free.
 
     one `generate` alone may follow it.
     """
@@ -32,7 +33,11 @@ class Script(LogitsProcessor):
 
 def spelled(engine: Engine, *parts: str | int) -> list[int]:
     """Ids of texts, special tokens in them as such, and of ids."""
-    return [id for part in parts for id in ([part] if isinstance(part, int) else engine.tokens(part, special=True))]
+    return [
+        id
+        for part in parts
+        for id in ([part] if isinstance(part, int) else engine.tokens(part, special=True))
+    ]
 
 
 def saying(engine: Engine, *parts: str | int, ends: bool = True, **fields: Any) -> Ask:

@@ -1,6 +1,8 @@
-"""The recipes of CONTRIBUTING.md, followed in a copy of the package: one new file and one registry line each.
+"""The recipes of CONTRIBUTING.md, followed in a copy of the package: one new file and one registry
+line each.
 
-Each variant is a toy. One program then goes through planning, fusing and explaining with all of them.
+Each variant is a toy. One program then goes through planning, fusing and explaining with all of
+them.
 """
 
 from __future__ import annotations
@@ -96,7 +98,9 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "ragfuse", folder / "ragfuse", ignore=ignored)
     (folder / "ragfuse/fuse/select/every_second.py").write_text(POLICY, encoding="utf-8")
     policies = folder / "ragfuse/fuse/select/__init__.py"
-    _insert(policies, "POLICIES = (\n", "from ragfuse.fuse.select.every_second import EverySecond\n\n")
+    _insert(
+        policies, "POLICIES = (\n", "from ragfuse.fuse.select.every_second import EverySecond\n\n"
+    )
     _insert(policies, "    Full(),\n", "    EverySecond(),\n")
     _insert(folder / "ragfuse/types/selection.py", '    "full",\n', '    "every-second",\n')
     _insert(

@@ -1,8 +1,9 @@
 """No regular expression of ragfuse can be made to look at the same letters again and again.
 
-Read from the syntax trees, and the expressions from what `re` itself parses them to. Two shapes are refused: a repeat
-without a bound inside of another one, and a repeat of any letter at all without a bound before something that may be
-missing, such as `<.*?>`: each `<` of a text without `>` makes it run to the end once more.
+Read from the syntax trees, and the expressions from what `re` itself parses them to. Two shapes are
+refused: a repeat without a bound inside of another one, and a repeat of any letter at all without a
+bound before something that may be missing, such as `<.*?>`: each `<` of a text without `>` makes it
+run to the end once more.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ FEW = 1000
 
 def faults(pattern: str, flags: int = 0) -> list[str]:
     """Why a pattern may take more than linear time, as far as is seen here."""
-    return [*_nested(_parser.parse(pattern, flags), False), *_runaway(_parser.parse(pattern, flags), False)]
+    return [
+        *_nested(_parser.parse(pattern, flags), False),
+        *_runaway(_parser.parse(pattern, flags), False),
+    ]
 
 
 def _nested(items: Any, inside: bool) -> Iterator[str]:
@@ -35,14 +39,19 @@ def _nested(items: Any, inside: bool) -> Iterator[str]:
 
 
 def _is_loose(items: Any) -> bool:
-    """Whether what is repeated may itself be cut in more than one way: it holds nothing but repeats."""
+    """Whether what is repeated may itself be cut in more than one way: it holds nothing but
+    repeats.
+    """
     return all(
-        str(op) in REPEATS or str(op) in ("SUBPATTERN", "BRANCH", "AT", "ASSERT", "ASSERT_NOT") for op, _ in items
+        str(op) in REPEATS or str(op) in ("SUBPATTERN", "BRANCH", "AT", "ASSERT", "ASSERT_NOT")
+        for op, _ in items
     )
 
 
 def _runaway(items: Any, followed: bool) -> Iterator[str]:
-    """Repeats of anything, behind something that may stand anywhere and before something that may be missing."""
+    """Repeats of anything, behind something that may stand anywhere and before something that may
+    be missing.
+    """
     listed = list(items)
     for at, (op, argument) in enumerate(listed):
         behind = followed or any(str(other) not in ("AT",) for other, _ in listed[at + 1 :])
@@ -70,13 +79,19 @@ def _below(op: Any, argument: Any) -> Iterator[Any]:
 
 
 def patterns() -> list[tuple[str, str]]:
-    """(where, pattern) of every text that is given to a function of `re`, its names being values of the module."""
+    """(where, pattern) of every text that is given to a function of `re`, its names being values of
+    the module.
+    """
     found = []
     for path in sorted((ROOT / "ragfuse").rglob("*.py")):
         if "bench" in path.relative_to(ROOT).parts:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("re.") and node.args:
+            if (
+                isinstance(node, ast.Call)
+                and ast.unparse(node.func).startswith("re.")
+                and node.args
+            ):
                 text = _text(node.args[0])
                 if text is not None and ast.unparse(node.func) not in ("re.escape",):
                     found.append((f"{path.relative_to(ROOT)}:{node.lineno}", text))
@@ -88,12 +103,16 @@ def _text(node: ast.expr) -> str | None:
     if isinstance(node, ast.Constant):
         return node.value.decode() if isinstance(node.value, bytes) else str(node.value)
     if isinstance(node, ast.JoinedStr):
-        return "".join("[a-z]" if isinstance(part, ast.FormattedValue) else str(part.value) for part in node.values)
+        return "".join(
+            "[a-z]" if isinstance(part, ast.FormattedValue) else str(part.value)
+            for part in node.values
+        )
     return None
 
 
 @pytest.mark.parametrize(
-    "pattern", [r"{#.*?#}", r"//.*@", r"(a+)+b", r"(?:\s*)*x", r"a(?:.*)b", r"<[^>]*?(.+)>", r"(?s)(.*)x"]
+    "pattern",
+    [r"{#.*?#}", r"//.*@", r"(a+)+b", r"(?:\s*)*x", r"a(?:.*)b", r"<[^>]*?(.+)>", r"(?s)(.*)x"],
 )
 def test_shapes_that_run_away_are_seen(pattern: str):
     assert faults(pattern)

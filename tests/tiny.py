@@ -1,4 +1,6 @@
-"""What the tests of the engine and of what stands on it share: texts, prompts, an engine over a tiny random model."""
+"""What the tests of the engine and of what stands on it share: texts, prompts, an engine over a
+tiny random model.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 INSTRUCTION = "Use only what the passages say.\n\n"
 QUESTION = "Question: Who?"
 CHUNKS = tuple(
-    f"Passage {name}. The keeper of the {name} lighthouse counted {count} ships in one night; its door is {hue}."
+    f"Passage {name}. The keeper of the {name} lighthouse counted {count} ships in one night; its"
+    f" door is {hue}."
     for name, count, hue in (
         ("northern", "forty", "green"),
         ("southern", "ninety-one", "red, which was dear"),
@@ -30,7 +33,9 @@ CHUNKS = tuple(
 )
 
 
-def messages(chunks: Sequence[str] = CHUNKS, question: str = QUESTION, head: str = INSTRUCTION) -> list[Any]:
+def messages(
+    chunks: Sequence[str] = CHUNKS, question: str = QUESTION, head: str = INSTRUCTION
+) -> list[Any]:
     """One user message: an instruction, chunks as exact pieces, a question."""
     parts: list[str | Piece] = [Piece(head)]
     for number, text in enumerate(chunks):
@@ -84,4 +89,6 @@ def python(code: str, *arguments: object, **environment: str) -> Any:
 
 def known_texts(engine, source):
     """The known texts of a source, those that other processes have added among them."""
-    return [each.text for each in engine.catalog.strict.texts(engine.digest) if each.source == source]
+    return [
+        each.text for each in engine.catalog.strict.texts(engine.digest) if each.source == source
+    ]

@@ -1,7 +1,8 @@
-"""Train the reader's chunk adapter: with it a chunk is stored so that the reader, over it, says what full prefill says.
+"""Train the reader's chunk adapter: with it a chunk is stored so that the reader, over it, says
+what full prefill says.
 
-It is `ragfuse adapt` on the questions that the reader was taught, in place of some made from documents. Give the same
-command again to go on.
+It is `ragfuse adapt` on the questions that the reader was taught, in place of some made from
+documents. Give the same command again to go on.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def main() -> None:
     parser.add_argument("--squad", type=Path, required=True, help="SQuAD 2.0 JSON.")
     parser.add_argument("--wikipedia", type=Path, required=True, help="JSONL of {title, text}.")
     parser.add_argument("--out", type=Path, required=True, help="Folder of the adapter.")
-    parser.add_argument("--minutes", type=float, default=60, help="The learning rate falls to 0 in them.")
+    parser.add_argument(
+        "--minutes", type=float, default=60, help="The learning rate falls to 0 in them."
+    )
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
@@ -60,7 +63,9 @@ def main() -> None:
     def say(done: float) -> None:
         state = trainer.state
         if state.step % 10 == 0:
-            held_out = f"held-out KL {state.evaluations[-1].kl:.4f} (was {state.evaluations[0].kl:.4f})"
+            held_out = (
+                f"held-out KL {state.evaluations[-1].kl:.4f} (was {state.evaluations[0].kl:.4f})"
+            )
             print(f"step {state.step}, {held_out}: {done:.0%} done", flush=True)
 
     state = trainer.run(TrainingLimits(60 * chosen.minutes), say)

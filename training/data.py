@@ -1,7 +1,9 @@
-"""Training examples for the reader: passages in random order and number, and several questions about them.
+"""Training examples for the reader: passages in random order and number, and several questions
+about them.
 
-The articles of SQuAD are split: the three with the fewest answerable questions are held out, passages and all. The
-rest, with rule-made questions over Wikipedia passages beside them, is what `Examples` draws from.
+The articles of SQuAD are split: the three with the fewest answerable questions are held out,
+passages and all. The rest, with rule-made questions over Wikipedia passages beside them, is what
+`Examples` draws from.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class AnsweredExample:
 
 
 def squad(path: Path) -> dict[str, list[Source]]:
-    """Article -> its paragraphs with their answerable questions, of a SQuAD file (.json or .json.gz)."""
+    """Article -> its paragraphs with their answerable questions, of a SQuAD file (.json or
+    .json.gz).
+    """
     articles: dict[str, list[Source]] = {}
     for article in json.loads(_read(path))["data"]:
         title = article["title"].replace("_", " ")
@@ -56,12 +60,19 @@ def _asked(qas: Sequence[dict[str, Any]]) -> Iterator[Question]:
         golds = Counter(answer["text"] for answer in qa["answers"])
         if golds and not qa.get("is_impossible"):
             most = max(golds.values())
-            yield Question(qa["question"].strip(), min((text for text, n in golds.items() if n == most), key=len))
+            yield Question(
+                qa["question"].strip(),
+                min((text for text, n in golds.items() if n == most), key=len),
+            )
 
 
-def split(articles: dict[str, list[Source]]) -> tuple[dict[str, list[Source]], dict[str, list[Source]]]:
+def split(
+    articles: dict[str, list[Source]],
+) -> tuple[dict[str, list[Source]], dict[str, list[Source]]]:
     """(for training, held out)."""
-    by_size = sorted(articles, key=lambda title: sum(len(source.questions) for source in articles[title]))
+    by_size = sorted(
+        articles, key=lambda title: sum(len(source.questions) for source in articles[title])
+    )
     held = set(by_size[:HELD_OUT])
     train = {title: sources for title, sources in articles.items() if title not in held}
     return train, {title: articles[title] for title in articles if title in held}
@@ -82,10 +93,16 @@ def _read(path: Path) -> str:
 
 
 class Examples:
-    """Draws examples for ever: 1 to 8 passages, sometimes of several paragraphs, up to `max_words` in all."""
+    """Draws examples for ever: 1 to 8 passages, sometimes of several paragraphs, up to `max_words`
+    in all.
+    """
 
     def __init__(
-        self, train: dict[str, list[Source]], wiki: Sequence[Source], seed: int | str, max_words: int = 1900
+        self,
+        train: dict[str, list[Source]],
+        wiki: Sequence[Source],
+        seed: int | str,
+        max_words: int = 1900,
     ) -> None:
         self.articles, self.wiki, self.max_words = [s for s in train.values() if s], wiki, max_words
         self.random = random.Random(seed)
@@ -107,12 +124,17 @@ class Examples:
         if 0.35 < kind < 0.5:
             sources += rnd.sample(self.wiki, rnd.randint(1, 3))
         passages = list(dict.fromkeys(sources))
-        while sum(len(s.passage.text.split()) for s in passages) > self.max_words and len(passages) > 1:
+        while (
+            sum(len(s.passage.text.split()) for s in passages) > self.max_words
+            and len(passages) > 1
+        ):
             passages.pop()
         asked = self._ask(passages, most)
         rnd.shuffle(passages)
         template = rnd.choice(TEMPLATES)
-        texts = [template.passage.format(title=s.passage.title, text=s.passage.text) for s in passages]
+        texts = [
+            template.passage.format(title=s.passage.title, text=s.passage.text) for s in passages
+        ]
         return AnsweredExample(template, tuple(self._grouped(texts)), tuple(asked))
 
     def _next(self) -> Source:
@@ -123,9 +145,15 @@ class Examples:
         return self.rest.pop()
 
     def _ask(self, sources: Sequence[Source], most: int) -> list[Question]:
-        """The first passage's questions before the others'; few that rules made of one passage; no blanks twice."""
+        """The first passage's questions before the others'; few that rules made of one passage; no
+        blanks twice.
+        """
         first, *others = [list(source.questions) for source in sources]
-        rest = [question for questions in others for question in self.random.sample(questions, min(4, len(questions)))]
+        rest = [
+            question
+            for questions in others
+            for question in self.random.sample(questions, min(4, len(questions)))
+        ]
         self.random.shuffle(rest)
         self.random.shuffle(first)
         kept, blanks = [], 0

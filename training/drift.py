@@ -1,7 +1,9 @@
-"""Measure a model's drift: what a prompt adds, on average, to chunks that were encoded behind filler text.
+"""Measure a model's drift: what a prompt adds, on average, to chunks that were encoded behind
+filler text.
 
-Prompts are six passages of SQuAD's training articles and a question, as in the benchmarks; held-out articles are left
-out. The drift goes into the folder of a model of one's own, or into the adapter's for the one that comes along.
+Prompts are six passages of SQuAD's training articles and a question, as in the benchmarks; held-out
+articles are left out. The drift goes into the folder of a model of one's own, or into the adapter's
+for the one that comes along.
 """
 
 from __future__ import annotations
@@ -44,27 +46,41 @@ def drawn(sources: Sequence[Source], count: int, seed: int = 0) -> Iterator[Case
         chosen += rng.sample([source for source in sources if source is not gold], PASSAGES - 1)
         rng.shuffle(chosen)
         question = rng.choice(gold.questions)
-        yield Case("drift", str(index), question.question, (question.answer,), tuple(s.passage.text for s in chosen))
+        yield Case(
+            "drift",
+            str(index),
+            question.question,
+            (question.answer,),
+            tuple(s.passage.text for s in chosen),
+        )
 
 
 def pairs(model: HFModel, cases: Iterable[Case]) -> Iterator[tuple[ChunkKV, ChunkKV, Tensor]]:
-    """Of every case: KV of plain reuse behind filler text, of full prefill, and the rows of chunks but the first."""
+    """Of every case: KV of plain reuse behind filler text, of full prefill, and the rows of chunks
+    but the first.
+    """
     lab, method = Lab(model, Settings(filler_tokens=FILLER)), Method("none", 0.0, "filler")
     for case in cases:
         lab.hold(case, [method])
         prompt = lab.prompt(case)
         placed = zip(prompt.segments, prompt.spans, strict=True)
         chunks = [torch.arange(lo, hi) for segment, (lo, hi) in placed if segment.kind == "chunk"]
-        yield lab.prefill(method, prompt).kv, model.full_prefill(prompt.token_ids).kv, torch.cat(chunks[1:])
+        yield (
+            lab.prefill(method, prompt).kv,
+            model.full_prefill(prompt.token_ids).kv,
+            torch.cat(chunks[1:]),
+        )
     lab.close()
 
 
 def measured(pairs: Iterable[tuple[ChunkKV, ChunkKV, Tensor]], rope: Rope) -> ChunkKV:
-    """Return the drift: the mean of wanted - found over the given rows of all prompts, before rotation.
+    """Return the drift: the mean of wanted - found over the given rows of all prompts, before
+    rotation.
 
     Args:
-        pairs: (found, wanted, rows) per prompt, at positions 0..T-1. found: KV with chunks encoded behind filler text;
-            wanted: KV by full prefill; rows: int64 [n], the rows of those chunks.
+        pairs: (found, wanted, rows) per prompt, at positions 0..T-1. found: KV with chunks encoded
+            behind filler text; wanted: KV by full prefill; rows: int64 [n], the rows of those
+            chunks.
         rope: The rotation of each layer; None where keys carry no position.
 
     Returns:
@@ -78,15 +94,17 @@ def measured(pairs: Iterable[tuple[ChunkKV, ChunkKV, Tensor]], rope: Rope) -> Ch
     for found, wanted, rows in pairs:
         back = -rows.double()
         differences = []
-        for found_layer, wanted_layer, layout in zip(found.layers, wanted.layers, rope, strict=True):
+        for found_layer, wanted_layer, layout in zip(
+            found.layers, wanted.layers, rope, strict=True
+        ):
             parts = (
                 ("keys", found_layer.keys, wanted_layer.keys),
                 ("values", found_layer.values, wanted_layer.values),
             )
             keys, values = (
-                shifted_rows((b[:, rows].float() - a[:, rows].float()), back, part_layout(layout, name)).sum(
-                    1, keepdim=True
-                )
+                shifted_rows(
+                    (b[:, rows].float() - a[:, rows].float()), back, part_layout(layout, name)
+                ).sum(1, keepdim=True)
                 for name, a, b in parts
             )
             differences.append(LayerKV(keys, values))
@@ -103,7 +121,8 @@ def write_drift(folder: Path, drift: ChunkKV, model: PreTrainedModel) -> None:
     named = {f"keys.{i}": layer.keys for i, layer in enumerate(drift.layers)}
     named |= {f"values.{i}": layer.values for i, layer in enumerate(drift.layers)}
     save_file(
-        {name: part.contiguous() for name, part in named.items()} | {"weights": weight_sample(model)},
+        {name: part.contiguous() for name, part in named.items()}
+        | {"weights": weight_sample(model)},
         folder / DRIFT_FILE,
     )
 
@@ -111,18 +130,27 @@ def write_drift(folder: Path, drift: ChunkKV, model: PreTrainedModel) -> None:
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True, help="Folder of the model; a drift that it has is not used.")
+    parser.add_argument(
+        "--model", required=True, help="Folder of the model; a drift that it has is not used."
+    )
     parser.add_argument("--squad", type=Path, required=True, help="SQuAD 2.0 JSON.")
-    parser.add_argument("--out", type=Path, required=True, help="Folder that the drift is written to.")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="Folder that the drift is written to."
+    )
     parser.add_argument("--prompts", type=int, default=120)
     parser.add_argument("--dtype", default="bfloat16")
     chosen = parser.parse_args()
     if (chosen.out / MANIFEST).exists():
-        parser.error(f"{chosen.out} was prepared by ragfuse, which would make it anew: give the adapter's folder.")
+        parser.error(
+            f"{chosen.out} was prepared by ragfuse, which would make it anew: give the adapter's"
+            " folder."
+        )
     loaded = load_model(chosen.model, chosen.dtype)
     model = HFModel(loaded.model, loaded.tokenizer)
     articles, _ = split(squad(chosen.squad))
-    cases = list(drawn([source for sources in articles.values() for source in sources], chosen.prompts))
+    cases = list(
+        drawn([source for sources in articles.values() for source in sources], chosen.prompts)
+    )
     with progress(Console(stderr=True)) as bar:
         found = measured(pairs(model, bar.track(cases, description="prompts")), model.profile.rope)
     write_drift(chosen.out, found, model.model)

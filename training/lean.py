@@ -1,4 +1,5 @@
-"""The small steps of a Llama's layers, compiled: norms, gates and rotation, in as few passes over memory as they need.
+"""The small steps of a Llama's layers, compiled: norms, gates and rotation, in as few passes over
+memory as they need.
 
 Beside the adapted products they are what costs most on a CPU. Results are the same up to rounding.
 """
@@ -30,7 +31,11 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 
 def _rope(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    unsqueeze_dim: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return _rotated(query, cos, sin), _rotated(key, cos, sin)
@@ -41,7 +46,9 @@ def lean(model: torch.nn.Module) -> None:
     modeling_llama.apply_rotary_pos_emb = _rope
     for module in model.modules():
         if isinstance(module, LlamaRMSNorm):
-            module.forward = MethodType(lambda self, x: _normed(x, self.weight, self.variance_epsilon), module)
+            module.forward = MethodType(
+                lambda self, x: _normed(x, self.weight, self.variance_epsilon), module
+            )
         elif isinstance(module, LlamaMLP):
             module.forward = MethodType(
                 lambda self, x: self.down_proj(_gated(self.gate_proj(x), self.up_proj(x))), module

@@ -1,8 +1,9 @@
-"""Questions made by rules from encyclopaedia passages: what a sentence's shape says can be asked and answered.
+"""Questions made by rules from encyclopaedia passages: what a sentence's shape says can be asked
+and answered.
 
-Pure text. Each rule reads a shape that Wikipedia sentences have ("X (born DATE) is a NATION TRADE") and asks for
-what fills it; the answer always stands in the passage word for word. Rules are few and strict: a wrong question does
-more harm than a missing one.
+Pure text. Each rule reads a shape that Wikipedia sentences have ("X (born DATE) is a NATION TRADE")
+and asks for what fills it; the answer always stands in the passage word for word. Rules are few and
+strict: a wrong question does more harm than a missing one.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def questions(passage: Passage) -> list[Question]:
 
 
 def tidy(text: str) -> str:
-    """`text` without the blanks that tokenised sources leave around brackets, quotes and hyphens."""
+    """`text` without the blanks that tokenised sources leave around brackets, quotes and
+    hyphens.
+    """
     text = re.sub(r"(?<=[\w.])\(", " (", re.sub(r"\( +", "(", text))
     text = re.sub(r"(?<=\w)- (?=\w)", "-", text)
     text = re.sub(r'(?<=\w)" (?=\w[^"]*")', ' "', re.sub(r'(^|\s)" +', r'\1"', text))
@@ -69,7 +72,9 @@ def _life(passage: Passage) -> Iterator[Question]:
     if life:
         yield Question(f"When was {name} born?", life[1])
         yield Question(f"When did {name} die?", life[2])
-    born = re.search(rf"\(born (?:[^()]*?, )??({DATE})(?: in ([A-Z][\w ,]+?))?[,)]", passage.text[:250])
+    born = re.search(
+        rf"\(born (?:[^()]*?, )??({DATE})(?: in ([A-Z][\w ,]+?))?[,)]", passage.text[:250]
+    )
     if born:
         yield Question(f"What is the date of birth of {name}?", born[1])
         if born[2]:
@@ -98,7 +103,11 @@ def _film(passage: Passage) -> Iterator[Question]:
         yield Question(f"What kind of film is {name}?", film[3])
     if film[2].strip():
         yield Question(f"From which country is the film {name}?", film[2].strip())
-    asked = {"directed": "Who directed {}?", "produced": "Who produced {}?", "written": "Who wrote the film {}?"}
+    asked = {
+        "directed": "Who directed {}?",
+        "produced": "Who produced {}?",
+        "written": "Who wrote the film {}?",
+    }
     for verb, question in asked.items():
         by = re.search(rf"\b{verb} by ({PERSON})(?=[ ,.])(?! and)", text)
         if by:
@@ -109,7 +118,9 @@ def _film(passage: Passage) -> Iterator[Question]:
 
 
 def _family(passage: Passage) -> Iterator[Question]:
-    said = re.search(rf"\b(is|was) (?:the|a) ((?:\w+ ){{0,2}}(?:son|daughter)) of ({PERSON})", passage.text[:400])
+    said = re.search(
+        rf"\b(is|was) (?:the|a) ((?:\w+ ){{0,2}}(?:son|daughter)) of ({PERSON})", passage.text[:400]
+    )
     if said and said.start() < 150:
         yield Question(f"Who {said[1]} the parent of {_subject(passage)}?", said[3])
     wed = re.search(rf"\b(?:He|She) (?:was )?married(?: to)? ({PERSON})", passage.text)
@@ -119,7 +130,10 @@ def _family(passage: Passage) -> Iterator[Question]:
 
 def _place(passage: Passage) -> Iterator[Question]:
     name = _subject(passage)
-    lies = r"\b(is|was|are) (?:a \w+ )?(?:located|situated) in ((?:the )?[A-Z][^.;()]{3,50}?)(?=[.;]| and | at )"
+    lies = (
+        r"\b(is|was|are) (?:a \w+ )?(?:located|situated) in ((?:the )?[A-Z][^.;()]{3,50}?)(?=[.;]|"
+        r" and | at )"
+    )
     where = re.search(lies, passage.text)
     if where and where.start() < 200:
         yield Question(f"Where {where[1]} {name} located?", where[2])
@@ -141,15 +155,25 @@ def _passive(passage: Passage) -> Iterator[Question]:
     for sentence in _sentences(passage):
         done = r"(was|were) ((?:first |originally )?\w+(?:ed|lt|wn|nt|ade|eld|und))\b ?(.*)"
         said = re.match(rf"((?:The |An? )?[A-Z]?[\w' -]{{3,60}}?) {done}", sentence)
-        if not said or said[1].split()[0].lower() in PRONOUNS or not re.search(r"\b[A-Z]", said[1][1:]):
+        if (
+            not said
+            or said[1].split()[0].lower() in PRONOUNS
+            or not re.search(r"\b[A-Z]", said[1][1:])
+        ):
             continue
         subject, verb, done, rest = said.groups()
-        subject = subject[0].lower() + subject[1:] if subject.startswith(("The ", "A ", "An ")) else subject
+        subject = (
+            subject[0].lower() + subject[1:]
+            if subject.startswith(("The ", "A ", "An "))
+            else subject
+        )
         when = re.search(rf"\b(?:in|on) ({DATE})\b", rest[:60])
         if when:
             between = rest[: when.start()].strip()
             if "," not in between:
-                yield Question(" ".join(f"When {verb} {subject} {done} {between}".split()) + "?", when[1])
+                yield Question(
+                    " ".join(f"When {verb} {subject} {done} {between}".split()) + "?", when[1]
+                )
         by = re.match(rf"by ((?:the )?{PERSON})(?=[ ,.])", rest)
         if by:
             yield Question(f"By whom {verb} {subject} {done}?", by[1])
@@ -173,11 +197,17 @@ def _blank(passage: Passage) -> Iterator[Question]:
         words = sentence.split()
         if not 8 <= len(words) <= 30 or sentence.split()[0].lower() in PRONOUNS:
             continue
-        named = r"(?<=[a-z,] )(?:[A-Z][a-z]+(?: [A-Z][a-z]+)+|\d{4}|\d+ (?:million|percent|km))(?=[ ,.])"
+        named = (
+            r"(?<=[a-z,] )(?:[A-Z][a-z]+(?: [A-Z][a-z]+)+|\d{4}|\d+ (?:million|percent|km))(?=["
+            r" ,.])"
+        )
         gaps = list(re.finditer(named, sentence))
         if gaps:
             gap = random.Random(sentence).choice(gaps)
-            yield Question(f"What stands for the blank: {sentence[: gap.start()]}____{sentence[gap.end() :]}", gap[0])
+            yield Question(
+                f"What stands for the blank: {sentence[: gap.start()]}____{sentence[gap.end() :]}",
+                gap[0],
+            )
 
 
 RULES: tuple[Rule, ...] = (_life, _trade, _film, _family, _place, _passive, _dated, _blank)

@@ -1,7 +1,8 @@
-"""Train the reader: a LoRA adapter that makes a small chat model answer from passages, in a few words.
+"""Train the reader: a LoRA adapter that makes a small chat model answer from passages, in a few
+words.
 
-One pass over a context serves all its questions: each sees the context and itself, and stands at the position it
-would have alone, so the loss is that of separate prompts at a fraction of the time.
+One pass over a context serves all its questions: each sees the context and itself, and stands at
+the position it would have alone, so the loss is that of separate prompts at a fraction of the time.
 """
 
 from __future__ import annotations
@@ -64,12 +65,18 @@ class Coder:
         return [*self.ids(question.answer), self.end]
 
 
-def branches_of(coder: Coder, example: AnsweredExample, max_tokens: int) -> tuple[ContextTokens, list[Branch]]:
-    """Return an example's context and its questions with their answers, as many as fit into `max_tokens`."""
+def branches_of(
+    coder: Coder, example: AnsweredExample, max_tokens: int
+) -> tuple[ContextTokens, list[Branch]]:
+    """Return an example's context and its questions with their answers, as many as fit into
+    `max_tokens`.
+    """
     context, after = coder.context(example.template, example.passages)
     branches, count = [], len(context)
     for question in example.questions:
-        branches.append(Branch(tuple(coder.question(after, question.question)), tuple(coder.answer(question))))
+        branches.append(
+            Branch(tuple(coder.question(after, question.question)), tuple(coder.answer(question)))
+        )
         count += len(branches[-1].tokens)
         if count > max_tokens:
             break
@@ -79,7 +86,9 @@ def branches_of(coder: Coder, example: AnsweredExample, max_tokens: int) -> tupl
 def loss_of(model: BranchModel, context: ContextTokens, branches: Sequence[Branch]) -> torch.Tensor:
     """Return the mean cross-entropy over answer tokens, those of long answers weighing less."""
     logits = model.full(context, branches).logits
-    targets = torch.tensor([token for branch in branches for token in branch.answer], device=logits.device)
+    targets = torch.tensor(
+        [token for branch in branches for token in branch.answer], device=logits.device
+    )
     shares = [len(branch.answer) ** -0.5 for branch in branches for _ in branch.answer]
     weights = torch.tensor(shares, device=logits.device)
     each = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
@@ -89,12 +98,18 @@ def loss_of(model: BranchModel, context: ContextTokens, branches: Sequence[Branc
 def main() -> None:
     """Train for as long as was asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True, help="Folder that `ragfuse models path smollm2-135m` prints.")
+    parser.add_argument(
+        "--model", required=True, help="Folder that `ragfuse models path smollm2-135m` prints."
+    )
     parser.add_argument("--squad", type=Path, required=True, help="SQuAD 2.0 JSON.")
     parser.add_argument("--wikipedia", type=Path, required=True, help="JSONL of {title, text}.")
     parser.add_argument("--out", type=Path, required=True, help="Folder of the adapter.")
-    parser.add_argument("--start", type=Path, help="Folder of an adapter to go on from; take a lower --lr then.")
-    parser.add_argument("--minutes", type=float, default=50, help="The learning rate falls to 0 in them.")
+    parser.add_argument(
+        "--start", type=Path, help="Folder of an adapter to go on from; take a lower --lr then."
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=50, help="The learning rate falls to 0 in them."
+    )
     parser.add_argument("--batch", type=int, default=2, help="Contexts a step.")
     parser.add_argument("--questions", type=int, default=12, help="Most questions of a context.")
     parser.add_argument("--max-tokens", type=int, default=3000)
@@ -128,7 +143,9 @@ def main() -> None:
                 group["lr"] = chosen.lr * min((step + 1) / WARM_UP, max(0.02, 1 - done))
             total = 0.0
             for _ in range(chosen.batch):
-                context, branches = branches_of(coder, examples.draw(chosen.questions), chosen.max_tokens)
+                context, branches = branches_of(
+                    coder, examples.draw(chosen.questions), chosen.max_tokens
+                )
                 loss = loss_of(model, context, branches) / chosen.batch
                 loss.backward()
                 total += loss.item()
@@ -138,9 +155,15 @@ def main() -> None:
             optimizer.zero_grad(set_to_none=True)
             step, smooth = step + 1, 0.95 * smooth + 0.05 * total if step else total
             seconds = time.monotonic() - began
-            log.write(json.dumps({"step": step, "loss": total, "seconds": seconds, "tokens": tokens}) + "\n")
+            log.write(
+                json.dumps({"step": step, "loss": total, "seconds": seconds, "tokens": tokens})
+                + "\n"
+            )
             if step % 10 == 0:
-                print(f"{step} steps, loss {smooth:.3f}, {tokens / seconds:.0f} tokens/s, {done:.0%}", flush=True)
+                print(
+                    f"{step} steps, loss {smooth:.3f}, {tokens / seconds:.0f} tokens/s, {done:.0%}",
+                    flush=True,
+                )
             if seconds - saved > SAVE_S:
                 adapter.save(chosen.out)
                 saved = seconds
@@ -153,9 +176,14 @@ KEPT = ("peft_type", "task_type", "r", "lora_alpha", "bias", "target_modules", "
 
 
 def shrink(folder: Path) -> None:
-    """Leave of a saved adapter what merging it needs, its weights in bf16: what comes along with the package."""
+    """Leave of a saved adapter what merging it needs, its weights in bf16: what comes along with
+    the package.
+    """
     weights = load_file(folder / "adapter_model.safetensors")
-    save_file({name: weight.bfloat16() for name, weight in weights.items()}, folder / "adapter_model.safetensors")
+    save_file(
+        {name: weight.bfloat16() for name, weight in weights.items()},
+        folder / "adapter_model.safetensors",
+    )
     config = json.loads((folder / "adapter_config.json").read_text())
     kept = {"base_model_name_or_path": BASE, **{name: config[name] for name in KEPT}}
     kept["target_modules"] = sorted(kept["target_modules"])

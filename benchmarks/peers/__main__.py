@@ -1,4 +1,6 @@
-"""`python -m benchmarks.peers`: everyone answers the same prompts in turn; a table, JSON for the results."""
+"""`python -m benchmarks.peers`: everyone answers the same prompts in turn; a table, JSON for the
+results.
+"""
 
 from __future__ import annotations
 
@@ -42,21 +44,37 @@ def main(
     model: Annotated[
         str, typer.Option(help="Embedded name, folder, GGUF file, or a name of benchmarks.models.")
     ] = "smollm2-135m-reader",
-    tokens: Annotated[list[int] | None, typer.Option(help="Tokens of a prompt; again for another length.")] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Tokens of a prompt; again for another length.")
+    ] = None,
     rounds: Annotated[
         list[int] | None, typer.Option(help="Prompts of each length; one for all, or one for each.")
     ] = None,
-    peer: Annotated[list[str] | None, typer.Option(help="Who takes part; default: all that are found.")] = None,
-    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, which are compared.")] = 16,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="Who takes part; default: all that are found.")
+    ] = None,
+    answer_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of an answer, which are compared.")
+    ] = 16,
     threads: Annotated[int, typer.Option(min=1, help="Threads of everyone.")] = 1,
-    memory_gib: Annotated[int, typer.Option(min=1, help="GiB of KV that each may keep in memory.")] = 2,
-    vllm: Annotated[Path | None, typer.Option(help="The Python that has vLLM; default: as setup leaves it.")] = None,
-    llama: Annotated[Path | None, typer.Option(help="llama-server; default: as setup leaves it.")] = None,
-    start_s: Annotated[float, typer.Option(min=1, help="Seconds that a peer may take to start.")] = 900,
+    memory_gib: Annotated[
+        int, typer.Option(min=1, help="GiB of KV that each may keep in memory.")
+    ] = 2,
+    vllm: Annotated[
+        Path | None, typer.Option(help="The Python that has vLLM; default: as setup leaves it.")
+    ] = None,
+    llama: Annotated[
+        Path | None, typer.Option(help="llama-server; default: as setup leaves it.")
+    ] = None,
+    start_s: Annotated[
+        float, typer.Option(min=1, help="Seconds that a peer may take to start.")
+    ] = 900,
     answer_s: Annotated[float, typer.Option(min=1, help="Seconds that an answer may take.")] = 300,
     json: Annotated[Path | None, typer.Option(help="Where to write the result.")] = None,
 ) -> None:
-    """Measure seconds to the first token over recurring chunks in changing order, by everyone in turn."""
+    """Measure seconds to the first token over recurring chunks in changing order, by everyone in
+    turn.
+    """
     console = Report("peers", json)
     tune_malloc(console)
     lengths, counts = tokens or [1100, 3000, 8000], rounds or [12, 8, 4]
@@ -64,7 +82,8 @@ def main(
         counts = counts * len(lengths) if len(counts) == 1 else counts
         if len(counts) != len(lengths):
             raise InputError(
-                f"Wanted --rounds once, or once for each --tokens; found {len(counts)} for {len(lengths)}."
+                f"Wanted --rounds once, or once for each --tokens; found {len(counts)} for"
+                f" {len(lengths)}."
             )
         unknown = [name for name in peer or () if name not in OFFERS]
         if unknown:
@@ -74,7 +93,9 @@ def main(
         with thread_count(threads), tempfile.TemporaryDirectory(prefix="ragfuse-peers-") as scratch:
             names = list(dict.fromkeys([YARDSTICK, *peer])) if peer else [*OFFERS]
             source = _source(model)
-            asked = [(length, count + WARM_UP) for length, count in zip(lengths, counts, strict=True)]
+            asked = [
+                (length, count + WARM_UP) for length, count in zip(lengths, counts, strict=True)
+            ]
             work, ends, most = _apart(prompts, source, DTYPE, asked, answer_tokens, Settings().home)
             longest = max(len(ids) for each in work for ids in each.prompts)
             folder = Path(resolve_llm(source, Settings().home))
@@ -92,7 +113,13 @@ def main(
                 scratch=Path(scratch),
             )
             result = run(given, work, answer_tokens, ends, names, console)
-        result = {**result, "model": model, "dtype": DTYPE, "memory_gib": memory_gib, "answer_tokens": answer_tokens}
+        result = {
+            **result,
+            "model": model,
+            "dtype": DTYPE,
+            "memory_gib": memory_gib,
+            "answer_tokens": answer_tokens,
+        }
         result |= circumstances(torch.device("cpu"), threads)
     except RagFuseError as error:
         console.print(str(error), style="red", highlight=False, markup=False, soft_wrap=True)
@@ -111,7 +138,10 @@ def _source(model: str) -> str:
     if known is None:
         return model
     if not known.path.is_file():
-        raise InputError(f"Wanted {model} prepared, found no file. Run `python -m benchmarks.models {model}` first.")
+        raise InputError(
+            f"Wanted {model} prepared, found no file. Run `python -m benchmarks.models {model}`"
+            " first."
+        )
     return str(known.path)
 
 
@@ -136,7 +166,8 @@ def run(
     names: Sequence[str],
     console: Console,
 ) -> dict[str, Any]:
-    """Start the peers of these names, measure them at every length, end them; the result as plain JSON types.
+    """Start the peers of these names, measure them at every length, end them; the result as plain
+    JSON types.
 
     Raises:
         PeerError: The yardstick, transformers, failed.

@@ -17,7 +17,13 @@ REUSE_TOKENS = 64
 
 
 def command(
-    program: Path, gguf: Path, port: int, threads: int, max_tokens: int, memory_bytes: int, reuse: bool
+    program: Path,
+    gguf: Path,
+    port: int,
+    threads: int,
+    max_tokens: int,
+    memory_bytes: int,
+    reuse: bool,
 ) -> list[str]:
     """Return the server's command line: one slot, prompts kept in memory.
 
@@ -28,13 +34,28 @@ def command(
         threads: It computes with.
         max_tokens: Most tokens of a prompt and its answer.
         memory_bytes: Of prompts kept beside the slot's own.
-        reuse: Whether runs of the prompt before are moved to where they stand now, as if they had been computed there.
+        reuse: Whether runs of the prompt before are moved to where they stand now, as if they had
+            been computed there.
     """
     n_threads = str(threads)
     return [
         *(str(program), "--model", str(gguf), "--host", "127.0.0.1", "--port", str(port)),
-        *("--threads", n_threads, "--threads-batch", n_threads, "--parallel", "1", "--ctx-size", str(max_tokens)),
-        *("--cache-ram", str(memory_bytes >> 20), "--cache-reuse", str(REUSE_TOKENS if reuse else 0)),
+        *(
+            "--threads",
+            n_threads,
+            "--threads-batch",
+            n_threads,
+            "--parallel",
+            "1",
+            "--ctx-size",
+            str(max_tokens),
+        ),
+        *(
+            "--cache-ram",
+            str(memory_bytes >> 20),
+            "--cache-reuse",
+            str(REUSE_TOKENS if reuse else 0),
+        ),
     ]
 
 
@@ -89,10 +110,14 @@ class LlamaServer:
         }
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=self._answer_s)
         try:
-            connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
+            connection.request(
+                "POST", "/completion", json.dumps(body), {"Content-Type": "application/json"}
+            )
             response = connection.getresponse()
             if response.status != http.HTTPStatus.OK:
-                raise self._process.failure(f"refused a prompt: {response.read(400).decode('utf-8', 'replace')}")
+                raise self._process.failure(
+                    f"refused a prompt: {response.read(400).decode('utf-8', 'replace')}"
+                )
             for line in response:
                 if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
                     event = json.loads(line[6:])

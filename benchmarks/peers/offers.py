@@ -49,7 +49,12 @@ class Given:
     scratch: Path
 
     def worker(
-        self, name: str, python: Path, module: str, arguments: tuple[str, ...], more: Mapping[str, str] | None = None
+        self,
+        name: str,
+        python: Path,
+        module: str,
+        arguments: tuple[str, ...],
+        more: Mapping[str, str] | None = None,
     ) -> Worker:
         """Start a worker, which finds this repository's packages."""
         paths = f"{ROOT}:{ROOT / 'benchmarks'}"
@@ -66,7 +71,9 @@ class Given:
         """Start llama.cpp's server."""
         assert self.llama is not None
         port = free_port()
-        line = command(self.llama, gguf, port, self.threads, self.max_tokens, self.memory_bytes, reuse)
+        line = command(
+            self.llama, gguf, port, self.threads, self.max_tokens, self.memory_bytes, reuse
+        )
         process = PeerProcess(name, line, self.environment)
         try:
             return LlamaServer(process, port, self.start_s, self.answer_s)
@@ -78,7 +85,11 @@ class Given:
     def environment(self) -> dict[str, str]:
         """Variables of every peer."""
         names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-        return {**dict.fromkeys(names, str(self.threads)), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        return {
+            **dict.fromkeys(names, str(self.threads)),
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+        }
 
 
 @dataclass(frozen=True)
@@ -90,7 +101,8 @@ class Offer:
         what: What it is.
         start: Starts it.
         absent: Why it cannot take part, without its name; "" where it can.
-        keeps_many: Whether it keeps the beginnings of many prompts, so that all are asked once before it counts.
+        keeps_many: Whether it keeps the beginnings of many prompts, so that all are asked once
+            before it counts.
     """
 
     name: str
@@ -102,11 +114,18 @@ class Offer:
 
 def _transformers(given: Given, *options: str) -> Peer:
     name = "-".join(("hf", *options))
-    return given.worker(name, Path(sys.executable), "transformers_worker", (str(given.folder), *options))
+    return given.worker(
+        name, Path(sys.executable), "transformers_worker", (str(given.folder), *options)
+    )
 
 
 def _ragfuse(given: Given, name: str, folder: Path | None = None) -> Peer:
-    arguments = [given.model, DTYPE, str(given.memory_bytes), *([str(folder)] if folder is not None else [])]
+    arguments = [
+        given.model,
+        DTYPE,
+        str(given.memory_bytes),
+        *([str(folder)] if folder is not None else []),
+    ]
     return given.worker(name, Path(sys.executable), "ragfuse_worker", tuple(arguments))
 
 
@@ -120,29 +139,45 @@ def _vllm(given: Given) -> Peer:
     openmp = given.vllm.parents[1] / "lib" / "libiomp5.so"  # which vLLM asks for
     if openmp.is_file():
         more["LD_PRELOAD"] = str(openmp)
-    return given.worker("vllm", given.vllm, "vllm_worker", (str(given.folder), str(given.max_tokens)), more)
+    return given.worker(
+        "vllm", given.vllm, "vllm_worker", (str(given.folder), str(given.max_tokens)), more
+    )
 
 
 def _no_vllm(given: Given) -> str:
     if given.vllm is not None:
         return ""
-    return "no Python with vLLM was found; set one up by `python -m benchmarks.peers.setup vllm`, or name it by --vllm"
+    return (
+        "no Python with vLLM was found; set one up by `python -m benchmarks.peers.setup vllm`, or"
+        " name it by --vllm"
+    )
 
 
 def _no_llama(given: Given) -> str:
     if given.llama is not None:
         return ""
-    return "no llama-server was found; build one by `python -m benchmarks.peers.setup llama`, or name it by --llama"
+    return (
+        "no llama-server was found; build one by `python -m benchmarks.peers.setup llama`, or name"
+        " it by --llama"
+    )
 
 
 def _no_own_gguf(given: Given) -> str:
     if own_gguf(given.model) is None:
         return f"the weights of {given.model} come from no GGUF"
-    return "the GGUF has the weights without the adapter" if has_adapter(given.model) else _no_llama(given)
+    return (
+        "the GGUF has the weights without the adapter"
+        if has_adapter(given.model)
+        else _no_llama(given)
+    )
 
 
 def _no_bf16(given: Given) -> str:
-    return f"the weights of {given.model} come from no GGUF" if given.bf16_gguf is None else _no_llama(given)
+    return (
+        f"the weights of {given.model} come from no GGUF"
+        if given.bf16_gguf is None
+        else _no_llama(given)
+    )
 
 
 def _bf16(given: Given) -> Path:
@@ -186,7 +221,11 @@ OFFERS = MappingProxyType(
                 _no_bf16,
             ),
             Offer("vllm", "vLLM with prefix caching", _vllm, _no_vllm),
-            Offer("ragfuse", "the default policy, chunks in memory", lambda given: _ragfuse(given, "ragfuse")),
+            Offer(
+                "ragfuse",
+                "the default policy, chunks in memory",
+                lambda given: _ragfuse(given, "ragfuse"),
+            ),
             Offer(
                 "ragfuse-disk",
                 "the same, chunks on disk and not in memory",

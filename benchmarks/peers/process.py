@@ -1,4 +1,6 @@
-"""The peers' processes: each in a group of its own, which ends with the benchmark, and speaks by lines or by HTTP."""
+"""The peers' processes: each in a group of its own, which ends with the benchmark, and speaks by
+lines or by HTTP.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ class PeerProcess:
                 start_new_session=True,
             )
         except OSError as error:
-            raise PeerError(f"{name} cannot be started: {error}. Wanted a program at {command[0]}.") from error
+            raise PeerError(
+                f"{name} cannot be started: {error}. Wanted a program at {command[0]}."
+            ) from error
         self.lines: queue.Queue[str | None] = queue.Queue()
         self._last: deque[str] = deque(maxlen=KEPT_LINES)
         self._readers = [
@@ -122,7 +126,11 @@ class PeerProcess:
         if code is not None:
             self._readers[1].join(1.0)
         said = "".join(f"\n  {line}" for line in self._last) or " nothing."
-        ended = f"exit code {code}" if code is None or code >= 0 else f"killed by {signal.Signals(-code).name}"
+        ended = (
+            f"exit code {code}"
+            if code is None or code >= 0
+            else f"killed by {signal.Signals(-code).name}"
+        )
         how = "" if code is None else f" ({ended})"
         return PeerError(f"{self.name} {what}{how}. Its last lines:{said}")
 
@@ -189,7 +197,9 @@ class Worker:
     def hold(self, chunks: Sequence[str]) -> dict[str, Any]:
         """Have it make ready what it can of these chunks."""
         self._process.write(json.dumps({"hold": list(chunks)}))
-        done: dict[str, Any] = self._said(time.monotonic() + 10 * self._answer_s, "encoded the chunks")["done"]
+        done: dict[str, Any] = self._said(
+            time.monotonic() + 10 * self._answer_s, "encoded the chunks"
+        )["done"]
         self.disk_bytes = done.pop("disk_bytes", 0)
         return done
 

@@ -31,7 +31,8 @@ class Recurring:
     Args:
         chunks: The texts that recur.
         drawn: How many of them a prompt holds.
-        beginnings: A prompt's beginning up to the end of its first chunk, with every chunk in that place.
+        beginnings: A prompt's beginning up to the end of its first chunk, with every chunk in that
+            place.
         prompts: The prompts.
     """
 
@@ -44,7 +45,8 @@ class Recurring:
 def prompts(
     model: str, dtype: str, lengths: Sequence[tuple[int, int]], answer_tokens: int, home: Path
 ) -> tuple[list[Recurring], frozenset[int], int | None]:
-    """Return the prompts of each length, the ids that end an answer, and most tokens of both, if there is a limit.
+    """Return the prompts of each length, the ids that end an answer, and most tokens of both, if
+    there is a limit.
 
     Args:
         model: As ragfuse names it.
@@ -65,8 +67,8 @@ def prompts(
     most, longest = loaded.max_context, max(len(ids) for each in work for ids in each.prompts)
     if most is not None and longest + answer_tokens > most:
         raise InputError(
-            f"{model} takes at most {most:,} tokens, found a prompt of {longest:,} and an answer of {answer_tokens}. "
-            "Lower --tokens."
+            f"{model} takes at most {most:,} tokens, found a prompt of {longest:,} and an answer of"
+            f" {answer_tokens}. Lower --tokens."
         )
     return work, frozenset(ends_of(loaded)), most
 
@@ -89,7 +91,9 @@ def recurring(lab: Lab, tokens: int, rounds: int, seed: int = 0) -> Recurring:
         chosen = random_.sample(pool, min(drawn, len(pool)))
         fitting = [question for question, gold in known if any(gold in chunk for chunk in chosen)]
         question = random_.choice(fitting or [case.question for case in cases])
-        prompts.append(lab.prompt(Case("peers", str(index), question, ("",), tuple(chosen))).token_ids)
+        prompts.append(
+            lab.prompt(Case("peers", str(index), question, ("",), tuple(chosen))).token_ids
+        )
     beginnings = tuple(_beginning(lab, chunk) for chunk in pool)
     return Recurring(tuple(pool), drawn, beginnings, tuple(map(tuple, prompts)))
 

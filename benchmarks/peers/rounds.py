@@ -1,4 +1,6 @@
-"""The measurement: every peer answers every prompt in turn, one at a time, and the clock on the wall counts."""
+"""The measurement: every peer answers every prompt in turn, one at a time, and the clock on the
+wall counts.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,18 @@ WARM_UP = 1
 
 @dataclass(frozen=True)
 class Reply:
-    """One answer: seconds on the wall and of CPU until the first token was known, and the answer's ids."""
+    """One answer: seconds on the wall and of CPU until the first token was known, and the answer's
+    ids.
+    """
 
     wall_s: float
     cpu_s: float
     ids: tuple[int, ...]
 
 
-def reply(peer: Peer, ids: Sequence[int], max_tokens: int, clock: Callable[[], float] = time.perf_counter) -> Reply:
+def reply(
+    peer: Peer, ids: Sequence[int], max_tokens: int, clock: Callable[[], float] = time.perf_counter
+) -> Reply:
     """Ask a peer, and read its answer to the end, so that nothing of it runs beside the next."""
     cpu, wall = peer.process.cpu_s, clock()
     tokens = peer.answer(ids, max_tokens)
@@ -68,7 +74,10 @@ class Match:
         Raises:
             PeerError: The yardstick failed.
         """
-        held = {name: self._guarded(name, lambda peer: peer.hold(work.chunks)) or {} for name in [*self.peers]}
+        held = {
+            name: self._guarded(name, lambda peer: peer.hold(work.chunks)) or {}
+            for name in [*self.peers]
+        }
         replies: dict[str, list[Reply]] = {name: [] for name in self.peers}
         before = sum(len(work.beginnings) for name in self.peers if OFFERS[name].keeps_many)
         with progress(self.console) as bar:
@@ -81,13 +90,20 @@ class Match:
             for index, ids in enumerate(work.prompts):
                 for name in [*self.peers]:
                     bar.update(task, description=f"{len(ids):,} tokens, prompt {index}: {name}")
-                    found = self._guarded(name, lambda peer, ids=ids: reply(peer, ids, self.max_tokens))  # type: ignore[misc]
+                    found = self._guarded(
+                        name, lambda peer, ids=ids: reply(peer, ids, self.max_tokens)
+                    )  # type: ignore[misc]
                     if found is not None:
                         replies[name].append(found)
                     bar.advance(task)
         counted = {name: replies[name][WARM_UP:] for name in self.peers}
         tokens = sum(map(len, work.prompts[WARM_UP:])) / len(work.prompts[WARM_UP:])
-        shape = {"tokens": tokens, "n": len(work.prompts) - WARM_UP, "chunks": work.drawn, "pool": len(work.chunks)}
+        shape = {
+            "tokens": tokens,
+            "n": len(work.prompts) - WARM_UP,
+            "chunks": work.drawn,
+            "pool": len(work.chunks),
+        }
         return [{**shape, **self._row(name, counted), **held[name]} for name in self.peers]
 
     def _guarded(self, name: str, act: Callable[[Peer], Any]) -> Any:
@@ -116,7 +132,9 @@ class Match:
             "cpu_s": median(each.cpu_s for each in mine),
             "rounds_s": seconds,
             "speedup": speedup([each.wall_s for each in wanted], seconds),
-            "ragfuse_speedup": speedup(seconds, [each.wall_s for each in ours]) if ours is not None else None,
+            "ragfuse_speedup": speedup(seconds, [each.wall_s for each in ours])
+            if ours is not None
+            else None,
             "same_first_token": sum(a.ids[0] == b.ids[0] for a, b in pairs) / len(pairs),
             "same_answer": sum(self._text(a) == self._text(b) for a, b in pairs) / len(pairs),
             "resident_bytes": peer.process.resident_bytes,
@@ -125,5 +143,7 @@ class Match:
 
     def _text(self, found: Reply) -> tuple[int, ...]:
         """The ids of an answer before its end."""
-        end = next((index for index, token in enumerate(found.ids) if token in self.ends), len(found.ids))
+        end = next(
+            (index for index, token in enumerate(found.ids) if token in self.ends), len(found.ids)
+        )
         return found.ids[:end]

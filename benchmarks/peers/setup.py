@@ -1,4 +1,5 @@
-"""`python -m benchmarks.peers.setup vllm|llama`: the engines of the comparison, in folders of their own, pinned.
+"""`python -m benchmarks.peers.setup vllm|llama`: the engines of the comparison, in folders of their
+own, pinned.
 
 Nothing is installed beside ragfuse: vLLM wants another transformers, and llama.cpp is a program.
 """
@@ -39,8 +40,8 @@ LLAMA_OPTIONS = (
 )
 """For this machine's own instructions, without what a benchmark does not ask.
 
-Without the last one GCC drops writes to the configuration of AMX tiles, and the server ends with SIGILL on processors
-that have them (ggml-org/llama.cpp#26954).
+Without the last one GCC drops writes to the configuration of AMX tiles, and the server ends with
+SIGILL on processors that have them (ggml-org/llama.cpp#26954).
 """
 LAST_LINES = 10
 
@@ -63,7 +64,9 @@ def found_vllm(named: Path | None) -> Path | None:
     Raises:
         PeerSetupError: There is nothing where it was named.
     """
-    return _found(named, home() / "vllm" / "bin" / "python", "the Python of an environment with vLLM", "vllm")
+    return _found(
+        named, home() / "vllm" / "bin" / "python", "the Python of an environment with vLLM", "vllm"
+    )
 
 
 def found_llama(named: Path | None) -> Path | None:
@@ -72,7 +75,9 @@ def found_llama(named: Path | None) -> Path | None:
     Raises:
         PeerSetupError: There is nothing where it was named.
     """
-    return _found(named, home() / "llama" / "bin" / "llama-server", "the program llama-server", "llama")
+    return _found(
+        named, home() / "llama" / "bin" / "llama-server", "the program llama-server", "llama"
+    )
 
 
 def _found(named: Path | None, usual: Path, what: str, engine: str) -> Path | None:
@@ -81,7 +86,8 @@ def _found(named: Path | None, usual: Path, what: str, engine: str) -> Path | No
     path = named.expanduser().absolute()  # not resolved: a Python of an environment is a link
     if not path.is_file():
         raise PeerSetupError(
-            f"Wanted {what} at '{named}', found no file. Set it up by `python -m benchmarks.peers.setup {engine}`."
+            f"Wanted {what} at '{named}', found no file. Set it up by `python -m"
+            f" benchmarks.peers.setup {engine}`."
         )
     return path
 
@@ -89,12 +95,21 @@ def _found(named: Path | None, usual: Path, what: str, engine: str) -> Path | No
 @app.command("vllm")
 def set_up_vllm(
     into: Annotated[Path | None, typer.Option(help="Folder of the environment.")] = None,
-    torch_index: Annotated[str, typer.Option(help="Where else pip may find torch's CPU build.")] = "",
+    torch_index: Annotated[
+        str, typer.Option(help="Where else pip may find torch's CPU build.")
+    ] = "",
 ) -> None:
     """Make an environment with vLLM for CPUs: minutes, 3.3 GB."""
     target = into or home() / "vllm"
     also = ["--extra-index-url", torch_index] if torch_index else []
-    pip = [str(target / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "-q"]
+    pip = [
+        str(target / "bin" / "python"),
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        "-q",
+    ]
     _steps(
         ("making an environment", [sys.executable, "-m", "venv", "--clear", str(target)]),
         ("installing what vLLM needs", [*pip, *also, "-r", str(VLLM_NEEDS)]),
@@ -106,22 +121,52 @@ def set_up_vllm(
 @app.command("llama")
 def set_up_llama(
     into: Annotated[Path | None, typer.Option(help="Folder of the program.")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Files that are compiled at the same time.")] = os.cpu_count() or 1,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Files that are compiled at the same time.")
+    ] = os.cpu_count() or 1,
 ) -> None:
-    """Build llama.cpp's server from source for this machine: needs CMake and a C++ compiler; 15 minutes of a core."""
+    """Build llama.cpp's server from source for this machine: needs CMake and a C++ compiler; 15
+    minutes of a core.
+    """
     if not shutil.which("cmake"):
-        raise PeerSetupError("Wanted CMake and a C++ compiler to build llama.cpp, found no cmake. Install them.")
+        raise PeerSetupError(
+            "Wanted CMake and a C++ compiler to build llama.cpp, found no cmake. Install them."
+        )
     target = (into or home() / "llama") / "bin" / "llama-server"
     with tempfile.TemporaryDirectory(prefix="ragfuse-llama-") as scratch:
         folder = Path(scratch)
-        pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "-q", "--no-deps"]
-        _steps(("fetching llama.cpp", [*pip, "--no-binary", LLAMA.split("=")[0], "--dest", scratch, LLAMA]))
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--disable-pip-version-check",
+            "-q",
+            "--no-deps",
+        ]
+        _steps(
+            (
+                "fetching llama.cpp",
+                [*pip, "--no-binary", LLAMA.split("=")[0], "--dest", scratch, LLAMA],
+            )
+        )
         with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
             archive.extractall(folder, filter="data")
         source, build = next(folder.glob("*/vendor/llama.cpp")), folder / "build"
-        cmake = ["cmake", "--build", str(build), "--target", "llama-server", "--parallel", str(jobs)]
+        cmake = [
+            "cmake",
+            "--build",
+            str(build),
+            "--target",
+            "llama-server",
+            "--parallel",
+            str(jobs),
+        ]
         _steps(
-            ("configuring llama.cpp", ["cmake", "-S", str(source), "-B", str(build), *LLAMA_OPTIONS]),
+            (
+                "configuring llama.cpp",
+                ["cmake", "-S", str(source), "-B", str(build), *LLAMA_OPTIONS],
+            ),
             ("building llama-server", cmake),
         )
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -130,12 +175,16 @@ def set_up_llama(
 
 
 def _steps(*steps: tuple[str, Sequence[str]]) -> None:
-    """Run commands one after the other; PeerSetupError with the last lines of the one that fails."""
+    """Run commands one after the other; PeerSetupError with the last lines of the one that
+    fails.
+    """
     console = Console(stderr=True)
     for what, line in steps:
         console.print(f"{what} ...", highlight=False)
         with console.status(what):
-            done = subprocess.run(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+            done = subprocess.run(
+                line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+            )
         if done.returncode:
             last = "".join(f"\n  {said}" for said in done.stdout.strip().splitlines()[-LAST_LINES:])
             raise PeerSetupError(f"{what.capitalize()} failed (exit code {done.returncode}):{last}")
@@ -147,7 +196,9 @@ def main() -> None:
     try:
         app()
     except RagFuseError as error:
-        Console(stderr=True).print(str(error), style="red", highlight=False, markup=False, soft_wrap=True)
+        Console(stderr=True).print(
+            str(error), style="red", highlight=False, markup=False, soft_wrap=True
+        )
         sys.exit(1)
 
 

@@ -47,7 +47,8 @@ def has_adapter(model: str) -> bool:
 
 
 def bf16_gguf(original: Path, folder: Path, into: Path) -> Path:
-    """Write a GGUF with the weights of a folder in bf16, its other fields those of the original, unless it is there.
+    """Write a GGUF with the weights of a folder in bf16, its other fields those of the original,
+    unless it is there.
 
     Args:
         original: A GGUF of the same architecture and tokenizer.
@@ -85,10 +86,12 @@ def _write(original: Path, folder: Path, target: Path) -> None:
     family = str(reader.fields["general.architecture"].contents())
     if family not in FAMILIES:
         raise ModelError(
-            f"Wanted a GGUF whose weights can be written anew ({', '.join(FAMILIES)}), found '{family}' in "
-            f"'{original}'. Name a model of these."
+            f"Wanted a GGUF whose weights can be written anew ({', '.join(FAMILIES)}), found"
+            f" '{family}' in '{original}'. Name a model of these."
         )
-    heads = _heads(json.loads((folder / "config.json").read_text("utf-8"))) if family == "llama" else {}
+    heads = (
+        _heads(json.loads((folder / "config.json").read_text("utf-8"))) if family == "llama" else {}
+    )
     writer = gguf.GGUFWriter(target, family)
     _copy_fields(reader, writer)
     with safe_open(folder / "model.safetensors", "pt") as weights:
@@ -99,8 +102,8 @@ def _write(original: Path, folder: Path, target: Path) -> None:
                 name = "model.embed_tokens.weight"
             if name not in names:
                 raise ModelError(
-                    f"Wanted '{tensor.name}' of '{original}' as '{name}' in '{folder}', found no such weights. Name a "
-                    "model of one architecture."
+                    f"Wanted '{tensor.name}' of '{original}' as '{name}' in '{folder}', found no"
+                    " such weights. Name a model of one architecture."
                 )
             values = weights.get_tensor(name).float().numpy()
             for part, n_heads in heads.items():
@@ -143,6 +146,8 @@ def _heads(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def interleaved(values: Any, n_heads: int) -> Any:
-    """Return the rows of a projection of queries or keys as llama.cpp's Llama rotates them: neighbours in pairs."""
+    """Return the rows of a projection of queries or keys as llama.cpp's Llama rotates them:
+    neighbours in pairs.
+    """
     halves = values.reshape(n_heads, 2, values.shape[0] // n_heads // 2, *values.shape[1:])
     return halves.swapaxes(1, 2).reshape(values.shape)

@@ -1,7 +1,9 @@
-"""How well the loading controller foresees: predicted against measured time to the first token, and its ratio.
+"""How well the loading controller foresees: predicted against measured time to the first token, and
+its ratio.
 
-Many plans of random sizes from tiers of several speeds, each done and timed; then, at each speed, a sweep over the
-ratio for the largest one that adds no delay, beside the one that is chosen (CacheBlend 5.1).
+Many plans of random sizes from tiers of several speeds, each done and timed; then, at each speed, a
+sweep over the ratio for the largest one that adds no delay, beside the one that is chosen
+(CacheBlend 5.1).
 """
 
 from __future__ import annotations
@@ -43,11 +45,14 @@ def run_controller(options: ControllerOptions, console: Console) -> dict[str, An
     """The result as plain JSON types; `console` shows progress and the tables."""
     options.home.mkdir(parents=True, exist_ok=True)
     with thread_count(options.threads), ExitStack() as held:
-        console.print(f"Loading {options.model} in {options.dtype} on {options.device} ...", highlight=False)
+        console.print(
+            f"Loading {options.model} in {options.dtype} on {options.device} ...", highlight=False
+        )
         model = bench_model(options.model, options.dtype, options.device, options.home)
         if model.profile.refusal:
             raise ModelError(
-                f"{options.model} cannot reuse the KV of chunks: {model.profile.refusal} Measure another model."
+                f"{options.model} cannot reuse the KV of chunks: {model.profile.refusal} Measure"
+                " another model."
             )
         found = _Bench(options, model, console, held)
         plans, sweeps = found.plans(), found.sweeps()
@@ -55,7 +60,9 @@ def run_controller(options: ControllerOptions, console: Console) -> dict[str, An
     result = {
         "median_abs_err": median(errors),
         "p90_abs_err": errors[min(len(errors) - 1, int(0.9 * len(errors)))],
-        "ratio_gap_max": max((sweep["gap"] for sweep in sweeps if sweep["gap"] is not None), default=None),
+        "ratio_gap_max": max(
+            (sweep["gap"] for sweep in sweeps if sweep["gap"] is not None), default=None
+        ),
         "plans": len(plans),
         "by_plan": plans,
         "by_mbps": sweeps,
@@ -70,7 +77,9 @@ def run_controller(options: ControllerOptions, console: Console) -> dict[str, An
 class _Bench:
     """The plans and the sweeps, on one rig."""
 
-    def __init__(self, options: ControllerOptions, model: HFModel, console: Console, held: ExitStack) -> None:
+    def __init__(
+        self, options: ControllerOptions, model: HFModel, console: Console, held: ExitStack
+    ) -> None:
         self.options, self.console = options, console
         lines = {f"{mbps:g} MB/s": mbps for mbps in options.mbps}
         runner = Runner(options.rounds, model.device, console)
@@ -87,7 +96,14 @@ class _Bench:
                 size, chunks = drawn.choice(SIZES), drawn.randint(2, MOST)
                 engine, ask = self.engines[mbps], Ask(policy=policy, ratio=ratio)
                 prompt = self.rig.works[size].prompt(engine, chunks)
-                found.append({"mbps": mbps, "chunks": chunks, "chunk_tokens": size, **self._plan(engine, prompt, ask)})
+                found.append(
+                    {
+                        "mbps": mbps,
+                        "chunks": chunks,
+                        "chunk_tokens": size,
+                        **self._plan(engine, prompt, ask),
+                    }
+                )
         return found
 
     def _plan(self, engine: Engine, prompt: Prompt, ask: Ask) -> dict[str, Any]:
@@ -120,7 +136,9 @@ class _Bench:
             points.append((ratio, self.rig.slower(engine, prompt, *asks)))
             late = late + 1 if points[-1][1] > BEYOND else 0
         best = best_ratio(points)
-        alike = not chosen.fallback_reason and not chosen.unread  # else it did other things than what is swept
+        alike = (
+            not chosen.fallback_reason and not chosen.unread
+        )  # else it did other things than what is swept
         return {
             "mbps": mbps,
             "policy": policy,
@@ -135,7 +153,8 @@ class _Bench:
 
 
 def best_ratio(points: Sequence[tuple[float, float]]) -> float:
-    """The largest ratio of a sweep, (ratio, time) from the least on, that takes no longer than the least but a tie.
+    """The largest ratio of a sweep, (ratio, time) from the least on, that takes no longer than the
+    least but a tie.
 
     A later point that happens to be quick does not count behind one that was late.
     """
@@ -152,7 +171,11 @@ def _show(result: Mapping[str, Any], console: Console) -> None:
     for name in ("MB/s", "policy", "least", "chosen", "best by trying", "plans", "median error"):
         table.add_column(name, justify="left" if name == "policy" else "right")
     for row in result["by_mbps"]:
-        mine = [abs(p["predicted_s"] / p["measured_s"] - 1) for p in result["by_plan"] if p["mbps"] == row["mbps"]]
+        mine = [
+            abs(p["predicted_s"] / p["measured_s"] - 1)
+            for p in result["by_plan"]
+            if p["mbps"] == row["mbps"]
+        ]
         error = f"{median(mine):.1%}" if mine else ""
         ratios = (f"{row[name]:.2f}" for name in ("least", "chosen", "best"))
         table.add_row(f"{row['mbps']:g}", row["policy"], *ratios, str(len(mine)), error)

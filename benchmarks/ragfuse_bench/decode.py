@@ -1,4 +1,5 @@
-"""`ragfuse bench decode`: milliseconds a token of an answer, beside transformers' own and vLLM's, on the same weights.
+"""`ragfuse bench decode`: milliseconds a token of an answer, beside transformers' own and vLLM's,
+on the same weights.
 
 CPU time of one request, from the second token on, so that no prefill is in it.
 """
@@ -35,7 +36,9 @@ def run_decode(options: DecodeOptions, console: Console) -> dict[str, Any]:
     with thread_count(options.threads):
         model = bench_model(options.model, options.dtype, "cpu", options.home)
         runner = Runner(options.rounds, model.device, console)
-        rows = {context: _row(model, context, options.steps, runner) for context in options.contexts}
+        rows = {
+            context: _row(model, context, options.steps, runner) for context in options.contexts
+        }
     theirs = _vllm(options, console) if options.vllm is not None else {}
     measured = [
         {
@@ -47,7 +50,12 @@ def run_decode(options: DecodeOptions, console: Console) -> dict[str, Any]:
         for context, found in rows.items()
     ]
     given = {"steps": options.steps, "rounds": options.rounds}
-    result = {"ms_a_token": measured, "model": options.model, "dtype": str(model.dtype).removeprefix("torch."), **given}
+    result = {
+        "ms_a_token": measured,
+        "model": options.model,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        **given,
+    }
     result |= circumstances(model.device, options.threads)
     _show(result, console)
     return result
@@ -58,11 +66,15 @@ def _row(model: HFModel, context: int, steps: int, runner: Runner) -> dict[str, 
     vocabulary = model.model.config.get_text_config().vocab_size
     ids = [(100 + (7 * at) % 9973) % vocabulary for at in range(context)]
     prefill = model.full_prefill(ids)
-    assert prefill.cache is not None  # of a model that is refused, which `bench_model` would have said
+    assert (
+        prefill.cache is not None
+    )  # of a model that is refused, which `bench_model` would have said
 
     def ours(count: int) -> None:
         """Decode behind the prompt, whose cache then ends where it ended."""
-        generate(model, prefill, {"max_new_tokens": count, "eos_token_id": None, "do_sample": False})
+        generate(
+            model, prefill, {"max_new_tokens": count, "eos_token_id": None, "do_sample": False}
+        )
         prefill.cache.length = context  # type: ignore[union-attr]
 
     inputs = torch.tensor([ids])
@@ -73,11 +85,18 @@ def _row(model: HFModel, context: int, steps: int, runner: Runner) -> dict[str, 
         """Decode by transformers' own `generate`, from its own cache of all tokens but the last."""
         if cache.get_seq_length() >= context:
             cache.crop(context - 1 - cache.get_seq_length())
-        options = {"max_new_tokens": count, "eos_token_id": None, "do_sample": False, "pad_token_id": 0}
-        model.model.generate(inputs, attention_mask=torch.ones_like(inputs), past_key_values=cache, **options)
+        options = {
+            "max_new_tokens": count,
+            "eos_token_id": None,
+            "do_sample": False,
+            "pad_token_id": 0,
+        }
+        model.model.generate(
+            inputs, attention_mask=torch.ones_like(inputs), past_key_values=cache, **options
+        )
 
     cases = {
-        f"{name} {count}": (lambda run=run, count=count: run(count))
+        f"{name} {count}": lambda run=run, count=count: run(count)
         for name, run in (("ragfuse", ours), ("transformers", theirs))
         for count in (FIRST, FIRST + steps)
     }
@@ -86,7 +105,9 @@ def _row(model: HFModel, context: int, steps: int, runner: Runner) -> dict[str, 
         name: [
             (long - short) / steps
             for short, long in zip(
-                times[f"{name} {FIRST}"].seconds, times[f"{name} {FIRST + steps}"].seconds, strict=True
+                times[f"{name} {FIRST}"].seconds,
+                times[f"{name} {FIRST + steps}"].seconds,
+                strict=True,
             )
         ]
         for name in ("ragfuse", "transformers")
@@ -96,24 +117,42 @@ def _row(model: HFModel, context: int, steps: int, runner: Runner) -> dict[str, 
 def _vllm(options: DecodeOptions, console: Console) -> dict[int, list[float]]:
     """Return vLLM's seconds a token of each round, by the tokens of the context."""
     if preset(options.model) is not None:
-        raise SettingsError(f"--vllm decodes with real weights; found --model {options.model}, a shape without any.")
+        raise SettingsError(
+            f"--vllm decodes with real weights; found --model {options.model}, a shape without any."
+        )
     folder, python = resolve_llm(options.model, options.home), options.vllm
     assert python is not None
     threads = {name: str(options.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    environment = {**os.environ, **threads, **one_process, "VLLM_CPU_KVCACHE_SPACE": "4", "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        **threads,
+        **one_process,
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "HF_HUB_OFFLINE": "1",
+    }
     openmp = python.absolute().parents[1] / "lib" / "libiomp5.so"  # which vLLM asks for
     if openmp.is_file():
         environment["LD_PRELOAD"] = str(openmp)
     dtype = "bfloat16" if options.dtype == "auto" else options.dtype
     sizes = ",".join(map(str, options.contexts)), str(options.steps), str(options.rounds)
     with console.status("vLLM decodes"):
-        line = [str(python), "-P", str(WORKER), str(folder), dtype, *sizes]  # -P: its folder is no path of modules
+        line = [
+            str(python),
+            "-P",
+            str(WORKER),
+            str(folder),
+            dtype,
+            *sizes,
+        ]  # -P: its folder is no path of modules
         done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         told = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         raise InputError(f"vLLM failed in '{python}': {told[-1]}")
-    return {int(context): seconds for context, seconds in json.loads(done.stdout.splitlines()[-1]).items()}
+    return {
+        int(context): seconds
+        for context, seconds in json.loads(done.stdout.splitlines()[-1]).items()
+    }
 
 
 def _show(result: Mapping[str, Any], console: Console) -> None:
@@ -122,9 +161,12 @@ def _show(result: Mapping[str, Any], console: Console) -> None:
         table.add_column(name, justify="right")
     for row in result["ms_a_token"]:
         vllm = "-" if row["vllm"] is None else f"{row['vllm']:.1f}"
-        table.add_row(f"{row['context']:,}", f"{row['ragfuse']:.1f}", f"{row['transformers']:.1f}", vllm)
+        table.add_row(
+            f"{row['context']:,}", f"{row['ragfuse']:.1f}", f"{row['transformers']:.1f}", vllm
+        )
     console.print(table)
     console.print(
-        f"{result['model']}, {result['dtype']}; median of {result['rounds']} rounds of {result['steps']} tokens.",
+        f"{result['model']}, {result['dtype']}; median of {result['rounds']} rounds of"
+        f" {result['steps']} tokens.",
         highlight=False,
     )

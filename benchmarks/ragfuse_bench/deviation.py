@@ -1,8 +1,9 @@
-"""KV deviation and attention deviation: how far reused KV, and attention over it, is from full prefill's.
+"""KV deviation and attention deviation: how far reused KV, and attention over it, is from full
+prefill's.
 
-A token's KV deviation on a layer is the L2 norm of the difference of its key and value, over all heads. A layer's
-attention deviation is the L2 norm of the difference of the forward attention matrix, with the rows of the question over
-all keys (CacheBlend section 4.1, figures 6 to 8).
+A token's KV deviation on a layer is the L2 norm of the difference of its key and value, over all
+heads. A layer's attention deviation is the L2 norm of the difference of the forward attention
+matrix, with the rows of the question over all keys (CacheBlend section 4.1, figures 6 to 8).
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def kv_deviation(found: ChunkKV, wanted: ChunkKV) -> Tensor:
 
 
 def attention_of(model: HFModel, prefill: Prefill, n_rows: int) -> list[Tensor]:
-    """Return the attention weights of a prefilled prompt's last n rows, for each layer: float32 [heads, n, T].
+    """Return the attention weights of a prefilled prompt's last n rows, for each layer: float32
+    [heads, n, T].
 
     These rows are recomputed over the cached rest. The prefill cannot be used afterwards.
     """
@@ -36,13 +38,19 @@ def attention_of(model: HFModel, prefill: Prefill, n_rows: int) -> list[Tensor]:
         return []
     prefill.cache.length -= n_rows
     with _eager(model), model.lock, torch.no_grad():
-        out = model.model(input_ids=ids, past_key_values=prefill.cache, use_cache=True, output_attentions=True)
+        out = model.model(
+            input_ids=ids, past_key_values=prefill.cache, use_cache=True, output_attentions=True
+        )
     return [layer[0].float() for layer in out.attentions]
 
 
 def attention_deviation(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor:
-    """Return the L2 norm of the difference of two attention matrices [heads, n, T], by layer: float32 [layers]."""
-    return torch.stack([torch.linalg.vector_norm(a - b) for a, b in zip(found, wanted, strict=True)])
+    """Return the L2 norm of the difference of two attention matrices [heads, n, T], by layer:
+    float32 [layers].
+    """
+    return torch.stack(
+        [torch.linalg.vector_norm(a - b) for a, b in zip(found, wanted, strict=True)]
+    )
 
 
 @contextmanager

@@ -1,9 +1,11 @@
-"""`ragfuse bench dropin`: the same chain and the same query engine, with Hugging Face's model class and then with ours.
+"""`ragfuse bench dropin`: the same chain and the same query engine, with Hugging Face's model class
+and then with ours.
 
-The four programs are in `chains/`: real questions over real articles, retrieved by the embedded embedder. What is timed
-is what a person waits for: from the question to the first text of the answer's stream, retrieval included. The lines
-that a swap takes are counted in the programs' own source. Nothing is indexed: what is reused was learnt in the round
-that warms up, and the rounds behind it ask the very same prompts.
+The four programs are in `chains/`: real questions over real articles, retrieved by the embedded
+embedder. What is timed is what a person waits for: from the question to the first text of the
+answer's stream, retrieval included. The lines that a swap takes are counted in the programs' own
+source. Nothing is indexed: what is reused was learnt in the round that warms up, and the rounds
+behind it ask the very same prompts.
 """
 
 from __future__ import annotations
@@ -98,8 +100,9 @@ def _swapped(options: DropinOptions, console: Console) -> dict[str, Any]:
 
 
 def _swap_settings(options: DropinOptions, folder: Path) -> Settings:
-    """All KV in memory and in a folder that goes away; no prefix caching: rounds ask the same prompts, of which nothing
-    would be left to compute."""
+    """All KV in memory and in a folder that goes away; no prefix caching: rounds ask the same
+    prompts, of which nothing would be left to compute.
+    """
     named: dict[str, Any] = {"model": options.model, "dtype": options.dtype, "home": options.home}
     return Settings(**named, store=folder, memory_bytes=ROOM, prefix_cache=False)
 
@@ -109,8 +112,9 @@ def require_packages() -> None:
     missing = {extra: name for name, extra in NEEDED.items() if not _is_there(name)}
     if missing:
         raise InputError(
-            f"Wanted both frameworks with Hugging Face's models and with ours, found no {', '.join(missing.values())}. "
-            f"Install: pip install {' '.join(repr(extra) for extra in missing)}"
+            "Wanted both frameworks with Hugging Face's models and with ours, found no"
+            f" {', '.join(missing.values())}. Install: pip install"
+            f" {' '.join(repr(extra) for extra in missing)}"
         )
 
 
@@ -122,7 +126,9 @@ def _is_there(name: str) -> bool:
 
 
 def _material(options: DropinOptions, engine: Engine) -> tuple[list[dict[str, Any]], list[str]]:
-    """Questions on one article, and its text in chunks of up to so many tokens by LangChain's splitter."""
+    """Questions on one article, and its text in chunks of up to so many tokens by LangChain's
+    splitter.
+    """
     from langchain_text_splitters import RecursiveCharacterTextSplitter
 
     splitter = RecursiveCharacterTextSplitter.from_huggingface_tokenizer(
@@ -135,7 +141,8 @@ def _material(options: DropinOptions, engine: Engine) -> tuple[list[dict[str, An
     splits = [split.strip() for split in splitter.split_text(text)][: options.splits]
     if not mine or len(splits) < DROPIN_CHUNKS:
         raise SettingsError(
-            f"Wanted an article of the demo with questions and {DROPIN_CHUNKS} chunks, found '{options.article}'."
+            f"Wanted an article of the demo with questions and {DROPIN_CHUNKS} chunks, found"
+            f" '{options.article}'."
         )
     return mine[: options.questions], splits
 
@@ -152,7 +159,9 @@ def _measure(
     engine: Engine,
     console: Console,
 ) -> dict[str, Any]:
-    """A framework's figures: every question by both in turn, `rounds` times after one to warm up."""
+    """A framework's figures: every question by both in turn, `rounds` times after one to
+    warm up.
+    """
     pairs: list[list[tuple[Said, Said]]] = []
     with progress(console) as bar:
         task = bar.add_task(NAMES[name], total=(options.rounds + 1) * len(asked))
@@ -162,13 +171,23 @@ def _measure(
                 pairs[-1].append((theirs(item["question"]), ours(item["question"])))
                 engine.flush()  # what is kept after an answer is no part of the next
                 bar.advance(task)
-    return summary(name, [question_row(item, [each[index] for each in pairs[1:]]) for index, item in enumerate(asked)])
+    return summary(
+        name,
+        [
+            question_row(item, [each[index] for each in pairs[1:]])
+            for index, item in enumerate(asked)
+        ],
+    )
 
 
 def summary(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A framework's figures over all questions; RagFuseError when the two models were given different chunks."""
+    """A framework's figures over all questions; RagFuseError when the two models were given
+    different chunks.
+    """
     if not all(row["same_documents"] for row in rows):
-        raise RagFuseError(f"Wanted the same chunks for both models of {NAMES[name]}, found others. This is a bug.")
+        raise RagFuseError(
+            f"Wanted the same chunks for both models of {NAMES[name]}, found others. This is a bug."
+        )
     return {
         "ttft_ratio": median(row["ttft_ratio"] for row in rows),
         "ttft_ratio_cpu": median(row["ttft_ratio_cpu"] for row in rows),
@@ -198,7 +217,9 @@ def question_row(item: Mapping[str, Any], pairs: Sequence[tuple[Said, Said]]) ->
         "agree": normalise(first.text) == normalise(ours_said.text),
         "right_theirs": is_right(first.text, item["answers"]),
         "right_ours": is_right(ours_said.text, item["answers"]),
-        "same_documents": all(a.documents == b.documents and len(a.documents) == DROPIN_CHUNKS for a, b in pairs),
+        "same_documents": all(
+            a.documents == b.documents and len(a.documents) == DROPIN_CHUNKS for a, b in pairs
+        ),
         "tokens": ours_said.tokens,
         "tokens_reused": ours_said.reused,
         "ttft_ratio": speedup(theirs.of("wall"), ours.of("wall")),
@@ -217,11 +238,17 @@ def lines(framework: str) -> dict[str, int]:
 
 
 def counted(before: Sequence[str], after: Sequence[str]) -> dict[str, int]:
-    """Lines changed (or taken away), imports changed, lines added, and lines that there were, imports left out."""
+    """Lines changed (or taken away), imports changed, lines added, and lines that there were,
+    imports left out.
+    """
     imports = sum(a != b for a, b in zip(_imports(before), _imports(after), strict=True))
-    before, after = ([line for line in side if line not in _imports(side)] for side in (before, after))
+    before, after = (
+        [line for line in side if line not in _imports(side)] for side in (before, after)
+    )
     changed = added = 0
-    for tag, start, end, first, last in SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
+    for tag, start, end, first, last in SequenceMatcher(
+        None, before, after, autojunk=False
+    ).get_opcodes():
         if tag != "equal":
             changed += end - start
             added += max(last - first - (end - start), 0)
@@ -241,8 +268,13 @@ def _imports(source: Sequence[str]) -> list[str]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what Hugging Face's classes say about themselves while they are used as they are meant to be."""
-    before = {name: logging.getLogger(name).level for name in ("transformers", "llama_index", "langchain_huggingface")}
+    """Without what Hugging Face's classes say about themselves while they are used as they are
+    meant to be.
+    """
+    before = {
+        name: logging.getLogger(name).level
+        for name in ("transformers", "llama_index", "langchain_huggingface")
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -260,14 +292,34 @@ def _quiet() -> Iterator[None]:
 def _show(result: Mapping[str, Any], console: Console) -> None:
     """Hugging Face's classes and ours, side by side."""
     table = Table(
-        title=f"The model swapped, {DROPIN_CHUNKS} chunks a prompt (median of {result['rounds']} rounds, wall time)"
+        title=(
+            f"The model swapped, {DROPIN_CHUNKS} chunks a prompt (median of {result['rounds']}"
+            " rounds, wall time)"
+        )
     )
-    for column in ("framework", "model class", "first token", "faster", "tokens reused", "right", "same answer"):
-        table.add_column(column, justify="left" if column in ("framework", "model class") else "right")
+    for column in (
+        "framework",
+        "model class",
+        "first token",
+        "faster",
+        "tokens reused",
+        "right",
+        "same answer",
+    ):
+        table.add_column(
+            column, justify="left" if column in ("framework", "model class") else "right"
+        )
     for name in FRAMEWORKS:
         row = result[name]
         n = len(row["questions"])
-        table.add_row(NAMES[name], THEIRS[name], f"{row['theirs_s']:.2f} s", "", "", f"{row['right_theirs']} of {n}")
+        table.add_row(
+            NAMES[name],
+            THEIRS[name],
+            f"{row['theirs_s']:.2f} s",
+            "",
+            "",
+            f"{row['right_theirs']} of {n}",
+        )
         cells = (
             f"{row['ours_s']:.2f} s",
             f"{row['ttft_ratio']:.1f}x",
@@ -278,8 +330,9 @@ def _show(result: Mapping[str, Any], console: Console) -> None:
     for name in FRAMEWORKS:
         row, cost = result[name], result[name]["lines"]
         console.print(
-            f"{NAMES[name]}: the same {DROPIN_CHUNKS} chunks for both; {row['tokens']:,} prompt tokens. Changed: "
-            f"{cost['changed']} line of {cost['of']} and its import; added: {cost['added']}.",
+            f"{NAMES[name]}: the same {DROPIN_CHUNKS} chunks for both; {row['tokens']:,} prompt"
+            f" tokens. Changed: {cost['changed']} line of {cost['of']} and its import; added:"
+            f" {cost['added']}.",
             highlight=False,
         )
     console.print(f"Timed: {result['timed']}.", highlight=False)

@@ -1,9 +1,10 @@
-"""How much faster a fused prefill could be at best: rows that flow through layers, counted. Arithmetic only.
+"""How much faster a fused prefill could be at best: rows that flow through layers, counted.
+Arithmetic only.
 
-A layer's time is taken to be proportional to the rows that it computes, and everything else (loading, placing,
-checking, choosing) to be free. N layers, T prompt tokens, ctx of them in chunks, the rest (the suffix) fresh.
-Policies that check (c = 1 for hkvd) compute all rows in the layers below c; static ones (lego, lexical, query: c = 0)
-compute no layer in full.
+A layer's time is taken to be proportional to the rows that it computes, and everything else
+(loading, placing, checking, choosing) to be free. N layers, T prompt tokens, ctx of them in chunks,
+the rest (the suffix) fresh. Policies that check (c = 1 for hkvd) compute all rows in the layers
+below c; static ones (lego, lexical, query: c = 0) compute no layer in full.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from dataclasses import dataclass
 from ragfuse.types.policy_cost import watched_layers
 
 FORMULA = (
-    "N*T / (c*T + (N-c)*(r*ctx + suffix) + N*look), ctx = all chunks, look = .75 suffix if the policy asks the query"
+    "N*T / (c*T + (N-c)*(r*ctx + suffix) + N*look), ctx = all chunks, look = .75 suffix if the"
+    " policy asks the query"
 )
 PREFIX_AWARE = (
-    "N*T / (c*(T-chunk) + (N-c)*(r*(ctx-chunk) + suffix) + N*look): the first chunk is an exact prefix and is never "
-    "computed"
+    "N*T / (c*(T-chunk) + (N-c)*(r*(ctx-chunk) + suffix) + N*look): the first chunk is an exact"
+    " prefix and is never computed"
 )
 
 
@@ -25,8 +27,8 @@ PREFIX_AWARE = (
 class Work:
     """What one fused prefill must compute at least.
 
-    ratio: share of the context rows recomputed from `check_layer` on. look: whether the suffix runs once more over the
-    reused cache, through three quarters of the layers, to choose them.
+    ratio: share of the context rows recomputed from `check_layer` on. look: whether the suffix runs
+    once more over the reused cache, through three quarters of the layers, to choose them.
     """
 
     layers: int

@@ -1,6 +1,8 @@
-"""A line to a server whose bandwidth changes as a trace says: a TCP proxy that hands on so many bytes and no more.
+"""A line to a server whose bandwidth changes as a trace says: a TCP proxy that hands on so many
+bytes and no more.
 
-All connections share it, both ways together. It may stand still, and break in the middle of what it carries.
+All connections share it, both ways together. It may stand still, and break in the middle of what it
+carries.
 """
 
 from __future__ import annotations
@@ -26,20 +28,32 @@ RESET = struct.pack("ii", 1, 0)
 
 @dataclass(frozen=True)
 class Trace:
-    """Bandwidth over time: (from this second on, bytes a second), the first from 0 on, the last for good."""
+    """Bandwidth over time: (from this second on, bytes a second), the first from 0 on, the last for
+    good.
+    """
 
     name: str
     steps: tuple[tuple[float, float], ...]
 
     def __post_init__(self) -> None:
         times = [at for at, _ in self.steps]
-        if not times or times[0] != 0 or times != sorted(set(times)) or min(rate for _, rate in self.steps) < 0:
-            raise ValueError(f"{self.name}: steps must begin at 0, go on in time, and carry 0 bytes a second or more.")
+        if (
+            not times
+            or times[0] != 0
+            or times != sorted(set(times))
+            or min(rate for _, rate in self.steps) < 0
+        ):
+            raise ValueError(
+                f"{self.name}: steps must begin at 0, go on in time, and carry 0 bytes a second or"
+                " more."
+            )
 
     def carried(self, seconds: float) -> float:
         """Bytes that pass until then."""
         ends = [*(at for at, _ in self.steps[1:]), inf]
-        spans = ((at, min(end, seconds), rate) for (at, rate), end in zip(self.steps, ends, strict=True))
+        spans = (
+            (at, min(end, seconds), rate) for (at, rate), end in zip(self.steps, ends, strict=True)
+        )
         return sum(rate * (end - at) for at, end, rate in spans if end > at)
 
     def when(self, nbytes: float) -> float:
@@ -61,7 +75,9 @@ class Trace:
         return self.scaled(rate * seconds / self.carried(seconds))
 
     def slow_start(self, first: float, every_s: float) -> Trace:
-        """The same behind a beginning at `first` bytes a second, twice as many after each `every_s`, as TCP begins."""
+        """The same behind a beginning at `first` bytes a second, twice as many after each
+        `every_s`, as TCP begins.
+        """
         times, rate = list[float](), first
         while rate < self.rate(len(times) * every_s) and len(times) < 64:
             times.append(len(times) * every_s)
@@ -82,9 +98,13 @@ def constant(rate: float) -> Trace:
 
 
 def drawn(seed: int, every_s: float, low: float, high: float, count: int = 200) -> Trace:
-    """Uniformly random between two rates, anew after each `every_s` seconds (CacheGen 7.4: 0.1 to 10 Gbit/s)."""
+    """Uniformly random between two rates, anew after each `every_s` seconds (CacheGen 7.4: 0.1 to
+    10 Gbit/s).
+    """
     chance = Random(seed)
-    return Trace(f"random {seed}", tuple((n * every_s, chance.uniform(low, high)) for n in range(count)))
+    return Trace(
+        f"random {seed}", tuple((n * every_s, chance.uniform(low, high)) for n in range(count))
+    )
 
 
 def recorded(name: str, t_s_mbps: Sequence[tuple[float, float]]) -> Trace:
@@ -95,9 +115,11 @@ def recorded(name: str, t_s_mbps: Sequence[tuple[float, float]]) -> Trace:
 
 
 class Line:
-    """To `port` of this machine by way of its own `port`, by a trace that begins when `start` is called.
+    """To `port` of this machine by way of its own `port`, by a trace that begins when `start` is
+    called.
 
-    Before that, nothing holds anything up. carried: bytes handed on since then; log: (seconds, bytes) since then.
+    Before that, nothing holds anything up. carried: bytes handed on since then; log: (seconds,
+        bytes) since then.
     """
 
     def __init__(self, port: int) -> None:
@@ -114,7 +136,9 @@ class Line:
         Thread(target=self._accept, name="line", daemon=True).start()
 
     def start(self, trace: Trace | None, breaks: Sequence[float] = ()) -> None:
-        """Go by `trace` from now on, None: as fast as it goes; all connections break once so many bytes passed."""
+        """Go by `trace` from now on, None: as fast as it goes; all connections break once so many
+        bytes passed.
+        """
         with self._lock:
             self._trace, self._began, self._used = trace, time.monotonic(), 0.0
             self.carried, self.log, self._breaks = 0, [], sorted(breaks)
@@ -182,7 +206,9 @@ class Line:
             if trace is None:
                 return True
             now = time.monotonic() - began
-            self._used = max(self._used, trace.carried(max(0.0, now - TICK_S))) + nbytes  # what was not used is gone
+            self._used = (
+                max(self._used, trace.carried(max(0.0, now - TICK_S))) + nbytes
+            )  # what was not used is gone
             due = began + trace.when(self._used)
         while (left := due - time.monotonic()) > 0:
             if self._closed.wait(min(left, 0.2)):
@@ -216,7 +242,9 @@ def line_to(port: int) -> Iterator[Line]:
 
 
 def _small(each: socket.socket) -> socket.socket:
-    """A socket that holds little of what waits: what a line has not carried yet is with who sends it."""
+    """A socket that holds little of what waits: what a line has not carried yet is with who sends
+    it.
+    """
     each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, WINDOW_NBYTES)
     each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, WINDOW_NBYTES)
     return each

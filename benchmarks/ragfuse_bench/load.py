@@ -1,7 +1,9 @@
-"""What reading ahead is worth: time to the first token from a slow tier, with and without a reading thread.
+"""What reading ahead is worth: time to the first token from a slow tier, with and without a reading
+thread.
 
-CacheBlend 5.1: while one layer is fused the next ones are read, so that a slow device costs little. Wall time, since
-waiting for a device is what is measured; random weights and tokens do, since neither changes how long things take.
+CacheBlend 5.1: while one layer is fused the next ones are read, so that a slow device costs little.
+Wall time, since waiting for a device is what is measured; random weights and tokens do, since
+neither changes how long things take.
 """
 
 from __future__ import annotations
@@ -36,11 +38,14 @@ HEADLINE_MBPS = 100.0
 def run_load(options: LoadOptions, console: Console) -> dict[str, Any]:
     """The result as plain JSON types; `console` shows progress and the table."""
     with thread_count(options.threads):
-        console.print(f"Loading {options.model} in {options.dtype} on {options.device} ...", highlight=False)
+        console.print(
+            f"Loading {options.model} in {options.dtype} on {options.device} ...", highlight=False
+        )
         model = bench_model(options.model, options.dtype, options.device, options.home)
         if model.profile.refusal:
             raise ModelError(
-                f"{options.model} cannot reuse the KV of chunks: {model.profile.refusal} Measure another model."
+                f"{options.model} cannot reuse the KV of chunks: {model.profile.refusal} Measure"
+                " another model."
             )
         rows, nbytes = _measured(options, model, console)
     result = _result(options, rows, nbytes, circumstances(model.device, options.threads))
@@ -48,19 +53,27 @@ def run_load(options: LoadOptions, console: Console) -> dict[str, Any]:
     return result
 
 
-def _measured(options: LoadOptions, model: HFModel, console: Console) -> tuple[list[dict[str, Any]], int]:
+def _measured(
+    options: LoadOptions, model: HFModel, console: Console
+) -> tuple[list[dict[str, Any]], int]:
     """A row for each speed, and the bytes of KV that a prompt reads."""
     options.home.mkdir(parents=True, exist_ok=True)
     work = Workload(model, options.chunks, options.chunk_tokens, options.question_tokens)
     runner = Runner(options.rounds, model.device, console)
     with ExitStack() as held:
-        folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="bench-", dir=options.home)))
+        folder = Path(
+            held.enter_context(tempfile.TemporaryDirectory(prefix="bench-", dir=options.home))
+        )
         disk = DiskTier(folder, UNLIMITED, lru)
         held.callback(disk.close)
         ahead, inline = ThrottledTier(disk, 0.0), ThrottledTier(disk, 0.0, slow=False)
         engines = {
             name: held.enter_context(Engine(Settings(), model, held.enter_context(KVStore([tier]))))
-            for name, tier in (("ram", MemoryTier(UNLIMITED, lru)), ("threaded", ahead), ("sync", inline))
+            for name, tier in (
+                ("ram", MemoryTier(UNLIMITED, lru)),
+                ("threaded", ahead),
+                ("sync", inline),
+            )
         }
         work.encode((engines["ram"], engines["threaded"]), console)
         cases = {name: _case(engine, work, options) for name, engine in engines.items()}
@@ -68,7 +81,12 @@ def _measured(options: LoadOptions, model: HFModel, console: Console) -> tuple[l
         for mbps in options.mbps:
             ahead.mbps = inline.mbps = mbps
             rows.append(
-                {"mbps": mbps, **_figures(runner.measure(cases, f"{mbps:g} MB/s", lambda: forget_pages(folder)))}
+                {
+                    "mbps": mbps,
+                    **_figures(
+                        runner.measure(cases, f"{mbps:g} MB/s", lambda: forget_pages(folder))
+                    ),
+                }
             )
         return rows, disk.nbytes
 
@@ -90,22 +108,51 @@ def _figures(times: Mapping[str, Times]) -> dict[str, Any]:
     """Medians by the wall, and each way over memory, paired round by round."""
     ram = times["ram"].of("wall")
     medians = {f"{name}_s": each.as_dict()["wall_s"]["median"] for name, each in times.items()}
-    over = {f"{name}_over_ram": speedup(times[name].of("wall"), ram) for name in ("threaded", "sync")}
+    over = {
+        f"{name}_over_ram": speedup(times[name].of("wall"), ram) for name in ("threaded", "sync")
+    }
     return {**medians, **over, "cases": {name: each.as_dict() for name, each in times.items()}}
 
 
-def _result(options: LoadOptions, rows: list[dict[str, Any]], nbytes: int, around: Mapping[str, Any]) -> dict[str, Any]:
+def _result(
+    options: LoadOptions, rows: list[dict[str, Any]], nbytes: int, around: Mapping[str, Any]
+) -> dict[str, Any]:
     """The headline's figures on top, every speed below."""
     head = min(rows, key=lambda row: abs(float(row["mbps"]) - HEADLINE_MBPS))
-    asked = {name: getattr(options, name) for name in ("model", "dtype", "device", "policy", "ratio")}
-    sizes = {name: getattr(options, name) for name in ("chunks", "chunk_tokens", "question_tokens", "rounds")}
+    asked = {
+        name: getattr(options, name) for name in ("model", "dtype", "device", "policy", "ratio")
+    }
+    sizes = {
+        name: getattr(options, name)
+        for name in ("chunks", "chunk_tokens", "question_tokens", "rounds")
+    }
     figures = {name: head[name] for name in ("threaded_over_ram", "sync_over_ram", "mbps")}
-    return {**figures, "nbytes": nbytes, "by_mbps": rows, "clock": "wall", **asked, **sizes, **around}
+    return {
+        **figures,
+        "nbytes": nbytes,
+        "by_mbps": rows,
+        "clock": "wall",
+        **asked,
+        **sizes,
+        **around,
+    }
 
 
 def _show(result: Mapping[str, Any], console: Console) -> None:
-    table = Table(title=f"Time to the first token while {result['nbytes'] / 1e6:.1f} MB of KV are read (wall time)")
-    for name in ("MB/s", "from memory s", "read ahead s", "over memory", "read when used s", "over memory"):
+    table = Table(
+        title=(
+            f"Time to the first token while {result['nbytes'] / 1e6:.1f} MB of KV are read (wall"
+            " time)"
+        )
+    )
+    for name in (
+        "MB/s",
+        "from memory s",
+        "read ahead s",
+        "over memory",
+        "read when used s",
+        "over memory",
+    ):
         table.add_column(name, justify="right")
     for row in result["by_mbps"]:
         threaded, sync = f"{row['threaded_over_ram']:.2f}x", f"{row['sync_over_ram']:.2f}x"
@@ -114,7 +161,8 @@ def _show(result: Mapping[str, Any], console: Console) -> None:
     console.print(table)
     model = model_in_title(result["model"])
     console.print(
-        f"{model}, {result['chunks']} chunks of {result['chunk_tokens']} tokens, {result['policy']} at "
-        f"{result['ratio']:.0%}, {result['rounds']} rounds; files cold before each, checksums on.",
+        f"{model}, {result['chunks']} chunks of {result['chunk_tokens']} tokens, {result['policy']}"
+        f" at {result['ratio']:.0%}, {result['rounds']} rounds; files cold before each,"
+        " checksums on.",
         highlight=False,
     )

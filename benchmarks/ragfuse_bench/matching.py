@@ -1,9 +1,11 @@
-"""What of known passages is recovered from prompts that hold them altered, and what finding them takes.
+"""What of known passages is recovered from prompts that hold them altered, and what finding them
+takes.
 
-Passages are paragraphs of the demo's articles, every second one wrapped at 72 columns, tokenised alone. Prompts hold
-them as frameworks write them: numbered, indented, escaped, shortened, split again; each is tokenised as a whole.
-Recovered is the share of its tokens of passage text that stand in a match. Speed is taken among more and more known
-spans, which are sentences of the same articles in other orders.
+Passages are paragraphs of the demo's articles, every second one wrapped at 72 columns, tokenised
+alone. Prompts hold them as frameworks write them: numbered, indented, escaped, shortened, split
+again; each is tokenised as a whole. Recovered is the share of its tokens of passage text that stand
+in a match. Speed is taken among more and more known spans, which are sentences of the same articles
+in other orders.
 """
 
 from __future__ import annotations
@@ -84,10 +86,14 @@ class _Words:
         return self.model.tokens(text)
 
     def of_parts(self, parts: Parts) -> tuple[list[int], list[bool]]:
-        """Ids of the whole, and which of them are text of a passage: those whose last character is."""
+        """Ids of the whole, and which of them are text of a passage: those whose last
+        character is.
+        """
         text = "".join(part for part, _ in parts)
         owned = [mine for part, mine in parts for _ in part]
-        encoded = self.model.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        encoded = self.model.tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
         ids: list[int] = encoded["input_ids"]
         return ids, [hi > lo and owned[hi - 1] for lo, hi in encoded["offset_mapping"]]
 
@@ -103,17 +109,22 @@ def _articles() -> Iterator[list[str]]:
     yield [paragraph for article in every[-OTHERS:] for paragraph in article]
 
 
-def _passages(articles: Sequence[Sequence[str]], words: _Words, options: MatchingOptions) -> list[str]:
+def _passages(
+    articles: Sequence[Sequence[str]], words: _Words, options: MatchingOptions
+) -> list[str]:
     """Paragraphs in the order of their articles, every second one wrapped."""
     found: list[str] = []
     for paragraph in (paragraph for article in articles for paragraph in article):
         text = textwrap.fill(paragraph, 72) if len(found) % 2 else paragraph
-        if len(found) < options.passages and options.least <= len(words.ids(text)) <= options.longest:
+        if (
+            len(found) < options.passages
+            and options.least <= len(words.ids(text)) <= options.longest
+        ):
             found.append(text)
     if len(found) < PASSAGES_OF_A_LONG_PROMPT:
         raise InputError(
-            f"Of the articles {len(found)} paragraphs have {options.least} to {options.longest} tokens; wanted "
-            f"{PASSAGES_OF_A_LONG_PROMPT} at least. Give wider bounds."
+            f"Of the articles {len(found)} paragraphs have {options.least} to {options.longest}"
+            f" tokens; wanted {PASSAGES_OF_A_LONG_PROMPT} at least. Give wider bounds."
         )
     return found
 
@@ -121,7 +132,9 @@ def _passages(articles: Sequence[Sequence[str]], words: _Words, options: Matchin
 # forms
 
 
-def _between(texts: Sequence[str], joint: str, before: Callable[[int], str] = lambda index: "") -> Parts:
+def _between(
+    texts: Sequence[str], joint: str, before: Callable[[int], str] = lambda index: ""
+) -> Parts:
     return [
         part
         for index, text in enumerate(texts)
@@ -139,7 +152,10 @@ def _escaped(texts: Sequence[str], ascii_only: bool) -> Parts:
     parts: Parts = [('[{"content": "', False)]
     for index, text in enumerate(texts):
         each = re.split(r"(\\u[0-9a-f]{4}|\\.)", json.dumps(text, ensure_ascii=ascii_only)[1:-1])
-        parts += [('"}, {"content": "' if index else "", False), *((part, at % 2 == 0) for at, part in enumerate(each))]
+        parts += [
+            ('"}, {"content": "' if index else "", False),
+            *((part, at % 2 == 0) for at, part in enumerate(each)),
+        ]
     return [*parts, ('"}]', False)]
 
 
@@ -161,7 +177,9 @@ def _edited(text: str, drawn: random.Random) -> str:
 
 
 def _split_again(texts: Sequence[str], drawn: random.Random) -> Parts:
-    """Pieces of all the passages, with other borders; a fifth of each is the next one's beginning."""
+    """Pieces of all the passages, with other borders; a fifth of each is the next one's
+    beginning.
+    """
     whole = "\n\n".join(texts)
     size = len(whole) // len(texts)
     borders = range(drawn.randrange(size // 4, size // 2), len(whole) - size // 2, size * 4 // 5)
@@ -173,13 +191,17 @@ FORMS: Mapping[str, Form] = MappingProxyType(
         "whole": lambda texts, drawn: _between(texts, "\n\n"),
         "joined by a space": lambda texts, drawn: _between(texts, " "),
         "numbered 1.": lambda texts, drawn: _between(texts, "\n", lambda index: f"{index + 1}. "),
-        "numbered [1]": lambda texts, drawn: _between(texts, "\n\n", lambda index: f"[{index + 1}] "),
+        "numbered [1]": lambda texts, drawn: _between(
+            texts, "\n\n", lambda index: f"[{index + 1}] "
+        ),
         "indented": lambda texts, drawn: _by_line(texts, "    "),
         "quoted": lambda texts, drawn: _by_line(texts, "> "),
         "escaped": lambda texts, drawn: _escaped(texts, False),
         "escaped to ASCII": lambda texts, drawn: _escaped(texts, True),
         "white space normalised": lambda texts, drawn: _between([*map(_normal, texts)], "\n\n"),
-        "truncated": lambda texts, drawn: _between([text[: len(text) * 3 // 5] for text in texts], "...\n\n"),
+        "truncated": lambda texts, drawn: _between(
+            [text[: len(text) * 3 // 5] for text in texts], "...\n\n"
+        ),
         "cut": lambda texts, drawn: _between([_middle(text, drawn) for text in texts], "\n\n"),
         "edited": lambda texts, drawn: _between([_edited(text, drawn) for text in texts], "\n\n"),
         "split again": _split_again,
@@ -197,16 +219,24 @@ def _recovered(
     for passage in passages:
         known.add(words.ids(passage), passage)
     cases = [(name, form, passages) for name, form in FORMS.items()]
-    cases.append((WRAPPED, FORMS["white space normalised"], [text for text in passages if "\n" in text]))
+    cases.append(
+        (WRAPPED, FORMS["white space normalised"], [text for text in passages if "\n" in text])
+    )
     rows, wrong = [], 0
     with progress(console) as bar:
         for name, form, among in bar.track(cases, description="forms"):
             drawn, hit, total = random.Random(name), 0, 0
             for _ in range(options.prompts):
                 first = drawn.randrange(len(among) - IN_A_PROMPT + 1)
-                texts = among[first : first + IN_A_PROMPT] if form is _split_again else drawn.sample(among, IN_A_PROMPT)
+                texts = (
+                    among[first : first + IN_A_PROMPT]
+                    if form is _split_again
+                    else drawn.sample(among, IN_A_PROMPT)
+                )
                 opening: Parts = [("Answer from these texts.\n\n", False)]
-                ids, mine = words.of_parts([*opening, *form(texts, drawn), ("\n\nWhat do they say?", False)])
+                ids, mine = words.of_parts(
+                    [*opening, *form(texts, drawn), ("\n\nWhat do they say?", False)]
+                )
                 found = known.find(ids)
                 wrong += _differing(ids, found)
                 hit += sum(sum(mine[match.lo : match.hi]) for match in found)
@@ -235,7 +265,9 @@ def _speeds(
     options: MatchingOptions,
     console: Console,
 ) -> tuple[list[dict[str, Any]], int]:
-    """Milliseconds to look through a long prompt among so many known spans, and how many matched ids differ."""
+    """Milliseconds to look through a long prompt among so many known spans, and how many matched
+    ids differ.
+    """
     drawn, known, rows, wrong = random.Random(0), KnownSpans(max_spans=max(options.known)), [], 0
     sentences = [
         words.ids(f" {sentence}")
@@ -265,15 +297,30 @@ def _speeds(
                 walls.append(time.perf_counter() - wall)
                 wrong += _differing(prompt, found)
             ms = {"ms": 1e3 * median(seconds), "wall_ms": 1e3 * median(walls)}
-            rows.append({"known": count, **ms, "mb": (process.memory_info().rss - before) / 1e6, "filled_s": filled})
+            rows.append(
+                {
+                    "known": count,
+                    **ms,
+                    "mb": (process.memory_info().rss - before) / 1e6,
+                    "filled_s": filled,
+                }
+            )
     return rows, wrong
 
 
 def _long_prompt(
-    passages: Sequence[str], others: Sequence[str], words: _Words, options: MatchingOptions, drawn: random.Random
+    passages: Sequence[str],
+    others: Sequence[str],
+    words: _Words,
+    options: MatchingOptions,
+    drawn: random.Random,
 ) -> list[int]:
     """Passages in several forms, among other text."""
-    texts, parts, forms = drawn.sample(list(passages), PASSAGES_OF_A_LONG_PROMPT), Parts(), list(FORMS.values())
+    texts, parts, forms = (
+        drawn.sample(list(passages), PASSAGES_OF_A_LONG_PROMPT),
+        Parts(),
+        list(FORMS.values()),
+    )
     for text in texts:
         parts += [
             (drawn.choice(others), False),
@@ -282,7 +329,11 @@ def _long_prompt(
             ("\n\n", False),
         ]
     ids, _ = words.of_parts(parts)
-    rest = [token for text in drawn.sample(list(others), len(others)) for token in words.ids(f"{text}\n\n")]
+    rest = [
+        token
+        for text in drawn.sample(list(others), len(others))
+        for token in words.ids(f"{text}\n\n")
+    ]
     return (ids + rest)[: options.prompt_tokens]
 
 
@@ -303,8 +354,8 @@ def _show(result: Mapping[str, Any], console: Console) -> None:
     console.print(table)
     for row in result["ms_per_8k"]:
         line = (
-            f"Among {row['known']:,} known spans a prompt of {result['prompt_tokens']:,} tokens is looked through in "
-            f"{row['ms']:.1f} ms; they take {row['mb']:.0f} MB."
+            f"Among {row['known']:,} known spans a prompt of {result['prompt_tokens']:,} tokens is"
+            f" looked through in {row['ms']:.1f} ms; they take {row['mb']:.0f} MB."
         )
         console.print(line, highlight=False)
     console.print(f"Matched ids that differ: {result['false_reuse']}.", highlight=False)

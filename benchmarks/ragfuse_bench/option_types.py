@@ -1,4 +1,6 @@
-"""What the options of several benchmarks have in common: their types, and how their text is read."""
+"""What the options of several benchmarks have in common: their types, and how their text is
+read.
+"""
 
 from __future__ import annotations
 
@@ -59,13 +61,20 @@ BenchDtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 BenchDevice = Annotated[str, typer.Option(help="cpu or cuda.")]
 ChunkTokens = Annotated[int, typer.Option(min=1, help="Tokens of a chunk.")]
 PackedTokens = Annotated[
-    int, typer.Option(min=0, help="Pack passages into chunks of at most this many tokens; 0: do not.")
+    int,
+    typer.Option(min=0, help="Pack passages into chunks of at most this many tokens; 0: do not."),
 ]
-Share = Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of reused context tokens to recompute.")]
+Share = Annotated[
+    float, typer.Option(min=0.01, max=1.0, help="Share of reused context tokens to recompute.")
+]
 PolicyName = Annotated[str, typer.Option(help="Selection policy.")]
 Threads = Annotated[int, typer.Option(min=1, help="Threads of torch.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Number of rounds; each measures every method once.")]
+Rounds = Annotated[
+    int, typer.Option(min=1, help="Number of rounds; each measures every method once.")
+]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of what is drawn at random.")]
 TierSpeeds = Annotated[
-    tuple[float, ...], typer.Option(help="Speeds of the slow tier, megabytes a second."), FromText(floats)
+    tuple[float, ...],
+    typer.Option(help="Speeds of the slow tier, megabytes a second."),
+    FromText(floats),
 ]

@@ -1,8 +1,9 @@
 """The options of every benchmark, each declared once: its name, type, default, help and limits.
 
-A field with a `typer.Option` is also an option of the command (`cli.parameters.with_options`), and a dataclass's first
-line is the command's help; the other fields are for callers in Python. What is out of bounds is refused on the command
-line. This module imports no torch, so `ragfuse bench ... --help` is quick.
+A field with a `typer.Option` is also an option of the command (`cli.parameters.with_options`), and
+a dataclass's first line is the command's help; the other fields are for callers in Python. What is
+out of bounds is refused on the command line. This module imports no torch, so `ragfuse bench ...
+--help` is quick.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ PASSAGES_OF_A_LONG_PROMPT = 12
 DROPIN_CHUNKS = 6
 """Chunks that `bench dropin` retrieves for a question."""
 USES = ("code", "cooking", "trip")
-"""Code generation, personalisation, a trip with parameters: figures 6 to 8 of Prompt Cache, in our own words."""
+"""Code generation, personalisation, a trip with parameters: figures 6 to 8 of Prompt Cache, in our
+own words.
+"""
 
 
 def _home() -> Path:
@@ -64,7 +67,9 @@ class MeasuredModel:
 
 @dataclass(frozen=True)
 class TtftOptions(MeasuredModel):
-    """Measure the time to the first token: full prefill, ragfuse, plain reuse and prefix caching."""
+    """Measure the time to the first token: full prefill, ragfuse, plain reuse and prefix
+    caching.
+    """
 
     chunks: Annotated[
         tuple[int, ...],
@@ -78,21 +83,30 @@ class TtftOptions(MeasuredModel):
     lego_tokens: Annotated[
         int,
         typer.Option(
-            min=0, help="For --policy lego: first tokens of each chunk to recompute; 0: as many as the ratio says."
+            min=0,
+            help=(
+                "For --policy lego: first tokens of each chunk to recompute; 0: as many as the"
+                " ratio says."
+            ),
         ),
     ] = 0
-    kv: Annotated[KVPlace, typer.Option(help="Where the KV is when the clock starts; pinned and gpu need CUDA.")] = (
-        "memory"
-    )
+    kv: Annotated[
+        KVPlace,
+        typer.Option(help="Where the KV is when the clock starts; pinned and gpu need CUDA."),
+    ] = "memory"
     threads: Threads = 1
     rounds: Rounds = 3
     home: Path = field(default_factory=_home)
 
     def __post_init__(self) -> None:
         if self.lego_tokens and self.policy != "lego":
-            raise SettingsError(f"--lego-tokens belongs to --policy lego; found --policy {self.policy}.")
+            raise SettingsError(
+                f"--lego-tokens belongs to --policy lego; found --policy {self.policy}."
+            )
         if self.kv in ("pinned", "gpu") and not self.device.startswith("cuda"):
-            raise SettingsError(f"--kv {self.kv} needs --device cuda; found --device {self.device}.")
+            raise SettingsError(
+                f"--kv {self.kv} needs --device cuda; found --device {self.device}."
+            )
 
     @property
     def policy_name(self) -> str:
@@ -107,7 +121,9 @@ class TtftOptions(MeasuredModel):
 
 @dataclass(frozen=True)
 class KernelOptions:
-    """Count the torch operations of full prefill and of every policy, on the path of CPUs and that of GPUs."""
+    """Count the torch operations of full prefill and of every policy, on the path of CPUs and that
+    of GPUs.
+    """
 
     model: Annotated[str, typer.Option(help=SHAPE)] = "smollm2-135m-reader"
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto"
@@ -119,16 +135,21 @@ class KernelOptions:
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """Measure the time a token of an answer: ragfuse, transformers' own generate, and vLLM if named."""
+    """Measure the time a token of an answer: ragfuse, transformers' own generate, and vLLM if
+    named.
+    """
 
     model: Annotated[str, typer.Option(help=SHAPE)] = "smollm2-135m-reader"
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto"
     contexts: Annotated[
-        tuple[int, ...], typer.Option(help="Tokens of the prompts, as in 512,3072."), FromText(integers)
+        tuple[int, ...],
+        typer.Option(help="Tokens of the prompts, as in 512,3072."),
+        FromText(integers),
     ] = (512, 1600, 3072, 8000)
     steps: Annotated[int, typer.Option(min=1, help="Tokens that are decoded in each round.")] = 32
     vllm: Annotated[
-        Path | None, typer.Option(help="Python of an environment with vLLM, such as .venv-vllm/bin/python.")
+        Path | None,
+        typer.Option(help="Python of an environment with vLLM, such as .venv-vllm/bin/python."),
     ] = None
     threads: Threads = 1
     rounds: Rounds = 3
@@ -137,7 +158,9 @@ class DecodeOptions:
 
 @dataclass(frozen=True)
 class LoadOptions(MeasuredModel):
-    """Measure the time to the first token from memory and from a slow tier, read ahead or when used."""
+    """Measure the time to the first token from memory and from a slow tier, read ahead or when
+    used.
+    """
 
     chunks: Annotated[int, typer.Option(min=1, help="Chunks of the prompt.")] = 6
     chunk_tokens: ChunkTokens = 512
@@ -156,10 +179,16 @@ class ControllerOptions(MeasuredModel):
 
     mbps: TierSpeeds = (30.0, 100.0, 300.0)
     plans: Annotated[
-        int, typer.Option(min=1, help="Number of load plans whose predicted time is compared with the measured one.")
+        int,
+        typer.Option(
+            min=1,
+            help="Number of load plans whose predicted time is compared with the measured one.",
+        ),
     ] = 60
     threads: Threads = 1
-    rounds: Annotated[int, typer.Option(min=1, help="How often each plan is measured; the median counts.")] = 3
+    rounds: Annotated[
+        int, typer.Option(min=1, help="How often each plan is measured; the median counts.")
+    ] = 3
     home: Path = field(default_factory=_home)
 
 
@@ -168,13 +197,24 @@ class DropinOptions:
     """Compare ragfuse's classes with Hugging Face's in LangChain and LlamaIndex."""
 
     model: Annotated[
-        str, typer.Option(help="Model as for `ragfuse ask --model`; Hugging Face's classes load the same weights.")
+        str,
+        typer.Option(
+            help="Model as for `ragfuse ask --model`; Hugging Face's classes load the same weights."
+        ),
     ] = "smollm2-135m-reader"
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; auto: the faster one on this CPU.")] = "auto"
+    dtype: Annotated[
+        str, typer.Option(help="float32 or bfloat16; auto: the faster one on this CPU.")
+    ] = "auto"
     article: str = "french-and-indian-war"
-    questions: Annotated[int, typer.Option(min=1, help="Number of the demo's questions on one article.")] = 4
+    questions: Annotated[
+        int, typer.Option(min=1, help="Number of the demo's questions on one article.")
+    ] = 4
     splits: Annotated[
-        int, typer.Option(min=DROPIN_CHUNKS, help="Number of chunks, from the article's beginning, to retrieve from.")
+        int,
+        typer.Option(
+            min=DROPIN_CHUNKS,
+            help="Number of chunks, from the article's beginning, to retrieve from.",
+        ),
     ] = 24
     chunk_tokens: ChunkTokens = 512
     rounds: Rounds = 3
@@ -192,32 +232,50 @@ class QualityOptions:
     sets: Annotated[
         tuple[str, ...],
         typer.Option(
-            "--data", help="Data set: held-out, demo, needle or tracing (all included), or a file. Repeat for more."
+            "--data",
+            help=(
+                "Data set: held-out, demo, needle or tracing (all included), or a file. Repeat for"
+                " more."
+            ),
         ),
     ] = ()
     methods: Annotated[
         tuple[str, ...],
         typer.Option(
-            help="full (prefill); prefix (caching); none (plain reuse, nothing recomputed); auto (ragfuse's default "
-            "for the model, whatever a calibration chose); or a policy. "
-            "NAME@alone, NAME@filler: chunks are encoded alone or after filler."
+            help=(
+                "full (prefill); prefix (caching); none (plain reuse, nothing recomputed); auto"
+                " (ragfuse's default for the model, whatever a calibration chose); or a policy."
+                " NAME@alone, NAME@filler: chunks are encoded alone or after filler."
+            )
         ),
         FromText(names),
     ] = ("full", "prefix", "none", "auto")
     ratios: Annotated[
-        tuple[float, ...], typer.Option(help="Ratios of the policies among the methods."), FromText(shares_of)
+        tuple[float, ...],
+        typer.Option(help="Ratios of the policies among the methods."),
+        FromText(shares_of),
     ] = (0.15,)
     limit: Annotated[
-        int, typer.Option(min=0, help="Questions of each set, drawn at random by a fixed seed; 0: all.")
+        int,
+        typer.Option(min=0, help="Questions of each set, drawn at random by a fixed seed; 0: all."),
     ] = 0
     chunk_tokens: PackedTokens = 0
     context_tokens: Annotated[
         int,
-        typer.Option(min=1, help="Maximum tokens of all passages together; beyond that each is cut by the same share."),
+        typer.Option(
+            min=1,
+            help=(
+                "Maximum tokens of all passages together; beyond that each is cut by the same"
+                " share."
+            ),
+        ),
     ] = 2600
     passages: Annotated[int, typer.Option(min=1, help="Passages of a SQuAD or demo prompt.")] = 6
     answers: Annotated[
-        bool, typer.Option(help="Also generate each method's answer; --no-answers: only KL and top-1 agreement.")
+        bool,
+        typer.Option(
+            help="Also generate each method's answer; --no-answers: only KL and top-1 agreement."
+        ),
     ] = True
 
     def quick(self) -> QualityOptions:
@@ -228,7 +286,10 @@ class QualityOptions:
         """
         usual = QualityOptions()
         if self.sets or self.limit or self.methods != usual.methods:
-            raise InputError("--quick has its own questions and methods: leave out --data, --limit and --methods.")
+            raise InputError(
+                "--quick has its own questions and methods: leave out --data, --limit and"
+                " --methods."
+            )
         return replace(self, sets=("held-out",), limit=64, methods=("full", "none", "auto"))
 
 
@@ -241,7 +302,9 @@ class CodecOptions:
 
     contexts: Annotated[int, typer.Option(min=1, help="Contexts of each set.")] = 4
     context_tokens: Annotated[int, typer.Option(min=100, help="Tokens of a context.")] = 6000
-    questions: Annotated[int, typer.Option(min=1, help="Number of questions for the F1 score.")] = 300
+    questions: Annotated[int, typer.Option(min=1, help="Number of questions for the F1 score.")] = (
+        300
+    )
     rounds: Rounds = 3
 
     def quick(self) -> CodecOptions:
@@ -251,7 +314,8 @@ class CodecOptions:
 
 @dataclass(frozen=True)
 class StreamOptions(MeasuredModel):
-    """Send contexts over a changing link before a deadline: as text, 8-bit KV, one level, adaptive levels.
+    """Send contexts over a changing link before a deadline: as text, 8-bit KV, one level, adaptive
+    levels.
 
     Deadlines and bandwidths are the paper's; `lines.Scale` scales them.
     """
@@ -262,27 +326,47 @@ class StreamOptions(MeasuredModel):
     piece_tokens: Annotated[
         int,
         typer.Option(
-            min=1, help="Approximate tokens of each part that is sent at one level (a chunk in CacheGen's words)."
+            min=1,
+            help=(
+                "Approximate tokens of each part that is sent at one level (a chunk in CacheGen's"
+                " words)."
+            ),
         ),
     ] = 1000
-    contexts: Annotated[int, typer.Option(min=1, help="Number of contexts; requests use them in turn.")] = 2
+    contexts: Annotated[
+        int, typer.Option(min=1, help="Number of contexts; requests use them in turn.")
+    ] = 2
     questions: Annotated[
-        int, typer.Option(min=1, help="Questions on each context, to measure the quality of the KV that arrived.")
+        int,
+        typer.Option(
+            min=1, help="Questions on each context, to measure the quality of the KV that arrived."
+        ),
     ] = 15
-    traces: Annotated[int, typer.Option(min=1, help="Number of bandwidth traces: half random, half recorded.")] = 20
+    traces: Annotated[
+        int, typer.Option(min=1, help="Number of bandwidth traces: half random, half recorded.")
+    ] = 20
     deadlines: Annotated[
         tuple[float, ...],
-        typer.Option(help="Deadlines in seconds on the CacheGen paper's hardware; scaled to this machine's speed."),
+        typer.Option(
+            help=(
+                "Deadlines in seconds on the CacheGen paper's hardware; scaled to this machine's"
+                " speed."
+            )
+        ),
         FromText(floats),
     ] = (1.0, 2.0)
     levels: tuple[str, ...] = ("int8", "cg1", "cg2", "cg3", "cg4")
     fixed: Annotated[
-        str, typer.Option(help="Level of the method that always sends one level; empty: the middle one.")
+        str,
+        typer.Option(
+            help="Level of the method that always sends one level; empty: the middle one."
+        ),
     ] = ""
     curve: Annotated[
         tuple[float, ...],
         typer.Option(
-            "--bandwidths", help="Bandwidths, in Gbit/s as in the paper, at which time to first token is measured."
+            "--bandwidths",
+            help="Bandwidths, in Gbit/s as in the paper, at which time to first token is measured.",
         ),
         FromText(floats),
     ] = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -298,15 +382,21 @@ class SessionOptions:
     """Simulate a server over thousands of conversations: hit rates of eviction policies."""
 
     policies: Annotated[
-        tuple[str, ...], typer.Option(help="Eviction policies to simulate, with commas."), FromText(names)
+        tuple[str, ...],
+        typer.Option(help="Eviction policies to simulate, with commas."),
+        FromText(names),
     ] = ("look-ahead", "lru", "fifo")
-    quick: Annotated[bool, typer.Option(help="A sixth of the conversations, with a sixth of the storage.")] = False
+    quick: Annotated[
+        bool, typer.Option(help="A sixth of the conversations, with a sixth of the storage.")
+    ] = False
     seed: Seed = 0
 
     def __post_init__(self) -> None:
         known = ["fifo", *EVICTION_POLICIES]
         if not set(self.policies) <= set(known):
-            raise SettingsError(f"--policies is '{','.join(self.policies)}'; wanted some of {', '.join(known)}.")
+            raise SettingsError(
+                f"--policies is '{','.join(self.policies)}'; wanted some of {', '.join(known)}."
+            )
 
 
 @dataclass(frozen=True)
@@ -319,12 +409,16 @@ class MatchingOptions:
     model: Shape = "smollm2-135m-reader"
     passages: Annotated[
         int,
-        typer.Option(min=PASSAGES_OF_A_LONG_PROMPT, help="Number of known passages, from which the prompts are made."),
+        typer.Option(
+            min=PASSAGES_OF_A_LONG_PROMPT,
+            help="Number of known passages, from which the prompts are made.",
+        ),
     ] = 200
     least: int = 60
     longest: int = 400
     prompts: Annotated[
-        int, typer.Option(min=1, help="Prompts for each kind of change (numbered, escaped, cut, ...).")
+        int,
+        typer.Option(min=1, help="Prompts for each kind of change (numbered, escaped, cut, ...)."),
     ] = 8
     prompt_tokens: int = 8192
     known: Annotated[
@@ -339,10 +433,14 @@ class MatchingOptions:
 
 @dataclass(frozen=True)
 class PrefixOptions:
-    """Compare prefix caching with full prefill and transformers' own cache: an equal prompt, one system prompt."""
+    """Compare prefix caching with full prefill and transformers' own cache: an equal prompt, one
+    system prompt.
+    """
 
     system_tokens: Annotated[int, typer.Option(min=16, help="Tokens of the system prompt.")] = 2048
-    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answers that are compared.")] = 16
+    answer_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of the answers that are compared.")
+    ] = 16
     rounds: Rounds = 5
     threads: Threads = 1
 
@@ -353,18 +451,25 @@ class PrefixOptions:
 
 @dataclass(frozen=True)
 class ThroughputOptions:
-    """Load a server with random requests: full recompute, prefix caching and ragfuse; then batched decoding."""
+    """Load a server with random requests: full recompute, prefix caching and ragfuse; then batched
+    decoding.
+    """
 
     sets: Annotated[
         tuple[str, ...],
         typer.Option(
             "--data",
-            help="Questions: held-out or demo (both included), or a file as for `bench quality`. Repeat for more.",
+            help=(
+                "Questions: held-out or demo (both included), or a file as for `bench quality`."
+                " Repeat for more."
+            ),
         ),
     ] = ("held-out",)
     cases: Annotated[
         int,
-        typer.Option("--questions", min=1, help="Questions, drawn at random; each is asked in many wordings."),
+        typer.Option(
+            "--questions", min=1, help="Questions, drawn at random; each is asked in many wordings."
+        ),
     ] = 12
     chunk_tokens: PackedTokens = 0
     answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 16
@@ -373,23 +478,31 @@ class ThroughputOptions:
         typer.Option("--rates", help="Request rates, as shares of each method's own highest rate."),
         FromText(floats),
     ] = (0.3, 0.5, 0.7, 0.9)
-    seconds: Annotated[float, typer.Option(help="Seconds of load at each rate, for each method.")] = 120.0
+    seconds: Annotated[
+        float, typer.Option(help="Seconds of load at each rate, for each method.")
+    ] = 120.0
     minutes: Annotated[
-        float, typer.Option(help="Minutes of steady load, to see whether memory or files grow; 0: none.")
+        float,
+        typer.Option(help="Minutes of steady load, to see whether memory or files grow; 0: none."),
     ] = 30.0
     together: Annotated[int, typer.Option(min=1, help="Answers decoded in one batch.")] = 8
-    together_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer of the batch.")] = 64
+    together_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of each answer of the batch.")
+    ] = 64
     threads: Threads = 1
     seed: Seed = 0
 
     def quick(self) -> ThroughputOptions:
-        """Return the options of `--quick`: two rates for each of three methods, five minutes of load."""
+        """Return the options of `--quick`: two rates for each of three methods, five minutes of
+        load.
+        """
         return replace(self, shares=(0.5, 0.9), seconds=50.0, minutes=0.0)
 
 
 @dataclass(frozen=True)
 class ModuleOptions:
-    """Compare prompts with cached and with computed modules: time to the first token by length, answers.
+    """Compare prompts with cached and with computed modules: time to the first token by length,
+    answers.
 
     lengths: Tokens of the prompts whose time is compared.
     """
@@ -399,14 +512,19 @@ class ModuleOptions:
         tuple[str, ...],
         typer.Option(
             "--data",
-            help="Questions over documents: held-out or demo (both included), or a file as for `bench quality`. "
-            "Repeat for more.",
+            help=(
+                "Questions over documents: held-out or demo (both included), or a file as for"
+                " `bench quality`. Repeat for more."
+            ),
         ),
     ] = ("held-out",)
     limit: Annotated[
-        int, typer.Option(min=0, help="Questions of each set, drawn at random by a fixed seed; 0: all.")
+        int,
+        typer.Option(min=0, help="Questions of each set, drawn at random by a fixed seed; 0: all."),
     ] = 12
-    context_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a question's documents.")] = 2600
+    context_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum tokens of a question's documents.")
+    ] = 2600
     lengths: tuple[int, ...] = (512, 1024, 2048, 3072)
     rounds: Rounds = 3
     threads: Threads = 1

@@ -1,6 +1,7 @@
 """`ragfuse bench prefix`: prefix caching against full prefill, and beside transformers' own.
 
-Nothing is prepared: an engine over an empty store is asked as anybody would ask it. Times are to the first token.
+Nothing is prepared: an engine over an empty store is asked as anybody would ask it. Times are to
+    the first token.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def _identical(engine: Engine, system: str, options: PrefixOptions) -> float:
 def _timed(
     engine: Engine, system: str, options: PrefixOptions, console: Console
 ) -> tuple[dict[str, Times], Sequence[float]]:
-    """Seconds to the first token of questions under one system prompt; how much of each prompt was reused.
+    """Seconds to the first token of questions under one system prompt; how much of each prompt was
+    reused.
 
     Each round asks another question, so that nothing but the system prompt is shared.
     """
@@ -118,12 +120,16 @@ def _timed(
         "transformers": lambda: theirs(question()),
         "ragfuse": ours,
     }
-    times = Runner(options.rounds, engine.model.device, console).measure(cases, "first token", count)
+    times = Runner(options.rounds, engine.model.device, console).measure(
+        cases, "first token", count
+    )
     return times, shares
 
 
 def _theirs(engine: Engine, system: str) -> Callable[[list[tuple[str, str]]], object]:
-    """Transformers' prefix caching: the system prompt's cache is made once, copied, and gone on from."""
+    """Transformers' prefix caching: the system prompt's cache is made once, copied, and gone on
+    from.
+    """
     model = engine.model
     first, second = (engine.prompt(_asked(system, text)).token_ids for text in ("Hello?", "Bye."))
     n_shared = next(at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
@@ -150,20 +156,30 @@ def _agreeing(engine: Engine, system: str, options: PrefixOptions) -> int:
     count = 0
     for question in QUESTIONS:
         mine = engine.answer(_asked(system, question))
-        count += mine.token_ids == engine.answer(_asked(system, question), Ask(reuse=False)).token_ids
+        count += (
+            mine.token_ids == engine.answer(_asked(system, question), Ask(reuse=False)).token_ids
+        )
         engine.flush()
     return count
 
 
-def _show(result: Mapping[str, Any], ratios: Mapping[str, float], times: Mapping[str, Times], console: Console) -> None:
-    table = Table(title=f"One system prompt, another question each time: {result['tokens']:,} tokens")
+def _show(
+    result: Mapping[str, Any],
+    ratios: Mapping[str, float],
+    times: Mapping[str, Times],
+    console: Console,
+) -> None:
+    table = Table(
+        title=f"One system prompt, another question each time: {result['tokens']:,} tokens"
+    )
     for column in ("way", "first token", "times as fast"):
         table.add_column(column, justify="left" if column == "way" else "right")
     for name, each in times.items():
         table.add_row(name, f"{each.median_s:.3f} s", f"{ratios[name]:.1f}x")
     console.print(table)
     console.print(
-        f"An identical prompt: {result['identical_share']:.0%} of all but its last token reused. Answers equal to full "
-        f"prefill's, token for token: {result['exact_answers']} ({result['dtype']}).",
+        f"An identical prompt: {result['identical_share']:.0%} of all but its last token reused."
+        f" Answers equal to full prefill's, token for token: {result['exact_answers']}"
+        f" ({result['dtype']}).",
         highlight=False,
     )

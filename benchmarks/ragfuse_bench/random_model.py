@@ -1,4 +1,6 @@
-"""Models of a given shape with random weights: for measuring speed, where no pretrained weights are needed."""
+"""Models of a given shape with random weights: for measuring speed, where no pretrained weights are
+needed.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,13 @@ from ragfuse.errors import ModelError
 from ragfuse.hf.model import HFModel
 
 
-def random_model(shape: Mapping[str, object], dtype: str, device: str = "cpu", seed: int = 0) -> HFModel:
+def random_model(
+    shape: Mapping[str, object], dtype: str, device: str = "cpu", seed: int = 0
+) -> HFModel:
     """Return a model of a given shape with random weights.
 
-    It is built directly on the device in its dtype: an 8B model in bfloat16 takes 16 GB there and almost nothing of
-    the host's memory.
+    It is built directly on the device in its dtype: an 8B model in bfloat16 takes 16 GB there and
+    almost nothing of the host's memory.
 
     Args:
         shape: The config, in transformers' names, "model_type" included.
@@ -27,10 +31,14 @@ def random_model(shape: Mapping[str, object], dtype: str, device: str = "cpu", s
         ModelError: A CUDA device is wanted, but torch sees none.
     """
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ModelError(f"Wanted device '{device}', but torch sees no CUDA device here. Use --device cpu.")
+        raise ModelError(
+            f"Wanted device '{device}', but torch sees no CUDA device here. Use --device cpu."
+        )
     config = AutoConfig.for_model(**dict(shape))
     devices = [torch.device(device)] if device.startswith("cuda") else []
     with torch.random.fork_rng(devices), torch.device(device):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+        )
     return HFModel(model, None).packed()

@@ -1,6 +1,8 @@
-"""One folder of chunks behind lines of several speeds, an engine for each line, all with this machine's timings.
+"""One folder of chunks behind lines of several speeds, an engine for each line, all with this
+machine's timings.
 
-For benchmarks that plan and measure the same prompt from devices of several speeds. What they ask is their own.
+For benchmarks that plan and measure the same prompt from devices of several speeds. What they ask
+is their own.
 """
 
 from __future__ import annotations
@@ -35,9 +37,11 @@ QUESTION = 32
 
 
 class Rig:
-    """lines: megabytes a second by the line's name, 0: as fast as the disk is. memory: an engine of that name too.
+    """lines: megabytes a second by the line's name, 0: as fast as the disk is. memory: an engine of
+    that name too.
 
-    sizes: tokens of a chunk, for each of which `most` chunks lie on every line. `works` has them by size.
+    sizes: tokens of a chunk, for each of which `most` chunks lie on every line. `works` has them by
+        size.
     """
 
     def __init__(
@@ -54,16 +58,22 @@ class Rig:
     ) -> None:
         self.model, self._runner, self._console = model, runner, runner.console
         home.mkdir(parents=True, exist_ok=True)
-        self._folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="bench-", dir=home)))
+        self._folder = Path(
+            held.enter_context(tempfile.TemporaryDirectory(prefix="bench-", dir=home))
+        )
         disk = DiskTier(self._folder, UNLIMITED, lru)
         held.callback(disk.close)
         tiers: list[Tier] = [MemoryTier(UNLIMITED, lru)] if memory else []
         tiers += [ThrottledTier(disk, mbps, name=name) for name, mbps in lines.items()]
-        self.machine = _measured(model, tiers, most * max(sizes) + QUESTION, self.chill, self._console)
+        self.machine = _measured(
+            model, tiers, most * max(sizes) + QUESTION, self.chill, self._console
+        )
         self.engines: dict[str, Engine] = {}
         for tier in tiers:
             store = held.enter_context(KVStore([tier]))
-            self.engines[tier.name] = held.enter_context(Engine(Settings(home=home, model=model.name), model, store))
+            self.engines[tier.name] = held.enter_context(
+                Engine(Settings(home=home, model=model.name), model, store)
+            )
             self.engines[tier.name].timings.learn(self.machine)
         self.works = {size: Workload(model, most, size, QUESTION) for size in sizes}
         for work in self.works.values():
@@ -80,7 +90,8 @@ class Rig:
     def slower(self, engine: Engine, prompt: Prompt, one: Ask, other: Ask) -> float:
         """How many times as long the other takes, in the same rounds."""
         return median(
-            1 / self._once(engine, prompt, one) * self._once(engine, prompt, other) for _ in range(self._runner.rounds)
+            1 / self._once(engine, prompt, one) * self._once(engine, prompt, other)
+            for _ in range(self._runner.rounds)
         )
 
     def _once(self, engine: Engine, prompt: Prompt, ask: Ask) -> float:
@@ -89,7 +100,11 @@ class Rig:
 
 
 def _measured(
-    model: HFModel, tiers: Sequence[Tier], longest: int, chill: Callable[[], object], console: Console
+    model: HFModel,
+    tiers: Sequence[Tier],
+    longest: int,
+    chill: Callable[[], object],
+    console: Console,
 ) -> CostModel:
     with progress(console) as bar:
         task = bar.add_task("timing this machine", total=100)
@@ -101,7 +116,11 @@ def _measured(
 
 
 def foreseen(plan: LoadPlan) -> Forecast:
-    """What a plan says of its times; ModelError where it says nothing, which a rig's plans always do."""
+    """What a plan says of its times; ModelError where it says nothing, which a rig's plans always
+    do.
+    """
     if plan.forecast is None:
-        raise ModelError("The plan foresees nothing, although this machine was timed; please report this.")
+        raise ModelError(
+            "The plan foresees nothing, although this machine was timed; please report this."
+        )
     return plan.forecast

@@ -20,8 +20,9 @@ from ragfuse.types.kv import Entry
 class ThrottledTier(Tier):
     """`disk` at `mbps` megabytes (10^6 bytes) a second; 0: as fast as it is.
 
-    A read takes at least what its bytes take at that rate, reads of several threads together too: they share the line.
-    slow: whether layers are read ahead by a thread (True), or where they are used (False): the two ways to compare.
+    A read takes at least what its bytes take at that rate, reads of several threads together too:
+    they share the line. slow: whether layers are read ahead by a thread (True), or where they are
+    used (False): the two ways to compare.
     """
 
     def __init__(self, disk: DiskTier, mbps: float, *, slow: bool = True, name: str = "") -> None:

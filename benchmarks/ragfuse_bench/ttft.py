@@ -1,7 +1,9 @@
-"""Time to the first token: full prefill, fused, plain reuse and prefix caching of one prompt, side by side.
+"""Time to the first token: full prefill, fused, plain reuse and prefix caching of one prompt, side
+by side.
 
-Random tokens, since speed does not depend on words. The clock runs from the prompt being known (its tokens and keys)
-until the logits of the first token exist: looking up, planning, loading, placing, choosing and computing are all in it.
+Random tokens, since speed does not depend on words. The clock runs from the prompt being known (its
+tokens and keys) until the logits of the first token exist: looking up, planning, loading, placing,
+choosing and computing are all in it.
 """
 
 from __future__ import annotations
@@ -33,20 +35,26 @@ from ragfuse.types.prompt import Prompt
 from ragfuse.types.sizes import UNLIMITED
 
 RATIO_WORDS = (
-    "r counts context rows that are not exact prefix: the first chunk stands where it was encoded and is never "
-    "recomputed. mean_ratio is their share that was recomputed, as measured, over the layers from the check layer on."
+    "r counts context rows that are not exact prefix: the first chunk stands where it was encoded"
+    " and is never recomputed. mean_ratio is their share that was recomputed, as measured, over the"
+    " layers from the check layer on."
 )
 PREFIX_WORDS = (
-    "only the first chunk is reused, through ragfuse's own attention and with free loading; where that was slower than "
-    "full prefill, full prefill is what is reported (prefix_measured_x has it as it was)"
+    "only the first chunk is reused, through ragfuse's own attention and with free loading; where"
+    " that was slower than full prefill, full prefill is what is reported (prefix_measured_x has it"
+    " as it was)"
 )
 
 
 def run_ttft(options: TtftOptions, console: Console | None = None) -> dict[str, Any]:
-    """The result as plain JSON types; `console` shows progress and the tables (standard error when None)."""
+    """The result as plain JSON types; `console` shows progress and the tables (standard error when
+    None).
+    """
     console = console or Console(stderr=True)
     with thread_count(options.threads):
-        console.print(f"Loading {options.model} in {options.dtype} on {options.device} ...", highlight=False)
+        console.print(
+            f"Loading {options.model} in {options.dtype} on {options.device} ...", highlight=False
+        )
         model = bench_model(options.model, options.dtype, options.device, options.home)
         _check(model, options)
         with _store(options) as store, Engine(Settings(), model, store) as engine:
@@ -61,7 +69,8 @@ def _check(model: HFModel, options: TtftOptions) -> None:
     """Say before the long work what would end it."""
     if model.profile.refusal:
         raise ModelError(
-            f"{options.model} cannot reuse the KV of chunks: {model.profile.refusal} Measure another model."
+            f"{options.model} cannot reuse the KV of chunks: {model.profile.refusal} Measure"
+            " another model."
         )
     tokens = max(options.chunks) * options.chunk_tokens + options.question_tokens
     room = model.max_context
@@ -81,18 +90,24 @@ def _store(options: TtftOptions) -> Iterator[KVStore]:
             yield store
         return
     options.home.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=options.home, ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="bench-", dir=options.home, ignore_cleanup_errors=True
+    ) as folder:
         tiers: list[Tier] = [DiskTier(folder, UNLIMITED, lru)]
         with KVStore(tiers) as store:
             yield store
 
 
 class _Bench:
-    """The chunks of the longest prompt, encoded alone and stored, and the prompts made of the first few of them."""
+    """The chunks of the longest prompt, encoded alone and stored, and the prompts made of the first
+    few of them.
+    """
 
     def __init__(self, options: TtftOptions, engine: Engine, runner: Runner) -> None:
         self.options, self.engine, self.runner = options, engine, runner
-        self.work = Workload(engine.model, max(options.chunks), options.chunk_tokens, options.question_tokens)
+        self.work = Workload(
+            engine.model, max(options.chunks), options.chunk_tokens, options.question_tokens
+        )
         self.first = self.work.encode([engine], runner.console)
 
     def figures(self, count: int) -> dict[str, Any]:
@@ -153,10 +168,15 @@ def _figures(times: Mapping[str, Times], work: Work, mean_ratio: float) -> dict[
     }
 
 
-def _result(options: TtftOptions, rows: list[dict[str, Any]], around: Mapping[str, Any]) -> dict[str, Any]:
+def _result(
+    options: TtftOptions, rows: list[dict[str, Any]], around: Mapping[str, Any]
+) -> dict[str, Any]:
     """The headline's figures on top, all prompts' below, and how they came about."""
     head = next((row for row in rows if row["chunks"] == HEADLINE_CHUNKS), rows[0])
-    asked = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
+    asked = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in asdict(options).items()
+    }
     del asked["home"]
     return {
         **head,
@@ -185,20 +205,38 @@ def show_ttft(result: Mapping[str, Any], console: Console) -> None:
     """The result as tables that need no manual."""
     clock = "CPU time" if result["clock"] == "cpu" else "wall time"
     options, head = result["options"], result
-    table = Table(title=f"Time to the first token, {head['tokens']} prompt tokens ({clock}, {result['rounds']} rounds)")
+    table = Table(
+        title=(
+            f"Time to the first token, {head['tokens']} prompt tokens ({clock}, {result['rounds']}"
+            " rounds)"
+        )
+    )
     for name in ("way", "median s", "min-max s", "wall s", "faster", "chunks reused"):
         table.add_column(name, justify="left" if name in ("way", "chunks reused") else "right")
-    gains = {"full": 1.0, "prefix": head["prefix_x"], "fused": head["speedup"], "reuse": head["reuse_x"]}
+    gains = {
+        "full": 1.0,
+        "prefix": head["prefix_x"],
+        "fused": head["speedup"],
+        "reuse": head["reuse_x"],
+    }
     for case, name, what in CASES:
-        spread, wall = head["cases"][case][f"{result['clock']}_s"], head["cases"][case]["wall_s"]["median"]
-        times = (f"{spread['median']:.3f}", f"{spread['min']:.3f}-{spread['max']:.3f}", f"{wall:.3f}")
+        spread, wall = (
+            head["cases"][case][f"{result['clock']}_s"],
+            head["cases"][case]["wall_s"]["median"],
+        )
+        times = (
+            f"{spread['median']:.3f}",
+            f"{spread['min']:.3f}-{spread['max']:.3f}",
+            f"{wall:.3f}",
+        )
         table.add_row(name, *times, f"{gains[case]:.2f}x", what)
     console.print(table)
     console.print(
-        f"{head['chunks']} chunks of {options['chunk_tokens']} tokens and a question of {options['question_tokens']}; "
-        f"policy {result['policy']}, {head['mean_ratio']:.1%} of the rows recomputed (of chunks that are no exact "
-        f"prefix). At best {head['ideal_speedup']:.2f}x, reached {head['efficiency']:.0%} of it; at best "
-        f"{head['ideal_prefix_aware']:.2f}x when the first chunk is never computed.",
+        f"{head['chunks']} chunks of {options['chunk_tokens']} tokens and a question of"
+        f" {options['question_tokens']}; policy {result['policy']}, {head['mean_ratio']:.1%} of the"
+        " rows recomputed (of chunks that are no exact prefix). At best"
+        f" {head['ideal_speedup']:.2f}x, reached {head['efficiency']:.0%} of it; at best"
+        f" {head['ideal_prefix_aware']:.2f}x when the first chunk is never computed.",
         highlight=False,
     )
     if len(result["by_chunks"]) > 1:
@@ -207,11 +245,25 @@ def show_ttft(result: Mapping[str, Any], console: Console) -> None:
 
 def _by_chunks(result: Mapping[str, Any]) -> Table:
     table = Table(title="Growth with the context")
-    columns = ("chunks", "tokens", "full s", "ragfuse s", "ragfuse", "at best", "plain reuse", "prefix caching")
+    columns = (
+        "chunks",
+        "tokens",
+        "full s",
+        "ragfuse s",
+        "ragfuse",
+        "at best",
+        "plain reuse",
+        "prefix caching",
+    )
     for name in columns:
         table.add_column(name, justify="right")
     for row in result["by_chunks"]:
         seconds = (f"{row['full_s']:.3f}", f"{row['fused_s']:.3f}")
         factors = (row["speedup"], row["ideal_speedup"], row["reuse_x"], row["prefix_x"])
-        table.add_row(str(row["chunks"]), str(row["tokens"]), *seconds, *(f"{factor:.2f}x" for factor in factors))
+        table.add_row(
+            str(row["chunks"]),
+            str(row["tokens"]),
+            *seconds,
+            *(f"{factor:.2f}x" for factor in factors),
+        )
     return table

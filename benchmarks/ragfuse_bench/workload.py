@@ -1,4 +1,6 @@
-"""A prompt of random chunks and a question, for benchmarks of speed: its tokens, its KV, where the KV is put."""
+"""A prompt of random chunks and a question, for benchmarks of speed: its tokens, its KV, where the
+KV is put.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,26 @@ from ragfuse.types.prompt import Prompt, Segment
 
 
 class Workload:
-    """`chunks` runs of `chunk_tokens` random tokens and a question of `question_tokens`: always the same ones."""
+    """`chunks` runs of `chunk_tokens` random tokens and a question of `question_tokens`: always the
+    same ones.
+    """
 
-    def __init__(self, model: HFModel, chunks: int, chunk_tokens: int, question_tokens: int) -> None:
+    def __init__(
+        self, model: HFModel, chunks: int, chunk_tokens: int, question_tokens: int
+    ) -> None:
         drawn = torch.Generator().manual_seed(0)
         vocabulary = model.model.config.get_text_config().vocab_size
         self.size = chunk_tokens
         rows = torch.randint(vocabulary, (chunks, chunk_tokens), generator=drawn).tolist()
         self.chunks = [tuple(row) for row in rows]
-        self.question = tuple(torch.randint(vocabulary, (question_tokens,), generator=drawn).tolist())
+        self.question = tuple(
+            torch.randint(vocabulary, (question_tokens,), generator=drawn).tolist()
+        )
 
     def encode(self, engines: Sequence[Engine], console: Console) -> ChunkKV:
-        """Put every chunk's KV, encoded alone, into the store of each engine; gives the first one's."""
+        """Put every chunk's KV, encoded alone, into the store of each engine; gives the first
+        one's.
+        """
         first = None
         with progress(console) as bar:
             for tokens in bar.track(self.chunks, description="encoding chunks"):

@@ -1,8 +1,9 @@
-"""What the book takes from the repository around it: linked files as pages, notebooks, pictures as part of the page.
+"""What the book takes from the repository around it: linked files as pages, notebooks, pictures as
+part of the page.
 
-A link to a file of the repository works where the text is read there; here it leads to a page that shows the file, and
-a link whose words name a function or class of that file leads to its line. Nothing is written outside the output but
-copies of the notebooks, which git ignores.
+A link to a file of the repository works where the text is read there; here it leads to a page that
+shows the file, and a link whose words name a function or class of that file leads to its line.
+Nothing is written outside the output but copies of the notebooks, which git ignores.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ NAME = re.compile(r"`?([A-Za-z_][\w.]*)(?:\(\))?`?")
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Called by Sphinx."""
-    app.connect("builder-inited", lambda app: copy_notebooks(ROOT / "notebooks", DOCS / "notebooks"))
+    app.connect(
+        "builder-inited", lambda app: copy_notebooks(ROOT / "notebooks", DOCS / "notebooks")
+    )
     app.connect("doctree-resolved", inline_pictures)
     app.connect("doctree-resolved", settle_links)
     app.connect("html-collect-pages", file_pages)
@@ -39,20 +42,28 @@ def setup(app: Sphinx) -> dict[str, Any]:
 
 
 def copy_notebooks(source: Path, target: Path) -> list[str]:
-    """Copies of all notebooks, whose links to files hold from there; the names of those that are there now."""
+    """Copies of all notebooks, whose links to files hold from there; the names of those that are
+    there now.
+    """
     found = {path.name: path for path in sorted(source.glob("*.ipynb"))}
     for old in target.glob("*.ipynb"):
         if old.name not in found:
             old.unlink()
     for name, path in found.items():
-        text = path.read_text(encoding="utf-8").replace("](../docs/", "](../").replace("](../../", "](../../../")
+        text = (
+            path.read_text(encoding="utf-8")
+            .replace("](../docs/", "](../")
+            .replace("](../../", "](../../../")
+        )
         if not (target / name).exists() or (target / name).read_text(encoding="utf-8") != text:
             (target / name).write_text(text, encoding="utf-8")
     return list(found)
 
 
 def line_of(path: Path, name: str) -> int:
-    """The line on which a function or class (`Fusion.choose`) of a Python file begins; 0 where there is none."""
+    """The line on which a function or class (`Fusion.choose`) of a Python file begins; 0 where
+    there is none.
+    """
     body: list[ast.stmt] = ast.parse(path.read_text(encoding="utf-8")).body
     line = 0
     for part in name.split("."):
@@ -72,7 +83,9 @@ def _named(node: ast.stmt) -> str:
 
 
 class LinkToFile(SphinxTransform):
-    """Links to files and folders of the repository, which would be downloads, lead to pages that show them."""
+    """Links to files and folders of the repository, which would be downloads, lead to pages that
+    show them.
+    """
 
     default_priority = 500
 
@@ -92,7 +105,9 @@ class LinkToFile(SphinxTransform):
 
 
 def _outside(here: Path, node: nodes.Element) -> Path | None:
-    """The folder, or the text outside the book, that a link means; None where it means something else."""
+    """The folder, or the text outside the book, that a link means; None where it means something
+    else.
+    """
     target = (here / node["reftarget"]).resolve()
     if not target.is_relative_to(ROOT) or node["reftype"] != "myst":
         return None
@@ -141,7 +156,9 @@ def file_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 def _listing(path: Path) -> str:
     names = sorted(f"{item.name}/" if item.is_dir() else item.name for item in path.iterdir())
-    return "<ul>" + "".join(f"<li><code>{html.escape(name)}</code></li>" for name in names) + "</ul>"
+    return (
+        "<ul>" + "".join(f"<li><code>{html.escape(name)}</code></li>" for name in names) + "</ul>"
+    )
 
 
 def _shown(app: Sphinx, path: Path) -> str:

@@ -1,4 +1,6 @@
-"""The parts of the book that are read from the code: settings, commands, a page for every public name."""
+"""The parts of the book that are read from the code: settings, commands, a page for every public
+name.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def settings_table() -> str:
     lines = ["| setting | variable | default | what it is |", "| --- | --- | --- | --- |"]
     for name, field in Settings.model_fields.items():
         description = _cell(field.description or "")
-        lines.append(f"| `{name}` | `{PREFIX}{name.upper()}` | {_default(name, field)} | {description} |")
+        lines.append(
+            f"| `{name}` | `{PREFIX}{name.upper()}` | {_default(name, field)} | {description} |"
+        )
     return "\n".join(lines)
 
 
@@ -64,7 +68,9 @@ def _cell(text: str) -> str:
 
 
 def commands() -> str:
-    """Every command of the command line: how it is called, what it does, its arguments and options."""
+    """Every command of the command line: how it is called, what it does, its arguments and
+    options.
+    """
     return "\n\n".join(_command(path, command) for path, command in walk(root()))
 
 
@@ -95,7 +101,11 @@ def _command(path: tuple[str, ...], command: Any) -> str:
     rows = [(f"`{_metavar(one)}`", _prose(one.help or ""), "") for one in arguments]
     rows += [(_flags(one), _prose(one.help or ""), _shown(one)) for one in options]
     if rows:
-        table = ["| | | default |", "| --- | --- | --- |", *(f"| {a} | {_bar(b)} | {c} |" for a, b, c in rows)]
+        table = [
+            "| | | default |",
+            "| --- | --- | --- |",
+            *(f"| {a} | {_bar(b)} | {c} |" for a, b, c in rows),
+        ]
         parts.append("\n".join(table))
     return "\n\n".join(parts)
 
@@ -124,11 +134,23 @@ def _range(option: Any) -> str:
     least, most = option.min, option.max
     if least is not None and most is not None:
         return f"from {least:g} to {most:g}"
-    return f"at least {least:g}" if least is not None else f"at most {most:g}" if most is not None else ""
+    return (
+        f"at least {least:g}"
+        if least is not None
+        else f"at most {most:g}"
+        if most is not None
+        else ""
+    )
 
 
 def _prose(text: str) -> str:
-    return " ".join(text.split()).replace("*", "\\*").replace("<", "\\<").replace("[", "\\[").replace("`", "\\`")
+    return (
+        " ".join(text.split())
+        .replace("*", "\\*")
+        .replace("<", "\\<")
+        .replace("[", "\\[")
+        .replace("`", "\\`")
+    )
 
 
 def _bar(text: str) -> str:
@@ -146,7 +168,11 @@ def public_names(package: str) -> list[str]:
 def write_pages(folder: Path) -> list[str]:
     """One page for every public name of the three packages; pages of names that are gone go too."""
     folder.mkdir(parents=True, exist_ok=True)
-    pages = {f"{package}.{name}.md": _page(package, name) for package in PACKAGES for name in public_names(package)}
+    pages = {
+        f"{package}.{name}.md": _page(package, name)
+        for package in PACKAGES
+        for name in public_names(package)
+    }
     for old in folder.glob("*.md"):
         if old.name not in pages:
             old.unlink()
@@ -173,8 +199,12 @@ def _directive(value: Any) -> str:
     return "autofunction" if callable(value) else "autodata"
 
 
-def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, text: nodes.Element) -> nodes.Element | None:
-    """A public name is told by its home module in signatures: lead to its page. Other names have none, and no link."""
+def resolve(
+    app: Sphinx, env: BuildEnvironment, node: pending_xref, text: nodes.Element
+) -> nodes.Element | None:
+    """A public name is told by its home module in signatures: lead to its page. Other names have
+    none, and no link.
+    """
     if node.get("refdomain") != "py":
         return None
     name = node["reftarget"].rpartition(".")[2]
@@ -186,5 +216,7 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, text: nodes.
     return text
 
 
-MARKS: Mapping[str, Callable[[], str]] = MappingProxyType({"settings": settings_table, "commands": commands})
+MARKS: Mapping[str, Callable[[], str]] = MappingProxyType(
+    {"settings": settings_table, "commands": commands}
+)
 """What `python -m docs.made` writes, by the page that has it."""

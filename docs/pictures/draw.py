@@ -1,4 +1,6 @@
-"""The book's pictures: `python docs/pictures/draw.py` writes each as an SVG file beside this one."""
+"""The book's pictures: `python docs/pictures/draw.py` writes each as an SVG file beside
+this one.
+"""
 
 from __future__ import annotations
 
@@ -120,14 +122,16 @@ def layers() -> Picture:
     p.words(
         24,
         bottom + 64,
-        "Every computed row sees all earlier positions: cached rows and fresh ones lie in one buffer,",
+        "Every computed row sees all earlier positions: cached rows and fresh ones lie in one"
+        " buffer,",
         12,
         "soft",
     )
     p.words(
         24,
         bottom + 82,
-        "into which each layer's fresh K and V are scattered. Nothing of the model's own code is replaced.",
+        "into which each layer's fresh K and V are scattered. Nothing of the model's own code is"
+        " replaced.",
         12,
         "soft",
     )
@@ -166,7 +170,12 @@ def overlap() -> Picture:
     p.words(624, 86, "first token", 12, bold=True)
     p.arrow((496, 154), (514, 154))
     p.words(520, 158, "first token, faster", 12, bold=True)
-    p.legend(190, 196, ("load", "reading layers, in steps that grow: 1, 2, 4, ..."), ("again", "fusing them"))
+    p.legend(
+        190,
+        196,
+        ("load", "reading layers, in steps that grow: 1, 2, 4, ..."),
+        ("again", "fusing them"),
+    )
     p.line((24, 218), (836, 218), fill="line")
     p.words(24, 248, "What is left idle can be used: the loading controller's ratio", 15, bold=True)
     for y, name, rows in (
@@ -177,7 +186,14 @@ def overlap() -> Picture:
         p.words(24, y + 14, name, 12.5)
         for number in range(5):
             p.box(230 + number * 62, y, 59, 15, "load", round_=3)
-            p.box(230 + (number + 1) * 62 + max(0, rows - 62) * number, y + 18, rows - 3, 15, "again", round_=3)
+            p.box(
+                230 + (number + 1) * 62 + max(0, rows - 62) * number,
+                y + 18,
+                rows - 3,
+                15,
+                "again",
+                round_=3,
+            )
         end = 230 + 5 * 62 + rows + max(0, rows - 62) * 4
         p.arrow((end, y + 26), (end + 16, y + 26))
     p.words(640, 292, "the model waits for the tier", 12, "soft")
@@ -215,23 +231,38 @@ def tiers() -> Picture:
     p.words(836, 64, "slower, larger, cheaper", 11.5, "soft", at="end")
     y = 222
     p.words(24, y - 18, "a beginning", 12.5, bold=True)
-    p.words(180, y - 18, "of prompts, as earlier ones had it: into memory, and nowhere else", 12, "soft")
+    p.words(
+        180, y - 18, "of prompts, as earlier ones had it: into memory, and nowhere else", 12, "soft"
+    )
     p.words(24, y + 8, "a new chunk", 12.5, bold=True)
     p.words(
         180,
         y + 8,
-        "into memory at once; then to the cheapest slow tier whose loading hides, once this machine was measured",
+        "into memory at once; then to the cheapest slow tier whose loading hides, once this machine"
+        " was measured",
         12,
         "soft",
     )
     p.words(24, y + 34, "a read", 12.5, bold=True)
-    p.words(180, y + 34, "every layer is checked; a chunk that was read whole stays in memory", 12, "soft")
+    p.words(
+        180,
+        y + 34,
+        "every layer is checked; a chunk that was read whole stays in memory",
+        12,
+        "soft",
+    )
     p.words(24, y + 60, "used often", 12.5, bold=True)
     p.words(180, y + 60, "copied to a faster tier that has room, after the answer", 12, "soft")
     p.words(24, y + 86, "full or too old", 12.5, bold=True)
     p.words(180, y + 86, "least recently used first; pinned entries never", 12, "soft")
     p.words(24, y + 112, "down or damaged", 12.5, bold=True)
-    p.words(180, y + 112, "costs one timeout, never an answer: what cannot be read is computed", 12, "soft")
+    p.words(
+        180,
+        y + 112,
+        "costs one timeout, never an answer: what cannot be read is computed",
+        12,
+        "soft",
+    )
     return p
 
 
@@ -241,10 +272,20 @@ def boundaries() -> Picture:
     p.words(24, 34, "How a chunk is known", 15, bold=True)
     p.words(836, 34, "reused from", 12, "soft", at="end")
     rows = [
-        ("1", "given", "a content block, a Piece, Ask.documents, a server's documents", "the 2nd question"),
+        (
+            "1",
+            "given",
+            "a content block, a Piece, Ask.documents, a server's documents",
+            "the 2nd question",
+        ),
         ("2", "indexed", "ingest, RagFuseIndexer, KVPrecompute", "the 1st question"),
         ("3", "heard", "a retriever of LangChain or LlamaIndex returned it", "the 2nd question"),
-        ("4", "learnt", "two prompts held this passage; anywhere, the server too", "the 3rd question"),
+        (
+            "4",
+            "learnt",
+            "two prompts held this passage; anywhere, the server too",
+            "the 3rd question",
+        ),
         ("", "the rest", "instructions are the beginning of prompts; the question is new", ""),
     ]
     for number, (sign, name, what, note) in enumerate(rows):
@@ -270,8 +311,14 @@ def boundaries() -> Picture:
             p.words(x - 14, 335, "\\n\\n", 11, "soft", at="middle")
     for number, text in enumerate(
         (
-            "The prompt is tokenised as a whole, as without ragfuse; known chunks are found among its token ids.",
-            "Numbered, indented, escaped, cut or edited: what agrees id by id is reused, the rest is computed.",
+            (
+                "The prompt is tokenised as a whole, as without ragfuse; known chunks are found among"
+                " its token ids."
+            ),
+            (
+                "Numbered, indented, escaped, cut or edited: what agrees id by id is reused, the rest"
+                " is computed."
+            ),
             "No document can forge a mark, and nothing that differs is taken for the same.",
         )
     ):
@@ -290,7 +337,8 @@ def entries() -> Picture:
     p.words(
         190,
         114,
-        "A text's first tokens are special to a model; a chunk encoded as if it stood first brings that along.",
+        "A text's first tokens are special to a model; a chunk encoded as if it stood first brings"
+        " that along.",
         12,
         "soft",
     )
@@ -316,7 +364,8 @@ def entries() -> Picture:
     p.words(
         24,
         324,
-        "The same entry serves every prompt, whatever it begins with, and wherever in it the chunk stands.",
+        "The same entry serves every prompt, whatever it begins with, and wherever in it the chunk"
+        " stands.",
         12,
         "soft",
     )

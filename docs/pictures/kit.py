@@ -1,4 +1,6 @@
-"""A small pen for the book's pictures: boxes, words and arrows as SVG, in colours that follow light and dark."""
+"""A small pen for the book's pictures: boxes, words and arrows as SVG, in colours that follow light
+and dark.
+"""
 
 from __future__ import annotations
 
@@ -40,22 +42,43 @@ class Picture:
         self.box(0.5, 0.5, width - 1, height - 1, "card", edge="line", round_=10)
 
     def box(
-        self, x: float, y: float, w: float, h: float, fill: str = "hint", edge: str = "", round_: float = 4
+        self,
+        x: float,
+        y: float,
+        w: float,
+        h: float,
+        fill: str = "hint",
+        edge: str = "",
+        round_: float = 4,
     ) -> None:
         """A filled rectangle, with a line around it if `edge` names a colour."""
         line = f"stroke:{_colour(edge)};stroke-width:1" if edge else ""
         look = f"fill:{_colour(fill) if fill else 'none'};{line}"
-        self._parts.append(f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="{round_:g}" style="{look}"/>')
+        self._parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="{round_:g}"'
+            f' style="{look}"/>'
+        )
 
     def words(
-        self, x: float, y: float, text: str, size: float = 13, fill: str = "ink", at: str = "start", bold: bool = False
+        self,
+        x: float,
+        y: float,
+        text: str,
+        size: float = 13,
+        fill: str = "ink",
+        at: str = "start",
+        bold: bool = False,
     ) -> None:
         """One line of text, its base at y; at: start, middle or end."""
         weight = ";font-weight:600" if bold else ""
         look = f"fill:{_colour(fill)};font-size:{size:g}px{weight}"
-        self._parts.append(f'<text x="{x:g}" y="{y:g}" text-anchor="{at}" style="{look}">{escape(text)}</text>')
+        self._parts.append(
+            f'<text x="{x:g}" y="{y:g}" text-anchor="{at}" style="{look}">{escape(text)}</text>'
+        )
 
-    def label(self, x: float, y: float, w: float, h: float, text: str, fill: str, size: float = 12) -> None:
+    def label(
+        self, x: float, y: float, w: float, h: float, text: str, fill: str, size: float = 12
+    ) -> None:
         """A box with words in its middle; a line break begins a second line."""
         self.box(x, y, w, h, fill)
         lines = text.split("\n")
@@ -67,7 +90,9 @@ class Picture:
         """A line through points."""
         path = "M" + " L".join(f"{x:g} {y:g}" for x, y in points)
         dash = ";stroke-dasharray:4 4" if dashed else ""
-        self._parts.append(f'<path d="{path}" style="fill:none;stroke:{_colour(fill)};stroke-width:1.5{dash}"/>')
+        self._parts.append(
+            f'<path d="{path}" style="fill:none;stroke:{_colour(fill)};stroke-width:1.5{dash}"/>'
+        )
 
     def arrow(self, *points: tuple[float, float], fill: str = "soft") -> None:
         """A line through points with a head at its end."""
@@ -77,7 +102,9 @@ class Picture:
         dx, dy = (x - x0) / length, (y - y0) / length
         left = f"{x - 8 * dx + 4 * dy:g} {y - 8 * dy - 4 * dx:g}"
         right = f"{x - 8 * dx - 4 * dy:g} {y - 8 * dy + 4 * dx:g}"
-        self._parts.append(f'<path d="M{x:g} {y:g} L{left} L{right} Z" style="fill:{_colour(fill)}"/>')
+        self._parts.append(
+            f'<path d="M{x:g} {y:g} L{left} L{right} Z" style="fill:{_colour(fill)}"/>'
+        )
 
     def legend(self, x: float, y: float, *entries: tuple[str, str], gap: float = 28) -> None:
         """Small boxes and what their colours mean, in one row."""
@@ -90,8 +117,9 @@ class Picture:
         """The whole, in light or dark as whoever shows it prefers."""
         look = f"svg.rf{{{style(0)}}}@media (prefers-color-scheme:dark){{svg.rf{{{style(1)}}}}}"
         head = (
-            f'<svg class="rf" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
-            f'width="{self.width}" style="max-width:100%;height:auto;font-family:{escape(FONT, quote=False)}">'
+            f'<svg class="rf" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width}'
+            f' {self.height}" width="{self.width}"'
+            f' style="max-width:100%;height:auto;font-family:{escape(FONT, quote=False)}">'
         )
         return "\n".join([head, f"<style>{look}</style>", *self._parts, "</svg>\n"])
 

@@ -1,4 +1,6 @@
-"""The picture of a schema's positions, from the schema and the prompt that the guide begins with."""
+"""The picture of a schema's positions, from the schema and the prompt that the guide begins
+with.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ def positions() -> Picture:
     p.words(
         24,
         58,
-        "A token is a word here. The modules of a union begin at one position; it takes its longest one's room.",
+        "A token is a word here. The modules of a union begin at one position; it takes its longest"
+        " one's room.",
         12,
         "soft",
     )
@@ -47,12 +50,24 @@ def positions() -> Picture:
             else:
                 p.box(x, y, width, HIGH, "reused")
     y = TOP + ROW * len(places) + 34
-    p.words(24, y - 14, "A prompt takes what it imports from there, and computes the rest", 15, bold=True)
+    p.words(
+        24,
+        y - 14,
+        "A prompt takes what it imports from there, and computes the rest",
+        15,
+        bold=True,
+    )
     p.words(LEFT - 12, y + 24, "the prompt", 12.5, at="end")
     p.box(LEFT, y + 6, last * scale - 1.5, HIGH, "hint")
     for start, stop in spans:
         kind = next(each.kind for each in bound.segments if each.start == start)
-        p.box(LEFT + start * scale, y + 6, (stop - start) * scale - 1.5, HIGH, "fresh" if kind == "fresh" else "reused")
+        p.box(
+            LEFT + start * scale,
+            y + 6,
+            (stop - start) * scale - 1.5,
+            HIGH,
+            "fresh" if kind == "fresh" else "reused",
+        )
     p.legend(
         24,
         y + 66,
@@ -64,14 +79,16 @@ def positions() -> Picture:
     p.words(
         24,
         y + 98,
-        "What is not imported leaves its positions empty, and so does what an argument leaves of its room:",
+        "What is not imported leaves its positions empty, and so does what an argument leaves of"
+        " its room:",
         12,
         "soft",
     )
     p.words(
         24,
         y + 116,
-        "nothing that was encoded moves, whichever modules a prompt takes and in whatever order it names them.",
+        "nothing that was encoded moves, whichever modules a prompt takes and in whatever order it"
+        " names them.",
         12,
         "soft",
     )
@@ -80,7 +97,9 @@ def positions() -> Picture:
 
 def _example() -> tuple[SchemaLayout, Prompt]:
     page = GUIDE.read_text(encoding="utf-8")
-    schema, prompt = (re.search(rf"<{tag} .*?</{tag}>", page, re.DOTALL) for tag in ("schema", "prompt"))
+    schema, prompt = (
+        re.search(rf"<{tag} .*?</{tag}>", page, re.DOTALL) for tag in ("schema", "prompt")
+    )
     if schema is None or prompt is None:
         raise ValueError(f"{GUIDE.name} shows no schema or no prompt.")
     wrapping = Wrapping(("<s>", "</s>"), ("<s>", "</s>"), ("<s>", "</s>"), ask="<s>")

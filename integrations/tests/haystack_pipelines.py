@@ -1,4 +1,6 @@
-"""A real pipeline for the tests: documents in memory, BM25, a prompt, and the generator of the test."""
+"""A real pipeline for the tests: documents in memory, BM25, a prompt, and the generator of the
+test.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ DOCUMENTS = [
 TEMPLATE = [
     ChatMessage.from_system("Be brief."),
     ChatMessage.from_user(
-        "Use these letters:\n{% for document in documents %}{{ document.content }}\n\n{% endfor %}{{ question }}"
+        "Use these letters:\n{% for document in documents %}{{ document.content }}\n\n{% endfor"
+        " %}{{ question }}"
     ),
 ]
 
@@ -30,7 +33,9 @@ def rag(llm: Any, top_k: int = 4) -> Pipeline:
     shelf.write_documents(DOCUMENTS)
     pipeline = Pipeline()
     pipeline.add_component("retriever", InMemoryBM25Retriever(shelf, top_k=top_k))
-    pipeline.add_component("prompt", ChatPromptBuilder(TEMPLATE, required_variables=["documents", "question"]))
+    pipeline.add_component(
+        "prompt", ChatPromptBuilder(TEMPLATE, required_variables=["documents", "question"])
+    )
     pipeline.add_component("llm", llm)
     pipeline.connect("retriever.documents", "prompt.documents")
     pipeline.connect("prompt.prompt", "llm.messages")

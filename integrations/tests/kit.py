@@ -1,4 +1,6 @@
-"""What both siblings' tests share: a tiny random model for mechanics, the embedded models and texts for questions."""
+"""What both siblings' tests share: a tiny random model for mechanics, the embedded models and texts
+for questions.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from ragfuse import Engine, Settings
 from ragfuse.models import resolve_embedder, resolve_llm
 
 TEMPLATE = (
-    "<s>{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "<s>{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}\n{% endfor"
+    " %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 LETTERS = """\
 Port Elling. The harbour of Port Elling was dug in 1847 by sailors who had lost their ship in a winter storm. Its first
@@ -39,7 +41,9 @@ ROLES = ["system", "user", "assistant", "tool"]
 
 @pytest.fixture(scope="session")
 def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a random 3-layer Llama whose tokens are bytes, wide weights, and a chat template."""
+    """A folder with a random 3-layer Llama whose tokens are bytes, wide weights, and a chat
+    template.
+    """
     folder = tmp_path_factory.mktemp("tiny")
     tokenizer = byte_tokenizer()
     config = LlamaConfig(
@@ -69,7 +73,9 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tiny_settings(tiny_path: Path, tmp_path: Path) -> Settings:
-    """The tiny model over an empty store, without prefix caching, which would hide what chunks do."""
+    """The tiny model over an empty store, without prefix caching, which would hide what
+    chunks do.
+    """
     alone = {"prefix_cache": False, "learn": "retrieved", "max_tokens": 12}
     return Settings(model=str(tiny_path), dtype="float32", store=tmp_path / "store", **alone)
 
@@ -96,7 +102,9 @@ def minilm() -> str:
 @pytest.fixture
 def real_engine(smollm: str, tmp_path: Path) -> Iterator[Engine]:
     """The embedded LLM in float32, where equal means equal, over an empty store."""
-    with Engine(Settings(model="smollm2-135m", dtype="float32", store=tmp_path / "store", max_tokens=16)) as engine:
+    with Engine(
+        Settings(model="smollm2-135m", dtype="float32", store=tmp_path / "store", max_tokens=16)
+    ) as engine:
         yield engine
 
 

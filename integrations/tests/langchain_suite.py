@@ -1,4 +1,6 @@
-"""What LangChain's suite for chat models is told of ragfuse with the embedded model, in this process or at a server."""
+"""What LangChain's suite for chat models is told of ragfuse with the embedded model, in this
+process or at a server.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ from langchain_core.messages import AIMessage
 from langchain_ragfuse import ChatRagFuse
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 
-PASSAGE = "The lighthouse keeper counted forty ships that night and wrote all of their names into a blue book."
+PASSAGE = (
+    "The lighthouse keeper counted forty ships that night and wrote all of their names into a blue"
+    " book."
+)
 ASKED = "\n\nHow many ships were there?"
 DETAILS = ["cache_read_input", "cache_creation_input"]
 

@@ -25,9 +25,13 @@ class EventRecorder(BaseEventHandler):
         self.events.append(event)
 
     def kinds(self, call: str) -> list[str]:
-        """Return the short names of the events of a call's kind, in order; repeated names in a row count once."""
+        """Return the short names of the events of a call's kind, in order; repeated names in a row
+        count once.
+        """
         prefix = "LLMChat" if "chat" in call else "LLMCompletion"
-        names = [event.class_name() for event in self.events if event.class_name().startswith(prefix)]
+        names = [
+            event.class_name() for event in self.events if event.class_name().startswith(prefix)
+        ]
         short = [name.removeprefix(prefix).removesuffix("Event") for name in names]
         return [name for at, name in enumerate(short) if at == 0 or short[at - 1] != name]
 
@@ -40,13 +44,17 @@ class CallbackRecorder(BaseCallbackHandler):
         self.started: list[dict[str, Any]] = []
         self.ended: list[dict[str, Any]] = []
 
-    def on_event_start(self, event_type: CBEventType, payload: Any = None, event_id: str = "", **_: Any) -> str:
+    def on_event_start(
+        self, event_type: CBEventType, payload: Any = None, event_id: str = "", **_: Any
+    ) -> str:
         """Record the start of a call."""
         if event_type is CBEventType.LLM:
             self.started.append({"id": event_id, **(payload or {})})
         return event_id
 
-    def on_event_end(self, event_type: CBEventType, payload: Any = None, event_id: str = "", **_: Any) -> None:
+    def on_event_end(
+        self, event_type: CBEventType, payload: Any = None, event_id: str = "", **_: Any
+    ) -> None:
         """Record the end of a call."""
         if event_type is CBEventType.LLM:
             self.ended.append({"id": event_id, **(payload or {})})

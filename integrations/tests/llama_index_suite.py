@@ -1,7 +1,8 @@
-"""Tests that any LlamaIndex LLM must pass, as a class to inherit: the framework has no such suite of its own.
+"""Tests that any LlamaIndex LLM must pass, as a class to inherit: the framework has no such suite
+of its own.
 
-`unsupported` names the features that the LLM does not have, with the reason: their tests are expected to fail, and one
-that passes is reported.
+`unsupported` names the features that the LLM does not have, with the reason: their tests are
+expected to fail, and one that passes is reported.
 """
 
 from __future__ import annotations
@@ -23,10 +24,21 @@ from llama_index.core.llms import LLM
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 
-from integrations.tests.llama_index_events import CallbackRecorder, EventRecorder, fingerprint, joined_text, text_of
+from integrations.tests.llama_index_events import (
+    CallbackRecorder,
+    EventRecorder,
+    fingerprint,
+    joined_text,
+    text_of,
+)
 
 T = TypeVar("T")
-CALLS = tuple(f"{a}{stream}{what}" for what in ("complete", "chat") for a in ("", "a") for stream in ("", "stream_"))
+CALLS = tuple(
+    f"{a}{stream}{what}"
+    for what in ("complete", "chat")
+    for a in ("", "a")
+    for stream in ("", "stream_")
+)
 STREAMS = tuple(call for call in CALLS if "stream" in call)
 WAIT_S = 60.0
 MAX_SETTINGS_BYTES = 1 << 20
@@ -82,7 +94,9 @@ class LLMConformance:
         yield handler
         dispatcher.event_handlers.remove(handler)
 
-    async def answers(self, llm: LLM, call: str, text: str | None = None, **kwargs: Any) -> list[Any]:
+    async def answers(
+        self, llm: LLM, call: str, text: str | None = None, **kwargs: Any
+    ) -> list[Any]:
         """Return all responses of one of the eight calls (`CALLS`) to a question."""
         question = self.question if text is None else text
         prompt: Any = [ChatMessage(role="user", content=question)] if "chat" in call else question
@@ -91,7 +105,11 @@ class LLMConformance:
             responses = await responses
         if "stream" not in call:
             return [responses]
-        return [each async for each in responses] if isinstance(responses, AsyncIterator) else list(responses)
+        return (
+            [each async for each in responses]
+            if isinstance(responses, AsyncIterator)
+            else list(responses)
+        )
 
     # the text of answers
 
@@ -111,29 +129,40 @@ class LLMConformance:
     async def test_a_streams_text_is_what_was_said_so_far(self, llm: LLM, call: str) -> None:
         """Each response has all deltas so far, and the last response has the whole text."""
         responses = await self.answers(llm, call)
-        assert [text_of(each) for each in responses] == [joined_text(responses[: i + 1]) for i in range(len(responses))]
+        assert [text_of(each) for each in responses] == [
+            joined_text(responses[: i + 1]) for i in range(len(responses))
+        ]
 
     @pytest.mark.parametrize("call", [call for call in CALLS if "chat" in call])
     async def test_chats_are_answered_by_the_assistant(self, llm: LLM, call: str) -> None:
         """In every response of a stream."""
-        assert {each.message.role for each in await self.answers(llm, call)} == {MessageRole.ASSISTANT}
+        assert {each.message.role for each in await self.answers(llm, call)} == {
+            MessageRole.ASSISTANT
+        }
 
     def test_a_conversation_is_taken_with_all_its_roles(self, llm: LLM) -> None:
         """System, user and assistant, and two users in a row."""
         roles = ["system", "user", "assistant", "user", "user"]
-        messages = [ChatMessage(role=role, content=f"{role} number {at}") for at, role in enumerate(roles)]
+        messages = [
+            ChatMessage(role=role, content=f"{role} number {at}") for at, role in enumerate(roles)
+        ]
         assert text_of(llm.chat(messages))
 
     def test_what_was_said_before_counts(self, llm: LLM) -> None:
         """The answer depends on all messages, not only on the last one."""
         last = ChatMessage(role="user", content=self.question)
-        before = [ChatMessage(role="user", content="Hello there."), ChatMessage(role="assistant", content="Good day!")]
+        before = [
+            ChatMessage(role="user", content="Hello there."),
+            ChatMessage(role="assistant", content="Good day!"),
+        ]
         assert fingerprint(llm.chat([*before, last])) != fingerprint(llm.chat([last]))
 
     async def test_an_empty_text_is_answered_or_refused_alike(self, llm: LLM) -> None:
         """All calls of a kind behave the same, and none fails with an internal error."""
         for what in ("complete", "chat"):
-            ends = {call: await self.outcome_of(llm, call, "") for call in CALLS if call.endswith(what)}
+            ends = {
+                call: await self.outcome_of(llm, call, "") for call in CALLS if call.endswith(what)
+            }
             assert len(set(ends.values())) == 1, ends
 
     @needs("empty messages")
@@ -141,7 +170,9 @@ class LLMConformance:
         """The error says that messages are missing."""
         with pytest.raises(Exception, match=r"(?i)message") as refused:
             llm.chat([])
-        assert not isinstance(refused.value, (AssertionError, AttributeError, IndexError, KeyError, TypeError))
+        assert not isinstance(
+            refused.value, (AssertionError, AttributeError, IndexError, KeyError, TypeError)
+        )
 
     async def outcome_of(self, llm: LLM, call: str, text: str) -> str:
         """Return the text of a call's answer, or the error that it raised."""
@@ -156,9 +187,14 @@ class LLMConformance:
     async def test_a_prompt_template_is_answered_as_its_text(self, llm: LLM) -> None:
         """By predict, stream and their async versions."""
         template = PromptTemplate("{question}")
-        texts = {llm.predict(template, question=self.question), await llm.apredict(template, question=self.question)}
+        texts = {
+            llm.predict(template, question=self.question),
+            await llm.apredict(template, question=self.question),
+        }
         texts.add("".join(llm.stream(template, question=self.question)))
-        texts.add("".join([each async for each in await llm.astream(template, question=self.question)]))
+        texts.add(
+            "".join([each async for each in await llm.astream(template, question=self.question)])
+        )
         assert len(texts) == 1
         assert texts != {""}
 
@@ -179,7 +215,9 @@ class LLMConformance:
     @needs("usage")
     @pytest.mark.parametrize("call", CALLS)
     async def test_tokens_are_counted(self, llm: LLM, call: str) -> None:
-        """The last response has the counts, under the names that token counters and tracers read."""
+        """The last response has the counts, under the names that token counters and tracers
+        read.
+        """
         usage = (await self.answers(llm, call))[-1].raw["usage"]
         counts = [usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
         assert counts[0] > 0
@@ -197,11 +235,15 @@ class LLMConformance:
         outer = called.started[0]
         assert outer.get(EventPayload.MESSAGES) or outer.get(EventPayload.PROMPT)
         ends = [each for each in called.ended if each["id"] == outer["id"]]
-        answers = [each.get(EventPayload.RESPONSE) or each.get(EventPayload.COMPLETION) for each in ends]
+        answers = [
+            each.get(EventPayload.RESPONSE) or each.get(EventPayload.COMPLETION) for each in ends
+        ]
         assert [text_of(each) for each in answers] == [text_of(responses[-1])]
 
     @pytest.mark.parametrize("call", CALLS)
-    async def test_events_tell_every_call(self, llm: LLM, recorder: EventRecorder, call: str) -> None:
+    async def test_events_tell_every_call(
+        self, llm: LLM, recorder: EventRecorder, call: str
+    ) -> None:
         """There is a start, progress for a stream, and an end with the last response."""
         responses = await self.answers(llm, call)
         progress = ["InProgress"] if "stream" in call else []
@@ -211,10 +253,14 @@ class LLMConformance:
 
     @needs("events once")
     @pytest.mark.parametrize("call", [call for call in CALLS if call.startswith("a")])
-    async def test_an_async_call_is_told_once(self, llm: LLM, recorder: EventRecorder, call: str) -> None:
+    async def test_an_async_call_is_told_once(
+        self, llm: LLM, recorder: EventRecorder, call: str
+    ) -> None:
         """A sync call inside it dispatches no events of its own."""
         await self.answers(llm, call)
-        assert len([each for each in recorder.events if each.class_name().endswith("StartEvent")]) == 1
+        assert (
+            len([each for each in recorder.events if each.class_name().endswith("StartEvent")]) == 1
+        )
 
     @needs("usage")
     async def test_events_carry_the_usage(self, llm: LLM, recorder: EventRecorder) -> None:
@@ -231,7 +277,9 @@ class LLMConformance:
             llm.predict(PromptTemplate("{question}"), question=self.question)
         finally:
             dispatcher.span_handlers.remove(spans)
-        parents = {span.id_.split("-")[0].split(".")[-1]: span.parent_id for span in spans.completed_spans}
+        parents = {
+            span.id_.split("-")[0].split(".")[-1]: span.parent_id for span in spans.completed_spans
+        }
         inner = "chat" if llm.metadata.is_chat_model else "complete"
         assert parents[inner].split("-")[0].split(".")[-1] == "predict"
         assert not spans.open_spans
@@ -262,7 +310,9 @@ class LLMConformance:
         texts = [f"{self.question} Say it {number} times." for number in range(4)]
         alone, responses = [text_of(llm.complete(text)) for text in texts], dict[str, str]()
         threads = [
-            threading.Thread(target=lambda text=text: responses.update({text: text_of(llm.complete(text))}))
+            threading.Thread(
+                target=lambda text=text: responses.update({text: text_of(llm.complete(text))})
+            )
             for text in texts
         ]
         for thread in threads:
@@ -289,7 +339,9 @@ class LLMConformance:
     async def test_leaving_a_stream_ends_the_work(self, llm: LLM, call: str) -> None:
         """The same holds when the reader closes a stream early."""
         whole, before = text_of(llm.complete(self.question)), self.threads()
-        prompt: Any = [ChatMessage(role="user", content=self.question)] if "chat" in call else self.question
+        prompt: Any = (
+            [ChatMessage(role="user", content=self.question)] if "chat" in call else self.question
+        )
         stream = getattr(llm, call)(prompt, **self.long_kwargs)
         if call.startswith("a"):
             stream = await stream
@@ -323,7 +375,9 @@ class LLMConformance:
         assert text_of(again.complete(self.question)) == text_of(llm.complete(self.question))
 
     def beside_json(self, llm: LLM) -> dict[str, Any]:
-        """Return further arguments for `from_dict` that do not belong into a file, such as API keys."""
+        """Return further arguments for `from_dict` that do not belong into a file, such as API
+        keys.
+        """
         return {}
 
     # objects and tools
@@ -344,17 +398,26 @@ class LLMConformance:
 
     @needs("tools")
     async def test_a_required_tool_is_called(self, llm: LLM) -> None:
-        """The call has the tool's name and fits its schema, and its result is accepted as a message."""
+        """The call has the tool's name and fits its schema, and its result is accepted as a
+        message.
+        """
         tool = FunctionTool.from_defaults(count_ships, description="Counts the ships in a harbour.")
         assert llm.metadata.is_function_calling_model
         kwargs: Any = {"user_msg": self.question, "tool_required": True, **self.object_kwargs}
         assert llm.predict_and_call([tool], **kwargs).response == "forty ships"
         assert (await llm.apredict_and_call([tool], **kwargs)).response == "forty ships"
-        calls = llm.get_tool_calls_from_response(list(llm.stream_chat_with_tools([tool], **kwargs))[-1])
+        calls = llm.get_tool_calls_from_response(
+            list(llm.stream_chat_with_tools([tool], **kwargs))[-1]
+        )
         assert [call.tool_name for call in calls] == ["count_ships"]
         asking = llm.chat_with_tools([tool], **kwargs).message
-        result = ChatMessage(role="tool", content="forty ships", additional_kwargs={"tool_call_id": calls[0].tool_id})
-        assert isinstance(llm.chat([ChatMessage(role="user", content=self.question), asking, result]), ChatResponse)
+        result = ChatMessage(
+            role="tool", content="forty ships", additional_kwargs={"tool_call_id": calls[0].tool_id}
+        )
+        assert isinstance(
+            llm.chat([ChatMessage(role="user", content=self.question), asking, result]),
+            ChatResponse,
+        )
 
 
 def count_ships(is_harbour: bool) -> str:

@@ -1,4 +1,6 @@
-"""A `ragfuse serve` for both siblings' tests: over the tiny model in a thread, over an embedded one in a process."""
+"""A `ragfuse serve` for both siblings' tests: over the tiny model in a thread, over an embedded one
+in a process.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def served(tiny_path: Path, tmp_path: Path) -> Iterator[Served]:
     """A server of the tiny model that wants a key, with the settings of `tiny_settings`."""
     home = tmp_path / "served"
     alone = {"prefix_cache": False, "learn": "retrieved", "max_tokens": 12}
-    settings = Settings(model=str(tiny_path), dtype="float32", store=home / "store", home=home, **alone)
+    settings = Settings(
+        model=str(tiny_path), dtype="float32", store=home / "store", home=home, **alone
+    )
     with serving(settings, Keys([KEY])) as made:
         yield made
 

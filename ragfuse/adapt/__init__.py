@@ -1,1 +1,3 @@
-"""The training of `ragfuse adapt`: examples and questions made of documents, a teacher, a LoRA adapter."""
+"""The training of `ragfuse adapt`: examples and questions made of documents, a teacher, a LoRA
+adapter.
+"""

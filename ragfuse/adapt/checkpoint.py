@@ -1,7 +1,8 @@
-"""The folder of an adapter that is being trained: what it was started with, and where the training stands.
+"""The folder of an adapter that is being trained: what it was started with, and where the training
+stands.
 
-The adapter itself lies in `chunk_adapter/`, in PEFT's form, so that it can be used at any time; one file, written at
-once, has all that going on needs.
+The adapter itself lies in `chunk_adapter/`, in PEFT's form, so that it can be used at any time; one
+file, written at once, has all that going on needs.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ class TrainingState:
 
 
 def require_place(path: Path) -> None:
-    """Raise InputError unless an adapter can be written to a folder: a new one, or one that `ragfuse adapt` began.
+    """Raise InputError unless an adapter can be written to a folder: a new one, or one that
+    `ragfuse adapt` began.
 
     Args:
         path: The folder; it is not made.
@@ -100,8 +102,8 @@ def require_place(path: Path) -> None:
     else:
         return
     raise InputError(
-        f"Wanted a new folder for the adapter or one that `ragfuse adapt` began, found {found}: '{path}'. Name "
-        "another folder with --out."
+        f"Wanted a new folder for the adapter or one that `ragfuse adapt` began, found {found}:"
+        f" '{path}'. Name another folder with --out."
     )
 
 
@@ -141,17 +143,18 @@ class AdapterFolder:
             return TrainingState(), {}
         except (OSError, SafetensorError) as error:
             raise InputError(
-                f"Wanted the training that `ragfuse adapt` began in '{self.path}', found '{file}' damaged. Put the "
-                f"file back from a copy to go on. To begin anew, name another folder with --out, or delete "
-                f"'{self.path}', whose {CHUNK_ADAPTER}/ has what was learnt before."
+                f"Wanted the training that `ragfuse adapt` began in '{self.path}', found '{file}'"
+                " damaged. Put the file back from a copy to go on. To begin anew, name another"
+                f" folder with --out, or delete '{self.path}', whose {CHUNK_ADAPTER}/ has what was"
+                " learnt before."
             ) from error
         wanted = asdict(self.recipe)
         recipe = json.loads(said["recipe"])
         other = [name for name in wanted if wanted[name] != recipe[name]]
         if other:
             raise InputError(
-                f"'{self.path}' has an adapter that was trained with another {' and '.join(other)}. Give the same "
-                "again to go on, or name another folder with --out."
+                f"'{self.path}' has an adapter that was trained with another {' and '.join(other)}."
+                " Give the same again to go on, or name another folder with --out."
             )
         return TypeAdapter(TrainingState).validate_json(said["state"]), tensors
 

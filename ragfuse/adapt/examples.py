@@ -1,7 +1,8 @@
-"""Training examples: a context of several passages under one wording of the prompt, and questions about them.
+"""Training examples: a context of several passages under one wording of the prompt, and questions
+about them.
 
-`DocumentExamples` makes them of a user's documents. Nothing has to be answered by hand: the model's own answers over a
-full prefill are what is taught.
+`DocumentExamples` makes them of a user's documents. Nothing has to be answered by hand: the model's
+own answers over a full prefill are what is taught.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ ABOUT_TWO = (
 
 @dataclass(frozen=True)
 class Template:
-    """How a prompt is worded: `system` and `user` hold {context} in one of them, {question} in `user` behind it."""
+    """How a prompt is worded: `system` and `user` hold {context} in one of them, {question} in
+    `user` behind it.
+    """
 
     system: str
     user: str
@@ -69,7 +72,8 @@ TEMPLATES = (
     ),
     Template(
         "",
-        "Context:\n----------\n{context}\n----------\nAnswer from the context alone.\nQuestion: {question}\nAnswer: ",
+        "Context:\n----------\n{context}\n----------\nAnswer from the context alone.\nQuestion:"
+        " {question}\nAnswer: ",
     ),
     Template(
         "",
@@ -107,12 +111,15 @@ def split_documents(documents: Documents, seed: int) -> tuple[Documents, Documen
     Raises:
         InputError: They have too few chunks.
     """
-    long = [(name, [text for text in texts if len(text) >= MIN_PASSAGE_CHARS]) for name, texts in documents]
+    long = [
+        (name, [text for text in texts if len(text) >= MIN_PASSAGE_CHARS])
+        for name, texts in documents
+    ]
     total = sum(len(texts) for _, texts in long)
     if total < MIN_CHUNKS:
         raise InputError(
-            f"Wanted documents of at least {MIN_CHUNKS} chunks to learn from, found {total}. Give more documents, or "
-            "make smaller chunks with RAGFUSE_CHUNK_TOKENS."
+            f"Wanted documents of at least {MIN_CHUNKS} chunks to learn from, found {total}. Give"
+            " more documents, or make smaller chunks with RAGFUSE_CHUNK_TOKENS."
         )
     wanted = max(HELD_CHUNKS, round(HELD_SHARE * total))
     sizes = {name: len(texts) for name, texts in long}
@@ -138,7 +145,8 @@ class NumberedExamples(Protocol):
 
 
 class DocumentExamples:
-    """Examples of a user's documents, by number: the same number gives the same example in any process.
+    """Examples of a user's documents, by number: the same number gives the same example in any
+    process.
 
     Args:
         documents: The documents.
@@ -153,28 +161,40 @@ class DocumentExamples:
         self._seen = Counter(word for _, text in self._chunks for word in set(words_of(text)))
 
     def example(self, number: int) -> Example:
-        """Return the example of a number: chunks of which about half are neighbours, and questions about them."""
+        """Return the example of a number: chunks of which about half are neighbours, and questions
+        about them.
+        """
         generator = random.Random(f"{self._seed} {number}")
         chosen = self._choose(generator)
         asked = list(dict.fromkeys(self._questions([text for _, text in chosen], generator)))
         template = generator.choice(TEMPLATES)
-        texts = tuple(template.passage.format(title=_title(name), text=text) for name, text in chosen)
+        texts = tuple(
+            template.passage.format(title=_title(name), text=text) for name, text in chosen
+        )
         return Example(template, texts, tuple(asked[: self._most]))
 
     def _choose(self, generator: random.Random) -> list[tuple[str, str]]:
         count = min(generator.choice(SIZES), len(self._chunks))
         first = generator.randrange(len(self._chunks))
         name = self._chunks[first][0]
-        near = [i for i in range(first - 3, first + 4) if 0 <= i < len(self._chunks) and self._chunks[i][0] == name]
+        near = [
+            i
+            for i in range(first - 3, first + 4)
+            if 0 <= i < len(self._chunks) and self._chunks[i][0] == name
+        ]
         near.remove(first)
-        mates = generator.sample(near, min(len(near), count // 2 if generator.random() < 0.7 else 0))
+        mates = generator.sample(
+            near, min(len(near), count // 2 if generator.random() < 0.7 else 0)
+        )
         rest = [i for i in range(len(self._chunks)) if i != first and i not in mates]
         chosen = [first, *mates, *generator.sample(rest, max(0, count - 1 - len(mates)))]
         generator.shuffle(chosen)
         return [self._chunks[i] for i in chosen]
 
     def _questions(self, texts: Sequence[str], generator: random.Random) -> Iterator[str]:
-        """Yield questions in turn: about one chunk, about a gap in a sentence, and about two chunks."""
+        """Yield questions in turn: about one chunk, about a gap in a sentence, and about two
+        chunks.
+        """
         about = [topics(text, self._seen)[:4] for text in texts]
         one = [generator.choice(ABOUT_ONE).format(topic) for each in about for topic in each]
         gaps = [question for text in texts for question in gap_questions(text, generator)]
@@ -198,7 +218,10 @@ def gap_questions(text: str, generator: random.Random) -> Iterator[str]:
         generator: Chooses what is left out.
     """
     for sentence in re.split(r"(?<=[a-z0-9)][.]) (?=[A-Z])", text):
-        named = r"(?<=[a-z,] )(?:[A-Z][a-z]+(?: [A-Z][a-z]+)+|\d{4}|\d+ (?:million|percent|km))(?=[ ,.])"
+        named = (
+            r"(?<=[a-z,] )(?:[A-Z][a-z]+(?: [A-Z][a-z]+)+|\d{4}|\d+ (?:million|percent|km))(?=["
+            r" ,.])"
+        )
         gaps = list(re.finditer(named, sentence))
         if gaps and 8 <= len(sentence.split()) <= 30:
             gap = generator.choice(gaps)

@@ -10,7 +10,9 @@ from ragfuse.calibration.plots import saved
 
 
 def draw_training(evaluations: Sequence[Evaluation], path: Path) -> None:
-    """Draw the KL on held-out documents by step, with nothing recomputed, as a picture at `path`."""
+    """Draw the KL on held-out documents by step, with nothing recomputed, as a picture at
+    `path`.
+    """
     with saved(path, (7, 4)) as figure:
         axes = figure.add_subplot()
         axes.plot([each.step for each in evaluations], [each.kl for each in evaluations], "o-")

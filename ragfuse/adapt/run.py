@@ -1,4 +1,6 @@
-"""One adaptation from end to end: the model with an adapter beside it, its training, and what came of it."""
+"""One adaptation from end to end: the model with an adapter beside it, its training, and what came
+of it.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,9 @@ class Adaptation:
         source = resolve_llm(settings.model, settings.home)
         if any((Path(source) / place / ADAPTER_CONFIG).is_file() for place in ("", CHUNK_ADAPTER)):
             raise ModelError(
-                f"Wanted a model to train an adapter for, found the folder of an adapter: '{settings.model}'. Give the "
-                "model that it was made for, or merge it and give the folder."
+                "Wanted a model to train an adapter for, found the folder of an adapter:"
+                f" '{settings.model}'. Give the model that it was made for, or merge it and give"
+                " the folder."
             )
         if settings.device.startswith("cpu"):
             limit_threads(None if settings.threads == "auto" else settings.threads)
@@ -68,7 +71,9 @@ class Adaptation:
         self.plain.drift = None
         self.settings = settings.model_copy(update={"learn": "off", "prefix_cache": False})
         refuse_unadaptable(self.plain.model, self.plain.profile)
-        self.engine = Engine(self.settings, self.plain, KVStore([MemoryTier(STORE_NBYTES_OF_CHECK, lru)]))
+        self.engine = Engine(
+            self.settings, self.plain, KVStore([MemoryTier(STORE_NBYTES_OF_CHECK, lru)])
+        )
         self.held: Documents = ()
 
     def close(self) -> None:
@@ -76,7 +81,8 @@ class Adaptation:
         self.engine.close(0.0)
 
     def prepare(self, documents: Documents, out: Path, rank: int) -> Trainer:
-        """Put an adapter beside the model, and return its trainer, which goes on where an earlier one stopped.
+        """Put an adapter beside the model, and return its trainer, which goes on where an earlier
+        one stopped.
 
         Args:
             documents: (name, chunks) of each document.
@@ -123,8 +129,8 @@ class Adaptation:
         filler = encoder.filler(self.settings.chunk_tokens)
         if not filler:
             raise InputError(
-                "Wanted filler text before chunks, which the adapter learns to encode them behind, found none. Set "
-                "filler_tokens to 256."
+                "Wanted filler text before chunks, which the adapter learns to encode them behind,"
+                " found none. Set filler_tokens to 256."
             )
         recipe = AdaptRecipe(self.plain.fingerprint, source, encoder.filler_tokens, rank, seed)
         folder = AdapterFolder(out, recipe)
@@ -152,14 +158,17 @@ class Adaptation:
         error = logits_error(branches.blockwise(context, [branch]).logits[0], wanted)
         if error > 2 * tolerance_of(self.plain.dtype, self.plain.n_layers):
             raise ModelError(
-                f"Wanted the logits that the engine computes over separately encoded chunks, found others with "
-                f"{self.plain.name} (relative error {error:.2g}): its forward does not take a mask over them. Take "
-                "another model; this one is fused without an adapter as before."
+                "Wanted the logits that the engine computes over separately encoded chunks, found"
+                f" others with {self.plain.name} (relative error {error:.2g}): its forward does not"
+                " take a mask over them. Take another model; this one is fused without an adapter"
+                " as before."
             )
 
 
 def default_folder(settings: Settings, documents: Documents) -> Path:
-    """Return the folder of an adapter that no folder was named for: by its model and its documents."""
+    """Return the folder of an adapter that no folder was named for: by its model and its
+    documents.
+    """
     name = Path(settings.model).name or "model"
     return settings.placed().home / "adapters" / f"{name}-{documents_digest(documents)[:8]}"
 
@@ -170,13 +179,17 @@ def documents_digest(documents: Documents) -> str:
 
 
 def training_nbytes(model: HFModel, rank: int) -> int:
-    """Return about how many bytes training needs besides the weights: adapter, optimizer, and what backward needs.
+    """Return about how many bytes training needs besides the weights: adapter, optimizer, and what
+    backward needs.
 
-    It is counted for the longest context that is drawn, half as much again for its questions and because chunks are
-    padded to the longest one; most are half as long.
+    It is counted for the longest context that is drawn, half as much again for its questions and
+    because chunks are padded to the longest one; most are half as long.
     """
     config = model.model.config.get_text_config()
-    hidden, inner = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    hidden, inner = (
+        config.hidden_size,
+        getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+    )
     itemsize, rows = model.dtype.itemsize, MAX_CONTEXT_TOKENS * 3 // 2
     linear = [each for each in model.model.modules() if isinstance(each, torch.nn.Linear)]
     adapter = sum(rank * (each.in_features + each.out_features) for each in linear)

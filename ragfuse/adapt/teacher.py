@@ -21,7 +21,9 @@ MAX_CONTEXT_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Lesson:
-    """A context with questions, the teacher's answers to them, and what the teacher computed along these."""
+    """A context with questions, the teacher's answers to them, and what the teacher computed along
+    these.
+    """
 
     context: ContextTokens
     branches: tuple[Branch, ...]
@@ -35,7 +37,9 @@ def prompt_of(engine: Engine, template: Template, passages: Sequence[str], quest
         before, mark, after = text.replace("{question}", question).partition("{context}")
         if not mark:
             return [Piece(before)] if before else []
-        chunks = [part for text in passages for part in (Piece(template.between), Piece(text, "chunk"))]
+        chunks = [
+            part for text in passages for part in (Piece(template.between), Piece(text, "chunk"))
+        ]
         return [piece for piece in (Piece(before), *chunks[1:], Piece(after)) if piece.text]
 
     turns = [("system", pieces(template.system))] if template.system else []
@@ -52,8 +56,8 @@ def context_of(prompt: Prompt) -> ContextTokens:
     chunks = tuple(span for segment, span in spans if segment.kind == "chunk")
     if not chunks:
         raise InputError(
-            "Every chunk of the prompt has fewer tokens than the setting min_chunk_tokens, so that none is stored. Use "
-            "longer chunks, or lower the setting."
+            "Every chunk of the prompt has fewer tokens than the setting min_chunk_tokens, so that"
+            " none is stored. Use longer chunks, or lower the setting."
         )
     return ContextTokens(prompt.token_ids[: chunks[-1][1]], chunks)
 
@@ -64,10 +68,13 @@ class Teacher:
     Args:
         engine: An engine over the model; it makes the prompts.
         model: The model's forwards over contexts.
-        known: Answers by the name of their example, to which new ones are added: none is written twice.
+        known: Answers by the name of their example, to which new ones are added: none is written
+            twice.
     """
 
-    def __init__(self, engine: Engine, model: BranchModel, known: dict[str, list[tuple[int, ...]]]) -> None:
+    def __init__(
+        self, engine: Engine, model: BranchModel, known: dict[str, list[tuple[int, ...]]]
+    ) -> None:
         self._engine = engine
         self._model = model
         self._known = known
@@ -94,11 +101,16 @@ class Teacher:
         return Lesson(context, tuple(branches), states)
 
     def _tokens(self, example: Example) -> tuple[ContextTokens, list[tuple[int, ...]]]:
-        """Return the tokens of an example: its context, and what stands behind it for each question."""
+        """Return the tokens of an example: its context, and what stands behind it for each
+        question.
+        """
         most = min(self._engine.model.max_context or MAX_CONTEXT_TOKENS, MAX_CONTEXT_TOKENS)
         passages = example.passages
         while True:
-            prompts = [prompt_of(self._engine, example.template, passages, question) for question in example.questions]
+            prompts = [
+                prompt_of(self._engine, example.template, passages, question)
+                for question in example.questions
+            ]
             if len(passages) == 1 or max(map(len, prompts)) + ANSWER_TOKENS <= most:
                 break
             passages = passages[:-1]

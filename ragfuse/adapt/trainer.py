@@ -1,9 +1,11 @@
-"""The training: chunks are encoded with the adapter, and the plain model behind them learns to lack nothing.
+"""The training: chunks are encoded with the adapter, and the plain model behind them learns to lack
+nothing.
 
-The loss of a step has three parts: the KL divergence from the teacher, which is the plain model's full prefill, along
-the teacher's answers; the relative distance of the hidden states of the questions' rows; and that of the chunks' KV,
-which says something of every row. Its gradient flows through the KV of the chunks into the adapter. Examples come by
-number, so a training that goes on makes the very steps that one without a break makes.
+The loss of a step has three parts: the KL divergence from the teacher, which is the plain model's
+full prefill, along the teacher's answers; the relative distance of the hidden states of the
+questions' rows; and that of the chunks' KV, which says something of every row. Its gradient flows
+through the KV of the chunks into the adapter. Examples come by number, so a training that goes on
+makes the very steps that one without a break makes.
 """
 
 from __future__ import annotations
@@ -60,13 +62,20 @@ class TrainingLimits:
 
 
 def layers_compared(n_layers: int) -> tuple[int, ...]:
-    """Return the numbers of the hidden states that are compared, of which number 0 is the embedding."""
+    """Return the numbers of the hidden states that are compared, of which number 0 is the
+    embedding.
+    """
     return tuple(sorted({-(-n_layers * (i + 1) // HIDDEN_LAYERS) for i in range(HIDDEN_LAYERS)}))
 
 
 def kl_along(wanted: Tensor, found: Tensor) -> Tensor:
-    """Return the mean KL(wanted || found) over A positions in nats, with gradients, from logits [A, V]."""
-    log_wanted, log_found = torch.log_softmax(wanted.float(), -1), torch.log_softmax(found.float(), -1)
+    """Return the mean KL(wanted || found) over A positions in nats, with gradients, from logits [A,
+    V].
+    """
+    log_wanted, log_found = (
+        torch.log_softmax(wanted.float(), -1),
+        torch.log_softmax(found.float(), -1),
+    )
     return (log_wanted.exp() * (log_wanted - log_found)).sum(-1).mean()
 
 
@@ -76,8 +85,12 @@ def hidden_distance(wanted: Tensor, found: Tensor) -> Tensor:
     return ((found - wanted).square().sum(-1) / wanted.square().sum(-1).clamp_min(1e-12)).mean()
 
 
-def kv_distance(wanted: Sequence[tuple[Tensor, Tensor]], found: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the mean relative squared distance of keys and values [H, C, D] over all layers, with gradients."""
+def kv_distance(
+    wanted: Sequence[tuple[Tensor, Tensor]], found: Sequence[tuple[Tensor, Tensor]]
+) -> Tensor:
+    """Return the mean relative squared distance of keys and values [H, C, D] over all layers, with
+    gradients.
+    """
     parts = [
         (other.float() - one.float()).square().sum() / one.float().square().sum()
         for layer, again in zip(wanted, found, strict=True)
@@ -126,7 +139,9 @@ class Trainer:
             adapter.load({name: tensors[f"weight.{name}"] for name in adapter.weights})
             kept = self._optimizer.state_dict()
             kept["state"] = {
-                index: {part: tensors[f"{part}.{index}"] for part in ("step", "exp_avg", "exp_avg_sq")}
+                index: {
+                    part: tensors[f"{part}.{index}"] for part in ("step", "exp_avg", "exp_avg_sq")
+                }
                 for index in range(len(adapter.weights))
                 if f"step.{index}" in tensors
             }
@@ -138,7 +153,8 @@ class Trainer:
         report: Callable[[float], object] = lambda done: None,
         stop: Callable[[], bool] = lambda: False,
     ) -> TrainingState:
-        """Train until the limit is reached, nothing is gained any more, or `stop` says so; write the best adapter.
+        """Train until the limit is reached, nothing is gained any more, or `stop` says so; write
+        the best adapter.
 
         Args:
             limits: How long.
@@ -154,7 +170,9 @@ class Trainer:
         while not state.finished and not stop():
             done = limits.done(state)
             if done >= 1:
-                state.finished = "the time is over" if limits.steps is None else "all steps are made"
+                state.finished = (
+                    "the time is over" if limits.steps is None else "all steps are made"
+                )
             elif state.evaluations:
                 self._step(done)
             if not state.evaluations or self._is_due():
@@ -167,14 +185,18 @@ class Trainer:
             before = time.monotonic()
             report(limits.done(state))
         if state.step and not self._folder.has_adapter:
-            self._folder.put(self._adapter)  # stopped before it was measured: what was learnt so far
+            self._folder.put(
+                self._adapter
+            )  # stopped before it was measured: what was learnt so far
         self._save()
         return state
 
     def _is_due(self) -> bool:
         """Return whether the weights are to be measured on held-out documents."""
         last = self.state.evaluations[-1].step
-        return self.state.step != last and (bool(self.state.finished) or self.state.step % EVALUATE_STEPS == 0)
+        return self.state.step != last and (
+            bool(self.state.finished) or self.state.step % EVALUATE_STEPS == 0
+        )
 
     def _step(self, done: float) -> None:
         step = self.state.step
@@ -196,11 +218,14 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> None:
-        """Measure the weights on held-out documents, keep the best ones, and note where nothing is gained."""
+        """Measure the weights on held-out documents, keep the best ones, and note where nothing is
+        gained.
+        """
         state = self.state
         if not self._held_lessons:
             self._held_lessons = [
-                self._teacher.lesson(f"held {number}", self._held.example(number)) for number in range(HELD_EXAMPLES)
+                self._teacher.lesson(f"held {number}", self._held.example(number))
+                for number in range(HELD_EXAMPLES)
             ]
         found = mean(
             float(

@@ -1,6 +1,8 @@
-"""What the integrations of all frameworks share: where the model is, the options of a call, documents, usage and trace.
+"""What the integrations of all frameworks share: where the model is, the options of a call,
+documents, usage and trace.
 
-An integration is its framework's base class over this. Torch is loaded when a model of this process is asked.
+An integration is its framework's base class over this. Torch is loaded when a model of this process
+is asked.
 """
 
 from ragfuse.adapters.documents import DocumentReader, source_of

@@ -19,7 +19,8 @@ SOURCES = ("source", "file_name", "file_path", "url", "title")
 
 
 def source_of(metadata: Mapping[str, Any], text: str, *ids: str | None) -> str:
-    """Return where a document comes from, for people: from its metadata, else an id, else a checksum of its text.
+    """Return where a document comes from, for people: from its metadata, else an id, else a
+    checksum of its text.
 
     Args:
         metadata: The document's metadata.
@@ -38,7 +39,8 @@ class DocumentReader:
     Args:
         kind: The framework's class of documents.
         read: Returns a document as (text in a prompt, source, text without metadata).
-        opened: Returns what is searched in place of a value, such as the artifact of a tool's message.
+        opened: Returns what is searched in place of a value, such as the artifact of a tool's
+            message.
     """
 
     kind: type[Any]
@@ -47,7 +49,9 @@ class DocumentReader:
 
     def __call__(self, *values: Any) -> list[RetrievedText]:
         """Return the texts of the documents in these values, at most `MAX_DOCUMENTS` of each."""
-        documents = [each for value in values for each in islice(self.documents(value), MAX_DOCUMENTS)]
+        documents = [
+            each for value in values for each in islice(self.documents(value), MAX_DOCUMENTS)
+        ]
         return [found for each in documents if (found := self.read(each))[0]]
 
     def documents(self, value: Any, depth: int = NESTED_DEPTH) -> Iterator[Any]:

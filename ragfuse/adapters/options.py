@@ -1,4 +1,6 @@
-"""The options of a call: the fields of a framework's model and the arguments of the call, as an `Ask`."""
+"""The options of a call: the fields of a framework's model and the arguments of the call, as an
+`Ask`.
+"""
 
 from __future__ import annotations
 
@@ -78,12 +80,15 @@ def ask_of(
 def text_only(kind: str) -> InputError:
     """Return the error for a part of a message that is no text."""
     return InputError(
-        f"A content block of type '{kind}' cannot be read: this model takes text only. Leave it out, or convert it."
+        f"A content block of type '{kind}' cannot be read: this model takes text only. Leave it"
+        " out, or convert it."
     )
 
 
 def _grammar_of(form: Any) -> Grammar | None:
-    """Return the grammar of a `response_format`: OpenAI's forms, or a Pydantic class; None for text."""
+    """Return the grammar of a `response_format`: OpenAI's forms, or a Pydantic class; None for
+    text.
+    """
     if isinstance(form, type) and issubclass(form, BaseModel):
         return Grammar.json(form.model_json_schema())
     kind = form.get("type", "text") if isinstance(form, Mapping) else form
@@ -94,7 +99,7 @@ def _grammar_of(form: Any) -> Grammar | None:
     schema = (form.get("json_schema") or {}).get("schema") if isinstance(form, Mapping) else None
     if kind != "json_schema" or not isinstance(schema, Mapping):
         raise InputError(
-            f"response_format is {form!r:.80}; wanted a Pydantic class, {{'type': 'json_object'}} or {{'type': "
-            "'json_schema', 'json_schema': {'schema': {...}}}."
+            f"response_format is {form!r:.80}; wanted a Pydantic class, {{'type': 'json_object'}}"
+            " or {'type': 'json_schema', 'json_schema': {'schema': {...}}}."
         )
     return Grammar.json(schema)

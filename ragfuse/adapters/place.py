@@ -1,4 +1,6 @@
-"""Where the model of a framework's object is: in this process, or at a server. All else is one road."""
+"""Where the model of a framework's object is: in this process, or at a server. All else is one
+road.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ class Place:
     Args:
         settings: The settings of an engine in this process; None: a server answers.
         address: The server.
-        given: An engine or a client that was given, or the engine of a model that was given as an object.
+        given: An engine or a client that was given, or the engine of a model that was given as an
+            object.
         is_loaded: Whether the model was given as an object, which another process cannot load.
     """
 
@@ -72,8 +75,8 @@ class Place:
             base_url: Address of a server.
             api_key: The server's key; None: that of the settings.
             max_retries: How often a request is sent again; None: the default.
-            **own: What an engine in this process has besides: `settings`, the `tokenizer` of a loaded model, and the
-                settings `dtype`, `device`, `store` and `model_kwargs`.
+            **own: What an engine in this process has besides: `settings`, the `tokenizer` of a
+                loaded model, and the settings `dtype`, `device`, `store` and `model_kwargs`.
 
         Raises:
             InputError: Fields contradict each other.
@@ -85,11 +88,14 @@ class Place:
                 "engine": engine if base_url else None,
                 "model": None if isinstance(model, str | None) else model,
             }
-            extra = next((name for name, value in {**given, **further}.items() if value is not None), None)
+            extra = next(
+                (name for name, value in {**given, **further}.items() if value is not None), None
+            )
             if extra is not None:
                 raise InputError(
-                    f"{extra}= has no effect beside {'engine' if base_url is None else 'base_url'}=: leave it out, and "
-                    "set it where the engine is made or `ragfuse serve` is started."
+                    f"{extra}= has no effect beside"
+                    f" {'engine' if base_url is None else 'base_url'}=: leave it out, and set it"
+                    " where the engine is made or `ragfuse serve` is started."
                 )
         if isinstance(engine, RemoteEngine):
             return cls(address=engine.address, given=engine)
@@ -103,7 +109,9 @@ class Place:
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any], **changes: Any) -> Self:
-        """Return the place that a framework's model describes by fields that are named as the arguments of `of`."""
+        """Return the place that a framework's model describes by fields that are named as the
+        arguments of `of`.
+        """
         key = fields["api_key"]
         given = {name: fields[name] for name in PLACE_FIELDS}
         return cls.of(**{**given, "api_key": key and key.get_secret_value(), **changes})
@@ -140,7 +148,9 @@ class Place:
         if self.settings is None:
             client = self._client(None)
             return {"base_url": client.address.base_url, "model": client.address.model}
-        return self.settings.model_dump(include={"model", "dtype", "policy", "ratio", "overflow", "max_tokens"})
+        return self.settings.model_dump(
+            include={"model", "dtype", "policy", "ratio", "overflow", "max_tokens"}
+        )
 
     def engine(self, model: str | None = None) -> Answerer:
         """Return what answers: what was given, else an engine or a client that the process shares.
@@ -157,7 +167,9 @@ class Place:
         return Engine.shared(_with(self.settings, {"model": model}))
 
     def stream(self, prompt: Prompt, ask: Ask, model: str | None = None) -> AnswerStream:
-        """Return the answer to a prompt as it is written; loads the model, and registers a template's schema first."""
+        """Return the answer to a prompt as it is written; loads the model, and registers a
+        template's schema first.
+        """
         engine = self.engine(model)
         found = prompt(engine) if callable(prompt) else prompt
         return engine.stream(ready(found, engine), ask)
@@ -167,13 +179,18 @@ class Place:
         return await asyncio.to_thread(self.stream, prompt, ask, model)
 
     def told(self, answer: Answer, ask: Ask, model: str | None = None) -> dict[str, Any]:
-        """Return an answer's model, finish reason, usage in OpenAI's form, and its trace under `ragfuse`.
+        """Return an answer's model, finish reason, usage in OpenAI's form, and its trace under
+        `ragfuse`.
 
-        `cached_tokens` are those found in the store, `cache_creation_tokens` those that are encoded for later.
+        `cached_tokens` are those found in the store, `cache_creation_tokens` those that are encoded
+        for later.
         """
         card, trace, n_written = self.engine(model).card, answer.trace, len(answer.token_ids)
         saves = ask.reuse and not card.refusal
-        details = {"cached_tokens": trace.tokens_found, "cache_creation_tokens": trace.tokens_to_encode if saves else 0}
+        details = {
+            "cached_tokens": trace.tokens_found,
+            "cache_creation_tokens": trace.tokens_to_encode if saves else 0,
+        }
         return {
             "model": card.name,
             "finish_reason": answer.finish_reason,
@@ -208,8 +225,8 @@ class Place:
         """Raise InputError if the model was given as an object, which no other process can load."""
         if self.is_loaded:
             raise InputError(
-                f"{self.name} was given as a loaded model, which another process cannot load. Save it to a folder, and "
-                "pass that: model='folder'."
+                f"{self.name} was given as a loaded model, which another process cannot load. Save"
+                " it to a folder, and pass that: model='folder'."
             )
 
     def _client(self, model: str | None) -> RemoteEngine:
@@ -221,15 +238,22 @@ class Place:
 
 
 def engine_of(model: Any) -> Answerer:
-    """Return the engine of a framework's model, or the engine that is given; raises InputError for anything else."""
+    """Return the engine of a framework's model, or the engine that is given; raises InputError for
+    anything else.
+    """
     found = model.get_engine() if hasattr(model, "get_engine") else model
     if not hasattr(type(found), "count_tokens"):
-        raise InputError(f"Wanted an Engine, a RemoteEngine or a model of ragfuse, found a {type(model).__name__}.")
+        raise InputError(
+            "Wanted an Engine, a RemoteEngine or a model of ragfuse, found a"
+            f" {type(model).__name__}."
+        )
     return found  # type: ignore[no-any-return]
 
 
 def ready(prompt: Any, engine: Answerer) -> Any:
-    """Return a prompt as the engine takes it; the schema of a filled template is registered with it if necessary."""
+    """Return a prompt as the engine takes it; the schema of a filled template is registered with it
+    if necessary.
+    """
     if not isinstance(prompt, FilledTemplate):
         return prompt
     if not engine.schemas.has(prompt.schema):
@@ -240,4 +264,6 @@ def ready(prompt: Any, engine: Answerer) -> Any:
 
 def _with(settings: Settings, changes: Mapping[str, Any]) -> Settings:
     """Return checked settings with these changes."""
-    return Settings(**{**settings.model_dump(exclude_unset=True), **changes}) if changes else settings
+    return (
+        Settings(**{**settings.model_dump(exclude_unset=True), **changes}) if changes else settings
+    )

@@ -12,7 +12,9 @@ from ragfuse.telemetry.progress import LineProgress
 from ragfuse.types.ingested import Ingested
 
 Progress = bool | Callable[[Ingested], None] | None
-"""True: a bar on stderr if that is a terminal. False or None: nothing. A callable: called after every document."""
+"""True: a bar on stderr if that is a terminal. False or None: nothing. A callable: called after
+every document.
+"""
 
 
 @contextmanager

@@ -1,6 +1,8 @@
-"""Quotas of tenants in a shared store. Over its quota, a tenant's oldest entries, texts and sessions are deleted.
+"""Quotas of tenants in a shared store. Over its quota, a tenant's oldest entries, texts and
+sessions are deleted.
 
-A tier's capacity bounds all tenants together; without quotas one tenant could evict what the others keep.
+A tier's capacity bounds all tenants together; without quotas one tenant could evict what the others
+keep.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
     from ragfuse.engine.engine import Engine
 
 QUOTA_MARGIN = 0.05
-"""Share of a quota that is freed beyond what is needed, so that not every new text causes a search for the oldest."""
+"""Share of a quota that is freed beyond what is needed, so that not every new text causes a search
+for the oldest.
+"""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,13 @@ class Quota:
 
     def byte_limit(self, capacity: int) -> int | None:
         """Return the bytes that the tenant may keep in a tier of this capacity; None: no limit."""
-        return self.nbytes if self.nbytes is not None else capacity // self.parts if self.parts > 1 else None
+        return (
+            self.nbytes
+            if self.nbytes is not None
+            else capacity // self.parts
+            if self.parts > 1
+            else None
+        )
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,8 @@ class TenantUse:
 
 
 class QuotaKeeper:
-    """Keeps one tenant within its quota. `enforce` may take long; reading `use` and `evicted` never waits.
+    """Keeps one tenant within its quota. `enforce` may take long; reading `use` and `evicted` never
+    waits.
 
     Args:
         owner: The tenant's engine.
@@ -85,7 +96,9 @@ class QuotaKeeper:
 
         with self._lock:
             with suppress(StoreError):
-                texts = self._kept("texts", self.quota.texts, lambda: catalog.count_texts(digest), forget)
+                texts = self._kept(
+                    "texts", self.quota.texts, lambda: catalog.count_texts(digest), forget
+                )
                 sessions = self._kept(
                     "sessions",
                     self.quota.sessions,
@@ -93,20 +106,30 @@ class QuotaKeeper:
                     lambda _, target: owner.sessions.keep_latest(target),
                 )
                 self.use = replace(self.use, texts=texts, sessions=sessions)
-            self.use = replace(self.use, nbytes={tier.name: self._bytes_in(tier) for tier in self._capped()})
+            self.use = replace(
+                self.use, nbytes={tier.name: self._bytes_in(tier) for tier in self._capped()}
+            )
             return self.use
 
     def limits(self) -> dict[str, int]:
-        """Return the tenant's limits by kind, without kinds that have none; for bytes, the smallest over all tiers."""
+        """Return the tenant's limits by kind, without kinds that have none; for bytes, the smallest
+        over all tiers.
+        """
         byte_limits = [self.quota.byte_limit(tier.capacity) for tier in self._capped()]
         nbytes = min((limit for limit in byte_limits if limit is not None), default=None)
         limits = {"bytes": nbytes, "texts": self.quota.texts, "sessions": self.quota.sessions}
         return {kind: limit for kind, limit in limits.items() if limit is not None}
 
     def _kept(
-        self, kind: str, limit: int | None, count: Callable[[], int], delete: Callable[[int, int], object]
+        self,
+        kind: str,
+        limit: int | None,
+        count: Callable[[], int],
+        delete: Callable[[int, int], object],
     ) -> int:
-        """Count; over the limit, call `delete` with what there is and with the number to shrink to, and count again."""
+        """Count; over the limit, call `delete` with what there is and with the number to shrink to,
+        and count again.
+        """
         n = count()
         if limit is None or n <= limit:
             return n
@@ -116,17 +139,23 @@ class QuotaKeeper:
         return remaining
 
     def _capped(self) -> list[Tier]:
-        """Return the tiers that outlive the process and have a capacity; others limit themselves."""
+        """Return the tiers that outlive the process and have a capacity; others limit
+        themselves.
+        """
         return [tier for tier in self._owner.store.tiers if tier.slow and not tier.remote]
 
     def _bytes_in(self, tier: Tier) -> int:
-        """Delete the oldest of the tenant's unpinned entries over its quota; return the bytes that are left."""
+        """Delete the oldest of the tenant's unpinned entries over its quota; return the bytes that
+        are left.
+        """
         entries = [entry for entry in tier.list() if entry.key.model == self._owner.digest]
         nbytes, limit = sum(entry.nbytes for entry in entries), self.quota.byte_limit(tier.capacity)
         if limit is None or nbytes <= limit:
             return nbytes
         doomed, excess = list[ChunkKey](), nbytes - _target(limit)
-        for entry in sorted((entry for entry in entries if not entry.pinned), key=lambda entry: entry.last_used):
+        for entry in sorted(
+            (entry for entry in entries if not entry.pinned), key=lambda entry: entry.last_used
+        ):
             if excess <= 0:
                 break
             doomed.append(entry.key)

@@ -1,6 +1,7 @@
 """Administration of a store without loading a model: list, select, delete and archive entries.
 
-It opens the tiers and catalog that the settings describe. The output for people is in the command line.
+It opens the tiers and catalog that the settings describe. The output for people is in the command
+line.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ class Cleared:
 
     Args:
         dropped: Entries that were deleted.
-        texts: Number of texts deleted from the catalog; none while any tier does not answer, as it may hold entries.
+        texts: Number of texts deleted from the catalog; none while any tier does not answer, as it
+            may hold entries.
         silent: Tiers that failed to delete or do not answer.
     """
 
@@ -162,7 +164,9 @@ class TierStatus:
 
 
 def tier_statuses(settings: Settings) -> Iterator[TierStatus]:
-    """Yield the state of each tier in the settings that outlives a process. No folder is created."""
+    """Yield the state of each tier in the settings that outlives a process. No folder is
+    created.
+    """
     settings = settings.placed()
     places = [(str(settings.store_path), settings.disk_bytes)] if settings.disk_bytes else []
     places += [(url, settings.tier_bytes) for url in settings.tiers]
@@ -171,9 +175,13 @@ def tier_statuses(settings: Settings) -> Iterator[TierStatus]:
         where = shown(url)
         path = url.removeprefix("file://")
         if "://" not in path and not Path(path).exists():
-            status = TierStatus(free_name("disk" if path == url else "objects", names), where, capacity=capacity)
+            status = TierStatus(
+                free_name("disk" if path == url else "objects", names), where, capacity=capacity
+            )
         else:
-            status = _tier_status(url, where, settings.model_copy(update={"tier_bytes": capacity}), names)
+            status = _tier_status(
+                url, where, settings.model_copy(update={"tier_bytes": capacity}), names
+            )
         names.append(status.name)
         yield status
 
@@ -191,7 +199,14 @@ def _tier_status(url: str, where: str, settings: Settings, names: list[str]) -> 
             store.read_layers(entry.key, 0, entry.n_layers, tier.name)
         corrupt, answers = tier.counts["corrupt"], not store.silent()
         return TierStatus(
-            tier.name, where, answers, len(entries), nbytes, tier.capacity, read=len(sample), corrupt=corrupt
+            tier.name,
+            where,
+            answers,
+            len(entries),
+            nbytes,
+            tier.capacity,
+            read=len(sample),
+            corrupt=corrupt,
         )
 
 
@@ -207,20 +222,31 @@ class StoreAdmin:
     def __init__(self, settings: Settings) -> None:
         if not settings.disk_bytes and not settings.tiers:
             raise SettingsError(
-                "With these settings KV is stored in memory only (disk_bytes is 0, tiers is empty) and lost when the "
-                "process ends, so there is nothing to manage. Set disk_bytes or tiers."
+                "With these settings KV is stored in memory only (disk_bytes is 0, tiers is empty)"
+                " and lost when the process ends, so there is nothing to manage. Set disk_bytes or"
+                " tiers."
             )
         settings = settings.placed()
         self.path, self._salt = settings.store_path, settings.salt
-        file = CatalogFile(settings.store_path, settings.shared_with) if settings.disk_bytes else None
+        file = (
+            CatalogFile(settings.store_path, settings.shared_with) if settings.disk_bytes else None
+        )
         self.catalog = Catalog(file)
         codecs = CodecRegistry(self.catalog)
-        self.store = open_kept(settings.model_copy(update={"gpu_bytes": 0, "memory_bytes": 0}), codecs=codecs)
+        self.store = open_kept(
+            settings.model_copy(update={"gpu_bytes": 0, "memory_bytes": 0}), codecs=codecs
+        )
         codecs.tiers = self.store.tiers
 
     def within_tenant(self, entry_filter: EntryFilter) -> EntryFilter:
-        """Restrict a filter to the tenant of the settings' salt, if a salt is set and the filter names no tenant."""
-        return replace(entry_filter, tenant=self._salt) if self._salt and entry_filter.tenant is None else entry_filter
+        """Restrict a filter to the tenant of the settings' salt, if a salt is set and the filter
+        names no tenant.
+        """
+        return (
+            replace(entry_filter, tenant=self._salt)
+            if self._salt and entry_filter.tenant is None
+            else entry_filter
+        )
 
     def list_entries(self, entry_filter: EntryFilter = EntryFilter()) -> list[EntryRow]:
         """Return the selected entries, most recently used first.
@@ -238,24 +264,33 @@ class StoreAdmin:
             rows = [row for row in rows if chunk_of(row.entry.key) in chunks]
         return sorted(rows, key=lambda row: -row.entry.last_used)
 
-    def uses(self, rows: Sequence[EntryRow], entry_filter: EntryFilter) -> list[tuple[Tenant, TenantUse]]:
-        """Return what each tenant with selected entries keeps in all, largest first: bytes by tier, texts and sessions.
+    def uses(
+        self, rows: Sequence[EntryRow], entry_filter: EntryFilter
+    ) -> list[tuple[Tenant, TenantUse]]:
+        """Return what each tenant with selected entries keeps in all, largest first: bytes by tier,
+        texts and sessions.
 
         Args:
             rows: The selected entries.
-            entry_filter: The filter that selected them; one that selects tenants as a whole has those without entries,
-                too.
+            entry_filter: The filter that selected them; one that selects tenants as a whole has
+                those without entries, too.
         """
         tenants, nbytes = tenants_in(self.catalog.strict), dict[str, Counter[str]]()
         named = {row.entry.key.model for row in rows}.union(self.text_models(entry_filter))
-        entries = [row.entry for row in rows] if entry_filter.selects_tenants else self.store.entries()
+        entries = (
+            [row.entry for row in rows] if entry_filter.selects_tenants else self.store.entries()
+        )
         for entry in entries:
             nbytes.setdefault(entry.key.model, Counter())[entry.tier] += entry.nbytes
         catalog = self.catalog.strict
         found = [
             (
                 tenants[digest],
-                TenantUse(nbytes.get(digest, {}), catalog.count_texts(digest), catalog.sessions.count(digest)),
+                TenantUse(
+                    nbytes.get(digest, {}),
+                    catalog.count_texts(digest),
+                    catalog.sessions.count(digest),
+                ),
             )
             for digest in named
         ]
@@ -266,12 +301,16 @@ class StoreAdmin:
         return [name for name in self.store.silent() if entry_filter.tier in (None, name)]
 
     def clear(self, rows: Sequence[EntryRow], entry_filter: EntryFilter) -> Cleared:
-        """Delete `rows`, which the filter selected, and the texts of chunks that have no entry left."""
+        """Delete `rows`, which the filter selected, and the texts of chunks that have no entry
+        left.
+        """
         done = self.store.forget({row.entry.key for row in rows}, entry_filter.tier)
         silent = list(dict.fromkeys((*done.silent, *self.store.silent())))
         removed = {(entry.key, entry.tier) for entry in done.entries}
         gone = [row for row in rows if (row.entry.key, row.entry.tier) in removed]
-        chunks = {chunk_of(row.entry.key) for row in gone} - {chunk_of(entry.key) for entry in self.store.entries()}
+        chunks = {chunk_of(row.entry.key) for row in gone} - {
+            chunk_of(entry.key) for entry in self.store.entries()
+        }
         if silent:
             return Cleared(gone, 0, silent)
         catalog = self.catalog.strict
@@ -279,15 +318,23 @@ class StoreAdmin:
         return Cleared(gone, texts + forget_texts(catalog, chunks), silent)
 
     def text_models(self, entry_filter: EntryFilter) -> list[str]:
-        """Return the digests of the tenants that a filter selects as a whole, with all their texts."""
+        """Return the digests of the tenants that a filter selects as a whole, with all
+        their texts.
+        """
         tenants = tenants_in(self.catalog.strict)
         known = self.catalog.strict.tenants() if entry_filter.selects_tenants else []
         return [digest for digest in known if _matches_tenant(tenants[digest], entry_filter)]
 
-    def export(self, rows: Sequence[EntryRow], path: Path, texts: bool, progress: Progress | None = None) -> Outcome:
-        """Write entries, and their texts if wanted, to an archive; an incomplete archive replaces no existing file."""
+    def export(
+        self, rows: Sequence[EntryRow], path: Path, texts: bool, progress: Progress | None = None
+    ) -> Outcome:
+        """Write entries, and their texts if wanted, to an archive; an incomplete archive replaces
+        no existing file.
+        """
         entries = [row.entry for row in rows]
-        return archive.export(self.store, path, entries, self._texts(entries) if texts else (), progress)
+        return archive.export(
+            self.store, path, entries, self._texts(entries) if texts else (), progress
+        )
 
     def import_(self, path: Path, tier: str | None, progress: Progress | None = None) -> Outcome:
         """Import the entries and texts of an archive."""
@@ -311,7 +358,11 @@ class StoreAdmin:
     def _tenant_digests(self) -> list[str] | None:
         if not self._salt:
             return None
-        return [digest for digest, tenant in tenants_in(self.catalog.strict).items() if tenant.is_of(self._salt)]
+        return [
+            digest
+            for digest, tenant in tenants_in(self.catalog.strict).items()
+            if tenant.is_of(self._salt)
+        ]
 
     def close(self) -> None:
         """Close all files."""
@@ -327,7 +378,11 @@ class StoreAdmin:
     # inside
 
     def _rows_of(self, found: Sequence[Entry]) -> Iterator[EntryRow]:
-        tenants, texts, sources = tenants_in(self.catalog.strict), dict[Chunk, str](), dict[Chunk, list[str]]()
+        tenants, texts, sources = (
+            tenants_in(self.catalog.strict),
+            dict[Chunk, str](),
+            dict[Chunk, list[str]](),
+        )
         for model in {entry.key.model for entry in found}:
             for known in self.catalog.strict.texts(model):
                 chunk = chunk_named(known.key)
@@ -361,7 +416,9 @@ def _matches(row: EntryRow, entry_filter: EntryFilter) -> bool:
 
 def _matches_tenant(tenant: Tenant, entry_filter: EntryFilter) -> bool:
     model, salt = entry_filter.model, entry_filter.tenant
-    is_model = model in (None, tenant.model) or (len(model or "") >= 4 and tenant.digest.startswith(model or ""))
+    is_model = model in (None, tenant.model) or (
+        len(model or "") >= 4 and tenant.digest.startswith(model or "")
+    )
     return is_model and (salt is None or tenant.is_of(salt) or tenant.is_named(salt))
 
 
@@ -370,12 +427,16 @@ def _chunk_of_key(rows: Sequence[EntryRow], beginning: str) -> Chunk:
     found = {
         chunk_of(row.entry.key): row.tenant.name
         for row in rows
-        if beginning and (row.entry.key.tokens.startswith(beginning) or str(row.entry.key).startswith(beginning))
+        if beginning
+        and (row.entry.key.tokens.startswith(beginning) or str(row.entry.key).startswith(beginning))
     }
     if len(found) != 1:
-        names = "".join(f", {tokens[:16]} of {name}" for (_, tokens), name in list(found.items())[:4])
+        names = "".join(
+            f", {tokens[:16]} of {name}" for (_, tokens), name in list(found.items())[:4]
+        )
         raise InputError(
-            f"Wanted the beginning of one chunk's key, found that '{beginning}' begins {len(found)}{names}. "
-            "`ragfuse store ls` lists all keys; --model and --tenant tell tenants apart."
+            f"Wanted the beginning of one chunk's key, found that '{beginning}' begins"
+            f" {len(found)}{names}. `ragfuse store ls` lists all keys; --model and --tenant tell"
+            " tenants apart."
         )
     return next(iter(found))

@@ -1,1 +1,3 @@
-"""The code of `ragfuse calibrate`: methods, their distance to full prefill, and the choice of a safe one."""
+"""The code of `ragfuse calibrate`: methods, their distance to full prefill, and the choice of a
+safe one.
+"""

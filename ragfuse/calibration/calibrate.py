@@ -1,8 +1,9 @@
-"""`ragfuse calibrate`: decide whether blending is safe with a model on some documents, and with which policy and ratio.
+"""`ragfuse calibrate`: decide whether blending is safe with a model on some documents, and with
+which policy and ratio.
 
-Questions are made from the documents. The reference is the model's own full prefill: what is measured is how far the
-next-token distribution along its answer moves when the same prompt is fused. No right answers are needed, so any model
-and any documents will do.
+Questions are made from the documents. The reference is the model's own full prefill: what is
+measured is how far the next-token distribution along its answer moves when the same prompt is
+fused. No right answers are needed, so any model and any documents will do.
 """
 
 from __future__ import annotations
@@ -39,21 +40,26 @@ LADDER = (
     *(Method("hkvd", ratio) for ratio in (0.15, 0.30)),
     *(Method("query", ratio) for ratio in (0.05, 0.10, 0.20, 0.30)),
 )
-"""The policies and ratios that are tried, on chunks encoded after filler text as the engine does."""
+"""The policies and ratios that are tried, on chunks encoded after filler text as the engine does.
+"""
 
 MAX_KL_OVER_REUSE = 0.25
-"""Largest KL to full prefill of a safe choice, relative to plain reuse's KL (upper end of the 95% interval)."""
+"""Largest KL to full prefill of a safe choice, relative to plain reuse's KL (upper end of the 95%
+interval).
+"""
 MIN_AGREEMENT = 0.9
 """Smallest share of the answer's tokens on which a safe choice and full prefill agree."""
 READABLE_SHARE = 0.75
-"""Largest cross-entropy of the documents, as a share of a uniform guess over the vocabulary. A model above it cannot
-read the documents, so how close its answers stay means nothing."""
+"""Largest cross-entropy of the documents, as a share of a uniform guess over the vocabulary. A
+model above it cannot read the documents, so how close its answers stay means nothing.
+"""
 PROMPT_PASSAGES = 6
 MIN_PASSAGE_CHARS = 80
 """Fewest characters of a chunk to make a question from."""
 POOL_PASSAGES = 24
-"""Passages that the prompts are drawn from, unless more questions are wanted. Each stands in about five prompts, and is
-encoded once."""
+"""Passages that the prompts are drawn from, unless more questions are wanted. Each stands in about
+five prompts, and is encoded once.
+"""
 MORE_QUESTIONS = 2
 """How many times as many questions are asked again where the first do not decide."""
 MIN_QUESTIONS = 8
@@ -101,11 +107,15 @@ class ChoiceResult:
         return self.outcome == "safe"
 
 
-def make_cases(documents: Sequence[tuple[str, Sequence[str]]], wanted: int, seed: int = 0) -> list[Case]:
-    """Make questions from documents: each asks about a name or a rare word of one of its six chunks.
+def make_cases(
+    documents: Sequence[tuple[str, Sequence[str]]], wanted: int, seed: int = 0
+) -> list[Case]:
+    """Make questions from documents: each asks about a name or a rare word of one of its six
+    chunks.
 
-    That chunk stands at a random place; about half of the others are from its document. All prompts are drawn from a
-    pool of `POOL_PASSAGES` chunks, or of as many as there are questions, and each chunk is asked about once.
+    That chunk stands at a random place; about half of the others are from its document. All prompts
+    are drawn from a pool of `POOL_PASSAGES` chunks, or of as many as there are questions, and each
+    chunk is asked about once.
 
     Args:
         documents: (name, chunks) of each document.
@@ -115,11 +125,17 @@ def make_cases(documents: Sequence[tuple[str, Sequence[str]]], wanted: int, seed
     Raises:
         InputError: The documents have too few chunks.
     """
-    chunks = [(name, text) for name, texts in documents for text in texts if len(text) >= MIN_PASSAGE_CHARS]
+    chunks = [
+        (name, text)
+        for name, texts in documents
+        for text in texts
+        if len(text) >= MIN_PASSAGE_CHARS
+    ]
     if len(chunks) <= PROMPT_PASSAGES:
         raise InputError(
-            f"Wanted documents of at least {PROMPT_PASSAGES + 1} chunks to calibrate with, found {len(chunks)}. "
-            "Give more documents, or make smaller chunks with RAGFUSE_CHUNK_TOKENS."
+            f"Wanted documents of at least {PROMPT_PASSAGES + 1} chunks to calibrate with, found"
+            f" {len(chunks)}. Give more documents, or make smaller chunks with"
+            " RAGFUSE_CHUNK_TOKENS."
         )
     generator = random.Random(seed)
     seen = Counter(word for _, text in chunks for word in set(words_of(text)))
@@ -131,17 +147,26 @@ def make_cases(documents: Sequence[tuple[str, Sequence[str]]], wanted: int, seed
         same_document = [each for each in pool if each[0] == name and each[1] != text]
         others = [each for each in pool if each[0] != name] or same_document
         mates = generator.sample(same_document, min(len(same_document), PROMPT_PASSAGES // 2))
-        rest = [each for each in generator.sample(others, min(len(others), PROMPT_PASSAGES)) if each not in mates]
+        rest = [
+            each
+            for each in generator.sample(others, min(len(others), PROMPT_PASSAGES))
+            if each not in mates
+        ]
         chosen = [(name, text), *mates, *rest][:PROMPT_PASSAGES]
         generator.shuffle(chosen)
         question = f"What is said about {topics(text, seen)[0]}?"
-        cases.append(Case("calibrate", f"{seed}.{index}", question, ("",), tuple(text for _, text in chosen)))
+        cases.append(
+            Case("calibrate", f"{seed}.{index}", question, ("",), tuple(text for _, text in chosen))
+        )
     return cases
 
 
-def _pool(chunks: Sequence[tuple[str, str]], size: int, generator: random.Random) -> list[tuple[str, str]]:
-    """Return up to `size` of the (document, text) chunks, up to six of a document at a time, of documents drawn at
-    random."""
+def _pool(
+    chunks: Sequence[tuple[str, str]], size: int, generator: random.Random
+) -> list[tuple[str, str]]:
+    """Return up to `size` of the (document, text) chunks, up to six of a document at a time, of
+    documents drawn at random.
+    """
     by_document: dict[str, list[tuple[str, str]]] = {}
     for chunk in generator.sample(chunks, len(chunks)):
         by_document.setdefault(chunk[0], []).append(chunk)
@@ -185,13 +210,15 @@ def calibrate(
         cases: The questions.
         console: Where progress is shown.
         name: Name of the model, for messages.
-        verified: Whether the model passed `verify`. A model that did not, or that predicts the documents hardly better
-            than by chance, is never safe.
-        more_cases: Further questions, which are asked where no choice is safe after `cases` and one may still turn out
-            so. That is looked at once: with a look after every question something would be called safe by chance.
+        verified: Whether the model passed `verify`. A model that did not, or that predicts the
+            documents hardly better than by chance, is never safe.
+        more_cases: Further questions, which are asked where no choice is safe after `cases` and one
+            may still turn out so. That is looked at once: with a look after every question
+            something would be called safe by chance.
 
     Returns:
-        A report in plain JSON types: {safe, policy, ratio, kl_over_reuse, seconds, tried, advice, ...}.
+        A report in plain JSON types: {safe, policy, ratio, kl_over_reuse, seconds, tried, advice,
+            ...}.
 
     Raises:
         ModelError: The model cannot be fused.
@@ -200,20 +227,27 @@ def calibrate(
     began, lab, runner = time.perf_counter(), Lab(model), Runner(1, model.device, console)
     if model.profile.refusal:
         raise ModelError(
-            f"{name} cannot reuse the KV of chunks, so there is nothing to calibrate: {model.profile.refusal}"
+            f"{name} cannot reuse the KV of chunks, so there is nothing to calibrate:"
+            f" {model.profile.refusal}"
         )
     if not lab.engine("filler").runtime.encoder.filler_tokens:
         raise SettingsError(
-            "Calibration measures chunks that are encoded after filler text, but filler_tokens is 0. Remove it from "
-            "the environment or ragfuse.toml. Without filler text, policy hkvd with ratio 0.15 is used."
+            "Calibration measures chunks that are encoded after filler text, but filler_tokens is"
+            " 0. Remove it from the environment or ragfuse.toml. Without filler text, policy hkvd"
+            " with ratio 0.15 is used."
         )
     rows, kept = list[Row](), list(LADDER)
-    nats, chance = nats_per_token(model, cases), math.log(model.model.config.get_text_config().vocab_size)
+    nats, chance = (
+        nats_per_token(model, cases),
+        math.log(model.model.config.get_text_config().vocab_size),
+    )
     flaw = flaw_of(verified, nats, chance)
     try:
         with progress(console) as bar:
             task = bar.add_task("questions", total=len(cases))
-            list(ask(lab, runner, cases[0], (REUSE, *LADDER), answers=False))  # unmeasured: first uses cost more
+            list(
+                ask(lab, runner, cases[0], (REUSE, *LADDER), answers=False)
+            )  # unmeasured: first uses cost more
             for index, case in enumerate((*cases, *more_cases)):
                 if index == len(cases):
                     tried = curve(rows, kept)
@@ -240,7 +274,9 @@ def calibrate(
         "questions": len({row.case for row in rows}),
         "tokens": mean(row.tokens for row in rows),
         "verified": verified,
-        "tried": [vars(each) | {"is_safe": each.is_safe, "outcome": each.outcome} for each in tried],
+        "tried": [
+            vars(each) | {"is_safe": each.is_safe, "outcome": each.outcome} for each in tried
+        ],
         "nats_per_token": nats,
         "advice": advice(name, best, tried, flaw),
         "model": name,
@@ -283,7 +319,8 @@ def _result(rows: Sequence[Row], reuse: Mapping[str, float]) -> ChoiceResult:
 
 
 def is_hopeless(rows: Sequence[Row], method: Method) -> bool:
-    """Return whether a method's whole 95% interval is unsafe, so that it need not be measured any longer.
+    """Return whether a method's whole 95% interval is unsafe, so that it need not be measured any
+    longer.
 
     Args:
         rows: All measurements so far.
@@ -295,7 +332,8 @@ def is_hopeless(rows: Sequence[Row], method: Method) -> bool:
 
 
 def choose(tried: Sequence[ChoiceResult]) -> ChoiceResult | None:
-    """Return the fastest safe choice whose KL is within a quarter of the lowest safe one; None if none is safe.
+    """Return the fastest safe choice whose KL is within a quarter of the lowest safe one; None if
+    none is safe.
 
     A slower choice is thus taken only for a clear gain in KL, not for noise.
     """
@@ -303,7 +341,10 @@ def choose(tried: Sequence[ChoiceResult]) -> ChoiceResult | None:
     if not safe:
         return None
     best = min(each.kl_over_reuse for each in safe)
-    return max((each for each in safe if each.kl_over_reuse <= 1.25 * best + 0.02), key=lambda each: each.ttft_x)
+    return max(
+        (each for each in safe if each.kl_over_reuse <= 1.25 * best + 0.02),
+        key=lambda each: each.ttft_x,
+    )
 
 
 def flaw_of(verified: bool, nats: float, chance: float) -> str:
@@ -318,36 +359,47 @@ def flaw_of(verified: bool, nats: float, chance: float) -> str:
         return "verify found that fusing is not exact with it where it must be"
     if nats > READABLE_SHARE * chance:
         return (
-            f"it needs {nats:.1f} nats for a token of these documents where a blind guess needs {chance:.1f}: it has "
-            "learned nothing of them, and its answers mean nothing"
+            f"it needs {nats:.1f} nats for a token of these documents where a blind guess needs"
+            f" {chance:.1f}: it has learned nothing of them, and its answers mean nothing"
         )
     return ""
 
 
 def nats_per_token(model: HFModel, cases: Sequence[Case]) -> float:
-    """Return the model's mean cross-entropy in nats per token, over the first chunks of some cases."""
+    """Return the model's mean cross-entropy in nats per token, over the first chunks of
+    some cases.
+    """
     found = []
     for case in cases[:4]:
         ids = [*model.bos, *model.tokens(case.chunks[0])]
         logits = model.score_continuation(model.full_prefill(ids[:1]), ids[1:])
-        found.append(float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:], device=logits.device))))
+        found.append(
+            float(
+                torch.nn.functional.cross_entropy(
+                    logits, torch.tensor(ids[1:], device=logits.device)
+                )
+            )
+        )
     return mean(found)
 
 
-def advice(name: str, best: ChoiceResult | None, tried: Sequence[ChoiceResult], flaw: str = "") -> str:
+def advice(
+    name: str, best: ChoiceResult | None, tried: Sequence[ChoiceResult], flaw: str = ""
+) -> str:
     """Return the result of a calibration as one sentence."""
     if flaw:
         return f"Do not blend with {name}: {flaw}."
     if best is None:
         closest = min(tried, key=lambda each: each.kl_over_reuse)
         return (
-            f"Do not blend with {name}: the closest, {closest.policy} at {closest.ratio:.0%}, keeps up to "
-            f"{closest.high:.2f} of plain reuse's distance to full prefill, and agrees on {closest.top1:.1%} of the "
-            "tokens; prompts are answered by full prefill."
+            f"Do not blend with {name}: the closest, {closest.policy} at {closest.ratio:.0%}, keeps"
+            f" up to {closest.high:.2f} of plain reuse's distance to full prefill, and agrees on"
+            f" {closest.top1:.1%} of the tokens; prompts are answered by full prefill."
         )
     return (
-        f"Blend with {name} by {best.policy} at {best.ratio:.0%}: the first token comes {best.ttft_x:.1f}x faster, and "
-        f"{best.kl_over_reuse:.2f} of plain reuse's distance to full prefill is left."
+        f"Blend with {name} by {best.policy} at {best.ratio:.0%}: the first token comes"
+        f" {best.ttft_x:.1f}x faster, and {best.kl_over_reuse:.2f} of plain reuse's distance to"
+        " full prefill is left."
     )
 
 
@@ -358,7 +410,11 @@ def show_calibration(result: Mapping[str, Any], console: Console) -> None:
     tokens = f"{result['questions']} questions, {result['tokens']:,.0f} prompt tokens on average"
     table = Table(title=f"{model_in_title(result['model'])}: {tokens}", box=None)
     for name in ("policy", "", "TTFT", "KL of reuse's", "95%", "top-1", "n", "outcome"):
-        table.add_column(name, justify="left" if name in ("policy", "outcome") else "right", no_wrap=name != "outcome")
+        table.add_column(
+            name,
+            justify="left" if name in ("policy", "outcome") else "right",
+            no_wrap=name != "outcome",
+        )
     for each in result["tried"]:
         chosen = (each["policy"], each["ratio"]) == (result["policy"], result["ratio"])
         outcome = "[bold green]chosen[/]" if chosen else each["outcome"]
@@ -374,8 +430,9 @@ def show_calibration(result: Mapping[str, Any], console: Console) -> None:
         )
     console.print(table)
     console.print(
-        f"TTFT: how much faster than full prefill. KL: of plain reuse's; safe is an interval (95%) up to "
-        f"{MAX_KL_OVER_REUSE} and {MIN_AGREEMENT:.0%} of the tokens (top-1). n: questions asked, until clearly out.",
+        "TTFT: how much faster than full prefill. KL: of plain reuse's; safe is an interval (95%)"
+        f" up to {MAX_KL_OVER_REUSE} and {MIN_AGREEMENT:.0%} of the tokens (top-1). n: questions"
+        " asked, until clearly out.",
         style="dim",
         highlight=False,
     )
@@ -383,12 +440,16 @@ def show_calibration(result: Mapping[str, Any], console: Console) -> None:
 
 
 def _shown(policy: str) -> str:
-    """Return a policy as `ragfuse bench quality` names it over chunks encoded behind filler text."""
+    """Return a policy as `ragfuse bench quality` names it over chunks encoded behind filler
+    text.
+    """
     return "none@filler" if policy == "none" else policy
 
 
 def draw_calibration(result: Mapping[str, Any], path: Any) -> None:
-    """Draw KL over plain reuse's against speed as a picture at `path`: safe choices filled, the one taken in a ring."""
+    """Draw KL over plain reuse's against speed as a picture at `path`: safe choices filled, the one
+    taken in a ring.
+    """
     from ragfuse.calibration import palette
     from ragfuse.calibration.plots import model_in_title, saved
 
@@ -401,12 +462,28 @@ def draw_calibration(result: Mapping[str, Any], path: Any) -> None:
                 point = each["ttft_x"], each["kl_over_reuse"]
                 axes.vlines(point[0], each["low"], each["high"], color=color, alpha=0.35)
                 face = color if each["is_safe"] else "white"
-                axes.plot(*point, mark, color=color, markerfacecolor=face, label=None if n else words, markersize=6)
+                axes.plot(
+                    *point,
+                    mark,
+                    color=color,
+                    markerfacecolor=face,
+                    label=None if n else words,
+                    markersize=6,
+                )
                 if (policy, each["ratio"]) == (result["policy"], result["ratio"]):
-                    axes.plot(*point, "o", color="black", markerfacecolor="none", markersize=14, label="taken")
+                    axes.plot(
+                        *point,
+                        "o",
+                        color="black",
+                        markerfacecolor="none",
+                        markersize=14,
+                        label="taken",
+                    )
                 if each["ratio"]:
                     share = f"{each['ratio']:.0%}"
-                    axes.annotate(share, point, (5, 3), textcoords="offset points", fontsize=7, color=color)
+                    axes.annotate(
+                        share, point, (5, 3), textcoords="offset points", fontsize=7, color=color
+                    )
         bound = f"a safe choice lies below, and agrees on {MIN_AGREEMENT:.0%} of the tokens"
         axes.axhline(MAX_KL_OVER_REUSE, color="black", linewidth=0.8, linestyle="--", label=bound)
         axes.set_ylim(bottom=0)

@@ -17,7 +17,8 @@ class Case:
         id: Its id there.
         question: The question.
         answers: Known answers; any of them is right.
-        chunks: Texts of the prompt's chunks in order, which are in the store before the question comes.
+        chunks: Texts of the prompt's chunks in order, which are in the store before the question
+            comes.
         task: Whether an answer or a summary is wanted.
     """
 

@@ -89,7 +89,10 @@ def ask(
         InputError: The case does not fit into the model.
     """
     lab.hold(case, methods)
-    prompts = {encoded: lab.prompt(case, encoded) for encoded in dict.fromkeys(m.encoded for m in (FULL, *methods))}
+    prompts = {
+        encoded: lab.prompt(case, encoded)
+        for encoded in dict.fromkeys(m.encoded for m in (FULL, *methods))
+    }
     prompt, max_tokens = prompts[FULL.encoded], NEW_TOKENS[case.task]
     remaining_context(len(prompt) + max_tokens, lab.model, f"{case.dataset} {case.id}")
     full, full_time = _timed(lab, runner, FULL, prompt)
@@ -137,7 +140,8 @@ def _score(case: Case, text: str) -> float:
 
 
 def prefill_speedup(rows: Sequence[Row]) -> float:
-    """Return how many times faster the first token comes: full prefill's seconds over the method's, all rows summed.
+    """Return how many times faster the first token comes: full prefill's seconds over the method's,
+    all rows summed.
 
     The seconds are CPU time on a CPU and wall time on an accelerator.
     """

@@ -1,7 +1,8 @@
-"""The methods that are compared, and the lab that runs them on one model through ragfuse's own engine.
+"""The methods that are compared, and the lab that runs them on one model through ragfuse's own
+engine.
 
-A method is a policy, a ratio, and the context its chunks were encoded in (alone, or after filler text). Full prefill
-and plain reuse are methods like the others.
+A method is a policy, a ratio, and the context its chunks were encoded in (alone, or after filler
+text). Full prefill and plain reuse are methods like the others.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Method:
     """A way to answer a question that calibration compares with full prefill.
 
     Args:
-        policy: A selection policy, or one of this module's names for methods without one, such as "none".
+        policy: A selection policy, or one of this module's names for methods without one, such as
+            "none".
         ratio: The recompute ratio; None: the policy's default, or none.
         encoded: "alone" or "filler": whether chunks are encoded by themselves or after filler text.
     """
@@ -45,7 +47,9 @@ class Method:
 
     @property
     def name(self) -> str:
-        """The name in reports: `policy@encoded`, or only `policy` where `encoded` is its default."""
+        """The name in reports: `policy@encoded`, or only `policy` where `encoded` is its
+        default.
+        """
         is_default = self.encoded == default_encoded(self.policy)
         return self.policy if is_default else f"{self.policy}@{self.encoded}"
 
@@ -57,7 +61,9 @@ def default_encoded(policy: str) -> Encoded:
 
 @dataclass
 class Lab:
-    """One model with two engines: one whose store has chunks encoded after filler text, and one with chunks alone."""
+    """One model with two engines: one whose store has chunks encoded after filler text, and one
+    with chunks alone.
+    """
 
     model: HFModel
     settings: Settings = field(default_factory=Settings)
@@ -70,7 +76,9 @@ class Lab:
         if encoded not in self.engines:
             changes = {"filler_tokens": 0} if encoded == "alone" else {}
             settings = self.settings.model_copy(update=changes)
-            self.engines[encoded] = Engine(settings, self.model, KVStore([MemoryTier(STORE_NBYTES, lru)]))
+            self.engines[encoded] = Engine(
+                settings, self.model, KVStore([MemoryTier(STORE_NBYTES, lru)])
+            )
         return self.engines[encoded]
 
     def close(self) -> None:
@@ -79,12 +87,15 @@ class Lab:
             engine.close(0.0)
 
     def prompt(self, case: Case, encoded: Encoded = "filler") -> Prompt:
-        """Return the case's prompt, as a chat's first message or, for a base model without chat template, as one text.
+        """Return the case's prompt, as a chat's first message or, for a base model without chat
+        template, as one text.
 
         Its token ids do not depend on how chunks are encoded.
         """
         before, after = PROMPT_TEXTS[case.task]
-        question = f"{case.question}\n\n" if case.task == "summary" and case.question else case.question
+        question = (
+            f"{case.question}\n\n" if case.task == "summary" and case.question else case.question
+        )
         chunks = [part for chunk in case.chunks for part in (Piece("\n\n"), Piece(chunk, "chunk"))]
         pieces = [Piece(before), *chunks[1:], Piece(after.replace("{question}", question))]
         engine = self.engine(encoded)
@@ -95,7 +106,9 @@ class Lab:
 
     def hold(self, case: Case, methods: Sequence[Method]) -> None:
         """Ingest the case's chunks into the stores, encoded as the methods need them."""
-        for encoded in dict.fromkeys(method.encoded for method in methods if method.policy != "full"):
+        for encoded in dict.fromkeys(
+            method.encoded for method in methods if method.policy != "full"
+        ):
             engine, prompt = self.engine(encoded), self.prompt(case, encoded)
             first = prompt.segments[0]
             prefix = first.tokens if first.kind == "prefix" else ()
@@ -108,19 +121,26 @@ class Lab:
         """Prefill the prompt with a method; call `hold` first."""
         if method.policy == "full":
             return self.model.full_prefill(prompt.token_ids)
-        prepared = self.engine(method.encoded).prepare(prompt, Ask(policy=method.policy, ratio=method.ratio))
+        prepared = self.engine(method.encoded).prepare(
+            prompt, Ask(policy=method.policy, ratio=method.ratio)
+        )
         if prepared.plan.fallback_reason:
             reason = prepared.plan.fallback_reason
-            raise ModelError(f"{self.model.name} cannot reuse the KV of these chunks: {reason}. Measure another model.")
+            raise ModelError(
+                f"{self.model.name} cannot reuse the KV of these chunks: {reason}. Measure another"
+                " model."
+            )
         if prepared.plan.misses:  # one would make the method look better
             raise InputError(
-                f"{len(prepared.plan.misses)} chunks of a prompt could not be stored: they do not fit in "
-                f"{STORE_NBYTES >> 30} GB of memory, or have under "
-                f"{self.settings.min_chunk_tokens} tokens. Use fewer or longer chunks."
+                f"{len(prepared.plan.misses)} chunks of a prompt could not be stored: they do not"
+                f" fit in {STORE_NBYTES >> 30} GB of memory, or have under"
+                f" {self.settings.min_chunk_tokens} tokens. Use fewer or longer chunks."
             )
         return prepared.prefill
 
     def write(self, prefill: Prefill, max_tokens: int) -> list[int]:
-        """Return the ids of the greedy answer without end tokens, at most `max_tokens`. The prefill is used up."""
+        """Return the ids of the greedy answer without end tokens, at most `max_tokens`. The prefill
+        is used up.
+        """
         ids = generate(self.model, prefill, {"max_new_tokens": max_tokens, "do_sample": False})
         return [token for token in ids if token not in ends_of(self.model)]

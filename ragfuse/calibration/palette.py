@@ -31,6 +31,8 @@ OTHERS = ("tab:red", "tab:blue", "navy", "teal", "gold", "maroon")
 
 
 def method_style(name: str, index: int) -> tuple[str, str, str]:
-    """Return words, colour and mark of a method; those of an unknown one follow from its place among all."""
+    """Return words, colour and mark of a method; those of an unknown one follow from its place
+    among all.
+    """
     known = METHODS.get(name)
     return known if known is not None else (name, OTHERS[index % len(OTHERS)], "osD^v"[index % 5])

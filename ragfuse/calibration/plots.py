@@ -14,11 +14,15 @@ from ragfuse.errors import SettingsError
 def require_plotting() -> None:
     """Raise SettingsError where matplotlib is not installed."""
     if find_spec("matplotlib") is None:
-        raise SettingsError("--plot needs matplotlib, which is not installed: pip install matplotlib")
+        raise SettingsError(
+            "--plot needs matplotlib, which is not installed: pip install matplotlib"
+        )
 
 
 def model_in_title(model: str) -> str:
-    """Return a model as a title names it: of a folder or GGUF file the name alone, as paths are long and private."""
+    """Return a model as a title names it: of a folder or GGUF file the name alone, as paths are
+    long and private.
+    """
     path = Path(model).expanduser()
     return path.name.removesuffix(".gguf") if path.exists() else model
 

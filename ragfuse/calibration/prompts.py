@@ -1,4 +1,6 @@
-"""The prompt texts of calibration and benchmarks: the same for all methods, and those the reader was trained on."""
+"""The prompt texts of calibration and benchmarks: the same for all methods, and those the reader
+was trained on.
+"""
 
 from types import MappingProxyType
 

@@ -1,7 +1,8 @@
-"""Measure times for calibration and benchmarks: interleaved rounds, two clocks, a tuned allocator, the machine.
+"""Measure times for calibration and benchmarks: interleaved rounds, two clocks, a tuned allocator,
+the machine.
 
-Cases run in turn (A B C, A B C, ...) after one warm-up each, so that other load on the machine affects all of them
-alike. Ratios are medians over rounds of times measured side by side.
+Cases run in turn (A B C, A B C, ...) after one warm-up each, so that other load on the machine
+affects all of them alike. Ratios are medians over rounds of times measured side by side.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ MALLOC = MappingProxyType(
         "MALLOC_TOP_PAD_": "268435456",
     }
 )
-"""Settings that let glibc keep large buffers. By default it returns each one to the system and faults it in again page
-by page. That slows full prefill most, so that without these settings every speedup looks better than it is."""
+"""Settings that let glibc keep large buffers. By default it returns each one to the system and
+faults it in again page by page. That slows full prefill most, so that without these settings every
+speedup looks better than it is.
+"""
 
 Clock = Literal["cpu", "wall"]
 
@@ -53,7 +56,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class Times:
-    """All rounds of one case, and the clock that counts: CPU time on a CPU, wall time on an accelerator."""
+    """All rounds of one case, and the clock that counts: CPU time on a CPU, wall time on an
+    accelerator.
+    """
 
     samples: tuple[Sample, ...]
     clock: Clock
@@ -81,11 +86,18 @@ _CLOCKS: tuple[Clock, Clock] = ("cpu", "wall")
 
 
 def _spread(seconds: Sequence[float]) -> dict[str, Any]:
-    return {"min": min(seconds), "median": median(seconds), "max": max(seconds), "rounds": list(seconds)}
+    return {
+        "min": min(seconds),
+        "median": median(seconds),
+        "max": max(seconds),
+        "rounds": list(seconds),
+    }
 
 
 def speedup(slow: Sequence[float], fast: Sequence[float]) -> float:
-    """Return how many times faster `fast` is: the median over rounds of slow / fast seconds in the same round."""
+    """Return how many times faster `fast` is: the median over rounds of slow / fast seconds in the
+    same round.
+    """
     return median(a / b for a, b in zip(slow, fast, strict=True))
 
 
@@ -98,7 +110,9 @@ class Runner:
     console: Console
 
     def __post_init__(self) -> None:
-        """Exempt all loaded objects from garbage collection, once: scanning them takes longer than a short run."""
+        """Exempt all loaded objects from garbage collection, once: scanning them takes longer than
+        a short run.
+        """
         if not gc.get_freeze_count():
             gc.collect()
             gc.freeze()
@@ -126,7 +140,9 @@ class Runner:
             task = bar.add_task(what, total=(self.rounds + 1) * len(cases))
             for index in range(self.rounds + 1):
                 for name, case in cases.items():
-                    bar.update(task, description=f"{what}: {name}" + ("" if index else " (warm-up)"))
+                    bar.update(
+                        task, description=f"{what}: {name}" + ("" if index else " (warm-up)")
+                    )
                     before()
                     sample = self.once(case)
                     if index:
@@ -135,7 +151,9 @@ class Runner:
         return {name: Times(tuple(each), self.clock) for name, each in samples.items()}
 
     def once(self, case: Callable[[], object]) -> Sample:
-        """Measure one run, after collecting garbage and waiting for the device to finish earlier work."""
+        """Measure one run, after collecting garbage and waiting for the device to finish earlier
+        work.
+        """
         gc.collect()
         self._synchronize()
         wall, cpu = time.perf_counter(), time.process_time()
@@ -154,7 +172,8 @@ class Runner:
 def thread_count(threads: int) -> Iterator[None]:
     """Set torch's number of threads within this context, and restore it afterwards.
 
-    OMP_NUM_THREADS is set too, so that engines and processes that start here keep the number, however busy the machine.
+    OMP_NUM_THREADS is set too, so that engines and processes that start here keep the number,
+    however busy the machine.
     """
     before, variable = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
     torch.set_num_threads(threads)
@@ -169,9 +188,11 @@ def thread_count(threads: int) -> Iterator[None]:
 
 
 def tune_malloc(console: Console, command: Sequence[str] = ()) -> None:
-    """Restart this process with the environment `MALLOC`, if it uses glibc and none of it is set yet.
+    """Restart this process with the environment `MALLOC`, if it uses glibc and none of it is set
+    yet.
 
-    The process id stays the same (exec), so exit code and Ctrl-C work as before. Call it before anything is loaded.
+    The process id stays the same (exec), so exit code and Ctrl-C work as before. Call it before
+    anything is loaded.
 
     Args:
         console: Where the restart is announced.
@@ -179,8 +200,13 @@ def tune_malloc(console: Console, command: Sequence[str] = ()) -> None:
     """
     if not is_glibc() or any(name in os.environ for name in MALLOC):
         return
-    console.print("Starting again with an allocator that keeps memory: without, full prefill is measured too slow.")
-    log.debug("Starting again with %s", " ".join(f"{name}={value}" for name, value in MALLOC.items()))
+    console.print(
+        "Starting again with an allocator that keeps memory: without, full prefill is measured too"
+        " slow."
+    )
+    log.debug(
+        "Starting again with %s", " ".join(f"{name}={value}" for name, value in MALLOC.items())
+    )
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     arguments = list(command) or [sys.executable, *sys.orig_argv[1:]]
@@ -189,7 +215,11 @@ def tune_malloc(console: Console, command: Sequence[str] = ()) -> None:
 
 def is_glibc() -> bool:
     """Return whether this process uses glibc's allocator, as far as can be detected."""
-    return sys.platform == "linux" and platform.libc_ver()[0] == "glibc" and "malloc" not in os.getenv("LD_PRELOAD", "")
+    return (
+        sys.platform == "linux"
+        and platform.libc_ver()[0] == "glibc"
+        and "malloc" not in os.getenv("LD_PRELOAD", "")
+    )
 
 
 def circumstances(device: torch.device, threads: int) -> dict[str, Any]:
@@ -227,7 +257,10 @@ def _cpu_name() -> str:
 def versions() -> dict[str, str]:
     """Return the versions of Python, torch, transformers and ragfuse."""
     packages = {"torch": "torch", "transformers": "transformers", "ragfuse": "ragfuse-kv"}
-    return {"python": platform.python_version(), **{name: _version(package) for name, package in packages.items()}}
+    return {
+        "python": platform.python_version(),
+        **{name: _version(package) for name, package in packages.items()},
+    }
 
 
 def _version(package: str) -> str:
@@ -238,6 +271,8 @@ def _version(package: str) -> str:
 
 
 def malloc_setting() -> dict[str, Any]:
-    """Return the allocator's settings in the environment, and whether they are those of `MALLOC`."""
+    """Return the allocator's settings in the environment, and whether they are those of
+    `MALLOC`.
+    """
     found = {name: os.environ[name] for name in MALLOC if name in os.environ}
     return {"tuned": is_glibc() and found == dict(MALLOC), "settings": found}

@@ -1,4 +1,6 @@
-"""Bootstrap intervals of means, and of differences and ratios of methods that answered the same questions."""
+"""Bootstrap intervals of means, and of differences and ratios of methods that answered the same
+questions.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,23 @@ LEVEL = 0.95
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """Return the 95% percentile bootstrap interval of the mean; (mean, mean) for a single value or no spread."""
+    """Return the 95% percentile bootstrap interval of the mean; (mean, mean) for a single value or
+    no spread.
+    """
     return _interval((np.asarray(values, float),), lambda x, axis: x.mean(axis))
 
 
 def difference_interval(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """Return the 95% interval of the mean of the differences ours - theirs, question by question."""
+    """Return the 95% interval of the mean of the differences ours - theirs, question by
+    question.
+    """
     return mean_interval(np.subtract(ours, theirs).tolist())
 
 
 def ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """Return the 95% interval of mean(ours) / mean(theirs), with the questions resampled in pairs."""
+    """Return the 95% interval of mean(ours) / mean(theirs), with the questions resampled in
+    pairs.
+    """
     pair = np.asarray(ours, float), np.asarray(theirs, float)
     return _interval(pair, lambda a, b, axis: a.mean(axis) / b.mean(axis))
 

@@ -1,4 +1,6 @@
-"""The command line. Each file holds the commands of one kind; the work itself is done by the packages below."""
+"""The command line. Each file holds the commands of one kind; the work itself is done by the
+packages below.
+"""
 
 import os
 import sys
@@ -6,12 +8,16 @@ from contextlib import nullcontext
 
 
 def app() -> None:
-    """Run the `ragfuse` command. It shows a status before the slow imports, and handles Ctrl-C during them too."""
+    """Run the `ragfuse` command. It shows a status before the slow imports, and handles Ctrl-C
+    during them too.
+    """
     try:
         from rich.console import Console
 
         completes = any(name.endswith("_COMPLETE") for name in os.environ if name.startswith("_"))
-        with nullcontext() if completes else Console(stderr=True).status("starting"):  # a shell reads a completion
+        with (
+            nullcontext() if completes else Console(stderr=True).status("starting")
+        ):  # a shell reads a completion
             from ragfuse.cli.main import app
         app()
     except KeyboardInterrupt:

@@ -1,4 +1,6 @@
-"""`ragfuse adapt`: teach a model to read chunks apart, by an adapter that is trained on the user's documents."""
+"""`ragfuse adapt`: teach a model to read chunks apart, by an adapter that is trained on the user's
+documents.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from rich.console import Console
 from ragfuse.cli.checks import calibrate_engine
 from ragfuse.cli.files import find_files
 from ragfuse.cli.ingest import RESUMES, split_documents
-from ragfuse.cli.options import ENGINE, Documents, Plot, option, prepare_model, require_writable, screen
+from ragfuse.cli.options import (
+    ENGINE,
+    Documents,
+    Plot,
+    option,
+    prepare_model,
+    require_writable,
+    screen,
+)
 from ragfuse.cli.show import counted, progress_bar, say
 from ragfuse.errors import ModelError
 from ragfuse.settings import Settings
@@ -30,23 +40,35 @@ def adapt_model(
     docs: Documents,
     out: Annotated[
         Path | None,
-        option("--out", "Folder of the adapter, which only this adapter has.", "a new one in RAGFUSE_HOME"),
+        option(
+            "--out",
+            "Folder of the adapter, which only this adapter has.",
+            "a new one in RAGFUSE_HOME",
+        ),
     ] = None,
-    minutes: Annotated[float, typer.Option(min=0.01, help="Minutes of training; more at a later call go on.")] = 60,
+    minutes: Annotated[
+        float, typer.Option(min=0.01, help="Minutes of training; more at a later call go on.")
+    ] = 60,
     steps: Annotated[
-        int | None, option("--steps", "Train this many steps instead.", "as many as --minutes allow", min=1)
+        int | None,
+        option("--steps", "Train this many steps instead.", "as many as --minutes allow", min=1),
     ] = None,
-    rank: Annotated[int, typer.Option(min=1, help="Rank of the LoRA adapter: how much it can learn.")] = 16,
-    questions: Annotated[int, typer.Option(min=12, help="Questions that calibration asks at the end.")] = 20,
+    rank: Annotated[
+        int, typer.Option(min=1, help="Rank of the LoRA adapter: how much it can learn.")
+    ] = 16,
+    questions: Annotated[
+        int, typer.Option(min=12, help="Questions that calibration asks at the end.")
+    ] = 20,
     plot: Plot = None,
 ) -> tuple[dict[str, Any], bool]:
-    """Train a LoRA adapter that encodes chunks, so that answers over reused chunks come closer to full prefill.
+    """Train a LoRA adapter that encodes chunks, so that answers over reused chunks come closer to
+    full prefill.
 
-    Only the stored KV of chunks is computed with it; full prefill stays exactly what it was. The model teaches itself:
-    what it answers by full prefill is what it learns to answer over reused chunks, so no questions or answers have to
-    be written. A run that was stopped goes on when the same command is given again. At the end the model is verified
-    and calibrated with its adapter; give its folder as --model from then on. Exit status 1 if no policy and ratio is
-    safe with it.
+    Only the stored KV of chunks is computed with it; full prefill stays exactly what it was. The
+    model teaches itself: what it answers by full prefill is what it learns to answer over reused
+    chunks, so no questions or answers have to be written. A run that was stopped goes on when the
+    same command is given again. At the end the model is verified and calibrated with its adapter;
+    give its folder as --model from then on. Exit status 1 if no policy and ratio is safe with it.
     """
     from ragfuse.calibration.plots import require_plotting
     from ragfuse.calibration.runner import tune_malloc
@@ -71,14 +93,19 @@ def adapt_model(
 
         adaptation = Adaptation(settings)
     with closing(adaptation):
-        texts = list(split_documents(docs, settings, adaptation.plain.tokenizer, console)[0].items())
+        texts = list(
+            split_documents(docs, settings, adaptation.plain.tokenizer, console)[0].items()
+        )
         folder = (out or default_folder(settings, texts)).expanduser()
         needed, free = training_nbytes(adaptation.plain, rank), free_nbytes(adaptation.plain.device)
-        memory = f"about {size_text(needed)} of memory besides the model; {size_text(free)} are free"
+        memory = (
+            f"about {size_text(needed)} of memory besides the model; {size_text(free)} are free"
+        )
         say(console, f"Training needs {memory}.")
         if needed > free:
             raise ModelError(
-                f"Training needs {memory}. End other programs, take a smaller --rank or model, or another --device."
+                f"Training needs {memory}. End other programs, take a smaller --rank or model, or"
+                " another --device."
             )
         with console.status("preparing"):
             trainer = adaptation.prepare(texts, folder, rank)
@@ -92,10 +119,15 @@ def adapt_model(
                 bar(done, 1.0, f"step {trainer.state.step:,}, {held}")
 
             state = trainer.run(TrainingLimits(60 * minutes, steps), show, stop)
-        if stop() or not state.finished:  # pressed during the last step or measurement, it ends the command too
+        if (
+            stop() or not state.finished
+        ):  # pressed during the last step or measurement, it ends the command too
             raise KeyboardInterrupt(f"What was learnt is in '{folder}'. {RESUMES}")
         made = f"{counted(state.step, 'step')} in {counted(round(state.seconds / 60), 'minute')}"
-        fell = f"fell from {state.evaluations[0].kl:.3f} to {state.best.kl:.3f}, at step {state.best.step:,}"
+        fell = (
+            f"fell from {state.evaluations[0].kl:.3f} to {state.best.kl:.3f}, at step"
+            f" {state.best.step:,}"
+        )
         say(console, f"{made} ({state.finished}): on held-out documents KL at ratio 0 {fell}.")
         if plot is not None:
             draw_training(state.evaluations, plot)
@@ -103,7 +135,9 @@ def adapt_model(
         with Engine(settings.model_copy(update={"model": str(folder)})) as engine:
             calibrated = calibrate_engine(engine, adaptation.held, questions, console, str(folder))
         chosen = (calibrated["policy"], calibrated["ratio"]) if calibrated["safe"] else ("", None)
-        write_shipped(folder, ShippedProfile(adaptation.engine.runtime.encoder.filler_tokens, *chosen))
+        write_shipped(
+            folder, ShippedProfile(adaptation.engine.runtime.encoder.filler_tokens, *chosen)
+        )
     show_calibration(calibrated, console)
     say(console, f"Use it: ragfuse ask --model {shlex.quote(str(folder))} ...")
     result = {
@@ -118,12 +152,16 @@ def adapt_model(
 
 @contextmanager
 def _stopped_by_signal(console: Console) -> Iterator[Any]:
-    """Yield a function that says whether Ctrl-C was pressed: the step is finished then; a second one stops at once."""
+    """Yield a function that says whether Ctrl-C was pressed: the step is finished then; a second
+    one stops at once.
+    """
     asked = threading.Event()
 
     def ask(*_: object) -> None:
         if asked.is_set():
-            raise KeyboardInterrupt("Run the same command again to continue from what was last saved.")
+            raise KeyboardInterrupt(
+                "Run the same command again to continue from what was last saved."
+            )
         asked.set()
         say(console, "\nFinishing this step; Ctrl-C again stops at once.")
 

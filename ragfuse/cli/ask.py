@@ -1,4 +1,6 @@
-"""`ragfuse ask`: a question over the ingested documents, answered with the chunks' KV from the store."""
+"""`ragfuse ask`: a question over the ingested documents, answered with the chunks' KV from the
+store.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,23 @@ def ask(
     console: Console,
     settings: Settings,
     model: str | None,
-    question: Annotated[str, typer.Argument(help="The question.", show_default="none: needs --pml")] = "",
+    question: Annotated[
+        str, typer.Argument(help="The question.", show_default="none: needs --pml")
+    ] = "",
     docs: DocsFirst = None,
     pml: Annotated[
         Path | None,
-        option("--pml", "Ask the prompt in this PML file; QUESTION, if given, is appended to it.", "none"),
+        option(
+            "--pml",
+            "Ask the prompt in this PML file; QUESTION, if given, is appended to it.",
+            "none",
+        ),
     ] = None,
     blend: Annotated[
-        bool, typer.Option("--blend", help="With --pml: recompute some tokens of modules, by --policy and --ratio.")
+        bool,
+        typer.Option(
+            "--blend", help="With --pml: recompute some tokens of modules, by --policy and --ratio."
+        ),
     ] = False,
     index: Index = "default",
     server: Server = None,
@@ -46,15 +57,22 @@ def ask(
         option("--deadline", "Seconds within which the first token should come.", "none", min=0.0),
     ] = None,
     session: Session = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Show what was reused and why.")] = False,
-    compare: Annotated[bool, typer.Option("--compare", help="Also answer by full prefill, for comparison.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show what was reused and why.")
+    ] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also answer by full prefill, for comparison.")
+    ] = False,
 ) -> dict[str, Any]:
     """Answer a question over ingested documents; the answer is printed while it is generated."""
     if not question.strip() and pml is None:
-        raise InputError('The question is empty. Ask something: ragfuse ask "Who built the bridge?"')
+        raise InputError(
+            'The question is empty. Ask something: ragfuse ask "Who built the bridge?"'
+        )
     if pml is not None and (docs is not None or session is not None):
         raise InputError(
-            "--pml cannot be combined with --docs or --session, as its text is in a schema: leave them out."
+            "--pml cannot be combined with --docs or --session, as its text is in a schema: leave"
+            " them out."
         )
     settings = settings.usable()
     from ragfuse.engine.ask import Ask
@@ -84,17 +102,28 @@ def ask(
     tell_sources(sources)
     trace = answer.trace
     if trace.is_late:
-        late = f"Wanted the first token within {trace.deadline_s:g} s, got it after {trace.ttft_s:.3f} s."
+        late = (
+            f"Wanted the first token within {trace.deadline_s:g} s, got it after"
+            f" {trace.ttft_s:.3f} s."
+        )
         say(Console(stderr=True), late, "yellow")
     if explain or compare:
         show_trace(console, trace)
     result: dict[str, Any] = {"question": question, "answer": answer.text, "trace": trace.as_dict()}
     if full is not None:
         speedup = full.trace.ttft_s / trace.ttft_s
-        faster = f"{speedup:.1f} times faster than" if speedup >= 1 else f"{1 / speedup:.1f} times slower than"
+        faster = (
+            f"{speedup:.1f} times faster than"
+            if speedup >= 1
+            else f"{1 / speedup:.1f} times slower than"
+        )
         why = "Nothing was reused, so both did the same work." if trace.fallback_reason else ""
         say(console, why or f"First token {faster} full prefill, both in a warm process.")
-        result |= {"answer_full": full.text, "ttft_full_s": full.trace.ttft_s, "ttft_fused_s": trace.ttft_s}
+        result |= {
+            "answer_full": full.text,
+            "ttft_full_s": full.trace.ttft_s,
+            "ttft_fused_s": trace.ttft_s,
+        }
     return result
 
 
@@ -111,7 +140,10 @@ def library_for(settings: Settings, index: str, docs: Path | None) -> Library:
         library.require()
         return library
     if index != "default":
-        raise InputError("--docs builds its own index: leave out --index, or run `ragfuse ingest` into that index.")
+        raise InputError(
+            "--docs builds its own index: leave out --index, or run `ragfuse ingest` into that"
+            " index."
+        )
     library = Library(settings, index_of(docs))
     find_files([docs], library.sources())
     return library
@@ -120,7 +152,8 @@ def library_for(settings: Settings, index: str, docs: Path | None) -> Library:
 def prompt_for(
     engine: Answerer, library: Library, question: str, console: Console, searched: str = ""
 ) -> tuple[Any, list[str]]:
-    """Return the prompt with the chunks retrieved for a question, and the documents that they are from.
+    """Return the prompt with the chunks retrieved for a question, and the documents that they are
+    from.
 
     Args:
         engine: Who is asked.
@@ -137,13 +170,19 @@ def prompt_for(
 
 
 def _full_prefill(engine: Answerer, prompt: Any, console: Console, ask: Ask) -> Answer:
-    """Return the answer by full prefill, after warming up both ways here: the first call of a process is slower."""
+    """Return the answer by full prefill, after warming up both ways here: the first call of a
+    process is slower.
+    """
     from ragfuse.engine.ask import Ask
 
     with console.status("full prefill, to compare"):
         if is_local(engine):
-            engine.answer(prompt, Ask(reuse=False, max_tokens=1))  # no session: it must get the question only once
-            engine.prepare(engine.prompt(prompt))  # does not save a prefix, which the measured question would reuse
+            engine.answer(
+                prompt, Ask(reuse=False, max_tokens=1)
+            )  # no session: it must get the question only once
+            engine.prepare(
+                engine.prompt(prompt)
+            )  # does not save a prefix, which the measured question would reuse
             engine.flush()
         full = engine.answer(prompt, replace(ask, reuse=False, blend=False, deadline_s=None))
     console.print(Text.assemble(("full prefill: ", "bold"), full.text, _ttft_note(full)))

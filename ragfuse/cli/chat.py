@@ -1,4 +1,6 @@
-"""`ragfuse chat`: a conversation over documents in the terminal, with a model here or at a server."""
+"""`ragfuse chat`: a conversation over documents in the terminal, with a model here or at a
+server.
+"""
 
 from __future__ import annotations
 
@@ -35,17 +37,24 @@ if TYPE_CHECKING:
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "/docs": "list the documents of the index; /docs add PATH adds a file or folder",
-        "/compare": "answer the last question by full prefill, too: is it the same, and how much later does it begin?",
+        "/compare": (
+            "answer the last question by full prefill, too: is it the same, and how much later does"
+            " it begin?"
+        ),
         "/why": "show what the last answer reused, and why the rest was computed",
-        "/ratio": "/ratio 0.2 recomputes 20% of the reused tokens from now on; /ratio auto leaves it to ragfuse",
-        "/policy": "/policy NAME chooses how these tokens are found; /policy auto leaves it to ragfuse",
+        "/ratio": (
+            "/ratio 0.2 recomputes 20% of the reused tokens from now on; /ratio auto leaves it to"
+            " ragfuse"
+        ),
+        "/policy": "/policy NAME chooses how they are found; /policy auto leaves it to ragfuse",
         "/help": "show this list",
         "/quit": "end; so does Ctrl-D. Ctrl-C stops an answer",
     }
 )
 """What each command of a chat does."""
 SHORT_WORDS = 4
-"""A question of so few words, such as "And when?", is searched for together with the one before it."""
+"""A question of so few words, such as "And when?", is searched for together with the one before it.
+"""
 MAX_HISTORY = 1000
 """Most lines of the history."""
 
@@ -60,10 +69,12 @@ def chat(
     server: Server = None,
     session: Session = None,
 ) -> None:
-    """Talk with a model over ingested documents. Each turn computes only what is new: the KV of earlier ones is kept.
+    """Talk with a model over ingested documents. Each turn computes only what is new: the KV of
+    earlier ones is kept.
 
-    Lines that begin with / are commands, /help lists them. Ctrl-C stops an answer, Ctrl-D ends. Where standard input
-    is no terminal, each of its lines is a question or a command; exit status 1 if one of them failed.
+    Lines that begin with / are commands, /help lists them. Ctrl-C stops an answer, Ctrl-D ends.
+    Where standard input is no terminal, each of its lines is a question or a command; exit status 1
+    if one of them failed.
     """
     settings = settings.usable()
     from ragfuse.cli.library import Library
@@ -95,7 +106,8 @@ def chat(
 
 
 def typed_lines(prompt: str, history: Path) -> Iterator[str]:
-    """Yield the lines of a terminal until Ctrl-D, or those of a pipe; Ctrl-C at the prompt gives an empty line.
+    """Yield the lines of a terminal until Ctrl-D, or those of a pipe; Ctrl-C at the prompt gives an
+    empty line.
 
     On a terminal, arrow keys bring back earlier lines, those of earlier processes too.
 
@@ -132,13 +144,15 @@ def typed_lines(prompt: str, history: Path) -> Iterator[str]:
 
 @dataclass
 class Talk:
-    """A conversation whose turns keep their KV in a session: it takes lines, and prints what comes of them.
+    """A conversation whose turns keep their KV in a session: it takes lines, and prints what comes
+    of them.
 
     Args:
         console: Where it is printed.
         answerer: Who answers.
         library: The index that chunks are retrieved from.
-        how: The options of the next answer; they name the session, for a model that has a chat template.
+        how: The options of the next answer; they name the session, for a model that has a chat
+            template.
         messages: What was said: (role, content) of each message.
         answer: The last answer; None before the first.
         failed: How many lines failed.
@@ -158,13 +172,23 @@ class Talk:
 
     def begin(self, session: str | None) -> None:
         """Say with what one talks, and how; `session` is one that goes on."""
-        if session and is_local(self.answerer) and session in {info.id for info in self.answerer.sessions.ls()}:
+        if (
+            session
+            and is_local(self.answerer)
+            and session in {info.id for info in self.answerer.sessions.ls()}
+        ):
             kept = self.answerer.sessions.show(session).messages
             self.messages = [(message.role, message.text) for message in kept]
             self._say(f"Going on with '{session}'.")
         sources = self.library.sources()
-        over = f"{counted(sum(sources.values()), 'chunk')} of {counted(len(sources), 'document')} (/docs lists them)"
-        self._say(f"{self.answerer.card.name}, over {over if sources else 'no documents yet: /docs add PATH'}.")
+        over = (
+            f"{counted(sum(sources.values()), 'chunk')} of {counted(len(sources), 'document')}"
+            " (/docs lists them)"
+        )
+        self._say(
+            f"{self.answerer.card.name}, over"
+            f" {over if sources else 'no documents yet: /docs add PATH'}."
+        )
         self._say("/help lists the commands, Ctrl-D ends.")
 
     def take(self, line: str) -> bool:
@@ -188,7 +212,9 @@ class Talk:
                         self._say(f"{name:9}{meaning}")
                     self._say("Anything else is a question.")
                 case _ if line.startswith("/"):
-                    raise InputError(f"There is no command '{word}'; there are {', '.join(COMMANDS)}.")
+                    raise InputError(
+                        f"There is no command '{word}'; there are {', '.join(COMMANDS)}."
+                    )
                 case _ if line:
                     self._ask(line)
         except KeyboardInterrupt:
@@ -234,7 +260,9 @@ class Talk:
         self._say(answer.trace.summary)
         left_out = answer.trace.truncated
         if left_out > self.truncated:
-            self._say(f"The window is full: {counted(left_out, 'token')} of the oldest turns left out.")
+            self._say(
+                f"The window is full: {counted(left_out, 'token')} of the oldest turns left out."
+            )
         self.truncated = left_out
 
     def _docs(self, rest: str) -> None:

@@ -24,10 +24,14 @@ def verify_model(
     console: Console,
     settings: Settings,
     model: Annotated[
-        str | None, typer.Argument(help="The model, as --model takes it.", show_default=setting("model").show_default)
+        str | None,
+        typer.Argument(
+            help="The model, as --model takes it.", show_default=setting("model").show_default
+        ),
     ] = None,
 ) -> tuple[dict[str, Any], bool]:
-    """Check with the model's real weights that reuse is exact where it must be, as where all tokens are recomputed.
+    """Check with the model's real weights that reuse is exact where it must be, as where all tokens
+    are recomputed.
 
     Exit status 1 if a check fails: then the model's prompts are answered by full prefill.
     """
@@ -36,11 +40,20 @@ def verify_model(
     with loaded_engine(settings, console) as engine, console.status("verifying") as status:
         verdict = engine.runtime.verify(lambda check: status.update(f"verifying: {check}"))
     rows = [
-        {"check": each.name, "error": each.error, "bound": each.bound, "": "passed" if each.passed else "failed"}
+        {
+            "check": each.name,
+            "error": each.error,
+            "bound": each.bound,
+            "": "passed" if each.passed else "failed",
+        }
         for each in verdict.checks
     ]
     show_table(console, rows)
-    says = "can be fused" if verdict.passed else "is not fused: every prompt is answered by full prefill"
+    says = (
+        "can be fused"
+        if verdict.passed
+        else "is not fused: every prompt is answered by full prefill"
+    )
     say(console, f"{verdict.model} {says}.", "bold")
     return verdict.as_dict(), verdict.passed
 
@@ -54,13 +67,17 @@ def calibrate_model(
         int,
         typer.Option(
             min=12,
-            help="Number of questions to make from the documents; twice as many more are asked where these do not "
-            "decide.",
+            help=(
+                "Number of questions to make from the documents; twice as many more are asked where"
+                " these do not "
+                "decide."
+            ),
         ),
     ] = 20,
     plot: Plot = None,
 ) -> tuple[dict[str, Any], bool]:
-    """Measure on your documents how close answers stay to full prefill's, and choose the policy and ratio to use.
+    """Measure on your documents how close answers stay to full prefill's, and choose the policy and
+    ratio to use.
 
     Exit status 1 if no choice is safe: then prompts are answered by full prefill.
     """
@@ -85,9 +102,14 @@ def calibrate_model(
 
 
 def calibrate_engine(
-    engine: Engine, texts: Sequence[tuple[str, Sequence[str]]], questions: int, console: Console, name: str
+    engine: Engine,
+    texts: Sequence[tuple[str, Sequence[str]]],
+    questions: int,
+    console: Console,
+    name: str,
 ) -> dict[str, Any]:
-    """Verify and calibrate an engine's model, and have its store keep the choice; return the calibration's report.
+    """Verify and calibrate an engine's model, and have its store keep the choice; return the
+    calibration's report.
 
     Args:
         engine: The engine.
@@ -98,7 +120,10 @@ def calibrate_engine(
     """
     from ragfuse.calibration.calibrate import MORE_QUESTIONS, calibrate, make_cases
 
-    cases, more_cases = make_cases(texts, questions), make_cases(texts, MORE_QUESTIONS * questions, seed=1)
+    cases, more_cases = (
+        make_cases(texts, questions),
+        make_cases(texts, MORE_QUESTIONS * questions, seed=1),
+    )
     with console.status("verifying") as status:
         verified = engine.runtime.verify(lambda check: status.update(f"verifying: {check}")).passed
     result = calibrate(engine.model, cases, console, name, verified, more_cases)

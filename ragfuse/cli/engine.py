@@ -1,4 +1,6 @@
-"""What answers a command's questions: an engine with its model loaded here, or a `ragfuse serve` at an address."""
+"""What answers a command's questions: an engine with its model loaded here, or a `ragfuse serve` at
+an address.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +43,18 @@ def loaded_engine(
         with console.status("loading the model"):
             device = engine.model.device
         seconds = time.perf_counter() - began
-        line = f"Model loaded in {seconds:.1f} s: {settings.model}, {engine.settings.dtype} on {device}."
+        line = (
+            f"Model loaded in {seconds:.1f} s: {settings.model}, {engine.settings.dtype} on"
+            f" {device}."
+        )
         Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
         yield engine
 
 
 @contextmanager
-def open_answerer(settings: Settings, console: Console, server: str | None, model: str | None) -> Iterator[Answerer]:
+def open_answerer(
+    settings: Settings, console: Console, server: str | None, model: str | None
+) -> Iterator[Answerer]:
     """Yield what answers questions: an engine with its model loaded, or a client of a server.
 
     Args:
@@ -72,8 +79,12 @@ def open_answerer(settings: Settings, console: Console, server: str | None, mode
 
 
 def given_for(settings: Settings, server: str | None) -> dict[str, Any]:
-    """Return the options of an answer that were set here, for a server, which has its own for the others."""
-    names = settings.model_fields_set & {"policy", "ratio", "max_tokens", "overflow"} if server else ()
+    """Return the options of an answer that were set here, for a server, which has its own for the
+    others.
+    """
+    names = (
+        settings.model_fields_set & {"policy", "ratio", "max_tokens", "overflow"} if server else ()
+    )
     return {name: getattr(settings, name) for name in names}
 
 
@@ -83,7 +94,9 @@ def is_local(answerer: Answerer) -> TypeIs[Engine]:
 
 
 def tokenizer_for(answerer: Answerer, settings: Settings) -> Any:
-    """Return the tokenizer by which documents are cut into chunks: the engine's, or at a server the one of --model."""
+    """Return the tokenizer by which documents are cut into chunks: the engine's, or at a server the
+    one of --model.
+    """
     if is_local(answerer):
         return answerer.model.tokenizer
     from ragfuse.models.loader import load_tokenizer

@@ -1,4 +1,6 @@
-"""Files on disk that can be ingested, and their texts by LangChain's loaders. Chunks and vectors: see `library`."""
+"""Files on disk that can be ingested, and their texts by LangChain's loaders. Chunks and vectors:
+see `library`.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,14 @@ log = logging.getLogger("ragfuse.cli")
 
 TEXT_TYPES, PDF_TYPE, WORD_TYPE = (".txt", ".md", ".rst", ".text", ".markdown"), ".pdf", ".docx"
 _CODE = (
-    "py pyi js mjs ts jsx tsx java kt scala groovy c h cc cpp hpp cs go rs rb php swift m r jl lua pl sh bash",
-    "zsh ps1 sql css scss toml yaml yml ini cfg conf properties xml xsd tex bib adoc org log tsv proto graphql cmake",
+    (
+        "py pyi js mjs ts jsx tsx java kt scala groovy c h cc cpp hpp cs go rs rb php swift m r jl"
+        " lua pl sh bash"
+    ),
+    (
+        "zsh ps1 sql css scss toml yaml yml ini cfg conf properties xml xsd tex bib adoc org log"
+        " tsv proto graphql cmake"
+    ),
 )
 CODE_TYPES = tuple(f".{name}" for names in _CODE for name in names.split(" "))
 """Types that are read as plain text."""
@@ -35,11 +43,13 @@ class FilesToIngest:
 
 
 def find_files(paths: Sequence[Path], known: Collection[str] = ()) -> FilesToIngest:
-    """Find all documents at `paths`, folders included. Hidden files and links to folders are passed over.
+    """Find all documents at `paths`, folders included. Hidden files and links to folders are passed
+    over.
 
     Args:
         paths: Files and folders.
-        known: The documents of an index. Where some of them lay at `paths`, nothing has to be there any more.
+        known: The documents of an index. Where some of them lay at `paths`, nothing has to be there
+            any more.
 
     Raises:
         InputError: A path is not there, or there is no document.
@@ -48,7 +58,9 @@ def find_files(paths: Sequence[Path], known: Collection[str] = ()) -> FilesToIng
     files, skipped = dict[Path, None](), list[tuple[Path, str]]()
     for path in paths:
         if not path.exists() and not has_lost:
-            raise InputError(f"Wanted a file or folder, found nothing at '{path}'. Check the spelling.")
+            raise InputError(
+                f"Wanted a file or folder, found nothing at '{path}'. Check the spelling."
+            )
         for file in _inside(path, skipped) if path.is_dir() else [path] if path.exists() else []:
             reason = _skip_reason(file)
             if reason:
@@ -56,10 +68,15 @@ def find_files(paths: Sequence[Path], known: Collection[str] = ()) -> FilesToIng
             else:
                 files[file] = None
     if not files and not has_lost:
-        why = f"{len(skipped)} skipped ({skipped[0][0].name}: {skipped[0][1]})" if skipped else "no file"
+        why = (
+            f"{len(skipped)} skipped ({skipped[0][0].name}: {skipped[0][1]})"
+            if skipped
+            else "no file"
+        )
         named = ", ".join(map(str, paths))
         raise InputError(
-            f"Wanted documents ({READABLE_TYPES}) in '{named}', found none: {why}. Name a file or folder that has some."
+            f"Wanted documents ({READABLE_TYPES}) in '{named}', found none: {why}. Name a file or"
+            " folder that has some."
         )
     return FilesToIngest(tuple(files), tuple(skipped))
 
@@ -70,7 +87,9 @@ def is_in(source: str, paths: Sequence[Path]) -> bool:
 
 
 def _inside(root: Path, skipped: list[tuple[Path, str]]) -> Iterator[Path]:
-    """Yield the files in a folder that are not hidden, in order; add folders that cannot be read to `skipped`."""
+    """Yield the files in a folder that are not hidden, in order; add folders that cannot be read to
+    `skipped`.
+    """
 
     def fail(error: OSError) -> None:
         skipped.append((Path(error.filename), f"cannot be read ({error.strerror})"))
@@ -98,7 +117,9 @@ def _skip_reason(file: Path) -> str:
 
 
 def encoding_of(data: bytes) -> str:
-    """Return the encoding of a text file: UTF-16 with its byte order mark, else UTF-8, else Windows-1252 or Latin-1."""
+    """Return the encoding of a text file: UTF-16 with its byte order mark, else UTF-8, else
+    Windows-1252 or Latin-1.
+    """
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "utf-16"
     for encoding in ("utf-8-sig", "cp1252"):
@@ -124,9 +145,15 @@ def texts_of(file: Path) -> list[str]:
     except ImportError:
         raise
     except Exception as error:
-        raise InputError(f"'{file}' cannot be read as {suffix[1:]} ({error}). Repair it or leave it out.") from error
+        raise InputError(
+            f"'{file}' cannot be read as {suffix[1:]} ({error}). Repair it or leave it out."
+        ) from error
     if not any(text.strip() for text in texts):
-        hint = "if its pages are scanned, run OCR on it first" if suffix == PDF_TYPE else "leave it out"
+        hint = (
+            "if its pages are scanned, run OCR on it first"
+            if suffix == PDF_TYPE
+            else "leave it out"
+        )
         raise InputError(f"'{file}' contains no text; {hint}.")
     return list(whole_value(texts, f"'{file}'"))
 
@@ -135,7 +162,9 @@ def _read(file: Path, suffix: str) -> Iterator[str]:
     if suffix == PDF_TYPE:
         from langchain_community.document_loaders import PyPDFLoader
 
-        logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # errors are reported once, by `texts_of`
+        logging.getLogger("pypdf").setLevel(
+            logging.CRITICAL
+        )  # errors are reported once, by `texts_of`
         yield from (page.page_content for page in PyPDFLoader(str(file)).lazy_load())
         return
     if suffix == WORD_TYPE:
@@ -152,7 +181,9 @@ def _read(file: Path, suffix: str) -> Iterator[str]:
 
 
 def _paragraphs(root: ElementTree.Element) -> str:
-    """Return the text by Word's own tags, a line for each paragraph; fallbacks for older programs are skipped."""
+    """Return the text by Word's own tags, a line for each paragraph; fallbacks for older programs
+    are skipped.
+    """
     for node in list(root.iter()):
         for child in list(node):
             if child.tag.endswith("}Fallback"):

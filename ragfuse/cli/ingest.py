@@ -41,17 +41,26 @@ def ingest(
     settings: Settings,
     paths: Annotated[list[Path], typer.Argument(help=f"Files or folders: {READABLE_TYPES}.")],
     index: Index = "default",
-    no_kv: Annotated[bool, typer.Option("--no-kv", help="Only index; compute KV when a question needs it.")] = False,
+    no_kv: Annotated[
+        bool, typer.Option("--no-kv", help="Only index; compute KV when a question needs it.")
+    ] = False,
     ray: Ray = None,
     ray_workers: Annotated[
         int | None,
-        option("--ray-workers", "Engines that encode on the Ray cluster.", "one for each node or GPU", min=1),
+        option(
+            "--ray-workers",
+            "Engines that encode on the Ray cluster.",
+            "one for each node or GPU",
+            min=1,
+        ),
     ] = None,
     ray_cpus: RayCPUs = None,
 ) -> dict[str, Any]:
-    """Split documents into chunks, index them, and compute each chunk's KV. After an interruption, run it again.
+    """Split documents into chunks, index them, and compute each chunk's KV. After an interruption,
+    run it again.
 
-    Ingested again, only what is new is embedded and encoded, and what is gone from these paths leaves index and store.
+    Ingested again, only what is new is embedded and encoded, and what is gone from these paths
+    leaves index and store.
     """
     from ragfuse.cli.library import Library
 
@@ -72,7 +81,11 @@ def ingest(
 
 
 def split_documents(
-    paths: Sequence[Path], settings: Settings, tokenizer: Any, console: Console, known: Collection[str] = ()
+    paths: Sequence[Path],
+    settings: Settings,
+    tokenizer: Any,
+    console: Console,
+    known: Collection[str] = (),
 ) -> tuple[dict[str, list[str]], list[tuple[Path, str]]]:
     """Split files and folders into chunks; print what is left out, and why.
 
@@ -106,17 +119,25 @@ def split_documents(
     for why, names in by_reason.items():
         say(console, f"left out: {listed(names)}: {plain(why)}")
     if found.files and not documents:
-        raise InputError(f"Wanted text, found none in {counted(len(found.files), 'file')}; the lines above say why.")
+        raise InputError(
+            f"Wanted text, found none in {counted(len(found.files), 'file')}; the lines above say"
+            " why."
+        )
     return documents, skipped
 
 
 def encode(engine: Engine, chunks: Chunks, console: Console) -> Mapping[str, Any]:
-    """Compute the KV of all chunks and of the prompt's prefix, and write it to the store, with a progress bar."""
+    """Compute the KV of all chunks and of the prompt's prefix, and write it to the store, with a
+    progress bar.
+    """
     from ragfuse.cli.prompts import prefix_of
 
     refusal = engine.model.profile.refusal
     if refusal:
-        say(console, f"No KV is stored for this model; questions are answered by full prefill: {refusal}")
+        say(
+            console,
+            f"No KV is stored for this model; questions are answered by full prefill: {refusal}",
+        )
     if refusal or not chunks:
         return NOTHING
     chunks = _fitting_chunks(engine, chunks, console)
@@ -130,7 +151,11 @@ def encode(engine: Engine, chunks: Chunks, console: Console) -> Mapping[str, Any
     for tier in engine.store.tiers:
         failed = tier.counts["refused"] + tier.counts["failed"]
         if failed:
-            say(console, f"{counted(failed, 'write')} to {tier.name} failed: what no tier has is computed when needed.")
+            say(
+                console,
+                f"{counted(failed, 'write')} to {tier.name} failed: what no tier has is computed"
+                " when needed.",
+            )
     return {name: getattr(done, name) for name in NOTHING}
 
 
@@ -139,7 +164,12 @@ def _encode_nothing(engine: Engine, chunks: Chunks, console: Console) -> Mapping
 
 
 def _encode_on_ray(
-    engine: Engine, chunks: Chunks, console: Console, address: str, workers: int | None, cpus: float | None
+    engine: Engine,
+    chunks: Chunks,
+    console: Console,
+    address: str,
+    workers: int | None,
+    cpus: float | None,
 ) -> Mapping[str, Any]:
     """Compute the KV of all chunks on a Ray cluster, and that of the prompt's prefix here."""
     from ragfuse.cli.prompts import prefix_of
@@ -150,17 +180,25 @@ def _encode_on_ray(
     done = encode_in_bulk(unique, engine.settings, address=address, workers=workers, cpus=cpus)
     engine.know(unique)
     if done.unsaved:
-        say(console, f"In no shared tier: {counted(done.unsaved, 'chunk')}; run it again, else questions compute them.")
+        say(
+            console,
+            f"In no shared tier: {counted(done.unsaved, 'chunk')}; run it again, else questions"
+            " compute them.",
+        )
     return {**{name: getattr(done, name) for name in NOTHING}, "ray": done.as_dict()}
 
 
 def add_documents(
-    library: Library, answerer: Answerer, paths: Sequence[Path], console: Console, encoder: Encoder = encode
+    library: Library,
+    answerer: Answerer,
+    paths: Sequence[Path],
+    console: Console,
+    encoder: Encoder = encode,
 ) -> dict[str, Any]:
     """Bring an index up to date with files and folders, encode its chunks, and say what was done.
 
-    The KV of chunks that left the index is deleted, unless another document holds the same text. A server encodes what
-    a question brings, after its answer, and keeps what it has.
+    The KV of chunks that left the index is deleted, unless another document holds the same text. A
+    server encodes what a question brings, after its answer, and keeps what it has.
 
     Args:
         library: The index.
@@ -174,7 +212,9 @@ def add_documents(
     """
     settings, before = library.settings, set(library.chunks())
     known = {source for _, source in before}
-    documents, skipped = split_documents(paths, settings, tokenizer_for(answerer, settings), console, known)
+    documents, skipped = split_documents(
+        paths, settings, tokenizer_for(answerer, settings), console, known
+    )
     chunks = [(text, source) for source, texts in documents.items() for text in texts]
     with progress_bar(console, "embedding", RESUMES) as report:
 
@@ -200,7 +240,9 @@ def add_documents(
     }
 
 
-def _forget(answerer: Answerer, library: Library, left: Set[tuple[str, str]], console: Console) -> None:
+def _forget(
+    answerer: Answerer, library: Library, left: Set[tuple[str, str]], console: Console
+) -> None:
     from ragfuse.store.deletion import leave_source
 
     sources, freed = {source for _, source in left}, 0
@@ -213,14 +255,18 @@ def _forget(answerer: Answerer, library: Library, left: Set[tuple[str, str]], co
 
 
 def target_tiers(engine: Engine, n_tokens: int) -> list[str]:
-    """Return the names of the tiers that new chunks of `n_tokens` are written to: slow ones, or all if none is slow."""
+    """Return the names of the tiers that new chunks of `n_tokens` are written to: slow ones, or all
+    if none is slow.
+    """
     slow = [tier.name for tier in engine.store.tiers if tier.slow]
     chosen = engine.runtime.encoder.home(n_tokens, n_tokens * engine.model.nbytes_per_token)
     return [chosen] if chosen is not None else slow or [tier.name for tier in engine.store.tiers]
 
 
 def _fitting_chunks(engine: Engine, chunks: Chunks, console: Console) -> Chunks:
-    """Return as many of the first chunks as the store can hold: more of them would evict the first ones again."""
+    """Return as many of the first chunks as the store can hold: more of them would evict the first
+    ones again.
+    """
     sample = [engine.tokens(text) for text, _ in chunks[:: max(1, len(chunks) // 50)]]
     n_tokens = max(1.0, sum(map(len, sample)) / len(sample))
     longest = max(sample, key=len)
@@ -235,8 +281,9 @@ def _fitting_chunks(engine: Engine, chunks: Chunks, console: Console) -> Chunks:
     if fitting < len(chunks):
         say(
             console,
-            f"The store has room for the first {fitting:,} of {len(chunks):,} chunks, which are encoded now, the "
-            "others when a question needs them. Free space on its disk, or raise RAGFUSE_DISK_BYTES.",
+            f"The store has room for the first {fitting:,} of {len(chunks):,} chunks, which are"
+            " encoded now, the others when a question needs them. Free space on its disk, or raise"
+            " RAGFUSE_DISK_BYTES.",
             "yellow",
         )
     return chunks[:fitting]

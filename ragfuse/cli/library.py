@@ -1,7 +1,8 @@
-"""The command line's search index: documents split, embedded and indexed by LangChain, without any KV.
+"""The command line's search index: documents split, embedded and indexed by LangChain, without any
+KV.
 
-An index is one file with the FAISS index and the texts. It is replaced as a whole, so readers see it before or after an
-ingest.
+An index is one file with the FAISS index and the texts. It is replaced as a whole, so readers see
+it before or after an ingest.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Library:
             raise SettingsError(f"An index is named by letters, digits, - and _; found '{name}'.")
         if settings.chunk_overlap >= settings.chunk_tokens:
             raise SettingsError(
-                f"chunk_overlap is {settings.chunk_overlap}; wanted less than chunk_tokens ({settings.chunk_tokens})."
+                f"chunk_overlap is {settings.chunk_overlap}; wanted less than chunk_tokens"
+                f" ({settings.chunk_tokens})."
             )
         self.settings, self.name = settings, name
         self.file = settings.home / "indexes" / f"{name}.safetensors"
@@ -53,7 +55,8 @@ class Library:
     def update(self, paths: Sequence[Path], chunks: Iterable[tuple[str, str]]) -> None:
         """Let the index hold these chunks of the documents at `paths`, and no others from there.
 
-        New chunks are embedded, and what is not among them leaves. An interrupted update keeps what it has embedded.
+        New chunks are embedded, and what is not among them leaves. An interrupted update keeps what
+        it has embedded.
 
         Args:
             paths: Files and folders.
@@ -74,13 +77,21 @@ class Library:
                 }
                 documents = (Document(text, metadata={"source": source}) for text, source in chunks)
                 try:
-                    index(documents, records, store, batch_size=CHUNKS_A_BATCH, cleanup="full", key_encoder="blake2b")
+                    index(
+                        documents,
+                        records,
+                        store,
+                        batch_size=CHUNKS_A_BATCH,
+                        cleanup="full",
+                        key_encoder="blake2b",
+                    )
                 finally:
                     self._save(store)
         except (OSError, SafetensorError) as error:
             raise SettingsError(
-                f"The index cannot be written to '{self.file}' ({error}). Free some space there, or set RAGFUSE_HOME "
-                "to a folder that can be written to, and run the same command again."
+                f"The index cannot be written to '{self.file}' ({error}). Free some space there, or"
+                " set RAGFUSE_HOME to a folder that can be written to, and run the same command"
+                " again."
             ) from error
 
     def chunks(self) -> list[tuple[str, str]]:
@@ -96,13 +107,20 @@ class Library:
         if not self.chunks():
             option = "" if self.name == "default" else f" --index {self.name}"
             names = sorted(file.stem for file in self.file.parent.glob("*.safetensors"))
-            there = f" Others are there: {', '.join(names)} (choose one with --index)." if names else ""
-            raise InputError(f"The index '{self.name}' is empty.{there} Fill it first: ragfuse ingest PATH{option}")
+            there = (
+                f" Others are there: {', '.join(names)} (choose one with --index)." if names else ""
+            )
+            raise InputError(
+                f"The index '{self.name}' is empty.{there} Fill it first: ragfuse ingest"
+                f" PATH{option}"
+            )
 
     def search(self, question: str) -> list[tuple[str, str]]:
-        """Return (text, source) of the chunks that are nearest to a question, `top_k` of the settings at most.
+        """Return (text, source) of the chunks that are nearest to a question, `top_k` of the
+        settings at most.
 
-        A text that several documents have is found once, and the next best takes the place of its copies.
+        A text that several documents have is found once, and the next best takes the place of its
+        copies.
         """
         saved, chunks = self._read()
         if not chunks:
@@ -111,7 +129,9 @@ class Library:
         n, found = most, dict[str, tuple[str, str]]()
         while True:
             for each in store.similarity_search(question, k=n):
-                found.setdefault(each.page_content.strip(), (each.page_content, each.metadata["source"]))
+                found.setdefault(
+                    each.page_content.strip(), (each.page_content, each.metadata["source"])
+                )
             if len(found) >= most or n >= store.index.ntotal:
                 return list(found.values())[:most]
             n *= 2
@@ -123,21 +143,28 @@ class Library:
 
         source = resolve_embedder(self.settings.embedder, self.settings.home)
         with quietly(source):
-            return HuggingFaceEmbeddings(model_name=str(source), encode_kwargs={"normalize_embeddings": True})
+            return HuggingFaceEmbeddings(
+                model_name=str(source), encode_kwargs={"normalize_embeddings": True}
+            )
 
     def _read(self) -> tuple[Any, list[tuple[str, str, str]]]:
-        """Return the FAISS index, serialised, and (id, text, source) of each chunk; None and [] for a new index."""
+        """Return the FAISS index, serialised, and (id, text, source) of each chunk; None and [] for
+        a new index.
+        """
         if not self.file.exists():
             return None, []
         try:
             saved = load_file(self.file)
             head = json.loads(saved["chunks"].tobytes())
         except (OSError, SafetensorError, KeyError, ValueError) as error:
-            raise InputError(f"'{self.file}' cannot be read ({error}). Delete it, and ingest again.") from error
+            raise InputError(
+                f"'{self.file}' cannot be read ({error}). Delete it, and ingest again."
+            ) from error
         if head["embedder"] != self.settings.embedder:
             raise InputError(
-                f"The index '{self.name}' was made with the embedder '{head['embedder']}'; wanted "
-                f"'{self.settings.embedder}'. Choose another --index, or delete '{self.file}' and ingest again."
+                f"The index '{self.name}' was made with the embedder '{head['embedder']}'; wanted"
+                f" '{self.settings.embedder}'. Choose another --index, or delete '{self.file}' and"
+                " ingest again."
             )
         return saved["index"], head["chunks"]
 
@@ -148,26 +175,38 @@ class Library:
         from langchain_community.vectorstores import FAISS
         from langchain_core.documents import Document
 
-        documents = {id: Document(text, id=id, metadata={"source": source}) for id, text, source in chunks}
+        documents = {
+            id: Document(text, id=id, metadata={"source": source}) for id, text, source in chunks
+        }
         index: Any
         if saved is None:
             index = faiss.IndexFlatL2(len(self.embeddings.embed_query("?")))
         else:
             index = faiss.deserialize_index(saved)
-        return FAISS(self.embeddings, index, InMemoryDocstore(documents), dict(enumerate(documents)))
+        return FAISS(
+            self.embeddings, index, InMemoryDocstore(documents), dict(enumerate(documents))
+        )
 
     def _save(self, store: Any) -> None:
         import faiss
 
-        documents = [(id, store.docstore.search(id)) for _, id in sorted(store.index_to_docstore_id.items())]
-        chunks = [(id, document.page_content, document.metadata["source"]) for id, document in documents]
+        documents = [
+            (id, store.docstore.search(id)) for _, id in sorted(store.index_to_docstore_id.items())
+        ]
+        chunks = [
+            (id, document.page_content, document.metadata["source"]) for id, document in documents
+        ]
         head = json.dumps({"embedder": self.settings.embedder, "chunks": chunks}).encode()
-        tensors = {"index": faiss.serialize_index(store.index), "chunks": np.frombuffer(head, np.uint8)}
+        tensors = {
+            "index": faiss.serialize_index(store.index),
+            "chunks": np.frombuffer(head, np.uint8),
+        }
         replace_file(self.file, lambda path: save_file(tensors, path))
 
 
 def split_file(file: Path, settings: Settings, tokenizer: Any) -> Iterator[str]:
-    """Yield the chunks of a file, split as the settings say; lengths are counted in tokens of the LLM.
+    """Yield the chunks of a file, split as the settings say; lengths are counted in tokens of the
+    LLM.
 
     Raises:
         InputError: The file cannot be read, or holds no text.

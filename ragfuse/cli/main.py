@@ -1,4 +1,6 @@
-"""The `ragfuse` command: its subcommands, and errors as one readable line instead of a traceback."""
+"""The `ragfuse` command: its subcommands, and errors as one readable line instead of a
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,28 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from ragfuse.cli import adapt, ask, chat, checks, demo, doctor, ingest, measure, models, schema, serve, sessions, store
+from ragfuse.cli import (
+    adapt,
+    ask,
+    chat,
+    checks,
+    demo,
+    doctor,
+    ingest,
+    measure,
+    models,
+    schema,
+    serve,
+    sessions,
+    store,
+)
 from ragfuse.cli.show import say
 from ragfuse.errors import RagFuseError
 
 
 class CommandGroup(TyperGroup):
-    """Prints errors of ragfuse as one line on standard error, and turns Ctrl-C into exit status 130.
+    """Prints errors of ragfuse as one line on standard error, and turns Ctrl-C into exit status
+    130.
 
     The arguments of a KeyboardInterrupt may say what state the interrupted work is in.
     """
@@ -35,11 +52,15 @@ class CommandGroup(TyperGroup):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from error
         except ImportError as error:
-            message = f"{error.msg}. This needs a package that is missing: pip install 'ragfuse-kv[demo]'"
+            message = (
+                f"{error.msg}. This needs a package that is missing: pip install 'ragfuse-kv[demo]'"
+            )
             self._fail("ImportError", message, error)
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
-            self._fail("InputError", f"The system refused: {error.strerror or error}{where}.", error)
+            self._fail(
+                "InputError", f"The system refused: {error.strerror or error}{where}.", error
+            )
         except KeyboardInterrupt as stop:
             say(Console(stderr=True), f"\nStopped. {' '.join(map(str, stop.args))}".rstrip())
             raise typer.Exit(130) from stop
@@ -66,8 +87,11 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
-    help="Answer questions over your documents with a shorter wait before the first word: what a model computes when "
-    "it reads a passage (its KV cache) is stored, and reused by every question that the passage is retrieved for.",
+    help=(
+        "Answer questions over your documents with a shorter wait before the first word: what a"
+        " model computes when it reads a passage (its KV cache) is stored, and reused by every"
+        " question that the passage is retrieved for."
+    ),
 )
 app.command("ingest")(ingest.ingest)
 app.command("ask")(ask.ask)
@@ -83,7 +107,9 @@ app.add_typer(models.models, name="models")
 app.add_typer(store.store, name="store")
 app.add_typer(sessions.sessions, name="sessions")
 app.add_typer(schema.schema, name="schema")
-for plugin in entry_points(group="ragfuse.commands"):  # commands of other packages, such as ragfuse-bench
+for plugin in entry_points(
+    group="ragfuse.commands"
+):  # commands of other packages, such as ragfuse-bench
     app.add_typer(plugin.load(), name=plugin.name)
 
 
@@ -97,7 +123,10 @@ def main(
     handler.setFormatter(_OneLine())
     log = logging.getLogger("ragfuse")
     log.handlers = [handler]
-    for library in ("torchao", "torch.utils._pytree"):  # their import warnings mean nothing to users
+    for library in (
+        "torchao",
+        "torch.utils._pytree",
+    ):  # their import warnings mean nothing to users
         logging.getLogger(library).setLevel(logging.ERROR)
     context.call_on_close(lambda: log.removeHandler(handler))
     if version:

@@ -15,11 +15,17 @@ from ragfuse.settings import Settings
 
 @screen(*ENGINE, "tiers")
 def measure(console: Console, settings: Settings) -> dict[str, Any]:
-    """Time this machine with this model and each tier. Later plans, of what to read and what to compute, use it."""
+    """Time this machine with this model and each tier. Later plans, of what to read and what to
+    compute, use it.
+    """
     with loaded_engine(settings, console) as engine:
         with progress_bar(console, "measuring") as report:
             machine = engine.timings.measure(
-                engine.model, engine.store, engine.settings, (), lambda what, done: report(done, 1.0, what)
+                engine.model,
+                engine.store,
+                engine.settings,
+                (),
+                lambda what, done: report(done, 1.0, what),
             )
         is_kept, n_tokens = engine.catalog.file is not None, settings.chunk_tokens
         targets = target_tiers(engine, n_tokens)
@@ -35,18 +41,27 @@ def measure(console: Console, settings: Settings) -> dict[str, Any]:
         {
             "tier": tier,
             "a read ms": 1000 * speed.read_s,
-            "reading MB/s": f"{1e-6 / speed.byte_s:,.0f}" if speed.byte_s > 1e-11 else "shared, not copied",
+            "reading MB/s": f"{1e-6 / speed.byte_s:,.0f}"
+            if speed.byte_s > 1e-11
+            else "shared, not copied",
         }
         for tier, speed in machine.tiers.items()
     ]
     show_table(console, tiers)
     codec = [
-        {"level": level, "decoding us a token": 1e6 * token_s, "bytes of raw's": machine.packed.get(level, 1.0)}
+        {
+            "level": level,
+            "decoding us a token": 1e6 * token_s,
+            "bytes of raw's": machine.packed.get(level, 1.0),
+        }
         for level, token_s in machine.decode.items()
     ]
     show_table(console, codec)
     kept = f"Saved in {settings.store_path}; from now on prompts are planned by these timings."
-    say(console, kept if is_kept else "Not saved: there is no disk tier to save it in (disk_bytes is 0).")
+    say(
+        console,
+        kept if is_kept else "Not saved: there is no disk tier to save it in (disk_bytes is 0).",
+    )
     say(console, f"New chunks of {n_tokens} tokens go to {', '.join(targets)}.")
     for tier, (level,) in levels.items():
         say(console, f"New chunks of {n_tokens} tokens are written into {tier} as {level}.")

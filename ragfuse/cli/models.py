@@ -13,7 +13,10 @@ from ragfuse.settings import Settings
 
 models = typer.Typer(
     no_args_is_help=True,
-    help="The embedded models: LLMs and embedders that come in Python packages, without a download from a hub.",
+    help=(
+        "The embedded models: LLMs and embedders that come in Python packages, without a download"
+        " from a hub."
+    ),
 )
 
 
@@ -42,7 +45,9 @@ def ls(console: Console, settings: Settings) -> dict[str, Any]:
 def path(
     console: Console,
     settings: Settings,
-    name: Annotated[str, typer.Argument(help="Name of an embedded model, as `ragfuse models ls` lists it.")],
+    name: Annotated[
+        str, typer.Argument(help="Name of an embedded model, as `ragfuse models ls` lists it.")
+    ],
 ) -> None:
     """Print the folder of an embedded model, after preparing it if needed."""
     from ragfuse.models import prepare

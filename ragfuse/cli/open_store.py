@@ -1,4 +1,6 @@
-"""The store of the settings, opened for commands that need no model; and what they ask before they delete."""
+"""The store of the settings, opened for commands that need no model; and what they ask before they
+delete.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,19 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def open_admin(settings: Settings, console: Console, may_be_new: bool = False) -> Iterator[StoreAdmin]:
+def open_admin(
+    settings: Settings, console: Console, may_be_new: bool = False
+) -> Iterator[StoreAdmin]:
     """Open the store of the settings; InputError if it does not exist yet, unless `may_be_new`."""
-    if not may_be_new and not settings.tiers and settings.disk_bytes and not settings.store_path.exists():
+    if (
+        not may_be_new
+        and not settings.tiers
+        and settings.disk_bytes
+        and not settings.store_path.exists()
+    ):
         raise InputError(
-            f"There is no store at '{settings.store_path}' yet. Fill it with `ragfuse ingest PATH`, or "
-            "choose another folder with --store."
+            f"There is no store at '{settings.store_path}' yet. Fill it with `ragfuse ingest PATH`,"
+            " or choose another folder with --store."
         )
     with console.status("opening the store"):
         from ragfuse.admin.store_admin import StoreAdmin

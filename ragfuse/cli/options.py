@@ -21,7 +21,9 @@ ENGINE = ("model", "dtype", "device", "model_kwargs", "store")
 
 
 def option(flag: str, text: str, default: str | bool = True, **more: Any) -> Any:
-    """Return an option with its help and the default that `--help` shows (True: the parameter's own value)."""
+    """Return an option with its help and the default that `--help` shows (True: the parameter's own
+    value).
+    """
     return typer.Option(flag, help=text, show_default=default, **more)
 
 
@@ -36,19 +38,28 @@ def setting(name: str) -> Any:
 Model = Annotated[str | None, setting("model")]
 Dtype = Annotated[str | None, setting("dtype")]
 Device = Annotated[str | None, setting("device")]
-Documents = Annotated[list[Path], typer.Option("--docs", help=f"Files or folders of your documents: {READABLE_TYPES}.")]
+Documents = Annotated[
+    list[Path],
+    typer.Option("--docs", help=f"Files or folders of your documents: {READABLE_TYPES}."),
+]
 DocsFirst = Annotated[
-    Path | None, option("--docs", "Ingest this file or folder first, into an index of its own.", "none")
+    Path | None,
+    option("--docs", "Ingest this file or folder first, into an index of its own.", "none"),
 ]
 Session = Annotated[
     str | None,
-    option("--session", "Continue the conversation of this name, or start it; see `ragfuse sessions`.", "none is kept"),
+    option(
+        "--session",
+        "Continue the conversation of this name, or start it; see `ragfuse sessions`.",
+        "none is kept",
+    ),
 ]
 Server = Annotated[
     str | None,
     option(
         "--server",
-        "Ask the `ragfuse serve` at this address; no model is loaded here, but documents are searched here.",
+        "Ask the `ragfuse serve` at this address; no model is loaded here, but documents are"
+        " searched here.",
         "none",
         metavar="URL",
     ),
@@ -57,31 +68,42 @@ Ray = Annotated[
     str | None,
     option(
         "--ray",
-        "Run on a Ray cluster: HOST:PORT, ray://HOST:PORT, auto, or local for a new one on this machine.",
+        "Run on a Ray cluster: HOST:PORT, ray://HOST:PORT, auto, or local for a new one on this"
+        " machine.",
         "without Ray",
     ),
 ]
 RayCPUs = Annotated[
-    float | None, option("--ray-cpus", "CPUs of each engine on the Ray cluster.", "chosen by the size of its nodes")
+    float | None,
+    option(
+        "--ray-cpus", "CPUs of each engine on the Ray cluster.", "chosen by the size of its nodes"
+    ),
 ]
 Plot = Annotated[Path | None, option("--plot", "Draw the result into this PNG.", "none is drawn")]
 Json = Annotated[
-    Path | None, option("--json", "Write the result as JSON to this file ('-': standard output).", "none is written")
+    Path | None,
+    option(
+        "--json", "Write the result as JSON to this file ('-': standard output).", "none is written"
+    ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 Index = Annotated[str, typer.Option("--index", help="Name of the document index.")]
 
 
 def screen(*settings: str, **shared: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Let typer call a function of (console, settings, its own options) with the options that commands share.
+    """Let typer call a function of (console, settings, its own options) with the options that
+    commands share.
 
-    The console is for people. The settings are made of the environment and of the options that they have here. A
-    function that returns a result has the option `--json`, where it is written. It may return a pair instead: the
-    result, and whether all is well; where it is not, the exit status is 1.
+    The console is for people. The settings are made of the environment and of the options that they
+    have here. A function that returns a result has the option `--json`, where it is written. It may
+    return a pair instead: the result, and whether all is well; where it is not, the exit status is
+    1.
 
     Args:
-        *settings: Settings that have an option here. The function gets one by its name, too, if it asks for it.
-        **shared: Types of further options that are None unless given. The function gets them by name.
+        *settings: Settings that have an option here. The function gets one by its name, too, if it
+            asks for it.
+        **shared: Types of further options that are None unless given. The function gets them by
+            name.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
@@ -91,9 +113,13 @@ def screen(*settings: str, **shared: Any) -> Callable[[Callable[..., Any]], Call
         more = {name: Annotated[str | None, setting(name)] for name in settings} | shared
         if signature.return_annotation is not None:
             more["json"] = Json
-        parameters = {each.name: each.replace(kind=each.KEYWORD_ONLY) for each in own if each.name not in more}
+        parameters = {
+            each.name: each.replace(kind=each.KEYWORD_ONLY) for each in own if each.name not in more
+        }
         for name, kind in more.items():
-            parameters[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+            parameters[name] = inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind
+            )
 
         def run(**given: Any) -> None:
             target = given.get("json")
@@ -128,7 +154,9 @@ def settings_of(**given: Any) -> Settings:
         name = error.argument
         if given.get(name) is None:
             raise
-        raise SettingsError(f"{str(error).removesuffix('.')} (--{name.replace('_', '-')}).", name) from None
+        raise SettingsError(
+            f"{str(error).removesuffix('.')} (--{name.replace('_', '-')}).", name
+        ) from None
 
 
 def prepare_model(settings: Settings) -> None:
@@ -166,8 +194,18 @@ def console_for(json_target: Path | None) -> Console:
 
 
 def require_writable(*targets: Path | None) -> None:
-    """Raise InputError for a file that cannot be written, before hours of work for it; None is skipped."""
+    """Raise InputError for a file that cannot be written, before hours of work for it; None is
+    skipped.
+    """
     for target in targets:
-        if target is not None and (target.is_dir() or not os.access(target.expanduser().parent, os.W_OK)):
-            found = "a folder" if target.is_dir() else "a folder that does not exist or cannot be written to"
-            raise InputError(f"Wanted a file to write to, found {found}: '{target}'. Name another file.")
+        if target is not None and (
+            target.is_dir() or not os.access(target.expanduser().parent, os.W_OK)
+        ):
+            found = (
+                "a folder"
+                if target.is_dir()
+                else "a folder that does not exist or cannot be written to"
+            )
+            raise InputError(
+                f"Wanted a file to write to, found {found}: '{target}'. Name another file."
+            )

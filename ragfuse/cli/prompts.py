@@ -1,4 +1,6 @@
-"""The command line's prompt: an instruction, the chunks, the question. All prompts share the text before the chunks."""
+"""The command line's prompt: an instruction, the chunks, the question. All prompts share the text
+before the chunks.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,15 @@ INSTRUCTION = "Answer the question in a few words, using only the passages below
 FILLER = "A passage long enough to be reused, whatever the model. " * 8
 
 
-def rag_prompt(engine: Answerer, question: str, chunks: Sequence[tuple[str, str]]) -> str | list[tuple[str, Content]]:
+def rag_prompt(
+    engine: Answerer, question: str, chunks: Sequence[tuple[str, str]]
+) -> str | list[tuple[str, Content]]:
     """Return a question over (text, source) chunks.
 
     Returns:
-        One user message whose content has a `Piece` for each chunk, and the question alone without any; for a model
-        without a chat template, plain text, in which known chunks and those in `Ask.documents` are found.
+        One user message whose content has a `Piece` for each chunk, and the question alone without
+        any; for a model without a chat template, plain text, in which known chunks and those in
+        `Ask.documents` are found.
     """
     if not chunks and engine.card.has_chat_template:
         return [("user", question)]

@@ -20,8 +20,11 @@ from ragfuse.types.sizes import size_text
 
 schema = typer.Typer(
     no_args_is_help=True,
-    help="Look after schemas in PML (Prompt Markup Language): texts in modules, which prompts import "
-    "(`ragfuse ask --pml FILE`).\n\nIf a salt is set (RAGFUSE_SALT), these are the schemas of its tenant.",
+    help=(
+        "Look after schemas in PML (Prompt Markup Language): texts in modules, which prompts import"
+        " (`ragfuse ask --pml FILE`).\n\nIf a salt is set (RAGFUSE_SALT), these are the schemas of"
+        " its tenant."
+    ),
 )
 
 NAMELESS = MappingProxyType({"schema": "the schema's own text", "text": "text"})
@@ -31,9 +34,13 @@ NAMELESS = MappingProxyType({"schema": "the schema's own text", "text": "text"})
 @schema.command("add")
 @screen(*ENGINE)
 def add(
-    console: Console, settings: Settings, file: Annotated[Path, typer.Argument(help="A schema in PML.")]
+    console: Console,
+    settings: Settings,
+    file: Annotated[Path, typer.Argument(help="A schema in PML.")],
 ) -> dict[str, Any]:
-    """Register a schema and compute the KV of its modules; for an edited schema, only of modules that changed."""
+    """Register a schema and compute the KV of its modules; for an edited schema, only of modules
+    that changed.
+    """
     read_schema(file)
     with loaded_engine(settings, console) as engine:
         with progress_bar(console, "encoding") as report:
@@ -41,9 +48,18 @@ def add(
         refusal = engine.model.profile.refusal if not engine.model.profile.fixed else ""
     done, layout = registered.done, registered.layout
     if refusal:
-        say(console, f"No KV is stored for this model; questions are answered by full prefill: {refusal}")
-    encoded = f"{counted(done.encoded, 'run')} of {done.chunks} encoded now ({size_text(done.nbytes)})"
-    say(console, f"'{plain(registered.name)}': {layout.n_positions:,} positions; {encoded}, {done.seconds:.1f} s.")
+        say(
+            console,
+            f"No KV is stored for this model; questions are answered by full prefill: {refusal}",
+        )
+    encoded = (
+        f"{counted(done.encoded, 'run')} of {done.chunks} encoded now ({size_text(done.nbytes)})"
+    )
+    say(
+        console,
+        f"'{plain(registered.name)}': {layout.n_positions:,} positions; {encoded},"
+        f" {done.seconds:.1f} s.",
+    )
     return {
         "name": registered.name,
         "positions": layout.n_positions,
@@ -64,9 +80,14 @@ def ls(console: Console, settings: Settings) -> dict[str, Any]:
         say(console, "No schema is registered here. Register one: ragfuse schema add FILE.")
     show_table(
         console,
-        [{"name": each.name, "file": short(Path(each.file).name), "added": when(each.added)} for each in found],
+        [
+            {"name": each.name, "file": short(Path(each.file).name), "added": when(each.added)}
+            for each in found
+        ],
     )
-    return {"schemas": [{"name": each.name, "file": each.file, "added": each.added} for each in found]}
+    return {
+        "schemas": [{"name": each.name, "file": each.file, "added": each.added} for each in found]
+    }
 
 
 @schema.command("show")
@@ -85,9 +106,14 @@ def show(
     rows = [
         {
             "module": Text(
-                "  " * part["depth"] + plain(NAMELESS.get(part["what"]) or f"{part['what']} {part.get('name', '')}")
+                "  " * part["depth"]
+                + plain(NAMELESS.get(part["what"]) or f"{part['what']} {part.get('name', '')}")
             ),
-            "positions": f"{part['start']:,}-{part['stop'] - 1:,}" if part["stop"] > part["start"] else "none",
+            "positions": (
+                f"{part['start']:,}-{part['stop'] - 1:,}"
+                if part["stop"] > part["start"]
+                else "none"
+            ),
             "tokens": part.get("tokens", part["stop"] - part["start"]),
             "nbytes": part.get("nbytes") or 0,
         }
@@ -95,7 +121,10 @@ def show(
     ]
     show_table(console, rows)
     n_tokens = sum(len(run.tokens) for run in layout.runs)
-    summary = f"{counted(len(layout.runs), 'run')} of {n_tokens:,} tokens, {size_text(n_tokens * per_token)} of KV"
+    summary = (
+        f"{counted(len(layout.runs), 'run')} of {n_tokens:,} tokens,"
+        f" {size_text(n_tokens * per_token)} of KV"
+    )
     say(console, f"{summary}; {size_text(per_token)} a token with {plain(settings.model)}.")
     return {
         "name": layout.schema.name,
@@ -112,7 +141,9 @@ def show(
 def rm(
     console: Console,
     settings: Settings,
-    name: Annotated[str, typer.Argument(help="Name of the schema, as `ragfuse schema ls` shows it.")],
+    name: Annotated[
+        str, typer.Argument(help="Name of the schema, as `ragfuse schema ls` shows it.")
+    ],
 ) -> dict[str, Any]:
     """Remove a schema, and its KV in every tier unless another schema uses it. Its file stays."""
     with open_admin(settings, console) as admin:

@@ -24,21 +24,31 @@ def serve(
     host: Annotated[
         str, typer.Option(help="Address to listen on; any but a loopback address needs an API key.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)] = 8000,
+    port: Annotated[
+        int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)
+    ] = 8000,
     api_keys_file: Annotated[
         Path | None, option("--api-keys-file", "File with accepted keys, one per line.", "none")
     ] = None,
     allow_origin: Annotated[
         list[str] | None,
-        option("--allow-origin", "Allow web pages of this origin (CORS); repeat for several.", "none"),
+        option(
+            "--allow-origin", "Allow web pages of this origin (CORS); repeat for several.", "none"
+        ),
     ] = None,
     ray: Ray = None,
     replicas: Annotated[
-        str, option("--replicas", "With --ray: how many replicas answer, or LEAST:MOST by the length of their queues.")
+        str,
+        option(
+            "--replicas",
+            "With --ray: how many replicas answer, or LEAST:MOST by the length of their queues.",
+        ),
     ] = "1",
     ray_cpus: RayCPUs = None,
 ) -> None:
-    """Serve OpenAI's API over HTTP until SIGTERM or Ctrl-C, then finish running answers and pending writes."""
+    """Serve OpenAI's API over HTTP until SIGTERM or Ctrl-C, then finish running answers and pending
+    writes.
+    """
     settings = settings.usable()
     try:
         import fastapi  # noqa: F401
@@ -46,7 +56,8 @@ def serve(
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise InputError(
-            f"A server needs the package {error.name}, which is not installed: pip install 'ragfuse-kv[serve]'"
+            f"A server needs the package {error.name}, which is not installed: pip install"
+            " 'ragfuse-kv[serve]'"
         ) from error
     from ragfuse.serve.keys import Keys, check_host, read_keys
 
@@ -60,7 +71,9 @@ def serve(
         options = ReplicaOptions.parse(replicas, ray_cpus)
         check_cluster(settings)
     prepare_model(settings)
-    logging.getLogger("ragfuse").setLevel(logging.INFO)  # logs a line per answer with what it reused
+    logging.getLogger("ragfuse").setLevel(
+        logging.INFO
+    )  # logs a line per answer with what it reused
     console = Console(stderr=True)
 
     def announce(url: str) -> None:
@@ -74,16 +87,35 @@ def serve(
             from ragfuse.ray.application import serve as run_on_ray
 
             run_on_ray(
-                settings, accepted, host, port, allow_origin or (), options, ray, announce, partial(_say, console)
+                settings,
+                accepted,
+                host,
+                port,
+                allow_origin or (),
+                options,
+                ray,
+                announce,
+                partial(_say, console),
             )
             return
         from ragfuse.serve.server import serve as run
         from ragfuse.serve.service import Service
 
-        run(Service(settings, keys), host, port, allow_origin or (), announce, partial(_say, console))
+        run(
+            Service(settings, keys),
+            host,
+            port,
+            allow_origin or (),
+            announce,
+            partial(_say, console),
+        )
 
 
 def _say(console: Console, line: str) -> None:
-    """Print a line of a server that stops. One that nobody can read any more must not keep it from saving."""
-    with contextlib.suppress(OSError, ValueError, SystemExit):  # rich ends the program where a pipe is broken
+    """Print a line of a server that stops. One that nobody can read any more must not keep it from
+    saving.
+    """
+    with contextlib.suppress(
+        OSError, ValueError, SystemExit
+    ):  # rich ends the program where a pipe is broken
         say(console, line)

@@ -16,12 +16,16 @@ from ragfuse.types.sizes import size_text
 
 sessions = typer.Typer(
     no_args_is_help=True,
-    help="Look after stored conversations (`ragfuse chat --session`, `ragfuse ask --session`).\n\nIf a salt is set "
-    "(RAGFUSE_SALT), commands apply to the sessions of its tenant, else to those of all tenants. Running processes "
-    "keep what they hold in memory.",
+    help=(
+        "Look after stored conversations (`ragfuse chat --session`, `ragfuse ask --session`).\n\nIf"
+        " a salt is set (RAGFUSE_SALT), commands apply to the sessions of its tenant, else to those"
+        " of all tenants. Running processes keep what they hold in memory."
+    ),
 )
 
-Name = Annotated[str, typer.Argument(help="Name of the session, as `ragfuse sessions ls` shows it.")]
+Name = Annotated[
+    str, typer.Argument(help="Name of the session, as `ragfuse sessions ls` shows it.")
+]
 
 
 @sessions.command("ls")
@@ -34,7 +38,15 @@ def ls(console: Console, settings: Settings) -> dict[str, Any]:
         say(console, "No session is stored here. Start one: ragfuse chat --session NAME.")
     show_table(
         console,
-        [{"session": each.id, "turns": each.turns, "tokens": each.tokens, "used": when(each.used)} for each in infos],
+        [
+            {
+                "session": each.id,
+                "turns": each.turns,
+                "tokens": each.tokens,
+                "used": when(each.used),
+            }
+            for each in infos
+        ],
     )
     return {"sessions": [info.as_dict() for info in infos]}
 
@@ -42,7 +54,9 @@ def ls(console: Console, settings: Settings) -> dict[str, Any]:
 @sessions.command("show")
 @screen("store")
 def show(console: Console, settings: Settings, name: Name) -> dict[str, Any]:
-    """Show the messages of a session; --json has its tokens and keys as well. For its KV: `ragfuse store export`."""
+    """Show the messages of a session; --json has its tokens and keys as well. For its KV: `ragfuse
+    store export`.
+    """
     with open_admin(settings, console) as admin:
         session, payload = admin.sessions.show(name), admin.sessions.export(name)
     for message in session.messages:
@@ -81,9 +95,13 @@ def truncate(
     console: Console,
     settings: Settings,
     name: Name,
-    tokens: Annotated[int, typer.Option(min=0, help="Tokens to keep; RAGFUSE_SINKS of them are its first ones.")],
+    tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens to keep; RAGFUSE_SINKS of them are its first ones.")
+    ],
 ) -> dict[str, Any]:
-    """Shorten the history that the next prompt of a session includes. Nothing is recomputed, and no KV changes."""
+    """Shorten the history that the next prompt of a session includes. Nothing is recomputed, and no
+    KV changes.
+    """
     with open_admin(settings, console) as admin:
         session = admin.sessions.truncate(name, tokens, settings.sinks)
     remaining = session.n_tokens - session.dropped

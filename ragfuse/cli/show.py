@@ -1,4 +1,6 @@
-"""Output on a terminal: tables, progress, streamed text, and the trace of an answer with the prompt as a strip."""
+"""Output on a terminal: tables, progress, streamed text, and the trace of an answer with the prompt
+as a strip.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from ragfuse.types.sizes import size_text
 if TYPE_CHECKING:
     from ragfuse.types.answer import Trace
 
-KIND_WORDS = MappingProxyType({"prefix": "beginning", "history": "earlier turns", "chunk": "a chunk"})
+KIND_WORDS = MappingProxyType(
+    {"prefix": "beginning", "history": "earlier turns", "chunk": "a chunk"}
+)
 """How a segment without a source is named."""
 REUSED = "\u2588", "blue"
 RECOMPUTED = "\u2592", "dark_orange"
@@ -37,11 +41,15 @@ def say(console: Console, text: str, style: str = "") -> None:
 
 
 def show_table(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows as a table: numbers stand right, `nbytes` is shown as a size, and texts have no control characters."""
+    """Print rows as a table: numbers stand right, `nbytes` is shown as a size, and texts have no
+    control characters.
+    """
     table = Table(box=None, pad_edge=False)
     for name, value in next(iter(rows), {}).items():
         heading = "size" if name == "nbytes" else name
-        table.add_column(heading, justify="right" if isinstance(value, int | float) else "left", overflow="fold")
+        table.add_column(
+            heading, justify="right" if isinstance(value, int | float) else "left", overflow="fold"
+        )
     for row in rows:
         table.add_row(*(_cell(name, value) for name, value in row.items()))
     console.print(table)
@@ -66,7 +74,12 @@ def progress_bar(console: Console, label: str, stopped: str = "") -> Iterator[Ca
         label: What is being done, until `what` says it more exactly.
         stopped: What Ctrl-C says of the work's state.
     """
-    columns = TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn(), TimeRemainingColumn()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(20),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
     with progress(console, *columns) as bar:
         task = bar.add_task(label, total=None)
 
@@ -84,16 +97,30 @@ def show_trace(console: Console, trace: Trace) -> None:
     rows = list[dict[str, Any]]()
     for segment in trace.segments:
         level = f" as {segment.level}" if segment.level not in ("", "raw") else ""
-        where = f"{segment.tier}{level}, {size_text(segment.nbytes)}" if segment.hit else "not stored"
+        where = (
+            f"{segment.tier}{level}, {size_text(segment.nbytes)}" if segment.hit else "not stored"
+        )
         if segment.hit and not segment.nbytes:
-            where = "read above" if trace.nbytes else segment.tier  # a state that is in memory has no bytes to read
-        name = Path(segment.source).name if segment.source else KIND_WORDS.get(segment.kind, segment.kind)
+            where = (
+                "read above" if trace.nbytes else segment.tier
+            )  # a state that is in memory has no bytes to read
+        name = (
+            Path(segment.source).name
+            if segment.source
+            else KIND_WORDS.get(segment.kind, segment.kind)
+        )
         rows.append(
             {
                 "part of the prompt": short(name),
                 "tokens": segment.n_tokens,
                 "from": where,
-                "recomputed": "none: exact" if segment.exact else str(segment.recomputed) if segment.hit else "all",
+                "recomputed": (
+                    "none: exact"
+                    if segment.exact
+                    else str(segment.recomputed)
+                    if segment.hit
+                    else "all"
+                ),
                 "why": segment.why,
             }
         )
@@ -108,22 +135,32 @@ def show_trace(console: Console, trace: Trace) -> None:
         show_table(console, [{name: piece[name] for name in columns} for piece in pieces])
     console.print(strip(trace, min(console.width, 100)))
     parts = {"reused from the store  ": REUSED, "recomputed  ": RECOMPUTED, "computed": FRESH}
-    console.print(Text.assemble(*(piece for word, sign in parts.items() for piece in (sign, f" {word}"))))
-    chosen = f" ({trace.mean_ratio:.0%}, chosen by the policy {trace.policy})" if trace.tokens_recomputed else ""
+    console.print(
+        Text.assemble(*(piece for word, sign in parts.items() for piece in (sign, f" {word}")))
+    )
+    chosen = (
+        f" ({trace.mean_ratio:.0%}, chosen by the policy {trace.policy})"
+        if trace.tokens_recomputed
+        else ""
+    )
     summary = (
-        f"{trace.tokens} tokens: {trace.tokens_reused} reused, {trace.tokens_recomputed} recomputed{chosen}, "
-        f"{trace.tokens_fresh} computed"
+        f"{trace.tokens} tokens: {trace.tokens_reused} reused, {trace.tokens_recomputed}"
+        f" recomputed{chosen}, {trace.tokens_fresh} computed"
     )
     if trace.fallback_reason:
         summary = f"{trace.tokens} tokens, all computed: {trace.fallback_reason}"
     in_time = ""
     if trace.deadline_s is not None:
-        in_time = f", {'after' if trace.is_late else 'within'} the deadline of {trace.deadline_s:g} s"
+        in_time = (
+            f", {'after' if trace.is_late else 'within'} the deadline of {trace.deadline_s:g} s"
+        )
     console.print(Text(f"{summary}; first token after {trace.ttft_s:.2f} s{in_time}"))
 
 
 def strip(trace: Trace, width: int) -> Text:
-    """Return the prompt as a strip, in colours and shades: what was reused, what was recomputed, what was computed."""
+    """Return the prompt as a strip, in colours and shades: what was reused, what was recomputed,
+    what was computed.
+    """
     recomputed = set(trace.recomputed_rows)
     cached = [s for s in trace.segments if s.hit]
     text = Text()
@@ -158,13 +195,19 @@ def when(seconds: float) -> str:
 
 
 def listed(sources: Iterable[str]) -> str:
-    """Return the names of documents in a list, `NAMED` of them at most, such as "a.txt, b.txt and 7 more"."""
+    """Return the names of documents in a list, `NAMED` of them at most, such as "a.txt, b.txt and 7
+    more".
+    """
     names = list(dict.fromkeys(plain(Path(source).name) for source in sources if Path(source).name))
-    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED:,} more" if len(names) > NAMED else "")
+    return ", ".join(names[:NAMED]) + (
+        f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    )
 
 
 class WrappedOutput:
-    """Prints streamed text with line breaks between words at the console's width; `column` is the first column."""
+    """Prints streamed text with line breaks between words at the console's width; `column` is the
+    first column.
+    """
 
     def __init__(self, console: Console, column: int = 0) -> None:
         self._console, self._column = console, column
@@ -172,7 +215,11 @@ class WrappedOutput:
     def write(self, text: str) -> None:
         """Print the next piece."""
         for word in re.findall(r"\n|[^\S\n]+|\S+", text):
-            if self._console.is_terminal and self._column and self._column + len(word) > self._console.width:
+            if (
+                self._console.is_terminal
+                and self._column
+                and self._column + len(word) > self._console.width
+            ):
                 self._put("\n")
             if word.strip() or word == "\n" or self._column:
                 self._put(word)

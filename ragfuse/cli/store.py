@@ -23,21 +23,32 @@ if TYPE_CHECKING:
 
 store = typer.Typer(
     no_args_is_help=True,
-    help="Look after the stored KV, without loading a model.\n\nChanges apply to all processes at once, except to KV "
-    "that they hold in memory. If a salt is set (RAGFUSE_SALT), ls, rm, pin and export apply to its tenant unless "
-    "--tenant names another; without a salt, to all tenants. gc and import apply to the whole store.",
+    help=(
+        "Look after the stored KV, without loading a model.\n\nChanges apply to all processes at"
+        " once, except to KV that they hold in memory. If a salt is set (RAGFUSE_SALT), ls, rm, pin"
+        " and export apply to its tenant unless --tenant names another; without a salt, to all"
+        " tenants. gc and import apply to the whole store."
+    ),
 )
 
 FILTER = MappingProxyType(
     {
         "keys": Annotated[
             list[str] | None,
-            typer.Argument(help="First characters of keys, as `ragfuse store ls` shows them.", show_default="any key"),
+            typer.Argument(
+                help="First characters of keys, as `ragfuse store ls` shows them.",
+                show_default="any key",
+            ),
         ],
         "tier": Annotated[str | None, option("--tier", "Only entries in this tier.", "all tiers")],
-        "source": Annotated[str | None, option("--source", "Only texts whose source contains this.", "any source")],
+        "source": Annotated[
+            str | None, option("--source", "Only texts whose source contains this.", "any source")
+        ],
         "model": Annotated[
-            str | None, option("--model", "Only entries of this model (name or start of digest).", "all models")
+            str | None,
+            option(
+                "--model", "Only entries of this model (name or start of digest).", "all models"
+            ),
         ],
         "tenant": Annotated[
             str | None,
@@ -50,7 +61,10 @@ FILTER = MappingProxyType(
     }
 )
 """The options that select entries."""
-All = Annotated[bool, typer.Option("--all", help="All entries: of one tenant if a salt is set, else of all tenants.")]
+All = Annotated[
+    bool,
+    typer.Option("--all", help="All entries: of one tenant if a salt is set, else of all tenants."),
+]
 
 
 @store.command("ls")
@@ -58,13 +72,16 @@ All = Annotated[bool, typer.Option("--all", help="All entries: of one tenant if 
 def ls(
     console: Console,
     settings: Settings,
-    limit: Annotated[int, typer.Option(min=0, help="Entries to show, most recently used first; 0: all.")] = 50,
+    limit: Annotated[
+        int, typer.Option(min=0, help="Entries to show, most recently used first; 0: all.")
+    ] = 50,
     **conditions: Any,
 ) -> dict[str, Any]:
-    """List entries with tier, size and hits, and what tiers and tenants keep. --json lists all, with their texts.
+    """List entries with tier, size and hits, and what tiers and tenants keep. --json lists all,
+    with their texts.
 
-    A star marks what is pinned. An entry was encoded "alone" (exact where a prompt begins with it), as a "prefix"
-    (exact behind the same tokens), or behind "filler" text (close, not exact).
+    A star marks what is pinned. An entry was encoded "alone" (exact where a prompt begins with it),
+    as a "prefix" (exact behind the same tokens), or behind "filler" text (close, not exact).
     """
     with open_admin(settings, console) as admin:
         entry_filter = _entry_filter(admin, conditions)
@@ -76,7 +93,10 @@ def ls(
             "key": row.short + "*" * row.entry.pinned,
             "tier": row.entry.tier,
             "encoded": row.entry.key.encoded,
-            "source": short(Path(row.source).name) + (f" +{len(row.sources) - 1}" if len(row.sources) > 1 else ""),
+            "source": (
+                short(Path(row.source).name)
+                + (f" +{len(row.sources) - 1}" if len(row.sources) > 1 else "")
+            ),
             "tokens": row.entry.n_tokens,
             "nbytes": row.entry.nbytes,
             "hits": row.entry.hits,
@@ -102,14 +122,23 @@ def ls(
         )
     show_table(console, [{**each, "capacity": capacity_text(each["capacity"])} for each in totals])
     for owner, use in uses:
-        sizes = " and ".join(f"{size_text(nbytes)} in {name}" for name, nbytes in use.nbytes.items()) or "nothing"
+        sizes = (
+            " and ".join(f"{size_text(nbytes)} in {name}" for name, nbytes in use.nbytes.items())
+            or "nothing"
+        )
         kept = f"{sizes}, {counted(use.texts, 'text')}, {counted(use.sessions, 'session')}"
         say(console, f"{plain(owner.name)} in all: {kept}")
     tenants = [
-        {"model": owner.model, "tenant": owner.tenant, "digest": owner.digest, **use.as_dict()} for owner, use in uses
+        {"model": owner.model, "tenant": owner.tenant, "digest": owner.digest, **use.as_dict()}
+        for owner, use in uses
     ]
     nbytes = sum(row.entry.nbytes for row in rows)
-    return {"entries": [row.as_dict() for row in rows], "nbytes": nbytes, "tiers": totals, "tenants": tenants}
+    return {
+        "entries": [row.as_dict() for row in rows],
+        "nbytes": nbytes,
+        "tiers": totals,
+        "tenants": tenants,
+    }
 
 
 @store.command("rm")
@@ -119,23 +148,31 @@ def rm(
 ) -> tuple[dict[str, Any], bool]:
     """Delete entries, and the texts of chunks that have no entry left.
 
-    If a salt is set (RAGFUSE_SALT), entries of other tenants stay unless --tenant names one; without a salt, --all
-    deletes those of all tenants.
+    If a salt is set (RAGFUSE_SALT), entries of other tenants stay unless --tenant names one;
+    without a salt, --all deletes those of all tenants.
 
-    Exit status 1 if nothing matches, or if a tier does not answer: then what it holds stays, and so do all texts.
+    Exit status 1 if nothing matches, or if a tier does not answer: then what it holds stays, and so
+        do all texts.
     """
     _require_choice(conditions, all_, "delete")
     with open_admin(settings, console) as admin:
         entry_filter = _entry_filter(admin, conditions)
         rows = _select(admin, console, entry_filter)
         if rows or admin.text_models(entry_filter):
-            confirm(f"Delete {describe(rows) if rows else 'all texts of chunks that no tier stores'}?", yes)
+            confirm(
+                f"Delete {describe(rows) if rows else 'all texts of chunks that no tier stores'}?",
+                yes,
+            )
         cleared = admin.clear(rows, entry_filter)
     dropped = cleared.dropped
     if dropped or cleared.texts:
         say(console, f"Deleted {describe(dropped)}, {counted(cleared.texts, 'text')}.")
     for name in cleared.silent:
-        say(console, f"Tier {name} does not answer: what it holds stays there, and all texts stay. Delete again later.")
+        say(
+            console,
+            f"Tier {name} does not answer: what it holds stays there, and all texts stay. Delete"
+            " again later.",
+        )
     result = {
         "dropped": len(dropped),
         "nbytes": sum(row.entry.nbytes for row in dropped),
@@ -143,7 +180,9 @@ def rm(
         "stayed": len(rows) - len(dropped),
         "silent": list(cleared.silent),
     }
-    found = rows or cleared.texts or not (entry_filter.keys or entry_filter.source)  # whole tiers may be empty
+    found = (
+        rows or cleared.texts or not (entry_filter.keys or entry_filter.source)
+    )  # whole tiers may be empty
     return result, bool(found and not cleared.silent)
 
 
@@ -153,7 +192,9 @@ def pin(
     console: Console,
     settings: Settings,
     all_: All = False,
-    off: Annotated[bool, typer.Option("--off", help="Take pins off, so that chunks can be evicted again.")] = False,
+    off: Annotated[
+        bool, typer.Option("--off", help="Take pins off, so that chunks can be evicted again.")
+    ] = False,
     **conditions: Any,
 ) -> tuple[dict[str, Any], bool]:
     """Pin chunks: they are never evicted, and never expire.
@@ -164,7 +205,9 @@ def pin(
     with open_admin(settings, console) as admin:
         entry_filter = _entry_filter(admin, conditions)
         rows = _select(admin, console, entry_filter, "nothing was changed")
-        pinning = {tier.name for tier in admin.store.tiers if tier.pins}  # other media decide what they keep
+        pinning = {
+            tier.name for tier in admin.store.tiers if tier.pins
+        }  # other media decide what they keep
         rows = [row for row in rows if row.entry.tier in pinning]
         changing = [row for row in rows if row.entry.pinned is off]
         keys = {row.entry.key for row in changing}
@@ -185,7 +228,10 @@ def export(
     texts: Annotated[
         bool,
         typer.Option(
-            help="Include the chunks' texts; without them, plain prompts do not match the chunks after the import."
+            help=(
+                "Include the chunks' texts; without them, plain prompts do not match the chunks"
+                " after the import."
+            )
         ),
     ] = True,
     yes: Yes = False,
@@ -195,7 +241,8 @@ def export(
 
     Anyone who has the file can read the texts in it.
 
-    Exit status 1 if some chunks are, or may be, missing from it; an existing file is then left unchanged.
+    Exit status 1 if some chunks are, or may be, missing from it; an existing file is then left
+    unchanged.
     """
     with open_admin(settings, console) as admin:
         consequence = f"nothing was written to '{file}'"
@@ -206,7 +253,9 @@ def export(
             if silent:
                 _refuse(silent, consequence)
             confirm(f"'{file}' exists already. Overwrite it?", yes)
-        with progress_bar(console, "exporting", "Nothing was written; an existing file is unchanged.") as report:
+        with progress_bar(
+            console, "exporting", "Nothing was written; an existing file is unchanged."
+        ) as report:
             outcome = admin.export(rows, file, texts, report)
     result = _told(console, outcome, f"written to {file}")
     return {**result, "file": str(file), "silent": silent}, not (outcome.troubles or silent)
@@ -218,12 +267,14 @@ def import_(
     console: Console,
     settings: Settings,
     file: Annotated[Path, typer.Argument(help="An archive written by `ragfuse store export`.")],
-    tier: Annotated[str | None, option("--tier", "Target tier.", "the first that outlives the process")] = None,
+    tier: Annotated[
+        str | None, option("--tier", "Target tier.", "the first that outlives the process")
+    ] = None,
 ) -> tuple[dict[str, Any], bool]:
     """Import the chunks of an archive. They are hits only for the same model, dtype and salt.
 
-    The author of an archive controls what the model reads: import only archives from people you trust. Exit status 1
-    if some of it could not be imported.
+    The author of an archive controls what the model reads: import only archives from people you
+    trust. Exit status 1 if some of it could not be imported.
     """
     stopped = "What was imported so far stays. Run the same command again to continue."
     with (
@@ -231,13 +282,17 @@ def import_(
         progress_bar(console, "importing", stopped) as report,
     ):
         outcome = admin.import_(file, tier, report)
-    return _told(console, outcome, f"imported, {outcome.known} were there already"), not outcome.troubles
+    return (
+        _told(console, outcome, f"imported, {outcome.known} were there already"),
+        not outcome.troubles,
+    )
 
 
 @store.command("gc")
 @screen("store")
 def gc(console: Console, settings: Settings) -> tuple[dict[str, Any], bool]:
-    """Delete useless data: leftovers of interrupted writes, damaged files, rows without files, expired entries (ttl_s).
+    """Delete useless data: leftovers of interrupted writes, damaged files, rows without files,
+    expired entries (ttl_s).
 
     Exit status 1 if a tier does not answer.
     """
@@ -249,14 +304,18 @@ def gc(console: Console, settings: Settings) -> tuple[dict[str, Any], bool]:
         say(console, f"{name}: {counts}, {size_text(removed.nbytes)} freed")
     for name in silent:
         say(console, f"{name}: does not answer, nothing is known of it")
-    return {"tiers": {name: vars(removed) for name, removed in freed.items()}, "silent": silent}, not silent
+    return {
+        "tiers": {name: vars(removed) for name, removed in freed.items()},
+        "silent": silent,
+    }, not silent
 
 
 def _require_choice(conditions: dict[str, Any], all_: bool, verb: str) -> None:
     """Raise InputError unless either conditions are given, or --all."""
     if all_ == any(each is not None and each != [] for each in conditions.values()):
         raise InputError(
-            f"Say what to {verb}: first characters of keys, --tier, --source, --model or --tenant; or --all alone."
+            f"Say what to {verb}: first characters of keys, --tier, --source, --model or --tenant;"
+            " or --all alone."
         )
 
 
@@ -268,11 +327,14 @@ def _entry_filter(admin: StoreAdmin, conditions: dict[str, Any]) -> EntryFilter:
     return admin.within_tenant(EntryFilter(**{**conditions, "keys": keys}))
 
 
-def _select(admin: StoreAdmin, console: Console, entry_filter: EntryFilter, consequence: str = "") -> list[EntryRow]:
+def _select(
+    admin: StoreAdmin, console: Console, entry_filter: EntryFilter, consequence: str = ""
+) -> list[EntryRow]:
     """Return the selected entries; print which tiers do not answer.
 
     Raises:
-        StoreError: Nothing was found, a selected tier does not answer, and that has a `consequence`.
+        StoreError: Nothing was found, a selected tier does not answer, and that has a
+            `consequence`.
     """
     with console.status("reading the store"):
         rows = admin.list_entries(entry_filter)
@@ -282,7 +344,10 @@ def _select(admin: StoreAdmin, console: Console, entry_filter: EntryFilter, cons
     for name in admin.silent():
         say(console, f"Tier {name} does not answer: its entries are not listed.")
     if not rows and not silent:
-        nothing = "Nothing in the store matches; `ragfuse store ls` lists all, of one tenant if a salt is set."
+        nothing = (
+            "Nothing in the store matches; `ragfuse store ls` lists all, of one tenant if a salt is"
+            " set."
+        )
         empty = "The store is empty: ragfuse ingest PATH."
         say(console, empty if entry_filter.selects_all else nothing)
     return rows
@@ -302,7 +367,9 @@ def describe(rows: Sequence[EntryRow]) -> str:
 
 
 def _told(console: Console, outcome: Outcome, where: str) -> dict[str, Any]:
-    """Print the result of a bulk operation: what was done, and what was left out and why; return it as JSON types."""
+    """Print the result of a bulk operation: what was done, and what was left out and why; return it
+    as JSON types.
+    """
     nbytes = sum(outcome.done.values())
     done = f"{counted(len(outcome.done), 'entry', 'entries')} and {counted(outcome.texts, 'text')}"
     say(console, f"{done} ({size_text(nbytes)}) {where}.")
@@ -310,6 +377,11 @@ def _told(console: Console, outcome: Outcome, where: str) -> dict[str, Any]:
         say(console, f"left out: {what}: {why}")
     if len(outcome.troubles) > 5:
         say(console, f"left out: {len(outcome.troubles) - 5:,} more")
-    counts = {"entries": len(outcome.done), "nbytes": nbytes, "known": outcome.known, "texts": outcome.texts}
+    counts = {
+        "entries": len(outcome.done),
+        "nbytes": nbytes,
+        "known": outcome.known,
+        "texts": outcome.texts,
+    }
     troubles = [{"what": what, "why": why} for what, why in outcome.troubles]
     return {**counts, "failed": len(troubles), "troubles": troubles}

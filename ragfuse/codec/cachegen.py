@@ -1,9 +1,11 @@
-"""CacheGen's codec (its section 5.2): KV is quantised per channel, then entropy-coded with profiled distributions.
+"""CacheGen's codec (its section 5.2): KV is quantised per channel, then entropy-coded with profiled
+distributions.
 
-Keys are first rotated back to position 0. Outlier tokens, such as the first of a text, are stored in 8 bits; so are the
-anchors (one of every ten tokens) if a level uses deltas as the paper does. All other tokens are stored as differences
-to their channel's mean, or to their anchor, in bins of the level's width times the channel's step; `coders.py` packs
-these numbers. docs/guides/codec.md has measurements of each of these choices.
+Keys are first rotated back to position 0. Outlier tokens, such as the first of a text, are stored
+in 8 bits; so are the anchors (one of every ten tokens) if a level uses deltas as the paper does.
+All other tokens are stored as differences to their channel's mean, or to their anchor, in bins of
+the level's width times the channel's step; `coders.py` packs these numbers. docs/guides/codec.md
+has measurements of each of these choices.
 """
 
 from __future__ import annotations
@@ -22,7 +24,15 @@ from ragfuse.codec import coders
 from ragfuse.codec.codec import DTYPES, LayerMeta
 from ragfuse.codec.coders import Order, Section
 from ragfuse.codec.container import OtherTables, narrowed, pack, refuses_damage, unpack
-from ragfuse.codec.quantise import BIN_SCALE_DTYPE, Split, from_8bit, from_numbers, outlier_tokens, to_8bit, to_numbers
+from ragfuse.codec.quantise import (
+    BIN_SCALE_DTYPE,
+    Split,
+    from_8bit,
+    from_numbers,
+    outlier_tokens,
+    to_8bit,
+    to_numbers,
+)
 from ragfuse.codec.tables import MIDDLE, STEPS_PER_OCTAVE, CodecTables, LayerTables, What
 from ragfuse.fuse.rope import rotate_in_place
 from ragfuse.types.kv import LayerKV
@@ -30,8 +40,9 @@ from ragfuse.types.kv import LayerKV
 CACHEGEN_KIND: Final = 2
 LEVEL_FIELDS: Final = struct.Struct("<fB11x")
 WIDTHS: Final = ((256, 4), (64, 8), (0, 16))
-"""(Minimum tokens, width of a class of rows): short chunks get fewer, wider classes, as each class takes some bytes for
-its Huffman table."""
+"""(Minimum tokens, width of a class of rows): short chunks get fewer, wider classes, as each class
+takes some bytes for its Huffman table.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +51,13 @@ class Level:
 
     Args:
         name: Name of the level.
-        bins: Widths of the bins in the first, middle and last third of the layers, in steps of each channel; by default
-            those of the paper (its C.2).
-        deltas: Whether tokens are stored as differences to an anchor instead of to the channel's mean.
+        bins: Widths of the bins in the first, middle and last third of the layers, in steps of each
+            channel; by default those of the paper (its C.2).
+        deltas: Whether tokens are stored as differences to an anchor instead of to the channel's
+            mean.
         layerwise: Whether `bins` differ by layer; if not, all layers use the middle width.
-        outlier_factor: A token with a head this many times larger or smaller than usual is stored in 8 bits; 0: no
-            token is.
+        outlier_factor: A token with a head this many times larger or smaller than usual is stored
+            in 8 bits; 0: no token is.
     """
 
     name: str
@@ -84,7 +96,9 @@ class CacheGenCodec:
         """
         layer_tables = self.tables.layers[at]
         tensors = [
-            rotate_in_place(tensor.to("cpu", torch.float32, copy=True), layer_tables.rope_of(name), -1)
+            rotate_in_place(
+                tensor.to("cpu", torch.float32, copy=True), layer_tables.rope_of(name), -1
+            )
             for tensor, name in ((layer.keys, "keys"), (layer.values, "values"))
         ]
         if not all(tensor.isfinite().all() for tensor in tensors):
@@ -93,7 +107,13 @@ class CacheGenCodec:
         split = Split.of(layer.n_tokens, outliers, self.level.deltas)
         exact = [to_8bit(tensor[:, split.exact]) for tensor in tensors]
         numbers = [
-            to_numbers(tensor, part, self.level.width(at, len(self.tables.layers)), from_8bit(*codes_and_scales), split)
+            to_numbers(
+                tensor,
+                part,
+                self.level.width(at, len(self.tables.layers)),
+                from_8bit(*codes_and_scales),
+                split,
+            )
             for tensor, part, codes_and_scales in zip(
                 tensors, (layer_tables.keys, layer_tables.values), exact, strict=True
             )
@@ -102,7 +122,9 @@ class CacheGenCodec:
             outliers.to(torch.int32).numpy().astype("<u4").tobytes(),
             *(scales.contiguous().view(torch.int16).numpy().tobytes() for _, scales in exact),
             *self._pack_exact([codes for codes, _ in exact], layer_tables),
-            *coders.encode(np.concatenate(numbers), *self._for_rest(layer_tables, at, layer.n_tokens)),
+            *coders.encode(
+                np.concatenate(numbers), *self._for_rest(layer_tables, at, layer.n_tokens)
+            ),
         ]
         packed = [torch.from_numpy(np.frombuffer(part, dtype=np.uint8).copy()) for part in parts]
         meta = LayerMeta.of(layer, torch.ones(1))
@@ -119,13 +141,17 @@ class CacheGenCodec:
         """
         packed = unpack(blob.cpu(), CACHEGEN_KIND, self.tables.digest, meta)
         if packed.codec_fields != self._level_fields(packed.at):
-            raise OtherTables(f"The layer was not encoded at level {self.name} with its present bins.")
+            raise OtherTables(
+                f"The layer was not encoded at level {self.name} with its present bins."
+            )
         layer_tables = self.tables.layers[packed.at]
         keys, values = self._restored(packed.parts, layer_tables, packed.at, meta)
         dtype = DTYPES[meta.dtype]
         keys = rotate_in_place(keys, layer_tables.rope_of("keys"), 1)
         values = rotate_in_place(values, layer_tables.rope_of("values"), 1)
-        return LayerKV(narrowed(keys, dtype).to(blob.device), narrowed(values, dtype).to(blob.device))
+        return LayerKV(
+            narrowed(keys, dtype).to(blob.device), narrowed(values, dtype).to(blob.device)
+        )
 
     def _restored(
         self, parts: Sequence[Tensor], layer_tables: LayerTables, at: int, meta: LayerMeta
@@ -137,7 +163,10 @@ class CacheGenCodec:
         split = Split.of(n, torch.from_numpy(rows), self.level.deltas)
         views = [memoryview(part.contiguous().numpy().tobytes()) for part in parts[3:]]
         codes = self._unpack_exact(views[0], views[1], layer_tables, len(split.exact))
-        exact = [from_8bit(code, _scales(scale, code.shape)) for code, scale in zip(codes, scales, strict=True)]
+        exact = [
+            from_8bit(code, _scales(scale, code.shape))
+            for code, scale in zip(codes, scales, strict=True)
+        ]
         order, sections = self._for_rest(layer_tables, at, n)
         numbers = coders.decode(views[2], views[3], order, sections, len(split.rest))
         cut = layer_tables.keys.heads * layer_tables.keys.dim
@@ -145,7 +174,9 @@ class CacheGenCodec:
         return keys, from_numbers(numbers[cut:], layer_tables.values, width, exact[1], split)
 
     def _outliers(self, tensors: Sequence[Tensor], layer_tables: LayerTables) -> Tensor:
-        """Return the rows of outlier tokens, int64; none if the level does not treat outliers apart."""
+        """Return the rows of outlier tokens, int64; none if the level does not treat outliers
+        apart.
+        """
         if not self.level.outlier_factor:
             return torch.zeros(0, dtype=torch.int64)
         keys, values = (
@@ -155,17 +186,23 @@ class CacheGenCodec:
         return (keys | values).nonzero()[:, 0]
 
     def _pack_exact(self, codes: Sequence[Tensor], layer_tables: LayerTables) -> list[bytes]:
-        """Pack the 8-bit codes. Anchors are many, so they are entropy-coded; a few outliers alone are stored as is."""
+        """Pack the 8-bit codes. Anchors are many, so they are entropy-coded; a few outliers alone
+        are stored as is.
+        """
         if not self.level.deltas:
             return [b"".join(code.numpy().tobytes() for code in codes), b""]
-        rows = np.concatenate([code.mT.reshape(-1, code.shape[1]).numpy() for code in codes]).astype(np.int32)
+        rows = np.concatenate(
+            [code.mT.reshape(-1, code.shape[1]).numpy() for code in codes]
+        ).astype(np.int32)
         return coders.encode(rows, *self._for_anchors(layer_tables))
 
     def _unpack_exact(
         self, stream: memoryview, large: memoryview, layer_tables: LayerTables, count: int
     ) -> list[Tensor]:
         """Unpack the 8-bit codes of keys and of values, each `[H, count, D]`."""
-        shapes = [(part.heads, count, part.dim) for part in (layer_tables.keys, layer_tables.values)]
+        shapes = [
+            (part.heads, count, part.dim) for part in (layer_tables.keys, layer_tables.values)
+        ]
         if not self.level.deltas:
             flat, cut = np.frombuffer(stream, dtype=np.int8).copy(), prod(shapes[0])
             parts = zip((flat[:cut], flat[cut:]), shapes, strict=True)
@@ -176,13 +213,21 @@ class CacheGenCodec:
         return [torch.from_numpy(part).view(heads, dim, count).mT for part, (heads, _, dim) in both]
 
     def _for_anchors(self, layer_tables: LayerTables) -> tuple[Order, tuple[Section, ...]]:
-        spreads = np.concatenate([part.codes("anchor") for part in (layer_tables.keys, layer_tables.values)])
+        spreads = np.concatenate(
+            [part.codes("anchor") for part in (layer_tables.keys, layer_tables.values)]
+        )
         return coders.in_sections(spreads - MIDDLE, WIDTHS[-1][1])
 
-    def _for_rest(self, layer_tables: LayerTables, at: int, n: int) -> tuple[Order, tuple[Section, ...]]:
-        """Return order and sections of a layer's rows, sorted by the spread of their bin numbers."""
+    def _for_rest(
+        self, layer_tables: LayerTables, at: int, n: int
+    ) -> tuple[Order, tuple[Section, ...]]:
+        """Return order and sections of a layer's rows, sorted by the spread of their bin
+        numbers.
+        """
         what: What = "change" if self.level.deltas else "spread"
-        spreads = np.concatenate([part.codes(what) for part in (layer_tables.keys, layer_tables.values)])
+        spreads = np.concatenate(
+            [part.codes(what) for part in (layer_tables.keys, layer_tables.values)]
+        )
         bins = round(STEPS_PER_OCTAVE * log2(self.level.width(at, len(self.tables.layers))))
         width = next(width for min_tokens, width in WIDTHS if n >= min_tokens)
         return coders.in_sections(spreads - MIDDLE - bins, width)

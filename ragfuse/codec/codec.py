@@ -1,6 +1,7 @@
 """The interface of a codec, and the description of an encoded layer that is needed to decode it.
 
-Encoded bytes are 1-D uint8 tensors everywhere, so one codec serves host memory, pinned memory, GPU memory and disk.
+Encoded bytes are 1-D uint8 tensors everywhere, so one codec serves host memory, pinned memory, GPU
+memory and disk.
 """
 
 from __future__ import annotations

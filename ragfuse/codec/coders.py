@@ -1,8 +1,9 @@
-"""Entropy coding of rows of whole numbers. Rows whose numbers have a similar spread form a class and share one model.
+"""Entropy coding of rows of whole numbers. Rows whose numbers have a similar spread form a class
+and share one model.
 
-Each class is a zstd frame of its own, whose literals zstd codes with one Huffman table. Small numbers are packed two
-or three to a byte, so that less than one bit per number is possible. Numbers that are too large for their class are
-stored separately, in order.
+Each class is a zstd frame of its own, whose literals zstd codes with one Huffman table. Small
+numbers are packed two or three to a byte, so that less than one bit per number is possible. Numbers
+that are too large for their class are stored separately, in order.
 """
 
 from __future__ import annotations
@@ -24,22 +25,31 @@ Order = npt.NDArray[np.intp]
 SINGLE: Final = 127
 PAIR: Final = 7
 TRIPLE: Final = 2
-"""Largest absolute number for one, two or three numbers per byte; one more value marks a larger number."""
+"""Largest absolute number for one, two or three numbers per byte; one more value marks a larger
+number.
+"""
 PAIR_SPREAD: Final = 5
 TRIPLE_SPREAD: Final = -6
-"""Largest codes of a spread (1.5 and 0.6 bins) at which numbers are packed in pairs and in triples."""
+"""Largest codes of a spread (1.5 and 0.6 bins) at which numbers are packed in pairs and in triples.
+"""
 VALUES_PER_SYMBOL: Final[Mapping[int, int]] = MappingProxyType({SINGLE: 1, PAIR: 2, TRIPLE: 3})
 COARSEST: Final = -24
 FINEST: Final = 64
-"""Codes of spreads are clipped to these: an eighth of a bin, where nearly all numbers are 0, and 256 bins."""
+"""Codes of spreads are clipped to these: an eighth of a bin, where nearly all numbers are 0, and
+256 bins.
+"""
 SECTION: Final = struct.Struct("<II")
 MAX_NUMBER: Final = 1 << 30
 
 
 def _unpack_table(max_number: int) -> Floats:
-    """Return the numbers (up to `max_number`) that each byte stands for, float32 `[256, numbers per byte]`."""
+    """Return the numbers (up to `max_number`) that each byte stands for, float32 `[256, numbers per
+    byte]`.
+    """
     base, byte = 2 * max_number + 2, np.arange(256)
-    found = np.stack([byte // base**at % base for at in reversed(range(VALUES_PER_SYMBOL[max_number]))], axis=1)
+    found = np.stack(
+        [byte // base**at % base for at in reversed(range(VALUES_PER_SYMBOL[max_number]))], axis=1
+    )
     table = (found - max_number).astype(np.float32)
     table.setflags(write=False)
     return table
@@ -110,9 +120,14 @@ def encode(numbers: Ints, order: Order, sections: Sequence[Section]) -> list[byt
         counts.append(int(is_large.sum()))
         marked.append(np.where(is_large, section.max_number + 1, flat))
     frames = [_pack_symbols(flat, section) for flat, section in zip(marked, sections, strict=True)]
-    heads = b"".join(SECTION.pack(len(frame), count) for frame, count in zip(frames, counts, strict=True))
+    heads = b"".join(
+        SECTION.pack(len(frame), count) for frame, count in zip(frames, counts, strict=True)
+    )
     all_large = np.concatenate(large)
-    return [heads + b"".join(frames), _frame(all_large.astype("<i4").tobytes(), 4) if all_large.size else b""]
+    return [
+        heads + b"".join(frames),
+        _frame(all_large.astype("<i4").tobytes(), 4) if all_large.size else b"",
+    ]
 
 
 def decode(
@@ -135,7 +150,9 @@ def decode(
     counts = [count for _, count in heads]
     large_numbers = np.empty(0, dtype=np.int32)
     if sum(counts):
-        large_numbers = np.frombuffer(_decompressed(zstandard.ZstdDecompressor(), large, 4 * sum(counts)), dtype="<i4")
+        large_numbers = np.frombuffer(
+            _decompressed(zstandard.ZstdDecompressor(), large, 4 * sum(counts)), dtype="<i4"
+        )
     out = np.empty((sections[-1].last, n), dtype=np.float32)
     _decode_zstd(body, [length for length, _ in heads], sections, out)
     used = 0
@@ -151,32 +168,54 @@ def decode(
 
 def _pack_symbols(flat: Ints, section: Section) -> bytes:
     n_together, base = VALUES_PER_SYMBOL[section.max_number], 2 * section.max_number + 2
-    codes = np.append(flat, [0] * (-len(flat) % n_together)).reshape(-1, n_together) + section.max_number
+    codes = (
+        np.append(flat, [0] * (-len(flat) % n_together)).reshape(-1, n_together)
+        + section.max_number
+    )
     return _frame((codes @ base ** np.arange(n_together)[::-1]).astype(np.uint8).tobytes(), 1)
 
 
 def _frame(data: bytes, width: int) -> bytes:
-    """Compress into one frame, with hardly any search for matches: chance matches cost more than their literals."""
+    """Compress into one frame, with hardly any search for matches: chance matches cost more than
+    their literals.
+    """
     parameters = zstandard.ZstdCompressionParameters(
-        window_log=18, hash_log=6, chain_log=6, search_log=1, min_match=7, strategy=zstandard.STRATEGY_FAST
+        window_log=18,
+        hash_log=6,
+        chain_log=6,
+        search_log=1,
+        min_match=7,
+        strategy=zstandard.STRATEGY_FAST,
     )
-    compressor = zstandard.ZstdCompressor(compression_params=parameters) if width == 1 else zstandard.ZstdCompressor(3)
+    compressor = (
+        zstandard.ZstdCompressor(compression_params=parameters)
+        if width == 1
+        else zstandard.ZstdCompressor(3)
+    )
     return compressor.compress(data)
 
 
-def _decompressed(decompressor: zstandard.ZstdDecompressor, frame: memoryview, nbytes: int) -> bytes:
-    """Decompress a frame of exactly `nbytes`; others are refused first, so that none can make us allocate more."""
+def _decompressed(
+    decompressor: zstandard.ZstdDecompressor, frame: memoryview, nbytes: int
+) -> bytes:
+    """Decompress a frame of exactly `nbytes`; others are refused first, so that none can make us
+    allocate more.
+    """
     if zstandard.frame_content_size(frame) != nbytes:
         raise ValueError(f"A compressed frame does not have {nbytes} bytes once decompressed.")
     return decompressor.decompress(frame, max_output_size=nbytes, allow_extra_data=False)
 
 
-def _decode_zstd(body: memoryview, lengths: Sequence[int], sections: Sequence[Section], out: Floats) -> None:
+def _decode_zstd(
+    body: memoryview, lengths: Sequence[int], sections: Sequence[Section], out: Floats
+) -> None:
     decompressor, begin = zstandard.ZstdDecompressor(), 0
     for section, length in zip(sections, lengths, strict=True):
         flat = out[section.first : section.last].reshape(-1)
         nbytes = -(-len(flat) // VALUES_PER_SYMBOL[section.max_number])
-        data = np.frombuffer(_decompressed(decompressor, body[begin : begin + length], nbytes), dtype=np.uint8)
+        data = np.frombuffer(
+            _decompressed(decompressor, body[begin : begin + length], nbytes), dtype=np.uint8
+        )
         if section.max_number == SINGLE:
             np.subtract(data, np.float32(SINGLE), out=flat)
         else:

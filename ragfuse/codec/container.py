@@ -1,8 +1,10 @@
-"""The container of every packed (int8 or CacheGen) layer: a header that is checked before anything is decoded.
+"""The container of every packed (int8 or CacheGen) layer: a header that is checked before anything
+is decoded.
 
-Layout, little-endian: magic, version, kind of codec, layer of the model, digest of the tables (zeros: none), both
-shapes, 16 bytes of the codec's own, the number of parts and their lengths, a checksum over all the rest, the parts.
-What passes the checksum is what an encoder wrote, so that decoders check nothing more.
+Layout, little-endian: magic, version, kind of codec, layer of the model, digest of the tables
+(zeros: none), both shapes, 16 bytes of the codec's own, the number of parts and their lengths, a
+checksum over all the rest, the parts. What passes the checksum is what an encoder wrote, so that
+decoders check nothing more.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ SUM_NBYTES: Final = 8
 
 
 class OtherTables(ValueError):
-    """A layer that is not damaged, but packed with other tables, by another version or with other bins.
+    """A layer that is not damaged, but packed with other tables, by another version or with other
+    bins.
 
     Such a layer is left in the store, and not decoded here.
     """
@@ -52,7 +55,9 @@ class Packed:
     parts: tuple[Tensor, ...]
 
 
-def pack(kind: int, at: int, digest: str, meta: LayerMeta, codec_fields: bytes, parts: Sequence[Tensor]) -> Tensor:
+def pack(
+    kind: int, at: int, digest: str, meta: LayerMeta, codec_fields: bytes, parts: Sequence[Tensor]
+) -> Tensor:
     """Put parts into a container.
 
     Args:
@@ -68,7 +73,9 @@ def pack(kind: int, at: int, digest: str, meta: LayerMeta, codec_fields: bytes, 
     """
     shapes = (*meta.key_shape, *meta.value_shape)
     tables = bytes.fromhex(digest or "00" * 8)
-    head = LAYER_HEADER.pack(LAYER_MAGIC, CONTAINER_VERSION, kind, at, tables, *shapes, codec_fields, len(parts))
+    head = LAYER_HEADER.pack(
+        LAYER_MAGIC, CONTAINER_VERSION, kind, at, tables, *shapes, codec_fields, len(parts)
+    )
     head += b"".join(part.numel().to_bytes(4, "little") for part in parts)
     body = torch.cat([part.reshape(-1) for part in parts])
     front = head + _sum(head, body)
@@ -83,23 +90,37 @@ def unpack(blob: Tensor, kind: int, digest: str, meta: LayerMeta) -> Packed:
         ValueError: It is damaged, or was packed by another codec or with other shapes.
     """
     front = blob[: LAYER_HEADER.size + 4 * 255 + SUM_NBYTES].cpu().numpy().tobytes()
-    magic, version, found_kind, at, tables, *shapes, codec_fields, n_parts = LAYER_HEADER.unpack_from(front)
+    magic, version, found_kind, at, tables, *shapes, codec_fields, n_parts = (
+        LAYER_HEADER.unpack_from(front)
+    )
     if magic == LAYER_MAGIC and version != CONTAINER_VERSION:
-        raise OtherTables(f"The layer has format version {version}, this ragfuse reads {CONTAINER_VERSION}.")
+        raise OtherTables(
+            f"The layer has format version {version}, this ragfuse reads {CONTAINER_VERSION}."
+        )
     if (magic, found_kind, *shapes) != (LAYER_MAGIC, kind, *meta.key_shape, *meta.value_shape):
-        raise ValueError(f"Not a layer of codec {kind} and shapes {meta.key_shape}, {meta.value_shape}.")
+        raise ValueError(
+            f"Not a layer of codec {kind} and shapes {meta.key_shape}, {meta.value_shape}."
+        )
     lengths = struct.unpack_from(f"<{n_parts}I", front, LAYER_HEADER.size)
     begins = LAYER_HEADER.size + 4 * n_parts
     body = blob[begins + SUM_NBYTES :]
-    if _sum(front[:begins], body) != front[begins : begins + SUM_NBYTES] or sum(lengths) != len(body):
+    if _sum(front[:begins], body) != front[begins : begins + SUM_NBYTES] or sum(lengths) != len(
+        body
+    ):
         raise ValueError("The checksum of a packed layer does not match: it is damaged.")
     if tables != bytes.fromhex(digest or "00" * 8):
-        raise OtherTables(f"The layer was packed with codec tables {tables.hex()}, not with {digest or 'none'}.")
+        raise OtherTables(
+            f"The layer was packed with codec tables {tables.hex()}, not with {digest or 'none'}."
+        )
     return Packed(at, codec_fields, tuple(torch.split(body, list(lengths))))
 
 
-def refuses_damage(decode: Callable[[C, Tensor, LayerMeta], LayerKV]) -> Callable[[C, Tensor, LayerMeta], LayerKV]:
-    """Decorate a codec's `decode`, so that it raises ValueError for all bytes that no encoder has written."""
+def refuses_damage(
+    decode: Callable[[C, Tensor, LayerMeta], LayerKV],
+) -> Callable[[C, Tensor, LayerMeta], LayerKV]:
+    """Decorate a codec's `decode`, so that it raises ValueError for all bytes that no encoder has
+    written.
+    """
 
     @wraps(decode)
     def checked(codec: C, blob: Tensor, meta: LayerMeta) -> LayerKV:
@@ -112,7 +133,9 @@ def refuses_damage(decode: Callable[[C, Tensor, LayerMeta], LayerKV]) -> Callabl
 
 
 def tables_of(blob: Tensor) -> str:
-    """Return the digest of the tables that a container was packed with; "" for none, or if `blob` is no container."""
+    """Return the digest of the tables that a container was packed with; "" for none, or if `blob`
+    is no container.
+    """
     front = blob[: TABLES.stop].cpu().numpy().tobytes()
     return front[TABLES].hex() if front.startswith(LAYER_MAGIC) and any(front[TABLES]) else ""
 

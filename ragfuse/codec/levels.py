@@ -13,7 +13,9 @@ from ragfuse.types.levels import LEVEL_NAMES, LEVELS
 
 PAPER: Final = Level("paper", deltas=True, outlier_factor=0)
 """CacheGen as in its paper: bins of 0.5, 1 and 1.5 (its C.2), with anchors and deltas to them."""
-PACKED: Final = tuple(Level(level.name, level.bins) for level in LEVELS if level.codec == "cachegen")
+PACKED: Final = tuple(
+    Level(level.name, level.bins) for level in LEVELS if level.codec == "cachegen"
+)
 """The CacheGen levels, those with the narrowest bins first."""
 
 
@@ -29,13 +31,16 @@ def codec_for(level: str, tables: CodecTables | None = None) -> Codec:
     """
     known = next((each for each in LEVELS if each.name == level), None)
     if known is None:
-        raise ValueError(f"There is no codec level {level!r}. Levels are: {', '.join(LEVEL_NAMES)}.")
+        raise ValueError(
+            f"There is no codec level {level!r}. Levels are: {', '.join(LEVEL_NAMES)}."
+        )
     if known.codec == "raw":
         return RAW
     if known.codec == "uniform":
         return INT8
     if tables is None:
         raise ValueError(
-            f"Level {level!r} needs codec tables of the model, found none. Pass those of `profile_tables`."
+            f"Level {level!r} needs codec tables of the model, found none. Pass those of"
+            " `profile_tables`."
         )
     return CacheGenCodec(tables, next(each for each in PACKED if each.name == level))

@@ -1,4 +1,6 @@
-"""Make a model's codec tables from the KV of real text: spread and distribution of each channel's keys and values."""
+"""Make a model's codec tables from the KV of real text: spread and distribution of each channel's
+keys and values.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,18 @@ from ragfuse.fuse.rope import rotate_in_place, rotated_pairs
 from ragfuse.types.kv import ChunkKV, RopeLayout
 
 OUTLIER_FACTOR = 4.0
-"""Tokens this many times larger or smaller than usual are left out: outliers are stored in 8 bits."""
+"""Tokens this many times larger or smaller than usual are left out: outliers are stored in 8 bits.
+"""
 MEDIAN = 0.6745
-"""Median absolute value of a normal distribution, in standard deviations. A few tokens do not change a median."""
+"""Median absolute value of a normal distribution, in standard deviations. A few tokens do not
+change a median.
+"""
 MAX_WEIGHT = 16.0
 """Largest weight of a channel's error; its inverse is the smallest."""
 MAX_WIDTH_FACTOR = 4.0
-"""Most times that a layer's bins are wider, or narrower, than usual because of what errors cost there."""
+"""Most times that a layer's bins are wider, or narrower, than usual because of what errors cost
+there.
+"""
 MIN_SPREAD_SHARE = 1e-4
 """Smallest spread of a channel, as a share of its head's."""
 
@@ -35,13 +42,15 @@ def profile_tables(
     """Make the codec tables of a model.
 
     Args:
-        chunks: KV that the model computed, some thousand tokens in all. It is held in memory meanwhile.
-        rope: How each layer's keys carry position, as in the model's profile; without it keys are not rotated back.
-        queries: For each layer, root mean square of the queries that meet each key channel, float32 `[H, D]`. Errors
-            are weighted by it; without it, all channels of a head count alike.
-        costs: For each layer, the cost of quantisation errors in its keys and in its values, measured with tables made
-            without `costs`. Bin widths are set so that errors cost the same in every layer, which costs least at a
-            given size.
+        chunks: KV that the model computed, some thousand tokens in all. It is held in memory
+            meanwhile.
+        rope: How each layer's keys carry position, as in the model's profile; without it keys are
+            not rotated back.
+        queries: For each layer, root mean square of the queries that meet each key channel, float32
+            `[H, D]`. Errors are weighted by it; without it, all channels of a head count alike.
+        costs: For each layer, the cost of quantisation errors in its keys and in its values,
+            measured with tables made without `costs`. Bin widths are set so that errors cost the
+            same in every layer, which costs least at a given size.
 
     Raises:
         ValueError: No chunk is long enough.
@@ -49,16 +58,23 @@ def profile_tables(
     long_chunks = [chunk for chunk in chunks if chunk.n_tokens > GROUP]
     if not long_chunks:
         raise ValueError(
-            f"Codec tables are made from chunks of more than {GROUP} tokens, found none. Give longer ones."
+            f"Codec tables are made from chunks of more than {GROUP} tokens, found none. Give"
+            " longer ones."
         )
     n_layers = len(long_chunks[0].layers)
     layouts = tuple(rope) or (None,) * n_layers
-    weights = [_weights(each, layout) for each, layout in zip(queries, layouts, strict=True)] if queries else None
+    weights = (
+        [_weights(each, layout) for each, layout in zip(queries, layouts, strict=True)]
+        if queries
+        else None
+    )
     widths = _widths(costs) if costs else ((1.0, 1.0),) * n_layers
     parts = [
         [
             _Part(
-                _values(long_chunks, at, name, layouts[at]), weights[at] if weights and name == "keys" else None, width
+                _values(long_chunks, at, name, layouts[at]),
+                weights[at] if weights and name == "keys" else None,
+                width,
             )
             for name, width in zip(("keys", "values"), widths[at], strict=True)
         ]
@@ -87,21 +103,33 @@ class _Part:
     width: float = 1.0
 
     def __post_init__(self) -> None:
-        scale = torch.cat(self.chunks, 1).abs().median(1, keepdim=True).values.clamp_min(1e-30) / MEDIAN
+        scale = (
+            torch.cat(self.chunks, 1).abs().median(1, keepdim=True).values.clamp_min(1e-30) / MEDIAN
+        )
         plain = [~_is_outlier(chunk / scale) for chunk in self.chunks]
-        self.plain = plain if any(bool(each.any()) for each in plain) else [torch.ones_like(each) for each in plain]
-        every = torch.cat([chunk[:, is_plain] for chunk, is_plain in zip(self.chunks, self.plain, strict=True)], 1)
+        self.plain = (
+            plain
+            if any(bool(each.any()) for each in plain)
+            else [torch.ones_like(each) for each in plain]
+        )
+        every = torch.cat(
+            [chunk[:, is_plain] for chunk, is_plain in zip(self.chunks, self.plain, strict=True)], 1
+        )
         self.mean = every.mean(1, keepdim=True).clamp(-6e4, 6e4).half().float()
         spread = (every - self.mean).square().mean(1).sqrt()
         whole = spread.square().mean(-1, keepdim=True).sqrt()
         spread = torch.maximum(spread, MIN_SPREAD_SHARE * whole)
         step = self.width * _geometric_mean(spread).expand_as(spread)
         self.step = _coded(step if self.weights is None else step / self.weights)
-        above = ((every - self.mean) / self.step[:, None]).transpose(1, 2).reshape(spread.numel(), -1)
+        above = (
+            ((every - self.mean) / self.step[:, None]).transpose(1, 2).reshape(spread.numel(), -1)
+        )
         self.spreads = [row.square().mean(1).sqrt() for row in (above, *self._changes())]
 
     def _changes(self) -> tuple[Tensor, Tensor]:
-        """Return the changes from anchors, in steps, and the anchors' own 8-bit codes, `[H * D, n]` each."""
+        """Return the changes from anchors, in steps, and the anchors' own 8-bit codes, `[H * D, n]`
+        each.
+        """
         changes, codes = [], []
         for chunk, is_plain in zip(self.chunks, self.plain, strict=True):
             whole = chunk.shape[1] // GROUP * GROUP
@@ -109,8 +137,14 @@ class _Part:
             anchors, rest = groups[:, :, :1], groups[:, :, 1:]
             is_plain_rest = is_plain[:whole].view(-1, GROUP)[:, 1:].reshape(-1)
             changes.append((rest - anchors).flatten(1, 2)[:, is_plain_rest] / self.step[:, None])
-            codes.append(MAX_CODE * anchors[:, :, 0] / anchors[:, :, 0].abs().amax(-1, keepdim=True).clamp_min(1e-30))
-        change, anchor_codes = (torch.cat(each, 1).mT.reshape(self.step.numel(), -1) for each in (changes, codes))
+            codes.append(
+                MAX_CODE
+                * anchors[:, :, 0]
+                / anchors[:, :, 0].abs().amax(-1, keepdim=True).clamp_min(1e-30)
+            )
+        change, anchor_codes = (
+            torch.cat(each, 1).mT.reshape(self.step.numel(), -1) for each in (changes, codes)
+        )
         return change, anchor_codes
 
     def channels(self) -> Channels:
@@ -121,10 +155,15 @@ class _Part:
         return Channels(heads, dim, mean, to_codes(self.step.numpy()), spread, change, anchor)
 
 
-def _values(chunks: Sequence[ChunkKV], at: int, name: str, layout: RopeLayout | None) -> list[Tensor]:
+def _values(
+    chunks: Sequence[ChunkKV], at: int, name: str, layout: RopeLayout | None
+) -> list[Tensor]:
     rotation = layout if layout is not None and layout.part == name else None
     found = (getattr(chunk.layers[at], name) for chunk in chunks)
-    return [rotate_in_place(tensor.to("cpu", torch.float32, copy=True), rotation, -1) for tensor in found]
+    return [
+        rotate_in_place(tensor.to("cpu", torch.float32, copy=True), rotation, -1)
+        for tensor in found
+    ]
 
 
 def _weights(queries: Tensor, layout: RopeLayout | None) -> Tensor:
@@ -143,7 +182,9 @@ def _weights(queries: Tensor, layout: RopeLayout | None) -> Tensor:
 
 
 def _widths(costs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return factors on the bins of each layer's keys and values, from their costs; their geometric mean is 1."""
+    """Return factors on the bins of each layer's keys and values, from their costs; their geometric
+    mean is 1.
+    """
     logs = -torch.tensor(costs, dtype=torch.float64).clamp_min(1e-30).log() / 2
     near = (logs - logs.median()).clamp(-log(MAX_WIDTH_FACTOR), log(MAX_WIDTH_FACTOR))
     return [(keys, values) for keys, values in (near - near.mean()).exp().tolist()]
@@ -155,7 +196,9 @@ def _is_outlier(relative: Tensor) -> Tensor:
 
 
 def _geometric_mean(spread: Tensor) -> Tensor:
-    """Return the geometric mean of each head's channels, `[H, 1]`. One step per head makes errors alike in them."""
+    """Return the geometric mean of each head's channels, `[H, 1]`. One step per head makes errors
+    alike in them.
+    """
     return spread.clamp_min(1e-30).log().mean(-1, keepdim=True).exp()
 
 

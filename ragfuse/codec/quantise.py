@@ -1,4 +1,6 @@
-"""Quantisation for CacheGen: most tokens as bin numbers per channel, some tokens (anchors, outliers) as 8-bit codes."""
+"""Quantisation for CacheGen: most tokens as bin numbers per channel, some tokens (anchors,
+outliers) as 8-bit codes.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class Split:
         exact: int64, the rows stored in 8 bits.
         rest: int64, all other rows.
         order: int64, for each row its place in the concatenation of `rest` and `exact`.
-        anchor: int64 `[rest]`, for each other row the place of its anchor in `exact`; None if no deltas are used.
+        anchor: int64 `[rest]`, for each other row the place of its anchor in `exact`; None if no
+            deltas are used.
     """
 
     exact: Tensor
@@ -36,24 +39,32 @@ class Split:
 
     @classmethod
     def of(cls, n: int, outliers: Tensor, deltas: bool) -> Split:
-        """Split n rows: the `outliers` rows (int64) get 8 bits, and with `deltas` also the first of every group."""
+        """Split n rows: the `outliers` rows (int64) get 8 bits, and with `deltas` also the first of
+        every group.
+        """
         is_exact = torch.zeros(n, dtype=torch.bool)
         is_exact[outliers] = True
         if deltas:
             is_exact[::GROUP] = True
         exact, rest = is_exact.nonzero()[:, 0], (~is_exact).nonzero()[:, 0]
         order = torch.cat([rest, exact]).argsort()
-        return cls(exact, rest, order, torch.searchsorted(exact, rest // GROUP * GROUP) if deltas else None)
+        return cls(
+            exact, rest, order, torch.searchsorted(exact, rest // GROUP * GROUP) if deltas else None
+        )
 
 
 def outlier_tokens(tensor: Tensor, part: Channels, factor: float) -> Tensor:
-    """Find outlier tokens: bool `[n]`, those of `[H, n, D]` with a head `factor` times larger or smaller than usual."""
+    """Find outlier tokens: bool `[n]`, those of `[H, n, D]` with a head `factor` times larger or
+    smaller than usual.
+    """
     size = (tensor / torch.from_numpy(part.rms)).square().mean(-1).sqrt()
     return ((size > factor) | (size * factor < 1)).any(0)
 
 
 def to_8bit(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise `[H, e, D]` to 8 bits: int8 codes of that shape, and bfloat16 scales per head and token `[H, e, 1]`."""
+    """Quantise `[H, e, D]` to 8 bits: int8 codes of that shape, and bfloat16 scales per head and
+    token `[H, e, 1]`.
+    """
     scales = (tensor.abs().amax(-1, keepdim=True) / MAX_CODE).to(BIN_SCALE_DTYPE)
     by = scales.float()
     codes = (tensor / torch.where(by > 0, by, 1.0)).round().clamp(-MAX_CODE, MAX_CODE)
@@ -86,7 +97,9 @@ def to_numbers(tensor: Tensor, part: Channels, width: float, exact: Tensor, spli
 
 
 def from_numbers(rows: Floats, part: Channels, width: float, exact: Tensor, split: Split) -> Tensor:
-    """Invert `to_numbers`: float32 `[H, n, D]` from rows `[H * D, rest]`, and from `exact` for the 8-bit tokens."""
+    """Invert `to_numbers`: float32 `[H, n, D]` from rows `[H * D, rest]`, and from `exact` for the
+    8-bit tokens.
+    """
     bins = np.ascontiguousarray(rows.reshape(part.heads, part.dim, -1).transpose(0, 2, 1))
     steps = torch.from_numpy(part.steps * np.float32(width)).view(part.heads, 1, part.dim)
     found = torch.addcmul(_base(part, exact, split), torch.from_numpy(bins), steps)
@@ -94,5 +107,7 @@ def from_numbers(rows: Floats, part: Channels, width: float, exact: Tensor, spli
 
 
 def _base(part: Channels, exact: Tensor, split: Split) -> Tensor:
-    """Return what is subtracted before quantising: the anchor as it will be decoded, or else the channel's mean."""
+    """Return what is subtracted before quantising: the anchor as it will be decoded, or else the
+    channel's mean.
+    """
     return torch.from_numpy(part.means) if split.anchor is None else exact[:, split.anchor]

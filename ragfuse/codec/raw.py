@@ -22,10 +22,13 @@ class RawCodec:
 
     def encode(self, layer: LayerKV, at: int = 0) -> Tensor:
         """Copy a layer into uint8 `[nbytes]`; `at` makes no difference."""
-        return _copied(layer, torch.empty(layer.nbytes, dtype=torch.uint8, device=layer.keys.device))
+        return _copied(
+            layer, torch.empty(layer.nbytes, dtype=torch.uint8, device=layer.keys.device)
+        )
 
     def encode_all(self, layers: Sequence[LayerKV]) -> tuple[Tensor, ...]:
-        """Copy all layers into one block of host memory and return their parts of it, uint8 `[nbytes]` each.
+        """Copy all layers into one block of host memory and return their parts of it, uint8
+        `[nbytes]` each.
 
         In one block they lie at even distances, so that a prompt takes many of them in one copy.
         """
@@ -44,13 +47,14 @@ class RawCodec:
     def decode_all(self, blobs: Sequence[Tensor], metas: Sequence[LayerMeta]) -> list[LayerKV]:
         """Decode several layers as `decode` does.
 
-        Layers that are alike and lie at even distances in one block, as `encode_all` leaves them, take as few
-        operations as one layer.
+        Layers that are alike and lie at even distances in one block, as `encode_all` leaves them,
+        take as few operations as one layer.
         """
         for blob, meta in zip(blobs, metas, strict=True):
             if blob.dtype != torch.uint8 or blob.dim() != 1 or blob.numel() != meta.decoded_nbytes:
                 raise ValueError(
-                    f"The layer should have {meta.decoded_nbytes} bytes, found {tuple(blob.shape)} {blob.dtype}."
+                    f"The layer should have {meta.decoded_nbytes} bytes, found {tuple(blob.shape)}"
+                    f" {blob.dtype}."
                 )
         starts = [blob.storage_offset() for blob in blobs]
         step = (starts[-1] - starts[0]) // max(1, len(starts) - 1)

@@ -1,8 +1,8 @@
 """Codec tables: the statistics of a model's KV, channel by channel, that CacheGen's codec needs.
 
-They are profiled once from real text (`profile.py`) and stored apart from the encoded layers. Every number is kept in a
-byte or two, and all else is derived from these bytes by integers or a single rounding, so that encoder and decoder
-agree on every machine.
+They are profiled once from real text (`profile.py`) and stored apart from the encoded layers. Every
+number is kept in a byte or two, and all else is derived from these bytes by integers or a single
+rounding, so that encoder and decoder agree on every machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def to_codes(numbers: npt.ArrayLike) -> bytes:
     """Round positive numbers to one byte each, on a logarithmic scale of eighths of an octave."""
     with np.errstate(divide="ignore"):
         logs = np.log2(np.asarray(numbers, dtype=np.float64))
-    codes: npt.NDArray[np.uint8] = np.clip(np.rint(logs * STEPS_PER_OCTAVE) + MIDDLE, 1, 255).astype(np.uint8)
+    codes: npt.NDArray[np.uint8] = np.clip(
+        np.rint(logs * STEPS_PER_OCTAVE) + MIDDLE, 1, 255
+    ).astype(np.uint8)
     return codes.tobytes()
 
 
@@ -99,7 +101,8 @@ class LayerTables:
     Args:
         keys: Statistics of its keys.
         values: Statistics of its values.
-        rope: How its keys (or values) carry position; None: they do not, or are encoded without rotating them back.
+        rope: How its keys (or values) carry position; None: they do not, or are encoded without
+            rotating them back.
     """
 
     keys: Channels
@@ -142,12 +145,17 @@ class CodecTables:
 
     @classmethod
     def from_dict(cls, data: Any) -> CodecTables | None:
-        """Return the tables that `as_dict` wrote, or None for other data; whoever reads them compares the digest.
+        """Return the tables that `as_dict` wrote, or None for other data; whoever reads them
+        compares the digest.
 
         Tables of another version give None, too.
         """
         try:
-            return _TABLES.validate_json(json.dumps(data)) if data["version"] == TABLES_VERSION else None
+            return (
+                _TABLES.validate_json(json.dumps(data))
+                if data["version"] == TABLES_VERSION
+                else None
+            )
         except (KeyError, TypeError, ValueError):
             return None
 

@@ -1,7 +1,8 @@
-"""Uniform quantisation to 8 bits, one scale per head and token. Needs no tables; runs on the layer's device.
+"""Uniform quantisation to 8 bits, one scale per head and token. Needs no tables; runs on the
+layer's device.
 
-Scales are per token, not per channel, as a few tokens (above all the first of a text) are many times larger than the
-rest and would stretch the scale of every channel.
+Scales are per token, not per channel, as a few tokens (above all the first of a text) are many
+times larger than the rest and would stretch the scale of every channel.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _FIELDS: Final = (8).to_bytes(16, "little")
 
 @dataclass(frozen=True, slots=True)
 class UniformCodec:
-    """A codec that stores keys and values as signed codes of 8 bits, with one scale per head and token."""
+    """A codec that stores keys and values as signed codes of 8 bits, with one scale per head and
+    token.
+    """
 
     name: str = "int8"
 
@@ -39,7 +42,9 @@ class UniformCodec:
         for tensor in (layer.keys, layer.values):
             codes, scales = to_8bit(tensor.float())
             if not scales.isfinite().all():
-                raise ValueError("The layer contains NaN or infinity, which only level raw can store.")
+                raise ValueError(
+                    "The layer contains NaN or infinity, which only level raw can store."
+                )
             parts += codes.reshape(-1).view(torch.uint8), scales.reshape(-1).view(torch.uint8)
         return pack(UNIFORM_KIND, at, "", LayerMeta.of(layer, parts[0]), _FIELDS, parts)
 
@@ -48,7 +53,10 @@ class UniformCodec:
         """Decode a layer (`Codec.decode`): code times scale, in the dtype of `meta`."""
         parts = unpack(blob, UNIFORM_KIND, "", meta).parts
         dtype = DTYPES[meta.dtype]
-        return LayerKV(_decoded(parts[:2], meta.key_shape, dtype), _decoded(parts[2:4], meta.value_shape, dtype))
+        return LayerKV(
+            _decoded(parts[:2], meta.key_shape, dtype),
+            _decoded(parts[2:4], meta.value_shape, dtype),
+        )
 
 
 def _decoded(parts: tuple[Tensor, ...], shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:

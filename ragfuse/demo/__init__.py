@@ -14,19 +14,25 @@ from ragfuse.calibration.prompts import PROMPT_TEXTS
 
 
 def corpus_path() -> Path:
-    """Return the folder of the articles, one Markdown file each; ATTRIBUTION.md has their origin and licence."""
+    """Return the folder of the articles, one Markdown file each; ATTRIBUTION.md has their origin
+    and licence.
+    """
     return Path(str(files(__name__))) / "corpus"
 
 
 def questions() -> dict[str, Any]:
     """Return the demo's questions: `template`, `chosen_how`, `questions`, and one `long` question.
 
-    Each question is {id, question, answers, article}. questions.json names them; they come from ragfuse's own set
-    (`ragfuse bench quality --data demo`).
+    Each question is {id, question, answers, article}. questions.json names them; they come from
+    ragfuse's own set (`ragfuse bench quality --data demo`).
     """
     folder = files(__name__)
     data: dict[str, Any] = json.loads((folder / "questions.json").read_text(encoding="utf-8"))
     known = json.loads((folder / "all_questions.json").read_text(encoding="utf-8"))["questions"]
     by_id = {each["id"]: {**each, "article": each["support"][0]["article"]} for each in known}
     data["template"]["human"] = "{context}".join(PROMPT_TEXTS["answer"])
-    return {**data, "questions": [by_id[name] for name in data["questions"]], "long": by_id[data["long"]]}
+    return {
+        **data,
+        "questions": [by_id[name] for name in data["questions"]],
+        "long": by_id[data["long"]],
+    }

@@ -10,7 +10,8 @@ from typing import Any
 class DemoAnswer:
     """One question answered by full prefill and by ragfuse.
 
-    Times are seconds to the first token; `kl_fused` and `kl_reuse` are the KL to full prefill, in nats per token.
+    Times are seconds to the first token; `kl_fused` and `kl_reuse` are the KL to full prefill, in
+    nats per token.
     """
 
     question: str

@@ -27,13 +27,26 @@ def draw(report: Mapping[str, Any], target: Path) -> None:
 
 
 def _draw_bars(
-    axes: Any, answers: Sequence[Mapping[str, Any]], labels: Sequence[str], report: Mapping[str, Any]
+    axes: Any,
+    answers: Sequence[Mapping[str, Any]],
+    labels: Sequence[str],
+    report: Mapping[str, Any],
 ) -> None:
     x = np.arange(len(answers))
     full = axes.bar(
-        x - 0.2, [answer["ttft_full_s"] for answer in answers], 0.4, color=palette.FULL_PREFILL, label="full prefill"
+        x - 0.2,
+        [answer["ttft_full_s"] for answer in answers],
+        0.4,
+        color=palette.FULL_PREFILL,
+        label="full prefill",
     )
-    axes.bar(x + 0.2, [answer["ttft_fused_s"] for answer in answers], 0.4, color=palette.RAGFUSE, label="ragfuse")
+    axes.bar(
+        x + 0.2,
+        [answer["ttft_fused_s"] for answer in answers],
+        0.4,
+        color=palette.RAGFUSE,
+        label="ragfuse",
+    )
     axes.bar_label(full, [f"{answer['speedup']:.1f}x" for answer in answers], fontsize=8)
     axes.set_xticks(x, labels)
     axes.set_ylabel("seconds to the first token")
@@ -54,7 +67,12 @@ def _draw_strips(axes: Any, answers: Sequence[Mapping[str, Any]], labels: Sequen
     width = 600
     rows = np.stack([strip_of(answer["trace"], width) for answer in answers])
     axes.imshow(
-        rows, aspect="auto", cmap=ListedColormap(palette.TOKEN_COLOURS), vmin=0, vmax=2, interpolation="nearest"
+        rows,
+        aspect="auto",
+        cmap=ListedColormap(palette.TOKEN_COLOURS),
+        vmin=0,
+        vmax=2,
+        interpolation="nearest",
     )
     axes.set_yticks(range(len(answers)), labels)
     axes.set_xticks([0, width - 1], ["first token", "last token"])
@@ -62,12 +80,19 @@ def _draw_strips(axes: Any, answers: Sequence[Mapping[str, Any]], labels: Sequen
     axes.set_ylabel("question")
     for line in range(1, len(answers)):
         axes.axhline(line - 0.5, color="white", linewidth=2)
-    patches = [Patch(color=colour, label=name) for colour, name in zip(palette.TOKEN_COLOURS, TOKEN_KINDS, strict=True)]
-    axes.legend(handles=patches, ncols=3, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.08))
+    patches = [
+        Patch(color=colour, label=name)
+        for colour, name in zip(palette.TOKEN_COLOURS, TOKEN_KINDS, strict=True)
+    ]
+    axes.legend(
+        handles=patches, ncols=3, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.08)
+    )
 
 
 def strip_of(trace: Mapping[str, Any], width: int) -> Any:
-    """Return the kind of token in each of `width` columns of a prompt, as indices into `TOKEN_KINDS`."""
+    """Return the kind of token in each of `width` columns of a prompt, as indices into
+    `TOKEN_KINDS`.
+    """
     kinds = np.full(trace["tokens"], 2)
     for segment in trace["segments"]:
         if segment["hit"]:

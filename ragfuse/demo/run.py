@@ -1,6 +1,8 @@
-"""`ragfuse demo`: real questions over real documents through a LangChain chain, full prefill and ragfuse side by side.
+"""`ragfuse demo`: real questions over real documents through a LangChain chain, full prefill and
+ragfuse side by side.
 
-Retrieval, prompt and chain are LangChain's; only the chat model is ours. No question is chosen by how it is answered.
+Retrieval, prompt and chain are LangChain's; only the chat model is ours. No question is chosen by
+how it is answered.
 """
 
 from __future__ import annotations
@@ -34,28 +36,47 @@ EMBEDDED_TOGETHER = 64
 LONG_TRIES = 3
 """How often the long prompt is asked; the middle one counts."""
 INTRODUCTION = (
-    "{articles} articles are cut into {passages} passages. Each question is asked over the six that suit it best: "
-    "1,000 tokens to read before the first word. Full prefill computes them anew for every question. ragfuse computes "
-    "each passage once, takes it from its store from then on, and recomputes about a tenth."
+    "{articles} articles are cut into {passages} passages. Each question is asked over the six that"
+    " suit it best: 1,000 tokens to read before the first word. Full prefill computes them anew for"
+    " every question. ragfuse computes each passage once, takes it from its store from then on, and"
+    " recomputes about a tenth."
 )
 """What the demo says first."""
 
 WARM_UP = "What is told here?"
-"""A question to warm up with. It differs from the timed ones, whose beginnings must not be in the store before."""
+"""A question to warm up with. It differs from the timed ones, whose beginnings must not be in the
+store before.
+"""
 
 
 def run(engine: Engine, console: Console) -> dict[str, Any]:
-    """Ingest the corpus, ask all questions, and return the report, which becomes demo-report.json."""
+    """Ingest the corpus, ask all questions, and return the report, which becomes
+    demo-report.json.
+    """
     data = questions()
     short = Demo(engine, data["template"], CHUNK_TOKENS)
     n_articles = len({source for _, source in short.texts})
-    console.print(INTRODUCTION.format(articles=n_articles, passages=len(short.texts)), highlight=False)
+    console.print(
+        INTRODUCTION.format(articles=n_articles, passages=len(short.texts)), highlight=False
+    )
     short.index("indexing passages", console)
-    done = short.ingest([item["question"] for item in data["questions"]], "computing the KV of passages", console)
-    computed = f"was computed now: {done.tokens:,} tokens, {size_text(done.nbytes)}, {duration_text(done.seconds)}"
+    done = short.ingest(
+        [item["question"] for item in data["questions"]], "computing the KV of passages", console
+    )
+    computed = (
+        f"was computed now: {done.tokens:,} tokens, {size_text(done.nbytes)},"
+        f" {duration_text(done.seconds)}"
+    )
     if done.encoded < done.chunks:
-        computed = f"of {done.encoded} of them {computed}" if done.encoded else "is in the store from an earlier run"
-    console.print(f"The questions find {done.chunks} of these passages. Their KV {computed}.\n", highlight=False)
+        computed = (
+            f"of {done.encoded} of them {computed}"
+            if done.encoded
+            else "is in the store from an earlier run"
+        )
+    console.print(
+        f"The questions find {done.chunks} of these passages. Their KV {computed}.\n",
+        highlight=False,
+    )
     with console.status("warming up"):
         short.warm_up()
     answers = list[DemoAnswer]()
@@ -66,7 +87,10 @@ def run(engine: Engine, console: Console) -> dict[str, Any]:
         if number == 1:
             console.print("Its prompt, token by token:", highlight=False)
             show_strip(console, answers[-1])
-            console.print(f"{len(data['questions']) - 1} more questions. {data['chosen_how']}\n", highlight=False)
+            console.print(
+                f"{len(data['questions']) - 1} more questions. {data['chosen_how']}\n",
+                highlight=False,
+            )
     long = Demo(engine, data["template"], LONG_CHUNK_TOKENS)
     long.index("indexing passages anew, in larger pieces", console)
     long.ingest([data["long"]["question"]], "computing the KV of longer passages", console)
@@ -78,7 +102,10 @@ def run(engine: Engine, console: Console) -> dict[str, Any]:
             tries.append(long.ask(data["long"]["question"], data["long"]["answers"]))
             bar.update(task, completed=len(tries))
     longest = sorted(tries, key=lambda answer: answer.speedup)[LONG_TRIES // 2]
-    console.print("One long prompt: six passages of up to 512 tokens. The middle one of three tries.", highlight=False)
+    console.print(
+        "One long prompt: six passages of up to 512 tokens. The middle one of three tries.",
+        highlight=False,
+    )
     show_question(console, longest)
     return report(answers, longest, engine)
 
@@ -86,13 +113,23 @@ def run(engine: Engine, console: Console) -> dict[str, Any]:
 def report(answers: Sequence[DemoAnswer], longest: DemoAnswer, engine: Engine) -> dict[str, Any]:
     """Return the averages and all answers in plain JSON types."""
     return {
-        "mean_speedup": mean(answer.ttft_full_s for answer in answers)
-        / mean(answer.ttft_fused_s for answer in answers),
+        "mean_speedup": (
+            mean(answer.ttft_full_s for answer in answers)
+            / mean(answer.ttft_fused_s for answer in answers)
+        ),
         "long_speedup": longest.speedup,
         "right_full": sum(answer.right_full for answer in answers),
         "right_fused": sum(answer.right_fused for answer in answers),
-        "kl_over_reuse": mean(answer.kl_fused for answer in answers) / mean(answer.kl_reuse for answer in answers),
-        "policies": sorted({f"{answer.trace['policy']} {answer.trace['ratio']:g}" for answer in (*answers, longest)}),
+        "kl_over_reuse": (
+            mean(answer.kl_fused for answer in answers)
+            / mean(answer.kl_reuse for answer in answers)
+        ),
+        "policies": sorted(
+            {
+                f"{answer.trace['policy']} {answer.trace['ratio']:g}"
+                for answer in (*answers, longest)
+            }
+        ),
         "model": engine.settings.model,
         "questions": [asdict(answer) for answer in answers],
         "long": asdict(longest),
@@ -121,7 +158,9 @@ class Demo:
         self.chain: Any = None
 
     def index(self, what: str, console: Console) -> None:
-        """Index all chunks with FAISS under a bar; vectors of an earlier run are taken from the home folder."""
+        """Index all chunks with FAISS under a bar; vectors of an earlier run are taken from the
+        home folder.
+        """
         from langchain_classic.embeddings import CacheBackedEmbeddings
         from langchain_classic.storage import LocalFileStore
         from langchain_community.vectorstores import FAISS
@@ -140,31 +179,41 @@ class Demo:
         with progress(console) as bar:
             task = bar.add_task(what, total=len(texts))
             while len(vectors) < len(texts):
-                vectors += embeddings.embed_documents(texts[len(vectors) : len(vectors) + EMBEDDED_TOGETHER])
+                vectors += embeddings.embed_documents(
+                    texts[len(vectors) : len(vectors) + EMBEDDED_TOGETHER]
+                )
                 bar.update(task, completed=len(vectors))
         sources = [{"source": name} for _, name in self.texts]
-        found = FAISS.from_embeddings(zip(texts, vectors, strict=True), embeddings, metadatas=sources)
+        found = FAISS.from_embeddings(
+            zip(texts, vectors, strict=True), embeddings, metadatas=sources
+        )
         self.retriever = found.as_retriever(search_kwargs={"k": 6})
         inputs = {"context": self.retriever | _join_texts, "question": RunnablePassthrough()}
         self.chain = inputs | self.prompt
 
     def ingest(self, asked: Sequence[str], what: str, console: Console) -> Ingested:
-        """Compute the KV of the chunks that questions find, and have what an earlier run stored in memory, too.
+        """Compute the KV of the chunks that questions find, and have what an earlier run stored in
+        memory, too.
 
         KV of the other chunks would only delay the first question.
         """
         with console.status("searching"):
-            found = {each.page_content for question in asked for each in self.retriever.invoke(question)}
+            found = {
+                each.page_content for question in asked for each in self.retriever.invoke(question)
+            }
         texts = [(text, source) for text, source in self.texts if text in found]
         with progress(console) as bar:
             task = bar.add_task(what, total=len(texts))
-            done = self.engine.ingest(texts, progress=lambda done: bar.update(task, completed=done.chunks))
+            done = self.engine.ingest(
+                texts, progress=lambda done: bar.update(task, completed=done.chunks)
+            )
         self.engine.prefetch(found)
         self.engine.flush()
         return done
 
     def warm_up(self) -> None:
-        """Answer a question both ways, unmeasured, so that first-call costs of the process are not measured.
+        """Answer a question both ways, unmeasured, so that first-call costs of the process are not
+        measured.
 
         What it leaves to encode is waited for, as somebody who reads an answer does.
         """
@@ -173,17 +222,24 @@ class Demo:
         self.engine.flush()
 
     def ask(self, question: str, golds: Sequence[str]) -> DemoAnswer:
-        """Answer a question both ways, and measure the KL of fused and of plainly reused KV to full prefill.
+        """Answer a question both ways, and measure the KL of fused and of plainly reused KV to full
+        prefill.
 
-        The KL is measured before the fused answer, which leaves the first chunk exact for the next prompt like it.
+        The KL is measured before the fused answer, which leaves the first chunk exact for the next
+        prompt like it.
         """
         full = self._invoke(question, reuse=False)
         messages = self.chain.invoke(question).to_messages()
         roles = {"human": "user", "system": "system"}
-        prompt = self.engine.prompt([(roles[message.type], str(message.content)) for message in messages])
+        prompt = self.engine.prompt(
+            [(roles[message.type], str(message.content)) for message in messages]
+        )
         kl = fidelity(self.engine, prompt, self.engine.tokens(full.content))
         fused = self._invoke(question, reuse=True)
-        fused_trace, full_trace = fused.response_metadata["ragfuse"], full.response_metadata["ragfuse"]
+        fused_trace, full_trace = (
+            fused.response_metadata["ragfuse"],
+            full.response_metadata["ragfuse"],
+        )
         return DemoAnswer(
             question=question,
             gold=golds[0],
@@ -207,14 +263,20 @@ class Demo:
 
 
 def _split_corpus(engine: Engine, chunk_tokens: int) -> list[tuple[str, str]]:
-    """Split the corpus with LangChain's splitter; return (text, source) of chunks of at most `chunk_tokens` tokens."""
+    """Split the corpus with LangChain's splitter; return (text, source) of chunks of at most
+    `chunk_tokens` tokens.
+    """
     from langchain_text_splitters import RecursiveCharacterTextSplitter
 
     splitter = RecursiveCharacterTextSplitter.from_huggingface_tokenizer(
         engine.model.tokenizer, chunk_size=chunk_tokens, chunk_overlap=0
     )
     files = sorted(corpus_path().glob("*.md"))
-    return [(text.strip(), file.name) for file in files for text in splitter.split_text(file.read_text("utf-8"))]
+    return [
+        (text.strip(), file.name)
+        for file in files
+        for text in splitter.split_text(file.read_text("utf-8"))
+    ]
 
 
 def _join_texts(documents: Sequence[Any]) -> str:

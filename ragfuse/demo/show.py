@@ -1,4 +1,6 @@
-"""What the demo prints: each question with both answers, and bars as long as the time to the first token."""
+"""What the demo prints: each question with both answers, and bars as long as the time to the first
+token.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,15 @@ def show_question(console: Console, answer: DemoAnswer) -> None:
 
 
 def question_lines(answer: DemoAnswer) -> Iterator[Text]:
-    """Yield the lines of a question: its text, the known answer, both answers with bars, and what was reused."""
+    """Yield the lines of a question: its text, the known answer, both answers with bars, and what
+    was reused.
+    """
     yield Text(answer.question, "bold")
     yield Text(f"{'  known answer':{INDENT}}{answer.gold}", "dim")
-    full_s, fused_s = round(answer.ttft_full_s, 2), round(answer.ttft_fused_s, 2)  # bars show what is printed
+    full_s, fused_s = (
+        round(answer.ttft_full_s, 2),
+        round(answer.ttft_fused_s, 2),
+    )  # bars show what is printed
     slower = max(full_s, fused_s)
     for name, text, right, seconds, style in (
         ("full prefill", answer.answer_full, answer.right_full, full_s, FULL_STYLE),
@@ -42,11 +49,13 @@ def question_lines(answer: DemoAnswer) -> Iterator[Text]:
     ):
         verdict = ("right", "green") if right else ("wrong", "red")
         begins = f"  {name:12} {seconds:5.2f} s  "
-        yield Text.assemble(begins, bar(seconds, slower, style), "  ", verdict, f"  {text[:ANSWER]}")
+        yield Text.assemble(
+            begins, bar(seconds, slower, style), "  ", verdict, f"  {text[:ANSWER]}"
+        )
     fresh = answer.tokens - answer.tokens_reused - answer.tokens_recomputed
     yield Text(
-        f"  {faster(answer.speedup)}. Of {answer.tokens:,} tokens {answer.tokens_reused:,} were reused, "
-        f"{answer.tokens_recomputed:,} recomputed, {fresh:,} computed."
+        f"  {faster(answer.speedup)}. Of {answer.tokens:,} tokens {answer.tokens_reused:,} were"
+        f" reused, {answer.tokens_recomputed:,} recomputed, {fresh:,} computed."
     )
 
 
@@ -77,7 +86,9 @@ def show_strip(console: Console, answer: DemoAnswer) -> None:
 
 
 def show_summary(console: Console, report: Mapping[str, Any]) -> None:
-    """Print the picture of all questions: mean times to the first token, of the long prompt too, and right answers."""
+    """Print the picture of all questions: mean times to the first token, of the long prompt too,
+    and right answers.
+    """
     questions, long = report["questions"], report["long"]
     rows = (
         (
@@ -91,15 +102,23 @@ def show_summary(console: Console, report: Mapping[str, Any]) -> None:
     console.print("Time to the first token", style="bold")
     for what, full, fused in rows:
         console.print(f"  {what}", highlight=False)
-        for name, seconds, style in (("full prefill", full, FULL_STYLE), ("ragfuse", fused, FUSED_STYLE)):
+        for name, seconds, style in (
+            ("full prefill", full, FULL_STYLE),
+            ("ragfuse", fused, FUSED_STYLE),
+        ):
             line = Text.assemble(f"    {name:12} {seconds:5.2f} s  ", bar(seconds, longest, style))
             console.print(line, soft_wrap=True)
         console.print(f"    {faster(full / fused)}.", highlight=False)
     right = f"full prefill {report['right_full']}, ragfuse {report['right_fused']}"
     same = sum(question["answer_full"] == question["answer_fused"] for question in questions)
     for said in (
-        f"Right answers of {len(questions)}: {right}. The model is a small one; both say the same to {same} of them.",
-        f"Distance to full prefill (KL of the next token): {report['kl_over_reuse']:.2f}, where reusing the passages "
-        "without recomputing anything is 1.",
+        (
+            f"Right answers of {len(questions)}: {right}. The model is a small one; both say the"
+            f" same to {same} of them."
+        ),
+        (
+            f"Distance to full prefill (KL of the next token): {report['kl_over_reuse']:.2f}, where"
+            " reusing the passages without recomputing anything is 1."
+        ),
     ):
         console.print(said, highlight=False)

@@ -16,21 +16,25 @@ from ragfuse.types.answer import Answer, Thought
 
 Piece = str | Thought
 Run = Callable[[Callable[[Piece], None], threading.Event], Answer]
-"""Generates an answer: passes each piece of reasoning or text to the callback, and ends early once the event is set."""
+"""Generates an answer: passes each piece of reasoning or text to the callback, and ends early once
+the event is set.
+"""
 
 
 class StopSignal(threading.Event):
     """An event that ends an answer at the next token.
 
     Attributes:
-        is_abandoned: Whether it was set because nobody reads the answer any more, so that the answer is discarded.
+        is_abandoned: Whether it was set because nobody reads the answer any more, so that the
+            answer is discarded.
     """
 
     is_abandoned = False
 
 
 def answers_of(futures: Sequence[Future[Answer]], failed: threading.Event) -> list[Answer]:
-    """Return the answers that several threads make; where one fails, or the wait is interrupted, end the others too.
+    """Return the answers that several threads make; where one fails, or the wait is interrupted,
+    end the others too.
 
     Args:
         futures: The answers to come.
@@ -49,8 +53,8 @@ def answers_of(futures: Sequence[Future[Answer]], failed: threading.Event) -> li
 class AnswerStream:
     """The pieces of an answer's text as they are generated, for `for` or `async for`.
 
-    Closing the stream, or dropping it half read, ends the generation. `pieces` and `apieces` also yield the reasoning
-    of models that write it apart from the answer.
+    Closing the stream, or dropping it half read, ends the generation. `pieces` and `apieces` also
+    yield the reasoning of models that write it apart from the answer.
 
     Args:
         run: Generates the answer; called at once, in a new thread.
@@ -59,7 +63,9 @@ class AnswerStream:
     def __init__(self, run: Run) -> None:
         self._channel = _Channel()
         self._end: Answer | BaseException | None = None
-        context = contextvars.copy_context()  # the answer's telemetry spans belong to the caller's current span
+        context = (
+            contextvars.copy_context()
+        )  # the answer's telemetry spans belong to the caller's current span
         work = (_work, run, self._channel)
         release_pool()
         self._thread = start_thread("answer", context.run, *work)
@@ -73,8 +79,8 @@ class AnswerStream:
             raise self._end
         if self._end is None:
             raise InputError(
-                "The stream was closed before the answer was complete. Ask again; finish() instead of close() keeps "
-                "what was generated."
+                "The stream was closed before the answer was complete. Ask again; finish() instead"
+                " of close() keeps what was generated."
             )
         return self._end
 
@@ -112,7 +118,8 @@ class AnswerStream:
         self._channel.close()
 
     def finish(self) -> None:
-        """End the generation at the next token and keep what was generated as the answer, also in its conversation.
+        """End the generation at the next token and keep what was generated as the answer, also in
+        its conversation.
 
         An answer that has not started raises InputError for its reader.
         """
@@ -158,7 +165,8 @@ class AnswerStream:
 class _Channel:
     """The state that the generating thread shares with the reader.
 
-    The thread holds no reference to the stream itself, so that a dropped stream is garbage collected and noticed.
+    The thread holds no reference to the stream itself, so that a dropped stream is garbage
+    collected and noticed.
     """
 
     def __init__(self) -> None:

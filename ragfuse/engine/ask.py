@@ -1,4 +1,5 @@
-"""The options of one answer (`Ask`). They load neither torch nor a model, so that a client of a server can have them.
+"""The options of one answer (`Ask`). They load neither torch nor a model, so that a client of a
+server can have them.
 
 `engine.options` says what they mean for transformers' `generate`.
 """
@@ -40,7 +41,9 @@ RESERVED = frozenset(
         "tokenizer_kwargs",
     }
 )
-"""Parameters of `apply_chat_template` itself, which therefore cannot be variables of a chat template."""
+"""Parameters of `apply_chat_template` itself, which therefore cannot be variables of a chat
+template.
+"""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 """Options that change a sampled answer alone."""
 SAMPLED = (*SAMPLING, "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
@@ -63,8 +66,8 @@ def _printable(name: str) -> str:
 def _variables(given: Mapping[str, Any]) -> Mapping[str, Any]:
     if reserved := RESERVED.intersection(given):
         raise ValueError(
-            f"found {sorted(reserved)}, which are not variables of a chat template. Leave them out; how a prompt ends "
-            "is set with continue_final_message, and its tools with tools"
+            f"found {sorted(reserved)}, which are not variables of a chat template. Leave them out;"
+            " how a prompt ends is set with continue_final_message, and its tools with tools"
         )
     return given
 
@@ -82,7 +85,8 @@ class _Sampling(BaseModel, extra="allow"):
 
 
 def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options for `generate` whose whole numbers are floats where transformers takes nothing else.
+    """Return options for `generate` whose whole numbers are floats where transformers takes nothing
+    else.
 
     Raises:
         SettingsError: A number is outside of its range, or no number.
@@ -110,33 +114,40 @@ class Ask:
     """The options of one answer; None means the value in the settings.
 
     Args:
-        max_tokens: Most tokens of the answer. More than the model's context has room for behind the prompt are refused;
-            where earlier turns or chunks may be left out for them, more than it takes in all.
-            -1 is no limit: as many as fit.
+        max_tokens: Most tokens of the answer. More than the model's context has room for behind the
+            prompt are refused; where earlier turns or chunks may be left out for them, more than it
+            takes in all. -1 is no limit: as many as fit.
         policy: The selection policy: which tokens of reused chunks are recomputed.
         ratio: The share of them that is recomputed, 0..1.
         reuse: False for a full prefill without any reuse, for comparison.
-        stop: Stop strings, besides those of the model's generation config. The answer ends before the first. They are
-            looked for in its text only, not in the prompt, reasoning, tool calls or text that follows a grammar.
+        stop: Stop strings, besides those of the model's generation config. The answer ends before
+            the first. They are looked for in its text only, not in the prompt, reasoning, tool
+            calls or text that follows a grammar.
         seed: The seed for sampling.
-        deadline_s: Seconds from the question to the first token. On a measured machine it limits how far loading time
-            may raise the ratio, and the plan's forecast says where it cannot be met.
-        options: Any options of transformers' `generate`; also OpenAI's `presence_penalty`, `frequency_penalty` and
-            `logit_bias` (by token id), which count tokens of the answer only, and `stop_token_ids`, which end the
-            answer like the model's own end tokens.
+        deadline_s: Seconds from the question to the first token. On a measured machine it limits
+            how far loading time may raise the ratio, and the plan's forecast says where it cannot
+            be met.
+        options: Any options of transformers' `generate`; also OpenAI's `presence_penalty`,
+            `frequency_penalty` and `logit_bias` (by token id), which count tokens of the answer
+            only, and `stop_token_ids`, which end the answer like the model's own end tokens.
         tools: Tools that the model may call, in OpenAI's format.
         tool_choice: "auto" (text or calls), "none", "required", or the name of the tool to call.
         parallel_tool_calls: False for at most one call.
-        grammar: The grammar that the answer must match. Beside a JSON schema it may call tools instead.
-        overflow: For a prompt that is too long: "error", or "drop" to leave out its last chunks until there is room
-            for an answer of `max_tokens`, or of a quarter of the model's context.
-        session: The name of a stored conversation that this question continues. Messages that include one of the
-            assistant are the whole conversation; other messages, or a text, are its next turn.
-        blend: For a prompt in PML: recompute tokens of its modules by policy and ratio, as for chunks.
-        documents: (text, source) of the documents retrieved for the question. Those in the prompt are encoded after
-            the answer and known from then on, as after `Engine.know`.
+        grammar: The grammar that the answer must match. Beside a JSON schema it may call tools
+            instead.
+        overflow: For a prompt that is too long: "error", or "drop" to leave out its last chunks
+            until there is room for an answer of `max_tokens`, or of a quarter of the model's
+            context.
+        session: The name of a stored conversation that this question continues. Messages that
+            include one of the assistant are the whole conversation; other messages, or a text, are
+            its next turn.
+        blend: For a prompt in PML: recompute tokens of its modules by policy and ratio, as for
+            chunks.
+        documents: (text, source) of the documents retrieved for the question. Those in the prompt
+            are encoded after the answer and known from then on, as after `Engine.know`.
         chat_template_kwargs: Variables of the chat template, such as {"enable_thinking": False}.
-        continue_final_message: Whether the last message is the beginning of the answer, which continues it.
+        continue_final_message: Whether the last message is the beginning of the answer, which
+            continues it.
     """
 
     max_tokens: Annotated[int, AfterValidator(_length)] | None = None
@@ -146,23 +157,32 @@ class Ask:
     stop: Annotated[Sequence[Annotated[str, Field(min_length=1)]], BeforeValidator(_stops)] = ()
     seed: int | None = None
     deadline_s: Annotated[float, Field(ge=0)] | None = None
-    options: Annotated[Mapping[str, Any], BeforeValidator(lambda given: given or {})] = field(default_factory=dict)
+    options: Annotated[Mapping[str, Any], BeforeValidator(lambda given: given or {})] = field(
+        default_factory=dict
+    )
     tools: Annotated[Sequence[Any], _mended("A tool")] = ()
     tool_choice: str = "auto"
     parallel_tool_calls: bool = True
     grammar: Grammar | None = None
     overflow: Literal["error", "drop"] | None = None
-    session: Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_printable)] | None = None
+    session: (
+        Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_printable)] | None
+    ) = None
     blend: bool = False
-    documents: Annotated[Sequence[tuple[str, str]], _mended("A document")] = field(default=(), repr=False)
+    documents: Annotated[Sequence[tuple[str, str]], _mended("A document")] = field(
+        default=(), repr=False
+    )
     chat_template_kwargs: Annotated[
-        Mapping[str, Any], _mended("A variable of the chat template", NO_VARIABLES), AfterValidator(_variables)
+        Mapping[str, Any],
+        _mended("A variable of the chat template", NO_VARIABLES),
+        AfterValidator(_variables),
     ] = field(default_factory=dict)
     continue_final_message: bool = False
 
     @staticmethod
     def template_kwargs(*fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Merge the `chat_template_kwargs` and `enable_thinking` of several mappings; later ones win.
+        """Merge the `chat_template_kwargs` and `enable_thinking` of several mappings; later ones
+        win.
 
         Args:
             fields: The fields of a model, then those of a call.
@@ -176,7 +196,8 @@ class Ask:
 
     @staticmethod
     def generate_options(values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the `options` for sampling and penalties by OpenAI's names; without a temperature decoding is greedy.
+        """Return the `options` for sampling and penalties by OpenAI's names; without a temperature
+        decoding is greedy.
 
         Values that change nothing, as `top_p` without a temperature, are checked all the same.
 
@@ -186,26 +207,36 @@ class Ask:
         Raises:
             SettingsError: A number is outside of its range, or no number.
         """
-        checked = _checked_options({name: values[name] for name in SAMPLED if values.get(name) is not None})
+        checked = _checked_options(
+            {name: values[name] for name in SAMPLED if values.get(name) is not None}
+        )
         is_sampled = bool(checked.get("temperature"))
-        options = {name: value for name, value in checked.items() if is_sampled or name not in SAMPLING}
+        options = {
+            name: value for name, value in checked.items() if is_sampled or name not in SAMPLING
+        }
         return {**options, **({"do_sample": True} if is_sampled else {})}
 
     @staticmethod
-    def tool_choice_of(choice: str | bool | Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]]) -> str:
-        """Read OpenAI's and LangChain's ways to say whether a tool must be called, as a value of `tool_choice`.
+    def tool_choice_of(
+        choice: str | bool | Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]]
+    ) -> str:
+        """Read OpenAI's and LangChain's ways to say whether a tool must be called, as a value of
+        `tool_choice`.
 
         Args:
-            choice: "auto", "none", "required", "any" or True (both: required), a tool's name, or a mapping with one.
+            choice: "auto", "none", "required", "any" or True (both: required), a tool's name, or a
+                mapping with one.
             tools: The offered tools, in OpenAI's form.
 
         Returns:
-            "auto", "none", "required" or a tool's name: also where one must be called and only one is offered. Whether
-            there is a tool of that name is not checked.
+            "auto", "none", "required" or a tool's name: also where one must be called and only one
+            is offered. Whether there is a tool of that name is not checked.
         """
         if isinstance(choice, Mapping):
             function = choice.get("function")
-            choice = (function if isinstance(function, Mapping) else choice).get("name") or choice.get("type")
+            choice = (function if isinstance(function, Mapping) else choice).get(
+                "name"
+            ) or choice.get("type")
         if choice not in (True, "any", "required"):
             return str(choice or "auto")
         function = tools[0].get("function") if len(tools) == 1 else None

@@ -1,4 +1,5 @@
-"""Background jobs after an answer: encode chunks that it missed, and copy slowly loading ones to a faster tier.
+"""Background jobs after an answer: encode chunks that it missed, and copy slowly loading ones to a
+faster tier.
 
 `remember.py` carries them out, one at a time, so that a question waits for at most one.
 """
@@ -15,7 +16,9 @@ from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import LoadPlan
 
 IDLE_WAIT_S = 2.0
-"""Seconds that a job waits for a moment in which no answer is generated, as encoding delays many tokens of one."""
+"""Seconds that a job waits for a moment in which no answer is generated, as encoding delays many
+tokens of one.
+"""
 
 
 JobKind = Literal["chunk", "run", "prefix", "copy", "learn"]
@@ -24,7 +27,8 @@ JobKind = Literal["chunk", "run", "prefix", "copy", "learn"]
 - "chunk": encode a chunk.
 - "run": encode a run of a schema as a whole, at its positions.
 - "prefix": encode a prompt's first chunk into the prefix cache, after the cached prefix before it.
-- "copy": copy an entry, which was not read because it loads too slowly from its tier, to a faster tier.
+- "copy": copy an entry, which was not read because it loads too slowly from its tier, to a faster
+  tier.
 - "learn": search a prompt for recurring passages.
 """
 
@@ -35,8 +39,8 @@ class EncodeJob:
 
     Args:
         kind: The work, which says which of the other fields are set.
-        tokens: Token ids of a "chunk", a "run", the entry of a "copy", or the prompt to "learn" from; for "prefix", the
-            ids of prefix and chunk.
+        tokens: Token ids of a "chunk", a "run", the entry of a "copy", or the prompt to "learn"
+            from; for "prefix", the ids of prefix and chunk.
         text: The text of a "chunk"; "" where only its ids are known.
         source: Where the text of a "chunk" came from, for people.
         keys: Key of the entry of a "copy".
@@ -64,7 +68,11 @@ def jobs_after(plan: LoadPlan) -> Iterator[EncodeJob]:
     schema_use = plan.prompt.schema_use
     if isinstance(schema_use, SchemaUse):
         lacking = {segments[at].keys[0] for at, _ in plan.misses} - hits
-        yield from (EncodeJob("run", run.tokens, run=run) for key, run in schema_use.runs.items() if key in lacking)
+        yield from (
+            EncodeJob("run", run.tokens, run=run)
+            for key, run in schema_use.runs.items()
+            if key in lacking
+        )
         return
     for segment in segments:  # `prefix_cache.py` saves prefixes and turns
         if segment.kind == "chunk" and segment.keys[0] not in hits:

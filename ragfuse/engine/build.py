@@ -1,4 +1,6 @@
-"""Stage 1, build: turn a question and the history of its conversation into a prompt that fits the model's context."""
+"""Stage 1, build: turn a question and the history of its conversation into a prompt that fits the
+model's context.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from ragfuse.types.prompt import Prompt
 
 @about("prompt")
 def build(request: Request, history: ConversationHistory, schemas: SchemaService) -> Prompt:
-    """Return the prompt of a question; where it is too long and overflow is "drop", without its last chunks.
+    """Return the prompt of a question; where it is too long and overflow is "drop", without its
+    last chunks.
 
     Args:
         request: The request.
@@ -25,8 +28,8 @@ def build(request: Request, history: ConversationHistory, schemas: SchemaService
         schemas: The schemas over which a prompt in PML is.
 
     Raises:
-        OverlongError: The prompt or the length of its answer does not fit the model's context, and nothing more may
-            be left out.
+        OverlongError: The prompt or the length of its answer does not fit the model's context, and
+            nothing more may be left out.
         InputError: The question is invalid.
     """
     question, ask, settings = request.question, request.ask, request.runtime.settings
@@ -36,11 +39,15 @@ def build(request: Request, history: ConversationHistory, schemas: SchemaService
         tools, question = offered_tools(ask), mended_question(question)
         may_shorten = history.may_shorten(question, ask)
         prompt = history.fitted(question, ask, tools, check=not may_shorten)
-        may_shorten = drops(ask, settings) or (may_shorten and history.has_earlier(prompt, question))
+        may_shorten = drops(ask, settings) or (
+            may_shorten and history.has_earlier(prompt, question)
+        )
     check_fits(prompt, ask, request.model, drops(ask, settings), may_shorten)
     if isinstance(question, PMLPrompt) or not ask.documents:
         return prompt
     if any(segment.kind == "chunk" for segment in prompt.segments):
         return prompt
-    contents = "" if is_ids(question) else "\n".join(message.text for message in messages_of(question))
+    contents = (
+        "" if is_ids(question) else "\n".join(message.text for message in messages_of(question))
+    )
     return replace(prompt, altered=all(text.strip() not in contents for text, _ in ask.documents))

@@ -21,7 +21,9 @@ from ragfuse.types.kv import ChunkKV, LayerKV
 log = logging.getLogger("ragfuse.engine")
 
 SAMPLE_TOKENS = 240
-"""Most tokens of one sample text that tables are made from; two of them fit the context of any model."""
+"""Most tokens of one sample text that tables are made from; two of them fit the context of any
+model.
+"""
 
 
 COST_LEVEL = "cg3"
@@ -59,16 +61,26 @@ def made_tables(model: HFModel, *, costs: bool = True) -> CodecTables:
 
     Args:
         model: The loaded model.
-        costs: Whether bins depend on the cost of errors in each layer, which is measured with tables made without it.
+        costs: Whether bins depend on the cost of errors in each layer, which is measured with
+            tables made without it.
     """
     began, chunks = time.perf_counter(), [*_chunks(model)]
     known = model.profile.rope, _queries(model)
     tables = profile_tables(chunks, *known)
-    found = rounding_costs(model, *_split_sample(model), _rounded(codec_for(COST_LEVEL, tables))) if costs else ()
+    found = (
+        rounding_costs(model, *_split_sample(model), _rounded(codec_for(COST_LEVEL, tables)))
+        if costs
+        else ()
+    )
     if found:
         tables = profile_tables(chunks, *known, found)
     seconds = time.perf_counter() - began
-    log.info("Prepared the compression of KV for %s in %.1f s (codec tables %s)", model.name, seconds, tables.digest)
+    log.info(
+        "Prepared the compression of KV for %s in %.1f s (codec tables %s)",
+        model.name,
+        seconds,
+        tables.digest,
+    )
     return tables
 
 
@@ -83,16 +95,22 @@ def _rounded(codec: Codec) -> Callable[[ChunkKV], ChunkKV]:
 
 
 def _split_sample(model: HFModel) -> tuple[list[int], list[int]]:
-    """Return two thirds of the texts as one run, and the rest as the run after it, cut to fit the model's context."""
+    """Return two thirds of the texts as one run, and the rest as the run after it, cut to fit the
+    model's context.
+    """
     runs = _runs(model)
-    before, follow = ([token for run in some for token in run] for some in (runs[::3] + runs[1::3], runs[2::3]))
+    before, follow = (
+        [token for run in some for token in run] for some in (runs[::3] + runs[1::3], runs[2::3])
+    )
     max_tokens = model.max_context or 2 * SAMPLE_TOKENS
     n_follow = min(CONTINUATION_TOKENS, max_tokens // 4)
     return before[: min(CONTEXT_TOKENS, max_tokens - n_follow)], follow[:n_follow]
 
 
 def _chunks(model: HFModel) -> Iterator[ChunkKV]:
-    """Yield the KV of every text, encoded after the text before it as filler, like stored chunks."""
+    """Yield the KV of every text, encoded after the text before it as filler, like stored
+    chunks.
+    """
     before: Sequence[int] = ()
     for ids in _runs(model):
         yield model.encode_with_filler(ids, before)
@@ -100,16 +118,21 @@ def _chunks(model: HFModel) -> Iterator[ChunkKV]:
 
 
 def _runs(model: HFModel) -> list[list[int]]:
-    """Return the token ids of the sample texts, each cut so that two fit the context of any model."""
+    """Return the token ids of the sample texts, each cut so that two fit the context of any
+    model.
+    """
     return [model.tokens(text)[:SAMPLE_TOKENS] for text in sample()]
 
 
 def _queries(model: HFModel) -> tuple[Tensor, ...]:
-    """Return, layer by layer, how large the queries of each key channel are: `[kv_heads, head_dim]`.
+    """Return, layer by layer, how large the queries of each key channel are: `[kv_heads,
+    head_dim]`.
 
     Empty for a model whose cached keys have another shape.
     """
     runs = _runs(model)
     sizes, layers = query_sizes(model, runs), model.encode(runs[0][:2]).layers
     shapes = [tuple(size.shape) for size in sizes]
-    return sizes if shapes == [(layer.keys.shape[0], layer.keys.shape[2]) for layer in layers] else ()
+    return (
+        sizes if shapes == [(layer.keys.shape[0], layer.keys.shape[2]) for layer in layers] else ()
+    )

@@ -1,4 +1,6 @@
-"""Output constraints: tools, grammars, stop strings and penalties, checked first and then enforced on the answer."""
+"""Output constraints: tools, grammars, stop strings and penalties, checked first and then enforced
+on the answer.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +33,17 @@ from ragfuse.types.grammar import Grammar, json_text
 from ragfuse.types.prompt import Prompt
 
 Tool = Mapping[str, Any]
-"""A tool in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}."""
+"""A tool in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}.
+"""
 
 TOOLS_AUTO, TOOLS_NONE, TOOLS_REQUIRED = "auto", "none", "required"
 PENALTIES = ("presence_penalty", "frequency_penalty", "logit_bias")
 RAGFUSE_OPTIONS = (*PENALTIES, "stop_token_ids")
 """Options that transformers' `generate` does not have."""
 TAIL, LONG_TAIL = 32, 4096
-"""How many of a prompt's last tokens are searched for a tag that opens reasoning: usually, and where the answer
-continues a message."""
+"""How many of a prompt's last tokens are searched for a tag that opens reasoning: usually, and
+where the answer continues a message.
+"""
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
@@ -62,7 +66,9 @@ class Tools:
 
     @property
     def schemas(self) -> dict[str, str]:
-        """The JSON schemas (as text) of the arguments of each tool that may be called, by the tool's name."""
+        """The JSON schemas (as text) of the arguments of each tool that may be called, by the
+        tool's name.
+        """
         named = {tool["function"]["name"]: _schema(tool) for tool in self.offered_tools}
         return {self.choice: named[self.choice]} if self.choice in named else named
 
@@ -84,15 +90,17 @@ def checked(tools: Sequence[Tool], choice: str, grammar: Grammar | None) -> Tool
         raise InputError(f"Two tools are called '{twice}'; give each a name of its own.", "tools")
     if choice not in (TOOLS_AUTO, TOOLS_NONE, *names) and not (choice == TOOLS_REQUIRED and names):
         raise InputError(
-            f"tool_choice is '{choice}', the tools are {names}; wanted 'auto', 'none', 'required' (with tools), or the "
-            "name of one of them.",
+            f"tool_choice is '{choice}', the tools are {names}; wanted 'auto', 'none', 'required'"
+            " (with tools), or the name of one of them.",
             "tool_choice",
         )
     found = Tools(tuple(tools), choice)
     if grammar is not None:
         if found.must_call:
             raise InputError(
-                "A grammar and a tool that must be called were both asked for; leave one of them out.", "grammar"
+                "A grammar and a tool that must be called were both asked for; leave one of them"
+                " out.",
+                "grammar",
             )
         with about("grammar"):
             check(grammar, _named(grammar))
@@ -112,7 +120,9 @@ def _named(grammar: Grammar) -> str:
 
 
 def offered_tools(ask: Ask) -> tuple[Tool, ...]:
-    """Return the tools that the prompt describes; raise InputError for unusable ones, before anything is loaded."""
+    """Return the tools that the prompt describes; raise InputError for unusable ones, before
+    anything is loaded.
+    """
     return checked(ask.tools, ask.tool_choice, ask.grammar).offered_tools
 
 
@@ -121,42 +131,57 @@ def _name(tool: Tool) -> str:
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise InputError(
-            "A tool must be {'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': {...}}}, "
-            f"and its name letters, digits, '_', '-' and '.'; found {tool!r}.",
+            "A tool must be {'type': 'function', 'function': {'name': ..., 'description': ...,"
+            " 'parameters': {...}}}, and its name letters, digits, '_', '-' and '.'; found"
+            f" {tool!r}.",
             "tools",
         )
     return name
 
 
 def _schema(tool: Tool) -> str:
-    """Return the JSON schema (as text) of a tool's arguments; raise InputError unless it describes an object."""
+    """Return the JSON schema (as text) of a tool's arguments; raise InputError unless it describes
+    an object.
+    """
     function = tool["function"]
     what = f"parameters of the tool '{function['name']}'"
     given = function.get("parameters") or {}
-    text = json_text(given if not isinstance(given, Mapping) else {"type": "object", "properties": {}, **given}, what)
+    text = json_text(
+        given if not isinstance(given, Mapping) else {"type": "object", "properties": {}, **given},
+        what,
+    )
     if json.loads(text)["type"] != "object":
-        raise InputError(f"The {what} must be a JSON schema of type 'object'; found type {given['type']!r}.")
+        raise InputError(
+            f"The {what} must be a JSON schema of type 'object'; found type {given['type']!r}."
+        )
     return text
 
 
 class ConstraintCompiler:
-    """Compiles the constraints of one engine's answers; compilers are kept for its model. Thread-safe."""
+    """Compiles the constraints of one engine's answers; compilers are kept for its model.
+    Thread-safe.
+    """
 
     def __init__(self, prompts: PromptBuilder) -> None:
         self._runtime, self._prompts, self._lock = prompts.runtime, prompts, threading.Lock()
         self._grammars: dict[tuple[int, ...], GrammarCompiler] = {}
 
     def compile(self, request: Request, prompt: Prompt) -> OutputConstraints:
-        """Return the constraints of the answers to a prompt, and the options of `generate` for them.
+        """Return the constraints of the answers to a prompt, and the options of `generate` for
+        them.
 
         Raises:
-            InputError: The tools or the grammar cannot be used, or the chat template has no variable of a name in
-                `chat_template_kwargs`.
+            InputError: The tools or the grammar cannot be used, or the chat template has no
+                variable of a name in `chat_template_kwargs`.
         """
         model, max_context = request.model, request.model.max_context
         room = max_context and max_context - prompt.segments[-1].stop + 1
-        held = replace(self._held(request), options=options_of(request.ask, self._runtime.settings, room))
-        if held.thoughts is None or not request.is_chat:  # answers to any other prompt have no reasoning
+        held = replace(
+            self._held(request), options=options_of(request.ask, self._runtime.settings, room)
+        )
+        if (
+            held.thoughts is None or not request.is_chat
+        ):  # answers to any other prompt have no reasoning
             return replace(held, thoughts=None)
         continues = request.ask.continue_final_message
         last_ids = list(prompt.token_ids[-(LONG_TAIL if continues else TAIL) :])
@@ -168,8 +193,8 @@ class ConstraintCompiler:
         model, tools = self._runtime.model, checked(ask.tools, ask.tool_choice, ask.grammar)
         if ask.chat_template_kwargs and (name := self.template.unread(ask.chat_template_kwargs)):
             raise InputError(
-                f"chat_template_kwargs has '{name:.40}', which the chat template of {model.name} does not use. "
-                f"It uses {sorted(self.template.names)}; leave others out.",
+                f"chat_template_kwargs has '{name:.40}', which the chat template of {model.name}"
+                f" does not use. It uses {sorted(self.template.names)}; leave others out.",
                 "chat_template_kwargs",
             )
         if ask.grammar is None and not tools.offered_tools:
@@ -187,11 +212,17 @@ class ConstraintCompiler:
         with about("tools" if form is None else "grammar"):
             grammars.matcher(grammar)
         if form is not None:
-            return OutputConstraints(ask, model, calls if may_call else None, grammars, grammar, schemas=tools.schemas)
-        return OutputConstraints(ask, model, calls, grammars, grammar, tools.must_call, tools.schemas, thoughts)
+            return OutputConstraints(
+                ask, model, calls if may_call else None, grammars, grammar, schemas=tools.schemas
+            )
+        return OutputConstraints(
+            ask, model, calls, grammars, grammar, tools.must_call, tools.schemas, thoughts
+        )
 
     def _without_calls(self, plain: OutputConstraints, calls: CallFormat) -> OutputConstraints:
-        """Return the constraints of an answer that is text, and may be any but the markup of calls."""
+        """Return the constraints of an answer that is text, and may be any but the markup
+        of calls.
+        """
         try:
             grammars = self._over(plain.model, ends_of(plain.model, plain.ask.options))
         except InputError:  # a tokenizer that grammars cannot read
@@ -208,28 +239,37 @@ class ConstraintCompiler:
         model = self._runtime.model
         tokenizer = model.tokenizer if model.has_tokenizer else None
         added = () if tokenizer is None else tokenizer.added_tokens_decoder.values()
-        return ChatTemplate.of(getattr(tokenizer, "chat_template", None), {str(token) for token in added})
+        return ChatTemplate.of(
+            getattr(tokenizer, "chat_template", None), {str(token) for token in added}
+        )
 
     def _over(self, model: HFModel, ends: tuple[int, ...]) -> GrammarCompiler:
         with self._lock:
             if ends not in self._grammars:
-                self._grammars.clear()  # keep one: a caller with its own end tokens usually stays with them
+                # keep one: a caller with its own end tokens usually stays with them
+                self._grammars.clear()
                 self._grammars[ends] = GrammarCompiler(model.tokenizer, _n_logits(model), ends)
             return self._grammars[ends]
 
 
-def _rules(tools: Tools, calls: CallFormat, grammars: GrammarCompiler, ask: Ask, tags: Sequence[str]) -> Grammar:
+def _rules(
+    tools: Tools, calls: CallFormat, grammars: GrammarCompiler, ask: Ask, tags: Sequence[str]
+) -> Grammar:
     schemas = {name: held_schema(schema)[0] for name, schema in tools.schemas.items()}
     several = ask.parallel_tool_calls and tools.choice not in schemas
     form = "" if ask.grammar is None else held_schema(ask.grammar.source)[0]
-    return Grammar.lark(calls.rules(schemas, grammars.literal, not tools.must_call, several, tags, form))
+    return Grammar.lark(
+        calls.rules(schemas, grammars.literal, not tools.must_call, several, tags, form)
+    )
 
 
 @dataclass(frozen=True)
 class OutputConstraints:
-    """The constraints of the answers to one question: they steer generation, and read its tokens as an `Answer`.
+    """The constraints of the answers to one question: they steer generation, and read its tokens as
+    an `Answer`.
 
-    Stop strings end plain text only; tool calls, and text that follows a grammar, end by themselves.
+    Stop strings end plain text only; tool calls, and text that follows a grammar, end by
+    themselves.
 
     Args:
         ask: The question's options.
@@ -256,7 +296,8 @@ class OutputConstraints:
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     def generate_options(self) -> dict[str, Any]:
-        """Return options for transformers' `generate`, with logits processors that enforce the constraints.
+        """Return options for transformers' `generate`, with logits processors that enforce the
+        constraints.
 
         Raises:
             InputError: An option names ids that are not tokens.
@@ -275,7 +316,11 @@ class OutputConstraints:
         if stops := options.get("stop_token_ids"):
             _check_ids("stop_token_ids", stops, self.model)
             supported["eos_token_id"] = list(ends_of(self.model, options))
-        return {**supported, "stop_strings": (), **({"logits_processor": processors} if processors else {})}
+        return {
+            **supported,
+            "stop_strings": (),
+            **({"logits_processor": processors} if processors else {}),
+        }
 
     def stops(self) -> tuple[str, ...]:
         """Return the stop strings that apply: the requested ones and the model's own.
@@ -291,7 +336,9 @@ class OutputConstraints:
         stops, tags = self.stops(), self.thoughts
         texts = (*stops, *(self.calls.texts if self.calls is not None else ()))
         return Draft(
-            Detokenizer.of(self.model.tokenizer, (*texts, tags.open, tags.close) if tags is not None else texts),
+            Detokenizer.of(
+                self.model.tokenizer, (*texts, tags.open, tags.close) if tags is not None else texts
+            ),
             ends_of(self.model, self.options),
             stops,
             self.calls,
@@ -303,7 +350,9 @@ class OutputConstraints:
         )
 
     def _unheld(self, draft: Draft) -> tuple[str, ...]:
-        """Return what of the schemas was not held while decoding, and what of it the answer breaks."""
+        """Return what of the schemas was not held while decoding, and what of it the answer
+        breaks.
+        """
         texts = [(self.schemas[call.name], json.dumps(call.arguments)) for call in draft.calls]
         if self.ask.grammar is not None and self.ask.grammar.kind == "json":
             texts.append((self.ask.grammar.source, draft.text))
@@ -330,7 +379,9 @@ def _check_ids(name: str, ids: Iterable[Any], model: HFModel) -> None:
     wrong = next((id for id in ids if not str(id).isdecimal() or int(id) >= n_ids), None)
     if wrong is not None:
         raise InputError(
-            f"{name} has {wrong!r:.40}, which is not a token id of {model.name}; wanted 0 to {n_ids - 1:,}.", name
+            f"{name} has {wrong!r:.40}, which is not a token id of {model.name}; wanted 0 to"
+            f" {n_ids - 1:,}.",
+            name,
         )
 
 

@@ -1,4 +1,5 @@
-"""The parser of an answer while it is generated: it splits the tokens into reasoning, text and tool calls.
+"""The parser of an answer while it is generated: it splits the tokens into reasoning, text and tool
+calls.
 
 Streaming, stopping and the final answer all use it, so that they agree.
 """
@@ -113,7 +114,8 @@ class Draft:
             self._call(text, opening)
 
     def _think(self, text: str) -> int:
-        """Find the reasoning that the answer begins with; return where its text begins, -1 while that is not known.
+        """Find the reasoning that the answer begins with; return where its text begins, -1 while
+        that is not known.
 
         It ends with its closing tag, or with a tool call that is made without closing it.
         """
@@ -147,7 +149,10 @@ class Draft:
             self._text = lo, hi
         else:
             undecided = format.undecided(text, lo) if format is not None else 0
-            self._text = lo, max(lo, self._text[1], hi - max(undecided, self._stops.possible_start(text, lo)))
+            self._text = (
+                lo,
+                max(lo, self._text[1], hi - max(undecided, self._stops.possible_start(text, lo))),
+            )
         if opening >= 0 > stop:
             self._call(text, opening)
 
@@ -155,5 +160,7 @@ class Draft:
         """Read tool calls, at most `max_calls` of them; repeated calls end the answer."""
         assert self._reader is not None
         self._reader.read(text, opening)
-        if self._reader.repeats or (self._max_calls is not None and len(self._reader.calls) >= self._max_calls):
+        if self._reader.repeats or (
+            self._max_calls is not None and len(self._reader.calls) >= self._max_calls
+        ):
             self.over = True

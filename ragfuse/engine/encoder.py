@@ -1,8 +1,10 @@
-"""Encoding of runs of tokens into the store: chunks after filler text, prefixes alone, schema runs at their positions.
+"""Encoding of runs of tokens into the store: chunks after filler text, prefixes alone, schema runs
+at their positions.
 
-A chunk that is encoded as the start of a text gets KV that a model computes only there (attention sinks). One that is
-encoded after filler text comes several times closer to full prefill wherever it is placed. So each chunk has one entry,
-the same whether it was indexed or found in a prompt, and whatever the prompt's prefix.
+A chunk that is encoded as the start of a text gets KV that a model computes only there (attention
+sinks). One that is encoded after filler text comes several times closer to full prefill wherever it
+is placed. So each chunk has one entry, the same whether it was indexed or found in a prompt, and
+whatever the prompt's prefix.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from ragfuse.types.kv import ChunkKV
 GAP = "\n\n"
 """The text between the filler text and a chunk."""
 PACE_S = 2.0
-"""In the background: most seconds to wait, before the next run, until the first slow tier has saved this one."""
+"""In the background: most seconds to wait, before the next run, until the first slow tier has saved
+this one.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,9 @@ class Encoder:
     pace_s: float | None = None
 
     def in_background(self) -> Encoder:
-        """Return an encoder that waits at most `PACE_S` for a save, so that no slow or hanging tier blocks it."""
+        """Return an encoder that waits at most `PACE_S` for a save, so that no slow or hanging tier
+        blocks it.
+        """
         return replace(self, pace_s=PACE_S)
 
     def key(self, tokens: Sequence[int], context: str = "") -> ChunkKey:
@@ -60,8 +66,12 @@ class Encoder:
         return ChunkKey(self.digest, token_digest(tokens), context)
 
     def key_of(self, run: SchemaRun) -> ChunkKey:
-        """Return the key of a schema's run, which is encoded alone, with the gaps between its positions."""
-        return ChunkKey(self.digest, token_digest(run.tokens), "", run.layout(self.model.profile.fixed))
+        """Return the key of a schema's run, which is encoded alone, with the gaps between its
+        positions.
+        """
+        return ChunkKey(
+            self.digest, token_digest(run.tokens), "", run.layout(self.model.profile.fixed)
+        )
 
     def nbytes_in(self, tier: str, tokens: Sequence[int]) -> int:
         """Encode a run and return the bytes of its entry in a tier, at that tier's codec levels."""
@@ -79,14 +89,23 @@ class Encoder:
 
         None means all of them: by the settings, or because this machine was not measured.
         """
-        costs, slow = self.timings.costs(self.model), [tier.name for tier in self.store.tiers if tier.slow]
+        costs, slow = (
+            self.timings.costs(self.model),
+            [tier.name for tier in self.store.tiers if tier.slow],
+        )
         if costs is None or len(slow) < 2 or self.settings.placement == "all":
             return None
-        written = {tier: self.store.levels.of(tier) for tier in slow} | self.levels(n_tokens, nbytes)
-        return choose_tier(n_tokens, nbytes, costs, slow, self.settings.prices.model_dump(), self.ratio, written)
+        written = {tier: self.store.levels.of(tier) for tier in slow} | self.levels(
+            n_tokens, nbytes
+        )
+        return choose_tier(
+            n_tokens, nbytes, costs, slow, self.settings.prices.model_dump(), self.ratio, written
+        )
 
     def levels(self, n_tokens: int, nbytes: int) -> dict[str, tuple[str, ...]]:
-        """Return the level of a new chunk in each tier whose level is `auto`; raw until the machine was measured."""
+        """Return the level of a new chunk in each tier whose level is `auto`; raw until the machine
+        was measured.
+        """
         chosen = [tier for tier, levels in self.settings.written.items() if levels == (AUTO_LEVEL,)]
         costs = self.timings.costs(self.model) if chosen else None
         if costs is None or not costs.tiers:
@@ -99,7 +118,9 @@ class Encoder:
         return filler_context("") if self.filler_tokens else ""
 
     def keep_prefix(self, tokens: Sequence[int]) -> int:
-        """Encode and store a prefix of prompts; return the bytes of new KV, 0 if it was stored before."""
+        """Encode and store a prefix of prompts; return the bytes of new KV, 0 if it was stored
+        before.
+        """
         return self._put(tokens, self.key(tokens), lambda: self.model.encode(tokens))
 
     def keep_chunk(self, tokens: Sequence[int], persistent: bool = True) -> int:
@@ -107,11 +128,17 @@ class Encoder:
 
         Args:
             tokens: Its token ids.
-            persistent: Whether slow tiers get it too; False for a chunk that later processes could not find.
+            persistent: Whether slow tiers get it too; False for a chunk that later processes could
+                not find.
         """
         before = self.filler(len(tokens))
         encode = self.model.encode_with_filler if self.filler_tokens else self.model.encode
-        return self._put(tokens, self.key(tokens, self.context), lambda: encode(tokens, before), persistent=persistent)
+        return self._put(
+            tokens,
+            self.key(tokens, self.context),
+            lambda: encode(tokens, before),
+            persistent=persistent,
+        )
 
     def filler(self, n_tokens: int) -> list[int]:
         """Return the tokens that a chunk of so many tokens is encoded behind."""
@@ -122,7 +149,8 @@ class Encoder:
     def keep_run(self, run: SchemaRun) -> int:
         """Encode and store a schema's run (Prompt Cache 3.3); return the bytes of new KV.
 
-        It is encoded from position 0 on; for a model whose KV cannot be moved, at its positions in the schema.
+        It is encoded from position 0 on; for a model whose KV cannot be moved, at its positions in
+        the schema.
         """
         start = run.start if self.model.profile.fixed else 0
         positions = [start + position for position in run.positions]
@@ -139,8 +167,8 @@ class Encoder:
     ) -> int:
         """Store a run under a key unless it is stored already, and return the bytes of new KV.
 
-        at_encoded_position: whether it will be used at the positions at which it is encoded, which models allow whose
-        KV cannot be moved. persistent: whether slow tiers get it too.
+        at_encoded_position: whether it will be used at the positions at which it is encoded, which
+        models allow whose KV cannot be moved. persistent: whether slow tiers get it too.
         """
         profile = self.model.profile
         refused = profile.refusal and not (at_encoded_position and profile.fixed)

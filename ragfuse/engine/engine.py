@@ -1,4 +1,6 @@
-"""The engine, the main class of the package. `Engine._run` shows the six stages of an answer, one file each."""
+"""The engine, the main class of the package. `Engine._run` shows the six stages of an answer, one
+file each.
+"""
 
 from __future__ import annotations
 
@@ -64,22 +66,26 @@ from ragfuse.types.selection import known_policy
 __all__ = ["Ask", "Content", "Engine", "Ingested", "PreparedPrompt", "RegisteredSchema"]
 
 MAX_BATCH_ANSWERS = 32
-"""Answers of one batch that are generated at the same time. Each holds its prompt's KV; the next starts as one ends."""
+"""Answers of one batch that are generated at the same time. Each holds its prompt's KV; the next
+starts as one ends.
+"""
 
 
 @checks_arguments
 class Engine(OneProcess):
-    """A model with a store of KV caches, which answers prompts and reuses the KV of their chunks. Thread-safe.
+    """A model with a store of KV caches, which answers prompts and reuses the KV of their chunks.
+    Thread-safe.
 
-    The model is loaded at first use and shared by all engines of the process that name the same one.
+    The model is loaded at first use and shared by all engines of the process that name the same
+    one.
 
     Args:
         settings: All settings; None: read from the environment and ragfuse.toml.
-        model: A name, a folder, a GGUF file, or a loaded model: a `PreTrainedModel` with its `tokenizer`, a
-            `pipeline`, a PEFT model. None: the model in the settings.
+        model: A name, a folder, a GGUF file, or a loaded model: a `PreTrainedModel` with its
+            `tokenizer`, a `pipeline`, a PEFT model. None: the model in the settings.
         store: An open store; None: the store in the settings.
-        conversations: Which KV belongs to which conversation, for engines that share a request queue; None: a new
-            index.
+        conversations: Which KV belongs to which conversation, for engines that share a request
+            queue; None: a new index.
         tokenizer: The tokenizer of a loaded model.
     """
 
@@ -102,7 +108,10 @@ class Engine(OneProcess):
         self.runtime = runtime = Runtime(self.settings, given, store, self.conversations)
         self.catalog, self.store, self.timings = runtime.catalog, runtime.store, runtime.timings
         self.prompts, self.prefixes = PromptBuilder(runtime), PrefixCache(runtime)
-        self.constraints, self.schemas = ConstraintCompiler(self.prompts), SchemaService(self.prompts)
+        self.constraints, self.schemas = (
+            ConstraintCompiler(self.prompts),
+            SchemaService(self.prompts),
+        )
         self.history = ConversationHistory(self.prompts, self.prefixes)
         self.sessions = self.history.sessions
         self.prefetcher = Prefetcher(runtime, self.history.keys_of)
@@ -112,10 +121,13 @@ class Engine(OneProcess):
         self.counters = AnswerCounters(lambda: len(runtime.jobs), lambda: runtime.catalog.failures)
 
     @staticmethod
-    def shared(settings: Settings | None = None, model: Given = None, *, tokenizer: Tokens = None) -> Engine:
+    def shared(
+        settings: Settings | None = None, model: Given = None, *, tokenizer: Tokens = None
+    ) -> Engine:
         """Return the process-wide engine for these settings and this model, made at the first call.
 
-        It is closed when the process ends. After an earlier `close`, the next call makes a new engine.
+        It is closed when the process ends. After an earlier `close`, the next call makes a new
+        engine.
         """
         given, chosen = handed_over(model, tokenizer, settings or Settings())
         settings = resolve_auto(chosen.usable())
@@ -124,7 +136,11 @@ class Engine(OneProcess):
     # one question, from its prompt to its answer
 
     def answer(
-        self, prompt: Question | None = None, ask: Ask | None = None, *, pml: Path | str | None = None
+        self,
+        prompt: Question | None = None,
+        ask: Ask | None = None,
+        *,
+        pml: Path | str | None = None,
     ) -> Answer:
         """Return the answer to a prompt, with a trace of what was reused.
 
@@ -156,7 +172,8 @@ class Engine(OneProcess):
             prompt: As for `answer`.
             ask: As for `answer`.
             pml: As for `answer`.
-            prefilled: Called with the prefilled prompt before its answer is generated; what it raises ends the stream.
+            prefilled: Called with the prefilled prompt before its answer is generated; what it
+                raises ends the stream.
         """
         self._check_open()
         question = question_of(prompt, pml)
@@ -164,9 +181,13 @@ class Engine(OneProcess):
         return AnswerStream(partial(self._say, question, ask, prefilled))
 
     def batch(
-        self, prompts: Sequence[Question], ask: Ask | None = None, cancelled: threading.Event | None = None
+        self,
+        prompts: Sequence[Question],
+        ask: Ask | None = None,
+        cancelled: threading.Event | None = None,
     ) -> list[Answer]:
-        """Return the answers to several prompts: each is prefilled by itself, all are decoded together.
+        """Return the answers to several prompts: each is prefilled by itself, all are decoded
+        together.
 
         Each answer is the same as if it were asked alone, also with a seed.
 
@@ -200,9 +221,13 @@ class Engine(OneProcess):
 
     @contextmanager
     def _prefilled(self, prompt: Prompt, request: Request) -> Iterator[PreparedPrompt]:
-        """Plan, fetch and prefill a prompt, and hold the model; again without an entry that turns out unreadable."""
+        """Plan, fetch and prefill a prompt, and hold the model; again without an entry that turns
+        out unreadable.
+        """
         lost = frozenset[int]()
-        waits = request.ask.reuse and request.ask.deadline_s is None and not request.model.lock.is_mine
+        waits = (
+            request.ask.reuse and request.ask.deadline_s is None and not request.model.lock.is_mine
+        )
         with self.prefixes.turn(prompt) if waits else nullcontext():
             while True:
                 plan = self._planner.plan(prompt, request, lost)
@@ -215,16 +240,23 @@ class Engine(OneProcess):
                     yield prepared
                     return
 
-    def _batch(self, prompts: Sequence[Question], ask: Ask, cancelled: threading.Event) -> list[Answer]:
+    def _batch(
+        self, prompts: Sequence[Question], ask: Ask, cancelled: threading.Event
+    ) -> list[Answer]:
         failed = threading.Event()
         requests = [self._request(prompt, ask, cancelled, failed) for prompt in prompts]
         with counted("batch", self, ask) as answers, collect_notes() as unsaved:
             if len(requests) < 2 or self.model.lock.is_mine:
                 found = [self._run(request) for request in requests]
             else:
-                with ThreadPoolExecutor(min(len(requests), MAX_BATCH_ANSWERS), "ragfuse-batch") as pool:
+                with ThreadPoolExecutor(
+                    min(len(requests), MAX_BATCH_ANSWERS), "ragfuse-batch"
+                ) as pool:
                     together = [replace(request, has_company=True) for request in requests]
-                    found = answers_of([pool.submit(copy_context().run, self._run, each) for each in together], failed)
+                    found = answers_of(
+                        [pool.submit(copy_context().run, self._run, each) for each in together],
+                        failed,
+                    )
             answers += [_with_unsaved(answer, unsaved) for answer in found]
         return answers
 
@@ -232,18 +264,29 @@ class Engine(OneProcess):
         return Request(question, ask or Ask(), self.runtime, time.perf_counter(), (*ends, EXITING))
 
     def _say(
-        self, question: Question, ask: Ask | None, prefilled: Prefilled, say: Say, stop: threading.Event
+        self,
+        question: Question,
+        ask: Ask | None,
+        prefilled: Prefilled,
+        say: Say,
+        stop: threading.Event,
     ) -> Answer:
-        return self._answer(replace(self._request(question, ask, stop), say=say, prefilled=prefilled))
+        return self._answer(
+            replace(self._request(question, ask, stop), say=say, prefilled=prefilled)
+        )
 
     def plan(self, prompt: Question, ask: Ask | None = None) -> LoadPlan:
-        """Return what would be read and computed for a prompt, and how long that would take, without doing it."""
+        """Return what would be read and computed for a prompt, and how long that would take,
+        without doing it.
+        """
         self._check_open()
         request = self._request(prompt, ask)
         return self._planner.plan(build(request, self.history, self.schemas), request)
 
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> PreparedPrompt:
-        """Plan, load and prefill a prompt; raise OverlongError where it does not fit the model's context."""
+        """Plan, load and prefill a prompt; raise OverlongError where it does not fit the model's
+        context.
+        """
         self._check_open()
         request = self._request((), ask)
         check_fits(prompt, request.ask, self.model, drops=False, may_shorten=False)
@@ -251,11 +294,14 @@ class Engine(OneProcess):
             return prepared
 
     @about("prompt")
-    def prompt(self, prompt: Question, tools: Sequence[Tool] = (), ask: Ask | None = None) -> Prompt:
-        """Return the tokens, chunks and positions of a prompt, without reusing the history of its conversation.
+    def prompt(
+        self, prompt: Question, tools: Sequence[Tool] = (), ask: Ask | None = None
+    ) -> Prompt:
+        """Return the tokens, chunks and positions of a prompt, without reusing the history of its
+        conversation.
 
-        Its chunks are all known ones that are found in its ids. The modules of a prompt in PML are at the positions of
-        its schema.
+        Its chunks are all known ones that are found in its ids. The modules of a prompt in PML are
+        at the positions of its schema.
 
         Args:
             prompt: A text, token ids, messages for the chat template, or a parsed prompt in PML.
@@ -272,7 +318,9 @@ class Engine(OneProcess):
         return len(self.prompt(prompt, tools))
 
     def prefix(self, prompt: Question, ask: Ask | None = None) -> tuple[int, ...]:
-        """Return the ids before the first chunk of a prompt, for `ingest(prefix=...)`; () where there are none."""
+        """Return the ids before the first chunk of a prompt, for `ingest(prefix=...)`; () where
+        there are none.
+        """
         first = self.prompt(prompt, ask=ask).segments[0]
         return first.tokens if first.kind == "prefix" else ()
 
@@ -286,7 +334,8 @@ class Engine(OneProcess):
     ) -> Ingested:
         """Encode chunks and store their KV, except for those that are stored already.
 
-        An interruption loses at most the current chunk; a second call continues where the first one stopped.
+        An interruption loses at most the current chunk; a second call continues where the first one
+        stopped.
 
         Args:
             texts: (text, source) of each chunk.
@@ -300,9 +349,11 @@ class Engine(OneProcess):
         return self._documents.ingest(texts, prefix, progress)
 
     def know(self, texts: Iterable[tuple[str, str]]) -> None:
-        """Recognise chunks, given as (text, source), in prompts from now on, without encoding them now.
+        """Recognise chunks, given as (text, source), in prompts from now on, without encoding them
+        now.
 
-        Chunks that a prompt contains are encoded after its answer. Meant for retrievers, which see chunks first.
+        Chunks that a prompt contains are encoded after its answer. Meant for retrievers, which see
+        chunks first.
         """
         self._check_open()
         self._documents.know(texts)
@@ -316,23 +367,29 @@ class Engine(OneProcess):
         self.prefetcher.submit(texts)
 
     def expect(self, sessions: Iterable[str] | Mapping[str, float]) -> None:
-        """Prefetch conversations that will continue soon into memory, as many as fit, and evict them last.
+        """Prefetch conversations that will continue soon into memory, as many as fit, and evict
+        them last.
 
-        Each call replaces the expectations of the one before. Returns at once, but may load the model.
+        Each call replaces the expectations of the one before. Returns at once, but may load the
+        model.
 
         Args:
-            sessions: Session names in the order in which they are expected; or names with numbers, the smallest first.
+            sessions: Session names in the order in which they are expected; or names with numbers,
+                the smallest first.
         """
         self._check_open()
         digest, places = self.digest, places_of(sessions)
         self.conversations.expect(digest, places)
-        self.prefetcher.look_ahead([(digest, name) for name in sorted(places, key=places.__getitem__)])
+        self.prefetcher.look_ahead(
+            [(digest, name) for name in sorted(places, key=places.__getitem__)]
+        )
 
     def forget(self, texts: Iterable[str]) -> int:
-        """Delete this tenant's KV of these chunks from every tier, pinned or not, and return the bytes freed.
+        """Delete this tenant's KV of these chunks from every tier, pinned or not, and return the
+        bytes freed.
 
-        The chunks, and passages learned from them, are no longer recognised in prompts. Copies in the memory of other
-        processes stay.
+        The chunks, and passages learned from them, are no longer recognised in prompts. Copies in
+        the memory of other processes stay.
         """
         self._check_open()
         return self._documents.forget(texts)
@@ -350,7 +407,11 @@ class Engine(OneProcess):
         model = self.model
         has_template = bool(getattr(model.tokenizer, "chat_template", None))
         return ModelCard(
-            self.settings.model, model.max_context, has_template, self.settings.max_tokens, model.profile.refusal
+            self.settings.model,
+            model.max_context,
+            has_template,
+            self.settings.max_tokens,
+            model.profile.refusal,
         )
 
     @property
@@ -363,7 +424,8 @@ class Engine(OneProcess):
 
         Args:
             text: The text.
-            special: Whether special tokens written in the text become such tokens; else they stay plain text.
+            special: Whether special tokens written in the text become such tokens; else they stay
+                plain text.
         """
         return self.model.tokens(text, special)
 
@@ -400,16 +462,16 @@ class Engine(OneProcess):
     def _check_process(self) -> None:
         if self._process != os.getpid():
             raise StoreError(
-                "This engine was made in another process, from which this one was forked. Start workers by spawn, or "
-                "make the engine in each worker and not before."
+                "This engine was made in another process, from which this one was forked. Start"
+                " workers by spawn, or make the engine in each worker and not before."
             )
 
     def _check_open(self) -> None:
         self._check_process()
         if self._is_closed:
             raise StoreError(
-                "The engine is closed: close() was called, or its `with` block has ended. Ask it before that, or make "
-                "a new Engine."
+                "The engine is closed: close() was called, or its `with` block has ended. Ask it"
+                " before that, or make a new Engine."
             )
 
     @property
@@ -427,7 +489,9 @@ class Engine(OneProcess):
 
 def _with_unsaved(answer: Answer, unsaved: Sequence[str]) -> Answer:
     """Return the answer, with what could not be read or written in its trace."""
-    return replace(answer, trace=replace(answer.trace, unsaved=tuple(unsaved))) if unsaved else answer
+    return (
+        replace(answer, trace=replace(answer.trace, unsaved=tuple(unsaved))) if unsaved else answer
+    )
 
 
 def _closed_at_exit(settings: Settings, model: Given) -> Engine:

@@ -1,8 +1,9 @@
 """Stage 3, fetch: load the cached KV of a plan, layer by layer, and acquire the model.
 
-If the question has a deadline, KV in remote tiers is streamed before the model is acquired (CacheGen 5.3): `plan` and
-`load.stream` decide what comes and at which level, and the plan reads only what came. While another prompt uses the
-model, the first layers of the next one are read (AttentionStore 3.2.1).
+If the question has a deadline, KV in remote tiers is streamed before the model is acquired
+(CacheGen 5.3): `plan` and `load.stream` decide what comes and at which level, and the plan reads
+only what came. While another prompt uses the model, the first layers of the next one are read
+(AttentionStore 3.2.1).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ NOTHING_CAME = "nothing of it came in time over the line"
 
 @dataclass
 class FetchedKV:
-    """The KV of a prompt by its plan, layer by layer, while the prompt has the model. Thread-safe as its reader is.
+    """The KV of a prompt by its plan, layer by layer, while the prompt has the model. Thread-safe
+    as its reader is.
 
     Args:
         request: The request.
@@ -46,14 +48,18 @@ class FetchedKV:
     began_s: float
 
     def read(self, layer: int) -> Mapping[int, LayerKV | None]:
-        """Return the KV of a layer by segment, its rows alone; None for a segment that cannot be read."""
+        """Return the KV of a layer by segment, its rows alone; None for a segment that cannot be
+        read.
+        """
         found = dict(self.reader.read(layer))
         if self.stream is not None:
             found |= self.stream.read(layer)
         return {at: _part(kv, self.plan.prompt.segments[at].rows) for at, kv in found.items()}
 
     def ready(self) -> int:
-        """Return how many of the next layers need no waiting; 0 where some are still decoded from a stream."""
+        """Return how many of the next layers need no waiting; 0 where some are still decoded from a
+        stream.
+        """
         return self.reader.ready() if self.stream is None else 0
 
 
@@ -66,7 +72,9 @@ class FetchStage:
     """
 
     prefetcher: Prefetcher
-    _next: FairLock = field(default_factory=FairLock)  # of the one prompt that gets the model next, and reads ahead
+    _next: FairLock = field(
+        default_factory=FairLock
+    )  # of the one prompt that gets the model next, and reads ahead
 
     @contextmanager
     def fetch(self, plan: LoadPlan, request: Request) -> Iterator[FetchedKV]:
@@ -87,16 +95,22 @@ class FetchStage:
                     plan = _after(plan, stream)
             self.prefetcher.skip(fetch.key for fetch in plan.fetches)
             came = stream.received if stream is not None else ()
-            rest = replace(plan, fetches=tuple(fetch for fetch in plan.fetches if fetch.segment not in came))
+            rest = replace(
+                plan, fetches=tuple(fetch for fetch in plan.fetches if fetch.segment not in came)
+            )
             before = layers_before(rest, model.n_layers)
-            reader = LayerReader(store, rest.fetches, model.n_layers, rest.layers_a_read, model.device, before)
+            reader = LayerReader(
+                store, rest.fetches, model.n_layers, rest.layers_a_read, model.device, before
+            )
             with nullcontext() if model.lock.is_mine else self._next:
                 held.enter_context(loading(reader, rest))
                 held.enter_context(model.lock)
             request.check_open()
             yield FetchedKV(request, plan, reader, stream, time.perf_counter())
 
-    def _stream(self, plan: LoadPlan, far: Sequence[Fetch], left_s: float, request: Request) -> Stream:
+    def _stream(
+        self, plan: LoadPlan, far: Sequence[Fetch], left_s: float, request: Request
+    ) -> Stream:
         """Return the stream of the fetches from remote tiers."""
         runtime, model, tier = request.runtime, request.model, far[0].tier
         costs = runtime.timings.costs(model)
@@ -108,7 +122,9 @@ class FetchStage:
             prior=costs.throughput(tier) if costs is not None else None,
         )
         parts = parts_of(plan, far, costs)
-        return Stream(runtime.store, parts, model.n_layers, runtime.links.of(tier), terms, model.device)
+        return Stream(
+            runtime.store, parts, model.n_layers, runtime.links.of(tier), terms, model.device
+        )
 
 
 def _part(kv: LayerKV | None, rows: tuple[int, int] | None) -> LayerKV | None:
@@ -119,7 +135,8 @@ def _part(kv: LayerKV | None, rows: tuple[int, int] | None) -> LayerKV | None:
 
 
 def _revived(plan: LoadPlan, left_s: float, remote: Collection[str]) -> LoadPlan:
-    """Return the plan with the entries of remote tiers that it did not read: at another level they may be in time.
+    """Return the plan with the entries of remote tiers that it did not read: at another level they
+    may be in time.
 
     A full prefill that meets the deadline stays a full prefill.
     """
@@ -134,7 +151,8 @@ def _revived(plan: LoadPlan, left_s: float, remote: Collection[str]) -> LoadPlan
 
 
 def _after(plan: LoadPlan, stream: Stream) -> LoadPlan:
-    """Return the plan with the levels at which segments arrived, and with those that did not arrive computed.
+    """Return the plan with the levels at which segments arrived, and with those that did not arrive
+    computed.
 
     These count as stored but unread, except those whose bytes are unreadable.
     """
@@ -146,5 +164,7 @@ def _after(plan: LoadPlan, stream: Stream) -> LoadPlan:
     removed = [f for f in plan.fetches if why.get(f.segment, BYTES_UNREADABLE) != BYTES_UNREADABLE]
     unread = tuple(sorted((*plan.unread, *removed), key=lambda fetch: fetch.segment))
     misses = tuple(sorted({**dict(plan.misses), **why}.items()))
-    planned = replace(plan, fetches=tuple(fetches)) if fetches else plan.with_full_prefill(NOTHING_CAME)
+    planned = (
+        replace(plan, fetches=tuple(fetches)) if fetches else plan.with_full_prefill(NOTHING_CAME)
+    )
     return replace(planned, misses=misses, unread=unread)

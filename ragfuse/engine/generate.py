@@ -27,7 +27,8 @@ class Generated:
         prepared: The prompt that it answers.
         answer: The answer.
         token_ids: The ids as generated.
-        is_whole: Whether it was not abandoned by its reader, so that it becomes part of its conversation.
+        is_whole: Whether it was not abandoned by its reader, so that it becomes part of its
+            conversation.
     """
 
     prepared: PreparedPrompt
@@ -37,7 +38,9 @@ class Generated:
 
 
 def share(prepared: PreparedPrompt) -> None:
-    """Share the KV of modules and prefixes in memory with other answers that are generated at the same time."""
+    """Share the KV of modules and prefixes in memory with other answers that are generated at the
+    same time.
+    """
     request, cache, plan = prepared.request, prepared.prefill.cache, prepared.plan
     runtime, wiring = request.runtime, request.model.shared_wiring
     if not runtime.settings.share or not (request.has_company or request.model.batcher.active):
@@ -53,7 +56,9 @@ def share(prepared: PreparedPrompt) -> None:
 
 
 def generated(prepared: PreparedPrompt, constraints: OutputConstraints) -> Generated:
-    """Generate and return the answer, streaming it to `request.say`; stop once one of `request.ends` is set."""
+    """Generate and return the answer, streaming it to `request.say`; stop once one of
+    `request.ends` is set.
+    """
     request, draft = prepared.request, constraints.draft()
     follower = Follower(draft, request.say, request.ends)
     with span("decode"):
@@ -66,5 +71,7 @@ def generated(prepared: PreparedPrompt, constraints: OutputConstraints) -> Gener
 
 
 def _is_abandoned(end: object) -> bool:
-    """Return whether an end event means that nobody reads the answer, rather than that it is long enough."""
+    """Return whether an end event means that nobody reads the answer, rather than that it is long
+    enough.
+    """
     return end.is_abandoned if isinstance(end, StopSignal) else end.is_set()  # type: ignore[attr-defined]

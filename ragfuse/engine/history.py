@@ -1,8 +1,9 @@
-"""Conversation history: which session a question continues, what its prompt has of it, and the turn that it adds.
+"""Conversation history: which session a question continues, what its prompt has of it, and the turn
+that it adds.
 
-A conversation is recognised by its messages, but KV is reused only for identical token ids (AttentionStore).
-`engine/prefix_cache.py` saves it. Truncation is in `sessions/session.py`; sessions are stored by
-`sessions/session_store.py`.
+A conversation is recognised by its messages, but KV is reused only for identical token ids
+(AttentionStore). `engine/prefix_cache.py` saves it. Truncation is in `sessions/session.py`;
+sessions are stored by `sessions/session_store.py`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ log = logging.getLogger("ragfuse.engine")
 TURN_SAVE_WAIT_S = 5.0
 """Longest time in seconds that a turn waits until the KV of the turn before it is saved."""
 STOP_SEARCH_TOKENS = 64
-"""How many of an answer's last token ids are searched for the place where a stop string cut its text."""
+"""How many of an answer's last token ids are searched for the place where a stop string cut its
+text.
+"""
 
 
 class ConversationHistory:
@@ -73,10 +76,14 @@ class ConversationHistory:
 
     # before the answer
 
-    def fitted(self, question: ChatInput | Ids, ask: Ask, tools: Sequence[Mapping[str, Any]], check: bool) -> Prompt:
-        """Return the prompt of a question, with the stored turns of its conversation as history segments.
+    def fitted(
+        self, question: ChatInput | Ids, ask: Ask, tools: Sequence[Mapping[str, Any]], check: bool
+    ) -> Prompt:
+        """Return the prompt of a question, with the stored turns of its conversation as history
+        segments.
 
-        The history is truncated first; chunks are left out only where that is not enough, and overflow is "drop".
+        The history is truncated first; chunks are left out only where that is not enough, and
+        overflow is "drop".
 
         Args:
             question: The new messages, or all messages of the conversation.
@@ -85,13 +92,21 @@ class ConversationHistory:
             check: Whether a text that can never fit is refused before it is tokenised.
         """
         settings, max_context = self._settings, self._runtime.model.max_context
-        limit = 1 + limit_of(ask, settings, max_context) if max_context and drops(ask, settings) else None
-        make = partial(self._prompts.prompt, digest=self._runtime.digest, tools=tools, ask=ask, check=check)
+        limit = (
+            1 + limit_of(ask, settings, max_context)
+            if max_context and drops(ask, settings)
+            else None
+        )
+        make = partial(
+            self._prompts.prompt, digest=self._runtime.digest, tools=tools, ask=ask, check=check
+        )
         pending = self._pending_turn(question, ask)
         if pending is None:
             return fitted(lambda n: make(question, leave_out=n), limit)
         messages = [*pending.session.messages, *pending.messages]
-        return fitted(lambda n: self._shortened(partial(make, leave_out=n), messages, pending, ask), limit)
+        return fitted(
+            lambda n: self._shortened(partial(make, leave_out=n), messages, pending, ask), limit
+        )
 
     def may_shorten(self, question: ChatInput | Ids, ask: Ask) -> bool:
         """Return whether earlier turns may be left out of a question that is too long."""
@@ -102,14 +117,18 @@ class ConversationHistory:
         return len(LaterMessages(messages_of(question))) > 0
 
     def has_earlier(self, prompt: Prompt, question: ChatInput | Ids) -> bool:
-        """Return whether a prompt has earlier turns, stored ones or in its question, that may be left out of it."""
+        """Return whether a prompt has earlier turns, stored ones or in its question, that may be
+        left out of it.
+        """
         pending = prompt.conversation
         if isinstance(pending, PendingTurn) and pending.session.turns:
             return True
         return not is_ids(question) and len(LaterMessages(messages_of(question))) > 0
 
     def name_of(self, question: ChatInput | Ids, ask: Ask) -> str | None:
-        """Return the name of the session that a question continues; None where it continues none."""
+        """Return the name of the session that a question continues; None where it continues
+        none.
+        """
         question, digest = mended_question(question), self._runtime.encoder.digest
         if ask.session is not None:
             self.sessions.get(digest, ask.session)  # another process may have added a turn
@@ -120,16 +139,19 @@ class ConversationHistory:
         return known[1].id if known is not None else None
 
     def keys_of(self, name: Name) -> Sequence[ChunkKey]:
-        """Return the keys of a conversation's KV; a conversation that is not in the index is read from the catalog."""
+        """Return the keys of a conversation's KV; a conversation that is not in the index is read
+        from the catalog.
+        """
         index = self._runtime.conversations
         return index.keys(name) or (self.sessions.get(*name) and index.keys(name)) or ()
 
     def _pending_turn(self, question: ChatInput | Ids, ask: Ask) -> PendingTurn | None:
-        """Return the turn that a question adds to a conversation; None where conversations are not kept.
+        """Return the turn that a question adds to a conversation; None where conversations are not
+        kept.
 
-        Messages without a session's name, or that include one of the assistant, are the whole conversation: only the
-        turns that agree with them stay. Where the named session has none yet, they may branch off from another one;
-        chunks count only where they are sent again.
+        Messages without a session's name, or that include one of the assistant, are the whole
+        conversation: only the turns that agree with them stay. Where the named session has none
+        yet, they may branch off from another one; chunks count only where they are sent again.
         """
         settings, name, digest = self._settings, ask.session, self._runtime.encoder.digest
         if name is None and not self._may_continue(question):
@@ -137,49 +159,72 @@ class ConversationHistory:
         given, persistent = messages_of(question), settings.history == "all"
         named = self.sessions.get(digest, name) if name is not None else None
         version, session = named or (0, Session(name or secrets.token_hex(8)))
-        source, is_whole = session, name is None or any(message.role == "assistant" for message in given)
+        source, is_whole = (
+            session,
+            name is None or any(message.role == "assistant" for message in given),
+        )
         if is_whole and not session.turns:
-            known = self.sessions.ending(digest, prefix_digests(given), persistent or name is not None)
+            known = self.sessions.ending(
+                digest, prefix_digests(given), persistent or name is not None
+            )
             source = known[1] if known is not None else session
             if name is None and known is not None:
                 version, session = known
         self._runtime.saves.wait([session.id, source.id], TURN_SAVE_WAIT_S)
         if name is not None and not is_whole:
             first = prefix_digests(session.messages[:1])
-            new = tuple(each for each in given if each.role != "system" or prefix_digests([each]) != first)
+            new = tuple(
+                each for each in given if each.role != "system" or prefix_digests([each]) != first
+            )
             return PendingTurn(session, new, version, True, settings.history_chunks, session.keys)
-        kept = agreed(source, given, is_again if name is not None and source is session else is_same)
+        kept = agreed(
+            source, given, is_again if name is not None and source is session else is_same
+        )
         new = tuple(given[len(kept.messages) :])
         if name is not None:
             kept = replace(kept, id=name)
             return PendingTurn(kept, new, version, True, settings.history_chunks, session.keys)
-        if len(kept.turns) < len(session.turns):  # it differs in a later turn: a new conversation branches off here
+        if len(kept.turns) < len(
+            session.turns
+        ):  # it differs in a later turn: a new conversation branches off here
             return PendingTurn(replace(kept, id=secrets.token_hex(8)), new, persistent=persistent)
         return PendingTurn(kept, new, version, persistent, previous_keys=session.keys)
 
     def _may_continue(self, question: ChatInput | Ids) -> bool:
         """Return whether a question without a session name may continue a conversation."""
-        return not (isinstance(question, str) or is_ids(question) or self._settings.history == "asked")
+        return not (
+            isinstance(question, str) or is_ids(question) or self._settings.history == "asked"
+        )
 
     def _shortened(
-        self, make: Callable[[ChatInput | Ids], Prompt], messages: Sequence[ChatMessage], pending: PendingTurn, ask: Ask
+        self,
+        make: Callable[[ChatInput | Ids], Prompt],
+        messages: Sequence[ChatMessage],
+        pending: PendingTurn,
+        ask: Ask,
     ) -> Prompt:
         """Return the prompt with its history, shortened to fit the context window.
 
-        First KV rows of the history are truncated. Where that is not enough, the fewest earliest turns that have to go
-        are left out; such a prompt is computed without history.
+        First KV rows of the history are truncated. Where that is not enough, the fewest earliest
+        turns that have to go are left out; such a prompt is computed without history.
         """
         whole = make(messages)
         placed = self._placed(whole, pending, ask)
         shorter = () if self._fits(placed, ask) else LaterMessages(messages)
         if not shorter:
             return placed
-        without = lru_cache(maxsize=None)(lambda n: _without_turns(whole, make(shorter[n]), pending))
-        shortest = without(bisect_left(range(len(shorter) - 1), True, key=lambda n: self._fits(without(n), ask)))
+        without = lru_cache(maxsize=None)(
+            lambda n: _without_turns(whole, make(shorter[n]), pending)
+        )
+        shortest = without(
+            bisect_left(range(len(shorter) - 1), True, key=lambda n: self._fits(without(n), ask))
+        )
         return shortest if len(shortest) < len(placed) else placed
 
     def _placed(self, prompt: Prompt, pending: PendingTurn, ask: Ask) -> Prompt:
-        """Return the prompt with its first tokens replaced by history segments, truncated to the context window."""
+        """Return the prompt with its first tokens replaced by history segments, truncated to the
+        context window.
+        """
         session, ids = pending.session, prompt.token_ids
         known = session.known(ids)
         n_past = known[-1].hi if known else 0
@@ -211,16 +256,28 @@ class ConversationHistory:
         """
         ready, answer, ids = generated.prepared, generated.answer, generated.token_ids
         prompt, ask, encoder = ready.plan.prompt, ready.request.ask, self._runtime.encoder
-        pending, has_chunks = prompt.conversation, any(segment.kind == "chunk" for segment in prompt.segments)
-        if not isinstance(pending, PendingTurn) or not ask.reuse or (has_chunks and not pending.persistent):
+        pending, has_chunks = (
+            prompt.conversation,
+            any(segment.kind == "chunk" for segment in prompt.segments),
+        )
+        if (
+            not isinstance(pending, PendingTurn)
+            or not ask.reuse
+            or (has_chunks and not pending.persistent)
+        ):
             return
         answer_ids = self._text_ids(answer)
         n_written = min(_n_common(answer_ids, ids), ready.n_held(len(ids)) - len(prompt))
         tokens, rows = self._prefixes.keep(ready, pending, answer_ids[:n_written])
-        messages = [replace(each, content=tuple(self._prompts.pieces(each.pieces))) for each in pending.messages]
+        messages = [
+            replace(each, content=tuple(self._prompts.pieces(each.pieces)))
+            for each in pending.messages
+        ]
         if not pending.keep_chunks:
             own = ([piece for piece in each.pieces if piece.kind == "fresh"] for each in messages)
-            messages = [replace(each, content=pieces) for each, pieces in zip(messages, own, strict=True)]
+            messages = [
+                replace(each, content=pieces) for each, pieces in zip(messages, own, strict=True)
+            ]
         text, goes_on = answer.text, ask.continue_final_message
         if goes_on and messages:
             text = messages[-1].text + self._continuation(answer, answer_ids)
@@ -230,13 +287,17 @@ class ConversationHistory:
         row, left_out = pending.left_out
         turns = (*pending.session.turns, turn)
         session = Session(
-            pending.id, turns, tokens, rows, (row, row + len(left_out)) if left_out and tokens else (0, 0)
+            pending.id,
+            turns,
+            tokens,
+            rows,
+            (row, row + len(left_out)) if left_out and tokens else (0, 0),
         )
         unused_keys = set(pending.previous_keys).difference(session.keys)
         if not self.sessions.put(encoder.digest, session, pending.version, pending.persistent):
             log.warning(
-                "Another question continued session %s first, so this question and its answer are not saved in it. The "
-                "answer is right.",
+                "Another question continued session %s first, so this question and its answer are"
+                " not saved in it. The answer is right.",
                 pending.id,
             )
             unused_keys = set(session.keys).difference(pending.previous_keys)
@@ -244,7 +305,9 @@ class ConversationHistory:
             self._later(lambda: self.sessions.release(unused_keys))
 
     def _text_ids(self, answer: Answer) -> tuple[int, ...]:
-        """Return the ids of an answer's text: the generated ones, with the end tokenised anew where a stop cut it."""
+        """Return the ids of an answer's text: the generated ones, with the end tokenised anew where
+        a stop cut it.
+        """
         model, ids = self._runtime.encoder.model, answer.token_ids
         for count in range(len(ids), max(-1, len(ids) - STOP_SEARCH_TOKENS), -1):
             text = model.text(ids[:count])
@@ -263,15 +326,28 @@ class ConversationHistory:
 
 
 def _without_turns(whole: Prompt, short: Prompt, pending: PendingTurn) -> Prompt:
-    """Return the short prompt, with the tokens of the omitted turns recorded for the conversation's next turn."""
+    """Return the short prompt, with the tokens of the omitted turns recorded for the conversation's
+    next turn.
+    """
     row, n_omitted = _n_common(whole.token_ids, short.token_ids), max(0, len(whole) - len(short))
     omitted = whole.token_ids[row : row + n_omitted]
-    drops_chunks = not pending.keep_chunks and any(segment.kind == "chunk" for segment in whole.segments)
-    if drops_chunks or whole.token_ids != (*short.token_ids[:row], *omitted, *short.token_ids[row:]):
+    drops_chunks = not pending.keep_chunks and any(
+        segment.kind == "chunk" for segment in whole.segments
+    )
+    if drops_chunks or whole.token_ids != (
+        *short.token_ids[:row],
+        *omitted,
+        *short.token_ids[row:],
+    ):
         omitted = ()
-    return replace(short, truncated=n_omitted, conversation=replace(pending, left_out=(row, omitted)))
+    return replace(
+        short, truncated=n_omitted, conversation=replace(pending, left_out=(row, omitted))
+    )
 
 
 def _n_common(one: Sequence[int], other: Sequence[int]) -> int:
     """Return the length of the longest common prefix of two id sequences."""
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next(
+        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )

@@ -29,7 +29,10 @@ class Documents:
     prefixes: PrefixCache
 
     def ingest(
-        self, texts: Iterable[tuple[str, str]], prefix: Sequence[int], progress: Callable[[Ingested], None] | None
+        self,
+        texts: Iterable[tuple[str, str]],
+        prefix: Sequence[int],
+        progress: Callable[[Ingested], None] | None,
     ) -> Ingested:
         """Encode and store chunks that are not stored yet; see `Engine.ingest`."""
         began, done, runtime = time.perf_counter(), Ingested(), self.prompts.runtime
@@ -40,35 +43,51 @@ class Documents:
             text = text.strip()
             with at_work():  # each chunk for itself: a process that ends waits for one, not for all
                 ids = model.tokens(text, False) if may_fit(text, model) else []
-                if (text and not ids) or (model.max_context is not None and len(ids) > model.max_context):
-                    log.warning("A text of '%s' is longer than %s reads. Left out: cut it.", source, model.name)
+                if (text and not ids) or (
+                    model.max_context is not None and len(ids) > model.max_context
+                ):
+                    log.warning(
+                        "A text of '%s' is longer than %s reads. Left out: cut it.",
+                        source,
+                        model.name,
+                    )
                     done = replace(done, left_out=(*done.left_out, source))
                     continue
                 nbytes = encoder.keep_chunk(ids)
                 if len(ids) >= runtime.settings.min_chunk_tokens:
                     self.prompts.note(runtime.digest, text, source, ids, must=True)
-            done = done.plus(len(ids), nbytes, time.perf_counter() - began, len(ids) < encoder.shortest)
+            done = done.plus(
+                len(ids), nbytes, time.perf_counter() - began, len(ids) < encoder.shortest
+            )
             if progress is not None:
                 progress(done)
         return done
 
     def know(self, texts: Iterable[tuple[str, str]]) -> None:
-        """Recognise (text, source) chunks in prompts from now on, without encoding them now; see `Engine.know`."""
+        """Recognise (text, source) chunks in prompts from now on, without encoding them now; see
+        `Engine.know`.
+        """
         prompts, runtime = self.prompts, self.prompts.runtime
         for text, source in mended_documents(texts):
             text = text.strip()
             if not may_fit(text, runtime.model):
                 continue
             ids = runtime.model.tokens(text, False)
-            if len(ids) >= runtime.settings.min_chunk_tokens and not prompts.knows(runtime.digest, text, ids):
+            if len(ids) >= runtime.settings.min_chunk_tokens and not prompts.knows(
+                runtime.digest, text, ids
+            ):
                 prompts.note(runtime.digest, text, source, ids)
 
     def forget(self, texts: Iterable[str]) -> int:
-        """Delete the KV of chunks, and of passages learned from them, from every tier; return the bytes freed."""
+        """Delete the KV of chunks, and of passages learned from them, from every tier; return the
+        bytes freed.
+        """
         runtime = self.prompts.runtime
         texts = [whole_text(text).strip() for text in texts_of(texts, "texts")]
         runs = {tuple(runtime.model.tokens(text, False)) for text in texts}
-        runtime.jobs.cancel(lambda job: isinstance(job, EncodeJob) and any(holds(job.tokens, run) for run in runs))
+        runtime.jobs.cancel(
+            lambda job: isinstance(job, EncodeJob) and any(holds(job.tokens, run) for run in runs)
+        )
         self.prefixes.forget(runs)
         runs |= self.prompts.forget(runtime.digest, texts)
         chunks = {chunk_of(runtime.encoder.key(run)) for run in runs}

@@ -1,4 +1,5 @@
-"""What each model costs on this machine: kept in the store's catalog, and corrected by the times of real answers.
+"""What each model costs on this machine: kept in the store's catalog, and corrected by the times of
+real answers.
 
 `load.timings` takes the timings; `plan.observed` computes the corrections.
 """
@@ -30,12 +31,16 @@ from ragfuse.types.keys import digest
 from ragfuse.types.plan import LoadPlan
 
 TIMINGS_RECHECK_S = 60.0
-"""Seconds after which the catalog is asked for timings again, as another process may have measured since."""
+"""Seconds after which the catalog is asked for timings again, as another process may have measured
+since.
+"""
 
 
 @dataclass
 class _Known:
-    """The timings under one name: those measured, when the catalog was last asked for them, and what was observed."""
+    """The timings under one name: those measured, when the catalog was last asked for them, and
+    what was observed.
+    """
 
     measured: CostModel | None
     checked_s: float
@@ -51,7 +56,9 @@ class MachineTimings:
         clock: Returns seconds.
     """
 
-    def __init__(self, tiers: Sequence[str], catalog: Catalog, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, tiers: Sequence[str], catalog: Catalog, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._catalog, self._clock, self._lock = catalog, clock, threading.Lock()
         self._known: dict[str, _Known] = {}
         self._environment = version("torch"), version("transformers"), *tiers
@@ -59,15 +66,18 @@ class MachineTimings:
     def machine(self, model: HFModel) -> CostModel | None:
         """Return what was measured for torch's current number of threads; None where nothing was.
 
-        The catalog is asked again after a minute, so that timings measured by another process count here too.
+        The catalog is asked again after a minute, so that timings measured by another process count
+        here too.
         """
         with self._lock:
             return self._of(model).measured
 
     def costs(self, model: HFModel) -> CostModel | None:
-        """Return what reading and computing cost now: what was measured, corrected by the times of real answers.
+        """Return what reading and computing cost now: what was measured, corrected by the times of
+        real answers.
 
-        Where nothing was measured it has no tiers, and computing goes by the last prefills; None before the first.
+        Where nothing was measured it has no tiers, and computing goes by the last prefills; None
+        before the first.
         """
         with self._lock:
             known = self._of(model)
@@ -86,9 +96,15 @@ class MachineTimings:
 
     @at_work()
     def measure(
-        self, model: HFModel, store: KVStore, settings: Settings, urls: Sequence[str], progress: Progress
+        self,
+        model: HFModel,
+        store: KVStore,
+        settings: Settings,
+        urls: Sequence[str],
+        progress: Progress,
     ) -> CostModel:
-        """Time a model, the tiers of a store and those at `urls` on this machine, and use the timings from now on.
+        """Time a model, the tiers of a store and those at `urls` on this machine, and use the
+        timings from now on.
 
         Args:
             model: The loaded model.
@@ -110,8 +126,12 @@ class MachineTimings:
         self.learn(costs)
         return costs
 
-    def note(self, model: HFModel, plan: LoadPlan, load_s: float | None, compute_s: float | None) -> None:
-        """Note how long a plan took: loading its entries, and computing; None where that tells nothing."""
+    def note(
+        self, model: HFModel, plan: LoadPlan, load_s: float | None, compute_s: float | None
+    ) -> None:
+        """Note how long a plan took: loading its entries, and computing; None where that tells
+        nothing.
+        """
         with self._lock:
             known = self._of(model)
             if load_s is not None and plan.forecast is not None and known.measured is not None:
@@ -122,7 +142,8 @@ class MachineTimings:
     def name(self, fingerprint: str, device: str, threads: int) -> str:
         """Return the catalog name of timings.
 
-        It covers the machine, the library versions and the tiers, so that timings are not used after a change of these.
+        It covers the machine, the library versions and the tiers, so that timings are not used
+        after a change of these.
         """
         gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
         environment = digest(platform.node(), gpu, *self._environment)

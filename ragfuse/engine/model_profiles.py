@@ -1,8 +1,8 @@
 """The quality gate: model profiles, and whether chunks may be blended with a model by default.
 
-`verify` checks that fusing is exact where it must be, `ragfuse calibrate` that answers stay close to a full prefill's;
-the model's profile keeps both verdicts. A model without verdicts runs at a conservative default, and a log line says so
-once.
+`verify` checks that fusing is exact where it must be, `ragfuse calibrate` that answers stay close
+to a full prefill's; the model's profile keeps both verdicts. A model without verdicts runs at a
+conservative default, and a log line says so once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ log = logging.getLogger("ragfuse")
 def refusal_of(profile: ModelProfile, policy: str) -> str:
     """Return why a model's prompts need a full prefill; "" where they may be blended.
 
-    The verdicts of `verify` and calibration count for the policy "auto" only, not for one that was asked for.
+    The verdicts of `verify` and calibration count for the policy "auto" only, not for one that was
+    asked for.
     """
     if profile.refusal or policy != AUTO:
         return profile.refusal
@@ -49,7 +50,9 @@ class ProfileStore:
         return ModelProfile.from_dict(found) if found else None
 
     def probed(self, fingerprint: str) -> ModelProfile | None:
-        """Return a model's stored profile without the verdicts of this store, for a model that engines share."""
+        """Return a model's stored profile without the verdicts of this store, for a model that
+        engines share.
+        """
         found = self.get(fingerprint)
         return found.probed if found else None
 
@@ -62,7 +65,8 @@ class ProfileStore:
         return replace(judged, filler_tokens=own.filler_tokens)
 
     def judge(self, own: ModelProfile, verified: bool) -> None:
-        """Store the verdict of `verify` on a model, without other verdicts that its own profile has.
+        """Store the verdict of `verify` on a model, without other verdicts that its own profile
+        has.
 
         Raises:
             StoreError: The catalog cannot be read or written.
@@ -77,13 +81,18 @@ class ProfileStore:
         self._catalog.settle(_name(profile.model), found)
 
     def put(self, profile: ModelProfile) -> None:
-        """Store a profile in place of an earlier one; raise StoreError where the catalog cannot be written."""
+        """Store a profile in place of an earlier one; raise StoreError where the catalog cannot be
+        written.
+        """
         self._catalog.strict.put(_name(profile.model), profile.as_dict())
 
 
 def _name(fingerprint: str) -> str:
-    """Return a profile's name in the catalog; it has the library versions, since a profile is valid for these only."""
-    return f"model-{fingerprint}-{PROFILE_VERSION}-torch-{version('torch')}-transformers-{version('transformers')}"
+    """Return a profile's name in the catalog; it has the library versions, since a profile is valid
+    for these only.
+    """
+    versions = f"torch-{version('torch')}-transformers-{version('transformers')}"
+    return f"model-{fingerprint}-{PROFILE_VERSION}-{versions}"
 
 
 def name_for_calibrate(setting: str, name: str) -> str:
@@ -91,14 +100,15 @@ def name_for_calibrate(setting: str, name: str) -> str:
 
     Args:
         setting: The model in the settings.
-        name: The model's own name; a server shortens a path to its last part. If it is another model than that in the
-            settings, the engine was given one.
+        name: The model's own name; a server shortens a path to its last part. If it is another
+            model than that in the settings, the engine was given one.
     """
     return setting if name in (setting, Path(setting).name) else name
 
 
 def options_for(settings: Settings, model: HFModel, has_store: bool = True) -> list[str]:
-    """Return the options of a command that judges or times a model as it is here: what is not the command's default.
+    """Return the options of a command that judges or times a model as it is here: what is not the
+    command's default.
 
     An access token is left out.
 
@@ -120,12 +130,19 @@ def options_for(settings: Settings, model: HFModel, has_store: bool = True) -> l
 def calibrate_command(settings: Settings, model: HFModel) -> str:
     """Return the command that calibrates a model as it is here, for documents at PATH.
 
-    A model that was given as an object may come from no folder, or from one that is gone: it is saved first.
+    A model that was given as an object may come from no folder, or from one that is gone: it is
+        saved first.
     """
     name = name_for_calibrate(settings.model, model.name)
-    is_nowhere = not Path(name).exists() and (Path(name).is_absolute() or not model.model.config._name_or_path)
+    is_nowhere = not Path(name).exists() and (
+        Path(name).is_absolute() or not model.model.config._name_or_path
+    )
     named = ["--model", "FOLDER" if is_nowhere else name, *options_for(settings, model)]
-    first = "model.save_pretrained('FOLDER'), tokenizer.save_pretrained('FOLDER'), then " if is_nowhere else ""
+    first = (
+        "model.save_pretrained('FOLDER'), tokenizer.save_pretrained('FOLDER'), then "
+        if is_nowhere
+        else ""
+    )
     return first + shlex.join(["ragfuse", "calibrate", *named, "--docs", "PATH"])
 
 
@@ -133,8 +150,8 @@ def hint(profile: ModelProfile, settings: Settings, model: HFModel) -> None:
     """Log that a model is not calibrated, and what to do about it."""
     name, ratio = profile.default_choice
     log.warning(
-        "%s is not calibrated, so the default is used: policy %s, which recomputes %.0f%% of the reused tokens. To "
-        "find what suits this model, and whether reuse is safe with it: %s",
+        "%s is not calibrated, so the default is used: policy %s, which recomputes %.0f%% of the"
+        " reused tokens. To find what suits this model, and whether reuse is safe with it: %s",
         name_for_calibrate(settings.model, model.name),
         name,
         100 * ratio,

@@ -1,4 +1,6 @@
-"""What the options of an answer (`engine.ask.Ask`) mean for transformers' `generate`: lengths, ends, sampling."""
+"""What the options of an answer (`engine.ask.Ask`) mean for transformers' `generate`: lengths,
+ends, sampling.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from ragfuse.settings import Settings
 
 
 def options_of(ask: Ask, settings: Settings, room: int | None = None) -> dict[str, Any]:
-    """Return the options for transformers' `generate`: greedy by default, at most `room` new tokens.
+    """Return the options for transformers' `generate`: greedy by default, at most `room` new
+    tokens.
 
     Stop strings and penalties are not handled here (see `constraints.py`).
 
@@ -29,13 +32,18 @@ def options_of(ask: Ask, settings: Settings, room: int | None = None) -> dict[st
     if not options.get("do_sample", getattr(config, "do_sample", False)):
         options = {"temperature": None, "top_p": None, "top_k": None, **options}
     if options.get("max_length") is None:
-        limit = asked_length(ask, room) or getattr(config, "max_new_tokens", None) or settings.max_tokens
+        limit = (
+            asked_length(ask, room)
+            or getattr(config, "max_new_tokens", None)
+            or settings.max_tokens
+        )
         options["max_new_tokens"] = limit if room is None else min(limit, room)
         min_tokens = options.get("min_new_tokens") or 0
         if min_tokens > options["max_new_tokens"]:
             raise InputError(
-                f"min_new_tokens is {min_tokens}, but the answer can have at most {options['max_new_tokens']} tokens. "
-                "Lower it, raise max_tokens, or shorten the prompt.",
+                f"min_new_tokens is {min_tokens}, but the answer can have at most"
+                f" {options['max_new_tokens']} tokens. Lower it, raise max_tokens, or shorten the"
+                " prompt.",
                 "min_new_tokens",
             )
     return options

@@ -1,7 +1,8 @@
-"""Prompts that are too long for the model: raise an error with the numbers, or leave out chunks until they fit.
+"""Prompts that are too long for the model: raise an error with the numbers, or leave out chunks
+until they fit.
 
-A text that can never fit is refused before it is tokenised, as a token stands for a few characters at most; all else is
-counted once. `text.chat_messages` decides which chunks are left out first.
+A text that can never fit is refused before it is tokenised, as a token stands for a few characters
+at most; all else is counted once. `text.chat_messages` decides which chunks are left out first.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def remaining_context(
     may_drop: bool = False,
     at_least: bool = False,
 ) -> int | None:
-    """Return how many new tokens fit after a prompt of `n_tokens`; None where the model has no limit.
+    """Return how many new tokens fit after a prompt of `n_tokens`; None where the model has no
+    limit.
 
     Args:
         n_tokens: Tokens of the prompt.
@@ -69,7 +71,9 @@ def asked_length(ask: Ask, room: int | None = None) -> int | None:
 
 
 def may_fit(text: str, model: HFModel) -> bool:
-    """Return False for a text that can never fit the model's context; True means that it may fit."""
+    """Return False for a text that can never fit the model's context; True means that it
+    may fit.
+    """
     return model.max_context is None or len(text) // TOKEN_CHARS <= model.max_context
 
 
@@ -77,8 +81,9 @@ def fitted(make: Callable[[int], Prompt], limit: int | None) -> Prompt:
     """Return the prompt with as few chunks left out as needed to have at most `limit` tokens.
 
     Args:
-        make: `make(n)` builds the prompt without the last n of the chunks that may be left out (all, if there are
-            fewer). It may raise OverlongError for a prompt that is much too long.
+        make: `make(n)` builds the prompt without the last n of the chunks that may be left out
+            (all, if there are fewer). It may raise OverlongError for a prompt that is much too
+            long.
         limit: Most tokens; None: any number.
 
     Returns:
@@ -95,7 +100,10 @@ def fitted(make: Callable[[int], Prompt], limit: int | None) -> Prompt:
     shortest = make(sys.maxsize)
     if len(shortest) > limit:
         return shortest
-    return without(1 + bisect_left(range(1, len(shortest.dropped)), True, key=lambda n: _fits(without, n, limit)))
+    return without(
+        1
+        + bisect_left(range(1, len(shortest.dropped)), True, key=lambda n: _fits(without, n, limit))
+    )
 
 
 def _fits(make: Callable[[int], Prompt], n: int, limit: int) -> bool:
@@ -106,7 +114,8 @@ def _fits(make: Callable[[int], Prompt], n: int, limit: int) -> bool:
 
 
 def check_fits(prompt: Prompt, ask: Ask, model: HFModel, drops: bool, may_shorten: bool) -> None:
-    """Refuse a prompt, or an answer that was asked to be longer than the model's context has room for behind it.
+    """Refuse a prompt, or an answer that was asked to be longer than the model's context has room
+    for behind it.
 
     Without a length in the request an answer gets what is left.
 
@@ -115,14 +124,21 @@ def check_fits(prompt: Prompt, ask: Ask, model: HFModel, drops: bool, may_shorte
         ask: The question's options.
         model: The model.
         drops: Whether chunks are left out where it is too long; else that is the advice.
-        may_shorten: Whether the prompt may be shortened for the answer; then its length alone counts.
+        may_shorten: Whether the prompt may be shortened for the answer; then its length alone
+            counts.
 
     Raises:
         OverlongError: One of them does not fit.
     """
     n_tokens, n_dropped = prompt.segments[-1].stop, len(prompt.dropped)
-    may_drop = not drops and any(segment.kind == "chunk" for segment in prompt.segments) and not n_dropped
-    what = f"The prompt without the {n_dropped} chunks that could be left out" if n_dropped else "The prompt"
+    may_drop = (
+        not drops and any(segment.kind == "chunk" for segment in prompt.segments) and not n_dropped
+    )
+    what = (
+        f"The prompt without the {n_dropped} chunks that could be left out"
+        if n_dropped
+        else "The prompt"
+    )
     advice = "Shorten the question, or the messages before it." if n_dropped else "Shorten it."
     left = remaining_context(n_tokens, model, what, advice, may_drop)
     wanted, max_context = asked_length(ask), model.max_context
@@ -130,8 +146,8 @@ def check_fits(prompt: Prompt, ask: Ask, model: HFModel, drops: bool, may_shorte
     if wanted is not None and room is not None and wanted > room:
         behind = "" if may_shorten else f" behind a prompt of {n_tokens:,}"
         raise OverlongError(
-            f"An answer of {wanted:,} tokens does not fit{behind}: {model.name} reads at most {max_context:,} tokens, "
-            "all of the prompt and all but the last of the answer.",
+            f"An answer of {wanted:,} tokens does not fit{behind}: {model.name} reads at most"
+            f" {max_context:,} tokens, all of the prompt and all but the last of the answer.",
             f"Ask for at most {room:,} tokens{'' if may_shorten else ', or shorten the prompt'}.",
             argument="max_tokens",
         )

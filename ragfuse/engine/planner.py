@@ -1,4 +1,5 @@
-"""Stage 2, plan: decide what is read and what is computed, from the model's profile, the store and machine timings.
+"""Stage 2, plan: decide what is read and what is computed, from the model's profile, the store and
+machine timings.
 
 The decisions themselves are in `ragfuse.plan` and `model_profiles.py`.
 """
@@ -45,8 +46,8 @@ class Planner:
     """Makes the plans of an engine's prompts.
 
     Args:
-        runtime: Timings of this machine, the store where entries are looked up, the catalog of known texts, and chunks
-            that wait to be encoded.
+        runtime: Timings of this machine, the store where entries are looked up, the catalog of
+            known texts, and chunks that wait to be encoded.
         prefixes: The prefix cache.
     """
 
@@ -55,7 +56,9 @@ class Planner:
         self._is_hinted = False
 
     @planned
-    def plan(self, prompt: Prompt, request: Request, lost: frozenset[int] = frozenset()) -> LoadPlan:
+    def plan(
+        self, prompt: Prompt, request: Request, lost: frozenset[int] = frozenset()
+    ) -> LoadPlan:
         """Decide what to read and what to compute for a prompt.
 
         Args:
@@ -66,19 +69,35 @@ class Planner:
         Returns:
             The plan. Its prompt has segments of kind "prefix" where the prefix cache has a hit.
         """
-        model, profile, ask, settings = request.model, request.profile, request.ask, self._runtime.settings
+        model, profile, ask, settings = (
+            request.model,
+            request.profile,
+            request.ask,
+            self._runtime.settings,
+        )
         if ask.reuse and not lost:
             prompt = self._prefixes.placed(prompt)
         policy = ask.policy or settings.policy
         ratio = settings.ratio if ask.ratio is None else ask.ratio
         costs = self._runtime.timings.costs(model)
-        controller = Controller(cost_of, costs, profile.default_choice, policy, ratio, request.left_s)
-        if refusal := refusal_of(_exactly(prompt, profile), policy) if ask.reuse else FULL_PREFILL_ASKED:
+        controller = Controller(
+            cost_of, costs, profile.default_choice, policy, ratio, request.left_s
+        )
+        if refusal := (
+            refusal_of(_exactly(prompt, profile), policy) if ask.reuse else FULL_PREFILL_ASKED
+        ):
             full = controller.plan(prompt, {}).with_full_prefill(refusal)
             return replace(full, n_before=self._n_before(prompt, model)) if ask.reuse else full
         chunks = {at for at, segment in enumerate(prompt.segments) if segment.kind == "chunk"}
-        unblended = refusal_of(profile, policy) if chunks else ""  # then exact segments are read alone
-        keys = [key for at, each in enumerate(prompt.segments) for key in each.keys if not (unblended and at in chunks)]
+        unblended = (
+            refusal_of(profile, policy) if chunks else ""
+        )  # then exact segments are read alone
+        keys = [
+            key
+            for at, each in enumerate(prompt.segments)
+            for key in each.keys
+            if not (unblended and at in chunks)
+        ]
         entries = self._store.lookup(keys)
         others = self._store.copies(entries) if costs is not None and costs.tiers else {}
         found = controller.plan(prompt, entries, lost, others)
@@ -86,7 +105,10 @@ class Planner:
         for at, why in found.misses:
             if unblended and at in chunks:
                 misses.append((at, unblended))
-            elif (prompt.segments[at].kind, why) != ("prefix", MISSING):  # such a prefix is new text, not a miss
+            elif (prompt.segments[at].kind, why) != (
+                "prefix",
+                MISSING,
+            ):  # such a prefix is new text, not a miss
                 misses.append((at, self._explained(prompt.segments[at], why)))
         found = replace(found, misses=tuple(misses))
         if found.fetches or found.fallback_reason:
@@ -102,42 +124,69 @@ class Planner:
         return replace(found.with_full_prefill(why), misses=found.misses)
 
     def _n_before(self, prompt: Prompt, model: HFModel) -> int:
-        states, kind = self._prefixes.kept_states() if prompt.schema_use is None else None, model.profile.state
-        state = states.longest_prefix(prompt.token_ids, kind)[0] if states is not None and kind else None
+        states, kind = (
+            self._prefixes.kept_states() if prompt.schema_use is None else None,
+            model.profile.state,
+        )
+        state = (
+            states.longest_prefix(prompt.token_ids, kind)[0]
+            if states is not None and kind
+            else None
+        )
         return state.n_tokens if state is not None else 0
 
     def _explained(self, segment: Segment, why: str) -> str:
-        """Return the precise reason of a miss: its entry may be undecodable here, or still being encoded."""
+        """Return the precise reason of a miss: its entry may be undecodable here, or still being
+        encoded.
+        """
         tokens, waiting = segment.stored or segment.tokens, self._runtime.jobs.names
-        if why == MISSING and segment.kind == "chunk" and any(_encodes(job, tokens) for job in waiting):
+        if (
+            why == MISSING
+            and segment.kind == "chunk"
+            and any(_encodes(job, tokens) for job in waiting)
+        ):
             return ENCODING
         reasons = (self._store.why_not(key) for key in segment.keys if why == MISSING)
         return next(filter(None, reasons), why)
 
     def _why_nothing(self, prompt: Prompt, lost: bool) -> str:
-        """Return why nothing of a prompt was found, with the tiers that do not answer and may have it."""
+        """Return why nothing of a prompt was found, with the tiers that do not answer and may have
+        it.
+        """
         if len(prompt) < MIN_PROMPT_TOKENS:
             return f"{PROMPT_TOO_SHORT}: {len(prompt)} tokens"
-        tiers = self._store.tiers  # their breakers know from the lookup just done; do not ask slow tiers again
+        tiers = (
+            self._store.tiers
+        )  # their breakers know from the lookup just done; do not ask slow tiers again
         silent = [tier.name for tier in tiers if tier.is_out]
-        unknown = f", as far as is known: {' and '.join(silent)} {'does' if len(silent) == 1 else 'do'} not answer"
+        unknown = (
+            f", as far as is known: {' and '.join(silent)} {'does' if len(silent) == 1 else 'do'}"
+            " not answer"
+        )
         if prompt.altered:
             return DOCUMENTS_ALTERED
-        chunks = [chunk_of(segment.keys[0]) for segment in prompt.segments if segment.kind == "chunk"]
+        chunks = [
+            chunk_of(segment.keys[0]) for segment in prompt.segments if segment.kind == "chunk"
+        ]
         if silent or lost or not chunks:
             return f"{NOTHING_STORED}{unknown if silent else ''}"
-        is_known = self._runtime.catalog.knows(chunks[0][0], [str(ChunkKey(*chunk)) for chunk in chunks])
+        is_known = self._runtime.catalog.knows(
+            chunks[0][0], [str(ChunkKey(*chunk)) for chunk in chunks]
+        )
         return KNOWN_ONLY if is_known else NEW_OR_DELETED
 
 
 def _encodes(job: object, tokens: Sequence[int]) -> bool:
-    return isinstance(job, EncodeJob) and job.tokens == tokens and job.kind not in ("prefix", "learn")
+    return (
+        isinstance(job, EncodeJob) and job.tokens == tokens and job.kind not in ("prefix", "learn")
+    )
 
 
 def _exactly(prompt: Prompt, profile: ModelProfile) -> ModelProfile:
     """Return the profile as far as it concerns the segments of a prompt that are not blended.
 
-    They need no calibration, and those that are used at their encoded positions no model whose KV can be moved.
+    They need no calibration, and those that are used at their encoded positions no model whose KV
+    can be moved.
     """
     shifts = [segment.shift for segment in prompt.segments if segment.kind in ("prefix", "history")]
     stays = prompt.schema_use is not None or (bool(shifts) and not any(shifts))

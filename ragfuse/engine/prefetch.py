@@ -1,7 +1,9 @@
-"""Prefetching: read KV from slow tiers into memory in a background thread, before a question needs it.
+"""Prefetching: read KV from slow tiers into memory in a background thread, before a question needs
+it.
 
-Texts are prefetched once a retriever has found them; conversations in the order of the requests that wait. Nothing is
-encoded here. A question itself reads or computes the KV that was not prefetched.
+Texts are prefetched once a retriever has found them; conversations in the order of the requests
+that wait. Nothing is encoded here. A question itself reads or computes the KV that was not
+prefetched.
 """
 
 from __future__ import annotations
@@ -47,9 +49,11 @@ class _Request:
 
 
 class Prefetcher:
-    """Reads entries from slow tiers so that they enter the fast ones: one at a time, the newest request first.
+    """Reads entries from slow tiers so that they enter the fast ones: one at a time, the newest
+    request first.
 
-    Conversations are prefetched while no texts wait. No lock is held while a tier is queried or read.
+    Conversations are prefetched while no texts wait. No lock is held while a tier is queried or
+    read.
 
     Args:
         runtime: The model with its encoder, and the store whose tiers are read.
@@ -73,10 +77,14 @@ class Prefetcher:
         self._submit(self._requests, "modules", self._of_keys(keys))
 
     def look_ahead(self, waiting: Sequence[Name]) -> None:
-        """Prefetch the KV of these conversations in their order; they replace those of an earlier call."""
+        """Prefetch the KV of these conversations in their order; they replace those of an earlier
+        call.
+        """
         with self._lock:
             self._ahead.clear()
-        entries = self._fitting(self._store.lookup(self._keys_of(name)).values() for name in waiting)
+        entries = self._fitting(
+            self._store.lookup(self._keys_of(name)).values() for name in waiting
+        )
         self._submit(self._ahead, "the conversations of waiting requests", entries)
 
     def skip(self, keys: Iterable[ChunkKey]) -> None:
@@ -86,11 +94,15 @@ class Prefetcher:
                 request.skipped.update(keys)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all requests are done; return False if that takes longer than `timeout_s` seconds."""
+        """Wait until all requests are done; return False if that takes longer than `timeout_s`
+        seconds.
+        """
         return self._jobs.flush(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Accept no more requests, drop waiting ones, and wait at most `timeout_s` seconds for the current read."""
+        """Accept no more requests, drop waiting ones, and wait at most `timeout_s` seconds for the
+        current read.
+        """
         with self._lock:
             self._ahead.clear()
             self._requests.clear()
@@ -98,7 +110,9 @@ class Prefetcher:
 
     # inside
 
-    def _submit(self, requests: list[_Request] | deque[_Request], what: str, entries: Iterator[Entry]) -> None:
+    def _submit(
+        self, requests: list[_Request] | deque[_Request], what: str, entries: Iterator[Entry]
+    ) -> None:
         with self._lock:
             requests.append(_Request(what, entries))
         self._jobs.submit(self._read_all, counts=False)
@@ -113,7 +127,9 @@ class Prefetcher:
                     self._store.read_layers(entry.key, 0, entry.n_layers, entry.tier)
             except Exception as error:
                 log.warning(
-                    "Prefetching %s stopped early. Questions load the rest when they need it: %r", request.what, error
+                    "Prefetching %s stopped early. Questions load the rest when they need it: %r",
+                    request.what,
+                    error,
                 )
                 entry = None
             with self._lock:
@@ -123,38 +139,52 @@ class Prefetcher:
 
     def _newest(self) -> _Request | None:
         with self._lock:
-            return next((requests[-1] for requests in (self._requests, self._ahead) if requests), None)
+            return next(
+                (requests[-1] for requests in (self._requests, self._ahead) if requests), None
+            )
 
     def _keys(self, texts: Sequence[str]) -> Iterator[ChunkKey]:
         """Yield the key of each text that fits the model and is long enough to be stored."""
         encoder = self._runtime.encoder
-        runs = (encoder.model.tokens(text.strip()) for text in texts if may_fit(text, encoder.model))
-        yield from (encoder.key(ids, encoder.context) for ids in runs if len(ids) >= encoder.shortest)
+        runs = (
+            encoder.model.tokens(text.strip()) for text in texts if may_fit(text, encoder.model)
+        )
+        yield from (
+            encoder.key(ids, encoder.context) for ids in runs if len(ids) >= encoder.shortest
+        )
 
     def _of_keys(self, keys: Iterable[ChunkKey]) -> Iterator[Entry]:
-        """Yield the entries of keys to read, and tell their tiers, which may read them all at once."""
+        """Yield the entries of keys to read, and tell their tiers, which may read them all
+        at once.
+        """
         found = self._store.lookup(keys)
         for fast in (tier for tier in self._store.tiers if not tier.slow):
             fast.touch([entry.key for entry in found.values() if entry.tier == fast.name])
         chosen = list(self._fitting(([entry] for entry in found.values()), MAX_TIER_SHARE))
         for tier in {entry.tier for entry in chosen}:
-            self._store.expect(tier, [entry.key for entry in chosen if entry.tier == tier], 0, chosen[0].n_layers)
+            self._store.expect(
+                tier, [entry.key for entry in chosen if entry.tier == tier], 0, chosen[0].n_layers
+            )
         yield from chosen
 
     def _fitting(self, groups: Iterable[Collection[Entry]], share: float = 1.0) -> Iterator[Entry]:
-        """Yield the entries in slow tiers of the first groups that fit together into the fast tiers.
+        """Yield the entries in slow tiers of the first groups that fit together into the fast
+        tiers.
 
         Args:
-            groups: Entries alone, or those of conversations in the order of the queue (AttentionStore 3.3.1).
-            share: Share of a fast tier's bytes, without pinned entries, that they may fill together with those that are
-                there already.
+            groups: Entries alone, or those of conversations in the order of the queue
+                (AttentionStore 3.3.1).
+            share: Share of a fast tier's bytes, without pinned entries, that they may fill together
+                with those that are there already.
         """
         fast = {tier.name: tier for tier in self._store.tiers if not tier.slow}
         if not fast:
             return
 
         def sized(group: Collection[Entry]) -> tuple[Collection[Entry], int]:
-            return group, sum(max(tier.occupied(entry.nbytes) for tier in fast.values()) for entry in group)
+            return group, sum(
+                max(tier.occupied(entry.nbytes) for tier in fast.values()) for entry in group
+            )
 
         free_share = self._runtime.settings.memory_free
         room = min(share * _free(tier) - free_share * tier.capacity for tier in fast.values())

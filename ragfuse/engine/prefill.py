@@ -46,7 +46,9 @@ def prefill(fetched: FetchedKV, prefixes: PrefixCache) -> PreparedPrompt:
 
 @fused
 def _prefill(model: HFModel, fetched: FetchedKV, states: TenantStates | None) -> Prefill:
-    """Compute what the plan does not load: the whole prompt, the tokens after a kept state, or the selected rows."""
+    """Compute what the plan does not load: the whole prompt, the tokens after a kept state, or the
+    selected rows.
+    """
     plan, prompt = fetched.plan, fetched.plan.prompt
     if plan.fallback_reason and model.profile.state and prompt.schema_use is None:
         return model.prefill_state(prompt.token_ids, states)

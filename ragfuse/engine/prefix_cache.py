@@ -1,10 +1,12 @@
-"""The tree of beginnings: KV of prompts' first tokens is read where an earlier prompt or turn left it, not computed.
+"""The tree of beginnings: KV of prompts' first tokens is read where an earlier prompt or turn left
+it, not computed.
 
-All of it is found by token ids. Exact rows, those that a full prefill would give too, are nodes of one radix tree per
-tenant, which every prompt searches (prefix caching). A session has its own path (`Session.rows`): the exact nodes, and
-rows that only it may read, as they saw blended chunks or a truncated history. Entries keep the positions at which they
-were computed. The tree's are in memory, a persistent session's in slow tiers as well; all are evicted like any other.
-Models whose state is not KV per token (such as recurrent ones) have their whole state kept instead (`hf.kept_states`).
+All of it is found by token ids. Exact rows, those that a full prefill would give too, are nodes of
+one radix tree per tenant, which every prompt searches (prefix caching). A session has its own path
+(`Session.rows`): the exact nodes, and rows that only it may read, as they saw blended chunks or a
+truncated history. Entries keep the positions at which they were computed. The tree's are in memory,
+a persistent session's in slow tiers as well; all are evicted like any other. Models whose state is
+not KV per token (such as recurrent ones) have their whole state kept instead (`hf.kept_states`).
 """
 
 from __future__ import annotations
@@ -33,12 +35,16 @@ from ragfuse.types.plan import LoadPlan, is_exact
 from ragfuse.types.prompt import Prompt, Segment
 
 PREFIX_SAVE_WAIT_S = 5.0
-"""Longest time in seconds that a prompt waits for a shared prefix that is being saved, while another prompt uses the
-model anyway."""
+"""Longest time in seconds that a prompt waits for a shared prefix that is being saved, while
+another prompt uses the model anyway.
+"""
 MAX_BEFORE = 4096
-"""Most tokens before a first chunk for it to be encoded after them: they are recomputed for that."""
+"""Most tokens before a first chunk for it to be encoded after them: they are recomputed for that.
+"""
 SWEEP_NODES = 256
-"""Tree nodes at which evicted entries are first removed from the tree; again each time it has doubled in size."""
+"""Tree nodes at which evicted entries are first removed from the tree; again each time it has
+doubled in size.
+"""
 
 Spans = Sequence[tuple[int, int]]
 """Ranges lo:hi of a prompt's rows, in order."""
@@ -62,7 +68,8 @@ class _Run:
 
 
 class PrefixCache:
-    """The beginnings that one engine knows: a radix tree of token ids per tenant, with entries in the store.
+    """The beginnings that one engine knows: a radix tree of token ids per tenant, with entries in
+    the store.
 
     Thread-safe.
 
@@ -86,13 +93,16 @@ class PrefixCache:
 
     @property
     def _tenant(self) -> _Tenant:
-        """What is known of this tenant's prompts; ask for it with `_changed` held, as the first one makes it."""
+        """What is known of this tenant's prompts; ask for it with `_changed` held, as the first one
+        makes it.
+        """
         return self._tenants[self._runtime.encoder.digest]
 
     # before the prefill
 
     def placed(self, prompt: Prompt) -> Prompt:
-        """Return the prompt with the prefix it shares with earlier prompts as segments of kind "prefix".
+        """Return the prompt with the prefix it shares with earlier prompts as segments of kind
+        "prefix".
 
         History segments stay, and so does the last token, which is always computed.
         """
@@ -111,18 +121,27 @@ class PrefixCache:
             with self._changed:
                 tree.discard(evicted)
         # Entries of conversations may exist at lossy levels only, and would not be exact.
-        found = [each for each in found if each.key in entries and LEVEL_NAMES[0] in entries[each.key].sizes]
+        found = [
+            each
+            for each in found
+            if each.key in entries and LEVEL_NAMES[0] in entries[each.key].sizes
+        ]
         return with_rows(prompt, found, "prefix")
 
     def kept_states(self) -> TenantStates | None:
-        """Return the kept states of a model whose cache is not KV per token; None where prefix caching is off."""
+        """Return the kept states of a model whose cache is not KV per token; None where prefix
+        caching is off.
+        """
         if not self.is_on:
             return None
-        return TenantStates(self._states, self._runtime.encoder.digest, self._settings.min_chunk_tokens)
+        return TenantStates(
+            self._states, self._runtime.encoder.digest, self._settings.min_chunk_tokens
+        )
 
     @contextmanager
     def turn(self, prompt: Prompt) -> Iterator[None]:
-        """Wait for what other prompts are about to save of this one's beginning, and let such prompts wait for it.
+        """Wait for what other prompts are about to save of this one's beginning, and let such
+        prompts wait for it.
 
         Saves are waited for at most `PREFIX_SAVE_WAIT_S` seconds, prefills until they are over.
         """
@@ -151,9 +170,11 @@ class PrefixCache:
     # after it
 
     def save(self, ready: PreparedPrompt, written: Sequence[int] = ()) -> None:
-        """Save to memory, in the background, those exact rows of a prefilled prompt that are not cached yet.
+        """Save to memory, in the background, those exact rows of a prefilled prompt that are not
+        cached yet.
 
-        This is called while the answer is generated (AttentionStore 3.2.2), and again for the answer's rows.
+        This is called while the answer is generated (AttentionStore 3.2.2), and again for the
+        answer's rows.
 
         Args:
             ready: The prefilled prompt.
@@ -171,9 +192,11 @@ class PrefixCache:
         kept = list[_Run]()
         for run in [_Run(n_known, n_exact)] if written else _runs(ready.plan, owns):
             lo = max(run.lo, n_known)
-            # A short last run is not saved, as a later prompt may extend it. It is saved where the first chunk follows,
-            # since `prefix_to_encode` needs every row before that chunk.
-            shortest = self._settings.min_chunk_tokens if run.hi == n_exact != prompt.first_chunk else 1
+            # A short last run is not saved, as a later prompt may extend it. It is saved where the
+            # first chunk follows, since `prefix_to_encode` needs every row before that chunk.
+            shortest = (
+                self._settings.min_chunk_tokens if run.hi == n_exact != prompt.first_chunk else 1
+            )
             if run.hi <= n_exact and (run.read or run.hi - lo >= shortest):
                 kept.append(run if run.read else _Run(lo, run.hi))
         self._save(ready, ids, kept, n_exact)
@@ -183,8 +206,9 @@ class PrefixCache:
     ) -> tuple[tuple[int, ...], tuple[Rows, ...]]:
         """Save what a prompt and its answer leave for the next turn of their conversation.
 
-        Exact rows are found by other prompts too. Rows that saw blended chunks, lossy KV or a truncated history are one
-        entry, whose key has a digest of how the prompt was computed, so that nothing takes it for exact.
+        Exact rows are found by other prompts too. Rows that saw blended chunks, lossy KV or a
+        truncated history are one entry, whose key has a digest of how the prompt was computed, so
+        that nothing takes it for exact.
 
         Args:
             ready: The prefilled prompt.
@@ -192,14 +216,17 @@ class PrefixCache:
             written: The answer's ids whose KV is in the prompt's cache.
 
         Returns:
-            The conversation's token ids, those that the prompt leaves out included, and where the KV of the others is.
+            The conversation's token ids, those that the prompt leaves out included, and where the
+            KV of the others is.
         """
         if not self._can_save(ready):
             return (), ()
         plan, prompt, encoder = ready.plan, ready.plan.prompt, self._runtime.encoder
         ids, n_exact = (*prompt.token_ids, *written), exact_rows(plan)
         placed = zip(prompt.segments, prompt.spans, strict=True)
-        skipped = [rows for segment, rows in placed if segment.kind == "chunk" and not turn.keep_chunks]
+        skipped = [
+            rows for segment, rows in placed if segment.kind == "chunk" and not turn.keep_chunks
+        ]
         runs = _runs(plan, turn.persistent, skipped)
         if len(written) >= encoder.shortest:
             runs.append(_Run(len(prompt), len(ids)))
@@ -208,17 +235,21 @@ class PrefixCache:
         elif n_exact == len(prompt):
             n_exact = len(ids)
         parts = self._save(ready, ids, runs, n_exact, turn)
-        return _in_conversation(ids, merged(sorted(parts, key=lambda part: part.lo)), *turn.left_out)
+        return _in_conversation(
+            ids, merged(sorted(parts, key=lambda part: part.lo)), *turn.left_out
+        )
 
     def prefix_to_encode(self, ready: PreparedPrompt) -> tuple[Sequence[int], int]:
-        """Return the prefix to encode in the background so that the prompt's first chunk is exact the next time.
+        """Return the prefix to encode in the background so that the prompt's first chunk is exact
+        the next time.
 
-        Only the prefix stands before the first chunk, so its exact KV serves every prompt with both. Blending the first
-        chunk is most of the cost of blending.
+        Only the prefix stands before the first chunk, so its exact KV serves every prompt with
+        both. Blending the first chunk is most of the cost of blending.
 
         Returns:
-            The prompt's ids up to the end of its first chunk, and how many of them are exact already. No ids where the
-            first chunk was not blended, or where what is before it was computed: it may be another one each time.
+            The prompt's ids up to the end of its first chunk, and how many of them are exact
+            already. No ids where the first chunk was not blended, or where what is before it was
+            computed: it may be another one each time.
         """
         n_exact, prompt = exact_rows(ready.plan), ready.plan.prompt
         for segment, (lo, hi) in zip(prompt.segments, prompt.spans, strict=True):
@@ -247,11 +278,15 @@ class PrefixCache:
         self.note(token_ids, n_exact, key)
 
     def note(self, token_ids: Sequence[int], lo: int, key: ChunkKey) -> None:
-        """Add an entry to the tree: the tokens from `lo` on are stored under `key`, at positions from 0 on."""
+        """Add an entry to the tree: the tokens from `lo` on are stored under `key`, at positions
+        from 0 on.
+        """
         self._insert(token_ids, [Rows(lo, len(token_ids), key, 0, lo)])
 
     def forget(self, runs: Collection[Sequence[int]]) -> None:
-        """Drop every entry that holds one of these runs of tokens, and the entries that follow it."""
+        """Drop every entry that holds one of these runs of tokens, and the entries that
+        follow it.
+        """
         self._states.forget(self._runtime.encoder.digest, runs)
         with self._changed:
             tree = self._tenant.tree
@@ -272,21 +307,27 @@ class PrefixCache:
         return movable and ready.prefill.cache is not None and _is_plain(ready.plan.prompt)
 
     def _exact(self, token_ids: Sequence[int], lo: int, hi: int) -> Rows:
-        """Return tokens lo:hi as a new entry; its KV stays at the positions at which it was computed."""
-        key = self._runtime.encoder.key(token_ids[lo:hi], token_digest(token_ids[:lo]) if lo else "")
+        """Return tokens lo:hi as a new entry; its KV stays at the positions at which it was
+        computed.
+        """
+        key = self._runtime.encoder.key(
+            token_ids[lo:hi], token_digest(token_ids[:lo]) if lo else ""
+        )
         return Rows(lo, hi, replace(key, layout=f"at{lo}" if lo else ""))
 
     def _insert(self, token_ids: Sequence[int], parts: Sequence[Rows]) -> set[ChunkKey]:
         """Insert the parts into the tree, and return the keys that became nodes.
 
-        Parts behind a gap are left out, as no match would reach them. Where the tree has doubled in size since, evicted
-        entries are removed from it in the background.
+        Parts behind a gap are left out, as no match would reach them. Where the tree has doubled in
+        size since, evicted entries are removed from it in the background.
         """
         if not self.is_on or not parts:
             return set()
         with self._changed:
             tenant = self._tenant
-            inserted = tenant.tree.insert(token_ids, _chained([*tenant.tree.match(token_ids), *parts]))
+            inserted = tenant.tree.insert(
+                token_ids, _chained([*tenant.tree.match(token_ids), *parts])
+            )
             if tenant.tree.n_nodes >= tenant.sweep_at:
                 tenant.sweep_at = 2 * tenant.tree.n_nodes
                 self._pending.submit(partial(self._sweep, tenant), counts=False, is_awaited=True)
@@ -309,7 +350,8 @@ class PrefixCache:
         n_exact: int,
         turn: PendingTurn | None = None,
     ) -> list[Rows]:
-        """Save runs of a prompt in the background, unless too much waits already, and return where all their rows are.
+        """Save runs of a prompt in the background, unless too much waits already, and return where
+        all their rows are.
 
         Args:
             ready: The prefilled prompt.
@@ -326,11 +368,16 @@ class PrefixCache:
         exact = [each for each in parts if each.hi <= n_exact]
         if private := [(run.lo, run.hi) for run in runs if not run.read and run.hi > n_exact]:
             tokens = [token for lo, hi in private for token in ids[lo:hi]]
-            context = filler_context(digest("history", _plan_digest(ready.plan), str(private[0][0])))
+            context = filler_context(
+                digest("history", _plan_digest(ready.plan), str(private[0][0]))
+            )
             key = encoder.key(tokens, context)
             new[key] = private
             ends = accumulate(hi - lo for lo, hi in private)
-            parts += [Rows(lo, hi, key, end - (hi - lo)) for (lo, hi), end in zip(private, ends, strict=True)]
+            parts += [
+                Rows(lo, hi, key, end - (hi - lo))
+                for (lo, hi), end in zip(private, ends, strict=True)
+            ]
         with self._changed:  # whoever finds them in the tree finds that they are being saved
             inserted = self._insert(ids, exact)
             if turn is None:
@@ -342,7 +389,9 @@ class PrefixCache:
         return parts
 
     def _write(self, kv: ChunkKV, new: Mapping[ChunkKey, Spans], is_persistent: bool) -> None:
-        """Write entries: to memory without loss, and to slow tiers as well where they are persistent."""
+        """Write entries: to memory without loss, and to slow tiers as well where they are
+        persistent.
+        """
         encoder, raw = self._runtime.encoder, dict.fromkeys(self._fast[-1:], LEVEL_NAMES[:1])
         for key, spans in new.items():
             found = self._store.lookup([key]).get(key)
@@ -351,7 +400,10 @@ class PrefixCache:
                 continue
             rows = _copied(kv, spans)
             if is_persistent:
-                home, levels = encoder.home(rows.n_tokens, rows.nbytes), encoder.levels(rows.n_tokens, rows.nbytes)
+                home, levels = (
+                    encoder.home(rows.n_tokens, rows.nbytes),
+                    encoder.levels(rows.n_tokens, rows.nbytes),
+                )
                 pace_s = 0.0 if raw else PACE_S
                 self._store.put(key, rows, slow_tier=home, levels={**levels, **raw}, pace_s=pace_s)
             elif raw:
@@ -359,14 +411,20 @@ class PrefixCache:
 
 
 def exact_rows(plan: LoadPlan) -> int:
-    """Return how many of a prompt's first rows equal a full prefill's: those before the first blended or lossy one."""
-    lossy = (f.segment for f in plan.fetches if f.level != LEVEL_NAMES[0] or not is_exact(plan.prompt, f))
+    """Return how many of a prompt's first rows equal a full prefill's: those before the first
+    blended or lossy one.
+    """
+    lossy = (
+        f.segment for f in plan.fetches if f.level != LEVEL_NAMES[0] or not is_exact(plan.prompt, f)
+    )
     first = min(lossy, default=None)
     return len(plan.prompt) if first is None else plan.prompt.spans[first][0]
 
 
 def with_rows(prompt: Prompt, found: Sequence[Rows], kind: Kind) -> Prompt:
-    """Return a prompt with segments of a kind in place of the tokens that were found, which are in order."""
+    """Return a prompt with segments of a kind in place of the tokens that were found, which are in
+    order.
+    """
     ends, segments, at = [hi for _, hi in prompt.spans], list[Segment](), 0
     for rows in (*found, None):
         lo = rows.lo if rows is not None else len(prompt)
@@ -374,11 +432,18 @@ def with_rows(prompt: Prompt, found: Sequence[Rows], kind: Kind) -> Prompt:
             begin = prompt.spans[index][0]
             if max(at, begin) >= lo:
                 break
-            segments.append(_cut(prompt.segments[index], max(at, begin) - begin, min(lo, ends[index]) - begin))
+            segments.append(
+                _cut(prompt.segments[index], max(at, begin) - begin, min(lo, ends[index]) - begin)
+            )
         if rows is not None:
-            tokens, span = prompt.token_ids[rows.lo : rows.hi], (rows.row, rows.row + rows.hi - rows.lo)
+            tokens, span = (
+                prompt.token_ids[rows.lo : rows.hi],
+                (rows.row, rows.row + rows.hi - rows.lo),
+            )
             start = prompt.segments[0].start + rows.lo
-            segments.append(Segment(tokens, start, kind, (rows.key,), rows=span, origin=rows.origin))
+            segments.append(
+                Segment(tokens, start, kind, (rows.key,), rows=span, origin=rows.origin)
+            )
             at = rows.hi
     return replace(prompt, segments=tuple(segments)) if found else prompt
 
@@ -408,16 +473,24 @@ def _cut(segment: Segment, lo: int, hi: int) -> Segment:
     if (lo, hi) == (0, len(segment.tokens)):
         return segment
     first = (segment.rows or (0, 0))[0]
-    rows, stored = ((first + lo, first + hi), segment.stored or segment.tokens) if segment.keys else (None, ())
-    return replace(segment, tokens=segment.tokens[lo:hi], start=segment.start + lo, rows=rows, stored=stored)
+    rows, stored = (
+        ((first + lo, first + hi), segment.stored or segment.tokens) if segment.keys else (None, ())
+    )
+    return replace(
+        segment, tokens=segment.tokens[lo:hi], start=segment.start + lo, rows=rows, stored=stored
+    )
 
 
-def _runs(plan: LoadPlan, owns: bool = False, skipped: Collection[tuple[int, int]] = ()) -> list[_Run]:
-    """Return a prompt's rows as runs that were read and runs that were computed; none is both exact and not.
+def _runs(
+    plan: LoadPlan, owns: bool = False, skipped: Collection[tuple[int, int]] = ()
+) -> list[_Run]:
+    """Return a prompt's rows as runs that were read and runs that were computed; none is both exact
+    and not.
 
     Args:
         plan: The plan by which it was computed.
-        owns: Whether rows that another prompt's entry gave count as computed, so that they get an entry of their own.
+        owns: Whether rows that another prompt's entry gave count as computed, so that they get an
+            entry of their own.
         skipped: Rows of segments that are left out.
     """
     prompt, n_exact, runs = plan.prompt, exact_rows(plan), list[_Run]()
@@ -427,7 +500,9 @@ def _runs(plan: LoadPlan, owns: bool = False, skipped: Collection[tuple[int, int
         if (lo, hi) in skipped:
             continue
         if fetch is not None and (is_history or (hi <= n_exact and not owns)):
-            runs.append(_Run(lo, hi, Rows(lo, hi, fetch.key, (segment.rows or (0, 0))[0], segment.shift)))
+            runs.append(
+                _Run(lo, hi, Rows(lo, hi, fetch.key, (segment.rows or (0, 0))[0], segment.shift))
+            )
         elif runs and runs[-1].read is None and runs[-1].hi == lo != n_exact and not is_history:
             runs[-1] = _Run(runs[-1].lo, hi)
         else:
@@ -470,7 +545,9 @@ def _plan_digest(plan: LoadPlan) -> str:
 
 
 def _chained(parts: Sequence[Rows]) -> list[Rows]:
-    """Return adjacent parts from row 0 on, up to the first gap; of parts that overlap, the first counts."""
+    """Return adjacent parts from row 0 on, up to the first gap; of parts that overlap, the first
+    counts.
+    """
     chain: list[Rows] = []
     for part in sorted(parts, key=lambda part: part.lo):
         at = chain[-1].hi if chain else 0
@@ -490,10 +567,14 @@ def _copied(kv: ChunkKV, spans: Spans) -> ChunkKV:
 
 
 def _rows_of(layer: LayerKV, spans: Spans) -> LayerKV:
-    keys, values = (torch.cat([part[:, lo:hi] for lo, hi in spans], 1) for part in (layer.keys, layer.values))
+    keys, values = (
+        torch.cat([part[:, lo:hi] for lo, hi in spans], 1) for part in (layer.keys, layer.values)
+    )
     return LayerKV(keys, values)
 
 
 def _is_plain(prompt: Prompt) -> bool:
-    """Return whether the prompt's positions are 0, 1, 2, ..., unlike those of a prompt over a schema."""
+    """Return whether the prompt's positions are 0, 1, 2, ..., unlike those of a prompt over a
+    schema.
+    """
     return prompt.schema_use is None and prompt.segments[-1].stop == len(prompt)

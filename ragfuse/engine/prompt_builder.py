@@ -1,7 +1,8 @@
 """Prompt building: turn messages or a text into a prompt of tokens with chunks and positions.
 
-`text.assemble` tokenises the prompt and finds chunks in its ids; the builder gives it the model's tokenizer and chat
-template, the tenant's keys, and the index of known chunks: those of the store's catalog and those given with questions.
+`text.assemble` tokenises the prompt and finds chunks in its ids; the builder gives it the model's
+tokenizer and chat template, the tenant's keys, and the index of known chunks: those of the store's
+catalog and those given with questions.
 """
 
 from __future__ import annotations
@@ -49,38 +50,48 @@ class PromptBuilder:
     """Builds the prompts of one engine. Thread-safe.
 
     Args:
-        runtime: The model and tenant, and the catalog with the texts of known chunks; the model may be loaded at first
-            use.
+        runtime: The model and tenant, and the catalog with the texts of known chunks; the model may
+            be loaded at first use.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self._settings, self._catalog, self.runtime = runtime.settings, runtime.catalog, runtime
         self._lock = threading.Lock()
         self._is_loaded = False
-        self._unread: Mapping[str, Sequence[KnownText]] = {}  # by their beginnings, until all are in the index
+        self._unread: Mapping[
+            str, Sequence[KnownText]
+        ] = {}  # by their beginnings, until all are in the index
         shortest = max(6, runtime.settings.min_chunk_tokens)
         self._spans = KnownSpans(shortest, max(MIN_ALTERED_TOKENS, shortest))
         self._read_texts: LRUCache[str, bool] = LRUCache(MAX_READ_TEXTS)  # by their digests
         self._calls: CallFormat | None = None
-        self._in_parts: dict[str, bool] = {}  # by role, whether the template takes contents as lists of parts
+        self._in_parts: dict[
+            str, bool
+        ] = {}  # by role, whether the template takes contents as lists of parts
 
     def knows(self, digest: str, text: str, tokens: Sequence[int]) -> bool:
-        """Return whether prompts of a tenant are searched for this text, whose token ids are given."""
+        """Return whether prompts of a tenant are searched for this text, whose token ids
+        are given.
+        """
         self._load(digest, text)
         return tokens in self._spans
 
-    def note(self, digest: str, text: str, source: str, tokens: Sequence[int], must: bool = False) -> None:
-        """Add a known chunk, in this process and, if it has text, in the catalog for other processes.
+    def note(
+        self, digest: str, text: str, source: str, tokens: Sequence[int], must: bool = False
+    ) -> None:
+        """Add a known chunk, in this process and, if it has text, in the catalog for other
+        processes.
 
-        The catalog is written first, so that a chunk it rejects as invalid is not known here either. A chunk that is
-        known already keeps the source that brought it first.
+        The catalog is written first, so that a chunk it rejects as invalid is not known here
+        either. A chunk that is known already keeps the source that brought it first.
 
         Args:
             digest: The tenant's digest.
             text: The chunk's text; "" where only its ids are known.
             source: Where the text came from.
             tokens: Its token ids.
-            must: Whether a catalog that cannot be written is an error; otherwise only this process knows the chunk.
+            must: Whether a catalog that cannot be written is an error; otherwise only this process
+                knows the chunk.
 
         Raises:
             StoreError: The catalog cannot be written, and `must` is True.
@@ -96,7 +107,9 @@ class PromptBuilder:
         self._spans.add(tokens, text, source)
 
     def forget(self, digest: str, texts: Iterable[str]) -> set[tuple[int, ...]]:
-        """Forget these texts and the passages learnt from them, in this process; return the passages' token ids."""
+        """Forget these texts and the passages learnt from them, in this process; return the
+        passages' token ids.
+        """
         for each in self._catalog.texts(digest):
             if each.source == LEARNT:
                 self._index(each.text, LEARNT)
@@ -114,7 +127,9 @@ class PromptBuilder:
     # the index
 
     def _load(self, digest: str, text: str) -> None:
-        """Fill the index from the catalog, once and in the background; at once with what this text may hold."""
+        """Fill the index from the catalog, once and in the background; at once with what this text
+        may hold.
+        """
         with self._lock:
             if not self._is_loaded:
                 self._is_loaded, texts = self._catalog.tried(lambda file: file.texts(digest))
@@ -127,7 +142,9 @@ class PromptBuilder:
             unread_now = self._unread
         if unread_now:
             anchors = {text[at : at + ANCHOR_CHARS] for at in range(len(text))}
-            for each in chain.from_iterable(unread_now[anchor] for anchor in anchors & unread_now.keys()):
+            for each in chain.from_iterable(
+                unread_now[anchor] for anchor in anchors & unread_now.keys()
+            ):
                 if each.text in text:
                     self._index(each.text, each.source)
 
@@ -140,7 +157,9 @@ class PromptBuilder:
             self._unread = {}
 
     def _index(self, text: str, source: str, is_stored: bool = True) -> None:
-        """Search prompts for a text from now on; each is tokenised once. A text that is not stored was only given."""
+        """Search prompts for a text from now on; each is tokenised once. A text that is not stored
+        was only given.
+        """
         text = text.strip()
         name = digest_of(text)
         with self._lock:
@@ -188,7 +207,9 @@ class PromptBuilder:
         ask, model = ask or Ask(), self.runtime.model
         render: Callable[..., str] | None = None
         if getattr(model.tokenizer, "chat_template", None):
-            render = partial(self.render, goes_on=ask.continue_final_message, more=ask.chat_template_kwargs)
+            render = partial(
+                self.render, goes_on=ask.continue_final_message, more=ask.chat_template_kwargs
+            )
         assembler = Assembler(
             tokenizer=model.encoder,
             key_of=self.runtime.encoder.key,
@@ -206,23 +227,34 @@ class PromptBuilder:
         documents = self._taken(messages, ask, digest) if ask.reuse else []
         sources = {text.strip(): source for text, source in documents}
         assembler = replace(assembler, find=partial(self._find, sources), documents=documents)
-        last_user = max((at for at, message in enumerate(messages) if message.role == "user"), default=-1)
+        last_user = max(
+            (at for at, message in enumerate(messages) if message.role == "user"), default=-1
+        )
         dropped = list[str]()
         if leave_out:
             contents = [self.pieces(_split_at(message.pieces, sources)) for message in messages]
             kept, dropped = without_last_chunks(contents, leave_out, last_user)
-            messages = [replace(each, content=content) for each, content in zip(messages, kept, strict=True)]
-        if ask.continue_final_message and (messages[-1].role != "assistant" or not messages[-1].has_content):
+            messages = [
+                replace(each, content=content) for each, content in zip(messages, kept, strict=True)
+            ]
+        if ask.continue_final_message and (
+            messages[-1].role != "assistant" or not messages[-1].has_content
+        ):
             raise InputError(
-                "continue_final_message needs a last message of role 'assistant' with text; the last one has role "
-                f"'{messages[-1].role}'. Add the begun answer, or leave the option out.",
+                "continue_final_message needs a last message of role 'assistant' with text; the"
+                f" last one has role '{messages[-1].role}'. Add the begun answer, or leave the"
+                " option out.",
                 "continue_final_message",
             )
 
         def fits(text: str) -> None:
             if check:
-                given = bool(ask.documents) or any(p.kind == "chunk" for m in messages for p in m.pieces)
-                remaining_context(len(text) // TOKEN_CHARS, model, may_drop=given and not leave_out, at_least=True)
+                given = bool(ask.documents) or any(
+                    p.kind == "chunk" for m in messages for p in m.pieces
+                )
+                remaining_context(
+                    len(text) // TOKEN_CHARS, model, may_drop=given and not leave_out, at_least=True
+                )
 
         if is_text:
             fits(messages[0].text)
@@ -230,10 +262,14 @@ class PromptBuilder:
         assembler = replace(assembler, calls=self.calls, check=fits)
         return replace(assembler.chat(messages, tools), dropped=tuple(dropped))
 
-    def _taken(self, messages: Sequence[ChatMessage], ask: Ask, digest: str) -> list[tuple[str, str]]:
-        """Put the chunks that are given with a question into the index, and return (text, source) of all of them.
+    def _taken(
+        self, messages: Sequence[ChatMessage], ask: Ask, digest: str
+    ) -> list[tuple[str, str]]:
+        """Put the chunks that are given with a question into the index, and return (text, source)
+        of all of them.
 
-        They are pieces of its messages and its documents, which are not learnt where `learn` is "off".
+        They are pieces of its messages and its documents, which are not learnt where `learn` is
+        "off".
         """
         self._load(digest, "\n".join(message.text for message in messages))
         pieces = chain.from_iterable(message.pieces for message in messages)
@@ -243,16 +279,25 @@ class PromptBuilder:
         return [*ask.documents, *given]
 
     def _find(self, given: Mapping[str, str], ids: Sequence[int]) -> list[Match]:
-        """Return the known chunks in ids; one that was given altered has the source that it was given last."""
+        """Return the known chunks in ids; one that was given altered has the source that it was
+        given last.
+        """
         return [
-            replace(match, span=replace(match.span, source=given.get(match.span.text, match.span.source)))
+            replace(
+                match,
+                span=replace(match.span, source=given.get(match.span.text, match.span.source)),
+            )
             for match in self._spans.find(ids, given.keys())
         ]
 
     def pieces(self, content: Content) -> Sequence[Piece]:
-        """Return a message's content cut into chunks and fresh text; its own chunks stay as they are."""
+        """Return a message's content cut into chunks and fresh text; its own chunks stay as they
+        are.
+        """
         given = ChatMessage("user", content).pieces
-        parts = ([each] if each.kind == "chunk" or each.ids else self._cut(each.text) for each in given)
+        parts = (
+            [each] if each.kind == "chunk" or each.ids else self._cut(each.text) for each in given
+        )
         return [piece for piece in chain.from_iterable(parts) if piece.text]
 
     def _cut(self, text: str) -> Iterator[Piece]:
@@ -260,7 +305,11 @@ class PromptBuilder:
         ids, offsets = encoder.read(text, encoder.control_spans(text))
         for match in self._spans.find(ids):
             known = match.span.text
-            lo = text.find(known, max(at, offsets[match.lo][0] - len(known)), offsets[match.hi - 1][1] + len(known))
+            lo = text.find(
+                known,
+                max(at, offsets[match.lo][0] - len(known)),
+                offsets[match.hi - 1][1] + len(known),
+            )
             if known and lo >= 0:
                 yield Piece(text[at:lo])
                 yield Piece(known, "chunk", match.span.source)
@@ -280,37 +329,60 @@ class PromptBuilder:
         Args:
             messages: Messages in OpenAI's form.
             tools: Tools that the template describes.
-            add_generation_prompt: Whether to add the template's generation prompt, which makes the model answer.
+            add_generation_prompt: Whether to add the template's generation prompt, which makes the
+                model answer.
             more: Variables of the template.
-            goes_on: Leave the last message open, so that the answer continues it; no generation prompt is added.
+            goes_on: Leave the last message open, so that the answer continues it; no generation
+                prompt is added.
         """
         forms = [self._in_template_form(message) for message in messages]
-        ending = {"continue_final_message": True} if goes_on else {"add_generation_prompt": add_generation_prompt}
+        ending = (
+            {"continue_final_message": True}
+            if goes_on
+            else {"add_generation_prompt": add_generation_prompt}
+        )
         return self._rendered(forms, tools, {**more, **ending})
 
     def _rendered(
-        self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], more: Mapping[str, Any]
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        more: Mapping[str, Any],
     ) -> str:
         tokenizer, given = self.runtime.model.tokenizer, [dict(tool) for tool in tools] or None
         return str(tokenizer.apply_chat_template(messages, tools=given, tokenize=False, **more))
 
     def _in_template_form(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message with its content in the form that the template renders: a text, or a list of parts."""
+        """Return a message with its content in the form that the template renders: a text, or a
+        list of parts.
+        """
         content, role = message.get("content"), str(message.get("role"))
         if not isinstance(content, str):
             return dict(message)
         role = role if role in ("system", "assistant", "user") else "user"
         if role not in self._in_parts:
             self._in_parts[role] = self._takes_parts(role)
-        return {**message, "content": [{"type": "text", "text": content}] if self._in_parts[role] else content}
+        return {
+            **message,
+            "content": [{"type": "text", "text": content}] if self._in_parts[role] else content,
+        }
 
     def _takes_parts(self, role: str) -> bool:
-        """Return whether the template renders contents of this role only where they are lists of parts."""
-        others = [] if role == "user" else [self._in_template_form({"role": "user", "content": "Why?"})]
-        for content, is_list in ((PARTS_PROBE, False), ([{"type": "text", "text": PARTS_PROBE}], True)):
+        """Return whether the template renders contents of this role only where they are lists of
+        parts.
+        """
+        others = (
+            [] if role == "user" else [self._in_template_form({"role": "user", "content": "Why?"})]
+        )
+        for content, is_list in (
+            (PARTS_PROBE, False),
+            ([{"type": "text", "text": PARTS_PROBE}], True),
+        ):
             message = {"role": role, "content": content}
             try:
-                text = self._rendered([message, *others] if role == "system" else [*others, message], (), {})
+                text = self._rendered(
+                    [message, *others] if role == "system" else [*others, message], (), {}
+                )
             except Exception:  # a template may raise anything
                 continue
             if PARTS_PROBE in text:
@@ -323,14 +395,16 @@ def _checked(ids: Ids, n_ids: int) -> list[int]:
     unknown = next((id for id in ids if not isinstance(id, Integral) or not 0 <= id < n_ids), None)
     if unknown is not None:
         raise InputError(
-            f"Token ids are whole numbers from 0 to {n_ids - 1:,}, found {unknown!r:.80}. Encode the prompt with the "
-            "model's own tokenizer."
+            f"Token ids are whole numbers from 0 to {n_ids - 1:,}, found {unknown!r:.80}. Encode"
+            " the prompt with the model's own tokenizer."
         )
     return [int(id) for id in ids]
 
 
 def _split_at(pieces: Sequence[Piece], sources: Mapping[str, str]) -> list[Piece]:
-    """Return pieces with the texts that are keys of `sources`, which has the source of each, as chunks."""
+    """Return pieces with the texts that are keys of `sources`, which has the source of each, as
+    chunks.
+    """
     found = list(pieces)
     for text, source in filter(lambda given: given[0], sources.items()):
         split = list[Piece]()

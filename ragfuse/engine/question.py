@@ -1,4 +1,6 @@
-"""Questions: the forms in which they are asked, and the checks and repairs before a prompt is built from them."""
+"""Questions: the forms in which they are asked, and the checks and repairs before a prompt is built
+from them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ Ids = Sequence[int]
 
 
 Question = ChatInput | Ids | PMLPrompt
-"""A question that an engine answers: text or messages, token ids, or a prompt in PML over a registered schema."""
+"""A question that an engine answers: text or messages, token ids, or a prompt in PML over a
+registered schema.
+"""
 
 
 def is_ids(question: object) -> TypeGuard[Ids]:
@@ -34,12 +38,15 @@ def is_ids(question: object) -> TypeGuard[Ids]:
 
 
 def mended_documents(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield (text, source) of documents as `whole_text` does; raise InputError for anything else than such pairs."""
+    """Yield (text, source) of documents as `whole_text` does; raise InputError for anything else
+    than such pairs.
+    """
     for each in texts if isinstance(texts, Iterable) and not isinstance(texts, str) else (texts,):
         is_pair = isinstance(each, Sequence) and not isinstance(each, str) and len(each) == 2
         if not is_pair or not all(isinstance(part, str) for part in each):
             raise InputError(
-                f"Documents are a list of (text, source) pairs; found {each!r:.80}. Write [(text, source)].",
+                f"Documents are a list of (text, source) pairs; found {each!r:.80}. Write [(text,"
+                " source)].",
                 "documents",
             )
         source = whole_text(each[1])
@@ -47,11 +54,15 @@ def mended_documents(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, st
 
 
 def texts_of(texts: Iterable[str], argument: str) -> tuple[str, ...]:
-    """Return texts, or one that is given alone; raise InputError, about this argument, for anything else."""
+    """Return texts, or one that is given alone; raise InputError, about this argument, for anything
+    else.
+    """
     found = (texts,) if isinstance(texts, str) or not isinstance(texts, Iterable) else tuple(texts)
     strange = next((each for each in found if not isinstance(each, str)), None)
     if strange is not None or texts is None:
-        raise InputError(f"{argument} takes a list of texts; found {strange!r:.80}. Write ['a text'].", argument)
+        raise InputError(
+            f"{argument} takes a list of texts; found {strange!r:.80}. Write ['a text'].", argument
+        )
     return found
 
 
@@ -65,7 +76,9 @@ def places_of(sessions: Iterable[str] | Mapping[str, float]) -> Mapping[str, flo
 def prompts_of(prompts: Iterable[Question]) -> list[Question]:
     """Return the prompts of a batch; raise InputError for what is no list of them."""
     if isinstance(prompts, str | PMLPrompt) or not isinstance(prompts, Iterable):
-        raise InputError(f"A batch takes a list of prompts; found {prompts!r:.80}. Write [prompt].", "prompts")
+        raise InputError(
+            f"A batch takes a list of prompts; found {prompts!r:.80}. Write [prompt].", "prompts"
+        )
     return list(prompts)
 
 
@@ -73,18 +86,24 @@ def mended_question(question: ChatInput | Ids) -> ChatInput | Ids:
     """Return a question with its texts as `whole_text` does; token ids are returned unchanged."""
     if is_ids(question):
         return question
-    whole: ChatInput = whole_value(question if isinstance(question, str) else messages_of(question), "The prompt")
+    whole: ChatInput = whole_value(
+        question if isinstance(question, str) else messages_of(question), "The prompt"
+    )
     return whole
 
 
 def is_bare_text(question: Any, ask: Ask, tools: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a question is a plain text that is given to the model without its chat template."""
+    """Return whether a question is a plain text that is given to the model without its chat
+    template.
+    """
     return isinstance(question, str) and not tools and not ask.continue_final_message
 
 
 def has_calls(question: object) -> bool:
     """Return whether a question has messages, and one of them tool calls."""
-    return isinstance(question, list | tuple) and any(getattr(each, "tool_calls", ()) for each in question)
+    return isinstance(question, list | tuple) and any(
+        getattr(each, "tool_calls", ()) for each in question
+    )
 
 
 def messages_of(question: ChatInput | Ids) -> list[ChatMessage]:
@@ -94,33 +113,46 @@ def messages_of(question: ChatInput | Ids) -> list[ChatMessage]:
         InputError: It is token ids, or no messages, or an empty list.
     """
     if is_ids(question):
-        raise InputError("A prompt of token ids cannot have tools or a session. Leave these out, or ask with messages.")
+        raise InputError(
+            "A prompt of token ids cannot have tools or a session. Leave these out, or ask with"
+            " messages."
+        )
     question = cast(ChatInput, question)
     if not isinstance(question, str | Sequence):
-        raise InputError(f"A question is a text, a list of messages or token ids; found {question!r:.80}.")
+        raise InputError(
+            f"A question is a text, a list of messages or token ids; found {question!r:.80}."
+        )
     messages = [ChatMessage("user", question)] if isinstance(question, str) else list(question)
     if not messages:
-        raise InputError("There are no messages; wanted at least one, such as ('user', 'a question').")
+        raise InputError(
+            "There are no messages; wanted at least one, such as ('user', 'a question')."
+        )
     return [_message(each) for each in messages]
 
 
 def question_of(prompt: Question | None, pml: Path | str | None) -> Question:
-    """Return `prompt`, or the prompt that `pml` holds or names; raise InputError unless exactly one is given."""
+    """Return `prompt`, or the prompt that `pml` holds or names; raise InputError unless exactly one
+    is given.
+    """
     if prompt is not None and pml is None:
         return prompt
     if pml is not None and prompt is None:
         return read_prompt(pml)
-    raise InputError(f"Give either a prompt or `pml`, found {'both' if pml is not None else 'neither'}.")
+    raise InputError(
+        f"Give either a prompt or `pml`, found {'both' if pml is not None else 'neither'}."
+    )
 
 
 def _message(given: object) -> ChatMessage:
-    """Return a (role, content) pair or `ChatMessage` as a `ChatMessage`; raise InputError for anything else."""
+    """Return a (role, content) pair or `ChatMessage` as a `ChatMessage`; raise InputError for
+    anything else.
+    """
     is_pair = isinstance(given, Sequence) and not isinstance(given, str) and len(given) == 2
     message = given if isinstance(given, ChatMessage) else ChatMessage(*given) if is_pair else None  # type: ignore[misc]
     if message is None or not isinstance(message.role, str) or not _is_content(message.content):
         raise InputError(
-            f"A message is a pair such as ('user', 'a question'), or a ChatMessage whose content is a text or a list "
-            f"of texts and `Piece`s; found {given!r:.80}."
+            "A message is a pair such as ('user', 'a question'), or a ChatMessage whose content is"
+            f" a text or a list of texts and `Piece`s; found {given!r:.80}."
         )
     return message
 

@@ -1,7 +1,9 @@
-"""Recurring passages: unmarked text that several prompts contain, and that is therefore worth keeping as a chunk.
+"""Recurring passages: unmarked text that several prompts contain, and that is therefore worth
+keeping as a chunk.
 
-No text is remembered: a line is recognised by a digest of its token ids, for a limited time. A passage of lines that a
-second prompt contains is encoded from that prompt's ids, and is a known chunk from then on.
+No text is remembered: a line is recognised by a digest of its token ids, for a limited time. A
+passage of lines that a second prompt contains is encoded from that prompt's ids, and is a known
+chunk from then on.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class RecurringPassages:
         self._met: TTLCache[str, str] = TTLCache(max_fingerprints, ttl_s, clock)
 
     def met_again(self, plan: LoadPlan, border_of: BorderOf) -> list[tuple[int, ...]]:
-        """Return the token ids of passages whose lines an earlier, different prompt had too; remember the others.
+        """Return the token ids of passages whose lines an earlier, different prompt had too;
+        remember the others.
 
         Text found in the store, and the question itself, are not learnt.
         """
@@ -64,19 +67,25 @@ class RecurringPassages:
             if lo < hi_question and lo_question < hi:
                 return False
             with self._lock:
-                return self._met.setdefault(token_digest(ids[lo:hi]), prompt_digest) != prompt_digest
+                return (
+                    self._met.setdefault(token_digest(ids[lo:hi]), prompt_digest) != prompt_digest
+                )
 
         found = list[tuple[int, ...]]()
-        for index, (segment, (begin, _)) in enumerate(zip(prompt.segments, prompt.spans, strict=True)):
+        for index, (segment, (begin, _)) in enumerate(
+            zip(prompt.segments, prompt.spans, strict=True)
+        ):
             if segment.kind in ("fresh", "prefix") and index not in read:
                 found += [
-                    segment.tokens[lo:hi] for lo, hi in passages(segment.tokens, border_of, partial(recurs, begin))
+                    segment.tokens[lo:hi]
+                    for lo, hi in passages(segment.tokens, border_of, partial(recurs, begin))
                 ]
         return found
 
 
 def hint_once(n_passages: int, settings: Settings, model: HFModel, why: str) -> None:
-    """Log, once for a model in this process, that long passages recur while nothing is reused, and what to do about it.
+    """Log, once for a model in this process, that long passages recur while nothing is reused, and
+    what to do about it.
 
     Args:
         n_passages: How many passages recurred.
@@ -86,11 +95,15 @@ def hint_once(n_passages: int, settings: Settings, model: HFModel, why: str) -> 
     """
     if not shared(("recurs", settings.model), threading.Lock).acquire(blocking=False):
         return
-    advice = f"set RAGFUSE_LEARN=text (now: {settings.learn}), or index them ahead with engine.ingest(texts)"
+    advice = (
+        f"set RAGFUSE_LEARN=text (now: {settings.learn}), or index them ahead with"
+        " engine.ingest(texts)"
+    )
     if why:
         advice = f"run {calibrate_command(settings, model)} ({why})"
     log.warning(
-        "Nothing was reused, although %d long passages of this prompt were in earlier prompts. To reuse them: %s.",
+        "Nothing was reused, although %d long passages of this prompt were in earlier prompts. To"
+        " reuse them: %s.",
         n_passages,
         advice,
     )

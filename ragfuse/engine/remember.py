@@ -1,4 +1,6 @@
-"""Stage 6, remember: save and encode in the background what later prompts can reuse of a prompt and its answer."""
+"""Stage 6, remember: save and encode in the background what later prompts can reuse of a prompt and
+its answer.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from ragfuse.types.reasons import CODE
 
 
 class RememberStage:
-    """Saves what questions leave for later ones: turns, prefixes, missed chunks, recurring passages.
+    """Saves what questions leave for later ones: turns, prefixes, missed chunks, recurring
+    passages.
 
     Args:
         prompts: Knows chunks.
@@ -30,9 +33,18 @@ class RememberStage:
     """
 
     def __init__(
-        self, prompts: PromptBuilder, history: ConversationHistory, prefixes: PrefixCache, prefetcher: Prefetcher
+        self,
+        prompts: PromptBuilder,
+        history: ConversationHistory,
+        prefixes: PrefixCache,
+        prefetcher: Prefetcher,
     ) -> None:
-        self._prompts, self._history, self._prefixes, self._prefetcher = prompts, history, prefixes, prefetcher
+        self._prompts, self._history, self._prefixes, self._prefetcher = (
+            prompts,
+            history,
+            prefixes,
+            prefetcher,
+        )
         self._runtime, self._passages = prompts.runtime, RecurringPassages()
 
     def begin(self, prepared: PreparedPrompt) -> None:
@@ -41,7 +53,9 @@ class RememberStage:
             self._prefixes.save(prepared)
 
     def remember(self, generated: Generated) -> None:
-        """Save a question's turn and the KV of its answer, and queue its missing chunks for encoding."""
+        """Save a question's turn and the KV of its answer, and queue its missing chunks for
+        encoding.
+        """
         prepared = generated.prepared
         reuses = prepared.request.ask.reuse
         if reuses:
@@ -65,7 +79,9 @@ class RememberStage:
         if self._runtime.settings.learn != "off" and schema_use is None:
             self._queue(EncodeJob("learn", plan.prompt.token_ids, plan=plan))
         if isinstance(schema_use, SchemaUse):
-            self._prefetcher.submit_keys(schema_use.others)  # of the unions used: the next prompt may want another one
+            self._prefetcher.submit_keys(
+                schema_use.others
+            )  # of the unions used: the next prompt may want another one
 
     def _queue(self, job: EncodeJob) -> None:
         """Queue a job; equal jobs wait only once."""
@@ -84,7 +100,9 @@ class RememberStage:
             self._encode(job)
 
     def _learn(self, job: EncodeJob) -> None:
-        """Encode passages that an earlier prompt contained too; where that is off, log once that it would help."""
+        """Encode passages that an earlier prompt contained too; where that is off, log once that it
+        would help.
+        """
         assert job.plan is not None
         model = self._runtime.model
         runs = self._passages.met_again(job.plan, model.border)
@@ -111,7 +129,9 @@ class RememberStage:
         self._prompts.note(encoder.digest, text, job.source, job.tokens)
 
     def _text(self, tokens: tuple[int, ...]) -> str:
-        """The text of ids, where it is tokenised as these; else "": then later processes do not know it."""
+        """The text of ids, where it is tokenised as these; else "": then later processes do not
+        know it.
+        """
         model = self._runtime.model
         text = model.text(tokens).strip()
         return text if tuple(model.tokens(text)) == tokens else ""

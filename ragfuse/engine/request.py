@@ -20,7 +20,8 @@ from ragfuse.types.profiles import ModelProfile
 Say = Callable[[str | Thought], None] | None
 """A callback for pieces of an answer as they are generated; None: the answer is not streamed."""
 Prefilled = Callable[["PreparedPrompt"], object] | None
-"""A callback for a prompt once it is prefilled, before its answer is generated; None: nobody asks."""
+"""A callback for a prompt once it is prefilled, before its answer is generated; None: nobody asks.
+"""
 
 
 @dataclass(frozen=True)
@@ -49,19 +50,27 @@ class Request:
 
     @property
     def began_s(self) -> float:
-        """`time.perf_counter()` when the request came, later by what it then waited for the model to be loaded."""
+        """`time.perf_counter()` when the request came, later by what it then waited for the model
+        to be loaded.
+        """
         return self.runtime.without_loading(self.came_s)
 
     @property
     def left_s(self) -> float | None:
         """Seconds that are left until the first token is wanted; None without a deadline."""
         deadline_s = self.ask.deadline_s
-        return None if deadline_s is None else max(0.0, self.began_s + deadline_s - time.perf_counter())
+        return (
+            None
+            if deadline_s is None
+            else max(0.0, self.began_s + deadline_s - time.perf_counter())
+        )
 
     def check_open(self) -> None:
         """Raise InputError once one of `ends` is set."""
         if any(end.is_set() for end in self.ends):
-            raise InputError("The stream was closed or finished before the answer began. Ask again.")
+            raise InputError(
+                "The stream was closed or finished before the answer began. Ask again."
+            )
 
     @property
     def profile(self) -> ModelProfile:
@@ -75,7 +84,9 @@ class Request:
 
     @property
     def is_chat(self) -> bool:
-        """Whether the prompt uses the chat template, rather than being a text or token ids to continue."""
+        """Whether the prompt uses the chat template, rather than being a text or token ids to
+        continue.
+        """
         if isinstance(self.question, PMLPrompt):
             return not self.question.ending
         return bool(self.ask.tools) if isinstance(self.question, str) else not is_ids(self.question)
@@ -104,9 +115,11 @@ class PreparedPrompt:
     stream: StreamTrace | None = None
 
     def n_held(self, n_ids: int) -> int:
-        """Return how many rows of the prompt and its answer of `n_ids` tokens are in the prompt's KV cache.
+        """Return how many rows of the prompt and its answer of `n_ids` tokens are in the prompt's
+        KV cache.
 
-        The answer's last token never has a row. Where the model's own cache took the answer's, it has none.
+        The answer's last token never has a row. Where the model's own cache took the answer's, it
+        has none.
         """
         cache, n_prompt = self.prefill.cache, len(self.plan.prompt)
         if cache is None or cache.length != n_prompt + n_ids - 1:

@@ -1,4 +1,6 @@
-"""What all parts of an engine share: its store and queues, and its model, loaded once, at first use."""
+"""What all parts of an engine share: its store and queues, and its model, loaded once, at first
+use.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ from ragfuse.types.profiles import ModelProfile
 log = logging.getLogger("ragfuse")
 
 MAX_WAITING_JOBS = 256
-"""Most jobs that may wait; further ones are dropped, and submitted again by the next question that needs them."""
+"""Most jobs that may wait; further ones are dropped, and submitted again by the next question that
+needs them.
+"""
 
 
 def ignore(*what: object) -> None:
@@ -51,7 +55,8 @@ def ignore(*what: object) -> None:
 
 
 class Runtime:
-    """A model with its tenant, profile and encoder, over the store that its KV is kept in. Thread-safe.
+    """A model with its tenant, profile and encoder, over the store that its KV is kept in.
+    Thread-safe.
 
     Nothing is loaded before `model` is first used.
 
@@ -62,7 +67,8 @@ class Runtime:
         conversations: Which KV belongs to which conversation; it evicts.
 
     Attributes:
-        catalog: Where profiles, timings, sessions, schemas and the texts of known chunks are stored.
+        catalog: Where profiles, timings, sessions, schemas and the texts of known chunks are
+            stored.
         store: Where encoded KV is stored.
         timings: Timings of this machine.
         links: The links to remote tiers, with their throughput.
@@ -83,7 +89,10 @@ class Runtime:
         self._codecs = CodecRegistry(self.catalog)
         self.store = opened(settings, store, self._codecs, conversations.evict(settings))
         self._codecs.tiers = self.store.tiers
-        self.timings, self.links = MachineTimings(settings.tiers, self.catalog), Links(settings.streams)
+        self.timings, self.links = (
+            MachineTimings(settings.tiers, self.catalog),
+            Links(settings.streams),
+        )
         self.saves = BackgroundJobs("kv", settings.writer_queue, settings.history_buffer_bytes)
         self.jobs = BackgroundJobs("encode", MAX_WAITING_JOBS, finishes=True)
         self.shared_kv = SharedKV()
@@ -99,7 +108,11 @@ class Runtime:
         with self._lock:
             if self._model is None:
                 began_s, given = time.perf_counter(), self._given
-                model = given if isinstance(given, HFModel) else loaded(self.settings, self._profiles, given)
+                model = (
+                    given
+                    if isinstance(given, HFModel)
+                    else loaded(self.settings, self._profiles, given)
+                )
                 tenant = digest(model.fingerprint, self.settings.salt)
                 if model is not given:
                     self._profiles.remember(model.profile)
@@ -109,7 +122,8 @@ class Runtime:
             return self._model
 
     def without_loading(self, began_s: float) -> float:
-        """Return a time that a request came, later by what it then waited for the model to be loaded.
+        """Return a time that a request came, later by what it then waited for the model to be
+        loaded.
 
         Args:
             began_s: `time.perf_counter()` when it came.
@@ -173,7 +187,9 @@ class Runtime:
 
     @at_work()
     def verify(self, progress: Callable[[str], object] = ignore) -> Verdict:
-        """Check with the model's real weights that fusing is exact where it must be; the profile keeps the verdict."""
+        """Check with the model's real weights that fusing is exact where it must be; the profile
+        keeps the verdict.
+        """
         how = settle(self.settings.policy, self.settings.ratio, self.profile.default_choice)
         verdict = verify(self.model, *how, progress)
         self._profiles.judge(self.model.profile, verdict.passed)
@@ -187,14 +203,18 @@ def filler_tokens(settings: Settings, profile: ModelProfile) -> int:
     A number that was set decides, then that which the model was trained with, then the default.
     """
     trained = profile.filler_tokens
-    return settings.filler_tokens if trained is None or "filler_tokens" in settings.model_fields_set else trained
+    return (
+        settings.filler_tokens
+        if trained is None or "filler_tokens" in settings.model_fields_set
+        else trained
+    )
 
 
 def loaded(settings: Settings, profiles: ProfileStore, given: LoadedModel | None = None) -> HFModel:
     """Return the model in the settings, or a given one; probed, unless its profile is stored.
 
-    It is shared in the process by all that name it with the same options, or give the same model with the same weights.
-    A folder or file that has changed since is loaded anew.
+    It is shared in the process by all that name it with the same options, or give the same model
+    with the same weights. A folder or file that has changed since is loaded anew.
     """
     if settings.device.startswith("cpu") and (given is None or settings.threads != "auto"):
         limit_threads(None if settings.threads == "auto" else settings.threads)
@@ -202,18 +222,34 @@ def loaded(settings: Settings, profiles: ProfileStore, given: LoadedModel | None
         weights = weights_digest(given.model)
         name = "handed over", id(given.model), id(given.tokenizer), weights
         return shared_while_used(name, lambda: given.probed(weights, profiles.probed))
-    named = settings.model, settings.dtype, settings.device, *([settings.model_kwargs] if settings.model_kwargs else [])
-    return shared(("model", *named), lambda: _load(settings, profiles), _version_of(Path(settings.model).expanduser()))
+    named = (
+        settings.model,
+        settings.dtype,
+        settings.device,
+        *([settings.model_kwargs] if settings.model_kwargs else []),
+    )
+    return shared(
+        ("model", *named),
+        lambda: _load(settings, profiles),
+        _version_of(Path(settings.model).expanduser()),
+    )
 
 
 def _version_of(place: Path) -> str:
-    """Return what changes with a model's file, or with the files of its folder; "" where there is no model."""
-    has_weights = place.is_file() or any(any(place.glob(name)) for name in ("*.safetensors", "*.gguf", CHUNK_ADAPTER))
+    """Return what changes with a model's file, or with the files of its folder; "" where there is
+    no model.
+    """
+    has_weights = place.is_file() or any(
+        any(place.glob(name)) for name in ("*.safetensors", "*.gguf", CHUNK_ADAPTER)
+    )
     return identity([place], {})[0] if has_weights else ""
 
 
-def handed_over(given: Given, tokenizer: Tokens, settings: Settings) -> tuple[LoadedModel | HFModel | None, Settings]:
-    """Return the loaded model that was given (None: only a name was), and the settings adapted to it.
+def handed_over(
+    given: Given, tokenizer: Tokens, settings: Settings
+) -> tuple[LoadedModel | HFModel | None, Settings]:
+    """Return the loaded model that was given (None: only a name was), and the settings adapted to
+    it.
 
     Args:
         given: A name, path or loaded model; None: the model in the settings.
@@ -226,38 +262,44 @@ def handed_over(given: Given, tokenizer: Tokens, settings: Settings) -> tuple[Lo
     """
     if not isinstance(settings, Settings):
         raise ModelError(
-            f"The first argument of Engine is Settings, found {settings!r:.60}. Give a model as Engine(model=...), and "
-            "the folder of the store as Engine(Settings(store=...))."
+            f"The first argument of Engine is Settings, found {settings!r:.60}. Give a model as"
+            " Engine(model=...), and the folder of the store as Engine(Settings(store=...))."
         )
     if given is None or isinstance(given, str | Path | HFModel | LoadedModel):
         if tokenizer is not None:
             raise ModelError(
-                "tokenizer= is only for a loaded transformers model, found none: other models have their own. Leave "
-                "tokenizer= out."
+                "tokenizer= is only for a loaded transformers model, found none: other models have"
+                " their own. Leave tokenizer= out."
             )
         if isinstance(given, HFModel | LoadedModel):
             return given, settings
-        return None, settings.model_copy(update={"model": str(given)}) if given is not None else settings
+        return None, (
+            settings.model_copy(update={"model": str(given)}) if given is not None else settings
+        )
     if settings.model_kwargs:
         raise ModelError(
-            "model_kwargs only apply when ragfuse loads the model, and this one is loaded already. Leave them out, or "
-            "give the model's name."
+            "model_kwargs only apply when ragfuse loads the model, and this one is loaded already."
+            " Leave them out, or give the model's name."
         )
     found = LoadedModel.of(given, tokenizer)
     device, dtype = str(device_of(found.model)), str(found.model.dtype).removeprefix("torch.")
     _check_same(settings, "dtype", dtype)
     _check_same(settings, "device", device)
-    return found, settings.model_copy(update={"model": found.name, "device": device, "dtype": dtype})
+    return found, settings.model_copy(
+        update={"model": found.name, "device": device, "dtype": dtype}
+    )
 
 
 def _check_same(settings: Settings, name: str, found: str) -> None:
-    """Raise SettingsError for a setting that contradicts a loaded model; what the environment says does not count."""
+    """Raise SettingsError for a setting that contradicts a loaded model; what the environment says
+    does not count.
+    """
     wanted = str(getattr(settings, name))
     is_same = wanted == found or (name == "device" and wanted == found.partition(":")[0])
     if not is_same and wanted not in ("auto", str(getattr(Settings(), name))):
         raise SettingsError(
-            f"{name} is {wanted}, and that of the loaded model is {found}. Leave out {name}, as a loaded model has its "
-            "own, or load the model so.",
+            f"{name} is {wanted}, and that of the loaded model is {found}. Leave out {name}, as a"
+            " loaded model has its own, or load the model so.",
             name,
         )
 
@@ -269,11 +311,17 @@ def _load(settings: Settings, profiles: ProfileStore) -> HFModel:
     options = dict(settings.model_kwargs)
     if options.get("gguf_file") and isinstance(source, Path):
         raise ModelError(
-            "gguf_file is for a file of a Hugging Face id. For a local model, give the file's path as model."
+            "gguf_file is for a file of a Hugging Face id. For a local model, give the file's path"
+            " as model."
         )
     with quietly(source):
         model = load_model(
-            source, settings.dtype, settings.device, profiles.probed, model_kwargs=options, home=settings.home
+            source,
+            settings.dtype,
+            settings.device,
+            profiles.probed,
+            model_kwargs=options,
+            home=settings.home,
         )
     model.name = settings.model
     model.open_tokenizer()

@@ -1,7 +1,9 @@
-"""The schemas of an engine (Prompt Cache): registered in the store's catalog, laid out and encoded for its model.
+"""The schemas of an engine (Prompt Cache): registered in the store's catalog, laid out and encoded
+for its model.
 
-`schemas.pml` reads a schema, `schemas.layout` gives its tokens positions, `schemas.bind` makes a prompt over it. A
-schema belongs to a tenant, its KV to a model as well. `schemas/registry.py` manages schemas without a model.
+`schemas.pml` reads a schema, `schemas.layout` gives its tokens positions, `schemas.bind` makes a
+prompt over it. A schema belongs to a tenant, its KV to a model as well. `schemas/registry.py`
+manages schemas without a model.
 """
 
 from __future__ import annotations
@@ -23,7 +25,16 @@ from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.errors import InputError, PMLError
 from ragfuse.schemas.bind import bind
 from ragfuse.schemas.layout import NO_WRAPPING, SchemaLayout, Wrapping, lay_out, outline
-from ragfuse.schemas.nodes import Item, Module, PMLPrompt, Role, Schema, TextNode, has_messages, inner
+from ragfuse.schemas.nodes import (
+    Item,
+    Module,
+    PMLPrompt,
+    Role,
+    Schema,
+    TextNode,
+    has_messages,
+    inner,
+)
 from ragfuse.schemas.pml import parse_prompt, parse_schema, read_schema
 from ragfuse.schemas.pml_writer import to_pml
 from ragfuse.schemas.registry import SchemaRegistry, StoredSchema
@@ -65,7 +76,8 @@ class RegisteredSchema:
 
 
 class SchemaService(SchemaRegistry):
-    """The schemas of one engine's tenant, laid out and encoded for its model, and prompts over them. Thread-safe.
+    """The schemas of one engine's tenant, laid out and encoded for its model, and prompts over
+    them. Thread-safe.
 
     Args:
         prompts: Renders the chat template.
@@ -76,20 +88,27 @@ class SchemaService(SchemaRegistry):
         super().__init__(runtime.store, runtime.catalog, runtime.settings.salt)
         self._prompts, self._runtime = prompts, runtime
         self._laying_out, self._ensuring = threading.Lock(), threading.Lock()
-        self._layouts: LRUCache[str, tuple[SchemaLayout, list[str]]] = LRUCache(MAX_LAYOUTS)  # by text, with the keys
+        self._layouts: LRUCache[str, tuple[SchemaLayout, list[str]]] = LRUCache(
+            MAX_LAYOUTS
+        )  # by text, with the keys
         self._template: tuple[str, Wrapping] | None = None
 
     def register(
-        self, schema: Schema | Path | str, progress: Callable[[Ingested], None] | None = None, must: bool = True
+        self,
+        schema: Schema | Path | str,
+        progress: Callable[[Ingested], None] | None = None,
+        must: bool = True,
     ) -> RegisteredSchema:
-        """Lay out a schema, encode those of its runs that are not stored yet, and register it for later processes too.
+        """Lay out a schema, encode those of its runs that are not stored yet, and register it for
+        later processes too.
 
         It replaces a registered schema of the same name; runs that both have are not encoded again.
 
         Args:
             schema: The schema; a text that begins with `<` is PML, any other names a file.
             progress: Called after each run with the counts so far.
-            must: Whether a catalog that cannot be written is an error; otherwise only this process knows the schema.
+            must: Whether a catalog that cannot be written is an error; otherwise only this process
+                knows the schema.
 
         Raises:
             PMLError: The schema cannot be read or laid out.
@@ -97,8 +116,14 @@ class SchemaService(SchemaRegistry):
             StoreError: It cannot be written to the catalog.
         """
         stored = _stored_schema(schema)
-        (layout, keys), encoder, began = self._laid_out(stored), self._runtime.encoder, time.perf_counter()
-        remaining_context(layout.n_positions, encoder.model, f"Schema '{stored.name}'", "Shorten its modules.")
+        (layout, keys), encoder, began = (
+            self._laid_out(stored),
+            self._runtime.encoder,
+            time.perf_counter(),
+        )
+        remaining_context(
+            layout.n_positions, encoder.model, f"Schema '{stored.name}'", "Shorten its modules."
+        )
         done = Ingested(of=len(layout.runs))
         for run in layout.runs:
             done = done.plus(len(run.tokens), encoder.keep_run(run), time.perf_counter() - began)
@@ -116,8 +141,11 @@ class SchemaService(SchemaRegistry):
             return self.laid_out(stored).schema == schema
         return False
 
-    def ensure(self, schema: Schema, progress: Callable[[Ingested], None] | None = None) -> RegisteredSchema | None:
-        """Register a schema unless it is registered already; a registration in another thread is waited for.
+    def ensure(
+        self, schema: Schema, progress: Callable[[Ingested], None] | None = None
+    ) -> RegisteredSchema | None:
+        """Register a schema unless it is registered already; a registration in another thread is
+        waited for.
 
         A catalog that cannot be written is not an error here, unlike in `register`.
 
@@ -128,7 +156,8 @@ class SchemaService(SchemaRegistry):
             return None if self.has(schema) else self.register(schema, progress, must=False)
 
     def show(self, name: str | Path) -> SchemaLayout:
-        """Return the layout, for the engine's model, of a registered schema or of one in a file (without registering).
+        """Return the layout, for the engine's model, of a registered schema or of one in a file
+        (without registering).
 
         Raises:
             InputError: There is no such schema and no such file.
@@ -136,7 +165,8 @@ class SchemaService(SchemaRegistry):
         return self.laid_out(self.named(name))
 
     def named(self, name: str | Path) -> StoredSchema:
-        """Return a registered schema, or the one in a file (without registering it); no model is needed.
+        """Return a registered schema, or the one in a file (without registering it); no model is
+        needed.
 
         Raises:
             InputError: There is no such schema and no such file.
@@ -145,15 +175,21 @@ class SchemaService(SchemaRegistry):
         if stored is None and Path(name).is_file():
             stored = _stored_schema(Path(name))
         if stored is None:
-            raise InputError(f"There is no schema '{name}', nor a file of this name; wanted {self.describe_names()}.")
+            raise InputError(
+                f"There is no schema '{name}', nor a file of this name; wanted"
+                f" {self.describe_names()}."
+            )
         return stored
 
     def laid_out(self, stored: StoredSchema) -> SchemaLayout:
-        """Return the layout of a stored schema for the engine's model; the latest ones are cached."""
+        """Return the layout of a stored schema for the engine's model; the latest ones are
+        cached.
+        """
         return self._laid_out(stored)[0]
 
     def prompt(self, request: PMLPrompt, ask: Ask) -> Prompt:
-        """Build the prompt of a request in PML: modules at the schema's positions, and new text (`schemas.bind`).
+        """Build the prompt of a request in PML: modules at the schema's positions, and new text
+        (`schemas.bind`).
 
         Raises:
             InputError: The request has a session or tools, which PML prompts cannot have.
@@ -162,10 +198,15 @@ class SchemaService(SchemaRegistry):
         """
         if ask.session is not None:
             raise InputError(
-                "A prompt in PML cannot continue a session: leave out `session`, or ask with messages.", "session"
+                "A prompt in PML cannot continue a session: leave out `session`, or ask with"
+                " messages.",
+                "session",
             )
         if ask.tools:
-            raise InputError("A prompt in PML cannot have tools: leave out `tools`, or ask with messages.", "tools")
+            raise InputError(
+                "A prompt in PML cannot have tools: leave out `tools`, or ask with messages.",
+                "tools",
+            )
         stored, encoder = self.get(request.schema), self._runtime.encoder
         if stored is None:
             raise request.at.error(
@@ -173,9 +214,13 @@ class SchemaService(SchemaRegistry):
                 self.describe_names(),
                 "Register it first: `ragfuse schema add FILE` or engine.schemas.register(FILE).",
             )
-        layout, keys = self._laid_out(stored if request.over is None else _stored_schema(request.over))
+        layout, keys = self._laid_out(
+            stored if request.over is None else _stored_schema(request.over)
+        )
         if not {*keys} <= {*stored.keys.get(encoder.digest, ())}:
-            self.note(stored.name, encoder.digest, keys)  # the answer may store them: they are deleted with the schema
+            self.note(
+                stored.name, encoder.digest, keys
+            )  # the answer may store them: they are deleted with the schema
         return bind(request, layout, encoder.model.tokens, encoder.key_of, ask.blend)
 
     # inside
@@ -204,17 +249,25 @@ class SchemaService(SchemaRegistry):
         return lay_out(schema, model.tokens, placeholder, wrapping, bos, shortest, fixed)
 
     def _wrapping(self) -> tuple[str, Wrapping]:
-        """Return how the chat template begins a prompt, and the texts it puts around messages; probed once."""
+        """Return how the chat template begins a prompt, and the texts it puts around messages;
+        probed once.
+        """
         if self._template is None:
             tokenizer = self._runtime.encoder.model.tokenizer
             has_template = getattr(tokenizer, "chat_template", None)
             render: Any = lambda messages, ask: self._prompts.render(messages, (), ask)  # noqa: E731
-            self._template = wrapping_of(render, str(tokenizer.bos_token or "")) if has_template else ("", NO_WRAPPING)
+            self._template = (
+                wrapping_of(render, str(tokenizer.bos_token or ""))
+                if has_template
+                else ("", NO_WRAPPING)
+            )
         return self._template
 
 
 def _first_text(items: tuple[Item, ...], wrapping: Wrapping) -> str:
-    """Return the first text of a prompt over a schema, which decides how its first token is made."""
+    """Return the first text of a prompt over a schema, which decides how its first token is
+    made.
+    """
     for item in inner(items):
         if isinstance(item, TextNode) and (item.text.strip() or not has_messages(items)):
             return item.text
@@ -228,7 +281,9 @@ def _first_text(items: tuple[Item, ...], wrapping: Wrapping) -> str:
 def _stored_schema(schema: Schema | Path | str) -> StoredSchema:
     """Return a schema, PML text or file as a `StoredSchema`."""
     if isinstance(schema, Schema):
-        return StoredSchema(schema.name, to_pml(schema), os.path.abspath(schema.at.file) if schema.at.file else "")
+        return StoredSchema(
+            schema.name, to_pml(schema), os.path.abspath(schema.at.file) if schema.at.file else ""
+        )
     if isinstance(schema, str) and schema.lstrip().startswith("<"):
         return StoredSchema(parse_schema(schema).name, schema)
     file = Path(schema).expanduser()

@@ -17,7 +17,8 @@ from ragfuse.store.levels import Codecs, tableless
 def open_catalog(settings: Settings, store: KVStore | None) -> Catalog:
     """Return the catalog of the store that settings describe.
 
-    The catalog keeps nothing where `store` is given (open already), or where settings leave no bytes for the disk.
+    The catalog keeps nothing where `store` is given (open already), or where settings leave no
+    bytes for the disk.
     """
     if store is not None or not settings.disk_bytes:
         return Catalog()
@@ -31,12 +32,18 @@ def opened(settings: Settings, store: KVStore | None, codecs: Codecs, evict: Evi
         SettingsError: `store` is not a KVStore.
     """
     if not isinstance(store, KVStore | None):
-        raise SettingsError(f"store= takes an open KVStore, found {store!r:.60}. Give a folder as Settings(store=...).")
+        raise SettingsError(
+            f"store= takes an open KVStore, found {store!r:.60}. Give a folder as"
+            " Settings(store=...)."
+        )
     return store if store is not None else open_kept(settings, codecs=codecs, evict=evict)
 
 
 def open_kept(
-    settings: Settings, clock: Callable[[], float] = time.time, codecs: Codecs = tableless, evict: Evict = lru
+    settings: Settings,
+    clock: Callable[[], float] = time.time,
+    codecs: Codecs = tableless,
+    evict: Evict = lru,
 ) -> KVStore:
     """Open the store that settings describe, with expiry after `ttl_s` seconds where that is set.
 

@@ -32,14 +32,29 @@ def trace_of(ready: PreparedPrompt, first_s: float | None) -> Trace:
         for index, segment in enumerate(plan.prompt.segments)
         if segment.kind != "fresh" or segment.source == CODE
     )
-    segments = tuple(each for each in segments if each.hit or each.kind != "prefix")  # a missed prefix is new text
+    segments = tuple(
+        each for each in segments if each.hit or each.kind != "prefix"
+    )  # a missed prefix is new text
     if prefill.n_before:
         known = SegmentTrace(
-            "", "prefix", prefill.n_before, 0, True, "memory", LEVEL_NAMES[0], exact=True, encoded="alone"
+            "",
+            "prefix",
+            prefill.n_before,
+            0,
+            True,
+            "memory",
+            LEVEL_NAMES[0],
+            exact=True,
+            encoded="alone",
         )
-        segments = (known, *(each for each in segments if each.start + each.n_tokens > prefill.n_before))
+        segments = (
+            known,
+            *(each for each in segments if each.start + each.n_tokens > prefill.n_before),
+        )
     cached = sum(s.n_tokens for s in segments if s.hit)
-    blendable_tokens = sum(s.n_tokens for s in segments if s.hit and s.kind == "chunk" and not s.exact)
+    blendable_tokens = sum(
+        s.n_tokens for s in segments if s.hit and s.kind == "chunk" and not s.exact
+    )
     recomputed = round(prefill.mean_ratio * blendable_tokens)
     forecast = plan.forecast
     return Trace(
@@ -68,7 +83,9 @@ def trace_of(ready: PreparedPrompt, first_s: float | None) -> Trace:
         stream=ready.stream,
         session=plan.prompt.conversation.id if plan.prompt.conversation is not None else "",
         truncated=plan.prompt.truncated,
-        schema=plan.prompt.schema_use.schema if isinstance(plan.prompt.schema_use, SchemaUse) else "",
+        schema=(
+            plan.prompt.schema_use.schema if isinstance(plan.prompt.schema_use, SchemaUse) else ""
+        ),
         modules=_modules(plan),
         tokens_prefix=sum(s.n_tokens for s in segments if s.hit and s.kind == "prefix"),
         tokens_chunks=sum(s.n_tokens for s in segments if s.hit and s.kind == "chunk") - recomputed,
@@ -79,7 +96,11 @@ def trace_of(ready: PreparedPrompt, first_s: float | None) -> Trace:
 def _modules(plan: LoadPlan) -> tuple[str, ...]:
     """Return the paths of a schema's modules whose KV was reused."""
     schema_use, keys = plan.prompt.schema_use, {fetch.key for fetch in plan.fetches}
-    return tuple(path for path, key in schema_use.modules if key in keys) if isinstance(schema_use, SchemaUse) else ()
+    return (
+        tuple(path for path, key in schema_use.modules if key in keys)
+        if isinstance(schema_use, SchemaUse)
+        else ()
+    )
 
 
 def _segment(plan: LoadPlan, index: int, segment: Segment, rows: tuple[int, ...]) -> SegmentTrace:
@@ -105,13 +126,24 @@ def _segment(plan: LoadPlan, index: int, segment: Segment, rows: tuple[int, ...]
 
 
 def _nbytes_of(fetch: Fetch, n_tokens: int) -> int:
-    """Return the bytes that were read for a segment's rows, which may be only some of its entry's."""
-    return round(fetch.nbytes * n_tokens / fetch.n_tokens) if fetch.n_tokens > n_tokens else fetch.nbytes
+    """Return the bytes that were read for a segment's rows, which may be only some of its
+    entry's.
+    """
+    return (
+        round(fetch.nbytes * n_tokens / fetch.n_tokens)
+        if fetch.n_tokens > n_tokens
+        else fetch.nbytes
+    )
 
 
 def _goes_on(segments: Sequence[Segment], index: int) -> bool:
-    """Return whether a segment is a later piece of the same chunk, or document, as the one with an entry before it."""
-    segment, before = segments[index], next((each for each in reversed(segments[:index]) if each.keys), None)
+    """Return whether a segment is a later piece of the same chunk, or document, as the one with an
+    entry before it.
+    """
+    segment, before = (
+        segments[index],
+        next((each for each in reversed(segments[:index]) if each.keys), None),
+    )
     if before is None or segment.document == before.document >= 0:
         return before is not None
     if not segment.rows or not before.rows or segment.keys != before.keys:

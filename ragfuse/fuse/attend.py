@@ -1,9 +1,11 @@
-"""Causal attention of a subset of a prompt's rows (the recomputed ones) over the keys of the whole prompt.
+"""Causal attention of a subset of a prompt's rows (the recomputed ones) over the keys of the whole
+prompt.
 
-Each query row sees exactly the keys at positions up to its own (the released CacheBlend code masks a bottom-right
-triangle instead). On an accelerator all rows go through one kernel. On a CPU, and where the kernel cannot do it,
-attention is two matrix products with a softmax between them, block by block: queries are sorted, and the keys of a
-block end at its last query, so most masked scores are never computed.
+Each query row sees exactly the keys at positions up to its own (the released CacheBlend code masks
+a bottom-right triangle instead). On an accelerator all rows go through one kernel. On a CPU, and
+where the kernel cannot do it, attention is two matrix products with a softmax between them, block
+by block: queries are sorted, and the keys of a block end at its last query, so most masked scores
+are never computed.
 """
 
 from __future__ import annotations
@@ -16,13 +18,19 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 QUERY_BLOCK, EXACT_BLOCK = 128, 32
-"""Query rows per block of products in 16 and in 32 bits. More rows: fewer operations, more scores that are masked."""
+"""Query rows per block of products in 16 and in 32 bits. More rows: fewer operations, more scores
+that are masked.
+"""
 
 WHOLE_BLOCK = 512
-"""Query rows per block of matrix products over all keys, on an accelerator: a bound on their memory."""
+"""Query rows per block of matrix products over all keys, on an accelerator: a bound on their
+memory.
+"""
 
 KEY_TILE = 32
-"""The number of keys in a block is rounded up to a multiple of this: CPU products are slower on ragged ends."""
+"""The number of keys in a block is rounded up to a multiple of this: CPU products are slower on
+ragged ends.
+"""
 
 SHIFT_KEYS = 64
 """Most keys from which the shift of bfloat16 scores is found (`_largest`)."""
@@ -37,7 +45,8 @@ KV = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Block:
-    """A block of query rows, the keys that they can see, and memory for their scores, which all layers use.
+    """A block of query rows, the keys that they can see, and memory for their scores, which all
+    layers use.
 
     Query heads that share a key head are rows of it: row r of group g is row r * groups + g.
 
@@ -47,7 +56,8 @@ class Block:
         clear: All of its queries stand behind the first `clear` keys.
         keys: The keys that any query of the block sees.
         scores: [H, (hi - lo) * groups, keys]; the blocks overwrite each other's.
-        tail: The part of the scores that some queries do not see, [H, hi - lo, groups, hidden keys].
+        tail: The part of the scores that some queries do not see, [H, hi - lo, groups, hidden
+            keys].
         hidden: What is added to it, [hi - lo, 1, hidden keys].
     """
 
@@ -62,7 +72,8 @@ class Block:
 
 @dataclass(eq=False)
 class Watch:
-    """The attention that some of the rows pay to every key, summed over heads, these rows and layers.
+    """The attention that some of the rows pay to every key, summed over heads, these rows and
+    layers.
 
     Args:
         weight: float32 [R], 1 for the rows that count, else 0.
@@ -86,17 +97,20 @@ class Watch:
 
 @dataclass(eq=False)
 class RowMask:
-    """The causal mask of some rows of a prompt over all its keys, built as blocks or as one tensor when needed.
+    """The causal mask of some rows of a prompt over all its keys, built as blocks or as one tensor
+    when needed.
 
-    It is handed to the model in place of the attention mask, which the model passes through to `attend`. All layers
-    that compute the same rows share it.
+    It is handed to the model in place of the attention mask, which the model passes through to
+    `attend`. All layers that compute the same rows share it.
 
     Args:
-        rows: int64 [R], sorted: the prompt rows that are queries; only the last may be repeated, as padding.
+        rows: int64 [R], sorted: the prompt rows that are queries; only the last may be repeated, as
+            padding.
         positions: int64 [T], increasing: the position of every key.
-        whole: Whether no row is read back to cut blocks by it, which on an accelerator would wait for all its work.
-        causal: How many rows the prompt has if all of them are queries, and with their padding as many as the keys;
-            then no mask is needed. Else 0.
+        whole: Whether no row is read back to cut blocks by it, which on an accelerator would wait
+            for all its work.
+        causal: How many rows the prompt has if all of them are queries, and with their padding as
+            many as the keys; then no mask is needed. Else 0.
         watch: What is summed in the current layer, if anything.
     """
 
@@ -105,7 +119,9 @@ class RowMask:
     whole: bool = False
     causal: int = 0
     watch: Watch | None = None
-    _blocks: dict[tuple[int | None, torch.dtype, int, int], list[Block]] = field(default_factory=dict)
+    _blocks: dict[tuple[int | None, torch.dtype, int, int], list[Block]] = field(
+        default_factory=dict
+    )
     _dense: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
     def dense(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
@@ -120,7 +136,9 @@ class RowMask:
             self._dense[window, dtype] = whole[None, None]
         return self._dense[window, dtype]
 
-    def blocks(self, dtype: torch.dtype, window: int | None, heads: int, groups: int) -> list[Block]:
+    def blocks(
+        self, dtype: torch.dtype, window: int | None, heads: int, groups: int
+    ) -> list[Block]:
         """Return the blocks for matrix products; layers that are alike share them.
 
         Args:
@@ -132,29 +150,47 @@ class RowMask:
         kind = window, dtype, heads, groups
         if kind not in self._blocks:
             parts = list(self._cut(dtype, window))
-            most = max(heads * (hi - lo) * groups * (keys.stop - keys.start) for lo, hi, _, keys in parts)
+            most = max(
+                heads * (hi - lo) * groups * (keys.stop - keys.start) for lo, hi, _, keys in parts
+            )
             scratch = torch.empty(most, dtype=dtype, device=self.rows.device)
             self._blocks[kind] = []
             for lo, hi, clear, keys in parts:
                 n_rows, n_keys = hi - lo, keys.stop - keys.start
-                by_row = scratch[: heads * n_rows * groups * n_keys].view(heads, n_rows, groups, n_keys)
-                hidden = self._additive(slice(lo, hi), slice(clear, keys.stop), dtype, window)[:, None]
+                by_row = scratch[: heads * n_rows * groups * n_keys].view(
+                    heads, n_rows, groups, n_keys
+                )
+                hidden = self._additive(slice(lo, hi), slice(clear, keys.stop), dtype, window)[
+                    :, None
+                ]
                 tail = by_row[..., clear - keys.start :]
-                self._blocks[kind].append(Block(lo, hi, clear, keys, by_row.flatten(1, 2), tail, hidden))
+                self._blocks[kind].append(
+                    Block(lo, hi, clear, keys, by_row.flatten(1, 2), tail, hidden)
+                )
         return self._blocks[kind]
 
     def _cut(self, dtype: torch.dtype, window: int | None) -> Iterator[tuple[int, int, int, slice]]:
-        """Yield each block's first row, the row after its last, its first hidden key, and the keys that it sees."""
+        """Yield each block's first row, the row after its last, its first hidden key, and the keys
+        that it sees.
+        """
         total, n_rows = len(self.positions), len(self.rows)
         if self.whole:
-            yield from ((lo, min(lo + WHOLE_BLOCK, n_rows), 0, slice(0, total)) for lo in range(0, n_rows, WHOLE_BLOCK))
+            yield from (
+                (lo, min(lo + WHOLE_BLOCK, n_rows), 0, slice(0, total))
+                for lo in range(0, n_rows, WHOLE_BLOCK)
+            )
             return
         rows, size = self.rows.tolist(), EXACT_BLOCK if dtype == torch.float32 else QUERY_BLOCK
         for lo in range(0, n_rows, size):
             hi = min(lo + size, n_rows)
             first = self._oldest(rows[lo], window)
             clear = first if window is not None else rows[lo] // KEY_TILE * KEY_TILE
-            yield lo, hi, clear, slice(first, min(total, -(-(rows[hi - 1] + 1) // KEY_TILE) * KEY_TILE))
+            yield (
+                lo,
+                hi,
+                clear,
+                slice(first, min(total, -(-(rows[hi - 1] + 1) // KEY_TILE) * KEY_TILE)),
+            )
 
     def _oldest(self, row: int, window: int | None) -> int:
         """Return the index of the first key that a row can see."""
@@ -165,13 +201,16 @@ class RowMask:
     def _additive(self, rows: slice, keys: slice, dtype: torch.dtype, window: int | None) -> Tensor:
         """Return the additive mask of some rows over some keys.
 
-        Positions increase, so a row must not see the keys after its own index. Every mask row is therefore a slice of
-        one long step function; copying slices costs a quarter of comparing positions.
+        Positions increase, so a row must not see the keys after its own index. Every mask row is
+        therefore a slice of one long step function; copying slices costs a quarter of comparing
+        positions.
         """
         chosen, width = self.rows[rows], keys.stop - keys.start
         step = torch.zeros(len(self.positions) + width, dtype=dtype, device=chosen.device)
         step[len(self.positions) :] = torch.finfo(dtype).min
-        out = step.unfold(0, width, 1).index_select(0, len(self.positions) - 1 - chosen + keys.start)
+        out = step.unfold(0, width, 1).index_select(
+            0, len(self.positions) - 1 - chosen + keys.start
+        )
         if window is not None:
             at = self.positions[chosen, None]
             out.masked_fill_(self.positions[keys] <= at - window, torch.finfo(dtype).min)
@@ -182,14 +221,14 @@ class RowMask:
 class Ragged:
     """The KV of several prompts of which one token each is decoded in one batch.
 
-    It is passed to the attention function as `attention_mask`, since prompts of different lengths do not fit into one
-    tensor. Each new token attends to the tokens of its own prompt only.
+    It is passed to the attention function as `attention_mask`, since prompts of different lengths
+    do not fit into one tensor. Each new token attends to the tokens of its own prompt only.
 
     Args:
-        kv_parts: KV [1, H, n, D] of each of P prompts in the current layer, as a list of parts in any order. Tensors
-            that several prompts contain are a part that these share.
-        newest: Keys [P, H, 1, D] of the new tokens. The batch's cache returns them in place of the whole KV, which
-            is in `kv_parts`.
+        kv_parts: KV [1, H, n, D] of each of P prompts in the current layer, as a list of parts in
+            any order. Tensors that several prompts contain are a part that these share.
+        newest: Keys [P, H, 1, D] of the new tokens. The batch's cache returns them in place of the
+            whole KV, which is in `kv_parts`.
     """
 
     kv_parts: list[list[KV]] = field(default_factory=list)
@@ -204,13 +243,15 @@ def attend_ragged(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention output of the newest row of several prompts, each over the KV of its own prompt.
+    """Return the attention output of the newest row of several prompts, each over the KV of its own
+    prompt.
 
     Args:
         query: [P, Hq, 1, D].
         ragged: The KV of every prompt in this layer.
         scaling: Factor on the scores.
-        window: Size of the sliding window in tokens, the newest included; only for prompts whose KV is one part.
+        window: Size of the sliding window in tokens, the newest included; only for prompts whose KV
+            is one part.
         softcap: As in `attend`.
         sinks: As in `attend`.
 
@@ -218,32 +259,45 @@ def attend_ragged(
         [P, 1, Hq, Dv].
     """
     if len(ragged.kv_parts) == len(ragged.kv_parts[0]) == 1:
-        return _attend_newest(query, *_last(window, *ragged.kv_parts[0][0]), scaling, softcap, sinks).transpose(1, 2)
+        return _attend_newest(
+            query, *_last(window, *ragged.kv_parts[0][0]), scaling, softcap, sinks
+        ).transpose(1, 2)
     queries, is_cpu = torch.split(query, 1), query.device.type == "cpu"
     is_wide = all(values.shape[-1] == query.shape[-1] for _, values in ragged.kv_parts[0])
-    merges = is_cpu and is_wide and softcap is None and sinks is None  # by the flash kernel, which needs such values
+    merges = (
+        is_cpu and is_wide and softcap is None and sinks is None
+    )  # by the flash kernel, which needs such values
     single_parts = [kv_parts[0] if len(kv_parts) == 1 else None for kv_parts in ragged.kv_parts]
     if None in single_parts and not merges:
         single_parts = [_concatenated(kv_parts) for kv_parts in ragged.kv_parts]
     outputs: list[Tensor] = list(queries)
     several = [at for at, whole in enumerate(single_parts) if whole is None]
-    merged = _attend_parts([queries[at] for at in several], [ragged.kv_parts[at] for at in several], scaling)
+    merged = _attend_parts(
+        [queries[at] for at in several], [ragged.kv_parts[at] for at in several], scaling
+    )
     for at, output in zip(several, merged, strict=True):
         outputs[at] = output
     for at, whole in enumerate(single_parts):
         if whole is not None:
-            outputs[at] = _attend_newest(queries[at], *_last(window, *whole), scaling, softcap, sinks)
+            outputs[at] = _attend_newest(
+                queries[at], *_last(window, *whole), scaling, softcap, sinks
+            )
     return torch.cat(outputs).transpose(1, 2)
 
 
 def _concatenated(kv_parts: Sequence[KV]) -> KV:
-    """Concatenate the parts of a prompt's KV; their order is irrelevant to a query that sees all rows."""
+    """Concatenate the parts of a prompt's KV; their order is irrelevant to a query that sees all
+    rows.
+    """
     keys, values = zip(*kv_parts, strict=True)
     return (keys[0], values[0]) if len(keys) == 1 else (torch.cat(keys, 2), torch.cat(values, 2))
 
 
-def _attend_parts(queries: Sequence[Tensor], kv_by_prompt: Sequence[Sequence[KV]], scaling: float) -> list[Tensor]:
-    """Return the output [1, Hq, 1, D] of each prompt's newest row over its KV parts; a shared part is read once.
+def _attend_parts(
+    queries: Sequence[Tensor], kv_by_prompt: Sequence[Sequence[KV]], scaling: float
+) -> list[Tensor]:
+    """Return the output [1, Hq, 1, D] of each prompt's newest row over its KV parts; a shared part
+    is read once.
 
     The outputs over the parts are merged by their softmax sums.
     """
@@ -257,9 +311,14 @@ def _attend_parts(queries: Sequence[Tensor], kv_by_prompt: Sequence[Sequence[KV]
         folded = [queries[at].reshape(1, keys.shape[1], -1, queries[at].shape[3]) for at in prompts]
         out, sums = flash(torch.cat(folded, 2), keys, values, scale=scaling)
         n_rows = folded[0].shape[2]
-        for at, output, its_sums in zip(prompts, out.split(n_rows, 2), sums.split(n_rows, 2), strict=True):
+        for at, output, its_sums in zip(
+            prompts, out.split(n_rows, 2), sums.split(n_rows, 2), strict=True
+        ):
             outputs[at].append((output, its_sums))
-    return [_merge_outputs(pieces).reshape(part.shape) for pieces, part in zip(outputs, queries, strict=True)]
+    return [
+        _merge_outputs(pieces).reshape(part.shape)
+        for pieces, part in zip(outputs, queries, strict=True)
+    ]
 
 
 def _merge_outputs(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -283,13 +342,18 @@ def _last(window: int | None, keys: Tensor, values: Tensor) -> KV:
 
 
 def _attend_newest(
-    query: Tensor, keys: Tensor, values: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Return the output [B, Hq, 1, Dv] of one row that sees all keys.
 
-    Query heads that share a key head are folded into it, so that its keys are read once. On a CPU the attention kernel
-    takes six times as long for a row that is not folded, as it is made for many; bfloat16 products take half as long as
-    the kernel, where there are many keys.
+    Query heads that share a key head are folded into it, so that its keys are read once. On a CPU
+    the attention kernel takes six times as long for a row that is not folded, as it is made for
+    many; bfloat16 products take half as long as the kernel, where there are many keys.
     """
     folded = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[3])
     if softcap is not None or sinks is not None:
@@ -297,7 +361,11 @@ def _attend_newest(
         scores = folded.float() @ keys.transpose(2, 3) * scaling
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        column = None if sinks is None else sinks.view(1, keys.shape[1], -1).expand(scores.shape[0], -1, -1)
+        column = (
+            None
+            if sinks is None
+            else sinks.view(1, keys.shape[1], -1).expand(scores.shape[0], -1, -1)
+        )
         done = (_softmax(scores, column) @ values).to(query.dtype)
     elif keys.device.type == "cpu" and keys.dtype == torch.bfloat16 and keys.shape[2] >= MANY_KEYS:
         done = _attend_in_buffers(folded, keys, values, scaling)
@@ -307,11 +375,13 @@ def _attend_newest(
 
 
 def _attend_in_buffers(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-    """Return the output [B, H, groups, Dv] of queries that see all keys, by products over the buffers they lie in.
+    """Return the output [B, H, groups, Dv] of queries that see all keys, by products over the
+    buffers they lie in.
 
-    Products read whole buffers as they are, but copy a part of them first. Rows behind the keys are hidden; those of
-    values are finite. Scores are shifted by those of the first and the newest key, which one row attends to most: that
-    is closer than by 64 keys of all, and two keys are read faster.
+    Products read whole buffers as they are, but copy a part of them first. Rows behind the keys are
+    hidden; those of values are finite. Scores are shifted by those of the first and the newest key,
+    which one row attends to most: that is closer than by 64 keys of all, and two keys are read
+    faster.
     """
     all_keys, all_values = (_buffer(part).flatten(0, 1) for part in (keys, values))
     folded, n_keys = query.flatten(0, 1), keys.shape[2]
@@ -323,13 +393,19 @@ def _attend_in_buffers(query: Tensor, keys: Tensor, values: Tensor, scaling: flo
 
 
 def _buffer(rows: Tensor) -> Tensor:
-    """Return the buffer [B, H, capacity, D] whose first rows are `rows` [B, H, n, D], or these where there is none."""
+    """Return the buffer [B, H, capacity, D] whose first rows are `rows` [B, H, n, D], or these
+    where there is none.
+    """
     batch, heads, n_rows, width = rows.shape
     capacity = rows.stride(1) // width
-    if rows.storage_offset() % max(1, rows.stride(1)):  # a sliding window: its first row is not the buffer's
+    if rows.storage_offset() % max(
+        1, rows.stride(1)
+    ):  # a sliding window: its first row is not the buffer's
         return rows
     strides = heads * capacity * width, capacity * width, width, 1
-    if capacity <= n_rows or (rows.stride() != strides and (batch > 1 or rows.stride()[1:] != strides[1:])):
+    if capacity <= n_rows or (
+        rows.stride() != strides and (batch > 1 or rows.stride()[1:] != strides[1:])
+    ):
         return rows
     return rows.as_strided((batch, heads, capacity, width), strides)
 
@@ -367,7 +443,9 @@ def attend(
         query, keys, values, attn_mask=hidden, is_causal=n_rows > 0, scale=scaling, enable_gqa=True
     )
     if 0 < n_rows < query.shape[2]:
-        done[:, :, n_rows:] = done[:, :, n_rows - 1 : n_rows]  # padding repeats the last row, and saw what is behind it
+        done[:, :, n_rows:] = done[
+            :, :, n_rows - 1 : n_rows
+        ]  # padding repeats the last row, and saw what is behind it
     return done.transpose(1, 2)
 
 
@@ -383,14 +461,19 @@ def _attend_products(
 ) -> Tensor:
     """Attend block by block with matrix products, as `attend` does.
 
-    bfloat16 products run at five times the speed of the CPU's attention kernel, which computes in float32. So scores
-    are bfloat16 where that is exact enough, else float32.
+    bfloat16 products run at five times the speed of the CPU's attention kernel, which computes in
+    float32. So scores are bfloat16 where that is exact enough, else float32.
     """
     heads, n_rows, groups = keys.shape[1], query.shape[2], query.shape[1] // keys.shape[1]
     is_exact = query.dtype != torch.bfloat16 or softcap is not None or sinks is not None
     dtype = torch.float32 if is_exact else query.dtype
     blocks = mask.blocks(dtype, window, heads, groups)
-    folded = query.reshape(heads, groups, n_rows, -1).transpose(1, 2).reshape(heads, n_rows * groups, -1).to(dtype)
+    folded = (
+        query.reshape(heads, groups, n_rows, -1)
+        .transpose(1, 2)
+        .reshape(heads, n_rows * groups, -1)
+        .to(dtype)
+    )
     keys, values = keys[0].to(dtype).transpose(1, 2), values[0]
     out = values.new_empty(heads, n_rows * groups, values.shape[-1])
     sizes = [(block.hi - block.lo) * groups for block in blocks]
@@ -405,22 +488,30 @@ def _attend_products(
         if softcap is not None:
             scores.div_(softcap).tanh_().mul_(softcap)
         block.tail.add_(block.hidden)
-        weights = _softmax(scores, None if sinks is None else sinks.view(heads, groups).repeat(1, block.hi - block.lo))
+        weights = _softmax(
+            scores,
+            None if sinks is None else sinks.view(heads, groups).repeat(1, block.hi - block.lo),
+        )
         if mask.watch is not None:
             mask.watch.add(block, weights, groups)
         torch.bmm(weights.to(values.dtype), values[:, block.keys], out=done)
-    return out.view(heads, n_rows, groups, -1).transpose(0, 1).reshape(1, n_rows, heads * groups, -1)
+    return (
+        out.view(heads, n_rows, groups, -1).transpose(0, 1).reshape(1, n_rows, heads * groups, -1)
+    )
 
 
 def _largest(query: Tensor, keys: Tensor) -> Tensor:
-    """Return about the largest product of each query with a key, [H, n, 1], to subtract from its bfloat16 scores.
+    """Return about the largest product of each query with a key, [H, n, 1], to subtract from its
+    bfloat16 scores.
 
-    A constant does not change a softmax. bfloat16 has eight bits, so a score near 100 is off by .25; once the largest
-    are near 0, those that matter are exact. It is the largest of some of the products.
+    A constant does not change a softmax. bfloat16 has eight bits, so a score near 100 is off by
+    .25; once the largest are near 0, those that matter are exact. It is the largest of some of the
+    products.
 
     Args:
         query: [H, n, D].
-        keys: [H, D, K], of which none stands behind any query, so that a later token never changes an earlier row.
+        keys: [H, D, K], of which none stands behind any query, so that a later token never changes
+            an earlier row.
     """
     step = -(-keys.shape[2] // SHIFT_KEYS)
     products = torch.bmm(keys[:, :, ::step].transpose(1, 2), query.transpose(1, 2))
@@ -428,7 +519,9 @@ def _largest(query: Tensor, keys: Tensor) -> Tensor:
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return softmax over the keys of scores [..., n, K], which it overwrites; `sinks` [..., n] are further logits."""
+    """Return softmax over the keys of scores [..., n, K], which it overwrites; `sinks` [..., n] are
+    further logits.
+    """
     if sinks is None:
         return torch.softmax(scores, -1, out=scores)
     return torch.softmax(torch.cat([scores, sinks[..., None].to(scores.dtype)], -1), -1)[..., :-1]

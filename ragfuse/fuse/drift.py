@@ -1,8 +1,9 @@
-"""The drift: a constant offset between the KV of a chunk encoded behind filler text and its KV inside a real prompt.
+"""The drift: a constant offset between the KV of a chunk encoded behind filler text and its KV
+inside a real prompt.
 
-Part of the difference between the two is the same for every token of every chunk. The drift is that part: the mean
-difference per layer, head and dim, before rotation. It is measured once per model, on any prompts, and added when a
-chunk is encoded, so it costs nothing at question time.
+Part of the difference between the two is the same for every token of every chunk. The drift is that
+part: the mean difference per layer, head and dim, before rotation. It is measured once per model,
+on any prompts, and added when a chunk is encoded, so it costs nothing at question time.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ def added(kv: ChunkKV, drift: ChunkKV, rope: Rope) -> ChunkKV:
             shifted_rows(part.expand(-1, kv.n_tokens, -1), positions, part_layout(layout, name))
             for name, part in (("keys", one.keys), ("values", one.values))
         )
-        keys, values = (layer.keys.float() + keys).to(layer.keys), (layer.values.float() + values).to(layer.values)
+        keys, values = (
+            (layer.keys.float() + keys).to(layer.keys),
+            (layer.values.float() + values).to(layer.values),
+        )
         layers.append(LayerKV(keys, values))
     return ChunkKV(tuple(layers))
 

@@ -1,9 +1,9 @@
 """The bookkeeping of one fused prefill, layer by layer: which rows are computed, and where KV goes.
 
-Cached runs are copied into preallocated buffers. The rows to compute pass through the model, fewer in each layer, and
-their fresh keys and values overwrite the cached ones (CacheBlend 4.2). The caller that drives the model calls
-`Fusion.choose` before a layer and `Fusion.write` with what that layer computed. This module knows neither models nor
-stores.
+Cached runs are copied into preallocated buffers. The rows to compute pass through the model, fewer
+in each layer, and their fresh keys and values overwrite the cached ones (CacheBlend 4.2). The
+caller that drives the model calls `Fusion.choose` before a layer and `Fusion.write` with what that
+layer computed. This module knows neither models nor stores.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class CachedRun:
         segment: Index of its segment in the prompt.
         lo: Its first row in the prompt.
         hi: The row after its last.
-        shift: Positions by which the keys read for it are rotated, as they are stored at positions 0, 1, ... of the run
-            (`Segment.shift`).
+        shift: Positions by which the keys read for it are rotated, as they are stored at positions
+            0, 1, ... of the run (`Segment.shift`).
         blend: Whether a policy may recompute rows of it (not for an exact prefix).
     """
 
@@ -47,14 +47,17 @@ class LayerSource(Protocol):
     """A source of cached KV that is read layer by layer, in order."""
 
     def read(self, layer: int) -> Mapping[int, LayerKV | None]:
-        """Return one layer of every cached run, by segment; None for a run that can no longer be read.
+        """Return one layer of every cached run, by segment; None for a run that can no longer be
+        read.
 
         Keys stand at the positions that the run was stored with, of which 0 is its first token.
         """
         ...
 
     def ready(self) -> int:
-        """Return how many of the next layers `read` returns without waiting; it may exceed the layers there are."""
+        """Return how many of the next layers `read` returns without waiting; it may exceed the
+        layers there are.
+        """
         ...
 
 
@@ -69,8 +72,8 @@ class LostRun(Exception):
 class Buffers:
     """KV of a whole prompt: keys and values [1, H, T + room, D] per layer.
 
-    Rows of cached runs are filled by `open`, computed rows by `write`; those behind the prompt are 0, as attention over
-    whole buffers multiplies them by 0.
+    Rows of cached runs are filled by `open`, computed rows by `write`; those behind the prompt are
+    0, as attention over whole buffers multiplies them by 0.
 
     Args:
         n_tokens: T, the tokens of the prompt.
@@ -79,11 +82,11 @@ class Buffers:
         rope: The rotation of each layer; None where keys carry no position.
         device: Where the buffers lie.
         room: Extra rows for the tokens of the answer.
-        at_once_nbytes: Most bytes of keys that `open` copies at once, of as many layers as are ready; always at least
-            one layer.
+        at_once_nbytes: Most bytes of keys that `open` copies at once, of as many layers as are
+            ready; always at least one layer.
         padding: Rows behind the prompt that `get` returns, too, so that few different shapes occur.
-        windows: Sliding window of each layer. Layers with and without one lie apart, as only these are shared between
-            prompts (`hf/shared_kv.py`), which shall free them.
+        windows: Sliding window of each layer. Layers with and without one lie apart, as only these
+            are shared between prompts (`hf/shared_kv.py`), which shall free them.
     """
 
     def __init__(
@@ -104,7 +107,11 @@ class Buffers:
         self.values: list[Tensor | None] = [None] * len(rope)
         self._seen: list[tuple[Tensor, Tensor] | None] = [None] * len(rope)
         self._runs, self._source, self._rope = runs, source, rope
-        self._device, self._length, self._at_once_nbytes = device, max(n_tokens + room, self.n_keys), at_once_nbytes
+        self._device, self._length, self._at_once_nbytes = (
+            device,
+            max(n_tokens + room, self.n_keys),
+            at_once_nbytes,
+        )
         self._angles: dict[RopeLayout, tuple[Tensor, Tensor]] = {}
         self._scratch = torch.empty(0, device=device)
 
@@ -112,7 +119,8 @@ class Buffers:
         return len(self._rope)
 
     def open(self, layer: int) -> None:
-        """Read the cached runs of a layer and copy them to their rows, rotated; a second call does nothing.
+        """Read the cached runs of a layer and copy them to their rows, rotated; a second call does
+        nothing.
 
         Raises:
             LostRun: A run cannot be read any more, or has another shape than the others.
@@ -123,7 +131,9 @@ class Buffers:
         for follows in range(layer + 1, min(len(self), layer + self._at_once(found[0]))):
             found.append(self._read(follows))
         layers = slice(layer, layer + len(found))
-        for at, alike in _alike(found, list(zip(self._rope[layers], self._is_windowed[layers], strict=True))):
+        for at, alike in _alike(
+            found, list(zip(self._rope[layers], self._is_windowed[layers], strict=True))
+        ):
             self._copy(layer + at, alike)
 
     def _read(self, layer: int) -> list[LayerKV]:
@@ -138,13 +148,16 @@ class Buffers:
         return read
 
     def _at_once(self, first: Sequence[LayerKV]) -> int:
-        """Return how many layers are copied together: one that was read, `first`, and those that are ready."""
+        """Return how many layers are copied together: one that was read, `first`, and those that
+        are ready.
+        """
         keys = first[0].keys
         nbytes = keys.shape[0] * self.n_tokens * keys.shape[-1] * keys.element_size()
         return min(max(1, self._at_once_nbytes // nbytes), 1 + self._source.ready())
 
     def _copy(self, layer: int, found: Sequence[Sequence[LayerKV]]) -> None:
-        """Copy consecutive layers of every run, alike in shape and rotation, to their rows, and rotate them there.
+        """Copy consecutive layers of every run, alike in shape and rotation, to their rows, and
+        rotate them there.
 
         Args:
             layer: The first of them.
@@ -160,13 +173,18 @@ class Buffers:
         for names in both:
             block = self._empty(getattr(first, names[0]), len(found), len(names))
             for at, run in enumerate(self._runs):
-                _copy_to(block[..., run.lo : run.hi, :], [[getattr(kv[at], name) for name in names] for kv in found])
+                _copy_to(
+                    block[..., run.lo : run.hi, :],
+                    [[getattr(kv[at], name) for name in names] for kv in found],
+                )
             placed |= {name: block[:, index] for index, name in enumerate(names)}
         self._rotate(placed["keys"], placed["values"], self._rope[layer])
         self._keep(layer, placed["keys"], placed["values"])
 
     def _keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Keep the buffers [layers, H, T + room, D] of consecutive layers, and views of what attention sees of them."""
+        """Keep the buffers [layers, H, T + room, D] of consecutive layers, and views of what
+        attention sees of them.
+        """
         both = [part[:, None] for part in (keys, values)]
         seen = zip(*(part[..., : self.n_keys, :].unbind(0) for part in both), strict=True)
         whole = zip(*(part.unbind(0) for part in both), strict=True)
@@ -208,7 +226,8 @@ class Buffers:
         return block
 
     def _rotate(self, keys: Tensor, values: Tensor, layout: RopeLayout | None) -> None:
-        """Rotate the copied runs to their positions, all at once; rows that do not move rotate by 0, which is exact.
+        """Rotate the copied runs to their positions, all at once; rows that do not move rotate by
+        0, which is exact.
 
         Args:
             keys: [layers, H, T + room, D].
@@ -237,7 +256,8 @@ class Buffers:
 def _alike(
     found: Sequence[Sequence[LayerKV]], kinds: Sequence[object]
 ) -> Iterator[tuple[int, Sequence[Sequence[LayerKV]]]]:
-    """Cut consecutive layers where shape, dtype or kind change; yield each part with the index of its first layer.
+    """Cut consecutive layers where shape, dtype or kind change; yield each part with the index of
+    its first layer.
 
     Args:
         found: By layer, every run's KV.
@@ -255,7 +275,9 @@ def _alike(
 
 
 def _copy_to(out: Tensor, parts: Sequence[Sequence[Tensor]]) -> None:
-    """Copy tensors [H, n, D], by layer, to `out` [layers, parts, H, n, D], in one copy where they are evenly spaced."""
+    """Copy tensors [H, n, D], by layer, to `out` [layers, parts, H, n, D], in one copy where they
+    are evenly spaced.
+    """
     spaced = _spaced(parts)
     if spaced is not None:
         out.copy_(spaced, non_blocking=True)
@@ -266,17 +288,24 @@ def _copy_to(out: Tensor, parts: Sequence[Sequence[Tensor]]) -> None:
 
 
 def _spaced(parts: Sequence[Sequence[Tensor]]) -> Tensor | None:
-    """Return a view [layers, parts, H, n, D] of tensors in one storage at even distances; None where they are not."""
+    """Return a view [layers, parts, H, n, D] of tensors in one storage at even distances; None
+    where they are not.
+    """
     first = parts[0][0]
     offsets = [[part.storage_offset() for part in both] for both in parts]
     start = offsets[0][0]
     apart = offsets[-1][-1] - offsets[-1][0]
     step = (offsets[-1][0] - start) // max(1, len(parts) - 1)
-    wanted = [[start + at * step + index * apart for index in range(len(both))] for at, both in enumerate(parts)]
+    wanted = [
+        [start + at * step + index * apart for index in range(len(both))]
+        for at, both in enumerate(parts)
+    ]
     kinds = {(part.untyped_storage().data_ptr(), part.stride()) for both in parts for part in both}
     if offsets != wanted or step < 0 or apart < 0 or len(kinds) > 1:
         return None
-    return first.as_strided((len(parts), len(parts[0]), *first.shape), (step, apart, *first.stride()))
+    return first.as_strided(
+        (len(parts), len(parts[0]), *first.shape), (step, apart, *first.stride())
+    )
 
 
 def _same_shape(one: Tensor, other: Tensor) -> bool:
@@ -289,9 +318,11 @@ class Places:
     """Which rows of a prompt are cached, and where they come from; the same for all passes over it.
 
     Args:
-        cached: bool [T], on the CPU: the rows that need not be computed, those of cached runs but the last row.
+        cached: bool [T], on the CPU: the rows that need not be computed, those of cached runs but
+            the last row.
         forced: int64 [F], sorted: the rows that must be computed.
-        candidates: int64 [C], sorted: the rows that a policy may recompute, of `cached` those of runs with `blend`.
+        candidates: int64 [C], sorted: the rows that a policy may recompute, of `cached` those of
+            runs with `blend`.
         chunk: int64 [C], the segment of each candidate.
         offset: int64 [C], each candidate's row in it.
     """
@@ -309,7 +340,9 @@ class Places:
         for number, run in enumerate(runs, 1):
             which[run.lo : run.hi] = number
         which[-1] = 0
-        first, segment, blend = torch.tensor([(0, 0, 0), *((run.lo, run.segment, run.blend) for run in runs)]).T
+        first, segment, blend = torch.tensor(
+            [(0, 0, 0), *((run.lo, run.segment, run.blend) for run in runs)]
+        ).T
         candidates = blend[which].nonzero()[:, 0]
         chunk, offset = segment[which[candidates]], candidates - first[which[candidates]]
         forced = (which == 0).nonzero()[:, 0]
@@ -317,16 +350,19 @@ class Places:
 
 
 def bucket(count: int) -> int:
-    """Return a number of rows or keys rounded up to a multiple of an eighth of the power of two below it, at least 16.
+    """Return a number of rows or keys rounded up to a multiple of an eighth of the power of two
+    below it, at least 16.
 
-    Attention back ends of accelerators plan anew for each shape, so shapes should recur; this adds an eighth at most.
+    Attention back ends of accelerators plan anew for each shape, so shapes should recur; this adds
+    an eighth at most.
     """
     step = max(16, 1 << max(0, count.bit_length() - 4))
     return -(-count // step) * step
 
 
 class Fusion:
-    """The row selection of one fused prefill: decides layer by layer which rows are computed, and stores their KV.
+    """The row selection of one fused prefill: decides layer by layer which rows are computed, and
+    stores their KV.
 
     Nothing here reads a value back from the device.
 
@@ -337,7 +373,8 @@ class Fusion:
         policy: Chooses the rows to recompute.
         ratio: Share of the candidate rows to recompute, 0..1.
         score: float32 [C], what the policy wants to know of each candidate (`Policy.wants`).
-        pads: Whether the last row is repeated until the number of rows is a `bucket`, as on an accelerator.
+        pads: Whether the last row is repeated until the number of rows is a `bucket`, as on an
+            accelerator.
 
     Attributes:
         rows: int64 [R], sorted: the rows computed in the current layer, behind them padding.
@@ -358,7 +395,9 @@ class Fusion:
     ) -> None:
         self.buffers, self.positions, self.policy, self.pads = buffers, positions, policy, pads
         self.places, device = places, positions.device
-        padding = torch.arange(1, buffers.n_keys - buffers.n_tokens + 1, device=device) + positions[-1]
+        padding = (
+            torch.arange(1, buffers.n_keys - buffers.n_tokens + 1, device=device) + positions[-1]
+        )
         self._key_positions = torch.cat([positions, padding])
         n_forced, n_candidates = len(places.forced), len(places.candidates)
         self._offer = Candidates(len(buffers), ratio, n_forced, places.chunk, places.offset, score)
@@ -370,11 +409,15 @@ class Fusion:
         self._mask: RowMask | None = None
 
     def needs_check(self, layer: int) -> bool:
-        """Whether `check` must be given this layer's K and V of all current rows before `choose` is called."""
+        """Whether `check` must be given this layer's K and V of all current rows before `choose` is
+        called.
+        """
         return layer > 0 and layer == self.policy.check_layer and len(self._active) > 0
 
     def check(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Measure how far the current rows' fresh KV, keys and values [1, H, R, D], deviates from the cached KV."""
+        """Measure how far the current rows' fresh KV, keys and values [1, H, R, D], deviates from
+        the cached KV.
+        """
         self._deviation = self._measure(layer, keys, values)
 
     def choose(self, layer: int) -> Tensor | None:
@@ -399,43 +442,65 @@ class Fusion:
         return torch.searchsorted(before, self.rows)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the KV [1, H, R, D] that a layer computed for `rows`, and return what `Buffers.get` does."""
-        n_active, follows = len(self._active), self.policy.check_layer <= layer < len(self.buffers) - 1
+        """Store the KV [1, H, R, D] that a layer computed for `rows`, and return what `Buffers.get`
+        does.
+        """
+        n_active, follows = (
+            len(self._active),
+            self.policy.check_layer <= layer < len(self.buffers) - 1,
+        )
         if follows and n_active and self.policy.thins(self._offer, layer + 1, n_active):
             self._deviation = self._measure(layer, keys, values)
         self.buffers.write(layer, self.rows, keys, values)
         return self.buffers.get(layer)
 
     def keep_last(self) -> Tensor:
-        """Drop all rows but the prompt's last; return its index into the previous rows, int64 [1]."""
+        """Drop all rows but the prompt's last; return its index into the previous rows,
+        int64 [1].
+        """
         last = torch.full((1,), len(self.rows) - 1, device=self.rows.device)
         self.rows, self.n_padding, self._mask = self.rows[-1:], 0, None
         return last
 
     def mask(self) -> RowMask:
-        """Return the attention mask of the current rows; layers that compute the same rows share it."""
+        """Return the attention mask of the current rows; layers that compute the same rows share
+        it.
+        """
         if self._mask is None:
             n_tokens = self.buffers.n_tokens
-            is_all = len(self.rows) == self.buffers.n_keys and len(self.rows) - self.n_padding == n_tokens
-            self._mask = RowMask(self.rows, self._key_positions, self.pads, n_tokens if is_all else 0)
+            is_all = (
+                len(self.rows) == self.buffers.n_keys
+                and len(self.rows) - self.n_padding == n_tokens
+            )
+            self._mask = RowMask(
+                self.rows, self._key_positions, self.pads, n_tokens if is_all else 0
+            )
         return self._mask
 
     @property
     def mean_ratio(self) -> float:
-        """Mean share of the candidates that was computed per layer, over the layers from the check layer on."""
+        """Mean share of the candidates that was computed per layer, over the layers from the check
+        layer on.
+        """
         counts, n_candidates = self.counts[self.policy.check_layer :], len(self.places.candidates)
         return sum(counts) / (len(counts) * n_candidates) if counts and n_candidates else 0.0
 
     def _merge(self) -> Tensor:
-        """Return the forced rows and the active candidates, sorted, the last row repeated as padding."""
+        """Return the forced rows and the active candidates, sorted, the last row repeated as
+        padding.
+        """
         active = self.places.candidates.index_select(0, self._active)
         n_rows = len(active) + len(self.places.forced)
         self.n_padding = bucket(n_rows) - n_rows if self.pads else 0
-        behind = self.places.forced[-1:].expand(self.n_padding)  # the prompt's last row is always computed
+        behind = self.places.forced[-1:].expand(
+            self.n_padding
+        )  # the prompt's last row is always computed
         return torch.cat([self.places.forced, active, behind]).sort().values
 
     def _measure(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
-        """Return each current row's squared L2 distance from the cached KV, over heads and dims, float32 [R]."""
+        """Return each current row's squared L2 distance from the cached KV, over heads and dims,
+        float32 [R].
+        """
         old_keys, old_values = self.buffers.get(layer)
         pairs = {"k": [(keys, old_keys)], "v": [(values, old_values)]}
         pairs["kv"] = pairs["k"] + pairs["v"]

@@ -1,8 +1,9 @@
 """Rotary position embedding (RoPE): the only place where keys are rotated.
 
-A cached key is rotated for its position inside the chunk; placing the chunk at `start` rotates it by `start` more.
-The rotation runs once, in float32, on a copy of the stored key (CacheBlend 4.3, footnote 3, and appendix A).
-`ragfuse.hf.probe` finds per layer which dims are rotated and how they are paired, on the model's real weights.
+A cached key is rotated for its position inside the chunk; placing the chunk at `start` rotates it
+by `start` more. The rotation runs once, in float32, on a copy of the stored key (CacheBlend 4.3,
+footnote 3, and appendix A). `ragfuse.hf.probe` finds per layer which dims are rotated and how they
+are paired, on the model's real weights.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def rotated_pairs(keys: Tensor, layout: RopeLayout) -> tuple[Tensor, Tensor]:
 
 
 def angles(layout: RopeLayout, delta: int | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of a shift by `delta` positions, float32 [len(inv_freq)], from angles in float64.
+    """Return cos and sin of a shift by `delta` positions, float32 [len(inv_freq)], from angles in
+    float64.
 
     Args:
         delta: One shift for all rows, or float64 [n, 1]; then both results are [n, len(inv_freq)].
@@ -35,7 +37,11 @@ def angles(layout: RopeLayout, delta: int | Tensor, device: torch.device) -> tup
 
 
 def place(
-    out: Tensor, keys: Tensor, shift: tuple[Tensor, Tensor], layout: RopeLayout, scratch: Tensor | None = None
+    out: Tensor,
+    keys: Tensor,
+    shift: tuple[Tensor, Tensor],
+    layout: RopeLayout,
+    scratch: Tensor | None = None,
 ) -> None:
     """Write `keys`, rotated by precomputed `angles`, into `out`, which may be `keys` itself.
 
@@ -44,7 +50,8 @@ def place(
         keys: [..., n, D].
         shift: cos and sin, as `angles` returns them.
         layout: Which dims are rotated, and how they are paired.
-        scratch: float32 [3, ..., n, D / 2] or more numbers, overwritten, where many keys are placed one after another.
+        scratch: float32 [3, ..., n, D / 2] or more numbers, overwritten, where many keys are placed
+            one after another.
     """
     if out is not keys and 2 * len(layout.inv_freq) < keys.shape[-1]:
         out.copy_(keys)
@@ -61,7 +68,9 @@ def place(
 
 
 def shifted(keys: Tensor, delta: int, layout: RopeLayout | None) -> Tensor:
-    """Return a copy of keys [..., n, D] shifted by `delta` positions; layout None means that they carry no position."""
+    """Return a copy of keys [..., n, D] shifted by `delta` positions; layout None means that they
+    carry no position.
+    """
     out = keys.clone()
     if layout is not None and delta != 0:
         place(out, keys, angles(layout, delta, keys.device), layout)
@@ -80,12 +89,18 @@ def rotated(keys: Tensor, shift: tuple[Tensor, Tensor], layout: RopeLayout) -> T
     first, second = (half.float() for half in rotated_pairs(keys, layout))
     pair = first * cos - second * sin, second * cos + first * sin
     width, lo = 2 * len(layout.inv_freq), layout.lo
-    turned = torch.stack(pair, -1).flatten(-2) if layout.pairing == "interleaved" else torch.cat(pair, -1)
+    turned = (
+        torch.stack(pair, -1).flatten(-2)
+        if layout.pairing == "interleaved"
+        else torch.cat(pair, -1)
+    )
     return torch.cat((keys[..., :lo], turned.to(keys.dtype), keys[..., lo + width :]), -1)
 
 
 def shifted_rows(states: Tensor, positions: Tensor, layout: RopeLayout | None) -> Tensor:
-    """Return a float32 copy of states [H, n, D] whose row i is shifted by positions[i], float64 [n]."""
+    """Return a float32 copy of states [H, n, D] whose row i is shifted by positions[i], float64
+    [n].
+    """
     out = states.to(torch.float32, copy=True).contiguous()
     if layout is not None:
         place(out, out, angles(layout, positions[:, None], out.device), layout)
@@ -95,8 +110,8 @@ def shifted_rows(states: Tensor, positions: Tensor, layout: RopeLayout | None) -
 def rotate_in_place(tensor: Tensor, layout: RopeLayout | None, sign: int) -> Tensor:
     """Shift token i of a run by `sign * i` positions and return the tensor.
 
-    Sign -1 moves all keys to position 0, where a channel varies less from token to token, so codecs pack it better;
-    sign 1 undoes it. The rotation is an isometry: it adds no loss of its own.
+    Sign -1 moves all keys to position 0, where a channel varies less from token to token, so codecs
+    pack it better; sign 1 undoes it. The rotation is an isometry: it adds no loss of its own.
 
     Args:
         tensor: float32 [H, n, D], overwritten.

@@ -1,1 +1,3 @@
-"""The only home of transformers: loading, encoding, the probe, the fused prefill, and the hand-over to `generate`."""
+"""The only home of transformers: loading, encoding, the probe, the fused prefill, and the hand-over
+to `generate`.
+"""

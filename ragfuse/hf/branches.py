@@ -1,9 +1,11 @@
-"""Forwards of several questions over one context, with gradients: by full causal attention, and blockwise.
+"""Forwards of several questions over one context, with gradients: by full causal attention, and
+blockwise.
 
-Each question is a branch: its rows attend to the context and to themselves, at the positions that they would have if
-the question stood alone behind the context. So one pass gives what as many prompts would. Blockwise, each chunk of the
-context is encoded apart behind filler tokens whose KV is cut off, its keys are rotated to its place, and nothing is
-recomputed: what the engine computes at ratio 0, by the model's own forward and a mask.
+Each question is a branch: its rows attend to the context and to themselves, at the positions that
+they would have if the question stood alone behind the context. So one pass gives what as many
+prompts would. Blockwise, each chunk of the context is encoded apart behind filler tokens whose KV
+is cut off, its keys are rotated to its place, and nothing is recomputed: what the engine computes
+at ratio 0, by the model's own forward and a mask.
 """
 
 from __future__ import annotations
@@ -65,10 +67,10 @@ class BranchStates:
 
     Args:
         logits: [A, V], the predictions of all answer tokens, branch by branch.
-        hidden: [L, R, D], the hidden states of all R rows of the branches behind L of the layers; empty where none
-            were wanted.
-        chunks: Of each layer the keys and values [H, C, D] of the C rows of all chunks, keys rotated to their places in
-            the prompt; empty where they were not wanted.
+        hidden: [L, R, D], the hidden states of all R rows of the branches behind L of the layers;
+            empty where none were wanted.
+        chunks: Of each layer the keys and values [H, C, D] of the C rows of all chunks, keys
+            rotated to their places in the prompt; empty where they were not wanted.
     """
 
     logits: Tensor
@@ -78,7 +80,9 @@ class BranchStates:
 
 @dataclass
 class _Past:
-    """A model's cache, and of each of its N rows the branch (int64 [N]) and the position (int64 [N])."""
+    """A model's cache, and of each of its N rows the branch (int64 [N]) and the position (int64
+    [N]).
+    """
 
     cache: DynamicCache
     branch: Tensor
@@ -92,7 +96,8 @@ class BranchModel:
         model: The model. Gradients are computed where they are enabled.
         profile: Its profile, which has its rotation.
         filler: The tokens that each chunk is encoded behind.
-        chunk_adapter: An adapter on the model that is for encoding chunks only: it is off in everything else.
+        chunk_adapter: An adapter on the model that is for encoding chunks only: it is off in
+            everything else.
 
     Raises:
         RefusedError: Its attention cannot be given a mask over chunks that were encoded apart.
@@ -109,15 +114,24 @@ class BranchModel:
         self.model, self.rope, self.device = model, profile.rope, probe.device_of(model)
         self.filler, self.chunk_adapter = tuple(filler), chunk_adapter
 
-    def full(self, context: ContextTokens, branches: Sequence[Branch], layers: Collection[int] = ()) -> BranchStates:
-        """Return what full causal attention gives; `layers` are the numbers of the hidden states that are wanted."""
+    def full(
+        self, context: ContextTokens, branches: Sequence[Branch], layers: Collection[int] = ()
+    ) -> BranchStates:
+        """Return what full causal attention gives; `layers` are the numbers of the hidden states
+        that are wanted.
+        """
         with self._plain():
             return self._ended(self._causal(context), (), branches, layers)
 
     def blockwise(
-        self, context: ContextTokens, branches: Sequence[Branch], layers: Collection[int] = (), kv: bool = False
+        self,
+        context: ContextTokens,
+        branches: Sequence[Branch],
+        layers: Collection[int] = (),
+        kv: bool = False,
     ) -> BranchStates:
-        """Return what the branches get over chunks that were encoded apart, with nothing recomputed.
+        """Return what the branches get over chunks that were encoded apart, with nothing
+        recomputed.
 
         Args:
             context: The context.
@@ -130,7 +144,9 @@ class BranchModel:
         past = self._chunks(context)
         chunks = _kv_of(past, slice(None)) if kv else ()
         with self._plain():
-            states = self._ended(past, tuple((context.token_ids[row], row) for row in rest), branches, layers)
+            states = self._ended(
+                past, tuple((context.token_ids[row], row) for row in rest), branches, layers
+            )
         return replace(states, chunks=chunks)
 
     @torch.no_grad()
@@ -144,7 +160,8 @@ class BranchModel:
         answers: Sequence[tuple[int, ...]] | None = None,
         kv: bool = False,
     ) -> tuple[list[Branch], BranchStates]:
-        """Return greedy answers by full causal attention and their states, from one prefill of the context.
+        """Return greedy answers by full causal attention and their states, from one prefill of the
+        context.
 
         Args:
             context: The context.
@@ -157,10 +174,16 @@ class BranchModel:
         """
         with self._plain():
             past = self._causal(context)
-            rows = torch.tensor([row for lo, hi in context.chunks for row in range(lo, hi)], device=self.device)
+            rows = torch.tensor(
+                [row for lo, hi in context.chunks for row in range(lo, hi)], device=self.device
+            )
             chunks = _kv_of(past, rows) if kv else ()
-            said = answers if answers is not None else self._written(past, questions, max_tokens, ends)
-            branches = [Branch(tuple(ids), answer) for ids, answer in zip(questions, said, strict=True)]
+            said = (
+                answers if answers is not None else self._written(past, questions, max_tokens, ends)
+            )
+            branches = [
+                Branch(tuple(ids), answer) for ids, answer in zip(questions, said, strict=True)
+            ]
             return branches, replace(self._ended(past, (), branches, layers), chunks=chunks)
 
     def _plain(self) -> AbstractContextManager[None]:
@@ -168,13 +191,21 @@ class BranchModel:
         return self.chunk_adapter.off() if self.chunk_adapter is not None else nullcontext()
 
     def _written(
-        self, past: _Past, questions: Sequence[Sequence[int]], max_tokens: int, ends: Collection[int]
+        self,
+        past: _Past,
+        questions: Sequence[Sequence[int]],
+        max_tokens: int,
+        ends: Collection[int],
     ) -> list[tuple[int, ...]]:
-        """Write all answers side by side, a token of each at a time; the past is as before afterwards."""
+        """Write all answers side by side, a token of each at a time; the past is as before
+        afterwards.
+        """
         begin, before = len(past.position), (past.branch, past.position)
         said: list[list[int]] = [[] for _ in questions]
         open_ = list(range(len(questions)))
-        rows = [(token, begin + i, n) for n, ids in enumerate(questions) for i, token in enumerate(ids)]
+        rows = [
+            (token, begin + i, n) for n, ids in enumerate(questions) for i, token in enumerate(ids)
+        ]
         last = torch.tensor([len(ids) for ids in questions]).cumsum(0) - 1
         for _ in range(max_tokens):
             found = self._forward(past, rows, last).logits.argmax(-1).tolist()
@@ -201,18 +232,26 @@ class BranchModel:
         self.model(input_ids=token_ids, past_key_values=cache, use_cache=True, **options)
 
     def _chunks(self, context: ContextTokens) -> _Past:
-        """Return the KV of all chunks, each encoded behind the filler, with keys rotated to their places."""
+        """Return the KV of all chunks, each encoded behind the filler, with keys rotated to their
+        places.
+        """
         runs = [context.token_ids[lo:hi] for lo, hi in context.chunks]
         starts = torch.tensor([lo for lo, _ in context.chunks], dtype=torch.float64)
         cut, longest, count = len(self.filler), max(map(len, runs)), len(runs)
         before, cache = DynamicCache(), DynamicCache()
         if cut:
             ids = torch.tensor([self.filler], device=self.device)
-            probe.run_forward(self.model, ids, before, -cut)  # no gradients for rows that are cut off
+            probe.run_forward(
+                self.model, ids, before, -cut
+            )  # no gradients for rows that are cut off
             for number, layer in enumerate(before.layers):
-                keys, values = (part.expand(count, -1, -1, -1) for part in (layer.keys, layer.values))
+                keys, values = (
+                    part.expand(count, -1, -1, -1) for part in (layer.keys, layer.values)
+                )
                 cache.update(keys, values, number)
-        ids = torch.tensor([[*run, *[run[-1]] * (longest - len(run))] for run in runs], device=self.device)
+        ids = torch.tensor(
+            [[*run, *[run[-1]] * (longest - len(run))] for run in runs], device=self.device
+        )
         self._forward_plain(ids, cache)  # what follows a shorter run is seen by none of its rows
         inside = torch.arange(longest)[None] < torch.tensor([len(run) for run in runs])[:, None]
         which, row = inside.nonzero(as_tuple=True)
@@ -220,14 +259,22 @@ class BranchModel:
         for number, (layer, layout) in enumerate(zip(cache.layers, self.rope, strict=True)):
             keys, values = layer.keys[:, :, cut:], layer.values[:, :, cut:]
             keys = _placed(keys, starts, layout)
-            both = (part.transpose(1, 2)[which, row].transpose(0, 1)[None] for part in (keys, values))
+            both = (
+                part.transpose(1, 2)[which, row].transpose(0, 1)[None] for part in (keys, values)
+            )
             placed.update(*both, number)
         return _Past(placed, torch.full((len(row),), CONTEXT_ROW), row + starts[which].long())
 
     def _ended(
-        self, past: _Past, rest: Sequence[tuple[int, int]], branches: Sequence[Branch], layers: Collection[int]
+        self,
+        past: _Past,
+        rest: Sequence[tuple[int, int]],
+        branches: Sequence[Branch],
+        layers: Collection[int],
     ) -> BranchStates:
-        """Return the states of the branches behind a past; `rest` has (token, position) of other context rows."""
+        """Return the states of the branches behind a past; `rest` has (token, position) of other
+        context rows.
+        """
         begin = int(past.position.max()) + 1
         rows = [(token, position, CONTEXT_ROW) for token, position in rest]
         asked: list[int] = []
@@ -255,7 +302,10 @@ class BranchModel:
             layers: Numbers of the hidden states that are wanted.
         """
         ids, positions, numbers = (torch.tensor(each) for each in zip(*rows, strict=True))
-        past.branch, past.position = torch.cat((past.branch, numbers)), torch.cat((past.position, positions))
+        past.branch, past.position = (
+            torch.cat((past.branch, numbers)),
+            torch.cat((past.position, positions)),
+        )
         known = (past.branch[None] == CONTEXT_ROW) | (past.branch[None] == numbers[:, None])
         mask = self._mask(known & (past.position[None] <= positions[:, None]))[None, None]
         asked = asked.to(self.device)
@@ -271,7 +321,11 @@ class BranchModel:
             **({"logits_to_keep": asked} if keeps else {}),
         )
         logits = out.logits[0] if keeps else out.logits[0, asked]
-        hidden = torch.stack([out.hidden_states[n][0, skipped:] for n in layers]) if layers else logits.new_empty(0)
+        hidden = (
+            torch.stack([out.hidden_states[n][0, skipped:] for n in layers])
+            if layers
+            else logits.new_empty(0)
+        )
         return BranchStates(logits, hidden)
 
     def _mask(self, seen: Tensor) -> Tensor:
@@ -287,7 +341,9 @@ def _kv_of(past: _Past, rows: Tensor | slice) -> tuple[tuple[Tensor, Tensor], ..
 
 
 def _placed(keys: Tensor, starts: Tensor, layout: RopeLayout | None) -> Tensor:
-    """Return keys [B, H, n, D] of B chunks, rotated from position 0 to where each starts (float64 [B])."""
+    """Return keys [B, H, n, D] of B chunks, rotated from position 0 to where each starts (float64
+    [B]).
+    """
     if layout is None:
         return keys
     shift = angles(layout, starts[:, None], keys.device)
@@ -295,7 +351,9 @@ def _placed(keys: Tensor, starts: Tensor, layout: RopeLayout | None) -> Tensor:
 
 
 def refuse_unadaptable(model: PreTrainedModel, profile: ModelProfile) -> None:
-    """Raise RefusedError for a model whose attention over separately encoded chunks is not just a mask."""
+    """Raise RefusedError for a model whose attention over separately encoded chunks is not just a
+    mask.
+    """
     found, windows = profile.refusal, [window for window in profile.windows if window is not None]
     if windows:
         found = f"a sliding window of {min(windows)} tokens"
@@ -305,6 +363,7 @@ def refuse_unadaptable(model: PreTrainedModel, profile: ModelProfile) -> None:
         found = "biases in place of positions (ALiBi)"
     if found:
         raise RefusedError(
-            f"Wanted a model whose layers attend to all earlier tokens with rotated keys (RoPE), found: "
-            f"{found.rstrip('.')}. Take another one, such as a Llama, Qwen or Mistral without a sliding window."
+            "Wanted a model whose layers attend to all earlier tokens with rotated keys (RoPE),"
+            f" found: {found.rstrip('.')}. Take another one, such as a Llama, Qwen or Mistral"
+            " without a sliding window."
         )

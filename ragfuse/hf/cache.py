@@ -1,7 +1,8 @@
-"""A transformers cache that writes rows at any index during a fused prefill and appends rows while decoding.
+"""A transformers cache that writes rows at any index during a fused prefill and appends rows while
+decoding.
 
-Ranges of rows that several caches have in common can be stored once, outside the caches (`hf/shared_kv.py`); the
-buffers of a cache then hold only the rows between these ranges.
+Ranges of rows that several caches have in common can be stored once, outside the caches
+(`hf/shared_kv.py`); the buffers of a cache then hold only the rows between these ranges.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class KVReceiver(Protocol):
     """A receiver of the KV that each layer computes during a fused prefill."""
 
     def take(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the KV [1, H, R, D] of the rows in flight, and return what attention sees of the layer's KV."""
+        """Store the KV [1, H, R, D] of the rows in flight, and return what attention sees of the
+        layer's KV.
+        """
         ...
 
 
@@ -50,7 +53,8 @@ class FrozenRows:
 
 
 class RowLayer(CacheLayerMixin):
-    """One layer's KV [B, H, length, D] in growable buffers; transformers sees a full-attention layer.
+    """One layer's KV [B, H, length, D] in growable buffers; transformers sees a full-attention
+    layer.
 
     Args:
         layer: Index of the layer.
@@ -58,7 +62,8 @@ class RowLayer(CacheLayerMixin):
 
     Attributes:
         length: Rows held.
-        common: Ranges of rows, in order, that are stored outside the buffers; `gather` copies them back.
+        common: Ranges of rows, in order, that are stored outside the buffers; `gather` copies them
+            back.
     """
 
     is_sliding = False
@@ -74,7 +79,9 @@ class RowLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def fill(self, keys: Tensor, values: Tensor, length: int) -> None:
-        """Use the given buffers [B, H, >= length, D], whose first `length` rows are filled and whose rest is finite."""
+        """Use the given buffers [B, H, >= length, D], whose first `length` rows are filled and
+        whose rest is finite.
+        """
         self.keys, self.values, self.length, self.is_initialized = keys, values, length, True
         self.common = ()
 
@@ -86,12 +93,19 @@ class RowLayer(CacheLayerMixin):
         """
         keys, values = self.whole()
         self.common = tuple(ranges)
-        self.keys, self.values = (self._with_room(_between(states, ranges)) for states in (keys, values))
+        self.keys, self.values = (
+            self._with_room(_between(states, ranges)) for states in (keys, values)
+        )
 
     def gather(self) -> None:
-        """Copy all rows back into its own buffers, also those past `length`, which may still be used."""
+        """Copy all rows back into its own buffers, also those past `length`, which may still be
+        used.
+        """
         if self.common:
-            self.keys, self.values = self._with_frozen(self.keys, 0), self._with_frozen(self.values, 1)
+            self.keys, self.values = (
+                self._with_frozen(self.keys, 0),
+                self._with_frozen(self.values, 1),
+            )
             self.common = ()
 
     def whole(self) -> KV:
@@ -103,16 +117,23 @@ class RowLayer(CacheLayerMixin):
         return self._with_frozen(keys, 0), self._with_frozen(values, 1)
 
     def rows(self, lo: int, hi: int) -> KV:
-        """Return rows lo:hi [B, H, hi - lo, D]: views, or a copy if some rows are stored outside."""
+        """Return rows lo:hi [B, H, hi - lo, D]: views, or a copy if some rows are stored
+        outside.
+        """
         keys, values = self.keys, self.values
         if self.common:
             keys, values = self._with_frozen(keys, 0), self._with_frozen(values, 1)
         return keys[:, :, lo:hi], values[:, :, lo:hi]
 
     def held(self) -> list[KV]:
-        """Return all rows in parts, without a copy: those in its buffers, then those stored outside."""
+        """Return all rows in parts, without a copy: those in its buffers, then those stored
+        outside.
+        """
         n_buffered = self.n_buffered
-        return [(self.keys[:, :, :n_buffered], self.values[:, :, :n_buffered]), *(frozen.kv for frozen in self.common)]
+        return [
+            (self.keys[:, :, :n_buffered], self.values[:, :, :n_buffered]),
+            *(frozen.kv for frozen in self.common),
+        ]
 
     @property
     def n_buffered(self) -> int:
@@ -120,7 +141,9 @@ class RowLayer(CacheLayerMixin):
         return self.length - sum(frozen.hi - frozen.lo for frozen in self.common)
 
     def _with_frozen(self, buffered: Tensor, which: int) -> Tensor:
-        """Return its own rows and those stored outside, in the order of the prompt; which: keys (0) or values (1)."""
+        """Return its own rows and those stored outside, in the order of the prompt; which: keys (0)
+        or values (1).
+        """
         parts, at, used = list[Tensor](), 0, 0
         for frozen in self.common:
             free = frozen.lo - at
@@ -137,7 +160,9 @@ class RowLayer(CacheLayerMixin):
         return made
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object) -> KV:
-        """Pass the rows to the taker during a fused prefill, append them afterwards; return the whole KV."""
+        """Pass the rows to the taker during a fused prefill, append them afterwards; return the
+        whole KV.
+        """
         if self.receiver is not None:
             return self.receiver.take(self.layer, key_states, value_states)
         self.gather()
@@ -169,7 +194,9 @@ class RowLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Return the rows held; 0 during a fused prefill, so that transformers makes masks for a whole prompt."""
+        """Return the rows held; 0 during a fused prefill, so that transformers makes masks for a
+        whole prompt.
+        """
         return 0 if self.receiver is not None else self.length
 
     def get_max_length(self) -> int:
@@ -192,7 +219,9 @@ class RowCache(Cache):
         for index, layer in enumerate(self.layers):
             keys, values = buffers.keys[index], buffers.values[index]
             if keys is None or values is None:
-                raise RuntimeError(f"Layer {index} has no KV after the prefill, which did not complete.")
+                raise RuntimeError(
+                    f"Layer {index} has no KV after the prefill, which did not complete."
+                )
             layer.receiver = None
             layer.fill(keys, values, buffers.n_tokens)
 
@@ -228,10 +257,14 @@ class JointLayer(RowLayer):
         self._parts, self._ragged = parts, ragged
         self.length, self.is_initialized = max(part.length for part in parts), True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object
+    ) -> tuple[Tensor, Tensor]:
         """Append to every cache its own new rows."""
         self._ragged.newest = key_states
-        for part, *each in zip(self._parts, torch.split(key_states, 1), torch.split(value_states, 1), strict=True):
+        for part, *each in zip(
+            self._parts, torch.split(key_states, 1), torch.split(value_states, 1), strict=True
+        ):
             part.append(*each)
         self._ragged.kv_parts = [part.held() for part in self._parts]
         return key_states, value_states
@@ -247,5 +280,8 @@ class JointCache(Cache):
 
 def _between(states: Tensor, ranges: Sequence[FrozenRows]) -> list[Tensor]:
     """Return the rows of [B, H, T, D] that none of the ranges covers."""
-    stops, starts = [*(frozen.lo for frozen in ranges), states.shape[2]], [0, *(frozen.hi for frozen in ranges)]
+    stops, starts = (
+        [*(frozen.lo for frozen in ranges), states.shape[2]],
+        [0, *(frozen.hi for frozen in ranges)],
+    )
     return [states[:, :, start:stop] for start, stop in zip(starts, stops, strict=True)]

@@ -1,8 +1,9 @@
-"""The chunk adapter: a LoRA adapter that a model has while it encodes chunks behind filler text, and at no other time.
+"""The chunk adapter: a LoRA adapter that a model has while it encodes chunks behind filler text,
+and at no other time.
 
-It changes what is stored of a chunk, so that a prompt that reuses the chunk comes closer to full prefill. Questions,
-recomputed rows and full prefill are computed by the plain model, so full prefill stays exactly what it was. It is read
-from PEFT's form; `ragfuse adapt` writes it.
+It changes what is stored of a chunk, so that a prompt that reuses the chunk comes closer to full
+prefill. Questions, recomputed rows and full prefill are computed by the plain model, so full
+prefill stays exactly what it was. It is read from PEFT's form; `ragfuse adapt` writes it.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class ChunkAdapter:
     """Two low-rank matrices beside each of some linear layers.
 
     Args:
-        pairs: (A [r, in], B [out, r]) of each layer by the name of its module; B is scaled already. In the dtype that
-            the model computes in.
+        pairs: (A [r, in], B [out, r]) of each layer by the name of its module; B is scaled already.
+            In the dtype that the model computes in.
     """
 
     def __init__(self, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
@@ -53,7 +54,9 @@ class ChunkAdapter:
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
-        """Add the adapter to the layers of a model in this context. The caller holds the model's lock."""
+        """Add the adapter to the layers of a model in this context. The caller holds the model's
+        lock.
+        """
         modules = dict(model.named_modules())
         hooks = [
             modules[name].register_forward_hook(partial(_added, down=down, up=up))
@@ -66,7 +69,9 @@ class ChunkAdapter:
                 hook.remove()
 
 
-def _added(layer: nn.Module, args: tuple[Tensor, ...], out: Tensor, *, down: Tensor, up: Tensor) -> Tensor:
+def _added(
+    layer: nn.Module, args: tuple[Tensor, ...], out: Tensor, *, down: Tensor, up: Tensor
+) -> Tensor:
     """Return a linear layer's output [..., out] with the adapter's added."""
     x = args[0]
     inner = x.flatten(0, -2) @ down.to(x.device).T
@@ -97,9 +102,13 @@ def read_chunk_adapter(folder: Path, model: PreTrainedModel) -> ChunkAdapter:
             layer: Any = modules[name.removeprefix(PEFT_PREFIX)]
             if (up.shape[0], down.shape[1]) != (layer.out_features, layer.in_features):
                 raise KeyError(f"{name} has another shape")
-            pairs[name.removeprefix(PEFT_PREFIX)] = down.to(model.dtype), (up.float() * scale).to(model.dtype)
+            pairs[name.removeprefix(PEFT_PREFIX)] = (
+                down.to(model.dtype),
+                (up.float() * scale).to(model.dtype),
+            )
     except (OSError, KeyError, SafetensorError) as error:
         raise ModelError(
-            f"The chunk adapter in '{folder}' cannot be read or does not fit the model ({error!r}). {TRAIN_ANEW}"
+            f"The chunk adapter in '{folder}' cannot be read or does not fit the model ({error!r})."
+            f" {TRAIN_ANEW}"
         ) from error
     return ChunkAdapter(pairs)

@@ -1,13 +1,15 @@
-"""Continuous batching: requests that are decoded at the same time on one model share its forward passes.
+"""Continuous batching: requests that are decoded at the same time on one model share its forward
+passes.
 
-Every request runs transformers' `generate` in its own thread with its own cache. The forward that `generate` calls
-posts one step here and waits; a worker thread runs one forward over all posted steps, each over its own KV, which is
-neither copied nor padded. So requests join and leave between two tokens. The model's lock is held per step, so prefills
-run in between.
+Every request runs transformers' `generate` in its own thread with its own cache. The forward that
+`generate` calls posts one step here and waits; a worker thread runs one forward over all posted
+steps, each over its own KV, which is neither copied nor padded. So requests join and leave between
+two tokens. The model's lock is held per step, so prefills run in between.
 
-A request that is alone runs the same forward in its own thread, so one token is never computed by an attention kernel
-made for many rows. Steps that cannot be shared run the model's plain forward: those of a model that does not take our
-attention function, of several tokens at a time, or with hidden states requested.
+A request that is alone runs the same forward in its own thread, so one token is never computed by
+an attention kernel made for many rows. Steps that cannot be shared run the model's plain forward:
+those of a model that does not take our attention function, of several tokens at a time, or with
+hidden states requested.
 """
 
 from __future__ import annotations
@@ -39,8 +41,9 @@ log = logging.getLogger("ragfuse.hf")
 PATIENCE_S = 0.02
 """Seconds that a shared step waits for a request that is choosing its token; most take less."""
 FAILURES = 3
-"""Number of steps that failed with ragfuse's attention but not one by one with the model's own, after which this
-model's steps run one by one."""
+"""Number of steps that failed with ragfuse's attention but not one by one with the model's own,
+after which this model's steps run one by one.
+"""
 SHARED = frozenset(
     {
         "input_ids",
@@ -64,7 +67,8 @@ class Member:
     Args:
         cache: Its KV.
         wiring: How our attention hooks into the model.
-        is_late: It did not post a step in time, so the others do not wait for it until it posts again.
+        is_late: It did not post a step in time, so the others do not wait for it until it posts
+            again.
         is_posted: It has posted a step and waits for it.
         threads: By how many threads its thread computed before.
     """
@@ -116,8 +120,8 @@ class Batcher:
     Attributes:
         steps: Number of shared forwards so far.
         rows: Number of tokens in them.
-        patience_s: Seconds that a step waits for a request that is choosing its token; longer if the last step took
-            longer.
+        patience_s: Seconds that a step waits for a request that is choosing its token; longer if
+            the last step took longer.
     """
 
     def __init__(self, model: PreTrainedModel, lock: FairLock) -> None:
@@ -166,7 +170,8 @@ class Batcher:
                 self._changed.notify_all()
 
     def step(self, member: Member | None, forward: Forward, arguments: Mapping[str, Any]) -> Any:
-        """Run one forward, together with the steps of other requests if possible, and return its output.
+        """Run one forward, together with the steps of other requests if possible, and return its
+        output.
 
         Args:
             member: The request; None: the step runs alone.
@@ -208,7 +213,9 @@ class Batcher:
                 began, steps = time.perf_counter(), self._take_posted()
                 try:
                     self._run(steps)
-                except BaseException as error:  # of no single request: raise it in all, so that none waits forever
+                except (
+                    BaseException
+                ) as error:  # of no single request: raise it in all, so that none waits forever
                     for step in steps:
                         step.error = step.error or error
             with self._changed:
@@ -218,12 +225,16 @@ class Batcher:
                 step.done.set()
 
     def _is_due(self) -> bool:
-        """Wait until the next step is due; return False when no request is left, and the worker thread ends."""
+        """Wait until the next step is due; return False when no request is left, and the worker
+        thread ends.
+        """
         with self._changed:
             while self._members or self._posted:
                 wait_s = None
                 if self._posted:
-                    wait_s = self._since_s + max(self.patience_s, self._took_s) - time.perf_counter()
+                    wait_s = (
+                        self._since_s + max(self.patience_s, self._took_s) - time.perf_counter()
+                    )
                     if not self._missing or wait_s <= 0:
                         return True
                 self._changed.wait(wait_s)
@@ -255,8 +266,8 @@ class Batcher:
                 self._failures = FAILURES
             except Exception as error:
                 log.warning(
-                    "A decoding step of %d requests failed with ragfuse's attention. It is repeated with the model's "
-                    "own, one by one, which is slower: %s",
+                    "A decoding step of %d requests failed with ragfuse's attention. It is repeated"
+                    " with the model's own, one by one, which is slower: %s",
                     len(steps),
                     error,
                 )
@@ -280,7 +291,11 @@ class Batcher:
     def _arguments(self, steps: Sequence[Step]) -> dict[str, Any]:
         """Return the forward arguments of all steps as one batch."""
         one = steps[0].arguments
-        arguments = {name: one[name] for name in ("use_cache", "return_dict", "logits_to_keep") if name in one}
+        arguments = {
+            name: one[name]
+            for name in ("use_cache", "return_dict", "logits_to_keep")
+            if name in one
+        }
         for name in ("input_ids", "position_ids"):
             if one.get(name) is not None:
                 arguments[name] = torch.cat([step.arguments[name] for step in steps])
@@ -288,9 +303,15 @@ class Batcher:
 
 
 def _can_share(member: Member, arguments: Mapping[str, Any]) -> bool:
-    """Whether a forward computes one new token over the member's own cache and requests no other output."""
+    """Whether a forward computes one new token over the member's own cache and requests no other
+    output.
+    """
     ids = arguments.get("input_ids")
-    if arguments.get("past_key_values") is not member.cache or not isinstance(ids, Tensor) or ids.shape[1] != 1:
+    if (
+        arguments.get("past_key_values") is not member.cache
+        or not isinstance(ids, Tensor)
+        or ids.shape[1] != 1
+    ):
         return False
     others = (value for name, value in arguments.items() if name not in SHARED)
     return all(value is None or value is False for value in others)

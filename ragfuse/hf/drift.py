@@ -1,4 +1,6 @@
-"""Reads a model's drift (`fuse/drift.py`), a file in its folder that holds for the measured weights only."""
+"""Reads a model's drift (`fuse/drift.py`), a file in its folder that holds for the measured weights
+only.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from ragfuse.errors import ModelError
 from ragfuse.types.kv import ChunkKV, LayerKV
 
 DRIFT_FILE = "ragfuse_drift.kv"
-"""A file of safetensors by another ending, as vLLM takes each *.safetensors of a model's folder for weights."""
+"""A file of safetensors by another ending, as vLLM takes each *.safetensors of a model's folder for
+weights.
+"""
 SAMPLE = 16
 """Number of values of every weight that are stored in the file, to recognise the weights."""
 ROUNDING = 2.0**-7
@@ -40,7 +44,9 @@ def read_drift(folder: Path, model: PreTrainedModel) -> ChunkKV | None:
     except (OSError, SafetensorError, KeyError, AttributeError) as error:
         raise ModelError(f"'{path}' cannot be read ({error}). {again}") from error
     sample = weight_sample(model)
-    if sample.shape != stored.shape or not torch.allclose(sample, stored.to(sample), rtol=ROUNDING, atol=1e-6):
+    if sample.shape != stored.shape or not torch.allclose(
+        sample, stored.to(sample), rtol=ROUNDING, atol=1e-6
+    ):
         raise ModelError(f"'{path}' was measured on other weights. {again}")
     return ChunkKV(layers)
 
@@ -49,4 +55,6 @@ def weight_sample(model: PreTrainedModel) -> Tensor:
     """Return a few values of every weight, in the order of their names: float32 [n]."""
     weights = sorted(model.state_dict().items())
     flat = [weight.detach().reshape(-1) for _, weight in weights if weight.is_floating_point()]
-    return torch.cat([each[:: max(1, each.numel() // SAMPLE)][:SAMPLE].float().cpu() for each in flat])
+    return torch.cat(
+        [each[:: max(1, each.numel() // SAMPLE)][:SAMPLE].float().cpu() for each in flat]
+    )

@@ -1,7 +1,9 @@
-"""The fingerprint of a model: a digest of everything that decides its KV, which is part of every KV key.
+"""The fingerprint of a model: a digest of everything that decides its KV, which is part of every KV
+key.
 
-Every byte of every weight, buffer, adapter and quantisation state is hashed once, so that any change gives other keys.
-A loader may cache `weights_digest` and `tokenizer_digest` by the identity of the files and pass them in.
+Every byte of every weight, buffer, adapter and quantisation state is hashed once, so that any
+change gives other keys. A loader may cache `weights_digest` and `tokenizer_digest` by the identity
+of the files and pass them in.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from ragfuse.types.kv import ChunkKV
 HASH_NBYTES = 64 << 20
 """Bytes that are copied from a GPU at a time."""
 UNNAMED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-"""Config entries that do not count: where a model comes from, and the dtype, which is hashed separately."""
+"""Config entries that do not count: where a model comes from, and the dtype, which is hashed
+separately.
+"""
 REMOTE = "transformers_modules"
 """The package in which transformers puts code that was downloaded with weights."""
 
@@ -43,8 +47,8 @@ def fingerprint(
 ) -> str:
     """Return the digest of everything that decides a model's KV.
 
-    That is the config, all weights, the dtype, remote code, the tokenizer, the drift, the chunk adapter and the format
-    version.
+    That is the config, all weights, the dtype, remote code, the tokenizer, the drift, the chunk
+    adapter and the format version.
 
     Args:
         model: The model.
@@ -58,7 +62,9 @@ def fingerprint(
     hasher = [str(FORMAT_VERSION), str(model.dtype), json.dumps(config, sort_keys=True)]
     hasher += [weights or weights_digest(model), *_remote_code(model)]
     for layer in drift.layers if drift is not None else ():
-        hasher.append(digest(*(part.float().cpu().numpy().tobytes() for part in (layer.keys, layer.values))))
+        hasher.append(
+            digest(*(part.float().cpu().numpy().tobytes() for part in (layer.keys, layer.values)))
+        )
     if chunk_adapter:
         hasher.append(f"chunk adapter {chunk_adapter}")
     return digest(*hasher, words or tokenizer_digest(tokenizer))
@@ -69,17 +75,20 @@ def _without_names(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Return a BLAKE3 digest, 32 hex digits, of every weight, buffer, adapter and quantisation state, by name.
+    """Return a BLAKE3 digest, 32 hex digits, of every weight, buffer, adapter and quantisation
+    state, by name.
 
-    Each is read once, in pieces. The digest does not depend on where a weight is: on a GPU, on disk (accelerate's
-    offloading), packed by this package, or in a tensor of a quantisation library.
+    Each is read once, in pieces. The digest does not depend on where a weight is: on a GPU, on disk
+    (accelerate's offloading), packed by this package, or in a tensor of a quantisation library.
 
     Raises:
         ModelError: A weight has no data (it is on torch's meta device).
     """
     parts, known = [], dict[int, str]()
     for name, value in _entries(model):
-        same = known.get(id(value)) if isinstance(value, nn.Parameter) else None  # tied weights are read once
+        same = (
+            known.get(id(value)) if isinstance(value, nn.Parameter) else None
+        )  # tied weights are read once
         found = same or _value_digest(name, value)
         if isinstance(value, nn.Parameter):
             known[id(value)] = found
@@ -99,14 +108,24 @@ def _entries(model: nn.Module) -> Iterator[tuple[str, Any]]:
         start, state = f"{prefix}." if prefix else "", dict[str, Any]()
         module._save_to_state_dict(state, start, True)
         for name, buffer in module.named_buffers(start.removesuffix("."), recurse=False):
-            if not isinstance(module, PackedLinear):  # its saved state is the unpacked weight already
+            if not isinstance(
+                module, PackedLinear
+            ):  # its saved state is the unpacked weight already
                 state.setdefault(name, buffer)
         elsewhere = _offloaded(module)
         for name, value in state.items():
             missing = isinstance(value, Tensor) and value.is_meta and elsewhere is not None
-            yield name, elsewhere(name.removeprefix(start)) if missing and elsewhere is not None else value
-        if type(module).__module__.partition(".")[0] == "peft":  # scalings, which adapters are active, what is merged
-            yield f"{start}peft", {name: value for name, value in vars(module).items() if _is_plain(value)}
+            yield (
+                name,
+                elsewhere(name.removeprefix(start)) if missing and elsewhere is not None else value,
+            )
+        if (
+            type(module).__module__.partition(".")[0] == "peft"
+        ):  # scalings, which adapters are active, what is merged
+            yield (
+                f"{start}peft",
+                {name: value for name, value in vars(module).items() if _is_plain(value)},
+            )
 
 
 def _is_plain(value: Any) -> bool:
@@ -117,7 +136,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def _offloaded(module: nn.Module) -> Callable[[str], Tensor] | None:
-    """Return a reader of the module's weights that accelerate has offloaded; None if there are none."""
+    """Return a reader of the module's weights that accelerate has offloaded; None if there are
+    none.
+    """
     hook = getattr(module, "_hf_hook", None)
     for each in getattr(hook, "hooks", (hook,)):
         found = getattr(each, "weights_map", None)
@@ -133,7 +154,9 @@ def _value_digest(name: str, value: Any) -> str:
 
 
 def _feed(hasher: Any, name: str, value: Any) -> None:
-    """Hash all parts of a value, each preceded by its kind and size: no memory addresses, no order of a set."""
+    """Hash all parts of a value, each preceded by its kind and size: no memory addresses, no order
+    of a set.
+    """
     if isinstance(value, Tensor):
         _feed_tensor(hasher, name, value.detach())
     elif isinstance(value, Mapping):
@@ -142,7 +165,9 @@ def _feed(hasher: Any, name: str, value: Any) -> None:
             _feed(hasher, f"{name}.{key}", value[key])
     elif isinstance(value, list | tuple | set | frozenset):
         _feed_text(hasher, f"{len(value)} in order")
-        for index, each in enumerate(sorted(value, key=str) if isinstance(value, set | frozenset) else value):
+        for index, each in enumerate(
+            sorted(value, key=str) if isinstance(value, set | frozenset) else value
+        ):
             _feed(hasher, f"{name}.{index}", each)
     elif isinstance(value, type) or inspect.isroutine(value):
         _feed_text(hasher, f"{value.__module__}.{value.__qualname__}")
@@ -157,8 +182,13 @@ def _feed_tensor(hasher: Any, name: str, tensor: Tensor) -> None:
     kind = type(tensor).__name__ if type(tensor) is not nn.Parameter else "Tensor"
     _feed_text(hasher, f"{kind} {tensor.dtype} {tuple(tensor.shape)}")
     if tensor.is_meta:
-        raise ModelError(f"The weight '{name}' has no data (it is on torch's meta device). Load the model's weights.")
-    if hasattr(tensor, "__tensor_flatten__"):  # of a quantisation library: several tensors and how they are read
+        raise ModelError(
+            f"The weight '{name}' has no data (it is on torch's meta device). Load the model's"
+            " weights."
+        )
+    if hasattr(
+        tensor, "__tensor_flatten__"
+    ):  # of a quantisation library: several tensors and how they are read
         inner, context = tensor.__tensor_flatten__()
         _feed(hasher, name, {"context": context, **{part: getattr(tensor, part) for part in inner}})
     else:
@@ -175,14 +205,22 @@ def _feed_bytes(hasher: Any, tensor: Tensor) -> None:
 
 
 def _feed_text(hasher: Any, text: str) -> None:
-    """Hash a text preceded by its length, so that different sequences of parts never give the same bytes."""
+    """Hash a text preceded by its length, so that different sequences of parts never give the same
+    bytes.
+    """
     data = text.encode()
     hasher.update(len(data).to_bytes(8, "little"))
     hasher.update(data)
 
 
 def _remote_code(model: PreTrainedModel) -> Sequence[str]:
-    """Return digests of the code that was downloaded with the weights; none for transformers' own models."""
+    """Return digests of the code that was downloaded with the weights; none for transformers' own
+    models.
+    """
     modules = {type(module).__module__ for module in model.modules()}
-    files = [getattr(sys.modules.get(name), "__file__", None) for name in modules if name.partition(".")[0] == REMOTE]
+    files = [
+        getattr(sys.modules.get(name), "__file__", None)
+        for name in modules
+        if name.partition(".")[0] == REMOTE
+    ]
     return [digest(Path(file).read_bytes()) for file in sorted(file for file in files if file)]

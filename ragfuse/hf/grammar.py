@@ -1,7 +1,8 @@
-"""Grammar-constrained decoding: llguidance decides, over the model's own tokenizer, which token may come next.
+"""Grammar-constrained decoding: llguidance decides, over the model's own tokenizer, which token may
+come next.
 
-A matcher follows each sequence, and a logits processor masks all other tokens. Grammars are defined by
-`ragfuse.types.grammar`, and by `ragfuse.text.tool_calls` for tool calls.
+A matcher follows each sequence, and a logits processor masks all other tokens. Grammars are defined
+by `ragfuse.types.grammar`, and by `ragfuse.text.tool_calls` for tool calls.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ LLTokenizer = Any
 
 
 CACHED_GRAMMARS = 64
-"""The most compiled grammars that are kept, so that callers with ever new grammars do not fill the memory."""
+"""The most compiled grammars that are kept, so that callers with ever new grammars do not fill the
+memory.
+"""
 
 
 def check(grammar: Grammar, what: str = "The grammar") -> None:
@@ -38,11 +41,15 @@ def check(grammar: Grammar, what: str = "The grammar") -> None:
     from llguidance import LLMatcher
 
     if found := LLMatcher.validate_grammar(_source(grammar)):
-        raise InputError(f"{what} cannot be compiled: {found.strip()}\nSimplify it, or remove what is named above.")
+        raise InputError(
+            f"{what} cannot be compiled: {found.strip()}\nSimplify it, or remove what is named"
+            " above."
+        )
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model's tokenizer and keeps the `CACHED_GRAMMARS` used last. Thread-safe.
+    """Compiles grammars for one model's tokenizer and keeps the `CACHED_GRAMMARS` used last.
+    Thread-safe.
 
     Args:
         tokenizer: The tokenizer.
@@ -50,7 +57,9 @@ class GrammarCompiler:
         ends: Ids of the end tokens.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, n_tokens: int, ends: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, n_tokens: int, ends: Sequence[int]
+    ) -> None:
         self.tokens = tokens_of(tokenizer, n_tokens, ends)
         self._lock = threading.Lock()
         self._compiled: LRUCache[Grammar, LLMatcher] = LRUCache(CACHED_GRAMMARS)
@@ -61,7 +70,9 @@ class GrammarCompiler:
         self._special = re.compile(f"({'|'.join(map(re.escape, longest))})") if longest else None
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
-        """Return a new matcher at the grammar's start; InputError if the grammar cannot be compiled."""
+        """Return a new matcher at the grammar's start; InputError if the grammar cannot be
+        compiled.
+        """
         from llguidance import LLMatcher
 
         with self._lock:
@@ -69,7 +80,10 @@ class GrammarCompiler:
         if made is None:
             made = LLMatcher(self.tokens, _source(grammar), log_level=0)
             if made.is_error():
-                raise InputError(f"The grammar cannot be compiled: {made.get_error().strip()}\nCorrect or simplify it.")
+                raise InputError(
+                    f"The grammar cannot be compiled: {made.get_error().strip()}\nCorrect or"
+                    " simplify it."
+                )
         with self._lock:
             self._compiled[grammar] = made
             return made.deep_copy()
@@ -77,11 +91,17 @@ class GrammarCompiler:
     def literal(self, text: str) -> str:
         """Return a text as a Lark literal, with special tokens written by their ids."""
         parts = self._special.split(text) if self._special is not None else [text]
-        return " ".join(f"<[{self._ids[part]}]>" if part in self._ids else json.dumps(part) for part in parts if part)
+        return " ".join(
+            f"<[{self._ids[part]}]>" if part in self._ids else json.dumps(part)
+            for part in parts
+            if part
+        )
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Holds the answer of one `generate` call to a grammar: an end token comes only when the text is complete."""
+    """Holds the answer of one `generate` call to a grammar: an end token comes only when the text
+    is complete.
+    """
 
     def __init__(self, grammars: GrammarCompiler, grammar: Grammar) -> None:
         self._matcher = grammars.matcher(grammar)
@@ -95,32 +115,42 @@ class GrammarProcessor(LogitsProcessor):
         for token in written:
             if not matcher.is_stopped():
                 matcher.consume_token(token)
-        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        bits = np.unpackbits(
+            np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little"
+        )
         bits.resize(scores.shape[1], refcheck=False)
         if matcher.is_error():
             reason = matcher.get_error().strip().partition("\n")[0]  # pages of its state follow
             raise InputError(
-                f"The answer cannot go on as its grammar wants: no text of it goes on like this, or none that ends "
-                f"({reason}). Simplify the grammar, above all what refers to itself.",
+                "The answer cannot go on as its grammar wants: no text of it goes on like this, or"
+                f" none that ends ({reason}). Simplify the grammar, above all what refers to"
+                " itself.",
                 "grammar",
             )
         allowed = torch.from_numpy(bits).to(scores.device) > 0
         masked = scores.masked_fill(~allowed, float("-inf"))
-        if bool(masked.isneginf().all()):  # top_k or top_p took all that is allowed away: the grammar comes first
+        if bool(
+            masked.isneginf().all()
+        ):  # top_k or top_p took all that is allowed away: the grammar comes first
             masked = torch.where(allowed, 0.0, masked)
         return masked
 
 
-def tokens_of(tokenizer: PreTrainedTokenizerBase, n_tokens: int, ends: Sequence[int]) -> LLTokenizer:
+def tokens_of(
+    tokenizer: PreTrainedTokenizerBase, n_tokens: int, ends: Sequence[int]
+) -> LLTokenizer:
     """Return llguidance's tokenizer for a model; InputError for a tokenizer that it cannot read."""
     _require()
     from llguidance.hf import from_tokenizer
 
     try:
-        return from_tokenizer(tokenizer, n_vocab=max(n_tokens, len(tokenizer)), eos_token=list(ends) or None)
+        return from_tokenizer(
+            tokenizer, n_vocab=max(n_tokens, len(tokenizer)), eos_token=list(ends) or None
+        )
     except Exception as error:  # the library raises exceptions of many kinds
         raise InputError(
-            f"This model's tokenizer cannot be read by llguidance ({error}). Ask without grammars and tools."
+            f"This model's tokenizer cannot be read by llguidance ({error}). Ask without grammars"
+            " and tools."
         ) from error
 
 
@@ -130,7 +160,9 @@ def _source(grammar: Grammar) -> str:
 
     if grammar.kind == "json":
         return LLMatcher.grammar_from_json_schema(held_schema(grammar.source)[0])
-    make: Any = LLMatcher.grammar_from_regex if grammar.kind == "regex" else LLMatcher.grammar_from_lark
+    make: Any = (
+        LLMatcher.grammar_from_regex if grammar.kind == "regex" else LLMatcher.grammar_from_lark
+    )
     return str(make(grammar.source))
 
 
@@ -142,5 +174,6 @@ def is_installed() -> bool:
 def _require() -> None:
     if not is_installed():
         raise InputError(
-            "Grammars and tools need llguidance, which is not installed: pip install 'ragfuse-kv[structured]'"
+            "Grammars and tools need llguidance, which is not installed: pip install"
+            " 'ragfuse-kv[structured]'"
         )

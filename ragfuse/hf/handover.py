@@ -1,11 +1,12 @@
 """Continues a finished prefill with transformers' own `generate`.
 
-`generate` gets the ids of the whole prompt and a cache without the last row. Its first forward returns the logits that
-the prefill computed and adds that row back, so nothing is computed twice, and sampling, stopping criteria and logits
-processors work as usual. Its other forwards are decoding steps of `hf/decode.py`. A prompt has one answer: beams and
-several sequences are refused.
+`generate` gets the ids of the whole prompt and a cache without the last row. Its first forward
+returns the logits that the prefill computed and adds that row back, so nothing is computed twice,
+and sampling, stopping criteria and logits processors work as usual. Its other forwards are decoding
+steps of `hf/decode.py`. A prompt has one answer: beams and several sequences are refused.
 
-`generate` is called on a shallow copy of the model object with its own forward, so that many can run at the same time.
+`generate` is called on a shallow copy of the model object with its own forward, so that many can
+run at the same time.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ UNUSABLE = (
     "streamer",
     "stopping_criteria",
 )
-"""Options of `generate` that need another cache than the prefilled one, or are set here; callers may not pass them."""
+"""Options of `generate` that need another cache than the prefilled one, or are set here; callers
+may not pass them.
+"""
 ONE = ("num_beams", "num_return_sequences")
 """Options of `generate` that may be 1 only."""
 
@@ -60,9 +63,11 @@ def generate(
     Args:
         model: The model.
         prefill: The prompt.
-        options: Options of transformers' `generate`. Stop strings do nothing here: `stopping` has what ends a text.
+        options: Options of transformers' `generate`. Stop strings do nothing here: `stopping` has
+            what ends a text.
         stopping: Further stopping criteria; each is called with all tokens after every new one.
-        seed: Of sampling; the result does not depend on what runs at the same time. None: torch's global state.
+        seed: Of sampling; the result does not depend on what runs at the same time. None: torch's
+            global state.
 
     Returns:
         The new token ids.
@@ -76,7 +81,9 @@ def generate(
     ids = torch.tensor([list(prefill.token_ids)], device=model.device)
     with model.batcher.member(prefill.cache, model.shared_wiring) as member, seeded(seed):
         if prefill.cache is not None:
-            prefill.cache.length -= 1  # its last row is computed, and comes back with the first forward
+            prefill.cache.length -= (
+                1  # its last row is computed, and comes back with the first forward
+            )
         view = _with_forward(model.model, _GenerateForward(model, prefill, member))
         out: Tensor = view.generate(
             input_ids=ids,
@@ -98,41 +105,54 @@ def _refuse_nan(model: HFModel, prefill: Prefill) -> None:
             if model.dtype == torch.float16
             else "Its weights are damaged: copy them anew from where they came from."
         )
-        raise ModelError(f"The model {model.name} computed NaN (not a number) for this prompt. {advice}")
+        raise ModelError(
+            f"The model {model.name} computed NaN (not a number) for this prompt. {advice}"
+        )
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
-    """Raise SettingsError for options, or their `generation_config`, that would bypass the prefilled cache."""
+    """Raise SettingsError for options, or their `generation_config`, that would bypass the
+    prefilled cache.
+    """
     config = options.get("generation_config")
     given = {**(vars(config) if config is not None else {}), **options}
     wrong = [name for name in UNUSABLE if given.get(name) is not None]
     wrong += ["token_healing"] if options.get("token_healing") else []
     wrong += ["use_cache"] if given.get("use_cache") is False else []
     if several := [name for name in ONE if (given.get(name) or 1) > 1]:
-        raise SettingsError(f"generate's option '{several[0]}' may only be 1: a prompt has one answer. Leave it out.")
+        raise SettingsError(
+            f"generate's option '{several[0]}' may only be 1: a prompt has one answer. Leave it"
+            " out."
+        )
     if wrong:
         raise SettingsError(
-            f"generate's option '{wrong[0]}' cannot be used: the prompt's KV is computed and in a cache already. "
-            "Leave it out."
+            f"generate's option '{wrong[0]}' cannot be used: the prompt's KV is computed and in a"
+            " cache already. Leave it out."
         )
 
 
 def _position_ids(model: HFModel, prefill: Prefill) -> dict[str, Tensor]:
-    """Return `position_ids` int64 [1, T] for a prompt whose positions have gaps; else `generate` needs none."""
+    """Return `position_ids` int64 [1, T] for a prompt whose positions have gaps; else `generate`
+    needs none.
+    """
     if prefill.positions is None or not probe.takes_positions(model.model):
         return {}
     return {"position_ids": prefill.positions[None].to(model.device)}
 
 
 def resolve_option(name: str, options: Mapping[str, Any], model: HFModel) -> Any:
-    """Return an option of `generate`: from `options`, else their `generation_config`, else the model's own config."""
+    """Return an option of `generate`: from `options`, else their `generation_config`, else the
+    model's own config.
+    """
     configs = (options.get("generation_config"), model.model.generation_config)
     found = (options.get(name), *(getattr(config, name, None) for config in configs))
     return next((value for value in found if value is not None), None)
 
 
 def stop_strings_of(options: Mapping[str, Any], model: HFModel) -> tuple[str, ...]:
-    """Return the stop strings of the options, else of their generation config, else of the model's own."""
+    """Return the stop strings of the options, else of their generation config, else of the model's
+    own.
+    """
     found = resolve_option("stop_strings", options, model) or ()
     return (found,) if isinstance(found, str) else tuple(found)
 
@@ -140,9 +160,10 @@ def stop_strings_of(options: Mapping[str, Any], model: HFModel) -> tuple[str, ..
 def _adapted_options(model: HFModel, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options adapted to the prefilled cache.
 
-    Stop strings are left to the caller's stopping criteria, because those of transformers also search the end of the
-    prompt and do not work with every tokenizer. Token healing is switched off, because it removes the prompt's last
-    token, whose KV is computed already. A missing padding id is set.
+    Stop strings are left to the caller's stopping criteria, because those of transformers also
+    search the end of the prompt and do not work with every tokenizer. Token healing is switched
+    off, because it removes the prompt's last token, whose KV is computed already. A missing padding
+    id is set.
     """
     full = {
         **options,
@@ -161,7 +182,9 @@ def _adapted_options(model: HFModel, options: Mapping[str, Any]) -> dict[str, An
 
 
 def _with_forward(model: PreTrainedModel, answers: _GenerateForward) -> Any:
-    """Return a shallow copy of the model with another forward; modules, weights and configs are shared."""
+    """Return a shallow copy of the model with another forward; modules, weights and configs are
+    shared.
+    """
     view = copy.copy(model)
 
     @functools.wraps(model.forward)
@@ -169,12 +192,16 @@ def _with_forward(model: PreTrainedModel, answers: _GenerateForward) -> Any:
         return answers.forward(args, kwargs)
 
     view.__dict__["forward"] = forward
-    view.__dict__["_optimize_model_for_decode"] = nullcontext  # it changes shared modules: each decoding step does it
+    view.__dict__["_optimize_model_for_decode"] = (
+        nullcontext  # it changes shared modules: each decoding step does it
+    )
     return view
 
 
 class _GenerateForward:
-    """The forward that one `generate` call sees: first the prefill's logits, then decoding steps."""
+    """The forward that one `generate` call sees: first the prefill's logits, then decoding
+    steps.
+    """
 
     def __init__(self, model: HFModel, prefill: Prefill, member: Member | None) -> None:
         self._model, self._prefill, self._member = model, prefill, member
@@ -184,10 +211,14 @@ class _GenerateForward:
     def forward(self, args: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
         """Return the model's output for one forward of `generate`."""
         cache = self._prefill.cache
-        if args or arguments.get("past_key_values") is not cache:  # e.g. a logits processor calls the model
+        if (
+            args or arguments.get("past_key_values") is not cache
+        ):  # e.g. a logits processor calls the model
             return self._batcher.step(None, functools.partial(self._forward, *args), arguments)
         if cache is not None and self._is_first:
             self._is_first = False
             cache.length += 1
-            return CausalLMOutputWithPast(logits=self._prefill.logits[None, None], past_key_values=cache)
+            return CausalLMOutputWithPast(
+                logits=self._prefill.logits[None, None], past_key_values=cache
+            )
         return self._batcher.step(self._member, self._forward, arguments)

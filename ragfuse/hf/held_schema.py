@@ -1,4 +1,6 @@
-"""The part of a JSON schema that decoding can hold, and what of it can only be checked once an answer is written."""
+"""The part of a JSON schema that decoding can hold, and what of it can only be checked once an
+answer is written.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ GUIDANCE = MappingProxyType(
         "lenient": True,
     }
 )
-"""llguidance's options: the layout of `json.dumps`, as with free white space a small model may write nothing else, and
-keywords that it does not know are left out."""
+"""llguidance's options: the layout of `json.dumps`, as with free white space a small model may
+write nothing else, and keywords that it does not know are left out.
+"""
 
 
 LARGEST = 10**15
@@ -41,12 +44,15 @@ FORMATS = MappingProxyType(
         "duration": r"^P\d{1,6}DT\d{1,2}H\d{1,2}M\d{1,2}(\.\d{1,6})?S$",
     }
 )
-"""Formats whose grammar in llguidance has digits without end, or days and years that no parser reads."""
+"""Formats whose grammar in llguidance has digits without end, or days and years that no parser
+reads.
+"""
 
 
 @lru_cache(maxsize=256)
 def held_schema(source: str) -> tuple[str, tuple[str, ...]]:
-    """Return the schema that decoding can hold, with llguidance's options in it, and what was left out of it.
+    """Return the schema that decoding can hold, with llguidance's options in it, and what was left
+    out of it.
 
     Args:
         source: A JSON schema as JSON text.
@@ -55,7 +61,9 @@ def held_schema(source: str) -> tuple[str, tuple[str, ...]]:
 
     left_out = list[str]()
     text = json.dumps({**_held(json.loads(source), "", left_out), "x-guidance": dict(GUIDANCE)})
-    is_wrong, notes = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_json_schema(text))
+    is_wrong, notes = LLMatcher.validate_grammar_with_warnings(
+        LLMatcher.grammar_from_json_schema(text)
+    )
     return text, (*left_out, *(() if is_wrong else notes))
 
 
@@ -65,14 +73,20 @@ def broken(source: str, text: str) -> tuple[str, ...]:
 
     try:
         value = json.loads(text)
-        errors = list(Draft202012Validator(json.loads(source), format_checker=FormatChecker()).iter_errors(value))
+        errors = list(
+            Draft202012Validator(json.loads(source), format_checker=FormatChecker()).iter_errors(
+                value
+            )
+        )
     except (ValueError, re.error):  # cut off, or a pattern that Python does not read
         return ()
     return tuple(f"broken by the answer: {error.json_path} {error.validator}" for error in errors)
 
 
 def _held(schema: Any, path: str, left_out: list[str]) -> Any:
-    """Return a schema whose numbers end, without the patterns that Python reads and llguidance does not."""
+    """Return a schema whose numbers end, without the patterns that Python reads and llguidance does
+    not.
+    """
     if isinstance(schema, list):
         return [_held(each, path, left_out) for each in schema]
     if not isinstance(schema, dict):
@@ -80,7 +94,10 @@ def _held(schema: Any, path: str, left_out: list[str]) -> Any:
     made = dict[str, Any]()
     for name, value in schema.items():
         if name in NAMED_SCHEMAS and isinstance(value, dict):
-            made[name] = {key: _held(each, f"{path}.{key}".lstrip("."), left_out) for key, each in value.items()}
+            made[name] = {
+                key: _held(each, f"{path}.{key}".lstrip("."), left_out)
+                for key, each in value.items()
+            }
         elif name in ("anyOf", "oneOf") and isinstance(value, list):
             made[name] = _alternatives(value, path, left_out)
         elif name == "pattern" and isinstance(value, str) and not _is_held(value):
@@ -93,14 +110,20 @@ def _held(schema: Any, path: str, left_out: list[str]) -> Any:
 
 
 def _alternatives(given: list[Any], path: str, left_out: list[str]) -> list[Any]:
-    """Return what is held of each, without those that are not held whole where another one is that is not null.
+    """Return what is held of each, without those that are not held whole where another one is that
+    is not null.
 
-    A number, then any text, is how pydantic writes a Decimal: of the text is known too little to hold it.
+    A number, then any text, is how pydantic writes a Decimal: of the text is known too little to
+        hold it.
     """
     found = list[tuple[Any, list[str]]]()
     for before, each in zip([None, *given], given, strict=False):
         lost = list[str]()
-        if each == {"type": "string"} and isinstance(before, dict) and before.get("type") == "number":
+        if (
+            each == {"type": "string"}
+            and isinstance(before, dict)
+            and before.get("type") == "number"
+        ):
             lost.append(f"{path or 'the schema'}: a text in place of the number")
         found.append((_held(each, path, lost), lost))
     whole = [each for each, lost in found if not lost]

@@ -1,8 +1,8 @@
 """Runs a fused prefill through the model's own forward, with hooks and no code per model family.
 
-Pre-hooks on the decoder layers pass only the chosen rows on, and the cache scatters their KV over the cached KV. Norms,
-projections, rotation, attention and MLP are the model's own. The check layer and the last layer first run just far
-enough to compute K and V of all current rows.
+Pre-hooks on the decoder layers pass only the chosen rows on, and the cache scatters their KV over
+the cached KV. Norms, projections, rotation, attention and MLP are the model's own. The check layer
+and the last layer first run just far enough to compute K and V of all current rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from ragfuse.types.policy_cost import watched_layers
 
 ATTENTION = "ragfuse"
 WATCHED_ROWS = 256
-"""Most rows of a question whose attention is measured, so that a long one costs no more memory than the prompt."""
+"""Most rows of a question whose attention is measured, so that a long one costs no more memory than
+the prompt.
+"""
 AttentionMode = Literal["rows", "dense"]
 
 
@@ -63,7 +65,9 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention_of_rows)
 
 
 class KVTransformed(Exception):
-    """The model transforms the KV that its cache returns before it attends, so the cache must return all of it."""
+    """The model transforms the KV that its cache returns before it attends, so the cache must
+    return all of it.
+    """
 
 
 class _Captured(Exception):
@@ -82,8 +86,8 @@ class Wiring:
         model: The model.
         layers: Its decoder layers.
         windows: Sliding window per layer in tokens (None: none), for the mask of mode "dense".
-        mode: "rows": the model passes its mask on to our attention function. "dense": it attends by itself, with its
-            own mask if it made one (ALiBi may be in it), else with ours.
+        mode: "rows": the model passes its mask on to our attention function. "dense": it attends by
+            itself, with its own mask if it made one (ALiBi may be in it), else with ours.
         pads: Whether the last layer's output is expanded to as many rows as entered the first.
     """
 
@@ -99,14 +103,18 @@ class Wiring:
 
 
 class FusedPrefill:
-    """A single fused prefill of one prompt. Use it once; its hooks are removed afterwards, also after an error."""
+    """A single fused prefill of one prompt. Use it once; its hooks are removed afterwards, also
+    after an error.
+    """
 
     def __init__(self, wiring: Wiring, fusion: Fusion) -> None:
         self.wiring, self.fusion = wiring, fusion
         self.cache = RowCache(len(wiring.layers), receiver=self)
         self._capture = False
         self._done = False
-        self._looks: tuple[Tensor, Tensor] | None = None  # 1 for each row that asks, and the attention paid to each
+        self._looks: tuple[Tensor, Tensor] | None = (
+            None  # 1 for each row that asks, and the attention paid to each
+        )
         self._narrowed = dict[int, tuple[Any, Tensor, Any]]()
 
     def run(self, token_ids: Tensor) -> None:
@@ -118,13 +126,14 @@ class FusedPrefill:
     def look(self, token_ids: Tensor, question_rows: Tensor) -> Tensor | None:
         """Return the attention that the question pays to every row: float32 [T].
 
-        It is summed over heads, question rows and `watched_layers`; the prefill stops behind the last of these. The
-        result is None in mode "dense".
+        It is summed over heads, question rows and `watched_layers`; the prefill stops behind the
+        last of these. The result is None in mode "dense".
 
         Args:
             token_ids: int64 [1, T].
-            question_rows: int64 [n], on the CPU: the rows of the question, of which those that are computed count, and
-                of these the last `WATCHED_ROWS`. Where none is computed, the last row counts.
+            question_rows: int64 [n], on the CPU: the rows of the question, of which those that are
+                computed count, and of these the last `WATCHED_ROWS`. Where none is computed, the
+                last row counts.
         """
         if self.wiring.mode != "rows":
             return None
@@ -141,15 +150,21 @@ class FusedPrefill:
         raise RuntimeError("A layer ran without calling our attention function.")
 
     def take(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a layer's KV [1, H, R, D] of the rows in flight; called by the cache. Return what attention sees."""
+        """Store a layer's KV [1, H, R, D] of the rows in flight; called by the cache. Return what
+        attention sees.
+        """
         if self._capture:
             raise _Captured(keys, values)
         if self._done:
             return self.fusion.buffers.get(layer)
         return self.fusion.write(layer, keys, values)
 
-    def before_layer(self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Narrow a decoder layer's inputs to the rows that it computes; the pre-hook of every layer."""
+    def before_layer(
+        self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Narrow a decoder layer's inputs to the rows that it computes; the pre-hook of every
+        layer.
+        """
         fusion = self.fusion
         fusion.buffers.open(layer)
         inputs = _Inputs.of(module, args, kwargs)
@@ -185,7 +200,11 @@ class FusedPrefill:
     def _arguments(self, layer: int, inputs: _Inputs) -> dict[str, Any]:
         """Return the layer's keyword arguments for the current rows."""
         rows, mask = self.fusion.rows, self.fusion.mask()
-        changed = {name: self._rows_of(inputs.kwargs[name], rows) for name in _PER_ROW if name in inputs.kwargs}
+        changed = {
+            name: self._rows_of(inputs.kwargs[name], rows)
+            for name in _PER_ROW
+            if name in inputs.kwargs
+        }
         if self.wiring.mode == "rows":
             changed["attention_mask"] = mask
         else:
@@ -197,7 +216,9 @@ class FusedPrefill:
         return {**inputs.kwargs, **changed}
 
     def _rows_of(self, value: Any, rows: Tensor) -> Any:
-        """Narrow an argument to the given rows, once for all layers that are given the same one for the same rows."""
+        """Narrow an argument to the given rows, once for all layers that are given the same one for
+        the same rows.
+        """
         known, its_rows, narrowed = self._narrowed.get(id(value), (None, None, None))
         if known is not value or its_rows is not rows:
             narrowed = _rows_of(value, rows)
@@ -226,7 +247,9 @@ class FusedPrefill:
             yield
 
     def _padded(self, module: object, args: object, output: Any) -> Any:
-        """Expand the last layer's output [1, R, d] to T rows by repeating the last, the only one that is used."""
+        """Expand the last layer's output [1, R, d] to T rows by repeating the last, the only one
+        that is used.
+        """
         hidden = output[0] if isinstance(output, tuple) else output
         hidden = hidden[:, -1:].expand(-1, len(self.fusion.positions), -1)
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
@@ -237,17 +260,25 @@ _PER_ROW = ("position_embeddings", "position_ids")
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The arguments of a decoder layer; hidden states [1, R, d] are the first argument or a keyword argument."""
+    """The arguments of a decoder layer; hidden states [1, R, d] are the first argument or a keyword
+    argument.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
-        """Wrap a layer's arguments; if its mask is positional, all but the hidden states become keyword arguments."""
-        names = list(inspect.signature(type(module).forward).parameters)[2:] if len(args) > 1 else []
+        """Wrap a layer's arguments; if its mask is positional, all but the hidden states become
+        keyword arguments.
+        """
+        names = (
+            list(inspect.signature(type(module).forward).parameters)[2:] if len(args) > 1 else []
+        )
         given = dict(zip(names, args[1:], strict=False))
-        return cls(args[:1], {**given, **kwargs}) if "attention_mask" in given else cls(args, kwargs)
+        return (
+            cls(args[:1], {**given, **kwargs}) if "attention_mask" in given else cls(args, kwargs)
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -274,7 +305,9 @@ def _rows_of(value: Any, rows: Tensor) -> Any:
 
 @contextmanager
 def attending(wiring: Wiring, ragged: Ragged) -> Iterator[None]:
-    """Make every layer attend over the KV in `ragged` during one decoding forward; only for mode "rows"."""
+    """Make every layer attend over the KV in `ragged` during one decoding forward; only for mode
+    "rows".
+    """
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args, {**kwargs, "attention_mask": ragged}

@@ -26,5 +26,7 @@ def read_json_object(file: Path, advice: str = COPY_ANEW) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(f"'{file}' cannot be read ({error}). {advice}") from error
     if not isinstance(found, dict):
-        raise ModelError(f"Wanted a JSON object in '{file}', found {type(found).__name__}. {advice}")
+        raise ModelError(
+            f"Wanted a JSON object in '{file}', found {type(found).__name__}. {advice}"
+        )
     return found

@@ -1,9 +1,11 @@
-"""Prefix reuse for models whose state is not KV per token: copies of the model's own cache after a prompt prefix.
+"""Prefix reuse for models whose state is not KV per token: copies of the model's own cache after a
+prompt prefix.
 
-A linear-attention, Mamba or convolution layer keeps one state for all tokens so far, which cannot be split. So a copy
-of the model's whole cache is kept before a prompt's last token, and at the point where two prompts diverge. A later
-prompt with the same prefix continues from the copy, which is exact. How a model can continue from a copy is found on
-its real weights: with many tokens at once, with one token at a time, or not at all.
+A linear-attention, Mamba or convolution layer keeps one state for all tokens so far, which cannot
+be split. So a copy of the model's whole cache is kept before a prompt's last token, and at the
+point where two prompts diverge. A later prompt with the same prefix continues from the copy, which
+is exact. How a model can continue from a copy is found on its real weights: with many tokens at
+once, with one token at a time, or not at all.
 """
 
 from __future__ import annotations
@@ -25,16 +27,21 @@ from ragfuse.hf import probe
 Kind = Literal["", "run", "token", "whole"]
 """How a model can continue from a copy of its cache.
 
-"": it keeps KV per token and nothing else. "run": many tokens at once give the same result as one forward. "token":
-only one token at a time does. "whole": neither does, so every prompt is computed from its first token.
+"": it keeps KV per token and nothing else. "run": many tokens at once give the same result as one
+forward. "token": only one token at a time does. "whole": neither does, so every prompt is computed
+from its first token.
 """
 MAX_STEPS = 8
-"""The most tokens that are computed one by one after a kept cache: more may take longer than the whole prompt."""
+"""The most tokens that are computed one by one after a kept cache: more may take longer than the
+whole prompt.
+"""
 MAX_KEPT = 256
 """The most caches that are kept, because every new prompt is compared with each."""
 _PROBED = 48
 _CUTS = (_PROBED - 1, _PROBED - 2, _PROBED - 7, _PROBED // 2)
-"""Where the probed prompt is cut. Old states fade, so a lost state shows in the first tokens after a cut."""
+"""Where the probed prompt is cut. Old states fade, so a lost state shows in the first tokens after
+a cut.
+"""
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 _Key = tuple[str, bytes]
@@ -52,12 +59,15 @@ class KeptCache:
 class States:
     """The kept caches of one engine, with LRU eviction beyond `nbytes` bytes. Thread-safe.
 
-    In all methods `tenant` is the digest of model and tenant; caches of one are never found by another.
+    In all methods `tenant` is the digest of model and tenant; caches of one are never found by
+    another.
     """
 
     def __init__(self, nbytes: int) -> None:
         self._lock = threading.Lock()
-        self._kept: LRUCache[_Key, KeptCache] = LRUCache(nbytes, getsizeof=lambda state: state.nbytes)
+        self._kept: LRUCache[_Key, KeptCache] = LRUCache(
+            nbytes, getsizeof=lambda state: state.nbytes
+        )
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +79,8 @@ class States:
         """Find the longest kept prefix of a prompt.
 
         Returns:
-            The kept cache, or None, and the length of the longest common prefix with any kept prompt, in tokens.
+            The kept cache, or None, and the length of the longest common prefix with any kept
+            prompt, in tokens.
         """
         ids, n_shared = _array(token_ids), 0
         longest: _Key | None = None
@@ -83,7 +94,9 @@ class States:
             return (self._kept[longest] if longest is not None else None), n_shared
 
     def keep(self, tenant: str, token_ids: Sequence[int], cache: Any) -> None:
-        """Keep the cache of these tokens, unless it exceeds the limit; it must not be modified from now on."""
+        """Keep the cache of these tokens, unless it exceeds the limit; it must not be modified from
+        now on.
+        """
         state = KeptCache(len(token_ids), cache, sum(each.nbytes for each in tensors(cache)))
         with self._lock:
             if state.nbytes <= self._kept.maxsize:
@@ -95,7 +108,11 @@ class States:
         """Drop all caches whose tokens contain one of these runs."""
         doomed = [_array(run).tobytes() for run in runs if len(run)]
         with self._lock:
-            for key in [key for key in self._kept if key[0] == tenant and any(_holds(key[1], run) for run in doomed)]:
+            for key in [
+                key
+                for key in self._kept
+                if key[0] == tenant and any(_holds(key[1], run) for run in doomed)
+            ]:
                 del self._kept[key]
 
     def clear(self) -> None:
@@ -119,9 +136,11 @@ class TenantStates:
     min_tokens: int
 
     def longest_prefix(self, token_ids: Sequence[int], kind: Kind) -> tuple[KeptCache | None, int]:
-        """Return the kept cache that a model of this kind can continue from, or None, and the common prefix in tokens.
+        """Return the kept cache that a model of this kind can continue from, or None, and the
+        common prefix in tokens.
 
-        The cache lies before the prompt's last token. The common prefix is the longest with any kept prompt.
+        The cache lies before the prompt's last token. The common prefix is the longest with any
+        kept prompt.
         """
         state, n_shared = self.states.longest_prefix(self.tenant, token_ids[:-1])
         n_left = len(token_ids) - 1 - (state.n_tokens if state is not None else 0)
@@ -135,8 +154,11 @@ class TenantStates:
             self.states.keep(self.tenant, token_ids, copied(cache))
 
 
-def begin(model: PreTrainedModel, token_ids: Sequence[int], kind: Kind, states: TenantStates | None) -> tuple[Any, int]:
-    """Compute a model's cache after all tokens of a prompt but the last, continuing from a kept one if possible.
+def begin(
+    model: PreTrainedModel, token_ids: Sequence[int], kind: Kind, states: TenantStates | None
+) -> tuple[Any, int]:
+    """Compute a model's cache after all tokens of a prompt but the last, continuing from a kept one
+    if possible.
 
     Copies are kept at that point, and where an earlier prompt diverges from this one.
 
@@ -147,8 +169,8 @@ def begin(model: PreTrainedModel, token_ids: Sequence[int], kind: Kind, states: 
         states: The kept caches; None: nothing is looked up or kept.
 
     Returns:
-        The cache and the number of tokens that it did not have to compute. The cache is None if the prompt must be
-        computed in one forward.
+        The cache and the number of tokens that it did not have to compute. The cache is None if the
+        prompt must be computed in one forward.
     """
     end = len(token_ids) - 1
     if kind == "whole" or end < 1:
@@ -156,7 +178,12 @@ def begin(model: PreTrainedModel, token_ids: Sequence[int], kind: Kind, states: 
     state, n_shared = states.longest_prefix(token_ids, kind) if states is not None else (None, 0)
     cache, n_before = (copied(state.cache), state.n_tokens) if state is not None else (None, 0)
     at, ids = n_before, torch.tensor([list(token_ids)], device=probe.device_of(model))
-    parts = kind == "run" and states is not None and n_shared - at >= states.min_tokens and n_shared < end
+    parts = (
+        kind == "run"
+        and states is not None
+        and n_shared - at >= states.min_tokens
+        and n_shared < end
+    )
     for stop in (n_shared, end) if parts else (end,):
         step = 1 if kind == "token" and at else max(1, stop - at)
         for lo in range(at, stop, step):
@@ -183,14 +210,17 @@ def tensors(value: object) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from tensors(each)
-    elif type(value).__module__.startswith("transformers") and not isinstance(value, nn.Module | PreTrainedConfig):
+    elif type(value).__module__.startswith("transformers") and not isinstance(
+        value, nn.Module | PreTrainedConfig
+    ):
         yield from tensors(getattr(value, "__dict__", {}))
 
 
 def kind_of(model: PreTrainedModel, n_layers: int) -> Kind:
     """Find by trial how a model can continue from a copy of its cache.
 
-    After continuing, every tensor of the cache and the next logits must equal those of one forward, within rounding.
+    After continuing, every tensor of the cache and the next logits must equal those of one forward,
+    within rounding.
     """
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder:
@@ -210,7 +240,9 @@ def kind_of(model: PreTrainedModel, n_layers: int) -> Kind:
 
 
 def _answer_error(model: PreTrainedModel, ids: Tensor, whole: Any) -> float:
-    """Return the error of the logits that `generate` gets from a copy of the cache before the last token."""
+    """Return the error of the logits that `generate` gets from a copy of the cache before the last
+    token.
+    """
     before = probe.run_forward(model, ids[:, :-1], None, 0).past_key_values
     out: Any = model.generate(
         input_ids=ids,
@@ -225,7 +257,9 @@ def _answer_error(model: PreTrainedModel, ids: Tensor, whole: Any) -> float:
 
 
 def _error(model: PreTrainedModel, ids: Tensor, cut: int, whole: Any) -> float:
-    """Return the error of cache and logits where the ids from `cut` on are computed after a copied cache."""
+    """Return the error of cache and logits where the ids from `cut` on are computed after a copied
+    cache.
+    """
     before = copied(probe.run_forward(model, ids[:, :cut], None, 0).past_key_values)
     found = probe.run_forward(model, ids[:, cut:], before, cut)
     pairs = list(zip(tensors(found.past_key_values), tensors(whole.past_key_values), strict=True))

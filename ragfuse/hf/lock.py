@@ -1,9 +1,10 @@
 """A re-entrant lock that long and short steps take in turns.
 
-A thread that releases an ordinary lock and takes it again at once, as decoding does between two tokens, usually gets it
-before waiting threads do. Here each kind of step goes to the thread that has waited longest, and after a long step the
-short ones that wait go first, each once. So a prefill waits for at most one token of each answer that is being decoded
-and for the prefills before it, and a token for at most one prefill, however many wait.
+A thread that releases an ordinary lock and takes it again at once, as decoding does between two
+tokens, usually gets it before waiting threads do. Here each kind of step goes to the thread that
+has waited longest, and after a long step the short ones that wait go first, each once. So a prefill
+waits for at most one token of each answer that is being decoded and for the prefills before it, and
+a token for at most one prefill, however many wait.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ class FairLock:
         self._depth = 0
         self._mutex = threading.Lock()
         self._turns = {is_short: deque[tuple[int, threading.Lock]]() for is_short in (False, True)}
-        self._is_short, self._n_first = False, 0  # of the owner's step; short steps that go before the next long one
+        self._is_short, self._n_first = (
+            False,
+            0,
+        )  # of the owner's step; short steps that go before the next long one
 
     @property
     def is_mine(self) -> bool:
@@ -74,7 +78,9 @@ class FairLock:
                 self._hand_on()
 
     def _hand_on(self) -> None:
-        """Give the lock to the thread that waited longest; behind a long step each waiting short one goes first."""
+        """Give the lock to the thread that waited longest; behind a long step each waiting short
+        one goes first.
+        """
         short, long = self._turns[True], self._turns[False]
         if not self._is_short:
             self._n_first = len(short)

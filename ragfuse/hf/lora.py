@@ -1,4 +1,6 @@
-"""A LoRA adapter that is trained: put beside a model's linear layers by PEFT, switched off, saved and read."""
+"""A LoRA adapter that is trained: put beside a model's linear layers by PEFT, switched off, saved
+and read.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ ALPHA_PER_RANK = 2
 
 
 class LoraAdapter:
-    """A LoRA adapter on all linear layers of a model's decoder, put there in place; at first it changes nothing.
+    """A LoRA adapter on all linear layers of a model's decoder, put there in place; at first it
+    changes nothing.
 
     Args:
         model: The model, whose own weights stay as they are.
@@ -34,7 +37,10 @@ class LoraAdapter:
 
     def __init__(self, model: PreTrainedModel, rank: int, seed: int, base: str) -> None:
         if find_spec("peft") is None:
-            raise ModelError("Training an adapter needs the package peft, which is not installed: pip install peft")
+            raise ModelError(
+                "Training an adapter needs the package peft, which is not installed: pip install"
+                " peft"
+            )
         from peft import LoraConfig, get_peft_model
 
         config = LoraConfig(
@@ -60,7 +66,9 @@ class LoraAdapter:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Switch the adapter off in this context, so that the model computes as it did without it."""
+        """Switch the adapter off in this context, so that the model computes as it did
+        without it.
+        """
         with self._peft.disable_adapter():
             yield
 

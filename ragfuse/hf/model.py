@@ -1,7 +1,8 @@
-"""A loaded transformers model: encodes chunks to KV and prefills prompts, with or without cached KV.
+"""A loaded transformers model: encodes chunks to KV and prefills prompts, with or without cached
+KV.
 
-Calls are thread-safe: one lock per model is held during a forward pass and released between the tokens of an answer.
-Retrieval, storage and the choice of what to reuse are not part of this module.
+Calls are thread-safe: one lock per model is held during a forward pass and released between the
+tokens of an answer. Retrieval, storage and the choice of what to reuse are not part of this module.
 """
 
 from __future__ import annotations
@@ -42,13 +43,19 @@ __all__ = ["HFModel", "KVSource", "Prefill", "fingerprint"]
 SPARE_ROWS = 64
 """Extra rows in the KV buffers of a fused prompt, for the first tokens of its answer."""
 AT_ONCE_NBYTES, AT_ONCE_ON_CPU_NBYTES = 32 << 20, 4 << 20
-"""Most bytes of cached keys that are copied into a prompt's buffers and rotated at once; less for a CPU's cache."""
+"""Most bytes of cached keys that are copied into a prompt's buffers and rotated at once; less for a
+CPU's cache.
+"""
 SCORED_TOKENS = 256
 """Tokens of a text whose logits are computed at once, each as long as the vocabulary."""
 CONTEXTS = 2
-"""Number of contexts whose KV is kept in memory, since many chunks are encoded behind the same prefix."""
+"""Number of contexts whose KV is kept in memory, since many chunks are encoded behind the same
+prefix.
+"""
 ENCODE_STEP_TOKENS = 128
-"""Tokens of a context or a long chunk that are encoded per step; the lock is released between steps for questions."""
+"""Tokens of a context or a long chunk that are encoded per step; the lock is released between steps
+for questions.
+"""
 
 
 class HFModel(OneProcess):
@@ -57,8 +64,10 @@ class HFModel(OneProcess):
     Args:
         model: The model; its weights must not change while it is used.
         tokenizer: Its tokenizer; without one only token ids can be used.
-        profile_of: Looks up a stored profile by fingerprint; if it returns None, the model is probed.
-        drift: KV offset that is added to chunks encoded behind filler text (`fuse/drift.py`), one row per layer.
+        profile_of: Looks up a stored profile by fingerprint; if it returns None, the model is
+            probed.
+        drift: KV offset that is added to chunks encoded behind filler text (`fuse/drift.py`), one
+            row per layer.
         weights: The result of `weights_digest`, if known; else it is computed.
         chunk_adapter: Adapter that the model has while it encodes chunks behind filler text.
         words: The result of `tokenizer_digest`, if known; else it is computed.
@@ -80,14 +89,22 @@ class HFModel(OneProcess):
         self.batcher = Batcher(self.model, self.lock)
         self._encoder: TextEncoder | None = None
         self._wired: Wiring | None = None
-        self._word_of_token: dict[int, int] = {}  # token id -> word number; `_number_of_word`: word -> number
+        self._word_of_token: dict[
+            int, int
+        ] = {}  # token id -> word number; `_number_of_word`: word -> number
         self._number_of_word: dict[str, int] = {}
         self._borders: dict[int, tuple[int, bool]] = {}
-        self._contexts: dict[tuple[bool, tuple[int, ...]], tuple[LayerKV, ...]] = {}  # least recently used first
+        self._contexts: dict[
+            tuple[bool, tuple[int, ...]], tuple[LayerKV, ...]
+        ] = {}  # least recently used first
         self.device, self.dtype = probe.device_of(model), model.dtype
-        self.accelerated = self.device.type != "cpu"  # prompts are fused in shapes that recur, and nothing is read back
+        self.accelerated = (
+            self.device.type != "cpu"
+        )  # prompts are fused in shapes that recur, and nothing is read back
         self.name = str(model.config._name_or_path) or model.config.model_type
-        self.files: Path | None = None  # the folder that the weights were read from and not changed since, if known
+        self.files: Path | None = (
+            None  # the folder that the weights were read from and not changed since, if known
+        )
         self.weights = weights or weights_digest(model)
         adapted = chunk_adapter.digest if chunk_adapter is not None else ""
         self.fingerprint = fingerprint(model, tokenizer, drift, self.weights, adapted, words)
@@ -97,7 +114,9 @@ class HFModel(OneProcess):
         self.profile = known if known is not None else self._probed()
 
     def packed(self) -> HFModel:
-        """Pack its weights for fast CPU products and return itself; a refused model stays unpacked."""
+        """Pack its weights for fast CPU products and return itself; a refused model stays
+        unpacked.
+        """
         if not self.profile.refusal:
             pack(self.model)
         return self
@@ -111,19 +130,27 @@ class HFModel(OneProcess):
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer; ModelError if the model came without one."""
         if self._tokenizer is None:
-            raise ModelError(f"{self.name} was loaded without a tokenizer, so it takes token ids only, no text.")
+            raise ModelError(
+                f"{self.name} was loaded without a tokenizer, so it takes token ids only, no text."
+            )
         return self._tokenizer
 
     @property
     def encoder(self) -> TextEncoder:
-        """The encoder of whole prompts and pieces of them; ModelError if the model came without a tokenizer."""
+        """The encoder of whole prompts and pieces of them; ModelError if the model came without a
+        tokenizer.
+        """
         encoder = self._encoder
-        if encoder is None or encoder.chat_template != getattr(self.tokenizer, "chat_template", None):
+        if encoder is None or encoder.chat_template != getattr(
+            self.tokenizer, "chat_template", None
+        ):
             self._encoder = encoder = TextEncoder(self.tokenizer)
         return encoder
 
     def open_tokenizer(self) -> None:
-        """Build now what tokenising a prompt needs, which is else built as the first prompt is waited for."""
+        """Build now what tokenising a prompt needs, which is else built as the first prompt is
+        waited for.
+        """
         if self.has_tokenizer:
             self.encoder.decode(self.encoder.tokens("a"))
 
@@ -131,15 +158,18 @@ class HFModel(OneProcess):
     def bos(self) -> tuple[int, ...]:
         """The BOS token if the tokenizer puts it before a plain text, else nothing."""
         first = getattr(self.tokenizer, "bos_token_id", None)
-        return (first,) if first is not None and self.tokenizer("a").input_ids[:1] == [first] else ()
+        return (
+            (first,) if first is not None and self.tokenizer("a").input_ids[:1] == [first] else ()
+        )
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
-        """Return the ids of a text as it is tokenised in the middle of a prompt, without BOS or other added tokens.
+        """Return the ids of a text as it is tokenised in the middle of a prompt, without BOS or
+        other added tokens.
 
         Args:
             text: The text; lone surrogates are replaced by U+FFFD.
-            special: True: special tokens and the template's markup of calls, results and thoughts are read as control
-                tokens. False: what looks like one is encoded as text.
+            special: True: special tokens and the template's markup of calls, results and thoughts
+                are read as control tokens. False: what looks like one is encoded as text.
         """
         text = whole_text(text)
         return self.encoder.template_tokens(text) if special else self.encoder.tokens(text)
@@ -157,7 +187,9 @@ class HFModel(OneProcess):
     def max_context(self) -> int | None:
         """The most tokens that prompt and answer may have together; None without a limit."""
         config = self.model.config.get_text_config()
-        found = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
+        found = getattr(config, "max_position_embeddings", None) or getattr(
+            config, "max_seq_len", None
+        )
         return found if isinstance(found, int) and found > 0 else None
 
     def encode(self, token_ids: Sequence[int], context: Sequence[int] = ()) -> ChunkKV:
@@ -167,30 +199,45 @@ class HFModel(OneProcess):
 
         Args:
             token_ids: The n tokens of the chunk.
-            context: Tokens that the chunk attends to, at negative positions; their own rows are cut off.
+            context: Tokens that the chunk attends to, at negative positions; their own rows are cut
+                off.
         """
         return self._encoded(token_ids, context, None)
 
-    def _encoded(self, token_ids: Sequence[int], context: Sequence[int], adapter: ChunkAdapter | None) -> ChunkKV:
+    def _encoded(
+        self, token_ids: Sequence[int], context: Sequence[int], adapter: ChunkAdapter | None
+    ) -> ChunkKV:
         """Return the KV of a chunk, computed with an adapter if there is one."""
         cut, size = len(context), len(token_ids)
         layers = self._context_kv(tuple(context), adapter)
         step = ENCODE_STEP_TOKENS if size > 2 * ENCODE_STEP_TOKENS else max(1, size)
         for lo in range(0, max(1, size), step):
             layers = self._extended(layers, token_ids[lo : lo + step], lo, adapter)
-        return ChunkKV(tuple(LayerKV(kv.keys[:, cut:].contiguous(), kv.values[:, cut:].contiguous()) for kv in layers))
+        return ChunkKV(
+            tuple(
+                LayerKV(kv.keys[:, cut:].contiguous(), kv.values[:, cut:].contiguous())
+                for kv in layers
+            )
+        )
 
     def _extended(
-        self, before: tuple[LayerKV, ...], token_ids: Sequence[int], position: int, adapter: ChunkAdapter | None
+        self,
+        before: tuple[LayerKV, ...],
+        token_ids: Sequence[int],
+        position: int,
+        adapter: ChunkAdapter | None,
     ) -> tuple[LayerKV, ...]:
-        """Return the KV `before` extended by that of `token_ids`, the first of which stands at `position`."""
+        """Return the KV `before` extended by that of `token_ids`, the first of which stands at
+        `position`.
+        """
         ids = torch.tensor([list(token_ids)], device=self.device)
         positions = torch.arange(position, position + len(token_ids), device=self.device)
         with self.lock, adapter.on(self.model) if adapter is not None else nullcontext():
             return probe.plain_kv(self.model, ids, positions, before)
 
     def encode_at(self, token_ids: Sequence[int], positions: Sequence[int]) -> ChunkKV:
-        """Return the KV of a run without context at given positions, keys rotated for these (Prompt Cache 3.3).
+        """Return the KV of a run without context at given positions, keys rotated for these (Prompt
+        Cache 3.3).
 
         Args:
             token_ids: The n tokens of the run.
@@ -201,22 +248,30 @@ class HFModel(OneProcess):
         at = torch.tensor(list(positions), device=self.device)
         if self.profile.refusal:
             with self.lock:
-                layers = probe.plain_kv(self.model, torch.tensor([list(token_ids)], device=self.device), at)
+                layers = probe.plain_kv(
+                    self.model, torch.tensor([list(token_ids)], device=self.device), at
+                )
             return ChunkKV(layers)
         kv = self.fuse(token_ids, at, [], KVSource(), "none", 0.0).kv
-        return ChunkKV(tuple(LayerKV(layer.keys.clone(), layer.values.clone()) for layer in kv.layers))
+        return ChunkKV(
+            tuple(LayerKV(layer.keys.clone(), layer.values.clone()) for layer in kv.layers)
+        )
 
     def encode_with_filler(self, token_ids: Sequence[int], context: Sequence[int]) -> ChunkKV:
-        """Return the KV of a chunk encoded behind filler text, by the model's chunk adapter if it has one.
+        """Return the KV of a chunk encoded behind filler text, by the model's chunk adapter if it
+        has one.
 
-        If the model has a drift, it is added. The filler `context` stands in for the text that will precede the chunk
-        in a real prompt.
+        If the model has a drift, it is added. The filler `context` stands in for the text that will
+        precede the chunk in a real prompt.
         """
         kv = self._encoded(token_ids, context, self.chunk_adapter)
         return kv if self.drift is None else added(kv, self.drift, self.profile.rope)
 
-    def _context_kv(self, context: tuple[int, ...], adapter: ChunkAdapter | None = None) -> tuple[LayerKV, ...]:
-        """Return the KV of a context at positions -n..-1; the last `CONTEXTS` used are kept in memory.
+    def _context_kv(
+        self, context: tuple[int, ...], adapter: ChunkAdapter | None = None
+    ) -> tuple[LayerKV, ...]:
+        """Return the KV of a context at positions -n..-1; the last `CONTEXTS` used are kept in
+        memory.
 
         It is computed in steps, between which the lock is released for questions.
         """
@@ -230,7 +285,9 @@ class HFModel(OneProcess):
                 return found
         found = ()
         for lo in range(0, len(context), ENCODE_STEP_TOKENS):
-            found = self._extended(found, context[lo : lo + ENCODE_STEP_TOKENS], lo - len(context), adapter)
+            found = self._extended(
+                found, context[lo : lo + ENCODE_STEP_TOKENS], lo - len(context), adapter
+            )
         with self.lock:
             self._contexts[known] = found
             while len(self._contexts) > CONTEXTS:
@@ -239,7 +296,9 @@ class HFModel(OneProcess):
 
     @contextmanager
     def before_layers(self, check: Callable[[], object]) -> Iterator[None]:
-        """Hold the model and call `check` before each of its layers, whose forward ends where it raises."""
+        """Hold the model and call `check` before each of its layers, whose forward ends where it
+        raises.
+        """
         lists = (each for each in self.model.modules() if isinstance(each, nn.ModuleList))
         with self.lock, ExitStack() as hooked:
             for layer in chain.from_iterable(lists):
@@ -259,24 +318,36 @@ class HFModel(OneProcess):
         if at is not None and not self.profile.refusal:
             return self.fuse(token_ids, at, [], KVSource(), "none", 0.0)
         with self.lock:
-            out = probe.run_forward(self.model, ids, None if self.profile.refusal else DynamicCache(), at)
+            out = probe.run_forward(
+                self.model, ids, None if self.profile.refusal else DynamicCache(), at
+            )
         found = getattr(out, "past_key_values", None)
-        cache = RowCache(self.n_layers) if probe.is_whole(found, self.n_layers, ids.shape[1]) else None
+        cache = (
+            RowCache(self.n_layers) if probe.is_whole(found, self.n_layers, ids.shape[1]) else None
+        )
         if cache is not None:
             cache.adopt(found)
         return Prefill(tuple(token_ids), cache, out.logits[0, -1], at)
 
     def prefill_state(self, token_ids: Sequence[int], states: TenantStates | None) -> Prefill:
-        """Prefill all but the last token of a prompt for a model whose state is not KV per token (`hf/kept_states.py`).
+        """Prefill all but the last token of a prompt for a model whose state is not KV per token
+        (`hf/kept_states.py`).
 
         Args:
             token_ids: The tokens of the prompt; `generate` computes the last.
-            states: Model caches of earlier prompts: the prefill continues from the longest that matches, and its own
-                cache is kept there. None: the prompt is neither looked up nor kept.
+            states: Model caches of earlier prompts: the prefill continues from the longest that
+                matches, and its own cache is kept there. None: the prompt is neither looked up nor
+                kept.
         """
         with self.lock:
             state, n_before = begin(self.model, token_ids, self.profile.state, states)
-        return Prefill(tuple(token_ids), None, torch.empty(0, device=self.device), state=state, n_before=n_before)
+        return Prefill(
+            tuple(token_ids),
+            None,
+            torch.empty(0, device=self.device),
+            state=state,
+            n_before=n_before,
+        )
 
     def _explicit_positions(self, positions: Tensor) -> Tensor | None:
         """Return positions int64 [T] on the model's device; None if they are 0..T-1."""
@@ -286,7 +357,8 @@ class HFModel(OneProcess):
     def logits_along(
         self, prefill: Prefill, token_ids: Sequence[int], check: Callable[[], object] = lambda: None
     ) -> Iterator[Tensor]:
-        """Yield the logits [n, V] that predict the tokens after a prompt, some at a time; consumes the prefill.
+        """Yield the logits [n, V] that predict the tokens after a prompt, some at a time; consumes
+        the prefill.
 
         Args:
             prefill: The prompt.
@@ -300,7 +372,9 @@ class HFModel(OneProcess):
             yield out.logits[0, -len(token_ids) :]
             return
         yield prefill.logits[None]
-        begin = len(prefill.token_ids) if prefill.positions is None else int(prefill.positions[-1]) + 1
+        begin = (
+            len(prefill.token_ids) if prefill.positions is None else int(prefill.positions[-1]) + 1
+        )
         read = list(token_ids[:-1])
         for lo in range(0, len(read), SCORED_TOKENS):
             check()
@@ -308,11 +382,15 @@ class HFModel(OneProcess):
             at = torch.arange(begin + lo, begin + lo + ids.shape[1], device=self.device)
             with self.lock, torch.no_grad():
                 options = probe.at_positions(self.model, at)
-                out = self.model(input_ids=ids, past_key_values=prefill.cache, use_cache=True, **options)
+                out = self.model(
+                    input_ids=ids, past_key_values=prefill.cache, use_cache=True, **options
+                )
             yield out.logits[0]
 
     def score_continuation(self, prefill: Prefill, token_ids: Sequence[int]) -> Tensor:
-        """Return the logits float32 [n, V] that predict each of n tokens after the prompt; consumes the prefill."""
+        """Return the logits float32 [n, V] that predict each of n tokens after the prompt; consumes
+        the prefill.
+        """
         return torch.cat([logits.float() for logits in self.logits_along(prefill, token_ids)])
 
     def fuse(
@@ -336,9 +414,10 @@ class HFModel(OneProcess):
             policy: Name of the policy that chooses the rows to recompute.
             ratio: Share of the candidate rows to recompute, 0..1.
             profile: How to hook into the model; default: its own profile.
-            question_rows: Row sets int64 where the question may stand, likeliest first (`Prompt.question_rows`), for
-                policies that want its words or its attention; of words, the first set that shares one with the chunks
-                is used. Default: the rows behind the last run, then all rows outside runs.
+            question_rows: Row sets int64 where the question may stand, likeliest first
+                (`Prompt.question_rows`), for policies that want its words or its attention; of
+                words, the first set that shares one with the chunks is used. Default: the rows
+                behind the last run, then all rows outside runs.
 
         Raises:
             RefusedError: KV of this model cannot be reused.
@@ -347,7 +426,10 @@ class HFModel(OneProcess):
         profile = profile or self.profile
         if profile.refusal and not (profile.fixed and runs and not any(run.blend for run in runs)):
             raise RefusedError(f"{self.name} cannot reuse stored KV: {profile.refusal}")
-        ids, at = torch.tensor([list(token_ids)], device=self.device), self._explicit_positions(positions)
+        ids, at = (
+            torch.tensor([list(token_ids)], device=self.device),
+            self._explicit_positions(positions),
+        )
         positions = positions.to(self.device)
         chosen = policy_named(policy if ratio > 0 else "none")
         n_tokens, pads = len(token_ids), self.accelerated
@@ -373,17 +455,27 @@ class HFModel(OneProcess):
             elif chosen.wants == "attention" and n_candidates:
                 bare = Fusion(buffers, positions, places, policy_named("none"), 0.0, pads=pads)
                 attention = FusedPrefill(self._wiring(profile), bare).look(ids, asked[0])
-                score = attention.index_select(0, places.candidates) if attention is not None else None
+                score = (
+                    attention.index_select(0, places.candidates) if attention is not None else None
+                )
             fusion = Fusion(buffers, positions, places, chosen, ratio, score, pads)
             run = FusedPrefill(self._wiring(profile), fusion)
             run.run(ids)
         run.cache.fill(buffers)
         if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # so that what is timed is the work, not its start
-        return Prefill(tuple(token_ids), run.cache, run.logits, at, fusion.chosen, fusion.mean_ratio)
+            torch.cuda.current_stream(
+                self.device
+            ).synchronize()  # so that what is timed is the work, not its start
+        return Prefill(
+            tuple(token_ids), run.cache, run.logits, at, fusion.chosen, fusion.mean_ratio
+        )
 
     def fuse_parts(
-        self, parts: Sequence[PromptPart], policy: str, ratio: float, profile: ModelProfile | None = None
+        self,
+        parts: Sequence[PromptPart],
+        policy: str,
+        ratio: float,
+        profile: ModelProfile | None = None,
     ) -> Prefill:
         """Prefill a prompt of parts whose KV is in memory; arguments as for `fuse`."""
         ids, runs, chunks = list[int](), list[CachedRun](), list[ChunkKV]()
@@ -393,9 +485,13 @@ class HFModel(OneProcess):
             if part.kv is not None:
                 runs.append(CachedRun(len(chunks), lo, len(ids), lo, part.blend))
                 chunks.append(part.kv)
-        return self.fuse(ids, torch.arange(len(ids)), runs, KVSource(chunks), policy, ratio, profile)
+        return self.fuse(
+            ids, torch.arange(len(ids)), runs, KVSource(chunks), policy, ratio, profile
+        )
 
-    def _nearness(self, token_ids: Sequence[int], candidates: Tensor, question_rows: Sequence[Tensor]) -> Tensor:
+    def _nearness(
+        self, token_ids: Sequence[int], candidates: Tensor, question_rows: Sequence[Tensor]
+    ) -> Tensor:
         """Return how near each candidate row is to words of the question, float32 [C]."""
         numbers = torch.tensor([self._number(token_id) for token_id in token_ids])
         for rows in question_rows:
@@ -407,8 +503,8 @@ class HFModel(OneProcess):
     def _number(self, token_id: int) -> int:
         """Return the number of the word that a token is, ignoring case and surrounding space.
 
-        It is -1 for punctuation, space and special tokens. A token that is part of a character counts as a word: in
-        some scripts characters are split into several tokens.
+        It is -1 for punctuation, space and special tokens. A token that is part of a character
+        counts as a word: in some scripts characters are split into several tokens.
         """
         found = self._word_of_token.get(token_id)
         if found is None:
@@ -439,8 +535,14 @@ class HFModel(OneProcess):
 
     @property
     def shared_wiring(self) -> Wiring | None:
-        """How to hook into the model's layers for decoding steps of several answers; None if they run one by one."""
-        if self.profile.refusal or self.profile.mode != "rows" or not probe.takes_positions(self.model):
+        """How to hook into the model's layers for decoding steps of several answers; None if they
+        run one by one.
+        """
+        if (
+            self.profile.refusal
+            or self.profile.mode != "rows"
+            or not probe.takes_positions(self.model)
+        ):
             return None
         return self._wiring(self.profile)
 
@@ -454,13 +556,17 @@ class HFModel(OneProcess):
         return wired
 
     def _probed(self) -> ModelProfile:
-        """Probe the model and return its profile; a refusal is recorded in the profile, not raised."""
+        """Probe the model and return its profile; a refusal is recorded in the profile, not
+        raised.
+        """
         try:
             return self._probe()
         except FixedError as error:
             return self._probe_fixed(str(error))
         except RefusedError as error:
-            return ModelProfile(self.fingerprint, self.n_layers, refusal=str(error), state=self._state())
+            return ModelProfile(
+                self.fingerprint, self.n_layers, refusal=str(error), state=self._state()
+            )
 
     def _state(self) -> Kind:
         with self.lock:
@@ -474,7 +580,9 @@ class HFModel(OneProcess):
         windows = probe.windows(config, len(layers))
         tokens = probe.probe_tokens(config.vocab_size, probe.RUN_TOKENS, self.device)
         try:
-            rope = probe.find_rope(self.model, tokens, probe.tolerance_of(self.dtype, self.n_layers))
+            rope = probe.find_rope(
+                self.model, tokens, probe.tolerance_of(self.dtype, self.n_layers)
+            )
         except (FixedError, RefusedError):
             raise
         except probe.UNFIT as failure:
@@ -498,7 +606,10 @@ class HFModel(OneProcess):
             try:
                 error = test(candidate)
             except probe.UNFIT as failure:
-                why = f"its own forward cannot do a fused prefill ({type(failure).__name__}: {failure})"
+                why = (
+                    f"its own forward cannot do a fused prefill ({type(failure).__name__}:"
+                    f" {failure})"
+                )
                 continue
             if error <= probe.tolerance_of(self.dtype, self.n_layers):
                 return replace(candidate, errors={name: error})
@@ -506,12 +617,20 @@ class HFModel(OneProcess):
         return why
 
     def _probe_fixed(self, why: str) -> ModelProfile:
-        """Return the profile of a model whose KV cannot be moved: `fixed` if reuse at its own positions is exact."""
-        config, n_layers = self.model.config.get_text_config(), len(probe.decoder_layers(self.model))
+        """Return the profile of a model whose KV cannot be moved: `fixed` if reuse at its own
+        positions is exact.
+        """
+        config, n_layers = (
+            self.model.config.get_text_config(),
+            len(probe.decoder_layers(self.model)),
+        )
         ids = probe.probe_tokens(config.vocab_size, 48, self.device)[0].tolist()
         windows = probe.windows(config, n_layers)
         refused = ModelProfile(self.fingerprint, n_layers, (None,) * n_layers, windows, refusal=why)
-        parts = PromptPart(tuple(ids[:24]), self.encode(ids[:24]), blend=False), PromptPart(tuple(ids[24:]))
+        parts = (
+            PromptPart(tuple(ids[:24]), self.encode(ids[:24]), blend=False),
+            PromptPart(tuple(ids[24:])),
+        )
         full = self.full_prefill(ids)
         found = self._first_exact(
             replace(refused, fixed=True),
@@ -521,19 +640,25 @@ class HFModel(OneProcess):
         return refused if isinstance(found, str) else found
 
     def _self_test(self, profile: ModelProfile) -> float:
-        """Return the relative error of a fused prefill at ratio 1 on a prompt longer than any sliding window."""
+        """Return the relative error of a fused prefill at ratio 1 on a prompt longer than any
+        sliding window.
+        """
         config = self.model.config.get_text_config()
         longest = max([window or 0 for window in profile.windows], default=0)
         total = max(3 * probe.RUN_TOKENS, longest + probe.RUN_TOKENS)
         ids = probe.probe_tokens(config.vocab_size, total, self.device)[0].tolist()
         size = (total - 4) // 3
         runs = [tuple(ids[size * index : size * (index + 1)]) for index in range(3)]
-        parts = [PromptPart(run, self.encode(run), blend=index > 0) for index, run in enumerate(runs)]
+        parts = [
+            PromptPart(run, self.encode(run), blend=index > 0) for index, run in enumerate(runs)
+        ]
         fused = self.fuse_parts([*parts, PromptPart(tuple(ids[3 * size :]))], "hkvd", 1.0, profile)
         return fused.error(self.full_prefill(ids), probe.is_routed(config, self.dtype))
 
 
 def _question_rows(cached: Tensor, runs: Sequence[CachedRun]) -> tuple[Tensor, Tensor]:
-    """Return the rows int64 that are not cached, bool [T], behind the last run of a prompt, and all of them."""
+    """Return the rows int64 that are not cached, bool [T], behind the last run of a prompt, and all
+    of them.
+    """
     outside = (~cached).nonzero()[:, 0]
     return outside[outside >= max((run.hi for run in runs), default=0)], outside

@@ -1,8 +1,9 @@
 """Linear layers whose bfloat16 weights are stored in oneDNN's own layout, for fast CPU products.
 
-An ordinary bfloat16 product on a CPU rearranges its weight in every call. That hardly matters to a full prefill of a
-thousand rows, but a fused prefill, with few rows in each of many layers, spends a third of its product time on it. With
-weights packed once the products are the same up to rounding. float32 gains nothing.
+An ordinary bfloat16 product on a CPU rearranges its weight in every call. That hardly matters to a
+full prefill of a thousand rows, but a fused prefill, with few rows in each of many layers, spends a
+third of its product time on it. With weights packed once the products are the same up to rounding.
+float32 gains nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class PackedLinear(nn.Module):
         """Return x @ weight.T + bias."""
         return _product(x, self.packed, self.bias, "none", [], "")
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         destination[prefix + "weight"] = self.weight
         if self.bias is not None:
             destination[prefix + "bias"] = self.bias
@@ -47,18 +50,25 @@ class PackedLinear(nn.Module):
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether packing linear layers of this dtype on this device is possible and makes them faster."""
+    """Whether packing linear layers of this dtype on this device is possible and makes them
+    faster.
+    """
     if (device.type, dtype) != ("cpu", torch.bfloat16) or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    return bool(torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(
+        torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
 
 
 def pack(model: PreTrainedModel) -> None:
-    """Pack the linear layers of a model's decoder layers, and its output layer, in place, if possible.
+    """Pack the linear layers of a model's decoder layers, and its output layer, in place, if
+    possible.
 
-    Afterwards the model is for inference only: packed layers have no gradients and can be neither copied nor loaded
-    into; `save_pretrained` still writes ordinary weights. An output layer that shares its weight with the embedding is
-    packed as a copy, as it is a tenth of a small model's time a token.
+    Afterwards the model is for inference only: packed layers have no gradients and can be neither
+    copied nor loaded into; `save_pretrained` still writes ordinary weights. An output layer that
+    shares its weight with the embedding is packed as a copy, as it is a tenth of a small model's
+    time a token.
     """
     if not can_pack(model.device, model.dtype):
         return
@@ -76,5 +86,7 @@ def pack(model: PreTrainedModel) -> None:
     if type(output) is nn.Linear and output.weight.dtype == torch.bfloat16:
         model.set_output_embeddings(PackedLinear(output))
     if sum(weight.nbytes for weight in model.parameters()) < packed:
-        for weight in model.parameters():  # frees the mapped weight file, which any view of it keeps in memory
+        for weight in (
+            model.parameters()
+        ):  # frees the mapped weight file, which any view of it keeps in memory
             weight.data = weight.data.clone()

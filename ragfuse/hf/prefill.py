@@ -31,8 +31,8 @@ class Prefill:
         positions: int64 [T]; None for 0..T-1.
         chosen: int64, the candidate rows that were recomputed at the check layer.
         mean_ratio: Mean share of the candidates that was recomputed per layer.
-        state: Used instead of `cache` and `logits` (None and empty then): the model's own cache after all tokens but
-            the last.
+        state: Used instead of `cache` and `logits` (None and empty then): the model's own cache
+            after all tokens but the last.
         n_before: How many of the tokens in `state` were computed for an earlier prompt.
     """
 
@@ -58,20 +58,26 @@ class Prefill:
         """
         if self.cache is None:
             raise RefusedError(
-                "This model does not keep KV per token (it may be recurrent), so there is none to return."
+                "This model does not keep KV per token (it may be recurrent), so there is none to"
+                " return."
             )
         rows = (layer.rows(lo, hi) for layer in self.cache.layers)
         return ChunkKV(tuple(LayerKV(keys[0], values[0]) for keys, values in rows))
 
     def error(
-        self, wanted: Prefill, routed: bool = False, rows: Tensor | slice | None = None, first_layer: int = 0
+        self,
+        wanted: Prefill,
+        routed: bool = False,
+        rows: Tensor | slice | None = None,
+        first_layer: int = 0,
     ) -> float:
         """Return the largest relative error among the logits and each layer's keys and values.
 
         Args:
             wanted: The prefill that this one should equal.
-            routed: Whether rounding may send tokens to other experts (`hf.probe.is_routed`): then it is the largest
-                median error over rows of keys and values, and logits are not compared.
+            routed: Whether rounding may send tokens to other experts (`hf.probe.is_routed`): then
+                it is the largest median error over rows of keys and values, and logits are not
+                compared.
             rows: The rows that are compared, without logits; None: all rows, and logits.
             first_layer: The first layer that is compared.
         """
@@ -97,7 +103,9 @@ class Prefill:
 
 @dataclass(frozen=True)
 class PromptPart:
-    """A part of a prompt: reused from `kv`, with rows recomputed if `blend`, or computed if `kv` is None."""
+    """A part of a prompt: reused from `kv`, with rows recomputed if `blend`, or computed if `kv` is
+    None.
+    """
 
     ids: tuple[int, ...]
     kv: ChunkKV | None = None

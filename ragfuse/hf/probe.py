@@ -1,8 +1,8 @@
 """Finds out on a model's real weights whether and how its KV can be reused.
 
-Two short forwards of the same tokens at different positions show, per layer, how keys carry position. A self-test
-(`HFModel`) then fuses a prompt at ratio 1 and compares it with the model's own prefill. A model whose KV cannot be
-moved to other positions is refused, with the reason.
+Two short forwards of the same tokens at different positions show, per layer, how keys carry
+position. A self-test (`HFModel`) then fuses a prompt at ratio 1 and compares it with the model's
+own prefill. A model whose KV cannot be moved to other positions is refused, with the reason.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ DELTA = 37
 RUN_TOKENS = 24
 """Tokens of the probed run."""
 MOST_ROUNDING = 0.25
-"""A relative error that is never taken for rounding: keys that are off by one position exceed it."""
+"""A relative error that is never taken for rounding: keys that are off by one position exceed it.
+"""
 UNMOVABLE_ROPE = ("dynamic", "longrope")
 """Rope types whose frequencies depend on the length of the prompt."""
 UNFIT = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError)
@@ -46,14 +47,21 @@ def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, ...]:
         RefusedError: The model has no list of as many layers as its config says.
     """
     wanted = model.config.get_text_config().num_hidden_layers
-    lists: list[nn.ModuleList] = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == wanted]
+    lists: list[nn.ModuleList] = [
+        m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == wanted
+    ]
     if not lists:
-        raise RefusedError(f"Its {wanted} decoder layers were not found: no ModuleList of the model has that length.")
+        raise RefusedError(
+            f"Its {wanted} decoder layers were not found: no ModuleList of the model has that"
+            " length."
+        )
     return tuple(max(lists, key=_size))
 
 
 def _size(layers: Iterable[nn.Module]) -> int:
-    return sum(weight.numel() for layer in layers for weight in (*layer.parameters(), *layer.buffers()))
+    return sum(
+        weight.numel() for layer in layers for weight in (*layer.parameters(), *layer.buffers())
+    )
 
 
 def refuse_by_config(config: PreTrainedConfig) -> None:
@@ -62,16 +70,24 @@ def refuse_by_config(config: PreTrainedConfig) -> None:
         raise RefusedError("It is an encoder-decoder model.")
     kinds = [kind for kind in _rope_types(config) if kind in UNMOVABLE_ROPE]
     if kinds:
-        raise RefusedError(f"Its rope scaling '{kinds[0]}' depends on the length of the whole prompt.")
-    unknown = {kind for kind in _layer_types(config) if any(word in kind for word in UNKNOWN_LAYERS)}
+        raise RefusedError(
+            f"Its rope scaling '{kinds[0]}' depends on the length of the whole prompt."
+        )
+    unknown = {
+        kind for kind in _layer_types(config) if any(word in kind for word in UNKNOWN_LAYERS)
+    }
     if unknown:
-        raise RefusedError(f"It has layers of the kind {sorted(unknown)[0]}, which do not keep KV per token.")
+        raise RefusedError(
+            f"It has layers of the kind {sorted(unknown)[0]}, which do not keep KV per token."
+        )
     if getattr(config, "num_kv_shared_layers", 0):
         raise RefusedError("Some of its layers use the KV of other layers.")
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """Return the device for a model's input ids: its own, or the one on which accelerate runs the embedding."""
+    """Return the device for a model's input ids: its own, or the one on which accelerate runs the
+    embedding.
+    """
     entry = model.get_input_embeddings()
     hook = getattr(entry, "_hf_hook", None) or getattr(model, "_hf_hook", None)
     found = getattr(hook, "execution_device", None)
@@ -81,11 +97,19 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 
 def devices_of(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the devices that a model runs on, including those that accelerate moves weights to."""
+    """Return the names of the devices that a model runs on, including those that accelerate moves
+    weights to.
+    """
     held = {str(weight.device) for weight in model.parameters() if not weight.is_meta}
     hooks = [getattr(module, "_hf_hook", None) for module in model.modules()]
-    run = {getattr(hook, "execution_device", None) for hook in hooks if getattr(hook, "offload", False)}
-    moved_to = {f"cuda:{device}" if isinstance(device, int) else str(device) for device in run if device is not None}
+    run = {
+        getattr(hook, "execution_device", None) for hook in hooks if getattr(hook, "offload", False)
+    }
+    moved_to = {
+        f"cuda:{device}" if isinstance(device, int) else str(device)
+        for device in run
+        if device is not None
+    }
     return tuple(sorted(held | moved_to))
 
 
@@ -93,16 +117,20 @@ def refuse_by_modules(model: PreTrainedModel) -> None:
     """Raise RefusedError if a model's layers are on several devices or quantised dynamically."""
     devices = devices_of(model)
     if len(devices) > 1:
-        raise RefusedError(f"Its layers are spread over {', '.join(devices)}, and KV is reused on one device only.")
+        raise RefusedError(
+            f"Its layers are spread over {', '.join(devices)}, and KV is reused on one device only."
+        )
     if any(type(module).__module__.startswith(DYNAMIC) for module in model.modules()):
         raise RefusedError(
-            "Its activations are quantised with one scale for all tokens together, so a token's KV depends on the "
-            "others."
+            "Its activations are quantised with one scale for all tokens together, so a token's KV"
+            " depends on the others."
         )
 
 
 def windows(config: PreTrainedConfig, n_layers: int) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer in tokens; None for a layer that sees every earlier token."""
+    """Return the sliding window of each layer in tokens; None for a layer that sees every earlier
+    token.
+    """
     window = getattr(config, "sliding_window", None)
     types = _layer_types(config)
     if types:
@@ -115,14 +143,19 @@ def _layer_types(config: PreTrainedConfig) -> Sequence[str]:
 
 
 def _rope_types(config: PreTrainedConfig) -> Iterator[str]:
-    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    parameters = (
+        getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    )
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     for group in [parameters, *nested]:
         yield group.get("rope_type") or group.get("type") or "default"
 
 
 def plain_kv(
-    model: PreTrainedModel, token_ids: Tensor, positions: Tensor | int, before: Sequence[LayerKV] = ()
+    model: PreTrainedModel,
+    token_ids: Tensor,
+    positions: Tensor | int,
+    before: Sequence[LayerKV] = (),
 ) -> tuple[LayerKV, ...]:
     """Return the KV of every layer from the model's own forward.
 
@@ -140,8 +173,11 @@ def plain_kv(
 
 
 @torch.no_grad()
-def run_forward(model: PreTrainedModel, token_ids: Tensor, cache: Any, positions: Tensor | int | None) -> Any:
-    """Run the model's own forward over further tokens, and return its output with the logits of the last.
+def run_forward(
+    model: PreTrainedModel, token_ids: Tensor, cache: Any, positions: Tensor | int | None
+) -> Any:
+    """Run the model's own forward over further tokens, and return its output with the logits of the
+    last.
 
     Args:
         model: The model.
@@ -152,12 +188,24 @@ def run_forward(model: PreTrainedModel, token_ids: Tensor, cache: Any, positions
     if isinstance(positions, int):
         positions = torch.arange(positions, positions + token_ids.shape[1], device=token_ids.device)
     given = {"past_key_values": cache} if cache is not None else {}
-    return model(input_ids=token_ids, use_cache=True, **given, **at_positions(model, positions), **last_logits(model))
+    return model(
+        input_ids=token_ids,
+        use_cache=True,
+        **given,
+        **at_positions(model, positions),
+        **last_logits(model),
+    )
 
 
 def at_positions(model: PreTrainedModel, positions: Tensor | None) -> dict[str, Any]:
-    """Return `position_ids` int64 [1, n] as forward arguments; nothing for None or a model that takes none."""
-    return {"position_ids": positions[None]} if positions is not None and takes_positions(model) else {}
+    """Return `position_ids` int64 [1, n] as forward arguments; nothing for None or a model that
+    takes none.
+    """
+    return (
+        {"position_ids": positions[None]}
+        if positions is not None and takes_positions(model)
+        else {}
+    )
 
 
 def last_logits(model: PreTrainedModel) -> dict[str, Any]:
@@ -168,17 +216,26 @@ def last_logits(model: PreTrainedModel) -> dict[str, Any]:
 def is_whole(cache: object, n_layers: int, n_tokens: int) -> bool:
     """Whether a model's own cache holds the KV of every token in every layer, and nothing else."""
     layers = getattr(cache, "layers", ())
-    if any(_has_state(value) for layer in layers for name, value in vars(layer).items() if name not in KV_OF_LAYER):
+    if any(
+        _has_state(value)
+        for layer in layers
+        for name, value in vars(layer).items()
+        if name not in KV_OF_LAYER
+    ):
         return False  # attention and a recurrent state side by side, in one layer
     keys = [getattr(layer, "keys", None) for layer in layers]
-    return len(layers) == n_layers and all(k is not None and k.ndim == 4 and k.shape[2] == n_tokens for k in keys)
+    return len(layers) == n_layers and all(
+        k is not None and k.ndim == 4 and k.shape[2] == n_tokens for k in keys
+    )
 
 
 def _has_state(value: object) -> bool:
     """Whether an attribute of a cache layer is or contains a tensor."""
     if isinstance(value, dict):
         value = list(value.values())
-    return isinstance(value, Tensor) or (isinstance(value, list | tuple) and any(_has_state(each) for each in value))
+    return isinstance(value, Tensor) or (
+        isinstance(value, list | tuple) and any(_has_state(each) for each in value)
+    )
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
@@ -186,7 +243,9 @@ def takes_positions(model: PreTrainedModel) -> bool:
     return "position_ids" in inspect.signature(type(model).forward).parameters
 
 
-def find_rope(model: PreTrainedModel, token_ids: Tensor, tolerance: float) -> tuple[RopeLayout | None, ...]:
+def find_rope(
+    model: PreTrainedModel, token_ids: Tensor, tolerance: float
+) -> tuple[RopeLayout | None, ...]:
     """Find how each layer's keys carry position, by encoding a run at position 0 and at DELTA.
 
     Args:
@@ -205,52 +264,71 @@ def find_rope(model: PreTrainedModel, token_ids: Tensor, tolerance: float) -> tu
     first = plain_kv(model, token_ids, near)
     if not takes_positions(model):
         if not is_alibi(model.config):
-            raise RefusedError("Its forward does not accept the positions of tokens (position_ids).")
+            raise RefusedError(
+                "Its forward does not accept the positions of tokens (position_ids)."
+            )
         return (None,) * len(first)
     second = plain_kv(model, token_ids, near + DELTA)
     pairs, tables = zip(first, second, strict=True), _tables(model)
-    return tuple(_layer_rope(layer, near, far, tables, tolerance) for layer, (near, far) in enumerate(pairs))
+    return tuple(
+        _layer_rope(layer, near, far, tables, tolerance) for layer, (near, far) in enumerate(pairs)
+    )
 
 
 def is_alibi(config: PreTrainedConfig) -> bool:
     """Whether a model encodes positions by biases on attention scores (ALiBi)."""
     attention = getattr(config, "attn_config", None)
-    return config.model_type == "bloom" or bool(getattr(config, "alibi", False) or getattr(attention, "alibi", False))
+    return config.model_type == "bloom" or bool(
+        getattr(config, "alibi", False) or getattr(attention, "alibi", False)
+    )
 
 
 def _layer_rope(
     layer: int, near: LayerKV, far: LayerKV, tables: Sequence[tuple[float, ...]], tolerance: float
 ) -> RopeLayout | None:
-    """Return what explains best how a layer's KV changed with its position: nothing, or one rotation.
+    """Return what explains best how a layer's KV changed with its position: nothing, or one
+    rotation.
 
-    Nothing must not win merely because it is within the tolerance: where a constant bias makes up most of a key, and
-    most of that in pairs that hardly turn, a rotation changes a key by less than what rounding may explain.
+    Nothing must not win merely because it is within the tolerance: where a constant bias makes up
+    most of a key, and most of that in pairs that hardly turn, a rotation changes a key by less than
+    what rounding may explain.
     """
     unmoved = {part: typical(getattr(near, part), getattr(far, part)) for part in KV_OF_LAYER}
     found: list[tuple[float, RopeLayout | None]] = [(max(unmoved.values()), None)]
     for part, other in (("keys", "values"), ("values", "keys")):
         before, after = getattr(near, part), getattr(far, part)
         for layout in _candidates(tables, before.shape[-1], part):
-            found.append((max(typical(shifted(before, DELTA, layout), after), unmoved[other]), layout))
+            found.append(
+                (max(typical(shifted(before, DELTA, layout), after), unmoved[other]), layout)
+            )
     error, best = min(found, key=itemgetter(0))
     if error <= tolerance:
         return best
     if min(unmoved.values()) > tolerance:
-        raise FixedError(f"Keys and values of layer {layer} both depend on the position, because the hidden states do.")
+        raise FixedError(
+            f"Keys and values of layer {layer} both depend on the position, because the hidden"
+            " states do."
+        )
     raise FixedError(
-        f"The {max(unmoved, key=unmoved.__getitem__)} of layer {layer} depend on the position in a way that no one "
-        "rotation undoes."
+        f"The {max(unmoved, key=unmoved.__getitem__)} of layer {layer} depend on the position in a"
+        " way that no one rotation undoes."
     )
 
 
 def _tables(model: PreTrainedModel) -> list[tuple[float, ...]]:
     """Return every set of rotation frequencies in the model's buffers, in radians per position."""
-    found = {tuple(b.cpu().double().tolist()) for name, b in model.named_buffers() if name.endswith("inv_freq")}
+    found = {
+        tuple(b.cpu().double().tolist())
+        for name, b in model.named_buffers()
+        if name.endswith("inv_freq")
+    }
     return sorted(found)
 
 
 def _candidates(tables: Sequence[tuple[float, ...]], dim: int, part: str) -> Iterator[RopeLayout]:
-    """Yield every possible rotation of `dim` dims: pairs of halves or of neighbours, in the first or last dims."""
+    """Yield every possible rotation of `dim` dims: pairs of halves or of neighbours, in the first
+    or last dims.
+    """
     for table, pairing in product(tables, ("half", "interleaved")):
         spare = dim - 2 * len(table)
         for lo in sorted({0, spare}) if spare >= 0 else ():
@@ -263,7 +341,9 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 
 
 def typical(found: Tensor, wanted: Tensor) -> float:
-    """Return the median relative error over the rows of [H, n, D]; it ignores rows that a router sent elsewhere."""
+    """Return the median relative error over the rows of [H, n, D]; it ignores rows that a router
+    sent elsewhere.
+    """
     change = (found.float() - wanted.float()).square().sum((0, 2)).sqrt()
     size = wanted.float().square().sum((0, 2)).mean().sqrt()
     return float(change.median() / size.clamp_min(1e-12)) if len(change) else 0.0
@@ -274,22 +354,28 @@ def is_routed(config: PreTrainedConfig, dtype: torch.dtype) -> bool:
 
     The error is then larger than any bound on rounding errors.
     """
-    experts = [v for k, v in config.to_dict().items() if "experts" in k and isinstance(v, int) and "tok" not in k]
+    experts = [
+        v
+        for k, v in config.to_dict().items()
+        if "experts" in k and isinstance(v, int) and "tok" not in k
+    ]
     return dtype != torch.float32 and max(experts, default=0) > 1
 
 
 def bound_of(dtype: torch.dtype, n_layers: int, n_tokens: int) -> float:
-    """Return the relative error that rounding explains for keys, values and logits of a prompt of `n_tokens`.
+    """Return the relative error that rounding explains for keys, values and logits of a prompt of
+    `n_tokens`.
 
-    Two ways of computing the same numbers differ by roundings of random sign, which add up like a random walk. In 16
-    bits, sums are kept in float32 and about a dozen results per layer are rounded once each, by at most half an
-    epsilon: the bound is 6 half epsilons times the square root of the layers (2 were seen with 30 layers). In float32
-    the sums themselves round, over hundreds to thousands of terms: 256 half epsilons instead of 6. In addition, the
-    rotation angle at position p is computed in float32, off by up to p half epsilons, and the fastest pair turns by a
-    radian per position.
+    Two ways of computing the same numbers differ by roundings of random sign, which add up like a
+    random walk. In 16 bits, sums are kept in float32 and about a dozen results per layer are
+    rounded once each, by at most half an epsilon: the bound is 6 half epsilons times the square
+    root of the layers (2 were seen with 30 layers). In float32 the sums themselves round, over
+    hundreds to thousands of terms: 256 half epsilons instead of 6. In addition, the rotation angle
+    at position p is computed in float32, off by up to p half epsilons, and the fastest pair turns
+    by a radian per position.
 
-    Real mistakes exceed the bound: keys off by one position give an error of a quarter or more, a row that misses a
-    key or sees one too many a tenth or more.
+    Real mistakes exceed the bound: keys off by one position give an error of a quarter or more, a
+    row that misses a key or sees one too many a tenth or more.
     """
     steps = 256 if dtype == torch.float32 else 6
     rounding = steps * torch.finfo(dtype).eps / 2 * n_layers**0.5
@@ -299,7 +385,8 @@ def bound_of(dtype: torch.dtype, n_layers: int, n_tokens: int) -> float:
 def tolerance_of(dtype: torch.dtype, n_layers: int) -> float:
     """Return the relative error of keys, values and logits that rounding explains in a short run.
 
-    It is `bound_of`, but at least 1e-2 in float32, 1e-1 in bfloat16 and 3e-2 in float16, and at most `MOST_ROUNDING`.
+    It is `bound_of`, but at least 1e-2 in float32, 1e-1 in bfloat16 and 3e-2 in float16, and at
+    most `MOST_ROUNDING`.
     """
     least = {torch.float32: 1e-2, torch.bfloat16: 1e-1}.get(dtype, 3e-2)
     return max(least, min(MOST_ROUNDING, bound_of(dtype, n_layers, RUN_TOKENS)))
@@ -312,6 +399,8 @@ def logits_error(found: Tensor, wanted: Tensor) -> float:
 
 
 def probe_tokens(vocab_size: int, count: int, device: torch.device) -> Tensor:
-    """Return `count` scattered ids, int64 [1, count]: always the same, and away from both ends of the vocabulary."""
+    """Return `count` scattered ids, int64 [1, count]: always the same, and away from both ends of
+    the vocabulary.
+    """
     steps = torch.arange(count, dtype=torch.float64) * math.sqrt(2)
     return ((steps % 1) * (vocab_size * 0.8) + vocab_size * 0.1).long()[None].to(device)

@@ -1,4 +1,6 @@
-"""Measures the size of a model's queries per channel, since an error in a key matters in proportion to them."""
+"""Measures the size of a model's queries per channel, since an error in a key matters in proportion
+to them.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ Attention = Callable[..., tuple[Tensor, None]]
 def query_sizes(model: HFModel, runs: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
     """Return the root mean square of a model's queries, float32 [H, D] for each layer.
 
-    The mean is over the tokens of `runs` and over the query heads that share a key head. The result is empty if the
-    model computes attention by itself, or in a way that PyTorch's attention function does not support.
+    The mean is over the tokens of `runs` and over the query heads that share a key head. The result
+    is empty if the model computes attention by itself, or in a way that PyTorch's attention
+    function does not support.
     """
     if model.profile.mode != "rows" or model.profile.refusal or not runs:
         return ()
@@ -30,7 +33,9 @@ def query_sizes(model: HFModel, runs: Sequence[Sequence[int]]) -> tuple[Tensor, 
     try:
         with model.lock, torch.no_grad(), attending_by(model.model, name):
             for run in runs:
-                model.model(input_ids=torch.tensor([list(run)], device=model.device), use_cache=False)
+                model.model(
+                    input_ids=torch.tensor([list(run)], device=model.device), use_cache=False
+                )
     except ValueError:  # unsupported by sdpa, e.g. capped scores
         return ()
     finally:

@@ -1,6 +1,8 @@
-"""Measures how much rounding errors in the keys, and in the values, of each layer change the model's predictions.
+"""Measures how much rounding errors in the keys, and in the values, of each layer change the
+model's predictions.
 
-Some layers tolerate errors that others do not. That is CacheGen's insight (section 5.1.2), measured here per model.
+Some layers tolerate errors that others do not. That is CacheGen's insight (section 5.1.2), measured
+here per model.
 """
 
 from __future__ import annotations
@@ -19,12 +21,17 @@ SPANS = 10
 
 
 def rounding_costs(
-    model: HFModel, token_ids: Sequence[int], follow: Sequence[int], rounded: Callable[[ChunkKV], ChunkKV]
+    model: HFModel,
+    token_ids: Sequence[int],
+    follow: Sequence[int],
+    rounded: Callable[[ChunkKV], ChunkKV],
 ) -> tuple[tuple[float, float], ...]:
-    """Return for each layer the cost of rounding its keys, and of rounding its values, in nats per token.
+    """Return for each layer the cost of rounding its keys, and of rounding its values, in nats per
+    token.
 
-    The cost is the KL divergence of the predictions along `follow`, after `token_ids`, from those over exact KV. A
-    group of layers is rounded at once, and each layer gets an equal share of the cost.
+    The cost is the KL divergence of the predictions along `follow`, after `token_ids`, from those
+    over exact KV. A group of layers is rounded at once, and each layer gets an equal share of the
+    cost.
 
     Args:
         model: The model.
@@ -33,7 +40,8 @@ def rounding_costs(
         rounded: Rounds KV, as a codec level does.
 
     Returns:
-        (cost of keys, cost of values) per layer; empty if the model's KV is not reused or a cost is not finite.
+        (cost of keys, cost of values) per layer; empty if the model's KV is not reused or a cost is
+        not finite.
     """
     if model.profile.refusal or len(follow) < 2:
         return ()
@@ -43,7 +51,13 @@ def rounding_costs(
     costs = list[tuple[float, float]]()
     for lo, hi in _spans(n):
         both = [
-            max(kl(wanted, _along(model, token_ids, follow, _between(exact, changed, lo, hi, part))), 0.0) / (hi - lo)
+            max(
+                kl(
+                    wanted, _along(model, token_ids, follow, _between(exact, changed, lo, hi, part))
+                ),
+                0.0,
+            )
+            / (hi - lo)
             for part in ("keys", "values")
         ]
         costs += [(both[0], both[1])] * (hi - lo)
@@ -63,7 +77,9 @@ def _spans(n_layers: int) -> Iterator[tuple[int, int]]:
 
 
 def _between(exact: ChunkKV, changed: ChunkKV, lo: int, hi: int, part: str) -> ChunkKV:
-    """Return the exact KV with the keys, or the values, of layers lo..hi-1 replaced by the changed ones."""
+    """Return the exact KV with the keys, or the values, of layers lo..hi-1 replaced by the changed
+    ones.
+    """
     layers = list(exact.layers)
     for at in range(lo, hi):
         keys, values = (changed if name == part else exact for name in ("keys", "values"))
@@ -72,6 +88,8 @@ def _between(exact: ChunkKV, changed: ChunkKV, lo: int, hi: int, part: str) -> C
 
 
 def _along(model: HFModel, token_ids: Sequence[int], follow: Sequence[int], kv: ChunkKV) -> Tensor:
-    """Return the logits float32 [len(follow) - 1, V] that predict all of `follow` but its first, over the given KV."""
+    """Return the logits float32 [len(follow) - 1, V] that predict all of `follow` but its first,
+    over the given KV.
+    """
     parts = PromptPart(tuple(token_ids), kv, blend=False), PromptPart((follow[0],))
     return model.score_continuation(model.fuse_parts(parts, "none", 0.0), follow[1:])

@@ -1,4 +1,6 @@
-"""Log probabilities of the tokens of a text, by the model's own forward: nothing is reused and nothing generated."""
+"""Log probabilities of the tokens of a text, by the model's own forward: nothing is reused and
+nothing generated.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,17 @@ from ragfuse.hf.model import HFModel
 from ragfuse.process.exit import at_work
 
 Score = tuple[float, tuple[tuple[int, float], ...]]
-"""The log probability of a token, and (id, log probability) of the most likely ids at its place, best first."""
+"""The log probability of a token, and (id, log probability) of the most likely ids at its place,
+best first.
+"""
 
 
 @at_work()
 def scored(
-    model: HFModel, token_ids: Sequence[int], n_top: int = 0, check: Callable[[], object] = lambda: None
+    model: HFModel,
+    token_ids: Sequence[int],
+    n_top: int = 0,
+    check: Callable[[], object] = lambda: None,
 ) -> list[Score]:
     """Return the scores of all tokens but the first, which nothing predicts.
 
@@ -39,5 +46,8 @@ def _score(logits: torch.Tensor, ids: Sequence[int], n_top: int) -> list[Score]:
     rows = logits.float().log_softmax(-1)
     log_probs = rows[torch.arange(len(ids)), torch.tensor(list(ids), device=rows.device)].tolist()
     best = rows.topk(min(n_top, rows.shape[1]), -1)
-    tops = (tuple(zip(*each, strict=True)) for each in zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    tops = (
+        tuple(zip(*each, strict=True))
+        for each in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    )
     return list(zip(log_probs, tops, strict=True))

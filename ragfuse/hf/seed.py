@@ -1,7 +1,7 @@
 """Seeded random numbers for one thread, independent of other threads.
 
-torch has one random state for all threads, so seeding it would change the numbers of other threads, and they would
-change those of this one.
+torch has one random state for all threads, so seeding it would change the numbers of other threads,
+and they would change those of this one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ T = TypeVar("T")
 
 
 class Seeded(TorchFunctionMode):
-    """A context in which this thread samples (`torch.multinomial`) as it would after `torch.manual_seed(seed)`."""
+    """A context in which this thread samples (`torch.multinomial`) as it would after
+    `torch.manual_seed(seed)`.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -25,7 +27,11 @@ class Seeded(TorchFunctionMode):
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call the function, with our generator if it samples."""
         options = kwargs or {}
@@ -39,7 +45,9 @@ class Seeded(TorchFunctionMode):
 
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
-    """Draw this thread's random numbers from `seed` while the context is active; None: from torch's own state."""
+    """Draw this thread's random numbers from `seed` while the context is active; None: from torch's
+    own state.
+    """
     if seed is None:
         yield
         return
@@ -48,7 +56,9 @@ def seeded(seed: int | None) -> Iterator[None]:
 
 
 def undrawn(do: Callable[[], T]) -> T:
-    """Call a function that draws no random numbers, bypassing `Seeded`, which costs a little at every torch call."""
+    """Call a function that draws no random numbers, bypassing `Seeded`, which costs a little at
+    every torch call.
+    """
     if not has_torch_function((do,)):
         return do()
     return handle_torch_function(do, ())

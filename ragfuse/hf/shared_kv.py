@@ -1,7 +1,8 @@
-"""Shares identical KV between prompts that are answered at the same time, so that it is in memory once.
+"""Shares identical KV between prompts that are answered at the same time, so that it is in memory
+once.
 
-It follows Prompt Cache, section 3.4 (batches that share modules). Attention also reads shared KV only once for all
-prompts that are decoded in one batch (`fuse.attend.attend_ragged`).
+It follows Prompt Cache, section 3.4 (batches that share modules). Attention also reads shared KV
+only once for all prompts that are decoded in one batch (`fuse.attend.attend_ragged`).
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ from ragfuse.fuse.attend import KV
 from ragfuse.hf.cache import FrozenRows, RowCache, RowLayer
 
 MIN_SHARED_ROWS = 64
-"""The least rows of a span that is shared: each shared span costs one more attention call per layer."""
+"""The least rows of a span that is shared: each shared span costs one more attention call per
+layer.
+"""
 
 
 @dataclass(frozen=True)
 class SharedSpan:
-    """Rows lo:hi of a prompt whose KV is bit-identical in all prompts that have a span of the same `name`."""
+    """Rows lo:hi of a prompt whose KV is bit-identical in all prompts that have a span of the same
+    `name`.
+    """
 
     lo: int
     hi: int
@@ -36,7 +41,9 @@ class _Rows:
 
 
 class SharedKV:
-    """The KV that prompts being answered have in common; freed with the last of them. Thread-safe."""
+    """The KV that prompts being answered have in common; freed with the last of them.
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._rows: WeakValueDictionary[Hashable, _Rows] = WeakValueDictionary()
@@ -46,16 +53,24 @@ class SharedKV:
         """Number of shared spans in memory."""
         return len(self._rows)
 
-    def share(self, cache: RowCache, spans: Sequence[SharedSpan], windows: Sequence[int | None]) -> None:
-        """Replace spans of a prompt's cache by the KV that other prompts hold already; the first prompt's is copied.
+    def share(
+        self, cache: RowCache, spans: Sequence[SharedSpan], windows: Sequence[int | None]
+    ) -> None:
+        """Replace spans of a prompt's cache by the KV that other prompts hold already; the first
+        prompt's is copied.
 
         Args:
             cache: KV of the prompt.
             spans: Its spans, in order.
             windows: Sliding window of each layer; layers that have one are not shared.
         """
-        last = cache.length - 1  # every prompt computes its last row, which is dropped before an answer begins
-        shared = [SharedSpan(each.lo, min(each.hi, last), (each.name, min(each.hi, last) - each.lo)) for each in spans]
+        last = (
+            cache.length - 1
+        )  # every prompt computes its last row, which is dropped before an answer begins
+        shared = [
+            SharedSpan(each.lo, min(each.hi, last), (each.name, min(each.hi, last) - each.lo))
+            for each in spans
+        ]
         shared = [span for span in shared if span.hi - span.lo >= MIN_SHARED_ROWS]
         if not shared:
             return
@@ -63,21 +78,32 @@ class SharedKV:
             owners = [self._rows.setdefault(span.name, _Rows()) for span in shared]
             for layer, window in zip(cache.layers, windows, strict=True):
                 if window is None:
-                    layer.share([_frozen_rows(layer, span, rows) for span, rows in zip(shared, owners, strict=True)])
+                    layer.share(
+                        [
+                            _frozen_rows(layer, span, rows)
+                            for span, rows in zip(shared, owners, strict=True)
+                        ]
+                    )
         give_back()
 
 
 def _frozen_rows(layer: RowLayer, span: SharedSpan, rows: _Rows) -> FrozenRows:
-    """Return the shared KV of a span in one layer, copied from this prompt if it is the first that has it."""
+    """Return the shared KV of a span in one layer, copied from this prompt if it is the first that
+    has it.
+    """
     found = rows.layers.get(layer.layer)
     if found is None:
-        keys, values = (states[:, :, span.lo : span.hi].clone() for states in (layer.keys, layer.values))
+        keys, values = (
+            states[:, :, span.lo : span.hi].clone() for states in (layer.keys, layer.values)
+        )
         found = rows.layers[layer.layer] = keys, values
     return FrozenRows(span.lo, found, rows)
 
 
 def give_back() -> None:
-    """Return freed memory to the system: glibc keeps it per thread, and every answer runs in a thread of its own."""
+    """Return freed memory to the system: glibc keeps it per thread, and every answer runs in a
+    thread of its own.
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

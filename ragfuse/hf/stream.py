@@ -1,7 +1,7 @@
 """Incremental detokenisation: decodes new ids to text, finds stop strings, and stops `generate`.
 
-The work per new token is bounded: a few tokens are decoded, and only the new text and what a stop string may overlap
-is searched. The prompt is never searched.
+The work per new token is bounded: a few tokens are decoded, and only the new text and what a stop
+string may overlap is searched. The prompt is never searched.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria
 from ragfuse.types.partial_match import partial_match
 
 UNFINISHED = "\ufffd"
-"""The replacement character, which tokenizers return for bytes that do not form a whole character yet."""
+"""The replacement character, which tokenizers return for bytes that do not form a whole character
+yet.
+"""
 CONTEXT_TOKENS_BEFORE, MAX_PENDING_TOKENS = 8, 64
-"""Tokens decoded again before new ones, because the text of a token depends on its neighbours; and the most tokens that
-may wait for a character to become whole, after which their bytes are taken as invalid."""
+"""Tokens decoded again before new ones, because the text of a token depends on its neighbours; and
+the most tokens that may wait for a character to become whole, after which their bytes are taken as
+invalid.
+"""
 UNSETTLED = re.compile(r" (?:n'?|'[rv]?)?$")
 """An end of text whose space a tokenizer with `clean_up_tokenization_spaces` may still remove."""
 
@@ -58,10 +62,18 @@ class Detokenizer:
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerBase, shown: Iterable[str] = ()) -> Detokenizer:
-        """Return a decoder for a tokenizer that omits special tokens, except those that occur in a text of `shown`."""
-        every = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        """Return a decoder for a tokenizer that omits special tokens, except those that occur in a
+        text of `shown`.
+        """
+        every = {
+            id: str(token) for id, token in tokenizer.added_tokens_decoder.items() if token.special
+        }
         texts = tuple(shown)
-        marks = {id: token for id, token in every.items() if token and any(token in text for text in texts)}
+        marks = {
+            id: token
+            for id, token in every.items()
+            if token and any(token in text for text in texts)
+        }
         return Detokenizer(
             lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
             frozenset(every),
@@ -70,7 +82,9 @@ class Detokenizer:
         )
 
     def add(self, ids: Iterable[int]) -> str:
-        """Add ids and return the text so far, without characters of which bytes are still missing."""
+        """Add ids and return the text so far, without characters of which bytes are still
+        missing.
+        """
         for id in ids:
             if id in self._marks:
                 self.end()
@@ -90,7 +104,16 @@ class Detokenizer:
 
     def visible(self, lo: int, hi: int) -> str:
         """Return text[lo:hi] without marks."""
-        edges = [lo, *(edge for a, b in self.spans if a < hi and b > lo for edge in (max(a, lo), min(b, hi))), hi]
+        edges = [
+            lo,
+            *(
+                edge
+                for a, b in self.spans
+                if a < hi and b > lo
+                for edge in (max(a, lo), min(b, hi))
+            ),
+            hi,
+        ]
         return "".join(self.text[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True))
 
     def _grow(self) -> None:
@@ -130,17 +153,27 @@ class StopFinder:
         hi = len(text) if hi is None else hi
         if self.at < 0 and self.stops:
             begin = max(lo, self._seen - self._longest + 1)
-            self.at = min((at for stop in self.stops if (at := text.find(stop, begin, hi)) >= 0), default=-1)
+            self.at = min(
+                (at for stop in self.stops if (at := text.find(stop, begin, hi)) >= 0), default=-1
+            )
             self._seen = max(self._seen, hi)
         return self.at
 
     def possible_start(self, text: str, lo: int = 0) -> int:
-        """Return how many characters at the end of text[lo:] may be the beginning of a stop string."""
-        return partial_match(text[max(lo, len(text) - self._longest + 1) :], self.stops) if self.stops else 0
+        """Return how many characters at the end of text[lo:] may be the beginning of a stop
+        string.
+        """
+        return (
+            partial_match(text[max(lo, len(text) - self._longest + 1) :], self.stops)
+            if self.stops
+            else 0
+        )
 
 
 class Growing(Protocol):
-    """An answer that is parsed as its ids arrive, and knows when it has ended and which of its text is final."""
+    """An answer that is parsed as its ids arrive, and knows when it has ended and which of its text
+    is final.
+    """
 
     @property
     def over(self) -> bool:
@@ -175,20 +208,27 @@ class Follower(StoppingCriteria):
     """
 
     def __init__(
-        self, growing: Growing, emit: Callable[[Any], object] | None = None, ends: Iterable[Event] = ()
+        self,
+        growing: Growing,
+        emit: Callable[[Any], object] | None = None,
+        ends: Iterable[Event] = (),
     ) -> None:
         self.first_s: float | None = None
         self._growing, self._emit, self._ends, self._seen = growing, emit, tuple(ends), 0
 
     def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Tensor:
-        """Return whether the answer has ended, bool [1]; transformers calls it after every new token."""
+        """Return whether the answer has ended, bool [1]; transformers calls it after every new
+        token.
+        """
         if self.first_s is None:
             self.first_s = time.perf_counter()
             self._seen = input_ids.shape[1] - 1
         self._growing.add(input_ids[0, self._seen :].tolist())
         self._seen = input_ids.shape[1]
         self._say()
-        return torch.tensor([self._growing.over or any(end.is_set() for end in self._ends)], device=input_ids.device)
+        return torch.tensor(
+            [self._growing.over or any(end.is_set() for end in self._ends)], device=input_ids.device
+        )
 
     def end(self) -> None:
         """End the answer and emit its remaining text."""

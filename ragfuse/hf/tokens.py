@@ -1,7 +1,9 @@
-"""Tokenises whole prompts exactly as the model's tokenizer does, and pieces of prompts as they appear inside one.
+"""Tokenises whole prompts exactly as the model's tokenizer does, and pieces of prompts as they
+appear inside one.
 
-Many tokenizers (SentencePiece's) put a space before every text that they encode. Pieces get none, so that a piece has
-the same ids wherever it stands, and pieces side by side decode to the text that they were cut from.
+Many tokenizers (SentencePiece's) put a space before every text that they encode. Pieces get none,
+so that a piece has the same ids wherever it stands, and pieces side by side decode to the text that
+they were cut from.
 
 What looks like a control token in text from users or documents is encoded as plain text.
 """
@@ -42,38 +44,54 @@ PRIVATE_USE_RANGES = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x10
 
 
 class TextEncoder:
-    """An encoder of prompts and pieces over one tokenizer, which it does not modify. Thread-safe."""
+    """An encoder of prompts and pieces over one tokenizer, which it does not modify.
+    Thread-safe.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer, self._lock = tokenizer, threading.Lock()
-        self.chat_template = getattr(tokenizer, "chat_template", None)  # it decides what control tokens are
+        self.chat_template = getattr(
+            tokenizer, "chat_template", None
+        )  # it decides what control tokens are
         self._added = {int(id): str(token) for id, token in tokenizer.added_tokens_decoder.items()}
         self._control = control_tokens(tokenizer)
-        self._control_ids = {id for id, word in self._added.items() if word in self._control} - {_unknown(tokenizer)}
+        self._control_ids = {id for id, word in self._added.items() if word in self._control} - {
+            _unknown(tokenizer)
+        }
         self._matcher = _matcher(self._control)
         special = {*tokenizer.all_special_tokens}
         tokens = tokenizer.added_tokens_decoder.values()
-        self._unspecial = {str(each) for each in tokens if not each.special and str(each) not in special}
+        self._unspecial = {
+            str(each) for each in tokens if not each.special and str(each) not in special
+        }
         self._normalised = set[int]()
         serialised = fast_backend(tokenizer).to_str()
         self._backend = _copied(serialised)
-        self._backend.encode_special_tokens = bool(getattr(tokenizer, "split_special_tokens", False))
+        self._backend.encode_special_tokens = bool(
+            getattr(tokenizer, "split_special_tokens", False)
+        )
         self._pieces = self._tokenizer_of_pieces(self._backend, serialised)
         self._anchor = encoding_of(self._pieces, "x").ids[-1:]
         self._before: dict[Place, tuple[str, str]] = {"start": self._prefixes("")}
         self._before["border"] = self._prefixes(self._plain_token())
         if self._backend.normalizer is not None:
             unknown, found = _unknown(tokenizer), tokenizer.added_tokens_decoder.items()
-            self._normalised = {int(id) for id, token in found if token.normalized and int(id) != unknown}
+            self._normalised = {
+                int(id) for id, token in found if token.normalized and int(id) != unknown
+            }
 
     # pieces
 
     def tokens(self, text: str) -> list[int]:
-        """Return the ids of a text in the middle of a prompt; what looks like a control token is encoded as text."""
+        """Return the ids of a text in the middle of a prompt; what looks like a control token is
+        encoded as text.
+        """
         return self._encoded(text)[0]
 
     def template_tokens(self, text: str) -> list[int]:
-        """Return the ids of a text that the chat template wrote in the middle of a prompt; control tokens stay such."""
+        """Return the ids of a text that the chat template wrote in the middle of a prompt; control
+        tokens stay such.
+        """
         with self._lock:
             self._pieces.encode_special_tokens = False
             try:
@@ -91,7 +109,9 @@ class TextEncoder:
         return found + self._encoded(text[done:], "border" if done else "middle")[0]
 
     def prefix_ids(self, text: str, is_behind_token: bool = False) -> list[int]:
-        """Return the ids that the tokenizer puts before a text at the start of a prompt or after a control token."""
+        """Return the ids that the tokenizer puts before a text at the start of a prompt or after a
+        control token.
+        """
         before = self._put_before("border" if is_behind_token else "start", text)
         first = encoding_of(self._backend, text)
         borders = self._borders(text, first.ids, first.offsets)
@@ -107,24 +127,36 @@ class TextEncoder:
     # what looks like a control token
 
     def control_spans(self, text: str, is_begun: bool = False) -> list[Chars]:
-        """Return the characters lo:hi of everything in a text that would be tokenised as a control token.
+        """Return the characters lo:hi of everything in a text that would be tokenised as a control
+        token.
 
         Letter case is ignored; surrounding white space is not included.
 
         Args:
             text: The text.
-            is_begun: The text is the beginning of an answer, in which the markup of thoughts and calls is genuine.
+            is_begun: The text is the beginning of an answer, in which the markup of thoughts and
+                calls is genuine.
         """
         if self._matcher is None:
             return []
         encoding = encoding_of(self._matcher, _lowered(text))
         found = [chars for id, chars in zip(encoding.ids, encoding.offsets, strict=True) if id]
         if not self._normalised.isdisjoint(self._control_ids):
-            seen = encoding_of(self._backend, text)  # its normalizer may turn other letters into a control token
+            seen = encoding_of(
+                self._backend, text
+            )  # its normalizer may turn other letters into a control token
             wanted = self._normalised & self._control_ids
-            found += [chars for id, chars in zip(seen.ids, seen.offsets, strict=True) if id in wanted]
-        spans = sorted({(hi - len(text[lo:hi].lstrip()), hi) for lo, hi in found if text[lo:hi].strip()})
-        return [(lo, hi) for lo, hi in spans if text[lo:hi] not in self._unspecial] if is_begun else spans
+            found += [
+                chars for id, chars in zip(seen.ids, seen.offsets, strict=True) if id in wanted
+            ]
+        spans = sorted(
+            {(hi - len(text[lo:hi].lstrip()), hi) for lo, hi in found if text[lo:hi].strip()}
+        )
+        return (
+            [(lo, hi) for lo, hi in spans if text[lo:hi] not in self._unspecial]
+            if is_begun
+            else spans
+        )
 
     # whole prompts
 
@@ -134,8 +166,8 @@ class TextEncoder:
         Args:
             text: The prompt.
             bare: Characters that look like a control token and must be encoded as text.
-            given: Text whose ids are known, in order; ignored where a token of the whole text crosses its ends or
-                these ids read differently.
+            given: Text whose ids are known, in order; ignored where a token of the whole text
+                crosses its ends or these ids read differently.
 
         Returns:
             The ids, and the characters of each.
@@ -144,7 +176,11 @@ class TextEncoder:
         ids, offsets = encoding.ids, encoding.offsets
         borders = self._borders(text, ids, offsets) if bare else ()
         hidden = sorted(lo for lo, _ in bare)
-        edges = [(-1, (0, 0)), *((row, offsets[row]) for row in borders), (len(ids), (len(text), len(text)))]
+        edges = [
+            (-1, (0, 0)),
+            *((row, offsets[row]) for row in borders),
+            (len(ids), (len(text), len(text))),
+        ]
         for (before, (_, lo)), (behind, (hi, _)) in reversed([*pairwise(edges)]):
             if bisect_left(hidden, lo) < bisect_left(hidden, hi):
                 again, chars = self._encoded(text[lo:hi], "border" if before >= 0 else "start")
@@ -160,12 +196,15 @@ class TextEncoder:
         return ids, offsets
 
     def _borders(self, text: str, ids: Sequence[int], offsets: Sequence[Chars]) -> list[int]:
-        """Return the rows of added tokens that are written in the text, not made from an unknown word or byte."""
+        """Return the rows of added tokens that are written in the text, not made from an unknown
+        word or byte.
+        """
         added, normalised = self._added, self._normalised
         return [
             row
             for row, id in enumerate(ids)
-            if id in added and (text[slice(*offsets[row])].strip() == added[id].strip() or id in normalised)
+            if id in added
+            and (text[slice(*offsets[row])].strip() == added[id].strip() or id in normalised)
         ]
 
     # inside
@@ -189,8 +228,11 @@ class TextEncoder:
             chars += [(max(0, lo + a - n), max(0, lo + b - n)) for a, b in those]
         return found, chars
 
-    def _breaks(self, text: str, ids: Sequence[int], offsets: Sequence[Chars]) -> list[tuple[int, Place]]:
-        """Return where to split a text so that it yields no control token and text after an added token is right.
+    def _breaks(
+        self, text: str, ids: Sequence[int], offsets: Sequence[Chars]
+    ) -> list[tuple[int, Place]]:
+        """Return where to split a text so that it yields no control token and text after an added
+        token is right.
 
         A split is needed because a vocabulary may build a control token from plain letters.
         """
@@ -208,7 +250,9 @@ class TextEncoder:
             return []
         spans = [offsets[row] for row in self._borders(text, ids, offsets)]
         begun = {lo for lo, _ in spans}  # nothing is put between two of them
-        return [(end, "middle" if end in begun else "border") for _, end in spans if 0 < end < len(text)]
+        return [
+            (end, "middle" if end in begun else "border") for _, end in spans if 0 < end < len(text)
+        ]
 
     def _put_before(self, place: Place, text: str) -> str:
         """Return what the tokenizer puts before this text at that place."""
@@ -217,14 +261,20 @@ class TextEncoder:
         return self._before[place][text[0] in " \u2581"]
 
     def _prefixes(self, head: str | None) -> tuple[str, str]:
-        """Return what the tokenizer puts before a text after `head`, and before one that begins with a space."""
+        """Return what the tokenizer puts before a text after `head`, and before one that begins
+        with a space.
+        """
         if head is None:
             return "", ""
         backend, n = self._backend, len(encoding_of(self._backend, head).ids)
 
         def prefix(texts: Iterable[str]) -> str:
             real = {text: encoding_of(backend, head + text).ids[n:] for text in texts}
-            fits = (put for put in ("", " ") if all(self._encoded_as(put + text, ids) for text, ids in real.items()))
+            fits = (
+                put
+                for put in ("", " ")
+                if all(self._encoded_as(put + text, ids) for text, ids in real.items())
+            )
             return next(fits, "")
 
         return prefix(TEXT_PROBES), prefix([" " + text for text in TEXT_PROBES])
@@ -235,18 +285,31 @@ class TextEncoder:
     def _plain_token(self) -> str | None:
         """Return an added token without flags (lstrip, rstrip, single_word), or None."""
         tokens = self._tokenizer.added_tokens_decoder.values()
-        fit = (str(token) for token in tokens if not (token.lstrip or token.rstrip or token.single_word))
+        fit = (
+            str(token)
+            for token in tokens
+            if not (token.lstrip or token.rstrip or token.single_word)
+        )
         return next((word for word in fit if self._backend.encode(word).ids), None)
 
     def _tokenizer_of_pieces(self, backend: Tokenizer, serialised: str) -> Tokenizer:
-        """Return the tokenizer for pieces: `backend` without the prefix of every text, if pieces then decode right."""
-        steps = {"normalizer": _step(backend.normalizer), "pre_tokenizer": _step(backend.pre_tokenizer)}
+        """Return the tokenizer for pieces: `backend` without the prefix of every text, if pieces
+        then decode right.
+        """
+        steps = {
+            "normalizer": _step(backend.normalizer),
+            "pre_tokenizer": _step(backend.pre_tokenizer),
+        }
         bare = {name: _without_prefix(step) for name, step in steps.items()}
         candidates = [_copied(serialised)]
         if bare != steps:  # a vocabulary takes a second to parse: only where it must be
             candidates.append(_copied(json.dumps({**json.loads(serialised), **bare})))
         best = max(candidates, key=lambda each: _n_alike(backend, each))
-        marks = [token for token in self._tokenizer.added_tokens_decoder.values() if str(token) in self._control]
+        marks = [
+            token
+            for token in self._tokenizer.added_tokens_decoder.values()
+            if str(token) in self._control
+        ]
         best.add_special_tokens([_special(token) for token in marks])
         best.encode_special_tokens = True
         return best
@@ -256,20 +319,29 @@ def fast_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     """Return what a tokenizer runs on; ModelError for one that is written in Python."""
     if not tokenizer.is_fast:
         raise ModelError(
-            f"Wanted a fast tokenizer (of the `tokenizers` library), found {type(tokenizer).__name__}. "
-            "Load the model with its fast tokenizer."
+            "Wanted a fast tokenizer (of the `tokenizers` library), found"
+            f" {type(tokenizer).__name__}. Load the model with its fast tokenizer."
         )
     backend: Tokenizer = cast(Any, tokenizer).backend_tokenizer
     return backend
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
-    """Return the tokens that only a chat template may write: special tokens, and added tokens used as markup."""
+    """Return the tokens that only a chat template may write: special tokens, and added tokens used
+    as markup.
+    """
     added = tokenizer.added_tokens_decoder.values()
     template = str(getattr(tokenizer, "chat_template", None) or "")
-    named = {*tokenizer.all_special_tokens, *(getattr(tokenizer, "chat_control_tokens", None) or ())}
+    named = {
+        *tokenizer.all_special_tokens,
+        *(getattr(tokenizer, "chat_control_tokens", None) or ()),
+    }
     words = {str(token) for token in added}
-    found = {str(token) for token in added if token.special or str(token) in named or _is_mark(str(token), template)}
+    found = {
+        str(token)
+        for token in added
+        if token.special or str(token) in named or _is_mark(str(token), template)
+    }
     found |= {word for word in words if _THOUGHT.search(word) and _counterpart(word) in words}
     return frozenset(word for word in found if word.strip())
 
@@ -318,7 +390,9 @@ def _special(token: AddedToken) -> AddedToken:
 
 
 def _without_prefix(spec: Any) -> Any:
-    """Return a normalizer or pre-tokenizer, as JSON, without the steps that put something before a text."""
+    """Return a normalizer or pre-tokenizer, as JSON, without the steps that put something before a
+    text.
+    """
     if not isinstance(spec, Mapping):
         return spec
     kind = spec.get("type")
@@ -336,7 +410,9 @@ def _without_prefix(spec: Any) -> Any:
 
 
 def _n_alike(backend: Tokenizer, pieces: Tokenizer) -> tuple[int, int]:
-    """Count the joints whose pieces decode to the same text as when joined, and those that also have the same ids."""
+    """Count the joints whose pieces decode to the same text as when joined, and those that also
+    have the same ids.
+    """
     read = same = 0
     for head, tail in JOINTS:
         joint = encoding_of(backend, head + tail).ids
@@ -349,7 +425,9 @@ def _n_alike(backend: Tokenizer, pieces: Tokenizer) -> tuple[int, int]:
 
 
 def _masked(text: str, bare: Sequence[Chars]) -> str:
-    """Return the text with the first character of each bare span replaced by an unused private-use character."""
+    """Return the text with the first character of each bare span replaced by an unused private-use
+    character.
+    """
     if not bare:
         return text
     used = set(text)
@@ -370,14 +448,18 @@ def _lowered(text: str) -> str:
 
 
 def encoding_of(tokenizer: Tokenizer, text: str) -> Encoding:
-    """Encode a text. A long one is encoded as a batch of one, because only that releases the GIL."""
+    """Encode a text. A long one is encoded as a batch of one, because only that releases
+    the GIL.
+    """
     if len(text) < RELEASE_GIL_CHARS:
         return tokenizer.encode(text, add_special_tokens=False)
     return tokenizer.encode_batch([text], add_special_tokens=False)[0]
 
 
 def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Decode ids, special tokens included. Many ids are decoded as a batch of one, which releases the GIL."""
+    """Decode ids, special tokens included. Many ids are decoded as a batch of one, which releases
+    the GIL.
+    """
     if len(ids) < RELEASE_GIL_CHARS:
         return str(tokenizer.decode(ids, skip_special_tokens=False))
     return str(tokenizer.decode_batch([ids], skip_special_tokens=False)[0])

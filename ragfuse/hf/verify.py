@@ -1,8 +1,9 @@
-"""Checks on a model's real weights that fused prefill is correct, each error against a bound that rounding explains.
+"""Checks on a model's real weights that fused prefill is correct, each error against a bound that
+rounding explains.
 
-The reference of every check is the model's own forward: chunks are encoded alone at their positions in the prompt, and
-missing parts are computed over the KV before them. So rotation, selection, masks and buffers are all tested. Speed and
-the quality of answers are not measured here.
+The reference of every check is the model's own forward: chunks are encoded alone at their positions
+in the prompt, and missing parts are computed over the KV before them. So rotation, selection, masks
+and buffers are all tested. Speed and the quality of answers are not measured here.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ Progress = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check: the largest relative error measured, and the largest that rounding explains."""
+    """The result of one check: the largest relative error measured, and the largest that rounding
+    explains.
+    """
 
     name: str
     error: float
@@ -52,7 +55,10 @@ class Verdict:
 
 
 def verify(
-    model: HFModel, policy: str = "hkvd", ratio: float = 0.15, progress: Progress = lambda check: None
+    model: HFModel,
+    policy: str = "hkvd",
+    ratio: float = 0.15,
+    progress: Progress = lambda check: None,
 ) -> Verdict:
     """Run all checks of fused prefill on a model.
 
@@ -84,7 +90,9 @@ class _Checks:
     def run(self) -> Iterator[Check]:
         parts = prefix, a, b, c, question = self.parts
         stored = [part.kv for part in parts if part.kv is not None]
-        before = [[(layer.keys.clone(), layer.values.clone()) for layer in kv.layers] for kv in stored]
+        before = [
+            [(layer.keys.clone(), layer.values.clone()) for layer in kv.layers] for kv in stored
+        ]
         yield self._check("ratio 1 equals full prefill", self._ratio_one(parts))
         yield self._check("ratio 0 equals reuse", self._reuse(parts))
         yield self._check("fully cached prompt", self._reuse(parts[:-1]))
@@ -92,13 +100,17 @@ class _Checks:
         yield self._check("chunk order permuted", self._reuse([prefix, c, a, b, question]))
         yield self._check("misses in any pattern", self._misses())
         yield self._check("a later token never changes an earlier row", self._causality())
-        yield self._check(f"{self.policy} at {self.ratio:g} leaves the other rows as stored", self._untouched())
+        yield self._check(
+            f"{self.policy} at {self.ratio:g} leaves the other rows as stored", self._untouched()
+        )
         windows = [window for window in self.model.profile.windows if window]
         if windows:
             size = (max(windows) + sum(PART_TOKENS) - PART_TOKENS[0] - PART_TOKENS[-1]) // 2
             parts = self._prompt((PART_TOKENS[0], size, size, PART_TOKENS[-1]))
             error = max(self._ratio_one(parts), self._reuse(parts))
-            yield self._check("prompt longer than the sliding window", error, sum(len(part.ids) for part in parts))
+            yield self._check(
+                "prompt longer than the sliding window", error, sum(len(part.ids) for part in parts)
+            )
         same = [
             torch.equal(k, now.keys) and torch.equal(v, now.values)
             for kv, old in zip(stored, before, strict=True)
@@ -112,7 +124,10 @@ class _Checks:
         ids = probe_tokens(vocab, sum(sizes), self.model.device)[0].tolist()
         bounds = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
         *runs, question = [tuple(ids[lo:hi]) for lo, hi in pairwise(bounds)]
-        cached = [PromptPart(run, self.model.encode(run), blend=index > 0) for index, run in enumerate(runs)]
+        cached = [
+            PromptPart(run, self.model.encode(run), blend=index > 0)
+            for index, run in enumerate(runs)
+        ]
         return [*cached, PromptPart(question)]
 
     def _check(self, name: str, error: float, n_tokens: int = sum(PART_TOKENS)) -> Check:
@@ -131,20 +146,29 @@ class _Checks:
         """Try every combination of missing parts, the prefix included."""
         errors = []
         for here in product((True, False), repeat=len(self.parts) - 1):
-            parts = [part if has else PromptPart(part.ids) for part, has in zip(self.parts, here, strict=False)]
+            parts = [
+                part if has else PromptPart(part.ids)
+                for part, has in zip(self.parts, here, strict=False)
+            ]
             errors.append(self._reuse([*parts, self.parts[-1]]))
         return max(errors)
 
     def _causality(self) -> float:
-        """Change the last token, at the policy's ratio, or at 1 where the policy reads the question."""
+        """Change the last token, at the policy's ratio, or at 1 where the policy reads the
+        question.
+        """
         ratio = self.ratio if policy_named(self.policy).wants == "nothing" else 1.0
         *before, last = self.parts[-1].ids
         changed = [*self.parts[:-1], PromptPart((*before, last ^ 1))]
-        one, other = (self.model.fuse_parts(parts, self.policy, ratio) for parts in (self.parts, changed))
+        one, other = (
+            self.model.fuse_parts(parts, self.policy, ratio) for parts in (self.parts, changed)
+        )
         return one.error(other, self._routed, slice(sum(PART_TOKENS) - 1))
 
     def _untouched(self) -> float:
-        """Compare the candidates that were not chosen with the cached KV, from the check layer on."""
+        """Compare the candidates that were not chosen with the cached KV, from the check
+        layer on.
+        """
         prefill = self.model.fuse_parts(self.parts, self.policy, self.ratio)
         is_reused = torch.ones(sum(PART_TOKENS), dtype=torch.bool)
         is_reused[sum(PART_TOKENS[:-1]) :] = False
@@ -154,13 +178,19 @@ class _Checks:
         return prefill.error(self._by_hand(self.parts), self._routed, rows, first)
 
     def _alone(self, ids: tuple[int, ...], start: int) -> tuple[LayerKV, ...]:
-        """Return the KV of a run without context, computed by the model itself at positions from `start` on."""
+        """Return the KV of a run without context, computed by the model itself at positions from
+        `start` on.
+        """
         if (ids, start) not in self._placed:
-            self._placed[ids, start] = plain_kv(self.model.model, torch.tensor([ids], device=self.model.device), start)
+            self._placed[ids, start] = plain_kv(
+                self.model.model, torch.tensor([ids], device=self.model.device), start
+            )
         return self._placed[ids, start]
 
     def _by_hand(self, parts: Sequence[PromptPart]) -> Prefill:
-        """Build the reference: reuse or compute each part in order by the model's own forward; compute the last row."""
+        """Build the reference: reuse or compute each part in order by the model's own forward;
+        compute the last row.
+        """
         last = parts[-1]
         if last.kv is not None:
             parts = [*parts[:-1], PromptPart(last.ids[:-1], last.kv), PromptPart(last.ids[-1:])]

@@ -1,8 +1,9 @@
-"""Load layers ahead while earlier ones are fused (CacheBlend 5.1: loading pipelined with recomputing).
+"""Load layers ahead while earlier ones are fused (CacheBlend 5.1: loading pipelined with
+recomputing).
 
-Chunks in the memory of the fusing device are read when they are used. One thread per prompt reads all others ahead and
-copies them to the device (`staging_buffer.py`). Small layers are read several at a time (`plan.cost`), as on small
-models reading them one by one takes as long as fusing.
+Chunks in the memory of the fusing device are read when they are used. One thread per prompt reads
+all others ahead and copies them to the device (`staging_buffer.py`). Small layers are read several
+at a time (`plan.cost`), as on small models reading them one by one takes as long as fusing.
 """
 
 from __future__ import annotations
@@ -37,21 +38,25 @@ SPARE_NBYTES = 1 << 16
 
 
 def is_far(tier: Tier, device: torch.device) -> bool:
-    """Return whether a tier is read ahead for a model on `device`: it is slow, or in another device's memory."""
+    """Return whether a tier is read ahead for a model on `device`: it is slow, or in another
+    device's memory.
+    """
     return tier.slow or getattr(tier, "device", device) != device
 
 
 class LayerReader:
-    """A reader of the planned segments, layer by layer in order. A context manager: leaving it ends its thread.
+    """A reader of the planned segments, layer by layer in order. A context manager: leaving it ends
+    its thread.
 
     Args:
         store: Where the segments are stored.
         fetches: The segments to read.
         n_layers: Layers of the model.
-        max_layers: Most layers of a segment that are read at once; 0: as many as `plan.cost` allows.
+        max_layers: Most layers of a segment that are read at once; 0: as many as `plan.cost`
+            allows.
         device: The device that needs the layers.
-        before: Layers that may be read ahead before the first one is used, if `plan.cost` allows fewer: a read buffer
-            (AttentionStore 3.2.1).
+        before: Layers that may be read ahead before the first one is used, if `plan.cost` allows
+            fewer: a read buffer (AttentionStore 3.2.1).
 
     Attributes:
         load_s: Seconds spent reading so far.
@@ -73,7 +78,9 @@ class LayerReader:
         far = {tier.name for tier in store.tiers if is_far(tier, device)}
         ahead = any(fetch.tier in far for fetch in fetches)
         nbytes = max((fetch.nbytes for fetch in fetches), default=0)
-        if device.type != "cpu" and not ahead:  # all of it lies on the device: reading copies nothing
+        if (
+            device.type != "cpu" and not ahead
+        ):  # all of it lies on the device: reading copies nothing
             max_layers = min(n_layers, NEAR_LAYERS)
         max_layers = max_layers or layers_a_read(nbytes, n_layers)
         self._spans = deque(spans(n_layers, max_layers))
@@ -84,7 +91,9 @@ class LayerReader:
         self._staging = StagingBuffer(
             device, sum(fetch.nbytes for fetch in fetches) * max_layers // n_layers + SPARE_NBYTES
         )
-        self._thread = threading.Thread(target=self._run, name="ragfuse-load", daemon=True) if ahead else None
+        self._thread = (
+            threading.Thread(target=self._run, name="ragfuse-load", daemon=True) if ahead else None
+        )
         self._next = 0
 
     def __enter__(self) -> LayerReader:
@@ -96,7 +105,10 @@ class LayerReader:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._stop.set()
         while self._thread is not None and self._thread.is_alive():
@@ -112,7 +124,9 @@ class LayerReader:
             ValueError: `layer` is not the next layer: call this once per layer, in order.
         """
         if layer != self._next:
-            raise ValueError(f"Layers must be read in order: layer {self._next} is next, found {layer}.")
+            raise ValueError(
+                f"Layers must be read in order: layer {self._next} is next, found {layer}."
+            )
         self._next += 1
         if not self._ready_layers:
             began = time.perf_counter()
@@ -122,13 +136,19 @@ class LayerReader:
         return self._ready_layers.popleft()
 
     def ready(self) -> int:
-        """Return how many of the next layers `read` returns without waiting: those of the latest read."""
+        """Return how many of the next layers `read` returns without waiting: those of the latest
+        read.
+        """
         return len(self._ready_layers)
 
     def _wait(self, thread: threading.Thread) -> PendingCopy:
-        """Wait for the next layers that are read ahead; if the thread has died, every segment counts as unreadable."""
+        """Wait for the next layers that are read ahead; if the thread has died, every segment
+        counts as unreadable.
+        """
         while True:
-            alive = thread.is_alive()  # before the queue is read, so that what a thread put last is not missed
+            alive = (
+                thread.is_alive()
+            )  # before the queue is read, so that what a thread put last is not missed
             try:
                 return self._read_ahead.get(timeout=ALIVE_CHECK_S if alive else 0)
             except Empty:
@@ -141,7 +161,9 @@ class LayerReader:
             self._read_ahead.put(self._staging.send(self._load()))
 
     def _load(self) -> list[Layer]:
-        """Read the next layers, each entry once: segments that use rows of the same entry share the read."""
+        """Read the next layers, each entry once: segments that use rows of the same entry share the
+        read.
+        """
         began = time.perf_counter()
         first, end = self._spans.popleft()
         count = end - first
@@ -151,15 +173,22 @@ class LayerReader:
         found = {fetch.segment: read[_entry(fetch)] for fetch in self._fetches}
         self.last_s = time.perf_counter()
         self.load_s += self.last_s - began
-        return [{at: None if layers is None else layers[i] for at, layers in found.items()} for i in range(count)]
+        return [
+            {at: None if layers is None else layers[i] for at, layers in found.items()}
+            for i in range(count)
+        ]
 
     def _expect(self) -> None:
-        """Hint to every tier which layers the next read takes, so that it can prefetch them all at once."""
+        """Hint to every tier which layers the next read takes, so that it can prefetch them all at
+        once.
+        """
         if self._thread is None or not self._spans:
             return
         first, end = self._spans[0]
         for tier, level in {(fetch.tier, fetch.level) for fetch in self._fetches}:
-            wanted = [fetch.key for fetch in self._fetches if (fetch.tier, fetch.level) == (tier, level)]
+            wanted = [
+                fetch.key for fetch in self._fetches if (fetch.tier, fetch.level) == (tier, level)
+            ]
             keys = list(dict.fromkeys(wanted))
             self._store.expect(tier, keys, first, end - first, level)
 

@@ -1,4 +1,6 @@
-"""The network or storage link to a tier, which all its streams share: their number and its last throughput."""
+"""The network or storage link to a tier, which all its streams share: their number and its last
+throughput.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from threading import BoundedSemaphore, Lock
 MAX_STREAMS = 4
 """Most streams that read at the same time (B in the CacheGen paper)."""
 KNOWN_S = 10.0
-"""Seconds for which a measured throughput is used. Then it counts as unknown, so that a slow link is tried again."""
+"""Seconds for which a measured throughput is used. Then it counts as unknown, so that a slow link
+is tried again.
+"""
 
 
 class Link:
@@ -21,14 +25,18 @@ class Link:
         clock: Returns the time in seconds.
     """
 
-    def __init__(self, max_streams: int = MAX_STREAMS, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, max_streams: int = MAX_STREAMS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._max_streams, self._clock = max_streams, clock
         self._seen: tuple[float, float] | None = None
         self._streams, self._lock, self._slots = 0, Lock(), BoundedSemaphore(self._max_streams)
 
     @property
     def throughput(self) -> float | None:
-        """Bytes per second that all streams together got last; None if unknown or older than `KNOWN_S`."""
+        """Bytes per second that all streams together got last; None if unknown or older than
+        `KNOWN_S`.
+        """
         seen = self._seen
         return seen[0] if seen is not None and self._clock() - seen[1] < KNOWN_S else None
 
@@ -50,12 +58,15 @@ class Link:
 
     @contextmanager
     def slot(self) -> Iterator[None]:
-        """Wait for a turn to read, and hold it while the block runs; at most `max_streams` streams read at once."""
+        """Wait for a turn to read, and hold it while the block runs; at most `max_streams` streams
+        read at once.
+        """
         with self._slots:
             yield
 
     def record(self, nbytes: int, seconds: float) -> float:
-        """Record that one stream read `nbytes` in `seconds`; return the link's throughput in bytes per second.
+        """Record that one stream read `nbytes` in `seconds`; return the link's throughput in bytes
+        per second.
 
         It is the stream's own throughput times the number of streams that read at the same time.
         """

@@ -1,7 +1,8 @@
 """Copy layers that were read to the device that fuses them.
 
-On a CPU nothing is copied: the bytes read are used as they are, and become the memory tier's entry. To a GPU they are
-copied through pinned buffers on a CUDA stream of their own, while the model computes (CacheBlend 5.1).
+On a CPU nothing is copied: the bytes read are used as they are, and become the memory tier's entry.
+To a GPU they are copied through pinned buffers on a CUDA stream of their own, while the model
+computes (CacheBlend 5.1).
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ class PendingCopy:
 
 
 class StagingBuffer:
-    """Pinned buffers to copy layers to a device: `send` on the thread that reads, `landed` on the one that fuses.
+    """Pinned buffers to copy layers to a device: `send` on the thread that reads, `landed` on the
+    one that fuses.
 
     Args:
         device: The device to copy to.
-        nbytes: Bytes of the largest read, about. The buffers are allocated with this size at the first `send`.
+        nbytes: Bytes of the largest read, about. The buffers are allocated with this size at the
+            first `send`.
     """
 
     def __init__(self, device: torch.device, nbytes: int = 0) -> None:
@@ -59,7 +62,9 @@ class StagingBuffer:
         self._buffers = deque(_Buffer(nbytes) for _ in range(BUFFERS))
 
     def send(self, layers: Sequence[Layer]) -> PendingCopy:
-        """Begin to copy layers to the device; without memory for that, return them as they are, to be copied later."""
+        """Begin to copy layers to the device; without memory for that, return them as they are, to
+        be copied later.
+        """
         if self._stream is None:
             return PendingCopy(layers)
         try:
@@ -67,14 +72,17 @@ class StagingBuffer:
                 return self._send(layers)
         except RuntimeError as error:
             log.warning(
-                "Layers could not be copied to %s ahead of time; they are copied when used, which is slower: %s",
+                "Layers could not be copied to %s ahead of time; they are copied when used, which"
+                " is slower: %s",
                 self._device,
                 error,
             )
             return PendingCopy(layers)
 
     def landed(self, sent: PendingCopy) -> Sequence[Layer]:
-        """Make the calling thread's current CUDA stream wait for a copy, and return the layers for use on it."""
+        """Make the calling thread's current CUDA stream wait for a copy, and return the layers for
+        use on it.
+        """
         if sent.event is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(sent.event)
@@ -83,10 +91,14 @@ class StagingBuffer:
         return sent.layers
 
     def _send(self, layers: Sequence[Layer]) -> PendingCopy:
-        """Copy what is not on the device yet into one block there, in as few copies as its place in memory allows."""
+        """Copy what is not on the device yet into one block there, in as few copies as its place in
+        memory allows.
+        """
         buffer = self._buffers[0]
         self._buffers.rotate(-1)
-        ranges = _ranges({id(part): part for part in _parts(layers) if part.device != self._device}.values())
+        ranges = _ranges(
+            {id(part): part for part in _parts(layers) if part.device != self._device}.values()
+        )
         ends = _ends([each.source.numel() for each in ranges])
         block = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8, device=self._device)
         if all(each.source.device.type == "cpu" and not each.source.is_pinned() for each in ranges):
@@ -102,7 +114,11 @@ class StagingBuffer:
             sent |= {id(part): part_of(room) for part, part_of in each.parts}
         moved = [
             {
-                at: None if kv is None else LayerKV(sent.get(id(kv.keys), kv.keys), sent.get(id(kv.values), kv.values))
+                at: (
+                    None
+                    if kv is None
+                    else LayerKV(sent.get(id(kv.keys), kv.keys), sent.get(id(kv.values), kv.values))
+                )
                 for at, kv in layer.items()
             }
             for layer in layers
@@ -112,7 +128,9 @@ class StagingBuffer:
 
 
 class _Buffer:
-    """Pinned host memory of at least `nbytes`; it is reused only after the copy of its last content (`sent`) ended."""
+    """Pinned host memory of at least `nbytes`; it is reused only after the copy of its last content
+    (`sent`) ended.
+    """
 
     def __init__(self, nbytes: int = 0) -> None:
         self._min_nbytes, self._bytes = nbytes, torch.empty(0, dtype=torch.uint8)
@@ -129,13 +147,17 @@ class _Buffer:
 
 
 def _ends(sizes: Sequence[int]) -> list[int]:
-    """Return where the room of each part of `sizes` bytes ends; each begins at a multiple of `LAYER_ALIGNMENT`."""
+    """Return where the room of each part of `sizes` bytes ends; each begins at a multiple of
+    `LAYER_ALIGNMENT`.
+    """
     return list(accumulate(-(-size // LAYER_ALIGNMENT) * LAYER_ALIGNMENT for size in sizes))
 
 
 def _rooms(block: Tensor, ranges: Sequence[_Range], ends: Sequence[int]) -> list[Tensor]:
     """Return the part of a block, uint8, for each range of bytes."""
-    return [block[at : at + each.source.numel()] for at, each in zip([0, *ends], ranges, strict=False)]
+    return [
+        block[at : at + each.source.numel()] for at, each in zip([0, *ends], ranges, strict=False)
+    ]
 
 
 @dataclass(frozen=True)
@@ -152,7 +174,9 @@ class _Range:
 
 
 def _ranges(parts: Iterable[Tensor]) -> list[_Range]:
-    """Return the bytes of all tensors, those of a storage in one range unless too much lies between them."""
+    """Return the bytes of all tensors, those of a storage in one range unless too much lies between
+    them.
+    """
     by_storage: dict[int, list[Tensor]] = {}
     alone = list[_Range]()
     for part in parts:
@@ -164,9 +188,15 @@ def _ranges(parts: Iterable[Tensor]) -> list[_Range]:
 
 
 def _whole_or_apart(parts: Sequence[Tensor]) -> list[_Range]:
-    """Return one range for tensors of one storage, or one for each where a quarter of it would be other bytes."""
+    """Return one range for tensors of one storage, or one for each where a quarter of it would be
+    other bytes.
+    """
     wanted, whole = sum(part.nbytes for part in parts), _range(parts, parts)
-    return [whole] if whole.source.numel() <= 1.25 * wanted else [_range([part], [part]) for part in parts]
+    return (
+        [whole]
+        if whole.source.numel() <= 1.25 * wanted
+        else [_range([part], [part]) for part in parts]
+    )
 
 
 def _range(parts: Sequence[Tensor], names: Sequence[Tensor]) -> _Range:
@@ -177,10 +207,16 @@ def _range(parts: Sequence[Tensor], names: Sequence[Tensor]) -> _Range:
         names: The tensors that they stand for.
     """
     begins = [int(part.storage_offset()) * part.element_size() for part in parts]
-    lo, hi = min(begins), max(begin + part.nbytes for begin, part in zip(begins, parts, strict=True))
+    lo, hi = (
+        min(begins),
+        max(begin + part.nbytes for begin, part in zip(begins, parts, strict=True)),
+    )
     storage = parts[0].untyped_storage()
     source = torch.empty(0, dtype=torch.uint8, device=parts[0].device).set_(storage, lo, (hi - lo,))  # type: ignore[call-overload]
-    views = [partial(_view, begin=begin - lo, like=part) for begin, part in zip(begins, parts, strict=True)]
+    views = [
+        partial(_view, begin=begin - lo, like=part)
+        for begin, part in zip(begins, parts, strict=True)
+    ]
     return _Range(source, list(zip(names, views, strict=True)))
 
 

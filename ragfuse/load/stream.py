@@ -1,9 +1,11 @@
-"""Stream KV over a link in pieces, each at the level that the deadline allows, or computed instead (CacheGen 5.3).
+"""Stream KV over a link in pieces, each at the level that the deadline allows, or computed instead
+(CacheGen 5.3).
 
-A piece is a run of segments of about 1,500 tokens. Pieces are read one after the other, each on its own thread, and
-other threads decode meanwhile. `plan.stream_level` decides from the measured throughput how the next piece comes. A
-piece that takes too long, or cannot be read, becomes text: it is recomputed in the prefill.
-Once every piece is there, the lossiest ones are read again at better levels while time is left.
+A piece is a run of segments of about 1,500 tokens. Pieces are read one after the other, each on its
+own thread, and other threads decode meanwhile. `plan.stream_level` decides from the measured
+throughput how the next piece comes. A piece that takes too long, or cannot be read, becomes text:
+it is recomputed in the prefill. Once every piece is there, the lossiest ones are read again at
+better levels while time is left.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class Terms:
         deadline_s: Seconds from then to the first token.
         base_s: Seconds that the prompt computes in any case after the last piece.
         piece_tokens: Tokens of a piece, about.
-        prior: Assumed throughput of the link before anything was read, in bytes per second; None: unknown.
+        prior: Assumed throughput of the link before anything was read, in bytes per second; None:
+            unknown.
     """
 
     began_s: float
@@ -106,7 +109,8 @@ class _Arrived:
 
 
 class Stream:
-    """A stream of segments over one link. A context manager: call `run` in it, then `read` each layer.
+    """A stream of segments over one link. A context manager: call `run` in it, then `read` each
+    layer.
 
     Args:
         store: Where the segments are stored.
@@ -139,14 +143,19 @@ class Stream:
         self.load_s = self.wait_s = 0.0
         self.terms = terms
         self._store, self._n_layers, self._link = store, n_layers, link
-        self._pieces, self._parts = pieces(parts, terms.piece_tokens), {part.segments[0]: part for part in parts}
+        self._pieces, self._parts = (
+            pieces(parts, terms.piece_tokens),
+            {part.segments[0]: part for part in parts},
+        )
         self._device, self._clock = device, clock
         self._compute_s = terms.base_s
         self._decoders = ThreadPoolExecutor(DECODERS, "ragfuse-decode")
         self._arrived: dict[int, _Arrived] = {}  # by the first segment of a part
 
     def close(self) -> None:
-        """Stop decoding and release all layers. A read that was given up ends when its tier returns."""
+        """Stop decoding and release all layers. A read that was given up ends when its tier
+        returns.
+        """
         self._decoders.shutdown(cancel_futures=True)
         for arrived in self._arrived.values():
             arrived.layers.clear()
@@ -159,7 +168,9 @@ class Stream:
 
     @property
     def received(self) -> dict[int, tuple[str, int]]:
-        """By segment that was read, its level and its bytes; those of an entry count for its first segment."""
+        """By segment that was read, its level and its bytes; those of an entry count for its first
+        segment.
+        """
         return {
             segment: (arrived.level, 0 if number else arrived.nbytes)
             for at, arrived in self._arrived.items()
@@ -167,7 +178,9 @@ class Stream:
         }
 
     def run(self) -> None:
-        """Read every piece, or decide that it is computed instead. The class's attributes hold the outcome."""
+        """Read every piece, or decide that it is computed instead. The class's attributes hold the
+        outcome.
+        """
         began = self._clock()
         with self._link.joined():
             for number in range(len(self._pieces)):
@@ -176,31 +189,46 @@ class Stream:
         self.load_s = self._clock() - began
 
     def read(self, layer: int) -> Layer:
-        """Return one layer's KV by segment that was read, waiting until it is decoded; None if it cannot be decoded."""
+        """Return one layer's KV by segment that was read, waiting until it is decoded; None if it
+        cannot be decoded.
+        """
         began, found = self._clock(), dict[int, LayerKV | None]()
         for at, arrived in self._arrived.items():
             if arrived.layers:
-                found |= dict.fromkeys(self._parts[at].segments, self._decoded(at, arrived.layers[layer]))
+                found |= dict.fromkeys(
+                    self._parts[at].segments, self._decoded(at, arrived.layers[layer])
+                )
         self.wait_s += self._clock() - began
         return found
 
     # deciding
 
     def _lossy(self) -> list[StreamPiece]:
-        """Return the parts that arrived with the worst loss, by piece, where a better level is stored."""
+        """Return the parts that arrived with the worst loss, by piece, where a better level is
+        stored.
+        """
         found = list[tuple[int, StreamPiece]]()
         for piece in self._pieces:
             best = next(iter(piece.sizes), "")
             there = [part for part in piece.parts if part.segments[0] in self._arrived]
             for level in {self._arrived[part.segments[0]].level for part in there} - {best}:
-                parts = tuple(part for part in there if self._arrived[part.segments[0]].level == level)
+                parts = tuple(
+                    part for part in there if self._arrived[part.segments[0]].level == level
+                )
                 found.append((loss(level), StreamPiece(parts)))
         worst = max((rank for rank, _ in found), default=0)
         return [piece for rank, piece in found if rank == worst > 0]
 
     def _time_left_s(self) -> float:
-        """Return the seconds left for reading: until the deadline, less its margin and all computing decided so far."""
-        return self.terms.began_s + (1 - DEADLINE_MARGIN) * self.terms.deadline_s - self._clock() - self._compute_s
+        """Return the seconds left for reading: until the deadline, less its margin and all
+        computing decided so far.
+        """
+        return (
+            self.terms.began_s
+            + (1 - DEADLINE_MARGIN) * self.terms.deadline_s
+            - self._clock()
+            - self._compute_s
+        )
 
     @property
     def _throughput(self) -> float | None:
@@ -212,14 +240,18 @@ class Stream:
         self._compute_s += COMPUTE_MARGIN * (piece.text_s or 0.0)
         self.text |= dict.fromkeys(piece.segments, why)
         began_s = self._clock() - self.terms.began_s
-        self.pieces.append(PieceTrace(piece.segments, piece.tokens, AS_TEXT, began_s=began_s, why=why))
+        self.pieces.append(
+            PieceTrace(piece.segments, piece.tokens, AS_TEXT, began_s=began_s, why=why)
+        )
 
     # reading
 
     def _stream_piece(self, remaining: Sequence[StreamPiece]) -> None:
         """Read the first of the remaining pieces, or have it computed instead."""
         piece, sharing = remaining[0], self._link.sharing
-        level = first_level(remaining, self._throughput, self._time_left_s(), sharing, not self._lossy())
+        level = first_level(
+            remaining, self._throughput, self._time_left_s(), sharing, not self._lossy()
+        )
         if level == AS_TEXT:
             self._compute(piece, COMPUTED if piece.sizes else BYTES_UNREADABLE)
             return
@@ -232,11 +264,15 @@ class Stream:
             self._compute(StreamPiece(lost), why)
 
     def _refine(self) -> None:
-        """While time is left, read the lossiest pieces again, one by one, at the best level for which all fit."""
+        """While time is left, read the lossiest pieces again, one by one, at the best level for
+        which all fit.
+        """
         while (remaining := self._lossy()) and (throughput := self._throughput) is not None:
             worst = loss(self._arrived[remaining[0].segments[0]].level)
             better = [level for level in remaining[0].sizes if loss(level) < worst]
-            level = better_level(remaining, better, throughput, self._time_left_s(), self._link.sharing)
+            level = better_level(
+                remaining, better, throughput, self._time_left_s(), self._link.sharing
+            )
             if not level:
                 return
             reading = self._start(PendingRead(remaining[0], level, self._clock()))
@@ -249,7 +285,9 @@ class Stream:
 
     def _start(self, reading: PendingRead) -> PendingRead:
         try:
-            threading.Thread(target=self._run, args=(reading,), name="ragfuse-stream", daemon=True).start()
+            threading.Thread(
+                target=self._run, args=(reading,), name="ragfuse-stream", daemon=True
+            ).start()
         except RuntimeError:  # no thread can be started: read on this one
             self._run(reading)
         return reading
@@ -269,13 +307,17 @@ class Stream:
         return True
 
     def _run(self, reading: PendingRead) -> None:
-        """Read part after part, on a thread of its own; a missing one does not stop those after it."""
+        """Read part after part, on a thread of its own; a missing one does not stop those
+        after it.
+        """
         try:
             with self._link.slot():
                 reading.began = self._clock()
                 for part in reading.piece.parts:
                     fetch = part.fetch
-                    found = self._store.read_encoded(fetch.key, 0, self._n_layers, fetch.tier, reading.level)
+                    found = self._store.read_encoded(
+                        fetch.key, 0, self._n_layers, fetch.tier, reading.level
+                    )
                     if reading.stop.is_set():
                         break
                     if found is not None:
@@ -291,24 +333,36 @@ class Stream:
             reading.done.set()
 
     def _keep(self, reading: PendingRead, received: Mapping[int, EncodedLayers], why: str) -> None:
-        """Keep what a read brought: its layers, to be decoded, its throughput, and its pieces for the trace.
+        """Keep what a read brought: its layers, to be decoded, its throughput, and its pieces for
+        the trace.
 
-        The throughput is counted from when the link was free for the read; the trace's seconds include the wait for
-        it. A read without a byte is not counted for the throughput. `why` is the reason for parts that were not
-        received.
+        The throughput is counted from when the link was free for the read; the trace's seconds
+        include the wait for it. A read without a byte is not counted for the throughput. `why` is
+        the reason for parts that were not received.
         """
         ended, sharing, throughput = self._clock(), self._link.sharing, None
         nbytes = sum(encoded.nbytes for encoded in received.values())
         if nbytes and reading.began is not None:
-            throughput = self._link.record(nbytes, min(ended, reading.ended or ended) - reading.began)
-        present = StreamPiece(tuple(part for part in reading.piece.parts if part.segments[0] in received))
-        missing = StreamPiece(tuple(part for part in reading.piece.parts if part.segments[0] not in received))
-        for piece, rate, size, reason in ((present, throughput, nbytes, ""), (missing, None, 0, why)):
+            throughput = self._link.record(
+                nbytes, min(ended, reading.ended or ended) - reading.began
+            )
+        present = StreamPiece(
+            tuple(part for part in reading.piece.parts if part.segments[0] in received)
+        )
+        missing = StreamPiece(
+            tuple(part for part in reading.piece.parts if part.segments[0] not in received)
+        )
+        for piece, rate, size, reason in (
+            (present, throughput, nbytes, ""),
+            (missing, None, 0, why),
+        ):
             if piece.parts:
                 began_s, seconds = reading.requested - self.terms.began_s, ended - reading.requested
                 level, tokens = reading.level, piece.tokens
                 self.pieces.append(
-                    PieceTrace(piece.segments, tokens, level, size, began_s, seconds, rate, sharing, reason)
+                    PieceTrace(
+                        piece.segments, tokens, level, size, began_s, seconds, rate, sharing, reason
+                    )
                 )
         for at, encoded in received.items():
             before = self._arrived.get(at)
@@ -320,7 +374,9 @@ class Stream:
     # decoding
 
     def _decode_later(self, encoded: EncodedLayers) -> list[Future[LayerKV]]:
-        return [self._decoders.submit(self._decode, encoded, layer) for layer in range(self._n_layers)]
+        return [
+            self._decoders.submit(self._decode, encoded, layer) for layer in range(self._n_layers)
+        ]
 
     def _decode(self, encoded: EncodedLayers, at: int) -> LayerKV:
         kv = encoded.layer(at)
@@ -333,6 +389,8 @@ class Stream:
             return layer.result()
         except Exception as error:
             log.warning(
-                "Stored KV of segment %d cannot be decoded, so its text is computed instead: %s", segment, error
+                "Stored KV of segment %d cannot be decoded, so its text is computed instead: %s",
+                segment,
+                error,
             )
             return None

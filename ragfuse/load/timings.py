@@ -1,7 +1,8 @@
-"""Time one model on this machine: full prefill, fused prefill, codecs and tiers. The result is a `CostModel`.
+"""Time one model on this machine: full prefill, fused prefill, codecs and tiers. The result is a
+`CostModel`.
 
-Tokens and KV are random, as speed does not depend on the text. Every figure is the median of interleaved rounds after a
-warm-up.
+Tokens and KV are random, as speed does not depend on the text. Every figure is the median of
+interleaved rounds after a warm-up.
 """
 
 from __future__ import annotations
@@ -43,10 +44,14 @@ MAX_TIMED_TOKENS = 3072
 LENGTH_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
 """Lengths at which full prefill is timed, as shares of the longest."""
 PASS_BUDGET_S, MIN_LENGTHS = 12.0, 4
-"""After a prefill of more than PASS_BUDGET_S seconds no longer prompt is timed, once there are MIN_LENGTHS lengths."""
+"""After a prefill of more than PASS_BUDGET_S seconds no longer prompt is timed, once there are
+MIN_LENGTHS lengths.
+"""
 TIMED_CHUNKS = 6
 FUSED_LENGTH_SHARES, QUESTION_TOKENS = (1 / 8, 1 / 3, 1), (16, 96)
-"""Lengths at which fused prefills are timed, as shares of the longest; and the tokens of their questions, in turn."""
+"""Lengths at which fused prefills are timed, as shares of the longest; and the tokens of their
+questions, in turn.
+"""
 BLENDS = (
     ("none", 0.0),
     ("lego", 0.15),
@@ -63,15 +68,20 @@ DECODED_TOKENS = 256
 MAX_ENTRY_NBYTES, MAX_ENTRY_TOKENS = 16 << 20, 1024
 """Limits on the size of the largest entry that is written to a tier; the smaller one applies."""
 ENTRY_SHARES, LAYERS = (1 / 16, 1 / 4, 1), (4, 1, 0)
-"""Sizes of the entries, as shares of the largest; and the layers of each that are read at a time, 0 for all."""
+"""Sizes of the entries, as shares of the largest; and the layers of each that are read at a time, 0
+for all.
+"""
 TIER_BUDGET_S = 15.0
 """Seconds after which no further round of reads of a tier begins."""
 MIN_TIMED_S = 1e-9
-"""Smallest timing in seconds: a coarse clock may measure 0, and errors are divided by the timing."""
+"""Smallest timing in seconds: a coarse clock may measure 0, and errors are divided by the timing.
+"""
 _NOTHING = 1e-50
 
 Progress = Callable[[str, float], object]
-"""Called with a description of the current timing, and the share of all timings that is done (0 to 1)."""
+"""Called with a description of the current timing, and the share of all timings that is done (0 to
+1).
+"""
 Cases = Mapping[str, Callable[[], float]]
 """What is timed, by its description; each returns how many seconds it took."""
 
@@ -95,14 +105,18 @@ def measure(
         progress: Called as the timings proceed.
         longest: Tokens of the longest prompt to time.
         rounds: Rounds of each timing.
-        cool: Called before each read of a tier, to empty caches so that the read is cold. Disk tiers do not need it.
+        cool: Called before each read of a tier, to empty caches so that the read is cold. Disk
+            tiers do not need it.
         codecs: Returns the codec of a level, or None; decoding is timed for levels with a codec.
 
     Raises:
         ModelError: The model's KV cannot be reused, so there is nothing to time.
     """
     if model.profile.refusal:
-        raise ModelError(f"{model.name} cannot reuse stored KV, so there is nothing to time: {model.profile.refusal}")
+        raise ModelError(
+            f"{model.name} cannot reuse stored KV, so there is nothing to time:"
+            f" {model.profile.refusal}"
+        )
     n_parts = 3 + len(tiers)
 
     def part(number: int) -> Progress:
@@ -117,14 +131,18 @@ def measure(
         try:
             costs[tier.name] = tier_cost(tier, sample, rounds, part(3 + index), cool, model.device)
         except StoreError as error:
-            log.warning("Tier %s was not timed, so there are no timings of it: %s", tier.name, error)
+            log.warning(
+                "Tier %s was not timed, so there are no timings of it: %s", tier.name, error
+            )
     return CostModel(
         model=model.fingerprint,
         device=str(model.device),
         threads=torch.get_num_threads(),
         dtype=str(model.dtype).removeprefix("torch."),
         n_layers=model.n_layers,
-        prefill=RowCost(*fitted([(1, n, n * n) for n, _ in prefill], [seconds for _, seconds in prefill])),
+        prefill=RowCost(
+            *fitted([(1, n, n * n) for n, _ in prefill], [seconds for _, seconds in prefill])
+        ),
         fused=RowCost(*fused[:3]),
         placed_s=fused[3],
         tiers=costs,
@@ -135,11 +153,12 @@ def measure(
 
 
 def fitted(table: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
-    """Find the non-negative weights of the columns whose weighted sums are closest to `seconds`, by relative error.
+    """Find the non-negative weights of the columns whose weighted sums are closest to `seconds`, by
+    relative error.
 
-    All subsets of the columns are tried, and the best least-squares solution without a negative weight is taken, so the
-    result is exact. Of columns that are proportional to each other, the first gets the whole weight. A column of values
-    near zero gets the weight 0.
+    All subsets of the columns are tried, and the best least-squares solution without a negative
+    weight is taken, so the result is exact. Of columns that are proportional to each other, the
+    first gets the whole weight. A column of values near zero gets the weight 0.
 
     Args:
         table: One row of features per timing.
@@ -165,7 +184,9 @@ def fitted(table: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[
 
 
 def _medians(cases: Cases, rounds: int, progress: Progress, budget_s: float = inf) -> list[float]:
-    """Return the median seconds of each case; each round runs all cases once, and none begins after `budget_s`."""
+    """Return the median seconds of each case; each round runs all cases once, and none begins after
+    `budget_s`.
+    """
     timings: dict[str, list[float]] = {name: [] for name in cases}
     began = time.perf_counter()
     for round_index in range(rounds):
@@ -180,8 +201,12 @@ def _medians(cases: Cases, rounds: int, progress: Progress, budget_s: float = in
 # the model
 
 
-def _prefill_points(model: HFModel, max_tokens: int, rounds: int, progress: Progress) -> tuple[tuple[int, float], ...]:
-    """Time full prefills of up to `max_tokens` tokens; return (tokens, median seconds), shortest first."""
+def _prefill_points(
+    model: HFModel, max_tokens: int, rounds: int, progress: Progress
+) -> tuple[tuple[int, float], ...]:
+    """Time full prefills of up to `max_tokens` tokens; return (tokens, median seconds), shortest
+    first.
+    """
     ids, cases, lengths = _ids(model, max_tokens), dict[str, Callable[[], float]](), list[int]()
     for length in sorted({max(1, round(max_tokens * share)) for share in LENGTH_SHARES}):
         case = partial(_seconds, model, partial(model.full_prefill, ids[:length]))
@@ -195,7 +220,8 @@ def _prefill_points(model: HFModel, max_tokens: int, rounds: int, progress: Prog
 def _fused_points(
     model: HFModel, max_tokens: int, rounds: int, progress: Progress
 ) -> tuple[list[Blend], Sequence[float]]:
-    """Time fused prefills of each policy, length and ratio, with KV in host memory (so a GPU's includes the copy).
+    """Time fused prefills of each policy, length and ratio, with KV in host memory (so a GPU's
+    includes the copy).
 
     The first of their chunks is a prefix, so its KV is exact.
 
@@ -209,11 +235,16 @@ def _fused_points(
         for number, (policy, ratio) in enumerate(BLENDS):
             question = max(1, min(QUESTION_TOKENS[number % len(QUESTION_TOKENS)], tokens // 4))
             size = (tokens - question) // TIMED_CHUNKS
-            runs = [CachedRun(at, at * size, (at + 1) * size, at * size, blend=at > 0) for at in range(TIMED_CHUNKS)]
+            runs = [
+                CachedRun(at, at * size, (at + 1) * size, at * size, blend=at > 0)
+                for at in range(TIMED_CHUNKS)
+            ]
             source = KVSource([_in_host_memory(model, ids[:size])] * TIMED_CHUNKS)
             case = partial(model.fuse, ids, positions, runs, source, policy, ratio)
             share_computed = min(1.0, case().mean_ratio)  # to warm up
-            cases[f"fused prefill, {policy} {ratio:.0%}, {tokens} tokens"] = partial(_seconds, model, case)
+            cases[f"fused prefill, {policy} {ratio:.0%}, {tokens} tokens"] = partial(
+                _seconds, model, case
+            )
             forced, candidates = tokens - TIMED_CHUNKS * size, (TIMED_CHUNKS - 1) * size
             blends.append(Blend(cost_of(policy), tokens, forced, candidates, share_computed))
     return blends, _medians(cases, rounds, progress)
@@ -222,13 +253,16 @@ def _fused_points(
 def _decoding(
     model: HFModel, codecs: Callable[[str], Codec | None], rounds: int, progress: Progress
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Time the decoding of each level on this thread and from host memory, which is how entries are decoded.
+    """Time the decoding of each level on this thread and from host memory, which is how entries are
+    decoded.
 
     Returns:
-        By level, median seconds to decode one token's KV; and by level, encoded bytes over raw bytes. Levels without a
-        codec, or that cannot encode this model's KV, are left out.
+        By level, median seconds to decode one token's KV; and by level, encoded bytes over raw
+        bytes. Levels without a codec, or that cannot encode this model's KV, are left out.
     """
-    kv = _in_host_memory(model, _ids(model, min(DECODED_TOKENS, model.max_context or DECODED_TOKENS)))
+    kv = _in_host_memory(
+        model, _ids(model, min(DECODED_TOKENS, model.max_context or DECODED_TOKENS))
+    )
     cases, packed = dict[str, Callable[[], float]](), dict[str, float]()
     for level in LEVEL_NAMES[1:]:
         if (codec := codecs(level)) is None:
@@ -242,18 +276,25 @@ def _decoding(
         cases[level]()  # to warm up
         packed[level] = sum(blob.numel() for blob in blobs) / kv.nbytes
     found = _medians(cases, rounds, lambda level, done: progress(f"decoding {level}", done))
-    return {level: seconds / kv.n_tokens for level, seconds in zip(cases, found, strict=True)}, packed
+    return {
+        level: seconds / kv.n_tokens for level, seconds in zip(cases, found, strict=True)
+    }, packed
 
 
 def _in_host_memory(model: HFModel, ids: list[int]) -> ChunkKV:
     """Return the KV of a text as a memory tier returns it, whatever device it was computed on."""
     layers = model.encode(ids).layers
-    return ChunkKV(tuple(LayerKV(kv.keys.cpu().contiguous(), kv.values.cpu().contiguous()) for kv in layers))
+    return ChunkKV(
+        tuple(LayerKV(kv.keys.cpu().contiguous(), kv.values.cpu().contiguous()) for kv in layers)
+    )
 
 
 def _ids(model: HFModel, count: int) -> list[int]:
     """Return random token ids, the same in every run."""
-    vocabulary, generator = model.model.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
+    vocabulary, generator = (
+        model.model.config.get_text_config().vocab_size,
+        torch.Generator().manual_seed(0),
+    )
     return [int(token) for token in torch.randint(vocabulary, (count,), generator=generator)]
 
 
@@ -286,14 +327,16 @@ def tier_cost(
     cool: Callable[[], object] | None = None,
     device: torch.device = CPU,
 ) -> TierCost:
-    """Time a tier with entries of several sizes, which are written, read in several ways and deleted again.
+    """Time a tier with entries of several sizes, which are written, read in several ways and
+    deleted again.
 
     Args:
         tier: The tier.
         sample: One token's KV, for the shape.
         rounds: Rounds of each timing.
         progress: Called as the timings proceed.
-        cool: Called before each read, to empty caches so that the read is cold. Disk tiers do not need it.
+        cool: Called before each read, to empty caches so that the read is cold. Disk tiers do not
+            need it.
         device: The model's device.
 
     Raises:
@@ -303,10 +346,13 @@ def tier_cost(
     n_layers = len(sample.layers)
     with _scratch(tier) as (timed_tier, make_cold):
         free = timed_tier.capacity - timed_tier.nbytes
-        largest = min(MAX_ENTRY_TOKENS, max(1, MAX_ENTRY_NBYTES // sample.nbytes), free // (2 * sample.nbytes))
+        largest = min(
+            MAX_ENTRY_TOKENS, max(1, MAX_ENTRY_NBYTES // sample.nbytes), free // (2 * sample.nbytes)
+        )
         if largest < 1:
             raise StoreError(
-                f"Tier {tier.name} has {free:,} bytes left, too few to time it. Delete entries or raise its capacity."
+                f"Tier {tier.name} has {free:,} bytes left, too few to time it. Delete entries or"
+                " raise its capacity."
             )
         for n in [max(1, round(largest * share)) for share in ENTRY_SHARES]:
             kv = _random(sample, n)
@@ -338,7 +384,8 @@ def forget_pages(folder: Path) -> None:
 def _scratch(tier: Tier) -> Iterator[tuple[Tier, Callable[[], object]]]:
     """Yield the tier to time, and a function that makes its next read cold.
 
-    For a disk tier it is a temporary tier in the same folder, where nothing is evicted and pages can be dropped.
+    For a disk tier it is a temporary tier in the same folder, where nothing is evicted and pages
+    can be dropped.
     """
     if not isinstance(tier, DiskTier):
         yield tier, lambda: None
@@ -362,20 +409,25 @@ def _random(sample: ChunkKV, n: int) -> ChunkKV:
 
 
 def _timed(tier: Tier, kv: ChunkKV, count: int, cool: Callable[[], object]) -> float:
-    """Write an entry, read it `count` layers at a time (cold, if possible), and delete it in any case."""
+    """Write an entry, read it `count` layers at a time (cold, if possible), and delete it in any
+    case.
+    """
     store, key = KVStore([tier]), ChunkKey(digest("measure"), secrets.token_hex(16))
     try:
         stored = store.put(key, kv, wait=True)
         cool()
         firsts = range(0, len(kv.layers), count)
         began = time.perf_counter()
-        all_read = all(store.read_layers(key, at, min(count, len(kv.layers) - at)) is not None for at in firsts)
+        all_read = all(
+            store.read_layers(key, at, min(count, len(kv.layers) - at)) is not None for at in firsts
+        )
         seconds = time.perf_counter() - began
     finally:
         store.flush(EXIT_S)  # after Ctrl-C, the write at hand
         tier.delete([key])
     if not (stored and all_read):
         raise StoreError(
-            f"Tier {tier.name} did not store {kv.nbytes:,} bytes: it may be full or down. See: ragfuse store ls"
+            f"Tier {tier.name} did not store {kv.nbytes:,} bytes: it may be full or down. See:"
+            " ragfuse store ls"
         )
     return seconds

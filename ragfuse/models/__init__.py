@@ -1,6 +1,7 @@
 """The embedded models, and one loader for model names, folders, files and loaded objects.
 
-Importing this package gives names and folders only; `ragfuse.models.loader` loads weights and imports transformers.
+Importing this package gives names and folders only; `ragfuse.models.loader` loads weights and
+imports transformers.
 """
 
 from ragfuse.models.embedded import (

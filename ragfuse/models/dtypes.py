@@ -1,4 +1,6 @@
-"""Resolves the settings `device="auto"` and `dtype="auto"` to what is available and fast on this machine."""
+"""Resolves the settings `device="auto"` and `dtype="auto"` to what is available and fast on this
+machine.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ _BF16_UNITS = ("avx512_bf16", "amx_bf16", "avx10_2", "bf16")
 def auto_dtype(device: str, capabilities: Mapping[str, Any] | None = None) -> str:
     """Return the dtype that `dtype="auto"` stands for on a device.
 
-    It is bfloat16 if the device computes it natively. A CPU without bfloat16 units is two to three times faster in
-    float32, although its KV takes twice the bytes. GPUs too old for bfloat16 get float16.
+    It is bfloat16 if the device computes it natively. A CPU without bfloat16 units is two to three
+    times faster in float32, although its KV takes twice the bytes. GPUs too old for bfloat16 get
+    float16.
 
     Args:
         device: Name of the device, such as "cpu" or "cuda:1".
@@ -27,7 +30,9 @@ def auto_dtype(device: str, capabilities: Mapping[str, Any] | None = None) -> st
     if kind == "mps":
         return "bfloat16" if torch.backends.mps.is_macos_or_newer(14, 0) else "float16"
     if kind != "cpu":
-        able = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
+        able = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(
+            including_emulation=False
+        )
         return "bfloat16" if able else "float16"
     found = torch.cpu.get_capabilities() if capabilities is None else capabilities
     return "bfloat16" if any(found.get(unit) for unit in _BF16_UNITS) else "float32"
@@ -63,10 +68,14 @@ def resolve_auto(settings: Settings) -> Settings:
 
 
 def dtype_named(given: object) -> Literal["float32", "bfloat16", "float16"]:
-    """Return the name of a dtype, given as a torch dtype or a name; ModelError if KV is not stored in it."""
+    """Return the name of a dtype, given as a torch dtype or a name; ModelError if KV is not stored
+    in it.
+    """
     name = str(given).removeprefix("torch.")
     if name not in ("float32", "bfloat16", "float16"):
-        raise ModelError(f"Wanted a dtype of float32, bfloat16 or float16, found '{name}'. Name one of these.")
+        raise ModelError(
+            f"Wanted a dtype of float32, bfloat16 or float16, found '{name}'. Name one of these."
+        )
     return name  # type: ignore[return-value]
 
 
@@ -76,4 +85,6 @@ def require_device(name: str) -> None:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
         reason = str(error).partition("\n")[0]
-        raise ModelError(f"Wanted a device that torch sees, found '{name}' ({reason}). Use --device cpu.") from error
+        raise ModelError(
+            f"Wanted a device that torch sees, found '{name}' ({reason}). Use --device cpu."
+        ) from error

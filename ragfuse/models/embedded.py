@@ -1,8 +1,10 @@
-"""The embedded models: a small LLM and an embedder that come in ordinary Python packages, so that no hub is needed.
+"""The embedded models: a small LLM and an embedder that come in ordinary Python packages, so that
+no hub is needed.
 
-This module maps model names to folders. The LLM comes as GGUF and is converted once to a plain bf16 Hugging Face folder
-in the user's cache; the embedder is used from its package's folder. `ragfuse.models.loader` loads models. Transformers
-is imported only inside functions: by the conversion, and to silence its progress bars.
+This module maps model names to folders. The LLM comes as GGUF and is converted once to a plain bf16
+Hugging Face folder in the user's cache; the embedder is used from its package's folder.
+`ragfuse.models.loader` loads models. Transformers is imported only inside functions: by the
+conversion, and to silence its progress bars.
 """
 
 from __future__ import annotations
@@ -39,12 +41,22 @@ RECIPE = 2
 """Version of what `prepare` writes; folders of another version are prepared again."""
 
 MANIFEST = "prepared.json"
-"""File that is written last into a prepared folder: the recipe and the size in bytes of every other file."""
+"""File that is written last into a prepared folder: the recipe and the size in bytes of every other
+file.
+"""
 
 CONFIGS = ("config.json", "adapter_config.json", f"{adapters.CHUNK_ADAPTER}/adapter_config.json")
 """Files of which the folder of a model has one."""
 
-GGUF_ERRORS = (ValueError, KeyError, IndexError, RuntimeError, TypeError, AttributeError, struct.error)
+GGUF_ERRORS = (
+    ValueError,
+    KeyError,
+    IndexError,
+    RuntimeError,
+    TypeError,
+    AttributeError,
+    struct.error,
+)
 """Exceptions of reading a GGUF file that is damaged or of an unknown architecture."""
 
 HUB_WAIT_S = 5.0
@@ -65,8 +77,10 @@ class EmbeddedModel:
         module: The module of the package.
         inside: The file or folder inside the module.
         prepared_nbytes: Bytes of its prepared folder; 0: it is used from the package's folder.
-        adapter: Folder in ragfuse/models/adapters whose LoRA is merged into its weights; "" for none.
-        choice: Recommended policy and ratio, decided in docs/quality.md; None if nothing was measured.
+        adapter: Folder in ragfuse/models/adapters whose LoRA is merged into its weights; "" for
+            none.
+        choice: Recommended policy and ratio, decided in docs/quality.md; None if nothing was
+            measured.
         own_recipe: Recipe of its prepared folder in place of `RECIPE`; "" for none.
     """
 
@@ -83,8 +97,14 @@ class EmbeddedModel:
 
     @property
     def recipe(self) -> str:
-        """The version of its prepared folder: its own recipe, or `RECIPE` with the choice and the adapter's digest."""
-        parts = [RECIPE, *(self.choice or ()), *([adapters.fingerprint(self.adapter)] if self.adapter else [])]
+        """The version of its prepared folder: its own recipe, or `RECIPE` with the choice and the
+        adapter's digest.
+        """
+        parts = [
+            RECIPE,
+            *(self.choice or ()),
+            *([adapters.fingerprint(self.adapter)] if self.adapter else []),
+        ]
         return self.own_recipe or " ".join(map(str, parts))
 
     @property
@@ -102,8 +122,8 @@ class ModelStatus:
 
     Args:
         model: The model.
-        state: "ready": it can be loaded; "packaged": it will be prepared on first use; "missing": its package is not
-            installed.
+        state: "ready": it can be loaded; "packaged": it will be prepared on first use; "missing":
+            its package is not installed.
         path: The folder to load; None unless ready.
         nbytes: Bytes on disk.
     """
@@ -158,8 +178,8 @@ def resolve_llm(name_or_path: str, home: Path) -> Path | str:
     """Return what to load for an LLM: a folder, or a Hugging Face id unchanged.
 
     Args:
-        name_or_path: An embedded name, a folder, a GGUF file or a Hugging Face id. Embedded names and GGUF files are
-            prepared on first use.
+        name_or_path: An embedded name, a folder, a GGUF file or a Hugging Face id. Embedded names
+            and GGUF files are prepared on first use.
         home: Folder in which models are prepared.
 
     Raises:
@@ -184,7 +204,8 @@ def resolve_embedder(name_or_path: str = "minilm-l6", home: Path | None = None) 
 def prepare(name: str, home: Path) -> Path:
     """Return the folder of an embedded model, prepared first if necessary.
 
-    Several processes may call it at once: one prepares, the others wait. Leftovers of a killed process are removed.
+    Several processes may call it at once: one prepares, the others wait. Leftovers of a killed
+        process are removed.
 
     Args:
         name: Name of the embedded model.
@@ -206,7 +227,8 @@ def prepare(name: str, home: Path) -> Path:
 
 
 def prepare_gguf(file: Path, home: Path) -> Path:
-    """Return the Hugging Face folder of a GGUF file, converted on first use and whenever the file has changed.
+    """Return the Hugging Face folder of a GGUF file, converted on first use and whenever the file
+    has changed.
 
     Its weights are dequantised to bf16.
 
@@ -231,8 +253,8 @@ def prepare_gguf(file: Path, home: Path) -> Path:
     except GGUF_ERRORS as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f"Wanted a GGUF file of a language model that transformers can read, found '{file}' ({first}). Give "
-            "another file, or the folder with the model's safetensors."
+            f"Wanted a GGUF file of a language model that transformers can read, found '{file}'"
+            f" ({first}). Give another file, or the folder with the model's safetensors."
         ) from error
 
 
@@ -243,7 +265,8 @@ def _resolve(name: str, role: Literal["llm", "embedder"], home: Path) -> Path | 
     names = " or ".join(model.name for model in EMBEDDED if model.role == role)
     if model is not None:
         raise ModelError(
-            f"Wanted an {role}, but '{name}' is an {model.role}. Give {names}, a folder or a Hugging Face id."
+            f"Wanted an {role}, but '{name}' is an {model.role}. Give {names}, a folder or a"
+            " Hugging Face id."
         )
     path = Path(name).expanduser()
     if role == "llm" and _is_gguf(path):
@@ -255,7 +278,9 @@ def _resolve(name: str, role: Literal["llm", "embedder"], home: Path) -> Path | 
         if len(gguf_files) == 1:
             return prepare_gguf(gguf_files[0], home)
         found = (
-            f"{len(gguf_files)} GGUF files; name one of them" if gguf_files else "no config.json; name another folder"
+            f"{len(gguf_files)} GGUF files; name one of them"
+            if gguf_files
+            else "no config.json; name another folder"
         )
         raise ModelError(f"Wanted the folder of an {role}, but '{path}' has {found}.")
     if path.is_dir():
@@ -264,18 +289,22 @@ def _resolve(name: str, role: Literal["llm", "embedder"], home: Path) -> Path | 
         found = "a file" if path.exists() else "nothing there"
         file = ", a GGUF file" if role == "llm" else ""
         raise ModelError(
-            f"Wanted an {role} at '{name}', found {found}. Give a folder{file}, a Hugging Face id, or {names}."
+            f"Wanted an {role} at '{name}', found {found}. Give a folder{file}, a Hugging Face id,"
+            f" or {names}."
         )
     return name
 
 
 def _refuse_inner_folder(path: Path) -> None:
-    """Raise ModelError for the chunk adapter inside a model's folder: as an ordinary adapter it would answer."""
+    """Raise ModelError for the chunk adapter inside a model's folder: as an ordinary adapter it
+    would answer.
+    """
     place = path.resolve()
     if place.name == adapters.CHUNK_ADAPTER:
         raise ModelError(
-            f"Wanted the folder of a model, found the chunk adapter inside one: '{path}'. It is for encoding chunks; "
-            f"the model must not answer with it. Give the folder that it lies in: '{place.parent}'."
+            f"Wanted the folder of a model, found the chunk adapter inside one: '{path}'. It is for"
+            " encoding chunks; the model must not answer with it. Give the folder that it lies in:"
+            f" '{place.parent}'."
         )
 
 
@@ -314,7 +343,9 @@ def _folder(model: EmbeddedModel, home: Path) -> Path:
 
 
 def _prepare(model: EmbeddedModel, source: Path, folder: Path) -> Path:
-    """Convert `source` under the model's lock into a folder beside `folder`, then put it in place."""
+    """Convert `source` under the model's lock into a folder beside `folder`, then put it in
+    place.
+    """
     duration = "it may take minutes" if model.own_recipe else "about half a minute"
     message = f"Preparing {model.name} from {model.package}, the first time only: {duration}."
     log.info(message)
@@ -341,7 +372,9 @@ def _build(model: EmbeddedModel, source: Path, folder: Path) -> None:
         partial.mkdir()
         with _no_bars():
             _convert(model, source, partial)
-        (partial / MANIFEST).write_text(json.dumps({"recipe": model.recipe, "files": _sizes(partial)}, indent=2))
+        (partial / MANIFEST).write_text(
+            json.dumps({"recipe": model.recipe, "files": _sizes(partial)}, indent=2)
+        )
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
     finally:
@@ -349,7 +382,9 @@ def _build(model: EmbeddedModel, source: Path, folder: Path) -> None:
 
 
 def _convert(embedded: EmbeddedModel, source: Path, target: Path) -> None:
-    """Write the GGUF file `source` as a plain bf16 Hugging Face folder: weights, configs, tokenizer, chat template."""
+    """Write the GGUF file `source` as a plain bf16 Hugging Face folder: weights, configs,
+    tokenizer, chat template.
+    """
     from ragfuse.models.weights import load_adapted, load_weights
 
     model = load_weights(source.parent, "bfloat16", "cpu", {"gguf_file": source.name})
@@ -362,7 +397,9 @@ def _convert(embedded: EmbeddedModel, source: Path, target: Path) -> None:
         if (adapter / adapters.CHUNK_ADAPTER).exists():
             shutil.copytree(adapter / adapters.CHUNK_ADAPTER, target / adapters.CHUNK_ADAPTER)
     if embedded.choice:
-        write_shipped(target, ShippedProfile(Settings.model_fields["filler_tokens"].default, *embedded.choice))
+        write_shipped(
+            target, ShippedProfile(Settings.model_fields["filler_tokens"].default, *embedded.choice)
+        )
     if _has_room(embedded, target):
         model.save_pretrained(target)
     else:
@@ -374,9 +411,11 @@ def _has_room(model: EmbeddedModel, folder: Path) -> bool:
 
 
 def _keep_in_memory(model: Any, target: Path) -> None:
-    """Save a model whose weights stay in memory as long as the process runs; in `target` is a link to them.
+    """Save a model whose weights stay in memory as long as the process runs; in `target` is a link
+    to them.
 
-    In a container with a read-only root, the only folder that can be written may be too small for weights.
+    In a container with a read-only root, the only folder that can be written may be too small for
+    weights.
     """
     from safetensors.torch import save
 
@@ -390,7 +429,9 @@ def _keep_in_memory(model: Any, target: Path) -> None:
 
 
 def _save_tokenizer(source: Path, target: Path, max_tokens: int) -> None:
-    """Save the tokenizer with the pre-tokenizer that GGUF gives by name only: SmolLM splits numbers into digits."""
+    """Save the tokenizer with the pre-tokenizer that GGUF gives by name only: SmolLM splits numbers
+    into digits.
+    """
     from gguf import GGUFReader
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import AutoTokenizer
@@ -398,22 +439,29 @@ def _save_tokenizer(source: Path, target: Path, max_tokens: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     pre_tokenizer = GGUFReader(source).get_field("tokenizer.ggml.pre")
     if pre_tokenizer is not None and pre_tokenizer.contents() == "smollm":
-        tokenizer.backend_tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(False)])
+        tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+            [Digits(individual_digits=True), ByteLevel(False)]
+        )
     tokenizer.model_max_length = max_tokens
     tokenizer.save_pretrained(target)
 
 
 def _require(model: EmbeddedModel, home: Path) -> None:
-    """Raise ModelError for a missing package or a full disk, before the conversion takes its time."""
+    """Raise ModelError for a missing package or a full disk, before the conversion takes
+    its time.
+    """
     needed = ("accelerate", "gguf", "peft") if model.adapter else ("accelerate", "gguf")
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
-        raise ModelError(f"Preparing '{model.name}' needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+        raise ModelError(
+            f"Preparing '{model.name}' needs {' and '.join(missing)}: pip install"
+            f" {' '.join(missing)}"
+        )
     if not (_has_room(model, home) or (is_temporary(home) and hasattr(os, "memfd_create"))):
         free = size_text(shutil.disk_usage(home).free)
         raise ModelError(
-            f"Preparing '{model.name}' needs {size_text(model.prepared_nbytes)} in '{home}', found {free} free. "
-            "Free some, or set RAGFUSE_HOME to a folder on another disk."
+            f"Preparing '{model.name}' needs {size_text(model.prepared_nbytes)} in '{home}', found"
+            f" {free} free. Free some, or set RAGFUSE_HOME to a folder on another disk."
         )
 
 
@@ -433,8 +481,8 @@ def _is_intact(folder: Path, model: EmbeddedModel) -> bool:
 
 
 def require_hub(name: str, cache_dir: str | Path | None = None) -> None:
-    """Raise ModelError if a Hugging Face id is not cached and the hub is unreachable, without the hub's many
-    retries.
+    """Raise ModelError if a Hugging Face id is not cached and the hub is unreachable, without the
+    hub's many retries.
 
     Args:
         name: The id.
@@ -451,15 +499,17 @@ def require_hub(name: str, cache_dir: str | Path | None = None) -> None:
     except OSError as error:
         names = ", ".join(model.name for model in EMBEDDED)
         raise ModelError(
-            f"No model '{name}': it is none of the included ones ({names}), not in the Hugging Face cache, and "
-            f"{hub.hostname} cannot be reached ({error.strerror or error}). Give a local folder or the name of an "
-            "included model."
+            f"No model '{name}': it is none of the included ones ({names}), not in the Hugging Face"
+            f" cache, and {hub.hostname} cannot be reached ({error.strerror or error}). Give a"
+            " local folder or the name of an included model."
         ) from error
 
 
 @contextmanager
 def quietly(source: Path | str) -> Iterator[None]:
-    """Hide transformers' progress bars while a folder is loaded; for an id, check the hub and show download bars."""
+    """Hide transformers' progress bars while a folder is loaded; for an id, check the hub and show
+    download bars.
+    """
     if isinstance(source, str):
         require_hub(source)
         yield
@@ -470,7 +520,9 @@ def quietly(source: Path | str) -> Iterator[None]:
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """Hide transformers' progress bars in this context; the bar of GGUF cannot be switched off and is replaced."""
+    """Hide transformers' progress bars in this context; the bar of GGUF cannot be switched off and
+    is replaced.
+    """
     from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging
 

@@ -1,4 +1,6 @@
-"""The embedder of the settings: texts to normalised vectors, by sentence-transformers, loaded at first use."""
+"""The embedder of the settings: texts to normalised vectors, by sentence-transformers, loaded at
+first use.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Embedder:
         """Return the number of tokens of each text, special tokens included, without a limit."""
         model = self._model()
         with self._lock:
-            found = model.tokenizer(list(texts), add_special_tokens=True, truncation=False, verbose=False)
+            found = model.tokenizer(
+                list(texts), add_special_tokens=True, truncation=False, verbose=False
+            )
         return [len(ids) for ids in found["input_ids"]]
 
     @property
@@ -53,8 +57,8 @@ class Embedder:
                     from sentence_transformers import SentenceTransformer
                 except ImportError as error:
                     raise InputError(
-                        "Embeddings need the package sentence-transformers, which is not installed: "
-                        "pip install 'ragfuse-kv[models]'"
+                        "Embeddings need the package sentence-transformers, which is not installed:"
+                        " pip install 'ragfuse-kv[models]'"
                     ) from error
                 source = resolve_embedder(self._source, self._home)
                 with quietly(source):

@@ -1,8 +1,9 @@
 """Loads a model from any of the forms in which users have one.
 
-These are a folder, a Hugging Face id, the folder of an adapter or of a chunk adapter, or a loaded object: a
-`PreTrainedModel` with its tokenizer, a `pipeline` or a PEFT model. Embedded names and GGUF files are converted to
-folders first (`models/embedded.py`). Weights are read from safetensors and GGUF only; nothing is unpickled.
+These are a folder, a Hugging Face id, the folder of an adapter or of a chunk adapter, or a loaded
+object: a `PreTrainedModel` with its tokenizer, a `pipeline` or a PEFT model. Embedded names and
+GGUF files are converted to folders first (`models/embedded.py`). Weights are read from safetensors
+and GGUF only; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -41,9 +42,19 @@ from ragfuse.models.weights import (
 )
 from ragfuse.types.profiles import ModelProfile
 
-FOR_TOKENIZERS = ("revision", "trust_remote_code", "token", "subfolder", "cache_dir", "local_files_only", "gguf_file")
+FOR_TOKENIZERS = (
+    "revision",
+    "trust_remote_code",
+    "token",
+    "subfolder",
+    "cache_dir",
+    "local_files_only",
+    "gguf_file",
+)
 SECRET = "token"
-Given: TypeAlias = "HFModel | LoadedModel | PreTrainedModel | nn.Module | Pipeline | str | Path | None"
+Given: TypeAlias = (
+    "HFModel | LoadedModel | PreTrainedModel | nn.Module | Pipeline | str | Path | None"
+)
 """A model in any form, PEFT models included; None: the model that the settings name."""
 Tokens: TypeAlias = PreTrainedTokenizerBase | str | Path | None
 """The tokenizer of a loaded model, or the folder or id to load it from."""
@@ -62,7 +73,8 @@ def load_model(
 ) -> HFModel:
     """Load the model at a folder or Hugging Face id, with its tokenizer.
 
-    Weights are packed for fast CPU products (`hf/packed_linear.py`), unless they are quantised or have adapters.
+    Weights are packed for fast CPU products (`hf/packed_linear.py`), unless they are quantised or
+    have adapters.
 
     Args:
         source: A folder of weights, of an adapter or of a chunk adapter, or an id.
@@ -70,8 +82,8 @@ def load_model(
         device: Where it runs; a `device_map` in `model_kwargs` has precedence.
         profile_of: Looks up a stored profile by fingerprint, so that a model is probed only once.
         model_kwargs: Options of `from_pretrained`, see `settings.LOADING`.
-        home: Folder for digests of weights and tokenizers and for prepared base models of adapters. None: digests are
-            not kept, and base models are prepared in the user's cache.
+        home: Folder for digests of weights and tokenizers and for prepared base models of adapters.
+            None: digests are not kept, and base models are prepared in the user's cache.
         pack: Whether weights may be packed; False: they keep gradients, for training.
 
     Raises:
@@ -98,8 +110,11 @@ def load_model(
         has_words = is_adapter and (folder / "tokenizer_config.json").is_file()
         words_from, merge = folder if has_words else base, options.pop("merge_adapter", None)
         parts = {folder, Path(base)}
-        # Elsewhere lie what the hub serves, code that comes with weights, and the library that converts a tokenizer.
-        is_local = all(path.is_dir() for path in parts) and (Path(words_from) / "tokenizer.json").is_file()
+        # Elsewhere lie what the hub serves, code that comes with weights, and the library that
+        # converts a tokenizer.
+        is_local = (
+            all(path.is_dir() for path in parts) and (Path(words_from) / "tokenizer.json").is_file()
+        )
         is_known = is_local and not options["trust_remote_code"]
         name, changed = identity(parts, load_options) if is_known else ("", 0)
         with _readable_errors(base):
@@ -126,7 +141,9 @@ def load_model(
     return loaded if is_quantised(model) or _has_adapters(model) or not pack else loaded.packed()
 
 
-def load_tokenizer(name_or_path: str, home: Path, model_kwargs: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    name_or_path: str, home: Path, model_kwargs: Mapping[str, Any]
+) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model without its weights.
 
     Args:
@@ -141,14 +158,18 @@ def load_tokenizer(name_or_path: str, home: Path, model_kwargs: Mapping[str, Any
     _require_reachable(source, model_kwargs)
     with _readable_errors(source):
         for adapted in (Path(source) / CHUNK_ADAPTER, Path(source)):
-            if (adapted / ADAPTER_CONFIG).is_file() and not (adapted / "tokenizer_config.json").is_file():
+            if (adapted / ADAPTER_CONFIG).is_file() and not (
+                adapted / "tokenizer_config.json"
+            ).is_file():
                 source = _base_of(adapted, home, model_kwargs)
         return _tokenizer(source, model_kwargs)
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that the user has loaded, with any adapters, and its tokenizer. It must not be changed while in use."""
+    """A model that the user has loaded, with any adapters, and its tokenizer. It must not be
+    changed while in use.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -173,8 +194,8 @@ class LoadedModel:
                 tokenizer = _tokenizer(tokenizer, {"trust_remote_code": False})
         if tokenizer is None:
             raise ModelError(
-                f"Wanted the tokenizer of the loaded model {_name_of(model)}, found none. Give tokenizer=... in "
-                "addition to model=..."
+                f"Wanted the tokenizer of the loaded model {_name_of(model)}, found none. Give"
+                " tokenizer=... in addition to model=..."
             )
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise ModelError(
@@ -189,17 +210,21 @@ class LoadedModel:
         return _name_of(self.model)
 
     def probed(self, weights: str, profile_of: ProfileOf | None = None) -> HFModel:
-        """Return the model as an `HFModel`, on its device and in its dtype; its weights are not packed.
+        """Return the model as an `HFModel`, on its device and in its dtype; its weights are not
+        packed.
 
         Args:
             weights: The `weights_digest` of its weights.
-            profile_of: Looks up a stored profile by fingerprint, so that a model is probed only once.
+            profile_of: Looks up a stored profile by fingerprint, so that a model is probed only
+                once.
         """
         return HFModel(self.model, self.tokenizer, profile_of, weights=weights)
 
 
 def _bare(given: object) -> PreTrainedModel:
-    """Return the transformers model inside a given object, with adapters; ModelError if it is not a causal LM."""
+    """Return the transformers model inside a given object, with adapters; ModelError if it is not a
+    causal LM.
+    """
     given = getattr(given, "_orig_mod", given)  # of torch.compile
     if type(given).__module__.partition(".")[0] == "peft":
         wrapped: Any = given
@@ -208,25 +233,28 @@ def _bare(given: object) -> PreTrainedModel:
         given = wrapped.get_base_model()
     if not isinstance(given, PreTrainedModel):
         raise ModelError(
-            f"Wanted a model: a name, a folder, a loaded PreTrainedModel, a pipeline or a PEFT model; found "
-            f"{type(given).__module__}.{type(given).__name__}. Give one of these."
+            "Wanted a model: a name, a folder, a loaded PreTrainedModel, a pipeline or a PEFT"
+            f" model; found {type(given).__module__}.{type(given).__name__}. Give one of these."
         )
     if given.config.is_encoder_decoder or given.get_output_embeddings() is None:
         raise ModelError(
-            f"Wanted a decoder that writes text (AutoModelForCausalLM), found {type(given).__name__}. Load it by "
-            "AutoModelForCausalLM.from_pretrained(...)."
+            "Wanted a decoder that writes text (AutoModelForCausalLM), found"
+            f" {type(given).__name__}. Load it by AutoModelForCausalLM.from_pretrained(...)."
         )
     return given
 
 
 def _base_of(folder: Path, home: Path | None, options: Mapping[str, Any]) -> str | Path:
-    """Return the folder or id of the base model that an adapter was made for; ModelError where it is not to be had."""
+    """Return the folder or id of the base model that an adapter was made for; ModelError where it
+    is not to be had.
+    """
     name = read_json_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not name or not isinstance(name, str):
         found = f"{name!r}" if name else "none"
         raise ModelError(
-            f"Wanted the base model of the adapter in '{folder}', found {found}. Write it into {ADAPTER_CONFIG} as "
-            "base_model_name_or_path: a folder, the name of an included model or a Hugging Face id."
+            f"Wanted the base model of the adapter in '{folder}', found {found}. Write it into"
+            f" {ADAPTER_CONFIG} as base_model_name_or_path: a folder, the name of an included model"
+            " or a Hugging Face id."
         )
     if (folder / name).is_dir() and not Path(name).is_absolute():
         return (folder / name).resolve()
@@ -237,27 +265,39 @@ def _base_of(folder: Path, home: Path | None, options: Mapping[str, Any]) -> str
         _require_reachable(base, options)
     except ModelError as error:
         raise ModelError(
-            f"The adapter in '{folder}' cannot be loaded without the base model that its {ADAPTER_CONFIG} names as "
-            f"base_model_name_or_path. {error}"
+            f"The adapter in '{folder}' cannot be loaded without the base model that its"
+            f" {ADAPTER_CONFIG} names as base_model_name_or_path. {error}"
         ) from error
     return base
 
 
 def _require_reachable(source: str | Path, options: Mapping[str, Any]) -> None:
-    """Raise ModelError for an id that is not cached while the hub cannot be reached; a folder is left to loading."""
+    """Raise ModelError for an id that is not cached while the hub cannot be reached; a folder is
+    left to loading.
+    """
     if isinstance(source, str) and not options.get("local_files_only"):
         require_hub(source, options.get("cache_dir"))
 
 
 def _adapter_on_hub(name: str, options: Mapping[str, Any]) -> Path | None:
-    """Download an adapter by its Hugging Face id, without pickled files; None if the id is not an adapter."""
+    """Download an adapter by its Hugging Face id, without pickled files; None if the id is not an
+    adapter.
+    """
     from huggingface_hub import snapshot_download
     from transformers.utils.peft_utils import find_adapter_config_file
 
-    where = {key: options[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in options}
+    where = {
+        key: options[key]
+        for key in ("revision", "token", "cache_dir", "local_files_only")
+        if key in options
+    }
     if find_adapter_config_file(name, **where) is None:
         return None
-    return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"], **where))
+    return Path(
+        snapshot_download(
+            name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"], **where
+        )
+    )
 
 
 def _tokenizer(source: str | Path, options: Mapping[str, Any]) -> PreTrainedTokenizerBase:
@@ -294,9 +334,15 @@ def _readable_errors(source: object) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:  # what transformers, safetensors, tokenizers and PEFT report
-        advice = "Give a whole local folder, a Hugging Face id, or a name that `ragfuse models ls` lists."
+        advice = (
+            "Give a whole local folder, a Hugging Face id, or a name that `ragfuse models ls`"
+            " lists."
+        )
         if "trust_remote_code" in str(error):
-            advice = "It brings code of its own: read it, then load it with model_kwargs={'trust_remote_code': True}."
+            advice = (
+                "It brings code of its own: read it, then load it with"
+                " model_kwargs={'trust_remote_code': True}."
+            )
         elif isinstance(error, ImportError):
             advice = "Install the package that it names."
         found = " ".join(str(error).split()) or type(error).__name__

@@ -1,4 +1,6 @@
-"""What a model's folder says of itself: the encoding that it was trained to read, and the choice of its calibration."""
+"""What a model's folder says of itself: the encoding that it was trained to read, and the choice of
+its calibration.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,8 @@ def read_shipped(folder: Path) -> ShippedProfile | None:
         return None
     except (OSError, ValidationError) as error:
         raise ModelError(
-            f"Wanted version {SHIPPED_VERSION} of {SHIPPED_FILE}, found something else in '{file}': {error}\n"
-            "Remove the file, or make it anew with `ragfuse adapt`."
+            f"Wanted version {SHIPPED_VERSION} of {SHIPPED_FILE}, found something else in '{file}':"
+            f" {error}\nRemove the file, or make it anew with `ragfuse adapt`."
         ) from error
 
 

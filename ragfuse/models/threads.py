@@ -1,4 +1,6 @@
-"""How many threads torch computes with: as many as this process may run at once beside what else the machine does."""
+"""How many threads torch computes with: as many as this process may run at once beside what else
+the machine does.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,15 @@ log = logging.getLogger("ragfuse.models")
 def limit_threads(threads: int | None) -> int:
     """Set torch's number of compute threads, and return it.
 
-    The threads of one computation wait for each other after each operation. If they share a core with another program,
-    one of them often does not run while the others wait for it, and a prefill takes several times as long as with one
-    thread alone. So torch gets no more threads than there are free cores.
+    The threads of one computation wait for each other after each operation. If they share a core
+    with another program, one of them often does not run while the others wait for it, and a prefill
+    takes several times as long as with one thread alone. So torch gets no more threads than there
+    are free cores.
 
     Args:
-        threads: The number of threads. None: at most `available_threads()` and never more than torch has already,
-            decided once in this process; where OMP_NUM_THREADS is set, torch stays as it is.
+        threads: The number of threads. None: at most `available_threads()` and never more than
+            torch has already, decided once in this process; where OMP_NUM_THREADS is set, torch
+            stays as it is.
     """
     before = torch.get_num_threads()
     if threads is None:
@@ -40,7 +44,8 @@ def limit_threads(threads: int | None) -> int:
         torch.set_num_threads(threads)
         many = "thread" if threads == 1 else "threads"
         log.info(
-            "torch computes with %d %s, not %d, as other cores are busy. RAGFUSE_THREADS sets another number.",
+            "torch computes with %d %s, not %d, as other cores are busy. RAGFUSE_THREADS sets"
+            " another number.",
             threads,
             many,
             before,
@@ -49,10 +54,11 @@ def limit_threads(threads: int | None) -> int:
 
 
 def available_threads() -> int:
-    """Return how many threads can compute here at once: free cores, within what this process may use; at least 1.
+    """Return how many threads can compute here at once: free cores, within what this process may
+    use; at least 1.
 
-    A core counts as busy only if other programs used it both now and, by the load average, in the last minute
-    (docs/facts.md, "Threads").
+    A core counts as busy only if other programs used it both now and, by the load average, in the
+    last minute (docs/facts.md, "Threads").
     """
     allowed = allowed_threads()
     if allowed == 1:
@@ -62,7 +68,9 @@ def available_threads() -> int:
 
 
 def allowed_threads() -> int:
-    """Return the physical cores that this process may use, by its CPU affinity and the CPU quota of its cgroup."""
+    """Return the physical cores that this process may use, by its CPU affinity and the CPU quota of
+    its cgroup.
+    """
     cpus = _affinity()
     cores = {_siblings(cpu) for cpu in cpus}
     quota = cpu_quota()
@@ -70,7 +78,9 @@ def allowed_threads() -> int:
 
 
 def cpu_quota(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
-    """Return the CPUs that the process's cgroup (version 2) may use on average; None where they are not limited."""
+    """Return the CPUs that the process's cgroup (version 2) may use on average; None where they are
+    not limited.
+    """
     found = list[float]()
     try:
         lines = membership.read_text().splitlines()
@@ -93,7 +103,9 @@ def _affinity() -> list[int]:
 
 
 def _siblings(cpu: int) -> str:
-    """The hardware threads that share a core with `cpu`; `cpu` alone where the system does not say."""
+    """The hardware threads that share a core with `cpu`; `cpu` alone where the system does
+    not say.
+    """
     try:
         return (CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()
     except OSError:

@@ -1,8 +1,9 @@
-"""A cache of digests of weights and tokenizers, by the identity of the files that they were read from.
+"""A cache of digests of weights and tokenizers, by the identity of the files that they were read
+from.
 
-Hashing a large model takes seconds, and writing out a tokenizer a fifth of one. Files whose path, size, inode and times
-are unchanged hold the same bytes, so their digest is written to the user's cache once and read from there when they are
-loaded again.
+Hashing a large model takes seconds, and writing out a tokenizer a fifth of one. Files whose path,
+size, inode and times are unchanged hold the same bytes, so their digest is written to the user's
+cache once and read from there when they are loaded again.
 """
 
 from __future__ import annotations
@@ -35,23 +36,30 @@ def identity(places: Iterable[Path], options: Mapping[str, Any]) -> tuple[str, i
         options: The options that the weights are loaded with.
 
     Returns:
-        (name, nanoseconds since 1970); ("", 0) if JSON cannot represent `options` or a file is missing.
+        (name, nanoseconds since 1970); ("", 0) if JSON cannot represent `options` or a file is
+        missing.
     """
     try:
         options_json = json.dumps(dict(options), sort_keys=True)
-        under = (path for place in places for path in ([place] if place.is_file() else place.rglob("*")))
+        under = (
+            path for place in places for path in ([place] if place.is_file() else place.rglob("*"))
+        )
         files = sorted({path.resolve() for path in under if path.is_file()})
         stats = [(str(path), path.stat()) for path in files]
     except (TypeError, ValueError, OSError):
         return "", 0
-    lines = [f"{path} {at.st_size} {at.st_ino} {at.st_mtime_ns} {at.st_ctime_ns}" for path, at in stats]
+    lines = [
+        f"{path} {at.st_size} {at.st_ino} {at.st_mtime_ns} {at.st_ctime_ns}" for path, at in stats
+    ]
     changed = max((max(at.st_mtime_ns, at.st_ctime_ns) for _, at in stats), default=0)
     libraries = [f"{name} {version(name)}" for name in ("torch", "transformers", "tokenizers")]
     return (digest("weights", options_json, *libraries, *lines), changed) if lines else ("", 0)
 
 
 class FileDigests:
-    """A folder of digests by `identity`, one small file each. Read and write errors count as a miss and never raise."""
+    """A folder of digests by `identity`, one small file each. Read and write errors count as a miss
+    and never raise.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -67,7 +75,9 @@ class FileDigests:
         return (found[1], found[2]) if found else None
 
     def put(self, name: str, weights: str, words: str, changed_ns: int) -> None:
-        """Keep the digests of weights and tokenizer, unless the files changed less than `SETTLED_NS` ago."""
+        """Keep the digests of weights and tokenizer, unless the files changed less than
+        `SETTLED_NS` ago.
+        """
         if self._folder is None or not name or time.time_ns() - changed_ns < SETTLED_NS:
             return
         partial = self._folder / f".{name}.{os.getpid()}"

@@ -1,7 +1,8 @@
 """Loads weights, and an adapter over them, from safetensors and GGUF only; nothing is unpickled.
 
-transformers and PEFT fill what a file lacks with random numbers, and leave out what does not fit. A model like that
-answers, but not as itself, so weights that are incomplete or do not fit are rejected here.
+transformers and PEFT fill what a file lacks with random numbers, and leave out what does not fit. A
+model like that answers, but not as itself, so weights that are incomplete or do not fit are
+rejected here.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from ragfuse.errors import ModelError
 from ragfuse.hf.chunk_adapter import ADAPTER_WEIGHTS
 
 
-def load_weights(source: str | Path, dtype: str, device: str, options: Mapping[str, Any]) -> PreTrainedModel:
+def load_weights(
+    source: str | Path, dtype: str, device: str, options: Mapping[str, Any]
+) -> PreTrainedModel:
     """Return the model at a folder or Hugging Face id.
 
     Args:
@@ -56,9 +59,9 @@ def load_weights(source: str | Path, dtype: str, device: str, options: Mapping[s
     names = {*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])}
     if names:
         raise ModelError(
-            f"Weights that the configuration of '{folder / options.get('gguf_file', '')}' asks for are missing or of "
-            f"another shape: {', '.join(sorted(names)[:3])} ({len(names):,} in all). Copy its files anew: all have to "
-            "be of one model."
+            f"Weights that the configuration of '{folder / options.get('gguf_file', '')}' asks for"
+            f" are missing or of another shape: {', '.join(sorted(names)[:3])} ({len(names):,} in"
+            " all). Copy its files anew: all have to be of one model."
         )
     if options.get("gguf_file") and hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # its weights are plain ones now
@@ -66,7 +69,8 @@ def load_weights(source: str | Path, dtype: str, device: str, options: Mapping[s
 
 
 def load_adapted(model: PreTrainedModel, folder: Path, merge: bool | None) -> nn.Module:
-    """Return a base model with the adapter of a folder: merged into its weights, or as a PEFT model.
+    """Return a base model with the adapter of a folder: merged into its weights, or as a PEFT
+    model.
 
     Args:
         model: The base model, which is changed.
@@ -81,12 +85,14 @@ def load_adapted(model: PreTrainedModel, folder: Path, merge: bool | None) -> nn
 
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise ModelError(
-            f"Wanted {ADAPTER_WEIGHTS} in '{folder}', found none. Save the adapter by save_pretrained(...), which "
-            "writes it; pickled files are not loaded."
+            f"Wanted {ADAPTER_WEIGHTS} in '{folder}', found none. Save the adapter by"
+            " save_pretrained(...), which writes it; pickled files are not loaded."
         )
     refuse_outside(PeftConfig.from_pretrained(str(folder)))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
+        warnings.simplefilter(
+            "ignore", FutureWarning
+        )  # peft uses a deprecated name of transformers
         warnings.filterwarnings("error", message="Found missing adapter keys")
         adapted = PeftModel.from_pretrained(model, folder)
         if merge if merge is not None else not is_quantised(model):
@@ -96,20 +102,25 @@ def load_adapted(model: PreTrainedModel, folder: Path, merge: bool | None) -> nn
 
 
 def refuse_outside(config: Any) -> None:
-    """Raise ModelError for an adapter of a PEFT configuration that does more than changing layers."""
+    """Raise ModelError for an adapter of a PEFT configuration that does more than changing
+    layers.
+    """
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     kind = "activated LoRA" if getattr(config, "alora_invocation_tokens", None) else kind
     if getattr(config, "is_prompt_learning", False) or kind in ("activated LoRA", "XLORA", "POLY"):
         raise ModelError(
-            f"Wanted an adapter that changes layers only, whatever the prompt is (such as LoRA), found {kind}. Use "
-            "another one, or the model without it."
+            "Wanted an adapter that changes layers only, whatever the prompt is (such as LoRA),"
+            f" found {kind}. Use another one, or the model without it."
         )
 
 
 def is_quantised(model: nn.Module) -> bool:
     """Return whether the weights of a model are quantised."""
     config = getattr(model, "config", None)
-    return isinstance(config, PreTrainedConfig) and getattr(config, "quantization_config", None) is not None
+    return (
+        isinstance(config, PreTrainedConfig)
+        and getattr(config, "quantization_config", None) is not None
+    )
 
 
 def _config_of(folder: Path) -> Mapping[str, Any]:

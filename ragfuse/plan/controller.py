@@ -1,7 +1,8 @@
-"""The loading controller: decides what is read and what is computed for one prompt (CacheBlend 5.1).
+"""The loading controller: decides what is read and what is computed for one prompt (CacheBlend
+5.1).
 
-By what the store holds, and where this machine was measured also by what reading and computing cost. Nothing here reads
-a clock, a file or a tensor.
+By what the store holds, and where this machine was measured also by what reading and computing
+cost. Nothing here reads a clock, a file or a tensor.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ SLOWER = "slower to load than to compute"
 NO_COPIES: Mapping[ChunkKey, list[Entry]] = MappingProxyType({})
 
 
-def settle(policy: str, ratio: float | None, choice: tuple[str, float] | None = None) -> tuple[str, float]:
+def settle(
+    policy: str, ratio: float | None, choice: tuple[str, float] | None = None
+) -> tuple[str, float]:
     """Return the policy and ratio of one prompt.
 
     Args:
@@ -48,18 +51,20 @@ def settle(policy: str, ratio: float | None, choice: tuple[str, float] | None = 
 class Controller:
     """Plans one prompt.
 
-    A policy or ratio that the caller names is kept: then no chunk is left unread and no full prefill chosen to save
-    time, and the plan only predicts.
+    A policy or ratio that the caller names is kept: then no chunk is left unread and no full
+    prefill chosen to save time, and the plan only predicts.
 
     Args:
         cost_of: The costs of policies by name.
-        costs: What reading and computing cost on this machine; None, or without tiers: not measured.
-        choice: Policy and ratio that suit the model, which "auto" uses if all chunks were encoded after filler text;
-            None: `MEASURED`.
+        costs: What reading and computing cost on this machine; None, or without tiers: not
+            measured.
+        choice: Policy and ratio that suit the model, which "auto" uses if all chunks were encoded
+            after filler text; None: `MEASURED`.
         policy: A selection policy, or "auto".
-        ratio: The recompute ratio; None: 0.15, or that of `choice`; on a measured machine chosen here.
-        deadline_s: Seconds from now until the first token is wanted. It bounds the ratio from above; where even the
-            smallest ratio is too slow, the forecast says so.
+        ratio: The recompute ratio; None: 0.15, or that of `choice`; on a measured machine chosen
+            here.
+        deadline_s: Seconds from now until the first token is wanted. It bounds the ratio from
+            above; where even the smallest ratio is too slow, the forecast says so.
     """
 
     cost_of: CostOf
@@ -78,9 +83,9 @@ class Controller:
     ) -> LoadPlan:
         """Return what to read, what to compute, and on a measured machine how long that will take.
 
-        Every segment that is in the store is read under the best of its keys, at the least lossy level that hides
-        behind computing. The ratio is raised as far as loading hides the extra compute, and never falls below the one
-        that keeps answers close to full prefill's.
+        Every segment that is in the store is read under the best of its keys, at the least lossy
+        level that hides behind computing. The ratio is raised as far as loading hides the extra
+        compute, and never falls below the one that keeps answers close to full prefill's.
 
         Args:
             prompt: The prompt.
@@ -94,7 +99,9 @@ class Controller:
             return self._made(prompt, [ways[0] for ways in found.values()], misses)
         for at, ways in found.items():
             ways += [way for entry in others.get(ways[0].key, ()) for way in _ways(at, entry)]
-            found[at] = [way for way in ways if costs.knows([way]) and way.n_tokens == ways[0].n_tokens]
+            found[at] = [
+                way for way in ways if costs.knows([way]) and way.n_tokens == ways[0].n_tokens
+            ]
         timed = self._at_best_levels(costs, prompt, found, misses)
         by_caller = self.policy != AUTO or self.ratio is not None
         if not by_caller and timed.is_loading:
@@ -109,42 +116,74 @@ class Controller:
         unread = tuple(sorted((*planned.fetches, *planned.unread), key=_segment_of))
         all_misses = misses | {fetch.segment: "full prefill is faster" for fetch in unread}
         why = f"full prefill {full_s:.3f} s is predicted, fusing {base_s:.3f} s"
-        return replace(planned.with_full_prefill(why), misses=tuple(sorted(all_misses.items())), unread=unread)
+        return replace(
+            planned.with_full_prefill(why), misses=tuple(sorted(all_misses.items())), unread=unread
+        )
 
     def _made(
-        self, prompt: Prompt, fetches: Iterable[Fetch], misses: Mapping[int, str], unread: Sequence[Fetch] = ()
+        self,
+        prompt: Prompt,
+        fetches: Iterable[Fetch],
+        misses: Mapping[int, str],
+        unread: Sequence[Fetch] = (),
     ) -> LoadPlan:
         """Return the plan that reads these segments."""
         read = tuple(_once(fetches))
         blended = [fetch for fetch in read if is_blended(prompt, fetch)]
-        all_behind_filler = bool(blended) and all(fetch.key.encoded == "filler" for fetch in blended)
+        all_behind_filler = bool(blended) and all(
+            fetch.key.encoded == "filler" for fetch in blended
+        )
         name, share = settle(self.policy, self.ratio, self.choice if all_behind_filler else None)
         reasons = tuple(sorted(misses.items()))
         return LoadPlan(
-            prompt, share, name, read, reasons, unread=tuple(sorted(unread, key=_segment_of)), cost=self.cost_of(name)
+            prompt,
+            share,
+            name,
+            read,
+            reasons,
+            unread=tuple(sorted(unread, key=_segment_of)),
+            cost=self.cost_of(name),
         )
 
     def _at_best_levels(
-        self, costs: CostModel, prompt: Prompt, found: Mapping[int, list[Fetch]], misses: Mapping[int, str]
+        self,
+        costs: CostModel,
+        prompt: Prompt,
+        found: Mapping[int, list[Fetch]],
+        misses: Mapping[int, str],
     ) -> Timed:
-        """Return the plan at the least lossy levels with which the first token comes about as early as it can."""
+        """Return the plan at the least lossy levels with which the first token comes about as early
+        as it can.
+        """
         ranks = {loss(way.level) for ways in found.values() for way in ways} or {0}
         plans = list[Timed]()
         for rank in sorted(ranks):
-            allowed = [[way for way in ways if loss(way.level) <= rank] or ways[:1] for ways in found.values()]
-            fetches = [min(ways, key=lambda way: (costs.fetch_s(way), loss(way.level))) for ways in allowed]
+            allowed = [
+                [way for way in ways if loss(way.level) <= rank] or ways[:1]
+                for ways in found.values()
+            ]
+            fetches = [
+                min(ways, key=lambda way: (costs.fetch_s(way), loss(way.level))) for ways in allowed
+            ]
             plans.append(Timed(costs, self._made(prompt, fetches, misses)))
         limit_s = (1 + MIN_GAIN) * min(each.ttft_s for each in plans)
-        return plans[0] if plans[0].ttft_s <= limit_s else min(plans[1:], key=lambda each: each.ttft_s > limit_s)
+        return (
+            plans[0]
+            if plans[0].ttft_s <= limit_s
+            else min(plans[1:], key=lambda each: each.ttft_s > limit_s)
+        )
 
     def _without_slow(self, timed: Timed, misses: Mapping[int, str]) -> Timed:
-        """Drop segments that take longer to load than to compute, slowest first, while that makes the plan faster.
+        """Drop segments that take longer to load than to compute, slowest first, while that makes
+        the plan faster.
 
-        One segment stays, so that there is something to fuse; whether full prefill is faster is decided elsewhere.
+        One segment stays, so that there is something to fuse; whether full prefill is faster is
+        decided elsewhere.
         """
         costs, segments = timed.costs, timed.plan.prompt.segments
         slowest = sorted(
-            timed.plan.fetches, key=lambda fetch: -costs.fetch_s(fetch) / len(segments[fetch.segment].tokens)
+            timed.plan.fetches,
+            key=lambda fetch: -costs.fetch_s(fetch) / len(segments[fetch.segment].tokens),
         )
         for n_unread in range(1, len(slowest)):
             unread, read = slowest[:n_unread], sorted(slowest[n_unread:], key=_segment_of)
@@ -160,7 +199,9 @@ class Controller:
 def _found(
     prompt: Prompt, entries: Mapping[ChunkKey, Entry], lost: frozenset[int]
 ) -> tuple[dict[int, list[Fetch]], dict[int, str]]:
-    """Return the ways to read each segment that is in the store, and the reason for each that is not read."""
+    """Return the ways to read each segment that is in the store, and the reason for each that is
+    not read.
+    """
     found, misses = dict[int, list[Fetch]](), dict[int, str]()
     for index, segment in enumerate(prompt.segments):
         if segment.kind == "fresh":
@@ -182,7 +223,10 @@ def _found(
 def _ways(index: int, entry: Entry) -> list[Fetch]:
     """Return the ways to read an entry, the least lossy first."""
     sizes = tuple(entry.sizes.items())
-    return [Fetch(index, entry.key, entry.tier, level, size, entry.n_tokens, sizes) for level, size in sizes]
+    return [
+        Fetch(index, entry.key, entry.tier, level, size, entry.n_tokens, sizes)
+        for level, size in sizes
+    ]
 
 
 def _once(fetches: Iterable[Fetch]) -> Iterator[Fetch]:
@@ -234,7 +278,11 @@ class Timed:
     @property
     def load_s(self) -> float:
         """Seconds of loading."""
-        return sum(self.costs.steps_s(self.plan.fetches, self.layers_a_read)) if self.plan.fetches else 0.0
+        return (
+            sum(self.costs.steps_s(self.plan.fetches, self.layers_a_read))
+            if self.plan.fetches
+            else 0.0
+        )
 
     @property
     def is_loading(self) -> bool:
@@ -244,14 +292,21 @@ class Timed:
     def foretold(self, bound: Bound, deadline_s: float | None) -> LoadPlan:
         """Return the plan with its predicted times, in total and per segment."""
         costs, plan, blend = self.costs, self.plan, self.blend
-        full_s, sizes = costs.prefill_s(len(plan.prompt)), [len(segment.tokens) for segment in plan.prompt.segments]
+        full_s, sizes = (
+            costs.prefill_s(len(plan.prompt)),
+            [len(segment.tokens) for segment in plan.prompt.segments],
+        )
         if not plan.fetches:
             return replace(plan, forecast=Forecast(0.0, full_s, full_s, full_s, bound, deadline_s))
         unread = {fetch.segment: costs.fetch_s(fetch) for fetch in plan.unread}
-        segments = [(at, unread.get(at, 0.0), costs.rows_s(blend, 0, sizes[at])) for at, _ in plan.misses]
+        segments = [
+            (at, unread.get(at, 0.0), costs.rows_s(blend, 0, sizes[at])) for at, _ in plan.misses
+        ]
         for fetch in plan.fetches:
             candidate_rows = sizes[fetch.segment] if is_blended(plan.prompt, fetch) else 0
-            segments.append((fetch.segment, costs.fetch_s(fetch), costs.rows_s(blend, candidate_rows, 0)))
+            segments.append(
+                (fetch.segment, costs.fetch_s(fetch), costs.rows_s(blend, candidate_rows, 0))
+            )
         tiers = {fetch.tier for fetch in (*plan.fetches, *plan.unread)}
         forecast = Forecast(
             load_s=self.load_s,
@@ -261,16 +316,19 @@ class Timed:
             bound=bound,
             deadline_s=deadline_s,
             segments=tuple(sorted(segments)),
-            corrections=tuple((tier, times) for tier, times in sorted(costs.corrections.items()) if tier in tiers),
+            corrections=tuple(
+                (tier, times) for tier, times in sorted(costs.corrections.items()) if tier in tiers
+            ),
         )
         return replace(plan, layers_a_read=self.layers_a_read, forecast=forecast)
 
 
 def widest(timed: Timed, deadline_s: float | None = None) -> tuple[float, Bound]:
-    """Return the largest ratio whose extra compute hides behind loading, and what bounds it (CacheBlend 5.1).
+    """Return the largest ratio whose extra compute hides behind loading, and what bounds it
+    (CacheBlend 5.1).
 
-    It is at least the plan's own ratio. Compute is hidden if the first token comes no later than within `TIE`, and only
-    where there is loading to hide it.
+    It is at least the plan's own ratio. Compute is hidden if the first token comes no later than
+    within `TIE`, and only where there is loading to hide it.
     """
     min_ratio = timed.plan.ratio
     hidden_s = timed.ttft_s + TIE * min(timed.ttft_s, timed.load_s)
@@ -279,7 +337,9 @@ def widest(timed: Timed, deadline_s: float | None = None) -> tuple[float, Bound]
     hundredths = range(floor(100 * min_ratio) + 1, 101)
 
     def largest(within_s: float) -> float:
-        n_within = bisect_right(hundredths, within_s, key=lambda ratio: timed.at(ratio / 100).ttft_s)
+        n_within = bisect_right(
+            hundredths, within_s, key=lambda ratio: timed.at(ratio / 100).ttft_s
+        )
         return max(min_ratio, (hundredths.start + n_within - 1) / 100)
 
     ratio = largest(hidden_s)

@@ -1,9 +1,9 @@
 """The cost model of one machine: seconds of reading from its tiers and of computing with one model.
 
-A read of a tier costs a latency and its bytes, a computed row a constant and something for each token that it attends
-to. The controller, the planner, look-ahead and streams under a deadline all read these numbers, which
-`load.timings` measures and `MachineTimings` corrects by what answers took. Arithmetic only: nothing here decides,
-and nothing reads a clock, a file or a tensor.
+A read of a tier costs a latency and its bytes, a computed row a constant and something for each
+token that it attends to. The controller, the planner, look-ahead and streams under a deadline all
+read these numbers, which `load.timings` measures and `MachineTimings` corrects by what answers
+took. Arithmetic only: nothing here decides, and nothing reads a clock, a file or a tensor.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ def layers_a_read(nbytes: int, n_layers: int) -> int:
 
 
 def spans(n_layers: int, max_layers: int) -> list[tuple[int, int]]:
-    """Return the first layer of each read and the one after its last: 1, 2, 4, ... up to `max_layers` at a time.
+    """Return the first layer of each read and the one after its last: 1, 2, 4, ... up to
+    `max_layers` at a time.
 
-    Nothing hides the first read (CacheBlend 5.1); each later one overlaps fusing the layers of the one before it.
+    Nothing hides the first read (CacheBlend 5.1); each later one overlaps fusing the layers of the
+    one before it.
     """
     sizes, n_left, size = list[int](), n_layers, 1
     while n_left > 0:
@@ -93,10 +95,15 @@ class Blend:
     def of(cls, plan: LoadPlan) -> Blend:
         """Return the row counts of a plan's fused prefill."""
         prompt = plan.prompt
-        read = [(len(prompt.segments[fetch.segment].tokens), is_blended(prompt, fetch)) for fetch in plan.fetches]
+        read = [
+            (len(prompt.segments[fetch.segment].tokens), is_blended(prompt, fetch))
+            for fetch in plan.fetches
+        ]
         chunks = [n_tokens for n_tokens, blended in read if blended]
         forced = len(prompt) - sum(n_tokens for n_tokens, _ in read)
-        return cls(plan.cost, len(prompt), forced, sum(chunks), plan.cost.share_of(plan.ratio, chunks))
+        return cls(
+            plan.cost, len(prompt), forced, sum(chunks), plan.cost.share_of(plan.ratio, chunks)
+        )
 
     @property
     def needs(self) -> Needs:
@@ -104,13 +111,21 @@ class Blend:
         return self.cost.needs if self.candidate_rows and self.ratio > 0 else "nothing"
 
     def rows(self, n_layers: int) -> float:
-        """Return the rows computed per layer, on average; a gradual policy keeps the mean share (CacheBlend 4.3)."""
+        """Return the rows computed per layer, on average; a gradual policy keeps the mean share
+        (CacheBlend 4.3).
+        """
         whole = 1 / n_layers if self.needs == "all rows of a layer" else 0.0
         return self.forced + self.candidate_rows * (self.ratio * (1 - whole) + whole)
 
     def looked(self, n_layers: int) -> float:
-        """Return the rows per layer of the pass that a policy by attention makes first, through `watched_layers`."""
-        return self.forced * watched_layers(n_layers).stop / n_layers if self.needs == "attention" else 0.0
+        """Return the rows per layer of the pass that a policy by attention makes first, through
+        `watched_layers`.
+        """
+        return (
+            self.forced * watched_layers(n_layers).stop / n_layers
+            if self.needs == "attention"
+            else 0.0
+        )
 
     def features(self, n_layers: int) -> tuple[float, float, float, float]:
         """Return the multipliers of `fixed_s`, `row_s`, `key_s` and `CostModel.placed_s`."""
@@ -154,7 +169,8 @@ class TierCost:
 
 @dataclass(frozen=True)
 class CostModel:
-    """What one model costs on one machine. Points are measurements; the other figures were fitted to them.
+    """What one model costs on one machine. Points are measurements; the other figures were fitted
+    to them.
 
     Args:
         model: The model's fingerprint.
@@ -164,12 +180,15 @@ class CostModel:
         n_layers: The model's layers.
         prefill: The cost of a full prefill.
         fused: The cost of a fused prefill whose cached KV is loaded.
-        placed_s: Seconds for each cached row that is put in place from memory; on an accelerator with the copy to it.
+        placed_s: Seconds for each cached row that is put in place from memory; on an accelerator
+            with the copy to it.
         tiers: The cost of each measured tier, by name.
         prefill_points: (tokens, seconds) of full prefills.
-        decode: Seconds to decode one token's KV, by codec level; raw is not listed, as it takes no time.
+        decode: Seconds to decode one token's KV, by codec level; raw is not listed, as it takes no
+            time.
         packed: Size relative to raw, by codec level; raw is not listed.
-        corrections: By tier, how many times as long as measured it took in recent answers; `tiers` includes it.
+        corrections: By tier, how many times as long as measured it took in recent answers; `tiers`
+            includes it.
         version: `COST_VERSION` when it was written.
     """
 
@@ -194,7 +213,9 @@ class CostModel:
 
     @classmethod
     def from_dict(cls, data: Any) -> CostModel | None:
-        """Return the model that `as_dict` wrote; None for other data, or data of another version."""
+        """Return the model that `as_dict` wrote; None for other data, or data of another
+        version.
+        """
         if not isinstance(data, Mapping) or data.get("version") != COST_VERSION:
             return None
         try:
@@ -205,13 +226,19 @@ class CostModel:
     def corrected(self, times: Mapping[str, float]) -> CostModel:
         """Return the model with the times of all tiers multiplied."""
         tiers = {
-            name: replace(tier, read_s=tier.read_s * times.get(name, 1.0), byte_s=tier.byte_s * times.get(name, 1.0))
+            name: replace(
+                tier,
+                read_s=tier.read_s * times.get(name, 1.0),
+                byte_s=tier.byte_s * times.get(name, 1.0),
+            )
             for name, tier in self.tiers.items()
         }
         return replace(self, tiers=tiers, corrections=times)
 
     def knows(self, fetches: Sequence[Fetch]) -> bool:
-        """Return whether the tiers and levels of all these fetches were measured; False where no tier was."""
+        """Return whether the tiers and levels of all these fetches were measured; False where no
+        tier was.
+        """
         known = all(fetch.tier in self.tiers and self.knows_level(fetch.level) for fetch in fetches)
         return known and bool(self.tiers)
 
@@ -232,11 +259,19 @@ class CostModel:
     def fused_s(self, blend: Blend) -> float:
         """Return the time of a fused prefill whose cached KV is loaded."""
         costs = self.fused.fixed_s, self.fused.row_s, self.fused.key_s, self.placed_s
-        return sum(cost * times for cost, times in zip(costs, blend.features(self.n_layers), strict=True))
+        return sum(
+            cost * times for cost, times in zip(costs, blend.features(self.n_layers), strict=True)
+        )
 
     def rows_s(self, blend: Blend, candidate_rows: int, forced: int) -> float:
-        """Return the compute time that these candidate rows and forced rows add to a fused prefill."""
-        without = replace(blend, candidate_rows=blend.candidate_rows - candidate_rows, forced=blend.forced - forced)
+        """Return the compute time that these candidate rows and forced rows add to a fused
+        prefill.
+        """
+        without = replace(
+            blend,
+            candidate_rows=blend.candidate_rows - candidate_rows,
+            forced=blend.forced - forced,
+        )
         return max(0.0, self.fused_s(blend) - self.fused_s(without))
 
     # reading
@@ -260,7 +295,9 @@ class CostModel:
         return self.load_s(fetch.tier, fetch.nbytes) + self.decode_s(fetch.level, fetch.n_tokens)
 
     def stored_s(self, tier: str, level: str, raw_nbytes: int, n_tokens: int) -> float:
-        """Return the time to load a chunk, of `raw_nbytes` as raw, from a measured tier at a measured level."""
+        """Return the time to load a chunk, of `raw_nbytes` as raw, from a measured tier at a
+        measured level.
+        """
         nbytes = round(raw_nbytes * self.packed.get(level, 1.0))
         return self.load_s(tier, nbytes) + self.decode_s(level, n_tokens)
 
@@ -274,7 +311,8 @@ class CostModel:
         return [most >> halvings for halvings in range(most.bit_length())] if is_ahead else [most]
 
     def steps_s(self, fetches: Sequence[Fetch], count: int = 0) -> list[float]:
-        """Return the time of each loading step, which reads and decodes `count` layers of every chunk, in one thread.
+        """Return the time of each loading step, which reads and decodes `count` layers of every
+        chunk, in one thread.
 
         0 stands for the most that may be read at once.
         """
@@ -282,15 +320,19 @@ class CostModel:
         read_s = sum(self.tiers[fetch.tier].read_s for fetch in fetches)
         rest_s = sum(self.tiers[fetch.tier].byte_s * fetch.nbytes for fetch in fetches)
         rest_s += sum(self.decode_s(fetch.level, fetch.n_tokens) for fetch in fetches)
-        return [read_s + rest_s * (end - first) / self.n_layers for first, end in spans(self.n_layers, count)]
+        return [
+            read_s + rest_s * (end - first) / self.n_layers
+            for first, end in spans(self.n_layers, count)
+        ]
 
     # both
 
     def ttft_s(self, blend: Blend, fetches: Sequence[Fetch], count: int = 0) -> float:
-        """Return the time to the first logits, where loading overlaps fusing as in `load.layers`; `count` as above.
+        """Return the time to the first logits, where loading overlaps fusing as in `load.layers`;
+        `count` as above.
 
-        Each read in the loading thread delays the model a little. A policy by attention loads three quarters of the
-        layers during its first pass, and the others before it computes them.
+        Each read in the loading thread delays the model a little. A policy by attention loads three
+        quarters of the layers during its first pass, and the others before it computes them.
         """
         if not fetches:
             return self.prefill_s(blend.tokens)
@@ -306,5 +348,7 @@ class CostModel:
             waiting[:watched] = [look_s / watched] * watched
             waiting[watched - 1] += second_s
         held_up_s = HELD_UP_S * len(fetches)
-        computes = [sum(waiting[first:end]) + held_up_s for first, end in spans(self.n_layers, count)]
+        computes = [
+            sum(waiting[first:end]) + held_up_s for first, end in spans(self.n_layers, count)
+        ]
         return pipelined_s(loads, computes, room(count))

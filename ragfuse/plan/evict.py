@@ -1,6 +1,8 @@
-"""Eviction: what to drop when a tier is full, or an entry too old. Decisions only, no clock, file or tensor is read.
+"""Eviction: what to drop when a tier is full, or an entry too old. Decisions only, no clock, file
+or tensor is read.
 
-An eviction policy is an order over the stored items (`Rank`); `ConversationEvictor` sorts the entries of a tier by it.
+An eviction policy is an order over the stored items (`Rank`); `ConversationEvictor` sorts the
+entries of a tier by it.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ def by_use(item: EvictionItem, place: float | None) -> tuple[int, float]:
 
 
 def by_next_use(item: EvictionItem, place: float | None) -> tuple[int, float]:
-    """Rank items by next use: first those that no job waits for, least recently used first; then from tail to head.
+    """Rank items by next use: first those that no job waits for, least recently used first; then
+    from tail to head.
 
-    AttentionStore, section 3.3.2: items in the look-ahead window are exempt; where all are, its tail goes first.
+    AttentionStore, section 3.3.2: items in the look-ahead window are exempt; where all are, its
+        tail goes first.
     """
     return (0, item.last_used) if place is None else (1, -place)
 
@@ -43,7 +47,8 @@ def rank_named(name: str) -> Rank:
 
 
 def items(entries: Iterable[Entry], conversation_of: ConversationOf) -> list[EvictionItem]:
-    """Group the entries of a tier into items that are evicted together, in order of first appearance.
+    """Group the entries of a tier into items that are evicted together, in order of first
+    appearance.
 
     Items with a pinned entry are left out.
     """
@@ -67,8 +72,8 @@ def items(entries: Iterable[Entry], conversation_of: ConversationOf) -> list[Evi
 class ConversationEvictor:
     """An `Evict` that drops whole conversations, one after the other, in the order of a policy.
 
-    The tier must pass all of its entries, not only the least recently used ones, because look-ahead ranks the others
-    too. `together` tells which keys must be dropped with a given key.
+    The tier must pass all of its entries, not only the least recently used ones, because look-ahead
+    ranks the others too. `together` tells which keys must be dropped with a given key.
 
     Args:
         rank: The policy.
@@ -96,20 +101,26 @@ class ConversationEvictor:
             yield from item.keys
 
     def together(self, one: ChunkKey, other: ChunkKey) -> bool:
-        """Return whether two keys belong to one conversation, so that both are dropped or neither."""
+        """Return whether two keys belong to one conversation, so that both are dropped or
+        neither.
+        """
         name = self.conversation_of(one)
         return name is not None and name == self.conversation_of(other)
 
 
 def lru(entries: Iterable[Entry]) -> Iterator[ChunkKey]:
-    """Yield keys to drop, least recently used first, equal ones in the order given; never pinned ones."""
+    """Yield keys to drop, least recently used first, equal ones in the order given; never pinned
+    ones.
+    """
     evictable = (entry for entry in entries if not entry.pinned)
     for entry in sorted(evictable, key=lambda entry: entry.last_used):
         yield entry.key
 
 
 def expired(entries: Iterable[Entry], now_s: float, ttl_s: float) -> Iterator[ChunkKey]:
-    """Yield keys of entries unused for more than `ttl_s` seconds at `now_s` (since the epoch), except pinned ones."""
+    """Yield keys of entries unused for more than `ttl_s` seconds at `now_s` (since the epoch),
+    except pinned ones.
+    """
     for entry in entries:
         if not entry.pinned and now_s - entry.last_used > ttl_s:
             yield entry.key

@@ -10,7 +10,8 @@ from ragfuse.types.keys import ChunkKey
 
 @dataclass(frozen=True, slots=True)
 class EvictionItem:
-    """All entries of a conversation in one tier, or a single entry that belongs to none; evicted or moved as a whole.
+    """All entries of a conversation in one tier, or a single entry that belongs to none; evicted or
+    moved as a whole.
 
     A conversation's KV is used whole or not at all (AttentionStore, section 3.3.2).
 
@@ -30,5 +31,7 @@ class EvictionItem:
 
 
 Rank = Callable[[EvictionItem, float | None], tuple[int, float]]
-"""An eviction policy, a pure function: the item with the smallest rank is evicted first. Arguments: an item, and the
-queue position of its first waiting job, which grows from head to tail (None: no job waits for it)."""
+"""An eviction policy, a pure function: the item with the smallest rank is evicted first. Arguments:
+an item, and the queue position of its first waiting job, which grows from head to tail (None: no
+job waits for it).
+"""

@@ -15,7 +15,7 @@ from ragfuse.types.sizes import size_text
 
 BOUNDS = MappingProxyType(
     {
-        "floor": "the least that keeps answers close; more would take time that loading does not hide",
+        "floor": "the least that keeps answers close; loading hides no more",
         "loading": "as much as is computed in the time of loading",
         "deadline": "as much as the deadline leaves time for",
         "asked": "as asked for",
@@ -23,14 +23,20 @@ BOUNDS = MappingProxyType(
 )
 """What bounds a ratio, in words."""
 RATIO_IS_FIXED = "what this policy always takes"
-LEAST_RATIO_DESPITE_DEADLINE = "the least that keeps answers close, although the deadline asks for less"
+LEAST_RATIO_DESPITE_DEADLINE = (
+    "the least that keeps answers close, although the deadline asks for less"
+)
 NEEDS: Mapping[Needs, str] = MappingProxyType(
     {
         "nothing": "layer by layer: each is computed once it is read, while the next ones are read",
-        "all rows of a layer": "layer by layer: the first is computed whole, which shows which tokens differ most; the "
-        "others are computed as they are read",
-        "attention": "three quarters of the layers are read first: the question's attention to them shows which tokens "
-        "to recompute, so nothing is computed before",
+        "all rows of a layer": (
+            "layer by layer: the first is computed whole, which shows which tokens differ most;"
+            " the others are computed as they are read"
+        ),
+        "attention": (
+            "three quarters of the layers are read first: the question's attention to them shows"
+            " which tokens to recompute, so nothing is computed before"
+        ),
     }
 )
 """What a policy needs before it can choose its rows, in words."""
@@ -50,11 +56,17 @@ KIND_NAMES: Mapping[Kind, str] = MappingProxyType(
         "fresh": "new text",
     }
 )
-UNMEASURED = "Times are not predicted: this machine was not measured with this model and these tiers (ragfuse measure)."
+UNMEASURED = (
+    "Times are not predicted: this machine was not measured with this model and these tiers"
+    " (ragfuse measure)."
+)
 
 
-def in_words(plan: LoadPlan, unmeasured: str = UNMEASURED, name_of: Callable[[str], str] = str) -> str:
-    """Return a plan in words: each reusable segment with its hit or miss, the ratio with its bound, the times.
+def in_words(
+    plan: LoadPlan, unmeasured: str = UNMEASURED, name_of: Callable[[str], str] = str
+) -> str:
+    """Return a plan in words: each reusable segment with its hit or miss, the ratio with its bound,
+    the times.
 
     Args:
         plan: The plan.
@@ -79,15 +91,20 @@ def in_words(plan: LoadPlan, unmeasured: str = UNMEASURED, name_of: Callable[[st
         lines.append(f"How {plan.policy} goes: {needed}.")
     if found is None:
         return "\n".join((*lines, unmeasured))
-    both = ", partly at the same time" if found.ttft_s < 0.999 * (found.load_s + found.recompute_s) else ""
+    both = (
+        ", partly at the same time"
+        if found.ttft_s < 0.999 * (found.load_s + found.recompute_s)
+        else ""
+    )
     lines.append(
-        f"First token after {found.ttft_s:.3f} s: {found.load_s:.3f} s of loading, {found.recompute_s:.3f} s of "
-        f"computing{both}. Full prefill: {found.full_s:.3f} s."
+        f"First token after {found.ttft_s:.3f} s: {found.load_s:.3f} s of loading,"
+        f" {found.recompute_s:.3f} s of computing{both}. Full prefill: {found.full_s:.3f} s."
     )
     for tier, times in found.corrections:
         factor = f"{times:.1f}" if times > 1 else f"{times:.2f}"
         lines.append(
-            f"Reading {tier} is assumed to take {factor} times as long as measured, as it did for the last answers."
+            f"Reading {tier} is assumed to take {factor} times as long as measured, as it did for"
+            " the last answers."
         )
     if found.is_late:
         lines.append(f"The deadline, {found.deadline_s:.3f} s from now, cannot be met.")
@@ -105,7 +122,9 @@ def as_dict(plan: LoadPlan) -> dict[str, Any]:
         "ratio": plan.ratio,
         "fallback_reason": plan.fallback_reason,
         "tokens": len(plan.prompt),
-        "segments": [{name: value for name, value in row.items() if name != "at"} for row in _rows(plan)],
+        "segments": [
+            {name: value for name, value in row.items() if name != "at"} for row in _rows(plan)
+        ],
         "forecast": forecast,
     }
 
@@ -117,8 +136,15 @@ def needs(plan: LoadPlan) -> str:
 
 def _rows(plan: LoadPlan) -> Iterator[dict[str, Any]]:
     """Yield what the plan says of each reusable segment, which is the one at "at"."""
-    fetches, misses = {fetch.segment: fetch for fetch in (*plan.fetches, *plan.unread)}, dict(plan.misses)
-    times = {at: (load, compute) for at, load, compute in plan.forecast.segments} if plan.forecast else {}
+    fetches, misses = (
+        {fetch.segment: fetch for fetch in (*plan.fetches, *plan.unread)},
+        dict(plan.misses),
+    )
+    times = (
+        {at: (load, compute) for at, load, compute in plan.forecast.segments}
+        if plan.forecast
+        else {}
+    )
     for at, segment in enumerate(plan.prompt.segments):
         if segment.kind == "fresh":
             continue
@@ -144,7 +170,11 @@ def _line(plan: LoadPlan, row: Mapping[str, Any], name_of: Callable[[str], str])
     told = f"miss ({row['why']})" if row["why"] else "hit"
     if row["tier"]:
         level = "" if row["level"] == LEVEL_NAMES[0] else f" as {row['level']}"
-        place = f" in {row['tier']}{level}, {size_text(row['nbytes'])}" if row["nbytes"] else ", read above"
+        place = (
+            f" in {row['tier']}{level}, {size_text(row['nbytes'])}"
+            if row["nbytes"]
+            else ", read above"
+        )
         told += f"{place}, {ENCODED[row['encoded']]}"
     if row["predicted_load_s"] is not None:
         told += f"; {row['predicted_load_s']:.3f} s to load, " if row["tier"] else "; "
@@ -156,4 +186,6 @@ def _line(plan: LoadPlan, row: Mapping[str, Any], name_of: Callable[[str], str])
         else:
             exact = row["kind"] == "chunk" and is_exact(plan.prompt, read)
             told += f"{'exact here, so ' if exact else ''}nothing to recompute"
-    return f"- {name_of(row['source']) or KIND_NAMES[row['kind']]}, {row['n_tokens']} tokens: {told}"
+    return (
+        f"- {name_of(row['source']) or KIND_NAMES[row['kind']]}, {row['n_tokens']} tokens: {told}"
+    )

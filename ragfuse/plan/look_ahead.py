@@ -1,7 +1,8 @@
-"""Look-ahead decisions from the queue of waiting jobs: prefetching and read buffers (AttentionStore 3.2.1, 3.3).
+"""Look-ahead decisions from the queue of waiting jobs: prefetching and read buffers (AttentionStore
+3.2.1, 3.3).
 
-Jobs are known before they run, so that KV they will read can be prefetched, and KV that none of them reads can be
-evicted. Decisions only: the queue is an argument, from head to tail.
+Jobs are known before they run, so that KV they will read can be prefetched, and KV that none of
+them reads can be evicted. Decisions only: the queue is an argument, from head to tail.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ T = TypeVar("T")
 
 
 def to_prefetch(waiting: Iterable[tuple[T, int]], memory_bytes: int) -> Iterator[T]:
-    """Yield conversations to prefetch, in queue order, while they fit in memory with all those before them.
+    """Yield conversations to prefetch, in queue order, while they fit in memory with all those
+    before them.
 
-    Section 3.3.1, by bytes where the paper counts conversations of average size. It ends at the first that does not
-    fit, so that later ones do not take its room.
+    Section 3.3.1, by bytes where the paper counts conversations of average size. It ends at the
+    first that does not fit, so that later ones do not take its room.
 
     Args:
         waiting: Conversations of the waiting jobs with their stored bytes, from head to tail.
@@ -31,8 +33,11 @@ def to_prefetch(waiting: Iterable[tuple[T, int]], memory_bytes: int) -> Iterator
         yield conversation
 
 
-def read_buffer(load_s: float, past_tokens: int, prefill_s: float, new_tokens: int, bytes_per_s: float) -> int:
-    """Return S_buf: bytes to read before a prefill begins, so that none of its layers waits for its KV (section 3.2.1).
+def read_buffer(
+    load_s: float, past_tokens: int, prefill_s: float, new_tokens: int, bytes_per_s: float
+) -> int:
+    """Return S_buf: bytes to read before a prefill begins, so that none of its layers waits for its
+    KV (section 3.2.1).
 
     B(T_load L_hist - T_pref L_new), rounded up; 0 where loading hides behind the prefill anyway.
 
@@ -47,7 +52,8 @@ def read_buffer(load_s: float, past_tokens: int, prefill_s: float, new_tokens: i
 
 
 def layers_before(plan: LoadPlan, n_layers: int) -> int:
-    """Return how many layers of a plan to read before its prefill begins: those of `read_buffer`, rounded up.
+    """Return how many layers of a plan to read before its prefill begins: those of `read_buffer`,
+    rounded up.
 
     0 where this machine was not measured, or loading hides behind the prefill anyway.
     """

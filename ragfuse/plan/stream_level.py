@@ -1,9 +1,10 @@
 """How each piece of a stream is sent: as text to recompute, or at a codec level (CacheGen 5.3).
 
-CacheGen sends a piece at the best level that meets the deadline at the last throughput, so a link that becomes slower
-leaves no time for the rest. Here every piece first comes at its most lossy level, which takes a small part of the time,
-and the lossiest pieces are read again at better levels while time is left. Where all pieces can be recomputed in time,
-they are: that is lossless. Arithmetic only: throughput and seconds are arguments, nothing here waits or reads.
+CacheGen sends a piece at the best level that meets the deadline at the last throughput, so a link
+that becomes slower leaves no time for the rest. Here every piece first comes at its most lossy
+level, which takes a small part of the time, and the lossiest pieces are read again at better levels
+while time is left. Where all pieces can be recomputed in time, they are: that is lossless.
+Arithmetic only: throughput and seconds are arguments, nothing here waits or reads.
 """
 
 from __future__ import annotations
@@ -20,17 +21,22 @@ from ragfuse.types.plan import Fetch, LoadPlan, is_blended
 AS_TEXT, AS_RAW = "text", "raw"
 """A piece sent as text is recomputed. A piece sent raw is used as it is, without decoding."""
 PIECE_TOKENS = 1500
-"""Approximate tokens of a piece: few enough to react to a changing throughput, enough to compute efficiently."""
+"""Approximate tokens of a piece: few enough to react to a changing throughput, enough to compute
+efficiently.
+"""
 COMPUTE_MARGIN = 1.15
 """Safety factor for computing: assume that it takes this many times as long as predicted."""
 PATIENCE = 2.0
 """A piece is checked for lateness once it took this many times as long as predicted."""
 BACKOFF = 1.5
-"""Back-off factor: the next check for lateness comes after this many times the time already waited."""
+"""Back-off factor: the next check for lateness comes after this many times the time already waited.
+"""
 MIN_THROUGHPUT = 1e-9
 """Stands for a throughput of zero, in bytes per second."""
 NEVER_LATE_S = 0.02
-"""Seconds within which no piece counts as late: shorter waits depend on the machine rather than on the link."""
+"""Seconds within which no piece counts as late: shorter waits depend on the machine rather than on
+the link.
+"""
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,8 @@ class StreamPart:
         fetch: How it is found; with its bytes by codec level, the least lossy first.
         segments: The segments of the prompt that use rows of it, which is read once.
         tokens: The tokens of these segments.
-        text_s: Seconds that recomputing them adds to the prefill; None: unknown, so that they cannot be sent as text.
+        text_s: Seconds that recomputing them adds to the prefill; None: unknown, so that they
+            cannot be sent as text.
         decode_s: Seconds to decode it, by codec level.
     """
 
@@ -87,8 +94,8 @@ class StreamPiece:
         """Return the seconds to read the piece, and to decode it.
 
         Args:
-            level: The codec level. A piece that lacks it uses its own level of the same rank; one without any level is
-                recomputed.
+            level: The codec level. A piece that lacks it uses its own level of the same rank; one
+                without any level is recomputed.
             rank: The index of that level among the levels of the first piece.
             throughput: Bytes per second.
         """
@@ -101,7 +108,9 @@ class StreamPiece:
 
 
 def pieces(parts: Sequence[StreamPart], max_tokens: int = PIECE_TOKENS) -> list[StreamPiece]:
-    """Group parts, in order, into pieces of at most `max_tokens` with the same levels; a longer part stands alone."""
+    """Group parts, in order, into pieces of at most `max_tokens` with the same levels; a longer
+    part stands alone.
+    """
     groups: list[list[StreamPart]] = []
     for part in parts:
         alike = bool(groups) and [*dict(part.fetch.sizes)] == [*dict(groups[-1][-1].fetch.sizes)]
@@ -120,8 +129,9 @@ def first_level(
 ) -> str:
     """Return how to send the first of the remaining pieces, for which better levels may follow.
 
-    While nothing lossy was sent and all pieces can be recomputed in time, they are, or are read raw where that is
-    faster. Else the piece comes at its most lossy level; without levels it is recomputed.
+    While nothing lossy was sent and all pieces can be recomputed in time, they are, or are read raw
+    where that is faster. Else the piece comes at its most lossy level; without levels it is
+    recomputed.
 
     Args:
         remaining: All remaining pieces.
@@ -143,25 +153,36 @@ def first_level(
 
 
 def better_level(
-    remaining: Sequence[StreamPiece], better: Sequence[str], throughput: float, left_s: float, sharing: int = 1
+    remaining: Sequence[StreamPiece],
+    better: Sequence[str],
+    throughput: float,
+    left_s: float,
+    sharing: int = 1,
 ) -> str:
     """Return the level at which to send the lossiest pieces once more; "" for none.
 
     Args:
         remaining: These pieces.
-        better: Levels of the first piece that are less lossy than what was sent, the least lossy first. The first at
-            which all pieces meet the deadline is chosen; else the last, if the first piece meets it.
+        better: Levels of the first piece that are less lossy than what was sent, the least lossy
+            first. The first at which all pieces meet the deadline is chosen; else the last, if the
+            first piece meets it.
         throughput: Bytes per second of the link.
         left_s: Seconds to the deadline.
         sharing: Streams on that link.
     """
-    in_time = (level for level in better if delay_s(remaining, level, throughput, sharing) <= left_s)
+    in_time = (
+        level for level in better if delay_s(remaining, level, throughput, sharing) <= left_s
+    )
     level = next(in_time, better[-1])
     return level if delay_s(remaining[:1], level, throughput, sharing) <= left_s else ""
 
 
-def delay_s(remaining: Sequence[StreamPiece], level: str, throughput: float, sharing: int = 1) -> float:
-    """Return the seconds until all pieces are read and decoded at one level; each is decoded while the next is read."""
+def delay_s(
+    remaining: Sequence[StreamPiece], level: str, throughput: float, sharing: int = 1
+) -> float:
+    """Return the seconds until all pieces are read and decoded at one level; each is decoded while
+    the next is read.
+    """
     rank = list(remaining[0].sizes).index(level)
     read_s = done_s = 0.0
     for piece in remaining:
@@ -171,21 +192,28 @@ def delay_s(remaining: Sequence[StreamPiece], level: str, throughput: float, sha
     return done_s
 
 
-def first_look_s(piece: StreamPiece, level: str, throughput: float | None, sharing: int = 1) -> float | None:
-    """Return the seconds to wait for a piece before checking whether it is late; None: until the tier's own timeout.
+def first_look_s(
+    piece: StreamPiece, level: str, throughput: float | None, sharing: int = 1
+) -> float | None:
+    """Return the seconds to wait for a piece before checking whether it is late; None: until the
+    tier's own timeout.
 
     With an unknown throughput, wait as long as recomputing the piece takes.
     """
     if throughput is None:
         return None if piece.text_s is None else max(NEVER_LATE_S, piece.text_s)
-    return max(NEVER_LATE_S, PATIENCE * sharing * piece.sizes[level] / max(throughput, MIN_THROUGHPUT))
+    return max(
+        NEVER_LATE_S, PATIENCE * sharing * piece.sizes[level] / max(throughput, MIN_THROUGHPUT)
+    )
 
 
-def is_given_up(remaining: Sequence[StreamPiece], level: str, waited_s: float, left_s: float) -> bool:
+def is_given_up(
+    remaining: Sequence[StreamPiece], level: str, waited_s: float, left_s: float
+) -> bool:
     """Return whether to recompute the current piece, which is late, instead of waiting for it.
 
-    A piece that can still meet the deadline is waited for. It is assumed to need as long again as it was waited for,
-    and the link to stay as slow.
+    A piece that can still meet the deadline is waited for. It is assumed to need as long again as
+    it was waited for, and the link to stay as slow.
 
     Args:
         remaining: The current piece and those after it.
@@ -234,7 +262,9 @@ def parts_of(plan: LoadPlan, fetches: Sequence[Fetch], costs: CostModel | None) 
             text_s = 0.0
             for fetch, n in zip(same, sizes, strict=True):
                 candidates = n if is_blended(plan.prompt, fetch) else 0
-                as_text = replace(blend, forced=blend.forced + n, candidate_rows=blend.candidate_rows - candidates)
+                as_text = replace(
+                    blend, forced=blend.forced + n, candidate_rows=blend.candidate_rows - candidates
+                )
                 text_s += costs.rows_s(as_text, -candidates, n)
             decode_s = {level: costs.decode_s(level, part.tokens) for level, _ in part.fetch.sizes}
             part = replace(part, text_s=text_s, decode_s=decode_s)

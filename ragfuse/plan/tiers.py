@@ -13,12 +13,16 @@ RAW_ALONE: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
 def store_cost(nbytes: int, price: float, months: float = 1.0) -> float:
-    """Return C_store of CacheBlend 5.1: the cost of storing `nbytes`, at a price per gigabyte (10^9) and month."""
+    """Return C_store of CacheBlend 5.1: the cost of storing `nbytes`, at a price per gigabyte
+    (10^9) and month.
+    """
     return nbytes / 1e9 * price * months
 
 
 def price_of(tier: str, prices: Mapping[str, float]) -> float:
-    """Return the price of a tier, by its name or else by its kind (a prefix of the name); infinite if unknown."""
+    """Return the price of a tier, by its name or else by its kind (a prefix of the name); infinite
+    if unknown.
+    """
     kinds = (kind for kind in prices if tier.startswith(kind))
     return prices[tier] if tier in prices else min((prices[kind] for kind in kinds), default=inf)
 
@@ -32,7 +36,8 @@ def choose_tier(
     ratio: float,
     written: Mapping[str, Sequence[str]] = RAW_ALONE,
 ) -> str | None:
-    """Return the cheapest tier that loads a new chunk at least as fast as its tokens are recomputed; else the fastest.
+    """Return the cheapest tier that loads a new chunk at least as fast as its tokens are
+    recomputed; else the fastest.
 
     CacheBlend 5.1: T_recompute(r*, L) >= T_load(L, tier).
 
@@ -43,8 +48,8 @@ def choose_tier(
         tiers: Names of the tiers to choose from.
         prices: Price per gigabyte and month, by name or kind of tier.
         ratio: The recompute ratio.
-        written: Codec levels that each tier stores, by default raw. Of several levels, the fastest one counts for
-            loading, and all count for the cost.
+        written: Codec levels that each tier stores, by default raw. Of several levels, the fastest
+            one counts for loading, and all count for the cost.
 
     Returns:
         The name of the tier, the faster of two that cost the same; None if no tier was measured.
@@ -56,17 +61,20 @@ def choose_tier(
             load_s[tier] = min(costs.stored_s(tier, level, nbytes, n_tokens) for level in levels)
             stored_nbytes = sum(nbytes * costs.packed.get(level, 1.0) for level in levels)
             price[tier] = store_cost(round(stored_nbytes), price_of(tier, prices))
-    hidden = [tier for tier, seconds in load_s.items() if seconds <= costs.recompute_s(ratio, n_tokens)]
+    hidden = [
+        tier for tier, seconds in load_s.items() if seconds <= costs.recompute_s(ratio, n_tokens)
+    ]
     if not hidden:
         return min(load_s, key=lambda tier: load_s[tier], default=None)
     return min(hidden, key=lambda tier: (price[tier], load_s[tier]))
 
 
 def choose_level(n_tokens: int, nbytes: int, costs: CostModel, tier: str, ratio: float) -> str:
-    """Return the least lossy level for a new chunk at which loading from a tier hides behind recomputing.
+    """Return the least lossy level for a new chunk at which loading from a tier hides behind
+    recomputing.
 
-    Where no level hides, the one that loads fastest; in a tier that was not measured, raw. `nbytes` is the chunk's size
-    as raw.
+    Where no level hides, the one that loads fastest; in a tier that was not measured, raw. `nbytes`
+    is the chunk's size as raw.
     """
     hidden_s = costs.recompute_s(ratio, n_tokens)
     if tier not in costs.tiers:

@@ -1,7 +1,8 @@
 """The end of the process waits for threads that compute.
 
-An interpreter that ends stops its daemon threads where they next ask for it. One that is inside native code then, a
-product of matrices for example, is stopped within C++, which aborts the whole process.
+An interpreter that ends stops its daemon threads where they next ask for it. One that is inside
+native code then, a product of matrices for example, is stopped within C++, which aborts the whole
+process.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class _Working:
         self.depths: dict[int, int] = {}
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until no other thread computes; return False if that takes longer than `timeout_s` seconds."""
+        """Wait until no other thread computes; return False if that takes longer than `timeout_s`
+        seconds.
+        """
         me = threading.get_ident()
         with self.changed:
             return self.changed.wait_for(lambda: not self.depths.keys() - {me}, timeout_s)
@@ -48,8 +51,8 @@ if hasattr(os, "register_at_fork"):  # the threads of a forked child's parent ar
 def at_work() -> Iterator[None]:
     """Let the end of the process wait until this thread leaves the block.
 
-    A caller's daemon thread that enters or leaves it after that stays here, so that it does not go on with an answer
-    that was cut off.
+    A caller's daemon thread that enters or leaves it after that stays here, so that it does not go
+    on with an answer that was cut off.
 
     Raises:
         RuntimeError: The process is ending already, and this is no daemon thread of a caller.
@@ -62,7 +65,9 @@ def at_work() -> Iterator[None]:
             _WORKING.depths[me] = depth + 1
     if is_late:
         _stay()
-        raise RuntimeError("The program is ending, so nothing more is computed. Ask before its end.")
+        raise RuntimeError(
+            "The program is ending, so nothing more is computed. Ask before its end."
+        )
     try:
         yield
     finally:
@@ -108,7 +113,9 @@ class _OwnThread(threading.Thread):
 
 
 def _wait() -> None:
-    """End all answers, and wait for the threads that compute; a second Ctrl-C ends the process at once."""
+    """End all answers, and wait for the threads that compute; a second Ctrl-C ends the process at
+    once.
+    """
     EXITING.set()
     began_s = time.monotonic()
     try:

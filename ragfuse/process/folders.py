@@ -1,4 +1,6 @@
-"""Folders that are made for this user alone, whatever the process's umask, and a temporary one where none can be."""
+"""Folders that are made for this user alone, whatever the process's umask, and a temporary one
+where none can be.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def make_own_folder(path: Path) -> None:
 
 
 def can_be_written(path: Path) -> bool:
-    """Return False for a folder that this user cannot write to or make; a full disk and a file there count as True."""
+    """Return False for a folder that this user cannot write to or make; a full disk and a file
+    there count as True.
+    """
     existing = next(place for place in (path, *path.parents) if os.path.lexists(place))
     try:
         tempfile.TemporaryFile(dir=existing).close()
@@ -35,7 +39,9 @@ def can_be_written(path: Path) -> bool:
 
 
 def give_temporary_files_a_place() -> None:
-    """Let temporary files lie in memory where no usual folder takes them: torch cannot be imported without one."""
+    """Let temporary files lie in memory where no usual folder takes them: torch cannot be imported
+    without one.
+    """
     try:
         tempfile.gettempdir()
     except FileNotFoundError:

@@ -1,4 +1,6 @@
-"""Background work: a bounded queue of jobs, run one by one in a daemon thread that lives only while jobs wait."""
+"""Background work: a bounded queue of jobs, run one by one in a daemon thread that lives only while
+jobs wait.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from ragfuse.process.openmp import release_pool
 log = logging.getLogger("ragfuse")
 
 EXIT_S = 5.0
-"""Most seconds that an ending process spends on the waiting jobs of an owner that was not closed."""
+"""Most seconds that an ending process spends on the waiting jobs of an owner that was not closed.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,22 +36,30 @@ class _Job:
 class BackgroundJobs:
     """A thread that runs jobs in order. An idle queue has no thread.
 
-    At the end of the process, queued jobs get a few seconds. Ctrl-C interrupts only the main thread, so a running job
-    is finished.
+    At the end of the process, queued jobs get a few seconds. Ctrl-C interrupts only the main
+    thread, so a running job is finished.
 
     Args:
         name: The thread's name is `ragfuse-` and this.
         limit: Jobs that may wait; further ones are dropped and counted.
-        max_nbytes: Most bytes that all jobs hold, unless it is one job; what exceeds that is dropped.
+        max_nbytes: Most bytes that all jobs hold, unless it is one job; what exceeds that is
+            dropped.
         finishes: Whether `close` waits for the job at hand however long that takes.
 
     Attributes:
         dropped: Counted jobs that were dropped, or that raised an exception.
     """
 
-    def __init__(self, name: str, limit: int = 64, max_nbytes: float = inf, finishes: bool = False) -> None:
+    def __init__(
+        self, name: str, limit: int = 64, max_nbytes: float = inf, finishes: bool = False
+    ) -> None:
         self.dropped = 0
-        self._name, self._limit, self._max_nbytes, self._finishes = name, limit, max_nbytes, finishes
+        self._name, self._limit, self._max_nbytes, self._finishes = (
+            name,
+            limit,
+            max_nbytes,
+            finishes,
+        )
         self._changed = Condition()
         self._closed = False
         self._waiting: deque[_Job] = deque()
@@ -72,8 +83,8 @@ class BackgroundJobs:
             names: What `among` and `wait` know it by.
             nbytes: Bytes that stay in memory until it is done.
             counts: Whether `dropped` counts it if it is dropped.
-            is_awaited: Whether the caller waits for it. The limits do not apply then: there cannot be more such jobs
-                than waiting threads.
+            is_awaited: Whether the caller waits for it. The limits do not apply then: there cannot
+                be more such jobs than waiting threads.
 
         Returns:
             Whether it was queued; False if it was dropped.
@@ -116,7 +127,9 @@ class BackgroundJobs:
             return self._changed.wait_for(lambda: self._thread is None, timeout_s)
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Take no more jobs and finish those queued; if `timeout_s` runs out, drop the rest and return False."""
+        """Take no more jobs and finish those queued; if `timeout_s` runs out, drop the rest and
+        return False.
+        """
         with self._changed:
             self._closed = True
         done = self.flush(timeout_s)
@@ -130,7 +143,9 @@ class BackgroundJobs:
         return [*self._waiting, *([self._current] if self._current is not None else ())]
 
     def _start(self) -> bool:
-        """Start the thread unless it runs; return False if the process is ending or has too many threads."""
+        """Start the thread unless it runs; return False if the process is ending or has too many
+        threads.
+        """
         if self._thread is None:
             try:
                 self._thread = start_thread(self._name, self._run)
@@ -144,7 +159,11 @@ class BackgroundJobs:
                 job.run()
             except Exception as error:
                 self.dropped += 1
-                log.warning("A background job (%s) failed; answers are right without it: %r", self._name, error)
+                log.warning(
+                    "A background job (%s) failed; answers are right without it: %r",
+                    self._name,
+                    error,
+                )
                 log.debug("Where it failed", exc_info=True)
             release_pool()
             del job  # frees its bytes before the next job is awaited
@@ -178,6 +197,8 @@ def _close(process: int, reference: weakref.ref[Closes], timeout_s: float) -> No
 
 
 def countdown(timeout_s: float | None) -> Callable[[], float | None]:
-    """Start a countdown, and return a function that gives the seconds left (at least 0; None for no limit)."""
+    """Start a countdown, and return a function that gives the seconds left (at least 0; None for no
+    limit).
+    """
     end = None if timeout_s is None else time.monotonic() + timeout_s
     return lambda: None if end is None else max(0.0, end - time.monotonic())

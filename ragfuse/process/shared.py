@@ -1,4 +1,5 @@
-"""Ragfuse's only process-wide state: loaded models, engines by settings, notes for the current answer.
+"""Ragfuse's only process-wide state: loaded models, engines by settings, notes for the current
+answer.
 
 `OneProcess` is the base of what is shared.
 """
@@ -25,7 +26,9 @@ _NOTES: ContextVar[list[str] | None] = ContextVar("ragfuse_noted", default=None)
 
 
 class OneProcess:
-    """The base of engines and loaded models, which belong to one process: copies of what holds one share it."""
+    """The base of engines and loaded models, which belong to one process: copies of what holds one
+    share it.
+    """
 
     def __copy__(self) -> Self:
         return self
@@ -36,18 +39,20 @@ class OneProcess:
     def __reduce__(self) -> NoReturn:
         name = type(self).__name__
         raise TypeError(
-            f"An object of class {name} cannot be pickled, as it belongs to its process. Hand the other process what "
-            f"it was made of, such as the Settings, and make {name} there."
+            f"An object of class {name} cannot be pickled, as it belongs to its process. Hand the"
+            f" other process what it was made of, such as the Settings, and make {name} there."
         )
 
 
 def shared(name: Hashable, make: Callable[[], T], version: Hashable = None) -> T:
-    """Return the object of that name; the first caller's `make` creates it, and later callers get the same one.
+    """Return the object of that name; the first caller's `make` creates it, and later callers get
+    the same one.
 
     Args:
         name: What the object is known by.
         make: Creates it.
-        version: Of what it is made from; an object of another version is dropped, and `make` creates a new one.
+        version: Of what it is made from; an object of another version is dropped, and `make`
+            creates a new one.
     """
     with _LOCK:
         if name not in _SHARED or _SHARED[name][0] != version:
@@ -75,7 +80,9 @@ def forget(instance: object) -> None:
 
 @contextmanager
 def collect_notes() -> Iterator[list[str]]:
-    """Collect the notes made in this block, by this thread and by those that run in a copy of its context."""
+    """Collect the notes made in this block, by this thread and by those that run in a copy of its
+    context.
+    """
     notes: list[str] = []
     token = _NOTES.set(notes)
     try:

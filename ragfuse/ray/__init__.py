@@ -12,4 +12,6 @@ if TYPE_CHECKING:
 
 __all__ = ["BulkSummary", "encode"]
 
-__getattr__, __dir__, _ = lazy_loader.attach(__name__, submod_attrs={"bulk": ["BulkSummary", "encode"]})
+__getattr__, __dir__, _ = lazy_loader.attach(
+    __name__, submod_attrs={"bulk": ["BulkSummary", "encode"]}
+)

@@ -1,4 +1,6 @@
-"""The server as an application of Ray Serve: fronts, replicas behind the request router, and how many there are."""
+"""The server as an application of Ray Serve: fronts, replicas behind the request router, and how
+many there are.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ragfuse.errors import SettingsError
-from ragfuse.ray.cluster import LOCAL_CLUSTER, connected, cpus_each, nodes, places_of, shared_settings
+from ragfuse.ray.cluster import (
+    LOCAL_CLUSTER,
+    connected,
+    cpus_each,
+    nodes,
+    places_of,
+    shared_settings,
+)
 from ragfuse.serve.keys import LOOPBACK, Keys, check_host
 from ragfuse.settings import Settings
 
@@ -18,9 +27,13 @@ APPLICATION = "ragfuse"
 """The name of the application in Ray Serve."""
 ROUTER = "ragfuse.ray.request_router:ChunkRequestRouter"
 QUEUE_FACTOR = 2
-"""Requests that a replica accepts, as a multiple of those that it answers at once; others wait in the front."""
+"""Requests that a replica accepts, as a multiple of those that it answers at once; others wait in
+the front.
+"""
 SCALE_AFTER_S = 10.0
-"""Seconds for which a queue must be long before a replica is added; one is removed after `SCALE_DOWN_FACTOR` times."""
+"""Seconds for which a queue must be long before a replica is added; one is removed after
+`SCALE_DOWN_FACTOR` times.
+"""
 SCALE_DOWN_FACTOR = 30
 
 
@@ -31,7 +44,8 @@ class ReplicaOptions:
     Args:
         least: Replicas that always run.
         most: Replicas that run where queues are long; None: as `least`.
-        cpus: CPUs of each; None: all but one of the smallest node, divided among the replicas, at least one.
+        cpus: CPUs of each; None: all but one of the smallest node, divided among the replicas, at
+            least one.
     """
 
     least: int = 1
@@ -45,7 +59,8 @@ class ReplicaOptions:
         least, most = (int(each) if each.isdecimal() else 0 for each in (first, last or first))
         if not 1 <= least <= most or text.endswith(":"):
             raise SettingsError(
-                f"Wanted a number of replicas such as 2, or a range such as 1:4, found '{text}'. Correct --replicas."
+                f"Wanted a number of replicas such as 2, or a range such as 1:4, found '{text}'."
+                " Correct --replicas."
             )
         return cls(least, most, cpus)
 
@@ -70,13 +85,15 @@ def serve(
         port: Port to listen on.
         origins: Origins of web pages that may call the server (CORS).
         options: How many replicas there are; None: one.
-        address: The cluster: "local" for a new one on this machine, "auto", HOST:PORT or ray://HOST:PORT.
+        address: The cluster: "local" for a new one on this machine, "auto", HOST:PORT or
+            ray://HOST:PORT.
         ready: Called with the server's URL once all replicas have loaded the model.
-        tell: Called with a line about what is waited for once a signal came, and with one that the replicas are gone.
+        tell: Called with a line about what is waited for once a signal came, and with one that the
+            replicas are gone.
 
     Raises:
-        SettingsError: Ray is missing, its nodes do not share the store, or others could reach the server without an API
-            key.
+        SettingsError: Ray is missing, its nodes do not share the store, or others could reach the
+            server without an API key.
     """
     check_host(host, Keys(api_keys, settings.salt))
     places_of(settings)
@@ -87,8 +104,15 @@ def serve(
         settings = shared_settings(settings)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         ray_serve.start(http_options={"host": host, "port": port})
-        ray_serve.run(application(settings, api_keys, host, origins, options), name=APPLICATION, route_prefix="/")
-        before = {sig: signal.signal(sig, lambda *_: stop.set()) for sig in (signal.SIGINT, signal.SIGTERM)}
+        ray_serve.run(
+            application(settings, api_keys, host, origins, options),
+            name=APPLICATION,
+            route_prefix="/",
+        )
+        before = {
+            sig: signal.signal(sig, lambda *_: stop.set())
+            for sig in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
             ready(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1")
             while not stop.wait(1.0):
@@ -143,7 +167,10 @@ def application(
         max_ongoing_requests=QUEUE_FACTOR * together,
         max_queued_requests=settings.serve_waiting,
         graceful_shutdown_timeout_s=settings.serve_grace_s,
-        ray_actor_options={"num_cpus": options.cpus or cpus_each(nodes(), most), **({"num_gpus": 1} if on_gpu else {})},
+        ray_actor_options={
+            "num_cpus": options.cpus or cpus_each(nodes(), most),
+            **({"num_gpus": 1} if on_gpu else {}),
+        },
         request_router_config=RequestRouterConfig(request_router_class=router),
         **size,
     )

@@ -1,7 +1,8 @@
-"""Bulk encoding on a Ray cluster: Ray Data maps batches of chunks over workers, each with an engine on a shared store.
+"""Bulk encoding on a Ray cluster: Ray Data maps batches of chunks over workers, each with an engine
+on a shared store.
 
-Entries are found by their content, so a batch that is tried again writes what is missing and nothing else: killed
-workers, interrupted runs and several runs at once cost time, never an entry.
+Entries are found by their content, so a batch that is tried again writes what is missing and
+nothing else: killed workers, interrupted runs and several runs at once cost time, never an entry.
 """
 
 from __future__ import annotations
@@ -12,11 +13,21 @@ from time import perf_counter
 from typing import Any
 
 from ragfuse.errors import InputError, SettingsError
-from ragfuse.ray.cluster import LOCAL_CLUSTER, Node, connected, cpus_each, nodes, places_of, shared_settings
+from ragfuse.ray.cluster import (
+    LOCAL_CLUSTER,
+    Node,
+    connected,
+    cpus_each,
+    nodes,
+    places_of,
+    shared_settings,
+)
 from ragfuse.settings import Settings
 
 BATCH = 16
-"""Chunks of a batch; a worker that is killed repeats at most a block of batches, without what is stored already."""
+"""Chunks of a batch; a worker that is killed repeats at most a block of batches, without what is
+stored already.
+"""
 BLOCKS_A_WORKER = 4
 """Blocks that a list of chunks is cut into for each worker, so that slow workers get fewer."""
 
@@ -25,8 +36,8 @@ BLOCKS_A_WORKER = 4
 class BulkSummary:
     """What a bulk encode came to.
 
-    A batch that was begun by a worker that was killed counts for the one that finished it; chunks that the first one
-    had stored are not among `encoded`.
+    A batch that was begun by a worker that was killed counts for the one that finished it; chunks
+    that the first one had stored are not among `encoded`.
 
     Args:
         chunks: Chunks handled.
@@ -34,8 +45,8 @@ class BulkSummary:
         tokens: Tokens of the encoded chunks.
         nbytes: Bytes of their KV.
         unsaved: Chunks that no shared tier took; run again to try them again.
-        short: Chunks that are too short to be stored. All others were found in the store: from before the run, or from
-            a worker of it that died.
+        short: Chunks that are too short to be stored. All others were found in the store: from
+            before the run, or from a worker of it that died.
         work_s: Seconds that all workers together took for their batches.
         seconds: Time from the first batch to the last, start of the workers included.
     """
@@ -79,16 +90,18 @@ def encode(
     Run it again after an interruption: it goes on where it stopped.
 
     Args:
-        dataset: A `ray.data.Dataset` with a column `text` and perhaps `source`; or (text, source) pairs.
-        settings: All settings; None: read from the environment and ragfuse.toml. The store must be one that all nodes
-            share.
-        address: The cluster, unless this process is connected to one: "local" for a new one on this machine, "auto",
-            HOST:PORT or ray://HOST:PORT.
-        workers: How many engines encode; None: one for each GPU with a model on CUDA, else one for each node.
+        dataset: A `ray.data.Dataset` with a column `text` and perhaps `source`; or (text, source)
+            pairs.
+        settings: All settings; None: read from the environment and ragfuse.toml. The store must be
+            one that all nodes share.
+        address: The cluster, unless this process is connected to one: "local" for a new one on this
+            machine, "auto", HOST:PORT or ray://HOST:PORT.
+        workers: How many engines encode; None: one for each GPU with a model on CUDA, else one for
+            each node.
         cpus: CPUs of each worker; None: all but one of the smallest node, at least one.
         batch: Chunks of a batch.
-        progress: Called after each batch with the process id of its worker and the totals so far. Ray shows its own
-            progress bars besides.
+        progress: Called after each batch with the process id of its worker and the totals so far.
+            Ray shows its own progress bars besides.
 
     Returns:
         The totals.
@@ -119,7 +132,10 @@ def encode(
         columns = dataset.columns() or []
         if "text" not in columns:
             found = ", ".join(map(str, columns)) or "no rows"
-            raise InputError(f"Wanted a dataset with a column 'text', found: {found}. Rename the column of the chunks.")
+            raise InputError(
+                f"Wanted a dataset with a column 'text', found: {found}. Rename the column of the"
+                " chunks."
+            )
         began = perf_counter()
         counted = dataset.map_batches(
             EncodeWorker,
@@ -136,17 +152,21 @@ def encode(
         return done
 
 
-def worker_size(members: list[Node], on_gpu: bool, workers: int | None, cpus: float | None) -> tuple[int, float]:
+def worker_size(
+    members: list[Node], on_gpu: bool, workers: int | None, cpus: float | None
+) -> tuple[int, float]:
     """Return how many workers there are, and the CPUs of each."""
     n_gpus = int(sum(node.gpus for node in members))
     if on_gpu and not n_gpus:
-        raise SettingsError("Wanted a GPU for a model on CUDA, found none in the cluster. Set --device cpu.")
+        raise SettingsError(
+            "Wanted a GPU for a model on CUDA, found none in the cluster. Set --device cpu."
+        )
     n_workers = workers or (n_gpus if on_gpu else max(1, sum(node.cpus >= 1 for node in members)))
     n_cpus = cpus or (1.0 if on_gpu else cpus_each(members, n_workers))
     total = sum(node.cpus for node in members)
     if n_workers * n_cpus > total:
         raise SettingsError(
-            f"Wanted {n_workers} workers with {n_cpus:g} CPUs each, found a cluster of {total:g} CPUs. Ask for fewer "
-            "workers, or fewer CPUs for each."
+            f"Wanted {n_workers} workers with {n_cpus:g} CPUs each, found a cluster of {total:g}"
+            " CPUs. Ask for fewer workers, or fewer CPUs for each."
         )
     return n_workers, n_cpus

@@ -1,4 +1,5 @@
-"""The choice of the replica that answers a request: the one that got most bytes of its chunks, within a bound.
+"""The choice of the replica that answers a request: the one that got most bytes of its chunks,
+within a bound.
 
 Pure Python: no Ray, no torch, no clock. Ray's router asks it, tests and simulations too.
 """
@@ -13,11 +14,13 @@ from ragfuse.process.lru import LRU
 from ragfuse.types.keys import digest
 
 MAX_OVER_MEAN = 1.25
-"""Most work of a replica, and most requests in its queue, as a multiple of the mean over replicas."""
+"""Most work of a replica, and most requests in its queue, as a multiple of the mean over replicas.
+"""
 SLACK = 2.0
 """Requests beyond that, so that few requests in all may still follow their chunks."""
 HORIZON = 32
-"""Requests of each replica after which all loads are halved, so that the bound is on recent work."""
+"""Requests of each replica after which all loads are halved, so that the bound is on recent work.
+"""
 MAX_SENT = 16_384
 """Chunks that a replica is believed to have; beyond that, those sent longest ago are forgotten."""
 
@@ -25,7 +28,8 @@ MAX_SENT = 16_384
 def chunk_digest(salt: str, kind: str, text: str) -> int:
     """Return the digest by which the front names a chunk: an int of 64 bits.
 
-    It depends on the tenant's salt, so that the digest of one tenant's chunk says nothing about another's.
+    It depends on the tenant's salt, so that the digest of one tenant's chunk says nothing about
+    another's.
 
     Args:
         salt: The tenant's salt.
@@ -40,8 +44,8 @@ class RoutedRequest:
     """What a request asks of a replica.
 
     Args:
-        chunks: Bytes of each of its chunks, by digest. Their proportions matter, so bytes of text do as bytes of KV.
-            Its conversation counts as one.
+        chunks: Bytes of each of its chunks, by digest. Their proportions matter, so bytes of text
+            do as bytes of KV. Its conversation counts as one.
         cost: Work of the whole request, in the same unit; at least 1 is counted.
     """
 
@@ -63,12 +67,13 @@ class ReplicaView:
 
 
 class ChunkRouter:
-    """Ranks replicas for a request by the bytes of its chunks that they got before, with a bound on imbalance.
+    """Ranks replicas for a request by the bytes of its chunks that they got before, with a bound on
+    imbalance.
 
-    What a replica drops from memory is in the shared tiers, and it still is the best place for that chunk: it keeps
-    different chunks than the others do. A replica whose share of recent work, or whose queue, is above the bound comes
-    after all others. Where no replica got anything, the one with the least recent work comes first. Not thread-safe:
-    one for each event loop.
+    What a replica drops from memory is in the shared tiers, and it still is the best place for that
+    chunk: it keeps different chunks than the others do. A replica whose share of recent work, or
+    whose queue, is above the bound comes after all others. Where no replica got anything, the one
+    with the least recent work comes first. Not thread-safe: one for each event loop.
 
     Args:
         names: The replicas.
@@ -82,18 +87,25 @@ class ChunkRouter:
         self.keep_only(names)
 
     def keep_only(self, names: Iterable[str]) -> None:
-        """Forget replicas that are gone, and take in new ones, with the mean of the others' recent work."""
+        """Forget replicas that are gone, and take in new ones, with the mean of the others' recent
+        work.
+        """
         wanted = dict.fromkeys(names)
         known = {name: self._replicas[name] for name in wanted if name in self._replicas}
         mean = sum(view.load for view in known.values()) / len(known) if known else 0.0
-        self._replicas = {name: known.get(name) or ReplicaView(mean, LRU(MAX_SENT)) for name in wanted}
+        self._replicas = {
+            name: known.get(name) or ReplicaView(mean, LRU(MAX_SENT)) for name in wanted
+        }
 
-    def rank(self, request: RoutedRequest, queues: Mapping[str, int] = MappingProxyType({})) -> list[str]:
+    def rank(
+        self, request: RoutedRequest, queues: Mapping[str, int] = MappingProxyType({})
+    ) -> list[str]:
         """Return all replicas, the one to ask first first.
 
         Args:
             request: The request.
-            queues: Requests that each replica has accepted and not answered; 0 where it is not named.
+            queues: Requests that each replica has accepted and not answered; 0 where it is not
+                named.
         """
         views, cost = self._replicas, max(1, request.cost)
         if len(views) < 2:
@@ -113,7 +125,9 @@ class ChunkRouter:
         return sorted(views, key=order)
 
     def send(self, name: str, request: RoutedRequest) -> None:
-        """Note that a replica got a request: it will have its chunks, and its work counts against the bound."""
+        """Note that a replica got a request: it will have its chunks, and its work counts against
+        the bound.
+        """
         view = self._replicas.get(name)
         if view is None:
             return

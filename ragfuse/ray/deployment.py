@@ -1,7 +1,9 @@
-"""The two classes that Ray Serve runs: the front that knows each request's chunks, and the replicas that answer.
+"""The two classes that Ray Serve runs: the front that knows each request's chunks, and the replicas
+that answer.
 
-A front reads a request's body for its chunks and hands it on as it came; a replica runs the server's own app, so that
-all of the server's rules hold: keys, tenants, limits, streams, errors. Ray Serve loads this file by its name.
+A front reads a request's body for its chunks and hands it on as it came; a replica runs the
+server's own app, so that all of the server's rules hold: keys, tenants, limits, streams, errors.
+Ray Serve loads this file by its name.
 """
 
 from __future__ import annotations
@@ -62,11 +64,14 @@ class ChunkFront:
             answer = self._replicas.remote(told, body, **{ROUTED: routed})
             status, found_headers = await anext(answer)
         except BackPressureError:
-            return refusal(APIError(429, "Too many requests wait already. Retry later.", "busy", None, RETRY_S))
+            return refusal(
+                APIError(429, "Too many requests wait already. Retry later.", "busy", None, RETRY_S)
+            )
         except RayActorError:
             return refusal(_lost())
         is_events = any(
-            name == b"content-type" and value.startswith(b"text/event-stream") for name, value in found_headers
+            name == b"content-type" and value.startswith(b"text/event-stream")
+            for name, value in found_headers
         )
         response = StreamingResponse(_pieces(answer, is_events), status)
         response.raw_headers = list(found_headers)
@@ -75,12 +80,17 @@ class ChunkFront:
 
 def _lost() -> APIError:
     """Return the error of a request whose replica died."""
-    message = "The replica that answered this request has died. Send the request again: another replica takes it."
+    message = (
+        "The replica that answered this request has died. Send the request again: another replica"
+        " takes it."
+    )
     return APIError(503, message, LOST, None, RETRY_S)
 
 
 def _log_beside_ray() -> None:
-    """Write the server's lines, one for each request among them, into the log that Ray Serve has for this replica."""
+    """Write the server's lines, one for each request among them, into the log that Ray Serve has
+    for this replica.
+    """
     mine, of_ray = logging.getLogger("ragfuse"), logging.getLogger("ray.serve")
     mine.setLevel(logging.INFO)
     for handler in of_ray.handlers:
@@ -92,8 +102,8 @@ async def _pieces(answer: Any, is_events: bool) -> AsyncIterator[bytes]:
 
     Args:
         answer: What the replica yields.
-        is_events: Whether the body is server-sent events: the last one says so where the replica dies. Any other body
-            then breaks off.
+        is_events: Whether the body is server-sent events: the last one says so where the replica
+            dies. Any other body then breaks off.
     """
     try:
         async for piece in answer:
@@ -108,7 +118,8 @@ async def _pieces(answer: Any, is_events: bool) -> AsyncIterator[bytes]:
 
 
 class EngineReplica:
-    """One replica: the server's app over engines of its own, which share the store's slow tiers with other replicas.
+    """One replica: the server's app over engines of its own, which share the store's slow tiers
+    with other replicas.
 
     Args:
         settings: The settings, with only those tiers that all replicas share.
@@ -118,12 +129,18 @@ class EngineReplica:
     """
 
     def __init__(
-        self, settings: Settings, api_keys: Sequence[str], origins: Sequence[str], loopback_only: bool
+        self,
+        settings: Settings,
+        api_keys: Sequence[str],
+        origins: Sequence[str],
+        loopback_only: bool,
     ) -> None:
         _log_beside_ray()
         self._service = Service(settings, Keys(api_keys, settings.salt))
         self._app = make_app(self._service, origins, loopback_only)
-        self._service.engine(self._service.keys.tenants[0])  # loads the model before the first request
+        self._service.engine(
+            self._service.keys.tenants[0]
+        )  # loads the model before the first request
         self._upkeep: asyncio.Task[None] | None = None
         self._name = serve.get_replica_context().replica_id.unique_id.encode()
 
@@ -164,7 +181,10 @@ class EngineReplica:
         try:
             while (message := await messages.get()) is not None:
                 if message["type"] == "http.response.start":
-                    yield message["status"], [*message.get("headers", ()), (REPLICA_HEADER, self._name)]
+                    yield (
+                        message["status"],
+                        [*message.get("headers", ()), (REPLICA_HEADER, self._name)],
+                    )
                 elif message.get("body"):
                     yield bytes(message["body"])
             await running  # raises what the app raised

@@ -9,7 +9,9 @@ from typing import Any
 from ragfuse.ray.chunk_router import RoutedRequest, chunk_digest
 
 SESSION_SHARE = 4
-"""A conversation counts as this many times the request's own text, so that its turns stay with one replica."""
+"""A conversation counts as this many times the request's own text, so that its turns stay with one
+replica.
+"""
 MAX_ROUTED_BYTES = 16 << 20
 """Bytes of a body that is parsed for its chunks; a larger one is sent by load alone."""
 
@@ -17,8 +19,8 @@ MAX_ROUTED_BYTES = 16 << 20
 def routed_request(salt: str, body: bytes) -> RoutedRequest:
     """Return what a request's body asks of a replica: its documents and its conversation.
 
-    Bytes are those of the documents' texts, to which the bytes of their KV are in proportion. A body that is no valid
-    request has no chunks; the replica that gets it says what is wrong.
+    Bytes are those of the documents' texts, to which the bytes of their KV are in proportion. A
+    body that is no valid request has no chunks; the replica that gets it says what is wrong.
 
     Args:
         salt: The salt of the request's tenant.
@@ -30,7 +32,10 @@ def routed_request(salt: str, body: bytes) -> RoutedRequest:
         request = None
     if not isinstance(request, dict):
         return RoutedRequest(cost=max(1, len(body)))
-    chunks = {chunk_digest(salt, "chunk", text): len(text.encode("utf-8", "replace")) for text in texts_of(request)}
+    chunks = {
+        chunk_digest(salt, "chunk", text): len(text.encode("utf-8", "replace"))
+        for text in texts_of(request)
+    }
     session = request.get("session_id")
     if isinstance(session, str):
         chunks[chunk_digest(salt, "session", session)] = SESSION_SHARE * len(body)
@@ -38,7 +43,8 @@ def routed_request(salt: str, body: bytes) -> RoutedRequest:
 
 
 def texts_of(request: Mapping[str, Any]) -> list[str]:
-    """Return the texts of the documents in a request, without white space around them, as they are stored.
+    """Return the texts of the documents in a request, without white space around them, as they are
+    stored.
 
     They are the texts of `documents`, and of parts of messages of the type "text-plain".
     """

@@ -1,4 +1,6 @@
-"""Ray Serve's request router over `ChunkRouter`. Ray Serve loads this file by its name, wherever a handle is used."""
+"""Ray Serve's request router over `ChunkRouter`. Ray Serve loads this file by its name, wherever a
+handle is used.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,11 @@ ROUTED = "routed"
 
 
 class ChunkRequestRouter(RequestRouter):
-    """Sends a request to the replica that got most bytes of its chunks before, with a bound on imbalance.
+    """Sends a request to the replica that got most bytes of its chunks before, with a bound on
+    imbalance.
 
-    It is no `FIFOMixin`: that would give the replica which was chosen for one request to the one that came first.
+    It is no `FIFOMixin`: that would give the replica which was chosen for one request to the one
+        that came first.
     """
 
     def initialize_state(self) -> None:
@@ -23,17 +27,26 @@ class ChunkRequestRouter(RequestRouter):
         self._router = ChunkRouter()
 
     async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """Return the candidates, each a rank of its own, the one to ask first first."""
         if pending_request is not None:
-            pending_request.routing_context.should_backoff = True  # or Ray asks again at once while all are full
+            pending_request.routing_context.should_backoff = (
+                True  # or Ray asks again at once while all are full
+            )
         by_name = {str(replica.replica_id): replica for replica in candidate_replicas}
         self._router.keep_only(by_name)
-        queues = {name: self.replica_queue_len_cache.get(replica.replica_id) or 0 for name, replica in by_name.items()}
+        queues = {
+            name: self.replica_queue_len_cache.get(replica.replica_id) or 0
+            for name, replica in by_name.items()
+        }
         return [[by_name[name]] for name in self._router.rank(_routed(pending_request), queues)]
 
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
+    ) -> None:
         """Note which replica got a request."""
         self._router.send(str(replica_id), _routed(pending_request))
 

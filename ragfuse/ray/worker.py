@@ -28,7 +28,9 @@ class EncodeWorker:
             raise RefusedError(f"No KV is stored for this model: {refusal}")
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Encode the chunks in the columns `text` and, if there is one, `source`; return one row of counts."""
+        """Encode the chunks in the columns `text` and, if there is one, `source`; return one row of
+        counts.
+        """
         texts = [str(text) for text in batch["text"]]
         sources = [str(source) for source in batch.get("source", [""] * len(texts))]
         began = time.perf_counter()
@@ -49,7 +51,11 @@ class EncodeWorker:
 def _n_unsaved(engine: Engine, texts: Sequence[str]) -> int:
     """Count the chunks that no shared tier holds, of those that are long enough to be stored."""
     encoder = engine.runtime.encoder
-    runs = [ids for text in texts if len(ids := engine.tokens(text.strip())) >= engine.settings.min_chunk_tokens]
+    runs = [
+        ids
+        for text in texts
+        if len(ids := engine.tokens(text.strip())) >= engine.settings.min_chunk_tokens
+    ]
     keys = {encoder.key(ids, encoder.context) for ids in runs}
     held = {key for tier in engine.store.tiers if tier.slow for key in tier.stat(keys)}
     return len(keys - held)

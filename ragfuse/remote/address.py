@@ -35,7 +35,9 @@ class ServerAddress:
     def __post_init__(self) -> None:
         object.__setattr__(self, "base_url", _normalised(self.base_url))
         if not (self.api_key.isascii() and self.api_key.isprintable() and " " not in self.api_key):
-            raise SettingsError("The API key has spaces or characters that no key has; wanted ASCII. Copy it again.")
+            raise SettingsError(
+                "The API key has spaces or characters that no key has; wanted ASCII. Copy it again."
+            )
 
     def url(self, path: str) -> str:
         """Return the URL of a route below `/v1`."""
@@ -48,7 +50,9 @@ class ServerAddress:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers of each request; compressed replies are not wanted, as their size is bounded as sent."""
+        """The headers of each request; compressed replies are not wanted, as their size is bounded
+        as sent.
+        """
         key = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         return {**key, "accept-encoding": "identity", "content-type": "application/json"}
 
@@ -62,7 +66,8 @@ def _normalised(given: str) -> str:
     if not is_server or parts.username is not None or parts.query or parts.fragment:
         shown = given.rpartition("@")[2]  # before it may stand a password
         raise SettingsError(
-            f"base_url is {shown!r:.120}; wanted the address of a server, such as {LOCAL}, without user name, ? and #."
+            f"base_url is {shown!r:.120}; wanted the address of a server, such as {LOCAL}, without"
+            " user name, ? and #."
         )
     path = parts.path.rstrip("/")
     return f"{parts.scheme}://{parts.netloc}{path if path.endswith('/v1') else f'{path}/v1'}"

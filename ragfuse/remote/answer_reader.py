@@ -1,4 +1,6 @@
-"""Reads the events of a streamed answer: its pieces as they come, and at the end the whole `Answer` with its trace."""
+"""Reads the events of a streamed answer: its pieces as they come, and at the end the whole `Answer`
+with its trace.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +49,15 @@ class AnswerReader:
         self._trace: Trace | None = None
 
     def read(self, event: dict[str, Any]) -> Iterator[Piece]:
-        """Yield the pieces of text and reasoning in an event; raise ServerError for anything that is no answer."""
+        """Yield the pieces of text and reasoning in an event; raise ServerError for anything that
+        is no answer.
+        """
         try:
             found = _SentEvent.model_validate(event)
             self._calls += tuple(
-                ToolCall.from_openai(call) for each in found.choices for call in each.delta.tool_calls or ()
+                ToolCall.from_openai(call)
+                for each in found.choices
+                for call in each.delta.tool_calls or ()
             )
         except (ValidationError, InputError) as error:
             raise _wrong(str(error)) from None
@@ -78,6 +84,6 @@ class AnswerReader:
 
 def _wrong(found: str) -> ServerError:
     return ServerError(
-        f"The server's answer cannot be read: {found:.300}. Check base_url=, that client and server have one version, "
-        "and the server's log."
+        f"The server's answer cannot be read: {found:.300}. Check base_url=, that client and server"
+        " have one version, and the server's log."
     )

@@ -1,4 +1,6 @@
-"""What programs ask: an `Engine` in their process, or a `RemoteEngine` that passes everything on to a server."""
+"""What programs ask: an `Engine` in their process, or a `RemoteEngine` that passes everything on to
+a server.
+"""
 
 from __future__ import annotations
 
@@ -9,4 +11,6 @@ if TYPE_CHECKING:
     from ragfuse.remote.remote_engine import RemoteEngine
 
 Answerer: TypeAlias = "Engine | RemoteEngine"
-"""What answers prompts and reuses the KV of their chunks; both have the same methods, which `Engine` documents."""
+"""What answers prompts and reuses the KV of their chunks; both have the same methods, which
+`Engine` documents.
+"""

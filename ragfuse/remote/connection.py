@@ -13,10 +13,17 @@ from ragfuse.types.request_limits import OVERLONG
 
 try:
     import httpx
-    from tenacity import AsyncRetrying, RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt
+    from tenacity import (
+        AsyncRetrying,
+        RetryCallState,
+        Retrying,
+        retry_if_exception_type,
+        stop_after_attempt,
+    )
 except ImportError as error:
     raise InputError(
-        f"A client of a server needs the package {error.name}, which is not installed: pip install 'ragfuse-kv[remote]'"
+        f"A client of a server needs the package {error.name}, which is not installed: pip install"
+        " 'ragfuse-kv[remote]'"
     ) from error
 
 CONNECT_S = 10.0
@@ -45,7 +52,9 @@ class Connection:
         self._options: dict[str, Any] = {
             "timeout": httpx.Timeout(address.timeout_s, connect=min(CONNECT_S, address.timeout_s)),
             # Certificates are read once, as that takes long.
-            "verify": httpx.create_ssl_context() if address.base_url.startswith("https:") else False,
+            "verify": (
+                httpx.create_ssl_context() if address.base_url.startswith("https:") else False
+            ),
             "headers": address.headers,
             "trust_env": not address.is_loopback,
         }
@@ -57,7 +66,8 @@ class Connection:
         }
 
     def ask(self, method: str, path: str, body: bytes = b"") -> dict[str, Any] | None:
-        """Return the JSON that a route answers; None for a schema or session that the server does not have.
+        """Return the JSON that a route answers; None for a schema or session that the server does
+        not have.
 
         Raises:
             InputError: The server refuses the request.
@@ -110,16 +120,17 @@ class Connection:
         if error.get("type") == "invalid_request_error" and error.get("code") != "model_not_found":
             return _refused(error)
         return ServerError(
-            f"What answers at {self._address.base_url} is no ragfuse server, or takes another api_key=: {message}. "
-            f"Wanted the address that `ragfuse serve` prints, such as {LOCAL}."
+            f"What answers at {self._address.base_url} is no ragfuse server, or takes another"
+            f" api_key=: {message}. Wanted the address that `ragfuse serve` prints, such as"
+            f" {LOCAL}."
         )
 
     def _failed(self, error: httpx.HTTPError) -> ServerError:
         """Return the error for a request that was not answered."""
         why = str(error) or type(error).__name__
         return ServerError(
-            f"No server answers at {self._address.base_url}, or it broke off ({why}). Start one with `ragfuse serve`, "
-            "correct base_url=, or ask again."
+            f"No server answers at {self._address.base_url}, or it broke off ({why}). Start one"
+            " with `ragfuse serve`, correct base_url=, or ask again."
         )
 
 
@@ -133,9 +144,14 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 
 
 def _wait_s(state: RetryCallState) -> float:
-    """Return the seconds before the next try: as a busy server says, else half a second, doubled each time."""
+    """Return the seconds before the next try: as a busy server says, else half a second, doubled
+    each time.
+    """
     error = state.outcome.exception() if state.outcome is not None else None
-    return min(MAX_WAIT_S, error.wait_s if isinstance(error, BusyError) else 0.5 * 2 ** (state.attempt_number - 1))
+    return min(
+        MAX_WAIT_S,
+        error.wait_s if isinstance(error, BusyError) else 0.5 * 2 ** (state.attempt_number - 1),
+    )
 
 
 def _json(raw: bytes | str) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""An engine in another process: each question goes to `ragfuse serve`, and the answer is read as a stream."""
+"""An engine in another process: each question goes to `ragfuse serve`, and the answer is read as a
+stream.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +39,18 @@ MAX_TOGETHER = 8
 MAX_COUNTED = 1024
 """Texts whose token ids are kept."""
 ENGINE_ALONE = ("ingest", "prefix", "forget", "digest", "settings")
-"""What an `Engine` has and no server does for its clients: chunks that are encoded ahead, and its store."""
+"""What an `Engine` has and no server does for its clients: chunks that are encoded ahead, and its
+store.
+"""
 
 
 @checks_arguments
 class RemoteEngine(OneProcess):
-    """A client of `ragfuse serve` with the interface of an `Engine` (`Answerer`). Thread-safe; it opens no store.
+    """A client of `ragfuse serve` with the interface of an `Engine` (`Answerer`). Thread-safe; it
+    opens no store.
 
-    Documents keep their boundaries: marked chunks become documents of the request, and retrieved ones (`Ask.documents`)
-    are found in the prompt by the server, as an engine finds them.
+    Documents keep their boundaries: marked chunks become documents of the request, and retrieved
+    ones (`Ask.documents`) are found in the prompt by the server, as an engine finds them.
 
     Args:
         base_url: The address that `ragfuse serve` prints.
@@ -56,7 +61,12 @@ class RemoteEngine(OneProcess):
     """
 
     def __init__(
-        self, base_url: str, api_key: str = "", model: str = "", max_retries: int = 2, timeout_s: float = 600.0
+        self,
+        base_url: str,
+        api_key: str = "",
+        model: str = "",
+        max_retries: int = 2,
+        timeout_s: float = 600.0,
     ) -> None:
         self.address = ServerAddress(base_url, api_key, model, max_retries, timeout_s)
         self._connection = Connection(self.address)
@@ -71,7 +81,9 @@ class RemoteEngine(OneProcess):
 
     @property
     def name(self) -> str:
-        """The model's name as far as it is known without asking the server: "" before the first question."""
+        """The model's name as far as it is known without asking the server: "" before the first
+        question.
+        """
         return self.address.model or (self._card.name if self._card is not None else "")
 
     @property
@@ -93,19 +105,28 @@ class RemoteEngine(OneProcess):
             return stream.answer
 
     def stream(self, prompt: Question, ask: Ask | None = None) -> AnswerStream:
-        """Return an iterator over the answer's text as it comes; as `Engine.stream`. Closing it ends the generation."""
+        """Return an iterator over the answer's text as it comes; as `Engine.stream`. Closing it
+        ends the generation.
+        """
         return AnswerStream(partial(self._say, *request_of(prompt, ask or Ask())))
 
     def batch(
-        self, prompts: Sequence[Question], ask: Ask | None = None, cancelled: threading.Event | None = None
+        self,
+        prompts: Sequence[Question],
+        ask: Ask | None = None,
+        cancelled: threading.Event | None = None,
     ) -> list[Answer]:
-        """Return the answers to several prompts, asked together; the first failure ends the others and is raised."""
+        """Return the answers to several prompts, asked together; the first failure ends the others
+        and is raised.
+        """
         bodies = [request_of(prompt, ask or Ask()) for prompt in prompts_of(prompts)]
         if not bodies:
             return []
         stop = cancelled or threading.Event()
         with ThreadPoolExecutor(min(len(bodies), MAX_TOGETHER), "ragfuse-remote") as pool:
-            calls = [partial(self._say, path, body, lambda piece: None, stop) for path, body in bodies]
+            calls = [
+                partial(self._say, path, body, lambda piece: None, stop) for path, body in bodies
+            ]
             return answers_of([pool.submit(copy_context().run, call) for call in calls], stop)
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
@@ -119,17 +140,25 @@ class RemoteEngine(OneProcess):
     def count_tokens(self, prompt: Question, tools: Sequence[Mapping[str, Any]] = ()) -> int:
         """Return the number of tokens of a prompt, with chat template and tools."""
         body = prompt_for(prompt)
-        return len(self._token_ids({**body, **({"tools": [dict(each) for each in tools]} if tools else {})}))
+        return len(
+            self._token_ids(
+                {**body, **({"tools": [dict(each) for each in tools]} if tools else {})}
+            )
+        )
 
     def delete_session(self, name: str) -> int:
-        """Delete a conversation that the server keeps, and return the bytes that came free; 0 where there is none."""
+        """Delete a conversation that the server keeps, and return the bytes that came free; 0 where
+        there is none.
+        """
         found = self._connection.ask("DELETE", f"ragfuse/sessions/{quote(name, safe='')}")
         return 0 if found is None else int(found["nbytes"])
 
     # documents: hints that a server needs not
 
     def know(self, texts: Iterable[tuple[str, str]]) -> None:
-        """Do nothing: retrieved documents come with each question, by which the server recognises them."""
+        """Do nothing: retrieved documents come with each question, by which the server recognises
+        them.
+        """
 
     def prefetch(self, texts: Iterable[str]) -> None:
         """Do nothing: the server brings a question's KV to memory while it waits for its turn."""
@@ -139,17 +168,24 @@ class RemoteEngine(OneProcess):
         if name not in ENGINE_ALONE:
             raise AttributeError(name)
         raise InputError(
-            f"'{name}' needs the engine, and this model asks the server at {self.address.base_url}. Run it on the "
-            "server's store, with a model without base_url= or with `ragfuse ingest`; or leave it out: the server "
-            "encodes what a question brings after its answer."
+            f"'{name}' needs the engine, and this model asks the server at {self.address.base_url}."
+            " Run it on the server's store, with a model without base_url= or with `ragfuse"
+            " ingest`; or leave it out: the server encodes what a question brings after its"
+            " answer."
         )
 
     # inside
 
-    def _say(self, path: str, body: dict[str, Any], say: Callable[[Piece], None], stop: threading.Event) -> Answer:
-        """Ask, pass each piece to `say`, and return the answer; an event loop of this thread's own does the reading."""
+    def _say(
+        self, path: str, body: dict[str, Any], say: Callable[[Piece], None], stop: threading.Event
+    ) -> Answer:
+        """Ask, pass each piece to `say`, and return the answer; an event loop of this thread's own
+        does the reading.
+        """
         try:
-            raw = encoded({**body, "model": self.card.name})  # the card raises for what is no ragfuse server
+            raw = encoded(
+                {**body, "model": self.card.name}
+            )  # the card raises for what is no ragfuse server
             return asyncio.run(self._unless_stopped(path, raw, say, stop))
         except ServerError:
             self._card = None  # the server may come back with another model
@@ -168,7 +204,8 @@ class RemoteEngine(OneProcess):
             if getattr(stop, "is_abandoned", True):
                 return Answer("", (), "stop", Trace())  # nobody reads it
             raise InputError(
-                "An answer of a server cannot be cut short and kept. Bound it by max_tokens= or timeout= instead."
+                "An answer of a server cannot be cut short and kept. Bound it by max_tokens= or"
+                " timeout= instead."
             )
         return asking.result()
 
@@ -182,7 +219,8 @@ class RemoteEngine(OneProcess):
 
     def _token_ids(self, body: dict[str, Any]) -> tuple[int, ...]:
         return self._read_as(
-            tuple[int, ...], (self._connection.ask("POST", "ragfuse/tokens", encoded(body)) or {}).get("tokens")
+            tuple[int, ...],
+            (self._connection.ask("POST", "ragfuse/tokens", encoded(body)) or {}).get("tokens"),
         )
 
     def _read_card(self) -> ModelCard:
@@ -190,8 +228,8 @@ class RemoteEngine(OneProcess):
         wanted = self.address.model
         if wanted and Path(wanted).name != card.name:
             raise ServerError(
-                f"The server at {self.address.base_url} has the model '{card.name:.80}', wanted '{wanted:.80}'. Leave "
-                "out model=, or ask the server that has it."
+                f"The server at {self.address.base_url} has the model '{card.name:.80}', wanted"
+                f" '{wanted:.80}'. Leave out model=, or ask the server that has it."
             )
         return card
 
@@ -200,6 +238,7 @@ class RemoteEngine(OneProcess):
             return TypeAdapter(kind).validate_python(found)
         except ValidationError:
             raise ServerError(
-                f"What answers at {self.address.base_url} is no ragfuse server of this version: found {found!r:.60}. "
-                f"Wanted the address that `ragfuse serve` prints, such as {LOCAL}."
+                f"What answers at {self.address.base_url} is no ragfuse server of this version:"
+                f" found {found!r:.60}. Wanted the address that `ragfuse serve` prints, such as"
+                f" {LOCAL}."
             ) from None

@@ -45,11 +45,14 @@ class RemoteSchemas:
         """Register a schema unless the server has it already; None where it does."""
         return None if self.has(schema) else self.register(schema, progress)
 
-    def register(self, schema: Schema | Path | str, progress: Progress | None = None) -> RemoteSchema:
+    def register(
+        self, schema: Schema | Path | str, progress: Progress | None = None
+    ) -> RemoteSchema:
         """Register a schema, which the server encodes; it replaces one of the same name.
 
         Args:
-            schema: The schema; a text that begins with `<` is PML, any other names a file of this machine.
+            schema: The schema; a text that begins with `<` is PML, any other names a file of this
+                machine.
             progress: Called once, at the end.
         """
         parsed = schema if isinstance(schema, Schema) else read_schema(schema)

@@ -1,4 +1,6 @@
-"""A question and its `Ask` as the body of a request to `ragfuse serve`. What the server cannot do is refused here."""
+"""A question and its `Ask` as the body of a request to `ragfuse serve`. What the server cannot do
+is refused here.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ HANDLED = frozenset({"do_sample", "logit_bias", "max_time", *SAMPLING, *FIELDS})
 
 
 def request_of(question: Question, ask: Ask) -> tuple[str, Json]:
-    """Return the route of a question and the body of its request, which asks for a stream; the model is left out.
+    """Return the route of a question and the body of its request, which asks for a stream; the
+    model is left out.
 
     Args:
         question: A text, messages, token ids or a prompt in PML.
@@ -55,12 +58,15 @@ def prompt_for(question: Question) -> Json:
 
 
 def encoded(body: Json) -> bytes:
-    """Return a body as UTF-8 JSON, without lone surrogates; raise InputError for values that JSON does not have."""
+    """Return a body as UTF-8 JSON, without lone surrogates; raise InputError for values that JSON
+    does not have.
+    """
     try:
         return whole_text(json.dumps(body, ensure_ascii=False, allow_nan=False)).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(
-            f"The request cannot be written as JSON ({error}). Use plain numbers, texts, lists and dicts."
+            f"The request cannot be written as JSON ({error}). Use plain numbers, texts, lists and"
+            " dicts."
         ) from error
 
 
@@ -68,7 +74,10 @@ def _asked(question: Question, ask: Ask) -> tuple[str, Json]:
     """Return the route, and the fields that depend on what kind of question it is."""
     if isinstance(question, PMLPrompt):
         if ask.tools or ask.session is not None:
-            raise InputError("A prompt in PML cannot have tools or a session. Leave these out, or ask with messages.")
+            raise InputError(
+                "A prompt in PML cannot have tools or a session. Leave these out, or ask with"
+                " messages."
+            )
         return CHAT, {"messages": [], "pml": to_pml(question)}
     if is_ids(question) and not ask.tools and not ask.continue_final_message:
         return TEXT, {"prompt": [int(id) for id in question]}
@@ -79,7 +88,9 @@ def _asked(question: Question, ask: Ask) -> tuple[str, Json]:
         choice = ask.tool_choice
         is_word = choice in ("auto", "none", "required")
         body["tools"] = [dict(tool) for tool in ask.tools]
-        body["tool_choice"] = choice if is_word else {"type": "function", "function": {"name": choice}}
+        body["tool_choice"] = (
+            choice if is_word else {"type": "function", "function": {"name": choice}}
+        )
         body["parallel_tool_calls"] = ask.parallel_tool_calls
     if ask.chat_template_kwargs:
         body["chat_template_kwargs"] = dict(ask.chat_template_kwargs)
@@ -94,8 +105,12 @@ def _given(**values: Any) -> Json:
 
 
 def _shared(ask: Ask) -> Json:
-    """Return the fields that all kinds of requests have; retrieved documents are found in the prompt by the server."""
-    documents = [{"text": text, "title": _title(source)} for text, source in ask.documents if text.strip()]
+    """Return the fields that all kinds of requests have; retrieved documents are found in the
+    prompt by the server.
+    """
+    documents = [
+        {"text": text, "title": _title(source)} for text, source in ask.documents if text.strip()
+    ]
     reuse = _given(
         policy=ask.policy,
         ratio=ask.ratio,
@@ -119,19 +134,26 @@ def _shared(ask: Ask) -> Json:
 
 
 def _options(options: Mapping[str, Any]) -> Json:
-    """Return the sampling options and penalties; raise InputError for one that a server does not have."""
-    unknown = next((name for name, value in options.items() if name not in HANDLED and value is not None), None)
+    """Return the sampling options and penalties; raise InputError for one that a server does not
+    have.
+    """
+    unknown = next(
+        (name for name, value in options.items() if name not in HANDLED and value is not None), None
+    )
     if unknown is not None:
         raise InputError(
-            f"A server takes no option '{unknown}' of transformers' `generate`; wanted "
-            f"{', '.join(sorted(HANDLED))}. Leave it out, or ask an engine in this process: without base_url=."
+            f"A server takes no option '{unknown}' of transformers' `generate`; wanted"
+            f" {', '.join(sorted(HANDLED))}. Leave it out, or ask an engine in this process:"
+            " without base_url=."
         )
     found = _given(**{sent: options.get(name) for name, sent in FIELDS.items()})
     if options.get("logit_bias"):
         found["logit_bias"] = {str(id): value for id, value in options["logit_bias"].items()}
     if options.get("do_sample"):
         if not options.get("temperature"):
-            raise InputError("A server samples only at a temperature; found none. Set temperature=, such as 1.0.")
+            raise InputError(
+                "A server samples only at a temperature; found none. Set temperature=, such as 1.0."
+            )
         found |= _given(**{name: options.get(name) for name in SAMPLING})
     return found
 
@@ -146,7 +168,11 @@ def _message(message: ChatMessage) -> Json:
     found: Json = {"role": message.role, "content": _content(message)}
     if message.tool_calls:
         found["tool_calls"] = [call.as_openai() for call in message.tool_calls]
-    named = {"tool_call_id": message.tool_call_id, "name": message.name, "reasoning_content": message.reasoning}
+    named = {
+        "tool_call_id": message.tool_call_id,
+        "name": message.name,
+        "reasoning_content": message.reasoning,
+    }
     return {**found, **{name: value for name, value in named.items() if value}}
 
 

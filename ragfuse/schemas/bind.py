@@ -1,10 +1,12 @@
-"""Turns a PML prompt over a schema's layout into a `Prompt`: what is reused from which run, and what is fresh.
+"""Turns a PML prompt over a schema's layout into a `Prompt`: what is reused from which run, and
+what is fresh.
 
-Imported modules keep their positions of the schema (Prompt Cache 3.4). Arguments are fresh, at the positions of their
-parameters, whose unused positions stay empty. The prompt's own texts are fresh, too: they stand after the module that
-is imported before them, else after what precedes the next import. If such a text is longer than the gap there,
-everything after it is shifted, which its keys can be. Messages after all imports stand after everything else in the
-prompt; no room is left for modules at the schema's end that are not imported.
+Imported modules keep their positions of the schema (Prompt Cache 3.4). Arguments are fresh, at the
+positions of their parameters, whose unused positions stay empty. The prompt's own texts are fresh,
+too: they stand after the module that is imported before them, else after what precedes the next
+import. If such a text is longer than the gap there, everything after it is shifted, which its keys
+can be. Messages after all imports stand after everything else in the prompt; no room is left for
+modules at the schema's end that are not imported.
 """
 
 from __future__ import annotations
@@ -22,13 +24,22 @@ from ragfuse.schemas.layout import (
     check_together,
     opened,
 )
-from ragfuse.schemas.nodes import Import, MessageNode, PMLPrompt, SourcePosition, TextNode, has_messages
+from ragfuse.schemas.nodes import (
+    Import,
+    MessageNode,
+    PMLPrompt,
+    SourcePosition,
+    TextNode,
+    has_messages,
+)
 from ragfuse.schemas.pml import one_of
 from ragfuse.types.keys import ChunkKey, Kind
 from ragfuse.types.prompt import Prompt, Segment
 
 KeyOf = Callable[[SchemaRun], ChunkKey]
-"""Returns the key of a run's KV, encoded alone at its own positions; `ChunkKey.layout` is `SchemaRun.layout`."""
+"""Returns the key of a run's KV, encoded alone at its own positions; `ChunkKey.layout` is
+`SchemaRun.layout`.
+"""
 Items = tuple[TextNode | Import | MessageNode, ...]
 
 
@@ -38,10 +49,11 @@ class SchemaUse:
 
     Args:
         schema: Name of the schema.
-        modules: (path, key of the run that it is reused from) in order of positions. "." is the schema's own text; a
-            key of None means that the module is computed.
+        modules: (path, key of the run that it is reused from) in order of positions. "." is the
+            schema's own text; a key of None means that the module is computed.
         runs: The runs by key.
-        others: Keys of the runs of the other modules of the used unions, which the next prompt may import.
+        others: Keys of the runs of the other modules of the used unions, which the next prompt may
+            import.
     """
 
     schema: str
@@ -50,11 +62,13 @@ class SchemaUse:
     others: tuple[ChunkKey, ...] = ()
 
 
-def bind(request: PMLPrompt, layout: SchemaLayout, encode: Encode, key_of: KeyOf, blend: bool = False) -> Prompt:
+def bind(
+    request: PMLPrompt, layout: SchemaLayout, encode: Encode, key_of: KeyOf, blend: bool = False
+) -> Prompt:
     """Make the Prompt of a PML prompt over its schema's layout.
 
-    It ends with a fresh segment: the request's ending; else the generation prompt, if there are messages; else the
-    last token alone.
+    It ends with a fresh segment: the request's ending; else the generation prompt, if there are
+    messages; else the last token alone.
 
     Args:
         request: The PML prompt.
@@ -67,20 +81,30 @@ def bind(request: PMLPrompt, layout: SchemaLayout, encode: Encode, key_of: KeyOf
         PMLError: An import or argument does not exist in the schema, or does not fit.
     """
     if request.schema != layout.schema.name:
-        raise request.at.error(f"a prompt for schema '{request.schema}'", f"one for '{layout.schema.name}'")
+        raise request.at.error(
+            f"a prompt for schema '{request.schema}'", f"one for '{layout.schema.name}'"
+        )
     imports = dict[str, SourcePosition]()
     _import(layout, layout.root, request.items, imports)
     check_together(imports, layout.places)
     key_of = cache(key_of)  # many pieces share a run
-    placing = _Placing(layout, encode, _sources(layout, imports), key_of, "chunk" if blend else "module")
+    placing = _Placing(
+        layout, encode, _sources(layout, imports), key_of, "chunk" if blend else "module"
+    )
     placing.scope(layout.root, request.items, request.args, request.at)
-    ending = tuple(encode(request.ending, False)) if request.ending else _generation_prompt(request, layout, encode)
+    ending = (
+        tuple(encode(request.ending, False))
+        if request.ending
+        else _generation_prompt(request, layout, encode)
+    )
     placing.free(_Free(ending, request.at))
     others = dict.fromkeys(map(key_of, _others(layout, imports)))
     return placing.prompt(request.at, tuple(others))
 
 
-def _import(layout: SchemaLayout, place: ModulePosition, items: Items, imports: dict[str, SourcePosition]) -> None:
+def _import(
+    layout: SchemaLayout, place: ModulePosition, items: Items, imports: dict[str, SourcePosition]
+) -> None:
     """Collect the paths of the modules that items of a prompt import inside one module."""
     children = {child.name: child for child in place.places}
     for item in items:
@@ -90,7 +114,10 @@ def _import(layout: SchemaLayout, place: ModulePosition, items: Items, imports: 
         if child is None:
             elsewhere = [path for path in layout.places if path.rpartition("/")[2] == item.name]
             where = place.path or layout.schema.name
-            raise item.at.error(f"unknown module '{item.name}' in '{where}'", one_of(item.name, elsewhere or children))
+            raise item.at.error(
+                f"unknown module '{item.name}' in '{where}'",
+                one_of(item.name, elsewhere or children),
+            )
         if child.path in imports:
             raise item.at.error(f"module '{item.name}' imported twice", "each module once")
         imports[child.path] = item.at
@@ -107,7 +134,9 @@ class _Free:
 
 
 def _sources(layout: SchemaLayout, imports: Mapping[str, SourcePosition]) -> dict[str, SchemaRun]:
-    """Return the run that each module is reused from; a scaffold with all members imported comes first (3.3)."""
+    """Return the run that each module is reused from; a scaffold with all members imported comes
+    first (3.3).
+    """
     imported, found = {"", *imports}, dict[str, SchemaRun]()
     for run in layout.scaffolds:
         if imported.issuperset(run.members) and not any(path in found for path in run.members):
@@ -132,7 +161,9 @@ def _others(layout: SchemaLayout, imports: Mapping[str, SourcePosition]) -> Iter
 
 
 def _generation_prompt(request: PMLPrompt, layout: SchemaLayout, encode: Encode) -> tuple[int, ...]:
-    """Return the ids of the generation prompt; none if the prompt has no messages or begins the answer itself."""
+    """Return the ids of the generation prompt; none if the prompt has no messages or begins the
+    answer itself.
+    """
     items = _stripped(request.items)
     adds_messages = any(isinstance(item, MessageNode) for item in items)
     is_open = adds_messages and isinstance(items[-1], MessageNode) and items[-1].role == "assistant"
@@ -167,7 +198,11 @@ class _Piece:
     def is_continued_by(self, other: _Piece) -> bool:
         """Whether a piece directly follows this one, both in the prompt and in the run."""
         follows = self.run is None or self.lo + len(self.tokens) == other.lo
-        return follows and (self.stop, self.run, self.origin) == (other.start, other.run, other.origin)
+        return follows and (self.stop, self.run, self.origin) == (
+            other.start,
+            other.run,
+            other.origin,
+        )
 
 
 @dataclass
@@ -185,11 +220,23 @@ class _Placing:
     moved: int = 0
     _last: _Free | None = None
 
-    def scope(self, place: ModulePosition, items: Items, args: tuple[tuple[str, str], ...], at: SourcePosition) -> None:
-        """Place a module with everything that the items of a prompt import in it, and their texts, in order."""
+    def scope(
+        self,
+        place: ModulePosition,
+        items: Items,
+        args: tuple[tuple[str, str], ...],
+        at: SourcePosition,
+    ) -> None:
+        """Place a module with everything that the items of a prompt import in it, and their texts,
+        in order.
+        """
         items, arguments = _stripped(items), self._arguments(place, args, at)
-        last_import = max((i for i, item in enumerate(items) if isinstance(item, Import)), default=-1)
-        imports = dict[str, tuple[Import, list[_Free], list[_Free]]]()  # each with the texts before and behind it
+        last_import = max(
+            (i for i, item in enumerate(items) if isinstance(item, Import)), default=-1
+        )
+        imports = dict[
+            str, tuple[Import, list[_Free], list[_Free]]
+        ]()  # each with the texts before and behind it
         texts = at_end = list[_Free]()
         for i, item in enumerate(items):
             if isinstance(item, Import):
@@ -208,7 +255,9 @@ class _Placing:
         for text in at_end:
             self.free(text)
 
-    def _child(self, place: ModulePosition, item: Import, before: list[_Free], behind: list[_Free]) -> None:
+    def _child(
+        self, place: ModulePosition, item: Import, before: list[_Free], behind: list[_Free]
+    ) -> None:
         for text in (*before, *behind):
             if text.role and place.in_message:
                 found = f"'<{text.role}>' next to module '{place.name}', which is inside a message"
@@ -233,18 +282,28 @@ class _Placing:
                 raise at.error(f"unknown argument '{name}' of {where}", one_of(name, max_tokens))
             tokens = tuple(self.encode(value, False))
             if len(tokens) > max_tokens[name]:
-                raise at.error(f"argument '{name}' of {len(tokens)} tokens", f"at most {max_tokens[name]}")
+                raise at.error(
+                    f"argument '{name}' of {len(tokens)} tokens", f"at most {max_tokens[name]}"
+                )
             found[name] = tokens
         return found
 
     def _free(self, item: TextNode | MessageNode, is_last: bool) -> _Free | None:
-        """Return the tokens of a text; None for white space. An assistant's message at the end is left open."""
+        """Return the tokens of a text; None for white space. An assistant's message at the end is
+        left open.
+        """
         if isinstance(item, TextNode):
-            return _Free(tuple(self.encode(item.text, False)), item.at) if item.text.strip() else None
+            return (
+                _Free(tuple(self.encode(item.text, False)), item.at) if item.text.strip() else None
+            )
         before, after = self.layout.wrapping.around(item.role)
         is_open = is_last and item.role == "assistant"
         ends = () if is_open else tuple(self.encode(after, True))
-        return _Free((*opened(self.encode, before), *self.encode(item.text, False), *ends), item.at, item.role)
+        return _Free(
+            (*opened(self.encode, before), *self.encode(item.text, False), *ends),
+            item.at,
+            item.role,
+        )
 
     def free(self, text: _Free) -> None:
         """Place a text of the prompt at the cursor."""
@@ -265,7 +324,9 @@ class _Placing:
         self.cursor = part.stop + self.moved
 
     def _make_room(self, start: int) -> None:
-        """Shift what comes next if its place is taken; PMLError if the model's KV cannot be moved."""
+        """Shift what comes next if its place is taken; PMLError if the model's KV cannot be
+        moved.
+        """
         overlap = self.cursor - start - self.moved
         if overlap <= 0:
             return
@@ -273,7 +334,8 @@ class _Placing:
             n = len(self._last.tokens)
             raise self._last.at.error(
                 f"text of {n} tokens",
-                f"at most {max(0, n - overlap)} here, as this model's KV cannot be moved to other positions",
+                f"at most {max(0, n - overlap)} here, as this model's KV cannot be moved to other"
+                " positions",
             )
         self.moved += overlap
 
@@ -288,7 +350,9 @@ class _Placing:
             self.pieces.append(piece)
 
     def prompt(self, at: SourcePosition, others: tuple[ChunkKey, ...]) -> Prompt:
-        """Return the Prompt. If its last piece is cached, its last token is made fresh: something must be computed."""
+        """Return the Prompt. If its last piece is cached, its last token is made fresh: something
+        must be computed.
+        """
         if not self.pieces:
             raise at.error("an empty prompt", "text, or a module that has text")
         last = self.pieces[-1]
@@ -297,7 +361,9 @@ class _Placing:
             self.pieces[-1:] = [last] if last.tokens else []
             self._add(token)
         runs = {self.key_of(piece.run): piece.run for piece in self.pieces if piece.run is not None}
-        keys = {path: self.key_of(run) for path, run in self.sources.items() if run in runs.values()}
+        keys = {
+            path: self.key_of(run) for path, run in self.sources.items() if run in runs.values()
+        }
         own = ("",) if "" in keys else ()
         modules = tuple((path or ".", keys.get(path)) for path in (*own, *self.imported))
         use = SchemaUse(self.layout.schema.name, modules, runs, others)
@@ -310,4 +376,12 @@ class _Placing:
         keys, rows = (self.key_of(piece.run),), (piece.lo, piece.lo + len(piece.tokens))
         if rows == (0, len(piece.run.tokens)):
             return Segment(tuple(piece.tokens), piece.start, self.kind, keys, source)
-        return Segment(tuple(piece.tokens), piece.start, self.kind, keys, source, rows=rows, origin=piece.origin)
+        return Segment(
+            tuple(piece.tokens),
+            piece.start,
+            self.kind,
+            keys,
+            source,
+            rows=rows,
+            origin=piece.origin,
+        )

@@ -1,9 +1,11 @@
-"""The token layout of a schema: the position of every token, and which tokens are encoded together (Prompt Cache 3.3).
+"""The token layout of a schema: the position of every token, and which tokens are encoded together
+(Prompt Cache 3.3).
 
-A module's own text is one run of tokens, with gaps in its positions where nested modules and unions stand; these are
-runs of their own. The schema's own text is a run, too, and always imported. The modules of a union begin at the same
-position and take the room of the longest; a parameter takes `len` positions. `schemas/bind.py` makes prompts from a
-layout. This module knows no model and encodes nothing.
+A module's own text is one run of tokens, with gaps in its positions where nested modules and unions
+stand; these are runs of their own. The schema's own text is a run, too, and always imported. The
+modules of a union begin at the same position and take the room of the longest; a parameter takes
+`len` positions. `schemas/bind.py` makes prompts from a layout. This module knows no model and
+encodes nothing.
 """
 
 from __future__ import annotations
@@ -44,9 +46,11 @@ MAX_SCHEMA_TOKENS = 4_000_000
 
 @dataclass(frozen=True, slots=True)
 class Wrapping:
-    """What a model's chat template writes before and after a message of each role; `ask` is the generation prompt.
+    """What a model's chat template writes before and after a message of each role; `ask` is the
+    generation prompt.
 
-    Special tokens are read as such only here, never in texts. Without a template a message is its text and a newline.
+    Special tokens are read as such only here, never in texts. Without a template a message is its
+    text and a newline.
     """
 
     system: tuple[str, str] = ("", "\n")
@@ -64,7 +68,9 @@ NO_WRAPPING = Wrapping()
 
 @dataclass(frozen=True, slots=True)
 class TokenRange:
-    """Tokens at consecutive positions from `start`: text of the module `owner`, or placeholders of its `param`."""
+    """Tokens at consecutive positions from `start`: text of the module `owner`, or placeholders of
+    its `param`.
+    """
 
     owner: str
     start: int
@@ -86,7 +92,8 @@ class ModulePosition:
         path: Such as `a/b`; "" for the schema's own text.
         start: Its first position.
         stop: The position after its last.
-        parts: Its text, parameters and modules, in order; those of a union begin at the same position.
+        parts: Its text, parameters and modules, in order; those of a union begin at the same
+            position.
         union: Which union of the schema it belongs to, from 1; 0: none.
         is_default: Whether it is present while the text around its union is encoded.
         is_cached: Whether its KV is reused.
@@ -121,11 +128,12 @@ Part = TokenRange | ModulePosition
 
 @dataclass(frozen=True, eq=False)
 class SchemaRun:
-    """Tokens that are encoded together, so that they attend to each other: those of a module or of a scaffold.
+    """Tokens that are encoded together, so that they attend to each other: those of a module or of
+    a scaffold.
 
     Args:
-        members: Paths of the modules in it. A prompt may reuse all of them if it imports all; of a module's run the
-            first member, the module itself, may always be reused.
+        members: Paths of the modules in it. A prompt may reuse all of them if it imports all; of a
+            module's run the first member, the module itself, may always be reused.
         ranges: Its token ranges, in order of positions, which may have gaps.
     """
 
@@ -154,11 +162,12 @@ class SchemaRun:
     def layout(self, fixed: bool = False) -> str:
         """Return the `layout` part of the `ChunkKey` under which the run's KV is stored.
 
-        It is "" if the run's positions are 0 to n-1, else a digest of the positions, so that KV computed at other
-        positions is another entry.
+        It is "" if the run's positions are 0 to n-1, else a digest of the positions, so that KV
+        computed at other positions is another entry.
 
         Args:
-            fixed: True for a model whose KV cannot be moved to other positions: the digest also covers `start`.
+            fixed: True for a model whose KV cannot be moved to other positions: the digest also
+                covers `start`.
         """
         start = self.start if fixed else 0
         if not start and self.positions[-1] == len(self.tokens) - 1:
@@ -175,7 +184,8 @@ class SchemaLayout:
         root: The schema as one module that contains all others.
         wrapping: What the chat template writes around messages.
         places: Every module by its path.
-        modules: The run of each module, by path; modules that are not cached or have few tokens have none.
+        modules: The run of each module, by path; modules that are not cached or have few tokens
+            have none.
         scaffolds: The runs of the schema's scaffolds, largest first.
         fixed: Whether the model's KV cannot be moved to other positions.
     """
@@ -216,7 +226,8 @@ def lay_out(
         placeholder: The id that stands in for arguments (unk, or a space).
         wrapping: What the chat template writes around messages.
         bos: Ids at the first positions.
-        min_tokens: Modules with fewer tokens of their own text get no run and are computed each time.
+        min_tokens: Modules with fewer tokens of their own text get no run and are computed each
+            time.
         fixed: Whether the model's KV cannot be moved to other positions.
 
     Raises:
@@ -252,7 +263,13 @@ class _Builder:
         self._n_tokens = self._n_unions = 0
 
     def place(
-        self, module: Module, path: str, start: int, in_message: bool, head: tuple[int, ...] = (), union: int = 0
+        self,
+        module: Module,
+        path: str,
+        start: int,
+        in_message: bool,
+        head: tuple[int, ...] = (),
+        union: int = 0,
     ) -> ModulePosition:
         """Lay a module out from position `start` on, with the ids `head` before its own."""
         check_scope(module.items)
@@ -280,8 +297,12 @@ class _Builder:
             at=module.at,
         )
 
-    def run(self, paths: tuple[str, ...], places: Mapping[str, ModulePosition], at: SourcePosition) -> SchemaRun:
-        """Return the run of these modules' own text; PMLError if it is empty or all runs have too many tokens."""
+    def run(
+        self, paths: tuple[str, ...], places: Mapping[str, ModulePosition], at: SourcePosition
+    ) -> SchemaRun:
+        """Return the run of these modules' own text; PMLError if it is empty or all runs have too
+        many tokens.
+        """
         ranges = [each for path in paths for each in places[path].ranges]
         if not ranges:
             raise at.error("a scaffold whose modules have no text", "at least one that has text")
@@ -296,24 +317,31 @@ class _Builder:
     def _flat(
         self, items: Sequence[Item], in_message: bool
     ) -> Iterator[tuple[Param | Module | Union | tuple[int, ...], bool]]:
-        """Yield (item or ids of text, whether it is in a message), with messages replaced by what they hold.
+        """Yield (item or ids of text, whether it is in a message), with messages replaced by what
+        they hold.
 
         White space between messages is dropped, because the template decides what stands there.
         """
         for i, item in enumerate(items):
             if isinstance(item, Role):
                 if in_message:
-                    raise item.at.error(f"'<{item.role}>' in another message", "messages next to each other")
+                    raise item.at.error(
+                        f"'<{item.role}>' in another message", "messages next to each other"
+                    )
                 before, after = self._wrapping.around(item.role)
                 yield opened(self._encode, before), True
                 yield from self._flat(item.items, True)
                 yield tuple(self._encode(after, True)), True
             elif not isinstance(item, TextNode):
                 yield item, in_message
-            elif item.text.strip() or not any(isinstance(each, Role) for each in items[max(0, i - 1) : i + 2]):
+            elif item.text.strip() or not any(
+                isinstance(each, Role) for each in items[max(0, i - 1) : i + 2]
+            ):
                 yield tuple(self._encode(item.text, False)), in_message
 
-    def _parts(self, item: Param | Module | Union, path: str, at: int, inside: bool) -> Sequence[Part]:
+    def _parts(
+        self, item: Param | Module | Union, path: str, at: int, inside: bool
+    ) -> Sequence[Part]:
         """Lay a parameter, a module or all modules of a union out from position `at` on."""
         if isinstance(item, Param):
             return [TokenRange(path, at, self._stand_in(item), item.name)]
@@ -325,17 +353,26 @@ class _Builder:
             log.warning(message, item.at.line, item.scaffold, one_of(item.scaffold, names))
         self._n_unions += 1
         number = self._n_unions
-        places = (self.place(each, _below(path, each.name), at, inside, (), number) for each in item.modules)
+        places = (
+            self.place(each, _below(path, each.name), at, inside, (), number)
+            for each in item.modules
+        )
         return [replace(place, is_default=place.name == item.scaffold) for place in places]
 
     def _stand_in(self, param: Param) -> tuple[int, ...]:
-        """Return the ids that fill a parameter while its module is encoded: its scaffold, then placeholders."""
+        """Return the ids that fill a parameter while its module is encoded: its scaffold, then
+        placeholders.
+        """
         if param.length < 1 or param.name == "schema":
-            raise param.at.error(f"parameter '{param.name}' of {param.length} tokens", "1 or more, and another name")
+            raise param.at.error(
+                f"parameter '{param.name}' of {param.length} tokens", "1 or more, and another name"
+            )
         self._count(param.length, param.at)
         tokens = tuple(self._encode(param.scaffold, False)) if param.scaffold else ()
         if len(tokens) > param.length:
-            message = "Line %d: the scaffold of parameter '%s' has %d tokens and is cut to its len, %d"
+            message = (
+                "Line %d: the scaffold of parameter '%s' has %d tokens and is cut to its len, %d"
+            )
             log.warning(message, param.at.line, param.name, len(tokens), param.length)
         return tokens[: param.length] + (self._placeholder,) * (param.length - len(tokens))
 
@@ -347,7 +384,10 @@ def opened(encode: Encode, before: str) -> tuple[int, ...]:
     """
     ids, letter = tuple(encode(before, True)), "a"
     together, space = tuple(encode(before + letter, True)), tuple(encode(" ", False))
-    is_put = together != (*ids, *encode(letter, False)) and together == (*ids, *encode(f" {letter}", False))
+    is_put = together != (*ids, *encode(letter, False)) and together == (
+        *ids,
+        *encode(f" {letter}", False),
+    )
     return (*ids, *space) if is_put else ids
 
 
@@ -362,7 +402,9 @@ def _walk(place: ModulePosition) -> Iterator[ModulePosition]:
 
 
 def _is_worth(place: ModulePosition, min_tokens: int) -> bool:
-    return place.is_cached and sum(len(each.tokens) for each in place.ranges if not each.param) >= max(1, min_tokens)
+    return place.is_cached and sum(
+        len(each.tokens) for each in place.ranges if not each.param
+    ) >= max(1, min_tokens)
 
 
 def _standing_in(place: ModulePosition) -> Iterator[str]:
@@ -384,7 +426,9 @@ def _together(scaffold: Scaffold, places: Mapping[str, ModulePosition]) -> tuple
     return paths
 
 
-def check_together(named: Mapping[str, SourcePosition], places: Mapping[str, ModulePosition]) -> None:
+def check_together(
+    named: Mapping[str, SourcePosition], places: Mapping[str, ModulePosition]
+) -> None:
     """Check that modules can be imported together.
 
     Args:
@@ -408,23 +452,35 @@ def check_together(named: Mapping[str, SourcePosition], places: Mapping[str, Mod
 def outline(layout: SchemaLayout, nbytes_per_token: int) -> Iterator[dict[str, Any]]:
     """Yield one row in plain JSON types for each part of a layout, in order.
 
-    A row has depth, what ("schema", "module", "union", "param" or "text"), and positions start to stop. A module also
-    has name, path, tokens (own text and room for arguments) and nbytes (bytes of its run's KV); a parameter has name
-    and tokens.
+    A row has depth, what ("schema", "module", "union", "param" or "text"), and positions start to
+    stop. A module also has name, path, tokens (own text and room for arguments) and nbytes (bytes
+    of its run's KV); a parameter has name and tokens.
     """
 
     def rows(part: Part, depth: int) -> Iterator[dict[str, Any]]:
         row = {"depth": depth, "what": "text", "start": part.start, "stop": part.stop}
         if isinstance(part, TokenRange):
-            yield {**row, "what": "param", "name": part.param, "tokens": len(part.tokens)} if part.param else row
+            yield (
+                {**row, "what": "param", "name": part.param, "tokens": len(part.tokens)}
+                if part.param
+                else row
+            )
             return
         run = layout.modules.get(part.path)
         sizes = {
             "tokens": sum(len(each.tokens) for each in part.ranges),
             "nbytes": len(run.tokens) * nbytes_per_token if run is not None else 0,
         }
-        yield {**row, "what": "module" if part.path else "schema", "name": part.name, "path": part.path, **sizes}
-        for union, group in groupby(part.parts, lambda each: isinstance(each, ModulePosition) and each.union):
+        yield {
+            **row,
+            "what": "module" if part.path else "schema",
+            "name": part.name,
+            "path": part.path,
+            **sizes,
+        }
+        for union, group in groupby(
+            part.parts, lambda each: isinstance(each, ModulePosition) and each.union
+        ):
             inside = list(group)
             if union:
                 stop = max(each.stop for each in inside)

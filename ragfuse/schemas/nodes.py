@@ -1,7 +1,9 @@
-"""The syntax tree of PML: schemas with their modules, and prompts that import these (Prompt Cache 3.2).
+"""The syntax tree of PML: schemas with their modules, and prompts that import these (Prompt Cache
+3.2).
 
-`schemas/pml.py` parses these nodes from text and `schemas/frontends` builds them from Python. The field `at` is the
-place in the source file, for error messages; it is ignored when nodes are compared.
+`schemas/pml.py` parses these nodes from text and `schemas/frontends` builds them from Python. The
+field `at` is the place in the source file, for error messages; it is ignored when nodes are
+compared.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ class SourcePosition:
     column: int = 0
 
     def error(self, found: str, wanted: str, advice: str = "") -> PMLError:
-        """Return a PMLError at this place: what was found there, what was wanted instead, and what to do."""
+        """Return a PMLError at this place: what was found there, what was wanted instead, and what
+        to do.
+        """
         return PMLError(found, wanted, self.file, self.line, self.column, advice)
 
 
@@ -58,7 +62,8 @@ class Param:
 class Module:
     """A prompt module: text that is encoded once and imported by name.
 
-    Nested modules are imported inside the import of their parent. With `cache` False its text is computed each time.
+    Nested modules are imported inside the import of their parent. With `cache` False its text is
+    computed each time.
     """
 
     name: str
@@ -71,7 +76,8 @@ class Module:
 class Union:
     """Alternative modules, of which a prompt imports at most one.
 
-    `scaffold` names the module that is present while the text around the union is encoded; "": none.
+    `scaffold` names the module that is present while the text around the union is encoded; "":
+    none.
     """
 
     modules: tuple[Module, ...] = ()
@@ -93,7 +99,8 @@ Item = TextNode | Param | Module | Union | Role
 
 @dataclass(frozen=True, slots=True)
 class Scaffold:
-    """A scaffold: modules that are also encoded together, so that they attend to each other (Prompt Cache 3.3).
+    """A scaffold: modules that are also encoded together, so that they attend to each other (Prompt
+    Cache 3.3).
 
     Modules are named by their paths, such as `a/b`; `.` is the schema's own text.
     """
@@ -104,7 +111,9 @@ class Scaffold:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """A whole schema: its items in order. Text outside of modules forms a module that is always imported."""
+    """A whole schema: its items in order. Text outside of modules forms a module that is always
+    imported.
+    """
 
     name: str
     items: tuple[Item, ...] = ()
@@ -148,7 +157,8 @@ class PMLPrompt:
         args: Arguments of the schema's own parameters.
         at: Place in the source.
         ending: Text after everything else and outside of messages, which the model continues.
-        over: The schema object to use, even if another of that name is registered; None: the registered one.
+        over: The schema object to use, even if another of that name is registered; None: the
+            registered one.
     """
 
     schema: str
@@ -168,7 +178,9 @@ class PMLPrompt:
 
 
 def inner(items: tuple[Item, ...]) -> Iterator[Item]:
-    """Yield all items of one scope, including those in messages and unions, but not those inside modules."""
+    """Yield all items of one scope, including those in messages and unions, but not those inside
+    modules.
+    """
     for item in items:
         yield item
         if isinstance(item, Role):
@@ -194,7 +206,8 @@ def joined(items: Iterable[Node]) -> tuple[Node, ...]:
 
 
 def check_scope(items: tuple[Item, ...]) -> None:
-    """Check that module names are unique in a scope and a parameter has one length (Prompt Cache 3.2.1).
+    """Check that module names are unique in a scope and a parameter has one length (Prompt Cache
+    3.2.1).
 
     Raises:
         PMLError: Two modules share a name, or a parameter has two lengths.
@@ -203,6 +216,11 @@ def check_scope(items: tuple[Item, ...]) -> None:
     params: dict[str, Param] = {}
     for item in inner(items):
         if isinstance(item, Module) and (first := modules.setdefault(item.name, item)) is not item:
-            raise item.at.error(f"a second module '{item.name}'", f"another name than in line {first.at.line}")
+            raise item.at.error(
+                f"a second module '{item.name}'", f"another name than in line {first.at.line}"
+            )
         if isinstance(item, Param) and params.setdefault(item.name, item).length != item.length:
-            raise item.at.error(f"parameter '{item.name}' with another len", f"{params[item.name].length}, as before")
+            raise item.at.error(
+                f"parameter '{item.name}' with another len",
+                f"{params[item.name].length}, as before",
+            )

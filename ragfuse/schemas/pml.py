@@ -1,8 +1,9 @@
 """The parser of PML, the Prompt Markup Language of schemas and prompts (Prompt Cache 3.2).
 
-Errors carry file, line and column. The XML is read by expat of the standard library. DTDs are rejected, so only the
-five predefined and numeric entities exist and nothing is fetched, and the depth is limited. White space is kept
-as text; comments are dropped. `schemas/layout.py` assigns token positions and checks that names are unique.
+Errors carry file, line and column. The XML is read by expat of the standard library. DTDs are
+rejected, so only the five predefined and numeric entities exist and nothing is fetched, and the
+depth is limited. White space is kept as text; comments are dropped. `schemas/layout.py` assigns
+token positions and checks that names are unique.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ _SCHEMA: Mapping[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = MappingPro
         **dict.fromkeys(PML_ROLES, (_PARTS, "", ())),
     }
 )
-"""The elements of a schema: the elements inside it, the attribute that it needs, and further attributes."""
+"""The elements of a schema: the elements inside it, the attribute that it needs, and further
+attributes.
+"""
 PML_TAGS = frozenset({"prompt", *_SCHEMA})
 """Reserved tags, which cannot be names of modules."""
 
@@ -99,7 +102,9 @@ def read(source: str | Path) -> Schema | PMLPrompt:
     try:
         text = path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise PMLError(f"no readable file ({error})", "a schema or prompt in UTF-8", str(path)) from error
+        raise PMLError(
+            f"no readable file ({error})", "a schema or prompt in UTF-8", str(path)
+        ) from error
     return parse(text, str(path))
 
 
@@ -121,14 +126,23 @@ def _only(kind: type[Root], found: Schema | PMLPrompt) -> Root:
 
 
 def is_name(name: str) -> bool:
-    """Return whether a text is a valid name of a module or parameter, which prompts write as a tag or attribute."""
-    return len(name) <= MAX_MODULE_NAME_CHARS and (name[:1] + re.sub("[.-]", "", name[1:])).isidentifier()
+    """Return whether a text is a valid name of a module or parameter, which prompts write as a tag
+    or attribute.
+    """
+    return (
+        len(name) <= MAX_MODULE_NAME_CHARS
+        and (name[:1] + re.sub("[.-]", "", name[1:])).isidentifier()
+    )
 
 
 def one_of(name: str, names: Iterable[str]) -> str:
-    """Return the valid names as text for an error message: those similar to `name`, else the first eight."""
+    """Return the valid names as text for an error message: those similar to `name`, else the first
+    eight.
+    """
     known = sorted({each for each in names if each})
-    shown = difflib.get_close_matches(name[:MAX_MODULE_NAME_CHARS], known[:1000], 3, 0.6) or known[:8]
+    shown = (
+        difflib.get_close_matches(name[:MAX_MODULE_NAME_CHARS], known[:1000], 3, 0.6) or known[:8]
+    )
     listed = ", ".join(f"'{each}'" for each in shown)
     return f"one of {listed}" if len(shown) > 1 else listed or "none"
 
@@ -153,7 +167,9 @@ def _root(text: str, file: str) -> _Element:
 
     def start(tag: str, attributes: dict[str, str]) -> None:
         if len(opened) > MAX_DEPTH:
-            raise here().error(f"'<{tag}>' as one element too many", f"elements nested in at most {MAX_DEPTH}")
+            raise here().error(
+                f"'<{tag}>' as one element too many", f"elements nested in at most {MAX_DEPTH}"
+            )
         element = _Element(tag, attributes, here())
         opened[-1].items.append(element)
         opened.append(element)
@@ -171,7 +187,8 @@ def _root(text: str, file: str) -> _Element:
         inside = opened[-1]
         raise SourcePosition(file, error.lineno, error.offset + 1).error(
             f"{expat.ErrorString(error.code)} in <{inside.tag}> of line {inside.at.line}",
-            "well-formed XML: in text write &lt; for < and &amp; for &, or put it into <![CDATA[...]]>",
+            "well-formed XML: in text write &lt; for < and &amp; for &, or put it into"
+            " <![CDATA[...]]>",
         ) from None
     return cast(_Element, opened[0].items[0])
 
@@ -186,19 +203,27 @@ def _node(element: _Element) -> Any:
     name = attributes.get(needed, "")
     if needed and not name:
         raise at.error(f"'<{tag}>' without '{needed}'", f'{needed}="..."')
-    if (tag == "module" and name in PML_TAGS) or (tag in ("module", "param", "parameter") and not is_name(name)):
+    if (tag == "module" and name in PML_TAGS) or (
+        tag in ("module", "param", "parameter") and not is_name(name)
+    ):
         raise at.error(f"name {name!r}", "another name, of letters, digits, '-', '_' and '.'")
     children = list[Any]()
     for child in element.items:
         if isinstance(child, _Element) and child.tag not in inside:
-            raise child.at.error(f"'<{child.tag}>' in '<{tag}>'", f"{one_of(child.tag, inside)} there")
+            raise child.at.error(
+                f"'<{child.tag}>' in '<{tag}>'", f"{one_of(child.tag, inside)} there"
+            )
         if "user" not in inside and isinstance(child, TextNode) and child.text.strip():
-            raise child.at.error(f"text in '<{tag}>': {child.text.strip()[:40]!r}", "text in modules only")
+            raise child.at.error(
+                f"text in '<{tag}>': {child.text.strip()[:40]!r}", "text in modules only"
+            )
         children.append(child if isinstance(child, TextNode) else _node(child))
     items = joined(each for each in children if not isinstance(each, Scaffold))
     match tag:
         case "schema":
-            return Schema(name, items, tuple(each for each in children if isinstance(each, Scaffold)), at)
+            return Schema(
+                name, items, tuple(each for each in children if isinstance(each, Scaffold)), at
+            )
         case "module":
             cache = attributes.get("cache", "true").lower()
             if cache not in ("true", "false"):
@@ -228,7 +253,9 @@ def _imports(element: _Element) -> tuple[TextNode | Import | MessageNode, ...]:
             elif child.tag in PML_ROLES and element.tag == "prompt":
                 texts = [each.text for each in child.items if isinstance(each, TextNode)]
                 if child.attributes or len(texts) < len(child.items):
-                    raise child.at.error(f"'<{child.tag}>' with more than text", "only text in a message of a prompt")
+                    raise child.at.error(
+                        f"'<{child.tag}>' with more than text", "only text in a message of a prompt"
+                    )
                 yield MessageNode(cast(RoleName, child.tag), "".join(texts), child.at)
             elif child.tag in PML_TAGS:
                 wanted = "modules to import; messages only directly in '<prompt>'"

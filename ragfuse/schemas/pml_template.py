@@ -1,6 +1,8 @@
-"""Prompts in PML (Prompt Cache) with variables, for programs that fill one template for every question.
+"""Prompts in PML (Prompt Cache) with variables, for programs that fill one template for every
+question.
 
-Schema and prompt are parsed before values are filled in, so a value is always text and never parsed as PML.
+Schema and prompt are parsed before values are filled in, so a value is always text and never parsed
+as PML.
 """
 
 from __future__ import annotations
@@ -14,7 +16,15 @@ from typing import Any, ClassVar
 from ragfuse.errors import InputError
 from ragfuse.schemas.frontends.python import schema_of
 from ragfuse.schemas.frontends.templates import Part, Syntax, from_template, parsed
-from ragfuse.schemas.nodes import MessageNode, Param, PMLPrompt, Schema, SourcePosition, TextNode, inner
+from ragfuse.schemas.nodes import (
+    MessageNode,
+    Param,
+    PMLPrompt,
+    Schema,
+    SourcePosition,
+    TextNode,
+    inner,
+)
 from ragfuse.schemas.pml import read_prompt, read_schema
 from ragfuse.schemas.pml_writer import to_pml
 from ragfuse.types.arguments import checks_arguments
@@ -39,7 +49,9 @@ class FilledTemplate(str):
 
     def __new__(cls, request: PMLPrompt, schema: Schema, progress: Any = None) -> FilledTemplate:
         """Make a text that is unique to prompt and schema."""
-        template = super().__new__(cls, f"{to_pml(request)}<!-- {digest(repr(schema), repr(request))} -->")
+        template = super().__new__(
+            cls, f"{to_pml(request)}<!-- {digest(repr(schema), repr(request))} -->"
+        )
         template.request, template.schema = replace(request, over=schema), schema
         template.progress = progress
         return template
@@ -54,12 +66,14 @@ class FilledTemplate(str):
 
 @checks_arguments
 class PMLTemplate:
-    """A prompt in PML over a schema, with variables in its texts, messages and arguments, which `fill` replaces.
+    """A prompt in PML over a schema, with variables in its texts, messages and arguments, which
+    `fill` replaces.
 
     Args:
         schema: PML text, the path of a PML file, a parsed schema, or a prompt function.
-        prompt: PML text, the path of a PML file, or a parsed prompt, with `{variable}` anywhere in its texts; None:
-            the variables are the parameters of the prompt function or of the schema.
+        prompt: PML text, the path of a PML file, or a parsed prompt, with `{variable}` anywhere in
+            its texts; None: the variables are the parameters of the prompt function or of the
+            schema.
         question: Text of a further user message, with variables too.
         syntax: How variables are written; "jinja2" for `{{ variable }}`.
 
@@ -85,15 +99,21 @@ class PMLTemplate:
             self._function = None
             request = prompt if isinstance(prompt, PMLPrompt) else read_prompt(prompt)
             if request.schema != self.schema.name:
-                raise request.at.error(f"a prompt for schema '{request.schema}'", f"one for '{self.schema.name}'")
+                raise request.at.error(
+                    f"a prompt for schema '{request.schema}'", f"one for '{self.schema.name}'"
+                )
         elif self._function is not None:
             request = PMLPrompt(self.schema.name)
             parameters = inspect.signature(self._function).parameters.values()
             defaults = {each.name: each.default is not each.empty for each in parameters}
         else:
-            names = dict.fromkeys(item.name for item in inner(self.schema.items) if isinstance(item, Param))
+            names = dict.fromkeys(
+                item.name for item in inner(self.schema.items) if isinstance(item, Param)
+            )
             variable = "{{%s}}" if syntax == "jinja2" else "{%s}"
-            request = PMLPrompt(self.schema.name, (), tuple((name, variable % name) for name in names))
+            request = PMLPrompt(
+                self.schema.name, (), tuple((name, variable % name) for name in names)
+            )
         self._request = request.asking(question) if question else request
         self.variables = tuple(dict.fromkeys((*defaults, *self._variables())))
         self.optional = tuple(name for name, has_default in defaults.items() if has_default)
@@ -107,7 +127,8 @@ class PMLTemplate:
         question: str = "",
         syntax: Syntax = "f-string",
     ) -> PMLTemplate:
-        """Return a PML template made from an ordinary template, whose variables become parameters of the schema.
+        """Return a PML template made from an ordinary template, whose variables become parameters
+        of the schema.
 
         Args:
             name: Name of the schema.
@@ -117,7 +138,8 @@ class PMLTemplate:
             syntax: How variables are written in a text, in pairs and in `question`.
 
         Raises:
-            PMLError: The template uses something that a schema cannot express, such as logic or loops.
+            PMLError: The template uses something that a schema cannot express, such as logic or
+                loops.
         """
         return cls(from_template(name, template, max_tokens, syntax), None, question, syntax)
 
@@ -125,13 +147,15 @@ class PMLTemplate:
     def alone(others: int) -> InputError:
         """Return the error for a PML prompt that comes with `others` other messages."""
         return InputError(
-            f"A prompt in PML must be the only message; found {others} more. Put their text, system prompts too, into "
-            "the template: as messages of its schema or of its prompt, or as `question`."
+            f"A prompt in PML must be the only message; found {others} more. Put their text, system"
+            " prompts too, into the template: as messages of its schema or of its prompt, or as"
+            " `question`."
         )
 
     @classmethod
     def only(cls, found: Sequence[FilledTemplate | None]) -> FilledTemplate | None:
-        """Return the PML prompt among messages (None for an ordinary message); None if there is none.
+        """Return the PML prompt among messages (None for an ordinary message); None if there is
+        none.
 
         Raises:
             InputError: There are other messages beside it.
@@ -155,16 +179,24 @@ class PMLTemplate:
         for name in wanted:
             if name not in values:
                 found = ", ".join(map(str, values)) or "none"
-                raise InputError(f"The variable '{name}' is missing. Wanted: {', '.join(wanted)}; found: {found}.")
+                raise InputError(
+                    f"The variable '{name}' is missing. Wanted: {', '.join(wanted)}; found:"
+                    f" {found}."
+                )
         request: PMLPrompt = _changed(self._request, lambda text, at: self._text(text, values, at))
         if self._function is not None:
             names = inspect.signature(self._function).parameters
-            made: PMLPrompt = self._function(**{name: values[name] for name in names if name in values})
+            made: PMLPrompt = self._function(
+                **{name: values[name] for name in names if name in values}
+            )
             request = replace(made, items=(*made.items, *request.items))
         return FilledTemplate(request, self.schema, progress)
 
     def __repr__(self) -> str:
-        return f"PMLTemplate(schema '{self.schema.name}', variables {', '.join(self.variables) or 'none'})"
+        return (
+            f"PMLTemplate(schema '{self.schema.name}', variables"
+            f" {', '.join(self.variables) or 'none'})"
+        )
 
     # inside
 
@@ -183,11 +215,15 @@ class PMLTemplate:
 
     def _text(self, text: str, values: Mapping[str, object], at: SourcePosition) -> str:
         parts = self._parsed(text, at)
-        return "".join(literal if name is None else f"{literal}{values[name]}" for literal, name, _ in parts)
+        return "".join(
+            literal if name is None else f"{literal}{values[name]}" for literal, name, _ in parts
+        )
 
 
 def _changed(node: Any, change: Change) -> Any:
-    """Return a prompt or an item of it with `change` applied to its texts and to those of its arguments."""
+    """Return a prompt or an item of it with `change` applied to its texts and to those of its
+    arguments.
+    """
     if isinstance(node, TextNode | MessageNode):
         return replace(node, text=change(node.text, node.at))
     args = tuple((name, change(value, node.at)) for name, value in node.args)

@@ -29,7 +29,8 @@ NO_TEXT = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 def to_pml(node: Schema | PMLPrompt | Import | MessageNode | Scaffold | Item) -> str:
     """Return a node as PML text that parses back to an equal node, with neighbouring texts merged.
 
-    Texts are written as `whole_text` has them, and U+FFFD stands for characters that XML cannot represent.
+    Texts are written as `whole_text` has them, and U+FFFD stands for characters that XML cannot
+    represent.
     """
     return NO_TEXT.sub("\ufffd", whole_text(_written(node)))
 
@@ -38,7 +39,11 @@ def _written(node: Any) -> str:
     if isinstance(node, TextNode):
         return escape(node.text, {"\r": "&#13;"})
     tag, attributes, items = _parts_of(node)
-    given = attributes if isinstance(node, Import | PMLPrompt) else [pair for pair in attributes if pair[1]]
+    given = (
+        attributes
+        if isinstance(node, Import | PMLPrompt)
+        else [pair for pair in attributes if pair[1]]
+    )
     head = " ".join([tag, *(f"{name}={_quoted(value)}" for name, value in given)])
     inside = "".join(map(_written, items))
     return f"<{head}>{inside}</{tag}>" if inside else f"<{head}/>"

@@ -1,7 +1,7 @@
 """The registered schemas of a tenant, stored in the catalog or, without one, in this process only.
 
-No model is needed. The keys of the KV that was encoded for a schema are stored with it, by model, so that the KV can be
-deleted with the schema.
+No model is needed. The keys of the KV that was encoded for a schema are stored with it, by model,
+so that the KV can be deleted with the schema.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class StoredSchema:
         return self.encoded.get(model) == digest("schema", self.pml)
 
     def with_keys(self, model: str, keys: Sequence[str]) -> StoredSchema:
-        """Return it with keys of one model; those of earlier versions of the text stay, as their KV is still stored."""
+        """Return it with keys of one model; those of earlier versions of the text stay, as their KV
+        is still stored.
+        """
         known = dict.fromkeys((*keys, *self.keys.get(model, ())))
         return replace(self, keys={**self.keys, model: list(known)})
 
@@ -70,7 +72,8 @@ def _adapter() -> TypeAdapter[StoredSchema]:
 
 
 class SchemaRegistry:
-    """The registered schemas of a tenant. Threads and processes may share it; the last write of a name wins.
+    """The registered schemas of a tenant. Threads and processes may share it; the last write of a
+    name wins.
 
     Args:
         store: Holds the KV.
@@ -84,7 +87,9 @@ class SchemaRegistry:
         self._in_process: dict[str, dict[str, Any]] = {}
         self._unwritten = set[str]()  # names that could not be written to the catalog
 
-    def put(self, schema: StoredSchema, model: str, keys: Sequence[str], required: bool = True) -> None:
+    def put(
+        self, schema: StoredSchema, model: str, keys: Sequence[str], required: bool = True
+    ) -> None:
         """Register a schema, replacing another of its name.
 
         Args:
@@ -111,7 +116,9 @@ class SchemaRegistry:
             )
 
     def note(self, name: str, model: str, keys: Sequence[str]) -> None:
-        """Record keys of KV that may be encoded for a schema after an answer, so that it is deleted with the schema."""
+        """Record keys of KV that may be encoded for a schema after an answer, so that it is deleted
+        with the schema.
+        """
         with self._lock:
             schema = self._get(name)
             if schema is not None:
@@ -129,7 +136,11 @@ class SchemaRegistry:
     def names(self) -> list[str]:
         """Return the names of all schemas, sorted."""
         catalog_names = self._catalog.strict.names()
-        known = {name.removeprefix(self._prefix) for name in catalog_names if name.startswith(self._prefix)}
+        known = {
+            name.removeprefix(self._prefix)
+            for name in catalog_names
+            if name.startswith(self._prefix)
+        }
         return sorted(known | self._unwritten)
 
     def describe_names(self) -> str:
@@ -174,7 +185,9 @@ class SchemaRegistry:
 
     def _get(self, name: str) -> StoredSchema | None:
         answered, found = self._catalog.tried(lambda file: file.get(self._prefix + name))
-        data = found if answered and name not in self._unwritten else self._in_process.get(name, found)
+        data = (
+            found if answered and name not in self._unwritten else self._in_process.get(name, found)
+        )
         return StoredSchema.from_dict(data) if data else None
 
 

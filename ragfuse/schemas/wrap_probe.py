@@ -1,7 +1,8 @@
-"""Finds what a chat template writes around messages, by rendering test messages and reading the text between them.
+"""Finds what a chat template writes around messages, by rendering test messages and reading the
+text between them.
 
-It works for any template. A system message that a template adds by itself is left out; text that depends on other
-messages is not detected.
+It works for any template. A system message that a template adds by itself is left out; text that
+depends on other messages is not detected.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from types import MappingProxyType
 from ragfuse.schemas.layout import NO_WRAPPING, Wrapping
 
 RenderMessages = Callable[[list[dict[str, str]], bool], str]
-"""Renders messages, with the generation prompt if the second argument is True; may raise any exception."""
+"""Renders messages, with the generation prompt if the second argument is True; may raise any
+exception.
+"""
 
 PROBE_TEXTS: Mapping[str, Sequence[str]] = MappingProxyType(
     {
@@ -24,9 +27,11 @@ PROBE_TEXTS: Mapping[str, Sequence[str]] = MappingProxyType(
 
 
 def wrapping_of(render: RenderMessages, bos: str = "") -> tuple[str, Wrapping]:
-    """Return what a chat template writes before all messages (either `bos` or nothing), and around each message.
+    """Return what a chat template writes before all messages (either `bos` or nothing), and around
+    each message.
 
-    If the template cannot be probed, nothing and `NO_WRAPPING` are returned, as for a model without a template.
+    If the template cannot be probed, nothing and `NO_WRAPPING` are returned, as for a model without
+    a template.
     """
     try:
         return _probed(render, bos)
@@ -41,7 +46,9 @@ def _probed(render: RenderMessages, bos: str) -> tuple[str, Wrapping]:
     ask = with_prompt.removeprefix(after) if with_prompt.startswith(after) else with_prompt
     if not to_answer.startswith(after):
         after = to_answer.removesuffix(ask)
-    before_user = to_user[len(end) :] if end and to_user.startswith(end) else _common_end(head, to_user)
+    before_user = (
+        to_user[len(end) :] if end and to_user.startswith(end) else _common_end(head, to_user)
+    )
     assistant = to_answer.removeprefix(after), to_user.removesuffix(before_user)
     try:
         first, behind, _ = _between(render, ["system", "user"])
@@ -53,9 +60,13 @@ def _probed(render: RenderMessages, bos: str) -> tuple[str, Wrapping]:
 
 
 def _between(render: RenderMessages, roles: Sequence[str], ask: bool = False) -> list[str]:
-    """Return the text before, between and after messages of these roles; ValueError if one is not rendered."""
+    """Return the text before, between and after messages of these roles; ValueError if one is not
+    rendered.
+    """
     marks = [PROBE_TEXTS[role][roles[:at].count(role)] for at, role in enumerate(roles)]
-    text = render([{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)], ask)
+    text = render(
+        [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)], ask
+    )
     found = []
     for mark in marks:
         at = text.index(mark)

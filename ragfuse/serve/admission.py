@@ -20,7 +20,8 @@ RETRY_S = 5.0
 
 
 class AdmissionControl:
-    """Admits requests in the queue's order. Use it from one event loop only, except where a method says otherwise.
+    """Admits requests in the queue's order. Use it from one event loop only, except where a method
+    says otherwise.
 
     Args:
         max_running: Requests that run at once; others wait.
@@ -40,19 +41,23 @@ class AdmissionControl:
 
     @property
     def conversations(self) -> Sequence[tuple[str, str]]:
-        """The conversations of running requests, then those of waiting ones in the order in which they will run.
+        """The conversations of running requests, then those of waiting ones in the order in which
+        they will run.
 
         Any thread may ask.
         """
         jobs = (*self.jobs.running, *self.jobs.ahead())
         return tuple(dict.fromkeys(job.reads for job in jobs if job.reads is not None))
 
-    async def enter(self, tenant: str, conversation: str | None, on_wait: Callable[[Job], object]) -> Job:
+    async def enter(
+        self, tenant: str, conversation: str | None, on_wait: Callable[[Job], object]
+    ) -> Job:
         """Wait until the request may run; its caller ends it with `leave`.
 
         Args:
             tenant: Name of the tenant.
-            conversation: The request's conversation; only one request of a conversation runs at a time.
+            conversation: The request's conversation; only one request of a conversation runs at a
+                time.
             on_wait: Called with the job before waiting, unless the request may run at once.
 
         Raises:

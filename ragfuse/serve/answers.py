@@ -1,4 +1,6 @@
-"""One road for all answers: a run's items become events, which are streamed, or folded into one response."""
+"""One road for all answers: a run's items become events, which are streamed, or folded into one
+response.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ SLOW_S = 30.0
 
 
 class Renderer(Protocol):
-    """Writes the items of one run as the events of one of OpenAI's interfaces, and folds these into a response."""
+    """Writes the items of one run as the events of one of OpenAI's interfaces, and folds these into
+    a response.
+    """
 
     last: bytes
     """What ends a stream behind its last event."""
@@ -63,7 +67,9 @@ async def respond(
         session: The conversation that the request continues.
         n: Answers to each prompt.
     """
-    run = await unless_disconnected(request.receive, service.begin(tenant_of(request), make, session))
+    run = await unless_disconnected(
+        request.receive, service.begin(tenant_of(request), make, session)
+    )
     try:
         renderer = render(run.engine)
         items = await unless_disconnected(request.receive, _first_then(_counted(request, run, n)))
@@ -77,7 +83,9 @@ async def respond(
 
 
 async def _counted(request: Request, run: AnswerRun, n: int) -> AsyncIterator[Item]:
-    """Yield the items, and count the tokens for the request's log line; a prompt counts once for its `n` answers."""
+    """Yield the items, and count the tokens for the request's log line; a prompt counts once for
+    its `n` answers.
+    """
     counts: TokenCounts = request.state.token_counts
     async for item in run.read():
         if isinstance(item, Completed):
@@ -87,7 +95,9 @@ async def _counted(request: Request, run: AnswerRun, n: int) -> AsyncIterator[It
 
 
 async def _first_then(items: AsyncIterator[Item]) -> AsyncIterator[Item]:
-    """Wait for the first item, so that an error before it is a response of its own; return all items."""
+    """Wait for the first item, so that an error before it is a response of its own; return all
+    items.
+    """
     first = await anext(items)
 
     async def all_items() -> AsyncIterator[Item]:
@@ -103,11 +113,15 @@ async def _whole(events: AsyncIterator[Json], renderer: Renderer) -> Json:
 
 
 class EventStream(Response):
-    """The server-sent events of a run, which is cancelled if the client disconnects or reads too slowly."""
+    """The server-sent events of a run, which is cancelled if the client disconnects or reads too
+    slowly.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[Json], renderer: Renderer, run: AnswerRun, seconds: float) -> None:
+    def __init__(
+        self, events: AsyncIterator[Json], renderer: Renderer, run: AnswerRun, seconds: float
+    ) -> None:
         self._events, self._renderer, self._run, self._seconds = events, renderer, run, seconds
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]

@@ -60,12 +60,21 @@ def make_app(service: Service, origins: Sequence[str] = (), loopback_only: bool 
     ):
         app.include_router(routes(service))
     app.include_router(page_routes())
-    for kind in (APIError, RagFuseError, RequestValidationError, ValidationError, HTTPException, Exception):
+    for kind in (
+        APIError,
+        RagFuseError,
+        RequestValidationError,
+        ValidationError,
+        HTTPException,
+        Exception,
+    ):
         app.add_exception_handler(kind, _error_response)
     guarded = Guard(app, service, loopback_only and not len(service.keys))
     if not origins:
         return guarded
-    return CORSMiddleware(guarded, list(origins), allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"])
+    return CORSMiddleware(
+        guarded, list(origins), allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"]
+    )
 
 
 @asynccontextmanager

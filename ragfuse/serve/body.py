@@ -1,4 +1,6 @@
-"""Bodies of requests: read within the limits, then parsed on a thread of their own, so that none delays others."""
+"""Bodies of requests: read within the limits, then parsed on a thread of their own, so that none
+delays others.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from ragfuse.serve.refusals import APIError
 from ragfuse.settings import Settings
 
 DRAIN_FACTOR = 8
-"""A body over the limit is read up to this many times the limit, as its sender reads the error only after sending."""
+"""A body over the limit is read up to this many times the limit, as its sender reads the error only
+after sending.
+"""
 
 
 class ParsedRequest(Request):
@@ -52,11 +56,17 @@ class BodyRoute(APIRoute):
             service = request.app.state.service
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":  # which no web page elsewhere may send unasked
-                raise APIError(415, f"Wanted a body of type application/json, found '{kind:.60}'.", "content_type")
+                raise APIError(
+                    415,
+                    f"Wanted a body of type application/json, found '{kind:.60}'.",
+                    "content_type",
+                )
             raw = [
                 await _body(request, service.settings, self.allowed_nbytes)
             ]  # popped, so that the bytes are freed once they are parsed
-            body = await service.threads.run(service.threads.intake, lambda: model.model_validate_json(raw.pop()))
+            body = await service.threads.run(
+                service.threads.intake, lambda: model.model_validate_json(raw.pop())
+            )
             return await handler(ParsedRequest(request, body))
 
         return read_first
@@ -76,9 +86,13 @@ async def _body(request: Request, settings: Settings, allowed_nbytes: int) -> by
                     break
                 body += piece if n <= most else b""
     except TimeoutError:
-        raise APIError(408, f"The body did not arrive within {patience_s:g} seconds. Send it faster.", "slow") from None
+        raise APIError(
+            408, f"The body did not arrive within {patience_s:g} seconds. Send it faster.", "slow"
+        ) from None
     except ClientDisconnect:
         raise APIError(499, "The client closed the connection.", "gone") from None
     if max(n, n_told) > most:
-        raise APIError(413, f"The body is larger than {most:,} bytes. Send less at once.", "too_large")
+        raise APIError(
+            413, f"The body is larger than {most:,} bytes. Send less at once.", "too_large"
+        )
     return bytes(body)

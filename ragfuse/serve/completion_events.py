@@ -29,7 +29,9 @@ class CompletionEvents:
 
     last = b"data: [DONE]\n\n"
 
-    def __init__(self, body: CompletionRequest, model: str, fingerprint: str, decode: Callable[[int], str]) -> None:
+    def __init__(
+        self, body: CompletionRequest, model: str, fingerprint: str, decode: Callable[[int], str]
+    ) -> None:
         self._body, self._decode, self._is_chat = body, decode, isinstance(body, ChatRequest)
         self._completed: list[Completed] = []
         self._told_chars: dict[int, int] = {}
@@ -62,7 +64,9 @@ class CompletionEvents:
         for choice in (each for event in events for each in event["choices"]):
             choices[choice["index"]] = _joined(choices.get(choice["index"]), choice)
         traces = [each.trace for each in self._completed]
-        params = [each.transfer_params for each in self._completed if each.transfer_params is not None]
+        params = [
+            each.transfer_params for each in self._completed if each.transfer_params is not None
+        ]
         return {
             **self._head,
             "object": "chat.completion" if self._is_chat else "text_completion",
@@ -78,8 +82,12 @@ class CompletionEvents:
         n_told = self._told_chars.setdefault(item.index, 0)
         if isinstance(item, TextDelta):
             logprobs = self._logprobs(item.token_logprobs, n_told) if item.token_logprobs else None
-            self._told_chars[item.index] += sum(len(self._decode(each.id)) for each in item.token_logprobs)
-            delta = {"reasoning_content": item.reasoning} if item.reasoning else {"content": item.text}
+            self._told_chars[item.index] += sum(
+                len(self._decode(each.id)) for each in item.token_logprobs
+            )
+            delta = (
+                {"reasoning_content": item.reasoning} if item.reasoning else {"content": item.text}
+            )
             yield self._choice(item.index, delta if self._is_chat else item.text, logprobs)
             return
         self._completed.append(item)
@@ -100,7 +108,9 @@ class CompletionEvents:
         return as_text(token_logprobs, self._decode, offset)
 
     def _usage(self) -> Json:
-        """Return OpenAI's usage; a prompt counts once for its `n` answers, with what the first of these reused."""
+        """Return OpenAI's usage; a prompt counts once for its `n` answers, with what the first of
+        these reused.
+        """
         n = self._body.n or 1
         prompts = [each.answer.trace for each in self._completed if each.index % n == 0]
         n_prompt = sum(trace.tokens for trace in prompts)
@@ -109,12 +119,16 @@ class CompletionEvents:
             "prompt_tokens": n_prompt,
             "completion_tokens": n_written,
             "total_tokens": n_prompt + n_written,
-            "prompt_tokens_details": {"cached_tokens": sum(trace.tokens_found for trace in prompts)},
+            "prompt_tokens_details": {
+                "cached_tokens": sum(trace.tokens_found for trace in prompts)
+            },
         }
 
 
 def _joined(before: Any, value: Any) -> Any:
-    """Return what two events say of one thing: texts and lists one behind the other, else what was told last."""
+    """Return what two events say of one thing: texts and lists one behind the other, else what was
+    told last.
+    """
     if isinstance(before, dict) and isinstance(value, dict):
         return {**before, **{name: _joined(before.get(name), each) for name, each in value.items()}}
     if isinstance(before, str | list) and isinstance(value, str | list):
@@ -125,7 +139,10 @@ def _joined(before: Any, value: Any) -> Any:
 def _as_message(choice: Json) -> Json:
     """Return a choice of a chat with its message in place of all deltas."""
     delta = choice.pop("delta")
-    calls = [{name: each for name, each in call.items() if name != "index"} for call in delta.pop("tool_calls", ())]
+    calls = [
+        {name: each for name, each in call.items() if name != "index"}
+        for call in delta.pop("tool_calls", ())
+    ]
     content = delta["content"] or (None if calls else "")
     message = {**delta, "content": content, "refusal": None}
     return {**choice, "message": {**message, "tool_calls": calls} if calls else message}

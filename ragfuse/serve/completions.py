@@ -23,8 +23,12 @@ from ragfuse.serve.token_trace import TokenRecorder
 from ragfuse.serve.transfer import FIELD, PromptTransfer
 from ragfuse.transfer import sample_weights
 
-NOT_PREDICTED = "Times are not predicted: the server's machine was not measured with this model and its tiers."
-"""What an explained plan says instead of times; how to measure is told to whoever starts the server."""
+NOT_PREDICTED = (
+    "Times are not predicted: the server's machine was not measured with this model and its tiers."
+)
+"""What an explained plan says instead of times; how to measure is told to whoever starts the
+server.
+"""
 
 
 def completion_routes(service: Service) -> APIRouter:
@@ -34,22 +38,32 @@ def completion_routes(service: Service) -> APIRouter:
     @routes.post("/v1/chat/completions", responses=EVENT_STREAM)
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         """Answer chat messages."""
-        return await _answer(service, request, body, lambda engine: chat_requests(body, engine.constraints.template))
+        return await _answer(
+            service, request, body, lambda engine: chat_requests(body, engine.constraints.template)
+        )
 
     @routes.post("/v1/completions", responses=EVENT_STREAM)
     async def completions(request: Request, body: TextRequest) -> Response:
         """Continue a text."""
-        return await _answer(service, request, body, lambda engine: text_requests(body, len(engine.model.tokenizer)))
+        return await _answer(
+            service, request, body, lambda engine: text_requests(body, len(engine.model.tokenizer))
+        )
 
     @routes.post("/v1/ragfuse/explain")
     async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
-        """Show what a request would read and compute, how long that would take, and why, without answering it."""
-        return await service.work_for(request, lambda engine, _: _explain(engine, body), computes=False)
+        """Show what a request would read and compute, how long that would take, and why, without
+        answering it.
+        """
+        return await service.work_for(
+            request, lambda engine, _: _explain(engine, body), computes=False
+        )
 
     return routes
 
 
-async def _answer(service: Service, request: Request, body: CompletionRequest, make: MakeRequests) -> Response:
+async def _answer(
+    service: Service, request: Request, body: CompletionRequest, make: MakeRequests
+) -> Response:
     """Return the response with the answers to the `AnswerRequest`s that `make` returns."""
     service.check_model(body.model)
     if body.stream_options is not None and not body.stream:
@@ -61,9 +75,13 @@ async def _answer(service: Service, request: Request, body: CompletionRequest, m
         make = _with_token_trace(make)
 
     def render(engine: Engine) -> CompletionEvents:
-        return CompletionEvents(body, service.model, f"fp_{engine.digest[:10]}", lambda id: engine.model.text([id]))
+        return CompletionEvents(
+            body, service.model, f"fp_{engine.digest[:10]}", lambda id: engine.model.text([id])
+        )
 
-    return await respond(service, request, make, render, bool(body.stream), body.session_id, body.n or 1)
+    return await respond(
+        service, request, make, render, bool(body.stream), body.session_id, body.n or 1
+    )
 
 
 def _with_token_trace(make: MakeRequests) -> MakeRequests:
@@ -71,33 +89,40 @@ def _with_token_trace(make: MakeRequests) -> MakeRequests:
 
 
 def _transfer_of(service: Service, body: CompletionRequest, salt: str) -> PromptTransfer | None:
-    """Return the transfer that a request asks for; None where it is to be answered here, APIError where it cannot."""
+    """Return the transfer that a request asks for; None where it is to be answered here, APIError
+    where it cannot.
+    """
     params = body.kv_transfer_params or {}
     if params.get("do_remote_prefill"):
         raise unusable(
             FIELD,
-            f"{FIELD} ask this server to decode what another one has prefilled, which it cannot. Send this to the "
-            'engine that decodes; here ask {"do_remote_decode": true}.',
+            f"{FIELD} ask this server to decode what another one has prefilled, which it cannot."
+            ' Send this to the engine that decodes; here ask {"do_remote_decode": true}.',
         )
     if not params.get("do_remote_decode"):
         return None
     if service.transfers is None:
         raise unusable(
             FIELD,
-            f"{FIELD} ask this server to hand KV over, but it has no place for it. Start it with RAGFUSE_TRANSFER_URL "
-            "set to a folder or URL that the engine that decodes reaches, too.",
+            f"{FIELD} ask this server to hand KV over, but it has no place for it. Start it with"
+            " RAGFUSE_TRANSFER_URL set to a folder or URL that the engine that decodes reaches,"
+            " too.",
         )
     for name in ("stream", "session_id"):
         if getattr(body, name):
-            raise unusable(name, f"{name} cannot be used with {FIELD}: another engine writes the answer. Leave it out.")
+            raise unusable(
+                name,
+                f"{name} cannot be used with {FIELD}: another engine writes the answer. Leave it"
+                " out.",
+            )
     return PromptTransfer(service.transfers, service.model, salt, service.settings.transfer_level)
 
 
 def _prefill_only(make: MakeRequests, transfer: PromptTransfer) -> MakeRequests:
     """Return what makes the one request that prefills the prompt and writes a single token.
 
-    How an answer is sampled and where it ends is for the engine that decodes. It raises APIError (400) where there are
-    several answers to give.
+    How an answer is sampled and where it ends is for the engine that decodes. It raises APIError
+    (400) where there are several answers to give.
     """
 
     def prefill(engine: Engine) -> list[AnswerRequest]:

@@ -1,6 +1,8 @@
-"""The documents that tenants have sent, with their passages and vectors, in a SQLite file of the store's folder.
+"""The documents that tenants have sent, with their passages and vectors, in a SQLite file of the
+store's folder.
 
-They outlive the process as the KV of their passages does, and servers that share the folder share them.
+They outlive the process as the KV of their passages does, and servers that share the folder share
+them.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ log = logging.getLogger("ragfuse.serve")
 DOCUMENTS_FILE = "documents.sqlite"
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS uploads(
-    number INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL, id TEXT NOT NULL, name TEXT NOT NULL,
+    number INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL, id TEXT NOT NULL,
+    name TEXT NOT NULL,
     document TEXT NOT NULL, embedder TEXT NOT NULL, vectors BLOB NOT NULL, UNIQUE(tenant, id)
 );
 """
@@ -52,7 +55,8 @@ class StoredDocument(BaseModel):
 
 
 class DocumentRecords:
-    """The documents of all tenants. Thread-safe; methods may wait for the disk, and raise StoreError where it fails.
+    """The documents of all tenants. Thread-safe; methods may wait for the disk, and raise
+    StoreError where it fails.
 
     Args:
         settings: Where the store is.
@@ -68,13 +72,17 @@ class DocumentRecords:
         return [str(row[0]) for row in self._file.query(sql, (tenant_digest(salt),))]
 
     def read(self, salt: str, id: str) -> StoredDocument | None:
-        """Return a document; None for none or a damaged one. Vectors that another embedder made are left out."""
+        """Return a document; None for none or a damaged one. Vectors that another embedder made are
+        left out.
+        """
         sql = "SELECT document, embedder, vectors FROM uploads WHERE tenant = ? AND id = ?"
         for text, embedder, vectors in self._file.query(sql, (tenant_digest(salt), id)):
             try:
                 found = StoredDocument.model_validate_json(text)
                 if embedder == self._embedder:
-                    found.vectors = np.frombuffer(vectors, dtype="<f4").reshape(len(found.passages), -1)
+                    found.vectors = np.frombuffer(vectors, dtype="<f4").reshape(
+                        len(found.passages), -1
+                    )
             except (TypeError, ValueError):
                 log.warning("A stored document is damaged, and is taken as missing.")
                 return None
@@ -87,9 +95,12 @@ class DocumentRecords:
         tenant, blob = tenant_digest(salt), np.ascontiguousarray(vectors, dtype="<f4").tobytes()
         named = tenant, document.name, document.id
         with self._file.write() as transaction:
-            transaction.execute("DELETE FROM uploads WHERE tenant = ? AND (name = ? OR id = ?)", named)
             transaction.execute(
-                "INSERT INTO uploads(tenant, name, id, document, embedder, vectors) VALUES (?, ?, ?, ?, ?, ?)",
+                "DELETE FROM uploads WHERE tenant = ? AND (name = ? OR id = ?)", named
+            )
+            transaction.execute(
+                "INSERT INTO uploads(tenant, name, id, document, embedder, vectors) VALUES (?, ?,"
+                " ?, ?, ?, ?)",
                 (*named, document.model_dump_json(), self._embedder, blob),
             )
 

@@ -1,4 +1,6 @@
-"""Routes that take documents of the client's tenant, say how far they are, search and delete them."""
+"""Routes that take documents of the client's tenant, say how far they are, search and
+delete them.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class DocumentRoute(BodyRoute):
 class DocumentRequest(RequestBody):
     """A document to encode: its text, or a PDF in base64. It replaces a document of the same name.
 
-    The end of its name says how the text is read: HTML without marks and scripts, CSV as "column: value".
+    The end of its name says how the text is read: HTML without marks and scripts, CSV as "column:
+        value".
     """
 
     name: str = Field(min_length=1, max_length=MAX_NAME)
@@ -50,13 +53,18 @@ class SearchRequest(RequestBody):
     query: str = Field(min_length=1, max_length=MAX_QUERY_CHARS)
     top_k: int | None = Field(default=None, ge=1, le=MAX_PASSAGES)
     """Most passages; default: the setting `top_k`."""
-    documents: Annotated[list[str], Field(fail_fast=True)] | None = Field(default=None, max_length=1000)
+    documents: Annotated[list[str], Field(fail_fast=True)] | None = Field(
+        default=None, max_length=1000
+    )
     """Ids of the documents to search in; default: all."""
 
 
 def document_routes(service: Service) -> APIRouter:
     """Return the routes of documents."""
-    routes, lists = APIRouter(prefix="/v1/ragfuse/documents", route_class=DocumentRoute), dict[str, TenantDocuments]()
+    routes, lists = (
+        APIRouter(prefix="/v1/ragfuse/documents", route_class=DocumentRoute),
+        dict[str, TenantDocuments](),
+    )
 
     async def listed(request: Request) -> TenantDocuments:
         """Return the documents of the client's tenant, as the file has them now."""
@@ -66,7 +74,9 @@ def document_routes(service: Service) -> APIRouter:
         return documents
 
     async def looked_at(request: Request) -> TenantDocuments:
-        """Return the client's documents, with what the store has of them now unless one is being encoded."""
+        """Return the client's documents, with what the store has of them now unless one is being
+        encoded.
+        """
         documents = await listed(request)
         if not documents.is_encoding:
             await service.lookup(request, documents.look)
@@ -74,7 +84,9 @@ def document_routes(service: Service) -> APIRouter:
 
     @routes.post("")
     async def add(request: Request, body: DocumentRequest) -> dict[str, Any]:
-        """Take a document and encode its passages in the background; ask for it again to see how far it is."""
+        """Take a document and encode its passages in the background; ask for it again to see how
+        far it is.
+        """
         if (body.text is None) is (body.pdf is None):
             raise unusable("text", "Give either text or pdf, found both or neither.")
         suffix = PDF if body.pdf is not None else PurePosixPath(body.name).suffix.lower()
@@ -100,7 +112,9 @@ def document_routes(service: Service) -> APIRouter:
         documents = await listed(request)
         return {
             "object": "list",
-            "data": await service.lookup(request, lambda _: documents.search(body.query, top_k, body.documents)),
+            "data": await service.lookup(
+                request, lambda _: documents.search(body.query, top_k, body.documents)
+            ),
         }
 
     @routes.get("/{id}")

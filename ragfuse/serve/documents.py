@@ -1,8 +1,10 @@
-"""Documents that a tenant sends: split into passages, encoded in the background, and searched by their embeddings.
+"""Documents that a tenant sends: split into passages, encoded in the background, and searched by
+their embeddings.
 
-A document that is ready is in the file of `DocumentRecords`, so that it is there after a restart and for other servers
-over the same folder; the KV of its passages is in the store, with its name as their source. With a document goes the KV
-of the passages that no other source has, also of what a server that ended had not finished.
+A document that is ready is in the file of `DocumentRecords`, so that it is there after a restart
+and for other servers over the same folder; the KV of its passages is in the store, with its name as
+their source. With a document goes the KV of the passages that no other source has, also of what a
+server that ended had not finished.
 """
 
 from __future__ import annotations
@@ -49,12 +51,22 @@ SOURCE_NAME_CHARS = 240
 
 
 def shown(document: StoredDocument) -> dict[str, Any]:
-    """Return a document in plain JSON types, without its text; `note` says which passages were not encoded, and why."""
+    """Return a document in plain JSON types, without its text; `note` says which passages were not
+    encoded, and why.
+    """
     counted = ((getattr(document, field), why) for field, why in NOTES)
-    notes = [why if n == document.encoded else f"{n} of {document.encoded} passages {why}" for n, why in counted if n]
+    notes = [
+        why if n == document.encoded else f"{n} of {document.encoded} passages {why}"
+        for n, why in counted
+        if n
+    ]
     if document.status == "ready" and not document.is_saved:
         notes.append(NOT_LISTED)
-    fields = {**document.model_dump(), "passages": len(document.passages), "seconds": round(document.seconds, 2)}
+    fields = {
+        **document.model_dump(),
+        "passages": len(document.passages),
+        "seconds": round(document.seconds, 2),
+    }
     return {"object": "ragfuse.document", **fields, "note": "; ".join(notes)}
 
 
@@ -73,7 +85,9 @@ class TenantDocuments:
         self._task: asyncio.Task[None] | None = None
 
     def refresh(self) -> None:
-        """Take in what is in the file, also by another server, and drop what is not in it any more. It may block."""
+        """Take in what is in the file, also by another server, and drop what is not in it any more.
+        It may block.
+        """
         records, salt = self._service.documents, self._tenant.salt
         saved_before = [id for id, each in list(self.all.items()) if each.is_saved]
         ids = records.ids(salt)
@@ -88,7 +102,8 @@ class TenantDocuments:
             self.all.pop(id, None)
 
     def add(self, document: StoredDocument, read: Callable[[], str]) -> None:
-        """Add a document, whose text `read` returns, and encode it. Once it is ready, it replaces one of the same name.
+        """Add a document, whose text `read` returns, and encode it. Once it is ready, it replaces
+        one of the same name.
 
         Raises:
             APIError: There are too many documents (400).
@@ -96,7 +111,10 @@ class TenantDocuments:
         others = [each for each in self.all.values() if each.name != document.name]
         if len(others) >= MAX_LISTED:
             raise APIError(
-                400, f"There are {len(others)} documents already, of at most {MAX_LISTED}. Delete one first.", "many"
+                400,
+                f"There are {len(others)} documents already, of at most {MAX_LISTED}. Delete one"
+                " first.",
+                "many",
             )
         self.all[document.id] = document
         self._waiting.append((document, read))
@@ -107,15 +125,19 @@ class TenantDocuments:
         """Return a document; APIError (404) where there is none."""
         if id not in self.all:
             raise APIError(
-                404, f"There is no document '{id:.80}' here. List them at /v1/ragfuse/documents.", "not_found"
+                404,
+                f"There is no document '{id:.80}' here. List them at /v1/ragfuse/documents.",
+                "not_found",
             )
         return self.all[id]
 
     def remove(self, engine: Engine, id: str) -> dict[str, Any]:
-        """Delete a document and the KV that no other source has; return what that freed (`freed`). It may block.
+        """Delete a document and the KV that no other source has; return what that freed (`freed`).
+        It may block.
 
         Raises:
-            APIError: There is no such document (404), or KV may still be stored (503); the document is still listed.
+            APIError: There is no such document (404), or KV may still be stored (503); the document
+                is still listed.
         """
         document = self.get(id)
         if document.status not in ("ready", "failed"):  # what encodes it deletes its KV
@@ -134,21 +156,34 @@ class TenantDocuments:
         return self._task is not None and not self._task.done()
 
     def look(self, engine: Engine) -> None:
-        """Count anew what the store has of the documents that are ready: KV may have been deleted. It may block."""
+        """Count anew what the store has of the documents that are ready: KV may have been deleted.
+        It may block.
+        """
         ready = [each for each in list(self.all.values()) if each.status == "ready"]
-        stored = iter(stored_chunks(engine, [chunk for each in ready for chunk in _chunks(engine, each.passages)]))
+        stored = iter(
+            stored_chunks(
+                engine, [chunk for each in ready for chunk in _chunks(engine, each.passages)]
+            )
+        )
         for each in ready:
             nbytes = [next(stored) for _ in each.passages]
             each.missing, found = nbytes.count(None), sum(n or 0 for n in nbytes)
-            each.nbytes = found if each.missing else max(found, each.nbytes)  # what is being saved has no bytes yet
+            each.nbytes = (
+                found if each.missing else max(found, each.nbytes)
+            )  # what is being saved has no bytes yet
 
     def search(self, query: str, top_k: int, ids: Sequence[str] | None) -> list[dict[str, Any]]:
-        """Return the passages that are closest to a query, closest first; each text once. It may block."""
+        """Return the passages that are closest to a query, closest first; each text once. It may
+        block.
+        """
         chosen = [self.get(id) for id in ids] if ids is not None else list(self.all.values())
         found = [(each, at) for each in chosen for at in range(len(each.vectors))]
         if not found:
             return []
-        scores = np.stack([each.vectors[at] for each, at in found]) @ self._service.embedder.embed([query])[0]
+        scores = (
+            np.stack([each.vectors[at] for each, at in found])
+            @ self._service.embedder.embed([query])[0]
+        )
         best = dict[str, dict[str, Any]]()  # by text, as other documents may be copies
         for place in np.argsort(-scores, kind="stable").tolist():
             document, at = found[place]
@@ -181,7 +216,10 @@ class TenantDocuments:
         began_s, document.status = time.monotonic(), "reading"
         text = whole_text(await asyncio.to_thread(read), f"'{document.name}'")
         if len(text) > MAX_DOCUMENT_CHARS:
-            raise InputError(f"The document has more than {MAX_DOCUMENT_CHARS:,} characters. Send it in parts.", "text")
+            raise InputError(
+                f"The document has more than {MAX_DOCUMENT_CHARS:,} characters. Send it in parts.",
+                "text",
+            )
         document.passages = await self._turn(lambda engine: _split(engine, text))
         document.status = "encoding"
         vectors: list[Any] = []
@@ -193,14 +231,20 @@ class TenantDocuments:
             document.vectors = vectors
             document.encoded += len(texts)
             document.seconds = time.monotonic() - began_s
-        replaced = [each for each in self.all.values() if each.name == document.name and each is not document]
+        replaced = [
+            each
+            for each in self.all.values()
+            if each.name == document.name and each is not document
+        ]
         left = {text for each in replaced for text in each.passages}.difference(document.passages)
         if document.is_deleted:
             replaced, left = [], set(document.passages)
         else:
             document.status = "ready"
             try:
-                await asyncio.to_thread(self._service.documents.add, self._tenant.salt, document, np.stack(vectors))
+                await asyncio.to_thread(
+                    self._service.documents.add, self._tenant.salt, document, np.stack(vectors)
+                )
                 document.is_saved = True
             except StoreError as error:
                 log.error("A document is listed, but could not be saved: %s", error)
@@ -209,8 +253,12 @@ class TenantDocuments:
         if left:
             await self._turn(lambda engine: engine.forget(_left(engine, document.name, left)))
 
-    def _embedded(self, document: StoredDocument, texts: Sequence[str], engine: Engine) -> list[Any]:
-        """Encode passages unless they are stored, count what became of them, and return their vectors."""
+    def _embedded(
+        self, document: StoredDocument, texts: Sequence[str], engine: Engine
+    ) -> list[Any]:
+        """Encode passages unless they are stored, count what became of them, and return their
+        vectors.
+        """
         before = stored_chunks(engine, _chunks(engine, texts))
         done = engine.ingest([(text, document.name) for text in texts])
         document.tokens += sum(len(engine.tokens(text)) for text in texts)
@@ -245,10 +293,14 @@ def _chunks(engine: Engine, texts: Collection[str]) -> list[Chunk]:
 def _left(engine: Engine, name: str, texts: Collection[str]) -> list[str]:
     """Forget that passages came from a document, and return those that no other source has.
 
-    A passage that was found by a search and asked about is the document's as well, by the source that the search gave.
+    A passage that was found by a search and asked about is the document's as well, by the source
+    that the search gave.
     """
     numbered = f"{name[:SOURCE_NAME_CHARS]} #"
     shared = leave_source(
-        engine.catalog.strict, engine.digest, texts, lambda source: source == name or source.startswith(numbered)
+        engine.catalog.strict,
+        engine.digest,
+        texts,
+        lambda source: source == name or source.startswith(numbered),
     )
     return [text for text in texts if text not in shared]

@@ -28,11 +28,18 @@ class EmbeddingRequest(RequestBody):
     """The body of `/v1/embeddings`: one text or several."""
 
     model: str
-    input: EmbeddedText | Annotated[list[EmbeddedText], Field(min_length=1, max_length=MAX_EMBEDDED, fail_fast=True)]
+    input: (
+        EmbeddedText
+        | Annotated[
+            list[EmbeddedText], Field(min_length=1, max_length=MAX_EMBEDDED, fail_fast=True)
+        ]
+    )
     """The texts. Token ids are refused: they would be those of another model's tokenizer."""
     encoding_format: Literal["float", "base64"] | None = "float"
     truncate_prompt_tokens: Literal[-1] | None = None
-    """-1: of a text that is longer than the embedder reads, only its beginning is embedded. Otherwise it is refused."""
+    """-1: of a text that is longer than the embedder reads, only its beginning is embedded.
+    Otherwise it is refused.
+    """
     user: str | None = None
 
 
@@ -44,18 +51,28 @@ def embedding_routes(service: Service) -> APIRouter:
     async def embeddings(request: Request, body: EmbeddingRequest) -> dict[str, Any]:
         """Return the vectors of texts. Waits in the request queue."""
         if body.model not in (embedder.name, service.settings.embedder):
-            text = f"This server embeds with '{embedder.name}', not '{body.model:.80}'. Ask for that one."
+            text = (
+                f"This server embeds with '{embedder.name}', not '{body.model:.80}'. Ask for that"
+                " one."
+            )
             raise APIError(404, text, "model_not_found", "model")
-        vectors, n_tokens = await service.work_for(request, lambda _, check: _embed(embedder, body, check))
+        vectors, n_tokens = await service.work_for(
+            request, lambda _, check: _embed(embedder, body, check)
+        )
         request.state.token_counts.prompt = n_tokens
-        data = [{"object": "embedding", "index": at, "embedding": each} for at, each in enumerate(vectors)]
+        data = [
+            {"object": "embedding", "index": at, "embedding": each}
+            for at, each in enumerate(vectors)
+        ]
         usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
         return {"object": "list", "model": embedder.name, "data": data, "usage": usage}
 
     return routes
 
 
-def _embed(embedder: Embedder, body: EmbeddingRequest, check: Callable[[object], None]) -> tuple[list[Any], int]:
+def _embed(
+    embedder: Embedder, body: EmbeddingRequest, check: Callable[[object], None]
+) -> tuple[list[Any], int]:
     """Return the vectors in the wanted form, and the number of tokens that were read."""
     texts = [body.input] if isinstance(body.input, str) else body.input
     vectors, n_tokens, limit = list[Any](), 0, embedder.max_tokens
@@ -68,8 +85,8 @@ def _embed(embedder: Embedder, body: EmbeddingRequest, check: Callable[[object],
             number = at + lengths.index(longest)
             raise APIError(
                 400,
-                f"input {number} has {longest:,} tokens; this embedder reads {limit:,}. Split the text, or give "
-                "truncate_prompt_tokens: -1 to embed its beginning.",
+                f"input {number} has {longest:,} tokens; this embedder reads {limit:,}. Split the"
+                " text, or give truncate_prompt_tokens: -1 to embed its beginning.",
                 "too_long",
                 "input",
             )

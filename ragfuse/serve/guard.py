@@ -1,7 +1,7 @@
 """The one middleware: API key and tenant, host, the count of responses, a line in the log.
 
-It works at the ASGI level, so that nothing of a refused request is read. A line has method, path, status, tenant, time
-and tokens; never a key, a question or a document.
+It works at the ASGI level, so that nothing of a refused request is read. A line has method, path,
+status, tenant, time and tokens; never a key, a question or a document.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Guard:
     Args:
         app: The app that answers the requests that pass.
         service: The service.
-        loopback_only: Accept only loopback names in the Host header, so that no web page reaches a server without keys
-            by DNS rebinding.
+        loopback_only: Accept only loopback names in the Host header, so that no web page reaches a
+            server without keys by DNS rebinding.
     """
 
     def __init__(self, app: App, service: Service, loopback_only: bool) -> None:
@@ -71,27 +71,41 @@ class Guard:
             await refusal(error)(scope, receive, noted)
         finally:
             tenant = state.get("tenant")
-            parts = [f"{scope['method']} {quote(path, safe='/:@-._~')[:120]} {status or 'not answered'}"]
-            parts += [f"tenant {tenant.name}" if tenant.name else "no tenant"] if tenant is not None else []
+            parts = [
+                f"{scope['method']} {quote(path, safe='/:@-._~')[:120]} {status or 'not answered'}"
+            ]
+            parts += (
+                [f"tenant {tenant.name}" if tenant.name else "no tenant"]
+                if tenant is not None
+                else []
+            )
             parts += [f"{1000 * (time.monotonic() - began_s):.0f} ms"]
-            parts += [f"{counts.prompt} + {counts.answer} tokens"] if counts.prompt or counts.answer else []
+            parts += (
+                [f"{counts.prompt} + {counts.answer} tokens"]
+                if counts.prompt or counts.answer
+                else []
+            )
             log.log(logging.DEBUG if path in QUIET else logging.INFO, "%s", ", ".join(parts))
 
     def _admit(self, request: Request) -> None:
         path, headers = request.scope["path"], request.headers
-        host = headers.get("host")  # a monitor that sends none is no browser: they all send the name that was resolved
+        host = headers.get(
+            "host"
+        )  # a monitor that sends none is no browser: they all send the name that was resolved
         if self._loopback_only and host is not None:
             name = host if host.endswith("]") else host.rsplit(":", 1)[0]
             if name.strip("[]").lower() not in LOOPBACK:
                 raise APIError(
                     421,
-                    "Without API keys, this server accepts only localhost or 127.0.0.1 in the Host header. Use that "
-                    "name, or start the server with API keys.",
+                    "Without API keys, this server accepts only localhost or 127.0.0.1 in the Host"
+                    " header. Use that name, or start the server with API keys.",
                     "host",
                 )
         tenant = self._service.keys.tenant(headers.get("authorization"))
         if tenant is None and path not in PUBLIC and not path.startswith(PAGE_FILES):
             raise APIError(
-                401, "Wanted one of the server's API keys. Send it as 'Bearer KEY', without its salt.", "api_key"
+                401,
+                "Wanted one of the server's API keys. Send it as 'Bearer KEY', without its salt.",
+                "api_key",
             )
         request.state.tenant = tenant

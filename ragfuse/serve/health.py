@@ -18,14 +18,17 @@ def health_routes(service: Service) -> APIRouter:
         """Report whether the server accepts requests."""
         stopping = service.admission.stopping
         return JSONResponse(
-            {"status": "stopping" if stopping else "ok", "model": service.model}, 503 if stopping else 200
+            {"status": "stopping" if stopping else "ok", "model": service.model},
+            503 if stopping else 200,
         )
 
     @routes.get("/metrics", responses=text_response("text/plain"))
     async def metrics(request: Request) -> Response:
         """Report Prometheus metrics of all requests and of the client's tenant."""
         salt = tenant_of(request).salt
-        text = await service.threads.run(service.threads.control, lambda: service.metrics.text(salt))
+        text = await service.threads.run(
+            service.threads.control, lambda: service.metrics.text(salt)
+        )
         return Response(text, media_type="text/plain; version=0.0.4")
 
     return routes

@@ -22,14 +22,17 @@ class APITenant:
     """The tenant of an API key.
 
     Args:
-        salt: The salt in the store keys of all entries of this tenant, which keeps tenants apart; "" for none.
+        salt: The salt in the store keys of all entries of this tenant, which keeps tenants apart;
+            "" for none.
     """
 
     salt: str
 
     @property
     def name(self) -> str:
-        """Its name in the log, in metrics and in `ragfuse store ls`, which reveals no salt; "" for none."""
+        """Its name in the log, in metrics and in `ragfuse store ls`, which reveals no salt; "" for
+        none.
+        """
         return tenant_name(self.salt)
 
 
@@ -37,8 +40,8 @@ class Keys:
     """The accepted API keys, kept as digests.
 
     Args:
-        given: Keys as `KEY`, each for a separate tenant, or as `SALT:KEY`, for the tenant of that salt; `:KEY` is for
-            the tenant without a salt.
+        given: Keys as `KEY`, each for a separate tenant, or as `SALT:KEY`, for the tenant of that
+            salt; `:KEY` is for the tenant without a salt.
         salt: If no keys are given, all requests belong to one tenant, which has this salt.
 
     Raises:
@@ -58,7 +61,9 @@ class Keys:
         return tuple(dict.fromkeys(tenant for _, tenant in self._keys)) or (self._default,)
 
     def tenant(self, authorization: str | None) -> APITenant | None:
-        """Return the tenant whose key an `Authorization` header holds, in constant time; None for an unknown key."""
+        """Return the tenant whose key an `Authorization` header holds, in constant time; None for
+        an unknown key.
+        """
         if not self._keys:
             return self._default
         scheme, _, key = (authorization or "").partition(" ")
@@ -73,8 +78,8 @@ def check_host(host: str, keys: Keys) -> None:
     """Raise SettingsError for a server without keys on a host that other machines reach."""
     if host not in LOOPBACK and not len(keys):
         raise SettingsError(
-            f"Other machines can reach a server at '{host}', so it needs an API key; found none. Give "
-            "--api-keys-file or RAGFUSE_API_KEYS, or serve at 127.0.0.1."
+            f"Other machines can reach a server at '{host}', so it needs an API key; found none."
+            " Give --api-keys-file or RAGFUSE_API_KEYS, or serve at 127.0.0.1."
         )
 
 
@@ -84,7 +89,8 @@ def read_keys(path: Path) -> list[str]:
         lines = path.expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
-            f"The file of API keys '{path}' cannot be read: {error}. Wanted UTF-8 text, one key a line."
+            f"The file of API keys '{path}' cannot be read: {error}. Wanted UTF-8 text, one key a"
+            " line."
         ) from error
     return [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
 
@@ -93,8 +99,8 @@ def _parse_key(text: str) -> tuple[bytes, APITenant]:
     salt, colon, key = text.rpartition(":")
     if len(key) < MIN_KEY_CHARS or not key.isascii() or not key.isprintable() or " " in key:
         raise SettingsError(
-            f"API keys need at least {MIN_KEY_CHARS} ASCII characters without spaces, found one of {len(key)}. Make "
-            "one: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+            f"API keys need at least {MIN_KEY_CHARS} ASCII characters without spaces, found one of"
+            f" {len(key)}. Make one: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
         )
     return _digest(key), APITenant(salt if colon else digest("key's salt", key))
 

@@ -1,4 +1,6 @@
-"""Log probabilities of generated tokens, recorded by a logits processor that leaves the logits unchanged."""
+"""Log probabilities of generated tokens, recorded by a logits processor that leaves the logits
+unchanged.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +33,20 @@ class TokenLogprob:
 class LogprobRecorder:
     """A logits processor that records the log probabilities of one sequence.
 
-    `generate` calls it before it draws a token, so which token was drawn shows only at the next call. The generating
-    thread calls it; `take` may be called from another thread.
+    `generate` calls it before it draws a token, so which token was drawn shows only at the next
+    call. The generating thread calls it; `take` may be called from another thread.
 
     Args:
         n_top: Most likely tokens to record for each position.
     """
 
     def __init__(self, n_top: int) -> None:
-        self.n_top, self._log_probabilities, self._recorded, self._n_taken = n_top, None, list[TokenLogprob](), 0
+        self.n_top, self._log_probabilities, self._recorded, self._n_taken = (
+            n_top,
+            None,
+            list[TokenLogprob](),
+            0,
+        )
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """Record the scores `[1, vocabulary]`, and return them unchanged."""
@@ -49,7 +56,9 @@ class LogprobRecorder:
         return scores
 
     def end(self, ids: Sequence[int]) -> None:
-        """Record the last token of the finished answer `ids`, its end token included, and drop what follows."""
+        """Record the last token of the finished answer `ids`, its end token included, and drop what
+        follows.
+        """
         if self._log_probabilities is not None and len(self._recorded) < len(ids):
             self._record(ids[-1])
         self._log_probabilities = None
@@ -65,16 +74,24 @@ class LogprobRecorder:
         row: Any = self._log_probabilities
         n = min(self.n_top, len(row))
         best = row.topk(n) if n else None
-        top = () if best is None else tuple(zip(best.indices.tolist(), map(_finite, best.values.tolist()), strict=True))
+        top = (
+            ()
+            if best is None
+            else tuple(zip(best.indices.tolist(), map(_finite, best.values.tolist()), strict=True))
+        )
         self._recorded.append(TokenLogprob(token, _finite(float(row[token])), top))
 
 
-def of_prompt(scores: Iterable[tuple[int, tuple[float, Sequence[tuple[int, float]]] | None]]) -> list[TokenLogprob]:
+def of_prompt(
+    scores: Iterable[tuple[int, tuple[float, Sequence[tuple[int, float]]] | None]],
+) -> list[TokenLogprob]:
     """Convert the scores of a prompt's own tokens, as `Runtime.score` gives them."""
     return [
         TokenLogprob(id, None)
         if score is None
-        else TokenLogprob(id, _finite(score[0]), tuple((other, _finite(p)) for other, p in score[1]))
+        else TokenLogprob(
+            id, _finite(score[0]), tuple((other, _finite(p)) for other, p in score[1])
+        )
         for id, score in scores
     ]
 
@@ -82,19 +99,29 @@ def of_prompt(scores: Iterable[tuple[int, tuple[float, Sequence[tuple[int, float
 def as_chat(token_logprobs: Sequence[TokenLogprob], decode: DecodeToken) -> list[dict[str, Any]]:
     """Return `logprobs.content` of a chat completion."""
     return [
-        {**_token(each.id, each.logprob, decode), "top_logprobs": [_token(id, p, decode) for id, p in each.top]}
+        {
+            **_token(each.id, each.logprob, decode),
+            "top_logprobs": [_token(id, p, decode) for id, p in each.top],
+        }
         for each in token_logprobs
     ]
 
 
-def as_text(token_logprobs: Sequence[TokenLogprob], decode: DecodeToken, offset: int = 0) -> dict[str, Any]:
-    """Return `logprobs` of a text completion; `offset` is the number of the answer's characters before these tokens."""
+def as_text(
+    token_logprobs: Sequence[TokenLogprob], decode: DecodeToken, offset: int = 0
+) -> dict[str, Any]:
+    """Return `logprobs` of a text completion; `offset` is the number of the answer's characters
+    before these tokens.
+    """
     tokens = [decode(each.id) for each in token_logprobs]
     tops = [{decode(id): p for id, p in reversed(each.top)} for each in token_logprobs]
     return {
         "tokens": tokens,
         "token_logprobs": [each.logprob for each in token_logprobs],
-        "top_logprobs": [None if each.logprob is None else top for each, top in zip(token_logprobs, tops, strict=True)],
+        "top_logprobs": [
+            None if each.logprob is None else top
+            for each, top in zip(token_logprobs, tops, strict=True)
+        ],
         "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)),
     }
 

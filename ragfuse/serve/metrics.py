@@ -23,10 +23,18 @@ class ServerMetrics:
 
         self._registry, self._tenants = CollectorRegistry(), dict[str, CollectorRegistry]()
         labels = ("path", "status")
-        self._requests = Counter("ragfuse_requests", "Requests, by path and status.", labels, registry=self._registry)
-        waiting = Gauge("ragfuse_requests_waiting", "Requests that wait for their turn.", registry=self._registry)
+        self._requests = Counter(
+            "ragfuse_requests", "Requests, by path and status.", labels, registry=self._registry
+        )
+        waiting = Gauge(
+            "ragfuse_requests_waiting",
+            "Requests that wait for their turn.",
+            registry=self._registry,
+        )
         waiting.set_function(lambda: len(admission.jobs))
-        running = Gauge("ragfuse_requests_running", "Requests that are being answered.", registry=self._registry)
+        running = Gauge(
+            "ragfuse_requests_running", "Requests that are being answered.", registry=self._registry
+        )
         running.set_function(lambda: len(admission.jobs.running))
 
     def count(self, path: str, status: int) -> None:
@@ -34,7 +42,8 @@ class ServerMetrics:
         self._requests.labels(path, str(status)).inc()
 
     def show(self, engine: Engine, salt: str, name: str, keeper: QuotaKeeper, shares: bool) -> None:
-        """Add the metrics of a tenant's engine and of its quota, visible to that tenant until the engine is closed.
+        """Add the metrics of a tenant's engine and of its quota, visible to that tenant until the
+        engine is closed.
 
         Args:
             engine: The tenant's engine.
@@ -72,9 +81,27 @@ class _QuotaMetrics:
         for family, name, text, label, values in (
             (GaugeMetricFamily, "bytes", "Bytes of the tenant's KV.", ["tier"], keeper.use.nbytes),
             (GaugeMetricFamily, "texts", "The tenant's texts.", [], {"": keeper.use.texts}),
-            (GaugeMetricFamily, "sessions", "The tenant's sessions.", [], {"": keeper.use.sessions}),
-            (GaugeMetricFamily, "quota", "The tenant's quota; bytes in each tier.", ["kind"], keeper.limits()),
-            (CounterMetricFamily, "evictions", "Entries, texts and sessions deleted for it.", ["kind"], evicted),
+            (
+                GaugeMetricFamily,
+                "sessions",
+                "The tenant's sessions.",
+                [],
+                {"": keeper.use.sessions},
+            ),
+            (
+                GaugeMetricFamily,
+                "quota",
+                "The tenant's quota; bytes in each tier.",
+                ["kind"],
+                keeper.limits(),
+            ),
+            (
+                CounterMetricFamily,
+                "evictions",
+                "Entries, texts and sessions deleted for it.",
+                ["kind"],
+                evicted,
+            ),
         ):
             metric = family(f"ragfuse_tenant_{name}", text, labels=["engine", *label])
             for of, n in values.items():

@@ -1,4 +1,6 @@
-"""The routes of the model and the embedder: their names, what a client needs to know of the model, token ids."""
+"""The routes of the model and the embedder: their names, what a client needs to know of the model,
+token ids.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,13 @@ def model_routes(service: Service) -> APIRouter:
 
     def told(name: str) -> dict[str, Any]:
         alias = {"root": service.model} if name in service.names[1:] else {}
-        return {"id": name, "object": "model", "created": service.since, "owned_by": "ragfuse", **alias}
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.since,
+            "owned_by": "ragfuse",
+            **alias,
+        }
 
     @routes.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -41,13 +49,17 @@ def model_routes(service: Service) -> APIRouter:
 
     @routes.get("/v1/ragfuse/model")
     async def card(request: Request) -> dict[str, Any]:
-        """Show what a client needs to know of the model: its window, whether it has a chat template, its refusal."""
+        """Show what a client needs to know of the model: its window, whether it has a chat
+        template, its refusal.
+        """
         found = await service.lookup(request, lambda engine: asdict(engine.card))
         return {"object": "ragfuse.model", **found, "name": service.model}
 
     @routes.post("/v1/ragfuse/tokens")
     async def tokens(request: Request, body: TokensRequest) -> dict[str, Any]:
-        """Return the token ids of a text in the middle of a prompt, or of the whole prompt that messages make."""
+        """Return the token ids of a text in the middle of a prompt, or of the whole prompt that
+        messages make.
+        """
         ids = await service.lookup(request, lambda engine: _tokens(engine, body))
         return {"object": "ragfuse.tokens", "tokens": ids}
 

@@ -1,4 +1,5 @@
-"""The web page at `/` and the API page at `/docs`: files of this package, which hold no data and need no key.
+"""The web page at `/` and the API page at `/docs`: files of this package, which hold no data and
+need no key.
 
 Everything that they show comes from the other routes, which need the key where the server has keys.
 """
@@ -16,14 +17,18 @@ from ragfuse.serve.refusals import APIError
 FOLDER = Path(__file__).parent / "page"
 HEADERS = MappingProxyType(
     {
-        "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        "content-security-policy": (
+            "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+            "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        ),
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
         "cache-control": "no-cache",
     }
 )
-"""Headers of each file: only files and routes of this server, no inline script, no frame around the page."""
+"""Headers of each file: only files and routes of this server, no inline script, no frame around the
+page.
+"""
 
 
 def page_routes() -> APIRouter:

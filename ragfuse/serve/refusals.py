@@ -1,4 +1,6 @@
-"""API errors in OpenAI's format. Messages say what was wanted, what was found, what to do; they hold no traceback."""
+"""API errors in OpenAI's format. Messages say what was wanted, what was found, what to do; they
+hold no traceback.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +29,23 @@ from ragfuse.types.request_limits import OVERLONG
 
 log = logging.getLogger("ragfuse.serve")
 
-ERROR_TYPES = MappingProxyType({401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"})
+ERROR_TYPES = MappingProxyType(
+    {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+)
 """OpenAI's error types by status; other statuses below 500 are an "invalid_request_error"."""
 CODES = MappingProxyType({"extra_forbidden": "unknown_field", "missing": "missing"})
 """Codes of pydantic's types of errors; others are "unusable"."""
 UNREAD = (401, 408, 413, 415, 421)
 """Statuses of errors that are told before a body was read whole."""
-DROP_ADVICE = 'Send fewer or shorter documents, or let the last ones be left out: "ragfuse": {"overflow": "drop"}.'
+DROP_ADVICE = (
+    'Send fewer or shorter documents, or let the last ones be left out: "ragfuse": {"overflow":'
+    ' "drop"}.'
+)
 """What to do about a prompt that is too long with its documents."""
 SESSION_ADVICE = "GET /v1/ragfuse/sessions lists them."
-"""What to do about a session that does not exist: a client has no command line on the server's machine."""
+"""What to do about a session that does not exist: a client has no command line on the server's
+machine.
+"""
 SCHEMA_ADVICE = "Register it first: POST /v1/ragfuse/schemas."
 """What to do about a schema that is not registered."""
 
@@ -53,19 +62,38 @@ class APIError(Exception):
     """
 
     def __init__(
-        self, status: int, message: str, code: str | None = None, param: str | None = None, retry_s: float | None = None
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        retry_s: float | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.code, self.param, self.retry_s = status, message, code, param, retry_s
+        self.status, self.message, self.code, self.param, self.retry_s = (
+            status,
+            message,
+            code,
+            param,
+            retry_s,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the error object that OpenAI's clients expect."""
-        kind = "server_error" if self.status >= 500 else ERROR_TYPES.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        kind = (
+            "server_error"
+            if self.status >= 500
+            else ERROR_TYPES.get(self.status, "invalid_request_error")
+        )
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        }
 
 
 def refusal(error: APIError) -> Response:
-    """Return the response that tells an error; of a body that was not read whole, the connection is closed."""
+    """Return the response that tells an error; of a body that was not read whole, the connection is
+    closed.
+    """
     headers = {} if error.retry_s is None else {"retry-after": str(max(1, round(error.retry_s)))}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
@@ -80,7 +108,9 @@ def unusable(param: str, message: str) -> APIError:
 
 
 def api_error_of(error: BaseException) -> APIError:
-    """Convert an exception into an APIError; errors that the client did not cause are logged, not disclosed."""
+    """Convert an exception into an APIError; errors that the client did not cause are logged, not
+    disclosed.
+    """
     if isinstance(error, APIError):
         return error
     if isinstance(error, RequestValidationError | ValidationError):
@@ -90,7 +120,8 @@ def api_error_of(error: BaseException) -> APIError:
     if isinstance(error, TimeoutError):
         return APIError(
             504,
-            "This request was not done in time. Send it again; what is stored is not computed again.",
+            "This request was not done in time. Send it again; what is stored is not computed"
+            " again.",
             "timeout",
             None,
             5,
@@ -111,17 +142,25 @@ def api_error_of(error: BaseException) -> APIError:
     if isinstance(error, StoreError | TransferError):
         what = "store" if isinstance(error, StoreError) else "transfer"
         return APIError(
-            503, f"The {what} cannot be used now. Retry later; the server's log has the reason.", what, None, 5
+            503,
+            f"The {what} cannot be used now. Retry later; the server's log has the reason.",
+            what,
+            None,
+            5,
         )
     known = str(error) if isinstance(error, RagFuseError) else ""
-    return APIError(500, known or "Something went wrong in the server; its log has the details.", "internal")
+    return APIError(
+        500, known or "Something went wrong in the server; its log has the details.", "internal"
+    )
 
 
 def _invalid(errors: Sequence[Any]) -> APIError:
     """Convert the first of pydantic's errors into an APIError; an unknown field comes first."""
     first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
     parts = (part for part in first["loc"] if part not in ("body", "query", "path"))
-    place = [str(part) for part in parts if not set("-[(") & set(str(part))]  # without alternatives of a type
+    place = [
+        str(part) for part in parts if not set("-[(") & set(str(part))
+    ]  # without alternatives of a type
     name, what = ".".join(place), str(first["msg"])
     code = CODES.get(first["type"], "unusable")
     return APIError(400, f"{name}: {what}" if name else f"The body: {what}", code, name or None)

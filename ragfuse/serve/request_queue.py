@@ -1,11 +1,12 @@
 """A bounded queue of requests that is fair among tenants and can be inspected.
 
-It only holds values: it runs nothing, and gets its clock as an argument. Look-ahead prefetching and eviction use the
-order of the waiting jobs (`ragfuse.plan.look_ahead`, AttentionStore section 3.3).
+It only holds values: it runs nothing, and gets its clock as an argument. Look-ahead prefetching and
+eviction use the order of the waiting jobs (`ragfuse.plan.look_ahead`, AttentionStore section 3.3).
 
-The next job is the first one of the tenant that was served longest ago, so that a new tenant's first job waits for at
-most one job of each other tenant, however many one of them has sent. A tenant's own jobs run in order of arrival, but a
-job waits while another one of its conversation runs, because each turn continues from the history with the turn before.
+The next job is the first one of the tenant that was served longest ago, so that a new tenant's
+first job waits for at most one job of each other tenant, however many one of them has sent. A
+tenant's own jobs run in order of arrival, but a job waits while another one of its conversation
+runs, because each turn continues from the history with the turn before.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Job(Generic[T]):
         work: The work.
         tenant: Whose it is.
         conversation: The name of its conversation; None for none.
-        reads: The tenant's salt and the session whose KV it will read, as far as is known. Any thread may set it.
+        reads: The tenant's salt and the session whose KV it will read, as far as is known. Any
+            thread may set it.
     """
 
     number: int
@@ -52,10 +54,14 @@ class JobQueue(Generic[T]):
         max_each: Most waiting jobs of one tenant; None: `max_waiting`.
     """
 
-    def __init__(self, max_waiting: int, clock: Callable[[], float], max_each: int | None = None) -> None:
+    def __init__(
+        self, max_waiting: int, clock: Callable[[], float], max_each: int | None = None
+    ) -> None:
         self._max_waiting, self._max_each, self._clock = max_waiting, max_each or max_waiting, clock
         self._lock = RLock()
-        self._tenants: OrderedDict[str, OrderedDict[int, Job[T]]] = OrderedDict()  # the tenant served next comes first
+        self._tenants: OrderedDict[str, OrderedDict[int, Job[T]]] = (
+            OrderedDict()
+        )  # the tenant served next comes first
         self._running: dict[int, Job[T]] = {}
         self._number = 0
         self._pace_s: float | None = None
@@ -77,7 +83,9 @@ class JobQueue(Generic[T]):
         with self._lock:
             n_waiting, n_mine = len(self), len(self._tenants.get(tenant, ()))
             if n_waiting >= self._max_waiting:
-                raise self._full(f"{n_waiting} requests wait already, of at most {self._max_waiting}", n_waiting)
+                raise self._full(
+                    f"{n_waiting} requests wait already, of at most {self._max_waiting}", n_waiting
+                )
             if n_mine >= self._max_each:
                 found = f"{n_mine} of your requests wait already, of at most {self._max_each}"
                 raise self._full(found, n_mine * len(self._tenants))
@@ -89,7 +97,11 @@ class JobQueue(Generic[T]):
     def take(self) -> Job[T] | None:
         """Return the next job, which counts as running from now on; None where none may run now."""
         with self._lock:
-            busy = {(job.tenant, job.conversation) for job in self._running.values() if job.conversation is not None}
+            busy = {
+                (job.tenant, job.conversation)
+                for job in self._running.values()
+                if job.conversation is not None
+            }
             waiting = (job for jobs in self._tenants.values() for job in jobs.values())
             job = next((job for job in waiting if (job.tenant, job.conversation) not in busy), None)
             if job is not None:
@@ -111,7 +123,9 @@ class JobQueue(Generic[T]):
             self._pace_s, self._done_s = before_s + _PACE_WEIGHT * (took_s - before_s), now_s
 
     def cancel(self, job: Job[T]) -> bool:
-        """Remove a waiting job; return False where it does not wait any more. A running job is not stopped."""
+        """Remove a waiting job; return False where it does not wait any more. A running job is not
+        stopped.
+        """
         with self._lock:
             is_waiting = job.number in self._tenants.get(job.tenant, ())
             if is_waiting:
@@ -121,7 +135,8 @@ class JobQueue(Generic[T]):
     def ahead(self) -> tuple[Job[T], ...]:
         """Return the waiting jobs in the order in which they would be taken.
 
-        That order assumes that no further job comes, and that no job has to wait for another of its conversation.
+        That order assumes that no further job comes, and that no job has to wait for another of its
+        conversation.
         """
         with self._lock:
             turns = zip_longest(*(jobs.values() for jobs in self._tenants.values()))

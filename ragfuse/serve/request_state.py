@@ -1,4 +1,6 @@
-"""What goes along with a request from the guard to its route and back to the log: its tenant and its tokens."""
+"""What goes along with a request from the guard to its route and back to the log: its tenant and
+its tokens.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,12 @@ def text_response(kind: str) -> dict[int | str, dict[str, Any]]:
     return {200: {"description": "The text.", "content": {kind: {"schema": {"type": "string"}}}}}
 
 
-async def unless_disconnected(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`, or cancel it and raise APIError (499) once the client disconnects."""
+async def unless_disconnected(
+    receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, T]
+) -> T:
+    """Return the result of `work`, or cancel it and raise APIError (499) once the client
+    disconnects.
+    """
     task, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)

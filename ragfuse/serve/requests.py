@@ -1,4 +1,6 @@
-"""Convert request bodies into `AnswerRequest`s: questions with their documents as chunks, each with its `Ask`."""
+"""Convert request bodies into `AnswerRequest`s: questions with their documents as chunks, each with
+its `Ask`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from ragfuse.errors import InputError
 from ragfuse.serve.logprobs import LogprobRecorder
 from ragfuse.serve.refusals import unusable
 from ragfuse.serve.run import AnswerRequest
-from ragfuse.serve.schema import ChatRequest, CompletionRequest, Document, RequestMessage, SchemaFormat, TextRequest
+from ragfuse.serve.schema import (
+    ChatRequest,
+    CompletionRequest,
+    Document,
+    RequestMessage,
+    SchemaFormat,
+    TextRequest,
+)
 from ragfuse.text.chat_messages import ChatMessage, Piece
 from ragfuse.text.chat_template import ChatTemplate
 from ragfuse.types.answer import ToolCall
@@ -46,17 +55,25 @@ def chat_requests(body: ChatRequest, template: ChatTemplate | None = None) -> li
     if body.top_logprobs and not body.logprobs:
         raise unusable("top_logprobs", "top_logprobs needs logprobs: true; give both or neither.")
     if body.add_generation_prompt is bool(body.continue_final_message):
-        raise unusable("add_generation_prompt", "add_generation_prompt is the opposite of continue_final_message.")
+        raise unusable(
+            "add_generation_prompt",
+            "add_generation_prompt is the opposite of continue_final_message.",
+        )
     last = body.messages[-1] if body.messages else None
-    if body.continue_final_message and (last is None or last.role != "assistant" or last.tool_calls or body.pml):
+    if body.continue_final_message and (
+        last is None or last.role != "assistant" or last.tool_calls or body.pml
+    ):
         raise unusable(
             "continue_final_message",
-            "continue_final_message needs a last message of role 'assistant' without tool calls, and no pml.",
+            "continue_final_message needs a last message of role 'assistant' without tool calls,"
+            " and no pml.",
         )
     tools = body.tools or []
     ask = replace(
         _ask_of(body),
-        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        max_tokens=(
+            body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        ),
         tools=tools,
         tool_choice=Ask.tool_choice_of(body.tool_choice, tools),
         parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -79,7 +96,9 @@ def text_requests(body: TextRequest, n_tokens: int | None = None) -> list[Answer
     """
     given, chunks = body.prompt, _chunks(body.documents or ())
     ask = replace(_ask_of(body), max_tokens=body.max_tokens)
-    ask = replace(ask, documents=(*ask.documents, *((chunk.text, chunk.source) for chunk in chunks)))
+    ask = replace(
+        ask, documents=(*ask.documents, *((chunk.text, chunk.source) for chunk in chunks))
+    )
     is_one = isinstance(given, str) or isinstance(given[0], int)
     found = list[AnswerRequest]()
     for prompt in [given] if is_one else given:
@@ -94,7 +113,9 @@ def text_requests(body: TextRequest, n_tokens: int | None = None) -> list[Answer
             raise unusable("prompt", "The prompt is empty; wanted a text to continue.")
         echo = prompt if question == prompt and isinstance(prompt, str) else ""
         echoed: dict[str, Any] = {"echo": echo, "n_top": body.logprobs} if body.echo else {}
-        found += [replace(each, **echoed) for each in _answers(question, ask, body.n or 1, body.logprobs)]
+        found += [
+            replace(each, **echoed) for each in _answers(question, ask, body.n or 1, body.logprobs)
+        ]
     return found
 
 
@@ -102,13 +123,20 @@ def _check_ids(ids: Sequence[int], body: TextRequest, n_tokens: int | None) -> N
     """Raise APIError for token ids outside the vocabulary, or beside PML or documents."""
     name = "pml" if body.pml is not None else "documents"
     if body.pml is not None or body.documents:
-        raise unusable(name, f"{name} cannot be used with a prompt of token ids. Leave it out, or send a text.")
+        raise unusable(
+            name, f"{name} cannot be used with a prompt of token ids. Leave it out, or send a text."
+        )
     if n_tokens is not None and max(ids) >= n_tokens:
-        raise unusable("prompt", f"The prompt has the token id {max(ids)}; wanted ids from 0 to {n_tokens - 1:,}.")
+        raise unusable(
+            "prompt",
+            f"The prompt has the token id {max(ids)}; wanted ids from 0 to {n_tokens - 1:,}.",
+        )
 
 
 def _answers(question: Any, ask: Ask, n: int, n_top: int | None) -> list[AnswerRequest]:
-    """Return the requests for `n` answers to a question, each with a seed and a recorder of its own."""
+    """Return the requests for `n` answers to a question, each with a seed and a recorder of its
+    own.
+    """
     found = list[AnswerRequest]()
     for number in range(n):
         own = replace(ask, seed=ask.seed + number if ask.seed is not None else None)
@@ -120,12 +148,20 @@ def _answers(question: Any, ask: Ask, n: int, n_top: int | None) -> list[AnswerR
 
 
 def _template_kwargs(body: ChatRequest, template: ChatTemplate | None) -> dict[str, Any]:
-    """Return the variables of the chat template; no reasoning effort turns thinking off where that is what it reads."""
-    named = {name: getattr(body, name) for name in ("enable_thinking", "reasoning_effort", "verbosity")}
+    """Return the variables of the chat template; no reasoning effort turns thinking off where that
+    is what it reads.
+    """
+    named = {
+        name: getattr(body, name) for name in ("enable_thinking", "reasoning_effort", "verbosity")
+    }
     given = {name: value for name, value in named.items() if value is not None}
     kwargs = {**(body.chat_template_kwargs or {}), **given}
     names = template.names if template is not None else ()
-    if kwargs.get("reasoning_effort") == "none" and "reasoning_effort" not in names and "enable_thinking" in names:
+    if (
+        kwargs.get("reasoning_effort") == "none"
+        and "reasoning_effort" not in names
+        and "enable_thinking" in names
+    ):
         del kwargs["reasoning_effort"]
         kwargs["enable_thinking"] = False
     return kwargs
@@ -137,7 +173,9 @@ def _ask_of(body: CompletionRequest) -> Ask:
     if body.session_id is not None and (body.n or 1) > 1:
         raise unusable("n", "n must be 1 with session_id, as a conversation has one answer a turn.")
     ask = Ask(
-        **options.model_dump(include={"policy", "ratio", "reuse", "overflow", "deadline_s", "blend"}),
+        **options.model_dump(
+            include={"policy", "ratio", "reuse", "overflow", "deadline_s", "blend"}
+        ),
         documents=tuple((each.text, each.title) for each in options.retrieved),
         stop=[stop] if isinstance(stop, str) else stop or (),
         seed=body.seed,
@@ -146,83 +184,118 @@ def _ask_of(body: CompletionRequest) -> Ask:
         session=body.session_id,
     )
     calls = getattr(body, "tools", None) and getattr(body, "tool_choice", None) != "none"
-    if (body.min_tokens or body.stop_token_ids) and (calls or ask.grammar or (ask.stop and body.min_tokens)):
+    if (body.min_tokens or body.stop_token_ids) and (
+        calls or ask.grammar or (ask.stop and body.min_tokens)
+    ):
         name = "min_tokens" if body.min_tokens else "stop_token_ids"
-        raise unusable(name, f"{name} and tools, an output format or stop both decide where an answer ends.")
+        raise unusable(
+            name, f"{name} and tools, an output format or stop both decide where an answer ends."
+        )
     return ask
 
 
 def _options(body: CompletionRequest) -> dict[str, Any]:
-    """Return the options of `generate`, penalties included; decoding is greedy without a temperature."""
+    """Return the options of `generate`, penalties included; decoding is greedy without a
+    temperature.
+    """
     values = {name: getattr(body, name) for name in SAMPLED}
     if (body.temperature or 0) < MIN_TEMPERATURE or body.top_p == 0:
         values["temperature"] = None
-    values["top_k"] = max(0, body.top_k or 0) if body.top_k is not None or not body.ragfuse.model_sampling else None
+    values["top_k"] = (
+        max(0, body.top_k or 0)
+        if body.top_k is not None or not body.ragfuse.model_sampling
+        else None
+    )
     more = {
         "stop_token_ids": body.stop_token_ids or None,
         "min_new_tokens": body.min_tokens or None,
         "max_time": body.ragfuse.max_time_s,
     }
-    return {**Ask.generate_options(values), **{name: each for name, each in more.items() if each is not None}}
+    return {
+        **Ask.generate_options(values),
+        **{name: each for name, each in more.items() if each is not None},
+    }
 
 
 def question_of(
     pml: str | None, messages: Sequence[RequestMessage], documents: Sequence[Document] = ()
 ) -> list[ChatMessage] | PMLPrompt:
-    """Return the messages as a conversation with the documents as chunks before the last user message.
+    """Return the messages as a conversation with the documents as chunks before the last user
+    message.
 
-    With PML it is that prompt with the messages appended as plain text: what looks like PML in them is not parsed.
+    With PML it is that prompt with the messages appended as plain text: what looks like PML in them
+        is not parsed.
     """
     chunks = _chunks(documents)
     try:
-        conversation = ChatMessage.conversation(map(_chat_message, messages)) if messages or pml is None else []
+        conversation = (
+            ChatMessage.conversation(map(_chat_message, messages))
+            if messages or pml is None
+            else []
+        )
     except InputError as error:
         raise unusable("messages", str(error)) from error
     if pml is None:
         if chunks:
             at = last_user([message.role for message in conversation])
             before = [part for chunk in chunks for part in (chunk, "\n\n")]
-            conversation[at] = replace(conversation[at], content=[*before, *cast(Any, conversation[at].content)])
+            conversation[at] = replace(
+                conversation[at], content=[*before, *cast(Any, conversation[at].content)]
+            )
         return conversation
     prompt = _prompt(pml, chunks)
     for message in conversation:
         if message.role == "tool" or message.tool_calls:
             raise unusable(
-                "messages", "pml cannot be used with tools; remove messages of role 'tool' and those with tool_calls."
+                "messages",
+                "pml cannot be used with tools; remove messages of role 'tool' and those with"
+                " tool_calls.",
             )
         prompt = prompt.asking(message.text, cast(Any, message.role))
     return prompt
 
 
 def last_user(roles: Sequence[str]) -> int:
-    """Return where the last user message is, before which documents are placed; APIError (400) where there is none."""
+    """Return where the last user message is, before which documents are placed; APIError (400)
+    where there is none.
+    """
     if "user" not in roles:
-        raise unusable("documents", "documents are placed before the last user message, found none. Add one.")
+        raise unusable(
+            "documents", "documents are placed before the last user message, found none. Add one."
+        )
     return len(roles) - 1 - roles[::-1].index("user")
 
 
 def _prompt(pml: str, chunks: Sequence[Piece]) -> PMLPrompt:
     if chunks:
         raise unusable(
-            "documents", "pml cannot be used with documents, as its texts are modules of a schema; give one."
+            "documents",
+            "pml cannot be used with documents, as its texts are modules of a schema; give one.",
         )
     return parse_prompt(pml)
 
 
 def _chunks(documents: Iterable[Document]) -> list[Piece]:
-    return [Piece(each.text, "chunk", each.title or f"document {number}") for number, each in enumerate(documents, 1)]
+    return [
+        Piece(each.text, "chunk", each.title or f"document {number}")
+        for number, each in enumerate(documents, 1)
+    ]
 
 
 def _chat_message(message: RequestMessage) -> ChatMessage:
     is_assistant = message.role == "assistant"
     if message.tool_calls and not is_assistant:
-        raise unusable("messages", f"A message of role '{message.role}' has tool calls; only an assistant can.")
+        raise unusable(
+            "messages", f"A message of role '{message.role}' has tool calls; only an assistant can."
+        )
     return ChatMessage(
         message.role,
         [
-            Piece(part.text, "chunk", part.title or "message")
-            if part.type == "text-plain" and part.text.strip()
-            else part.text
+            (
+                Piece(part.text, "chunk", part.title or "message")
+                if part.type == "text-plain" and part.text.strip()
+                else part.text
+            )
             for part in message.content
             if part.type != "refusal"
         ],
@@ -237,7 +310,8 @@ def _chat_message(message: RequestMessage) -> ChatMessage:
 
 
 def _grammar(body: CompletionRequest) -> Grammar | None:
-    """Return the grammar of the answer, from OpenAI's `response_format` or vLLM's field; None: free text.
+    """Return the grammar of the answer, from OpenAI's `response_format` or vLLM's field; None: free
+    text.
 
     Raises:
         APIError: More than one is given (400).

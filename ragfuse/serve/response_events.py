@@ -1,4 +1,6 @@
-"""An answer as OpenAI's Responses API writes it: the events of its making, the last of which has the response."""
+"""An answer as OpenAI's Responses API writes it: the events of its making, the last of which has
+the response.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from ragfuse.serve.run import Completed, Item, TextDelta
 from ragfuse.types.answer import Answer
 
 Json = dict[str, Any]
-EVENT_NAMES = MappingProxyType({"message": "response.output_text", "reasoning": "response.reasoning_text"})
+EVENT_NAMES = MappingProxyType(
+    {"message": "response.output_text", "reasoning": "response.reasoning_text"}
+)
 """Where the names of events begin, by kind of item."""
 
 
@@ -30,13 +34,17 @@ class ResponseEvents:
 
     last = b""
 
-    def __init__(self, body: ResponseRequest, model: str, id: str, keep: Callable[[Json], Awaitable[None]]) -> None:
+    def __init__(
+        self, body: ResponseRequest, model: str, id: str, keep: Callable[[Json], Awaitable[None]]
+    ) -> None:
         self._body, self._keep = body, keep
         self._number = 0
         self._items: list[Json] = []
         self._open = ""
         self._head: Json = {
-            **body.model_dump(include={"instructions", "max_output_tokens", "previous_response_id", "user"}),
+            **body.model_dump(
+                include={"instructions", "max_output_tokens", "previous_response_id", "user"}
+            ),
             "id": id,
             "object": "response",
             "created_at": int(time.time()),
@@ -65,7 +73,9 @@ class ResponseEvents:
         yield self._event("response.in_progress", response=started)
         async for item in items:
             if isinstance(item, TextDelta):
-                kind, text = ("reasoning", item.reasoning) if item.reasoning else ("message", item.text)
+                kind, text = (
+                    ("reasoning", item.reasoning) if item.reasoning else ("message", item.text)
+                )
                 for event in self._piece(kind, text) if text else ():
                     yield event
                 continue
@@ -111,7 +121,9 @@ class ResponseEvents:
             self._open = kind
             self._items.append(_item(kind))
             yield self._item_event("added", {**self._items[-1], "content": []})
-            yield self._part_event("response.content_part.added", part={**self._items[-1]["content"][0]})
+            yield self._part_event(
+                "response.content_part.added", part={**self._items[-1]["content"][0]}
+            )
         self._items[-1]["content"][0]["text"] += text
         yield self._part_event(f"{EVENT_NAMES[kind]}.delta", delta=text, **_logprobs(kind))
 
@@ -122,7 +134,9 @@ class ResponseEvents:
         item = self._items[-1]
         item["status"] = "completed"
         part = item["content"][0]
-        yield self._part_event(f"{EVENT_NAMES[self._open]}.done", text=part["text"], **_logprobs(self._open))
+        yield self._part_event(
+            f"{EVENT_NAMES[self._open]}.done", text=part["text"], **_logprobs(self._open)
+        )
         yield self._part_event("response.content_part.done", part=part)
         yield self._item_event("done", item)
         self._open = ""
@@ -135,19 +149,32 @@ class ResponseEvents:
         for call in answer.tool_calls:
             said = call.as_openai()["function"]
             named = {"call_id": call.id or f"call_{uuid4().hex[:24]}", "name": said["name"]}
-            item = {"id": f"fc_{uuid4().hex}", "type": "function_call", "status": "completed", **named}
+            item = {
+                "id": f"fc_{uuid4().hex}",
+                "type": "function_call",
+                "status": "completed",
+                **named,
+            }
             self._items.append({**item, "arguments": said["arguments"]})
             yield self._item_event("added", {**item, "arguments": ""})
             at = {"item_id": item["id"], "output_index": len(self._items) - 1}
-            yield self._event("response.function_call_arguments.delta", **at, delta=said["arguments"])
+            yield self._event(
+                "response.function_call_arguments.delta", **at, delta=said["arguments"]
+            )
             yield self._event("response.function_call_arguments.done", **at, **said)
             yield self._item_event("done", self._items[-1])
 
     def _item_event(self, what: str, item: Json) -> Json:
-        return self._event(f"response.output_item.{what}", output_index=len(self._items) - 1, item=item)
+        return self._event(
+            f"response.output_item.{what}", output_index=len(self._items) - 1, item=item
+        )
 
     def _part_event(self, kind: str, **fields: Any) -> Json:
-        place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
+        place = {
+            "item_id": self._items[-1]["id"],
+            "output_index": len(self._items) - 1,
+            "content_index": 0,
+        }
         return self._event(kind, **place, **fields)
 
     def _event(self, kind: str, **fields: Any) -> Json:

@@ -1,4 +1,6 @@
-"""Convert the input of `/v1/responses` into a chat request: items into messages, flat tools into nested ones."""
+"""Convert the input of `/v1/responses` into a chat request: items into messages, flat tools into
+nested ones.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ Json = dict[str, Any]
 
 
 def items_of(body: ResponseRequest) -> list[InputItem]:
-    """Return the input; the documents are parts of the last user message, so that later turns have them too.
+    """Return the input; the documents are parts of the last user message, so that later turns have
+    them too.
 
     Raises:
         APIError: There is no user message for the documents (400).
@@ -42,19 +45,24 @@ def items_of(body: ResponseRequest) -> list[InputItem]:
     return items
 
 
-def chat_request_of(body: ResponseRequest, items: Sequence[InputItem], session: str | None) -> ChatRequest:
+def chat_request_of(
+    body: ResponseRequest, items: Sequence[InputItem], session: str | None
+) -> ChatRequest:
     """Return the chat request that a response answers.
 
     Args:
         body: The body of `/v1/responses`.
-        items: All items of the conversation: those of the responses that it continues, then its own.
+        items: All items of the conversation: those of the responses that it continues, then its
+            own.
         session: The session of the conversation; None where nothing is stored.
 
     Raises:
         APIError: A tool cannot be used (400).
         ValidationError: The form of the answer cannot be used.
     """
-    messages = [message for group in groupby(items, key=_is_assistants) for message in _messages(*group)]
+    messages = [
+        message for group in groupby(items, key=_is_assistants) for message in _messages(*group)
+    ]
     if body.instructions:
         messages.insert(0, {"role": "system", "content": body.instructions})
     options = body.ragfuse
@@ -66,7 +74,9 @@ def chat_request_of(body: ResponseRequest, items: Sequence[InputItem], session: 
     form = body.text.format if body.text is not None else None
     return ChatRequest.model_validate(
         {
-            **body.model_dump(include={"model", "temperature", "top_p", "seed", "parallel_tool_calls"}),
+            **body.model_dump(
+                include={"model", "temperature", "top_p", "seed", "parallel_tool_calls"}
+            ),
             "messages": messages,
             "max_tokens": body.max_output_tokens,
             "tools": [_nested(tool) for tool in body.tools or ()] or None,
@@ -85,7 +95,9 @@ def _is_assistants(item: InputItem) -> bool:
 
 
 def _messages(is_assistants: bool, items: Iterator[InputItem]) -> Iterator[Json]:
-    """Yield the messages; an assistant's text and its calls become one, with the reasoning before them."""
+    """Yield the messages; an assistant's text and its calls become one, with the reasoning before
+    them.
+    """
     parts, calls, reasoning = list[Json](), list[Json](), ""
     for item in items:
         if isinstance(item, ResultItem):
@@ -95,17 +107,28 @@ def _messages(is_assistants: bool, items: Iterator[InputItem]) -> Iterator[Json]
         elif isinstance(item, MessageItem):
             parts += _content(item.content)
         elif isinstance(item, CallItem):
-            calls.append({"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}})
+            calls.append(
+                {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+            )
         else:
             reasoning += "".join(part.text for part in item.content)
     if parts or calls:
-        yield {"role": "assistant", "content": parts, "tool_calls": calls, "reasoning_content": reasoning}
+        yield {
+            "role": "assistant",
+            "content": parts,
+            "tool_calls": calls,
+            "reasoning_content": reasoning,
+        }
 
 
 def _content(parts: Sequence[InputPart]) -> list[Json]:
     documents = ("text-plain", "refusal")
     return [
-        {"type": part.type if part.type in documents else "text", "text": part.text, "title": part.title}
+        {
+            "type": part.type if part.type in documents else "text",
+            "text": part.text,
+            "title": part.title,
+        }
         for part in parts
     ]
 
@@ -114,7 +137,12 @@ def _nested(tool: Json) -> Json:
     if tool.get("type") != "function":
         raise unusable(
             "tools",
-            f"A tool of type {tool.get('type')!r:.40} cannot be used; wanted functions, which you call yourself.",
+            f"A tool of type {tool.get('type')!r:.40} cannot be used; wanted functions, which you"
+            " call yourself.",
         )
-    function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+    function = {
+        name: tool[name]
+        for name in ("name", "description", "parameters")
+        if tool.get(name) is not None
+    }
     return {"type": "function", "function": function}

@@ -1,8 +1,10 @@
-"""The stored responses of `/v1/responses`: each tenant's latest, in a SQLite file of the store's folder.
+"""The stored responses of `/v1/responses`: each tenant's latest, in a SQLite file of the store's
+folder.
 
-A record has the response as it was sent, its input, and what it continues; the KV of its conversation is in the store,
-under the session that all of its responses share. Both outlive the process, and servers that share the folder share
-them; where the store is in memory alone, so are the records. What continues a deleted response cannot be continued.
+A record has the response as it was sent, its input, and what it continues; the KV of its
+conversation is in the store, under the session that all of its responses share. Both outlive the
+process, and servers that share the folder share them; where the store is in memory alone, so are
+the records. What continues a deleted response cannot be continued.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ MAX_RECORD_NBYTES = 32 << 20
 """Most bytes of a tenant's stored responses, as JSON."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses(
-    number INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL, id TEXT NOT NULL, response TEXT NOT NULL,
-    items TEXT NOT NULL, previous TEXT, session TEXT NOT NULL, nbytes INTEGER NOT NULL, made_s REAL NOT NULL,
+    number INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL, id TEXT NOT NULL,
+    response TEXT NOT NULL,
+    items TEXT NOT NULL, previous TEXT, session TEXT NOT NULL, nbytes INTEGER NOT NULL,
+    made_s REAL NOT NULL,
     is_continued INTEGER NOT NULL DEFAULT 0, UNIQUE(tenant, id)
 );
 CREATE INDEX IF NOT EXISTS responses_of_session ON responses(tenant, session);
@@ -44,7 +48,8 @@ DELETE FROM responses WHERE number IN (
 """
 _UNUSED = """
 DELETE FROM responses WHERE tenant = :tenant AND session IN (
-    SELECT session FROM responses WHERE tenant = :tenant GROUP BY session HAVING max(made_s) < :since_s
+    SELECT session FROM responses WHERE tenant = :tenant GROUP BY session
+    HAVING max(made_s) < :since_s
 )
 """
 _CHAIN = """
@@ -58,7 +63,8 @@ SELECT response, items, previous, session FROM chain ORDER BY number DESC
 """
 _ONE = "SELECT response, items, previous, session FROM responses WHERE tenant = ? AND id = ?"
 _CONTINUE = """
-UPDATE responses SET is_continued = 1 WHERE tenant = ? AND id = ? AND NOT is_continued RETURNING session
+UPDATE responses SET is_continued = 1 WHERE tenant = ? AND id = ? AND NOT is_continued
+RETURNING session
 """
 
 
@@ -80,7 +86,8 @@ class Record:
 
 
 class ResponseRecords:
-    """The stored responses of all tenants; a tenant sees its own only. Thread-safe; methods may wait for the disk.
+    """The stored responses of all tenants; a tenant sees its own only. Thread-safe; methods may
+    wait for the disk.
 
     An unreadable file raises StoreError. Responses of a conversation that was
     continued last longer ago than `session_ttl_s` are deleted, as its session is.
@@ -102,7 +109,8 @@ class ResponseRecords:
         """Return the items of a response and of all that it continues, oldest first.
 
         Raises:
-            APIError: There is no such response, or the beginning of its conversation is not stored any more (404).
+            APIError: There is no such response, or the beginning of its conversation is not stored
+                any more (404).
         """
         records = self._found(salt, id, _CHAIN)
         if records[-1].previous is not None:
@@ -110,7 +118,9 @@ class ResponseRecords:
         return [item for record in reversed(records) for item in record.items]
 
     def session_after(self, salt: str, previous: str | None, id: str) -> str:
-        """Return the session for a response that continues `previous`: a new one for a second branch of it."""
+        """Return the session for a response that continues `previous`: a new one for a second
+        branch of it.
+        """
         if previous is None:
             return id
         with self._file.write() as transaction:
@@ -118,23 +128,33 @@ class ResponseRecords:
         return str(rows[0][0]) if rows else id
 
     def add(
-        self, salt: str, response: dict[str, Any], items: Sequence[InputItem], previous: str | None, session: str
+        self,
+        salt: str,
+        response: dict[str, Any],
+        items: Sequence[InputItem],
+        previous: str | None,
+        session: str,
     ) -> None:
         """Store a response; the oldest ones of the tenant are deleted beyond the limits."""
-        texts = json.dumps(response), json.dumps([item.model_dump(exclude_none=True) for item in items])
+        texts = (
+            json.dumps(response),
+            json.dumps([item.model_dump(exclude_none=True) for item in items]),
+        )
         tenant, nbytes = tenant_digest(salt), sum(map(len, texts))
         row = (tenant, response["id"], *texts, previous, session, nbytes, self._clock())
         limits = {"tenant": tenant, "most": MAX_RECORDS, "most_nbytes": MAX_RECORD_NBYTES}
         with self._file.write() as transaction:
             transaction.execute(
-                "INSERT INTO responses(tenant, id, response, items, previous, session, nbytes, made_s) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO responses(tenant, id, response, items, previous, session, nbytes,"
+                " made_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 row,
             )
             transaction.execute(_BEYOND_LIMITS, limits)
 
     def delete(self, salt: str, id: str) -> str | None:
-        """Delete a response; return its session if no other one belongs to it; APIError (404) where there is none."""
+        """Delete a response; return its session if no other one belongs to it; APIError (404) where
+        there is none.
+        """
         tenant, session = tenant_digest(salt), self.get(salt, id).session
         with self._file.write() as transaction:
             transaction.execute("DELETE FROM responses WHERE tenant = ? AND id = ?", (tenant, id))
@@ -146,12 +166,17 @@ class ResponseRecords:
         self._file.close()
 
     def _found(self, salt: str, id: str, sql: str) -> list[Record]:
-        """Return the records that a query finds for a tenant and an id; APIError (404) for none, or a damaged one."""
+        """Return the records that a query finds for a tenant and an id; APIError (404) for none, or
+        a damaged one.
+        """
         self._delete_unused(salt)
         rows = self._file.query(sql, (tenant_digest(salt), id))
         try:
             found = [
-                Record(json.loads(row[0] or "{}"), ITEMS.validate_python(json.loads(row[1])), *row[2:4]) for row in rows
+                Record(
+                    json.loads(row[0] or "{}"), ITEMS.validate_python(json.loads(row[1])), *row[2:4]
+                )
+                for row in rows
             ]
         except ValueError:
             log.warning("A stored response is damaged, and is taken as missing.")
@@ -172,8 +197,9 @@ class ResponseRecords:
 def _not_found(id: str) -> APIError:
     return APIError(
         404,
-        f"There is no response '{id:.80}' here, or not all that it continues: it was not stored, was deleted, or is "
-        f"older than the latest {MAX_RECORDS}. Send the whole conversation as input.",
+        f"There is no response '{id:.80}' here, or not all that it continues: it was not stored,"
+        f" was deleted, or is older than the latest {MAX_RECORDS}. Send the whole conversation as"
+        " input.",
         "response_not_found",
         "previous_response_id",
     )

@@ -73,7 +73,9 @@ InputItem = Annotated[
     Discriminator(_type_of),
 ]
 ITEMS: TypeAdapter[tuple[InputItem, ...]] = TypeAdapter(tuple[InputItem, ...])
-"""Reads and writes items as they are stored. Unknown fields are ignored, as clients send back earlier items whole."""
+"""Reads and writes items as they are stored. Unknown fields are ignored, as clients send back
+earlier items whole.
+"""
 
 
 def _as_items(given: Any) -> Any:
@@ -84,7 +86,9 @@ class TextOptions(RequestBody):
     """The form of the answer."""
 
     format: dict[str, Any] | None = None
-    """{"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "name": ..., "schema": {...}}."""
+    """{"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "name": ..., "schema":
+    {...}}.
+    """
     verbosity: str | None = Field(default=None, max_length=64)
 
 
@@ -110,7 +114,9 @@ class ResponseRequest(AnswerBody):
     """Whether the response can be continued and fetched later."""
     max_output_tokens: int | None = Field(default=None, ge=-1)
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
-    """Functions, in the flat form of this API: {"type": "function", "name": ..., "parameters": {...}}."""
+    """Functions, in the flat form of this API: {"type": "function", "name": ..., "parameters":
+    {...}}.
+    """
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None

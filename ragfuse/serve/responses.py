@@ -32,7 +32,11 @@ def response_routes(service: Service) -> APIRouter:
     async def answer(request: Request, body: ResponseRequest) -> Response:
         """Answer an input, as a new conversation or as the next turn of a stored response."""
         service.check_model(body.model)
-        salt, previous, id = tenant_of(request).salt, body.previous_response_id, f"resp_{uuid4().hex}"
+        salt, previous, id = (
+            tenant_of(request).salt,
+            body.previous_response_id,
+            f"resp_{uuid4().hex}",
+        )
         before = await to_thread(records.conversation, salt, previous) if previous else []
         items = items_of(body)
         session = None
@@ -45,7 +49,12 @@ def response_routes(service: Service) -> APIRouter:
                 return
             try:
                 await to_thread(
-                    records.add, salt, response, [*items, *ITEMS.validate_python(response["output"])], previous, session
+                    records.add,
+                    salt,
+                    response,
+                    [*items, *ITEMS.validate_python(response["output"])],
+                    previous,
+                    session,
                 )
             except StoreError as error:  # the answer is there all the same
                 log.error("A response was answered, but not stored: %s", error)
@@ -70,8 +79,17 @@ def response_routes(service: Service) -> APIRouter:
         """Return the input of a stored response, the last item first."""
         record = await to_thread(records.get, tenant_of(request).salt, id)
         own = record.items[: len(record.items) - len(record.response["output"])]
-        data = [{"id": f"item_{uuid4().hex}", **each.model_dump(exclude_none=True)} for each in reversed(own)]
-        return {"object": "list", "data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
+        data = [
+            {"id": f"item_{uuid4().hex}", **each.model_dump(exclude_none=True)}
+            for each in reversed(own)
+        ]
+        return {
+            "object": "list",
+            "data": data,
+            "has_more": False,
+            "first_id": data[0]["id"],
+            "last_id": data[-1]["id"],
+        }
 
     @routes.delete("/v1/responses/{id}")
     async def delete(request: Request, id: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""The answers of one request, generated one after the other in the background, and read by the HTTP response.
+"""The answers of one request, generated one after the other in the background, and read by the HTTP
+response.
 
-A slow client does not delay the queue: the request's turn ends when its last answer is generated, read or not. If the
-client disconnects, the generation ends at the next token.
+A slow client does not delay the queue: the request's turn ends when its last answer is generated,
+read or not. If the client disconnects, the generation ends at the next token.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ class AnswerRequest:
         question: The prompt.
         ask: How to answer it.
         recorder: Records the tokens' log probabilities; None: they are not wanted.
-        echo: Text of the prompt to repeat before the answer; "": decode it from the token ids; None: no echo.
-        n_top: Score the echoed prompt, with this many most likely tokens per position; None: do not score it.
+        echo: Text of the prompt to repeat before the answer; "": decode it from the token ids;
+            None: no echo.
+        n_top: Score the echoed prompt, with this many most likely tokens per position; None: do not
+            score it.
         transfer: Takes the prefilled prompt to another engine; None: the answer is generated here.
         tokens: Records what becomes of the prompt's tokens; None: that is not wanted.
     """
@@ -53,7 +56,9 @@ class AnswerRequest:
             self.transfer.put(prepared)
 
     def take_logprobs(self, answer: Answer | None = None) -> list[TokenLogprob]:
-        """Return the log probabilities recorded since the last call; with the finished answer, all remaining ones."""
+        """Return the log probabilities recorded since the last call; with the finished answer, all
+        remaining ones.
+        """
         if self.recorder is not None and answer is not None:
             self.recorder.end((*answer.token_ids, *answer.end_ids))
         return self.recorder.take() if self.recorder is not None else []
@@ -102,7 +107,9 @@ class Completed:
 
     @property
     def trace(self) -> dict[str, Any]:
-        """The trace without `recomputed_rows`, which may be thousands of numbers; with the tokens if wanted."""
+        """The trace without `recomputed_rows`, which may be thousands of numbers; with the tokens
+        if wanted.
+        """
         trace = self.answer.trace.as_dict()
         del trace["recomputed_rows"]
         return trace if self.token_trace is None else {**trace, "token_trace": self.token_trace}
@@ -117,13 +124,17 @@ class AnswerRun:
     Args:
         requests: The answers to generate, one after the other.
         engine: The tenant's engine.
-        deadline_s: The deadline on the event loop's clock, in seconds. A running answer ends there with the text so
-            far; an answer that has not begun fails with APIError (504).
+        deadline_s: The deadline on the event loop's clock, in seconds. A running answer ends there
+            with the text so far; an answer that has not begun fails with APIError (504).
         done: Called when the last answer has ended, was cancelled or failed.
     """
 
     def __init__(
-        self, requests: Sequence[AnswerRequest], engine: Engine, deadline_s: float, done: Callable[[], object]
+        self,
+        requests: Sequence[AnswerRequest],
+        engine: Engine,
+        deadline_s: float,
+        done: Callable[[], object],
     ) -> None:
         self.engine = engine
         self._requests, self._deadline_s, self._done = requests, deadline_s, done
@@ -133,14 +144,18 @@ class AnswerRun:
         self._task = asyncio.get_running_loop().create_task(self._write())
 
     async def read(self) -> AsyncIterator[Item]:
-        """Yield text pieces and completed answers as they come; raise the error that ended them, if any."""
+        """Yield text pieces and completed answers as they come; raise the error that ended them, if
+        any.
+        """
         while (item := await self._items.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
             yield item
 
     def finish(self) -> None:
-        """End the running answer at its deadline: what is written stays, and what has not begun fails."""
+        """End the running answer at its deadline: what is written stays, and what has not begun
+        fails.
+        """
         self._is_late = True
         if self._has_begun and self._stream is not None:
             self._stream.finish()
@@ -148,7 +163,9 @@ class AnswerRun:
             self.cancel(_late())
 
     def cancel(self, error: APIError | None = None) -> None:
-        """Cancel all answers. The turn ends once the running computation has; further calls do nothing."""
+        """Cancel all answers. The turn ends once the running computation has; further calls do
+        nothing.
+        """
         if not self._is_over:
             self._items.put_nowait(error or _given_up())  # now: a running prefill may take a while
         self._is_over = True
@@ -161,7 +178,9 @@ class AnswerRun:
                 await self._answer(index, request)
             self._items.put_nowait(None)
         except BaseException as error:
-            is_given_up = self._is_over or isinstance(error, asyncio.CancelledError)  # the event loop ends
+            is_given_up = self._is_over or isinstance(
+                error, asyncio.CancelledError
+            )  # the event loop ends
             self._items.put_nowait(_given_up() if is_given_up else error)
         finally:
             self._done()
@@ -196,14 +215,20 @@ class AnswerRun:
                 put(TextDelta(index, "", token_logprobs))
             params = request.transfer.params if request.transfer is not None else None
             recorder = request.tokens
-            tokens = await asyncio.to_thread(recorder.as_dict, self.engine) if recorder is not None else None
+            tokens = (
+                await asyncio.to_thread(recorder.as_dict, self.engine)
+                if recorder is not None
+                else None
+            )
             put(Completed(index, answer, self._is_late, params, tokens))
         finally:
             stream.cancel()
             await asyncio.to_thread(stream.close)
 
     def _echo(self, request: AnswerRequest, echo: str) -> tuple[str, Sequence[TokenLogprob]]:
-        """Return the text of a prompt, with log probabilities from a separate forward pass if wanted."""
+        """Return the text of a prompt, with log probabilities from a separate forward pass if
+        wanted.
+        """
         ids = self.engine.prompt(request.question).token_ids
         n_top = request.n_top
         scores = self.engine.runtime.score(ids, n_top, self._check) if n_top is not None else ()
@@ -216,8 +241,12 @@ class AnswerRun:
 
 
 def _late() -> APIError:
-    return APIError(504, "The answer did not begin in time. Send less at once, or retry later.", "timeout")
+    return APIError(
+        504, "The answer did not begin in time. Send less at once, or retry later.", "timeout"
+    )
 
 
 def _given_up() -> APIError:
-    return APIError(503, "The answer was cancelled, because the server is stopping. Retry later.", "stopping")
+    return APIError(
+        503, "The answer was cancelled, because the server is stopping. Retry later.", "stopping"
+    )

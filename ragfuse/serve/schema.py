@@ -1,7 +1,8 @@
-"""The server's request bodies, validated by pydantic: the fields of OpenAI's API, of vLLM's, and ragfuse's own.
+"""The server's request bodies, validated by pydantic: the fields of OpenAI's API, of vLLM's, and
+ragfuse's own.
 
-A field is either used or refused: unknown fields are errors, but for those of other servers with values that change
-nothing (`INERT`). Labels, which never change an answer, are accepted.
+A field is either used or refused: unknown fields are errors, but for those of other servers with
+values that change nothing (`INERT`). Labels, which never change an answer, are accepted.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ MAX_BIASES = 1024
 """Most tokens whose logits one request may bias."""
 
 FailFast = Field(fail_fast=True)
-"""For a list whose first bad item alone is reported: thousands of errors would take longer than the request."""
+"""For a list whose first bad item alone is reported: thousands of errors would take longer than the
+request.
+"""
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Id = Annotated[int, Field(ge=0, lt=2**31)]
@@ -58,8 +61,9 @@ INERT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "function_call": ("none", "auto"),
     }
 )
-"""Values that change nothing here, of fields that only other servers have; of all others these are null, false, 0, ""
-and empty lists and objects."""
+"""Values that change nothing here, of fields that only other servers have; of all others these are
+null, false, 0, "" and empty lists and objects.
+"""
 
 
 class RequestBody(BaseModel):
@@ -76,7 +80,9 @@ class RequestBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, given: Any) -> Any:
-        """Leave out what changes nothing, and all that is unknown where another engine decodes and may know it."""
+        """Leave out what changes nothing, and all that is unknown where another engine decodes and
+        may know it.
+        """
         if not isinstance(given, dict):
             return given
         params = given.get("kv_transfer_params")
@@ -85,14 +91,18 @@ class RequestBody(BaseModel):
         def is_kept(name: str, value: Any) -> bool:
             if name in cls.model_fields:
                 return True
-            changes_nothing = value is None or (value in INERT[name] if name in INERT else not value)
+            changes_nothing = value is None or (
+                value in INERT[name] if name in INERT else not value
+            )
             return not (is_prefill or changes_nothing)
 
         return {name: value for name, value in given.items() if is_kept(name, value)}
 
 
 class LooseBody(BaseModel):
-    """The base of what clients send back as they got it, with fields of their own: unknown ones are ignored."""
+    """The base of what clients send back as they got it, with fields of their own: unknown ones are
+    ignored.
+    """
 
     model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
@@ -122,11 +132,15 @@ class AnswerOptions(RequestBody):
     blend: bool = False
     """For prompts in PML: whether some tokens of modules are recomputed, as those of chunks are."""
     retrieved: Annotated[list[Document], FailFast] = Field(default=[], max_length=MAX_RETRIEVED)
-    """Retrieved documents that the prompt already contains, whole, cut or altered; there they are found as chunks."""
+    """Retrieved documents that the prompt already contains, whole, cut or altered; there they are
+    found as chunks.
+    """
     max_time_s: float | None = Field(default=None, ge=0)
     """Seconds of generation, after which the answer ends unfinished."""
     model_sampling: bool = False
-    """Whether a sampled answer takes the top_k of the model's generation config where the request gives none."""
+    """Whether a sampled answer takes the top_k of the model's generation config where the request
+    gives none.
+    """
     token_ids: bool = False
     """Whether each choice has the ids of its generated tokens, in a stream with its last event."""
     token_trace: bool = False
@@ -145,7 +159,9 @@ class StructuredOutputs(RequestBody):
     json_schema: dict[str, Any] | Json[dict[str, Any]] | None = Field(default=None, alias="json")
     json_object: Literal[True] | None = None
     regex: str | None = Field(default=None, min_length=1)
-    choice: list[Annotated[str, Field(min_length=1)]] | None = Field(default=None, min_length=1, max_length=1024)
+    choice: list[Annotated[str, Field(min_length=1)]] | None = Field(
+        default=None, min_length=1, max_length=1024
+    )
     grammar: str | None = Field(default=None, min_length=1)
 
 
@@ -180,7 +196,9 @@ Parts = Annotated[
 
 
 class RequestMessage(LooseBody):
-    """One message. Unknown fields are ignored, as clients send back answers with fields of their own."""
+    """One message. Unknown fields are ignored, as clients send back answers with fields of their
+    own.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Parts = []
@@ -223,7 +241,9 @@ class AnswerBody(RequestBody):
     top_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-SEED_LIMIT, lt=SEED_LIMIT)
     documents: Documents | None = Field(default=None, max_length=1000)
-    """Retrieved documents, placed before the question; the stored KV of earlier requests is reused for them."""
+    """Retrieved documents, placed before the question; the stored KV of earlier requests is reused
+    for them.
+    """
     ragfuse: AnswerOptions = AnswerOptions()
 
     # labels, which never change an answer
@@ -248,21 +268,27 @@ class CompletionRequest(AnswerBody):
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     """Subtracted from a token's logit once for each time that the answer has that token."""
     repetition_penalty: float | None = Field(default=None, gt=0, le=100)
-    """Divides the logits above zero of tokens in prompt or answer, and multiplies those below zero."""
+    """Divides the logits above zero of tokens in prompt or answer, and multiplies those below zero.
+    """
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASES)] | None = None
     """The number to add to a token's logit, by token id."""
     n: int | None = Field(default=1, ge=1, le=MAX_CHOICES)
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[Id], Field(max_length=64)] | None = None
-    """Ids of tokens that end an answer, as the model's own end tokens do; the answer does not contain them."""
+    """Ids of tokens that end an answer, as the model's own end tokens do; the answer does not
+    contain them.
+    """
     min_tokens: int | None = Field(default=None, ge=0)
     """Fewest tokens of an answer before it may end."""
     session_id: str | None = Field(default=None, min_length=1, max_length=256)
     """The id of the conversation that this request continues."""
     pml: str | None = Field(default=None, min_length=1)
-    """A prompt in PML for a registered schema; messages or prompt are appended to it as plain text."""
+    """A prompt in PML for a registered schema; messages or prompt are appended to it as plain text.
+    """
     kv_transfer_params: dict[str, Any] | None = Field(default=None, max_length=32)
-    """vLLM's field for disaggregated prefill; with do_remote_decode the KV is handed over instead of decoded."""
+    """vLLM's field for disaggregated prefill; with do_remote_decode the KV is handed over instead
+    of decoded.
+    """
     structured_outputs: StructuredOutputs | None = None
 
 
@@ -278,16 +304,20 @@ class ChatRequest(CompletionRequest):
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = (
+        None
+    )
     reasoning_effort: str | None = Field(default=None, max_length=64)
-    """A variable of the chat template, like `verbosity`; refused if the template does not read it."""
+    """A variable of the chat template, like `verbosity`; refused if the template does not read it.
+    """
     verbosity: str | None = Field(default=None, max_length=64)
     enable_thinking: bool | None = None
     """A variable of the chat template, which `chat_template_kwargs` may give as well."""
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, max_length=32)
     """More variables for the chat template; names that it does not read are refused."""
     continue_final_message: bool | None = False
-    """Whether to continue the last message, which must be an assistant's, instead of answering it."""
+    """Whether to continue the last message, which must be an assistant's, instead of answering it.
+    """
     add_generation_prompt: bool | None = None
     """May be false only if `continue_final_message` is true."""
 
@@ -330,7 +360,9 @@ class SchemaRequest(RequestBody):
 
 
 class TokensRequest(RequestBody):
-    """The body of `/v1/ragfuse/tokens`: a text, or messages with the tools that their prompt describes."""
+    """The body of `/v1/ragfuse/tokens`: a text, or messages with the tools that their prompt
+    describes.
+    """
 
     text: str | None = None
     special: bool = False

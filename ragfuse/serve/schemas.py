@@ -1,7 +1,8 @@
-"""Routes that register, list, show and remove a tenant's schemas (the PML documents that define prompt modules).
+"""Routes that register, list, show and remove a tenant's schemas (the PML documents that define
+prompt modules).
 
-Schemas are received and stored as text: a schema's name is never used as a path on this machine, and a tenant sees
-only its own schemas.
+Schemas are received and stored as text: a schema's name is never used as a path on this machine,
+and a tenant sees only its own schemas.
 """
 
 from __future__ import annotations
@@ -25,9 +26,13 @@ def schema_routes(service: Service) -> APIRouter:
 
     @routes.post("")
     async def register(request: Request, body: SchemaRequest) -> dict[str, Any]:
-        """Register a schema, and compute the KV of its modules that is not stored yet. Waits in the request queue."""
+        """Register a schema, and compute the KV of its modules that is not stored yet. Waits in the
+        request queue.
+        """
         most = service.settings.serve_schemas
-        found = await service.work_for(request, lambda engine, check: _register(engine, body.pml, most, check))
+        found = await service.work_for(
+            request, lambda engine, check: _register(engine, body.pml, most, check)
+        )
         done, layout = found.done, found.layout
         return {
             "object": "ragfuse.schema",
@@ -43,7 +48,10 @@ def schema_routes(service: Service) -> APIRouter:
     async def ls(request: Request) -> dict[str, Any]:
         """List the schemas of the client's tenant."""
         found = await service.lookup(request, lambda engine: engine.schemas.ls())
-        data = [{"object": "ragfuse.schema", "name": each.name, "added": int(each.added)} for each in found]
+        data = [
+            {"object": "ragfuse.schema", "name": each.name, "added": int(each.added)}
+            for each in found
+        ]
         return {"object": "list", "data": data}
 
     @routes.get("/{name:path}")
@@ -54,13 +62,17 @@ def schema_routes(service: Service) -> APIRouter:
     @routes.delete("/{name:path}")
     async def remove(request: Request, name: str) -> dict[str, Any]:
         """Remove a schema, and its KV unless another schema of the tenant uses it."""
-        nbytes = await service.lookup(request, lambda engine: engine.schemas.remove(_stored(engine, name).name))
+        nbytes = await service.lookup(
+            request, lambda engine: engine.schemas.remove(_stored(engine, name).name)
+        )
         return {"object": "ragfuse.schema", "name": name, "deleted": True, "nbytes": nbytes}
 
     return routes
 
 
-def _register(engine: Engine, pml: str, most: int, check: Callable[[object], None]) -> RegisteredSchema:
+def _register(
+    engine: Engine, pml: str, most: int, check: Callable[[object], None]
+) -> RegisteredSchema:
     text, names = pml.removeprefix("\ufeff"), engine.schemas.names()
     name = parse_schema(text).name  # refuses what the engine would take for the name of a file
     if len(names) >= most and name not in names:
@@ -89,5 +101,7 @@ def _stored(engine: Engine, name: str) -> StoredSchema:
     found = engine.schemas.get(name)
     if found is None:
         wanted = engine.schemas.describe_names()
-        raise APIError(404, f"There is no schema '{name:.80}'; wanted {wanted}.", "schema_not_found", "name")
+        raise APIError(
+            404, f"There is no schema '{name:.80}'; wanted {wanted}.", "schema_not_found", "name"
+        )
     return found

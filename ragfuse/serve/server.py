@@ -21,7 +21,9 @@ from ragfuse.serve.service import Service
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
 SWITCH_S = 0.0001
-"""Python's thread switch interval in seconds: short, so that health checks do not wait for busy threads."""
+"""Python's thread switch interval in seconds: short, so that health checks do not wait for busy
+threads.
+"""
 TOKENIZER_WARMUP_WORDS = 8192
 """Words of a text that is long enough for the tokenizer to start its own threads."""
 AFTER_S = 5
@@ -31,16 +33,18 @@ POLL_S = 0.1
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that on SIGTERM or Ctrl-C refuses waiting requests, lets running answers end, and then ends.
+    """A uvicorn server that on SIGTERM or Ctrl-C refuses waiting requests, lets running answers
+    end, and then ends.
 
-    Answers that take longer than `serve_grace_s`, or are running at a second signal, are cut off. Then all pending KV
-    is saved.
+    Answers that take longer than `serve_grace_s`, or are running at a second signal, are cut off.
+    Then all pending KV is saved.
 
     Args:
         service: The service.
         origins: Origins of web pages that may call the server (CORS).
         host: Address to listen on.
-        tell: Called with a line for people once the server begins to stop, and with another one once it has stopped.
+        tell: Called with a line for people once the server begins to stop, and with another one
+            once it has stopped.
     """
 
     def __init__(
@@ -95,7 +99,9 @@ class Server(uvicorn.Server):
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at this address; raise SettingsError where the system refuses it."""
+    """Return a socket that listens at this address; raise SettingsError where the system refuses
+    it.
+    """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -121,7 +127,8 @@ def serve(
         port: Port to listen on; 0: any free one.
         origins: Origins of web pages that may call the server (CORS).
         ready: Called with the server's URL once the model is loaded.
-        tell: Called with a line about what the server waits for once it stops, and with one that it has stopped.
+        tell: Called with a line about what the server waits for once it stops, and with one that it
+            has stopped.
 
     Raises:
         SettingsError: The address is not available, or others could reach it without an API key.
@@ -129,8 +136,8 @@ def serve(
     check_host(host, service.keys)
     with contextlib.closing(bound(host, port)) as listener:
         engine = service.engine(service.keys.tenants[0])
-        # The tokenizer's threads inherit the priority of the thread that starts them: that of answers, below the event
-        # loop's.
+        # The tokenizer's threads inherit the priority of the thread that starts them: that of
+        # answers, below the event loop's.
         service.threads.turns.submit(engine.tokens, "a " * TOKENIZER_WARMUP_WORDS).result()
         release_pool()
         gc.collect()

@@ -1,4 +1,6 @@
-"""The state that all routes share: the tenants' engines over one model, the request queue, the running answers."""
+"""The state that all routes share: the tenants' engines over one model, the request queue, the
+running answers.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ UPKEEP_S = 5.0
 
 
 class Service:
-    """A service over one model. Each tenant has its own engine, made at its first request, with a share of memory.
+    """A service over one model. Each tenant has its own engine, made at its first request, with a
+    share of memory.
 
     Args:
         settings: The server's settings.
@@ -80,7 +83,9 @@ class Service:
             raise APIError(404, text, "model_not_found", "model")
 
     def engine(self, tenant: APITenant) -> Engine:
-        """Return a tenant's engine with its model loaded. It may block: do not call it on the event loop."""
+        """Return a tenant's engine with its model loaded. It may block: do not call it on the event
+        loop.
+        """
         with self._lock:
             if tenant.salt not in self._engines:
                 settings, share = self.settings, len(self.keys.tenants)
@@ -91,23 +96,33 @@ class Service:
                     "api_keys": (),
                 }
                 engine = Engine(settings.model_copy(update=changes), conversations=self._index)
-                limits = settings.serve_tenant_bytes, settings.serve_tenant_texts, settings.serve_tenant_sessions
+                limits = (
+                    settings.serve_tenant_bytes,
+                    settings.serve_tenant_texts,
+                    settings.serve_tenant_sessions,
+                )
                 keeper = QuotaKeeper(engine, Quota(*limits, parts=share))
                 self._engines[tenant.salt], self.quotas[tenant.salt] = engine, keeper
-                name = f"{self.model}-{tenant.name}" if len(self.keys) and tenant.name else self.model
+                name = (
+                    f"{self.model}-{tenant.name}" if len(self.keys) and tenant.name else self.model
+                )
                 self.metrics.show(engine, tenant.salt, name, keeper, shares=share > 1)
             engine = self._engines[tenant.salt]
         engine.model.name = self.model  # clients see no path of this machine
         return engine
 
     async def begin(
-        self, tenant: APITenant, make: Callable[[Engine], Sequence[AnswerRequest]], session: str | None
+        self,
+        tenant: APITenant,
+        make: Callable[[Engine], Sequence[AnswerRequest]],
+        session: str | None,
     ) -> AnswerRun:
         """Wait for the request's turn and start its answers.
 
         Args:
             tenant: The tenant of the request.
-            make: Returns one `AnswerRequest` for each answer to generate; called once, at the turn or before it.
+            make: Returns one `AnswerRequest` for each answer to generate; called once, at the turn
+                or before it.
             session: The conversation that the request continues; None for none.
 
         Raises:
@@ -143,14 +158,19 @@ class Service:
         return run
 
     async def work(
-        self, tenant: APITenant, do: Callable[[Engine, Callable[[object], None]], T], computes: bool = True
+        self,
+        tenant: APITenant,
+        do: Callable[[Engine, Callable[[object], None]], T],
+        computes: bool = True,
     ) -> T:
-        """Wait for the request's turn and return the result of `do`, for requests other than answers.
+        """Wait for the request's turn and return the result of `do`, for requests other than
+        answers.
 
         Args:
             tenant: The tenant of the request.
-            do: Called with the tenant's engine and a check. It must call the check now and then: that raises an
-                APIError once nobody waits for the result any more, or the server stops (503).
+            do: Called with the tenant's engine and a check. It must call the check now and then:
+                that raises an APIError once nobody waits for the result any more, or the server
+                stops (503).
             computes: Whether `do` runs the model, which takes long.
 
         Raises:
@@ -161,7 +181,8 @@ class Service:
         def check(_: object) -> None:
             if is_over.is_set() or self.admission.stopping:
                 text = (
-                    "The request was stopped before it was done. Send it again; what is stored is not computed again."
+                    "The request was stopped before it was done. Send it again; what is stored is"
+                    " not computed again."
                 )
                 raise APIError(503, text, "stopping", None, RETRY_S)
 
@@ -176,13 +197,19 @@ class Service:
         return result
 
     async def work_for(
-        self, request: Request, do: Callable[[Engine, Callable[[object], None]], T], computes: bool = True
+        self,
+        request: Request,
+        do: Callable[[Engine, Callable[[object], None]], T],
+        computes: bool = True,
     ) -> T:
         """Return the result of `work` for a request's tenant, as long as its client is there."""
-        return await unless_disconnected(request.receive, self.work(tenant_of(request), do, computes))
+        return await unless_disconnected(
+            request.receive, self.work(tenant_of(request), do, computes)
+        )
 
     async def lookup(self, request: Request, do: Callable[[Engine], T]) -> T:
-        """Return the result of `do`, a lookup in the store of a request's tenant; it does not wait in the queue.
+        """Return the result of `do`, a lookup in the store of a request's tenant; it does not wait
+        in the queue.
 
         Raises:
             APIError: The client has disconnected (499).
@@ -194,25 +221,34 @@ class Service:
             return await unless_disconnected(request.receive, work)
 
     def look_ahead(self) -> None:
-        """Pass each tenant's engine the conversations whose requests wait, to prefetch and keep them. It may block."""
+        """Pass each tenant's engine the conversations whose requests wait, to prefetch and keep
+        them. It may block.
+        """
         with self._look_ahead_lock:
             conversations = self.admission.conversations
             self._engines_expect = bool(conversations)
             for salt, engine in dict(self._engines).items():
-                engine.expect({name: at for at, (whose, name) in enumerate(conversations) if whose == salt})
+                engine.expect(
+                    {name: at for at, (whose, name) in enumerate(conversations) if whose == salt}
+                )
 
     async def upkeep(self) -> None:
         """Keep every tenant within its quota, for as long as the server runs."""
         while True:
             await asyncio.sleep(UPKEEP_S)
-            tasks: list[Callable[[], object]] = [keeper.enforce for keeper in list(self.quotas.values())]
+            tasks: list[Callable[[], object]] = [
+                keeper.enforce for keeper in list(self.quotas.values())
+            ]
             if self.transfers is not None:
                 tasks.append(self.transfers.sweep_if_due)
             for task in tasks:
                 try:
                     await self.threads.run(self.threads.ahead, task)
                 except Exception as error:
-                    log.warning("A tenant's quota could not be enforced now; it is tried again soon: %s", error)
+                    log.warning(
+                        "A tenant's quota could not be enforced now; it is tried again soon: %s",
+                        error,
+                    )
 
     def stop(self) -> None:
         """Refuse new requests; running answers continue."""
@@ -251,8 +287,8 @@ class Service:
     ) -> tuple[Job, T]:
         """Return a turn, which goes on, and the result of `do`, run on `pool` in it.
 
-        If `do` fails, the client disconnects or the time is over, the turn ends, but not before `do` has returned, so
-        that never more calls run than there are turns.
+        If `do` fails, the client disconnects or the time is over, the turn ends, but not before
+        `do` has returned, so that never more calls run than there are turns.
         """
         async with asyncio.timeout_at(deadline_s):
             job = await self.admission.enter(tenant.name, session, on_wait)
@@ -265,10 +301,16 @@ class Service:
 
     def _end_turn(self, job: Job, task: asyncio.Future[T]) -> None:
         self.admission.leave(job)
-        _ = task.cancelled() or task.exception()  # reading it keeps asyncio from logging it as never retrieved
+        _ = (
+            task.cancelled() or task.exception()
+        )  # reading it keeps asyncio from logging it as never retrieved
 
-    def _prefetch_while_waiting(self, job: Job, tenant: APITenant, prepared: Callable[[], Prepared]) -> None:
-        """Prefetch the KV that a request needs while it waits; errors in it are reported at its turn."""
+    def _prefetch_while_waiting(
+        self, job: Job, tenant: APITenant, prepared: Callable[[], Prepared]
+    ) -> None:
+        """Prefetch the KV that a request needs while it waits; errors in it are reported at its
+        turn.
+        """
         if job.work.done():  # its turn has come, or its client has disconnected
             return
         try:
@@ -276,7 +318,11 @@ class Service:
             first = requests[0]
             engine.prefetch(_chunk_texts(engine, first))
             question = first.question
-            name = None if isinstance(question, PMLPrompt) else engine.history.name_of(question, first.ask)
+            name = (
+                None
+                if isinstance(question, PMLPrompt)
+                else engine.history.name_of(question, first.ask)
+            )
             if name is not None:
                 job.reads = tenant.salt, name
                 self.look_ahead()
@@ -285,7 +331,9 @@ class Service:
 
 
 def _chunk_texts(engine: Engine, request: AnswerRequest) -> list[str]:
-    """Return the texts of the chunks in a question, and of its documents; modules are found through their schema."""
+    """Return the texts of the chunks in a question, and of its documents; modules are found through
+    their schema.
+    """
     question, contents = request.question, list[Content]()
     if isinstance(question, str):
         contents = [question]

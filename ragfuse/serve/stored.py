@@ -1,4 +1,5 @@
-"""What the store keeps for the client's tenant, by tier and by source; its deletion; its conversations.
+"""What the store keeps for the client's tenant, by tier and by source; its deletion; its
+conversations.
 
 Only entries of the tenant's own digest are ever listed or deleted.
 """
@@ -17,7 +18,14 @@ from ragfuse.serve.admission import RETRY_S
 from ragfuse.serve.refusals import APIError, unusable
 from ragfuse.serve.request_state import tenant_of
 from ragfuse.serve.service import Service
-from ragfuse.store.deletion import Chunk, chunk_named, chunk_of, forget_chunks, leave_source, sources_in_order
+from ragfuse.store.deletion import (
+    Chunk,
+    chunk_named,
+    chunk_of,
+    forget_chunks,
+    leave_source,
+    sources_in_order,
+)
 from ragfuse.telemetry.counters import TTFT_S
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
@@ -40,11 +48,15 @@ def store_routes(service: Service) -> APIRouter:
     @routes.get("/usage")
     async def usage(request: Request) -> dict[str, Any]:
         """Show what the client's tenant keeps, by tier and by source, and its limits."""
-        return await service.lookup(request, lambda engine: use_of(service.quotas[tenant_of(request).salt], engine))
+        return await service.lookup(
+            request, lambda engine: use_of(service.quotas[tenant_of(request).salt], engine)
+        )
 
     @routes.get("/live")
     async def live(request: Request) -> dict[str, Any]:
-        """Show requests that run and wait, and what the client's tenant reused since the server began."""
+        """Show requests that run and wait, and what the client's tenant reused since the server
+        began.
+        """
         counts = await service.lookup(request, lambda engine: engine.counters.now())
         jobs = service.admission.jobs
         return {
@@ -72,15 +84,26 @@ def store_routes(service: Service) -> APIRouter:
         """List the stored conversations of the client's tenant, most recently used first."""
         found = await service.lookup(request, lambda engine: engine.sessions.ls()[:MAX_SESSIONS])
         names = ("id", "turns", "tokens", "used", "persistent")
-        rows = [{"object": "ragfuse.session", **{name: getattr(each, name) for name in names}} for each in found]
+        rows = [
+            {"object": "ragfuse.session", **{name: getattr(each, name) for name in names}}
+            for each in found
+        ]
         return {"object": "list", "data": rows}
 
     @routes.delete("/sessions/{id:path}")
     async def delete_session(request: Request, id: str) -> dict[str, Any]:
         """Delete a stored conversation, and the KV that no other one uses."""
         done = await service.lookup(request, lambda engine: engine.sessions.delete(id))
-        silent = {"silent": list(done.silent)} if done.silent else {}  # tiers that may still have some of its KV
-        return {"object": "ragfuse.session", "id": id, "deleted": True, "nbytes": done.nbytes, **silent}
+        silent = (
+            {"silent": list(done.silent)} if done.silent else {}
+        )  # tiers that may still have some of its KV
+        return {
+            "object": "ragfuse.session",
+            "id": id,
+            "deleted": True,
+            "nbytes": done.nbytes,
+            **silent,
+        }
 
     return routes
 
@@ -89,23 +112,35 @@ def _store(engine: Engine) -> dict[str, Any]:
     """Return the tenant's entries by tier, and the tokens that its engine counted."""
     by_tier: dict[str, Counter[str]] = {tier.name: Counter() for tier in engine.store.tiers}
     for entry in _own(engine):
-        by_tier[entry.tier].update(entries=1, nbytes=entry.nbytes, n_tokens=entry.n_tokens, pinned=entry.pinned)
+        by_tier[entry.tier].update(
+            entries=1, nbytes=entry.nbytes, n_tokens=entry.n_tokens, pinned=entry.pinned
+        )
     names = ("entries", "nbytes", "n_tokens", "pinned")
     tiers = [
-        {"name": tier.name, **{name: by_tier[tier.name][name] for name in names}, "capacity": tier.capacity}
+        {
+            "name": tier.name,
+            **{name: by_tier[tier.name][name] for name in names},
+            "capacity": tier.capacity,
+        }
         for tier in engine.store.tiers
     ]
     counted = engine.counters.now().sums
     tokens = {name: counted[name] for name in ("reused", "recomputed", "fresh", "written")}
     waiting = engine.counters.waiting
-    return {"object": "ragfuse.store", "tiers": tiers, "tokens": tokens, "waiting_to_be_encoded": waiting}
+    return {
+        "object": "ragfuse.store",
+        "tiers": tiers,
+        "tokens": tokens,
+        "waiting_to_be_encoded": waiting,
+    }
 
 
 def use_of(keeper: QuotaKeeper, engine: Engine) -> dict[str, Any]:
-    """Return what a tenant keeps, by tier and by source, and its limits; "" is the source of what has no known text.
+    """Return what a tenant keeps, by tier and by source, and its limits; "" is the source of what
+    has no known text.
 
-    `nbytes` of a source counts KV once, however many tiers have a copy of it; `tiers` has the bytes of the copies. A
-    chunk of several sources counts in each.
+    `nbytes` of a source counts KV once, however many tiers have a copy of it; `tiers` has the bytes
+    of the copies. A chunk of several sources counts in each.
     """
     found, entries, texts = keeper.enforce().as_dict(), _own(engine), _texts(engine)
     by_source = defaultdict[str, list[Entry]](list)
@@ -133,7 +168,8 @@ def use_of(keeper: QuotaKeeper, engine: Engine) -> dict[str, Any]:
 
 
 def delete(engine: Engine, source: str | None) -> dict[str, Any]:
-    """Delete the chunks of a source (None: all) from every tier, with their texts; return how many, and what it freed.
+    """Delete the chunks of a source (None: all) from every tier, with their texts; return how many,
+    and what it freed.
 
     A chunk that another source holds, too, is kept, and has only the other one then.
 
@@ -142,7 +178,11 @@ def delete(engine: Engine, source: str | None) -> dict[str, Any]:
     """
     known = _texts(engine)
     texts = {text for pairs in known.values() for each, text in pairs if source in (None, each)}
-    kept = leave_source(engine.catalog.strict, engine.digest, texts, source.__eq__) if source else set()
+    kept = (
+        leave_source(engine.catalog.strict, engine.digest, texts, source.__eq__)
+        if source
+        else set()
+    )
     chunks = {chunk for chunk, pairs in known.items() if pairs[0][1] in texts - kept}
     if source is None:
         chunks |= {chunk_of(entry.key) for entry in _own(engine)}
@@ -152,33 +192,42 @@ def delete(engine: Engine, source: str | None) -> dict[str, Any]:
 
 
 def freed(engine: Engine, texts: Collection[str], chunks: Set[Chunk]) -> dict[str, Any]:
-    """Delete texts and their chunks; return what it freed: `nbytes` of KV, each once, `tiers` the bytes of all copies.
+    """Delete texts and their chunks; return what it freed: `nbytes` of KV, each once, `tiers` the
+    bytes of all copies.
 
     Raises:
-        APIError: A tier cannot be written or does not answer, so that some of it may still be stored there (503).
+        APIError: A tier cannot be written or does not answer, so that some of it may still be
+            stored there (503).
     """
     done = forget_chunks(engine.store, engine.catalog.strict, chunks)
     engine.forget(texts)
     if done.silent:
         names = ", ".join(sorted(done.silent))
-        text = f"KV of what was to be deleted may still be stored in {names}. Delete it again later."
+        text = (
+            f"KV of what was to be deleted may still be stored in {names}. Delete it again later."
+        )
         raise APIError(503, text, "store", None, RETRY_S)
     return {"nbytes": kv_nbytes(done.entries), "tiers": dict(_by_tier(done.entries))}
 
 
 def stored_chunks(engine: Engine, chunks: Sequence[Chunk]) -> list[int | None]:
-    """Return the bytes of KV that a tenant's store has of each chunk, in whatever context; None: it has none.
+    """Return the bytes of KV that a tenant's store has of each chunk, in whatever context; None: it
+    has none.
 
     What is being saved counts as stored, with 0 bytes.
     """
-    found = defaultdict[Chunk, list[Entry]](list, {chunk_of(key): [] for key in engine.store.under_way()})
+    found = defaultdict[Chunk, list[Entry]](
+        list, {chunk_of(key): [] for key in engine.store.under_way()}
+    )
     for entry in engine.store.entries():
         found[chunk_of(entry.key)].append(entry)
     return [kv_nbytes(found[chunk]) if chunk in found else None for chunk in chunks]
 
 
 def kv_nbytes(entries: Iterable[Entry]) -> int:
-    """Return the bytes of KV in entries; of the copies of a key in several tiers, the largest counts."""
+    """Return the bytes of KV in entries; of the copies of a key in several tiers, the largest
+    counts.
+    """
     largest = dict[ChunkKey, int]()
     for entry in entries:
         largest[entry.key] = max(entry.nbytes, largest.get(entry.key, 0))

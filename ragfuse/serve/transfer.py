@@ -1,7 +1,8 @@
-"""The prefill side of vLLM's disaggregated prefill: this server fuses a prompt, another engine decodes its answer.
+"""The prefill side of vLLM's disaggregated prefill: this server fuses a prompt, another engine
+decodes its answer.
 
-The request says `kv_transfer_params: {"do_remote_decode": true}`, the answer's `kv_transfer_params` say how its KV is
-found. A proxy hands them to the engine that decodes, as they are.
+The request says `kv_transfer_params: {"do_remote_decode": true}`, the answer's `kv_transfer_params`
+say how its KV is found. A proxy hands them to the engine that decodes, as they are.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class PromptTransfer:
         if positions is not None and positions.tolist() != list(range(len(ids))):
             raise unusable(
                 FIELD,
-                "This prompt's positions have gaps, as those of schemas do; an engine that decodes wants 0, 1, 2 and "
-                f"so on. Leave out {FIELD}, or send the prompt without pml.",
+                "This prompt's positions have gaps, as those of schemas do; an engine that decodes"
+                f" wants 0, 1, 2 and so on. Leave out {FIELD}, or send the prompt without pml.",
             )
         try:
             kv = prefill.kv

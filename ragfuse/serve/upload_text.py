@@ -1,7 +1,9 @@
-"""The text of an upload, read in a process of its own: a file from a stranger may take all time and memory.
+"""The text of an upload, read in a process of its own: a file from a stranger may take all time and
+memory.
 
-PDFs are read by pypdf, other types as `ragfuse.text.file_texts` reads them. `python -m ragfuse.serve.upload_text SUFFIX
-CHARS` is that process: the file on its standard input, JSON on its standard output.
+PDFs are read by pypdf, other types as `ragfuse.text.file_texts` reads them. `python -m
+ragfuse.serve.upload_text SUFFIX CHARS` is that process: the file on its standard input, JSON on its
+standard output.
 """
 
 from __future__ import annotations
@@ -39,10 +41,14 @@ def text_of(data: bytes, suffix: str, most_chars: int) -> str:
     what = f"The {suffix[1:]} document"
     command = [sys.executable, "-P", "-m", "ragfuse.serve.upload_text", suffix, str(most_chars)]
     try:
-        done = subprocess.run(command, input=data, capture_output=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, input=data, capture_output=True, timeout=TIMEOUT_S, check=False
+        )
         answer = json.loads(done.stdout) if done.returncode == 0 else {}
     except subprocess.TimeoutExpired:
-        raise InputError(f"{what} could not be read within {TIMEOUT_S} seconds. Repair it, or send its text.") from None
+        raise InputError(
+            f"{what} could not be read within {TIMEOUT_S} seconds. Repair it, or send its text."
+        ) from None
     except ValueError:
         answer = {}
     if "text" not in answer:
@@ -56,7 +62,9 @@ def read(data: bytes, suffix: str, most_chars: int) -> dict[str, str]:
     try:
         if suffix == PDF:
             return {"text": _pdf_text(data)[: most_chars + 1]}
-        return {"text": "\n\n".join(texts_in(data.decode("utf-8", "surrogatepass"), suffix, most_chars))}
+        return {
+            "text": "\n\n".join(texts_in(data.decode("utf-8", "surrogatepass"), suffix, most_chars))
+        }
     except InputError as error:
         return {"error": str(error)[:200]}
     except Exception as error:

@@ -1,7 +1,8 @@
-"""The conversation index: which conversation each KV entry belongs to, and when it is read next (AttentionStore 3.3).
+"""The conversation index: which conversation each KV entry belongs to, and when it is read next
+(AttentionStore 3.3).
 
-Eviction and prefetching use it. It is kept in memory, so that a tier that makes room reads no file. `plan` has the
-eviction orders and windows, `session_store.py` the sessions.
+Eviction and prefetching use it. It is kept in memory, so that a tier that makes room reads no file.
+`plan` has the eviction orders and windows, `session_store.py` the sessions.
 """
 
 from __future__ import annotations
@@ -24,15 +25,18 @@ Known = Iterable[tuple[Name, ChunkKey]]
 class ConversationIndex:
     """The conversations that keys belong to, and the place of each one's next request in the queue.
 
-    Engines whose requests wait in one queue share an index. Thread-safe. A tier may look up a key while it holds its
-    own lock: it never waits, except once for the catalog, from which earlier processes' sessions are read.
+    Engines whose requests wait in one queue share an index. Thread-safe. A tier may look up a key
+    while it holds its own lock: it never waits, except once for the catalog, from which earlier
+    processes' sessions are read.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._keys: dict[Name, tuple[ChunkKey, ...]] = {}
         self._owners: dict[ChunkKey, tuple[Name, ...]] = {}  # the one with the latest turn last
-        self._waiting: dict[str, dict[str, float]] = {}  # by tenant, the place of each session in the queue
+        self._waiting: dict[
+            str, dict[str, float]
+        ] = {}  # by tenant, the place of each session in the queue
         self._places: Mapping[Name, float] = MappingProxyType({})
         self._unread: list[Callable[[], Known]] = []  # what `recall` added
 
@@ -51,7 +55,9 @@ class ConversationIndex:
                 self._keys[name] = tuple(keys)
 
     def recall(self, known: Callable[[], Known]) -> None:
-        """Add a source of the conversations of earlier processes, which is called when they are first needed."""
+        """Add a source of the conversations of earlier processes, which is called when they are
+        first needed.
+        """
         with self._lock:
             self._unread.append(known)
 
@@ -60,15 +66,23 @@ class ConversationIndex:
         return self._keys.get(name, ())
 
     def expect(self, digest: str, waiting: Mapping[str, float]) -> None:
-        """Set where a tenant's conversations wait in the queue (session name to place; the next one has the lowest)."""
+        """Set where a tenant's conversations wait in the queue (session name to place; the next one
+        has the lowest).
+        """
         with self._lock:
             self._waiting[digest] = dict(waiting)
-            self._places = {(tenant, name): at for tenant, ids in self._waiting.items() for name, at in ids.items()}
+            self._places = {
+                (tenant, name): at
+                for tenant, ids in self._waiting.items()
+                for name, at in ids.items()
+            }
 
     # what tiers ask
 
     def evict(self, settings: Settings) -> Evict:
-        """Return the eviction policy that the settings name; it looks up conversations and places in this index."""
+        """Return the eviction policy that the settings name; it looks up conversations and places
+        in this index.
+        """
         if settings.evict == "lru":
             return lru
         return ConversationEvictor(rank_named(settings.evict), self.conversation_of, self.places)
@@ -76,8 +90,8 @@ class ConversationIndex:
     def conversation_of(self, key: ChunkKey) -> Hashable:
         """Return the conversation that a key belongs to; None where none is known.
 
-        Of several that share it, this is the one whose request comes first in the queue, else the one with the latest
-        turn.
+        Of several that share it, this is the one whose request comes first in the queue, else the
+        one with the latest turn.
         """
         if self._unread:
             self._read()

@@ -1,7 +1,8 @@
-"""Conversations as values: a name, turns, and the path of their tokens to the rows that hold their KV. No I/O.
+"""Conversations as values: a name, turns, and the path of their tokens to the rows that hold their
+KV. No I/O.
 
-Truncation only changes which rows a prompt uses and where they start; the stored bytes stay the same (AttentionStore
-3.4).
+Truncation only changes which rows a prompt uses and where they start; the stored bytes stay the
+same (AttentionStore 3.4).
 """
 
 from __future__ import annotations
@@ -24,14 +25,18 @@ VERSION = 4
 
 
 def _digest(message: ChatMessage) -> str:
-    """Return a digest of role, text, tool calls and name, without white space around an assistant's text."""
+    """Return a digest of role, text, tool calls and name, without white space around an assistant's
+    text.
+    """
     text = message.text.strip() if message.role == "assistant" else message.text
     calls = [[call.name, dict(call.arguments)] for call in message.tool_calls]
     return digest("message", message.role, text, json.dumps(calls, sort_keys=True), message.name)
 
 
 def prefix_digests(messages: Sequence[ChatMessage]) -> list[str]:
-    """Return for each message the digest of all messages up to it, which identifies a conversation up to there."""
+    """Return for each message the digest of all messages up to it, which identifies a conversation
+    up to there.
+    """
     return list(accumulate(map(_digest, messages), lambda before, each: digest(before, each)))
 
 
@@ -43,8 +48,9 @@ def is_same(given: ChatMessage, stored: ChatMessage) -> bool:
 def is_again(given: ChatMessage, stored: ChatMessage) -> bool:
     """Return whether `given` is the message `stored`, sent again.
 
-    A user's message may come without the chunks that were retrieved for it, where these stand before and after its own
-    text. If it has chunks they must be the same, as other chunks make it another question.
+    A user's message may come without the chunks that were retrieved for it, where these stand
+    before and after its own text. If it has chunks they must be the same, as other chunks make it
+    another question.
     """
     if is_same(given, stored):
         return True
@@ -56,7 +62,9 @@ def is_again(given: ChatMessage, stored: ChatMessage) -> bool:
     if not own or _has_chunks(inside) or len(inside) == len(pieces):
         return False
     text = "".join(piece.text for piece in inside)
-    return is_same(replace(given, content=given.text.strip()), replace(stored, content=text.strip()))
+    return is_same(
+        replace(given, content=given.text.strip()), replace(stored, content=text.strip())
+    )
 
 
 def _has_chunks(pieces: Sequence[Piece]) -> bool:
@@ -68,8 +76,8 @@ class Turn:
     """One turn of a conversation.
 
     Args:
-        messages: The new messages; the last one is the answer, with the ids that it was generated as: tokenising its
-            text may give others.
+        messages: The new messages; the last one is the answer, with the ids that it was generated
+            as: tokenising its text may give others.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -77,7 +85,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Session:
-    """A conversation: its name, its turns, and the path of its KV. Immutable; each turn makes a new value.
+    """A conversation: its name, its turns, and the path of its KV. Immutable; each turn makes a new
+    value.
 
     Args:
         id: Its name.
@@ -101,7 +110,9 @@ class Session:
     @property
     def sources(self) -> frozenset[str]:
         """Where the chunks in its messages came from."""
-        return frozenset(piece.source for message in self.messages for piece in message.pieces if piece.source)
+        return frozenset(
+            piece.source for message in self.messages for piece in message.pieces if piece.source
+        )
 
     @property
     def n_tokens(self) -> int:
@@ -122,10 +133,14 @@ class Session:
     def ends(self) -> tuple[str, ...]:
         """For each turn, the digest of all messages up to its end (`prefix_digests`)."""
         digests = prefix_digests(self.messages)
-        return tuple(digests[at - 1] for at in accumulate(len(turn.messages) for turn in self.turns))
+        return tuple(
+            digests[at - 1] for at in accumulate(len(turn.messages) for turn in self.turns)
+        )
 
     def known(self, token_ids: Sequence[int]) -> tuple[Rows, ...]:
-        """Return the rows that a prompt of these ids can begin with; at least one id stays unmatched."""
+        """Return the rows that a prompt of these ids can begin with; at least one id stays
+        unmatched.
+        """
         pairs = enumerate(zip(self.tokens, token_ids, strict=False))
         most = min(len(self.tokens), len(token_ids) - 1)
         n_common = next((at for at, (mine, theirs) in pairs if mine != theirs), most)
@@ -134,7 +149,9 @@ class Session:
     def without(self, lo: int, hi: int) -> Session:
         """Return the session with the range lo:hi of its tokens dropped."""
         cut = (part for rows in self.rows for part in (rows.cut(0, lo), rows.cut(hi, rows.hi)))
-        return replace(self, left_out=(lo, hi), rows=tuple(part for part in cut if part.lo < part.hi))
+        return replace(
+            self, left_out=(lo, hi), rows=tuple(part for part in cut if part.lo < part.hi)
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the session in plain JSON types."""
@@ -143,7 +160,9 @@ class Session:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Session | None:
-        """Read the result of `as_dict`; return None for another version, or a dict that is not a session."""
+        """Read the result of `as_dict`; return None for another version, or a dict that is not a
+        session.
+        """
         try:
             return _adapter().validate_python(fields) if fields.get("version") == VERSION else None
         except ValidationError:
@@ -155,8 +174,11 @@ def _adapter() -> TypeAdapter[Session]:
     return TypeAdapter(Session)
 
 
-def truncated(left_out: tuple[int, int], n_past: int, max_tokens: int, step: int, sinks: int = 0) -> tuple[int, int]:
-    """Return which tokens of a history prompts leave out, so that at most `max_tokens` remain (AttentionStore 3.4).
+def truncated(
+    left_out: tuple[int, int], n_past: int, max_tokens: int, step: int, sinks: int = 0
+) -> tuple[int, int]:
+    """Return which tokens of a history prompts leave out, so that at most `max_tokens` remain
+    (AttentionStore 3.4).
 
     The earliest tokens are dropped in steps, so that the next turns fit too.
 
@@ -168,8 +190,8 @@ def truncated(left_out: tuple[int, int], n_past: int, max_tokens: int, step: int
         sinks: How many first tokens always stay (attention sinks).
 
     Returns:
-        The range; unchanged if the history fits already. More than `max_tokens` tokens remain only where the sinks
-        alone are more.
+        The range; unchanged if the history fits already. More than `max_tokens` tokens remain only
+        where the sinks alone are more.
     """
     lo, hi = left_out
     excess = n_past - (hi - lo) - max_tokens
@@ -211,7 +233,8 @@ class PendingTurn:
         persistent: Whether the session is written to the catalog.
         keep_chunks: Whether retrieved chunks are kept as part of the conversation.
         previous_keys: Keys of the stored session's KV.
-        left_out: The row before which the prompt leaves out tokens of the conversation, and these tokens.
+        left_out: The row before which the prompt leaves out tokens of the conversation, and these
+            tokens.
     """
 
     session: Session

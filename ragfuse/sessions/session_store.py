@@ -1,8 +1,9 @@
-"""The session store: list, show, export, truncate and delete conversations, with or without a model.
+"""The session store: list, show, export, truncate and delete conversations, with or without a
+model.
 
-Persistent sessions are in the store's catalog. The most recent other sessions are in this process only. So is a turn
-that could not be written to the catalog; it is written with the next turn. `session.py` defines a session,
-`engine/history.py` adds turns to it.
+Persistent sessions are in the store's catalog. The most recent other sessions are in this process
+only. So is a turn that could not be written to the catalog; it is written with the next turn.
+`session.py` defines a session, `engine/history.py` adds turns to it.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class KeptSession:
     """A session in memory.
 
     Args:
-        info: Its summary; of a persistent session with the version in the catalog, whose turns it begins with.
+        info: Its summary; of a persistent session with the version in the catalog, whose turns it
+            begins with.
         session: The session.
     """
 
@@ -76,7 +78,8 @@ class SessionStore:
         store: Where KV is kept.
         catalog: Where persistent sessions are kept.
         tenants: Returns the digests of the tenants whose sessions are listed; None for all.
-        ttl_s: Seconds without use after which a session has expired; it is deleted when others are written.
+        ttl_s: Seconds without use after which a session has expired; it is deleted when others are
+            written.
         clock: Returns seconds since the epoch.
         settle: Waits for pending saves, so that their KV can be deleted.
         later: Runs a job in the background, after pending saves.
@@ -94,7 +97,13 @@ class SessionStore:
         later: Callable[[Callable[[], object]], object] = lambda job: job(),
         index: ConversationIndex | None = None,
     ) -> None:
-        self._store, self._catalog, self._tenants, self._ttl_s, self._clock = store, catalog, tenants, ttl_s, clock
+        self._store, self._catalog, self._tenants, self._ttl_s, self._clock = (
+            store,
+            catalog,
+            tenants,
+            ttl_s,
+            clock,
+        )
         self._lock, self._settle, self._later = threading.Lock(), settle, later
         self._in_memory: dict[tuple[str, str], KeptSession] = {}  # the most recently used one last
         self._swept, self._index = 0.0, index or ConversationIndex()
@@ -117,12 +126,14 @@ class SessionStore:
         found = self.get(info.model, id)
         if found is None:
             raise InputError(
-                f"The session '{id}' cannot be read: another version of ragfuse wrote it, or it is damaged. Delete it."
+                f"The session '{id}' cannot be read: another version of ragfuse wrote it, or it is"
+                " damaged. Delete it."
             )
         return found[1]
 
     def export(self, id: str) -> dict[str, Any]:
-        """Return a session in plain JSON types, with its messages in OpenAI's form and its turns with their tokens.
+        """Return a session in plain JSON types, with its messages in OpenAI's form and its turns
+        with their tokens.
 
         Raises:
             InputError: As for `show`.
@@ -135,7 +146,8 @@ class SessionStore:
         """Delete sessions and, in every tier, the KV entries that no other session uses.
 
         Raises:
-            InputError: There is no session of a name, or several tenants have one; nothing is deleted then.
+            InputError: There is no session of a name, or several tenants have one; nothing is
+                deleted then.
             StoreError: The catalog does not answer.
         """
         found = [self._one(id) for id in dict.fromkeys(ids)]
@@ -153,9 +165,13 @@ class SessionStore:
         """
         info = self._one(id)
         version, session = self.get(info.model, id) or (0, Session(id))
-        shorter = session.without(*truncated(session.left_out, session.n_tokens, tokens, 1, min(sinks, tokens)))
+        shorter = session.without(
+            *truncated(session.left_out, session.n_tokens, tokens, 1, min(sinks, tokens))
+        )
         if not self.put(info.model, shorter, version, info.persistent):
-            raise InputError(f"The session '{id}' was continued meanwhile, so it was not shortened. Try again.")
+            raise InputError(
+                f"The session '{id}' was continued meanwhile, so it was not shortened. Try again."
+            )
         self.release(set(session.keys).difference(shorter.keys))
         return shorter
 
@@ -165,7 +181,9 @@ class SessionStore:
         return self._delete(self.ls(), self._clock() - ttl_s)
 
     def keep_latest(self, count: int) -> Deleted:
-        """Delete persistent sessions, the least recently used ones, until at most `count` of them remain."""
+        """Delete persistent sessions, the least recently used ones, until at most `count` of them
+        remain.
+        """
         self._settle()
         return self._delete([info for info in self.ls() if info.persistent][count:])
 
@@ -190,7 +208,8 @@ class SessionStore:
         return held.info.version, held.session
 
     def _persistent(self, name: tuple[str, str], held: KeptSession | None) -> KeptSession | None:
-        """Return a session as the catalog has it, or `held` where that has later turns or the catalog does not answer.
+        """Return a session as the catalog has it, or `held` where that has later turns or the
+        catalog does not answer.
 
         Of two processes that continue a session, the one that wrote its turn first is right.
         """
@@ -200,10 +219,15 @@ class SessionStore:
             return held
         if found is None:
             return None
-        return self._keep(name, Session.from_dict(state) or Session(name[1]), version, used, persistent=True)
+        return self._keep(
+            name, Session.from_dict(state) or Session(name[1]), version, used, persistent=True
+        )
 
-    def ending(self, model: str, prefixes: Sequence[str], persistent: bool) -> tuple[int, Session] | None:
-        """Return version and value of the session in which a turn ends with the longest of these message prefixes.
+    def ending(
+        self, model: str, prefixes: Sequence[str], persistent: bool
+    ) -> tuple[int, Session] | None:
+        """Return version and value of the session in which a turn ends with the longest of these
+        message prefixes.
 
         Args:
             model: The digest of model and tenant.
@@ -219,9 +243,11 @@ class SessionStore:
         return self.get(model, longest) if longest is not None else None
 
     def put(self, model: str, session: Session, version: int, persistent: bool) -> bool:
-        """Replace `version` of a session (0: it is new); return False if another writer replaced that version first.
+        """Replace `version` of a session (0: it is new); return False if another writer replaced
+        that version first.
 
-        A session that cannot be written to the catalog stays in memory, and is written with its next turn.
+        A session that cannot be written to the catalog stays in memory, and is written with its
+        next turn.
         """
         now, name = self._clock(), (model, session.id)
         with self._lock:
@@ -231,7 +257,9 @@ class SessionStore:
             keys = [str(key) for key in session.keys]
             info = _info(name, session, version, now)
             is_written = self._catalog.sessions.put(info, session.as_dict(), session.ends, keys)
-        if is_written is False or (is_written is None and version != (held.info.version if held is not None else 0)):
+        if is_written is False or (
+            is_written is None and version != (held.info.version if held is not None else 0)
+        ):
             return False
         self._keep(name, session, version + (is_written is True or not persistent), now, persistent)
         if self._ttl_s is not None and not 0 <= now - self._swept <= self._ttl_s / 8:
@@ -255,7 +283,9 @@ class SessionStore:
         return kept
 
     def release(self, keys: Iterable[ChunkKey]) -> None:
-        """Drop the KV of those keys that no session uses; of none while the catalog does not answer."""
+        """Drop the KV of those keys that no session uses; of none while the catalog does not
+        answer.
+        """
         with _unless_silent("KV that sessions may use stays"):
             self._store.forget(self._unused(set(keys)))
 
@@ -266,10 +296,16 @@ class SessionStore:
             self._delete(self.ls(), self._clock() - ttl_s)
 
     def _all(self) -> list[SessionInfo]:
-        """Return all tenants' sessions, the most recently used first; raise StoreError for an unreadable catalog."""
+        """Return all tenants' sessions, the most recently used first; raise StoreError for an
+        unreadable catalog.
+        """
         rows: list[SessionInfo] = self._catalog.strict.sessions.rows()
         with self._lock:
-            alone = [replace(held.info, persistent=False) for held in self._in_memory.values() if held.is_alone]
+            alone = [
+                replace(held.info, persistent=False)
+                for held in self._in_memory.values()
+                if held.is_alone
+            ]
         return sorted((*rows, *alone), key=lambda info: -info.used)
 
     def _owned(self) -> Known:
@@ -283,29 +319,39 @@ class SessionStore:
             return found[0]
         if found:
             raise InputError(
-                f"{len(found)} models or tenants have a session '{id}'. Set RAGFUSE_SALT to choose a tenant; "
-                "`sessions` of an Engine has those of its model only."
+                f"{len(found)} models or tenants have a session '{id}'. Set RAGFUSE_SALT to choose"
+                " a tenant; `sessions` of an Engine has those of its model only."
             )
         raise NoSessionError(f"There is no session '{id}'.", "`ragfuse sessions ls` lists them.")
 
     def _delete(self, sessions: Iterable[SessionInfo], before: float = math.inf) -> Deleted:
-        """Delete those of these sessions that were last used before a time, and the KV that no other session uses."""
+        """Delete those of these sessions that were last used before a time, and the KV that no
+        other session uses.
+        """
         keys, count = set[ChunkKey](), 0
         for name in ((info.model, info.id) for info in sessions if info.used < before):
             with self._lock:
                 held = self._in_memory.get(name)
-                held = self._in_memory.pop(name) if held is not None and held.info.used < before else None
+                held = (
+                    self._in_memory.pop(name)
+                    if held is not None and held.info.used < before
+                    else None
+                )
             written: list[str] | None = self._catalog.strict.sessions.delete(*name, before)
             if held is None and written is None:
                 continue
             self._index.note(name, ())
-            keys.update(map(ChunkKey.parse, written or ()), held.session.keys if held is not None else ())
+            keys.update(
+                map(ChunkKey.parse, written or ()), held.session.keys if held is not None else ()
+            )
             count += 1
         done = self._store.forget(self._unused(keys))
         return Deleted(count, len(done.entries), done.nbytes, tuple(done.silent))
 
     def _unused(self, keys: set[ChunkKey]) -> set[ChunkKey]:
-        """Return those keys that no session uses; raise StoreError while the catalog does not answer."""
+        """Return those keys that no session uses; raise StoreError while the catalog does not
+        answer.
+        """
         with self._lock:
             alone = (held.session.keys for held in self._in_memory.values() if held.is_alone)
             unused = keys.difference(*alone)
@@ -313,7 +359,9 @@ class SessionStore:
         return unused - {ChunkKey.parse(name) for name in found}
 
 
-def _info(name: tuple[str, str], session: Session, version: int, used: float, persistent: bool = True) -> SessionInfo:
+def _info(
+    name: tuple[str, str], session: Session, version: int, used: float, persistent: bool = True
+) -> SessionInfo:
     return SessionInfo(*name, version, used, len(session.turns), session.n_tokens, persistent)
 
 

@@ -1,4 +1,6 @@
-"""KV at rest: tiers, the store over them, and the catalog beside them. It plans nothing and knows no model."""
+"""KV at rest: tiers, the store over them, and the catalog beside them. It plans nothing and knows
+no model.
+"""
 
 from ragfuse.store.catalog import Catalog, CatalogFile, KnownText
 from ragfuse.store.disk import DiskTier

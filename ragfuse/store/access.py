@@ -1,7 +1,9 @@
-"""Who may read and change what is written on disk: this user alone, or also the group of a folder that is shared.
+"""Who may read and change what is written on disk: this user alone, or also the group of a folder
+that is shared.
 
-A folder is shared if its group may write to it and its set-group-id bit is set (02770): files and folders made in it
-are for the group. Those made in any other folder are for this user alone, whatever the process's umask.
+A folder is shared if its group may write to it and its set-group-id bit is set (02770): files and
+folders made in it are for the group. Those made in any other folder are for this user alone,
+whatever the process's umask.
 """
 
 from __future__ import annotations
@@ -20,16 +22,21 @@ log = logging.getLogger("ragfuse.store")
 
 _OWN_FILE, _GROUP_FOLDER, _GROUP_FILE = 0o600, 0o2770, 0o660
 _SHARED = stat.S_ISGID | stat.S_IWGRP
-_OTHERS: tuple[tuple[SharedWith, int], ...] = (("nobody", stat.S_IRWXG | stat.S_IRWXO), ("group", stat.S_IRWXO))
+_OTHERS: tuple[tuple[SharedWith, int], ...] = (
+    ("nobody", stat.S_IRWXG | stat.S_IRWXO),
+    ("group", stat.S_IRWXO),
+)
 
 
 def make_root(path: Path, shared_with: SharedWith = "nobody") -> None:
-    """Make a root folder if it is missing, and log a warning if more users than intended have access to it.
+    """Make a root folder if it is missing, and log a warning if more users than intended have
+    access to it.
 
     Args:
-        path: The folder. Missing folders above it are made for this user alone, or, to share it with a group, with the
-            permissions that the umask gives.
-        shared_with: Who else may use it. With "group", an existing folder of this user is opened to its group.
+        path: The folder. Missing folders above it are made for this user alone, or, to share it
+            with a group, with the permissions that the umask gives.
+        shared_with: Who else may use it. With "group", an existing folder of this user is opened to
+            its group.
 
     Raises:
         OSError: It cannot be made, or something else is there.
@@ -56,7 +63,9 @@ def make_folder(path: Path) -> None:
 
 
 def open_file(path: Path, flags: int) -> int:
-    """Open a file, which is created if it is missing, and return its descriptor; `flags` are those of `os.open`."""
+    """Open a file, which is created if it is missing, and return its descriptor; `flags` are those
+    of `os.open`.
+    """
     fd = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, _OWN_FILE)
     if _is_shared(os.stat(path.parent).st_mode):
         with suppress(PermissionError):  # another of the group made it
@@ -65,7 +74,9 @@ def open_file(path: Path, flags: int) -> int:
 
 
 def share_file(path: Path) -> None:
-    """Open a file that exists to the group of its folder, if the folder is shared; the file itself is not opened."""
+    """Open a file that exists to the group of its folder, if the folder is shared; the file itself
+    is not opened.
+    """
     if _is_shared(path.parent.stat().st_mode):
         with suppress(PermissionError):  # another of the group made it
             path.chmod(_GROUP_FILE)
@@ -79,8 +90,9 @@ def _is_shared(mode: int) -> bool:
 def _warn_once(path: str, mode: int) -> None:
     """Log, once for each folder, that other users have access to it."""
     log.warning(
-        "Other users have access to %s (mode %04o), which holds your documents' texts and their KV. To stop that: "
-        "chmod go= %s. To share it with a group: set shared_with to group (environment RAGFUSE_SHARED_WITH=group).",
+        "Other users have access to %s (mode %04o), which holds your documents' texts and their KV."
+        " To stop that: chmod go= %s. To share it with a group: set shared_with to group"
+        " (environment RAGFUSE_SHARED_WITH=group).",
         path,
         mode,
         path,

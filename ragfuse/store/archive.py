@@ -2,8 +2,9 @@
 
     chunks/ab/<digest>.kv ... · texts.jsonl
 
-Names of members are never used as paths, and every layer has a checksum. Checksums detect damage but not malice:
-whoever made an archive decides what KV cache the model continues from, so import archives only from people you trust.
+Names of members are never used as paths, and every layer has a checksum. Checksums detect damage
+but not malice: whoever made an archive decides what KV cache the model continues from, so import
+archives only from people you trust.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def export(
     texts: Sequence[KnownText] = (),
     progress: Progress | None = None,
 ) -> Outcome:
-    """Write chunks and known texts to an archive file. Chunks that cannot be read are left out and reported.
+    """Write chunks and known texts to an archive file. Chunks that cannot be read are left out and
+    reported.
 
     Args:
         store: The store.
@@ -71,10 +73,13 @@ def export(
         progress: Called with the bytes done and in all.
 
     Raises:
-        StoreError: No chunk can be exported, or the file exists and the new one would lack some. Nothing is written.
+        StoreError: No chunk can be exported, or the file exists and the new one would lack some.
+            Nothing is written.
     """
     outcome, done = Outcome(), 0
-    sources = {entry.key: entry for entry in sorted(entries, key=lambda entry: -loss_of(entry.sizes))}
+    sources = {
+        entry.key: entry for entry in sorted(entries, key=lambda entry: -loss_of(entry.sizes))
+    }
     total = sum(entry.nbytes for entry in sources.values())
     with _new_archive(path) as archive:
         for key, entry in sources.items():
@@ -94,8 +99,8 @@ def export(
         if not outcome.done or (outcome.troubles and path.exists()):
             why = ", ".join(outcome.troubles[0]) if outcome.troubles else "there are none"
             raise StoreError(
-                f"'{path}' was not replaced or written: it would lack {len(outcome.troubles):,} of {len(sources):,} "
-                f"entries (the first: {why}). Export again, or name another file."
+                f"'{path}' was not replaced or written: it would lack {len(outcome.troubles):,} of"
+                f" {len(sources):,} entries (the first: {why}). Export again, or name another file."
             )
     return outcome
 
@@ -140,7 +145,14 @@ def import_(
                     texts = [KnownText(**json.loads(line)) for line in data.splitlines()]
                     take_texts(texts)
                     outcome.texts += len(texts)
-            except (OSError, ValueError, TypeError, NotImplementedError, RuntimeError, BadZipFile) as error:
+            except (
+                OSError,
+                ValueError,
+                TypeError,
+                NotImplementedError,
+                RuntimeError,
+                BadZipFile,
+            ) as error:
                 outcome.fail(repr(member.filename), error)
             done += member.file_size
             if progress is not None:
@@ -152,7 +164,9 @@ def import_(
 
 
 def read_whole(tier: Tier, entry: Entry) -> Whole | None:
-    """Return description and pieces of an entry at all of its levels; None if it cannot be read whole."""
+    """Return description and pieces of an entry at all of its levels; None if it cannot be read
+    whole.
+    """
     wholes = list[Whole]()
     for level in entry.sizes:
         found = tier.get(entry.key, range(entry.n_layers), level)
@@ -165,7 +179,9 @@ def read_whole(tier: Tier, entry: Entry) -> Whole | None:
 
 @contextmanager
 def _new_archive(path: Path) -> Iterator[ZipFile]:
-    """Write an archive, which appears at `path` whole or not at all; StoreError if it cannot be written."""
+    """Write an archive, which appears at `path` whole or not at all; StoreError if it cannot be
+    written.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         try:
@@ -177,7 +193,8 @@ def _new_archive(path: Path) -> Iterator[ZipFile]:
             partial.unlink(missing_ok=True)
     except OSError as error:
         raise StoreError(
-            f"The archive cannot be written to '{path}': {error.strerror or error}. Name another file, or free space."
+            f"The archive cannot be written to '{path}': {error.strerror or error}. Name another"
+            " file, or free space."
         ) from error
 
 
@@ -189,7 +206,9 @@ def _import_chunk(data: bytes, target: Tier, outcome: Outcome) -> None:
         raise ValueError(f"it should have {header.nbytes} bytes, but has {len(data)}")
     wanted = range(len(meta.layers))
     begin, end = header.span(wanted)
-    blobs = tuple(header.cut(torch.frombuffer(bytearray(data[begin:end]), dtype=torch.uint8), wanted))
+    blobs = tuple(
+        header.cut(torch.frombuffer(bytearray(data[begin:end]), dtype=torch.uint8), wanted)
+    )
     if target.stat([key]):
         outcome.known += 1
         return

@@ -1,7 +1,8 @@
-"""A tier over a medium of named bytes: the files of a folder, or a server or an object store across a network.
+"""A tier over a medium of named bytes: the files of a folder, or a server or an object store across
+a network.
 
-An entry is one value in the format of `chunkfile.py`, so that some layers are one read at a known offset. A medium
-that is down costs one failed call, and is left out for a while.
+An entry is one value in the format of `chunkfile.py`, so that some layers are one read at a known
+offset. A medium that is down costs one failed call, and is left out for a while.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ _HEADERS = 1024
 class BlobTier(Tier):
     """A tier whose medium stores named bytes; a subclass says how.
 
-    A method of the medium raises FileNotFoundError for a name without a value, and any other exception if the medium
-    fails.
+    A method of the medium raises FileNotFoundError for a name without a value, and any other
+    exception if the medium fails.
 
     Args:
         name: Name of the tier.
@@ -50,7 +51,9 @@ class BlobTier(Tier):
     refusals: tuple[type[Exception], ...] = (PermissionError,)
     """Errors with which the medium refuses a call though it answers."""
 
-    def __init__(self, name: str, where: str, cool_down_s: float = 10.0, capacity: int = UNLIMITED) -> None:
+    def __init__(
+        self, name: str, where: str, cool_down_s: float = 10.0, capacity: int = UNLIMITED
+    ) -> None:
         super().__init__(name, capacity)
         self._told = set[type[Exception]]()
         self._breaker = Breaker(f"Tier {name} ({where})", cool_down_s=cool_down_s)
@@ -65,14 +68,18 @@ class BlobTier(Tier):
 
     @abstractmethod
     def _write(self, key: ChunkKey, meta: EntryMeta, parts: Sequence[bytes | memoryview]) -> bool:
-        """Store the parts of an entry as one value, whole or not at all; return False if there is no room."""
+        """Store the parts of an entry as one value, whole or not at all; return False if there is
+        no room.
+        """
 
     @abstractmethod
     def _remove(self, names: Sequence[str]) -> int:
         """Delete values and return how many there were."""
 
     def _used(self) -> Mapping[str, float]:
-        """Return when each value was last used or written, in seconds since the epoch, by its name."""
+        """Return when each value was last used or written, in seconds since the epoch, by
+        its name.
+        """
         return {}
 
     def _heads(self, names: Sequence[str], nbytes: int) -> list[bytes | None]:
@@ -101,7 +108,9 @@ class BlobTier(Tier):
         return self._breaker.is_open
 
     def get(self, key: ChunkKey, layers: range, level: str | None = None) -> ReadLayers | None:
-        """Read some layers of an entry in one request, once its header is known. A damaged entry is dropped."""
+        """Read some layers of an entry in one request, once its header is known. A damaged entry is
+        dropped.
+        """
         return self._ask(f"read {key}", lambda: self._get(key, layers, level), None)
 
     def put(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
@@ -121,10 +130,16 @@ class BlobTier(Tier):
         doomed = list(dict.fromkeys(keys))
         self._headers.discard(doomed)
         names = list(map(str, doomed))
-        return self._ask("delete entries", lambda: self._remove(names), 0, changes=True) if names else 0
+        return (
+            self._ask("delete entries", lambda: self._remove(names), 0, changes=True)
+            if names
+            else 0
+        )
 
     def stat(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Entry]:
-        """Return the stored entries with these keys, in one round trip for some hundreds of them."""
+        """Return the stored entries with these keys, in one round trip for some hundreds of
+        them.
+        """
         return self._ask("look up entries", lambda: self._stat(list(dict.fromkeys(keys))), {})
 
     def list(self) -> Sequence[Entry]:
@@ -137,10 +152,13 @@ class BlobTier(Tier):
 
     # inside
 
-    def _ask(self, doing: str, call: Callable[[], _Found], otherwise: _Found, *, changes: bool = False) -> _Found:
+    def _ask(
+        self, doing: str, call: Callable[[], _Found], otherwise: _Found, *, changes: bool = False
+    ) -> _Found:
         """Return what `call` returns, or `otherwise` if the medium fails (counted) or is left out.
 
-        While it is left out, only a call that `changes` something counts as failed; a lookup or read is a miss.
+        While it is left out, only a call that `changes` something counts as failed; a lookup or
+        read is a miss.
         """
         if self._closed:
             return otherwise
@@ -154,7 +172,9 @@ class BlobTier(Tier):
             self.counts.add("failed")
             if type(error) not in self._told:  # a server whose memory is full refuses every chunk
                 self._told.add(type(error))
-                log.warning("%s could not %s, which is logged once: %s", self._breaker.name, doing, error)
+                log.warning(
+                    "%s could not %s, which is logged once: %s", self._breaker.name, doing, error
+                )
             return otherwise
         except StoreError:  # at opening: it can never be used
             raise
@@ -169,7 +189,9 @@ class BlobTier(Tier):
         used = {key: when for name, when in self._used().items() if (key := _key(name)) is not None}
         return [*self._stat(list(used), used).values()]
 
-    def _stat(self, keys: Sequence[ChunkKey], used: dict[ChunkKey, float] | None = None) -> dict[ChunkKey, Entry]:
+    def _stat(
+        self, keys: Sequence[ChunkKey], used: dict[ChunkKey, float] | None = None
+    ) -> dict[ChunkKey, Entry]:
         found: dict[ChunkKey, Entry] = {}
         now = time.time()
         for lo in range(0, len(keys), _BATCH):
@@ -189,7 +211,9 @@ class BlobTier(Tier):
                         self._drop(key, error)
                         continue
                     if header is not None:
-                        found[key] = header.meta.entry(key, self.name, header.nbytes, (used or {}).get(key, now))
+                        found[key] = header.meta.entry(
+                            key, self.name, header.nbytes, (used or {}).get(key, now)
+                        )
         return {key: found[key] for key in keys if key in found}
 
     def _header(self, key: ChunkKey, head: bytes = b"") -> Header:
@@ -210,7 +234,9 @@ class BlobTier(Tier):
         return self._headers.add(key, header)
 
     def _get(self, key: ChunkKey, layers: range, level: str | None) -> ReadLayers | None:
-        """Read layers. If they do not fit the known header, the entry may have been rewritten: read that again, too."""
+        """Read layers. If they do not fit the known header, the entry may have been rewritten: read
+        that again, too.
+        """
         known = self._headers.get(key)
         try:
             header = known or self._header(key)
@@ -221,7 +247,9 @@ class BlobTier(Tier):
             data = self._read(str(key), begin, end)
             if len(data) < end - begin:
                 raise ValueError("it ends too early")
-            whole = torch.frombuffer(bytearray(data) if isinstance(data, bytes) else data, dtype=torch.uint8)
+            whole = torch.frombuffer(
+                bytearray(data) if isinstance(data, bytes) else data, dtype=torch.uint8
+            )
             return header.meta, *header.cut(whole, wanted)
         except (FileNotFoundError, ValueError) as error:
             self._headers.discard([key])

@@ -13,8 +13,9 @@ log = logging.getLogger("ragfuse.store")
 class Breaker:
     """A circuit breaker that opens at the first failed call.
 
-    It then lets no call through for `cool_down_s` seconds, and after that one at a time until one succeeds. Every call
-    that `enter` lets through ends in `failed` or `succeeded`. The log gets the first failure and the recovery.
+    It then lets no call through for `cool_down_s` seconds, and after that one at a time until one
+    succeeds. Every call that `enter` lets through ends in `failed` or `succeeded`. The log gets the
+    first failure and the recovery.
 
     Args:
         name: What the log calls the medium.
@@ -22,7 +23,9 @@ class Breaker:
         clock: Returns the time in seconds.
     """
 
-    def __init__(self, name: str, cool_down_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, name: str, cool_down_s: float = 10.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.name, self._cool_down_s, self._clock = name, cool_down_s, clock
         self._lock, self._again_at = Lock(), 0.0
         self.is_open = False
@@ -43,7 +46,9 @@ class Breaker:
             self._again_at = self._clock() + self._cool_down_s
         if not was_open:
             why = f"{type(error).__name__}: {error}"[:300]
-            message = "%s could not %s (%s). ragfuse goes on without it and tries it again every %g s"
+            message = (
+                "%s could not %s (%s). ragfuse goes on without it and tries it again every %g s"
+            )
             log.warning(message, self.name, doing, why, self._cool_down_s)
 
     def succeeded(self) -> None:

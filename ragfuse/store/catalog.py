@@ -1,10 +1,12 @@
-"""The catalog of a store: profiles by name, texts of known chunks, and sessions (`session_catalog.py`).
+"""The catalog of a store: profiles by name, texts of known chunks, and sessions
+(`session_catalog.py`).
 
-The texts let a later process find the same chunks in a prompt. They are stored per model digest, so that a salted
-tenant has its own, and are as private as the folder.
+The texts let a later process find the same chunks in a prompt. They are stored per model digest, so
+that a salted tenant has its own, and are as private as the folder.
 
-An answer must not fail because the catalog does, so `Catalog` returns defaults when its file cannot be read or written.
-`Catalog.strict`, a `CatalogFile`, raises instead, for callers who ask for the catalog itself.
+An answer must not fail because the catalog does, so `Catalog` returns defaults when its file cannot
+be read or written. `Catalog.strict`, a `CatalogFile`, raises instead, for callers who ask for the
+catalog itself.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ _NAME = "catalog.sqlite"
 _SCHEMA = f"""{SESSION_SCHEMA}
 CREATE TABLE IF NOT EXISTS profiles(name TEXT PRIMARY KEY, profile TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS texts(
-    id INTEGER PRIMARY KEY, model TEXT NOT NULL, key TEXT NOT NULL, source TEXT NOT NULL, text TEXT NOT NULL,
+    id INTEGER PRIMARY KEY, model TEXT NOT NULL, key TEXT NOT NULL, source TEXT NOT NULL,
+    text TEXT NOT NULL,
     UNIQUE(model, key, source)
 );
 """
@@ -43,7 +46,10 @@ INSERT INTO texts(model, key, text, source) VALUES (?, ?, ?, ?)
 ON CONFLICT(model, key, source) DO UPDATE SET text = excluded.text WHERE text != excluded.text
 """
 _TEXTS = "SELECT key, text, source FROM texts WHERE model = ? ORDER BY id LIMIT ?"
-_KNOWN = "SELECT count(DISTINCT key) FROM texts WHERE model = ? AND key IN (SELECT value FROM json_each(?))"
+_KNOWN = (
+    "SELECT count(DISTINCT key) FROM texts WHERE model = ? AND key IN (SELECT value FROM"
+    " json_each(?))"
+)
 _TENANTS = "SELECT model FROM texts UNION SELECT model FROM sessions ORDER BY 1"
 
 
@@ -72,14 +78,21 @@ class CatalogQueries(ABC):
         return self.ask(lambda database: _profile(database, name), None)
 
     def put(self, name: str, profile: Mapping[str, Any]) -> bool:
-        """Save a profile of plain JSON types, replacing an earlier one, and return whether it was written."""
+        """Save a profile of plain JSON types, replacing an earlier one, and return whether it was
+        written.
+        """
         row = name, json.dumps(dict(profile))
         return self.ask(
-            lambda database: database.change("INSERT OR REPLACE INTO profiles VALUES (?, ?)", row) > 0, False
+            lambda database: (
+                database.change("INSERT OR REPLACE INTO profiles VALUES (?, ?)", row) > 0
+            ),
+            False,
         )
 
     def settle(self, name: str, profile: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the profile of that name; if there is none, save `profile` first. Concurrent callers get the same."""
+        """Return the profile of that name; if there is none, save `profile` first. Concurrent
+        callers get the same.
+        """
 
         def settled(database: Database) -> dict[str, Any]:
             row = name, json.dumps(dict(profile))
@@ -90,14 +103,20 @@ class CatalogQueries(ABC):
 
     def delete(self, name: str) -> None:
         """Delete the profile of that name, if there is one."""
-        self.ask(lambda database: database.change("DELETE FROM profiles WHERE name = ?", (name,)), 0)
+        self.ask(
+            lambda database: database.change("DELETE FROM profiles WHERE name = ?", (name,)), 0
+        )
 
     def names(self) -> list[str]:
         """Return the names of all profiles, sorted."""
-        return self.ask(lambda database: database.words("SELECT name FROM profiles ORDER BY name"), [])
+        return self.ask(
+            lambda database: database.words("SELECT name FROM profiles ORDER BY name"), []
+        )
 
     def add_texts(self, model: str, texts: Iterable[tuple[str, str, str]]) -> None:
-        """Save (key, text, source) of chunks encoded for the model digest `model`; adding one again changes nothing."""
+        """Save (key, text, source) of chunks encoded for the model digest `model`; adding one again
+        changes nothing.
+        """
         rows = [(model, *text) for text in texts]
 
         def add(database: Database) -> None:
@@ -107,11 +126,15 @@ class CatalogQueries(ABC):
         self.ask(add, None)
 
     def texts(self, model: str, n: int = -1) -> list[KnownText]:
-        """Return the oldest `n` known texts of a model digest (-1: all), in order; one of two sources comes twice."""
+        """Return the oldest `n` known texts of a model digest (-1: all), in order; one of two
+        sources comes twice.
+        """
 
         def found(database: Database) -> list[KnownText]:
             rows = database.query(_TEXTS, (model, n))
-            return [KnownText(*row) for row in rows if all(isinstance(word, str) for word in row)]  # else damaged
+            return [
+                KnownText(*row) for row in rows if all(isinstance(word, str) for word in row)
+            ]  # else damaged
 
         return self.ask(found, [])
 
@@ -119,20 +142,33 @@ class CatalogQueries(ABC):
         """Return whether a model digest has a known text for each of these keys."""
         wanted = set(keys)
         arguments = model, json.dumps(list(wanted))
-        return self.ask(lambda database: bool(database.number(_KNOWN, arguments) == len(wanted)), False)
+        return self.ask(
+            lambda database: bool(database.number(_KNOWN, arguments) == len(wanted)), False
+        )
 
     def count_texts(self, model: str) -> int:
         """Return how many known texts a model digest has; a text from two sources counts twice."""
-        return self.ask(lambda database: database.number("SELECT count(*) FROM texts WHERE model = ?", (model,)), 0)
+        return self.ask(
+            lambda database: database.number(
+                "SELECT count(*) FROM texts WHERE model = ?", (model,)
+            ),
+            0,
+        )
 
     def tenants(self) -> list[str]:
         """Return the model digests that have known texts or sessions, sorted."""
         return self.ask(lambda database: database.words(_TENANTS), [])
 
     def delete_texts(
-        self, model: str | None = None, *, source: str | None = None, keys: Iterable[str] | None = None
+        self,
+        model: str | None = None,
+        *,
+        source: str | None = None,
+        keys: Iterable[str] | None = None,
     ) -> int:
-        """Delete the texts that match all given arguments (without any: all texts), and return how many there were."""
+        """Delete the texts that match all given arguments (without any: all texts), and return how
+        many there were.
+        """
         sql, arguments = "DELETE FROM texts WHERE 1", list[str]()
         given = None if keys is None else json.dumps(list(keys))
         for test, value in (
@@ -149,8 +185,8 @@ class CatalogQueries(ABC):
 class CatalogFile(CatalogQueries):
     """The catalog in a store's folder. Threads and processes may share it.
 
-    Every query raises StoreError if the file cannot be read or written: unlike a KV entry, what is lost here would
-    not come back by itself. Once it is closed, queries return defaults.
+    Every query raises StoreError if the file cannot be read or written: unlike a KV entry, what is
+    lost here would not come back by itself. Once it is closed, queries return defaults.
 
     Args:
         path: The store's folder; None: there is no file, and nothing is kept.
@@ -196,9 +232,9 @@ class CatalogFile(CatalogQueries):
 class Catalog(CatalogQueries):
     """A store's catalog for callers that can do without it. Threads may share it.
 
-    A query returns its default if there is no file, or if the file cannot be read or written. Such a failure is counted
-    in `failures`, logged once, and named in the trace of each answer that it affects. The file is then not tried again
-    for `COOL_DOWN_S`.
+    A query returns its default if there is no file, or if the file cannot be read or written. Such
+    a failure is counted in `failures`, logged once, and named in the trace of each answer that it
+    affects. The file is then not tried again for `COOL_DOWN_S`.
 
     Args:
         file: The file; None for a store without a disk, whose catalog stays empty.
@@ -207,7 +243,9 @@ class Catalog(CatalogQueries):
     def __init__(self, file: CatalogFile | None = None) -> None:
         self.strict, self.failures = file or CatalogFile(None), 0
         self._lock, self._why = threading.Lock(), ""
-        self._breaker = Breaker(f"The catalog of {file.path}" if file is not None else "", COOL_DOWN_S)
+        self._breaker = Breaker(
+            f"The catalog of {file.path}" if file is not None else "", COOL_DOWN_S
+        )
 
     @property
     def file(self) -> CatalogFile | None:

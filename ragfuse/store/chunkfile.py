@@ -1,9 +1,11 @@
-"""The format of an entry: a header, then layer after layer, so that some layers are one read at a known offset.
+"""The format of an entry: a header, then layer after layer, so that some layers are one read at a
+known offset.
 
-    magic 8 · version u32 · header length u32 · BLAKE3 of the header 32 · header JSON {key, meta} · layers
+    magic 8 · version u32 · header length u32 · BLAKE3 of the header 32 · header JSON {key, meta} ·
+    layers
 
-Header and layers begin at multiples of 64 bytes with zeros in between; numbers are little-endian. Header and layers
-have checksums.
+Header and layers begin at multiples of 64 bytes with zeros in between; numbers are little-endian.
+Header and layers have checksums.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def pieces(header: bytes, blobs: Sequence[Tensor]) -> Iterator[bytes | memoryvie
 
 
 def header_nbytes(begin: bytes | bytearray) -> int:
-    """Return the padded length of an entry's header, from its first bytes; raise ValueError if it is none."""
+    """Return the padded length of an entry's header, from its first bytes; raise ValueError if it
+    is none.
+    """
     if len(begin) < _FIXED.size:
         raise ValueError("it ends too early")
     magic, version, nbytes, _ = _FIXED.unpack_from(begin)
@@ -70,7 +74,9 @@ class Header:
 
     @classmethod
     def parse(cls, data: bytes | bytearray) -> Header:
-        """Parse the header at the beginning of `data`; raise ValueError if it is incomplete, damaged or no header."""
+        """Parse the header at the beginning of `data`; raise ValueError if it is incomplete,
+        damaged or no header.
+        """
         end = header_nbytes(data)
         _, _, nbytes, digest = _FIXED.unpack_from(data)
         text = bytes(data[_FIXED.size : _FIXED.size + nbytes])
@@ -93,7 +99,9 @@ class Header:
         return self.offsets[wanted.start], self.offsets[wanted.stop]
 
     def cut(self, span: Tensor, wanted: range) -> list[Tensor]:
-        """Cut the bytes of a `span`, uint8, into its pieces, which are views of it; ValueError for a damaged one."""
+        """Cut the bytes of a `span`, uint8, into its pieces, which are views of it; ValueError for
+        a damaged one.
+        """
         blobs = []
         for at in wanted:
             begin = self.offsets[at] - self.offsets[wanted.start]

@@ -1,4 +1,5 @@
-"""A small SQLite file that threads and processes share: WAL mode, one connection to read and one to write.
+"""A small SQLite file that threads and processes share: WAL mode, one connection to read and one to
+write.
 
 `index.py`, `catalog.py` and those who have a `record_file` define the tables.
 """
@@ -26,7 +27,9 @@ _CLOSE_S = 1.0
 
 @contextmanager
 def store_errors(folder: Path, name: str) -> Iterator[None]:
-    """Turn errors of a file in a store's folder into StoreError, which says where and what to do."""
+    """Turn errors of a file in a store's folder into StoreError, which says where and what
+    to do.
+    """
     try:
         yield
     except (OSError, sqlite3.Error) as error:
@@ -34,10 +37,11 @@ def store_errors(folder: Path, name: str) -> Iterator[None]:
 
 
 class Database:
-    """A SQLite file of a store's folder, with a given schema. It is opened under the folder's lock. Thread-safe.
+    """A SQLite file of a store's folder, with a given schema. It is opened under the folder's lock.
+    Thread-safe.
 
-    A file that is damaged or of another version is renamed to name + ".bad", and a new one created. A file that cannot
-    be opened, read or written is a StoreError.
+    A file that is damaged or of another version is renamed to name + ".bad", and a new one created.
+    A file that cannot be opened, read or written is a StoreError.
 
     Args:
         folder: The folder; None: tables in this process's memory.
@@ -46,23 +50,32 @@ class Database:
         timeout_s: Seconds to wait for another thread or process that is writing.
     """
 
-    def __init__(self, folder: Path | None, name: str, schema: str, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, folder: Path | None, name: str, schema: str, timeout_s: float = 30.0
+    ) -> None:
         self._path, self._timeout_s = folder and folder / name, timeout_s
         self._where = folder or Path(":memory:"), name
         self._write_lock = RLock()
         self._read_lock = RLock() if folder is not None else self._write_lock
-        with store_errors(*self._where), locked(folder / "lock") if folder is not None else nullcontext():
+        with (
+            store_errors(*self._where),
+            locked(folder / "lock") if folder is not None else nullcontext(),
+        ):
             self._open(schema)
 
     def _open(self, schema: str) -> None:
         try:
             found: int | str = self._connect()
-        except sqlite3.OperationalError:  # locked, no permission, disk full: the file itself may be whole
+        except (
+            sqlite3.OperationalError
+        ):  # locked, no permission, disk full: the file itself may be whole
             raise
         except sqlite3.DatabaseError as error:
             found = f"is damaged ({error})"
         if found not in (0, FORMAT_VERSION):
-            self._set_aside(found if isinstance(found, str) else f"has version {found}, not {FORMAT_VERSION}")
+            self._set_aside(
+                found if isinstance(found, str) else f"has version {found}, not {FORMAT_VERSION}"
+            )
             self._connect()
         with self.write() as connection:
             for statement in filter(str.strip, schema.split(";")):
@@ -89,11 +102,12 @@ class Database:
 
     @contextmanager
     def write(self, wait_s: float | None = None) -> Iterator[sqlite3.Connection]:
-        """Run the block as one transaction, exclusive among all processes; it is rolled back if the block raises.
+        """Run the block as one transaction, exclusive among all processes; it is rolled back if the
+        block raises.
 
         Args:
-            wait_s: Seconds to wait for another thread, and again for another process, that is writing. None:
-                `timeout_s`.
+            wait_s: Seconds to wait for another thread, and again for another process, that is
+                writing. None: `timeout_s`.
 
         Raises:
             StoreError: Another writer was still at work after that time.
@@ -120,7 +134,9 @@ class Database:
             self._write_lock.release()
 
     def close(self) -> None:
-        """Close the file. If a writer is still at work after a second, its connection is left to it."""
+        """Close the file. If a writer is still at work after a second, its connection is left to
+        it.
+        """
         if self._write_lock.acquire(timeout=_CLOSE_S):
             with self._read_lock:
                 self._reader.close()
@@ -143,8 +159,9 @@ class Database:
     def _make_file(path: Path) -> None:
         """Make the file if it is missing, with the mode that SQLite's other files then take.
 
-        A file that is there is not opened: closing it would drop this process's locks on it, also those of another
-        `Database`, and the next process would take the file for unused and delete its log of writes.
+        A file that is there is not opened: closing it would drop this process's locks on it, also
+        those of another `Database`, and the next process would take the file for unused and delete
+        its log of writes.
         """
         try:
             os.close(open_file(path, os.O_RDWR | os.O_EXCL))
@@ -153,13 +170,19 @@ class Database:
 
     def _connection(self) -> sqlite3.Connection:
         where = self._path or ":memory:"
-        connection = sqlite3.connect(where, timeout=self._timeout_s, isolation_level=None, check_same_thread=False)
+        connection = sqlite3.connect(
+            where, timeout=self._timeout_s, isolation_level=None, check_same_thread=False
+        )
         connection.text_factory = _text  # a damaged byte costs its row alone
         return connection
 
     def _set_aside(self, why: str) -> None:
         assert self._path is not None
-        log.warning("%s %s: it was set aside (renamed to end in .bad), and an empty one was started", self._path, why)
+        log.warning(
+            "%s %s: it was set aside (renamed to end in .bad), and an empty one was started",
+            self._path,
+            why,
+        )
         self._writer.close()
         self._reader.close()
         os.replace(self._path, self._path.with_name(self._path.name + ".bad"))

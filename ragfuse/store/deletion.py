@@ -1,6 +1,8 @@
-"""Delete chunks completely, all their KV from the tiers and their texts from the catalog, and collect garbage.
+"""Delete chunks completely, all their KV from the tiers and their texts from the catalog, and
+collect garbage.
 
-The caller decides which chunks. A tier that does not answer is always reported, as it may still hold some.
+The caller decides which chunks. A tier that does not answer is always reported, as it may still
+hold some.
 """
 
 from __future__ import annotations
@@ -18,10 +20,13 @@ from ragfuse.types.whole_text import whole_text
 log = logging.getLogger("ragfuse.store")
 
 LEARNT = "seen again"
-"""The source of known chunks that were learnt because several prompts contained them: no document."""
+"""The source of known chunks that were learnt because several prompts contained them: no document.
+"""
 
 Chunk = tuple[str, str]
-"""One tenant's chunk: digests of model and token ids, shared by its entries in whatever context they were encoded."""
+"""One tenant's chunk: digests of model and token ids, shared by its entries in whatever context
+they were encoded.
+"""
 
 
 def chunk_of(key: ChunkKey) -> Chunk:
@@ -30,7 +35,9 @@ def chunk_of(key: ChunkKey) -> Chunk:
 
 
 def chunk_named(text: str) -> Chunk:
-    """Return the chunk of a key as the catalog writes it; for a damaged key, a chunk that does not exist."""
+    """Return the chunk of a key as the catalog writes it; for a damaged key, a chunk that does not
+    exist.
+    """
     try:
         return chunk_of(ChunkKey.parse(text))
     except ValueError:
@@ -40,11 +47,16 @@ def chunk_named(text: str) -> Chunk:
 def unanswered(names: Sequence[str], consequence: str) -> str:
     """Return a message that these tiers do not answer, with the consequence and what to do."""
     subject = f"Tier {names[0]} does" if len(names) == 1 else f"Tiers {' and '.join(names)} do"
-    return f"{subject} not answer: {consequence}. Try again once {'it answers' if len(names) == 1 else 'they answer'}."
+    return (
+        f"{subject} not answer: {consequence}. Try again once"
+        f" {'it answers' if len(names) == 1 else 'they answer'}."
+    )
 
 
 def forget_texts(catalog: CatalogQueries, chunks: Iterable[Chunk]) -> int:
-    """Delete the texts of chunks from the catalog, whatever their source, and return how many there were."""
+    """Delete the texts of chunks from the catalog, whatever their source, and return how many there
+    were.
+    """
     by_model: dict[str, list[str]] = {}
     for model, tokens in chunks:
         by_model.setdefault(model, []).append(str(ChunkKey(model, tokens)))
@@ -54,7 +66,8 @@ def forget_texts(catalog: CatalogQueries, chunks: Iterable[Chunk]) -> int:
 def forget_chunks(store: KVStore, catalog: CatalogQueries, chunks: Set[Chunk]) -> Forgotten:
     """Delete chunks everywhere: stored KV, pending saves and texts.
 
-    If a tier does not answer, the texts stay in the catalog, so that `ragfuse store rm` still finds what it holds.
+    If a tier does not answer, the texts stay in the catalog, so that `ragfuse store rm` still finds
+    what it holds.
     """
     if not chunks:
         return Forgotten((), ())
@@ -62,7 +75,11 @@ def forget_chunks(store: KVStore, catalog: CatalogQueries, chunks: Set[Chunk]) -
     keys.update(entry.key for entry in store.entries())
     done = store.forget(key for key in keys if chunk_of(key) in chunks)
     if done.silent:
-        log.warning(unanswered(done.silent, f"KV of the {len(chunks)} chunks to delete may still be stored there"))
+        log.warning(
+            unanswered(
+                done.silent, f"KV of the {len(chunks)} chunks to delete may still be stored there"
+            )
+        )
     else:
         forget_texts(catalog, chunks)
     return done
@@ -71,7 +88,8 @@ def forget_chunks(store: KVStore, catalog: CatalogQueries, chunks: Set[Chunk]) -
 def leave_source(
     catalog: CatalogQueries, model: str, texts: Collection[str], is_left: Callable[[str], bool]
 ) -> set[str]:
-    """Forget that texts came from some sources, where another one holds them too; the only source of a text stays.
+    """Forget that texts came from some sources, where another one holds them too; the only source
+    of a text stays.
 
     Args:
         catalog: The catalog.
@@ -87,18 +105,24 @@ def leave_source(
     shared = {row.text for row in rows if row.source != LEARNT and not is_left(row.source)}
     stale = [row for row in rows if is_left(row.source) and row.text in shared]
     for source in {row.source for row in stale}:
-        catalog.delete_texts(model, source=source, keys=[row.key for row in stale if row.source == source])
+        catalog.delete_texts(
+            model, source=source, keys=[row.key for row in stale if row.source == source]
+        )
     return {text for text in texts if whole_text(text).strip() in shared}
 
 
 def sources_in_order(sources: Iterable[str]) -> tuple[str, ...]:
-    """Return the sources of a text, each once: the one that brought it first, and last what was learnt from prompts."""
+    """Return the sources of a text, each once: the one that brought it first, and last what was
+    learnt from prompts.
+    """
     return tuple(sorted(dict.fromkeys(sources), key=lambda source: source == LEARNT))
 
 
 @dataclass(frozen=True)
 class Freed:
-    """What was removed from a tier: expired entries, what no entry needed, and the bytes of both."""
+    """What was removed from a tier: expired entries, what no entry needed, and the bytes of
+    both.
+    """
 
     expired: int = 0
     leftovers: int = 0
@@ -108,11 +132,12 @@ class Freed:
 def gc(store: KVStore) -> dict[str, Freed]:
     """Collect garbage: delete expired entries, and what no entry needs.
 
-    An entry that has expired in one tier is kept while another tier of this store has a more recent use of it. Remote
-    tiers expire entries by themselves.
+    An entry that has expired in one tier is kept while another tier of this store has a more recent
+    use of it. Remote tiers expire entries by themselves.
 
     Returns:
-        What was freed since the store was opened, by tier name; tiers that do not answer are left out.
+        What was freed since the store was opened, by tier name; tiers that do not answer are left
+        out.
     """
     freed = dict[str, Freed]()
     for tier in store.tiers:

@@ -1,8 +1,8 @@
 """A tier that stores each entry as a file in one folder, which threads and processes may share.
 
-`chunkfile.py` has the file format, `index.py` the table of entries. A file appears by a rename inside the transaction
-that makes room for it and adds its row, so a process that is killed leaves an entry whole or absent; what else it
-leaves is put right when the folder is opened next.
+`chunkfile.py` has the file format, `index.py` the table of entries. A file appears by a rename
+inside the transaction that makes room for it and adds its row, so a process that is killed leaves
+an entry whole or absent; what else it leaves is put right when the folder is opened next.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def chunk_path(root: Path, key: ChunkKey | str) -> Path:
 
 
 class DiskTier(BlobTier):
-    """A tier in a folder. Opening evicts nothing: if more than `capacity` is stored, the next write makes room.
+    """A tier in a folder. Opening evicts nothing: if more than `capacity` is stored, the next write
+    makes room.
 
     Args:
         path: The folder; it is created if it is missing.
@@ -95,23 +96,32 @@ class DiskTier(BlobTier):
         return self._ask("be read", lambda: self._index.nbytes() >= 0, False)
 
     def stat(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Entry]:
-        """Return the entries with these keys, as the index lists them; the file of one may be missing."""
+        """Return the entries with these keys, as the index lists them; the file of one may be
+        missing.
+        """
         none: Sequence[Entry] = ()
-        return {entry.key: entry for entry in self._ask("look up entries", lambda: self._index.entries(keys), none)}
+        return {
+            entry.key: entry
+            for entry in self._ask("look up entries", lambda: self._index.entries(keys), none)
+        }
 
     def list(self) -> Sequence[Entry]:
         """Return all entries, least recently used first."""
         return self._ask("list entries", self._index.entries, ())
 
     def get(self, key: ChunkKey, layers: range, level: str | None = None) -> ReadLayers | None:
-        """Return an entry's description and some layers (`Tier.get`). A damaged entry is dropped and counted."""
+        """Return an entry's description and some layers (`Tier.get`). A damaged entry is dropped
+        and counted.
+        """
         found = super().get(key, layers, level)
         if found is not None and layers.start == 0:
             self._use([key], hits=1)
         return found
 
     def expect(self, keys: Iterable[ChunkKey], layers: range, level: str | None = None) -> None:
-        """Ask the operating system to prefetch these layers, where it can; errors are left to the read that follows."""
+        """Ask the operating system to prefetch these layers, where it can; errors are left to the
+        read that follows.
+        """
         for key in keys if hasattr(os, "posix_fadvise") and not self._closed else ():
             with suppress(OSError, ValueError):
                 header = self._headers.get(key) or self._header(key)
@@ -180,7 +190,9 @@ class DiskTier(BlobTier):
             return self._delete(transaction, names)
 
     def _missing(self, key: ChunkKey) -> None:
-        """Remove the row of an entry whose file is gone, unless another process wrote it anew meanwhile."""
+        """Remove the row of an entry whose file is gone, unless another process wrote it anew
+        meanwhile.
+        """
         with self._index.write() as transaction:
             if not chunk_path(self.path, key).exists() and self._index.remove(transaction, [key]):
                 self._corrupt(key, "its file is gone")
@@ -188,7 +200,9 @@ class DiskTier(BlobTier):
     # inside
 
     def _use(self, keys: Iterable[ChunkKey], hits: int) -> None:
-        """Record a use in the index, unless another thread or process is writing it: no reader waits."""
+        """Record a use in the index, unless another thread or process is writing it: no reader
+        waits.
+        """
         with suppress(StoreError), self._index.write(0.0) as transaction:
             self._index.touch(transaction, keys, self._clock(), hits)
 
@@ -203,13 +217,16 @@ class DiskTier(BlobTier):
         return doomed is not None
 
     def _delete(self, transaction: sqlite3.Connection, keys: Sequence[ChunkKey | str]) -> int:
-        """Delete files, then rows: if killed in between, a row without a file is left, and that reads as a miss."""
+        """Delete files, then rows: if killed in between, a row without a file is left, and that
+        reads as a miss.
+        """
         for key in keys:
             chunk_path(self.path, key).unlink(missing_ok=True)
         return self._index.remove(transaction, keys)
 
     def _reconcile(self) -> None:
-        """Make rows and files agree: add a row for a file without one, remove a row whose file is missing.
+        """Make rows and files agree: add a row for a file without one, remove a row whose file is
+        missing.
 
         Others may write meanwhile, so every mismatch is checked again inside a transaction.
         """
@@ -220,7 +237,9 @@ class DiskTier(BlobTier):
                 stat = path.stat()
                 if path.suffix == ".kv" and rows.get(path, ("", -1))[1] == stat.st_size:
                     del rows[path]
-                elif path.suffix == ".kv" or (path.suffix == ".tmp" and time.time() - stat.st_mtime > _ABANDONED_S):
+                elif path.suffix == ".kv" or (
+                    path.suffix == ".tmp" and time.time() - stat.st_mtime > _ABANDONED_S
+                ):
                     stray.add(path)
         if not rows and not stray:
             return
@@ -228,7 +247,9 @@ class DiskTier(BlobTier):
             for path in stray:
                 self._settle(transaction, path)
             for path, (key, _) in rows.items():
-                is_removed = not path.exists() and self._index.remove(transaction, [key])  # or it was evicted
+                is_removed = not path.exists() and self._index.remove(
+                    transaction, [key]
+                )  # or it was evicted
                 if is_removed and path not in stray:  # or its damaged file was counted
                     self._corrupt(key, "its file is gone")
                     self._freed(0)

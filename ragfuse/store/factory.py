@@ -19,10 +19,11 @@ from ragfuse.types.tiers import kind_of_scheme
 
 
 def open_store(settings: Settings, evict: Evictor, codecs: Codecs = tableless) -> KVStore:
-    """Open the store that the settings describe: memory, then disk, then `settings.tiers` in their order.
+    """Open the store that the settings describe: memory, then disk, then `settings.tiers` in their
+    order.
 
-    A tier of 0 bytes is left out. For a model on a GPU, a tier in GPU memory comes first and host memory is pinned. A
-    tier whose codec level is "auto" is written raw until a level is chosen.
+    A tier of 0 bytes is left out. For a model on a GPU, a tier in GPU memory comes first and host
+    memory is pinned. A tier whose codec level is "auto" is written raw until a level is chosen.
 
     Args:
         settings: Sizes, paths, URLs and codec levels.
@@ -33,11 +34,15 @@ def open_store(settings: Settings, evict: Evictor, codecs: Codecs = tableless) -
         StoreError: A tier cannot be used, or two tiers are at the same place.
     """
     places = [str(settings.store_path.resolve())] if settings.disk_bytes else []
-    places += [url.rstrip("/") if "://" in url else str(Path(url).expanduser().resolve()) for url in settings.tiers]
+    places += [
+        url.rstrip("/") if "://" in url else str(Path(url).expanduser().resolve())
+        for url in settings.tiers
+    ]
     twice = next((shown(place) for place in places if places.count(place) > 1), None)
     if twice is not None:
         raise StoreError(
-            f"Two tiers are at '{twice}' and would delete each other's entries. Remove one of them from `tiers`."
+            f"Two tiers are at '{twice}' and would delete each other's entries. Remove one of them"
+            " from `tiers`."
         )
     opened: list[Tier] = []
     try:
@@ -46,9 +51,18 @@ def open_store(settings: Settings, evict: Evictor, codecs: Codecs = tableless) -
             opened.append(MemoryTier(settings.gpu_bytes, evict, device=settings.device, name="gpu"))
         if settings.memory_bytes:
             free = int(settings.memory_bytes * settings.memory_free)
-            opened.append(MemoryTier(settings.memory_bytes, evict, pin_memory=on_gpu, free_bytes=free))
+            opened.append(
+                MemoryTier(settings.memory_bytes, evict, pin_memory=on_gpu, free_bytes=free)
+            )
         if settings.disk_bytes:
-            opened.append(DiskTier(settings.store_path, settings.disk_bytes, evict, shared_with=settings.shared_with))
+            opened.append(
+                DiskTier(
+                    settings.store_path,
+                    settings.disk_bytes,
+                    evict,
+                    shared_with=settings.shared_with,
+                )
+            )
         for url in settings.tiers:
             opened.append(open_tier(url, settings, evict, [tier.name for tier in opened]))
     except BaseException:
@@ -59,22 +73,26 @@ def open_store(settings: Settings, evict: Evictor, codecs: Codecs = tableless) -
     return KVStore(opened, codecs, levels, writer_queue=settings.writer_queue)
 
 
-def open_tier(url: str, settings: Settings, evict: Evictor, names_in_use: list[str] | None = None) -> Tier:
+def open_tier(
+    url: str, settings: Settings, evict: Evictor, names_in_use: list[str] | None = None
+) -> Tier:
     """Open the tier at a URL or in a folder.
 
     Args:
         url: A folder, or a URL such as `redis://...` or `s3://...`.
         settings: Its capacity, timeouts and the like.
         evict: The eviction policy.
-        names_in_use: Names of other tiers. The tier is named after its kind (disk, redis, objects), with a number
-            appended if that name is in use.
+        names_in_use: Names of other tiers. The tier is named after its kind (disk, redis, objects),
+            with a number appended if that name is in use.
 
     Raises:
         StoreError: `url` is neither a folder nor a URL, or the tier cannot be opened.
     """
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", url)
     if not url.strip() or (scheme is None and "://" in url):
-        raise StoreError(f"Wanted a folder or a URL such as redis://, s3:// or file://, found '{shown(url)}'.")
+        raise StoreError(
+            f"Wanted a folder or a URL such as redis://, s3:// or file://, found '{shown(url)}'."
+        )
     kind = kind_of_scheme(scheme.group(1).lower() if scheme is not None else "")
     module, _, name = kind.home.partition(":")
     kind_of_tier: Any = getattr(import_module(module), name)

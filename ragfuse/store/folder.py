@@ -19,9 +19,9 @@ from ragfuse.store.access import make_root, open_file
 def refusal(path: Path, found: object) -> StoreError:
     """Return the error for a folder that cannot be used, saying what was found and what to do."""
     return StoreError(
-        f"The store at {path} cannot be opened: wanted a folder that this user can read and write, found {found}. "
-        "Set RAGFUSE_HOME to another folder (RAGFUSE_STORE or --store: for the store alone), or free space on its "
-        "disk and make it usable."
+        f"The store at {path} cannot be opened: wanted a folder that this user can read and write,"
+        f" found {found}. Set RAGFUSE_HOME to another folder (RAGFUSE_STORE or --store: for the"
+        " store alone), or free space on its disk and make it usable."
     )
 
 

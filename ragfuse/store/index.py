@@ -1,6 +1,7 @@
 """The SQLite index of a disk tier: one row per entry. Sizes are those of whole files.
 
-The index makes no decisions and touches no chunk file; `disk.py` does both inside the transactions opened here.
+The index makes no decisions and touches no chunk file; `disk.py` does both inside the transactions
+opened here.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _OLDEST = " ORDER BY last_used, rowid"
 _WITH_KEYS = " WHERE key IN (SELECT value FROM json_each(?))"
 _PUBLISH = """
 INSERT INTO entries(key, sizes, n_tokens, n_layers, nbytes, last_used) VALUES (?, ?, ?, ?, ?, ?)
-ON CONFLICT(key) DO UPDATE SET sizes = excluded.sizes, n_tokens = excluded.n_tokens, n_layers = excluded.n_layers,
+ON CONFLICT(key) DO UPDATE SET sizes = excluded.sizes, n_tokens = excluded.n_tokens,
+n_layers = excluded.n_layers,
     nbytes = excluded.nbytes, last_used = excluded.last_used
 """
 _NBYTES = "SELECT coalesce(sum(nbytes), 0) FROM entries"
@@ -38,7 +40,8 @@ _TOUCH = f"UPDATE entries SET last_used = max(last_used, ?), hits = hits + ?{_WI
 
 
 class Index(Database):
-    """The index of one folder, shared by all its processes. Methods that take a transaction run inside it.
+    """The index of one folder, shared by all its processes. Methods that take a transaction run
+    inside it.
 
     Args:
         folder: The folder.
@@ -76,13 +79,17 @@ class Index(Database):
 
     @staticmethod
     def excess(transaction: sqlite3.Connection, key: ChunkKey, nbytes: int, capacity: int) -> int:
-        """Return the bytes by which the entries exceed the capacity once this one has so many bytes."""
+        """Return the bytes by which the entries exceed the capacity once this one has so many
+        bytes.
+        """
         (others,) = transaction.execute(_OTHERS, (str(key),)).fetchone()
         return int(others) + nbytes - capacity
 
     @staticmethod
     def publish(transaction: sqlite3.Connection, entry: Entry) -> None:
-        """Add the row of an entry, visible from the commit on; hits and pin of an older entry of that key stay."""
+        """Add the row of an entry, visible from the commit on; hits and pin of an older entry of
+        that key stay.
+        """
         row = (entry.n_tokens, entry.n_layers, entry.nbytes, entry.last_used)
         transaction.execute(_PUBLISH, (str(entry.key), json.dumps(dict(entry.sizes)), *row))
 
@@ -92,14 +99,18 @@ class Index(Database):
         return transaction.execute(f"DELETE FROM entries{_WITH_KEYS}", (_json(keys),)).rowcount
 
     @staticmethod
-    def touch(transaction: sqlite3.Connection, keys: Iterable[ChunkKey], when: float, hits: int) -> None:
+    def touch(
+        transaction: sqlite3.Connection, keys: Iterable[ChunkKey], when: float, hits: int
+    ) -> None:
         """Record a use of these entries at a time (seconds since the epoch), and new hits."""
         transaction.execute(_TOUCH, (when, hits, _json(keys)))
 
     @staticmethod
     def pin(transaction: sqlite3.Connection, keys: Iterable[ChunkKey], pinned: bool) -> None:
         """Record whether entries are protected from eviction."""
-        transaction.execute(f"UPDATE entries SET pinned = ?{_WITH_KEYS}", (int(pinned), _json(keys)))
+        transaction.execute(
+            f"UPDATE entries SET pinned = ?{_WITH_KEYS}", (int(pinned), _json(keys))
+        )
 
 
 def _json(keys: Iterable[ChunkKey | str]) -> str:

@@ -1,6 +1,8 @@
-"""The codec levels of entries: which ones each tier is written at, which can be decoded here, and reading at one.
+"""The codec levels of entries: which ones each tier is written at, which can be decoded here, and
+reading at one.
 
-A codec level is one way to encode KV, such as raw, int8 or a CacheGen level; `types/levels.py` lists them.
+A codec level is one way to encode KV, such as raw, int8 or a CacheGen level; `types/levels.py`
+lists them.
 """
 
 from __future__ import annotations
@@ -29,28 +31,36 @@ class Codecs(Protocol):
     """A function that returns the codec of a level for a model."""
 
     def __call__(self, level: str, model: str, tables: str = "") -> Codec | None:
-        """Return the codec of a level for a model digest (`ChunkKey.model`), or None if there is none.
+        """Return the codec of a level for a model digest (`ChunkKey.model`), or None if there is
+        none.
 
         Args:
             level: Name of the level.
             model: The model digest.
-            tables: Digest of the codec tables that layers were encoded with, on any machine; "": those of the model.
+            tables: Digest of the codec tables that layers were encoded with, on any machine; "":
+                those of the model.
         """
         ...
 
 
 def tableless(level: str, model: str, tables: str = "") -> Codec | None:
-    """Return the codec of a level that needs no tables of the model (raw, int8); None for other levels."""
+    """Return the codec of a level that needs no tables of the model (raw, int8); None for other
+    levels.
+    """
     return RAW if level == RAW.name else INT8 if level == INT8.name else None
 
 
 def by_loss(levels: Iterable[str]) -> tuple[str, ...]:
-    """Return the distinct levels, least lossy first; unknown levels come last, in the given order."""
+    """Return the distinct levels, least lossy first; unknown levels come last, in the given
+    order.
+    """
     return tuple(sorted(dict.fromkeys(levels), key=lambda level: loss_of((level,))))
 
 
 def loss_of(levels: Iterable[str]) -> int:
-    """Return the rank of the least lossy of these levels: 0 for raw, more for lossier ones, most for unknown ones."""
+    """Return the rank of the least lossy of these levels: 0 for raw, more for lossier ones, most
+    for unknown ones.
+    """
     return min(map(loss, levels), default=len(LEVEL_NAMES))
 
 
@@ -101,13 +111,18 @@ class EncodedLayers:
         blobs = self.blobs[layers.start - self.first : layers.stop - self.first]
         level = self.meta.levels[0]
         try:
-            return self.levels.decoded(self.key, level, blobs, self.meta.layers[layers.start : layers.stop])
+            return self.levels.decoded(
+                self.key, level, blobs, self.meta.layers[layers.start : layers.stop]
+            )
         except OtherTables as error:
             self.levels.mark_undecodable(self.key, level, str(error))
             raise
         except ValueError as error:
             self.tier.counts.add("corrupt")
-            message = "Deleted the damaged entry %s from tier %s: it cannot be decoded from layer %d onwards: %s"
+            message = (
+                "Deleted the damaged entry %s from tier %s: it cannot be decoded from layer %d"
+                " onwards: %s"
+            )
             log.warning(message, self.key, self.tier.name, layers.start, error)
             self.tier.delete([self.key])
             raise
@@ -121,10 +136,17 @@ class TierLevels:
         written: Levels by tier name; tiers that are not named are written raw.
     """
 
-    def __init__(self, codecs: Codecs = tableless, written: Mapping[str, Sequence[str]] | None = None) -> None:
-        self.codecs, self._written = codecs, {tier: by_loss(levels) for tier, levels in (written or {}).items()}
+    def __init__(
+        self, codecs: Codecs = tableless, written: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
+        self.codecs, self._written = (
+            codecs,
+            {tier: by_loss(levels) for tier, levels in (written or {}).items()},
+        )
         self._undecodable = LRU[tuple[ChunkKey, str], str](_REMEMBERED)
-        self._unwritten = LRU[tuple[str, str, str], None](_REMEMBERED)  # model, level, why: logged once
+        self._unwritten = LRU[tuple[str, str, str], None](
+            _REMEMBERED
+        )  # model, level, why: logged once
         self._unread = LRU[ChunkKey, str](_REMEMBERED)
 
     @property
@@ -137,14 +159,19 @@ class TierLevels:
         return self._written.get(tier) or (RAW.name,)
 
     def readable(self, entries: Mapping[ChunkKey, Entry]) -> dict[ChunkKey, Entry]:
-        """Return the entries that can be decoded here, each with only the levels that can (see `why_not`)."""
+        """Return the entries that can be decoded here, each with only the levels that can (see
+        `why_not`).
+        """
         found = {}
         for key, entry in entries.items():
             if levels := self._decodable(key, entry.sizes):
                 found[key] = replace(entry, sizes={level: entry.sizes[level] for level in levels})
             else:
                 missing = "this store has no codec tables for level"
-                reasons = (self._undecodable.get((key, level)) or f"{missing} {level}" for level in entry.sizes)
+                reasons = (
+                    self._undecodable.get((key, level)) or f"{missing} {level}"
+                    for level in entry.sizes
+                )
                 self._unread.add(key, f"it cannot be decoded: {'; '.join(dict.fromkeys(reasons))}")
         return found
 
@@ -156,8 +183,12 @@ class TierLevels:
         """Return why `readable` left out an entry, if that is remembered; else ""."""
         return self._unread.get(key) or ""
 
-    def read(self, tier: Tier, key: ChunkKey, layers: range, level: str | None) -> EncodedLayers | None:
-        """Read some layers of an entry at a level (None: the first that can be decoded here), without decoding them."""
+    def read(
+        self, tier: Tier, key: ChunkKey, layers: range, level: str | None
+    ) -> EncodedLayers | None:
+        """Read some layers of an entry at a level (None: the first that can be decoded here),
+        without decoding them.
+        """
         found = tier.get(key, layers, level)
         if found is None:
             return None
@@ -168,13 +199,18 @@ class TierLevels:
             return None
         if level is None and wanted != meta.levels[0]:
             return self.read(tier, key, layers, wanted)
-        return EncodedLayers(key, tier, meta.only(wanted), layers.start, blobs, self, wanted == best)
+        return EncodedLayers(
+            key, tier, meta.only(wanted), layers.start, blobs, self, wanted == best
+        )
 
-    def decoded(self, key: ChunkKey, level: str, blobs: Sequence[Tensor], metas: Sequence[LayerMeta]) -> list[LayerKV]:
+    def decoded(
+        self, key: ChunkKey, level: str, blobs: Sequence[Tensor], metas: Sequence[LayerMeta]
+    ) -> list[LayerKV]:
         """Decode layers of one entry at one level, with the tables that they were encoded with.
 
         Raises:
-            OtherTables: It was encoded with tables, bins or a codec version that are not available here.
+            OtherTables: It was encoded with tables, bins or a codec version that are not available
+                here.
             ValueError: The bytes cannot be decoded.
         """
         codec = self.codecs(level, key.model)
@@ -187,31 +223,50 @@ class TierLevels:
         return [codec.decode(blob, layer) for blob, layer in zip(blobs, metas, strict=True)]
 
     def mark_undecodable(self, key: ChunkKey, level: str, why: str) -> None:
-        """Treat a level of an entry as not stored from now on: it cannot be decoded here, although there is a codec."""
+        """Treat a level of an entry as not stored from now on: it cannot be decoded here, although
+        there is a codec.
+        """
         if (key, level) not in self._undecodable:
-            log.warning("%s cannot be decoded here at level %s, so it stays stored but unused: %s", key, level, why)
+            log.warning(
+                "%s cannot be decoded here at level %s, so it stays stored but unused: %s",
+                key,
+                level,
+                why,
+            )
         self._undecodable.add((key, level), why)
 
     def _decodable(self, key: ChunkKey, levels: Iterable[str]) -> list[str]:
         """Return those of an entry's levels that can be decoded here, in the given order."""
-        return [level for level in levels if (key, level) not in self._undecodable and self.codecs(level, key.model)]
+        return [
+            level
+            for level in levels
+            if (key, level) not in self._undecodable and self.codecs(level, key.model)
+        ]
 
     def at_levels(self, key: ChunkKey, whole: Whole, wanted: Sequence[str]) -> Whole:
-        """Return the entry at the wanted levels: levels that it has are taken as they are, others encoded from raw.
+        """Return the entry at the wanted levels: levels that it has are taken as they are, others
+        encoded from raw.
 
-        Levels that it lacks and that cannot be encoded are left out; a lossy level is never the source of another. If
-        none is left, the entry is returned as raw, or as it is if it has no raw level.
+        Levels that it lacks and that cannot be encoded are left out; a lossy level is never the
+        source of another. If none is left, the entry is returned as raw, or as it is if it has no
+        raw level.
         """
         meta, _ = whole
         if meta.levels == tuple(wanted):
             return whole
-        found = [each for level in by_loss(wanted) if (each := self._at_or_none(key, whole, level)) is not None]
+        found = [
+            each
+            for level in by_loss(wanted)
+            if (each := self._at_or_none(key, whole, level)) is not None
+        ]
         if not found:
             return only(whole, RAW.name) if RAW.name in meta.levels else whole
         return joined(found)
 
     def nbytes(self, key: ChunkKey, kv: ChunkKV, wanted: Sequence[str]) -> int:
-        """Return the bytes that a chunk's KV occupies at the wanted levels; encodes it to find out."""
+        """Return the bytes that a chunk's KV occupies at the wanted levels; encodes it to
+        find out.
+        """
         blobs = RAW.encode_all(kv.layers)
         return self.at_levels(key, (EntryMeta.of(kv, RAW.name, blobs), blobs), wanted)[0].nbytes
 
@@ -235,7 +290,10 @@ class TierLevels:
         except ValueError as error:
             if (failure := (key.model, level, str(error))) not in self._unwritten:
                 self._unwritten.add(failure, None)
-                message = "%s is stored without level %s, raw if none is left (logged once for its model): %s"
+                message = (
+                    "%s is stored without level %s, raw if none is left (logged once for its"
+                    " model): %s"
+                )
                 log.warning(message, key, level, error)
             return None
 
@@ -252,4 +310,6 @@ def joined(wholes: Sequence[Whole]) -> Whole:
     """Join entries that hold the same KV at different levels into one entry."""
     levels = tuple(level for meta, _ in wholes for level in meta.levels)
     layers = tuple(layer for meta, _ in wholes for layer in meta.layers)
-    return EntryMeta(wholes[0][0].n_tokens, levels, layers), tuple(blob for _, blobs in wholes for blob in blobs)
+    return EntryMeta(wholes[0][0].n_tokens, levels, layers), tuple(
+        blob for _, blobs in wholes for blob in blobs
+    )

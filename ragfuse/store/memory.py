@@ -21,7 +21,9 @@ log = logging.getLogger("ragfuse.store")
 
 @dataclass(slots=True)
 class _Slot:
-    """One stored entry. blobs: its pieces, uint8 `[nbytes]` each. nbytes: bytes that it occupies in this tier."""
+    """One stored entry. blobs: its pieces, uint8 `[nbytes]` each. nbytes: bytes that it occupies in
+    this tier.
+    """
 
     entry: Entry
     meta: EntryMeta
@@ -32,15 +34,17 @@ class _Slot:
 class MemoryTier(Tier):
     """A tier in host memory, pinned host memory, or the memory of a GPU.
 
-    Room is reserved before bytes are copied, and released if copying fails, so `nbytes` never exceeds `capacity`.
-    Pinned memory is allocated in powers of two, so an entry there counts as the next power of two.
+    Room is reserved before bytes are copied, and released if copying fails, so `nbytes` never
+    exceeds `capacity`. Pinned memory is allocated in powers of two, so an entry there counts as the
+    next power of two.
 
     Args:
         capacity: Most bytes that it may store.
         evict: The eviction policy.
         device: Torch device that entries are stored on: "cpu" or a GPU such as "cuda:0".
         pin_memory: Whether to pin host memory, for faster copies to a GPU. No effect without a GPU.
-        free_bytes: Bytes that each write tries to leave free by evicting more, as room for what is fetched next.
+        free_bytes: Bytes that each write tries to leave free by evicting more, as room for what is
+            fetched next.
         name: Name of the tier.
         clock: Returns the time in seconds since the epoch.
 
@@ -65,11 +69,14 @@ class MemoryTier(Tier):
         super().__init__(name, capacity)
         self._evict, self._clock, self._free_bytes = evict, clock, free_bytes
         self.device, has_gpu = torch.device(device), torch.cuda.is_available()
-        if self.device.type == "cuda" and self.device.index is None and has_gpu:  # else it depends on the thread
+        # Without an index it depends on the thread.
+        if self.device.type == "cuda" and self.device.index is None and has_gpu:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._pin_memory = pin_memory and self.device.type == "cpu" and has_gpu
         self.copies = self._pin_memory or self.device.type != "cpu"
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" and has_gpu else None  # type: ignore[no-untyped-call]
+        self._stream: torch.cuda.Stream | None = None
+        if self.device.type == "cuda" and has_gpu:
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._slots: dict[ChunkKey, _Slot] = {}  # least recently used first
         self._pinned: set[ChunkKey] = set()
         self._lock, self._nbytes = Lock(), 0
@@ -102,7 +109,9 @@ class MemoryTier(Tier):
             return slot.meta, *slot.blobs[wanted.start : wanted.stop]
 
     def put(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
-        """Store an entry (`Tier.put`). Without `copies` the tensors are shared: do not write to them afterwards."""
+        """Store an entry (`Tier.put`). Without `copies` the tensors are shared: do not write to
+        them afterwards.
+        """
         nbytes = self._size(blobs)
         if not self._reserve(key, nbytes):
             self.counts.add("refused")
@@ -111,15 +120,24 @@ class MemoryTier(Tier):
             blobs = self._stored_here(blobs)
         except BaseException as error:
             self._release(nbytes)
-            if not isinstance(error, (RuntimeError, AssertionError)):  # out of memory, no such device
+            if not isinstance(
+                error, (RuntimeError, AssertionError)
+            ):  # out of memory, no such device
                 raise
             self.counts.add("failed")
-            log.warning("Could not store %s in tier %s; it is computed again when needed: %s", key, self.name, error)
+            log.warning(
+                "Could not store %s in tier %s; it is computed again when needed: %s",
+                key,
+                self.name,
+                error,
+            )
             return False
         with self._lock:
             self._drop(key)  # another thread may have written the same KV meanwhile
             pinned = key in self._pinned
-            entry = Entry(key, self.name, meta.n_tokens, meta.n_layers, meta.sizes, self._clock(), 0, pinned)
+            entry = Entry(
+                key, self.name, meta.n_tokens, meta.n_layers, meta.sizes, self._clock(), 0, pinned
+            )
             self._slots[key] = _Slot(entry, meta, blobs, nbytes)
         return True
 
@@ -148,20 +166,24 @@ class MemoryTier(Tier):
 
     def _size(self, blobs: Sequence[Tensor]) -> int:
         """Return the bytes that these pieces occupy in this tier."""
-        return self.occupied(_ends(blobs)[-1] if self.copies else sum(blob.numel() for blob in blobs))
+        return self.occupied(
+            _ends(blobs)[-1] if self.copies else sum(blob.numel() for blob in blobs)
+        )
 
     def occupied(self, nbytes: int) -> int:
         """Return the bytes that an entry of `nbytes` occupies: if pinned, the next power of two."""
         return 1 << (nbytes - 1).bit_length() if self._pin_memory else nbytes
 
     def _stored_here(self, blobs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the pieces in this tier's memory: the same tensors, or views of one block with copies of them."""
+        """Return the pieces in this tier's memory: the same tensors, or views of one block with
+        copies of them.
+        """
         if self._pin_memory:
             return _into(torch.empty(_ends(blobs)[-1], dtype=torch.uint8, pin_memory=True), blobs)
         if self._stream is None:
             return tuple(blob.to(self.device) for blob in blobs)
-        # The block belongs to the model's CUDA stream, on which it is read and freed. Another stream fills it, so that
-        # the model does not wait for the copy.
+        # The block belongs to the model's CUDA stream, on which it is read and freed. Another
+        # stream fills it, so that the model does not wait for the copy.
         block = torch.empty(_ends(blobs)[-1], dtype=torch.uint8, device=self.device)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
@@ -170,7 +192,9 @@ class MemoryTier(Tier):
         return layers
 
     def _reserve(self, key: ChunkKey, nbytes: int) -> bool:
-        """Reserve `nbytes`, evicting if needed; return False, and evict nothing, if not enough can be freed."""
+        """Reserve `nbytes`, evicting if needed; return False, and evict nothing, if not enough can
+        be freed.
+        """
         with self._lock:
             old = self._slots.get(key)
             free = self.capacity - self._nbytes + (old.nbytes if old else 0)
@@ -185,7 +209,9 @@ class MemoryTier(Tier):
     def _doomed(self, key: ChunkKey, excess: int) -> Sequence[ChunkKey] | None:
         for wanted in dict.fromkeys((excess + self._free_bytes, excess)):
             others = (slot.entry for other, slot in self._slots.items() if other != key)
-            doomed = victims(self._evict, others, wanted, lambda entry: self._slots[entry.key].nbytes)
+            doomed = victims(
+                self._evict, others, wanted, lambda entry: self._slots[entry.key].nbytes
+            )
             if doomed is not None:
                 return doomed
         return None
@@ -201,11 +227,15 @@ class MemoryTier(Tier):
 
 
 def _ends(blobs: Sequence[Tensor]) -> list[int]:
-    """Return where each piece's room in one block ends; each begins at a multiple of `LAYER_ALIGNMENT`."""
+    """Return where each piece's room in one block ends; each begins at a multiple of
+    `LAYER_ALIGNMENT`.
+    """
     return list(accumulate(-(-blob.numel() // LAYER_ALIGNMENT) * LAYER_ALIGNMENT for blob in blobs))
 
 
 def _into(block: Tensor, blobs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Copy the pieces into a uint8 block and return views of it."""
-    parts = [block[at : at + blob.numel()] for at, blob in zip([0, *_ends(blobs)], blobs, strict=False)]
+    parts = [
+        block[at : at + blob.numel()] for at, blob in zip([0, *_ends(blobs)], blobs, strict=False)
+    ]
     return tuple(part.copy_(blob) for part, blob in zip(parts, blobs, strict=True))

@@ -1,6 +1,7 @@
 """Store a named value (not KV) in a tier, as an entry of two layers: the value, then its name.
 
-So it is written whole, has checksums, counts towards the capacity and can be evicted like any other entry.
+So it is written whole, has checksums, counts towards the capacity and can be evicted like any other
+entry.
 """
 
 from __future__ import annotations
@@ -23,12 +24,16 @@ def as_entry(name: str, value: bytes) -> Whole:
 
 
 def value_of(tier: Tier, key: ChunkKey, layer: int = 0) -> bytes | None:
-    """Read the value (layer 0) or the name (layer 1) of such an entry; None if it cannot be read."""
+    """Read the value (layer 0) or the name (layer 1) of such an entry; None if it cannot be
+    read.
+    """
     found = tier.get(key, range(layer, layer + 1))
     return None if found is None else next(blob for blob in found[1:])[1:-1].numpy().tobytes()
 
 
 def _layer(data: bytes) -> tuple[LayerMeta, Tensor]:
-    """Wrap bytes, between two bytes of 1, as a layer of one token: one byte of keys, the rest as values."""
+    """Wrap bytes, between two bytes of 1, as a layer of one token: one byte of keys, the rest as
+    values.
+    """
     blob = torch.frombuffer(bytearray(b"\1" + data + b"\1"), dtype=torch.uint8)
     return LayerMeta((1, 1, 1), (1, 1, len(data) + 1), _ONE_BYTE, blob.numel()), blob

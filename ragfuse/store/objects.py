@@ -1,7 +1,8 @@
-"""A tier in an object store behind an fsspec URL: s3://, gs://, abfs://, or a shared file:// folder.
+"""A tier in an object store behind an fsspec URL: s3://, gs://, abfs://, or a shared file://
+folder.
 
-Each entry is one object. What expires and how much is kept is said by the bucket's lifecycle rules: expire objects
-after some days, and abort incomplete multipart uploads after one.
+Each entry is one object. What expires and how much is kept is said by the bucket's lifecycle rules:
+expire objects after some days, and abort incomplete multipart uploads after one.
 """
 
 from __future__ import annotations
@@ -72,18 +73,26 @@ class ObjectTier(BlobTier):
             if self._is_local:
                 make_root(Path(self._root), shared_with)
         except ImportError as error:
-            raise self._refused(f"the driver of {get_protocol(url)}:// is not installed ({error})") from error
+            raise self._refused(
+                f"the driver of {get_protocol(url)}:// is not installed ({error})"
+            ) from error
         except (ValueError, OSError) as error:
             raise self._refused(str(error)) from error
         self._ask("be opened", self._check, None)
 
     @classmethod
     def open(cls, url: str, settings: Settings, evict: Evictor, name: str) -> Self:
-        """Open the tier at a URL with the settings' timeout; the bucket's lifecycle rules say what is evicted."""
-        return cls(url, timeout_s=settings.tier_timeout_s, name=name, shared_with=settings.shared_with)
+        """Open the tier at a URL with the settings' timeout; the bucket's lifecycle rules say what
+        is evicted.
+        """
+        return cls(
+            url, timeout_s=settings.tier_timeout_s, name=name, shared_with=settings.shared_with
+        )
 
     def tidy(self) -> None:
-        """Delete what interrupted writes left an hour ago or more, on file systems that write by renaming."""
+        """Delete what interrupted writes left an hour ago or more, on file systems that write by
+        renaming.
+        """
         self._ask("be tidied", self._tidy, None)
 
     # inside
@@ -98,7 +107,9 @@ class ObjectTier(BlobTier):
         return sync(self._fs.loop, run, timeout=timeout_s)
 
     def _check(self) -> None:
-        """Raise StoreError for a bucket that does not exist or refuses access; a missing folder in it is made later."""
+        """Raise StoreError for a bucket that does not exist or refuses access; a missing folder in
+        it is made later.
+        """
         try:
             with suppress(FileNotFoundError):
                 self._call(self._fs._ls(self._root, detail=False), extra_s=_OPENING_S)
@@ -116,16 +127,18 @@ class ObjectTier(BlobTier):
 
     def _refused(self, why: str) -> StoreError:
         return StoreError(
-            f"The tier at {self._url} cannot be opened: {why}. Wanted a URL like s3://bucket/folder, "
-            "gs://bucket/folder or file:///folder, its driver (pip install 'ragfuse-kv[objects]'), and the right to "
-            "list, read, write and delete there."
+            f"The tier at {self._url} cannot be opened: {why}. Wanted a URL like"
+            " s3://bucket/folder, gs://bucket/folder or file:///folder, its driver (pip install"
+            " 'ragfuse-kv[objects]'), and the right to list, read, write and delete there."
         )
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}{_SUFFIX}"
 
     def _read(self, name: str, begin: int, end: int) -> bytes:
-        found = self._call(self._fs._cat_file(self._path(name), start=begin, end=end), nbytes=end - begin)
+        found = self._call(
+            self._fs._cat_file(self._path(name), start=begin, end=end), nbytes=end - begin
+        )
         return bytes(found)[: end - begin]
 
     def _heads(self, names: Sequence[str], nbytes: int) -> list[bytes | None]:
@@ -138,7 +151,9 @@ class ObjectTier(BlobTier):
         return [None if isinstance(each, Exception) else bytes(each) for each in found]
 
     def _write(self, key: ChunkKey, meta: EntryMeta, parts: Sequence[bytes | memoryview]) -> bool:
-        """Put an object in one step; on other file systems, write a temporary file and rename it."""
+        """Put an object in one step; on other file systems, write a temporary file and
+        rename it.
+        """
         path = self._path(str(key))
         data = b"".join(parts)
         if self._is_store:
@@ -182,7 +197,11 @@ class ObjectTier(BlobTier):
             yield os.path.basename(info["name"]), int(info["size"] or 0), when_s
 
     def _used(self) -> Mapping[str, float]:
-        return {name.removesuffix(_SUFFIX): when for name, _, when in self._objects() if name.endswith(_SUFFIX)}
+        return {
+            name.removesuffix(_SUFFIX): when
+            for name, _, when in self._objects()
+            if name.endswith(_SUFFIX)
+        }
 
     def _tidy(self) -> None:
         old = time.time() - _ABANDONED_S
@@ -193,12 +212,21 @@ class ObjectTier(BlobTier):
 
 
 def _file_system(url: str, timeout_s: float) -> tuple[Any, str, bool]:
-    """Return the file system of a URL, its root folder, and whether it is a store that puts an object in one step."""
+    """Return the file system of a URL, its root folder, and whether it is a store that puts an
+    object in one step.
+    """
     scheme = get_protocol(url)
     options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
     if scheme in ("s3", "s3a"):
-        waits = {"connect_timeout": timeout_s, "read_timeout": _LISTING_S}  # each call has its own limit
-        options["config_kwargs"] = {**waits, "retries": {"total_max_attempts": 1}, "max_pool_connections": 32}
+        waits = {
+            "connect_timeout": timeout_s,
+            "read_timeout": _LISTING_S,
+        }  # each call has its own limit
+        options["config_kwargs"] = {
+            **waits,
+            "retries": {"total_max_attempts": 1},
+            "max_pool_connections": 32,
+        }
     plain, root = url_to_fs(url, **options)
     is_store = bool(plain.async_impl)
     fs = plain if is_store else AsyncFileSystemWrapper(plain, asynchronous=False)

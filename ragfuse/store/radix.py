@@ -1,7 +1,9 @@
-"""A radix tree of earlier prompts' token ids, which finds the stored entries that hold the KV of a new prompt's prefix.
+"""A radix tree of earlier prompts' token ids, which finds the stored entries that hold the KV of a
+new prompt's prefix.
 
-The tree is that of SGLang and vLLM, but edges have any length: there is no block size, so every token of a shared
-prefix is found. A node names an entry of the store and the rows of it that hold its edge's tokens; it holds no KV.
+The tree is that of SGLang and vLLM, but edges have any length: there is no block size, so every
+token of a shared prefix is found. A node names an entry of the store and the rows of it that hold
+its edge's tokens; it holds no KV.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Rows:
     origin: int = 0
 
     def cut(self, lo: int, hi: int) -> Rows:
-        """Return the part of this span that lies within tokens `lo` to `hi` (exclusive) of the prompt."""
+        """Return the part of this span that lies within tokens `lo` to `hi` (exclusive) of the
+        prompt.
+        """
         first = max(lo, self.lo)
         return replace(self, lo=first, hi=min(hi, self.hi), row=self.row + first - self.lo)
 
@@ -56,7 +60,9 @@ class _Node:
 
 
 class RadixTree:
-    """The radix tree of earlier prompts' prefixes. Not thread-safe: `PrefixCache` holds a lock around every call."""
+    """The radix tree of earlier prompts' prefixes. Not thread-safe: `PrefixCache` holds a lock
+    around every call.
+    """
 
     def __init__(self) -> None:
         self._root = _Node(np.empty(0, np.int32))
@@ -93,11 +99,12 @@ class RadixTree:
 
         Args:
             token_ids: Token ids of the prompt.
-            parts: Where the KV of the prefix is stored: adjacent spans that start at token 0 and do not go beyond the
-                prompt's end.
+            parts: Where the KV of the prefix is stored: adjacent spans that start at token 0 and do
+                not go beyond the prompt's end.
 
         Returns:
-            The keys of `parts` that the tree now refers to for some of these tokens because it had no entry for them.
+            The keys of `parts` that the tree now refers to for some of these tokens because it had
+            no entry for them.
         """
         ids, inserted = _array(token_ids), set[ChunkKey]()
         end = parts[-1].hi if parts else 0
@@ -138,7 +145,8 @@ class RadixTree:
     def holding(self, run: Sequence[int]) -> set[ChunkKey]:
         """Return the keys of the entries whose KV depends on a run of tokens.
 
-        These are the entries of every node whose path from the root contains the run (matched as in `holds`).
+        These are the entries of every node whose path from the root contains the run (matched as in
+        `holds`).
         """
         wanted, found = _array(_inner(run)).tobytes(), set[ChunkKey]()
         if not wanted:
@@ -155,7 +163,9 @@ class RadixTree:
         return found
 
     def _path(self, ids: Ids) -> Iterator[tuple[_Node, int]]:
-        """Yield the nodes along `ids` from the root down, each with the number of its tokens that match."""
+        """Yield the nodes along `ids` from the root down, each with the number of its tokens that
+        match.
+        """
         node, at = self._root, 0
         while at < len(ids):
             child = node.children.get(int(ids[at]))
@@ -190,8 +200,8 @@ def _n_common(one: Ids, other: Ids) -> int:
 def holds(token_ids: Sequence[int], run: Sequence[int]) -> bool:
     """Return whether `token_ids` contain a run of tokens.
 
-    The first and last token of a run of more than four are ignored: in a prompt, the tokenizer may have merged them
-    with the text before and after the run. An empty run is never contained.
+    The first and last token of a run of more than four are ignored: in a prompt, the tokenizer may
+    have merged them with the text before and after the run. An empty run is never contained.
     """
     return bool(run) and _contains(_array(_inner(run)).tobytes(), _array(token_ids).tobytes())
 
@@ -214,7 +224,12 @@ def merged(found: Sequence[Rows]) -> list[Rows]:
     for each in found:
         last = merged[-1] if merged else None
         follows = last is not None and last.key == each.key and last.origin == each.origin
-        if last is not None and follows and last.hi == each.lo and last.row + last.hi - last.lo == each.row:
+        if (
+            last is not None
+            and follows
+            and last.hi == each.lo
+            and last.row + last.hi - last.lo == each.row
+        ):
             merged[-1] = replace(last, hi=each.hi)
         else:
             merged.append(each)

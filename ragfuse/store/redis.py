@@ -1,7 +1,7 @@
 """A tier on a Redis or Valkey server, shared by all machines that open it.
 
-The server evicts and expires: set its `maxmemory` and `maxmemory-policy allkeys-lru`; `ttl_s` sets a time to live that
-each use restarts.
+The server evicts and expires: set its `maxmemory` and `maxmemory-policy allkeys-lru`; `ttl_s` sets
+a time to live that each use restarts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class RedisTier(BlobTier):
     """A tier on a Redis or Valkey server. A value holds at most 512 MB.
 
     Args:
-        url: A URL as redis-py takes it: redis://, rediss:// (TLS) or unix://, with user and password.
+        url: A URL as redis-py takes it: redis://, rediss:// (TLS) or unix://, with user and
+            password.
         timeout_s: Seconds of silence after which the server counts as down.
         ttl_s: Seconds without a use after which the server drops an entry; None: never.
         name: Name of the tier.
@@ -56,7 +57,9 @@ class RedisTier(BlobTier):
 
     @classmethod
     def open(cls, url: str, settings: Settings, evict: Evictor, name: str) -> Self:
-        """Open the tier at a URL, with timeout and time to live from the settings; the server has its own eviction."""
+        """Open the tier at a URL, with timeout and time to live from the settings; the server has
+        its own eviction.
+        """
         return cls(url, timeout_s=settings.tier_timeout_s, ttl_s=settings.ttl_s, name=name)
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
@@ -97,7 +100,9 @@ class RedisTier(BlobTier):
             return [data or None for data in pipeline.execute()]
 
     def _write(self, key: ChunkKey, meta: EntryMeta, parts: Sequence[bytes | memoryview]) -> bool:
-        """Send the bytes piece by piece, so that a slow link answers within the timeout, then rename the whole."""
+        """Send the bytes piece by piece, so that a slow link answers within the timeout, then
+        rename the whole.
+        """
         name = _PREFIX + str(key)
         upload = f"{_UPLOADS}{uuid.uuid4().hex}"
         data = memoryview(b"".join(parts))
@@ -120,16 +125,22 @@ class RedisTier(BlobTier):
         return int(self._client.unlink(*(_PREFIX + name for name in names)))
 
     def _used(self) -> Mapping[str, float]:
-        """Return the last uses; a server that does not tell idle times, as with an LFU policy, has used all now."""
+        """Return the last uses; a server that does not tell idle times, as with an LFU policy, has
+        used all now.
+        """
         cursor, now, used = 0, time.time(), dict[str, float]()
         while True:
-            cursor, found = self._client.scan(cursor, match=f"{_PREFIX}*", count=_SCAN, _type="string")
+            cursor, found = self._client.scan(
+                cursor, match=f"{_PREFIX}*", count=_SCAN, _type="string"
+            )
             with self._client.pipeline(transaction=False) as pipeline:
                 for name in found:
                     pipeline.object("idletime", name)
                 idle_s = pipeline.execute(raise_on_error=False)
             for name, idle in zip(found, idle_s, strict=True):
-                used[name.decode().removeprefix(_PREFIX)] = now - idle if isinstance(idle, int) else now
+                used[name.decode().removeprefix(_PREFIX)] = (
+                    now - idle if isinstance(idle, int) else now
+                )
             if not cursor:
                 return used
 
@@ -142,19 +153,27 @@ def _connect(url: str, timeout_s: float) -> tuple[Any, tuple[type[Exception], ..
         from redis.retry import Retry
     except ImportError as error:
         raise StoreError(
-            "A redis tier needs the package redis, which is not installed: pip install 'ragfuse-kv[redis]'."
+            "A redis tier needs the package redis, which is not installed: pip install"
+            " 'ragfuse-kv[redis]'."
         ) from error
-    retry = Retry(NoBackoff(), 1, (redis.ConnectionError,))  # a connection that was idle may have been closed
+    retry = Retry(
+        NoBackoff(), 1, (redis.ConnectionError,)
+    )  # a connection that was idle may have been closed
     try:
         parts = urlsplit(url)
         database = parts.path.strip("/")
-        if parts.scheme != "unix" and not (parts.hostname and (database.isdecimal() or not database)):
+        if parts.scheme != "unix" and not (
+            parts.hostname and (database.isdecimal() or not database)
+        ):
             raise ValueError("no host, or the database is not a number")
-        client = redis.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=retry)
+        client = redis.Redis.from_url(
+            url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=retry
+        )
     except ValueError:
         raise StoreError(  # without the cause, whose text may contain parts of the password
-            "The URL of a redis tier is not valid: wanted redis://[user:password@]host[:port][/database], rediss:// "
-            "or unix://[user:password@]/path; correct it in the setting `tiers` (environment RAGFUSE_TIERS). In a "
-            "password, write / : @ as %2F %3A %40."
+            "The URL of a redis tier is not valid: wanted"
+            " redis://[user:password@]host[:port][/database], rediss:// or"
+            " unix://[user:password@]/path; correct it in the setting `tiers` (environment"
+            " RAGFUSE_TIERS). In a password, write / : @ as %2F %3A %40."
         ) from None
     return client, (redis.ResponseError,)

@@ -1,6 +1,8 @@
-"""The write-behind queue of a store: all saves that are under way, of entries put, copied or read from a slower tier.
+"""The write-behind queue of a store: all saves that are under way, of entries put, copied or read
+from a slower tier.
 
-Each tier has a thread, so that a slow or hanging one does not delay the others. Deleting a chunk cancels its saves.
+Each tier has a thread, so that a slow or hanging one does not delay the others. Deleting a chunk
+cancels its saves.
 """
 
 from __future__ import annotations
@@ -24,12 +26,15 @@ log = logging.getLogger("ragfuse.store")
 
 _Partial = tuple[EntryMeta, dict[int, Tensor]]
 _PARTIAL_NBYTES = 1 << 28
-"""Bytes of half-read chunks that are collected where no tier is in memory; else a quarter of that tier."""
+"""Bytes of half-read chunks that are collected where no tier is in memory; else a quarter of that
+tier.
+"""
 _REMEMBERED = 1 << 14
 
 
 class Save:
-    """One entry that is being saved, encoded for a tier when it is first needed. Threads may share it.
+    """One entry that is being saved, encoded for a tier when it is first needed. Threads may share
+    it.
 
     Deleting its key meanwhile cancels it, even where it is already written.
 
@@ -41,12 +46,15 @@ class Save:
 
     Attributes:
         meta: The description of the entry as it was given.
-        barred: Names of tiers that must not get or keep it, as the chunk was deleted there since the save began.
+        barred: Names of tiers that must not get or keep it, as the chunk was deleted there since
+            the save began.
         waiting: Names of tiers that it is queued for, and "" while it begins.
         stored: Names of tiers that have it.
     """
 
-    def __init__(self, levels: TierLevels, key: ChunkKey, whole: Whole, wanted: Mapping[str, Sequence[str]]) -> None:
+    def __init__(
+        self, levels: TierLevels, key: ChunkKey, whole: Whole, wanted: Mapping[str, Sequence[str]]
+    ) -> None:
         self.key, self.meta = key, whole[0]
         self.barred, self.waiting, self.stored = set[str](), {""}, set[str]()
         self._levels, self._whole, self._wanted = levels, whole, wanted
@@ -54,7 +62,9 @@ class Save:
 
     def is_ready(self, tier: str) -> bool:
         """Return whether a tier can get the entry without encoding anything."""
-        return RAW.name not in self.meta.levels or set(self._wanted.get(tier, ())) <= set(self.meta.levels)
+        return RAW.name not in self.meta.levels or set(self._wanted.get(tier, ())) <= set(
+            self.meta.levels
+        )
 
     def at_levels_of(self, tier: str) -> Whole:
         """Return the entry at the levels of a tier."""
@@ -66,9 +76,11 @@ class Save:
 
 
 class Saves:
-    """All saves that are under way. Threads may share it; no lock is held while a tier reads or writes.
+    """All saves that are under way. Threads may share it; no lock is held while a tier reads or
+    writes.
 
-    A chunk that was read whole is saved to the faster tiers. A pinned chunk is pinned wherever it is saved to.
+    A chunk that was read whole is saved to the faster tiers. A pinned chunk is pinned wherever it
+    is saved to.
 
     Args:
         tiers: The store's tiers.
@@ -86,8 +98,12 @@ class Saves:
         self._changed = Condition()
         self._under_way: set[Save] = set()
         self._pins: set[ChunkKey] = set()
-        limit_nbytes = max((tier.capacity // 4 for tier in tiers if not tier.slow), default=_PARTIAL_NBYTES)
-        self._partials: LRUCache[ChunkKey, _Partial] = LRUCache(limit_nbytes, getsizeof=lambda each: each[0].nbytes)
+        limit_nbytes = max(
+            (tier.capacity // 4 for tier in tiers if not tier.slow), default=_PARTIAL_NBYTES
+        )
+        self._partials: LRUCache[ChunkKey, _Partial] = LRUCache(
+            limit_nbytes, getsizeof=lambda each: each[0].nbytes
+        )
         self._reported: LRUCache[ChunkKey, float] = LRUCache(_REMEMBERED)
         close_at_exit(self)
 
@@ -102,12 +118,18 @@ class Saves:
             return {save.key for save in self._under_way} | set(self._partials)
 
     def submit(self, tier: Tier, job: Callable[[], object]) -> bool:
-        """Queue housekeeping behind a tier's saves; return False if the queue is full, which does no harm."""
+        """Queue housekeeping behind a tier's saves; return False if the queue is full, which does
+        no harm.
+        """
         return self._writers[tier.name].submit(job, counts=False)
 
     @contextmanager
-    def begin(self, key: ChunkKey, whole: Whole, wanted: Mapping[str, Sequence[str]]) -> Iterator[Save]:
-        """Begin a save (`Save`). It can be cancelled until the block and all that it has queued are done."""
+    def begin(
+        self, key: ChunkKey, whole: Whole, wanted: Mapping[str, Sequence[str]]
+    ) -> Iterator[Save]:
+        """Begin a save (`Save`). It can be cancelled until the block and all that it has queued are
+        done.
+        """
         save = Save(self._levels, key, whole, wanted)
         with self._changed:
             self._under_way.add(save)
@@ -125,14 +147,16 @@ class Saves:
         wait: bool = False,
         pace_s: float = 0.0,
     ) -> bool:
-        """Write to some tiers on this thread, and to others in the background, each on its own thread.
+        """Write to some tiers on this thread, and to others in the background, each on its own
+        thread.
 
         Args:
             save: What to write.
             now: The tiers to write to on this thread.
             later: The tiers to write to in the background.
             wait: Whether to wait until all of them are written.
-            pace_s: Without `wait`, seconds to wait at most until one of them has it or all have refused it.
+            pace_s: Without `wait`, seconds to wait at most until one of them has it or all have
+                refused it.
 
         Returns:
             Whether one of these tiers has it or has it queued.
@@ -144,16 +168,19 @@ class Saves:
         names, queued = {tier.name for tier in (*now, *later)}, {tier.name for tier in later}
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closed or not save.waiting & queued or (not wait and save.stored & queued),
+                lambda: (
+                    self._closed or not save.waiting & queued or (not wait and save.stored & queued)
+                ),
                 None if wait else pace_s,
             )
             return bool((save.waiting | (save.stored - save.barred)) & names)
 
     def warm(self, read: EncodedLayers, epoch: int) -> None:
-        """Collect layers that were just read; once a chunk is complete, save it to the tiers before its own.
+        """Collect layers that were just read; once a chunk is complete, save it to the tiers before
+        its own.
 
-        Nothing is read a second time. If a tier is slow, or has to encode or copy the chunk, that happens in the
-        background, so that the reader does not wait.
+        Nothing is read a second time. If a tier is slow, or has to encode or copy the chunk, that
+        happens in the background, so that the reader does not wait.
 
         Args:
             read: The layers.
@@ -166,13 +193,19 @@ class Saves:
         wanted = {tier.name: self._levels.of(tier.name) for tier in faster}
         with self.begin(read.key, (read.meta, whole), wanted) as save:
             lacking = [tier for tier in faster if self._lacks(tier, save)]
-            quick = [tier for tier in lacking if not (tier.slow or tier.copies) and save.is_ready(tier.name)]
+            quick = [
+                tier
+                for tier in lacking
+                if not (tier.slow or tier.copies) and save.is_ready(tier.name)
+            ]
             self.write(save, quick, [tier for tier in lacking if tier not in quick])
 
     def used(self, key: ChunkKey, source: Tier, now: float, every_s: float) -> None:
-        """Report a use to the tiers that were not read, in the background, unless one was reported a while ago.
+        """Report a use to the tiers that were not read, in the background, unless one was reported
+        a while ago.
 
-        Without these reports, a chunk that is always read from memory would look unused in the others.
+        Without these reports, a chunk that is always read from memory would look unused in the
+        others.
         """
         with self._changed:
             if 0 <= now - self._reported.get(key, -every_s) < every_s:
@@ -198,18 +231,24 @@ class Saves:
                 self._pins.difference_update(keys)
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
-        """Set whether these chunks are protected from eviction in tiers that they are saved to from now on."""
+        """Set whether these chunks are protected from eviction in tiers that they are saved to from
+        now on.
+        """
         with self._changed:
             (self._pins.update if pinned else self._pins.difference_update)(keys)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all saves queued before now are done; return False if `timeout_s`, for all together, ran out."""
+        """Wait until all saves queued before now are done; return False if `timeout_s`, for all
+        together, ran out.
+        """
         remaining_s = countdown(timeout_s)
         done = [writer.flush(remaining_s()) for writer in self._writers.values()]
         return all(done)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Finish the queued saves, or as many as fit in `timeout_s` seconds, and wake all threads that wait for one."""
+        """Finish the queued saves, or as many as fit in `timeout_s` seconds, and wake all threads
+        that wait for one.
+        """
         remaining_s = countdown(timeout_s)
         for writer in self._writers.values():
             writer.close(remaining_s())
@@ -220,7 +259,9 @@ class Saves:
     # inside
 
     def _collected(self, read: EncodedLayers, epoch: int) -> tuple[Tensor, ...] | None:
-        """Return all layers of a chunk once they were read, else None. Collecting begins with layer 0."""
+        """Return all layers of a chunk once they were read, else None. Collecting begins with layer
+        0.
+        """
         key, meta = read.key, read.meta
         with self._changed:
             known, parts = self._partials.get(key) or (meta, {})
@@ -235,7 +276,9 @@ class Saves:
             return None
 
     def _lacks(self, tier: Tier, save: Save) -> bool:
-        """Return whether a tier does not have a chunk, or only a lossier copy than it would get now."""
+        """Return whether a tier does not have a chunk, or only a lossier copy than it would get
+        now.
+        """
         there = tier.stat([save.key]).get(save.key)
         levels = self._levels.of(tier.name) if RAW.name in save.meta.levels else save.meta.levels
         return there is None or loss_of(there.sizes) > loss_of(levels)
@@ -255,7 +298,10 @@ class Saves:
             job()
         else:
             self._end(save, tier.name)
-            message = "Too many chunks wait to be saved to tier %s (setting writer_queue), so this one is not saved: %s"
+            message = (
+                "Too many chunks wait to be saved to tier %s (setting writer_queue), so this one is"
+                " not saved: %s"
+            )
             log.warning(message, tier.name, save.key)
 
     def _write(self, save: Save, tier: Tier) -> None:

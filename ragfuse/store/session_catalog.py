@@ -1,6 +1,8 @@
-"""The sessions in a catalog: the state of each as versioned JSON, its KV keys, and digests to find it by its messages.
+"""The sessions in a catalog: the state of each as versioned JSON, its KV keys, and digests to find
+it by its messages.
 
-`sessions/session.py` defines what a session is. Here its state is opaque; a write must name the version it replaces.
+`sessions/session.py` defines what a session is. Here its state is opaque; a write must name the
+version it replaces.
 """
 
 from __future__ import annotations
@@ -23,13 +25,17 @@ SELECT prefix, session_ends.id FROM session_ends JOIN sessions USING(model, id)
 WHERE model = ? AND prefix IN (SELECT value FROM json_each(?)) ORDER BY used
 """
 _ROWS = "SELECT model, id, version, used, turns, tokens FROM sessions ORDER BY used DESC"
-_OWNED = "SELECT model, id, key FROM session_keys JOIN sessions USING(model, id) ORDER BY used, session_keys.rowid"
+_OWNED = (
+    "SELECT model, id, key FROM session_keys JOIN sessions USING(model, id) ORDER BY used,"
+    " session_keys.rowid"
+)
 _IN_USE = "SELECT DISTINCT key FROM session_keys WHERE key IN (SELECT value FROM json_each(?))"
 _OVERDUE = "SELECT 1 FROM sessions WHERE model = ? AND id = ? AND used < ?"
 _KEYS = "SELECT key FROM session_keys WHERE model = ? AND id = ?"
 SESSION_SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions(
-    model TEXT NOT NULL, id TEXT NOT NULL, version INTEGER NOT NULL, used REAL NOT NULL, turns INTEGER NOT NULL,
+    model TEXT NOT NULL, id TEXT NOT NULL, version INTEGER NOT NULL, used REAL NOT NULL,
+    turns INTEGER NOT NULL,
     tokens INTEGER NOT NULL, state TEXT NOT NULL, PRIMARY KEY(model, id)
 );
 CREATE INDEX IF NOT EXISTS sessions_by_use ON sessions(used);
@@ -90,7 +96,9 @@ class SessionQueries:
         self._ask = ask
 
     def get(self, model: str, id: str) -> tuple[int, float, dict[str, Any]] | None:
-        """Return version, last use and state of a session, or None if there is none or its state is damaged."""
+        """Return version, last use and state of a session, or None if there is none or its state is
+        damaged.
+        """
 
         def found(database: Database) -> tuple[int, float, dict[str, Any]] | None:
             rows = database.query(_GET, (model, id))
@@ -102,10 +110,13 @@ class SessionQueries:
 
         return self._ask(found, None)
 
-    def put(self, row: SessionInfo, state: Mapping[str, Any], ends: Iterable[str], keys: Iterable[str]) -> bool | None:
+    def put(
+        self, row: SessionInfo, state: Mapping[str, Any], ends: Iterable[str], keys: Iterable[str]
+    ) -> bool | None:
         """Save a session, replacing version `row.version` of it (0: there is none yet).
 
-        A session whose last use lies after `row.used`, which is now, gets now as its last use: a clock ran ahead.
+        A session whose last use lies after `row.used`, which is now, gets now as its last use: a
+            clock ran ahead.
 
         Args:
             row: The session.
@@ -114,8 +125,8 @@ class SessionQueries:
             keys: Keys of its KV.
 
         Returns:
-            True if it was written, False if another writer replaced that version first, None if the catalog has no file
-            or cannot use it.
+            True if it was written, False if another writer replaced that version first, None if the
+            catalog has no file or cannot use it.
         """
         who = (row.model, row.id)
         values = (*who, row.version + 1, row.used, row.turns, row.tokens, json.dumps(dict(state)))
@@ -128,9 +139,14 @@ class SessionQueries:
                 _drop(transaction, *who)
                 transaction.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?)", values)
                 transaction.execute("UPDATE sessions SET used = ?1 WHERE used > ?1", (row.used,))
-                for table, names in (("session_ends(prefix, model, id)", ends), ("session_keys(key, model, id)", keys)):
+                for table, names in (
+                    ("session_ends(prefix, model, id)", ends),
+                    ("session_keys(key, model, id)", keys),
+                ):
                     pairs = [(name, *who) for name in dict.fromkeys(names)]
-                    transaction.executemany(f"INSERT OR IGNORE INTO {table} VALUES (?, ?, ?)", pairs)
+                    transaction.executemany(
+                        f"INSERT OR IGNORE INTO {table} VALUES (?, ?, ?)", pairs
+                    )
             return True
 
         return self._ask(write, None)
@@ -143,8 +159,8 @@ class SessionQueries:
             prefixes: For each message of the conversation, a digest of all messages up to it.
 
         Returns:
-            Those digests at which a turn of a stored session ends, each with the name of the session (of several, the
-            most recently used).
+            Those digests at which a turn of a stored session ends, each with the name of the
+            session (of several, the most recently used).
         """
         arguments = model, json.dumps(list(prefixes))
         return self._ask(lambda database: dict(database.query(_ENDING, arguments)), {})
@@ -155,11 +171,20 @@ class SessionQueries:
 
     def count(self, model: str) -> int:
         """Return how many sessions a tenant has."""
-        return self._ask(lambda database: database.number("SELECT count(*) FROM sessions WHERE model = ?", (model,)), 0)
+        return self._ask(
+            lambda database: database.number(
+                "SELECT count(*) FROM sessions WHERE model = ?", (model,)
+            ),
+            0,
+        )
 
     def owned(self) -> list[tuple[str, str, str]]:
-        """Return (tenant's digest, session, key) of all keys of all sessions, least recently used sessions first."""
-        return self._ask(lambda database: [(model, id, key) for model, id, key in database.query(_OWNED)], [])
+        """Return (tenant's digest, session, key) of all keys of all sessions, least recently used
+        sessions first.
+        """
+        return self._ask(
+            lambda database: [(model, id, key) for model, id, key in database.query(_OWNED)], []
+        )
 
     def in_use(self, keys: Sequence[str]) -> list[str]:
         """Return those of `keys` that belong to at least one session."""

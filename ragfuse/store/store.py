@@ -1,6 +1,8 @@
-"""KVStore: the KV cache of chunks over several tiers, fastest first. In the store, only it and `levels.py` use codecs.
+"""KVStore: the KV cache of chunks over several tiers, fastest first. In the store, only it and
+`levels.py` use codecs.
 
-It finds, reads, saves, moves and deletes entries. Its callers decide what to read, from which tier, and what to evict.
+It finds, reads, saves, moves and deletes entries. Its callers decide what to read, from which tier,
+and what to evict.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class StoreStats:
     Args:
         corrupt: Entries that were dropped because they could not be read.
         evicted: Entries that were dropped to make room.
-        dropped_writes: Writes that were skipped: the queue was full, no room could be made, or the medium failed.
+        dropped_writes: Writes that were skipped: the queue was full, no room could be made, or the
+            medium failed.
         nbytes: Bytes stored now, by tier name.
         capacity: Bytes that fit, by tier name.
     """
@@ -69,18 +72,21 @@ class Forgotten:
 class KVStore:
     """The KV cache of chunks, stored in one or more tiers.
 
-    Threads may share it; no lock is held while a tier reads or writes. Trouble with a single entry never raises: an
-    entry that cannot be read is a miss, and one that cannot be written is counted and logged.
+    Threads may share it; no lock is held while a tier reads or writes. Trouble with a single entry
+    never raises: an entry that cannot be read is a miss, and one that cannot be written is counted
+    and logged.
 
     Args:
         tiers: The tiers, fastest first.
-        codecs: Returns the codec of a level for a model. A level without a codec counts as not stored.
-        levels: Codec levels that each tier is written at, by tier name; "raw" for a tier that is not named. An entry
-            is stored at all levels of its tier, the least lossy first.
+        codecs: Returns the codec of a level for a model. A level without a codec counts as not
+            stored.
+        levels: Codec levels that each tier is written at, by tier name; "raw" for a tier that is
+            not named. An entry is stored at all levels of its tier, the least lossy first.
         writer_queue: Saves that may wait for each slow tier; further ones are dropped.
         expired: Returns the keys of the entries that are too old; None: entries never expire.
-        report_every_s: Seconds between two reports of a chunk's use to the tiers that it was not read from. Without
-            these reports, a chunk that is always read from memory would age, and be evicted, in the other tiers.
+        report_every_s: Seconds between two reports of a chunk's use to the tiers that it was not
+            read from. Without these reports, a chunk that is always read from memory would age, and
+            be evicted, in the other tiers.
         clock: Returns the time in seconds since the epoch.
 
     Raises:
@@ -101,7 +107,9 @@ class KVStore:
         self.tiers, self.expired, self._clock = tuple(tiers), expired, clock
         self.levels = TierLevels(codecs, levels)
         if len({tier.name for tier in self.tiers}) < len(self.tiers):
-            raise StoreError(f"Tiers need different names; found: {self._names()}. Give each its own.")
+            raise StoreError(
+                f"Tiers need different names; found: {self._names()}. Give each its own."
+            )
         self._saves, self._closed = Saves(self.tiers, writer_queue, self.levels), False
         self.report_every_s = report_every_s
 
@@ -116,8 +124,8 @@ class KVStore:
             keys: The keys to look for.
 
         Returns:
-            By key, the entry in the fastest tier that has it. Entries list only the codec levels that can be decoded
-            here; an entry without such a level is left out (see `why_not`).
+            By key, the entry in the fastest tier that has it. Entries list only the codec levels
+            that can be decoded here; an entry without such a level is left out (see `why_not`).
         """
         wanted = dict.fromkeys(keys)
         found: dict[ChunkKey, Entry] = {}
@@ -131,7 +139,8 @@ class KVStore:
     def copies(self, found: Mapping[ChunkKey, Entry]) -> dict[ChunkKey, list[Entry]]:
         """Find copies of these entries in slower tiers that may be less lossy or faster to load.
 
-        Makes at most one query per tier, and none where no copy can be better, as when all tiers are written raw.
+        Makes at most one query per tier, and none where no copy can be better, as when all tiers
+        are written raw.
 
         Args:
             found: Entries as `lookup` returned them.
@@ -142,36 +151,50 @@ class KVStore:
         copies: dict[ChunkKey, list[Entry]] = {}
         for at, tier in enumerate(() if self._closed else self.tiers):
             before = {each.name for each in self.tiers[:at]}
-            wanted = [key for key, entry in found.items() if entry.tier in before and self._may_gain(entry, tier)]
+            wanted = [
+                key
+                for key, entry in found.items()
+                if entry.tier in before and self._may_gain(entry, tier)
+            ]
             for key, entry in self.levels.readable(tier.stat(wanted)).items() if wanted else ():
                 copies.setdefault(key, []).append(entry)
         return copies
 
     def why_not(self, key: ChunkKey) -> str:
-        """Return why the last `lookup` left out a stored entry that cannot be decoded here; "" if it left out none."""
+        """Return why the last `lookup` left out a stored entry that cannot be decoded here; "" if
+        it left out none.
+        """
         return self.levels.why_not(key)
 
     def read_layers(
-        self, key: ChunkKey, first: int, count: int = 1, tier: str | None = None, level: str | None = None
+        self,
+        key: ChunkKey,
+        first: int,
+        count: int = 1,
+        tier: str | None = None,
+        level: str | None = None,
     ) -> tuple[LayerKV, ...] | None:
         """Return some consecutive layers of a chunk, decoded.
 
-        Once all layers of a chunk were read, it is copied into the tiers before the one that had it: at their own
-        levels if it was read raw, else at the level that was read.
+        Once all layers of a chunk were read, it is copied into the tiers before the one that had
+        it: at their own levels if it was read raw, else at the level that was read.
 
         Args:
             key: The chunk.
             first: The first layer to read, from 0.
             count: How many layers to read.
             tier: Name of the tier to try first; the others follow, fastest first.
-            level: Codec level to read; if no tier has it, a less lossy one is read. None: the least lossy level of the
-                entry that can be decoded.
+            level: Codec level to read; if no tier has it, a less lossy one is read. None: the least
+                lossy level of the entry that can be decoded.
 
         Returns:
-            One `LayerKV` per layer, or None if no tier can give them. Its tensors are shared: do not write to them.
+            One `LayerKV` per layer, or None if no tier can give them. Its tensors are shared: do
+                not write to them.
         """
         epoch, layers = self._saves.epoch, range(first, first + count)
-        sources = () if self._closed else sorted(self.tiers, key=lambda candidate: candidate.name != tier)
+        sources = (
+            () if self._closed else sorted(self.tiers, key=lambda candidate: candidate.name != tier)
+        )
         max_loss = loss_of((level,) if level else ())
         for wanted, source in product(dict.fromkeys((level, None)), sources):
             found = self.levels.read(source, key, layers, wanted)
@@ -182,23 +205,34 @@ class KVStore:
                     return decoded
         return None
 
-    def read_encoded(self, key: ChunkKey, first: int, count: int, tier: str, level: str) -> EncodedLayers | None:
-        """Return layers of a chunk as one tier stores them at one level, without decoding; None if it cannot.
+    def read_encoded(
+        self, key: ChunkKey, first: int, count: int, tier: str, level: str
+    ) -> EncodedLayers | None:
+        """Return layers of a chunk as one tier stores them at one level, without decoding; None if
+        it cannot.
 
-        Once all layers were read this way, the chunk is copied into the tiers before it, unless it also has a less
-        lossy level there.
+        Once all layers were read this way, the chunk is copied into the tiers before it, unless it
+        also has a less lossy level there.
 
         Raises:
             StoreError: There is no tier of that name.
         """
         source, epoch = self.tier(tier), self._saves.epoch
-        found = None if self._closed else self.levels.read(source, key, range(first, first + count), level)
+        found = (
+            None
+            if self._closed
+            else self.levels.read(source, key, range(first, first + count), level)
+        )
         if found is not None:
             self._was_read(found, epoch)
         return found
 
-    def expect(self, tier: str, keys: Iterable[ChunkKey], first: int, count: int, level: str | None = None) -> None:
-        """Hint to a tier that `count` layers from `first` on will be read soon, so that it may prefetch them."""
+    def expect(
+        self, tier: str, keys: Iterable[ChunkKey], first: int, count: int, level: str | None = None
+    ) -> None:
+        """Hint to a tier that `count` layers from `first` on will be read soon, so that it may
+        prefetch them.
+        """
         self.tier(tier).expect(keys, range(first, first + count), level)
 
     def entries(self) -> list[Entry]:
@@ -225,7 +259,9 @@ class KVStore:
         return not slow or key in self.under_way() or any(key in tier.stat([key]) for tier in slow)
 
     def tier(self, name: str) -> Tier:
-        """Return the tier of that name; raise StoreError, which lists the tiers there are, if there is none."""
+        """Return the tier of that name; raise StoreError, which lists the tiers there are, if there
+        is none.
+        """
         for tier in self.tiers:
             if tier.name == name:
                 return tier
@@ -243,16 +279,18 @@ class KVStore:
         pace_s: float = 0.0,
         levels: Mapping[str, Sequence[str]] | None = None,
     ) -> bool:
-        """Save the KV of a chunk: in fast tiers at once, in slow tiers in the background, encoding included.
+        """Save the KV of a chunk: in fast tiers at once, in slow tiers in the background, encoding
+        included.
 
         Args:
             key: The chunk.
             kv: Its KV, on any device.
             tier: Name of the only tier to save to; None: all tiers.
             wait: Whether to return only once the slow tiers are written (all of them in parallel).
-            slow_tier: Name of the only slow tier to save to; the others get it if that one refuses it. None: all.
-            pace_s: Without `wait`, seconds to wait for the first slow tier to finish, so that a caller that saves many
-                chunks does not run far ahead of the tiers.
+            slow_tier: Name of the only slow tier to save to; the others get it if that one refuses
+                it. None: all.
+            pace_s: Without `wait`, seconds to wait for the first slow tier to finish, so that a
+                caller that saves many chunks does not run far ahead of the tiers.
             levels: Codec levels by tier name, for tiers that shall not get their own levels.
 
         Returns:
@@ -265,7 +303,10 @@ class KVStore:
         if self._closed or not tiers:
             return False
         blobs = RAW.encode_all(kv.layers)
-        quick, slow = [each for each in tiers if not each.slow], [each for each in tiers if each.slow]
+        quick, slow = (
+            [each for each in tiers if not each.slow],
+            [each for each in tiers if each.slow],
+        )
         targets = [each for each in slow if each.name == slow_tier] or slow
         wanted = {each.name: self.levels.of(each.name) for each in tiers} | dict(levels or {})
         raw = EntryMeta.of(kv, RAW.name, blobs), blobs
@@ -276,7 +317,8 @@ class KVStore:
             return write(later=targets) or write(later=others) or is_fast_stored
 
     def forget(self, keys: Iterable[ChunkKey], tier: str | None = None) -> Forgotten:
-        """Delete chunks, pinned or not, from all tiers, or from the one named `tier`, and cancel their pending saves.
+        """Delete chunks, pinned or not, from all tiers, or from the one named `tier`, and cancel
+        their pending saves.
 
         Raises:
             StoreError: There is no tier of that name.
@@ -288,19 +330,29 @@ class KVStore:
         entries = [entry for target in targets for entry in target.stat(doomed).values()]
         for target in targets:
             target.delete(doomed)
-        silent = [each.name for each in targets if each.counts["failed"] > failed[each.name] or not each.answers]
+        silent = [
+            each.name
+            for each in targets
+            if each.counts["failed"] > failed[each.name] or not each.answers
+        ]
         return Forgotten([entry for entry in entries if entry.tier not in silent], silent)
 
     def under_way(self) -> set[ChunkKey]:
-        """Return the keys of chunks that are being saved or were read in part: they may not be in every tier yet."""
+        """Return the keys of chunks that are being saved or were read in part: they may not be in
+        every tier yet.
+        """
         return self._saves.keys()
 
     def silent(self) -> list[str]:
-        """Return the names of tiers that do not answer now; what they hold is unknown and not in `entries()`."""
+        """Return the names of tiers that do not answer now; what they hold is unknown and not in
+        `entries()`.
+        """
         return [tier.name for tier in self.tiers if not tier.answers]
 
     def clear(self, model: str | None = None) -> Forgotten:
-        """Delete every chunk of a model digest (which is one tenant's, if salted), or all chunks."""
+        """Delete every chunk of a model digest (which is one tenant's, if salted), or all
+        chunks.
+        """
         keys = self.under_way()
         keys.update(entry.key for entry in self.entries())
         return self.forget(key for key in keys if model in (None, key.model))
@@ -321,14 +373,18 @@ class KVStore:
             tier.pin(keys, False)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until everything put so far is written; return False if `timeout_s` ran out first (None: no limit)."""
+        """Wait until everything put so far is written; return False if `timeout_s` ran out first
+        (None: no limit).
+        """
         return self._saves.flush(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Finish the queued saves and close the tiers; afterwards every lookup is a miss. Closing twice does nothing.
+        """Finish the queued saves and close the tiers; afterwards every lookup is a miss. Closing
+        twice does nothing.
 
         Args:
-            timeout_s: Seconds after which saves that are still queued are dropped; None: wait for all of them.
+            timeout_s: Seconds after which saves that are still queued are dropped; None: wait for
+                all of them.
         """
         self._closed = True
         self._saves.close(timeout_s)
@@ -366,7 +422,9 @@ class KVStore:
         return is_finer or (self.levels.is_mixed and self.tier(entry.tier).slow)
 
     def _fresh(self, tier: Tier, entries: dict[ChunkKey, Entry]) -> dict[ChunkKey, Entry]:
-        """Return the entries that have not expired; delete the others in the background, so that no answer waits."""
+        """Return the entries that have not expired; delete the others in the background, so that no
+        answer waits.
+        """
         old = self.too_old(entries.values())
         if old:
             self._saves.submit(tier, lambda: tier.delete(self.too_old(tier.stat(old).values())))

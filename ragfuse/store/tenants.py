@@ -1,4 +1,6 @@
-"""The tenants that entries belong to, as the store's catalog names them. Of a salt only its digest is ever saved."""
+"""The tenants that entries belong to, as the store's catalog names them. Of a salt only its digest
+is ever saved.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def hidden(salt: str) -> str:
 
 
 def tenant_name(salt: str) -> str:
-    """Return the name that people know the tenant of a salt by, in lists and in a server's log; "" for no salt."""
+    """Return the name that people know the tenant of a salt by, in lists and in a server's log; ""
+    for no salt.
+    """
     return hidden(salt)[:NAME_CHARS]
 
 
@@ -47,7 +51,9 @@ def tenants_in(catalog: CatalogQueries) -> Tenants:
     for name in catalog.names():
         if name.startswith(_PREFIX):
             saved, digest = catalog.get(name) or {}, name.removeprefix(_PREFIX)
-            found[digest] = Tenant(digest, str(saved.get("model", "")), str(saved.get("tenant", "")))
+            found[digest] = Tenant(
+                digest, str(saved.get("model", "")), str(saved.get("tenant", ""))
+            )
     return found
 
 
@@ -68,12 +74,18 @@ class Tenant:
     @property
     def name(self) -> str:
         """For people: the model and its tenant, or the digest's beginning."""
-        return (self.model or self.digest[:8]) + (f" (tenant {self.tenant[:NAME_CHARS]})" if self.tenant else "")
+        return (self.model or self.digest[:8]) + (
+            f" (tenant {self.tenant[:NAME_CHARS]})" if self.tenant else ""
+        )
 
     def is_of(self, salt: str) -> bool:
-        """Return whether this is a tenant of that salt ("": of none); False where it is not known."""
+        """Return whether this is a tenant of that salt ("": of none); False where it is not
+        known.
+        """
         return bool(self.model) and self.tenant == hidden(salt)
 
     def is_named(self, name: str) -> bool:
-        """Return whether this is a tenant of that name, as lists and a server's log have it, or of a longer digest."""
+        """Return whether this is a tenant of that name, as lists and a server's log have it, or of
+        a longer digest.
+        """
         return len(name) >= NAME_CHARS and self.tenant.startswith(name)

@@ -1,4 +1,5 @@
-"""The contract of a storage tier (`Tier`), the description of an entry (`EntryMeta`), and the choice of victims.
+"""The contract of a storage tier (`Tier`), the description of an entry (`EntryMeta`), and the
+choice of victims.
 
 A tier stores bytes; `store.py` handles codecs and copies between tiers.
 """
@@ -25,12 +26,15 @@ from ragfuse.types.sizes import UNLIMITED
 Evictor = Callable[[Sequence[Entry]], Iterable[ChunkKey]]
 """Eviction policy: takes entries and yields the keys to evict, in that order.
 
-A tier stops reading once there is room. It passes a few hundred entries, the least recently used and none of them
-pinned, and further ones only while too few bytes came free. A `WholeEvictor` gets all entries at once, pinned ones too;
-the tier never evicts these."""
+A tier stops reading once there is room. It passes a few hundred entries, the least recently used
+and none of them pinned, and further ones only while too few bytes came free. A `WholeEvictor` gets
+all entries at once, pinned ones too; the tier never evicts these.
+"""
 
 Expired = Callable[[Iterable[Entry], float], Iterable[ChunkKey]]
-"""Returns the keys of the entries that are too old at a time (seconds since the epoch); never of a pinned one."""
+"""Returns the keys of the entries that are too old at a time (seconds since the epoch); never of a
+pinned one.
+"""
 
 _WINDOW = 256
 
@@ -57,7 +61,8 @@ def victims(
 
     Args:
         evict: The eviction policy.
-        candidates: Entries that may be evicted, least recently used first; pinned ones are never chosen.
+        candidates: Entries that may be evicted, least recently used first; pinned ones are never
+            chosen.
         excess: Bytes to free.
         nbytes_of: Returns the bytes that an entry occupies in the tier.
 
@@ -94,8 +99,8 @@ def _windows(candidates: Iterable[Entry], *, whole: bool) -> Iterator[list[Entry
 class EntryMeta:
     """The description that is stored with an entry's bytes.
 
-    A piece is one layer encoded at one codec level. An entry has a piece for every layer at each of its levels, level
-    after level: layer i of level j is piece `j * n_layers + i`.
+    A piece is one layer encoded at one codec level. An entry has a piece for every layer at each of
+    its levels, level after level: layer i of level j is piece `j * n_layers + i`.
 
     Args:
         n_tokens: Tokens of the chunk.
@@ -122,11 +127,18 @@ class EntryMeta:
     @property
     def sizes(self) -> dict[str, int]:
         """Bytes of each level, as encoded."""
-        return {level: sum(layer.nbytes for layer in self.only(level).layers) for level in self.levels}
+        return {
+            level: sum(layer.nbytes for layer in self.only(level).layers) for level in self.levels
+        }
 
     def pieces(self, layers: range, level: str | None = None) -> range | None:
-        """Return the indices of the pieces of some layers at a level (None: the first); None if it lacks any."""
-        if level not in (None, *self.levels) or not 0 <= layers.start < layers.stop <= self.n_layers:
+        """Return the indices of the pieces of some layers at a level (None: the first); None if it
+        lacks any.
+        """
+        if (
+            level not in (None, *self.levels)
+            or not 0 <= layers.start < layers.stop <= self.n_layers
+        ):
             return None
         first = self.levels.index(level or self.levels[0]) * self.n_layers
         return range(first + layers.start, first + layers.stop)
@@ -138,8 +150,12 @@ class EntryMeta:
 
     @classmethod
     def of(cls, kv: ChunkKV, level: str, blobs: Sequence[Tensor]) -> EntryMeta:
-        """Return the description of `kv` encoded at one level as `blobs`, one uint8 tensor per layer."""
-        layers = tuple(LayerMeta.of(layer, blob) for layer, blob in zip(kv.layers, blobs, strict=True))
+        """Return the description of `kv` encoded at one level as `blobs`, one uint8 tensor per
+        layer.
+        """
+        layers = tuple(
+            LayerMeta.of(layer, blob) for layer, blob in zip(kv.layers, blobs, strict=True)
+        )
         return cls(kv.n_tokens, (level,), layers)
 
     def sealed(self, blobs: Sequence[Tensor]) -> EntryMeta:
@@ -148,7 +164,9 @@ class EntryMeta:
         return replace(self, layers=layers)
 
     def entry(self, key: ChunkKey, tier: str, nbytes: int, last_used: float) -> Entry:
-        """Return the record of an entry of `nbytes`; its first level also counts header and padding."""
+        """Return the record of an entry of `nbytes`; its first level also counts header and
+        padding.
+        """
         sizes = self.sizes
         sizes[self.levels[0]] += nbytes - self.nbytes
         return Entry(key, tier, self.n_tokens, self.n_layers, sizes, last_used)
@@ -172,7 +190,9 @@ class EntryMeta:
 
 _META = TypeAdapter(EntryMeta)
 ReadLayers = tuple[EntryMeta, *tuple[Tensor, ...]]
-"""The description of a whole entry, then some of its layers, each uint8 `[nbytes]` and not to be written to."""
+"""The description of a whole entry, then some of its layers, each uint8 `[nbytes]` and not to be
+written to.
+"""
 Whole = tuple[EntryMeta, tuple[Tensor, ...]]
 """A whole entry: its description and all of its pieces, each uint8 `[nbytes]`."""
 LAYER_ALIGNMENT = 64
@@ -197,23 +217,27 @@ class Counts:
 
 
 class Tier(ABC):
-    """A place that stores entries as bytes. Trouble with an entry is counted and logged, never raised.
+    """A place that stores entries as bytes. Trouble with an entry is counted and logged, never
+    raised.
 
-    A medium that evicts and expires by itself, such as Redis, has `UNLIMITED` capacity here. What a medium lacks has a
-    default that does nothing.
+    A medium that evicts and expires by itself, such as Redis, has `UNLIMITED` capacity here. What a
+    medium lacks has a default that does nothing.
 
     Args:
         name: Name of the tier in settings, traces and messages.
-        capacity: Most bytes that it may store. No write exceeds it; opening a tier that holds more drops nothing.
+        capacity: Most bytes that it may store. No write exceeds it; opening a tier that holds more
+            drops nothing.
 
     Attributes:
         slow: Whether the store writes to it in the background.
-        remote: Whether it is across a network, so that it may be down, and is streamed from under a deadline.
+        remote: Whether it is across a network, so that it may be down, and is streamed from under a
+            deadline.
         pins: Whether it protects pinned entries.
-        copies: Whether a write copies the tensors though it is fast; otherwise a fast tier shares them.
-        counts: Counters: `corrupt` (entries dropped because they could not be read), `evicted`, `refused` (writes for
-            which no room could be made), `failed` (errors of the medium), `leftovers` (what no entry needed and was
-            removed) and `freed` (the bytes of these).
+        copies: Whether a write copies the tensors though it is fast; otherwise a fast tier shares
+            them.
+        counts: Counters: `corrupt` (entries dropped because they could not be read), `evicted`,
+            `refused` (writes for which no room could be made), `failed` (errors of the medium),
+            `leftovers` (what no entry needed and was removed) and `freed` (the bytes of these).
     """
 
     slow = True
@@ -239,7 +263,8 @@ class Tier(ABC):
 
     @abstractmethod
     def put(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
-        """Store all pieces of an entry or none, evicting other entries if needed; replace an older entry of that key.
+        """Store all pieces of an entry or none, evicting other entries if needed; replace an older
+        entry of that key.
 
         Args:
             key: The entry.
@@ -269,7 +294,9 @@ class Tier(ABC):
 
     @property
     def answers(self) -> bool:
-        """Whether the medium answers now. If it does not, no entries are found, but there may be some."""
+        """Whether the medium answers now. If it does not, no entries are found, but there may be
+        some.
+        """
         return True
 
     @property
@@ -281,7 +308,9 @@ class Tier(ABC):
         """Protect entries from eviction (but not from `delete`), or stop protecting them."""
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
-        """Set the last use of these entries to now, without counting a hit; ignore keys that are not stored here."""
+        """Set the last use of these entries to now, without counting a hit; ignore keys that are
+        not stored here.
+        """
 
     def expect(self, keys: Iterable[ChunkKey], layers: range, level: str | None = None) -> None:
         """Take the hint that these layers will be read soon. Returns at once."""

@@ -1,7 +1,8 @@
-"""Counters over all answers of an engine, with few fixed names: never a document, a question or a key.
+"""Counters over all answers of an engine, with few fixed names: never a document, a question or a
+key.
 
-The figures of a single answer are in its trace (`engine/trace_builder.py`) and its spans (`otel.py`); `prometheus.py`
-exports these counters.
+The figures of a single answer are in its trace (`engine/trace_builder.py`) and its spans
+(`otel.py`); `prometheus.py` exports these counters.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from ragfuse.types import reasons
 from ragfuse.types.answer import Answer, Trace
 
 TTFT_S = (0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 60.0)
-"""Upper bounds, in seconds, of the histogram buckets of the time to first token; one more bucket has longer times."""
+"""Upper bounds, in seconds, of the histogram buckets of the time to first token; one more bucket
+has longer times.
+"""
 TOKEN_FATES = ("reused", "recomputed", "fresh")
-"""The kinds of a prompt's tokens: reused from the store, reused and recomputed, or computed fresh."""
+"""The kinds of a prompt's tokens: reused from the store, reused and recomputed, or computed fresh.
+"""
 _KIND_BY_REASON = MappingProxyType(
     {
         reasons.FULL_PREFILL_ASKED: "asked",
@@ -35,15 +39,20 @@ _KIND_BY_REASON = MappingProxyType(
     }
 )
 FALLBACK_KINDS = (*dict.fromkeys(_KIND_BY_REASON.values()), "model")
-"""Why prompts were prefilled in full: it was asked for; nothing of the prompt was in the store; it was too short; its
-retrieved documents were altered in it; full prefill was predicted to be faster; `verify` or `calibrate` advises against
-fusing this model (inexact, unsafe); the model cannot be fused."""
+"""Why prompts were prefilled in full: it was asked for; nothing of the prompt was in the store; it
+was too short; its retrieved documents were altered in it; full prefill was predicted to be faster;
+`verify` or `calibrate` advises against fusing this model (inexact, unsafe); the model cannot be
+fused.
+"""
 
 
 def fallback_kind(reason: str) -> str:
-    """Return the name in `FALLBACK_KINDS` of a plan's reason for a full prefill; "" for a prompt that was fused."""
+    """Return the name in `FALLBACK_KINDS` of a plan's reason for a full prefill; "" for a prompt
+    that was fused.
+    """
     return next(
-        (kind for prefix, kind in _KIND_BY_REASON.items() if reason.startswith(prefix)), "model" if reason else ""
+        (kind for prefix, kind in _KIND_BY_REASON.items() if reason.startswith(prefix)),
+        "model" if reason else "",
     )
 
 
@@ -86,7 +95,9 @@ class AnswerCounters:
         """Count an answer."""
         trace = answer.trace
         fallback = fallback_kind(trace.fallback_reason)
-        sums = Counter({f"full {fallback}" if fallback else "fused": 1, "written": len(answer.token_ids)})
+        sums = Counter(
+            {f"full {fallback}" if fallback else "fused": 1, "written": len(answer.token_ids)}
+        )
         sums.update({fate: getattr(trace, f"tokens_{fate}") for fate in TOKEN_FATES})
         sums.update(_lookups(trace, fallback))
         with self._lock:

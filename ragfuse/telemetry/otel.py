@@ -1,8 +1,9 @@
 """OpenTelemetry spans of an answer: plan, load, fuse and decode under one `ragfuse.answer`.
 
-Only opentelemetry-api is used, and only if it is installed; without an SDK nothing is recorded, at almost no cost.
-Attributes have the names of the semantic conventions for generative AI where these have one. They never contain text of
-a question, document or answer. Counts over many answers are in `counters.py`.
+Only opentelemetry-api is used, and only if it is installed; without an SDK nothing is recorded, at
+almost no cost. Attributes have the names of the semantic conventions for generative AI where these
+have one. They never contain text of a question, document or answer. Counts over many answers are in
+`counters.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ Attributes = dict[str, str | bool | int | float | list[str]]
 
 @contextmanager
 def span(name: str) -> Iterator[Span | None]:
-    """Open a span `ragfuse.<name>` under the current one, which also records exceptions; None without a recorder."""
+    """Open a span `ragfuse.<name>` under the current one, which also records exceptions; None
+    without a recorder.
+    """
     tracer = _tracer()
     if tracer is None:
         yield None
@@ -42,8 +45,12 @@ def span(name: str) -> Iterator[Span | None]:
         yield current if current.is_recording() else None
 
 
-def spanned(name: str, attributes_of: Callable[[Any], Attributes]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that gives each call a span, whose attributes `attributes_of` derives from the result."""
+def spanned(
+    name: str, attributes_of: Callable[[Any], Attributes]
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator that gives each call a span, whose attributes `attributes_of` derives from
+    the result.
+    """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
@@ -61,7 +68,8 @@ def spanned(name: str, attributes_of: Callable[[Any], Attributes]) -> Callable[[
 
 @contextmanager
 def counted(name: str, engine: Any, ask: Any, streams: bool = False) -> Iterator[list[Answer]]:
-    """Run the block under the root span of a request, and count and log its answers, or the request as failed.
+    """Run the block under the root span of a request, and count and log its answers, or the request
+    as failed.
 
     Args:
         name: The span's name is `ragfuse.` and this.
@@ -84,7 +92,9 @@ def counted(name: str, engine: Any, ask: Any, streams: bool = False) -> Iterator
             if current is not None and answers:
                 current.set_attributes(_answer_attributes(answers))
                 if streams:
-                    current.set_attribute("gen_ai.response.time_to_first_chunk", answers[0].trace.ttft_s)
+                    current.set_attribute(
+                        "gen_ai.response.time_to_first_chunk", answers[0].trace.ttft_s
+                    )
     except Exception:
         engine.counters.fail()
         raise
@@ -92,7 +102,9 @@ def counted(name: str, engine: Any, ask: Any, streams: bool = False) -> Iterator
 
 @contextmanager
 def loading(reader: Any, plan: LoadPlan) -> Iterator[Any]:
-    """Open a reader of layers, with a span that lasts until its last layer is read, beside the span of the prefill."""
+    """Open a reader of layers, with a span that lasts until its last layer is read, beside the span
+    of the prefill.
+    """
     tracer = _tracer() if plan.fetches else None
     load_span = tracer.start_span("ragfuse.load") if tracer is not None else None
     try:
@@ -100,7 +112,10 @@ def loading(reader: Any, plan: LoadPlan) -> Iterator[Any]:
             yield reader
     finally:
         if load_span is not None:
-            tiers, nbytes = sorted({fetch.tier for fetch in plan.fetches}), sum(fetch.nbytes for fetch in plan.fetches)
+            tiers, nbytes = (
+                sorted({fetch.tier for fetch in plan.fetches}),
+                sum(fetch.nbytes for fetch in plan.fetches),
+            )
             told = _named(tiers=tiers, nbytes=nbytes, load_s=reader.load_s, wait_s=reader.wait_s)
             load_span.set_attributes(told)
             since_s = perf_counter() - reader.last_s if reader.last_s else 0.0
@@ -125,7 +140,9 @@ def _plan_attributes(plan: LoadPlan) -> Attributes:
 
 
 def _answer_attributes(answers: Sequence[Answer]) -> Attributes:
-    """Return what all answers together reused, and the longest time; of one, also its policy, ratios and forecast."""
+    """Return what all answers together reused, and the longest time; of one, also its policy,
+    ratios and forecast.
+    """
     traces = [answer.trace for answer in answers]
     sums = {name: sum(getattr(trace, name) for trace in traces) for name in _SUMS}
     of_one = {name: getattr(traces[0], name) for name in _OF_ONE} if len(traces) == 1 else {}
@@ -137,7 +154,9 @@ def _answer_attributes(answers: Sequence[Answer]) -> Attributes:
         **_named(
             **sums,
             answers=len(answers),
-            tiers=sorted({segment.tier for trace in traces for segment in trace.segments if segment.hit}),
+            tiers=sorted(
+                {segment.tier for trace in traces for segment in trace.segments if segment.hit}
+            ),
             ttft_s=max(trace.ttft_s for trace in traces),
             **of_one,
         ),
@@ -146,7 +165,9 @@ def _answer_attributes(answers: Sequence[Answer]) -> Attributes:
 
 planned = spanned("plan", _plan_attributes)
 """Decorate a function that returns a plan, so that each call has a span."""
-fused = spanned("fuse", lambda prefill: _named(mean_ratio=prefill.mean_ratio, tokens=len(prefill.token_ids)))
+fused = spanned(
+    "fuse", lambda prefill: _named(mean_ratio=prefill.mean_ratio, tokens=len(prefill.token_ids))
+)
 """Decorate a function that returns a prefill, so that each call has a span."""
 
 
@@ -169,4 +190,6 @@ def _tracer() -> Tracer | None:
     except ImportError:
         return None
     provider = trace.get_tracer_provider()
-    return None if isinstance(provider, trace.ProxyTracerProvider) else provider.get_tracer("ragfuse")
+    return (
+        None if isinstance(provider, trace.ProxyTracerProvider) else provider.get_tracer("ragfuse")
+    )

@@ -26,7 +26,8 @@ SPEED_OVER_S = 600.0
 
 
 class LineProgress(Progress):
-    """A progress bar that prints one plain line every `LINE_EVERY_S` seconds where no bar can be shown.
+    """A progress bar that prints one plain line every `LINE_EVERY_S` seconds where no bar can be
+    shown.
 
     Args:
         columns: The columns of the bar; those of steps if there are none.
@@ -35,16 +36,25 @@ class LineProgress(Progress):
     """
 
     def __init__(
-        self, *columns: ProgressColumn, console: Console, get_time: Callable[[], float] = time.monotonic
+        self,
+        *columns: ProgressColumn,
+        console: Console,
+        get_time: Callable[[], float] = time.monotonic,
     ) -> None:
         shown = console.is_terminal
-        steps = TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn()
+        steps = (
+            TextColumn("{task.description}"),
+            BarColumn(24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
         super().__init__(
             *(columns or steps),
             console=console,
             transient=True,
             disable=not shown,
-            auto_refresh=shown,  # else rich counts tracked items in a thread that ends at once where no bar is shown
+            # else rich counts tracked items in a thread that ends at once where no bar is shown
+            auto_refresh=shown,
             get_time=get_time,
             speed_estimate_period=SPEED_OVER_S,
         )
@@ -71,5 +81,7 @@ class LineProgress(Progress):
 
 
 def progress(console: Console, *columns: ProgressColumn) -> Progress:
-    """Return a progress bar that disappears when the work is done; without `columns` it counts steps."""
+    """Return a progress bar that disappears when the work is done; without `columns` it counts
+    steps.
+    """
     return LineProgress(*columns, console=console)

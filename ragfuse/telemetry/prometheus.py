@@ -1,7 +1,7 @@
 """Prometheus metrics of an engine and its tiers, registered by one call (`metrics`).
 
-Values are read when Prometheus collects them, so answers are not slowed down. Labels are names of engines, tiers and
-kinds.
+Values are read when Prometheus collects them, so answers are not slowed down. Labels are names of
+engines, tiers and kinds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from ragfuse.process.shared import shared
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.store.tier import Tier
-from ragfuse.telemetry.counters import FALLBACK_KINDS, TOKEN_FATES, TTFT_S, AnswerCounters, CounterSnapshot
+from ragfuse.telemetry.counters import (
+    FALLBACK_KINDS,
+    TOKEN_FATES,
+    TTFT_S,
+    AnswerCounters,
+    CounterSnapshot,
+)
 
 Registry = Any
 """A `CollectorRegistry` of prometheus_client."""
@@ -34,7 +40,9 @@ class MeteredEngine(Protocol):
 
 
 class _Shown(NamedTuple):
-    """An engine at one moment; `shares`: other tenants use its slow tiers, so that their sizes are not shown."""
+    """An engine at one moment; `shares`: other tenants use its slow tiers, so that their sizes are
+    not shown.
+    """
 
     engine: MeteredEngine
     shares: bool
@@ -98,7 +106,10 @@ METRICS: Sequence[tuple[str, str, str, str, Callable[[_Shown], Rows]]] = (
     (
         "Counter",
         "ragfuse_catalog_failures",
-        "Times that the store's catalog could not be read or written, and the engine went on from memory.",
+        (
+            "Times that the store's catalog could not be read or written, and the engine went on"
+            " from memory."
+        ),
         "",
         lambda shown: {"": shown.counts.sums["catalog_failures"]},
     ),
@@ -123,9 +134,27 @@ METRICS: Sequence[tuple[str, str, str, str, Callable[[_Shown], Rows]]] = (
         "",
         lambda shown: {"": shown.engine.counters.waiting},
     ),
-    ("Counter", "ragfuse_tier_evictions", "Entries evicted for others.", "tier", _counts("evicted")),
-    ("Counter", "ragfuse_tier_corrupt", "Entries that could not be read and were dropped.", "tier", _counts("corrupt")),
-    ("Counter", "ragfuse_tier_refused_writes", "Writes refused for lack of space.", "tier", _counts("refused")),
+    (
+        "Counter",
+        "ragfuse_tier_evictions",
+        "Entries evicted for others.",
+        "tier",
+        _counts("evicted"),
+    ),
+    (
+        "Counter",
+        "ragfuse_tier_corrupt",
+        "Entries that could not be read and were dropped.",
+        "tier",
+        _counts("corrupt"),
+    ),
+    (
+        "Counter",
+        "ragfuse_tier_refused_writes",
+        "Writes refused for lack of space.",
+        "tier",
+        _counts("refused"),
+    ),
     (
         "Counter",
         "ragfuse_tier_failures",
@@ -176,17 +205,24 @@ METRICS: Sequence[tuple[str, str, str, str, Callable[[_Shown], Rows]]] = (
         lambda shown: {tier.name: not tier.answers for tier in shown.tiers},
     ),
 )
-"""All metrics but the histogram: kind, name, help text, label beside that of the engine, and values."""
+"""All metrics but the histogram: kind, name, help text, label beside that of the engine, and
+values.
+"""
 
 
-def metrics(engine: MeteredEngine, registry: Registry | None = None, name: str = "", shares: bool = False) -> None:
-    """Export an engine's metrics to Prometheus until the engine is closed. A second call for an engine does nothing.
+def metrics(
+    engine: MeteredEngine, registry: Registry | None = None, name: str = "", shares: bool = False
+) -> None:
+    """Export an engine's metrics to Prometheus until the engine is closed. A second call for an
+    engine does nothing.
 
     Args:
         engine: The engine.
         registry: The `CollectorRegistry`; None for the default one.
-        name: The value of the label `engine`; "" for the model's name. A number is added where it is taken.
-        shares: Whether other tenants use the same slow tiers, whose bytes and entries are then not exported.
+        name: The value of the label `engine`; "" for the model's name. A number is added where it
+            is taken.
+        shares: Whether other tenants use the same slow tiers, whose bytes and entries are then not
+            exported.
 
     Raises:
         InputError: prometheus-client is not installed.
@@ -195,7 +231,8 @@ def metrics(engine: MeteredEngine, registry: Registry | None = None, name: str =
         from prometheus_client import REGISTRY
     except ImportError as error:
         raise InputError(
-            "Metrics need the package prometheus-client, which is not installed: pip install 'ragfuse-kv[telemetry]'"
+            "Metrics need the package prometheus-client, which is not installed: pip install"
+            " 'ragfuse-kv[telemetry]'"
         ) from error
     target = REGISTRY if registry is None else registry
     collector = shared(("metrics", target), lambda: _Collector(target))
@@ -203,7 +240,9 @@ def metrics(engine: MeteredEngine, registry: Registry | None = None, name: str =
 
 
 class _Collector:
-    """The collector of all engines in one registry; they share it, as a registry accepts each metric name once."""
+    """The collector of all engines in one registry; they share it, as a registry accepts each
+    metric name once.
+    """
 
     def __init__(self, registry: Registry) -> None:
         self._lock = threading.Lock()
@@ -225,20 +264,28 @@ class _Collector:
         from prometheus_client import core
 
         with self._lock:
-            engines = {name: _Shown(*each, each[0].counters.now()) for name, each in self._engines.items()}
+            engines = {
+                name: _Shown(*each, each[0].counters.now()) for name, each in self._engines.items()
+            }
         if not engines:
             return
         for kind, metric, help_text, label, values_of in METRICS:
             labels = [label] if label else []
-            family = getattr(core, f"{kind}MetricFamily")(metric, help_text, labels=["engine", *labels])
+            family = getattr(core, f"{kind}MetricFamily")(
+                metric, help_text, labels=["engine", *labels]
+            )
             for name, shown in engines.items():
                 for value, n in values_of(shown).items():
                     family.add_metric([name, value] if label else [name], float(n))
             yield family
-        family = core.HistogramMetricFamily("ragfuse_ttft_seconds", "Time to the first token.", labels=["engine"])
+        family = core.HistogramMetricFamily(
+            "ragfuse_ttft_seconds", "Time to the first token.", labels=["engine"]
+        )
         bounds = [*map(str, TTFT_S), "+Inf"]
         for name, shown in engines.items():
             family.add_metric(
-                [name], list(zip(bounds, accumulate(shown.counts.ttft), strict=True)), shown.counts.ttft_s
+                [name],
+                list(zip(bounds, accumulate(shown.counts.ttft), strict=True)),
+                shown.counts.ttft_s,
             )
         yield family

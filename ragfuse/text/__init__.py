@@ -1,7 +1,8 @@
-"""From text and messages to a `Prompt`: renders and tokenises it, and finds chunks in its token ids.
+"""From text and messages to a `Prompt`: renders and tokenises it, and finds chunks in its token
+ids.
 
-Tokenizer and chat template are passed in as callables. This package knows no model and no store, and does not split
-documents.
+Tokenizer and chat template are passed in as callables. This package knows no model and no store,
+and does not split documents.
 """
 
 from ragfuse.text.assemble import Assembler, Message

@@ -1,7 +1,9 @@
-"""Builds a `Prompt` from messages, a text or ids: the tokens, positions and store keys of every segment.
+"""Builds a `Prompt` from messages, a text or ids: the tokens, positions and store keys of every
+segment.
 
-The text of a prompt is what the chat template renders. It is tokenised as a whole, by the model's own rules, so its ids
-do not depend on which chunks are known; these are found in the ids. The planner later looks their KV up in the store.
+The text of a prompt is what the chat template renders. It is tokenised as a whole, by the model's
+own rules, so its ids do not depend on which chunks are known; these are found in the ids. The
+planner later looks their KV up in the store.
 """
 
 from __future__ import annotations
@@ -43,11 +45,13 @@ class Tokenizer(Protocol):
     """The part of a model's tokenizer that building prompts needs (`hf.tokens.TextEncoder`)."""
 
     def control_spans(self, text: str, is_begun: bool = False) -> Sequence[Chars]:
-        """Return the characters lo:hi of everything in a text that would be tokenised as a control token.
+        """Return the characters lo:hi of everything in a text that would be tokenised as a control
+        token.
 
         Args:
             text: The text.
-            is_begun: The text is the beginning of an answer, in which the markup of thoughts and calls is genuine.
+            is_begun: The text is the beginning of an answer, in which the markup of thoughts and
+                calls is genuine.
         """
         ...
 
@@ -59,7 +63,8 @@ class Tokenizer(Protocol):
         Args:
             text: The prompt.
             bare: Characters that look like a control token and must be encoded as text.
-            given: Text whose ids are known; ignored where a token of the whole text crosses its ends.
+            given: Text whose ids are known; ignored where a token of the whole text crosses its
+                ends.
 
         Returns:
             The ids, and the characters of each.
@@ -75,24 +80,26 @@ class Tokenizer(Protocol):
 class Assembler:
     """A builder of `Prompt`s from messages, text or ids, for one model.
 
-    A chunk is a known run of ids that `find` matches, whole or in part. The segments of a prompt: text before the first
-    chunk is the prefix, one segment with one key, if it has at least `min_tokens`. A chunk is one segment; its key
-    depends on `context`, not on its place. All else is fresh, also a chunk at the end of the prompt (something must be
-    computed to answer) and a prompt without any chunk.
+    A chunk is a known run of ids that `find` matches, whole or in part. The segments of a prompt:
+    text before the first chunk is the prefix, one segment with one key, if it has at least
+    `min_tokens`. A chunk is one segment; its key depends on `context`, not on its place. All else
+    is fresh, also a chunk at the end of the prompt (something must be computed to answer) and a
+    prompt without any chunk.
 
     Args:
         tokenizer: The model's tokenizer.
-        key_of: `key_of(ids, context)` returns the key of a run's KV; context "" means encoded alone.
-        render: The chat template as `render(messages)` or `render(messages, tools)`, with plain strings as roles and
-            contents; None: the model has none.
+        key_of: `key_of(ids, context)` returns the key of a run's KV; context "" means encoded
+            alone.
+        render: The chat template as `render(messages)` or `render(messages, tools)`, with plain
+            strings as roles and contents; None: the model has none.
         min_tokens: The least tokens of a prefix that is reused.
         context: Digest of what chunks were encoded behind.
         calls: How the template writes tool calls.
         find: Finds known runs in ids.
         continues_last: `render` leaves the last message open, so that the answer continues it.
         check: Called with the rendered text before it is tokenised; raises if the text is too long.
-        documents: (text, source) of documents that the prompt may hold: a chunk in one has its source. A text that is
-            given several times has a source at each of its places, in order.
+        documents: (text, source) of documents that the prompt may hold: a chunk in one has its
+            source. A text that is given several times has a source at each of its places, in order.
     """
 
     tokenizer: Tokenizer
@@ -109,18 +116,22 @@ class Assembler:
     def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
         """Return the Prompt of a conversation, rendered by the chat template.
 
-        Only the template writes control tokens: in contents, calls and tools, what looks like one is encoded as text,
-        except for the markup of thoughts and calls in the beginning of an answer.
+        Only the template writes control tokens: in contents, calls and tools, what looks like one
+        is encoded as text, except for the markup of thoughts and calls in the beginning of an
+        answer.
 
         Args:
             messages: The conversation.
-            tools: JSON schemas of tools; described in a message if the template does not render tools.
+            tools: JSON schemas of tools; described in a message if the template does not render
+                tools.
 
         Raises:
             InputError: The model has no chat template, or the template rejects the messages.
         """
         if self.render is None:
-            raise InputError("This model has no chat template; pass one text instead of messages or tools.")
+            raise InputError(
+                "This model has no chat template; pass one text instead of messages or tools."
+            )
         turns = [each if isinstance(each, ChatMessage) else ChatMessage(*each) for each in messages]
         turns = [replace(turn, content=turn.pieces) for turn in turns]
         if not self.calls.native:
@@ -143,29 +154,39 @@ class Assembler:
 
     def text(self, text: str, bos: Sequence[int] = ()) -> Prompt:
         """Return the Prompt of a text without a chat template, after the ids `bos`."""
-        return self._of(Rendered(text, tuple(self.tokenizer.control_spans(text))), (0, len(text)), (), bos)
+        return self._of(
+            Rendered(text, tuple(self.tokenizer.control_spans(text))), (0, len(text)), (), bos
+        )
 
     def ids(self, ids: Sequence[int]) -> Prompt:
         """Return the Prompt of exactly these ids, with known chunks in it."""
         return self._prompt(tuple(ids), (0, len(ids)))
 
-    def _rendered(self, turns: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> Rendered:
+    def _rendered(
+        self, turns: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
+    ) -> Rendered:
         render = self.render
 
         def write(messages: list[dict[str, Any]], schemas: list[Any]) -> str:
             try:
-                return str(render(messages, schemas) if schemas else render(messages)) if render is not None else ""
+                return (
+                    str(render(messages, schemas) if schemas else render(messages))
+                    if render is not None
+                    else ""
+                )
             except Exception as error:  # a template may raise anything
                 raise InputError(
-                    f"The chat template does not accept messages of the roles {[turn.role for turn in turns]} "
-                    f"({error}). Change the roles or their order, or pass one text instead of messages."
+                    "The chat template does not accept messages of the roles"
+                    f" {[turn.role for turn in turns]} ({error}). Change the roles or their order,"
+                    " or pass one text instead of messages."
                 ) from error
 
         messages = list(map(self.calls.message, turns))
         return rendered(write, messages, tools, self.tokenizer.control_spans, self.continues_last)
 
     def _given(self, text: str, at: int, ids: tuple[int, ...]) -> Iterator[Given]:
-        """Yield the characters of an answer at `at` whose ids are known, and those ids, if they read as the text does.
+        """Yield the characters of an answer at `at` whose ids are known, and those ids, if they
+        read as the text does.
 
         Ids of white space at their ends are left out where the text does not have it.
         """
@@ -180,7 +201,9 @@ class Assembler:
                 yield lo, lo + len(decoded), candidate
                 return
 
-    def _of(self, found: Rendered, question: Chars, given: Sequence[Given], bos: Sequence[int] = ()) -> Prompt:
+    def _of(
+        self, found: Rendered, question: Chars, given: Sequence[Given], bos: Sequence[int] = ()
+    ) -> Prompt:
         """Tokenise a rendered text into a Prompt.
 
         Args:
@@ -219,12 +242,18 @@ class Assembler:
             raise InputError("The prompt is empty; wanted at least one token of text.")
         segments = list(self._segments(ids, documents))
         starts = accumulate((len(segment.tokens) for segment in segments), initial=0)
-        placed = tuple(replace(segment, start=start) for segment, start in zip(segments, starts, strict=False))
+        placed = tuple(
+            replace(segment, start=start) for segment, start in zip(segments, starts, strict=False)
+        )
         first_chunk = next((segment.start for segment in placed if segment.kind == "chunk"), -1)
         return Prompt(placed, last_user_rows=last_user_rows, first_chunk=first_chunk)
 
-    def _segments(self, ids: tuple[int, ...], documents: Sequence[tuple[int, int, str]]) -> Iterator[Segment]:
-        """Yield segments without positions yet: the prefix if there is one, the chunks, and the ids between them."""
+    def _segments(
+        self, ids: tuple[int, ...], documents: Sequence[tuple[int, int, str]]
+    ) -> Iterator[Segment]:
+        """Yield segments without positions yet: the prefix if there is one, the chunks, and the ids
+        between them.
+        """
         at, matches = 0, [match for match in self.find(ids) if match.hi < len(ids)]
         first = next((match for match in matches if match.span.source != CODE), None)
         begin = first.lo - (first.row == 1) if first else 0  # a merged first token is not shared
@@ -242,18 +271,29 @@ class Assembler:
                 continue
             key = self.key_of(span.tokens, self.context)
             tokens = ids[match.lo : match.hi]
-            rows, stored = ((match.row, match.row + len(tokens)), span.tokens) if tokens != span.tokens else (None, ())
-            held = ((min(match.hi, hi) - max(match.lo, lo), hi - lo, i) for i, (lo, hi, _) in enumerate(documents))
+            rows, stored = (
+                ((match.row, match.row + len(tokens)), span.tokens)
+                if tokens != span.tokens
+                else (None, ())
+            )
+            held = (
+                (min(match.hi, hi) - max(match.lo, lo), hi - lo, i)
+                for i, (lo, hi, _) in enumerate(documents)
+            )
             n_rows, _, number = max(held, default=(0, 0, -1))
             if n_rows <= 0:
                 number = -1
             source = documents[number][2] if number >= 0 else span.source
-            yield Segment(tokens, 0, "chunk", (key,), source, span.text, rows, stored=stored, document=number)
+            yield Segment(
+                tokens, 0, "chunk", (key,), source, span.text, rows, stored=stored, document=number
+            )
         yield Segment(ids[at:], 0)
 
 
 def _without_system(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Move all system text to the head of the first user message, which is created if there is none."""
+    """Move all system text to the head of the first user message, which is created if there is
+    none.
+    """
     contents = [turn.pieces for turn in turns if turn.role == "system" and turn.text]
     system = [part for parts in contents for part in (*parts, Piece("\n\n"))]
     rest = [turn for turn in turns if turn.role != "system"]

@@ -1,6 +1,8 @@
-"""The formats in which models are known to write tool calls, and which of them a chat template writes.
+"""The formats in which models are known to write tool calls, and which of them a chat template
+writes.
 
-A model of another format gets its tools in plain text, in `DEFAULT_CALL_FORMAT` of `text/tool_calls.py`.
+A model of another format gets its tools in plain text, in `DEFAULT_CALL_FORMAT` of
+`text/tool_calls.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT, CallFormat, Pairs
 from ragfuse.types.answer import ToolCall
 
 RenderCalls = Callable[[list[dict[str, Any]], Sequence[Mapping[str, Any]], bool], str]
-"""Renders messages and tools, and at the end the beginning of an answer if the third argument is true; may raise."""
+"""Renders messages and tools, and at the end the beginning of an answer if the third argument is
+true; may raise.
+"""
 
 HERMES = CallFormat(
     head='<tool_call>\n{"name": "',
@@ -103,12 +107,18 @@ DESCRIPTION, RESULT = "Finds the format.", "The result."
 
 
 def call_format(render: RenderCalls) -> CallFormat:
-    """Return the format in which a chat template writes calls; `DEFAULT_CALL_FORMAT` where it is no known one."""
-    return next((format for format in KNOWN_FORMATS if _writes(render, format)), DEFAULT_CALL_FORMAT)
+    """Return the format in which a chat template writes calls; `DEFAULT_CALL_FORMAT` where it is no
+    known one.
+    """
+    return next(
+        (format for format in KNOWN_FORMATS if _writes(render, format)), DEFAULT_CALL_FORMAT
+    )
 
 
 def _writes(render: RenderCalls, format: CallFormat) -> bool:
-    """Return whether a template describes tools, and writes their calls in exactly this format, and their results."""
+    """Return whether a template describes tools, and writes their calls in exactly this format, and
+    their results.
+    """
     calls = CALLS[:1] if format.again is None else CALLS
     results = [ChatMessage("tool", RESULT, tool_call_id=call.id, name=call.name) for call in calls]
     turns = [ChatMessage("user", "Which format?"), ChatMessage("assistant", "", calls), *results]

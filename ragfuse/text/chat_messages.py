@@ -1,4 +1,6 @@
-"""One message of a conversation: its texts and chunks, and the tool calls that it makes or answers."""
+"""One message of a conversation: its texts and chunks, and the tool calls that it makes or
+answers.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Piece:
 
 
 Content = str | Sequence[str | Piece]
-"""The content of a message: a text, or a list of texts and pieces. Known chunks are found in all of it."""
+"""The content of a message: a text, or a list of texts and pieces. Known chunks are found in all of
+it.
+"""
 
 ROLE_ALIASES: Mapping[str, str] = MappingProxyType(
     {"developer": "system", "function": "tool", "model": "assistant", "chatbot": "assistant"}
@@ -67,7 +71,9 @@ class ChatMessage:
     @property
     def text(self) -> str:
         """The text of its content."""
-        return "".join(part if isinstance(part, str) else part.text for part in _parts(self.content))
+        return "".join(
+            part if isinstance(part, str) else part.text for part in _parts(self.content)
+        )
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -79,8 +85,8 @@ class ChatMessage:
     def conversation(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
         """Return messages as a chat template takes them.
 
-        A role gets the template's name for it (`ROLE_ALIASES`), a tool's result the name of the tool that its id
-        belongs to, and neighbours of one role become one message (`joined`).
+        A role gets the template's name for it (`ROLE_ALIASES`), a tool's result the name of the
+        tool that its id belongs to, and neighbours of one role become one message (`joined`).
 
         Raises:
             InputError: No message holds text or a tool call.
@@ -99,7 +105,8 @@ class ChatMessage:
 
     @staticmethod
     def joined(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
-        """Merge neighbouring messages of the same role, because some chat templates require alternating roles.
+        """Merge neighbouring messages of the same role, because some chat templates require
+        alternating roles.
 
         Tool results are not merged: each answers its own call.
         """
@@ -112,9 +119,13 @@ class ChatMessage:
             content: list[str | Piece] = []
             for message in group_messages:
                 if message.content:
-                    content += ["\n", *_parts(message.content)] if content else _parts(message.content)
+                    content += (
+                        ["\n", *_parts(message.content)] if content else _parts(message.content)
+                    )
             calls = tuple(call for message in group_messages for call in message.tool_calls)
-            thoughts = "\n".join(message.reasoning for message in group_messages if message.reasoning)
+            thoughts = "\n".join(
+                message.reasoning for message in group_messages if message.reasoning
+            )
             found.append(ChatMessage(role, content, calls, reasoning=thoughts))
         return found
 
@@ -122,15 +133,19 @@ class ChatMessage:
 class LaterMessages:
     """A sequence of ever shorter conversations: item i drops one more of the oldest turns.
 
-    Leading system messages and the last turn always stay. Each list is made on access, since all of them together would
-    grow with the square of the number of messages.
+    Leading system messages and the last turn always stay. Each list is made on access, since all of
+    them together would grow with the square of the number of messages.
     """
 
     def __init__(self, messages: Sequence[ChatMessage]) -> None:
-        head = next((at for at, message in enumerate(messages) if message.role != "system"), len(messages))
+        head = next(
+            (at for at, message in enumerate(messages) if message.role != "system"), len(messages)
+        )
         candidates = range(head + 1, len(messages))
         self._messages, self._head = messages, head
-        self._begins = [at for at in candidates if messages[at].role == "user" != messages[at - 1].role]
+        self._begins = [
+            at for at in candidates if messages[at].role == "user" != messages[at - 1].role
+        ]
 
     def __len__(self) -> int:
         return len(self._begins)
@@ -149,7 +164,8 @@ def without_last_chunks(
     Args:
         contents: The pieces of each message.
         n: Number of chunks to leave out.
-        question: Index of the message with the question; if it consists of chunks only, they are the question and stay.
+        question: Index of the message with the question; if it consists of chunks only, they are
+            the question and stay.
 
     Returns:
         The contents without these chunks, and the sources of the chunks, in order.
@@ -157,7 +173,8 @@ def without_last_chunks(
     places = [
         (index, at)
         for index, pieces in enumerate(contents)
-        if index != question % len(contents) or any(each.kind == "fresh" and each.text.strip() for each in pieces)
+        if index != question % len(contents)
+        or any(each.kind == "fresh" and each.text.strip() for each in pieces)
         for at, piece in enumerate(pieces)
         if piece.kind == "chunk" and piece.text.strip()
     ]

@@ -1,10 +1,11 @@
-"""A chat template: the variables that it reads, its tags around reasoning, and conversations rendered by it.
+"""A chat template: the variables that it reads, its tags around reasoning, and conversations
+rendered by it.
 
-The rendered text is always what the template makes of the messages themselves. Where a message, call or tool holds what
-looks like a control token, it is rendered once more with a mark in place of the first letter of each such word: where
-the two renderings differ begins a word that must be read as text. A template may inspect some of these words, as the
-tags around thoughts, so that more than the marks changes; then these words are found in the contents that the text
-holds unchanged.
+The rendered text is always what the template makes of the messages themselves. Where a message,
+call or tool holds what looks like a control token, it is rendered once more with a mark in place of
+the first letter of each such word: where the two renderings differ begins a word that must be read
+as text. A template may inspect some of these words, as the tags around thoughts, so that more than
+the marks changes; then these words are found in the contents that the text holds unchanged.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ THOUGHT_TAGS = (
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
     ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
 )
-"""Known reasoning tags (opening, closing). A model has those of which its template contains at least the closing one,
-or its vocabulary both."""
+"""Known reasoning tags (opening, closing). A model has those of which its template contains at
+least the closing one, or its vocabulary both.
+"""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Thoughts:
     close: str
 
     def is_open(self, prompt: str, within: bool = False) -> bool:
-        """Return whether a prompt ends with an opening tag, so that the answer begins with reasoning.
+        """Return whether a prompt ends with an opening tag, so that the answer begins with
+        reasoning.
 
         within: return whether the prompt ends anywhere inside reasoning.
         """
@@ -48,12 +51,16 @@ class Thoughts:
         return prompt.rstrip().endswith(self.open)
 
 
-RENDERER_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+RENDERER_NAMES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+)
 """Variables that the renderer sets, not the caller."""
 FUNCTIONS = frozenset({"raise_exception", "strftime_now"})
 """Functions that transformers passes to templates."""
 _MARKS = re.compile(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}")
-"""Tags that mark generated text for training; jinja2 cannot parse them, and they do not matter here."""
+"""Tags that mark generated text for training; jinja2 cannot parse them, and they do not matter
+here.
+"""
 
 
 @dataclass(frozen=True)
@@ -73,20 +80,33 @@ class ChatTemplate:
         """Read a template.
 
         Args:
-            source: The template's Jinja source, or a mapping with the sources of several templates by name.
+            source: The template's Jinja source, or a mapping with the sources of several templates
+                by name.
             added_tokens: The tokens that were added to the vocabulary.
         """
-        text = "\n".join(map(str, source.values())) if isinstance(source, Mapping) else str(source or "")
-        tags = (tags for tags in THOUGHT_TAGS if tags[1] in text or all(tag in added_tokens for tag in tags))
+        text = (
+            "\n".join(map(str, source.values()))
+            if isinstance(source, Mapping)
+            else str(source or "")
+        )
+        tags = (
+            tags
+            for tags in THOUGHT_TAGS
+            if tags[1] in text or all(tag in added_tokens for tag in tags)
+        )
         return ChatTemplate(_names_read(text), next((Thoughts(*each) for each in tags), None))
 
     def unread(self, variables: Mapping[str, Any]) -> str | None:
-        """Return the first of these variables that the template does not read; None if it reads all.
+        """Return the first of these variables that the template does not read; None if it reads
+        all.
 
-        Variables that turn thinking off (`NO_THOUGHTS`) are always accepted for a model without reasoning tags.
+        Variables that turn thinking off (`NO_THOUGHTS`) are always accepted for a model without
+        reasoning tags.
         """
         accepted = NO_THOUGHTS if self.thoughts is None else ()
-        unread = (each for each in variables.items() if each[0] not in self.names and each not in accepted)
+        unread = (
+            each for each in variables.items() if each[0] not in self.names and each not in accepted
+        )
         return next((name for name, _ in unread), None)
 
 
@@ -95,7 +115,9 @@ NO_THOUGHTS = (("enable_thinking", False), ("reasoning_effort", "none"))
 
 
 def _names_read(template: str) -> frozenset[str]:
-    """Return the variables that a template reads from its caller; none if the template cannot be parsed."""
+    """Return the variables that a template reads from its caller; none if the template cannot be
+    parsed.
+    """
     from jinja2 import Environment, TemplateError, meta
 
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # nothing is rendered
@@ -109,14 +131,19 @@ def _names_read(template: str) -> frozenset[str]:
 Chars = tuple[int, int]
 """Characters lo:hi of a text."""
 Write = Callable[[list[dict[str, Any]], list[Any]], str]
-"""Renders messages and tools by the chat template; raises InputError if the template rejects them."""
+"""Renders messages and tools by the chat template; raises InputError if the template rejects them.
+"""
 Forged = Callable[..., Sequence[Chars]]
-"""Finds text that would be tokenised as a control token; `forged(text, True)`: the text begins an answer."""
+"""Finds text that would be tokenised as a control token; `forged(text, True)`: the text begins an
+answer.
+"""
 Word = tuple[str, str]
 """The role of a content ("": what is outside of contents) and a word in it, in lower case."""
 
 MARKS = "~^`|@0123456789QXZJqxzj" + "".join(map(chr, range(0xE000, 0xE100)))
-"""Letters of which one that the rendered text does not hold is the mark; templates write most of them unchanged."""
+"""Letters of which one that the rendered text does not hold is the mark; templates write most of
+them unchanged.
+"""
 MAX_INSPECTED_WORDS = 16
 """The most words of which it is tried, one by one, whether the template inspects them."""
 MAX_FAILED_SEARCHES = 16
@@ -129,7 +156,8 @@ class Rendered:
 
     Args:
         bare: Characters that look like a control token but are none.
-        contents: Characters of each message's content, without the white space around it; None: not found as it is.
+        contents: Characters of each message's content, without the white space around it; None: not
+            found as it is.
     """
 
     text: str
@@ -163,8 +191,12 @@ def rendered(
     _check_complete(write, messages, tools, text, marks.mark)
 
     def marked() -> set[int] | None:
-        """Return the places of the marks in the text; None where with them all else changes, too."""
-        told = [marks.message(message, is_begun and message is messages[-1]) for message in messages]
+        """Return the places of the marks in the text; None where with them all else
+        changes, too.
+        """
+        told = [
+            marks.message(message, is_begun and message is messages[-1]) for message in messages
+        ]
         told_of = marks.on(list(tools))
         if not marks.words:
             return set()
@@ -195,7 +227,9 @@ def rendered(
 
     def is_bare(lo: int, hi: int) -> bool:
         word = text[lo:hi].lower()
-        return lo in own or any(a <= lo and hi <= b and (role, word) in inspected for a, b, role in where)
+        return lo in own or any(
+            a <= lo and hi <= b and (role, word) in inspected for a, b, role in where
+        )
 
     words = forged(text) if marks.words else ()
     return Rendered(text, tuple(sorted(chars for chars in words if is_bare(*chars))), contents)
@@ -220,7 +254,10 @@ class _Marks:
     def message(self, message: Mapping[str, Any], is_begun: bool) -> dict[str, Any]:
         """Return a message with marks in all but its role."""
         role = str(message["role"])
-        marked = {key: value if key in ("role", "content") else self.on(value) for key, value in message.items()}
+        marked = {
+            key: value if key in ("role", "content") else self.on(value)
+            for key, value in message.items()
+        }
         return {**marked, "content": self.on(message.get("content"), role, is_begun)}
 
     def on(self, value: Any, role: str = "", is_begun: bool = False) -> Any:
@@ -244,7 +281,9 @@ def _content(message: Mapping[str, Any]) -> str:
 
 
 def _places(text: str, messages: Sequence[Mapping[str, Any]]) -> Iterator[Chars | None]:
-    """Yield where each content is; messages are mostly rendered in order, so each is searched after the last."""
+    """Yield where each content is; messages are mostly rendered in order, so each is searched after
+    the last.
+    """
     at = n_failed = 0
     for message in messages:
         core = _content(message).strip()
@@ -269,11 +308,16 @@ def _check_complete(
     if not roles:
         return
     told = [
-        {**message, "content": _content(message) + mark} if message["role"] in roles else dict(message)
+        (
+            {**message, "content": _content(message) + mark}
+            if message["role"] in roles
+            else dict(message)
+        )
         for message in messages
     ]
     if write(told, list(tools)).count(mark) < sum(message["role"] in roles for message in messages):
         raise InputError(
-            f"The chat template leaves out messages of role {' or '.join(sorted(set(roles)))}; use a role that it "
-            "writes (often user and assistant), or pass one text instead of messages."
+            f"The chat template leaves out messages of role {' or '.join(sorted(set(roles)))}; use"
+            " a role that it writes (often user and assistant), or pass one text instead of"
+            " messages."
         )

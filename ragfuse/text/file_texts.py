@@ -1,6 +1,8 @@
-"""The texts in the content of text files, by their type: HTML, JSON, JSON lines, tables, notebooks; others as they are.
+"""The texts in the content of text files, by their type: HTML, JSON, JSON lines, tables, notebooks;
+others as they are.
 
-Bytes, encodings, PDFs and docx are not read here: see `cli.files` for files, `serve.upload_text` for uploads.
+Bytes, encodings, PDFs and docx are not read here: see `cli.files` for files, `serve.upload_text`
+    for uploads.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ def texts_in(text: str, suffix: str, most_chars: float = math.inf) -> Iterator[s
 
     Args:
         text: The content of the file.
-        suffix: What its name ends with, such as ".html", in lower case; others than `READERS` has are plain text.
+        suffix: What its name ends with, such as ".html", in lower case; others than `READERS` has
+            are plain text.
         most_chars: Most characters of all texts together.
 
     Raises:
@@ -66,7 +69,9 @@ def _encoded(value: Any) -> _Pieces:
 
 
 def _lines(text: str) -> Iterator[_Pieces]:
-    """Yield a text for each line of JSON. Only LF ends a line, as strings may contain other line separators."""
+    """Yield a text for each line of JSON. Only LF ends a line, as strings may contain other line
+    separators.
+    """
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
@@ -85,7 +90,9 @@ def _table(text: str) -> Iterator[_Pieces]:
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=max(",;\t|", key=first.count))
     names = next((row for row in rows if any(row)), [])
     records = (zip_longest(names, row, fillvalue="") for row in rows if any(row))
-    rendered = ("\n".join(f"{name}: {value}" if name else value for name, value in row) for row in records)
+    rendered = (
+        "\n".join(f"{name}: {value}" if name else value for name, value in row) for row in records
+    )
     yield _with_gaps(rendered, ", ".join(names))
 
 

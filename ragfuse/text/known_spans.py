@@ -1,12 +1,14 @@
-"""An index of known runs of token ids that finds them in a prompt: whole, cut, edited, or written another way.
+"""An index of known runs of token ids that finds them in a prompt: whole, cut, edited, or written
+another way.
 
-A prompt is tokenised as a whole, so the first and last token of a text in it may merge with its neighbours, and a text
-that was wrapped, escaped, numbered or shortened on its way into the prompt agrees only in parts. A match is always a
-run of equal ids.
+A prompt is tokenised as a whole, so the first and last token of a text in it may merge with its
+neighbours, and a text that was wrapped, escaped, numbered or shortened on its way into the prompt
+agrees only in parts. A match is always a run of equal ids.
 
-Anchors tell which few spans a prompt may hold. An anchor is the hash of a few successive ids, chosen by winnowing
-(Schleimer et al., 2003): the least of every `WINDOW` successive hashes, so any run of `WINDOW` + 5 equal ids has one.
-The prompt is then compared with these spans alone, by the hashes of all `MIN_RUN_TOKENS` successive ids.
+Anchors tell which few spans a prompt may hold. An anchor is the hash of a few successive ids,
+chosen by winnowing (Schleimer et al., 2003): the least of every `WINDOW` successive hashes, so any
+run of `WINDOW` + 5 equal ids has one. The prompt is then compared with these spans alone, by the
+hashes of all `MIN_RUN_TOKENS` successive ids.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ MIN_RUN_TOKENS = 4
 MAX_GAP_TOKENS = 16
 """The most tokens between two runs of a chain, in the prompt and in the span."""
 SHARED_TOKENS = 24
-"""Consecutive equal tokens by which `KnownSpans.sharing` counts a span as sharing text with other ids."""
+"""Consecutive equal tokens by which `KnownSpans.sharing` counts a span as sharing text with other
+ids.
+"""
 COVERED_SHARE = 0.9
 """If stored spans cover at least this share of a span that is only given, they are used instead."""
 WINDOW = 8
@@ -42,9 +46,13 @@ SPANS_PER_ANCHOR = 8
 CELL_TOKENS = 32
 """A prompt is divided into cells of this many tokens."""
 SPANS_PER_CELL = 4
-"""The most spans, those with most anchors, that a prompt is compared with for what is in one of its cells."""
+"""The most spans, those with most anchors, that a prompt is compared with for what is in one of its
+cells.
+"""
 PAIRS_PER_TOKEN = 64
-"""The most ids, and the most pairs of places, that are compared for each token of a prompt and of 1,024 more."""
+"""The most ids, and the most pairs of places, that are compared for each token of a prompt and of
+1,024 more.
+"""
 LOOK_BACK_RUNS = 8
 """The most earlier runs that are considered as a run's predecessor in a chain."""
 _ODD = np.uint64(0x9E3779B97F4A7C15)
@@ -54,7 +62,9 @@ _LOW_BITS = np.uint64((1 << 32) - 1)
 Array = NDArray[Any]
 Ids = Sequence[int] | Array
 Run = tuple[int, int, int, int]
-"""(number of the span, lo, hi, shift): tokens lo:hi of the prompt equal lo + shift : hi + shift of the spans' ids."""
+"""(number of the span, lo, hi, shift): tokens lo:hi of the prompt equal lo + shift : hi + shift of
+the spans' ids.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +78,9 @@ class KnownSpan:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A place where a known span was found: tokens lo:hi of the prompt equal `span.tokens[row : row + hi - lo]`."""
+    """A place where a known span was found: tokens lo:hi of the prompt equal `span.tokens[row : row
+    + hi - lo]`.
+    """
 
     lo: int
     hi: int
@@ -91,12 +103,14 @@ class _Entry:
 class KnownSpans:
     """An index of known spans (token ids of chunks) that finds them in a prompt.
 
-    An unaltered span is found as a whole, with or without its first and last token. An altered span is found in parts:
-    runs of at least 4 equal tokens in the same order, at most 16 tokens apart in the prompt and in the span. The runs
-    must have `min_altered_tokens` tokens together; each is a match of its own. Where several spans match, the longest
-    match wins; a span that is only given with a question gives way to stored ones that cover most of it.
+    An unaltered span is found as a whole, with or without its first and last token. An altered span
+    is found in parts: runs of at least 4 equal tokens in the same order, at most 16 tokens apart in
+    the prompt and in the span. The runs must have `min_altered_tokens` tokens together; each is a
+    match of its own. Where several spans match, the longest match wins; a span that is only given
+    with a question gives way to stored ones that cover most of it.
 
-    The time of `find` depends on the length of the prompt, and hardly on the number of spans. Thread-safe.
+    The time of `find` depends on the length of the prompt, and hardly on the number of spans.
+    Thread-safe.
 
     Args:
         min_tokens: The least tokens of a span that can be found.
@@ -128,7 +142,8 @@ class KnownSpans:
         return _as_ids(tokens).tobytes() in self._numbers
 
     def add(self, tokens: Ids, text: str = "", source: str = "", is_stored: bool = True) -> None:
-        """Add a span, so that it is found from now on; a known one keeps the text and source that it has.
+        """Add a span, so that it is found from now on; a known one keeps the text and source that
+        it has.
 
         Args:
             tokens: Its token ids.
@@ -151,7 +166,9 @@ class KnownSpans:
                 self._drop(next(iter(self._entries)))
             number = self._numbers[key] = self._texts[text] = self._n_numbers
             self._n_numbers += 1
-            entry = self._entries[number] = _Entry(np.frombuffer(key, np.int32), text, source, is_stored)
+            entry = self._entries[number] = _Entry(
+                np.frombuffer(key, np.int32), text, source, is_stored
+            )
             if len(entry.ids) >= self._min_tokens:
                 hashes = _hashed(entry.ids[1:-1], self._anchor_tokens) >> _HALF
                 least = sliding_window_view(hashes, min(WINDOW, len(hashes))).min(axis=1)
@@ -165,7 +182,8 @@ class KnownSpans:
                 self._drop(number)
 
     def sharing(self, runs: Sequence[Ids], sources: Collection[str]) -> list[KnownSpan]:
-        """Return all spans of these sources that share `SHARED_TOKENS` consecutive tokens with one of these runs.
+        """Return all spans of these sources that share `SHARED_TOKENS` consecutive tokens with one
+        of these runs.
 
         Unlike `find` it is exhaustive: it reads all known spans and misses none.
         """
@@ -175,7 +193,8 @@ class KnownSpans:
             return [
                 entry.span
                 for entry in self._entries.values()
-                if entry.source in sources and np.isin(_hashed(entry.ids, SHARED_TOKENS), wanted).any()
+                if entry.source in sources
+                and np.isin(_hashed(entry.ids, SHARED_TOKENS), wanted).any()
             ]
 
     def find(self, ids: Ids, given: Collection[str] | None = None) -> list[Match]:
@@ -190,7 +209,9 @@ class KnownSpans:
             numbers = self._candidates(prompt, given)
             if not numbers:
                 return []
-            comparison = _Comparison([self._entries[number] for number in numbers], self._min_tokens)
+            comparison = _Comparison(
+                [self._entries[number] for number in numbers], self._min_tokens
+            )
             found = list[Match]()
             spans: dict[int, KnownSpan] = {}
             for index, lo, hi, shift in comparison.chosen(prompt, self._min_altered_tokens):
@@ -205,7 +226,9 @@ class KnownSpans:
             return sorted(found, key=lambda match: match.lo)
 
     def _candidates(self, prompt: Array, given: Collection[str] | None) -> list[int]:
-        """Return the numbers of all given spans, and of those with most anchors in each cell of the prompt."""
+        """Return the numbers of all given spans, and of those with most anchors in each cell of the
+        prompt.
+        """
         hashes = _hashed(prompt, self._anchor_tokens) >> _HALF << _HALF
         order = np.argsort(hashes)  # sorted values are looked up faster
         wanted, at, number = hashes[order], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
@@ -218,9 +241,13 @@ class KnownSpans:
             at.append(order[group])
             number.append((level[last[group] - 1 - offset] & _LOW_BITS).astype(np.int64))
             groups.append(group)
-        numbers, index, n_anchors = np.unique(np.concatenate(number), return_inverse=True, return_counts=True)
+        numbers, index, n_anchors = np.unique(
+            np.concatenate(number), return_inverse=True, return_counts=True
+        )
         entries = [self._entries.get(each) for each in numbers.tolist()]
-        is_usable = np.array([entry is not None and (given is None or entry.is_stored) for entry in entries], bool)
+        is_usable = np.array(
+            [entry is not None and (given is None or entry.is_stored) for entry in entries], bool
+        )
         cells = np.unique(np.concatenate(at) // CELL_TOKENS << 32 | index)
         cells = cells[is_usable[cells & 0xFFFFFFFF]]
         cell, index = cells >> 32, cells & 0xFFFFFFFF
@@ -269,7 +296,8 @@ class _Comparison:
         self._entries, self._min_tokens = entries, min_tokens
 
     def chosen(self, prompt: Array, least: int) -> Iterator[Run]:
-        """Yield the runs of the longest chain, then repeatedly those of the longest one of what remains.
+        """Yield the runs of the longest chain, then repeatedly those of the longest one of what
+        remains.
 
         Args:
             prompt: The ids of the prompt.
@@ -302,7 +330,9 @@ class _Comparison:
                 yield run
 
     def _runs(self, prompt: Array, least: int) -> list[Run]:
-        """Return all runs of spans that may be in the prompt, by span and place, without those inside a longer run."""
+        """Return all runs of spans that may be in the prompt, by span and place, without those
+        inside a longer run.
+        """
         order = np.argsort(hashes := _hashed(prompt, MIN_RUN_TOKENS))
         hashes, wanted = hashes[order], _hashed(self._ids, MIN_RUN_TOKENS)
         first = np.searchsorted(hashes, wanted)
@@ -318,7 +348,12 @@ class _Comparison:
         order = np.argsort(diagonal)
         fresh = np.diff(diagonal[order], prepend=-2) != 1
         begins, stops = order[fresh], order[np.append(fresh[1:], True)] if len(order) else order
-        owner, lo, hi, shift = self._owner[place[begins]], at[begins], at[stops] + MIN_RUN_TOKENS, (place - at)[begins]
+        owner, lo, hi, shift = (
+            self._owner[place[begins]],
+            at[begins],
+            at[stops] + MIN_RUN_TOKENS,
+            (place - at)[begins],
+        )
         whole = (lo + shift <= self.starts[owner] + 1) & (hi + shift >= self.ends[owner] - 1)
         order = np.lexsort((~whole, -hi, lo, owner))
         reach = np.maximum.accumulate(owner[order] << 32 | hi[order])
@@ -327,11 +362,17 @@ class _Comparison:
         n_equal = np.bincount(owner, hi - lo, len(self._entries))
         n_equal[owner[whole]] = least
         enough = n_equal[owner] >= least
-        return list(zip(*(column[enough].tolist() for column in (owner, lo, hi, shift)), strict=True))
+        return list(
+            zip(*(column[enough].tolist() for column in (owner, lo, hi, shift)), strict=True)
+        )
 
     def _chains(self, runs: Sequence[Run], least: int) -> Iterator[list[Run]]:
-        """Yield chains: runs of one span in the order of prompt and span. Every run is in at most one chain."""
-        best: list[tuple[int, int]] = []  # for the best chain that ends with each run: equal tokens, the run before
+        """Yield chains: runs of one span in the order of prompt and span. Every run is in at most
+        one chain.
+        """
+        best: list[
+            tuple[int, int]
+        ] = []  # for the best chain that ends with each run: equal tokens, the run before
         for index, (owner, lo, hi, shift) in enumerate(runs):
             choice = (hi - lo, -1)
             is_enough = hi - lo >= least or self._is_whole(runs[index])
@@ -363,7 +404,9 @@ class _Comparison:
 
 
 def _remaining(chain: Sequence[Run], taken: bytearray) -> Iterator[Run]:
-    """Yield the parts of a chain whose tokens are not taken; where two runs overlap, the first has the tokens."""
+    """Yield the parts of a chain whose tokens are not taken; where two runs overlap, the first has
+    the tokens.
+    """
     stop = place = 0
     for number, begin, hi, shift in chain:
         lo = max(begin, stop, place - shift)

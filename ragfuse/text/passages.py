@@ -1,6 +1,8 @@
-"""Splits token ids into passages by their content, so that the same passage is split the same way in any prompt.
+"""Splits token ids into passages by their content, so that the same passage is split the same way
+in any prompt.
 
-Passages end at paragraphs, else at lines, else at places chosen by a hash of the ids, and always at special tokens.
+Passages end at paragraphs, else at lines, else at places chosen by a hash of the ids, and always at
+special tokens.
 """
 
 from __future__ import annotations
@@ -10,11 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 
 MIN_PASSAGE_TOKENS, LINE_END_TOKENS, MAX_PASSAGE_TOKENS = 32, 128, 512
-"""Tokens of a passage: the least, the number from which on the end of a line ends it, and the most."""
+"""Tokens of a passage: the least, the number from which on the end of a line ends it, and the most.
+"""
 ROLE_LINE_TOKENS = 3
 """The most tokens of the line after a special token in which a chat template names the role."""
 MAX_CODE_SHARE = 0.3
-"""The greatest share of a text's characters in lines that look like source code, for the text to be learnt."""
+"""The greatest share of a text's characters in lines that look like source code, for the text to be
+learnt.
+"""
 _INLINE = re.compile(r"`[^`\n]*`|<[^<>\n]*>|\{+ ?[\w.]+ ?\}+")
 _JSON_VALUE = re.compile(r'"[^"\n]*"|true|false|null')
 _JSON_SIGNS = frozenset("[]{}:,.-+0123456789 \t")
@@ -42,17 +47,20 @@ BorderOf = Callable[[int], tuple[int, bool]]
 
 
 def passages(
-    ids: Sequence[int], border_of: BorderOf, recurs: Callable[[tuple[int, int]], bool] = lambda rows: True
+    ids: Sequence[int],
+    border_of: BorderOf,
+    recurs: Callable[[tuple[int, int]], bool] = lambda rows: True,
 ) -> Iterator[tuple[int, int]]:
     """Yield passages of `MIN_PASSAGE_TOKENS` to `MAX_PASSAGE_TOKENS` tokens as (lo, hi), in order.
 
-    A passage is made of lines that follow each other and all recur, so that a line that changes is lost alone. White
-    space around a passage is not part of it.
+    A passage is made of lines that follow each other and all recur, so that a line that changes is
+    lost alone. White space around a passage is not part of it.
 
     Args:
         ids: Token ids.
         border_of: Says what a token ends.
-        recurs: Returns whether an earlier prompt had the line lo:hi; called for each line, in order.
+        recurs: Returns whether an earlier prompt had the line lo:hi; called for each line, in
+            order.
     """
     run, is_open = list[tuple[int, int]](), False  # passages of the lines that recur so far
     for lo, hi, border in [*_lines(ids, border_of), (0, 0, Border.SPECIAL)]:
@@ -62,7 +70,9 @@ def passages(
         elif is_known:
             run.append((lo, hi))
         if is_known and border < Border.SPECIAL:
-            is_open = hi - run[-1][0] < (LINE_END_TOKENS if border == Border.LINE else MIN_PASSAGE_TOKENS)
+            is_open = hi - run[-1][0] < (
+                LINE_END_TOKENS if border == Border.LINE else MIN_PASSAGE_TOKENS
+            )
             continue
         (first, before), (last, end) = (run[-2:] * 2)[:2] if run else ((0, 0), (0, 0))
         if before < end and end - last < MIN_PASSAGE_TOKENS and end - first <= MAX_PASSAGE_TOKENS:
@@ -72,7 +82,8 @@ def passages(
 
 
 def _lines(ids: Sequence[int], border_of: BorderOf) -> Iterator[tuple[int, int, int]]:
-    """Yield the lines with text as (lo, hi, what ends there); long ones are cut where their own ids say so.
+    """Yield the lines with text as (lo, hi, what ends there); long ones are cut where their own ids
+    say so.
 
     The line in which a chat template names the role is left out. The time is linear in the ids.
     """
@@ -102,10 +113,11 @@ def _lines(ids: Sequence[int], border_of: BorderOf) -> Iterator[tuple[int, int, 
 
 
 def is_code(text: str) -> bool:
-    """Return whether a text is source code, of which a small error matters more than of prose and Markdown.
+    """Return whether a text is source code, of which a small error matters more than of prose and
+    Markdown.
 
-    Code within a line, XML tags, placeholders such as `{name}` and lines of JSON, such as definitions of tools, do not
-    count.
+    Code within a line, XML tags, placeholders such as `{name}` and lines of JSON, such as
+    definitions of tools, do not count.
     """
     lines = [line.strip() for line in _INLINE.sub("x", text).splitlines()]
     # of a paragraph in one line a footnote's mark makes its sentence alone look like code
@@ -132,7 +144,9 @@ def last_paragraph(ids: Sequence[int], border_of: BorderOf) -> int:
 
 
 def _borders(ids: Sequence[int], border_of: BorderOf) -> Iterator[tuple[int, int, bool]]:
-    """Yield each token's place, what it ends, and whether it has text; two adjacent line ends end a paragraph."""
+    """Yield each token's place, what it ends, and whether it has text; two adjacent line ends end a
+    paragraph.
+    """
     before = 0
     for at, id in enumerate(ids):
         border, has_text = border_of(id)
@@ -143,6 +157,10 @@ def _borders(ids: Sequence[int], border_of: BorderOf) -> Iterator[tuple[int, int
 
 
 def _hashed_cut(ids: Sequence[int], start: int) -> int:
-    """Return the cut in the second half of the longest passage where the hash of the preceding ids is least."""
+    """Return the cut in the second half of the longest passage where the hash of the preceding ids
+    is least.
+    """
     cuts = range(start + MAX_PASSAGE_TOKENS // 2, start + MAX_PASSAGE_TOKENS + 1)
-    return min(cuts, key=lambda at: hash(tuple(ids[at - _WINDOW : at])))  # that of numbers is the same everywhere
+    return min(
+        cuts, key=lambda at: hash(tuple(ids[at - _WINDOW : at]))
+    )  # that of numbers is the same everywhere

@@ -1,7 +1,9 @@
-"""The documents that a framework's retrievers returned, kept per run until a model is asked about them.
+"""The documents that a framework's retrievers returned, kept per run until a model is asked about
+them.
 
-Frameworks report nested runs (LangChain) or spans (LlamaIndex) by callbacks. An integration translates these to
-`RetrievalRuns.begin`, `record` and `end`, and calls `retrieved` before each prompt.
+Frameworks report nested runs (LangChain) or spans (LlamaIndex) by callbacks. An integration
+translates these to `RetrievalRuns.begin`, `record` and `end`, and calls `retrieved` before each
+prompt.
 """
 
 from __future__ import annotations
@@ -25,20 +27,26 @@ MAX_RUNS = 1024
 """The most outermost runs that are open at the same time; beyond it the oldest are dropped."""
 
 SEARCH_PLACES = 16
-"""Number of evenly spaced places of a text that are searched in a prompt that does not contain the text verbatim."""
+"""Number of evenly spaced places of a text that are searched in a prompt that does not contain the
+text verbatim.
+"""
 PROBE_CHARS = 12
 """Letters and digits that must agree at such a place."""
 
 RetrievedText = tuple[str, str, str]
-"""(document as its framework puts it into a prompt, its source, its text without metadata or "" if that is equal)."""
+"""(document as its framework puts it into a prompt, its source, its text without metadata or "" if
+that is equal).
+"""
 
 
 @dataclass(eq=False)
 class RetrievedTexts:
-    """Retrieved texts, newest first, each once for each source; beyond the limits the oldest are dropped.
+    """Retrieved texts, newest first, each once for each source; beyond the limits the oldest are
+    dropped.
 
     Args:
-        owner: The asyncio task, or the thread outside of tasks, in which they were retrieved; None: a run's.
+        owner: The asyncio task, or the thread outside of tasks, in which they were retrieved; None:
+            a run's.
         all: The texts.
     """
 
@@ -58,7 +66,9 @@ class RetrievedTexts:
 
 @dataclass(eq=False)
 class RetrievalRun:
-    """An outermost run with all runs nested in it; `task`: the texts of the task or thread that started it."""
+    """An outermost run with all runs nested in it; `task`: the texts of the task or thread that
+    started it.
+    """
 
     id: Hashable
     task: RetrievedTexts
@@ -77,18 +87,20 @@ class RetrievalRun:
 class RetrievalRuns:
     """The texts that were retrieved in each open run. Thread-safe.
 
-    A run's texts are dropped when it ends. Those that no model was asked about are kept for the task or thread that
-    called it, which may put them into a prompt by hand.
+    A run's texts are dropped when it ends. Those that no model was asked about are kept for the
+    task or thread that called it, which may put them into a prompt by hand.
 
     Args:
         framework: Its name, for the context variable that holds a task's texts.
-        outlasts: Whether a nested run may end after its outermost run, for example if a stream is read later. Then the
-            texts are dropped when the last of them ends.
+        outlasts: Whether a nested run may end after its outermost run, for example if a stream is
+            read later. Then the texts are dropped when the last of them ends.
     """
 
     def __init__(self, framework: str, outlasts: bool) -> None:
         self._outlasts = outlasts
-        self._task: ContextVar[RetrievedTexts | None] = ContextVar(f"ragfuse_{framework}_texts", default=None)
+        self._task: ContextVar[RetrievedTexts | None] = ContextVar(
+            f"ragfuse_{framework}_texts", default=None
+        )
         self._lock = threading.Lock()
         self._roots: dict[Hashable, RetrievalRun] = {}
         self._runs: dict[Hashable, RetrievalRun] = {}
@@ -97,7 +109,9 @@ class RetrievalRuns:
         """Number of open runs."""
         return len(self._runs)
 
-    def begin(self, id: Hashable, parent: Hashable | None, texts: Sequence[RetrievedText] = ()) -> None:
+    def begin(
+        self, id: Hashable, parent: Hashable | None, texts: Sequence[RetrievedText] = ()
+    ) -> None:
         """Record that a run begins inside its parent, and the retrieved texts in its input."""
         with self._lock:
             run = self._runs.get(parent) if parent else None
@@ -124,7 +138,8 @@ class RetrievalRuns:
         Args:
             id: Of the run.
             texts: The retrieved texts in its output.
-            unread: Its output is a stream that is not read yet, and a model may be asked when it is.
+            unread: Its output is a stream that is not read yet, and a model may be asked when it
+                is.
         """
         with self._lock:
             run = self._runs.pop(id, None)
@@ -139,36 +154,46 @@ class RetrievalRuns:
             if not run.model_asked:
                 run.task.add(run.texts.all)
 
-    def retrieved(self, ids: Iterable[Hashable | None], prompt: Callable[[], str]) -> tuple[tuple[str, str], ...]:
-        """Return (text, source) of what was retrieved in these runs or before them in the same task or thread.
+    def retrieved(
+        self, ids: Iterable[Hashable | None], prompt: Callable[[], str]
+    ) -> tuple[tuple[str, str], ...]:
+        """Return (text, source) of what was retrieved in these runs or before them in the same task
+        or thread.
 
         Args:
             ids: Of runs that the prompt belongs to; those that are not open do not count.
             prompt: Gives the text of the prompt; called only where something was retrieved.
 
         Returns:
-            Each text of which the prompt contains at least a part, once for each source, the newest text first; a text
-            that the prompt contains whole is returned in the form that it has there. Other texts do not belong to this
-            prompt, and may be another user's.
+            Each text of which the prompt contains at least a part, once for each source, the newest
+            text first; a text that the prompt contains whole is returned in the form that it has
+            there. Other texts do not belong to this prompt, and may be another user's.
         """
         task_texts = self._task.get()
         with self._lock:
             runs = dict.fromkeys(run for id in ids if id and (run := self._runs.get(id)))
             for run in runs:
                 run.model_asked = True
-            found = [*chain.from_iterable(run.texts.all for run in runs), *(task_texts.all if task_texts else ())]
+            found = [
+                *chain.from_iterable(run.texts.all for run in runs),
+                *(task_texts.all if task_texts else ()),
+            ]
         prompt_text = prompt() if found else ""
         letters = _letters(prompt_text)
         texts: dict[tuple[str, str], None] = {}
         for text, source, without_metadata in found:
-            form = next((form for form in _forms(text, without_metadata) if form in prompt_text), "")
+            form = next(
+                (form for form in _forms(text, without_metadata) if form in prompt_text), ""
+            )
             if form or any(probe in letters for probe in _probes(text)):
                 texts[form or text, source] = None
         return tuple(texts)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Start without the texts of the current task or thread; texts kept in the context are dropped at its end."""
+        """Start without the texts of the current task or thread; texts kept in the context are
+        dropped at its end.
+        """
         token = self._task.set(None)
         try:
             yield
@@ -176,7 +201,9 @@ class RetrievalRuns:
             self._task.reset(token)
 
     def _task_texts(self) -> RetrievedTexts:
-        """Return the texts of the current task or thread; a new one inherits those of its context."""
+        """Return the texts of the current task or thread; a new one inherits those of its
+        context.
+        """
         try:
             owner: object = asyncio.current_task() or threading.current_thread()
         except RuntimeError:  # no event loop runs in this thread
@@ -194,7 +221,9 @@ class RetrievalRuns:
 
 
 def _letters(text: str) -> str:
-    """Return the letters and digits of a text, which stay the same when it is wrapped, quoted or escaped."""
+    """Return the letters and digits of a text, which stay the same when it is wrapped, quoted or
+    escaped.
+    """
     return re.sub(r"[\W_]+", "", text)
 
 
@@ -208,7 +237,9 @@ def _probes(text: str) -> tuple[str, ...]:
 
 
 def _forms(text: str, without_metadata: str) -> Iterator[str]:
-    """Yield the forms of a document in a prompt: with its metadata or without, as it is or as Python prints it."""
+    """Yield the forms of a document in a prompt: with its metadata or without, as it is or as
+    Python prints it.
+    """
     for form in filter(None, (text, without_metadata)):
         yield form
         # A prompt that is filled in with a list prints it: "['First line.\\nSecond line.']".

@@ -1,4 +1,6 @@
-"""Split texts into chunks of so many tokens, by LangChain's splitter: for ingests and uploads alike."""
+"""Split texts into chunks of so many tokens, by LangChain's splitter: for ingests and uploads
+alike.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from ragfuse.settings import Settings
 
 
 def split_text(text: str, settings: Settings, tokenizer: Any) -> list[str]:
-    """Return the chunks of a text, split as the settings say; lengths are counted in tokens of the LLM."""
+    """Return the chunks of a text, split as the settings say; lengths are counted in tokens of the
+    LLM.
+    """
     from langchain_text_splitters import RecursiveCharacterTextSplitter
 
     splitter = RecursiveCharacterTextSplitter(
@@ -24,8 +28,8 @@ def split_text(text: str, settings: Settings, tokenizer: Any) -> list[str]:
 def _token_counter(tokenizer: Any) -> Callable[[str], int]:
     """Return a function that counts the tokens of a text.
 
-    A splitter calls it for every word, often more than once: so it caches, and bypasses the tokenizer's Python code
-    where it can.
+    A splitter calls it for every word, often more than once: so it caches, and bypasses the
+    tokenizer's Python code where it can.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.truncation is not None:

@@ -1,7 +1,7 @@
 """Tool calls in text: the format in which a model writes them, its grammar, and the parser.
 
-The format is that of the chat template (`text/call_formats.py`), or `DEFAULT_CALL_FORMAT` if it has none. Callers
-decide which tools there are and whether they must be called.
+The format is that of the chat template (`text/call_formats.py`), or `DEFAULT_CALL_FORMAT` if it has
+none. Callers decide which tools there are and whether they must be called.
 """
 
 from __future__ import annotations
@@ -47,13 +47,16 @@ class Pairs:
     def write(self, arguments: Mapping[str, Any]) -> str:
         """Return all arguments as text."""
         return "".join(
-            f"{self.before}{name}{self.between}{_as_text(value)}{self.after}" for name, value in arguments.items()
+            f"{self.before}{name}{self.between}{_as_text(value)}{self.after}"
+            for name, value in arguments.items()
         )
 
     def read(
         self, text: str, at: int, schema: Mapping[str, Any], behind: re.Pattern[str]
     ) -> tuple[dict[str, Any], int]:
-        """Parse arguments from `at` on; return them and where they end. `behind` matches what follows the last one."""
+        """Parse arguments from `at` on; return them and where they end. `behind` matches what
+        follows the last one.
+        """
         found: dict[str, Any] = {}
         before, after = _pattern(self.before).pattern, _pattern(self.after).pattern
         named = re.compile(rf"{before}\s*([^\n<>]+?)\s*{_pattern(self.between).pattern}")
@@ -62,7 +65,11 @@ class Pairs:
         space = self.between[len(self.between.rstrip()) :]
         while name := named.match(text, at):
             start = name.end() + len(space) * text.startswith(space, name.end())
-            value_end = min((end for each in ends if (end := each.search(text, start))), key=re.Match.end, default=None)
+            value_end = min(
+                (end for each in ends if (end := each.search(text, start))),
+                key=re.Match.end,
+                default=None,
+            )
             if value_end is None:
                 break
             found[name[1]] = _value(text[start : value_end.start()], name[1], schema)
@@ -72,15 +79,16 @@ class Pairs:
 
 @dataclass(frozen=True)
 class CallFormat:
-    """The text format of tool calls: `head`, the slots of a call with `inner` between them, `again` and more, `tail`.
+    """The text format of tool calls: `head`, the slots of a call with `inner` between them, `again`
+    and more, `tail`.
 
     Args:
         head: Text before the first call's slots.
         inner: Texts between the slots.
         again: Text between two calls; None: an answer holds one call only.
         tail: Text after the last call.
-        marker: Text that begins a call and nothing else; "": calls are bare JSON, and an answer that begins with the
-            first letter of `head` (`opener`) is a call.
+        marker: Text that begins a call and nothing else; "": calls are bare JSON, and an answer
+            that begins with the first letter of `head` (`opener`) is a call.
         slots: The order of name, arguments and id.
         native: The chat template writes calls itself.
         as_text: The template takes arguments as JSON text, not as an object.
@@ -109,30 +117,46 @@ class CallFormat:
     @property
     def texts(self) -> tuple[str, ...]:
         """All texts of the format around names, arguments and ids."""
-        pairs = (self.pairs.before, self.pairs.between, self.pairs.after) if self.pairs is not None else ()
+        pairs = (
+            (self.pairs.before, self.pairs.between, self.pairs.after)
+            if self.pairs is not None
+            else ()
+        )
         return (self.lead, self.head, *self.inner, self.again or "", self.tail, *pairs)
 
     def opens(self, text: str, lo: int = 0, seen: int = 0) -> int:
-        """Return where the first call in text[lo:] begins, with the white space before it; -1 if there is none.
+        """Return where the first call in text[lo:] begins, with the white space before it; -1 if
+        there is none.
 
         The first `seen` characters were searched before without finding one.
         """
         if self.marker:
             at = text.find(self.marker, max(lo, seen - len(self.marker) + 1))
             return at if at < 0 else stripped_end(text, lo, at)
-        return lo if _pattern(self.lead + self.head).match(text, lo) or _pattern(self.head).match(text, lo) else -1
+        return (
+            lo
+            if _pattern(self.lead + self.head).match(text, lo)
+            or _pattern(self.head).match(text, lo)
+            else -1
+        )
 
     def undecided(self, text: str, lo: int = 0) -> int:
-        """Return how many characters at the end of text[lo:], which has no call yet, may become part of one."""
+        """Return how many characters at the end of text[lo:], which has no call yet, may become
+        part of one.
+        """
         if self.marker:
-            start = len(text) - partial_match(text[max(lo, len(text) - len(self.marker) + 1) :], (self.marker,))
+            start = len(text) - partial_match(
+                text[max(lo, len(text) - len(self.marker) + 1) :], (self.marker,)
+            )
             return len(text) - stripped_end(text, lo, start)
         begun = text[lo : lo + MAX_SPACE_CHARS].lstrip()
         is_lead = self.lead and self.lead.startswith(begun[: len(self.lead)])
         return len(text) - lo if not begun or begun[0] == self.opener or is_lead else 0
 
     def read(self, text: str, schemas: Schemas = MappingProxyType({})) -> tuple[ToolCall, ...]:
-        """Parse the calls of an answer; incomplete calls and repetitions of an earlier call are left out."""
+        """Parse the calls of an answer; incomplete calls and repetitions of an earlier call are
+        left out.
+        """
         at, reader = self.opens(text), CallReader(self, schemas)
         return reader.read(text, at) if at >= 0 else ()
 
@@ -149,7 +173,9 @@ class CallFormat:
                 value, at = self._arguments_at(text, at, found.get("name", ""), schemas)
             else:
                 name = r"\s*([\w.-]+)" if self.pairs else r"([^\s\"\\{}<>\[\]()]+)"
-                match = re.compile(name if slot == "name" else f"(.{{{self.id_size}}})").match(text, at)
+                match = re.compile(name if slot == "name" else f"(.{{{self.id_size}}})").match(
+                    text, at
+                )
                 value, at = (match[1], match.end()) if match else (None, at)
             passed = _pattern(after).match(text, at)
             if value is None or passed is None:
@@ -157,10 +183,14 @@ class CallFormat:
             found[slot], at = value, passed.end()
         return ToolCall(found["name"], found["arguments"], call_id()), at
 
-    def _arguments_at(self, text: str, at: int, name: str, schemas: Schemas) -> tuple[dict[str, Any] | None, int]:
+    def _arguments_at(
+        self, text: str, at: int, name: str, schemas: Schemas
+    ) -> tuple[dict[str, Any] | None, int]:
         if self.pairs is None:
             try:
-                value, end = json.JSONDecoder().raw_decode(text, at + len(text[at:]) - len(text[at:].lstrip()))
+                value, end = json.JSONDecoder().raw_decode(
+                    text, at + len(text[at:]) - len(text[at:].lstrip())
+                )
             except (ValueError, RecursionError):  # no JSON, or nested too deeply
                 return None, at
             return (value, end) if isinstance(value, dict) else (None, at)
@@ -170,7 +200,9 @@ class CallFormat:
 
     @property
     def _call_end(self) -> str:
-        """The text that follows the last slot of every call, whether another call comes after it or none."""
+        """The text that follows the last slot of every call, whether another call comes after it or
+        none.
+        """
         return self.tail if self.again is None else _shared(self.tail, self.again)
 
     def rules(
@@ -196,7 +228,9 @@ class CallFormat:
         shared = _shared(self.tail, again) if again is not None else self.tail
         one = " | ".join(f"call_{at}" for at in range(len(schemas)))
         first = (
-            f"start: %json {form} | {literal(self.head.lstrip())} calls" if form else self._start(literal, free, tags)
+            f"start: %json {form} | {literal(self.head.lstrip())} calls"
+            if form
+            else self._start(literal, free, tags)
         )
         lines = [first, f"one: ({one}) {literal(shared)}"]
         more = f"({literal(again[len(shared) :])} one)*" if again is not None else ""
@@ -208,7 +242,8 @@ class CallFormat:
         return "\n".join(lines) + "\n"
 
     def text_rules(self, literal: Callable[[str], str], tags: Sequence[str] = ()) -> str:
-        """Return the Lark grammar of any text that begins no call; "" where calls have no mark to know them by.
+        """Return the Lark grammar of any text that begins no call; "" where calls have no mark to
+        know them by.
 
         Args:
             literal: As for `rules`.
@@ -216,7 +251,9 @@ class CallFormat:
         """
         if not self.marker:
             return ""
-        return f"start: {_before(literal, tags)}TEXT\nTEXT: /(.|\\n)*/ & ~{_containing(self.marker)}\n"
+        return (
+            f"start: {_before(literal, tags)}TEXT\nTEXT: /(.|\\n)*/ & ~{_containing(self.marker)}\n"
+        )
 
     def _start(self, literal: Callable[[str], str], free: bool, tags: Sequence[str]) -> str:
         if not free:
@@ -225,13 +262,26 @@ class CallFormat:
         before = _before(literal, tags)
         if not self.marker:
             lead = f"({literal(self.lead)})? " if self.lead else ""
-            return f"start: {before}(TEXT | {lead}{rest} calls)\nTEXT: /\\s*([^{_escaped(self.opener)}\\s](.|\\n)*)?/"
+            return (
+                f"start: {before}(TEXT | {lead}{rest} calls)\nTEXT:"
+                f" /\\s*([^{_escaped(self.opener)}\\s](.|\\n)*)?/"
+            )
         mark = literal(self.marker)
-        if mark.startswith("<["):  # a token; text that spells it letter by letter would be parsed as a call
-            return f"start: {before}(TEXT | TEXT {mark} {rest} calls)\nTEXT: /(.|\\n)*/ & ~{_containing(self.marker)}"
-        return f"start: {before}(TEXT | opened {rest} calls)\nopened[lazy]: TEXT {mark}\nTEXT: /(.|\\n)*/"
+        if mark.startswith(
+            "<["
+        ):  # a token; text that spells it letter by letter would be parsed as a call
+            return (
+                f"start: {before}(TEXT | TEXT {mark} {rest} calls)\nTEXT: /(.|\\n)*/ &"
+                f" ~{_containing(self.marker)}"
+            )
+        return (
+            f"start: {before}(TEXT | opened {rest} calls)\nopened[lazy]: TEXT {mark}\nTEXT:"
+            " /(.|\\n)*/"
+        )
 
-    def _terms(self, name: str, schema: str, arguments: str, literal: Callable[[str], str]) -> Iterator[str]:
+    def _terms(
+        self, name: str, schema: str, arguments: str, literal: Callable[[str], str]
+    ) -> Iterator[str]:
         for slot, after in zip(self.slots, (*self.inner, ""), strict=True):
             if slot == "name":
                 yield literal(name)
@@ -247,9 +297,13 @@ class CallFormat:
         if turn.tool_calls:
             message["tool_calls"] = []
         for call in turn.tool_calls:
-            given = json.dumps(call.arguments, ensure_ascii=False) if self.as_text else call.arguments
+            given = (
+                json.dumps(call.arguments, ensure_ascii=False) if self.as_text else call.arguments
+            )
             function = {"name": call.name, "arguments": given}
-            message["tool_calls"].append({"type": "function", "id": self._id(call.id), "function": function})
+            message["tool_calls"].append(
+                {"type": "function", "id": self._id(call.id), "function": function}
+            )
         if turn.tool_call_id:
             message["tool_call_id"] = self._id(turn.tool_call_id)
         if turn.name:
@@ -260,7 +314,9 @@ class CallFormat:
 
     def _id(self, id: str) -> str:
         """Return an id of the length that the template takes; equal ids give equal results."""
-        return digest("call", id)[: self.id_size] if self.id_size and len(id) != self.id_size else id
+        return (
+            digest("call", id)[: self.id_size] if self.id_size and len(id) != self.id_size else id
+        )
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         """Return calls as text in this format."""
@@ -271,11 +327,15 @@ class CallFormat:
         as_json = json.dumps(dict(call.arguments), ensure_ascii=False)
         arguments = as_json if self.pairs is None else self.pairs.write(call.arguments)
         slot_texts = {"name": call.name, "arguments": arguments, "id": self._id(call.id)}
-        return "".join(slot_texts[slot] + after for slot, after in zip(self.slots, (*self.inner, ""), strict=True))
+        return "".join(
+            slot_texts[slot] + after
+            for slot, after in zip(self.slots, (*self.inner, ""), strict=True)
+        )
 
 
 class CallReader:
-    """An incremental parser of the calls in a growing answer; calls parsed before are not parsed again.
+    """An incremental parser of the calls in a growing answer; calls parsed before are not parsed
+    again.
 
     Attributes:
         calls: The calls so far, without repetitions.
@@ -297,14 +357,21 @@ class CallReader:
             if call is None:
                 break
             self._at = end
-            if any(call.name == other.name and call.arguments == other.arguments for other in self.calls):
+            if any(
+                call.name == other.name and call.arguments == other.arguments
+                for other in self.calls
+            ):
                 self.repeats = True
             else:
                 self.calls += (call,)
         return self.calls
 
     def _next(self, text: str) -> re.Match[str] | None:
-        return None if self._format.again is None else _pattern(self._format.again).match(text, self._at)
+        return (
+            None
+            if self._format.again is None
+            else _pattern(self._format.again).match(text, self._at)
+        )
 
 
 DEFAULT_CALL_FORMAT = CallFormat(
@@ -323,10 +390,11 @@ def call_id() -> str:
 
 
 def spelled(turns: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
-    """Rewrite a conversation for chat templates without tools: tools, calls and results become plain text.
+    """Rewrite a conversation for chat templates without tools: tools, calls and results become
+    plain text.
 
-    The text has the form of `DEFAULT_CALL_FORMAT`. Each message's content must be a tuple of `Piece`; chunks in a
-    tool's result stay chunks.
+    The text has the form of `DEFAULT_CALL_FORMAT`. Each message's content must be a tuple of
+    `Piece`; chunks in a tool's result stay chunks.
     """
     messages = [_spelled(turn) for turn in turns]
     if tools:
@@ -341,8 +409,9 @@ def spelled(turns: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) ->
 def _described(tools: Sequence[Mapping[str, Any]]) -> str:
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     return (
-        'You can call tools. A call is written as <tool_call>{"name": name, "arguments": {...}}</tool_call>, several '
-        f"of them one below the other; their results come as <tool_response>. These are the tools:\n{lines}"
+        'You can call tools. A call is written as <tool_call>{"name": name, "arguments":'
+        " {...}}</tool_call>, several of them one below the other; their results come as"
+        f" <tool_response>. These are the tools:\n{lines}"
     )
 
 
@@ -352,7 +421,9 @@ def _spelled(turn: ChatMessage) -> ChatMessage:
         pieces = (*turn.content, *gap, Piece(DEFAULT_CALL_FORMAT.write(turn.tool_calls)))
         return ChatMessage(turn.role, pieces, reasoning=turn.reasoning)
     if turn.role == "tool":
-        return ChatMessage("user", (Piece("<tool_response>\n"), *turn.content, Piece("\n</tool_response>")))
+        return ChatMessage(
+            "user", (Piece("<tool_response>\n"), *turn.content, Piece("\n</tool_response>"))
+        )
     return turn
 
 
@@ -369,12 +440,16 @@ def stripped_end(text: str, lo: int, hi: int) -> int:
 
 
 def _escaped(text: str) -> str:
-    """Return a regular expression of exactly this text, which is also valid inside a character class."""
+    """Return a regular expression of exactly this text, which is also valid inside a character
+    class.
+    """
     return "".join(f"\\x{{{ord(letter):x}}}" for letter in text)
 
 
 def _pattern(text: str) -> re.Pattern[str]:
-    """Return a pattern that matches a text of the format with any white space between and before its words."""
+    """Return a pattern that matches a text of the format with any white space between and before
+    its words.
+    """
     words = [re.escape(word) for word in text.split()]
     inner = r"\s*".join(words)
     return re.compile(rf"\s*{inner}") if words else re.compile("")
@@ -389,14 +464,22 @@ _PYTHON_VALUES: Mapping[str, Any] = MappingProxyType({"True": True, "False": Fal
 
 
 def _value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
-    """Return a text as a value that the schema allows as the argument of this name; otherwise the text itself."""
+    """Return a text as a value that the schema allows as the argument of this name; otherwise the
+    text itself.
+    """
     from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
     known = (schema.get("properties") or {}).get(name, {})
     try:
         value = _PYTHON_VALUES[text.strip()] if text.strip() in _PYTHON_VALUES else json.loads(text)
-        fits = not isinstance(value, str) and Draft202012Validator(schema).evolve(schema=known).is_valid(value)
-    except (ValueError, RecursionError, re.error):  # no JSON, nested too deeply, or a pattern that Python does not read
+        fits = not isinstance(value, str) and Draft202012Validator(schema).evolve(
+            schema=known
+        ).is_valid(value)
+    except (
+        ValueError,
+        RecursionError,
+        re.error,
+    ):  # no JSON, nested too deeply, or a pattern that Python does not read
         return text
     return value if fits else text
 
@@ -412,18 +495,29 @@ def _types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset
         return _types_of(found, root, depth + 1)
     if types := schema.get("type"):
         return frozenset([types] if isinstance(types, str) else types)
-    parts = [_types_of(each, root, depth + 1) for name in ("anyOf", "oneOf") for each in schema.get(name, ())]
+    parts = [
+        _types_of(each, root, depth + 1)
+        for name in ("anyOf", "oneOf")
+        for each in schema.get(name, ())
+    ]
     return frozenset().union(*parts) if all(parts) else frozenset()
 
 
-def _pair_rules(pairs: Pairs, name: str, schema: Mapping[str, Any], literal: Callable[[str], str]) -> Iterator[str]:
+def _pair_rules(
+    pairs: Pairs, name: str, schema: Mapping[str, Any], literal: Callable[[str], str]
+) -> Iterator[str]:
     """Yield Lark rules of arguments that are written one by one, in the order of their schema."""
     properties, required = schema.get("properties") or {}, set(schema.get("required") or ())
     if not properties and schema.get("additionalProperties", True) is not False:
-        yield f"{name}: ({literal(pairs.before)} /[a-zA-Z_][a-zA-Z0-9_.-]*/ {literal(pairs.between)} {name}_any)*"
+        yield (
+            f"{name}: ({literal(pairs.before)} /[a-zA-Z_][a-zA-Z0-9_.-]*/ {literal(pairs.between)}"
+            f" {name}_any)*"
+        )
         yield from _value_rules(pairs.after, f"{name}_any", {}, schema, literal)
         return
-    rule_names = (f"{name}_{at}" + ("" if key in required else "?") for at, key in enumerate(properties))
+    rule_names = (
+        f"{name}_{at}" + ("" if key in required else "?") for at, key in enumerate(properties)
+    )
     yield f"{name}: {' '.join(rule_names)}"
     for at, (key, value) in enumerate(properties.items()):
         yield f"{name}_{at}: {literal(pairs.before + key + pairs.between)} {name}_{at}_value"
@@ -433,7 +527,9 @@ def _pair_rules(pairs: Pairs, name: str, schema: Mapping[str, Any], literal: Cal
 def _value_rules(
     after: str, name: str, schema: Any, root: Mapping[str, Any], literal: Callable[[str], str]
 ) -> Iterator[str]:
-    """Yield Lark rules of one value and the text after it. A string is literal and ends where that text begins."""
+    """Yield Lark rules of one value and the text after it. A string is literal and ends where that
+    text begins.
+    """
     types, fields = _types_of(schema, root), schema if isinstance(schema, Mapping) else {}
     values = fields.get("enum", [fields["const"]] if "const" in fields else None)
     if values:
@@ -448,7 +544,9 @@ def _value_rules(
         yield from _text_rules(after, name, fields, literal)
 
 
-def _text_rules(after: str, name: str, schema: Mapping[str, Any], literal: Callable[[str], str]) -> Iterator[str]:
+def _text_rules(
+    after: str, name: str, schema: Mapping[str, Any], literal: Callable[[str], str]
+) -> Iterator[str]:
     min_chars, max_chars = schema.get("minLength", 0), schema.get("maxLength", "")
     any_text = f"(.|\\n){{{min_chars},{max_chars}}}" if min_chars or max_chars != "" else "(.|\\n)*"
     cut = next((at for at in range(len(after)) if literal(after[at:]).startswith("<[")), None)
@@ -457,9 +555,14 @@ def _text_rules(after: str, name: str, schema: Mapping[str, Any], literal: Calla
         yield f"{name}[lazy]: {text} {literal(after)}"
         yield f"{text}: /{any_text}/"
         return
-    # The end is a token, and the value must not contain its letters: spelled out, they would end the value.
+    # The end is a token, and the value must not contain its letters: spelled out, they would end
+    # the value.
     sizes = range(1, len(after) - cut + 1)
-    mark = next(after[cut : cut + size] for size in sizes if _TOKEN_LITERAL.fullmatch(literal(after[cut : cut + size])))
+    mark = next(
+        after[cut : cut + size]
+        for size in sizes
+        if _TOKEN_LITERAL.fullmatch(literal(after[cut : cut + size]))
+    )
     yield f"{name}: {text} {literal(after[cut:])}"
     yield f"{text}: /{any_text}{_escaped(after[:cut])}/ & ~{_containing(mark)}"
 
@@ -468,7 +571,9 @@ _TOKEN_LITERAL = re.compile(r"<\[[0-9]+\]>")
 
 
 def _before(literal: Callable[[str], str], tags: Sequence[str]) -> str:
-    """Return the rule of texts that each end in a tag; a tag that is not one token is matched by TEXT already."""
+    """Return the rule of texts that each end in a tag; a tag that is not one token is matched by
+    TEXT already.
+    """
     tag_tokens = [mark for mark in map(literal, tags) if _TOKEN_LITERAL.fullmatch(mark)]
     return f"(TEXT ({' | '.join(tag_tokens)}))* " if tag_tokens else ""
 

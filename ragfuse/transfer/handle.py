@@ -1,7 +1,8 @@
 """Handles of prompts whose KV waits for another engine, and the model that the KV belongs to.
 
-Values only. The engine that decodes may have other versions of everything but this package, so a handle is plain JSON
-types, and what it is bound to are digests that both engines compute for themselves.
+Values only. The engine that decodes may have other versions of everything but this package, so a
+handle is plain JSON types, and what it is bound to are digests that both engines compute for
+themselves.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ class TransferModel:
             for part in (layer.keys, layer.values):
                 if part.shape != first.shape or part.dtype != first.dtype:
                     raise TransferError(
-                        f"Wanted KV with the same heads in all layers to hand over, found {tuple(first.shape)} in "
-                        f"layer 0 and {tuple(part.shape)} in layer {at}. Answer prompts of '{name}' here."
+                        "Wanted KV with the same heads in all layers to hand over, found"
+                        f" {tuple(first.shape)} in layer 0 and {tuple(part.shape)} in layer {at}."
+                        f" Answer prompts of '{name}' here."
                     )
         heads, _, dim = first.shape
         return cls(name, len(kv.layers), heads, dim, str(first.dtype).removeprefix("torch."))
@@ -71,7 +73,10 @@ class TransferModel:
         return digest("transfer", *map(str, asdict(self).values()))
 
     def __str__(self) -> str:
-        return f"{self.name!r:.80} ({self.n_layers} layers, {self.kv_heads} KV heads of {self.head_dim}, {self.dtype})"
+        return (
+            f"{self.name!r:.80} ({self.n_layers} layers, {self.kv_heads} KV heads of"
+            f" {self.head_dim}, {self.dtype})"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +122,18 @@ class TransferHandle:
     ) -> Self:
         """Return a new handle of a prompt, with a secret that no other has."""
         secret, tokens = secrets.token_hex(SECRET_NBYTES), token_digest(token_ids)
-        return cls(secret, int(expires_s), tenant, model, weights, tokens, len(token_ids), nbytes, level, place)
+        return cls(
+            secret,
+            int(expires_s),
+            tenant,
+            model,
+            weights,
+            tokens,
+            len(token_ids),
+            nbytes,
+            level,
+            place,
+        )
 
     @staticmethod
     def tenant_label(salt: str) -> str:
@@ -127,7 +143,9 @@ class TransferHandle:
     @property
     def key(self) -> ChunkKey:
         """The key of the KV in its place, which only an equal handle has."""
-        return ChunkKey(self.model.digest, self.tokens, self.tenant, f"until-{self.expires_s}-{self.secret}")
+        return ChunkKey(
+            self.model.digest, self.tokens, self.tenant, f"until-{self.expires_s}-{self.secret}"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the handle as plain JSON types."""
@@ -135,7 +153,8 @@ class TransferHandle:
 
     @classmethod
     def from_dict(cls, given: object) -> TransferHandle:
-        """Return the handle that `as_dict` wrote; the text comes from a client, so nothing in it is trusted.
+        """Return the handle that `as_dict` wrote; the text comes from a client, so nothing in it is
+        trusted.
 
         Raises:
             TransferError: It is no handle.
@@ -144,41 +163,46 @@ class TransferHandle:
             return _HANDLE.validate_python(given)
         except ValidationError as error:
             raise TransferError(
-                f"Wanted a handle as ragfuse writes it into kv_transfer_params, found another value ({error}). Hand "
-                "on what the prefill answered without changing it."
+                "Wanted a handle as ragfuse writes it into kv_transfer_params, found another value"
+                f" ({error}). Hand on what the prefill answered without changing it."
             ) from error
 
-    def check(self, token_ids: Sequence[int], model: TransferModel, now_s: float, weights: str = UNKNOWN) -> None:
+    def check(
+        self, token_ids: Sequence[int], model: TransferModel, now_s: float, weights: str = UNKNOWN
+    ) -> None:
         """Check that this prompt's KV is here, for this model, and not too late.
 
         Args:
             token_ids: The ids of the prompt, as the engine that decodes has them.
             model: The model of the engine that decodes.
             now_s: The time, in seconds since the epoch.
-            weights: Digest of the weights of the engine that decodes; `UNKNOWN`: they are not compared.
+            weights: Digest of the weights of the engine that decodes; `UNKNOWN`: they are not
+                compared.
 
         Raises:
             TransferError: Something of it differs; the message says what.
         """
         if self.model != model:
             raise TransferError(
-                f"Wanted KV of model {model}, found KV of {self.model}. Serve the same model in the same dtype on both "
-                "sides, under one name."
+                f"Wanted KV of model {model}, found KV of {self.model}. Serve the same model in the"
+                " same dtype on both sides, under one name."
             )
         if UNKNOWN not in (self.weights, weights) and self.weights != weights:
             raise TransferError(
-                f"Wanted KV that the weights of {self.model.name!r:.80} here have computed, found KV of other weights "
-                "under that name. Serve the same files on both sides."
+                f"Wanted KV that the weights of {self.model.name!r:.80} here have computed, found"
+                " KV of other weights under that name. Serve the same files on both sides."
             )
         if self.tokens != token_digest(token_ids):
             raise TransferError(
-                f"Wanted KV of the prompt's {len(token_ids)} tokens, found KV of {self.n_tokens} others. Hand over "
-                "the token ids of the prefill (prompt_token_ids), or use one tokenizer and chat template on both sides."
+                f"Wanted KV of the prompt's {len(token_ids)} tokens, found KV of {self.n_tokens}"
+                " others. Hand over the token ids of the prefill (prompt_token_ids), or use one"
+                " tokenizer and chat template on both sides."
             )
         if now_s >= self.expires_s:
             raise TransferError(
-                f"Wanted KV that has not expired, found KV that expired {now_s - self.expires_s:.0f} s ago. Decode "
-                "sooner, set RAGFUSE_TRANSFER_TTL_S higher, or set the clocks of both machines."
+                "Wanted KV that has not expired, found KV that expired"
+                f" {now_s - self.expires_s:.0f} s ago. Decode sooner, set RAGFUSE_TRANSFER_TTL_S"
+                " higher, or set the clocks of both machines."
             )
 
 

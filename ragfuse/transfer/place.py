@@ -1,7 +1,8 @@
-"""A place where the KV of whole prompts waits for another engine: one of the store's tiers, opened by its URL.
+"""A place where the KV of whole prompts waits for another engine: one of the store's tiers, opened
+by its URL.
 
-Bytes are written, checked and deleted by the tier, and encoded by the codecs. What is added here are handles: secret,
-bound to model, tenant and token ids, and short-lived.
+Bytes are written, checked and deleted by the tier, and encoded by the codecs. What is added here
+are handles: secret, bound to model, tenant and token ids, and short-lived.
 """
 
 from __future__ import annotations
@@ -63,19 +64,22 @@ class TransferPlace:
         url = settings.transfer_url
         if not url:
             raise TransferError(
-                "Wanted a place to hand KV over, found none: set RAGFUSE_TRANSFER_URL to a folder (in /dev/shm for "
-                "engines on one machine), or to a redis:// or s3:// URL that both engines reach."
+                "Wanted a place to hand KV over, found none: set RAGFUSE_TRANSFER_URL to a folder"
+                " (in /dev/shm for engines on one machine), or to a redis:// or s3:// URL that both"
+                " engines reach."
             )
         life_s = settings.transfer_ttl_s
         limits = {"tier_bytes": settings.transfer_bytes, "ttl_s": life_s + _MARGIN_S}
         try:
             tier = open_tier(url, settings.model_copy(update=limits), _evict_expired)
         except (RagFuseError, ImportError, OSError, ValueError) as error:
-            raise TransferError(f"The place '{shown(url)}' to hand KV over cannot be opened: {error}") from error
+            raise TransferError(
+                f"The place '{shown(url)}' to hand KV over cannot be opened: {error}"
+            ) from error
         if not tier.answers:
             raise TransferError(
-                f"The place '{shown(url)}' to hand KV over does not answer. Start it, or set RAGFUSE_TRANSFER_URL to "
-                "one that both engines reach."
+                f"The place '{shown(url)}' to hand KV over does not answer. Start it, or set"
+                " RAGFUSE_TRANSFER_URL to one that both engines reach."
             )
         return cls(tier, life_s, f"{tier.name}-{digest('place', url)[:8]}", shown(url))
 
@@ -91,7 +95,8 @@ class TransferPlace:
         """Write the KV of a whole prompt.
 
         Args:
-            kv: The KV of all T tokens: keys and values [H, T, D] a layer, keys rotated to positions 0..T-1.
+            kv: The KV of all T tokens: keys and values [H, T, D] a layer, keys rotated to positions
+                0..T-1.
             token_ids: The T ids.
             model: The model that computed it.
             tenant: The tenant's label (`TransferHandle.tenant_label`).
@@ -105,47 +110,55 @@ class TransferPlace:
             TransferError: It does not fit, or the place failed.
         """
         if kv.n_tokens != len(token_ids):
-            raise TransferError(f"Wanted KV of {len(token_ids)} tokens, found KV of {kv.n_tokens}. Give both whole.")
+            raise TransferError(
+                f"Wanted KV of {len(token_ids)} tokens, found KV of {kv.n_tokens}. Give both whole."
+            )
         self.sweep_if_due()
         codec = codec_for(level)
         blobs = [codec.encode(layer, at).cpu() for at, layer in enumerate(kv.layers)]
         meta = EntryMeta.of(kv, level, blobs)
         expires_s = self._clock() + self._ttl_s
-        handle = TransferHandle.make(token_ids, model, tenant, expires_s, meta.nbytes, level, self.label, weights)
+        handle = TransferHandle.make(
+            token_ids, model, tenant, expires_s, meta.nbytes, level, self.label, weights
+        )
         if not self._tier.put(handle.key, meta, blobs):
             raise TransferError(
-                f"Wanted room for {meta.nbytes:,} bytes of KV in the place '{self.where}', found none: it is "
-                "full, or it failed (see the log). Raise RAGFUSE_TRANSFER_BYTES, lower RAGFUSE_TRANSFER_TTL_S, or try "
-                "again later."
+                f"Wanted room for {meta.nbytes:,} bytes of KV in the place '{self.where}', found"
+                " none: it is full, or it failed (see the log). Raise RAGFUSE_TRANSFER_BYTES,"
+                " lower RAGFUSE_TRANSFER_TTL_S, or try again later."
             )
         return handle
 
     def read(self, handle: TransferHandle) -> Iterator[LayerKV]:
-        """Yield the layers of a prompt's KV, each read and checked when it is asked for. Nothing is deleted.
+        """Yield the layers of a prompt's KV, each read and checked when it is asked for. Nothing is
+        deleted.
 
         Raises:
             TransferError: It has expired, was deleted, is damaged, or is not what the handle says.
         """
         if self._clock() >= handle.expires_s:
             raise TransferError(
-                f"The KV of a prompt expired {self._clock() - handle.expires_s:.0f} s ago. Decode sooner, or set "
-                "RAGFUSE_TRANSFER_TTL_S higher."
+                f"The KV of a prompt expired {self._clock() - handle.expires_s:.0f} s ago. Decode"
+                " sooner, or set RAGFUSE_TRANSFER_TTL_S higher."
             )
         codec = codec_for(handle.level)
         for at in range(handle.model.n_layers):
             found = self._tier.get(handle.key, range(at, at + 1))
             if found is None:
                 raise TransferError(
-                    f"Layer {at} of a prompt's KV is not in the place '{self.where}' ({self.label}): it was never "
-                    f"written there (the handle says {handle.place!r:.40}), was read before, or was damaged. Use one "
-                    "place for both."
+                    f"Layer {at} of a prompt's KV is not in the place '{self.where}'"
+                    f" ({self.label}): it was never written there (the handle says"
+                    f" {handle.place!r:.40}), was read before, or was damaged. Use one place for"
+                    " both."
                 )
             meta, *blobs = found
             _check(meta, handle)
             try:
                 yield codec.decode(blobs[0], meta.layers[at])
             except ValueError as error:
-                raise TransferError(f"Layer {at} of a prompt's KV cannot be decoded: {error}") from error
+                raise TransferError(
+                    f"Layer {at} of a prompt's KV cannot be decoded: {error}"
+                ) from error
 
     def delete(self, handle: TransferHandle) -> bool:
         """Delete the KV of a handle; return whether it was there."""
@@ -157,13 +170,19 @@ class TransferPlace:
         return len(self._tier.list())
 
     def sweep(self) -> int:
-        """Delete the KV of all handles that have expired, also those that an engine left when it crashed."""
+        """Delete the KV of all handles that have expired, also those that an engine left when it
+        crashed.
+        """
         with self._lock:
             self._swept_at = now_s = self._clock()
         doomed = expired((entry.key for entry in self._tier.list()), now_s)
         if not doomed:
             return 0
-        log.info("%d prompts expired in the place '%s' before any engine decoded them", len(doomed), self.where)
+        log.info(
+            "%d prompts expired in the place '%s' before any engine decoded them",
+            len(doomed),
+            self.where,
+        )
         return self._tier.delete(doomed)
 
     def sweep_if_due(self) -> None:
@@ -179,15 +198,21 @@ class TransferPlace:
 
 
 def _check(meta: EntryMeta, handle: TransferHandle) -> None:
-    """Raise TransferError where an entry is not as large as its handle says, before any of it is decoded."""
+    """Raise TransferError where an entry is not as large as its handle says, before any of it is
+    decoded.
+    """
     model = handle.model
     shape = (model.kv_heads, handle.n_tokens, model.head_dim)
-    fits = all(each.key_shape == each.value_shape == shape and each.dtype == model.dtype for each in meta.layers)
+    fits = all(
+        each.key_shape == each.value_shape == shape and each.dtype == model.dtype
+        for each in meta.layers
+    )
     if meta.levels != (handle.level,) or meta.n_layers != model.n_layers or not fits:
         one = meta.layers[0]
         raise TransferError(
-            f"Wanted KV of {model.n_layers} layers {shape} in {model.dtype} at level {handle.level}, found "
-            f"{meta.n_layers} layers {one.key_shape} in {one.dtype} at {', '.join(meta.levels)}. Ask for it again."
+            f"Wanted KV of {model.n_layers} layers {shape} in {model.dtype} at level"
+            f" {handle.level}, found {meta.n_layers} layers {one.key_shape} in {one.dtype} at"
+            f" {', '.join(meta.levels)}. Ask for it again."
         )
 
 

@@ -1,1 +1,3 @@
-"""Values shared by all packages: keys, KV, prompts, plans, answers. Nothing here does I/O or makes decisions."""
+"""Values shared by all packages: keys, KV, prompts, plans, answers. Nothing here does I/O or makes
+decisions.
+"""

@@ -67,10 +67,12 @@ class SegmentTrace:
         nbytes: Bytes read for its rows; 0 where they were read for a segment before it, too.
         recomputed: Rows (tokens) of it that were recomputed.
         exact: Whether its KV equals that of a full prefill, so that nothing had to be recomputed.
-        encoded: Whether its KV was computed alone, directly after the prefix, or after filler text; "" for a miss.
+        encoded: Whether its KV was computed alone, directly after the prefix, or after filler text;
+            "" for a miss.
         why: The reason for a miss, in words; "" for a hit.
-        goes_on: Whether it belongs to the same chunk or document as the segment before it, as where a prompt leaves out
-            or changes words of a chunk, or where only passages of a retrieved document are stored.
+        goes_on: Whether it belongs to the same chunk or document as the segment before it, as where
+            a prompt leaves out or changes words of a chunk, or where only passages of a retrieved
+            document are stored.
     """
 
     source: str
@@ -102,7 +104,8 @@ class Trace:
         tokens_reused: Tokens whose KV was loaded and used as it was.
         tokens_recomputed: Tokens of loaded chunks that were recomputed, on average over the layers.
         tokens_fresh: Tokens of which no KV was loaded.
-        mean_ratio: The share of recomputed rows among those a policy chose from, on average over the layers.
+        mean_ratio: The share of recomputed rows among those a policy chose from, on average over
+            the layers.
         nbytes: Bytes read.
         load_s: Time spent loading.
         compute_s: Time spent computing.
@@ -112,7 +115,8 @@ class Trace:
         total_s: Time to the end of the answer.
         fallback_reason: Why nothing was fused; "" where the prompt was fused.
         segments: One row per segment that could have come from the store.
-        recomputed_rows: Prompt rows of cached chunks that were recomputed in the layers after the check layer.
+        recomputed_rows: Prompt rows of cached chunks that were recomputed in the layers after the
+            check layer.
         predicted_ttft_s: Predicted time to the first logits; None: this machine was not measured.
         predicted_load_s: Predicted time spent loading; None: this machine was not measured.
         corrections: As in `Forecast`.
@@ -124,10 +128,12 @@ class Trace:
         modules: Paths of its modules whose text was reused (".": text of the schema itself).
         tokens_prefix: Reused tokens of a prefix shared with earlier prompts.
         tokens_chunks: Reused tokens of chunks.
-        unsaved: Data that could not be read from disk or written to it, and why; only this process remembers it.
-        tokens_to_encode: Tokens of missed chunks, which are encoded after the answer, each chunk once.
-        unheld: Keywords of the answer's JSON schema that were not held while decoding, and those that the answer
-            breaks.
+        unsaved: Data that could not be read from disk or written to it, and why; only this process
+            remembers it.
+        tokens_to_encode: Tokens of missed chunks, which are encoded after the answer, each chunk
+            once.
+        unheld: Keywords of the answer's JSON schema that were not held while decoding, and those
+            that the answer breaks.
     """
 
     model: str = ""
@@ -165,7 +171,9 @@ class Trace:
 
     @property
     def tokens_found(self) -> int:
-        """Tokens whose KV was found and loaded, those that were then recomputed (`tokens_recomputed`) included."""
+        """Tokens whose KV was found and loaded, those that were then recomputed
+        (`tokens_recomputed`) included.
+        """
         return self.tokens_reused + self.tokens_recomputed
 
     @property
@@ -179,7 +187,10 @@ class Trace:
         first = f"TTFT {self.ttft_s:.2f} s"
         first += f" (wanted within {self.deadline_s:g} s)" if self.is_late else ""
         if not self.tokens_reused:
-            return f"{self.tokens} tokens: none reused ({self.fallback_reason or 'nothing was found'}), {first}"
+            return (
+                f"{self.tokens} tokens: none reused"
+                f" ({self.fallback_reason or 'nothing was found'}), {first}"
+            )
         chunks = [each.hit for each in self.segments if each.kind == "chunk" and not each.goes_on]
         parts = [f"{self.tokens_prefix} prefix"] if self.tokens_prefix else []
         parts += [f"{self.history_reused} of earlier turns"] if self.history_reused else []
@@ -192,7 +203,9 @@ class Trace:
         return f"{self.tokens} tokens: {reused}, {self.tokens_recomputed} recomputed, {first}"
 
     def _why_no_chunk(self) -> str:
-        """Return ": " and the reason where one holds for all chunks and is not counted by the summary; else ""."""
+        """Return ": " and the reason where one holds for all chunks and is not counted by the
+        summary; else "".
+        """
         reasons = {"" if each.hit else each.why for each in self.segments if each.kind == "chunk"}
         why = reasons.pop() if len(reasons) == 1 else ""
         return "" if why in ("", ENCODING, MISSING) else f": {why}"
@@ -200,7 +213,11 @@ class Trace:
     @property
     def history_reused(self) -> int:
         """Tokens of earlier turns whose KV came from the store."""
-        return sum(segment.n_tokens for segment in self.segments if segment.kind == "history" and segment.hit)
+        return sum(
+            segment.n_tokens
+            for segment in self.segments
+            if segment.kind == "history" and segment.hit
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the trace, with its summary, as JSON brings it back: lists, no tuples."""
@@ -210,7 +227,9 @@ class Trace:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One tool call that the model asks for. The message with the tool's result refers to it by `id`."""
+    """One tool call that the model asks for. The message with the tool's result refers to it by
+    `id`.
+    """
 
     name: str
     arguments: Mapping[str, Any]
@@ -224,17 +243,24 @@ class ToolCall:
             InputError: The arguments are no JSON object.
         """
         function = call.get("function") or {}
-        name, arguments = str(function.get("name") or ""), cls.read_arguments(function.get("arguments"))
+        name, arguments = (
+            str(function.get("name") or ""),
+            cls.read_arguments(function.get("arguments")),
+        )
         return cls(name, arguments, str(call.get("id") or ""))
 
     def as_openai(self) -> dict[str, Any]:
         """Return the call in OpenAI's form, its arguments as JSON text."""
-        function = {"name": self.name, "arguments": json.dumps(dict(self.arguments), ensure_ascii=False)}
+        function = {
+            "name": self.name,
+            "arguments": json.dumps(dict(self.arguments), ensure_ascii=False),
+        }
         return {"id": self.id, "type": "function", "function": function}
 
     @staticmethod
     def read_arguments(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
-        """Read the arguments of a call: the JSON text of an object, or a mapping; {} where there are none.
+        """Read the arguments of a call: the JSON text of an object, or a mapping; {} where there
+        are none.
 
         Raises:
             InputError: They are something else.
@@ -247,13 +273,16 @@ class ToolCall:
                 found = None
         if not isinstance(found, Mapping):
             raise InputError(
-                f"The arguments of a tool call are {given!r:.60}; wanted the JSON text of an object, {{...}}."
+                f"The arguments of a tool call are {given!r:.60}; wanted the JSON text of an"
+                " object, {...}."
             )
         return dict(found)
 
 
 Ended = Literal["stop", "length", "tool_calls"]
-"""Why an answer ended: an end token or stop string, `max_tokens`, or a tool call whose result is awaited."""
+"""Why an answer ended: an end token or stop string, `max_tokens`, or a tool call whose result is
+awaited.
+"""
 
 
 @dataclass(frozen=True)

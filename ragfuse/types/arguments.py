@@ -1,6 +1,8 @@
-"""What is told where a constructor refuses its arguments: what was wanted, what was found, and which may be meant.
+"""What is told where a constructor refuses its arguments: what was wanted, what was found, and
+which may be meant.
 
-For classes that users construct, those of frameworks too. Nothing here decides which arguments are right.
+For classes that users construct, those of frameworks too. Nothing here decides which arguments are
+right.
 """
 
 from __future__ import annotations
@@ -25,12 +27,15 @@ UNKNOWN_NAME = ("extra_forbidden", "unexpected_keyword_argument")
 
 
 def checks_arguments(cls: T) -> T:
-    """Decorate a class, so that its constructor raises SettingsError for a name or value that it does not take.
+    """Decorate a class, so that its constructor raises SettingsError for a name or value that it
+    does not take.
 
-    Subclasses have the same. Positions and missing arguments of a class without fields stay Python's own errors.
+    Subclasses have the same. Positions and missing arguments of a class without fields stay
+    Python's own errors.
 
     Args:
-        cls: A class with fields that pydantic checks, or one whose `__init__` names all that it takes.
+        cls: A class with fields that pydantic checks, or one whose `__init__` names all that it
+            takes.
     """
     init = cls.__init__  # type: ignore[misc]
     parameters = list(inspect.signature(init).parameters.values())[1:]
@@ -45,7 +50,9 @@ def checks_arguments(cls: T) -> T:
         try:
             init(self, *args, **given)
         except ValidationError as error:
-            if not hasattr(cls, "__pydantic_fields__") or error.title != type(self).__name__:  # that of another object
+            if (
+                not hasattr(cls, "__pydantic_fields__") or error.title != type(self).__name__
+            ):  # that of another object
                 raise
             raise refused_arguments(error, type(self)) from None
 
@@ -65,7 +72,8 @@ def unknown_argument(owner: str, name: str, known: Sequence[str]) -> SettingsErr
 
 
 def meant(name: str, known: Sequence[str], all_known: str = "It takes") -> str:
-    """Return the sentence that says which known name may be meant by another, or all that there are.
+    """Return the sentence that says which known name may be meant by another, or all that there
+    are.
 
     Args:
         name: What was given.
@@ -76,8 +84,11 @@ def meant(name: str, known: Sequence[str], all_known: str = "It takes") -> str:
     return f"Did you mean {near[0]}?" if near else f"{all_known}: {', '.join(known)}."
 
 
-def refused_arguments(error: ValidationError, cls: Any, place: Callable[[str], str] = lambda name: "") -> SettingsError:
-    """Return an error that tells in words what pydantic refused: first a name that there is not, else the first value.
+def refused_arguments(
+    error: ValidationError, cls: Any, place: Callable[[str], str] = lambda name: ""
+) -> SettingsError:
+    """Return an error that tells in words what pydantic refused: first a name that there is not,
+    else the first value.
 
     Args:
         error: What pydantic raised.
@@ -85,7 +96,9 @@ def refused_arguments(error: ValidationError, cls: Any, place: Callable[[str], s
         place: Returns where the value of a field was set, for people; "" where the caller gave it.
     """
     errors, known_fields = error.errors(include_url=False), cls.__pydantic_fields__
-    strange = next((each for each in errors if each["type"] in UNKNOWN_NAME and len(each["loc"]) == 1), None)
+    strange = next(
+        (each for each in errors if each["type"] in UNKNOWN_NAME and len(each["loc"]) == 1), None
+    )
     if strange is not None:
         aliases = [field.alias for field in known_fields.values() if field.alias]
         return unknown_argument(cls.__name__, str(strange["loc"][0]), [*known_fields, *aliases])
@@ -93,10 +106,18 @@ def refused_arguments(error: ValidationError, cls: Any, place: Callable[[str], s
     name = str(first["loc"][0]) if first["loc"] else ""
     if first["type"] == "missing" and len(first["loc"]) == 1:
         return SettingsError(f"{cls.__name__} needs the argument '{name}', which is missing.", name)
-    field = next((field for known, field in known_fields.items() if name in (known, field.alias)), None)
-    alternatives = [each["msg"].removeprefix("Value error, ") for each in errors if each["loc"][:1] == first["loc"][:1]]
+    field = next(
+        (field for known, field in known_fields.items() if name in (known, field.alias)), None
+    )
+    alternatives = [
+        each["msg"].removeprefix("Value error, ")
+        for each in errors
+        if each["loc"][:1] == first["loc"][:1]
+    ]
     told = " or ".join(dict.fromkeys(alternatives))
     is_secret = field is None or not field.repr
     found = "" if is_secret or "found" in told else f", found {first['input']!r:.{MAX_VALUE_CHARS}}"
     where = place(name)
-    return SettingsError(f"{name}: {told}{found}{f' ({where})' if where and where not in told else ''}.", name)
+    return SettingsError(
+        f"{name}: {told}{found}{f' ({where})' if where and where not in told else ''}.", name
+    )

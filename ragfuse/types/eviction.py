@@ -11,4 +11,6 @@ EVICTION_POLICIES: Mapping[str, str] = MappingProxyType(
         "look-ahead": "ragfuse.plan.evict:by_next_use",
     }
 )
-"""The rank function (`plan.eviction_item.Rank`) of each policy as `module:function`, which `plan.evict` imports."""
+"""The rank function (`plan.eviction_item.Rank`) of each policy as `module:function`, which
+`plan.evict` imports.
+"""

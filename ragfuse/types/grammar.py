@@ -12,7 +12,8 @@ from ragfuse.errors import InputError
 
 @dataclass(frozen=True)
 class Grammar:
-    """A grammar that an answer must follow, token by token. Make one with `json`, `regex`, `choice` or `lark`.
+    """A grammar that an answer must follow, token by token. Make one with `json`, `regex`, `choice`
+    or `lark`.
 
     Args:
         kind: How `source` is read.
@@ -27,8 +28,8 @@ class Grammar:
         """Return the grammar of JSON that a schema allows, formatted as `json.dumps` formats it.
 
         Args:
-            schema: A JSON schema; None: any object. Objects whose schema names their properties may hold no others,
-                unless it sets `additionalProperties`.
+            schema: A JSON schema; None: any object. Objects whose schema names their properties may
+                hold no others, unless it sets `additionalProperties`.
         """
         return Grammar("json", json_text({"type": "object"} if schema is None else schema))
 
@@ -39,14 +40,24 @@ class Grammar:
 
     @staticmethod
     def choice(texts: Sequence[str]) -> Grammar:
-        """Return the grammar of exactly one of these texts; raise InputError where there is none, or an empty one."""
-        if isinstance(texts, str) or not texts or not all(isinstance(text, str) and text for text in texts):
-            raise InputError(f"Grammar.choice takes a list of texts, none of them empty; found {texts!r}.")
+        """Return the grammar of exactly one of these texts; raise InputError where there is none,
+        or an empty one.
+        """
+        if (
+            isinstance(texts, str)
+            or not texts
+            or not all(isinstance(text, str) and text for text in texts)
+        ):
+            raise InputError(
+                f"Grammar.choice takes a list of texts, none of them empty; found {texts!r}."
+            )
         return Grammar("lark", "start: " + " | ".join(json.dumps(text) for text in texts))
 
     @staticmethod
     def lark(rules: str) -> Grammar:
-        """Return the grammar with these Lark rules, in llguidance's dialect; the first rule applied is `start`."""
+        """Return the grammar with these Lark rules, in llguidance's dialect; the first rule applied
+        is `start`.
+        """
         return Grammar("lark", rules)
 
 
@@ -58,18 +69,24 @@ def json_text(schema: Mapping[str, Any], what: str = "The schema of a grammar") 
         what: How an error message names it.
     """
     if not isinstance(schema, Mapping):
-        raise InputError(f"{what} is {schema!r}; wanted a JSON schema: a dict such as {{'type': 'object'}}.")
+        raise InputError(
+            f"{what} is {schema!r}; wanted a JSON schema: a dict such as {{'type': 'object'}}."
+        )
     try:
         return json.dumps(closed(schema), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:  # the last where it holds itself
-        raise InputError(f"{what} cannot be written as JSON ({error}). Use plain dicts, lists and strings.") from error
+        raise InputError(
+            f"{what} cannot be written as JSON ({error}). Use plain dicts, lists and strings."
+        ) from error
 
 
 def closed(schema: Mapping[str, Any]) -> Any:
-    """Return the schema with `additionalProperties: false` in objects that name their properties and do not set it.
+    """Return the schema with `additionalProperties: false` in objects that name their properties
+    and do not set it.
 
-    The result allows nothing that the schema forbids. A schema with `allOf` stays as it is, and so do objects with
-    `anyOf`, `oneOf` or `$ref`: there one part may name properties that another part leaves out.
+    The result allows nothing that the schema forbids. A schema with `allOf` stays as it is, and so
+    do objects with `anyOf`, `oneOf` or `$ref`: there one part may name properties that another part
+    leaves out.
     """
     return schema if "allOf" in str(schema) else _closed(schema)
 
@@ -77,7 +94,9 @@ def closed(schema: Mapping[str, Any]) -> Any:
 def _closed(schema: Any) -> Any:
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
-    if not isinstance(schema, Mapping) or ("properties" in schema and not _ELSEWHERE.isdisjoint(schema)):
+    if not isinstance(schema, Mapping) or (
+        "properties" in schema and not _ELSEWHERE.isdisjoint(schema)
+    ):
         return schema
     inner = {name: _below(name, value) for name, value in schema.items()}
     if isinstance(schema.get("properties"), Mapping):
@@ -86,7 +105,9 @@ def _closed(schema: Any) -> Any:
 
 
 def _below(name: str, value: Any) -> Any:
-    """Return the value of a schema keyword, with the schemas in it closed; plain values stay as they are."""
+    """Return the value of a schema keyword, with the schemas in it closed; plain values stay as
+    they are.
+    """
     if name in NAMED_SCHEMAS and isinstance(value, Mapping):
         return {key: _closed(each) for key, each in value.items()}
     return value if name in PLAIN_VALUES else _closed(value)

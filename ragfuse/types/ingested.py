@@ -17,7 +17,8 @@ class Ingested:
         seconds: Time since the start.
         of: Number of chunks in all; None: unknown.
         short: Those that are too short to be stored.
-        left_out: Sources of texts that are longer than the model reads; they are not counted elsewhere.
+        left_out: Sources of texts that are longer than the model reads; they are not counted
+            elsewhere.
     """
 
     chunks: int = 0
@@ -30,7 +31,14 @@ class Ingested:
     left_out: tuple[str, ...] = ()
 
     def plus(self, tokens: int, nbytes: int, seconds: float, is_short: bool = False) -> Ingested:
-        """Return the totals after one more chunk; `nbytes` of new KV, 0 if it was stored before or is too short."""
+        """Return the totals after one more chunk; `nbytes` of new KV, 0 if it was stored before or
+        is too short.
+        """
         new = bool(nbytes)
-        found = self.chunks + 1, self.encoded + new, self.tokens + new * tokens, self.nbytes + nbytes
+        found = (
+            self.chunks + 1,
+            self.encoded + new,
+            self.tokens + new * tokens,
+            self.nbytes + nbytes,
+        )
         return Ingested(*found, seconds, self.of, self.short + is_short, self.left_out)

@@ -1,4 +1,6 @@
-"""Keys of KV entries: digests of the model, the token ids, and the tokens that these attended to."""
+"""Keys of KV entries: digests of the model, the token ids, and the tokens that these
+attended to.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,18 @@ from typing import Literal
 from blake3 import blake3
 
 FORMAT_VERSION = 2
-"""Version of everything that is written: keys, headers, profiles. A change turns old entries into misses."""
+"""Version of everything that is written: keys, headers, profiles. A change turns old entries into
+misses.
+"""
 _KEY = re.compile(r"[0-9A-Za-z_.~-]{4,300}")
 Encoded = Literal["alone", "prefix", "filler"]
 Kind = Literal["fresh", "chunk", "prefix", "module", "history"]
 
 
 def digest(*parts: str | bytes) -> str:
-    """Return the BLAKE3 digest of length-prefixed parts: 32 hex digits, the same in every process and machine."""
+    """Return the BLAKE3 digest of length-prefixed parts: 32 hex digits, the same in every process
+    and machine.
+    """
     hasher = blake3()
     for part in parts:
         data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
@@ -43,13 +49,15 @@ def filler_context(context: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ChunkKey:
-    """The identity of the KV of a run of tokens. Digests only: no position in a prompt, no process-local value.
+    """The identity of the KV of a run of tokens. Digests only: no position in a prompt, no
+    process-local value.
 
     Args:
-        model: Digest of weights, dtype, RoPE settings, tokenizer, drift, format version and the tenant's salt.
+        model: Digest of weights, dtype, RoPE settings, tokenizer, drift, format version and the
+            tenant's salt.
         tokens: Digest of the token ids.
-        context: What the run attended to before itself: "" for nothing, a token digest for exactly those tokens,
-            `filler_context` of either where filler text follows them.
+        context: What the run attended to before itself: "" for nothing, a token digest for exactly
+            those tokens, `filler_context` of either where filler text follows them.
         layout: "" for positions 0..n-1, else a digest of the positions.
     """
 
@@ -73,5 +81,7 @@ class ChunkKey:
         """Return the key whose `str()` is `text`; raise ValueError where it is not a key."""
         parts = ["" if part == "-" else part for part in text.split(".")]
         if not _KEY.fullmatch(text) or len(parts) != 4 or not parts[0] or not parts[1]:
-            raise ValueError(f"Not a chunk key: {text!r} (a key has four parts: model.tokens.context.layout)")
+            raise ValueError(
+                f"Not a chunk key: {text!r} (a key has four parts: model.tokens.context.layout)"
+            )
         return cls(*parts)

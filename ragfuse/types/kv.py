@@ -1,4 +1,6 @@
-"""The tensors of a chunk's KV, how its keys carry position, and what the store knows about an entry."""
+"""The tensors of a chunk's KV, how its keys carry position, and what the store knows about an
+entry.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,15 @@ from ragfuse.types.keys import ChunkKey
 
 @dataclass(frozen=True)
 class RopeLayout:
-    """How RoPE rotates one layer's keys: `2 * len(inv_freq)` dims from `lo` on; the other dims carry no position.
+    """How RoPE rotates one layer's keys: `2 * len(inv_freq)` dims from `lo` on; the other dims
+    carry no position.
 
     Args:
         inv_freq: Radians per position of each pair of dims.
         lo: First rotated dim.
         pairing: "half" pairs dim i with i + half, "interleaved" pairs 2i with 2i + 1.
-        part: The cached tensor that is rotated (latent attention caches its rotated part as "values").
+        part: The cached tensor that is rotated (latent attention caches its rotated part as
+            "values").
     """
 
     inv_freq: tuple[float, ...]
@@ -53,7 +57,9 @@ class LayerKV:
 
 @dataclass(frozen=True)
 class ChunkKV:
-    """The KV of one run of tokens, layer by layer. Layers may differ in heads and head dim. Never mutated."""
+    """The KV of one run of tokens, layer by layer. Layers may differ in heads and head dim. Never
+    mutated.
+    """
 
     layers: tuple[LayerKV, ...]
 
@@ -70,7 +76,8 @@ class ChunkKV:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tier's record of one stored key. It may be stale: a read that fails is a miss, never an exception.
+    """A tier's record of one stored key. It may be stale: a read that fails is a miss, never an
+    exception.
 
     Args:
         key: The key.

@@ -1,4 +1,6 @@
-"""The codec levels at which KV can be stored, named in this one place. Imports no torch, as settings use it too."""
+"""The codec levels at which KV can be stored, named in this one place. Imports no torch, as
+settings use it too.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ class CodecLevel:
     Args:
         name: Its name in settings, entries and traces.
         codec: The codec that packs it, as `codec.levels.codec_for` knows it.
-        bins: Bin widths of a `cachegen` level in the first, middle and last third of the layers, in units of each
-            channel's step (CacheGen 5.2).
+        bins: Bin widths of a `cachegen` level in the first, middle and last third of the layers, in
+            units of each channel's step (CacheGen 5.2).
     """
 
     name: str
@@ -36,5 +38,7 @@ LEVEL_NAMES = tuple(level.name for level in LEVELS)
 
 
 def loss(level: str) -> int:
-    """Return the rank of a level by loss, 0 for lossless; an unknown level counts as the lossiest."""
+    """Return the rank of a level by loss, 0 for lossless; an unknown level counts as the
+    lossiest.
+    """
     return LEVEL_NAMES.index(level) if level in LEVEL_NAMES else len(LEVEL_NAMES)

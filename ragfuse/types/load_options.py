@@ -27,7 +27,9 @@ LOADING = (
     "gguf_file",
     "merge_adapter",
 )
-"""Options for loading a model: those of transformers' `from_pretrained`, and whether an adapter is merged."""
+"""Options for loading a model: those of transformers' `from_pretrained`, and whether an adapter is
+merged.
+"""
 
 
 class LoadingOptions(dict[str, Any]):
@@ -46,7 +48,9 @@ class LoadingOptions(dict[str, Any]):
         try:
             options = dict(json.loads(given or "{}") if isinstance(given, str) else given)
         except (TypeError, ValueError):
-            raise ValueError('wanted a JSON object of options by name, such as {"revision": "main"}') from None
+            raise ValueError(
+                'wanted a JSON object of options by name, such as {"revision": "main"}'
+            ) from None
         for name in options:
             if name not in LOADING:
                 hint = meant(str(name), LOADING).rstrip(".")

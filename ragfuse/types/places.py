@@ -1,4 +1,6 @@
-"""Folders, URLs and addresses as settings hold them: absolute, so that a later change of the folder does not matter."""
+"""Folders, URLs and addresses as settings hold them: absolute, so that a later change of the folder
+does not matter.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,15 @@ def tier_placed(url: str) -> str:
     scheme, mark, rest = url.partition("://")
     if not mark:
         return str(placed_folder(url)) if url.strip() else url
-    return f"{scheme}://{placed_folder(rest)}" if scheme.lower() in ("file", "local") and rest else url
+    return (
+        f"{scheme}://{placed_folder(rest)}" if scheme.lower() in ("file", "local") and rest else url
+    )
 
 
 def model_placed(name: str) -> str:
-    """Return the absolute path where a model's name is an existing folder; any other name unchanged."""
+    """Return the absolute path where a model's name is an existing folder; any other name
+    unchanged.
+    """
     try:
         is_folder = bool(name.strip()) and os.path.isdir(os.path.expanduser(name))
     except ValueError:  # no path at all

@@ -11,7 +11,9 @@ from ragfuse.types.prompt import Prompt
 from ragfuse.types.sizes import size_text
 
 Bound = Literal["floor", "loading", "deadline", "asked"]
-"""What bounds the ratio: the smallest safe ratio, what loading hides, the deadline, or the caller's own ratio."""
+"""What bounds the ratio: the smallest safe ratio, what loading hides, the deadline, or the caller's
+own ratio.
+"""
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,11 @@ class Forecast:
         full_s: Full prefill of the prompt.
         bound: What bounds the recompute ratio.
         deadline_s: The deadline for the first token; None for none.
-        segments: (segment index, seconds to read it, seconds to compute its rows) of each segment that could be reused;
-            for one that is in the store but left unread, how long reading it would take.
-        corrections: (tier, factor) of tiers that recently took `factor` times as long as measured; all times above
-            include it.
+        segments: (segment index, seconds to read it, seconds to compute its rows) of each segment
+            that could be reused; for one that is in the store but left unread, how long reading it
+            would take.
+        corrections: (tier, factor) of tiers that recently took `factor` times as long as measured;
+            all times above include it.
     """
 
     load_s: float
@@ -79,8 +82,9 @@ def is_blended(prompt: Prompt, fetch: Fetch) -> bool:
 
 
 def is_exact(prompt: Prompt, fetch: Fetch) -> bool:
-    """Return whether a fetched segment attended to exactly the tokens before it here, so that its KV equals full
-    prefill's."""
+    """Return whether a fetched segment attended to exactly the tokens before it here, so that its
+    KV equals full prefill's.
+    """
     segment, before = prompt.segments[fetch.segment], prompt.segments[: fetch.segment]
     lo, start = prompt.spans[fetch.segment][0], segment.start
     if segment.kind == "prefix":
@@ -98,19 +102,24 @@ def is_exact(prompt: Prompt, fetch: Fetch) -> bool:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """The decision for one prompt: what is read and what is computed. A plain value; `ragfuse.load` executes it.
+    """The decision for one prompt: what is read and what is computed. A plain value; `ragfuse.load`
+    executes it.
 
     Args:
         prompt: The prompt.
         ratio: The recompute ratio, 0..1.
         policy: The selection policy.
         fetches: Segments to read.
-        misses: (segment index, reason) of segments that are computed although they could have been in the store.
+        misses: (segment index, reason) of segments that are computed although they could have been
+            in the store.
         fallback_reason: Why the prompt gets a full prefill; "" where it is fused.
-        unread: Segments that are in the store but computed, because that is faster than reading them.
-        layers_a_read: Layers that are read together; 0: `ragfuse.load` decides (this machine was not measured).
+        unread: Segments that are in the store but computed, because that is faster than reading
+            them.
+        layers_a_read: Layers that are read together; 0: `ragfuse.load` decides (this machine was
+            not measured).
         forecast: Predicted times; None: this machine was not measured.
-        n_before: For a model whose KV cannot be reused: tokens whose state an earlier prompt left (`hf.kept_states`).
+        n_before: For a model whose KV cannot be reused: tokens whose state an earlier prompt left
+            (`hf.kept_states`).
         cost: The cost of the policy.
     """
 
@@ -128,24 +137,37 @@ class LoadPlan:
 
     @property
     def chooses(self) -> bool:
-        """Whether the policy has tokens to choose: some that are read may be recomputed, and some of them will be."""
+        """Whether the policy has tokens to choose: some that are read may be recomputed, and some
+        of them will be.
+        """
         recomputes = self.ratio > 0 and self.cost.fixed_share != 0.0
         return recomputes and any(is_blended(self.prompt, fetch) for fetch in self.fetches)
 
     def with_full_prefill(self, why: str) -> LoadPlan:
         """Return the plan of a full prefill of the same prompt, with the reason."""
         return replace(
-            self, fallback_reason=why, fetches=(), misses=(), forecast=self.forecast and self.forecast.full()
+            self,
+            fallback_reason=why,
+            fetches=(),
+            misses=(),
+            forecast=self.forecast and self.forecast.full(),
         )
 
     def explain(self) -> str:
         """Return the plan in one readable line; `plan.explanation.in_words` has all of it."""
         if self.fallback_reason:
-            known = f", {self.n_before} of them from an earlier prompt's state" if self.n_before else ""
+            known = (
+                f", {self.n_before} of them from an earlier prompt's state" if self.n_before else ""
+            )
             return f"full prefill of {len(self.prompt)} tokens{known}: {self.fallback_reason}"
         missing = f"{len(self.misses)} missing"
         if not self.fetches:
             return f"nothing from the store, {missing}"
-        found = f"{len(self.fetches)} segments from the store ({size_text(sum(f.nbytes for f in self.fetches))})"
-        chosen = f"ratio {self.ratio:.2f} by {self.policy}" if self.chooses else "nothing recomputed"
+        found = (
+            f"{len(self.fetches)} segments from the store"
+            f" ({size_text(sum(f.nbytes for f in self.fetches))})"
+        )
+        chosen = (
+            f"ratio {self.ratio:.2f} by {self.policy}" if self.chooses else "nothing recomputed"
+        )
         return f"{found}, {missing}, {chosen}"

@@ -1,4 +1,6 @@
-"""The cost of a selection policy, declared by the policy itself, so that `ragfuse.plan` needs to name no policy."""
+"""The cost of a selection policy, declared by the policy itself, so that `ragfuse.plan` needs to
+name no policy.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +9,25 @@ from dataclasses import dataclass
 from typing import Literal
 
 AUTO = "auto"
-"""The policy name that stands for the model's own choice where it applies, else for the controller's `MEASURED`."""
+"""The policy name that stands for the model's own choice where it applies, else for the
+controller's `MEASURED`.
+"""
 STAIRS = 8
-"""Most different numbers of rows that a gradual policy computes; attention is planned anew for each."""
+"""Most different numbers of rows that a gradual policy computes; attention is planned anew for
+each.
+"""
 Needs = Literal["nothing", "all rows of a layer", "attention"]
-"""What a policy needs before it can choose its rows: nothing, K and V of all rows of one layer, or a pass over the
-first three quarters of the layers that measures the question's attention."""
+"""What a policy needs before it can choose its rows: nothing, K and V of all rows of one layer, or
+a pass over the first three quarters of the layers that measures the question's attention.
+"""
 
 
 def watched_layers(n_layers: int) -> range:
-    """Return the layers in which the question's attention is measured: the third quarter of a model's layers.
+    """Return the layers in which the question's attention is measured: the third quarter of a
+    model's layers.
 
-    Which rows a question needs shows in the middle of a model: earlier layers attend to what stands near, later ones to
-    what comes next. The pass ends behind the last of these layers.
+    Which rows a question needs shows in the middle of a model: earlier layers attend to what stands
+    near, later ones to what comes next. The pass ends behind the last of these layers.
     """
     first = n_layers // 2
     return range(first, max(first + 1, 3 * n_layers // 4))
@@ -29,12 +37,14 @@ def schedule(ratio: float, layer: int, first: int, n_layers: int, gradual: bool)
     """Return the share of candidates to recompute in `layer` (CacheBlend 4.3).
 
     Args:
-        ratio: The mean share over layers first..n_layers-1, which both schedules keep, also where 1.5 ratio exceeds 1.
+        ratio: The mean share over layers first..n_layers-1, which both schedules keep, also where
+            1.5 ratio exceeds 1.
         layer: Index of the layer.
         first: The first layer whose rows are chosen.
         n_layers: Layers of the model.
-        gradual: False: `ratio` in every layer; True: falling from 1.5 ratio to 0.5 ratio, in at most `STAIRS` stairs of
-            equally many layers, as choosing rows anew takes a dozen operations.
+        gradual: False: `ratio` in every layer; True: falling from 1.5 ratio to 0.5 ratio, in at
+            most `STAIRS` stairs of equally many layers, as choosing rows anew takes a dozen
+            operations.
     """
     n_scheduled = n_layers - first
     if not gradual or n_scheduled < 2:
@@ -53,8 +63,10 @@ class PolicyCost:
     Args:
         needs: What must be computed first.
         gradual: Whether the share of rows falls from layer to layer, as in CacheBlend 4.3.
-        fixed_share: A share of rows that the policy always recomputes, 0..1; None: the recompute ratio decides.
-        tokens_per_chunk: Tokens of each chunk that it recomputes whatever the ratio; 0: the ratio decides.
+        fixed_share: A share of rows that the policy always recomputes, 0..1; None: the recompute
+            ratio decides.
+        tokens_per_chunk: Tokens of each chunk that it recomputes whatever the ratio; 0: the ratio
+            decides.
     """
 
     needs: Needs = "nothing"
@@ -68,7 +80,8 @@ class PolicyCost:
         return self.fixed_share is None and not self.tokens_per_chunk
 
     def share_of(self, ratio: float, chunks: Sequence[int]) -> float:
-        """Return the share of the chunks' rows that is recomputed: none at ratio 0 and all at 1, whatever the policy.
+        """Return the share of the chunks' rows that is recomputed: none at ratio 0 and all at 1,
+        whatever the policy.
 
         Args:
             ratio: The recompute ratio, 0..1.

@@ -15,9 +15,13 @@ PROFILE_VERSION = 6
 """Version of ModelProfile; profiles of another version are ignored."""
 
 UNCALIBRATED = ("query", 0.10)
-"""Policy and ratio for a model that is not calibrated, over chunks that were encoded behind filler text."""
+"""Policy and ratio for a model that is not calibrated, over chunks that were encoded behind filler
+text.
+"""
 UNCALIBRATED_DENSE = ("lexical", 0.10)
-"""The same for a model that computes attention itself, so that ragfuse does not see what its question attends to."""
+"""The same for a model that computes attention itself, so that ragfuse does not see what its
+question attends to.
+"""
 
 
 @dataclass(frozen=True)
@@ -29,21 +33,23 @@ class ModelProfile:
         n_layers: Its layers.
         rope: The RoPE layout of each layer; None where keys carry no position.
         windows: The sliding window of each layer in tokens; None for full attention.
-        mode: How attention is computed: "rows" by ragfuse, "dense" by the model under ragfuse's mask.
+        mode: How attention is computed: "rows" by ragfuse, "dense" by the model under ragfuse's
+            mask.
         refusal: Why its KV cannot be reused; "" where it can.
-        fixed: Whether a refused model's KV can still be reused at the positions at which it was encoded, as schema
-            modules do.
-        state: For a refused model: how it continues from a copy of its cache (`hf.kept_states.Kind`).
+        fixed: Whether a refused model's KV can still be reused at the positions at which it was
+            encoded, as schema modules do.
+        state: For a refused model: how it continues from a copy of its cache
+            (`hf.kept_states.Kind`).
         errors: Errors that the probe measured, by name.
         policy: The policy that calibration chose.
         ratio: The recompute ratio that calibration chose.
         verified: Whether fusing was found exact where it must be; None: not verified yet.
-        safe: Whether calibration found a policy and ratio whose answers stay close to those of full prefill; None: not
-            calibrated.
-        codec: Statistics of its KV for the `cachegen` levels, as `codec.CodecTables.as_dict` writes them; None: not
-            profiled.
-        filler_tokens: Tokens of filler text that its chunks are encoded behind, as it was trained to read them; None:
-            as the setting says.
+        safe: Whether calibration found a policy and ratio whose answers stay close to those of full
+            prefill; None: not calibrated.
+        codec: Statistics of its KV for the `cachegen` levels, as `codec.CodecTables.as_dict` writes
+            them; None: not profiled.
+        filler_tokens: Tokens of filler text that its chunks are encoded behind, as it was trained
+            to read them; None: as the setting says.
         version: `PROFILE_VERSION` when it was written.
     """
 
@@ -66,17 +72,27 @@ class ModelProfile:
 
     @property
     def choice(self) -> tuple[str, float] | None:
-        """Policy and ratio that calibration chose; None without calibration, or where it found nothing safe."""
-        return (self.policy, self.ratio) if self.safe and self.policy and self.ratio is not None else None
+        """Policy and ratio that calibration chose; None without calibration, or where it found
+        nothing safe.
+        """
+        return (
+            (self.policy, self.ratio)
+            if self.safe and self.policy and self.ratio is not None
+            else None
+        )
 
     @property
     def default_choice(self) -> tuple[str, float]:
-        """Policy and ratio of "auto" for chunks that were encoded behind filler text: calibration's, else a default."""
+        """Policy and ratio of "auto" for chunks that were encoded behind filler text:
+        calibration's, else a default.
+        """
         return self.choice or (UNCALIBRATED if self.mode == "rows" else UNCALIBRATED_DENSE)
 
     @property
     def probed(self) -> ModelProfile:
-        """The profile with only what the probe found, without verification, calibration and codec statistics."""
+        """The profile with only what the probe found, without verification, calibration and codec
+        statistics.
+        """
         return replace(self, policy="", ratio=None, verified=None, safe=None, codec=None)
 
     def calibrated(self, safe: bool, policy: str = "", ratio: float | None = None) -> ModelProfile:
@@ -92,5 +108,8 @@ class ModelProfile:
         """Return the profile that `as_dict` wrote; None where another version wrote it."""
         if data.get("version") != PROFILE_VERSION:
             return None
-        specs = (RopeLayout(**{**s, "inv_freq": tuple(s["inv_freq"])}) if s else None for s in data["rope"])
+        specs = (
+            RopeLayout(**{**s, "inv_freq": tuple(s["inv_freq"])}) if s else None
+            for s in data["rope"]
+        )
         return cls(**{**data, "rope": tuple(specs), "windows": tuple(data["windows"])})

@@ -1,4 +1,6 @@
-"""A prompt as segments of tokens. Each segment is fresh, or has keys under which its KV may be stored."""
+"""A prompt as segments of tokens. Each segment is fresh, or has keys under which its KV may be
+stored.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,16 @@ class Segment:
     Args:
         tokens: Token ids.
         start: Position of the first token.
-        kind: "fresh" (only computed), "chunk", "prefix" (shared with earlier prompts), "module" (of a schema) or
-            "history" (earlier turns).
+        kind: "fresh" (only computed), "chunk", "prefix" (shared with earlier prompts), "module" (of
+            a schema) or "history" (earlier turns).
         keys: Keys to look up its KV under, best first; empty exactly for a fresh segment.
         source: Where the text of a chunk came from, for people.
         text: The text of a chunk.
         rows: Rows lo:hi of the stored run that this segment uses; None: all of them.
         origin: Position of the stored run's row 0; None: as implied by `start` and `rows`.
         stored: Token ids of the whole stored run, where the segment uses only some of its rows.
-        document: The number of the document in its prompt that the segment is a part of; -1 for none.
+        document: The number of the document in its prompt that the segment is a part of; -1 for
+            none.
     """
 
     tokens: tuple[int, ...]
@@ -45,17 +48,21 @@ class Segment:
     def __post_init__(self) -> None:
         if bool(self.keys) == (self.kind == "fresh"):
             raise ValueError(
-                f"A fresh segment has no keys and any other has some, found {self.kind!r} with {len(self.keys)} keys."
+                f"A fresh segment has no keys and any other has some, found {self.kind!r} with"
+                f" {len(self.keys)} keys."
             )
         lo, hi = self.rows or (0, len(self.tokens))
         if not self.tokens or not 0 <= lo == hi - len(self.tokens):
             raise ValueError(
-                f"A segment needs tokens, as many as rows: found {len(self.tokens)} tokens, rows {self.rows}."
+                f"A segment needs tokens, as many as rows: found {len(self.tokens)} tokens, rows"
+                f" {self.rows}."
             )
 
     @property
     def shift(self) -> int:
-        """Positions by which the keys of the stored run are rotated to stand at their place in the prompt."""
+        """Positions by which the keys of the stored run are rotated to stand at their place in the
+        prompt.
+        """
         return self.origin if self.origin is not None else self.start - (self.rows or (0, 0))[0]
 
     @property
@@ -77,15 +84,16 @@ class ConversationRef(Protocol):
 class Prompt:
     """The segments of a prompt, in order. Positions strictly increase; gaps are allowed.
 
-    The last segment is fresh: there is always a token to compute, and its row gives the first logits. A row is the
-    index of a token in the prompt.
+    The last segment is fresh: there is always a token to compute, and its row gives the first
+    logits. A row is the index of a token in the prompt.
 
     Args:
         segments: The segments.
         dropped: Sources of chunks that were left out so that the prompt fits.
         truncated: Tokens of the conversation that were left out so that the prompt fits.
         conversation: The conversation that the prompt continues.
-        schema_use: What it reuses of a schema (`schemas.bind.SchemaUse`); None where it uses no schema.
+        schema_use: What it reuses of a schema (`schemas.bind.SchemaUse`); None where it uses no
+            schema.
         last_user_rows: Rows lo:hi of the text of the last message, if it is a user's; else (0, 0).
         altered: Documents were retrieved for the prompt, and none of them is recognised in it.
         first_chunk: The row at which the first chunk begins; -1 for none.
@@ -102,10 +110,14 @@ class Prompt:
 
     def __post_init__(self) -> None:
         if not self.segments or self.segments[-1].kind != "fresh":
-            raise ValueError("The last segment of a prompt must be fresh, as its last token has to be computed.")
+            raise ValueError(
+                "The last segment of a prompt must be fresh, as its last token has to be computed."
+            )
         for before, after in pairwise(self.segments):
             if after.start < before.stop:
-                raise ValueError(f"Positions must increase: {after.start} follows {before.stop - 1}.")
+                raise ValueError(
+                    f"Positions must increase: {after.start} follows {before.stop - 1}."
+                )
 
     @cached_property
     def token_ids(self) -> tuple[int, ...]:
@@ -126,14 +138,17 @@ class Prompt:
 
     @cached_property
     def question_rows(self) -> tuple[Tensor, ...]:
-        """Rows (int64) where the question may be, most likely first: those after the last chunk; those in no chunk.
+        """Rows (int64) where the question may be, most likely first: those after the last chunk;
+        those in no chunk.
 
         In a conversation, the rows after the last chunk may include earlier questions and answers.
         """
         import torch
 
         placed = list(zip(self.segments, self.spans, strict=True))
-        outside = torch.cat([torch.arange(lo, hi) for segment, (lo, hi) in placed if segment.kind != "chunk"])
+        outside = torch.cat(
+            [torch.arange(lo, hi) for segment, (lo, hi) in placed if segment.kind != "chunk"]
+        )
         behind = max((hi for segment, (_, hi) in placed if segment.kind == "chunk"), default=0)
         return outside[outside >= behind], outside
 

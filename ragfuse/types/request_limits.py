@@ -1,4 +1,6 @@
-"""What one request may bring, wherever it is written or read: by the engine, a server or its client."""
+"""What one request may bring, wherever it is written or read: by the engine, a server or its
+client.
+"""
 
 MAX_TITLE_CHARS = 256
 """Most characters of a document's title, which is stored with its chunk."""

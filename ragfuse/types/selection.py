@@ -1,4 +1,6 @@
-"""The names of the selection policies, which settings know without torch. The policies themselves: `fuse.select`."""
+"""The names of the selection policies, which settings know without torch. The policies themselves:
+`fuse.select`.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,13 @@ def is_policy(name: str) -> bool:
 
 
 def no_policy(name: str) -> SettingsError:
-    """Return the error for a name that is no policy's: it says which one may be meant, or which there are."""
+    """Return the error for a name that is no policy's: it says which one may be meant, or which
+    there are.
+    """
     known = (AUTO, *POLICY_NAMES, "lego-16")
-    return SettingsError(f"No selection policy '{name}'. {meant(name, known, 'It is one of')}", "policy")
+    return SettingsError(
+        f"No selection policy '{name}'. {meant(name, known, 'It is one of')}", "policy"
+    )
 
 
 def known_policy(name: str) -> None:
@@ -46,7 +52,9 @@ def known_policy(name: str) -> None:
 
 
 def as_setting(name: str) -> str:
-    """Return the name of a selection policy as it is; ValueError for one that is none's, as pydantic wants it."""
+    """Return the name of a selection policy as it is; ValueError for one that is none's, as
+    pydantic wants it.
+    """
     if not is_policy(name):
         raise ValueError(str(no_policy(name)).rstrip("."))
     return name

@@ -1,4 +1,6 @@
-"""The kinds of tiers that URLs open, named in this one place. Imports no torch, as settings use it too."""
+"""The kinds of tiers that URLs open, named in this one place. Imports no torch, as settings use it
+too.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ class TierKind:
 
     Args:
         name: The name of its tiers; several of a kind are numbered: `redis`, `redis-2`.
-        schemes: Schemes of its URLs; "": a folder without a scheme; "*": all schemes that no other kind has.
+        schemes: Schemes of its URLs; "": a folder without a scheme; "*": all schemes that no other
+            kind has.
         home: Its class as `module:class`, imported when a tier is opened.
         extra: The ragfuse extra to install for it; "" for none.
     """

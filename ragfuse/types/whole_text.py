@@ -11,14 +11,17 @@ log = logging.getLogger("ragfuse.text")
 
 
 def whole_text(text: str, what: str = "") -> str:
-    """Return the text with U+FFFD for each NUL and each half of a surrogate pair; two halves become their character.
+    """Return the text with U+FFFD for each NUL and each half of a surrogate pair; two halves become
+    their character.
 
-    Readers of PDF and JSON produce both. Neither UTF-8 nor a tokenizer accepts a half, nor XML a NUL. All other
-    characters stay. Texts are read like this at every door: files, HTTP, the frameworks, PML, the command line.
+    Readers of PDF and JSON produce both. Neither UTF-8 nor a tokenizer accepts a half, nor XML a
+    NUL. All other characters stay. Texts are read like this at every door: files, HTTP, the
+    frameworks, PML, the command line.
 
     Args:
         text: The text.
-        what: Where something is replaced, a warning names the text like this; "": there is no warning.
+        what: Where something is replaced, a warning names the text like this; "": there is no
+            warning.
 
     Returns:
         The text; the same object where nothing is replaced.
@@ -32,17 +35,20 @@ def whole_text(text: str, what: str = "") -> str:
         return text
     if what:
         log.warning(
-            "%s has characters that no text holds (NUL, or half a surrogate pair); each is replaced by U+FFFD.",
+            "%s has characters that no text holds (NUL, or half a surrogate pair); each is replaced"
+            " by U+FFFD.",
             whole_text(what),
         )
     return whole
 
 
 def whole_value(value: Any, what: str) -> Any:
-    """Return a value with all texts in it, keys too, as `whole_text` does; the same one if nothing is replaced.
+    """Return a value with all texts in it, keys too, as `whole_text` does; the same one if nothing
+    is replaced.
 
     Args:
-        value: Texts, numbers, lists, mappings and dataclasses. One that holds itself is returned as it is.
+        value: Texts, numbers, lists, mappings and dataclasses. One that holds itself is returned as
+            it is.
         what: How a warning names it.
     """
     try:
@@ -56,11 +62,15 @@ def _whole(value: Any, what: str) -> Any:
         return whole_text(value, what)
     if isinstance(value, Mapping):
         pairs = [(_whole(name, what), _whole(each, what)) for name, each in value.items()]
-        is_same = all(a is c and b is d for (a, b), (c, d) in zip(value.items(), pairs, strict=True))
+        is_same = all(
+            a is c and b is d for (a, b), (c, d) in zip(value.items(), pairs, strict=True)
+        )
         return value if is_same else dict(pairs)
     if isinstance(value, list | tuple):
         items = [_whole(each, what) for each in value]
-        return value if all(a is b for a, b in zip(value, items, strict=True)) else type(value)(items)
+        return (
+            value if all(a is b for a, b in zip(value, items, strict=True)) else type(value)(items)
+        )
     if is_dataclass(value) and not isinstance(value, type):
         given = {each.name: getattr(value, each.name) for each in fields(value)}
         parts = _whole(given, what)

@@ -1,4 +1,6 @@
-"""Examples come by number, ask about what they hold, and nothing of held-out documents is trained on."""
+"""Examples come by number, ask about what they hold, and nothing of held-out documents is trained
+on.
+"""
 
 import pytest
 
@@ -8,13 +10,17 @@ from ragfuse.errors import InputError
 
 def chunk(name: str, number: int) -> str:
     return (
-        f"Chapter {number} of {name}. The tower of Port {name.title()}{number} was built in {1700 + number} by Anna "
-        f"Marek{number} of Elling, and its keeper wrote {number * 7} ships into a book that is kept there."
+        f"Chapter {number} of {name}. The tower of Port {name.title()}{number} was built in"
+        f" {1700 + number} by Anna Marek{number} of Elling, and its keeper wrote {number * 7} ships"
+        " into a book that is kept there."
     )
 
 
 def documents(count: int, size: int) -> list[tuple[str, list[str]]]:
-    return [(f"books/{name}.txt", [chunk(name, i) for i in range(size)]) for name in "abcdefghij"[:count]]
+    return [
+        (f"books/{name}.txt", [chunk(name, i) for i in range(size)])
+        for name in "abcdefghij"[:count]
+    ]
 
 
 def texts(found: object) -> list[str]:
@@ -33,7 +39,8 @@ def test_a_part_of_the_documents_is_held_out(count: int, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [[], [("empty.txt", [])], documents(1, MIN_CHUNKS - 1), [("s.txt", ["too short"] * 99)]]
+    "given",
+    [[], [("empty.txt", [])], documents(1, MIN_CHUNKS - 1), [("s.txt", ["too short"] * 99)]],
 )
 def test_too_few_chunks_are_told_with_what_is_wanted(given: list[tuple[str, list[str]]]) -> None:
     with pytest.raises(InputError, match=f"at least {MIN_CHUNKS} chunks"):

@@ -1,4 +1,6 @@
-"""A training goes on where it stopped, keeps the best weights, and takes no folder of something else."""
+"""A training goes on where it stopped, keeps the best weights, and takes no folder of something
+else.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def settings(varied_path: Path, tmp_path: Path) -> Settings:
-    return Settings(model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path / "home")
+    return Settings(
+        model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path / "home"
+    )
 
 
 @pytest.fixture
@@ -116,7 +120,9 @@ def test_it_learns_and_the_best_is_kept(run: Callable[..., Any], tmp_path: Path)
     assert same(adapter(tmp_path / "whole"), adapter(tmp_path / "until"))
 
 
-def test_what_gains_nothing_ends_early(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_gains_nothing_ends_early(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "STALE_EVALUATIONS", 2)
     monkeypatch.setattr(module, "kl_along", lambda wanted, found: kl_along(wanted, found) * 0 + 1)
     state = run(limits=TrainingLimits(0, 50))
@@ -128,8 +134,14 @@ def test_a_run_that_is_stopped_before_it_was_measured_leaves_what_it_learnt(
     run: Callable[..., Any], tmp_path: Path
 ) -> None:
     run(stop_at=1)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {CHUNK_ADAPTER, SHIPPED_FILE, TRAINING_FILE}
-    assert any(bool(weight.any()) for name, weight in adapter(tmp_path / "out").items() if "lora_B" in name)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        CHUNK_ADAPTER,
+        SHIPPED_FILE,
+        TRAINING_FILE,
+    }
+    assert any(
+        bool(weight.any()) for name, weight in adapter(tmp_path / "out").items() if "lora_B" in name
+    )
 
 
 def test_the_encoding_of_an_adapter_is_honoured_but_for_a_setting_by_hand(
@@ -137,7 +149,12 @@ def test_the_encoding_of_an_adapter_is_honoured_but_for_a_setting_by_hand(
 ) -> None:
     run(limits=TrainingLimits(0, 1))
     write_shipped(tmp_path / "out", ShippedProfile(40, "lexical", 0.2))
-    named = {"model": str(tmp_path / "out"), "dtype": "float32", "store": tmp_path / "store", "home": tmp_path / "home"}
+    named = {
+        "model": str(tmp_path / "out"),
+        "dtype": "float32",
+        "store": tmp_path / "store",
+        "home": tmp_path / "home",
+    }
     with Engine(Settings(**named)) as engine:
         assert engine.model.chunk_adapter is not None
         assert engine.runtime.encoder.filler_tokens == 40
@@ -162,7 +179,9 @@ def test_a_folder_of_another_training_is_refused(run: Callable[..., Any], tmp_pa
         run(given=documents(2, 20))
 
 
-def test_a_damaged_training_is_told_by_its_file_and_left_alone(run: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_damaged_training_is_told_by_its_file_and_left_alone(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
     run(stop_at=1)
     file = tmp_path / "out" / TRAINING_FILE
     damaged = file.read_bytes()[:-4]
@@ -179,7 +198,9 @@ def test_an_adapter_is_no_model_to_adapt(tmp_path: Path, settings: Settings) -> 
         Adaptation(settings.model_copy(update={"model": str(tmp_path / "out")}))
 
 
-def test_a_student_that_is_not_the_engine_is_refused(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_student_that_is_not_the_engine_is_refused(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from ragfuse.hf import branches
 
     monkeypatch.setattr(branches, "_placed", lambda keys, starts, layout: keys)
@@ -216,7 +237,9 @@ def test_memory_is_stated(settings: Settings) -> None:
     adaptation.close()
 
 
-def test_what_cannot_be_read_apart_is_refused_at_once(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_apart_is_refused_at_once(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from ragfuse.hf import branches
 
     monkeypatch.setattr(branches.probe, "is_alibi", lambda config: True)
@@ -232,7 +255,11 @@ def test_a_place_that_cannot_have_an_adapter_is_told_and_not_made(
     mine.write_text("mine")
     new = tmp_path / "new" / "deep"
     require_place(new)
-    for place, found in ((mine, "a file"), (mine / "in" / "it", "a file"), (mine.parent, "other files")):
+    for place, found in (
+        (mine, "a file"),
+        (mine / "in" / "it", "a file"),
+        (mine.parent, "other files"),
+    ):
         with pytest.raises(InputError, match=f"found {found}"):
             require_place(place)
     monkeypatch.setattr("ragfuse.adapt.checkpoint.can_be_written", lambda path: False)

@@ -25,7 +25,9 @@ def opened(value: Any) -> Any:
     return value.content if isinstance(value, Envelope) else value
 
 
-read = DocumentReader(Letter, lambda each: (each.text.strip(), source_of(each.meta, each.text), ""), opened)
+read = DocumentReader(
+    Letter, lambda each: (each.text.strip(), source_of(each.meta, each.text), ""), opened
+)
 A, B = Letter(" A letter. ", {"source": "a.txt"}), Letter("Another.", {"file_name": "b.txt"})
 FOUND = [("A letter.", "a.txt", ""), ("Another.", "b.txt", "")]
 

@@ -11,7 +11,10 @@ from pydantic import BaseModel
 from ragfuse import Ask, Grammar, InputError, SettingsError
 from ragfuse.adapters import CALL_OPTIONS, ask_of
 
-TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("paint", "knock")]
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {}}}
+    for name in ("paint", "knock")
+]
 
 
 class Door(BaseModel):
@@ -28,16 +31,25 @@ def asked(fields: dict[str, Any] | None = None, /, **call: Any) -> Ask:
     ("given", "expected"),
     [
         ({"max_tokens": 7, "seed": 3, "stop": ["."]}, Ask(max_tokens=7, seed=3, stop=["."])),
-        ({"policy": "hkvd", "ratio": 0.3, "overflow": "drop"}, Ask(policy="hkvd", ratio=0.3, overflow="drop")),
+        (
+            {"policy": "hkvd", "ratio": 0.3, "overflow": "drop"},
+            Ask(policy="hkvd", ratio=0.3, overflow="drop"),
+        ),
         ({"reuse": False, "deadline_s": 2.0}, Ask(reuse=False, deadline_s=2.0)),
         ({"top_p": 0.5}, Ask()),
-        ({"temperature": 0.7, "top_k": 3}, Ask(options={"do_sample": True, "temperature": 0.7, "top_k": 3})),
+        (
+            {"temperature": 0.7, "top_k": 3},
+            Ask(options={"do_sample": True, "temperature": 0.7, "top_k": 3}),
+        ),
         (
             {"temperature": np.float32(0.5), "top_k": np.int64(3)},
             Ask(options={"do_sample": True, "temperature": 0.5, "top_k": 3}),
         ),
         ({"max_tokens": np.int64(7), "seed": np.uint32(3)}, Ask(max_tokens=7, seed=3)),
-        ({"presence_penalty": 1.0, "timeout": 9.0}, Ask(options={"presence_penalty": 1.0, "max_time": 9.0})),
+        (
+            {"presence_penalty": 1.0, "timeout": 9.0},
+            Ask(options={"presence_penalty": 1.0, "max_time": 9.0}),
+        ),
         ({"generate_kwargs": {"min_p": 0.2}}, Ask(options={"min_p": 0.2})),
         ({"enable_thinking": False}, Ask(chat_template_kwargs={"enable_thinking": False})),
         ({"continue_final_message": True}, Ask(continue_final_message=True)),
@@ -46,25 +58,43 @@ def asked(fields: dict[str, Any] | None = None, /, **call: Any) -> Ask:
         ({"response_format": {"type": "json_object"}}, Ask(grammar=Grammar.json())),
         ({"response_format": Door}, Ask(grammar=Grammar.json(Door.model_json_schema()))),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {"type": "object"}},
+                }
+            },
             Ask(grammar=Grammar.json({"type": "object"})),
         ),
     ],
     ids=str,
 )
-def test_an_option_means_the_same_as_a_field_and_in_a_call(given: dict[str, Any], expected: Ask) -> None:
+def test_an_option_means_the_same_as_a_field_and_in_a_call(
+    given: dict[str, Any], expected: Ask
+) -> None:
     assert asked(given) == asked({}, **given) == expected
 
 
 def test_a_call_goes_before_its_model() -> None:
-    fields = {"ratio": 0.1, "stop": ["."], "chat_template_kwargs": {"mood": "good"}, "of_the_framework": 1}
+    fields = {
+        "ratio": 0.1,
+        "stop": ["."],
+        "chat_template_kwargs": {"mood": "good"},
+        "of_the_framework": 1,
+    }
     ask = asked(fields, ratio=0.5, stop=None, chat_template_kwargs={"date": "today"})
     assert (ask.ratio, tuple(ask.stop)) == (0.5, ())
     assert ask.chat_template_kwargs == {"mood": "good", "date": "today"}
 
 
 def test_tools_and_documents_come_along() -> None:
-    ask = ask_of("Model", {}, {"tool_choice": "any", "parallel_tool_calls": False}, TOOLS, [("A letter.", "a.txt")])
+    ask = ask_of(
+        "Model",
+        {},
+        {"tool_choice": "any", "parallel_tool_calls": False},
+        TOOLS,
+        [("A letter.", "a.txt")],
+    )
     assert (ask.tool_choice, ask.parallel_tool_calls) == ("required", False)
     assert ([*ask.tools], [*ask.documents]) == (TOOLS, [("A letter.", "a.txt")])
 

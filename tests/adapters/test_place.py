@@ -44,7 +44,9 @@ def test_a_server_is_asked_at_its_address(monkeypatch: pytest.MonkeyPatch) -> No
     ],
     ids=lambda given: next(iter(given)),
 )
-def test_what_only_an_engine_of_this_process_has_is_refused_beside_another(given: dict[str, Any]) -> None:
+def test_what_only_an_engine_of_this_process_has_is_refused_beside_another(
+    given: dict[str, Any],
+) -> None:
     for where in ({"base_url": URL}, {"engine": RemoteEngine(URL)}):
         with pytest.raises(InputError, match=f"{next(iter(given))}= has no effect"):
             Place.of(**where, **given)  # type: ignore[arg-type]
@@ -60,10 +62,20 @@ def test_two_places_and_things_that_are_no_engine_are_refused() -> None:
 
 
 def test_settings_are_resolved_once(tmp_path: Path) -> None:
-    settings = Settings(model="smollm2-135m", learn="off", model_kwargs={"revision": "a", "trust_remote_code": False})
-    place = Place.of(settings=settings, store=tmp_path, dtype="float32", model_kwargs={"revision": "b"})
+    settings = Settings(
+        model="smollm2-135m",
+        learn="off",
+        model_kwargs={"revision": "a", "trust_remote_code": False},
+    )
+    place = Place.of(
+        settings=settings, store=tmp_path, dtype="float32", model_kwargs={"revision": "b"}
+    )
     assert place.settings is not None
-    assert (place.name, place.settings.dtype, place.settings.store) == ("smollm2-135m", "float32", tmp_path)
+    assert (place.name, place.settings.dtype, place.settings.store) == (
+        "smollm2-135m",
+        "float32",
+        tmp_path,
+    )
     assert place.settings.model_kwargs == {"revision": "b", "trust_remote_code": False}
     assert not place.hears_retrievers
     assert Place.of(settings=Settings(**place.as_public()["settings"])) == place
@@ -81,16 +93,23 @@ def test_progress_is_a_bar_at_a_terminal_or_calls(
             with shown(progress, 2, "Encoding letters") as report:
                 if report is not None:
                     report(Ingested(1))
-            assert ("Encoding letters" in capsys.readouterr().err) is (is_terminal and progress is True)
+            assert ("Encoding letters" in capsys.readouterr().err) is (
+                is_terminal and progress is True
+            )
     assert heard == [Ingested(1)] * 2
 
 
-def test_an_engine_is_shared_by_all_with_its_settings(tiny_settings: Settings, engine: Engine) -> None:
+def test_an_engine_is_shared_by_all_with_its_settings(
+    tiny_settings: Settings, engine: Engine
+) -> None:
     one, two = Place.of(settings=tiny_settings), Place.of(settings=tiny_settings)
     assert one.engine() is two.engine() is one.engine(tiny_settings.model)
     other = one.engine("smollm2-135m")
     assert other is not one.engine()
-    assert (other.settings.model, other.settings.max_tokens) == ("smollm2-135m", tiny_settings.max_tokens)
+    assert (other.settings.model, other.settings.max_tokens) == (
+        "smollm2-135m",
+        tiny_settings.max_tokens,
+    )
     given = Place.of(engine=engine)
     assert given.engine() is deepcopy(given).engine() is engine_of(engine) is engine
     assert pickle.loads(pickle.dumps(given)).engine() is one.engine()
@@ -110,10 +129,16 @@ async def test_an_answer_comes_with_usage_and_trace(engine: Engine) -> None:
     place, ask = Place.of(engine=engine), Ask(max_tokens=4)
     with place.stream("Who dug the harbour?", ask) as stream:
         text, answer = "".join(stream), stream.answer
-    async with await place.astream(lambda asked: f"Who dug the harbour{asked.card.refusal}?", ask) as later:
+    async with await place.astream(
+        lambda asked: f"Who dug the harbour{asked.card.refusal}?", ask
+    ) as later:
         assert "".join([piece async for piece in later]) == text == answer.text
     told = place.told(answer, ask)
-    assert (told["model"], told["finish_reason"], told["ragfuse"]) == (place.name, "length", answer.trace.as_dict())
+    assert (told["model"], told["finish_reason"], told["ragfuse"]) == (
+        place.name,
+        "length",
+        answer.trace.as_dict(),
+    )
     usage = told["usage"]
     assert (usage["completion_tokens"], usage["prompt_tokens"]) == (4, answer.trace.tokens)
     assert usage["total_tokens"] == 4 + answer.trace.tokens
@@ -121,7 +146,9 @@ async def test_an_answer_comes_with_usage_and_trace(engine: Engine) -> None:
 
 
 def test_a_template_is_registered_before_its_first_answer(engine: Engine) -> None:
-    template = PMLTemplate("<schema name='door'><user>A door. <module name='m'>It is green.</module></user></schema>")
+    template = PMLTemplate(
+        "<schema name='door'><user>A door. <module name='m'>It is green.</module></user></schema>"
+    )
     filled, heard = template.fill({}), list[Ingested]()
     filled.progress = heard.append
     for _ in range(2):
@@ -134,6 +161,8 @@ def test_a_template_is_registered_before_its_first_answer(engine: Engine) -> Non
 
 
 def test_settings_that_nobody_gave_stay_open_to_what_the_model_says(tmp_path: Path) -> None:
-    settings = Place.of(settings=Settings(home=tmp_path), model="some/model", dtype="float32").settings
+    settings = Place.of(
+        settings=Settings(home=tmp_path), model="some/model", dtype="float32"
+    ).settings
     assert settings is not None
     assert settings.placed().model_fields_set.isdisjoint({"filler_tokens", "policy", "ratio"})

@@ -1,4 +1,6 @@
-"""The controller's benchmark on a tiny model: what it promises, and how the best ratio of a sweep is told."""
+"""The controller's benchmark on a tiny model: what it promises, and how the best ratio of a sweep
+is told.
+"""
 
 import io
 import json

@@ -18,14 +18,22 @@ def model(varied_path: Path) -> HFModel:
 
 def test_kv_deviation_is_each_token_s_distance() -> None:
     torch.manual_seed(0)
-    one, two = (ChunkKV(tuple(LayerKV(torch.randn(2, 5, 4), torch.randn(2, 5, 4)) for _ in range(3))) for _ in range(2))
+    one, two = (
+        ChunkKV(tuple(LayerKV(torch.randn(2, 5, 4), torch.randn(2, 5, 4)) for _ in range(3)))
+        for _ in range(2)
+    )
     found = kv_deviation(one, two)
     assert found.shape == (3, 5)
     for layer in range(3):
         for token in range(5):
             a, b = one.layers[layer], two.layers[layer]
-            keys, values = a.keys[:, token] - b.keys[:, token], a.values[:, token] - b.values[:, token]
-            assert float(found[layer, token]) == pytest.approx(float(torch.cat([keys, values]).norm()), rel=1e-5)
+            keys, values = (
+                a.keys[:, token] - b.keys[:, token],
+                a.values[:, token] - b.values[:, token],
+            )
+            assert float(found[layer, token]) == pytest.approx(
+                float(torch.cat([keys, values]).norm()), rel=1e-5
+            )
     assert not kv_deviation(one, one).any()
 
 

@@ -1,4 +1,6 @@
-"""The swap benchmark: lines counted in the programs themselves, and the whole of it on a tiny model."""
+"""The swap benchmark: lines counted in the programs themselves, and the whole of it on a tiny
+model.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,13 @@ def test_a_swap_changes_one_line_and_its_import_and_adds_none(framework: str) ->
 
 
 def test_every_changed_line_is_counted() -> None:
-    after = ["from b import Ours", "llm = Ours(model)", "index = Other(llm)", "fill(index)", "return index"]
+    after = [
+        "from b import Ours",
+        "llm = Ours(model)",
+        "index = Other(llm)",
+        "fill(index)",
+        "return index",
+    ]
     assert counted(BEFORE, after) == {"changed": 2, "imports": 1, "added": 1, "of": 3}
     assert counted(BEFORE, BEFORE) == {"changed": 0, "imports": 0, "added": 0, "of": 3}
     assert counted(BEFORE, BEFORE[:-1]) == {"changed": 1, "imports": 0, "added": 0, "of": 3}
@@ -39,12 +47,20 @@ def test_a_missing_package_is_named_with_what_brings_it(monkeypatch: pytest.Monk
 
 
 def small(model: Path, home: Path, **changes: Any) -> DropinOptions:
-    given: dict[str, Any] = {"dtype": "float32", "questions": 1, "splits": 7, "chunk_tokens": 64, "rounds": 1}
+    given: dict[str, Any] = {
+        "dtype": "float32",
+        "questions": 1,
+        "splits": 7,
+        "chunk_tokens": 64,
+        "rounds": 1,
+    }
     return DropinOptions(**{**given, "model": str(model), "home": home, **changes})
 
 
 @pytest.fixture(scope="module")
-def found(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
+def found(
+    tiny_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], str, Path]:
     home = tmp_path_factory.mktemp("home")
     console = Console(file=io.StringIO(), width=200)
     result = run_dropin(small(tiny_path, home), console)
@@ -73,9 +89,13 @@ def test_both_frameworks_ask_the_same_prompt(found: tuple[dict[str, Any], str, P
     assert one["tokens"] == other["tokens"]
 
 
-def test_conditions_are_in_the_result_and_lines_on_the_screen(found: tuple[dict[str, Any], str, Path]) -> None:
+def test_conditions_are_in_the_result_and_lines_on_the_screen(
+    found: tuple[dict[str, Any], str, Path],
+) -> None:
     result, said, _ = found
-    assert {"machine", "versions", "malloc", "threads", "date", "options", "timed", "clock"} <= set(result)
+    assert {"machine", "versions", "malloc", "threads", "date", "options", "timed", "clock"} <= set(
+        result
+    )
     for words in ("LangChain", "LlamaIndex", "HuggingFacePipeline", "RagFuseLLM", "1 line of"):
         assert words in said
 
@@ -89,7 +109,10 @@ def test_other_chunks_for_the_two_are_an_error(tmp_path: Path) -> None:
 
     from ragfuse.calibration.runner import Sample
 
-    said = [Said("a", ("one",) * 6, 1, 2, Sample(1, 1)), Said("a", ("other",) * 6, 1, 2, Sample(1, 1))]
+    said = [
+        Said("a", ("one",) * 6, 1, 2, Sample(1, 1)),
+        Said("a", ("other",) * 6, 1, 2, Sample(1, 1)),
+    ]
     rows = [dropin.question_row({"question": "?", "answers": ["a"]}, [(said[0], said[1])])]
     with pytest.raises(RagFuseError, match="same chunks"):
         dropin.summary("langchain", rows)

@@ -25,7 +25,9 @@ def test_a_static_policy_computes_no_layer_in_full() -> None:
 
 
 def test_asking_the_query_costs_its_rows_once_more() -> None:
-    query = Work(layers=10, chunks=2, chunk_tokens=100, suffix=20, ratio=0.1, check_layer=0, look=True)
+    query = Work(
+        layers=10, chunks=2, chunk_tokens=100, suffix=20, ratio=0.1, check_layer=0, look=True
+    )
     assert query.ideal_speedup == pytest.approx(220 / (0.1 * 200 + 20 + 0.7 * 20))
 
 

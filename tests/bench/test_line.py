@@ -59,7 +59,9 @@ def fetch(line: Line, nbytes: int = NBYTES) -> int:
         return came
 
 
-steps = some.lists(some.tuples(some.floats(0.01, 5), some.just(0.0) | some.floats(1, 1e6)), min_size=1, max_size=6)
+steps = some.lists(
+    some.tuples(some.floats(0.01, 5), some.just(0.0) | some.floats(1, 1e6)), min_size=1, max_size=6
+)
 
 
 def trace_of(spans: list[tuple[float, float]]) -> Trace:
@@ -94,7 +96,12 @@ def test_scaling_keeps_what_a_trace_looks_like():
 
 
 def test_a_slow_start_doubles_until_the_trace_is_reached():
-    assert constant(1000).slow_start(200, 0.125).steps == ((0, 200), (0.125, 400), (0.25, 800), (0.375, 1000))
+    assert constant(1000).slow_start(200, 0.125).steps == (
+        (0, 200),
+        (0.125, 400),
+        (0.25, 800),
+        (0.375, 1000),
+    )
 
 
 def test_random_bandwidths_are_the_same_for_a_seed_and_within_bounds():

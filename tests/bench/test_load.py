@@ -1,4 +1,6 @@
-"""The loading benchmark on a tiny model: what it reports, and that a throttled tier changes time and nothing else."""
+"""The loading benchmark on a tiny model: what it reports, and that a throttled tier changes time
+and nothing else.
+"""
 
 import io
 import json
@@ -19,7 +21,16 @@ from tests.store.kit import encoded, key, kv
 
 def small(home: Path, **changes: Any) -> LoadOptions:
     given: dict[str, Any] = {"model": "tiny", "dtype": "float32", "chunks": 3, "chunk_tokens": 24}
-    return LoadOptions(**{**given, "question_tokens": 8, "mbps": (2.0, 100.0), "rounds": 2, "home": home, **changes})
+    return LoadOptions(
+        **{
+            **given,
+            "question_tokens": 8,
+            "mbps": (2.0, 100.0),
+            "rounds": 2,
+            "home": home,
+            **changes,
+        }
+    )
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +41,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str
     return json.loads(json.dumps(result)), console.file.getvalue(), home
 
 
-def test_every_speed_has_its_times_and_the_nearest_to_100_is_the_headline(found: tuple[dict[str, Any], str, Path]):
+def test_every_speed_has_its_times_and_the_nearest_to_100_is_the_headline(
+    found: tuple[dict[str, Any], str, Path],
+):
     result, _, _ = found
     assert [row["mbps"] for row in result["by_mbps"]] == [2.0, 100.0]
     assert result["threaded_over_ram"] == result["by_mbps"][1]["threaded_over_ram"]

@@ -1,4 +1,6 @@
-"""The benchmark of matching on few passages: every form has its share, nothing is reused wrongly."""
+"""The benchmark of matching on few passages: every form has its share, nothing is reused
+wrongly.
+"""
 
 import io
 import json
@@ -17,8 +19,17 @@ from ragfuse.errors import InputError
 
 def run(varied_path: Path, home: Path, **options: Any) -> tuple[dict[str, Any], str]:
     console = Console(file=io.StringIO(), width=200)
-    sizes: dict[str, Any] = {"passages": 14, "least": 300, "longest": 900, "prompts": 1, "known": (14, 40), "rounds": 2}
-    result = run_matching(MatchingOptions(str(varied_path), home=home, **{**sizes, **options}), console)
+    sizes: dict[str, Any] = {
+        "passages": 14,
+        "least": 300,
+        "longest": 900,
+        "prompts": 1,
+        "known": (14, 40),
+        "rounds": 2,
+    }
+    result = run_matching(
+        MatchingOptions(str(varied_path), home=home, **{**sizes, **options}), console
+    )
     assert isinstance(console.file, io.StringIO)
     return json.loads(json.dumps(result)), console.file.getvalue()
 

@@ -70,7 +70,9 @@ def test_help_shows_defaults_as_they_are_typed_and_no_other_field(app: typer.Typ
     ("line", "message"),
     [(["--numbers", "x"], "--numbers is 'x'; wanted whole"), (["--chunk-tokens", "13"], "Not 13.")],
 )
-def test_what_the_dataclass_refuses_the_command_refuses(app: typer.Typer, line: list[str], message: str) -> None:
+def test_what_the_dataclass_refuses_the_command_refuses(
+    app: typer.Typer, line: list[str], message: str
+) -> None:
     error = CliRunner().invoke(app, line).exception
     assert isinstance(error, SettingsError)
     assert message in str(error)
@@ -99,9 +101,15 @@ def whole_numbers(command: Any, name: tuple[str, ...] = ()) -> Iterator[tuple[st
 
 def test_every_whole_number_has_a_least_one() -> None:
     found = dict(whole_numbers(typer.main.get_command(everything)))
-    bounded = [name for name, field in Settings.model_fields.items() if any(hasattr(m, "ge") for m in field.metadata)]
+    bounded = [
+        name
+        for name, field in Settings.model_fields.items()
+        if any(hasattr(m, "ge") for m in field.metadata)
+    ]
     assert len(found) > 60
-    assert [name for name, each in found.items() if each.min is None and each.name not in bounded] == []
+    assert [
+        name for name, each in found.items() if each.min is None and each.name not in bounded
+    ] == []
 
 
 @pytest.mark.parametrize("line", ["quality --data demo --limit -1", "ttft --rounds 0"])
@@ -130,12 +138,16 @@ def test_quick_quality_has_its_own_questions() -> None:
 
 def test_an_eviction_policy_that_there_is_not_cannot_be_simulated() -> None:
     assert SessionOptions(policies=("lru",)).policies == ("lru",)
-    with pytest.raises(SettingsError, match="--policies is 'lru,mru'; wanted some of fifo, lru, look-ahead"):
+    with pytest.raises(
+        SettingsError, match="--policies is 'lru,mru'; wanted some of fifo, lru, look-ahead"
+    ):
         SessionOptions(policies=("lru", "mru"))
 
 
 def test_defaults_in_python_and_on_the_command_line_are_the_same() -> None:
-    shown = " ".join(CliRunner().invoke(bench, ["ttft", "--help"], env={"COLUMNS": "300"}).output.split())
+    shown = " ".join(
+        CliRunner().invoke(bench, ["ttft", "--help"], env={"COLUMNS": "300"}).output.split()
+    )
     for each in fields(TtftOptions):
         if each.name in ("model", "dtype", "chunk_tokens", "ratio", "policy", "rounds"):
             assert f"[default: {each.default}]" in shown

@@ -18,11 +18,19 @@ from ragfuse.errors import ModelError, SettingsError
         ("l8b", "llama", (32, 4096, 32, 8, 14336, 128256)),
     ],
 )
-def test_a_preset_has_the_shape_it_is_known_for(name: str, kind: str, sizes: tuple[int, ...]) -> None:
+def test_a_preset_has_the_shape_it_is_known_for(
+    name: str, kind: str, sizes: tuple[int, ...]
+) -> None:
     found = preset(name)
     assert found is not None
     assert found.shape["model_type"] == kind
-    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    names = (
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "intermediate_size",
+    )
     assert tuple(found.shape[key] for key in (*names, "vocab_size")) == sizes
 
 

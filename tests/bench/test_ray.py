@@ -1,4 +1,6 @@
-"""The simulation of replicas: nothing is lost, memory is bounded, and following chunks finds more than turns do."""
+"""The simulation of replicas: nothing is lost, memory is bounded, and following chunks finds more
+than turns do.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,14 @@ def test_a_replica_keeps_what_was_used_last_within_its_memory() -> None:
 
 def test_following_chunks_finds_more_than_turns_do_and_no_replica_has_far_more_work() -> None:
     trace = conversations(300, 1.0, seed=3)
-    capacity = sum({chunk: tokens for request in trace for chunk, tokens in request.chunks.items()}.values()) // 10
+    capacity = (
+        sum(
+            {
+                chunk: tokens for request in trace for chunk, tokens in request.chunks.items()
+            }.values()
+        )
+        // 10
+    )
     found = {policy: simulate(trace, 2, capacity, policy) for policy in POLICIES}
     assert found["chunks"]["hit_share"] > 1.3 * found["round robin"]["hit_share"]
     assert found["chunks"]["work_over_mean"] < 1.5

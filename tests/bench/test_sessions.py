@@ -37,7 +37,9 @@ def simulated(talks, policy="look-ahead", memory=16 * GB, disk=40 * GB, server=S
 @pytest.mark.parametrize("policy", [*POLICIES, "none"])
 def test_every_turn_is_a_hit_a_miss_or_a_first_one(talks, policy):
     tally = simulated(talks, policy)
-    assert tally.turns == sum(map(len, talks)) == tally.ram + tally.disk + tally.missed + tally.first
+    assert (
+        tally.turns == sum(map(len, talks)) == tally.ram + tally.disk + tally.missed + tally.first
+    )
     assert tally.first == len(talks)
     assert tally.rates()["hit"] == pytest.approx((tally.ram + tally.disk) / tally.turns)
     assert tally.events == 2 * tally.turns + tally.fetched
@@ -100,7 +102,9 @@ class Recorder(Tiers):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_tiers_never_hold_more_than_they_have_room_for_nor_anything_twice(talks, policy, monkeypatch):
+def test_tiers_never_hold_more_than_they_have_room_for_nor_anything_twice(
+    talks, policy, monkeypatch
+):
     monkeypatch.setattr(simulate, "Tiers", Recorder)
     assert simulated(talks, policy).missed > 0
 
@@ -111,7 +115,12 @@ def test_conversations_of_one_tier_go_to_the_next_and_then_out():
         tiers.save(name, 10, float(now))
     assert [tiers.find(name) for name in "abcde"] == [None, "disk", "disk", "ram", "ram"]
     tiers.fetch("b")
-    assert [tiers.find(name) for name in "bcde"] == ["disk", "disk", "ram", "ram"]  # least recently used: back
+    assert [tiers.find(name) for name in "bcde"] == [
+        "disk",
+        "disk",
+        "ram",
+        "ram",
+    ]  # least recently used: back
     tiers.use("b", 9.0)
     tiers.fetch("b")
     assert [tiers.find(name) for name in "bcde"] == ["ram", "disk", "disk", "ram"]
@@ -133,7 +142,9 @@ def test_a_full_window_loses_its_earliest_half():
     turns = tuple(Turn(100, 900, 1.0) for _ in range(5))
     tally = simulated([turns], memory=PLENTY, server=SERVERS["LLaMA-13B"])
     assert (tally.missed, tally.ram) == (0, 4)
-    assert tally.saved_tokens == 1000 + 2000 + 3000 + 1952  # 4,000 and 1,000 overflow the window of 4,096
+    assert (
+        tally.saved_tokens == 1000 + 2000 + 3000 + 1952
+    )  # 4,000 and 1,000 overflow the window of 4,096
 
 
 def test_the_command_writes_what_it_must(tmp_path, monkeypatch):

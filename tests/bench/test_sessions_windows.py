@@ -1,4 +1,6 @@
-"""Windows, buffers and capacities against the paper's formulas, and the order of items against sorting them."""
+"""Windows, buffers and capacities against the paper's formulas, and the order of items against
+sorting them.
+"""
 
 import math
 

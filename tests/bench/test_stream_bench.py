@@ -1,4 +1,6 @@
-"""Streams over changing lines, measured: the scale is the paper's, and the result says what it is made of."""
+"""Streams over changing lines, measured: the scale is the paper's, and the result says what it is
+made of.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,10 @@ def test_a_context_cut_into_pieces_is_what_full_prefill_computed(engine, model):
             store.put(key, piece)
         found = plan(prompt, store.lookup(cut.keys))
         assert [is_exact(prompt, fetch) for fetch in found.fetches] == [True] * 3
-        runs = [CachedRun(at, *prompt.spans[at], prompt.segments[at].start, blend=False) for at in range(3)]
+        runs = [
+            CachedRun(at, *prompt.spans[at], prompt.segments[at].start, blend=False)
+            for at in range(3)
+        ]
         with LayerReader(store, found.fetches, model.n_layers) as reader:
             prefill = model.fuse(prompt.token_ids, prompt.positions, runs, reader, "none", 0.0)
     full = model.full_prefill(prompt.token_ids)
@@ -111,6 +116,8 @@ def test_the_result_says_how_often_each_way_was_late(varied_path, tmp_path):
     result = run_stream(options, Console(file=io.StringIO()))
     assert result["traces"] == 4
     assert [set(each["violations"]) for each in result["deadlines"]] == [set(METHODS)] * 2
-    assert all(0 <= share <= 1 for each in result["deadlines"] for share in each["violations"].values())
+    assert all(
+        0 <= share <= 1 for each in result["deadlines"] for share in each["violations"].values()
+    )
     assert result["deadlines"][1]["violations"]["adaptive"] == 0
     assert result["ttft_x_vs_text"] > 0

@@ -21,7 +21,12 @@ KEYS = {
 
 
 def small(home: Path, **changes: Any) -> TtftOptions:
-    given: dict[str, Any] = {"model": "tiny", "dtype": "float32", "chunk_tokens": 24, "question_tokens": 8}
+    given: dict[str, Any] = {
+        "model": "tiny",
+        "dtype": "float32",
+        "chunk_tokens": 24,
+        "question_tokens": 8,
+    }
     return TtftOptions(**{**given, "chunks": (3,), "rounds": 2, "home": home, **changes})
 
 
@@ -39,13 +44,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str
 
 def test_the_result_is_plain_json_with_the_promised_keys(found: tuple[dict[str, Any], str]) -> None:
     result, _ = found
-    assert json.loads(json.dumps(result)) == json.loads(json.dumps(result | {"options": result["options"]}))
+    assert json.loads(json.dumps(result)) == json.loads(
+        json.dumps(result | {"options": result["options"]})
+    )
     assert set(result) >= KEYS
     for row in result["by_chunks"]:
         assert {"chunks", "tokens", "speedup"} <= set(row)
 
 
-def test_every_prompt_is_listed_and_six_chunks_are_the_headline(found: tuple[dict[str, Any], str]) -> None:
+def test_every_prompt_is_listed_and_six_chunks_are_the_headline(
+    found: tuple[dict[str, Any], str],
+) -> None:
     result, _ = found
     assert [(row["chunks"], row["tokens"]) for row in result["by_chunks"]] == [(2, 56), (6, 152)]
     assert result["speedup"] == result["by_chunks"][1]["speedup"]
@@ -60,13 +69,17 @@ def test_efficiency_is_the_speedup_over_the_ideal(found: tuple[dict[str, Any], s
     assert result["efficiency"] == pytest.approx(result["speedup"] / result["ideal_speedup"])
 
 
-def test_the_ratio_that_was_measured_is_near_the_one_asked_for(found: tuple[dict[str, Any], str]) -> None:
+def test_the_ratio_that_was_measured_is_near_the_one_asked_for(
+    found: tuple[dict[str, Any], str],
+) -> None:
     result, _ = found
     assert result["mean_ratio"] == pytest.approx(0.5, abs=0.07)
     assert "exact prefix" in result["ratio_counts"]
 
 
-def test_every_way_is_measured_in_every_round_by_both_clocks(found: tuple[dict[str, Any], str]) -> None:
+def test_every_way_is_measured_in_every_round_by_both_clocks(
+    found: tuple[dict[str, Any], str],
+) -> None:
     result, _ = found
     assert set(result["cases"]) == {"full", "fused", "reuse", "prefix"}
     for case in result["cases"].values():
@@ -78,7 +91,14 @@ def test_every_way_is_measured_in_every_round_by_both_clocks(found: tuple[dict[s
 
 def test_a_stranger_is_told_what_was_measured(found: tuple[dict[str, Any], str]) -> None:
     _, text = found
-    for words in ("full prefill", "prefix caching", "plain reuse", "faster", "At best", "Growth with the context"):
+    for words in (
+        "full prefill",
+        "prefix caching",
+        "plain reuse",
+        "faster",
+        "At best",
+        "Growth with the context",
+    ):
         assert words in text
 
 
@@ -94,7 +114,9 @@ def test_prefix_caching_is_never_reported_slower_than_full_prefill() -> None:
     assert (gains["prefix_x"], gains["prefix_measured_x"]) == (2.0, 2.0)
 
 
-def test_all_ways_run_the_same_prompt_and_reuse_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ways_run_the_same_prompt_and_reuse_what_they_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     traces: dict[str, Any] = {}
 
     def watched(self: Runner, cases: Any, what: str = "") -> dict[str, Times]:
@@ -149,7 +171,9 @@ def test_ctrl_c_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ({"kv": "gpu"}, "--device cuda"),
     ],
 )
-def test_unusable_options_are_refused_in_words(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_unusable_options_are_refused_in_words(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     with pytest.raises(SettingsError, match=words):
         small(tmp_path, **changes)
 

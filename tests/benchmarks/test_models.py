@@ -28,8 +28,13 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RealModel:
             wheel.writestr(f"{module}/__init__.py", "raise SystemExit('imported')")
             wheel.writestr(f"{module}/data/part{number:02}.bin", piece)
             wheel.writestr(f"{module}/data/README.md", "not a piece")
-            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: toy-part{number}\nVersion: 1.0.0\n")
-            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(
+                f"{info}/METADATA",
+                f"Metadata-Version: 2.1\nName: toy-part{number}\nVersion: 1.0.0\n",
+            )
+            wheel.writestr(
+                f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            )
             wheel.writestr(f"{info}/RECORD", "")
     for name in ("PIP_EXTRA_INDEX_URL", "PIP_INDEX_URL"):
         monkeypatch.delenv(name, raising=False)
@@ -41,14 +46,18 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RealModel:
     return RealModel("toy", "a toy", packages, len(WHOLE), hashlib.sha256(WHOLE).hexdigest())
 
 
-def test_pieces_are_joined_in_order_and_kept(model: RealModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_joined_in_order_and_kept(
+    model: RealModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert prepare(model, Console(quiet=True)).read_bytes() == WHOLE
     assert sorted(each.name for each in model.path.parent.iterdir()) == ["toy.gguf", "toy.lock"]
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
     assert prepare(model, Console(quiet=True)).read_bytes() == WHOLE
 
 
-@pytest.mark.parametrize("change", [{"sha256": "0" * 64}, {"nbytes": len(WHOLE) + 1}, {"nbytes": 3}])
+@pytest.mark.parametrize(
+    "change", [{"sha256": "0" * 64}, {"nbytes": len(WHOLE) + 1}, {"nbytes": 3}]
+)
 def test_another_file_is_not_taken(model: RealModel, change: dict[str, object]) -> None:
     with pytest.raises(ModelError, match="nothing of it is used"):
         prepare(replace(model, **change), Console(quiet=True))
@@ -57,11 +66,15 @@ def test_another_file_is_not_taken(model: RealModel, change: dict[str, object]) 
 
 def test_a_package_that_vanished_is_named(model: RealModel) -> None:
     with pytest.raises(ModelError, match=r"toy-part9==1\.0\.0 cannot be had"):
-        prepare(replace(model, packages=(*model.packages[:2], "toy-part9==1.0.0")), Console(quiet=True))
+        prepare(
+            replace(model, packages=(*model.packages[:2], "toy-part9==1.0.0")), Console(quiet=True)
+        )
     assert not model.path.exists()
 
 
-def test_the_command_goes_on_after_a_failure(model: RealModel, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_the_command_goes_on_after_a_failure(
+    model: RealModel, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     lost = replace(model, name="lost", packages=("toy-part9==1.0.0",))
     monkeypatch.setattr("benchmarks.models.MODELS", (lost, model))
     assert main([]) == 1
@@ -76,7 +89,9 @@ def test_names_are_those_of_the_list() -> None:
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help_lists_the_models_and_prepares_none(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_models_and_prepares_none(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main([flag])
     out = capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""The folder of the benchmarks is on Python's path where they are installed, so its modules may hide packages."""
+"""The folder of the benchmarks is on Python's path where they are installed, so its modules may
+hide packages.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Peers answer in processes of their own, in turn, and are left out with a sentence where they are absent or fail."""
+"""Peers answer in processes of their own, in turn, and are left out with a sentence where they are
+absent or fail.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,9 @@ def test_a_worker_answers_by_lines_whatever_its_engine_prints(worker: Worker) ->
 
 
 def test_a_worker_that_fails_shows_its_last_lines(worker: Worker) -> None:
-    with pytest.raises(PeerError, match=r"fake ended while it answered \(exit code 1\)(.|\n)*no such luck"):
+    with pytest.raises(
+        PeerError, match=r"fake ended while it answered \(exit code 1\)(.|\n)*no such luck"
+    ):
         list(worker.answer([13], 3))
 
 
@@ -184,8 +188,13 @@ def test_a_server_answers_by_http() -> None:
 def test_a_server_keeps_prompts_and_moves_runs_where_that_is_asked_for() -> None:
     line = command(Path("llama-server"), Path("m.gguf"), 80, 2, 4096, 2 << 30, reuse=True)
     said = " ".join(line)
-    assert "--threads 2 --threads-batch 2 --parallel 1 --ctx-size 4096 --cache-ram 2048 --cache-reuse 64" in said
-    assert "--cache-reuse 0" in " ".join(command(Path("p"), Path("m"), 80, 1, 9, 1 << 30, reuse=False))
+    assert (
+        "--threads 2 --threads-batch 2 --parallel 1 --ctx-size 4096 --cache-ram 2048"
+        " --cache-reuse 64" in said
+    )
+    assert "--cache-reuse 0" in " ".join(
+        command(Path("p"), Path("m"), 80, 1, 9, 1 << 30, reuse=False)
+    )
 
 
 class _Known:
@@ -248,9 +257,15 @@ def test_what_is_absent_is_left_out_with_a_sentence(tmp_path: Path) -> None:
     assert OFFERS["hf"].absent(given) == ""
     reader = replace(given, model="smollm2-135m-reader", bf16_gguf=lambda: tmp_path)
     assert OFFERS["llama.cpp"].absent(reader) == "the GGUF has the weights without the adapter"
-    assert OFFERS["llama.cpp-bf16"].absent(reader).startswith("no llama-server was found; build one by")
+    assert (
+        OFFERS["llama.cpp-bf16"]
+        .absent(reader)
+        .startswith("no llama-server was found; build one by")
+    )
     assert OFFERS["llama.cpp-reuse"].absent(replace(reader, llama=tmp_path)) == ""
-    assert run(given, [], 1, frozenset(), ["vllm"], Console(quiet=True))["absent"][0].startswith("vllm is left out: no")
+    assert run(given, [], 1, frozenset(), ["vllm"], Console(quiet=True))["absent"][0].startswith(
+        "vllm is left out: no"
+    )
 
 
 def test_engines_are_found_where_setup_leaves_them_or_where_they_are_named(
@@ -258,7 +273,9 @@ def test_engines_are_found_where_setup_leaves_them_or_where_they_are_named(
 ) -> None:
     monkeypatch.setenv("RAGFUSE_HOME", str(tmp_path))
     assert found_vllm(None) is None
-    with pytest.raises(PeerSetupError, match=r"Wanted the program llama-server at .* found no file"):
+    with pytest.raises(
+        PeerSetupError, match=r"Wanted the program llama-server at .* found no file"
+    ):
         found_llama(tmp_path / "none")
     usual = tmp_path / "peers" / "llama" / "bin" / "llama-server"
     usual.parent.mkdir(parents=True)
@@ -267,7 +284,9 @@ def test_engines_are_found_where_setup_leaves_them_or_where_they_are_named(
 
 
 def test_a_step_of_setup_that_fails_shows_its_last_lines() -> None:
-    with pytest.raises(PeerSetupError, match=r"Trying failed \(exit code 1\):(.|\n)*no such package"):
+    with pytest.raises(
+        PeerSetupError, match=r"Trying failed \(exit code 1\):(.|\n)*no such package"
+    ):
         _steps(("trying", [sys.executable, "-c", "import sys; sys.exit('no such package')"]))
 
 
@@ -286,7 +305,15 @@ def test_chunks_are_whole_sentences_of_about_the_size_that_is_wanted() -> None:
 
 
 def test_a_result_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"peer": "hf", "wall_s": 0.5, "cpu_s": 0.4, "speedup": 1.0, "n": 2, "tokens": 1100.0, "chunks": 6}
+    row = {
+        "peer": "hf",
+        "wall_s": 0.5,
+        "cpu_s": 0.4,
+        "speedup": 1.0,
+        "n": 2,
+        "tokens": 1100.0,
+        "chunks": 6,
+    }
     row |= {"ragfuse_speedup": None, "same_first_token": 1.0, "same_answer": 0.5}
     show("m", [{**row, "resident_bytes": 10**9, "disk_bytes": 0}], Console(width=200))
     assert "1,000 MB" in capsys.readouterr().out
@@ -296,7 +323,13 @@ def test_a_gguf_is_written_anew_from_a_folder(tiny_path: Path, tmp_path: Path) -
     from safetensors.torch import load_file
 
     weights = load_file(tiny_path / "model.safetensors")
-    names = ("blk.0.attn_q.weight", "blk.0.attn_k.weight", "blk.2.ffn_up.weight", "output_norm.weight", "output.weight")
+    names = (
+        "blk.0.attn_q.weight",
+        "blk.0.attn_k.weight",
+        "blk.2.ffn_up.weight",
+        "output_norm.weight",
+        "output.weight",
+    )
     original = tmp_path / "original.gguf"
     writer = gguf.GGUFWriter(original, "llama")
     writer.add_uint32("llama.block_count", 3)
@@ -314,12 +347,16 @@ def test_a_gguf_is_written_anew_from_a_folder(tiny_path: Path, tmp_path: Path) -
     assert reader.fields["general.file_type"].contents() == 32
     assert reader.fields["llama.block_count"].contents() == 3
     assert reader.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
-    found = {each.name: gguf.quants.dequantize(each.data, each.tensor_type) for each in reader.tensors}
+    found = {
+        each.name: gguf.quants.dequantize(each.data, each.tensor_type) for each in reader.tensors
+    }
     assert found.keys() == set(names)
     up = weights["model.layers.2.mlp.up_proj.weight"].bfloat16().float().numpy()
     assert (found["blk.2.ffn_up.weight"] == up).all()
     queries = weights["model.layers.0.self_attn.q_proj.weight"].bfloat16().float().numpy()
-    assert (found["blk.0.attn_q.weight"][:4] == queries[[0, 8, 1, 9]]).all()  # four heads of sixteen rows
+    assert (
+        found["blk.0.attn_q.weight"][:4] == queries[[0, 8, 1, 9]]
+    ).all()  # four heads of sixteen rows
     other = gguf.GGUFWriter(tmp_path / "other.gguf", "mamba")
     other.write_header_to_file()
     other.write_kv_data_to_file()
@@ -337,7 +374,9 @@ def test_everyone_who_needs_nothing_takes_part(tiny_path: Path, tmp_path: Path) 
     assert len(set(work[0].prompts)) == 3
     assert work[0].drawn == LEAST_DRAWN
     assert len(work[0].chunks) == len(work[0].beginnings) == 2 * LEAST_DRAWN
-    given = Given(str(tiny_path), tiny_path, None, None, None, 1, 1 << 30, 2048, 300.0, 60.0, tmp_path)
+    given = Given(
+        str(tiny_path), tiny_path, None, None, None, 1, 1 << 30, 2048, 300.0, 60.0, tmp_path
+    )
     result = run(given, work, 4, ends, [*OFFERS], console)
     found = {each["peer"]: each for each in result["results"]}
     assert found.keys() == {"hf", "hf-prefix", "ragfuse", "ragfuse-disk"}
@@ -351,7 +390,17 @@ def test_everyone_who_needs_nothing_takes_part(tiny_path: Path, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_an_interrupted_benchmark_leaves_no_process(tiny_path: Path) -> None:
-    line = [sys.executable, "-m", "benchmarks.peers", "--model", str(tiny_path), "--tokens", "1200", "--rounds", "900"]
+    line = [
+        sys.executable,
+        "-m",
+        "benchmarks.peers",
+        "--model",
+        str(tiny_path),
+        "--tokens",
+        "1200",
+        "--rounds",
+        "900",
+    ]
     benchmark = subprocess.Popen([*line, "--peer", "ragfuse"], cwd=ROOT, stderr=subprocess.DEVNULL)
     own, ends_s = psutil.Process(benchmark.pid), time.monotonic() + 120
     while not any("workers" in " ".join(each.cmdline()) for each in own.children(recursive=True)):

@@ -10,7 +10,9 @@ from benchmarks.results import DOCS, TITLES, page
 
 
 def test_the_committed_page_is_made_from_the_committed_runs() -> None:
-    assert (DOCS / "results.md").read_text("utf-8") == page(DOCS / "benchmarks"), "Run make results."
+    assert (DOCS / "results.md").read_text("utf-8") == page(DOCS / "benchmarks"), (
+        "Run make results."
+    )
 
 
 def test_every_committed_run_stands_on_the_page() -> None:

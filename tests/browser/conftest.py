@@ -1,6 +1,8 @@
-"""A real browser over a real server: chromium, driven by Playwright, and `ragfuse serve` with the embedded model.
+"""A real browser over a real server: chromium, driven by Playwright, and `ragfuse serve` with the
+embedded model.
 
-`make test-browser` runs these tests; pictures go to the folder in PAGE_PICTURES, else to a temporary one.
+`make test-browser` runs these tests; pictures go to the folder in PAGE_PICTURES, else to a
+temporary one.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="session")
-def address(smollm_path: Path, minilm_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def address(
+    smollm_path: Path, minilm_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
     """A server with the default model, on loopback, without keys."""
     settings = Settings(store=tmp_path_factory.mktemp("page") / "store")
     with process(settings) as (_, address):
@@ -69,7 +73,9 @@ def address(smollm_path: Path, minilm_path: Path, tmp_path_factory: pytest.TempP
 def locked(varied_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server that wants a key, with a tiny model."""
     home = tmp_path_factory.mktemp("locked")
-    settings = Settings(model=str(varied_path), dtype="float32", store=home / "store", home=home, max_tokens=12)
+    settings = Settings(
+        model=str(varied_path), dtype="float32", store=home / "store", home=home, max_tokens=12
+    )
     with process(settings, RAGFUSE_API_KEYS=KEY) as (_, address):
         yield address
 
@@ -85,11 +91,15 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
 
 @pytest.fixture
 def page(context: BrowserContext) -> Iterator[Page]:
-    """One window. What its console tells of errors, or of what the content policy refused, fails the test."""
+    """One window. What its console tells of errors, or of what the content policy refused, fails
+    the test.
+    """
     page, wrong = context.new_page(), list[str]()
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("console", lambda said: wrong.append(said.text) if _is_wrong(said) else None)
-    page.on("request", lambda request: wrong.append(request.url) if _is_foreign(request.url) else None)
+    page.on(
+        "request", lambda request: wrong.append(request.url) if _is_foreign(request.url) else None
+    )
     yield page
     assert wrong == []
 

@@ -59,13 +59,17 @@ def add_example(page: Page) -> None:
     """Add the example document, unless it is there, and wait until it is encoded."""
     if not page.locator("#documents li", has_text="Skarholm").count():
         page.get_by_role("button", name="Use the example document").click()
-    page.locator("#documents li[data-status=ready]", has_text="Skarholm").wait_for(timeout=PATIENCE_MS)
+    page.locator("#documents li[data-status=ready]", has_text="Skarholm").wait_for(
+        timeout=PATIENCE_MS
+    )
 
 
 def add_file(page: Page, file: Path) -> None:
     """Choose a file, and wait until it is encoded."""
     page.locator("#files").set_input_files(file)
-    page.locator("#documents li[data-status=ready]").filter(has_text=file.name).wait_for(timeout=PATIENCE_MS)
+    page.locator("#documents li[data-status=ready]").filter(has_text=file.name).wait_for(
+        timeout=PATIENCE_MS
+    )
 
 
 def asked(page: Page, question: str = QUESTION) -> Locator:
@@ -78,7 +82,9 @@ def asked(page: Page, question: str = QUESTION) -> Locator:
 def answered(page: Page) -> Locator:
     """Wait until the newest question is answered on both sides."""
     turn = page.locator(".turn").first
-    expect(turn.locator(".verdict")).to_contain_text("answers", ignore_case=True, timeout=PATIENCE_MS)
+    expect(turn.locator(".verdict")).to_contain_text(
+        "answers", ignore_case=True, timeout=PATIENCE_MS
+    )
     expect(page.get_by_role("button", name="Ask", exact=True)).to_be_enabled(timeout=PATIENCE_MS)
     return turn
 

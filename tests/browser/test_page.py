@@ -1,4 +1,6 @@
-"""The page as a visitor meets it: documents, answers, the strip, the store, live numbers, key, keyboard, themes."""
+"""The page as a visitor meets it: documents, answers, the strip, the store, live numbers, key,
+keyboard, themes.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +14,43 @@ import pytest
 from playwright.sync_api import BrowserContext, Page, expect
 
 from tests.browser.conftest import KEY
-from tests.browser.kit import CONTRASTS, QUESTION, UNNAMED, add_example, add_file, answered, asked, opened, overflow
+from tests.browser.kit import (
+    CONTRASTS,
+    QUESTION,
+    UNNAMED,
+    add_example,
+    add_file,
+    answered,
+    asked,
+    opened,
+    overflow,
+)
 
 WIDTHS = {"phone": 390, "tablet": 820, "wide": 1300}
 
 
-def test_the_whole_way_from_a_document_to_the_tokens_of_its_answer(page: Page, address: str) -> None:
+def test_the_whole_way_from_a_document_to_the_tokens_of_its_answer(
+    page: Page, address: str
+) -> None:
     opened(page, address)
     add_example(page)
     turn = asked(page)
     for side in ("ragfuse", "Full prefill"):
         expect(turn.get_by_label(side, exact=True).locator(".answer")).to_contain_text("Bo")
-        expect(turn.get_by_label(side, exact=True).locator(".clock")).to_have_text(re.compile(r"^\d+\.\d+\ss$"))
-    expect(turn.locator(".verdict")).to_contain_text(re.compile(r"First token \d+\.\d times sooner"))
+        expect(turn.get_by_label(side, exact=True).locator(".clock")).to_have_text(
+            re.compile(r"^\d+\.\d+\ss$")
+        )
+    expect(turn.locator(".verdict")).to_contain_text(
+        re.compile(r"First token \d+\.\d times sooner")
+    )
     expect(turn.locator(".verdict")).to_contain_text("6 of 6 passages")
     n_cells = turn.locator(".strip .cell").count()
     assert turn.locator(".strip-box h3").inner_text() == f"The prompt, {n_cells} tokens"
     told = turn.locator(".legend").inner_text()
-    counts = {name: int(n) for name, n in re.findall(r"\b(reused|recomputed|computed|beginning) (\d+)", told)}
+    counts = {
+        name: int(n)
+        for name, n in re.findall(r"\b(reused|recomputed|computed|beginning) (\d+)", told)
+    }
     assert sum(counts.values()) == n_cells
     assert counts["reused"] > counts["recomputed"] > 0
     for letter, name in zip("rcfp", ("reused", "recomputed", "computed", "beginning"), strict=True):
@@ -85,7 +106,9 @@ def test_a_conversation_goes_on_with_what_was_said(page: Page, address: str) -> 
     assert page.locator(".turn").count() == 0
 
 
-def test_the_same_question_gives_the_same_answer_by_other_programs(page: Page, address: str) -> None:
+def test_the_same_question_gives_the_same_answer_by_other_programs(
+    page: Page, address: str
+) -> None:
     opened(page, address)
     add_example(page)
     turn = asked(page)
@@ -98,7 +121,9 @@ def test_the_same_question_gives_the_same_answer_by_other_programs(page: Page, a
     ):
         turn.get_by_role("tab", name=program).click()
         code = turn.locator(".codes pre").inner_text()
-        done = subprocess.run([*command, code], capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            [*command, code], capture_output=True, text=True, timeout=120, check=False
+        )
         assert done.returncode == 0, f"{program}: {done.stderr[-2000:]}"
         assert answer in done.stdout
 
@@ -111,13 +136,17 @@ def test_a_pdf_and_several_files_can_be_chosen_and_left_out_of_the_search(
     opened(page, address)
     paper, note = tmp_path / "storm.pdf", tmp_path / "note.md"
     paper.write_bytes(pdf("The harbour master of Vessby is called Agnes Rydberg."))
-    note.write_text("The ferry to Vessby is painted yellow, and its captain is Nils Berg.", encoding="utf-8")
+    note.write_text(
+        "The ferry to Vessby is painted yellow, and its captain is Nils Berg.", encoding="utf-8"
+    )
     add_file(page, paper)
     add_file(page, note)
     for each in page.locator("#documents li", has_not_text="storm.pdf").all():
         each.get_by_role("checkbox").uncheck()
     turn = asked(page, "Who is the harbour master of Vessby?")
-    expect(turn.get_by_label("ragfuse", exact=True).locator(".answer")).to_contain_text("Agnes Rydberg")
+    expect(turn.get_by_label("ragfuse", exact=True).locator(".answer")).to_contain_text(
+        "Agnes Rydberg"
+    )
     expect(turn.locator(".segment.chunk")).to_have_attribute("title", re.compile(r"^storm\.pdf #1"))
     for name in ("storm.pdf", "note.md"):
         page.get_by_role("button", name=f"Delete {name}").click()
@@ -129,11 +158,16 @@ def test_a_text_is_read_in_the_encoding_that_it_was_written_in(
     page: Page, address: str, tmp_path: Path, encoding: str
 ) -> None:
     opened(page, address)
-    text = "Der Kürbis wächst im Süden größer als jede “Melone” und kostet auf dem Markt drei € das Stück."
+    text = (
+        "Der Kürbis wächst im Süden größer als jede “Melone” und kostet auf dem Markt drei € das"
+        " Stück."
+    )
     file = tmp_path / f"{encoding}.txt"
     file.write_text(text, encoding=encoding)
     add_file(page, file)
-    found = page.request.post(f"{address}/v1/ragfuse/documents/search", data={"query": "Kürbis", "top_k": 20})
+    found = page.request.post(
+        f"{address}/v1/ragfuse/documents/search", data={"query": "Kürbis", "top_k": 20}
+    )
     assert [each["text"] for each in found.json()["data"] if each["name"] == file.name] == [text]
     page.get_by_role("button", name=f"Delete {file.name}").click()
     expect(page.locator("#documents li", has_text=file.name)).to_have_count(0)
@@ -141,14 +175,19 @@ def test_a_text_is_read_in_the_encoding_that_it_was_written_in(
 
 def test_a_document_that_cannot_be_read_says_why(page: Page, address: str, tmp_path: Path) -> None:
     opened(page, address)
-    for name, data, told in (("empty.txt", b"  ", "has no text"), ("no.pdf", b"hello", "cannot be read")):
+    for name, data, told in (
+        ("empty.txt", b"  ", "has no text"),
+        ("no.pdf", b"hello", "cannot be read"),
+    ):
         (tmp_path / name).write_bytes(data)
         page.locator("#files").set_input_files(tmp_path / name)
         expect(page.locator("#documents li", has_text=name)).to_contain_text(told)
         page.get_by_role("button", name=f"Delete {name}").click()
     (tmp_path / "picture.txt").write_bytes(b"\x00\x01")
     page.locator("#files").set_input_files(tmp_path / "picture.txt")
-    expect(page.locator("#document-error")).to_contain_text(re.compile("^picture.txt: .*is not text"))
+    expect(page.locator("#document-error")).to_contain_text(
+        re.compile("^picture.txt: .*is not text")
+    )
 
 
 def test_markup_in_names_documents_questions_and_answers_stays_text(
@@ -158,7 +197,10 @@ def test_markup_in_names_documents_questions_and_answers_stays_text(
     opened(page, address)
     evil = '<img src=x onerror="alert(1)"><script>alert(2)</script><svg onload=alert(3)>'
     file = tmp_path / "<img src=x onerror=alert(4)>.txt"
-    file.write_text(f"The password of the {evil} gate is {evil}. </p></pre></textarea>{evil}\n", encoding="utf-8")
+    file.write_text(
+        f"The password of the {evil} gate is {evil}. </p></pre></textarea>{evil}\n",
+        encoding="utf-8",
+    )
     add_file(page, file)
     for each in page.locator("#documents li", has_not_text="onerror").all():
         each.get_by_role("checkbox").uncheck()
@@ -178,15 +220,17 @@ def test_markup_in_names_documents_questions_and_answers_stays_text(
     page.get_by_role("button", name=f"Delete {file.name}").click()
 
 
-def test_prompts_of_other_lengths_are_explained_where_both_sides_are_compared(page: Page, address: str) -> None:
+def test_prompts_of_other_lengths_are_explained_where_both_sides_are_compared(
+    page: Page, address: str
+) -> None:
     opened(page, address)
     add_example(page)
     turn = asked(page)
     own, full = (
         int(
-            re.findall(r"of ([\d,]+) prompt tokens", turn.get_by_label(side, exact=True).inner_text())[0].replace(
-                ",", ""
-            )
+            re.findall(
+                r"of ([\d,]+) prompt tokens", turn.get_by_label(side, exact=True).inner_text()
+            )[0].replace(",", "")
         )
         for side in ("ragfuse", "Full prefill")
     )
@@ -201,9 +245,14 @@ def test_prompts_of_other_lengths_are_explained_where_both_sides_are_compared(pa
         )
 
 
-def test_a_document_that_is_too_short_or_stored_before_says_so(page: Page, address: str, tmp_path: Path) -> None:
+def test_a_document_that_is_too_short_or_stored_before_says_so(
+    page: Page, address: str, tmp_path: Path
+) -> None:
     opened(page, address)
-    text = "The school at Norrby was closed in 1931, when the last of its pupils had moved to the mainland."
+    text = (
+        "The school at Norrby was closed in 1931, when the last of its pupils had moved to the"
+        " mainland."
+    )
     for name, content, told in (
         ("tiny.txt", "Hello.", re.compile("^1 passage, not stored .too short")),
         ("first.txt", text, re.compile(r"^1 passage, \S+\sKB of KV, encoded in \S+\ss$")),
@@ -212,7 +261,9 @@ def test_a_document_that_is_too_short_or_stored_before_says_so(page: Page, addre
         file = tmp_path / name
         file.write_text(content, encoding="utf-8")
         add_file(page, file)
-        expect(page.locator("#documents li").filter(has_text=name).locator(".quiet")).to_have_text(told)
+        expect(page.locator("#documents li").filter(has_text=name).locator(".quiet")).to_have_text(
+            told
+        )
     for name in ("tiny.txt", "first.txt", "second.txt"):
         page.get_by_role("button", name=f"Delete {name}").click()
         expect(page.locator("#documents li").filter(has_text=name)).to_have_count(0)
@@ -222,13 +273,19 @@ def test_the_store_is_shown_and_deleted(page: Page, address: str, tmp_path: Path
     opened(page, address)
     add_example(page)
     file = tmp_path / "short.txt"
-    file.write_text("The school at Vessby was founded in 1802 by the sisters Ebba and Lovisa Dahl.", encoding="utf-8")
+    file.write_text(
+        "The school at Vessby was founded in 1802 by the sisters Ebba and Lovisa Dahl.",
+        encoding="utf-8",
+    )
     add_file(page, file)
     page.get_by_role("tab", name="Store").click()
-    row = page.get_by_role("region", name="Bytes by source").locator("tbody tr", has_text="short.txt")
+    row = page.get_by_role("region", name="Bytes by source").locator(
+        "tbody tr", has_text="short.txt"
+    )
     kv = row.locator("td[data-column=KV]").inner_text()
     copies = re.findall(
-        r"(memory|disk) (\S+\s\S+?)(?:,|$)", row.locator("td[data-column='copies by tier']").inner_text()
+        r"(memory|disk) (\S+\s\S+?)(?:,|$)",
+        row.locator("td[data-column='copies by tier']").inner_text(),
     )
     assert set(dict(copies)) == {"memory", "disk"}
     assert kv in dict(copies).values()
@@ -242,14 +299,18 @@ def test_the_store_is_shown_and_deleted(page: Page, address: str, tmp_path: Path
         expect(page.get_by_role("heading", name=name)).to_be_visible()
 
 
-def test_live_numbers_come_from_the_server(page: Page, address: str, picture: Callable[..., Path]) -> None:
+def test_live_numbers_come_from_the_server(
+    page: Page, address: str, picture: Callable[..., Path]
+) -> None:
     opened(page, address)
     add_example(page)
     asked(page)
     page.get_by_role("tab", name="Live").click()
     expect(page.get_by_role("heading", name="Time to the first token")).to_be_visible()
     expect(page.locator(".histogram li")).not_to_have_count(0)
-    expect(page.locator("#live")).to_contain_text(re.compile(r"\d+% of [\d,]+ prompt tokens reused"))
+    expect(page.locator("#live")).to_contain_text(
+        re.compile(r"\d+% of [\d,]+ prompt tokens reused")
+    )
     picture(page, "live-light-wide")
     page.get_by_role("tab", name="Store").click()
     expect(page.get_by_role("heading", name="Tiers")).to_be_visible()
@@ -332,7 +393,9 @@ def test_all_of_it_goes_by_keyboard(page: Page, address: str) -> None:
 def test_a_running_answer_can_be_stopped(page: Page, address: str) -> None:
     opened(page, address)
     page.get_by_label("Most tokens of an answer").fill("256")
-    page.get_by_label("Question", exact=True).fill("Write a long story about a ship, with many chapters.")
+    page.get_by_label("Question", exact=True).fill(
+        "Write a long story about a ship, with many chapters."
+    )
     page.get_by_role("button", name="Ask", exact=True).click()
     page.locator(".turn .answer:not(:empty)").first.wait_for()
     page.get_by_role("button", name="Stop").click()
@@ -355,7 +418,9 @@ def test_it_can_be_read_in_both_themes_and_at_every_width(
         assert overflow(page) == 0
         if width < 821:
             turn.scroll_into_view_if_needed()
-            turn.evaluate("(each) => window.scrollTo(0, each.getBoundingClientRect().top + scrollY - 12)")
+            turn.evaluate(
+                "(each) => window.scrollTo(0, each.getBoundingClientRect().top + scrollY - 12)"
+            )
         picture(page, f"try-{theme}-{name}")
     for view in ("Try", "Store", "Live"):
         page.get_by_role("tab", name=view).click()

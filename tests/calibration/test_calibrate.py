@@ -1,4 +1,6 @@
-"""Calibration: what it asks, what it calls safe, and that its choice is at work in the next process."""
+"""Calibration: what it asks, what it calls safe, and that its choice is at work in the next
+process.
+"""
 
 import json
 from collections.abc import Sequence
@@ -31,7 +33,10 @@ from ragfuse.calibration.methods import Method
 from ragfuse.errors import InputError
 from tests.tiny import CHUNKS, messages
 
-DOCUMENTS = [("one", [f"{c} {c[::-1]} " * 2 for c in CHUNKS]), ("two", [f"{c[::-1]} {c} end " * 2 for c in CHUNKS])]
+DOCUMENTS = [
+    ("one", [f"{c} {c[::-1]} " * 2 for c in CHUNKS]),
+    ("two", [f"{c[::-1]} {c} end " * 2 for c in CHUNKS]),
+]
 
 
 def test_questions_are_made_from_the_documents_and_the_same_each_time() -> None:
@@ -48,7 +53,8 @@ def test_questions_are_made_from_the_documents_and_the_same_each_time() -> None:
 def test_prompts_share_a_pool_of_chunks_and_each_chunk_is_asked_about_once() -> None:
     names = [f"document {number}" for number in range(9)]
     documents = [
-        (name, [f"{name} has a part {i} with words of its own, {name}-{i} " * 3 for i in range(20)]) for name in names
+        (name, [f"{name} has a part {i} with words of its own, {name}-{i} " * 3 for i in range(20)])
+        for name in names
     ]
     cases = make_cases(documents, 20)
     assert len({chunk for case in cases for chunk in case.chunks}) <= POOL_PASSAGES
@@ -59,7 +65,9 @@ def test_prompts_share_a_pool_of_chunks_and_each_chunk_is_asked_about_once() -> 
 def test_a_pool_takes_every_document_in_turn_when_more_questions_are_wanted_than_chunks() -> None:
     cases = make_cases(DOCUMENTS, 50)
     assert len(cases) == 50
-    assert {text for case in cases for text in case.chunks} == {text for _, texts in DOCUMENTS for text in texts}
+    assert {text for case in cases for text in case.chunks} == {
+        text for _, texts in DOCUMENTS for text in texts
+    }
 
 
 def test_too_few_documents_are_told_with_what_is_wanted() -> None:
@@ -71,12 +79,20 @@ def row(case: str, method: str, ratio: float, kl: float) -> Row:
     return Row("calibrate", case, method, ratio, 100, 1.0, 1.0, 3.0, 3.0, kl, 0.95)
 
 
-def tried(policy: str, over: float, speed: float, high: float | None = None, top1: float = 0.99) -> ChoiceResult:
-    return ChoiceResult(policy, 0.1, over, over / 2, over * 1.2 if high is None else high, over, top1, speed)
+def tried(
+    policy: str, over: float, speed: float, high: float | None = None, top1: float = 0.99
+) -> ChoiceResult:
+    return ChoiceResult(
+        policy, 0.1, over, over / 2, over * 1.2 if high is None else high, over, top1, speed
+    )
 
 
 def test_the_fastest_of_those_near_the_closest_safe_one_is_chosen() -> None:
-    quick, close, slow = tried("lego", 0.10, 5.0), tried("hkvd", 0.09, 3.0), tried("query", 0.2, 6.0)
+    quick, close, slow = (
+        tried("lego", 0.10, 5.0),
+        tried("hkvd", 0.09, 3.0),
+        tried("query", 0.2, 6.0),
+    )
     assert choose([quick, close, slow]) == quick
     assert choose([close, tried("lego", 0.15, 5.0)]) == close
 
@@ -94,15 +110,24 @@ def test_the_advice_is_one_sentence_that_says_why() -> None:
     assert advice("m", far, [far]).startswith("Blend with m by hkvd at 10%")
 
 
-@pytest.mark.parametrize(("spread", "asked"), [((0.05, 0.05), 12), ((0.08, 0.32), 36), ((0.5, 0.6), 8)])
+@pytest.mark.parametrize(
+    ("spread", "asked"), [((0.05, 0.05), 12), ((0.08, 0.32), 36), ((0.5, 0.6), 8)]
+)
 def test_more_questions_are_asked_once_where_the_first_do_not_decide(
-    spread: tuple[float, float], asked: int, random_weights: Settings, monkeypatch: pytest.MonkeyPatch
+    spread: tuple[float, float],
+    asked: int,
+    random_weights: Settings,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of one choice the KL is given, as a share of plain reuse's; of all others it is far."""
 
-    def given(lab: Any, runner: Any, case: Case, methods: Sequence[Method], answers: bool) -> list[Row]:
+    def given(
+        lab: Any, runner: Any, case: Case, methods: Sequence[Method], answers: bool
+    ) -> list[Row]:
         at = int(case.id.rpartition(".")[2]) % 2
-        kls = {method: 1.0 if method == REUSE else 0.9 for method in methods} | {LADDER[-1]: spread[at]}
+        kls = {method: 1.0 if method == REUSE else 0.9 for method in methods} | {
+            LADDER[-1]: spread[at]
+        }
         return [row(case.id, each.name, each.ratio or 0.0, kls[each]) for each in methods]
 
     monkeypatch.setattr(module, "ask", given)
@@ -151,7 +176,9 @@ def test_only_what_is_clearly_out_is_measured_no_longer() -> None:
 def random_weights(varied_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Settings:
     """A model of random weights over a store that remembers what its calibration said."""
     home = tmp_path_factory.mktemp("calibrated")
-    return Settings(model=str(varied_path), dtype="float32", store=home / "store", home=home, max_tokens=12)
+    return Settings(
+        model=str(varied_path), dtype="float32", store=home / "store", home=home, max_tokens=12
+    )
 
 
 @pytest.fixture(scope="module")

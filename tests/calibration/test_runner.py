@@ -24,7 +24,9 @@ from ragfuse.calibration.runner import malloc_setting, tune_malloc
 tune_malloc(Console())
 print("ran", os.getpid(), malloc_setting()["tuned"], sys.argv[1:], flush=True)
 """
-glibc = pytest.mark.skipif(not runner.is_glibc(), reason="only glibc's allocator heeds these settings")
+glibc = pytest.mark.skipif(
+    not runner.is_glibc(), reason="only glibc's allocator heeds these settings"
+)
 
 
 def quiet(rounds: int) -> Runner:
@@ -35,7 +37,9 @@ def tuned(code: str, *arguments: str, **extra: str) -> subprocess.Popen[str]:
     env = {name: value for name, value in os.environ.items() if name not in MALLOC}
     env = {**env, **extra, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
 
 
 def test_cases_take_turns_after_one_warm_up_each() -> None:

@@ -25,7 +25,9 @@ def test_the_mean_s_interval_is_the_bootstrap_s() -> None:
 def test_differences_and_ratios_are_drawn_in_pairs() -> None:
     wanted = by_hand(lambda rows: mean(OTHERS[i] - VALUES[i] for i in rows), len(VALUES))
     assert difference_interval(OTHERS, VALUES) == pytest.approx(wanted, abs=0.03)
-    wanted = by_hand(lambda rows: sum(VALUES[i] for i in rows) / sum(OTHERS[i] for i in rows), len(VALUES))
+    wanted = by_hand(
+        lambda rows: sum(VALUES[i] for i in rows) / sum(OTHERS[i] for i in rows), len(VALUES)
+    )
     assert ratio_interval(VALUES, OTHERS) == pytest.approx(wanted, abs=0.01)
 
 

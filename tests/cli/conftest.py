@@ -14,15 +14,18 @@ from ragfuse import Settings
 from ragfuse.cli.library import Library
 
 BOOK = "\n\n".join(
-    f"Chapter {number}. In the year {1800 + number} the keeper of lighthouse {number} counted {number * 7} ships, and "
-    f"wrote every name into a book. The book is kept in town {number}, where it may be seen on Sundays."
+    f"Chapter {number}. In the year {1800 + number} the keeper of lighthouse {number} counted"
+    f" {number * 7} ships, and wrote every name into a book. The book is kept in town {number},"
+    " where it may be seen on Sundays."
     for number in range(20)
 )
 
 
 @pytest.fixture(scope="session", autouse=True)
 def made_once() -> Iterator[None]:
-    """What each command makes for itself is made once for all tests here: the parsers, and every embedder."""
+    """What each command makes for itself is made once for all tests here: the parsers, and every
+    embedder.
+    """
     own, kept = vars(Library)["embeddings"], dict[str, Any]()
 
     def embeddings(library: Library) -> Any:

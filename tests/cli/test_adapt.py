@@ -29,7 +29,15 @@ CALIBRATED = {
     "policy": "none",
     "ratio": 0.0,
     "tried": [
-        {"policy": "none", "ratio": 0.0, "ttft_x": 6.04, "kl_over_reuse": 0.1, "low": 0, "high": 0, "top1": 1}
+        {
+            "policy": "none",
+            "ratio": 0.0,
+            "ttft_x": 6.04,
+            "kl_over_reuse": 0.1,
+            "low": 0,
+            "high": 0,
+            "top1": 1,
+        }
         | {"is_safe": True, "questions": 12, "outcome": "safe"}
     ],
     "questions": 12,
@@ -47,7 +55,12 @@ app()
 
 @pytest.fixture
 def environment(tiny_settings: Settings, tmp_path: Path) -> dict[str, str]:
-    ours = {"HOME": tmp_path / "user", "MODEL": tiny_settings.model, "DTYPE": "float32", "FILLER_TOKENS": 20}
+    ours = {
+        "HOME": tmp_path / "user",
+        "MODEL": tiny_settings.model,
+        "DTYPE": "float32",
+        "FILLER_TOKENS": 20,
+    }
     return {f"RAGFUSE_{name}": str(value) for name, value in ours.items()} | dict(runner.MALLOC)
 
 
@@ -55,12 +68,16 @@ def environment(tiny_settings: Settings, tmp_path: Path) -> dict[str, str]:
 def books(book: Path) -> Path:
     """Two documents of twenty chapters."""
     text = (book / "lighthouses.txt").read_text()
-    (book / "windmills.txt").write_text(text.replace("lighthouse", "windmill").replace("ships", "sacks"))
+    (book / "windmills.txt").write_text(
+        text.replace("lighthouse", "windmill").replace("ships", "sacks")
+    )
     return book
 
 
 @pytest.fixture
-def invoke(environment: dict[str, str], books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def invoke(
+    environment: dict[str, str], books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Any:
     """Runs the command with small examples; the calibration's result is given."""
     monkeypatch.setattr(run, "QUESTIONS", 2)
     monkeypatch.setattr(teacher, "ANSWER_TOKENS", 2)
@@ -68,7 +85,18 @@ def invoke(environment: dict[str, str], books: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr(adapt, "calibrate_engine", lambda *given: CALIBRATED)
 
     def invoke(*arguments: object) -> Result:
-        given = ["adapt", "--docs", books, "--out", tmp_path / "out", "--rank", 2, "--questions", 12, *arguments]
+        given = [
+            "adapt",
+            "--docs",
+            books,
+            "--out",
+            tmp_path / "out",
+            "--rank",
+            2,
+            "--questions",
+            12,
+            *arguments,
+        ]
         return CliRunner().invoke(app, [str(each) for each in given], env=environment)
 
     return invoke
@@ -88,13 +116,20 @@ def test_the_command_that_uses_it_is_quoted(invoke: Any, tmp_path: Path) -> None
     assert f"Use it: ragfuse ask --model '{tmp_path / 'my model'}' ...\n" in result.output
 
 
-def test_it_says_what_it_needs_what_it_does_and_what_came_of_it(invoke: Any, tmp_path: Path) -> None:
-    result = invoke("--steps", 2, "--json", tmp_path / "result.json", "--plot", tmp_path / "curve.png")
+def test_it_says_what_it_needs_what_it_does_and_what_came_of_it(
+    invoke: Any, tmp_path: Path
+) -> None:
+    result = invoke(
+        "--steps", 2, "--json", tmp_path / "result.json", "--plot", tmp_path / "curve.png"
+    )
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert result.exit_code == 0, (result.output, result.exception)
     out = " ".join(result.output.split())
     assert "MB of memory besides the model" in out
-    assert "2 steps in 0 minutes (all steps are made): on held-out documents KL at ratio 0 fell from" in out
+    assert (
+        "2 steps in 0 minutes (all steps are made): on held-out documents KL at ratio 0 fell from"
+        in out
+    )
     assert "Blend." in out
     said = json.loads((tmp_path / "result.json").read_text())
     assert said["steps"] == 2
@@ -109,7 +144,8 @@ def test_it_says_what_it_needs_what_it_does_and_what_came_of_it(invoke: Any, tmp
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"), [("", "found none"), ("A lighthouse stood there. " * 9, "at least 24 chunks")]
+    ("text", "wanted"),
+    [("", "found none"), ("A lighthouse stood there. " * 9, "at least 24 chunks")],
 )
 def test_documents_that_teach_nothing_are_refused(
     invoke: Any, books: Path, tmp_path: Path, text: str, wanted: str
@@ -164,7 +200,18 @@ def test_ctrl_c_in_the_last_measurement_ends_the_command_before_it_calibrates(
 def test_ctrl_c_keeps_what_was_learnt_and_the_command_goes_on(
     environment: dict[str, str], invoke: Any, books: Path, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-c", SMALL, "adapt", "--docs", books, "--out", tmp_path / "out", "--rank", 2]
+    command = [
+        sys.executable,
+        "-c",
+        SMALL,
+        "adapt",
+        "--docs",
+        books,
+        "--out",
+        tmp_path / "out",
+        "--rank",
+        2,
+    ]
     everything = {**os.environ, **environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process: Any = subprocess.Popen(list(map(str, command)), env=everything, **pipes)  # type: ignore[call-overload]

@@ -1,4 +1,6 @@
-"""`ragfuse chat` and `ask --server`: a conversation whose KV survives its turns, here and at a server."""
+"""`ragfuse chat` and `ask --server`: a conversation whose KV survives its turns, here and at a
+server.
+"""
 
 import json
 import os
@@ -28,7 +30,13 @@ PROGRAM = ["-c", "from ragfuse.cli import app; app()"]
 
 @pytest.fixture
 def environment(tiny_settings, tmp_path):
-    ours = {"HOME": tmp_path / "user", "MODEL": tiny_settings.model, "DTYPE": "float32", "MAX_TOKENS": 6, "TOP_K": 2}
+    ours = {
+        "HOME": tmp_path / "user",
+        "MODEL": tiny_settings.model,
+        "DTYPE": "float32",
+        "MAX_TOKENS": 6,
+        "TOP_K": 2,
+    }
     ours |= {"PREFIX_CACHE": "false", "LEARN": "retrieved"}
     return {f"RAGFUSE_{name}": str(value) for name, value in ours.items()}
 
@@ -37,7 +45,9 @@ def environment(tiny_settings, tmp_path):
 def run(environment):
     def run(*arguments, lines=(), **more):
         typed = "".join(f"{line}\n" for line in lines)
-        return CliRunner().invoke(app, [*map(str, arguments)], input=typed, env={**environment, **more})
+        return CliRunner().invoke(
+            app, [*map(str, arguments)], input=typed, env={**environment, **more}
+        )
 
     return run
 
@@ -79,7 +89,9 @@ def test_a_chat_without_a_name_is_gone_at_its_end_and_one_with_a_name_goes_on(ru
 
 
 def test_documents_are_added_while_one_talks(run, book):
-    result = run("chat", lines=["Hello?", f"/docs add {book}", "/docs", "What was counted in 1812?", "/why"])
+    result = run(
+        "chat", lines=["Hello?", f"/docs add {book}", "/docs", "What was counted in 1812?", "/why"]
+    )
     assert "no documents yet" in result.stdout
     assert re.search(r"\d+ chunks of 1 file in 'default'", result.stdout)
     assert re.search(r"\d+ chunks  .*lighthouses\.txt", result.stdout)
@@ -88,12 +100,22 @@ def test_documents_are_added_while_one_talks(run, book):
 
 
 def test_turns_that_the_window_has_no_room_for_are_told_where_they_grow(run):
-    questions = [f"How many ships passed lighthouse {n} in the year 18{n}0, and who counted them?" for n in range(1, 6)]
+    questions = [
+        f"How many ships passed lighthouse {n} in the year 18{n}0, and who counted them?"
+        for n in range(1, 6)
+    ]
     result = run("chat", lines=questions, RAGFUSE_WINDOW_TOKENS="260")
-    told = [int(n) for n in re.findall(r"window is full: (\d+) tokens of the oldest turns left out", result.stdout)]
+    told = [
+        int(n)
+        for n in re.findall(
+            r"window is full: (\d+) tokens of the oldest turns left out", result.stdout
+        )
+    ]
     assert told, result.stdout
     assert told == sorted(set(told))
-    assert "window is full" not in run("chat", lines=questions[:1], RAGFUSE_WINDOW_TOKENS="260").stdout
+    assert (
+        "window is full" not in run("chat", lines=questions[:1], RAGFUSE_WINDOW_TOKENS="260").stdout
+    )
 
 
 def test_ratio_and_policy_hold_from_then_on(run, book):
@@ -140,7 +162,14 @@ def test_a_server_is_asked_with_the_documents_of_an_index_here(run, server, book
 
 def test_a_server_answers_over_a_folder_and_compares(run, server, book):
     result = run(
-        "ask", "What was counted in 1812?", "--docs", book, "--compare", "--server", server.root, RAGFUSE_API_KEY=BLUE
+        "ask",
+        "What was counted in 1812?",
+        "--docs",
+        book,
+        "--compare",
+        "--server",
+        server.root,
+        RAGFUSE_API_KEY=BLUE,
     )
     assert result.exit_code == 0, result.stderr
     assert re.search(r"^full prefill: .*^ragfuse: ", result.stdout, re.DOTALL | re.MULTILINE)
@@ -149,7 +178,9 @@ def test_a_server_answers_over_a_folder_and_compares(run, server, book):
 def test_a_chat_at_a_server_keeps_its_turns_there(run, server, book):
     run("ingest", book)
     at = ("--server", server.root, "--api-key", BLUE)
-    result = run("chat", *at, lines=["What was counted in 1812?", "And in 1813?", "/compare", "/why"])
+    result = run(
+        "chat", *at, lines=["What was counted in 1812?", "And in 1813?", "/compare", "/why"]
+    )
     assert "of earlier turns" in summaries(result)[1][1]
     assert "First token: full prefill" in result.stdout
     assert conversations(server) == []
@@ -159,7 +190,9 @@ def test_a_chat_at_a_server_keeps_its_turns_there(run, server, book):
 
 def conversations(server):
     """Names of the conversations that a server keeps."""
-    request = Request(f"{server.root}/v1/ragfuse/sessions", headers={"Authorization": f"Bearer {BLUE}"})
+    request = Request(
+        f"{server.root}/v1/ragfuse/sessions", headers={"Authorization": f"Bearer {BLUE}"}
+    )
     with urlopen(request, timeout=30) as response:
         return [each["id"] for each in json.load(response)["data"]]
 
@@ -185,7 +218,8 @@ def terminal(environment):
     class Child(pexpect.spawn):
         """A child that reads at its prompt before it gets a signal.
 
-        Python's `input()` notices one that comes between the prompt and the read only with the next key.
+        Python's `input()` notices one that comes between the prompt and the read only with the next
+        key.
         """
 
         def kill(self, sig):
@@ -197,7 +231,13 @@ def terminal(environment):
             super().sendintr()
 
     def start(*arguments):
-        kept = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "OMP_NUM_THREADS": "1", **environment}
+        kept = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "TERM": "xterm",
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        }
         child = Child(
             sys.executable,
             [*PROGRAM, *map(str, arguments)],
@@ -254,9 +294,16 @@ def test_a_terminal_that_is_closed_leaves_no_conversation_behind(terminal, run, 
 
 
 def test_a_question_of_few_words_is_searched_for_with_the_one_before(run, book):
-    (book / "walnuts.txt").write_text("Walnuts are harvested in October, when the village holds a fair for them. " * 3)
+    (book / "walnuts.txt").write_text(
+        "Walnuts are harvested in October, when the village holds a fair for them. " * 3
+    )
     run("ingest", book)
-    result = run("chat", "--top-k", 1, lines=["What is known of walnuts in the village?", "And when?", "/why"])
+    result = run(
+        "chat",
+        "--top-k",
+        1,
+        lines=["What is known of walnuts in the village?", "And when?", "/why"],
+    )
     assert "walnuts.txt" in result.stdout.partition("part of the prompt")[2]
 
 
@@ -264,12 +311,19 @@ def test_a_question_of_few_words_is_searched_for_with_the_one_before(run, book):
 def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(terminal, environment, server, where):
     environment["RAGFUSE_MAX_TOKENS"] = "3000"
     child = terminal(
-        "chat", *(["--server", server.root, "--api-key", BLUE, "--max-tokens", 3000] if where != "here" else [])
+        "chat",
+        *(
+            ["--server", server.root, "--api-key", BLUE, "--max-tokens", 3000]
+            if where != "here"
+            else []
+        ),
     )
     child.expect("> $")
     child.sendline("Say something long.")
     child.expect("long[.]\r\n")
-    child.expect(r"(?:^|\n|\x1b\[2K)(?! *searching)[a-z ]{20}")  # some of the answer, not the bar before it
+    child.expect(
+        r"(?:^|\n|\x1b\[2K)(?! *searching)[a-z ]{20}"
+    )  # some of the answer, not the bar before it
     child.sendintr()
     child.expect("Stopped: this question and its answer are not part of the conversation.")
     child.expect("> $")
@@ -280,6 +334,8 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(terminal, environment, serv
     child.wait()
     assert child.exitstatus == 0
     if where == "here":
-        settings = Settings(home=environment["RAGFUSE_HOME"], model=environment["RAGFUSE_MODEL"], dtype="float32")
+        settings = Settings(
+            home=environment["RAGFUSE_HOME"], model=environment["RAGFUSE_MODEL"], dtype="float32"
+        )
         with Engine(settings) as engine:
             assert engine.sessions.ls() == []

@@ -1,4 +1,6 @@
-"""The doctor: green where all is well, and for everything that is not, one red row that says what to do."""
+"""The doctor: green where all is well, and for everything that is not, one red row that says what
+to do.
+"""
 
 import errno
 import json
@@ -35,7 +37,11 @@ def environment(tiny_settings, tmp_path, monkeypatch):
     monkeypatch.chdir(here)
     for name in [name for name in os.environ if name.startswith("RAGFUSE_")]:
         monkeypatch.delenv(name)
-    return {"RAGFUSE_HOME": str(home), "RAGFUSE_MODEL": tiny_settings.model, "RAGFUSE_DTYPE": "float32"}
+    return {
+        "RAGFUSE_HOME": str(home),
+        "RAGFUSE_MODEL": tiny_settings.model,
+        "RAGFUSE_DTYPE": "float32",
+    }
 
 
 @pytest.fixture
@@ -43,7 +49,9 @@ def doctor(environment):
     """doctor(...): the exit status, the rows by what they are about, and all that was said."""
 
     def doctor(*arguments, **changed):
-        result = CliRunner().invoke(app, ["doctor", *arguments, "--json", "-"], env={**environment, **changed})
+        result = CliRunner().invoke(
+            app, ["doctor", *arguments, "--json", "-"], env={**environment, **changed}
+        )
         assert "Traceback" not in result.output + result.stderr
         said = json.loads(result.stdout)
         assert said["ok"] is (result.exit_code == 0)
@@ -64,7 +72,9 @@ def test_a_question_is_answered_both_ways_and_nothing_is_changed(doctor, tmp_pat
     before = set(Path("/tmp").glob("ragfuse-doctor-*"))
     status, rows, said = doctor()
     assert (status, bad(rows)) == (0, [])
-    assert set(os.listdir(tmp_path / "user")) <= {"fingerprints"}  # digests of weights, once these are seconds old
+    assert set(os.listdir(tmp_path / "user")) <= {
+        "fingerprints"
+    }  # digests of weights, once these are seconds old
     assert set(Path("/tmp").glob("ragfuse-doctor-*")) <= before
     question = said["question"]
     assert 0 < question["tokens_reused"] < question["tokens"]
@@ -77,14 +87,18 @@ def test_commands_that_are_told_are_read_by_a_shell_as_meant(doctor, tiny_settin
     model, store = tmp_path / "my models" / "m", tmp_path / "my store"
     shutil.copytree(tiny_settings.model, model)
     _, rows, _ = doctor("--model", str(model), "--dtype", "float16", "--store", str(store))
-    told = {what: shlex.split(rows[what]["remedy"]) for what in ("verified", "calibrated", "measured")}
+    told = {
+        what: shlex.split(rows[what]["remedy"]) for what in ("verified", "calibrated", "measured")
+    }
     assert told["verified"] == ["ragfuse", "verify", str(model), "--dtype", "float16"]
     as_here = ["--model", str(model), "--dtype", "float16", "--store", str(store)]
     assert told["calibrated"] == ["ragfuse", "calibrate", *as_here, "--docs", "PATH"]
     assert told["measured"] == ["ragfuse", "measure", *as_here]
 
 
-def test_what_a_store_knows_of_the_model_and_the_machine_is_told(doctor, environment, tiny_settings, tmp_path):
+def test_what_a_store_knows_of_the_model_and_the_machine_is_told(
+    doctor, environment, tiny_settings, tmp_path
+):
     with Engine(tiny_settings.model_copy(update={"store": tmp_path / "user" / "store"})) as engine:
         engine.runtime.verify()
         engine.runtime.learn(engine.runtime.profile.calibrated(True, "lego", 0.06))
@@ -144,7 +158,9 @@ def test_a_model_whose_weights_are_broken_is_one_red_row(doctor, tiny_settings, 
     broken.mkdir()
     for file in Path(tiny_settings.model).iterdir():
         data = file.read_bytes()
-        (broken / file.name).write_bytes(data[: len(data) // 2] if file.suffix == ".safetensors" else data)
+        (broken / file.name).write_bytes(
+            data[: len(data) // 2] if file.suffix == ".safetensors" else data
+        )
     status, rows, _ = doctor(RAGFUSE_MODEL=str(broken))
     assert (status, bad(rows)) == (1, ["model"])
 
@@ -175,7 +191,9 @@ def test_every_tier_has_a_row_and_one_that_is_silent_is_red(doctor, tmp_path):
     server = RedisServer(tmp_path / "redis")
     try:
         tiers = {
-            "RAGFUSE_TIERS": json.dumps([server.url(), str(tmp_path / "cold"), f"file://{tmp_path}/far/kv"]),
+            "RAGFUSE_TIERS": json.dumps(
+                [server.url(), str(tmp_path / "cold"), f"file://{tmp_path}/far/kv"]
+            ),
             "RAGFUSE_TIER_TIMEOUT_S": "0.5",
         }
         with KVStore([RedisTier(server.url())]) as store:
@@ -222,9 +240,15 @@ def test_a_store_that_is_a_file_and_one_that_cannot_be_written_are_red(doctor, t
 def test_a_full_disk_is_red(doctor, tmp_path):
     small = tmp_path / "small"
     small.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", small], capture_output=True, check=False)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", small],
+        capture_output=True,
+        check=False,
+    )
     if made.returncode:
-        pytest.skip("a small file system cannot be mounted here: run the tests as root, with CAP_SYS_ADMIN")
+        pytest.skip(
+            "a small file system cannot be mounted here: run the tests as root, with CAP_SYS_ADMIN"
+        )
     try:
         with (small / "ballast").open("wb", buffering=0) as file, suppress(OSError):
             while file.write(bytes(4096)):
@@ -249,7 +273,9 @@ def test_a_redis_without_its_package_says_what_to_install(doctor, monkeypatch):
 def test_versions_that_do_not_go_together_are_red(doctor, tmp_path, monkeypatch):
     info = tmp_path / "site" / "langchain_ragfuse-9.9.0.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: langchain-ragfuse\nVersion: 9.9.0\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: langchain-ragfuse\nVersion: 9.9.0\n"
+    )
     monkeypatch.syspath_prepend(str(info.parent))
     status, rows, _ = doctor("--quick")
     assert (status, bad(rows)) == (1, ["frameworks"])
@@ -286,12 +312,20 @@ def bare(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_bare_install_has_red_rows_for_what_it_needs_and_notes_for_the_rest(bare, environment, tmp_path):
-    start = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(bare)!r}]; from ragfuse.cli import app; app()"
+def test_a_bare_install_has_red_rows_for_what_it_needs_and_notes_for_the_rest(
+    bare, environment, tmp_path
+):
+    start = (
+        f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(bare)!r}]; from ragfuse.cli import app;"
+        " app()"
+    )
     command = [sys.executable, "-I", "-S", "-c", start, "doctor", "--json", "-"]
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        command, capture_output=True, text=True, env={**kept, **environment, "RAGFUSE_MODEL": "smollm2-135m"}
+        command,
+        capture_output=True,
+        text=True,
+        env={**kept, **environment, "RAGFUSE_MODEL": "smollm2-135m"},
     )
     assert "Traceback" not in done.stderr
     said = json.loads(done.stdout)

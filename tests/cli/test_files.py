@@ -1,4 +1,6 @@
-"""Files that are found and read: kinds, encodings, and what is passed over or refused, with the reason."""
+"""Files that are found and read: kinds, encodings, and what is passed over or refused, with the
+reason.
+"""
 
 import json
 import os
@@ -16,8 +18,10 @@ def pdf(text: bytes) -> bytes:
     objects = [
         b"<< /Type /Catalog /Pages 2 0 R >>",
         b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
-        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R "
-        b"/Resources << /Font << /F1 5 0 R >> >> >>",
+        (
+            b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R "
+            b"/Resources << /Font << /F1 5 0 R >> >> >>"
+        ),
         b"<< /Length %d >>\nstream\n%s\nendstream" % (len(drawn), drawn),
         b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
     ]
@@ -27,7 +31,10 @@ def pdf(text: bytes) -> bytes:
         out += b"%d 0 obj\n%s\nendobj\n" % (number, body)
     table = b"".join(b"%010d 00000 n \n" % offset for offset in offsets)
     size = len(objects) + 1
-    tail = b"xref\n0 %d\n0000000000 65535 f \n%strailer << /Size %d /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF"
+    tail = (
+        b"xref\n0 %d\n0000000000 65535 f \n%strailer << /Size %d /Root 1 0 R"
+        b" >>\nstartxref\n%d\n%%%%EOF"
+    )
     return out + tail % (size, table, size, len(out))
 
 
@@ -85,7 +92,9 @@ def test_bytes_that_are_no_text_in_any_of_them_still_have_an_encoding():
 
 def test_html_is_read_without_its_scripts_and_pdf_by_its_pages(tmp_path):
     html, page = tmp_path / "a.html", tmp_path / "a.pdf"
-    html.write_text("<head><script>var x = 1</script></head><body><h1>The mill</h1><p>Built in 1790.</p></body>")
+    html.write_text(
+        "<head><script>var x = 1</script></head><body><h1>The mill</h1><p>Built in 1790.</p></body>"
+    )
     page.write_bytes(pdf(b"The fair is held every October."))
     assert "".join(texts_of(html)).split("\n") == ["The mill", "Built in 1790."]
     assert "The fair is held every October." in "".join(texts_of(page))
@@ -94,7 +103,9 @@ def test_html_is_read_without_its_scripts_and_pdf_by_its_pages(tmp_path):
 def test_a_broken_document_is_named_with_the_reason_and_nothing_else_is_said(tmp_path, caplog):
     file = tmp_path / "broken.pdf"
     file.write_bytes(b"%PDF-1.4 but no more")
-    with pytest.raises(InputError, match=r"broken\.pdf' cannot be read as pdf .*Repair it or leave it out"):
+    with pytest.raises(
+        InputError, match=r"broken\.pdf' cannot be read as pdf .*Repair it or leave it out"
+    ):
         texts_of(file)
     assert caplog.text == ""
 
@@ -102,7 +113,8 @@ def test_a_broken_document_is_named_with_the_reason_and_nothing_else_is_said(tmp
 def docx(path, body, **parts):
     """A docx of these paragraphs' XML; parts: further files in it."""
     head = (
-        '<w:document xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main" xmlns:mc="urn:mc"><w:body>'
+        '<w:document xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
+        ' xmlns:mc="urn:mc"><w:body>'
     )
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
         packed.writestr("word/document.xml", f"{head}{body}</w:body></w:document>")
@@ -117,7 +129,11 @@ def docx(path, body, **parts):
         ("a.py", "def keeper():\n    return 40\n", "def keeper():\n    return 40"),
         ("a.rs", "fn main() {}", "fn main() {}"),
         ("a.yaml", "keeper: Brandt", "keeper: Brandt"),
-        ("a.json", '{"keeper": "Br\\u00e4ndt", "ships": [40]}', '{\n "keeper": "Brändt",\n "ships": [\n  40\n ]\n}'),
+        (
+            "a.json",
+            '{"keeper": "Br\\u00e4ndt", "ships": [40]}',
+            '{\n "keeper": "Brändt",\n "ships": [\n  40\n ]\n}',
+        ),
         (
             "a.csv",
             'keeper,ships\nBrandt,40\n\nWorth,"9,000"\n',
@@ -141,7 +157,9 @@ def test_lines_of_json_are_a_text_each_and_a_bad_one_is_named(tmp_path):
     file.write_text('{"a": "one\u2028more\x85"}\r\n{"a": "two"}', encoding="utf-8")
     assert [json.loads(text)["a"] for text in texts_of(file)] == ["one\u2028more\x85", "two"]
     file.write_text('{"a": 1}\n{"a": \n')
-    with pytest.raises(InputError, match=r"a\.jsonl' cannot be read as jsonl \(line 2 is not valid JSON"):
+    with pytest.raises(
+        InputError, match=r"a\.jsonl' cannot be read as jsonl \(line 2 is not valid JSON"
+    ):
         texts_of(file)
 
 
@@ -154,7 +172,9 @@ def test_a_notebook_is_read_by_its_cells_without_what_they_printed(tmp_path, ver
     ]
     if version == 3:
         cells[1]["input"] = cells[1].pop("source")
-    file.write_text(json.dumps({"worksheets": [{"cells": cells}]} if version == 3 else {"cells": cells}))
+    file.write_text(
+        json.dumps({"worksheets": [{"cells": cells}]} if version == 3 else {"cells": cells})
+    )
     assert texts_of(file) == ["# The mill\nBuilt in 1790.", "ships = 40"]
 
 
@@ -168,14 +188,23 @@ def test_a_docx_is_read_by_its_paragraphs_tables_and_notes(tmp_path):
         said("The mill")
         + "<w:p><w:r><w:t>Built</w:t><w:tab/><w:t>1790</w:t><w:br/><w:delText>not</w:delText></w:r></w:p>"
     )
-    body += f"<w:tbl><w:tr><w:tc>{said('oak')}</w:tc><w:tc>{said('walnut')}</w:tc></w:tr></w:tbl>" + twice
+    body += (
+        f"<w:tbl><w:tr><w:tc>{said('oak')}</w:tc><w:tc>{said('walnut')}</w:tc></w:tr></w:tbl>"
+        + twice
+    )
     note = (
         '<w:footnotes xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main">'
         + said("a note")
         + "</w:footnotes>"
     )
     text, notes = texts_of(docx(tmp_path / "a.docx", body, footnotes=note))
-    assert [line for line in text.split("\n") if line] == ["The mill", "Built\t1790", "oak", "walnut", "box"]
+    assert [line for line in text.split("\n") if line] == [
+        "The mill",
+        "Built\t1790",
+        "oak",
+        "walnut",
+        "box",
+    ]
     assert notes.strip() == "a note"
 
 
@@ -201,7 +230,9 @@ def test_halves_of_characters_are_replaced_and_told_once(tmp_path, caplog):
     assert len(caplog.records) == 1
 
 
-def test_a_nul_behind_the_head_of_a_file_is_replaced_and_one_in_it_makes_a_file_binary(tmp_path, caplog):
+def test_a_nul_behind_the_head_of_a_file_is_replaced_and_one_in_it_makes_a_file_binary(
+    tmp_path, caplog
+):
     (tmp_path / "a.txt").write_text(f"{'The keeper counted ships. ' * 400}\0")
     (tmp_path / "b.txt").write_text("The keeper\0 counted ships.")
     found = find_files([tmp_path])

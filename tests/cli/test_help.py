@@ -1,4 +1,6 @@
-"""Help that leaves nothing out, completion in a shell, and mistakes that are told before anything is loaded."""
+"""Help that leaves nothing out, completion in a shell, and mistakes that are told before anything
+is loaded.
+"""
 
 import ast
 import json
@@ -75,7 +77,10 @@ app()
         ("calibrate --docs . --plot /nowhere/x.png", "InputError: Wanted a file to write to"),
         ("calibrate --docs /nowhere", "InputError: Wanted a file or folder, found nothing"),
         ("adapt --docs /nowhere", "InputError: Wanted a file or folder, found nothing"),
-        ("ask Who? --server nowhere", "SettingsError: base_url is 'nowhere'; wanted the address of a server"),
+        (
+            "ask Who? --server nowhere",
+            "SettingsError: base_url is 'nowhere'; wanted the address of a server",
+        ),
     ],
 )
 def test_what_is_not_there_is_told_before_a_model_is_loaded(command, said, tmp_path):
@@ -85,7 +90,11 @@ def test_what_is_not_there_is_told_before_a_model_is_loaded(command, said, tmp_p
     save_file(empty, tmp_path / "indexes" / "default.safetensors")
     kept = {**os.environ, "PYTHONPATH": str(ROOT), "RAGFUSE_HOME": str(tmp_path), "COLUMNS": "200"}
     run = subprocess.run(
-        [sys.executable, "-c", LATE, *shlex.split(command)], env=kept, capture_output=True, text=True, cwd=tmp_path
+        [sys.executable, "-c", LATE, *shlex.split(command)],
+        env=kept,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
     )
     assert run.stderr.startswith(said), run.stdout + run.stderr
     assert (run.returncode, run.stdout) == (1, "")
@@ -104,7 +113,10 @@ def completed(shell, words, tmp_path):
     """What a shell would offer for a line that ends here."""
     kept = {**os.environ, "PYTHONPATH": str(ROOT), "RAGFUSE_HOME": str(tmp_path)}
     line = " ".join(words)
-    asked = {"bash": {"COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}, "zsh": {"_TYPER_COMPLETE_ARGS": line}}
+    asked = {
+        "bash": {"COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)},
+        "zsh": {"_TYPER_COMPLETE_ARGS": line},
+    }
     kept |= {"_RAGFUSE_COMPLETE": f"complete_{shell}", **asked[shell]}
     code = "import sys; sys.argv = ['ragfuse']; from ragfuse.cli import app; app()"
     run = subprocess.run([sys.executable, "-c", code], env=kept, capture_output=True, text=True)
@@ -122,7 +134,10 @@ def test_a_shell_completes_commands_and_options(shell, tmp_path):
 def test_bash_completes_by_the_script_that_is_shown(tmp_path):
     """The script as bash runs it: its function is called as the Tab key calls it."""
     program = tmp_path / "ragfuse"
-    code = f"#!{sys.executable}\nimport sys\nsys.argv[0] = 'ragfuse'\nfrom ragfuse.cli import app\napp()\n"
+    code = (
+        f"#!{sys.executable}\nimport sys\nsys.argv[0] = 'ragfuse'\nfrom ragfuse.cli import"
+        " app\napp()\n"
+    )
     program.write_text(code)
     program.chmod(0o755)
     kept = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
@@ -133,8 +148,18 @@ COMP_WORDS=(ragfuse sess); COMP_CWORD=1
 _ragfuse_completion ragfuse
 echo "${COMPREPLY[@]}"
 """
-    run = subprocess.run(["bash", "-c", tab], env=kept, capture_output=True, text=True, cwd=tmp_path)
-    assert run.stdout.split() == ["complete", "-o", "default", "-F", "_ragfuse_completion", "ragfuse", "sessions"]
+    run = subprocess.run(
+        ["bash", "-c", tab], env=kept, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert run.stdout.split() == [
+        "complete",
+        "-o",
+        "default",
+        "-F",
+        "_ragfuse_completion",
+        "ragfuse",
+        "sessions",
+    ]
 
 
 def test_the_file_of_a_model_in_gguf_is_a_model(tmp_path, monkeypatch):
@@ -152,6 +177,9 @@ def test_an_option_that_says_the_same_in_several_commands_is_declared_once() -> 
     for file in (ROOT / "ragfuse/cli").glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("option", "typer.Option"):
-                given = (*node.args[:2], *(each.value for each in node.keywords if each.arg == "help"))
+                given = (
+                    *node.args[:2],
+                    *(each.value for each in node.keywords if each.arg == "help"),
+                )
                 declared[tuple(ast.unparse(each) for each in given)] += 1
     assert [names for names, count in declared.items() if count > 1] == []

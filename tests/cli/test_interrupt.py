@@ -1,4 +1,6 @@
-"""Ctrl-C and company on real processes: stopped anywhere it says so, leaves nothing half done, and goes on."""
+"""Ctrl-C and company on real processes: stopped anywhere it says so, leaves nothing half done, and
+goes on.
+"""
 
 import json
 import os
@@ -35,7 +37,12 @@ app()
 
 @pytest.fixture
 def environment(tiny_settings, tmp_path):
-    ours = {"HOME": tmp_path / "user", "MODEL": tiny_settings.model, "DTYPE": "float32", "MAX_TOKENS": 4}
+    ours = {
+        "HOME": tmp_path / "user",
+        "MODEL": tiny_settings.model,
+        "DTYPE": "float32",
+        "MAX_TOKENS": 4,
+    }
     return {f"RAGFUSE_{name}": str(value) for name, value in ours.items()}
 
 
@@ -67,7 +74,8 @@ def told(environment):
 def long_book(tmp_path):
     file = tmp_path / "long.txt"
     lines = (
-        f"In the year {number} the keeper of lighthouse {number} saw {number * 7} ships. " for number in range(5000)
+        f"In the year {number} the keeper of lighthouse {number} saw {number * 7} ships. "
+        for number in range(5000)
     )
     file.write_text("".join(line + "He wrote it down, and painted his door.\n\n" for line in lines))
     return file
@@ -98,16 +106,22 @@ def interrupted(process):
 
 
 def debris(tmp_path):
-    """What a stopped process should not have left: files that are being written, and who writes them."""
+    """What a stopped process should not have left: files that are being written, and who writes
+    them.
+    """
     files = [path for path in (tmp_path / "user").rglob("*") if path.is_file()]
     partial = [
-        path for path in files if path.name.startswith(".") or "tmp" in path.name or path.parent.name == "writers"
+        path
+        for path in files
+        if path.name.startswith(".") or "tmp" in path.name or path.parent.name == "writers"
     ]
     return [path for path in partial if path.parent.name != "models"]
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_ctrl_c_in_a_benchmark_promises_what_is_kept_alone(environment, monkeypatch, tmp_path, named):
+def test_ctrl_c_in_a_benchmark_promises_what_is_kept_alone(
+    environment, monkeypatch, tmp_path, named
+):
     """What `--json` names has its measurements beside it; without it they are gone."""
     rows = tmp_path / "found.rows.jsonl"
 
@@ -147,7 +161,9 @@ def test_ctrl_c_while_indexing_and_while_encoding_leaves_no_debris_and_the_comma
     kept = len(chunks(tmp_path))
     encoded = told("ingest", long_book)["encoded"]
     new = len(chunks(tmp_path)) - kept
-    assert encoded <= new <= 2 * encoded  # a chunk has two entries, of which one may have been there
+    assert (
+        encoded <= new <= 2 * encoded
+    )  # a chunk has two entries, of which one may have been there
     assert kept + new > 200
     assert told("ingest", long_book)["encoded"] == 0
 
@@ -201,7 +217,9 @@ def test_ctrl_c_in_an_export_says_that_nothing_was_written_and_it_is_so(start, s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["measure", "doctor"])
-def test_ctrl_c_in_what_is_tried_on_a_disk_leaves_nothing_there(start, tmp_path, environment, command):
+def test_ctrl_c_in_what_is_tried_on_a_disk_leaves_nothing_there(
+    start, tmp_path, environment, command
+):
     (tmp_path / "temporary").mkdir()
     environment["TMPDIR"] = str(tmp_path / "temporary")
     process = start(command, command=slowed("_write"))

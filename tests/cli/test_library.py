@@ -1,4 +1,6 @@
-"""The index: what is new is embedded, what is gone leaves, and an interrupted or damaged one harms nobody."""
+"""The index: what is new is embedded, what is gone leaves, and an interrupted or damaged one harms
+nobody.
+"""
 
 import pytest
 
@@ -22,7 +24,9 @@ def embedded(library, monkeypatch):
 
 def chunks(*names, n=3):
     return [
-        (f"The keeper of lighthouse {name} counted ships on day {day}.", name) for name in names for day in range(n)
+        (f"The keeper of lighthouse {name} counted ships on day {day}.", name)
+        for name in names
+        for day in range(n)
     ]
 
 
@@ -84,7 +88,10 @@ def test_an_empty_index_says_how_to_fill_it_and_names_others(library, tmp_path):
         library().require()
     for name in ("docs-2026", "notes"):
         library(name).update([tmp_path], chunks(str(tmp_path / "a")))
-    with pytest.raises(InputError, match=r"Others are there: docs-2026, notes .* ragfuse ingest PATH --index other$"):
+    with pytest.raises(
+        InputError,
+        match=r"Others are there: docs-2026, notes .* ragfuse ingest PATH --index other$",
+    ):
         library("other").require()
 
 

@@ -17,9 +17,14 @@ def run(tiny_settings, tmp_path, monkeypatch):
     """Runs a command over the tiny model in a home of its own; what is measured is short."""
     short = {"longest": 128, "rounds": 1}
     monkeypatch.setattr(
-        "ragfuse.engine.machine_timings.measure", lambda *given, **more: measuring.measure(*given, **short, **more)
+        "ragfuse.engine.machine_timings.measure",
+        lambda *given, **more: measuring.measure(*given, **short, **more),
     )
-    for name, value in (("HOME", tmp_path / "user"), ("MODEL", tiny_settings.model), ("DTYPE", "float32")):
+    for name, value in (
+        ("HOME", tmp_path / "user"),
+        ("MODEL", tiny_settings.model),
+        ("DTYPE", "float32"),
+    ):
         monkeypatch.setenv(f"RAGFUSE_{name}", str(value))
     return lambda *arguments: CliRunner().invoke(app, [str(each) for each in arguments])
 
@@ -47,7 +52,9 @@ def test_a_machine_is_measured_shown_and_kept(run, tmp_path):
     assert not list(tmp_path.rglob("measure-*"))
 
 
-def test_measuring_says_at_which_level_a_tier_is_written_whose_level_is_chosen(run, tmp_path, monkeypatch):
+def test_measuring_says_at_which_level_a_tier_is_written_whose_level_is_chosen(
+    run, tmp_path, monkeypatch
+):
     monkeypatch.setenv("RAGFUSE_LEVELS", json.dumps({"disk": "auto"}))
     result = run("measure", "--store", tmp_path / "store", "--json", tmp_path / "machine.json")
     said = words_of(result)

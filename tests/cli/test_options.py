@@ -89,7 +89,10 @@ def test_levels_are_lists_by_tier_what_loses_least_first(given, found, monkeypat
         ('{"redis": ["int7"]}', "raw, int8, cg1, cg2, cg3, cg4, or auto alone, found 'int7'"),
         ('{"redis": ["auto", "raw"]}', "found 'auto'"),
         ('{"redis": []}', "found none"),
-        ('{"tape": ["raw"]}', "the name of a tier (gpu, memory, disk, redis, objects, redis-2 ...), found 'tape'"),
+        (
+            '{"tape": ["raw"]}',
+            "the name of a tier (gpu, memory, disk, redis, objects, redis-2 ...), found 'tape'",
+        ),
         ('["raw"]', "lists of levels by tier"),
         ('{"redis": 7}', "lists of levels by tier"),
         ('{"redis"', "lists of levels by tier"),
@@ -106,7 +109,14 @@ def test_levels_that_are_none_are_told_with_those_there_are(given, told, monkeyp
 @pytest.mark.parametrize(
     ("name", "given", "said"),
     [
-        ("ratio", "2", "ratio: Input should be less than or equal to 1, found '2' (environment RAGFUSE_RATIO)."),
+        (
+            "ratio",
+            "2",
+            (
+                "ratio: Input should be less than or equal to 1, found '2' (environment"
+                " RAGFUSE_RATIO)."
+            ),
+        ),
         (
             "threads",
             "many",
@@ -164,4 +174,7 @@ def test_a_variable_that_is_no_setting_is_told_once_with_the_nearest(monkeypatch
         settings_of()
         settings_of()
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line == "RAGFUSE_DISK_BYTE is ignored, there is no such setting; did you mean RAGFUSE_DISK_BYTES?"
+    assert (
+        line == "RAGFUSE_DISK_BYTE is ignored, there is no such setting; did you mean"
+        " RAGFUSE_DISK_BYTES?"
+    )

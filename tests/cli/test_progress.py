@@ -17,7 +17,12 @@ from tests.tiny import ROOT
 
 @pytest.fixture
 def environment(tiny_settings, tmp_path):
-    ours = {"HOME": tmp_path / "user", "MODEL": tiny_settings.model, "DTYPE": "float32", "MAX_TOKENS": 4}
+    ours = {
+        "HOME": tmp_path / "user",
+        "MODEL": tiny_settings.model,
+        "DTYPE": "float32",
+        "MAX_TOKENS": 4,
+    }
     return {f"RAGFUSE_{name}": str(value) for name, value in ours.items()}
 
 
@@ -42,7 +47,9 @@ def on_a_terminal(environment, *arguments):
 @pytest.mark.slow
 def test_verify_says_on_a_terminal_what_it_is_at_and_takes_it_away(environment):
     said = on_a_terminal(environment, "verify")
-    assert re.search(r"verifying: \w+", said)  # of a tiny model's checks not each lasts until the next frame
+    assert re.search(
+        r"verifying: \w+", said
+    )  # of a tiny model's checks not each lasts until the next frame
     assert re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said).rstrip().endswith("can be fused.")
 
 

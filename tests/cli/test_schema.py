@@ -1,4 +1,6 @@
-"""`ragfuse schema` and `ragfuse ask --pml`: schemas registered, listed, shown, asked over and removed."""
+"""`ragfuse schema` and `ragfuse ask --pml`: schemas registered, listed, shown, asked over and
+removed.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ def said(*arguments):
 
 
 def test_a_schema_is_added_once_listed_and_removed(given):
-    first, again = said("schema", "add", given / "trip.xml"), said("schema", "add", given / "trip.xml")
+    first, again = (
+        said("schema", "add", given / "trip.xml"),
+        said("schema", "add", given / "trip.xml"),
+    )
     assert first["encoded"] == first["runs"] > 3
     assert first["nbytes"] > 0
     assert (again["encoded"], again["positions"]) == (0, first["positions"])
@@ -74,7 +79,9 @@ def test_a_prompt_in_a_file_is_asked_over_its_modules(given, tiny_settings):
     assert said("ask", "And what do I eat?", "--pml", given / "ask.xml")["trace"]["tokens"] == more
     assert "trip" in run("ask", "--pml", given / "ask.xml", "--explain").output
     assert told["trace"]["tokens_recomputed"] == 0
-    blended = said("ask", "--pml", given / "ask.xml", "--blend", "--ratio", "0.3", "--policy", "hkvd")
+    blended = said(
+        "ask", "--pml", given / "ask.xml", "--blend", "--ratio", "0.3", "--policy", "hkvd"
+    )
     assert blended["trace"]["tokens_recomputed"] > 0
 
 

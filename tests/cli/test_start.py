@@ -1,4 +1,6 @@
-"""The command starts at once: torch takes a second to import, and is loaded where something is computed."""
+"""The command starts at once: torch takes a second to import, and is loaded where something is
+computed.
+"""
 
 from __future__ import annotations
 

@@ -43,7 +43,10 @@ def run(environment, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments, **more):
-        everything = {**environment, **{f"RAGFUSE_{name}": str(value) for name, value in more.items()}}
+        everything = {
+            **environment,
+            **{f"RAGFUSE_{name}": str(value) for name, value in more.items()},
+        }
         return CliRunner().invoke(app, ["store", *map(str, arguments)], env=everything)
 
     return run
@@ -64,13 +67,18 @@ def told(run):
 @pytest.fixture
 def filled(tmp_path):
     """Six entries of two tenants, one chunk of ours in two companies; the book knows most texts."""
-    with KVStore([DiskTier(tmp_path / "store", 10 * MB, lru)]) as store, CatalogFile(tmp_path / "store") as book:
+    with (
+        KVStore([DiskTier(tmp_path / "store", 10 * MB, lru)]) as store,
+        CatalogFile(tmp_path / "store") as book,
+    ):
         for i, one in enumerate([*OURS, FILLER, *THEIRS]):
             store.put(one, kv(i), wait=True)
         store.read_layers(OURS[1], 0)
         remember_tenant(book, OURS[0].model, Settings(model="smol", salt="acme"))
         sources = ["/docs/Lighthouse.md", "/docs/ships.md"]
-        book.add_texts(OURS[0].model, [(str(OURS[i]), f"All\nabout \x1b[31m{i}", sources[i]) for i in range(2)])
+        book.add_texts(
+            OURS[0].model, [(str(OURS[i]), f"All\nabout \x1b[31m{i}", sources[i]) for i in range(2)]
+        )
         book.add_texts(THEIRS[0].model, [(str(THEIRS[0]), "Theirs.", "/docs/theirs.md")])
     return tmp_path / "store"
 
@@ -89,7 +97,9 @@ def refused(result, kind, *words):
     lines = result.stderr.strip().splitlines()
     assert result.exit_code == 1, result.output
     assert lines[-1].startswith(f"{kind}: ")
-    assert len([line for line in lines if "Error" in line and not line.startswith("warning: ")]) == 1
+    assert (
+        len([line for line in lines if "Error" in line and not line.startswith("warning: ")]) == 1
+    )
     for word in words:
         assert word in lines[-1]
 
@@ -103,10 +113,23 @@ def test_ls_says_of_every_entry_whose_it_is_from_where_and_how_it_was_used(told,
     assert set(entries) == {str(one) for one in (*OURS, FILLER, *THEIRS)}
     assert found["nbytes"] == sum(path.stat().st_size for path in files(filled))
     mine = entries[str(OURS[1])]
-    assert (mine["model"], mine["tenant"], mine["digest"]) == ("smol", hidden("acme"), OURS[0].model)
-    assert (mine["tier"], mine["encoded"], mine["n_tokens"], mine["hits"]) == ("disk", "alone", 5, 1)
+    assert (mine["model"], mine["tenant"], mine["digest"]) == (
+        "smol",
+        hidden("acme"),
+        OURS[0].model,
+    )
+    assert (mine["tier"], mine["encoded"], mine["n_tokens"], mine["hits"]) == (
+        "disk",
+        "alone",
+        5,
+        1,
+    )
     assert mine["levels"] == {"raw": mine["nbytes"]}
-    assert (mine["source"], mine["text"], mine["pinned"]) == ("/docs/ships.md", "All\nabout \x1b[31m1", False)
+    assert (mine["source"], mine["text"], mine["pinned"]) == (
+        "/docs/ships.md",
+        "All\nabout \x1b[31m1",
+        False,
+    )
     assert entries[str(FILLER)]["encoded"] == "filler"
     assert entries[str(FILLER)]["source"] == "/docs/Lighthouse.md"
     assert (entries[str(THEIRS[0])]["model"], entries[str(THEIRS[1])]["source"]) == ("", "")
@@ -118,7 +141,13 @@ def test_ls_for_people_is_a_table_without_anything_a_terminal_would_obey(run, fi
         said = run("ls").output
         assert all(len(line) <= width for line in said.splitlines())
         assert "\x1b" not in said
-        for word in (*(one.tokens[:12] for one in (*OURS, *THEIRS)), "smol", "disk", "filler", "ships.md"):
+        for word in (
+            *(one.tokens[:12] for one in (*OURS, *THEIRS)),
+            "smol",
+            "disk",
+            "filler",
+            "ships.md",
+        ):
             assert word in said
     assert "4 more" in run("ls", "--limit", "2").output
 
@@ -126,8 +155,13 @@ def test_ls_for_people_is_a_table_without_anything_a_terminal_would_obey(run, fi
 def test_a_text_of_two_sources_is_found_by_both_and_cleared_with_either(told, filled):
     with CatalogFile(filled) as book:
         book.add_texts(OURS[0].model, [(str(OURS[0]), "All\nabout \x1b[31m0", "/docs/copy.md")])
-    (mine,) = [entry for entry in told("ls", "--source", "copy")["entries"] if entry["key"] == str(OURS[0])]
-    assert (mine["source"], mine["sources"]) == ("/docs/Lighthouse.md", ["/docs/Lighthouse.md", "/docs/copy.md"])
+    (mine,) = [
+        entry for entry in told("ls", "--source", "copy")["entries"] if entry["key"] == str(OURS[0])
+    ]
+    assert (mine["source"], mine["sources"]) == (
+        "/docs/Lighthouse.md",
+        ["/docs/Lighthouse.md", "/docs/copy.md"],
+    )
     assert told("rm", "--source", "copy", "--yes")["dropped"] == 2
     assert told("ls", "--source", "copy")["entries"] == []
     assert OURS[0] not in left(filled)
@@ -152,7 +186,9 @@ def test_a_text_of_two_sources_is_found_by_both_and_cleared_with_either(told, fi
 def test_filters_choose_what_matches_all_of_them(told, filled, filters, wanted):
     if wanted is None:
         wanted = {OURS[2]}
-    assert {entry["key"] for entry in told("ls", *filters)["entries"]} == {str(one) for one in wanted}
+    assert {entry["key"] for entry in told("ls", *filters)["entries"]} == {
+        str(one) for one in wanted
+    }
 
 
 def test_looking_with_smaller_settings_drops_nothing(told, filled):
@@ -182,7 +218,9 @@ def shared(filled):
     return filled
 
 
-@pytest.mark.parametrize("filters", [("--all",), ("--source", "s.md"), ("--tier", "disk"), ("--model", "smol")])
+@pytest.mark.parametrize(
+    "filters", [("--all",), ("--source", "s.md"), ("--tier", "disk"), ("--model", "smol")]
+)
 def test_a_salt_limits_clear_to_its_tenant(told, shared, filters):
     told("rm", *filters, "--yes", SALT="other")
     assert {one for one in left(shared) if one.model == OURS[0].model} == {*OURS, FILLER}
@@ -191,10 +229,16 @@ def test_a_salt_limits_clear_to_its_tenant(told, shared, filters):
     assert texts(shared, THEIRS[0].model) == []
 
 
-def test_a_salt_limits_all_that_takes_filters_to_its_tenant_unless_another_is_named(run, told, shared):
+def test_a_salt_limits_all_that_takes_filters_to_its_tenant_unless_another_is_named(
+    run, told, shared
+):
     assert {entry["digest"] for entry in told("ls", SALT="acme")["entries"]} == {OURS[0].model}
     assert told("pin", "--all", SALT="acme")["pinned"] == 4
-    assert told("pin", "--off", "--tier", "disk", SALT="other") == {"unpinned": 0, "already": 2, "silent": []}
+    assert told("pin", "--off", "--tier", "disk", SALT="other") == {
+        "unpinned": 0,
+        "already": 2,
+        "silent": [],
+    }
     assert told("export", "a.zip", SALT="other")["texts"] == 1
     assert "Nothing in the store matches" in run("rm", "--all", "--yes", SALT="nobody").output
     assert told("rm", "--tenant", "other", "--yes", SALT="acme")["dropped"] == 2
@@ -227,7 +271,9 @@ def server(tmp_path):
 def moved(told, far, *filters):
     """Lets a further tier alone hold what is selected; returns how many entries these are."""
     assert told("export", "moved.zip", "--yes", *filters, **far)["entries"]
-    n = told("import", "moved.zip", "--tier", json.loads(far["TIERS"])[0].partition(":")[0], **far)["entries"]
+    n = told("import", "moved.zip", "--tier", json.loads(far["TIERS"])[0].partition(":")[0], **far)[
+        "entries"
+    ]
     assert told("rm", "--tier", "disk", "--yes", *filters, **far)["dropped"] == n
     return n
 
@@ -251,12 +297,19 @@ def half_far(told, filled, server):
     return far
 
 
-def test_an_export_of_what_a_silent_tier_holds_writes_nothing_and_keeps_the_file_that_is_there(run, far):
+def test_an_export_of_what_a_silent_tier_holds_writes_nothing_and_keeps_the_file_that_is_there(
+    run, far
+):
     good = Path("keep.zip").read_bytes()
     for wish in ((), ("--tier", "redis"), ("--source", "ships")):
         for name in ("keep.zip", "new.zip"):
             result = run("export", name, "--yes", *wish, **far)
-            refused(result, "StoreError", "Tier redis does not answer", f"nothing was written to '{name}'")
+            refused(
+                result,
+                "StoreError",
+                "Tier redis does not answer",
+                f"nothing was written to '{name}'",
+            )
             assert "empty" not in result.output
     assert Path("keep.zip").read_bytes() == good
     assert not Path("new.zip").exists()
@@ -273,12 +326,19 @@ def test_an_export_that_would_lack_what_a_silent_tier_holds_goes_to_a_new_file_a
     assert Path("old.zip").read_bytes() == b"old"
     result = run("export", "new.zip", "--json", "-", **half_far)
     assert result.exit_code == 1
-    assert (json.loads(result.stdout)["entries"], json.loads(result.stdout)["silent"]) == (5, ["redis"])
+    assert (json.loads(result.stdout)["entries"], json.loads(result.stdout)["silent"]) == (
+        5,
+        ["redis"],
+    )
     assert "Tier redis does not answer" in result.stderr
-    assert run("export", "old.zip", "--tier", "disk", "--yes", **half_far).exit_code == 0  # nothing that is meant lacks
+    assert (
+        run("export", "old.zip", "--tier", "disk", "--yes", **half_far).exit_code == 0
+    )  # nothing that is meant lacks
 
 
-def test_what_cannot_be_read_is_left_out_of_a_new_export_alone_and_gives_a_status(run, told, filled):
+def test_what_cannot_be_read_is_left_out_of_a_new_export_alone_and_gives_a_status(
+    run, told, filled
+):
     def damage():
         path = next(path for path in files(filled) if path.suffix == ".kv")
         path.write_bytes(path.read_bytes()[:-100] + bytes(100))
@@ -286,13 +346,21 @@ def test_what_cannot_be_read_is_left_out_of_a_new_export_alone_and_gives_a_statu
     assert told("export", "keep.zip")["entries"] == 6
     good = Path("keep.zip").read_bytes()
     damage()
-    refused(run("export", "keep.zip", "--yes"), "StoreError", "was not replaced", "lack 1 of 6", "cannot be read")
+    refused(
+        run("export", "keep.zip", "--yes"),
+        "StoreError",
+        "was not replaced",
+        "lack 1 of 6",
+        "cannot be read",
+    )
     assert Path("keep.zip").read_bytes() == good
     damage()
     result = run("export", "new.zip")
     assert result.exit_code == 1
     assert "left out" in result.output
-    assert told("export", "keep.zip", "--yes")["entries"] == 4  # what was damaged is gone: nothing lacks
+    assert (
+        told("export", "keep.zip", "--yes")["entries"] == 4
+    )  # what was damaged is gone: nothing lacks
 
 
 def test_what_a_silent_tier_holds_is_never_said_to_be_nothing(run, far):
@@ -333,7 +401,9 @@ def test_gc_says_which_tier_it_has_not_looked_at(run, half_far):
     assert "redis: does not answer" in result.stderr
 
 
-def test_clear_tells_what_stays_in_a_tier_that_is_down_and_keeps_all_texts(run, told, filled, server):
+def test_clear_tells_what_stays_in_a_tier_that_is_down_and_keeps_all_texts(
+    run, told, filled, server
+):
     far = {"TIERS": json.dumps([server.url()]), "TIER_TIMEOUT_S": 0.5}
     assert moved(told, far, "--source", "ships") == 1
     server.kill()
@@ -390,7 +460,9 @@ def test_clear_tells_of_a_folder_that_refuses(filled, monkeypatch):
             patch.setattr(Path, "unlink", refused)
             done = admin.clear(lines, EntryFilter(source="light"))
         assert (len(done.dropped), done.silent, done.texts) == (0, ["disk"], 0)
-        assert {line.source for line in admin.list_entries(EntryFilter(source="light"))} == {"/docs/Lighthouse.md"}
+        assert {line.source for line in admin.list_entries(EntryFilter(source="light"))} == {
+            "/docs/Lighthouse.md"
+        }
         done = admin.clear(lines, EntryFilter(source="light"))
         assert (len(done.dropped), done.silent, done.texts) == (2, [], 1)
 
@@ -454,7 +526,10 @@ def test_what_is_meant_must_be_said(run, filled, command):
 
 def test_pins_are_kept_and_taken_off(told, filled):
     assert told("pin", "--source", "lighthouse")["pinned"] == 2
-    assert {entry["key"] for entry in told("ls")["entries"] if entry["pinned"]} == {str(OURS[0]), str(FILLER)}
+    assert {entry["key"] for entry in told("ls")["entries"] if entry["pinned"]} == {
+        str(OURS[0]),
+        str(FILLER),
+    }
     assert told("ls")["tiers"][0]["pinned"] == 2
     assert told("pin", "--off", "--all") == {"unpinned": 2, "already": 4, "silent": []}
     assert not any(entry["pinned"] for entry in told("ls")["entries"])
@@ -481,7 +556,9 @@ def test_an_export_without_texts_has_none_and_asks_before_it_replaces_a_file(tol
     assert told("export", "a.zip", "--yes")["texts"] == 3
 
 
-def test_an_archive_that_is_damaged_gives_what_is_whole_and_a_cut_one_is_refused(run, filled, tmp_path):
+def test_an_archive_that_is_damaged_gives_what_is_whole_and_a_cut_one_is_refused(
+    run, filled, tmp_path
+):
     assert run("export", "a.zip").exit_code == 0
     data = Path("a.zip").read_bytes()
     Path("a.zip").write_bytes(data[:1500] + b"damage" + data[1506:])
@@ -499,7 +576,11 @@ def test_gc_frees_rests_and_what_is_too_old_and_keeps_pins(told, filled):
     temp = files(filled)[0].parent / "x.0123456789abcdef.tmp"
     temp.write_bytes(bytes(50))
     os.utime(temp, (1.0, 1.0))
-    assert told("gc")["tiers"]["disk"] == {"expired": 0, "leftovers": 1, "nbytes": 50}  # cleared away at opening
+    assert told("gc")["tiers"]["disk"] == {
+        "expired": 0,
+        "leftovers": 1,
+        "nbytes": 50,
+    }  # cleared away at opening
     assert told("gc")["tiers"]["disk"] == {"expired": 0, "leftovers": 0, "nbytes": 0}
     assert not [path for path in files(filled) if path.suffix == ".tmp"]
     told("pin", "--source", "ships")
@@ -555,7 +636,9 @@ def test_no_command_loads_or_even_imports_a_model(environment, filled):
         "print(sorted({'transformers', 'peft', 'langchain_core'} & set(sys.modules)))"
     )
     everything = {**os.environ, **environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=everything, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=everything, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
 
@@ -589,7 +672,9 @@ def test_a_bad_byte_in_the_book_costs_no_listing(filled):
 
 
 def test_what_an_engine_has_kept_is_listed_with_source_and_text(engine, tiny_settings):
-    passage = "The keeper of the lighthouse counted all ships, and wrote every name into a book. " * 2
+    passage = (
+        "The keeper of the lighthouse counted all ships, and wrote every name into a book. " * 2
+    )
     engine.ingest([(passage, "/docs/a.txt"), (passage.upper(), "/docs/b.txt")])
     engine.close()
     with StoreAdmin(tiny_settings) as admin:
@@ -605,8 +690,14 @@ def test_what_an_engine_has_kept_is_listed_with_source_and_text(engine, tiny_set
 def test_ls_says_what_each_tenant_keeps_in_all(run, told, filled):
     uses = {use["digest"]: use for use in told("ls")["tenants"]}
     mine = uses[OURS[0].model]
-    assert (mine["model"], mine["texts"], mine["sessions"]) == ("smol", len(texts(filled, OURS[0].model)), 0)
-    assert mine["nbytes"] == {"disk": sum(each["nbytes"] for each in told("ls")["entries"] if each["model"] == "smol")}
+    assert (mine["model"], mine["texts"], mine["sessions"]) == (
+        "smol",
+        len(texts(filled, OURS[0].model)),
+        0,
+    )
+    assert mine["nbytes"] == {
+        "disk": sum(each["nbytes"] for each in told("ls")["entries"] if each["model"] == "smol")
+    }
     assert set(uses) == {OURS[0].model, THEIRS[0].model}
     assert f"KB in disk, {mine['texts']} texts, 0 sessions" in " ".join(run("ls").output.split())
     assert [use["digest"] for use in told("ls", "--model", "smol")["tenants"]] == [OURS[0].model]

@@ -19,7 +19,8 @@ def layer(
     seed: int = 0,
     like: int = 0,
 ) -> LayerKV:
-    """Keys and values whose channels differ in size and mean, with a first token that is many times larger.
+    """Keys and values whose channels differ in size and mean, with a first token that is many times
+    larger.
 
     like: layers that are alike in it have channels that are spread alike.
     """
@@ -37,20 +38,30 @@ def layer(
 ROPE = RopeLayout(tuple(100.0 ** (-pair / 8) for pair in range(8)))
 
 
-def tables(rope: bool = True, heads: int = 2, dim: int = 16, value_dim: int = 12, n_layers: int = 3) -> CodecTables:
+def tables(
+    rope: bool = True, heads: int = 2, dim: int = 16, value_dim: int = 12, n_layers: int = 3
+) -> CodecTables:
     """Tables of a model whose layers look like `layer`."""
     chunks = [
-        ChunkKV(tuple(layer(heads, 60, dim, value_dim, seed=10 * seed + at, like=at) for at in range(n_layers)))
+        ChunkKV(
+            tuple(
+                layer(heads, 60, dim, value_dim, seed=10 * seed + at, like=at)
+                for at in range(n_layers)
+            )
+        )
         for seed in range(3)
     ]
     return profile_tables(chunks, [ROPE if rope else None] * n_layers)
 
 
 def resum(blob: bytearray, codec: Codec) -> None:
-    """Make the digest of a codec's tables, the last length and the checksum of a changed blob fit, so that what lies
-    behind them is looked at, too."""
+    """Make the digest of a codec's tables, the last length and the checksum of a changed blob fit,
+    so that what lies behind them is looked at, too.
+    """
     if len(blob) >= LAYER_HEADER.size:
-        blob[TABLES] = bytes.fromhex(codec.tables.digest) if isinstance(codec, CacheGenCodec) else bytes(8)
+        blob[TABLES] = (
+            bytes.fromhex(codec.tables.digest) if isinstance(codec, CacheGenCodec) else bytes(8)
+        )
     parts = blob[LAYER_HEADER.size - 1] if len(blob) >= LAYER_HEADER.size else 0
     begins = LAYER_HEADER.size + 4 * parts + SUM_NBYTES
     if not parts or len(blob) < begins:

@@ -1,4 +1,6 @@
-"""What every codec owes: a layer that decodes alone, to what its slow twin says, the same everywhere, or an error."""
+"""What every codec owes: a layer that decodes alone, to what its slow twin says, the same
+everywhere, or an error.
+"""
 
 import os
 import resource
@@ -64,7 +66,10 @@ def test_a_layer_comes_back_in_its_shape_and_dtype_and_near_what_it_was(codec, d
     after = there_and_back(codec, before, 1)
     for found, given_ in ((after.keys, before.keys), (after.values, before.values)):
         assert (found.shape, found.dtype) == (given_.shape, dtype)
-        error, size = (found.float() - given_.float()).square().mean(), given_.float().square().mean()
+        error, size = (
+            (found.float() - given_.float()).square().mean(),
+            given_.float().square().mean(),
+        )
         assert error < 0.2 * size
 
 
@@ -97,9 +102,17 @@ def test_a_packed_layer_comes_back_as_its_slow_twin_bins_it(level, at):
         odd = outlier_tokens(before.keys, own.keys, level.outlier_factor) | outlier_tokens(
             before.values, own.values, level.outlier_factor
         )
-    for found, given_, part in ((after.keys, before.keys, own.keys), (after.values, before.values, own.values)):
-        mean, steps = torch.from_numpy(part.means[:, 0]), torch.from_numpy(part.steps).view(part.heads, part.dim)
-        width = float(np.float32(level.bins[at if level.layerwise else 1]))  # a layer for each third
+    for found, given_, part in (
+        (after.keys, before.keys, own.keys),
+        (after.values, before.values, own.values),
+    ):
+        mean, steps = (
+            torch.from_numpy(part.means[:, 0]),
+            torch.from_numpy(part.steps).view(part.heads, part.dim),
+        )
+        width = float(
+            np.float32(level.bins[at if level.layerwise else 1])
+        )  # a layer for each third
         twin = reference.binned(given_, mean, steps, width, odd, 10 if level.deltas else 0)
         assert torch.allclose(found, twin, rtol=0, atol=1e-4 * float(given_.abs().max()))
 
@@ -110,8 +123,14 @@ def test_turning_keys_back_and_forth_adds_no_loss_of_its_own(level):
     after = there_and_back(CacheGenCodec(TABLES, level), before, 1)
     own = TABLES.layers[1]
     bins = torch.from_numpy(own.keys.steps).view(2, 1, 16) * level.width(1, 3)
-    plain = ~(outlier_tokens(before.values, own.values, level.outlier_factor) | (before.keys.abs() > 40).any(-1).any(0))
-    assert float((after.keys - before.keys)[:, plain].square().mean()) < float(bins.square().mean()) / 4
+    plain = ~(
+        outlier_tokens(before.values, own.values, level.outlier_factor)
+        | (before.keys.abs() > 40).any(-1).any(0)
+    )
+    assert (
+        float((after.keys - before.keys)[:, plain].square().mean())
+        < float(bins.square().mean()) / 4
+    )
 
 
 def test_levels_lose_more_and_take_less_from_the_first_to_the_last():
@@ -143,13 +162,17 @@ for level in LEVEL_NAMES:
 def test_bytes_and_decoded_values_are_the_same_in_another_process():
     root = Path(__file__).resolve().parents[2]
     own = {**os.environ, "PYTHONPATH": str(root), "PYTHONHASHSEED": "7"}
-    run = subprocess.run([sys.executable, "-c", PROGRAM], env=own, capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=own, capture_output=True, text=True, check=True
+    )
     here = []
     for level in LEVEL_NAMES:
         codec, before = codec_for(level, TABLES), layer(seed=9, like=1)
         blob = codec.encode(before, 1)
         after = codec.decode(blob, LayerMeta.of(before, blob))
-        told = blob.numpy().tobytes() + after.keys.numpy().tobytes() + after.values.numpy().tobytes()
+        told = (
+            blob.numpy().tobytes() + after.keys.numpy().tobytes() + after.values.numpy().tobytes()
+        )
         here.append(blake3(told).hexdigest())
     assert run.stdout.split() == here
 
@@ -209,7 +232,9 @@ def test_a_layer_of_another_version_is_left_alone(codec):
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_foreign_bytes_are_refused_or_decode_to_the_shape_that_was_wanted(codec, data):
-    """Bytes are changed, cut or put in, and the checksum is made to match: what decodes has the shape asked for."""
+    """Bytes are changed, cut or put in, and the checksum is made to match: what decodes has the
+    shape asked for.
+    """
     before = layer(n=30)
     blob = bytearray(codec.encode(before).numpy().tobytes())
     for _ in range(data.draw(st.integers(1, 4))):
@@ -230,7 +255,9 @@ def test_foreign_bytes_are_refused_or_decode_to_the_shape_that_was_wanted(codec,
     assert (after.keys.shape, after.values.shape) == (before.keys.shape, before.values.shape)
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parent / "corpus").iterdir()), ids=lambda path: path.name[:8])
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parent / "corpus").iterdir()), ids=lambda path: path.name[:8]
+)
 def test_what_fuzzing_found_worth_keeping_is_refused_or_decodes(path):
     blob = bytearray(path.read_bytes())
     before = layer(n=30)
@@ -252,7 +279,9 @@ def enormous(nbytes: int) -> bytes:
 def test_a_frame_that_says_it_is_enormous_asks_for_no_memory():
     before, codec = layer(n=30), codec_for("cg2", TABLES)
     blob = bytearray(codec.encode(before).numpy().tobytes())
-    lengths = [int.from_bytes(blob[LAYER_HEADER.size + 4 * part :][:4], "little") for part in range(7)]
+    lengths = [
+        int.from_bytes(blob[LAYER_HEADER.size + 4 * part :][:4], "little") for part in range(7)
+    ]
     stream = LAYER_HEADER.size + 28 + SUM_NBYTES + sum(lengths[:5])
     first = blob.index(b"\x28\xb5\x2f\xfd", stream)
     frame = enormous(1 << 45)
@@ -260,7 +289,9 @@ def test_a_frame_that_says_it_is_enormous_asks_for_no_memory():
     resum(blob, codec)
     before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ValueError, match="once decompressed"):
-        codec.decode(torch.frombuffer(blob, dtype=torch.uint8), LayerMeta.of(before, torch.zeros(1)))
+        codec.decode(
+            torch.frombuffer(blob, dtype=torch.uint8), LayerMeta.of(before, torch.zeros(1))
+        )
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 50_000
 
 

@@ -1,4 +1,6 @@
-"""The raw codec gives back what it was given, bit for bit, as views; descriptions refuse what cannot be."""
+"""The raw codec gives back what it was given, bit for bit, as views; descriptions refuse what
+cannot be.
+"""
 
 from dataclasses import replace
 
@@ -14,8 +16,12 @@ from ragfuse.types.kv import LayerKV
 DTYPE_LIST = list(DTYPES.values())
 
 
-def layer(heads: int, n: int, dim: int, value_dim: int, dtype: torch.dtype, seed: int = 0) -> LayerKV:
-    """A layer of any bit patterns, NaN and infinities among them. keys: [H, n, D], values: [H, n, Dv]."""
+def layer(
+    heads: int, n: int, dim: int, value_dim: int, dtype: torch.dtype, seed: int = 0
+) -> LayerKV:
+    """A layer of any bit patterns, NaN and infinities among them. keys: [H, n, D], values: [H, n,
+    Dv].
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def bits(*shape: int) -> torch.Tensor:
@@ -27,7 +33,9 @@ def layer(heads: int, n: int, dim: int, value_dim: int, dtype: torch.dtype, seed
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     same_kind = left.dtype == right.dtype and left.shape == right.shape
-    return same_kind and torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+    return same_kind and torch.equal(
+        left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -62,9 +70,13 @@ def test_raw_decode_copies_nothing():
     assert after.values.data_ptr() == blob.data_ptr() + before.keys.nbytes
 
 
-@pytest.mark.parametrize("chosen", [[0, 1, 2, 3], [1, 3], [0, 1, 3], [2], [3, 2, 1], [0, 4]], ids=str)
+@pytest.mark.parametrize(
+    "chosen", [[0, 1, 2, 3], [1, 3], [0, 1, 3], [2], [3, 2, 1], [0, 4]], ids=str
+)
 def test_layers_of_one_block_are_decoded_together_as_each_alone(chosen):
-    layers = [layer(2, 5, 4, 6, torch.bfloat16, seed) for seed in range(4)] + [layer(2, 3, 4, 6, torch.bfloat16)]
+    layers = [layer(2, 5, 4, 6, torch.bfloat16, seed) for seed in range(4)] + [
+        layer(2, 3, 4, 6, torch.bfloat16)
+    ]
     blobs = RAW.encode_all(layers)
     metas = [LayerMeta.of(each, blob) for each, blob in zip(layers, blobs, strict=True)]
     found = RAW.decode_all([blobs[at] for at in chosen], [metas[at] for at in chosen])
@@ -81,7 +93,9 @@ def test_raw_puts_keys_before_values():
     assert torch.equal(blob[: before.keys.nbytes], before.keys.reshape(-1).view(torch.uint8))
 
 
-@pytest.mark.parametrize("change", [{"key_shape": (2, 5, 5)}, {"dtype": "float32"}, {"value_shape": (1, 5, 4)}])
+@pytest.mark.parametrize(
+    "change", [{"key_shape": (2, 5, 5)}, {"dtype": "float32"}, {"value_shape": (1, 5, 4)}]
+)
 def test_raw_refuses_bytes_that_are_not_what_is_described(change):
     before = layer(2, 5, 4, 4, torch.bfloat16)
     blob = RAW.encode(before)

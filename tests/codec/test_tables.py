@@ -1,4 +1,6 @@
-"""Tables are the same however they are written down, know what they were made from, and refuse what is none."""
+"""Tables are the same however they are written down, know what they were made from, and refuse what
+is none.
+"""
 
 import json
 from dataclasses import replace
@@ -33,7 +35,9 @@ def test_the_same_text_gives_the_same_digest_and_other_text_another():
 
 def test_a_channels_mean_and_spread_are_found_without_its_odd_tokens():
     own = TABLES.layers[1].values
-    before = torch.cat([layer(n=60, seed=10 * seed + 1, like=1).values[:, 1:] for seed in range(3)], 1)
+    before = torch.cat(
+        [layer(n=60, seed=10 * seed + 1, like=1).values[:, 1:] for seed in range(3)], 1
+    )
     assert np.allclose(own.means[:, 0], before.mean(1), atol=0.05 * float(before.std()))
     spread = (from_codes(own.spread) * own.steps).reshape(2, 12)
     assert np.allclose(spread, before.std(1), rtol=0.1)
@@ -45,7 +49,16 @@ def test_numbers_of_one_byte_are_within_a_sixteenth_of_an_octave(number):
 
 
 @pytest.mark.parametrize(
-    "data", [None, [], "tables", {}, {"version": 1}, {"version": TABLES_VERSION}, {**TABLES.as_dict(), "version": 0}]
+    "data",
+    [
+        None,
+        [],
+        "tables",
+        {},
+        {"version": 1},
+        {"version": TABLES_VERSION},
+        {**TABLES.as_dict(), "version": 0},
+    ],
 )
 def test_what_is_nothing_of_the_kind_is_none(data):
     assert CodecTables.from_dict(data) is None
@@ -54,7 +67,9 @@ def test_what_is_nothing_of_the_kind_is_none(data):
 def test_channels_that_meet_larger_queries_get_finer_steps_and_pairs_the_same():
     chunk, queries = ChunkKV((layer(n=60),)), torch.ones(2, 16)
     queries[:, 3] = 4.0
-    steps = from_codes(profile_tables([chunk], [ROPE], [queries]).layers[0].keys.step).reshape(2, 16)
+    steps = from_codes(profile_tables([chunk], [ROPE], [queries]).layers[0].keys.step).reshape(
+        2, 16
+    )
     assert (steps[:, [3, 11]] < steps[:, [0]] / 2).all()
     assert np.allclose(steps[:, 3], steps[:, 11])
     plain = profile_tables([chunk], [ROPE]).layers[0]
@@ -66,7 +81,9 @@ def steps_of(chunks, costs):
     """Of keys and of values of each layer, over what they are without costs."""
     plain, found = profile_tables(chunks), profile_tables(chunks, costs=costs)
     pairs = [
-        (getattr(a, name), getattr(b, name)) for a, b in zip(found.layers, plain.layers, strict=True) for name in NAMES
+        (getattr(a, name), getattr(b, name))
+        for a, b in zip(found.layers, plain.layers, strict=True)
+        for name in NAMES
     ]
     return [float(np.exp(np.log(mine.steps / theirs.steps).mean())) for mine, theirs in pairs]
 
@@ -77,8 +94,12 @@ NAMES = ("keys", "values")
 def test_where_errors_cost_more_bins_are_narrower_by_the_root_and_as_wide_on_average():
     chunks = [ChunkKV((layer(n=60), layer(n=60, seed=1)))]
     found = steps_of(chunks, [(0.04, 0.01), (0.01, 0.0025)])
-    assert np.allclose(found, [0.5, 1.0, 1.0, 2.0], rtol=0.07)  # steps are kept an eighth of an octave apart
-    assert np.allclose(steps_of(chunks, [(1e-30, 1.0), (1.0, 0.0)]), [2.0, 0.5, 0.5, 2.0], rtol=0.07)
+    assert np.allclose(
+        found, [0.5, 1.0, 1.0, 2.0], rtol=0.07
+    )  # steps are kept an eighth of an octave apart
+    assert np.allclose(
+        steps_of(chunks, [(1e-30, 1.0), (1.0, 0.0)]), [2.0, 0.5, 0.5, 2.0], rtol=0.07
+    )
 
 
 def test_profiling_wants_chunks_that_are_long_enough():

@@ -37,7 +37,9 @@ def test_a_layer_takes_a_byte_a_value_and_a_scale_a_token():
 def test_the_largest_values_of_a_dtype_do_not_become_infinite():
     for dtype in DTYPES.values():
         most = torch.finfo(dtype).max
-        before = LayerKV(torch.full((1, 2, 4), most).to(dtype), torch.full((1, 2, 4), -most).to(dtype))
+        before = LayerKV(
+            torch.full((1, 2, 4), most).to(dtype), torch.full((1, 2, 4), -most).to(dtype)
+        )
         if dtype in (torch.float32, torch.bfloat16):
             before = LayerKV(before.keys / 2, before.values / 2)
         blob = INT8.encode(before)

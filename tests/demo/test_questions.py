@@ -23,7 +23,9 @@ def test_known_answers_stand_in_their_article_and_not_in_the_question(item: dict
 
 def test_questions_are_twelve_on_the_articles_that_the_reader_was_not_trained_on() -> None:
     asked = SAID["questions"]
-    articles = json.loads((Path(str(files("ragfuse_bench"))) / "sets" / "squad_held_out.json").read_text())["data"]
+    articles = json.loads(
+        (Path(str(files("ragfuse_bench"))) / "sets" / "squad_held_out.json").read_text()
+    )["data"]
     held_out = {article["title"].lower().replace(" ", "-") for article in articles}
     assert len({item["question"] for item in asked}) == len(asked) == 12
     assert {item["article"] for item in asked} == held_out

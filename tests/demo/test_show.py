@@ -14,7 +14,10 @@ from ragfuse.demo.show import ANSWER, BAR_CHARS, show_strip, show_summary
 
 TRACE = {
     "tokens": 100,
-    "segments": [{"hit": True, "start": 10, "n_tokens": 60}, {"hit": False, "start": 70, "n_tokens": 20}],
+    "segments": [
+        {"hit": True, "start": 10, "n_tokens": 60},
+        {"hit": False, "start": 70, "n_tokens": 20},
+    ],
     "recomputed_rows": [10, 11, 12, 13, 14, 15],
 }
 
@@ -71,7 +74,10 @@ def test_the_strip_has_every_kind_of_token_and_a_legend():
 
 def test_the_summary_is_a_picture_of_both_kinds_of_prompts():
     console = Console(file=io.StringIO(), width=200)
-    report = {"questions": [answered(), answered(answer_fused="Nobody")], "long": answered(ttft_full_s=4.0)}
+    report = {
+        "questions": [answered(), answered(answer_fused="Nobody")],
+        "long": answered(ttft_full_s=4.0),
+    }
     show_summary(console, {**report, "right_full": 2, "right_fused": 1, "kl_over_reuse": 0.25})
     lines = console.file.getvalue().splitlines()
     bars = [line.count("\u2588") for line in lines if "\u2588" in line]
@@ -82,7 +88,10 @@ def test_the_summary_is_a_picture_of_both_kinds_of_prompts():
 
 
 def test_the_first_question_is_the_one_of_the_readme_s_sample():
-    assert shown(README.read_text(encoding="utf-8")).splitlines()[0] == questions()["questions"][0]["question"]
+    assert (
+        shown(README.read_text(encoding="utf-8")).splitlines()[0]
+        == questions()["questions"][0]["question"]
+    )
 
 
 def test_the_readme_s_sample_is_what_the_demo_prints():
@@ -92,7 +101,8 @@ def test_the_readme_s_sample_is_what_the_demo_prints():
     pattern = r"  (?:full prefill|ragfuse) +([\d.]+) s  [\u2588 ]+ (right|wrong)  (.*)"
     of_full, of_fused = re.fullmatch(pattern, full), re.fullmatch(pattern, fused)
     tokens, reused, recomputed, fresh = (
-        int(number.replace(",", "")) for number in re.findall(r"(?<![\d.])[\d,]*\d(?![\d.])", last.partition("Of ")[2])
+        int(number.replace(",", ""))
+        for number in re.findall(r"(?<![\d.])[\d,]*\d(?![\d.])", last.partition("Of ")[2])
     )
     assert tokens == reused + recomputed + fresh
     seconds = float(of_full[1]), float(of_fused[1])

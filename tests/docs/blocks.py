@@ -1,8 +1,9 @@
 """The code blocks of the documentation, and the marks that stand before them.
 
-`<!-- first: CODE -->` is run before a block and not shown. `<!-- needs: NAME -->` lets a block wait for public names
-that are not there yet. `<!-- not run: REASON -->` leaves it out. `<!-- printed -->` stands before what the program
-above it prints; `pytest -m slow tests/docs/test_blocks.py --rewrite` writes that anew.
+`<!-- first: CODE -->` is run before a block and not shown. `<!-- needs: NAME -->` lets a block wait
+for public names that are not there yet. `<!-- not run: REASON -->` leaves it out. `<!-- printed
+-->` stands before what the program above it prints; `pytest -m slow tests/docs/test_blocks.py
+--rewrite` writes that anew.
 """
 
 from __future__ import annotations
@@ -17,11 +18,18 @@ from types import MappingProxyType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-BOOK = sorted(path for path in (ROOT / "docs").rglob("*.md") if not {"_build", "made"} & set(path.parts))
-READMES = [ROOT / "README.md", *sorted((ROOT / "integrations").glob("*/README.md")), ROOT / "training" / "README.md"]
+BOOK = sorted(
+    path for path in (ROOT / "docs").rglob("*.md") if not {"_build", "made"} & set(path.parts)
+)
+READMES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "integrations").glob("*/README.md")),
+    ROOT / "training" / "README.md",
+]
 PAGES = MappingProxyType({path.relative_to(ROOT).as_posix(): path for path in [*BOOK, *READMES]})
 FENCE = re.compile(
-    r"((?:<!-- (?:(?:first|needs|not run):.*?|printed )-->\s*)*)^( *)```(\w*)\n(.*?)^\2```$", re.MULTILINE | re.DOTALL
+    r"((?:<!-- (?:(?:first|needs|not run):.*?|printed )-->\s*)*)^( *)```(\w*)\n(.*?)^\2```$",
+    re.MULTILINE | re.DOTALL,
 )
 HAYSTACK = "haystack_integrations.components.generators.ragfuse"
 OURS = ("ragfuse", "langchain_ragfuse", "llama_index.llms.ragfuse", HAYSTACK)
@@ -81,7 +89,9 @@ def is_there(name: str) -> bool:
 
 
 def commands(page: str) -> Iterator[tuple[int, list[str]]]:
-    """(line, words) of every shell command of a page, comments left out; assignments stand first."""
+    """(line, words) of every shell command of a page, comments left out; assignments stand
+    first.
+    """
     for block in blocks(page):
         if block.language in ("", "bash") and not block.not_run:
             joined = block.code.replace("\\\n", " ")

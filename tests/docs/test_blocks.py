@@ -1,4 +1,6 @@
-"""What the documentation tells people to type works: programs run, commands parse, packages have their names."""
+"""What the documentation tells people to type works: programs run, commands parse, packages have
+their names.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,13 @@ from ragfuse import Settings
 from tests.docs.blocks import OURS, PAGES, ROOT, Block, blocks, commands, is_there, rewrite
 from tests.tiny import CHUNKS
 
-PYTHON = {page: found for page in PAGES if (found := [b for b in blocks(page) if b.language == "python"])}
+PYTHON = {
+    page: found for page in PAGES if (found := [b for b in blocks(page) if b.language == "python"])
+}
 SHELL = {page: found for page in PAGES if (found := list(commands(page)))}
-TARGETS = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+TARGETS = re.findall(
+    r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+)
 HUB = re.compile(r'"Qwen/[\w.-]+"')
 
 
@@ -28,7 +34,13 @@ def settings_of_docs(
     varied_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[pytest.MonkeyPatch]:
     """What a program that sets nothing gets: the tiny model, an empty store, short answers."""
-    given = {"model": varied_path, "dtype": "float32", "store": tmp_path / "store", "home": tmp_path, "max_tokens": 8}
+    given = {
+        "model": varied_path,
+        "dtype": "float32",
+        "store": tmp_path / "store",
+        "home": tmp_path,
+        "max_tokens": 8,
+    }
     for name, value in given.items():
         monkeypatch.setenv(f"RAGFUSE_{name.upper()}", str(value))
     monkeypatch.chdir(tmp_path)
@@ -40,18 +52,27 @@ def settings_of_docs(
 
 
 def is_program(block: Block) -> bool:
-    """A README of a sibling shows lines out of their surroundings; such a block is run if it says what stands first."""
+    """A README of a sibling shows lines out of their surroundings; such a block is run if it says
+    what stands first.
+    """
     return not block.not_run and (not block.page.startswith("integrations/") or bool(block.first))
 
 
-RUN = [page for page, found in PYTHON.items() if page != "README.md" and any(map(is_program, found))]
-"""The pages whose programs run; `python -m docs.readme --check` runs the README's on the embedded model."""
+RUN = [
+    page for page, found in PYTHON.items() if page != "README.md" and any(map(is_program, found))
+]
+"""The pages whose programs run; `python -m docs.readme --check` runs the README's on the embedded
+model.
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUN)
 def test_the_programs_of_a_page_run_and_print_what_it_says(
-    page: str, settings_of_docs: pytest.MonkeyPatch, varied_path: Path, request: pytest.FixtureRequest
+    page: str,
+    settings_of_docs: pytest.MonkeyPatch,
+    varied_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
     names: dict[str, Any] = {"__name__": "__main__", "TEXTS": list(CHUNKS)}
     said, wrong = "", list[tuple[Block, str]]()
@@ -77,9 +98,13 @@ def run(block: Block, names: dict[str, Any], model: Path) -> str:
     return out.getvalue()
 
 
-def test_what_a_program_prints_can_be_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_program_prints_can_be_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = tmp_path / "page.md"
-    page.write_text("```python\nprint(1)\nprint(2)\n```\n\n<!-- printed -->\n```text\nold\n```\n\nAnd on.\n")
+    page.write_text(
+        "```python\nprint(1)\nprint(2)\n```\n\n<!-- printed -->\n```text\nold\n```\n\nAnd on.\n"
+    )
     monkeypatch.setattr("tests.docs.blocks.PAGES", {"page.md": page})
     program, told = blocks("page.md")
     assert not program.printed
@@ -92,10 +117,16 @@ def test_what_a_program_prints_can_be_written_anew(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("page", PYTHON)
 def test_every_block_is_python_and_imports_what_there_is(page: str) -> None:
     for block in PYTHON[page]:
-        assert not (block.not_run and block.needs), f"{page}:{block.line} is left out and waits as well"
+        assert not (block.not_run and block.needs), (
+            f"{page}:{block.line} is left out and waits as well"
+        )
         for node in ast.walk(ast.parse(block.code)):
             if isinstance(node, ast.ImportFrom) and node.module in OURS and not block.missing:
-                wrong = [alias.name for alias in node.names if not is_there(f"{node.module}.{alias.name}")]
+                wrong = [
+                    alias.name
+                    for alias in node.names
+                    if not is_there(f"{node.module}.{alias.name}")
+                ]
                 assert not wrong, f"{page}:{block.line} imports {wrong}"
 
 
@@ -107,7 +138,9 @@ def test_every_command_is_understood(page: str) -> None:
         while words and re.match(r"[A-Z_]+=", words[0]):
             name = words.pop(0).partition("=")[0]
             setting = name.removeprefix("RAGFUSE_").lower()
-            assert not name.startswith("RAGFUSE_") or setting in Settings.model_fields, f"{page}:{line}: {name}"
+            assert not name.startswith("RAGFUSE_") or setting in Settings.model_fields, (
+                f"{page}:{line}: {name}"
+            )
         if words and words[0] == "ragfuse":
             understood(words[1:], f"{page}:{line}")
         elif words and words[0] == "make":
@@ -131,7 +164,13 @@ def understood(words: list[str], where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["explain"], ["store", "sing"], ["ask", "Who?", "--louder"], ["ask", "Who?", "--deadline", "x"]]
+    "words",
+    [
+        ["explain"],
+        ["store", "sing"],
+        ["ask", "Who?", "--louder"],
+        ["ask", "Who?", "--deadline", "x"],
+    ],
 )
 def test_a_command_that_is_none_is_noticed(words: list[str]) -> None:
     with pytest.raises(AssertionError, match="somewhere"):
@@ -143,7 +182,9 @@ def test_nobody_is_told_to_install_a_strangers_package() -> None:
     assert strange.search("pip install -U ragfuse")
     assert strange.search("pip install 'ragfuse[redis]'")
     assert not strange.search("pip install 'ragfuse-kv[redis]' langchain-ragfuse")
-    assert [page for page, path in PAGES.items() if strange.search(path.read_text(encoding="utf-8"))] == []
+    assert [
+        page for page, path in PAGES.items() if strange.search(path.read_text(encoding="utf-8"))
+    ] == []
 
 
 def test_marks_are_understood_and_most_blocks_run() -> None:
@@ -152,5 +193,10 @@ def test_marks_are_understood_and_most_blocks_run() -> None:
     assert is_there("llama_index.llms.ragfuse.KVPrecompute.ensure")
     assert not is_there("Engine.sing")
     assert not is_there("langchain_ragfuse.Sing")
-    ran = [block for found in PYTHON.values() for block in found if is_program(block) and not block.missing]
+    ran = [
+        block
+        for found in PYTHON.values()
+        for block in found
+        if is_program(block) and not block.missing
+    ]
     assert len(ran) > 15

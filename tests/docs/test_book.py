@@ -1,4 +1,6 @@
-"""The book builds without a warning, every internal link of it leads somewhere, and every public name has its entry."""
+"""The book builds without a warning, every internal link of it leads somewhere, and every public
+name has its entry.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,26 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("book")
     siblings = [str(ROOT / "integrations" / name) for name in SIBLINGS]
     done = subprocess.run(
-        [sys.executable, "-m", "sphinx", "-b", "html", "-E", "-q", "-W", "--keep-going", "-n", "docs", str(out)],
+        [
+            sys.executable,
+            "-m",
+            "sphinx",
+            "-b",
+            "html",
+            "-E",
+            "-q",
+            "-W",
+            "--keep-going",
+            "-n",
+            "docs",
+            str(out),
+        ],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *siblings]), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *siblings]),
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -44,7 +63,12 @@ def test_every_internal_link_leads_somewhere(book: Path) -> None:
 
 def test_every_public_name_has_its_entry_and_page(book: Path) -> None:
     found = InventoryFile.loads((book / "objects.inv").read_bytes(), uri="").data
-    names = {name: item.uri for kind, items in found.items() if kind.startswith("py:") for name, item in items.items()}
+    names = {
+        name: item.uri
+        for kind, items in found.items()
+        if kind.startswith("py:")
+        for name, item in items.items()
+    }
     for package in PACKAGES:
         for name in import_module(package).__all__:
             page = names[f"{package}.{name}"].partition("#")[0]
@@ -54,7 +78,10 @@ def test_every_public_name_has_its_entry_and_page(book: Path) -> None:
 def test_a_link_to_a_function_leads_to_its_line(book: Path) -> None:
     page = Page((book / "papers" / "cacheblend.html").read_text(encoding="utf-8"))
     target = next(link for link in page.links if "fusor.py.html#L" in link)
-    assert target.rpartition("#")[2] in Page((book / "papers" / target.partition("#")[0]).read_text("utf-8")).anchors
+    assert (
+        target.rpartition("#")[2]
+        in Page((book / "papers" / target.partition("#")[0]).read_text("utf-8")).anchors
+    )
 
 
 def test_settings_commands_and_pictures_are_in_their_pages(book: Path) -> None:

@@ -1,4 +1,6 @@
-"""The pages of the book hold what is there: links, names of functions and tests, pictures, tables."""
+"""The pages of the book hold what is there: links, names of functions and tests, pictures,
+tables.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ FENCED = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 
 def links(page: str) -> list[tuple[str, str]]:
     text = FENCED.sub("", PAGES[page].read_text(encoding="utf-8"))
-    return [(name, target) for name, target in LINK.findall(text) if not re.match(r"[a-z]+:", target)]
+    return [
+        (name, target) for name, target in LINK.findall(text) if not re.match(r"[a-z]+:", target)
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -55,14 +59,26 @@ def test_papers_name_many_functions_and_tests() -> None:
 
 @pytest.mark.parametrize("page", dict.fromkeys(page for page, _, _ in NAMED))
 def test_every_function_and_test_that_is_named_is_there(page: str) -> None:
-    gone = [f"{name} in {path.name}" for of, name, path in NAMED if of == page and not book_files.line_of(path, name)]
+    gone = [
+        f"{name} in {path.name}"
+        for of, name, path in NAMED
+        if of == page and not book_files.line_of(path, name)
+    ]
     assert gone == []
 
 
 def test_every_test_of_the_papers_is_collected_by_its_name() -> None:
-    tests = [(name, path) for page, name, path in NAMED if page.startswith("docs/papers/") and "tests" in path.parts]
+    tests = [
+        (name, path)
+        for page, name, path in NAMED
+        if page.startswith("docs/papers/") and "tests" in path.parts
+    ]
     assert len(tests) > 40
-    assert [name for name, path in tests if not (name.startswith("test_") and path.name.startswith("test_"))] == []
+    assert [
+        name
+        for name, path in tests
+        if not (name.startswith("test_") and path.name.startswith("test_"))
+    ] == []
 
 
 def test_a_name_is_found_on_its_line() -> None:
@@ -82,7 +98,9 @@ def test_a_committed_picture_is_what_the_code_draws(name: str) -> None:
 
 
 def test_every_picture_is_shown_and_described() -> None:
-    pages = "".join(PAGES[page].read_text(encoding="utf-8") for page in ("docs/how.md", "docs/guides/pml.md"))
+    pages = "".join(
+        PAGES[page].read_text(encoding="utf-8") for page in ("docs/how.md", "docs/guides/pml.md")
+    )
     shown = re.findall(r"!\[([^\]]+)\]\((?:\.\./)?pictures/(\w+)\.svg\)", pages)
     assert {name for _, name in shown} == set(draw.PICTURES)
 
@@ -98,7 +116,9 @@ def test_pictures_follow_the_themes_of_the_book() -> None:
 
 @pytest.mark.parametrize("page", made.PAGES, ids=lambda page: page.stem)
 def test_pages_of_the_repository_have_what_the_code_says(page: Path) -> None:
-    assert page.read_text(encoding="utf-8") == made.whole(page), "Write them anew: python -m docs.made"
+    assert page.read_text(encoding="utf-8") == made.whole(page), (
+        "Write them anew: python -m docs.made"
+    )
 
 
 def test_every_setting_stands_in_the_table() -> None:
@@ -121,7 +141,11 @@ def test_every_command_has_its_heading_and_its_options() -> None:
 def test_every_public_name_gets_a_page(tmp_path: Path) -> None:
     (tmp_path / "ragfuse.Gone.md").write_text("old", encoding="utf-8")
     made = book_reference.write_pages(tmp_path)
-    wanted = {f"{package}.{name}.md" for package in book_reference.PACKAGES for name in import_module(package).__all__}
+    wanted = {
+        f"{package}.{name}.md"
+        for package in book_reference.PACKAGES
+        for name in import_module(package).__all__
+    }
     assert set(made) == wanted == {path.name for path in tmp_path.iterdir()}
 
 
@@ -129,7 +153,9 @@ def test_notebooks_are_copied_with_links_that_hold(tmp_path: Path) -> None:
     source, target = tmp_path / "notebooks", tmp_path / "docs"
     source.mkdir()
     target.mkdir()
-    (source / "01_a.ipynb").write_text("see [x](../docs/quality.md) and [y](../ragfuse/types/kv.py)", encoding="utf-8")
+    (source / "01_a.ipynb").write_text(
+        "see [x](../docs/quality.md) and [y](../ragfuse/types/kv.py)", encoding="utf-8"
+    )
     (target / "02_old.ipynb").write_text("{}", encoding="utf-8")
     assert book_files.copy_notebooks(source, target) == ["01_a.ipynb"]
     assert [path.name for path in target.iterdir()] == ["01_a.ipynb"]
@@ -163,8 +189,14 @@ def test_every_family_has_a_row() -> None:
 
 
 def test_a_link_that_leads_nowhere_is_noticed(tmp_path: Path) -> None:
-    (tmp_path / "a.html").write_text('<p id="x"><a href="b.html#y">b</a><a href="#x">x</a></p>', encoding="utf-8")
+    (tmp_path / "a.html").write_text(
+        '<p id="x"><a href="b.html#y">b</a><a href="#x">x</a></p>', encoding="utf-8"
+    )
     (tmp_path / "b.html").write_text(
         '<a href="a.html#z">z</a><img src="no.png"><a href="http://x.org">', encoding="utf-8"
     )
-    assert list(broken(tmp_path)) == [("a.html", "b.html#y"), ("b.html", "a.html#z"), ("b.html", "no.png")]
+    assert list(broken(tmp_path)) == [
+        ("a.html", "b.html#y"),
+        ("b.html", "a.html#z"),
+        ("b.html", "no.png"),
+    ]

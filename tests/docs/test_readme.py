@@ -1,4 +1,6 @@
-"""`python -m docs.readme`: READMEs are run as shown, and what they say that is printed is held against the run."""
+"""`python -m docs.readme`: READMEs are run as shown, and what they say that is printed is held
+against the run.
+"""
 
 from pathlib import Path
 
@@ -43,7 +45,10 @@ def page(tmp_path: Path) -> Path:
 
 
 def test_programs_are_the_python_that_is_run() -> None:
-    assert programs(PAGE) == ['x = 40\nprint("the answer is", x + 2)\n', 'print("x is", x)  # names stay\n']
+    assert programs(PAGE) == [
+        'x = 40\nprint("the answer is", x + 2)\n',
+        'print("x is", x)  # names stay\n',
+    ]
     assert [(told.lines, told.program) for told in printed(PAGE)] == [(("the answer is 41",), 0)]
 
 

@@ -1,4 +1,6 @@
-"""An answer that is read while it is written: by loops, event loops and several at once, closed, dropped or failing."""
+"""An answer that is read while it is written: by loops, event loops and several at once, closed,
+dropped or failing.
+"""
 
 import asyncio
 import gc
@@ -76,7 +78,9 @@ def test_finishing_ends_the_writer_and_what_is_written_is_the_answer():
     assert run.ended.is_set()
 
 
-@pytest.mark.parametrize(("end", "is_abandoned"), [(AnswerStream.finish, False), (AnswerStream.cancel, True)])
+@pytest.mark.parametrize(
+    ("end", "is_abandoned"), [(AnswerStream.finish, False), (AnswerStream.cancel, True)]
+)
 def test_the_writer_hears_whether_anybody_reads_what_it_has_written(end, is_abandoned):
     told = []
 

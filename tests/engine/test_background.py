@@ -27,7 +27,10 @@ KEY = ChunkKey("model", "tokens")
         (EncodeJob("run", (3, 4), run=SchemaRun(("m",), ())), ["wait_idle", "keep_run"]),
         (EncodeJob("prefix", (3, 4), n_prefix=1), ["wait_idle", "extend"]),
         (EncodeJob("copy", (3, 4), keys=(KEY,)), ["store"]),
-        (EncodeJob("learn", plan=LoadPlan(Prompt((Segment((3, 4), 0),)), 0.1, "hkvd", ())), ["learn"]),
+        (
+            EncodeJob("learn", plan=LoadPlan(Prompt((Segment((3, 4), 0),)), 0.1, "hkvd", ())),
+            ["learn"],
+        ),
     ],
     ids=lambda each: each.kind if isinstance(each, EncodeJob) else "",
 )
@@ -55,18 +58,28 @@ def test_each_kind_of_job_does_its_own_work_alone(
 
 def after(prompt: Prompt, *hits: int) -> list[EncodeJob]:
     """What is encoded after a prompt of which these segments were read."""
-    fetches = tuple(Fetch(index, prompt.segments[index].keys[0], "memory", "raw", 1) for index in hits)
+    fetches = tuple(
+        Fetch(index, prompt.segments[index].keys[0], "memory", "raw", 1) for index in hits
+    )
     return list(jobs_after(LoadPlan(prompt, 0.1, "hkvd", fetches)))
 
 
 def chunk(number: int, start: int, **given: object) -> Segment:
     """One token as a chunk with a key of its own."""
     key = ChunkKey("model", f"tokens-{number}")
-    return Segment((3 + number,), start, "chunk", (key,), f"book-{number}", f"text-{number}", **given)
+    return Segment(
+        (3 + number,), start, "chunk", (key,), f"book-{number}", f"text-{number}", **given
+    )
 
 
 def test_chunks_that_were_missed_are_encoded_whole_and_once_and_the_prompt_s_beginning_is_not():
-    prompt = Prompt((Segment((1, 2), 0, "prefix", (KEY,)), *(chunk(i, 2 + i) for i in range(3)), Segment((9,), 5)))
+    prompt = Prompt(
+        (
+            Segment((1, 2), 0, "prefix", (KEY,)),
+            *(chunk(i, 2 + i) for i in range(3)),
+            Segment((9,), 5),
+        )
+    )
     missed = [EncodeJob("chunk", (3 + i,), f"text-{i}", f"book-{i}") for i in range(3)]
     assert after(prompt, 0, 1, 2, 3) == after(prompt, 1, 2, 3) == []
     assert after(prompt, 0, 2) == [missed[0], missed[2]]
@@ -111,7 +124,9 @@ def test_a_context_is_computed_in_steps_between_which_others_have_the_model(engi
     real = type(model.lock).acquire
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(model.lock), "acquire", lambda self, *a, **k: held.append(1) or real(self, *a, **k))
+        patch.setattr(
+            type(model.lock), "acquire", lambda self, *a, **k: held.append(1) or real(self, *a, **k)
+        )
         found = model._context_kv(tuple(context))
     assert len(held) == 5  # a look, three steps, and the keeping
     for kv, wanted in zip(found, whole, strict=True):
@@ -126,14 +141,21 @@ def test_a_long_run_is_encoded_in_steps_to_what_it_is_at_once(engine: Engine) ->
     ids = (engine.tokens(CHUNKS[0]) * 8)[: 3 * ENCODE_STEP_TOKENS + 5]
     before = model._context_kv(tuple(context))
     whole = probe.plain_kv(
-        model.model, torch.tensor([[*ids]], device=model.device), torch.arange(len(ids), device=model.device), before
+        model.model,
+        torch.tensor([[*ids]], device=model.device),
+        torch.arange(len(ids), device=model.device),
+        before,
     )
     for kv, wanted in zip(model.encode(ids, context).layers, whole, strict=True):
         torch.testing.assert_close(kv.keys, wanted.keys[:, len(context) :], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(kv.values, wanted.values[:, len(context) :], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            kv.values, wanted.values[:, len(context) :], rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("given", [{"settings": "smollm2-135m-reader"}, {"store": "/somewhere"}])
-def test_an_engine_that_is_given_names_in_the_wrong_places_says_where_they_go(given: dict[str, str]) -> None:
+def test_an_engine_that_is_given_names_in_the_wrong_places_says_where_they_go(
+    given: dict[str, str],
+) -> None:
     with pytest.raises((ModelError, SettingsError), match=r"Settings\(store="):
         Engine(**given)  # type: ignore[arg-type]

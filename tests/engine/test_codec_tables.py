@@ -1,4 +1,6 @@
-"""Codec tables of models: made once, kept in the book, and beside the KV for whoever shares a tier."""
+"""Codec tables of models: made once, kept in the book, and beside the KV for whoever shares
+a tier.
+"""
 
 import logging
 from contextlib import closing
@@ -20,7 +22,9 @@ from tests.tiny import CHUNKS, ingest, messages
 
 
 def at(settings: Settings, path=None, **levels) -> Settings:
-    """These settings with levels by tier; with a path, a machine of its own beside a shared folder of objects."""
+    """These settings with levels by tier; with a path, a machine of its own beside a shared folder
+    of objects.
+    """
     own = settings.model_dump() | {"levels": levels}
     if path is not None:
         own |= {"store": path, "memory_bytes": 0, "tiers": (f"file://{settings.home}/shared",)}
@@ -33,18 +37,29 @@ def levels_in(engine: Engine, tier: str) -> set[tuple[str, ...]]:
 
 
 def read(engine: Engine) -> set[tuple[str, str]]:
-    return {(segment.tier, segment.level) for segment in engine.answer(messages()).trace.segments if segment.hit}
+    return {
+        (segment.tier, segment.level)
+        for segment in engine.answer(messages()).trace.segments
+        if segment.hit
+    }
 
 
 @pytest.mark.parametrize(
     ("levels", "wanted"),
-    [({}, False), ({"disk": "int8"}, False), ({"disk": ["raw", "cg2"]}, True), ({"redis": "auto"}, True)],
+    [
+        ({}, False),
+        ({"disk": "int8"}, False),
+        ({"disk": ["raw", "cg2"]}, True),
+        ({"redis": "auto"}, True),
+    ],
 )
 def test_tables_are_made_only_where_a_tier_may_want_them(tiny_settings, levels, wanted):
     assert wants_tables(at(tiny_settings, **levels)) == wanted
 
 
-def test_a_tier_is_written_and_read_at_a_level_whose_tables_are_made_when_the_model_is_loaded(tiny_settings, caplog):
+def test_a_tier_is_written_and_read_at_a_level_whose_tables_are_made_when_the_model_is_loaded(
+    tiny_settings, caplog
+):
     settings = at(tiny_settings, disk=["cg2"])
     with Engine(tiny_settings) as engine:
         forget(engine.model)  # another test may have had its tables made
@@ -74,7 +89,9 @@ def test_a_model_that_is_handed_in_has_its_tables_too(tiny_settings, caplog):
     assert "is stored without level" not in caplog.text
 
 
-def test_what_another_machine_packed_with_its_own_tables_is_read_with_these(tiny_settings, tmp_path, monkeypatch):
+def test_what_another_machine_packed_with_its_own_tables_is_read_with_these(
+    tiny_settings, tmp_path, monkeypatch
+):
     first, second, third = (at(tiny_settings, tmp_path / name, objects=["cg1"]) for name in "abc")
     with Engine(first) as engine:
         ingest(engine)
@@ -85,7 +102,8 @@ def test_what_another_machine_packed_with_its_own_tables_is_read_with_these(tiny
         expected = same.answer(messages()).text
     model.profile = replace(model.profile, codec=None)  # which engines of one process share
     monkeypatch.setattr(
-        "ragfuse.engine.codec_tables.sample", lambda: ("Quite another text, so that the tables differ. " * 9,) * 2
+        "ragfuse.engine.codec_tables.sample",
+        lambda: ("Quite another text, so that the tables differ. " * 9,) * 2,
     )
     with Engine(third) as other:
         assert other.model.profile.codec != ours
@@ -99,13 +117,21 @@ def test_without_the_tables_it_is_a_miss_that_says_so_and_nothing_is_dropped(tin
         ingest(engine)
         before = engine.store.tier("disk").nbytes
         engine.store.tier("disk").delete(
-            [each.key for each in engine.store.tier("disk").list() if each.key.model != engine.digest]
+            [
+                each.key
+                for each in engine.store.tier("disk").list()
+                if each.key.model != engine.digest
+            ]
         )
-        engine.store.tier("memory").delete([each.key for each in engine.store.tier("memory").list()])
+        engine.store.tier("memory").delete(
+            [each.key for each in engine.store.tier("memory").list()]
+        )
         engine.runtime._codecs._known = dict.fromkeys(engine.runtime._codecs._known, (None, 1e18))
         plan = engine.plan(messages())
         assert plan.fetches == ()
-        assert "it cannot be decoded: this store has no codec tables for level cg2" in in_words(plan)
+        assert "it cannot be decoded: this store has no codec tables for level cg2" in in_words(
+            plan
+        )
         assert 0 < engine.store.tier("disk").nbytes <= before
         assert engine.store.stats().corrupt == 0
 

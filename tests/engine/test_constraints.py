@@ -1,4 +1,6 @@
-"""Tools and grammars through an engine: what is asked for holds, on random weights and on the embedded model."""
+"""Tools and grammars through an engine: what is asked for holds, on random weights and on the
+embedded model.
+"""
 
 import json
 import re
@@ -14,11 +16,18 @@ from ragfuse import Ask, ChatMessage, Engine, Grammar, InputError, Settings, Set
 
 TWO = {
     "type": "object",
-    "properties": {"title": {"type": "string", "maxLength": 8}, "body": {"type": "string", "maxLength": 8}},
+    "properties": {
+        "title": {"type": "string", "maxLength": 8},
+        "body": {"type": "string", "maxLength": 8},
+    },
     "required": ["title", "body"],
 }
 DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
-NEST = {"type": "object", "properties": {"n": DIGIT, "next": {"$ref": "#"}}, "required": ["n", "next"]}
+NEST = {
+    "type": "object",
+    "properties": {"n": DIGIT, "next": {"$ref": "#"}},
+    "required": ["n", "next"],
+}
 TREE = {
     "$ref": "#/$defs/node",
     "$defs": {
@@ -40,12 +49,19 @@ MAIL = {
 }
 
 
-CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}, "required": ["city"]}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}},
+    "required": ["city"],
+}
 
 
 def tool(name="weather", parameters=None, **more):
     parameters = parameters or CITY
-    return {"type": "function", "function": {"name": name, "description": "D.", "parameters": parameters, **more}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": "D.", "parameters": parameters, **more},
+    }
 
 
 ASKED = [("user", "What is the weather in Rome?")]
@@ -56,14 +72,18 @@ WARM = {"do_sample": True, "temperature": 1.5, "top_k": 0}
 def random_engine(tiny_path, tmp_path_factory):
     """An engine over random weights, whose tokens are bytes: nothing holds by itself."""
     folder = tmp_path_factory.mktemp("calling")
-    with Engine(Settings(model=str(tiny_path), dtype="float32", store=folder, home=folder, max_tokens=150)) as engine:
+    with Engine(
+        Settings(model=str(tiny_path), dtype="float32", store=folder, home=folder, max_tokens=150)
+    ) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def small_engine(smollm_path, tmp_path_factory):
     """An engine over the embedded model, whose template says nothing of tools."""
-    with Engine(Settings(model="smollm2-135m", store=tmp_path_factory.mktemp("calling"), max_tokens=60)) as engine:
+    with Engine(
+        Settings(model="smollm2-135m", store=tmp_path_factory.mktemp("calling"), max_tokens=60)
+    ) as engine:
         yield engine
 
 
@@ -75,7 +95,9 @@ def fits(text, schema):
 @pytest.mark.parametrize("options", [{}, WARM], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("schema", [TWO, TREE, MAIL], ids=["two", "tree", "mail"])
 def test_random_weights_write_json_of_a_schema(random_engine, schema, options):
-    answer = random_engine.answer("Write.", Ask(grammar=Grammar.json(schema), max_tokens=400, options=options))
+    answer = random_engine.answer(
+        "Write.", Ask(grammar=Grammar.json(schema), max_tokens=400, options=options)
+    )
     assert fits(answer.text, schema)
     assert answer.finish_reason == "stop"
 
@@ -87,10 +109,15 @@ def test_too_few_tokens_are_told_by_the_length(random_engine):
 
 
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
-SCALARS = st.sampled_from([{"type": "string", "maxLength": 6}, NUMBER, {"type": "boolean"}, {"type": "null"}])
+SCALARS = st.sampled_from(
+    [{"type": "string", "maxLength": 6}, NUMBER, {"type": "boolean"}, {"type": "null"}]
+)
 SCHEMAS = st.recursive(
     st.one_of(
-        SCALARS, st.lists(st.sampled_from(["a", "b c", "é"]), min_size=1, unique=True).map(lambda e: {"enum": e})
+        SCALARS,
+        st.lists(st.sampled_from(["a", "b c", "é"]), min_size=1, unique=True).map(
+            lambda e: {"enum": e}
+        ),
     ),
     lambda inner: st.one_of(
         st.tuples(inner, st.integers(0, 2)).map(
@@ -104,7 +131,9 @@ SCHEMAS = st.recursive(
 )
 
 
-@hypothesis(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@hypothesis(
+    deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(SCHEMAS, st.booleans())
 def test_whatever_the_schema_an_answer_that_is_whole_fits_it(random_engine, schema, is_drawn):
     ask = Ask(grammar=Grammar.json(schema), max_tokens=400, options=WARM if is_drawn else {})
@@ -116,7 +145,9 @@ def test_rows_of_a_batch_follow_the_grammar_each_by_itself(random_engine):
     ask = Ask(grammar=Grammar.json(TWO), max_tokens=150)
     texts = ["Write.", "Write a longer one, please.", "Hm"]
     together = random_engine.batch(texts, ask)
-    assert [answer.text for answer in together] == [random_engine.answer(text, ask).text for text in texts]
+    assert [answer.text for answer in together] == [
+        random_engine.answer(text, ask).text for text in texts
+    ]
     assert all(fits(answer.text, TWO) for answer in together)
 
 
@@ -133,20 +164,30 @@ def test_choices_patterns_and_rules_hold(random_engine):
 
 
 def test_stop_strings_do_not_cut_what_a_grammar_makes(random_engine):
-    answer = random_engine.answer("Write.", Ask(grammar=Grammar.json(TWO), stop=['"', "{"], max_tokens=150))
+    answer = random_engine.answer(
+        "Write.", Ask(grammar=Grammar.json(TWO), stop=['"', "{"], max_tokens=150)
+    )
     assert fits(answer.text, TWO)
 
 
 def test_what_forbids_a_token_elsewhere_gives_way(random_engine):
-    ask = Ask(grammar=Grammar.json(TWO), max_tokens=150, options={"min_new_tokens": 150, "suppress_tokens": [34]})
+    ask = Ask(
+        grammar=Grammar.json(TWO),
+        max_tokens=150,
+        options={"min_new_tokens": 150, "suppress_tokens": [34]},
+    )
     assert fits(random_engine.answer("Write.", ask).text, TWO)
 
 
-@pytest.mark.parametrize("engine", ["random_engine", pytest.param("small_engine", marks=pytest.mark.embedded)])
+@pytest.mark.parametrize(
+    "engine", ["random_engine", pytest.param("small_engine", marks=pytest.mark.embedded)]
+)
 @pytest.mark.parametrize("choice", ["required", "weather"])
 def test_a_tool_that_must_be_called_is_called(request, engine, choice):
     tools = [tool(), tool("other")]
-    answer = request.getfixturevalue(engine).answer(ASKED, Ask(tools=tools, tool_choice=choice, max_tokens=400))
+    answer = request.getfixturevalue(engine).answer(
+        ASKED, Ask(tools=tools, tool_choice=choice, max_tokens=400)
+    )
     assert answer.text == ""
     assert answer.finish_reason == "tool_calls"
     assert answer.tool_calls
@@ -166,7 +207,11 @@ def test_with_a_choice_text_is_text(random_engine):
 
 def test_tools_that_must_not_be_called_are_not_told_of(random_engine):
     with_none = random_engine.plan(ASKED, Ask(tools=[tool()], tool_choice="none")).prompt.token_ids
-    assert with_none == random_engine.prompt(ASKED).token_ids != random_engine.prompt(ASKED, [tool()]).token_ids
+    assert (
+        with_none
+        == random_engine.prompt(ASKED).token_ids
+        != random_engine.prompt(ASKED, [tool()]).token_ids
+    )
 
 
 def test_a_stream_says_no_markup(small_engine):
@@ -177,7 +222,12 @@ def test_a_stream_says_no_markup(small_engine):
 
 def test_a_stream_says_what_the_answer_holds(random_engine):
     for seed in range(4):
-        ask = Ask(max_tokens=80, seed=seed, options={"do_sample": True, "temperature": 3.0, "top_k": 0}, stop=["e"])
+        ask = Ask(
+            max_tokens=80,
+            seed=seed,
+            options={"do_sample": True, "temperature": 3.0, "top_k": 0},
+            stop=["e"],
+        )
         for tools in ((), (tool(),)):
             stream = random_engine.stream(ASKED, Ask(**{**vars(ask), "tools": tools}))
             assert "".join(stream) == stream.answer.text
@@ -185,7 +235,10 @@ def test_a_stream_says_what_the_answer_holds(random_engine):
 
 
 def test_a_result_that_is_a_chunk_is_reused(small_engine):
-    text = "The harbour of Port Elling was dug in 1847 by sailors who had lost their ship in a winter storm."
+    text = (
+        "The harbour of Port Elling was dug in 1847 by sailors who had lost their ship in a winter"
+        " storm."
+    )
     small_engine.ingest([(text, "letters")])
     turns = [
         *ASKED,
@@ -193,16 +246,31 @@ def test_a_result_that_is_a_chunk_is_reused(small_engine):
         ChatMessage("tool", text, (), "1"),
     ]
     answer = small_engine.answer(turns, Ask(tools=[tool()], max_tokens=4))
-    assert [(segment.source, segment.hit) for segment in answer.trace.segments if segment.kind == "chunk"] == [
-        ("letters", True)
-    ]
+    assert [
+        (segment.source, segment.hit)
+        for segment in answer.trace.segments
+        if segment.kind == "chunk"
+    ] == [("letters", True)]
 
 
 BAD = {
-    "a type": ({"tools": [tool("odd", {"type": "object", "properties": {"a": {"type": "nonsense"}}})]}, "odd"),
-    "a reference": ({"tools": [tool("odd", {"type": "object", "properties": {"a": {"$ref": "#/no"}}})]}, "odd"),
+    "a type": (
+        {"tools": [tool("odd", {"type": "object", "properties": {"a": {"type": "nonsense"}}})]},
+        "odd",
+    ),
+    "a reference": (
+        {"tools": [tool("odd", {"type": "object", "properties": {"a": {"$ref": "#/no"}}})]},
+        "odd",
+    ),
     "a pattern": (
-        {"tools": [tool("odd", {"type": "object", "properties": {"a": {"type": "string", "pattern": "(["}}})]},
+        {
+            "tools": [
+                tool(
+                    "odd",
+                    {"type": "object", "properties": {"a": {"type": "string", "pattern": "(["}}},
+                )
+            ]
+        },
         "odd",
     ),
     "no object": ({"tools": [tool("odd", {"type": "string"})]}, "odd"),
@@ -212,7 +280,10 @@ BAD = {
     "two of a name": ({"tools": [tool(), tool()]}, "weather"),
     "an unknown choice": ({"tools": [tool()], "tool_choice": "sunshine"}, "sunshine"),
     "no tools": ({"tool_choice": "required"}, "required"),
-    "grammar and call": ({"tools": [tool()], "tool_choice": "required", "grammar": Grammar.json()}, "grammar"),
+    "grammar and call": (
+        {"tools": [tool()], "tool_choice": "required", "grammar": Grammar.json()},
+        "grammar",
+    ),
     "a schema": ({"grammar": Grammar.json({"type": "nonsense"})}, "nonsense"),
     "an expression": ({"grammar": Grammar.regex("([")}, "regex"),
     "rules": ({"grammar": Grammar.lark("start: x")}, "unknown name"),
@@ -223,7 +294,12 @@ BAD = {
 def test_what_cannot_be_used_is_told_before_anything_is_loaded(case, tmp_path):
     options, words = BAD[case]
     with Engine(Settings(model=str(tmp_path / "none"), store=tmp_path)) as engine:
-        for ask in (engine.answer, engine.stream, engine.plan, lambda question, how: engine.batch([question], how)):
+        for ask in (
+            engine.answer,
+            engine.stream,
+            engine.plan,
+            lambda question, how: engine.batch([question], how),
+        ):
             with pytest.raises(InputError, match=words):
                 ask(ASKED, Ask(**options))
 
@@ -242,7 +318,9 @@ def test_an_answer_that_can_neither_go_on_nor_end_is_no_answer(random_engine):
     rules = 'start: "a" "b" | "a" more\nmore: "c" more'
     bias = {random_engine.tokens("c")[0]: 100}
     with pytest.raises(InputError, match="cannot go on"):
-        random_engine.answer("Say.", Ask(grammar=Grammar.lark(rules), max_tokens=200, options={"logit_bias": bias}))
+        random_engine.answer(
+            "Say.", Ask(grammar=Grammar.lark(rules), max_tokens=200, options={"logit_bias": bias})
+        )
 
 
 def test_no_messages_are_told(random_engine):
@@ -252,7 +330,10 @@ def test_no_messages_are_told(random_engine):
 
 def test_without_tools_nothing_changes(random_engine):
     plain = random_engine.answer(ASKED, Ask(max_tokens=12))
-    assert random_engine.answer(ASKED, Ask(max_tokens=12, tools=[], tool_choice="auto")).token_ids == plain.token_ids
+    assert (
+        random_engine.answer(ASKED, Ask(max_tokens=12, tools=[], tool_choice="auto")).token_ids
+        == plain.token_ids
+    )
 
 
 def test_more_columns_than_tokens_are_never_written(random_engine):
@@ -269,7 +350,9 @@ def test_more_columns_than_tokens_are_never_written(random_engine):
 
 def test_what_a_grammar_makes_is_no_call(random_engine):
     said = 'a<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
-    answer = random_engine.answer(ASKED, Ask(tools=[tool()], grammar=Grammar.choice([said]), max_tokens=80))
+    answer = random_engine.answer(
+        ASKED, Ask(tools=[tool()], grammar=Grammar.choice([said]), max_tokens=80)
+    )
     assert answer.text == said
     assert answer.tool_calls == ()
     assert answer.finish_reason == "stop"
@@ -306,6 +389,12 @@ def test_numbers_of_sampling_outside_of_their_range_are_told(name, value):
 def test_options_that_change_nothing_without_a_temperature_are_left_out():
     given = {"top_p": 0.5, "top_k": 5, "min_p": None, "presence_penalty": 1, "max_tokens": 3}
     assert Ask.generate_options(given) == {"presence_penalty": 1.0}
-    sampled = {"temperature": 2.0, "top_p": 0.5, "top_k": 5, "presence_penalty": 1.0, "do_sample": True}
+    sampled = {
+        "temperature": 2.0,
+        "top_p": 0.5,
+        "top_k": 5,
+        "presence_penalty": 1.0,
+        "do_sample": True,
+    }
     assert Ask.generate_options({**given, "temperature": 2}) == sampled
     assert Ask.generate_options({"temperature": 0}) == {}

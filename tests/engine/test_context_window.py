@@ -1,4 +1,6 @@
-"""Texts that can never fit are refused before they are searched or tokenised; what fits never is."""
+"""Texts that can never fit are refused before they are searched or tokenised; what fits
+never is.
+"""
 
 import pytest
 
@@ -60,7 +62,9 @@ def test_a_question_far_above_the_window_is_refused_before_it_is_searched_or_tok
     read.clear()
     searched.clear()
     for ask in (engine.answer, engine.plan, lambda each: "".join(engine.stream(each))):
-        with pytest.raises(OverlongError, match=f"takes at most {longest:,} tokens.*found at least"):
+        with pytest.raises(
+            OverlongError, match=f"takes at most {longest:,} tokens.*found at least"
+        ):
             ask(question)
     assert sum(read) < 10_000
     assert sum(searched) == 0
@@ -102,7 +106,9 @@ def test_schemas_and_prompts_in_pml_that_do_not_fit_are_refused(engine):
     for inside in (text, f'<module name="a">{text}</module>', f"<user>{text}</user>"):
         with pytest.raises(OverlongError, match=r"Schema 's' does not fit.*Shorten its modules"):
             engine.schemas.register(f'<schema name="s">{inside}</schema>')
-    engine.schemas.register('<schema name="s"><module name="a">A module of some words.</module></schema>')
+    engine.schemas.register(
+        '<schema name="s"><module name="a">A module of some words.</module></schema>'
+    )
     with pytest.raises(OverlongError, match="The prompt does not fit"):
         engine.answer(pml=f'<prompt schema="s"><a/><user>{text}</user></prompt>')
 

@@ -1,4 +1,6 @@
-"""What of the ids that a model writes is its answer: up to a stop string in what it says, its end, its last token."""
+"""What of the ids that a model writes is its answer: up to a stop string in what it says, its end,
+its last token.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def test_an_answer_ends_before_a_stop_string_streamed_or_not(engine: Engine, sto
     assert (answer.text, answer.finish_reason) == wanted(stop)
     read = engine.model.text(answer.token_ids)
     assert stop in read
-    assert stop not in engine.model.text(answer.token_ids[:-1])  # no token more than it took to say it
+    assert stop not in engine.model.text(
+        answer.token_ids[:-1]
+    )  # no token more than it took to say it
     stream = engine.stream(ASKED, saying(engine, SAID, stop=[stop]))
     assert ("".join(stream), stream.answer.finish_reason) == wanted(stop)
     assert stream.answer.token_ids == answer.token_ids
@@ -55,7 +59,9 @@ def test_stop_strings_of_a_batch_count_in_each_answer_alone(engine: Engine) -> N
     free = Ask(max_tokens=10)
     texts = ["Go", "Stay there", "Hm\n"]
     stop = engine.answer(texts[1], free).text[3:5]
-    for text, answer in zip(texts, engine.batch([*texts], Ask(max_tokens=10, stop=[stop, "Go", "there"])), strict=True):
+    for text, answer in zip(
+        texts, engine.batch([*texts], Ask(max_tokens=10, stop=[stop, "Go", "there"])), strict=True
+    ):
         assert answer.text == engine.answer(text, free).text.split(stop)[0]
 
 
@@ -81,17 +87,25 @@ def with_config(folder: Path, to: Path, **fields: Any) -> Path:
 
 
 def made(folder: Path, store: Path) -> Engine:
-    return Engine(Settings(model=str(folder), dtype="float32", store=store, home=store, max_tokens=24, learn="off"))
+    return Engine(
+        Settings(
+            model=str(folder), dtype="float32", store=store, home=store, max_tokens=24, learn="off"
+        )
+    )
 
 
-def test_stop_strings_of_a_generation_config_end_answers_too(tiny_path: Path, tmp_path: Path) -> None:
+def test_stop_strings_of_a_generation_config_end_answers_too(
+    tiny_path: Path, tmp_path: Path
+) -> None:
     folder = with_config(tiny_path, tmp_path / "model", stop_strings=["<end>", "<|user|>"])
     with made(folder, tmp_path) as engine:
         for text in ("Say<end>x", "Say<|user|>x"):
             answer = engine.answer(ASKED, saying(engine, text))
             assert (answer.text, answer.finish_reason) == ("Say", "stop")
             assert "".join(engine.stream(ASKED, saying(engine, text))) == "Say"
-        answer = engine.answer(ASKED, saying(engine, "Say<end>x", stop=["a"]))  # beside those of the call
+        answer = engine.answer(
+            ASKED, saying(engine, "Say<end>x", stop=["a"])
+        )  # beside those of the call
         assert (answer.text, answer.finish_reason) == ("S", "stop")
         own = {"stop_strings": ["y"]}  # in place of the config's
         answer = engine.answer(ASKED, saying(engine, "Sa<end>y.", options=own))
@@ -100,7 +114,9 @@ def test_stop_strings_of_a_generation_config_end_answers_too(tiny_path: Path, tm
         assert engine.answer(ASKED, saying(engine, "Say<end>x", options=asked)).text == "Say<end>"
 
 
-def test_a_config_that_wants_token_healing_is_answered_without(tiny_path: Path, tmp_path: Path) -> None:
+def test_a_config_that_wants_token_healing_is_answered_without(
+    tiny_path: Path, tmp_path: Path
+) -> None:
     folder = with_config(tiny_path, tmp_path / "healing", token_healing=True)
     with made(folder, tmp_path) as engine:
         assert engine.answer(ASKED, saying(engine, SAID)).text == SAID

@@ -1,4 +1,6 @@
-"""The engine on a tiny random model: what an answer is, whatever way it is asked for, and what it leaves behind."""
+"""The engine on a tiny random model: what an answer is, whatever way it is asked for, and what it
+leaves behind.
+"""
 
 import asyncio
 import copy
@@ -40,11 +42,15 @@ def full(engine, prompt=None, **options):
 # one answer
 
 
-@pytest.mark.parametrize("policy", ["full", "hkvd", "hkvd-flat", "lexical", "query", "random", "hybrid"])
+@pytest.mark.parametrize(
+    "policy", ["full", "hkvd", "hkvd-flat", "lexical", "query", "random", "hybrid"]
+)
 @pytest.mark.parametrize("missing", [(), (0,), (2, 4), (5,)])
 def test_ratio_one_is_full_prefill_token_for_token(engine, policy, missing):
     ingest(engine, [text for number, text in enumerate(CHUNKS) if number not in missing])
-    assert engine.answer(messages(), Ask(policy=policy, ratio=1.0)).token_ids == full(engine).token_ids
+    assert (
+        engine.answer(messages(), Ask(policy=policy, ratio=1.0)).token_ids == full(engine).token_ids
+    )
 
 
 def test_a_prompt_of_which_only_the_beginning_is_stored_is_exact_at_ratio_zero(engine):
@@ -53,7 +59,10 @@ def test_a_prompt_of_which_only_the_beginning_is_stored_is_exact_at_ratio_zero(e
     answer = engine.answer(one, Ask(ratio=0.0))
     assert answer.token_ids == full(engine, one).token_ids
     assert [(s.kind, s.exact) for s in answer.trace.segments if s.hit] == [("prefix", True)]
-    assert (answer.trace.tokens_reused, answer.trace.tokens_recomputed) == (len(engine.prefix(one)), 0)
+    assert (answer.trace.tokens_reused, answer.trace.tokens_recomputed) == (
+        len(engine.prefix(one)),
+        0,
+    )
 
 
 def test_ratio_zero_recomputes_nothing(filled):
@@ -118,12 +127,17 @@ def test_a_seed_makes_sampling_repeat_and_leaves_other_random_numbers_alone(fill
 
 def test_a_generation_config_is_obeyed(filled):
     config = GenerationConfig(do_sample=True, temperature=2.0, max_new_tokens=4)
-    answers = {filled.answer(messages(), Ask(options={"generation_config": config})).token_ids for _ in range(5)}
+    answers = {
+        filled.answer(messages(), Ask(options={"generation_config": config})).token_ids
+        for _ in range(5)
+    }
     assert {len(ids) for ids in answers} == {4}
     assert len(answers) > 1
 
 
-@pytest.mark.parametrize("options", [{"use_cache": False}, {"num_beams": 3}, {"num_return_sequences": 2}])
+@pytest.mark.parametrize(
+    "options", [{"use_cache": False}, {"num_beams": 3}, {"num_return_sequences": 2}]
+)
 def test_another_cache_and_several_sequences_are_refused(filled, options):
     with pytest.raises(SettingsError, match=next(iter(options))):
         filled.answer(messages(), Ask(options=options))
@@ -182,7 +196,9 @@ def test_documents_of_a_question_are_chunks_that_are_not_known(engine):
     asked = [("user", f"{INSTRUCTION}{CHUNKS[0]}\n\n{QUESTION}")]
     prompt = engine.prompt(asked, ask=Ask(documents=[(CHUNKS[0], "by hand")]))
     found = [segment for segment in prompt.segments if segment.kind == "chunk"]
-    assert [(engine.model.text(s.tokens), s.source, s.text) for s in found] == [(CHUNKS[0], "by hand", CHUNKS[0])]
+    assert [(engine.model.text(s.tokens), s.source, s.text) for s in found] == [
+        (CHUNKS[0], "by hand", CHUNKS[0])
+    ]
 
 
 def test_special_tokens_inside_a_document_stay_text(engine):
@@ -201,7 +217,9 @@ def test_a_prefix_before_a_chunk_is_what_ingest_keeps_beside_chunks(engine):
     prompt = engine.prompt(messages())
     assert prompt.segments[0].tokens == prefix
     assert prompt.segments[0].keys == (engine.runtime.encoder.key(prefix),)
-    assert prompt.segments[1].keys == (engine.runtime.encoder.key(engine.tokens(CHUNKS[0]), filler_context("")),)
+    assert prompt.segments[1].keys == (
+        engine.runtime.encoder.key(engine.tokens(CHUNKS[0]), filler_context("")),
+    )
     engine.ingest([(CHUNKS[0], "")], prefix)
     wanted = {*prompt.segments[0].keys, *prompt.segments[1].keys}
     assert {entry.key for entry in engine.store.entries()} == wanted
@@ -213,7 +231,9 @@ def test_a_chunk_is_found_behind_any_prefix(engine):
     for head in (INSTRUCTION, "Some other, longer beginning of a prompt.\n\n"):
         trace = engine.answer(messages(head=head)).trace
         assert chunk_hits(trace) == [True] * 6
-        assert [(segment.kind, segment.exact) for segment in trace.segments] == [("chunk", False)] * 6
+        assert [(segment.kind, segment.exact) for segment in trace.segments] == [
+            ("chunk", False)
+        ] * 6
         assert trace.tokens_recomputed > 0
 
 
@@ -227,7 +247,9 @@ def test_chunks_shorter_than_the_least_are_fresh_and_their_number_is_a_setting(t
         assert kinds == ["prefix", "chunk", "fresh", "chunk", "fresh", "chunk", "fresh"]
 
 
-def test_loading_the_model_is_no_part_of_the_time_to_the_first_token(tiny_settings, tmp_path, monkeypatch, caplog):
+def test_loading_the_model_is_no_part_of_the_time_to_the_first_token(
+    tiny_settings, tmp_path, monkeypatch, caplog
+):
     folder = shutil.copytree(tiny_settings.model, tmp_path / "model")  # no other test has loaded it
     loaded = runtime.load_model
 
@@ -239,19 +261,30 @@ def test_loading_the_model_is_no_part_of_the_time_to_the_first_token(tiny_settin
     caplog.set_level("INFO", logger="ragfuse")
     with Engine(tiny_settings.model_copy(update={"model": str(folder)})) as engine:
         assert engine.answer([("user", "Who?")]).trace.ttft_s < 1.0
-        assert [each.getMessage() for each in caplog.records if "Model loaded in" in each.getMessage()]
+        assert [
+            each.getMessage() for each in caplog.records if "Model loaded in" in each.getMessage()
+        ]
 
 
 def test_one_chunk_twice_in_a_prompt_is_right_in_both_places(filled):
     twice = messages([CHUNKS[0], CHUNKS[1], CHUNKS[0], CHUNKS[0]])
     answer = filled.answer(twice, Ask(ratio=1.0))
     assert chunk_hits(answer.trace) == [True] * 4
-    assert [segment.exact for segment in answer.trace.segments] == [True, False, False, False, False]
+    assert [segment.exact for segment in answer.trace.segments] == [
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
     assert answer.token_ids == full(filled, twice).token_ids
 
 
 def test_known_texts_are_the_original_ones_also_when_the_tokenizer_changes_them(engine):
-    spaced = "Two  spaces ,  and a tab\t: the   text of a book is what was written in it , not what is decoded ."
+    spaced = (
+        "Two  spaces ,  and a tab\t: the   text of a book is what was written in it , not what is"
+        " decoded ."
+    )
     engine.model.tokenizer.clean_up_tokenization_spaces = True
     try:
         engine.answer(messages([spaced]))
@@ -291,7 +324,11 @@ def test_another_dtype_is_another_model(tiny_settings, filled):
 def test_a_stream_says_what_an_answer_is(filled):
     with filled.stream(messages(), Ask(max_tokens=80)) as stream:
         said = list(stream)
-        assert stream.answer.text == "".join(said) == filled.answer(messages(), Ask(max_tokens=80)).text
+        assert (
+            stream.answer.text
+            == "".join(said)
+            == filled.answer(messages(), Ask(max_tokens=80)).text
+        )
     assert len(said) > 1 or " " not in stream.answer.text  # whole words at a time
     assert stream.answer.trace.ttft_s > 0
 
@@ -394,11 +431,19 @@ async def test_a_stream_is_read_by_an_event_loop_that_goes_on_meanwhile(filled):
 
 
 def test_a_batch_says_what_each_prompt_alone_says(filled):
-    prompts = [messages(CHUNKS[:2]), messages(), "Nothing is known of this text.", messages(CHUNKS[5:], "Why?")]
+    prompts = [
+        messages(CHUNKS[:2]),
+        messages(),
+        "Nothing is known of this text.",
+        messages(CHUNKS[5:], "Why?"),
+    ]
     alone = [filled.answer(prompt, Ask(ratio=1.0)).token_ids for prompt in prompts]
     together = filled.batch(prompts, Ask(ratio=1.0))
     assert [answer.token_ids for answer in together] == alone
-    assert all(adds_up(answer.trace) and 0 < answer.trace.ttft_s < answer.trace.total_s for answer in together)
+    assert all(
+        adds_up(answer.trace) and 0 < answer.trace.ttft_s < answer.trace.total_s
+        for answer in together
+    )
     assert filled.batch([]) == []
 
 
@@ -407,12 +452,16 @@ def test_in_a_batch_each_answer_ends_for_itself(filled):
     ask = Ask(options={"eos_token_id": ids[3]})
     alone = [filled.answer(messages(chunks), ask) for chunks in (CHUNKS, CHUNKS[:1])]
     together = filled.batch([messages(), messages(CHUNKS[:1])], ask)
-    assert [(a.token_ids, a.finish_reason) for a in together] == [(a.token_ids, a.finish_reason) for a in alone]
+    assert [(a.token_ids, a.finish_reason) for a in together] == [
+        (a.token_ids, a.finish_reason) for a in alone
+    ]
     assert together[0].finish_reason == "stop"
 
 
 def test_threads_that_ask_at_once_get_their_own_answers(filled):
-    prompts = [messages(random.Random(seed).sample(CHUNKS, 4), f"Question {seed}?") for seed in range(8)]
+    prompts = [
+        messages(random.Random(seed).sample(CHUNKS, 4), f"Question {seed}?") for seed in range(8)
+    ]
     wanted = [filled.answer(prompt).token_ids for prompt in prompts]
     found: dict[int, tuple[int, ...]] = {}
 
@@ -444,7 +493,10 @@ def test_closing_while_others_still_ask_neither_hangs_nor_fails(tiny_settings, m
     engine = Engine(tiny_settings)
     answers, begun, check = [], threading.Semaphore(0), engine._check_open
     monkeypatch.setattr(engine, "_check_open", lambda: (check(), begun.release()))
-    threads = [threading.Thread(target=lambda: answers.append(engine.answer(messages()).text)) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: answers.append(engine.answer(messages()).text))
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for _ in threads:
@@ -501,11 +553,16 @@ def test_engines_of_equal_settings_are_one_until_it_is_closed(tiny_settings):
 
 
 def test_models_of_one_name_are_loaded_once(tiny_settings, tmp_path):
-    with Engine(tiny_settings) as one, Engine(tiny_settings.model_copy(update={"store": tmp_path / "b"})) as two:
+    with (
+        Engine(tiny_settings) as one,
+        Engine(tiny_settings.model_copy(update={"store": tmp_path / "b"})) as two,
+    ):
         assert one.model is two.model
 
 
-def test_a_folder_that_changed_is_loaded_anew_by_the_next_engine(tiny_settings, tiny_path, tmp_path):
+def test_a_folder_that_changed_is_loaded_anew_by_the_next_engine(
+    tiny_settings, tiny_path, tmp_path
+):
     shutil.copytree(tiny_path, tmp_path / "model")
     settings = tiny_settings.model_copy(update={"model": str(tmp_path / "model")})
     with Engine(settings) as engine:
@@ -527,7 +584,10 @@ def test_a_store_folder_that_is_a_file_is_refused(tiny_settings, tmp_path):
 
 def test_a_model_without_a_tokenizer_takes_no_text(tiny_settings, engine):
     bare = HFModel(engine.model.model)
-    with Engine(tiny_settings, model=bare) as other, pytest.raises(ModelError, match="without a tokenizer"):
+    with (
+        Engine(tiny_settings, model=bare) as other,
+        pytest.raises(ModelError, match="without a tokenizer"),
+    ):
         other.answer("text")
 
 
@@ -617,12 +677,17 @@ def test_pieces_of_one_altered_chunk_count_as_one(engine):
     assert len(pieces) == 2
     assert [each.goes_on for each in pieces] == [False, True]
     assert "(1 of 1 chunks)" in trace.summary
-    assert sum(count for what, count in engine.counters.now().sums.items() if what.startswith("hit")) == 1
+    assert (
+        sum(count for what, count in engine.counters.now().sums.items() if what.startswith("hit"))
+        == 1
+    )
 
 
 def test_one_chunk_twice_counts_twice(engine):
     engine.ingest([(CHUNKS[0], "a.txt")])
-    trace = engine.answer([("user", f"{INSTRUCTION}{CHUNKS[0]}\n\n{CHUNKS[0]}\n\n{QUESTION}")]).trace
+    trace = engine.answer(
+        [("user", f"{INSTRUCTION}{CHUNKS[0]}\n\n{CHUNKS[0]}\n\n{QUESTION}")]
+    ).trace
     assert "2 of 2 chunks" in trace.summary
 
 
@@ -650,9 +715,15 @@ def test_an_engine_stays_in_its_process(engine):
         ForkingPickler.dumps(engine)
 
 
-@pytest.mark.parametrize("given", ["a long text", ["a long text"], [("a", None)], [("a", "b", "c")], [3]])
+@pytest.mark.parametrize(
+    "given", ["a long text", ["a long text"], [("a", None)], [("a", "b", "c")], [3]]
+)
 def test_what_is_no_document_is_refused_by_what_was_found(engine, given):
-    for take in (engine.know, engine.ingest, lambda texts: engine.answer("Who?", Ask(documents=texts))):
+    for take in (
+        engine.know,
+        engine.ingest,
+        lambda texts: engine.answer("Who?", Ask(documents=texts)),
+    ):
         with pytest.raises((InputError, SettingsError), match=r"^[Dd]ocuments"):
             take(given)
 

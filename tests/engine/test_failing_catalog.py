@@ -1,5 +1,6 @@
-"""A store whose book cannot be read or written: every question is answered all the same, and what the book does not
-take is remembered by the process, counted, told once and named in the trace."""
+"""A store whose book cannot be read or written: every question is answered all the same, and what
+the book does not take is remembered by the process, counted, told once and named in the trace.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ from tests.sessions.kit import QUESTIONS, talk
 from tests.store.kit import Clock
 from tests.tiny import CHUNKS, chunk_hits, known_texts, messages
 
-PML = '<schema name="trip"><module name="a">The keeper counted forty ships in one night.</module></schema>'
+PML = (
+    '<schema name="trip"><module name="a">The keeper counted forty ships in one'
+    " night.</module></schema>"
+)
 PROMPT = '<prompt schema="trip"><a/>Who counted them?</prompt>'
 
 
@@ -75,7 +79,9 @@ def clock(engine):
 
 
 @pytest.mark.parametrize("fault", [broken, unwritable])
-def test_a_sessions_question_is_answered_though_the_book_fails_and_the_trace_says_so(engine, fault, caplog):
+def test_a_sessions_question_is_answered_though_the_book_fails_and_the_trace_says_so(
+    engine, fault, caplog
+):
     (first,) = talk(engine, QUESTIONS[:1])
     assert first.trace.unsaved == ()
     with fault(engine.catalog.file):
@@ -128,7 +134,9 @@ def test_a_session_that_another_process_went_on_with_meanwhile_is_that_ones(engi
     assert said[::2] == [QUESTIONS[0], QUESTIONS[2], QUESTIONS[3]]
 
 
-def test_a_locked_book_is_waited_for_once_and_then_left_alone(engine, tiny_settings, clock, monkeypatch):
+def test_a_locked_book_is_waited_for_once_and_then_left_alone(
+    engine, tiny_settings, clock, monkeypatch
+):
     monkeypatch.setattr(engine.catalog.file._database, "_timeout_s", 0.05)
     waited = []
     real = engine.catalog.file._database.write
@@ -238,8 +246,12 @@ def test_answers_of_a_batch_name_what_was_not_saved(engine):
 def test_sessions_over_a_disk_that_is_really_full_are_answered(tmp_path, tiny_settings):
     path = tmp_path / "small"
     path.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", path], check=False).returncode:
-        pytest.skip("a small file system cannot be mounted here: run the tests as root, with CAP_SYS_ADMIN")
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", path], check=False
+    ).returncode:
+        pytest.skip(
+            "a small file system cannot be mounted here: run the tests as root, with CAP_SYS_ADMIN"
+        )
     try:
         with Engine(tiny_settings.model_copy(update={"store": path})) as engine:
             talk(engine, QUESTIONS[:1])
@@ -267,9 +279,14 @@ def test_sessions_over_a_disk_that_is_really_full_are_answered(tmp_path, tiny_se
 
 
 def test_what_the_book_refuses_for_what_it_is_is_not_known_in_memory_either(tiny_settings):
-    """Half of a character in a source: kept in memory alone, it would be in the trace of every later answer."""
+    """Half of a character in a source: kept in memory alone, it would be in the trace of every
+    later answer.
+    """
     with Engine(tiny_settings) as engine:
-        for learn in (lambda: engine.know([(CHUNKS[0], "t\ud800")]), lambda: engine.ingest([(CHUNKS[0], "t\ud800")])):
+        for learn in (
+            lambda: engine.know([(CHUNKS[0], "t\ud800")]),
+            lambda: engine.ingest([(CHUNKS[0], "t\ud800")]),
+        ):
             with suppress(UnicodeEncodeError, InputError):
                 learn()
             sources = [piece.source for piece in engine.prompts.pieces(f"{CHUNKS[0]}\n\nWho?")]

@@ -1,4 +1,6 @@
-"""Folders are meant as they are when they are named: a process that goes elsewhere later changes nothing."""
+"""Folders are meant as they are when they are named: a process that goes elsewhere later changes
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def test_a_store_stays_where_it_was_when_it_was_named(here, tiny_settings, named
 
 @pytest.mark.parametrize("url", ["far", "./far", "file://far", "file://./far", "~/far"])
 def test_a_tier_in_a_folder_stays_where_it_was(here, tiny_settings, url):
-    settings = Settings(**{**tiny_settings.model_dump(), "tiers": (url,), "memory_bytes": 0, "disk_bytes": 0})
+    settings = Settings(
+        **{**tiny_settings.model_dump(), "tiers": (url,), "memory_bytes": 0, "disk_bytes": 0}
+    )
     there = gone(here)
     with Engine(settings) as engine:
         engine.ingest([(text, "a") for text in CHUNKS[:3]])
@@ -66,7 +70,9 @@ def test_a_tier_in_a_folder_stays_where_it_was(here, tiny_settings, url):
         engine.ingest([(text, "a") for text in CHUNKS[3:]])
     os.chdir(here)
     with Engine(
-        Settings(**{**tiny_settings.model_dump(), "tiers": (url,), "memory_bytes": 0, "disk_bytes": 0})
+        Settings(
+            **{**tiny_settings.model_dump(), "tiers": (url,), "memory_bytes": 0, "disk_bytes": 0}
+        )
     ) as engine:
         assert chunk_hits(engine.answer(messages()).trace) == [True] * len(CHUNKS)
     assert list(there.iterdir()) == []
@@ -84,7 +90,9 @@ def test_a_copy_with_other_folders_is_meant_as_it_is_when_an_engine_is_made(here
     assert list(there.iterdir()) == []
 
 
-def test_engines_that_were_named_from_different_folders_are_shared_only_where_they_mean_the_same(here, tiny_settings):
+def test_engines_that_were_named_from_different_folders_are_shared_only_where_they_mean_the_same(
+    here, tiny_settings
+):
     one = Engine.shared(tiny_settings.model_copy(update={"store": "kv"}))
     there = gone(here)
     try:
@@ -99,7 +107,9 @@ def test_engines_that_were_named_from_different_folders_are_shared_only_where_th
 
 def test_settings_from_the_environment_and_from_toml_are_meant_as_they_are_read(here, monkeypatch):
     monkeypatch.setenv("RAGFUSE_STORE", "kv")
-    (here / "ragfuse.toml").write_text('home = "house"\ntiers = ["file://far", "redis://cache:6379/0", "s3://a/b"]\n')
+    (here / "ragfuse.toml").write_text(
+        'home = "house"\ntiers = ["file://far", "redis://cache:6379/0", "s3://a/b"]\n'
+    )
     settings = Settings()
     gone(here)
     assert settings.store == here / "kv"
@@ -140,7 +150,9 @@ def test_a_tier_and_a_book_that_are_opened_by_hand_stay_where_they_were(here):
 
 
 def test_a_schemas_file_is_kept_from_the_root_on(here, engine):
-    (here / "trip.xml").write_text('<schema name="trip"><module name="a">The keeper counted ships.</module></schema>')
+    (here / "trip.xml").write_text(
+        '<schema name="trip"><module name="a">The keeper counted ships.</module></schema>'
+    )
     engine.schemas.register("trip.xml")
     gone(here)
     assert engine.schemas.get("trip").file == str(here / "trip.xml")

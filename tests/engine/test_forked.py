@@ -1,4 +1,6 @@
-"""A process that is forked after an engine was made: it gets one error, or ends, and the parent goes on."""
+"""A process that is forked after an engine was made: it gets one error, or ends, and the parent
+goes on.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ def test_every_use_of_an_engine_is_one_error_in_a_forked_child(tiny_settings: Se
 
 
 @pytest.mark.parametrize("work", ["sys.exit()", "engine.__exit__(None)"])
-def test_a_child_that_asks_nothing_ends_while_its_parent_is_at_work(tiny_settings: Settings, work: str) -> None:
+def test_a_child_that_asks_nothing_ends_while_its_parent_is_at_work(
+    tiny_settings: Settings, work: str
+) -> None:
     lines = told(
         tiny_settings,
         f"""

@@ -1,4 +1,6 @@
-"""Timings of this machine, as the book of a running engine's store keeps them: asked for seldom, never a hindrance."""
+"""Timings of this machine, as the book of a running engine's store keeps them: asked for seldom,
+never a hindrance.
+"""
 
 import pytest
 
@@ -12,7 +14,9 @@ from tests.tiny import messages
 
 @pytest.fixture
 def server(engine):
-    """Timings over an engine's store that has run for a while, its clock, and the names it asked the book for."""
+    """Timings over an engine's store that has run for a while, its clock, and the names it asked
+    the book for.
+    """
     clock, asked = Clock(1000.0), []
 
     class Counting(Catalog):

@@ -59,7 +59,9 @@ def loaded(name: str = "m", dtype: torch.dtype = torch.bfloat16, device: str = "
 
 @pytest.fixture
 def with_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine whose CPU has units for bfloat16, so that this is the dtype unless another one is given."""
+    """A machine whose CPU has units for bfloat16, so that this is the dtype unless another one is
+    given.
+    """
     monkeypatch.setattr(dtypes.torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
 
 
@@ -75,11 +77,22 @@ def test_the_hint_says_how_to_calibrate(caplog: pytest.LogCaptureFixture) -> Non
 def test_a_command_that_is_told_is_about_the_model_as_it_is_here(tmp_path: Path) -> None:
     folder = tmp_path / "my models" / "m"
     folder.mkdir(parents=True)
-    settings = Settings(model=str(folder), store=tmp_path / "my store", model_kwargs={"revision": "r", "token": "hf"})
+    settings = Settings(
+        model=str(folder),
+        store=tmp_path / "my store",
+        model_kwargs={"revision": "r", "token": "hf"},
+    )
     told = shlex.split(calibrate_command(settings, loaded(str(folder), torch.float32)))
     assert told == [
         *("ragfuse", "calibrate", "--model", str(folder), "--dtype", "float32"),
-        *("--model-kwargs", '{"revision": "r"}', "--store", str(tmp_path / "my store"), "--docs", "PATH"),
+        *(
+            "--model-kwargs",
+            '{"revision": "r"}',
+            "--store",
+            str(tmp_path / "my store"),
+            "--docs",
+            "PATH",
+        ),
     ]
     assert options_for(settings, loaded("m", torch.float16, "cuda:1"), has_store=False)[:4] == [
         *("--dtype", "float16", "--device", "cuda:1"),
@@ -92,7 +105,9 @@ def test_the_command_for_a_model_that_came_from_no_folder_can_be_run_once_it_is_
 ) -> None:
     tiny = load_model(Path(tiny_settings.model), "float32", "cpu")
     tiny.model.config._name_or_path = ""
-    with Engine(Settings(home=tmp_path, dtype="float32"), tiny.model, tokenizer=tiny.tokenizer) as engine:
+    with Engine(
+        Settings(home=tmp_path, dtype="float32"), tiny.model, tokenizer=tiny.tokenizer
+    ) as engine:
         steps = calibrate_command(engine.settings, engine.model).split(", ")
         digest = engine.model.fingerprint
     for step in steps[:-1]:
@@ -114,12 +129,16 @@ def test_an_uncalibrated_model_answers_at_the_default_and_says_so(
     assert sum("not calibrated" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_the_hint_names_the_model_that_answers(tiny_settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_hint_names_the_model_that_answers(
+    tiny_settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
     tiny = load_model(Path(tiny_settings.model), "float32", "cpu")
     with Engine(Settings(home=tiny_settings.home, dtype="float32"), tiny) as engine:
         engine.ingest([(chunk, "book") for chunk in CHUNKS], engine.prefix(messages()))
         engine.answer(messages())
-    (text,) = [each.getMessage() for each in caplog.records if "not calibrated" in each.getMessage()]
+    (text,) = [
+        each.getMessage() for each in caplog.records if "not calibrated" in each.getMessage()
+    ]
     assert "smollm2" not in text
     assert f"ragfuse calibrate --model {shlex.quote(tiny.name)} --" in text
     assert name_for_calibrate("/models/q", "q") == "/models/q"

@@ -1,4 +1,6 @@
-"""A home that cannot be written: answers come from memory, with one warning; what is to be kept is refused."""
+"""A home that cannot be written: answers come from memory, with one warning; what is to be kept is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,22 @@ app(["ask", "Who kept it?", "--docs", sys.argv[1], "--top-k", "1"], standalone_m
 def environment(tmp_path: Path) -> dict[str, str]:
     write_gguf(tmp_path / "tiny.gguf")
     (tmp_path / "notes.md").write_text("The light was kept by Ada Lorne. " * 9)
-    named = {"HOME": "/proc/home", "MODEL": str(tmp_path / "tiny.gguf"), "DTYPE": "float32", "MAX_TOKENS": "4"}
-    return {**os.environ, **{f"RAGFUSE_{name}": value for name, value in named.items()}, "TMPDIR": str(tmp_path)}
+    named = {
+        "HOME": "/proc/home",
+        "MODEL": str(tmp_path / "tiny.gguf"),
+        "DTYPE": "float32",
+        "MAX_TOKENS": "4",
+    }
+    return {
+        **os.environ,
+        **{f"RAGFUSE_{name}": value for name, value in named.items()},
+        "TMPDIR": str(tmp_path),
+    }
 
 
-def test_questions_are_answered_from_memory_with_one_warning(environment: dict[str, str], tmp_path: Path) -> None:
+def test_questions_are_answered_from_memory_with_one_warning(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "notes.md")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -45,8 +58,12 @@ def test_questions_are_answered_from_memory_with_one_warning(environment: dict[s
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.md", "tiny.gguf"]
 
 
-def test_an_ingest_is_refused_naming_the_one_folder(environment: dict[str, str], tmp_path: Path) -> None:
+def test_an_ingest_is_refused_naming_the_one_folder(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
     called = [sys.executable, "-m", "ragfuse", "ingest", "notes.md"]
-    done = subprocess.run(called, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        called, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1, done.stdout
     assert "RAGFUSE_HOME" in done.stderr.splitlines()[-1]

@@ -1,4 +1,6 @@
-"""NUL and halves of characters (lone surrogates), as readers of PDF and JSON hand them out: replaced and told."""
+"""NUL and halves of characters (lone surrogates), as readers of PDF and JSON hand them out:
+replaced and told.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,15 @@ from ragfuse.schemas.pml import parse_prompt, parse_schema
 from ragfuse.types.whole_text import whole_text, whole_value
 from tests.tiny import CHUNKS, chunk_hits, known_texts, messages
 
-ODD = "A text from a PDF with an odd \ud835 character or \0 two, as some readers hand them out, and more words."
+ODD = (
+    "A text from a PDF with an odd \ud835 character or \0 two, as some readers hand them out, and"
+    " more words."
+)
 WHOLE = ODD.replace("\ud835", "\ufffd").replace("\0", "\ufffd")
-WEATHER = {"type": "function", "function": {"name": "weather", "description": ODD, "parameters": {"type": "object"}}}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "description": ODD, "parameters": {"type": "object"}},
+}
 
 
 @given(st.text(st.characters(exclude_categories=())))
@@ -43,7 +51,10 @@ def test_each_half_and_nul_becomes_one_sign_and_two_halves_that_belong_together_
 def test_the_texts_of_a_value_are_replaced_wherever_they_stand(caplog):
     value = {"a\0": [1, None, {"b": ("\ud800", True)}], "c": 0.5}
     assert whole_value(value, "It") == {"a\ufffd": [1, None, {"b": ("\ufffd", True)}], "c": 0.5}
-    assert [record.message.startswith("It has characters") for record in caplog.records] == [True, True]
+    assert [record.message.startswith("It has characters") for record in caplog.records] == [
+        True,
+        True,
+    ]
     for same in ({"a": [1, ("b",)], "c": None}, [], "text", 7):
         assert whole_value(same, "It") is same
     itself: list[Any] = ["\0"]
@@ -88,7 +99,9 @@ def test_a_question_is_answered_as_that_with_the_replaced_text(engine, kind):
     asked = QUESTIONS[kind]
     ids = engine.prompt(asked).token_ids
     assert ids == engine.prompt(whole(asked)).token_ids
-    exact = Ask(ratio=1.0)  # the same answer, whether what the first one read is kept by the second or not
+    exact = Ask(
+        ratio=1.0
+    )  # the same answer, whether what the first one read is kept by the second or not
     assert engine.answer(asked, exact).text == engine.answer(whole(asked), exact).text
     for session in ("one", None):
         ask = Ask(session=session, documents=[(ODD, "d\ud800")], stop=["\ud835", "\0"])
@@ -133,9 +146,13 @@ def test_pml_is_read_and_written_as_with_the_replaced_text(engine, caplog):
     assert "A text in PML has characters" in caplog.text
     engine.schemas.register(schema)
     ids = engine.plan(parse_prompt(f"<prompt schema='s'><a/>{WHOLE}</prompt>")).prompt.token_ids
-    assert engine.plan(parse_prompt(f"<prompt schema='s'><a/>{ODD}</prompt>")).prompt.token_ids == ids
+    assert (
+        engine.plan(parse_prompt(f"<prompt schema='s'><a/>{ODD}</prompt>")).prompt.token_ids == ids
+    )
     assert engine.answer(pml=f"<prompt schema='s'><a/>{ODD}</prompt>").trace.tokens == len(ids)
-    by_hand = PMLPrompt("s", (*parse_prompt("<prompt schema='s'><a/></prompt>").items, TextNode(ODD)))
+    by_hand = PMLPrompt(
+        "s", (*parse_prompt("<prompt schema='s'><a/></prompt>").items, TextNode(ODD))
+    )
     assert engine.plan(by_hand).prompt.token_ids == ids
     filled = PMLTemplate(schema, "<prompt schema='s'><a/>{text}</prompt>").fill({"text": ODD})
     assert engine.plan(filled.request).prompt.token_ids == ids

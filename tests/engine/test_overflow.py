@@ -1,4 +1,6 @@
-"""Prompts that are too long for their model: told with the numbers, or answered without as few chunks as it takes."""
+"""Prompts that are too long for their model: told with the numbers, or answered without as few
+chunks as it takes.
+"""
 
 import json
 import shutil
@@ -22,7 +24,9 @@ def narrow(varied_path, tmp_path, tiny_settings):
         folder = tmp_path / f"narrow-{longest}"
         shutil.copytree(varied_path, folder)
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": longest}))
+        (folder / "config.json").write_text(
+            json.dumps(config | {"max_position_embeddings": longest})
+        )
         engines.append(Engine(tiny_settings.model_copy(update={"model": str(folder), **given})))
         return engines[-1]
 
@@ -44,7 +48,9 @@ def tight(narrow, engine):
 
 def test_without_a_wish_it_is_an_error_with_the_numbers_and_the_way_out(tight):
     longest, found = length(tight, 4) + 11, length(tight, 6)
-    with pytest.raises(InputError, match=f"at most {longest:,} tokens.*found {found:,}.*overflow='drop'"):
+    with pytest.raises(
+        InputError, match=f"at most {longest:,} tokens.*found {found:,}.*overflow='drop'"
+    ):
         tight.answer(messages())
 
 
@@ -58,7 +64,10 @@ def test_the_last_chunks_are_left_out_and_told(tight):
 
 def test_it_is_the_prompt_that_the_remaining_chunks_make(tight):
     ingest(tight)
-    lean, wanted = (tight.answer(*asked) for asked in ((messages(), Ask(overflow="drop")), (messages(CHUNKS[:4]),)))
+    lean, wanted = (
+        tight.answer(*asked)
+        for asked in ((messages(), Ask(overflow="drop")), (messages(CHUNKS[:4]),))
+    )
     assert lean.token_ids == wanted.token_ids
     assert chunk_hits(lean.trace) == [True] * 4
 
@@ -69,8 +78,13 @@ def test_what_fits_stays_whole(tight):
 
 
 def test_one_token_more_to_say_costs_one_chunk_more(tight):
-    assert tight.answer(messages(), Ask(overflow="drop", max_tokens=13)).trace.dropped == SOURCES[3:]
-    assert tight.answer(messages(), Ask(overflow="drop", options={"max_new_tokens": 13})).trace.dropped == SOURCES[3:]
+    assert (
+        tight.answer(messages(), Ask(overflow="drop", max_tokens=13)).trace.dropped == SOURCES[3:]
+    )
+    assert (
+        tight.answer(messages(), Ask(overflow="drop", options={"max_new_tokens": 13})).trace.dropped
+        == SOURCES[3:]
+    )
 
 
 def test_a_long_answer_claims_a_quarter_of_the_room_at_most(tight):
@@ -106,16 +120,24 @@ def test_known_chunks_in_a_text_are_left_out(tight):
 
 def test_chunks_too_short_to_be_reused_are_left_out_as_well(narrow, engine):
     def short(n):
-        parts = [Piece(INSTRUCTION), *(Piece("ab ", "chunk", str(number)) for number in range(n)), Piece(QUESTION)]
+        parts = [
+            Piece(INSTRUCTION),
+            *(Piece("ab ", "chunk", str(number)) for number in range(n)),
+            Piece(QUESTION),
+        ]
         return [("user", parts)]
 
     tight = narrow(len(engine.prompt(short(7))) + 11)
     assert tight.answer(short(40), Ask(overflow="drop")).trace.tokens == len(tight.prompt(short(7)))
 
 
-def test_where_even_the_question_is_too_long_it_is_an_error_that_says_what_was_tried(narrow, engine):
+def test_where_even_the_question_is_too_long_it_is_an_error_that_says_what_was_tried(
+    narrow, engine
+):
     tight = narrow(length(engine, 0) - 1)
-    with pytest.raises(InputError, match="without the 6 chunks that could be left out does not fit"):
+    with pytest.raises(
+        InputError, match="without the 6 chunks that could be left out does not fit"
+    ):
         tight.answer(messages(), Ask(overflow="drop"))
     with pytest.raises(InputError, match=r"Shorten it\.$"):
         tight.answer(messages([]), Ask(overflow="drop"))
@@ -175,6 +197,7 @@ def test_where_chunks_may_be_left_out_an_answer_gets_the_room_that_they_leave(ti
     answer = tight.answer(messages(CHUNKS), Ask(overflow="drop", max_tokens=longest))
     assert len(answer.token_ids) >= longest // 4
     with pytest.raises(
-        OverlongError, match=rf"fit: .* at most {longest:,} tokens.*Ask for at most {longest:,} tokens\."
+        OverlongError,
+        match=rf"fit: .* at most {longest:,} tokens.*Ask for at most {longest:,} tokens\.",
     ):
         tight.answer(messages(CHUNKS), Ask(overflow="drop", max_tokens=longest + 1))

@@ -1,4 +1,6 @@
-"""An engine plans by this machine's timings where there are any, in this process and in later ones."""
+"""An engine plans by this machine's timings where there are any, in this process and in
+later ones.
+"""
 
 from dataclasses import replace
 
@@ -57,10 +59,14 @@ def test_documents_whose_kv_is_gone_are_not_told_as_new(engine):
     ingest(engine)
     engine.flush()
     rows = list(engine.store.entries())
-    engine.store.forget([entry.key for entry in rows])  # as eviction does: the catalog keeps the texts
+    engine.store.forget(
+        [entry.key for entry in rows]
+    )  # as eviction does: the catalog keeps the texts
     assert engine.plan(messages()).fallback_reason == KNOWN_ONLY
     assert (
-        engine.plan(messages((*CHUNKS, "A passage that nobody has sent before. " * 12))).fallback_reason
+        engine.plan(
+            messages((*CHUNKS, "A passage that nobody has sent before. " * 12))
+        ).fallback_reason
         == NEW_OR_DELETED
     )
 
@@ -69,7 +75,10 @@ def test_where_nothing_is_found_tiers_that_do_not_answer_are_named(tiny_settings
     pytest.importorskip("redis", reason="the package redis is not installed: pip install redis")
     with Engine(tiny_settings.model_copy(update={"tiers": ("redis://127.0.0.1:1/0",)})) as engine:
         found = engine.plan(messages())
-    assert found.fallback_reason == "none of this text is stored yet, as far as is known: redis does not answer"
+    assert (
+        found.fallback_reason
+        == "none of this text is stored yet, as far as is known: redis does not answer"
+    )
 
 
 def test_of_an_entry_in_several_levels_the_one_that_is_read_counts(engine, monkeypatch):
@@ -77,7 +86,10 @@ def test_of_an_entry_in_several_levels_the_one_that_is_read_counts(engine, monke
     fetches, lookup = engine.plan(messages()).fetches, engine.store.lookup
 
     def several(keys, counts=True):
-        return {key: replace(entry, sizes={**entry.sizes, "int8": 1}) for key, entry in lookup(keys).items()}
+        return {
+            key: replace(entry, sizes={**entry.sizes, "int8": 1})
+            for key, entry in lookup(keys).items()
+        }
 
     monkeypatch.setattr(engine.store, "lookup", several)
     assert engine.plan(messages()).fetches == fetches
@@ -91,7 +103,9 @@ def test_a_plan_reads_and_computes_nothing(engine):
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_a_slow_disk_is_read_in_the_steps_that_the_plan_says_and_answers_the_same(tiny_settings, layers, monkeypatch):
+def test_a_slow_disk_is_read_in_the_steps_that_the_plan_says_and_answers_the_same(
+    tiny_settings, layers, monkeypatch
+):
     with Engine(tiny_settings) as engine:
         ingest(engine)
     with on_disk_only(tiny_settings) as engine:
@@ -129,7 +143,9 @@ def test_chunks_that_load_too_slowly_are_computed_and_not_encoded_again(tiny_set
 
 @pytest.fixture
 def throttled(tiny_settings, tmp_path):
-    """An engine over one tier whose speed can be changed, and the seconds that one prompt takes to read at 1 MB/s."""
+    """An engine over one tier whose speed can be changed, and the seconds that one prompt takes to
+    read at 1 MB/s.
+    """
     disk = DiskTier(tmp_path / "slow", 1 << 30, lru)
     tier = ThrottledTier(disk, 1.0, name="line")
     with Engine(tiny_settings, store=KVStore([tier])) as engine:
@@ -140,7 +156,9 @@ def throttled(tiny_settings, tmp_path):
 
 
 @pytest.mark.parametrize("slower", [0.05, 10.0])
-def test_a_tier_of_another_speed_than_measured_is_planned_as_it_is_after_three_answers(throttled, slower):
+def test_a_tier_of_another_speed_than_measured_is_planned_as_it_is_after_three_answers(
+    throttled, slower
+):
     engine, tier, at_1_s = throttled
     ask = Ask(policy="hkvd", ratio=0.2, max_tokens=1)
     tier.mbps = at_1_s / 0.1  # a prompt is read in a tenth of a second
@@ -164,7 +182,9 @@ def test_a_tier_of_another_speed_than_measured_is_planned_as_it_is_after_three_a
 
 @pytest.fixture
 def bucket(tiny_settings, tmp_path) -> Settings:
-    """Settings of an engine whose chunks, and one that nobody uses, all lie in an object tier behind the disk alone."""
+    """Settings of an engine whose chunks, and one that nobody uses, all lie in an object tier
+    behind the disk alone.
+    """
     settings = tiny_settings.model_copy(update={"tiers": (f"file://{tmp_path}/bucket",)})
     with Engine(settings) as engine:
         ingest(engine)
@@ -184,8 +204,12 @@ def test_chunks_that_were_read_come_from_objects_to_disk_in_the_background(bucke
         assert 0 < len(engine.store.tier("disk").list()) < len(engine.store.tier("objects").list())
 
 
-@pytest.mark.parametrize(("placement", "homes"), [("cheapest", {"objects"}), ("all", {"disk", "objects"})])
-def test_a_new_chunk_goes_to_the_cheapest_tier_that_is_fast_enough_or_to_all(tiny_settings, tmp_path, placement, homes):
+@pytest.mark.parametrize(
+    ("placement", "homes"), [("cheapest", {"objects"}), ("all", {"disk", "objects"})]
+)
+def test_a_new_chunk_goes_to_the_cheapest_tier_that_is_fast_enough_or_to_all(
+    tiny_settings, tmp_path, placement, homes
+):
     further = {"tiers": (f"file://{tmp_path}/bucket",), "placement": placement}
     with Engine(tiny_settings.model_copy(update=further)) as engine:
         engine.timings.learn(timings(engine, memory=0.0, disk=1e-12, objects=1e-12))
@@ -203,12 +227,17 @@ def test_a_deadline_that_cannot_be_met_is_said(engine):
 
 def test_measuring_is_learned_with_a_further_folder(tiny_settings, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "ragfuse.engine.machine_timings.measure", lambda model, tiers, progress, codecs: _all(model, tiers)
+        "ragfuse.engine.machine_timings.measure",
+        lambda model, tiers, progress, codecs: _all(model, tiers),
     )
     with Engine(tiny_settings) as engine:
         ingest(engine)
         found = engine.timings.measure(
-            engine.model, engine.store, engine.settings, [str(tmp_path / "further")], lambda *what: None
+            engine.model,
+            engine.store,
+            engine.settings,
+            [str(tmp_path / "further")],
+            lambda *what: None,
         )
         assert set(found.tiers) == {"memory", "disk", "disk-2"}
         assert engine.plan(messages()).forecast is not None

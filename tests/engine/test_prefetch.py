@@ -1,4 +1,6 @@
-"""What is brought to memory before a question comes: the right entries, as many as fit, and in nobody's way."""
+"""What is brought to memory before a question comes: the right entries, as many as fit, and in
+nobody's way.
+"""
 
 import threading
 
@@ -88,7 +90,10 @@ def test_chunks_are_in_memory_whatever_a_prompt_begins_with(tiny_settings):
     with Engine(tiny_settings) as engine:
         engine.prefetch(CHUNKS[:1])
         engine.flush()
-        plans = [engine.plan(messages(CHUNKS[:1], head=head)) for head in [*heads, "A new one, and long enough.\n\n"]]
+        plans = [
+            engine.plan(messages(CHUNKS[:1], head=head))
+            for head in [*heads, "A new one, and long enough.\n\n"]
+        ]
         found = [[fetch.tier for fetch in plan.fetches] for plan in plans]
         assert found == [["disk", "memory"]] * 5 + [["memory"]]
 
@@ -122,7 +127,9 @@ def test_it_brings_each_text_s_own_entry_and_nothing_else(tiny_settings, filler_
     with Engine(settings) as engine:
         engine.prefetch(CHUNKS)
         engine.flush()
-        assert set(in_memory(engine)) == {engine.runtime.encoder.key(engine.tokens(text), context) for text in CHUNKS}
+        assert set(in_memory(engine)) == {
+            engine.runtime.encoder.key(engine.tokens(text), context) for text in CHUNKS
+        }
 
 
 def test_nothing_is_encoded(old):
@@ -194,7 +201,10 @@ def test_what_is_pinned_leaves_it_less_room(old):
         room = 6 * size_of(engine)
     with again(old, memory_bytes=room) as engine:
         first = engine.prompt(messages()).segments[1].keys[0]
-        rest = [engine.runtime.encoder.key(engine.tokens(text), filler_context("")) for text in CHUNKS[3:]]
+        rest = [
+            engine.runtime.encoder.key(engine.tokens(text), filler_context(""))
+            for text in CHUNKS[3:]
+        ]
         for key in rest:
             engine.store.warm([key])
         engine.store.pin(*rest)

@@ -1,4 +1,6 @@
-"""Prefix caching on a tiny model in float32: what prompts begin with alike is read, and is what full prefill gives."""
+"""Prefix caching on a tiny model in float32: what prompts begin with alike is read, and is what
+full prefill gives.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from ragfuse.types.keys import token_digest
 from tests.store.redis_server import until
 from tests.tiny import CHUNKS, INSTRUCTION, QUESTION, adds_up, chunk_hits, messages
 
-SYSTEM = ("system", "You keep the book of a harbour. Say what stands in it, and nothing else, in a few words.")
+SYSTEM = (
+    "system",
+    "You keep the book of a harbour. Say what stands in it, and nothing else, in a few words.",
+)
 
 
 @pytest.fixture
@@ -69,12 +74,17 @@ def test_an_agents_growing_prompt_is_reused_with_what_it_wrote(on, history):
 def test_switched_off_nothing_is_reused(tiny_settings):
     with Engine(tiny_settings) as engine:
         asked(engine, "Once there was a harbour in which forty ships lay.")
-        assert asked(engine, "Once there was a harbour in which forty ships lay.").trace.tokens_reused == 0
+        assert (
+            asked(engine, "Once there was a harbour in which forty ships lay.").trace.tokens_reused
+            == 0
+        )
 
 
 def test_rows_are_full_prefills_own(cached):
     asked(cached, [SYSTEM, ("user", "Which ship came first?")])
-    prompt = cached.prompt([SYSTEM, ("user", "And who saw it? Nobody did, as far as the book says.")])
+    prompt = cached.prompt(
+        [SYSTEM, ("user", "And who saw it? Nobody did, as far as the book says.")]
+    )
     ready = cached.prepare(prompt)
     full = cached.model.full_prefill(prompt.token_ids)
     assert ready.plan.fetches
@@ -104,7 +114,9 @@ def test_it_comes_before_chunks_and_is_followed_by_them(cached):
 def test_a_chunk_that_an_exact_beginning_ends_in_is_reused_from_there_on(cached):
     asked(cached, messages(CHUNKS[:2]))
     cached.flush()
-    trace = asked(cached, [("user", f"{INSTRUCTION}{CHUNKS[0]}\n\n{CHUNKS[1]}\n\n{QUESTION}")]).trace
+    trace = asked(
+        cached, [("user", f"{INSTRUCTION}{CHUNKS[0]}\n\n{CHUNKS[1]}\n\n{QUESTION}")]
+    ).trace
     assert trace.tokens_prefix > len(CHUNKS[0]) + len(CHUNKS[1])
 
 
@@ -120,13 +132,18 @@ def test_an_entry_that_memory_dropped_is_computed_again_and_kept_again(cached):
 def test_in_a_memory_that_is_too_small_answers_stay_right(on):
     with Engine(on.model_copy(update={"memory_bytes": 150_000})) as engine:
         for number in range(12):
-            question = [SYSTEM, ("user", f"What happened in year {number % 4}? {'Say more. ' * (number % 3)}")]
+            question = [
+                SYSTEM,
+                ("user", f"What happened in year {number % 4}? {'Say more. ' * (number % 3)}"),
+            ]
             full = engine.answer(question, Ask(reuse=False))
             assert asked(engine, question).token_ids == full.token_ids
 
 
 def test_prompts_of_a_batch_share_what_they_begin_with(cached, monkeypatch):
-    monkeypatch.setattr("ragfuse.engine.prefix_cache.PREFIX_SAVE_WAIT_S", 60.0)  # on a busy machine, too
+    monkeypatch.setattr(
+        "ragfuse.engine.prefix_cache.PREFIX_SAVE_WAIT_S", 60.0
+    )  # on a busy machine, too
     questions = [[SYSTEM, ("user", f"What happened in year {number}?")] for number in range(4)]
     answers = cached.batch(questions)
     shared = [answer.trace.tokens_prefix > len(SYSTEM[1]) for answer in answers]
@@ -136,7 +153,10 @@ def test_prompts_of_a_batch_share_what_they_begin_with(cached, monkeypatch):
 
 
 def test_two_tenants_never_share_a_beginning(on):
-    with Engine(on) as mine, Engine(on.model_copy(update={"salt": "theirs"}), mine.model, mine.store) as theirs:
+    with (
+        Engine(on) as mine,
+        Engine(on.model_copy(update={"salt": "theirs"}), mine.model, mine.store) as theirs,
+    ):
         asked(mine, [SYSTEM, ("user", "Which ship came first?")])
         assert asked(theirs, [SYSTEM, ("user", "Which ship came first?")]).trace.tokens_reused == 0
 
@@ -152,7 +172,9 @@ def test_a_chunk_that_is_forgotten_is_in_no_beginning_any_more(cached):
 def test_a_chunk_is_forgotten_whose_ends_were_tokenised_with_what_stood_beside_it(cached):
     question = [("user", f"{INSTRUCTION}{CHUNKS[0]}\n\n{QUESTION}")]
     asked(cached, question)
-    cached.forget([f"x{CHUNKS[0][1:-1]}x"])  # as where a token joins its first letter and what stands before it
+    cached.forget(
+        [f"x{CHUNKS[0][1:-1]}x"]
+    )  # as where a token joins its first letter and what stands before it
     assert asked(cached, question).trace.tokens_reused == 0
 
 
@@ -178,7 +200,9 @@ def test_what_a_conversation_keeps_is_not_kept_twice(on):
         answer = asked(engine, said)
         asked(engine, [*said, ("assistant", answer.text), ("user", "Go on.")])
         rows = sum(entry.n_tokens for entry in engine.store.entries() if entry.tier == "memory")
-        assert rows <= len(engine.prompt([*said, ("assistant", answer.text), ("user", "Go on.")])) + 40
+        assert (
+            rows <= len(engine.prompt([*said, ("assistant", answer.text), ("user", "Go on.")])) + 40
+        )
 
 
 @pytest.mark.parametrize("start", ["", "To: "])
@@ -191,9 +215,12 @@ def test_the_first_chunk_becomes_exact_behind_a_short_beginning_and_in_a_convers
             for name in (session, None):
                 asked(engine, question, session=name)
             prompt = engine.prompt(question)
-            first = prompt.spans[next(i for i, s in enumerate(prompt.segments) if s.kind == "chunk")]
+            first = prompt.spans[
+                next(i for i, s in enumerate(prompt.segments) if s.kind == "chunk")
+            ]
             if first[0] == 0:
-                continue  # a chunk that stands first is exact as it is, or read as a prompt's beginning
+                # a chunk that stands first is exact as it is, or read as a prompt's beginning
+                continue
             trace = engine.answer(question).trace
             assert trace.tokens_prefix >= first[1]
 
@@ -208,7 +235,9 @@ def test_an_answer_behind_a_beginning_that_grew_by_a_few_tokens_is_reused(cached
     assert rows <= 3 * len(text) + 60
 
 
-def test_of_prompts_that_begin_alike_and_come_together_the_second_reads_what_the_first_computes(cached):
+def test_of_prompts_that_begin_alike_and_come_together_the_second_reads_what_the_first_computes(
+    cached,
+):
     text = "Once there was a harbour in which forty ships lay, and "
     with ThreadPoolExecutor(2) as pool, cached.model.lock:
         first = pool.submit(cached.answer, f"{text}one of them")
@@ -232,14 +261,19 @@ def test_entries_that_were_evicted_are_swept_from_the_tree(cached, monkeypatch):
     assert len(tenant.tree.keys) < 3
 
 
-def test_a_long_beginning_is_not_computed_again_for_the_sake_of_its_first_chunk(cached, monkeypatch):
+def test_a_long_beginning_is_not_computed_again_for_the_sake_of_its_first_chunk(
+    cached, monkeypatch
+):
     monkeypatch.setattr("ragfuse.engine.prefix_cache.MAX_BEFORE", len(SYSTEM[1]))
     seen: list[int] = []
     monkeypatch.setattr(cached.prefixes, "extend", lambda ids, n_exact: seen.append(n_exact))
     for system, is_short in (("Be short.", True), (SYSTEM[1] + SYSTEM[1], False)):
         cached.ingest([(CHUNKS[0], "")])
         for _ in range(2):
-            asked(cached, [("system", system), ("user", f"{INSTRUCTION[:9]}{CHUNKS[0]}\n\n{QUESTION}")])
+            asked(
+                cached,
+                [("system", system), ("user", f"{INSTRUCTION[:9]}{CHUNKS[0]}\n\n{QUESTION}")],
+            )
         assert bool(seen) is is_short
         seen.clear()
 
@@ -253,11 +287,16 @@ def test_what_follows_a_beginning_that_is_not_kept_is_not_encoded(cached):
 
 def test_with_reuse_false_nothing_is_read_and_nothing_kept(cached):
     asked(cached, "Once there was a harbour in which forty ships lay.", reuse=False)
-    assert asked(cached, "Once there was a harbour in which forty ships lay.").trace.tokens_reused == 0
+    assert (
+        asked(cached, "Once there was a harbour in which forty ships lay.").trace.tokens_reused == 0
+    )
 
 
 trees = st.lists(
-    st.tuples(st.integers(0, 99), st.lists(st.sampled_from("abcdef"), min_size=1, max_size=30).map("".join)),
+    st.tuples(
+        st.integers(0, 99),
+        st.lists(st.sampled_from("abcdef"), min_size=1, max_size=30).map("".join),
+    ),
     min_size=4,
     max_size=8,
 )
@@ -282,13 +321,22 @@ def test_trees_of_prompts_answer_token_for_token(shared_engine, prompts):
 def shared_engine(varied_path, tmp_path_factory):
     """One engine for all trees, with a memory that drops what is old."""
     folder = tmp_path_factory.mktemp("trees")
-    named = {"model": str(varied_path), "dtype": "float32", "store": folder, "home": folder, "history": "asked"}
+    named = {
+        "model": str(varied_path),
+        "dtype": "float32",
+        "store": folder,
+        "home": folder,
+        "history": "asked",
+    }
     with Engine(Settings(**named, learn="off", memory_bytes=600_000, disk_bytes=0)) as engine:
         yield engine
 
 
 def test_threads_that_share_beginnings_answer_as_full_prefill_does(cached):
-    questions = [[SYSTEM, ("user", f"What happened in year {number % 5}? {'More. ' * number}")] for number in range(16)]
+    questions = [
+        [SYSTEM, ("user", f"What happened in year {number % 5}? {'More. ' * number}")]
+        for number in range(16)
+    ]
     wanted = [cached.answer(question, Ask(reuse=False)).token_ids for question in questions]
     found = [()] * len(questions)
 
@@ -318,7 +366,14 @@ def test_the_first_chunk_of_a_prompt_is_exact_where_its_beginning_recurred(cache
     ready, full = cached.prepare(prompt), cached.model.full_prefill(prompt.token_ids)
     n_exact = len(cached.prefix(messages())) + len(CHUNKS[0])
     assert ready.plan.prompt.segments[0].stop >= len(cached.prefix(messages()))
-    assert sum(len(each.tokens) for each in ready.plan.prompt.segments if each.kind == "prefix") == n_exact
+    assert (
+        sum(len(each.tokens) for each in ready.plan.prompt.segments if each.kind == "prefix")
+        == n_exact
+    )
     for mine, theirs in zip(ready.prefill.kv.layers, full.kv.layers, strict=True):
-        torch.testing.assert_close(mine.keys[:, :n_exact], theirs.keys[:, :n_exact], atol=5e-5, rtol=0)
-        torch.testing.assert_close(mine.values[:, :n_exact], theirs.values[:, :n_exact], atol=5e-5, rtol=0)
+        torch.testing.assert_close(
+            mine.keys[:, :n_exact], theirs.keys[:, :n_exact], atol=5e-5, rtol=0
+        )
+        torch.testing.assert_close(
+            mine.values[:, :n_exact], theirs.values[:, :n_exact], atol=5e-5, rtol=0
+        )

@@ -1,4 +1,6 @@
-"""The first layers of the prompt that has the model next are read while it is another's (AttentionStore 3.2.1)."""
+"""The first layers of the prompt that has the model next are read while it is another's
+(AttentionStore 3.2.1).
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,9 @@ def test_one_prompt_at_a_time_reads_ahead(slow, reads, threads):
     assert last_keys <= {key for key, _ in reads}
 
 
-def _read_by(engine: Engine, reads: list[tuple[object, ...]], prompt: object) -> list[tuple[object, ...]]:
+def _read_by(
+    engine: Engine, reads: list[tuple[object, ...]], prompt: object
+) -> list[tuple[object, ...]]:
     reads.clear()
     engine.answer(prompt)
     return list(reads)

@@ -1,4 +1,6 @@
-"""The engine over prompts in PML: what is encoded once, where it stands, what is exact, and what is left behind."""
+"""The engine over prompts in PML: what is encoded once, where it stands, what is exact, and what is
+left behind.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,11 @@ def states(prefill):
 
 def off(one, other) -> float:
     """How far the worst row of any head is away, by its length."""
-    pairs = [(a, b) for mine, theirs in zip(one, other, strict=True) for a, b in zip(mine, theirs, strict=True)]
+    pairs = [
+        (a, b)
+        for mine, theirs in zip(one, other, strict=True)
+        for a, b in zip(mine, theirs, strict=True)
+    ]
     return max(float(((a - b).norm(dim=-1) / b.norm(dim=-1)).max()) for a, b in pairs)
 
 
@@ -94,13 +100,26 @@ def test_an_edit_encodes_what_it_changes_alone(trip: Engine) -> None:
     assert changed.layout.places["diet"] == before.places["diet"]
 
 
-def test_an_edit_that_moves_what_comes_behind_it_encodes_the_text_around_it_anew(trip: Engine) -> None:
+def test_an_edit_that_moves_what_comes_behind_it_encodes_the_text_around_it_anew(
+    trip: Engine,
+) -> None:
     before = trip.schemas.show("trip")
-    longer = "Lisbon and its trams, which are yellow, and its seven hills, and the river that is as wide as a sea"
+    longer = (
+        "Lisbon and its trams, which are yellow, and its seven hills, and the river that is as wide"
+        " as a sea"
+    )
     changed = trip.schemas.register(TRIP.replace("Lisbon and its trams, which are yellow", longer))
     assert changed.layout.places["diet"].start > before.places["diet"].start
-    keys, had = ([trip.runtime.encoder.key_of(run) for run in layout.runs] for layout in (changed.layout, before))
-    new = {place for run, key in zip(changed.layout.runs, keys, strict=True) if key not in had for place in run.members}
+    keys, had = (
+        [trip.runtime.encoder.key_of(run) for run in layout.runs]
+        for layout in (changed.layout, before)
+    )
+    new = {
+        place
+        for run, key in zip(changed.layout.runs, keys, strict=True)
+        if key not in had
+        for place in run.members
+    }
     assert new == {"", "plan", "plan/abroad", "plan/abroad/lisbon"}
     assert changed.done.encoded == len(set(keys) - set(had))
 
@@ -111,13 +130,20 @@ def test_another_process_on_the_store_has_it(trip: Engine, tiny_settings) -> Non
     with Engine(tiny_settings) as later:
         again = later.answer(parse_prompt(PROMPT))
         assert again.token_ids == answer.token_ids
-        assert again.trace.modules == answer.trace.modules == (".", "plan", "plan/abroad", "plan/abroad/oslo")
+        assert (
+            again.trace.modules
+            == answer.trace.modules
+            == (".", "plan", "plan/abroad", "plan/abroad/oslo")
+        )
 
 
 def test_a_file_and_nodes_are_taken_as_well_as_text(engine: Engine, tmp_path) -> None:
     path = tmp_path / "trip.xml"
     path.write_text(TRIP, "utf-8")
-    layouts = [engine.schemas.register(schema).layout for schema in (TRIP, path, str(path), parse_schema(TRIP))]
+    layouts = [
+        engine.schemas.register(schema).layout
+        for schema in (TRIP, path, str(path), parse_schema(TRIP))
+    ]
     runs = [[(run.tokens, run.positions, run.start) for run in layout.runs] for layout in layouts]
     assert runs[1:] == [runs[0]] * 3
 
@@ -148,7 +174,10 @@ def test_what_two_schemas_share_stays_with_the_one_that_is_left(trip: Engine) ->
     trip.schemas.register(TRIP.replace('name="trip"', 'name="voyage"'))
     trip.flush()
     trip.schemas.remove("trip")
-    assert trip.answer(parse_prompt(PROMPT.replace("trip", "voyage"))).trace.modules[-1] == "plan/abroad/oslo"
+    assert (
+        trip.answer(parse_prompt(PROMPT.replace("trip", "voyage"))).trace.modules[-1]
+        == "plan/abroad/oslo"
+    )
 
 
 def test_a_schema_that_is_not_registered_is_told_with_those_that_are(trip: Engine) -> None:
@@ -161,7 +190,9 @@ def test_a_schema_that_is_not_registered_is_told_with_those_that_are(trip: Engin
 
 def test_a_schema_that_the_model_cannot_take_is_refused(engine: Engine) -> None:
     with pytest.raises(InputError, match=r"'long' does not fit: .* takes at most 4,096 tokens"):
-        engine.schemas.register(f'<schema name="long"><module name="m">{"word " * 1000}</module></schema>')
+        engine.schemas.register(
+            f'<schema name="long"><module name="m">{"word " * 1000}</module></schema>'
+        )
     assert engine.schemas.ls() == []
 
 
@@ -202,13 +233,17 @@ def test_a_scaffold_that_covers_the_prompt_equals_full_prefill(engine: Engine) -
     }
     assert off(states(ready.prefill), states(whole.prefill)) < 1e-4
     assert logits_off(ready.prefill, whole.prefill) < 1e-4
-    assert engine.answer(parse_prompt(ALL_LINES)).token_ids == full(engine, parse_prompt(ALL_LINES)).token_ids
+    assert (
+        engine.answer(parse_prompt(ALL_LINES)).token_ids
+        == full(engine, parse_prompt(ALL_LINES)).token_ids
+    )
     assert all(segment.exact for segment in engine.answer(parse_prompt(ALL_LINES)).trace.segments)
 
 
 def test_a_single_module_at_the_start_equals_full_prefill(engine: Engine) -> None:
     engine.schemas.register(
-        '<schema name="one"><module name="m">The only module of all stands right here.</module></schema>'
+        '<schema name="one"><module name="m">The only module of all stands right'
+        " here.</module></schema>"
     )
     prompt = parse_prompt('<prompt schema="one"><m/>And a question.</prompt>')
     ready = engine.prepare(engine.prompt(prompt))
@@ -221,11 +256,14 @@ def test_a_single_module_at_the_start_equals_full_prefill(engine: Engine) -> Non
 
 @pytest.mark.slow
 @pytest.mark.embedded
-def test_a_scaffold_and_a_first_module_equal_full_prefill_on_a_trained_model(smollm_path, tmp_path) -> None:
+def test_a_scaffold_and_a_first_module_equal_full_prefill_on_a_trained_model(
+    smollm_path, tmp_path
+) -> None:
     with Engine(Settings(model="smollm2-135m-reader", dtype="float32", store=tmp_path)) as engine:
         engine.schemas.register(LINES)
         engine.schemas.register(
-            '<schema name="one"><module name="m">The only module of all stands here.</module></schema>'
+            '<schema name="one"><module name="m">The only module of all stands'
+            " here.</module></schema>"
         )
         for text in (ALL_LINES, '<prompt schema="one"><m/>And a question.</prompt>'):
             prompt = engine.prompt(parse_prompt(text))
@@ -236,14 +274,20 @@ def test_a_scaffold_and_a_first_module_equal_full_prefill_on_a_trained_model(smo
 
 
 def test_the_order_of_imports_does_not_matter(trip: Engine) -> None:
-    one = parse_prompt('<prompt schema="trip"><diet/><plan days="a week"/><user>What now?</user></prompt>')
-    other = parse_prompt('<prompt schema="trip"><plan days="a week"/><diet/><user>What now?</user></prompt>')
+    one = parse_prompt(
+        '<prompt schema="trip"><diet/><plan days="a week"/><user>What now?</user></prompt>'
+    )
+    other = parse_prompt(
+        '<prompt schema="trip"><plan days="a week"/><diet/><user>What now?</user></prompt>'
+    )
     assert trip.prompt(one) == trip.prompt(other)
     assert trip.answer(one).token_ids == trip.answer(other).token_ids
 
 
 def test_kv_placed_by_hand_is_what_a_prompt_is_answered_over(trip: Engine) -> None:
-    """Every run encoded by itself and turned to its positions, row by row; the rest computed over it."""
+    """Every run encoded by itself and turned to its positions, row by row; the rest computed over
+    it.
+    """
     from tests.reference import shifted
 
     prompt = trip.prompt(parse_prompt(PROMPT))
@@ -254,7 +298,9 @@ def test_kv_placed_by_hand_is_what_a_prompt_is_answered_over(trip: Engine) -> No
             run = prompt.schema_use.runs[segment.keys[0]]
             rows = slice(*(segment.rows or (0, len(segment.tokens))))
             kv = model.encode_at(run.tokens, run.positions)
-            for layer, (layout, mine) in enumerate(zip(model.profile.rope, states(prefill), strict=True)):
+            for layer, (layout, mine) in enumerate(
+                zip(model.profile.rope, states(prefill), strict=True)
+            ):
                 wanted = shifted(kv.layers[layer].keys[:, rows], segment.shift, layout)
                 assert torch.allclose(mine[0][:, lo:hi].cpu(), wanted, atol=1e-4)
                 assert torch.equal(mine[1][:, lo:hi], kv.layers[layer].values[:, rows].double())
@@ -269,7 +315,12 @@ def test_what_is_missing_is_computed_and_encoded_as_a_whole_afterwards(trip: Eng
     assert {s.why for s in answer.trace.segments if not s.hit} == {"not in the store"}
     trip.flush()
     assert trip.store.lookup([trip.runtime.encoder.key_of(run)])
-    assert trip.answer(parse_prompt(PROMPT)).trace.modules == (".", "plan", "plan/abroad", "plan/abroad/oslo")
+    assert trip.answer(parse_prompt(PROMPT)).trace.modules == (
+        ".",
+        "plan",
+        "plan/abroad",
+        "plan/abroad/oslo",
+    )
 
 
 def test_full_prefill_of_a_prompt_with_gaps_stands_at_its_positions(trip: Engine) -> None:
@@ -286,7 +337,10 @@ def test_streams_batches_and_plans_take_prompts_of_modules(trip: Engine) -> None
     with trip.stream(prompt) as stream:
         assert "".join(stream) == answer.text
     other = parse_prompt('<prompt schema="trip"><diet/><user>What do I eat?</user></prompt>')
-    assert [each.token_ids for each in trip.batch([prompt, other])] == [answer.token_ids, trip.answer(other).token_ids]
+    assert [each.token_ids for each in trip.batch([prompt, other])] == [
+        answer.token_ids,
+        trip.answer(other).token_ids,
+    ]
     plan = trip.plan(prompt)
     assert len(plan.fetches) == len([s for s in plan.prompt.segments if s.keys])
     assert trip.answer(prompt, Ask(seed=1)).trace.schema == "trip"
@@ -302,9 +356,13 @@ def test_a_prompt_is_answered_over_the_very_schema_that_it_was_made_for(engine: 
     engine.flush()
     beside = engine.batch([each.request for each in (*filled, *filled)])
     assert [answer.token_ids for answer in beside] == [answer.token_ids for answer in alone] * 2
-    assert [answer.trace.tokens for answer in beside] == [answer.trace.tokens for answer in alone] * 2
+    assert [answer.trace.tokens for answer in beside] == [
+        answer.trace.tokens for answer in alone
+    ] * 2
     assert alone[0].trace.tokens < alone[1].trace.tokens
-    assert {answer.trace.modules for answer in beside} == {(".", "plan", "plan/abroad", "plan/abroad/oslo")}
+    assert {answer.trace.modules for answer in beside} == {
+        (".", "plan", "plan/abroad", "plan/abroad/oslo")
+    }
     engine.schemas.remove("trip")
     with pytest.raises(PMLError, match="which is not registered"):
         engine.answer(filled[0].request)
@@ -315,10 +373,15 @@ def test_modules_are_blended_where_it_is_asked_for(trip: Engine) -> None:
     blended = trip.answer(prompt, Ask(blend=True, ratio=0.3, policy="hkvd")).trace
     assert blended.tokens_recomputed > 0
     assert blended.modules == trip.answer(prompt).trace.modules
-    assert trip.answer(prompt, Ask(blend=True, ratio=1.0, policy="hkvd")).token_ids == full(trip, prompt).token_ids
+    assert (
+        trip.answer(prompt, Ask(blend=True, ratio=1.0, policy="hkvd")).token_ids
+        == full(trip, prompt).token_ids
+    )
 
 
-def test_an_entry_that_several_segments_take_rows_from_is_read_once(trip: Engine, monkeypatch) -> None:
+def test_an_entry_that_several_segments_take_rows_from_is_read_once(
+    trip: Engine, monkeypatch
+) -> None:
     trip.flush()
     reads: list[tuple[ChunkKey, int]] = []
     real = trip.store.read_layers
@@ -335,7 +398,9 @@ def test_an_entry_that_several_segments_take_rows_from_is_read_once(trip: Engine
     assert len(reads) == len(set(reads))
     assert {key for key, _ in reads} == set(keys)
     entries = trip.store.lookup(keys)
-    assert sum(fetch.nbytes for fetch in ready.plan.fetches) == sum(entry.nbytes for entry in entries.values())
+    assert sum(fetch.nbytes for fetch in ready.plan.fetches) == sum(
+        entry.nbytes for entry in entries.values()
+    )
 
 
 def test_the_other_modules_of_a_union_are_brought_to_memory(trip: Engine, tiny_settings) -> None:
@@ -343,7 +408,9 @@ def test_the_other_modules_of_a_union_are_brought_to_memory(trip: Engine, tiny_s
     with Engine(tiny_settings) as later:
         later.answer(parse_prompt(PROMPT))
         later.flush()
-        lisbon = later.runtime.encoder.key_of(later.schemas.show("trip").modules["plan/abroad/lisbon"])
+        lisbon = later.runtime.encoder.key_of(
+            later.schemas.show("trip").modules["plan/abroad/lisbon"]
+        )
         assert later.store.lookup([lisbon])[lisbon].tier == "memory"
         diet = later.runtime.encoder.key_of(later.schemas.show("trip").modules["diet"])
         assert later.store.lookup([diet])[diet].tier == "disk"
@@ -367,7 +434,9 @@ def test_a_prompt_may_be_given_as_pml_or_its_file(trip: Engine, tmp_path) -> Non
             ask(pml=TRIP)
 
 
-@pytest.mark.parametrize("ask", [Ask(session="mine"), Ask(tools=[{"type": "function", "function": {"name": "f"}}])])
+@pytest.mark.parametrize(
+    "ask", [Ask(session="mine"), Ask(tools=[{"type": "function", "function": {"name": "f"}}])]
+)
 def test_what_a_prompt_of_modules_cannot_do_is_told(trip: Engine, ask: Ask) -> None:
     with pytest.raises(InputError, match="A prompt in PML"):
         trip.answer(parse_prompt(PROMPT), ask)
@@ -379,19 +448,28 @@ def test_messages_are_wrapped_as_the_models_template_does(engine: Engine) -> Non
         '<schema name="talk"><system>Be brief, as ever.</system><user>What is this?</user>'
         "<assistant>A harbour, I think.</assistant></schema>"
     )
-    said = [("system", "Be brief, as ever."), ("user", "What is this?"), ("assistant", "A harbour, I think.")]
+    said = [
+        ("system", "Be brief, as ever."),
+        ("user", "What is this?"),
+        ("assistant", "A harbour, I think."),
+    ]
     mine = engine.prompt(parse_prompt('<prompt schema="talk"><user>And that?</user></prompt>'))
     assert mine.token_ids == engine.prompt([*said, ("user", "And that?")]).token_ids
     assert engine.model.text(mine.token_ids).startswith("Be brief")
 
 
-def test_a_chat_begins_as_the_template_does_whatever_stands_before_a_text(engine: Engine, monkeypatch) -> None:
+def test_a_chat_begins_as_the_template_does_whatever_stands_before_a_text(
+    engine: Engine, monkeypatch
+) -> None:
     words = engine.model.tokenizer
     monkeypatch.setattr(words, "chat_template", words.chat_template.removeprefix("<s>"))
     monkeypatch.setattr(HFModel, "bos", (words.bos_token_id,))
     engine.schemas.register('<schema name="talk"><system>Be brief, as ever.</system></schema>')
     mine = engine.prompt(parse_prompt('<prompt schema="talk"><user>And that?</user></prompt>'))
-    assert mine.token_ids == engine.prompt([("system", "Be brief, as ever."), ("user", "And that?")]).token_ids
+    assert (
+        mine.token_ids
+        == engine.prompt([("system", "Be brief, as ever."), ("user", "And that?")]).token_ids
+    )
     assert mine.token_ids[0] != words.bos_token_id
     engine.schemas.register('<schema name="told">All that is told is a text.</schema>')
     text = engine.prompt(parse_prompt('<prompt schema="told"> And more.</prompt>'))
@@ -416,8 +494,12 @@ def of(tiny_settings):
         each.close()
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek-latent", "smollm3-some-nope", "bloom-alibi", "gpt2", "gptj"])
-def test_in_every_family_a_scaffold_over_all_is_full_prefill_and_modules_are_read(of, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["llama", "deepseek-latent", "smollm3-some-nope", "bloom-alibi", "gpt2", "gptj"]
+)
+def test_in_every_family_a_scaffold_over_all_is_full_prefill_and_modules_are_read(
+    of, name: str
+) -> None:
     engine = of(name)
     engine.schemas.register(LINES)
     engine.flush()
@@ -473,7 +555,9 @@ def test_what_another_model_encoded_after_an_answer_goes_with_the_schema(trip: E
     assert other.store.lookup(keys) == {}
 
 
-def test_a_text_that_another_models_process_edited_is_not_encoded_for_this_one(trip: Engine, of) -> None:
+def test_a_text_that_another_models_process_edited_is_not_encoded_for_this_one(
+    trip: Engine, of
+) -> None:
     other, edited = of("llama"), parse_schema(EDITED)
     other.schemas.register(edited)
     assert (other.schemas.has(edited), trip.schemas.has(edited)) == (True, False)
@@ -493,16 +577,25 @@ def test_a_text_that_another_models_process_edited_is_not_encoded_for_this_one(t
 # answers at the same time
 
 LONG = "The sea was calm, and the ship went on. " * 8
-BOOK = f'<schema name="book"><module name="sea">{LONG}</module><module name="land">{LONG[::-1]}</module></schema>'
-READERS = [f'<prompt schema="book"><sea/><land/>What does reader {name} see?</prompt>' for name in "abcd"]
+BOOK = (
+    f'<schema name="book"><module name="sea">{LONG}</module><module'
+    f' name="land">{LONG[::-1]}</module></schema>'
+)
+READERS = [
+    f'<prompt schema="book"><sea/><land/>What does reader {name} see?</prompt>' for name in "abcd"
+]
 
 
-def test_a_batch_holds_a_module_once_and_says_what_each_answer_says_alone(engine: Engine, monkeypatch) -> None:
+def test_a_batch_holds_a_module_once_and_says_what_each_answer_says_alone(
+    engine: Engine, monkeypatch
+) -> None:
     engine.schemas.register(BOOK)
     prompts = [parse_prompt(text) for text in READERS]
     alone = [engine.answer(prompt).token_ids for prompt in prompts]
     met = []
     share = SharedKV.share
-    monkeypatch.setattr(SharedKV, "share", lambda self, *given: (share(self, *given), met.append(len(self)))[0])
+    monkeypatch.setattr(
+        SharedKV, "share", lambda self, *given: (share(self, *given), met.append(len(self)))[0]
+    )
     assert [answer.token_ids for answer in engine.batch(prompts)] == alone
     assert met == [2] * 4

@@ -1,4 +1,6 @@
-"""A question with a deadline over a real Redis behind a line: what comes is used, what does not is computed."""
+"""A question with a deadline over a real Redis behind a line: what comes is used, what does not is
+computed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from tests.store.redis_server import RedisServer
 from tests.tiny import CHUNKS, adds_up, chunk_hits, ingest, messages
 
 NEVER, SLOWLY = 3600.0, 1e-2
-"""Seconds: a deadline that everything meets, and what a computed row takes where reading always pays."""
+"""Seconds: a deadline that everything meets, and what a computed row takes where reading always
+pays.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +50,13 @@ def settings(tiny_settings, server, line):
     server.raw().flushall()
     url = f"redis://127.0.0.1:{line.port}/0"
     levels = {"redis": ["raw", "int8"]}
-    given = {"tiers": (url,), "levels": levels, "memory_bytes": 0, "disk_bytes": 0, "filler_tokens": 0}
+    given = {
+        "tiers": (url,),
+        "levels": levels,
+        "memory_bytes": 0,
+        "disk_bytes": 0,
+        "filler_tokens": 0,
+    }
     return tiny_settings.model_copy(update={**given, "piece_tokens": 32, "tier_timeout_s": 0.5})
 
 
@@ -61,7 +71,8 @@ def engine(settings) -> Iterator[Engine]:
 def medium_byte_s(engine: Engine, seconds: float) -> float:
     """A second of a byte, so that all chunks come in so many seconds as int8, but not raw."""
     raw, int8 = (
-        sum(dict(fetch.sizes)[level] for fetch in engine.plan(messages()).fetches) for level in ("raw", "int8")
+        sum(dict(fetch.sizes)[level] for fetch in engine.plan(messages()).fetches)
+        for level in ("raw", "int8")
     )
     return 2 * seconds / (raw + int8)
 
@@ -99,14 +110,20 @@ def test_with_time_for_it_all_is_computed_and_the_answer_is_full_prefills(engine
     assert found.text == engine.answer(messages(), Ask(reuse=False)).text
 
 
-def test_a_line_that_is_taken_to_be_slow_brings_less_first_and_the_rest_once_it_is_seen_to_be_fast(engine):
+def test_a_line_that_is_taken_to_be_slow_brings_less_first_and_the_rest_once_it_is_seen_to_be_fast(
+    engine,
+):
     byte_s = medium_byte_s(engine, 40.0)
     computing(engine, 1.0, byte_s)
     trace = engine.answer(messages(), Ask(ratio=0.0, deadline_s=base_s(engine) + 40.0)).trace
     first = trace.stream.pieces[0]
     assert (first.level, trace.stream.prior) == ("int8", pytest.approx(1 / byte_s))
     assert trace.segments[0].level == "raw"
-    assert trace.segments[0].nbytes == sum(each.nbytes for each in trace.stream.pieces if 0 in each.segments) > 0
+    assert (
+        trace.segments[0].nbytes
+        == sum(each.nbytes for each in trace.stream.pieces if 0 in each.segments)
+        > 0
+    )
     assert trace.nbytes == sum(piece.nbytes for piece in trace.stream.pieces)
 
 
@@ -116,12 +133,17 @@ def test_a_line_that_stands_still_costs_the_deadline_and_no_answer(engine, line)
     line.start(constant(0.0))
     found = engine.answer(messages(), Ask(ratio=0.0, deadline_s=0.1))
     assert not any(chunk_hits(found.trace))
-    assert not found.trace.stream or {piece.level for piece in found.trace.stream.pieces if not piece.why} == set()
+    assert (
+        not found.trace.stream
+        or {piece.level for piece in found.trace.stream.pieces if not piece.why} == set()
+    )
     assert found.text == engine.answer(messages(), Ask(reuse=False)).text
 
 
 @pytest.mark.slow
-def test_where_nothing_was_measured_a_slow_line_is_left_for_computing_by_what_prefills_took(engine, line):
+def test_where_nothing_was_measured_a_slow_line_is_left_for_computing_by_what_prefills_took(
+    engine, line
+):
     full = engine.answer(messages(), Ask(reuse=False))
     line.start(constant(5e4))
     found = engine.answer(messages(), Ask(ratio=0.0, deadline_s=NEVER))
@@ -169,18 +191,28 @@ def test_a_chunk_that_stands_twice_comes_once(engine):
     computing(engine, SLOWLY)
     asked = messages([*CHUNKS[:2], CHUNKS[1]])
     trace = engine.answer(asked, Ask(ratio=0.0, deadline_s=5.0)).trace
-    _, first, last = (at for at, segment in enumerate(engine.prompt(asked).segments) if segment.kind == "chunk")
+    _, first, last = (
+        at for at, segment in enumerate(engine.prompt(asked).segments) if segment.kind == "chunk"
+    )
     assert chunk_hits(trace) == [True] * 3
     assert {first, last} <= {at for piece in trace.stream.pieces for at in piece.segments}
-    assert all((first in piece.segments) == (last in piece.segments) for piece in trace.stream.pieces)
-    assert [segment.nbytes > 0 for segment in trace.segments if segment.kind == "chunk"] == [True, True, False]
+    assert all(
+        (first in piece.segments) == (last in piece.segments) for piece in trace.stream.pieces
+    )
+    assert [segment.nbytes > 0 for segment in trace.segments if segment.kind == "chunk"] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_what_came_is_let_go_of_before_the_answer_is_written(engine, monkeypatch):
     computing(engine, SLOWLY)
     events, close, generate = [], Stream.close, answering.generate
     monkeypatch.setattr(Stream, "close", lambda stream: events.append("let go") or close(stream))
-    monkeypatch.setattr(answering, "generate", lambda *given: events.append("written") or generate(*given))
+    monkeypatch.setattr(
+        answering, "generate", lambda *given: events.append("written") or generate(*given)
+    )
     assert engine.answer(messages(), Ask(ratio=0.0, deadline_s=5.0)).trace.tokens_reused
     assert events[:2] == ["let go", "written"]
 
@@ -200,7 +232,9 @@ def test_prompts_of_a_batch_share_the_line_and_know_it(engine, monkeypatch):
     found = engine.batch(prompts, Ask(ratio=0.0, deadline_s=5.0))
     monkeypatch.undo()
     alone = [engine.answer(prompt, Ask(ratio=0.0)) for prompt in prompts]
-    assert [each.trace.tokens_reused for each in found] == [each.trace.tokens_reused for each in alone]
+    assert [each.trace.tokens_reused for each in found] == [
+        each.trace.tokens_reused for each in alone
+    ]
     assert max(piece.sharing for answer in found for piece in answer.trace.stream.pieces) == 2
 
 
@@ -238,4 +272,6 @@ def test_people_are_shown_every_piece_and_whether_it_was_in_time(engine):
     show_trace(console, trace)
     said = console.file.getvalue()
     assert said.count("\nraw ") + said.count("\nint8 ") == len(trace.stream.pieces)
-    assert f"first token after {trace.ttft_s:.2f} s, within the deadline of 5 s" in " ".join(said.split())
+    assert f"first token after {trace.ttft_s:.2f} s, within the deadline of 5 s" in " ".join(
+        said.split()
+    )

@@ -1,4 +1,6 @@
-"""What a model thinks before its answer is told apart from it, by its template's tags, streamed or not."""
+"""What a model thinks before its answer is told apart from it, by its template's tags, streamed or
+not.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +31,27 @@ def opened(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.fixture(scope="module")
 def free(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """The same, but the model opens its thoughts itself."""
-    yield from engine(thinking_model(tiny_path, tmp_path_factory.mktemp("free") / "model", TEMPLATE))
+    yield from engine(
+        thinking_model(tiny_path, tmp_path_factory.mktemp("free") / "model", TEMPLATE)
+    )
 
 
 def engine(folder: Path) -> Iterator[Engine]:
     home = folder.parent
-    with Engine(Settings(model=str(folder), dtype="float32", store=home, home=home, max_tokens=40)) as made:
+    with Engine(
+        Settings(model=str(folder), dtype="float32", store=home, home=home, max_tokens=40)
+    ) as made:
         yield made
 
 
 def test_an_answer_is_what_follows_the_thought(opened: Engine, free: Engine) -> None:
     for made, begin in ((opened, ""), (free, "<think>\n"), (free, "\n<think>")):
         answer = made.answer(ASKED, saying(made, f"{begin}I wonder. \n</think>\n\nForty ships. "))
-        assert (answer.reasoning, answer.text, answer.finish_reason) == ("I wonder.", "Forty ships. ", "stop")
+        assert (answer.reasoning, answer.text, answer.finish_reason) == (
+            "I wonder.",
+            "Forty ships. ",
+            "stop",
+        )
 
 
 def test_a_stream_says_thoughts_and_text_apart(opened: Engine) -> None:
@@ -78,8 +88,14 @@ def engine_without(tiny_settings: Settings) -> Iterator[Engine]:
 
 
 def test_stop_strings_count_behind_the_thought(opened: Engine) -> None:
-    answer = opened.answer(ASKED, saying(opened, "Ships? No.</think>Forty ships.", stop=["hip", "N"]))
-    assert (answer.reasoning, answer.text, answer.finish_reason) == ("Ships? No.", "Forty s", "stop")
+    answer = opened.answer(
+        ASKED, saying(opened, "Ships? No.</think>Forty ships.", stop=["hip", "N"])
+    )
+    assert (answer.reasoning, answer.text, answer.finish_reason) == (
+        "Ships? No.",
+        "Forty s",
+        "stop",
+    )
 
 
 def test_a_call_behind_a_thought_or_instead_of_its_end_is_a_call(opened: Engine) -> None:
@@ -110,12 +126,16 @@ def test_a_plain_text_is_gone_on_with_as_it_stands(opened: Engine) -> None:
 def test_tags_are_known_by_template_or_tokenizer() -> None:
     for open, close in THOUGHT_TAGS:
         assert ChatTemplate.of("", [open, close]).thoughts == Thoughts(open, close)
-        assert ChatTemplate.of(f"{{{{ m.split('{close}')[-1] }}}}", []).thoughts == Thoughts(open, close)
+        assert ChatTemplate.of(f"{{{{ m.split('{close}')[-1] }}}}", []).thoughts == Thoughts(
+            open, close
+        )
         assert ChatTemplate.of("", [open]).thoughts is None
     assert ChatTemplate.of("{{ messages }}", ["<tool_call>"]).thoughts is None
     tags = Thoughts("<think>", "</think>")
     assert tags.is_open("<|assistant|><think>\n")
-    assert not tags.is_open("<|assistant|><think>\n\n</think>\n\n")  # an empty one: nothing is to be thought
+    assert not tags.is_open(
+        "<|assistant|><think>\n\n</think>\n\n"
+    )  # an empty one: nothing is to be thought
     assert not tags.is_open("<think>I was")
     assert tags.is_open("<think>I was", within=True)
 
@@ -128,17 +148,24 @@ def test_the_next_turn_goes_on_from_the_answer_alone(opened: Engine) -> None:
     assert "Hm" not in text
 
 
-def test_what_a_template_does_not_read_is_refused_not_ignored(opened: Engine, engine_without: Engine) -> None:
+def test_what_a_template_does_not_read_is_refused_not_ignored(
+    opened: Engine, engine_without: Engine
+) -> None:
     for made in (opened, engine_without):
         with pytest.raises(InputError, match=r"'reasoning_effort'.*leave others out"):
             made.answer(ASKED, Ask(chat_template_kwargs={"reasoning_effort": "low"}))
     with pytest.raises(InputError, match="'enable_thinking'"):
         opened.answer(ASKED, Ask(chat_template_kwargs={"enable_thinking": False}))
-    answer = engine_without.answer(ASKED, Ask(chat_template_kwargs={"enable_thinking": False}))  # it thinks nothing
+    answer = engine_without.answer(
+        ASKED, Ask(chat_template_kwargs={"enable_thinking": False})
+    )  # it thinks nothing
     assert answer.text == engine_without.answer(ASKED, Ask()).text
 
 
-THOUGHT = "{% if message.reasoning_content is defined %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+THOUGHT = (
+    "{% if message.reasoning_content is defined %}<think>{{ message.reasoning_content }}</think>{%"
+    " endif %}"
+)
 REMEMBERS = TEMPLATE.replace("{{ message['content'] }}", THOUGHT + "{{ message['content'] }}")
 
 
@@ -147,7 +174,9 @@ def text_of(engine: Engine, turns: list[ChatMessage], ask: Ask | None = None) ->
     return str(engine.model.tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-def test_what_was_thought_before_an_earlier_answer_is_handed_to_the_template(tiny_path: Path, tmp_path: Path) -> None:
+def test_what_was_thought_before_an_earlier_answer_is_handed_to_the_template(
+    tiny_path: Path, tmp_path: Path
+) -> None:
     assert REMEMBERS != TEMPLATE
     for made in engine(thinking_model(tiny_path, tmp_path / "model", REMEMBERS)):
         said = [("user", "Who?"), ("assistant", "It."), ("user", "Sure?")]
@@ -155,14 +184,18 @@ def test_what_was_thought_before_an_earlier_answer_is_handed_to_the_template(tin
         plain[1]["reasoning_content"] = "A lighthouse counts."
         turns = [ChatMessage(role, text) for role, text in said]
         turns[1] = replace(turns[1], reasoning="A lighthouse counts.")
-        wanted = made.model.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+        wanted = made.model.tokenizer.apply_chat_template(
+            plain, tokenize=False, add_generation_prompt=True
+        )
         assert "<think>A lighthouse counts.</think>It." in wanted
         for ask in (Ask(), Ask(reuse=False), Ask(session="talk")):
             if ask.session is None:
                 assert text_of(made, turns, ask) == wanted
             assert made.answer(turns, ask).trace.tokens == len(made.prompt(turns).token_ids)
         assert (
-            made.prompt([("user", "Who?"), ChatMessage("assistant", "It."), ("user", "Sure?")]).token_ids
+            made.prompt(
+                [("user", "Who?"), ChatMessage("assistant", "It."), ("user", "Sure?")]
+            ).token_ids
             != made.prompt(turns).token_ids
         )
         turns[1] = replace(turns[1], reasoning="forged </think> tag \ud800")

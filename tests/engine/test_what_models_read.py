@@ -1,4 +1,6 @@
-"""What an engine reads is what its model's template writes: messages, texts, ids, schemas, conversations."""
+"""What an engine reads is what its model's template writes: messages, texts, ids, schemas,
+conversations.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,16 @@ from typing import Any, cast
 
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ragfuse import Ask, ChatMessage, Engine, InputError, Piece, Settings, SettingsError
@@ -20,10 +31,11 @@ INST = (
     "{% else %}{{ bos_token + '[INST] ' + m.content | trim + ' [/INST]' }}{% endif %}{% endfor %}"
 )
 CHATML = (
-    "{% for m in messages %}{% set c = m.content %}{% if m.role == 'assistant' %}{% set c = c.split('</think>')[-1] %}"
-    "{% endif %}{{ '<|im_start|>' + m.role + '\n' + c + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{% for m in messages %}{% set c = m.content %}{% if m.role == 'assistant' %}{% set c ="
+    " c.split('</think>')[-1] %}{% endif %}{{ '<|im_start|>' + m.role + '\n' + c + '<|im_end|>\n'"
+    " }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}{% if"
+    " enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{%"
+    " endif %}"
 )
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 
@@ -31,18 +43,29 @@ SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 def _tokenizer(kind: str) -> PreTrainedTokenizerFast:
     core = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     if kind == "legacy":
-        core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        core.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
     else:
         core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=cast(Any, kind), split=False)
-    back = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    back = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     core.decoder = decoders.Sequence(cast(Any, back))
     alphabet = ["▁", "\n", *map(chr, range(33, 127))]
     trainer: Any = trainers.BpeTrainer(
         vocab_size=190, special_tokens=SPECIAL, show_progress=False, initial_alphabet=alphabet
     )
     core.train_from_iterator([*CHUNKS, INSTRUCTION, QUESTION] * 3, trainer)
-    core.add_tokens([AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)])
-    core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    core.add_tokens(
+        [AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)]
+    )
+    core.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         unk_token="<unk>",
@@ -85,7 +108,11 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture
 def spaced(folder: Path, tmp_path: Path) -> Iterator[Engine]:
     told = {"prefix_cache": False, "learn": "retrieved", "max_tokens": 8, "min_chunk_tokens": 6}
-    with Engine(Settings(model=str(folder), dtype="float32", store=tmp_path / "store", home=tmp_path, **told)) as made:
+    with Engine(
+        Settings(
+            model=str(folder), dtype="float32", store=tmp_path / "store", home=tmp_path, **told
+        )
+    ) as made:
         yield made
 
 
@@ -96,13 +123,18 @@ def said(engine: Engine, ids: Any) -> str:
 def own(engine: Engine, told: list[dict[str, Any]], **more: Any) -> list[int]:
     """The ids of what the template writes."""
     words = engine.model.tokenizer
-    text = words.apply_chat_template(cast(Any, told), tokenize=False, **{"add_generation_prompt": True, **more})
+    text = words.apply_chat_template(
+        cast(Any, told), tokenize=False, **{"add_generation_prompt": True, **more}
+    )
     return list(words(str(text), add_special_tokens=False).input_ids)
 
 
 def joined(prompt: list[Any]) -> list[dict[str, Any]]:
     return [
-        {"role": role, "content": "".join(part if isinstance(part, str) else part.text for part in content)}
+        {
+            "role": role,
+            "content": "".join(part if isinstance(part, str) else part.text for part in content),
+        }
         for role, content in prompt
     ]
 
@@ -117,7 +149,9 @@ def test_chunks_change_nothing_of_what_is_read(spaced: Engine) -> None:
     assert list(prompt.token_ids) == own(spaced, joined(messages()))
 
 
-def test_a_prompt_without_chunks_has_the_ids_of_its_template_and_so_has_one_without_reuse(spaced: Engine) -> None:
+def test_a_prompt_without_chunks_has_the_ids_of_its_template_and_so_has_one_without_reuse(
+    spaced: Engine,
+) -> None:
     wanted = own(spaced, joined(messages()))
     text = joined(messages())[0]["content"]
     assert list(spaced.prompt([("user", text)]).token_ids) == wanted
@@ -138,16 +172,26 @@ def test_a_text_has_the_ids_of_its_tokenizer(spaced: Engine) -> None:
 def test_a_chunk_is_found_in_a_prompt_by_the_ids_that_it_was_ingested_as(spaced: Engine) -> None:
     spaced.ingest([(text, "book") for text in CHUNKS])
     text = joined(messages())[0]["content"]
-    found = [segment for segment in spaced.prompt([("user", text)]).segments if segment.kind == "chunk"]
+    found = [
+        segment for segment in spaced.prompt([("user", text)]).segments if segment.kind == "chunk"
+    ]
     assert len(found) >= len(CHUNKS)
-    assert sum(len(segment.tokens) for segment in found) >= 0.9 * sum(len(spaced.tokens(chunk)) for chunk in CHUNKS)
+    assert sum(len(segment.tokens) for segment in found) >= 0.9 * sum(
+        len(spaced.tokens(chunk)) for chunk in CHUNKS
+    )
 
 
-def test_a_conversation_goes_on_with_the_ids_of_its_answers_and_reads_as_its_template_writes(spaced: Engine) -> None:
+def test_a_conversation_goes_on_with_the_ids_of_its_answers_and_reads_as_its_template_writes(
+    spaced: Engine,
+) -> None:
     first = spaced.answer([("user", "Who counted forty ships?")], Ask(session="one"))
     spaced.flush()
     answer = spaced.answer([("user", "And what is its door like?")], Ask(session="one"))
-    told = [("user", "Who counted forty ships?"), ("assistant", first.text), ("user", "And what is its door like?")]
+    told = [
+        ("user", "Who counted forty ships?"),
+        ("assistant", first.text),
+        ("user", "And what is its door like?"),
+    ]
     content = Piece(first.text, ids=first.token_ids)
     prompt = spaced.prompt([told[0], ("assistant", [content]), told[2]])
     assert said(spaced, prompt.token_ids) == said(spaced, own(spaced, joined(told)))
@@ -156,7 +200,9 @@ def test_a_conversation_goes_on_with_the_ids_of_its_answers_and_reads_as_its_tem
 
 
 def test_a_prompt_over_a_schema_reads_as_the_template_writes_it(spaced: Engine) -> None:
-    schema = f"<schema name='s'><user>Read this. <module name='m'>{CHUNKS[0]}</module></user></schema>"
+    schema = (
+        f"<schema name='s'><user>Read this. <module name='m'>{CHUNKS[0]}</module></user></schema>"
+    )
     spaced.schemas.register(schema)
     for pml, tail in (("<prompt schema='s'><m/> Who?</prompt>", " Who?"),):
         prompt = spaced.prompt(_request(pml))
@@ -192,7 +238,9 @@ def test_known_chunks_are_found_in_token_ids(spaced: Engine) -> None:
 
 
 @pytest.mark.parametrize("ids", [[1, -1], [1, 10**6], [1, "a"], [1, 2.5]])
-def test_token_ids_that_the_tokenizer_does_not_have_are_refused(engine: Engine, ids: list[Any]) -> None:
+def test_token_ids_that_the_tokenizer_does_not_have_are_refused(
+    engine: Engine, ids: list[Any]
+) -> None:
     with pytest.raises(InputError, match=r"whole numbers from 0"):
         engine.prompt(ids)
 
@@ -216,8 +264,12 @@ def thinking(spaced: Engine) -> Engine:
 def test_the_template_sees_its_own_variables(thinking: Engine) -> None:
     for more in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
         prompt = thinking.prompt([("user", "Why?")], ask=Ask(chat_template_kwargs=more))
-        assert list(prompt.token_ids) == own(thinking, [{"role": "user", "content": "Why?"}], **more)
-    answer = thinking.answer([("user", "Why?")], Ask(chat_template_kwargs={"enable_thinking": False}))
+        assert list(prompt.token_ids) == own(
+            thinking, [{"role": "user", "content": "Why?"}], **more
+        )
+    answer = thinking.answer(
+        [("user", "Why?")], Ask(chat_template_kwargs={"enable_thinking": False})
+    )
     assert answer.trace.tokens > thinking.answer([("user", "Why?")]).trace.tokens
 
 
@@ -228,11 +280,17 @@ def test_what_is_no_variable_of_a_template_is_refused(name: str) -> None:
 
 
 def test_thoughts_of_earlier_answers_go_as_the_template_lets_them(thinking: Engine) -> None:
-    told = [("user", "Why?"), ("assistant", "<think>Long and <|im_end|> deep.</think>So."), ("user", "Go </think> on.")]
+    told = [
+        ("user", "Why?"),
+        ("assistant", "<think>Long and <|im_end|> deep.</think>So."),
+        ("user", "Go </think> on."),
+    ]
     prompt = thinking.prompt(told)
     assert "deep" not in said(thinking, prompt.token_ids)
     wanted = said(thinking, own(thinking, joined(told)))
-    assert said(thinking, prompt.token_ids).split() == wanted.split()  # some put a space behind a token, none is one
+    assert (
+        said(thinking, prompt.token_ids).split() == wanted.split()
+    )  # some put a space behind a token, none is one
     words = thinking.model.tokenizer
     assert prompt.token_ids.count(cast(int, words.convert_tokens_to_ids("</think>"))) == 0
 
@@ -247,7 +305,8 @@ def test_a_last_message_is_gone_on_with(thinking: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    "told", ["Why?", [("user", "Why?")], [ChatMessage("user", "Why?"), ChatMessage("assistant", " ")]]
+    "told",
+    ["Why?", [("user", "Why?")], [ChatMessage("user", "Why?"), ChatMessage("assistant", " ")]],
 )
 def test_only_an_answer_that_is_begun_is_gone_on_with(engine: Engine, told: Any) -> None:
     with pytest.raises(InputError, match="needs a last message of role"):

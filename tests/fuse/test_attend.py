@@ -14,12 +14,16 @@ from tests import reference
 SCALING = 0.4
 
 
-both_paths = pytest.mark.parametrize("whole", [False, True], ids=["CPU's path", "accelerator's path"])
+both_paths = pytest.mark.parametrize(
+    "whole", [False, True], ids=["CPU's path", "accelerator's path"]
+)
 
 
 @dataclass(frozen=True)
 class Case:
-    """Random query [1, Hq, R, 8], keys and values [1, H, T, 8 and 6], standing at rows of T positions."""
+    """Random query [1, Hq, R, 8], keys and values [1, H, T, 8 and 6], standing at rows of T
+    positions.
+    """
 
     rows: list[int]
     positions: list[int]
@@ -37,11 +41,16 @@ class Case:
         return reference.attention(*tensors, at, self.positions, SCALING, **options)
 
 
-def case(rows: list[int], positions: list[int], heads: int = 2, groups: int = 2, seed: int = 0) -> Case:
+def case(
+    rows: list[int], positions: list[int], heads: int = 2, groups: int = 2, seed: int = 0
+) -> Case:
     made = torch.Generator().manual_seed(seed)
     total = len(positions)
     query = torch.randn(1, heads * groups, len(rows), 8, generator=made)
-    keys, values = torch.randn(1, heads, total, 8, generator=made), torch.randn(1, heads, total, 6, generator=made)
+    keys, values = (
+        torch.randn(1, heads, total, 8, generator=made),
+        torch.randn(1, heads, total, 6, generator=made),
+    )
     return Case(rows, positions, query * 2, keys, values)
 
 
@@ -85,7 +94,9 @@ def test_more_rows_than_a_block_holds(count: int, options: dict[str, object]) ->
 
 @both_paths
 @options
-def test_gaps_in_positions_count_for_order_and_window(options: dict[str, object], whole: bool) -> None:
+def test_gaps_in_positions_count_for_order_and_window(
+    options: dict[str, object], whole: bool
+) -> None:
     given_case = case([0, 3, 4, 9, 11], [0, 1, 2, 10, 11, 12, 13, 40, 41, 42, 50, 51])
     agree(given_case.found(whole, **options), given_case.wanted(**options))
 
@@ -115,8 +126,14 @@ def test_any_rows_at_any_positions(data: st.DataObject) -> None:
 @options
 def test_what_stands_later_leaves_no_trace(options: dict[str, object], dtype: torch.dtype) -> None:
     early = case([3, 10, 12], list(range(30)))
-    early = Case(early.rows, early.positions, *(part.to(dtype) for part in (early.query, early.keys, early.values)))
-    poisoned = Case(early.rows, early.positions, early.query, early.keys.clone(), early.values.clone())
+    early = Case(
+        early.rows,
+        early.positions,
+        *(part.to(dtype) for part in (early.query, early.keys, early.values)),
+    )
+    poisoned = Case(
+        early.rows, early.positions, early.query, early.keys.clone(), early.values.clone()
+    )
     poisoned.keys[:, :, 13:], poisoned.values[:, :, 13:] = 1e4, -1e4
     assert torch.equal(early.found(**options), poisoned.found(**options))
 
@@ -124,7 +141,10 @@ def test_what_stands_later_leaves_no_trace(options: dict[str, object], dtype: to
 @options
 def test_the_dense_mask_says_the_same(options: dict[str, object]) -> None:
     window = options.get("window")
-    rows, positions = torch.tensor([0, 3, 4, 9, 11]), torch.tensor([0, 1, 2, 10, 11, 12, 13, 40, 41, 42, 50, 51])
+    rows, positions = (
+        torch.tensor([0, 3, 4, 9, 11]),
+        torch.tensor([0, 1, 2, 10, 11, 12, 13, 40, 41, 42, 50, 51]),
+    )
     dense = RowMask(rows, positions).dense(torch.float32, window)
     assert dense.shape == (1, 1, 5, 12)
     for row, at in enumerate(positions[rows].tolist()):
@@ -140,11 +160,15 @@ def test_the_dense_mask_says_the_same(options: dict[str, object]) -> None:
 def test_low_precision_is_off_by_rounding_only(
     dtype: torch.dtype, options: dict[str, object], bias: float, whole: bool
 ) -> None:
-    """Scores of hundreds, as of models whose keys are mostly a constant bias, lose nothing that a softmax needs."""
+    """Scores of hundreds, as of models whose keys are mostly a constant bias, lose nothing that a
+    softmax needs.
+    """
     low = case(list(range(0, 60, 3)), list(range(60)))
     low.query[..., 0] += bias
     low.keys[..., 0] += bias
-    low = Case(low.rows, low.positions, low.query.to(dtype), low.keys.to(dtype), low.values.to(dtype))
+    low = Case(
+        low.rows, low.positions, low.query.to(dtype), low.keys.to(dtype), low.values.to(dtype)
+    )
     found = low.found(whole, **options)
     wanted = low.wanted(**options)
     assert found.dtype == dtype
@@ -155,16 +179,22 @@ def test_a_mask_serves_layers_with_and_without_a_window() -> None:
     given_case = case([5, 20, 29], list(range(30)))
     mask = RowMask(torch.tensor(given_case.rows), torch.tensor(given_case.positions))
     for window in (None, 6, None, 11, 6):
-        found = attend(given_case.query, given_case.keys, given_case.values, mask, SCALING, window)[0]
+        found = attend(given_case.query, given_case.keys, given_case.values, mask, SCALING, window)[
+            0
+        ]
         agree(found, given_case.wanted(window=window))
 
 
 @both_paths
 @pytest.mark.parametrize("window", [None, 4])
-def test_chosen_queries_are_watched_over_the_keys_that_they_see(window: int | None, whole: bool) -> None:
+def test_chosen_queries_are_watched_over_the_keys_that_they_see(
+    window: int | None, whole: bool
+) -> None:
     given_case = case([1, 5, 8], list(range(9)))
     watch = Watch(torch.tensor([0.0, 1.0, 1.0]), torch.zeros(9))
-    mask = RowMask(torch.tensor(given_case.rows), torch.tensor(given_case.positions), whole, watch=watch)
+    mask = RowMask(
+        torch.tensor(given_case.rows), torch.tensor(given_case.positions), whole, watch=watch
+    )
     agree(
         attend(given_case.query, given_case.keys, given_case.values, mask, SCALING, window)[0],
         given_case.wanted(window=window),
@@ -184,15 +214,21 @@ def test_newest_rows_see_each_its_own_prompt(options: dict[str, object]) -> None
     """Prompts of one row, of some and of many."""
     cases = [case([n - 1], list(range(n)), seed=n) for n in (1, 5, 90, 40)]
     held = [[(each.keys, each.values)] for each in cases]
-    found = attend_ragged(torch.cat([each.query for each in cases]), Ragged(held), SCALING, **options)
+    found = attend_ragged(
+        torch.cat([each.query for each in cases]), Ragged(held), SCALING, **options
+    )
     agree(found, torch.stack([each.wanted(**options) for each in cases]))
 
 
 def test_stretches_that_prompts_share_are_seen_by_each_of_them() -> None:
     """Three prompts hold one stretch, two of them another one; a fourth holds all in one."""
     whole = [case([n - 1], list(range(n)), seed=n) for n in (90, 120, 60, 33)]
-    wide = [Case(each.rows, each.positions, each.query, each.keys, each.keys.flip(3)) for each in whole]
-    first, second = ((wide[0].keys[:, :, at], wide[0].values[:, :, at]) for at in (slice(0, 40), slice(40, 50)))
+    wide = [
+        Case(each.rows, each.positions, each.query, each.keys, each.keys.flip(3)) for each in whole
+    ]
+    first, second = (
+        (wide[0].keys[:, :, at], wide[0].values[:, :, at]) for at in (slice(0, 40), slice(40, 50))
+    )
     alike = [[first, second], [second, first], [first], []]
     held = [[(each.keys, each.values), *more] for each, more in zip(wide, alike, strict=True)]
     found = attend_ragged(torch.cat([each.query for each in wide]), Ragged(held), SCALING)
@@ -207,4 +243,7 @@ def test_stretches_come_together_where_no_kernel_tells_its_sums() -> None:
     whole = case([59], list(range(60)))
     parts = [(whole.keys[:, :, at], whole.values[:, :, at]) for at in (slice(0, 25), slice(25, 60))]
     for options in ({}, {"softcap": 1.5}):
-        agree(attend_ragged(whole.query, Ragged([parts]), SCALING, **options)[0], whole.wanted(**options))
+        agree(
+            attend_ragged(whole.query, Ragged([parts]), SCALING, **options)[0],
+            whole.wanted(**options),
+        )

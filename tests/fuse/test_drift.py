@@ -1,4 +1,6 @@
-"""The drift is the mean difference before rotation, beside slow loops; added, it undoes what made it."""
+"""The drift is the mean difference before rotation, beside slow loops; added, it undoes what made
+it.
+"""
 
 import pytest
 import torch
@@ -24,11 +26,15 @@ def kv(n: int, seed: int, dtype: torch.dtype = torch.float32) -> ChunkKV:
     """Two layers, one with fewer heads; values narrower than keys in it."""
     draw = torch.Generator().manual_seed(seed)
     shapes = (((2, n, 8), (2, n, 8)), ((1, n, 8), (1, n, 6)))
-    layers = (tuple(torch.randn(shape, generator=draw).to(dtype) for shape in pair) for pair in shapes)
+    layers = (
+        tuple(torch.randn(shape, generator=draw).to(dtype) for shape in pair) for pair in shapes
+    )
     return ChunkKV(tuple(LayerKV(*pair) for pair in layers))
 
 
-def parts(one: ChunkKV, rope: tuple[RopeLayout | None, ...]) -> list[tuple[Tensor, RopeLayout | None]]:
+def parts(
+    one: ChunkKV, rope: tuple[RopeLayout | None, ...]
+) -> list[tuple[Tensor, RopeLayout | None]]:
     """Every tensor with the layout that holds for it."""
     pairs = zip(one.layers, rope, strict=True)
     return [
@@ -43,23 +49,36 @@ def slowly(states: Tensor, delta: int, layout: RopeLayout | None) -> Tensor:
 
 
 @roped
-def test_every_row_gets_the_drift_as_it_stands_at_its_place(rope: tuple[RopeLayout | None, ...]) -> None:
+def test_every_row_gets_the_drift_as_it_stands_at_its_place(
+    rope: tuple[RopeLayout | None, ...],
+) -> None:
     chunk, drift = kv(7, 0), kv(1, 1)
     for (found, _), (old, layout), (one, _) in zip(
         parts(added(chunk, drift, rope), rope), parts(chunk, rope), parts(drift, rope), strict=True
     ):
         for row in range(7):
             wanted = old[:, row : row + 1].double() + slowly(one, row, layout)
-            torch.testing.assert_close(found[:, row : row + 1].double(), wanted, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                found[:, row : row + 1].double(), wanted, atol=1e-5, rtol=1e-5
+            )
 
 
 @roped
-def test_it_is_the_mean_over_all_rows_of_all_prompts_before_rotation(rope: tuple[RopeLayout | None, ...]) -> None:
-    pairs = [(kv(9, 2), kv(9, 3), torch.tensor([4, 6])), (kv(5, 4), kv(5, 5), torch.tensor([1, 2, 4]))]
+def test_it_is_the_mean_over_all_rows_of_all_prompts_before_rotation(
+    rope: tuple[RopeLayout | None, ...],
+) -> None:
+    pairs = [
+        (kv(9, 2), kv(9, 3), torch.tensor([4, 6])),
+        (kv(5, 4), kv(5, 5), torch.tensor([1, 2, 4])),
+    ]
     found = parts(measured(pairs, rope), rope)
     for index, (drift, layout) in enumerate(found):
         rows = [
-            slowly((parts(b, rope)[index][0] - parts(a, rope)[index][0])[:, row : row + 1], -row, layout)
+            slowly(
+                (parts(b, rope)[index][0] - parts(a, rope)[index][0])[:, row : row + 1],
+                -row,
+                layout,
+            )
             for a, b, chosen in pairs
             for row in chosen.tolist()
         ]
@@ -71,7 +90,10 @@ def test_the_dtype_stays_and_the_chunk_is_left_alone() -> None:
     before = [tensor.clone() for tensor, _ in parts(chunk, rope)]
     done = added(chunk, drift, rope)
     assert {tensor.dtype for tensor, _ in parts(done, rope)} == {torch.bfloat16}
-    assert all(torch.equal(old, tensor) for old, (tensor, _) in zip(before, parts(chunk, rope), strict=True))
+    assert all(
+        torch.equal(old, tensor)
+        for old, (tensor, _) in zip(before, parts(chunk, rope), strict=True)
+    )
     assert all(tensor.is_contiguous() for tensor, _ in parts(done, rope))
     again = shifted_rows(chunk.layers[0].keys, torch.zeros(4, dtype=torch.float64), rope[0])
     assert torch.equal(again, chunk.layers[0].keys.float())

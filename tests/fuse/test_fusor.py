@@ -1,4 +1,6 @@
-"""Cached runs are placed once, fresh rows land where they belong, and stored tensors stay as they were."""
+"""Cached runs are placed once, fresh rows land where they belong, and stored tensors stay as they
+were.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -77,24 +79,34 @@ def test_runs_stand_turned_in_their_rows() -> None:
 
 @pytest.mark.parametrize("spaced", [True, False])
 @pytest.mark.parametrize("layers", [1, 2, 3, 4])
-def test_layers_that_are_opened_together_are_those_opened_one_by_one(spaced: bool, layers: int) -> None:
+def test_layers_that_are_opened_together_are_those_opened_one_by_one(
+    spaced: bool, layers: int
+) -> None:
     chunks = {1: kv(5, 1), 3: kv(7, 3), 6: kv(1, 4)}
     if spaced:
         chunks = {
-            segment: ChunkKV(tuple(LayerKV(*pair) for pair in torch.randn(N_LAYERS, 2, 2, chunk.n_tokens, 6)))
+            segment: ChunkKV(
+                tuple(LayerKV(*pair) for pair in torch.randn(N_LAYERS, 2, 2, chunk.n_tokens, 6))
+            )
             for segment, chunk in chunks.items()
         }
     runs = [run(1, 2, 7), run(3, 10, 17, start=40), run(6, 17, 18, start=0)]
     nbytes = layers * 2 * 20 * 6 * 4
     for rope in (ROPE, (LAYOUT,) * N_LAYERS, (LAYOUT, LAYOUT, None, LAYOUT)):
-        one, together = (Buffers(20, runs, Shelf(chunks), rope, CPU, 3, at_once) for at_once in (0, nbytes))
+        one, together = (
+            Buffers(20, runs, Shelf(chunks), rope, CPU, 3, at_once) for at_once in (0, nbytes)
+        )
         for layer in range(N_LAYERS):
             one.open(layer)
             together.open(layer)
-            assert sum(keys is not None for keys in together.keys) == min(N_LAYERS, layers * (layer // layers + 1))
+            assert sum(keys is not None for keys in together.keys) == min(
+                N_LAYERS, layers * (layer // layers + 1)
+            )
             for found, wanted in zip(together.get(layer), one.get(layer), strict=True):
                 for each in runs:
-                    assert torch.equal(found[0, :, each.lo : each.hi], wanted[0, :, each.lo : each.hi])
+                    assert torch.equal(
+                        found[0, :, each.lo : each.hi], wanted[0, :, each.lo : each.hi]
+                    )
 
 
 def test_the_same_chunk_may_stand_twice() -> None:
@@ -135,7 +147,9 @@ def test_a_run_of_another_length_is_lost(n_tokens: int) -> None:
 def test_stored_tensors_are_never_changed() -> None:
     chunk = kv(8, 0)
     before = [(layer.keys.clone(), layer.values.clone()) for layer in chunk.layers]
-    buffers = Buffers(12, [run(0, 0, 8, blend=False), run(1, 2, 10)], Shelf({0: chunk, 1: chunk}), ROPE, CPU)
+    buffers = Buffers(
+        12, [run(0, 0, 8, blend=False), run(1, 2, 10)], Shelf({0: chunk, 1: chunk}), ROPE, CPU
+    )
     for layer in range(N_LAYERS):
         buffers.open(layer)
         buffers.write(layer, torch.arange(12), torch.zeros(1, 2, 12, 6), torch.zeros(1, 2, 12, 6))
@@ -201,7 +215,9 @@ def drive(steps: Fusion) -> list[list[int]]:
 RUNS = [run(0, 0, 10, blend=False), run(1, 10, 40), run(3, 45, 75)]
 
 
-@pytest.mark.parametrize("policy", ["hkvd", "hkvd-flat", "lego", "random", "hybrid", "none", "full"])
+@pytest.mark.parametrize(
+    "policy", ["hkvd", "hkvd-flat", "lego", "random", "hybrid", "none", "full"]
+)
 def test_forced_rows_flow_through_every_layer_and_the_prefix_through_none(policy: str) -> None:
     steps, _ = fusion(policy, 0.2, RUNS, 82)
     for rows in drive(steps):
@@ -219,7 +235,9 @@ def test_the_check_layer_sees_every_offered_row() -> None:
     assert len(steps.chosen) == 18
 
 
-@pytest.mark.parametrize(("policy", "compare"), [("hkvd-flat", "kv"), ("hkvd-flat:k", "k"), ("hkvd-flat:v", "v")])
+@pytest.mark.parametrize(
+    ("policy", "compare"), [("hkvd-flat", "kv"), ("hkvd-flat:k", "k"), ("hkvd-flat:v", "v")]
+)
 def test_the_chosen_rows_deviate_most(policy: str, compare: str) -> None:
     steps, _ = fusion(policy, 0.25, RUNS, 82)
     steps.buffers.open(0)
@@ -234,7 +252,8 @@ def test_the_chosen_rows_deviate_most(policy: str, compare: str) -> None:
     steps.choose(1)
     mine = [flowing.index(row) for row in candidate_rows]
     scores = reference.deviation(
-        [new[part][0][:, mine] for part in compare], [old[part][:, candidate_rows] for part in compare]
+        [new[part][0][:, mine] for part in compare],
+        [old[part][:, candidate_rows] for part in compare],
     )
     assert steps.chosen.tolist() == [candidate_rows[index] for index in reference.top(scores, 15)]
 

@@ -30,7 +30,9 @@ def keys(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize("delta", [1, 37, 4096, -12])
 def test_moved_keys_equal_those_turned_pair_by_pair(layout: RopeLayout, delta: int) -> None:
     wanted = reference.shifted(keys(), delta, layout)
-    torch.testing.assert_close(shifted(keys(), delta, layout).double(), wanted, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        shifted(keys(), delta, layout).double(), wanted, atol=1e-6, rtol=1e-6
+    )
 
 
 @named
@@ -44,13 +46,17 @@ def test_two_moves_equal_their_sum(layout: RopeLayout, first: int, second: int) 
 def test_distances_alone_decide_the_scores_of_moved_keys(layout: RopeLayout) -> None:
     one, other = keys(1).double(), keys(2).double()
     near = reference.shifted(one, 3, layout) @ reference.shifted(other, 10, layout).transpose(1, 2)
-    far = reference.shifted(one, 1003, layout) @ reference.shifted(other, 1010, layout).transpose(1, 2)
+    far = reference.shifted(one, 1003, layout) @ reference.shifted(other, 1010, layout).transpose(
+        1, 2
+    )
     torch.testing.assert_close(near, far)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @named
-def test_low_precision_keys_are_turned_in_float32_and_rounded_once(layout: RopeLayout, dtype: torch.dtype) -> None:
+def test_low_precision_keys_are_turned_in_float32_and_rounded_once(
+    layout: RopeLayout, dtype: torch.dtype
+) -> None:
     low = keys(dtype=dtype)
     wanted = shifted(low.float(), 1234, layout).to(dtype)
     found = shifted(low, 1234, layout)
@@ -66,7 +72,9 @@ def test_keys_without_position_are_copied() -> None:
 
 
 def test_a_move_by_nothing_changes_no_bit() -> None:
-    assert torch.equal(shifted(keys(dtype=torch.bfloat16), 0, LAYOUTS["half"]), keys(dtype=torch.bfloat16))
+    assert torch.equal(
+        shifted(keys(dtype=torch.bfloat16), 0, LAYOUTS["half"]), keys(dtype=torch.bfloat16)
+    )
 
 
 @named
@@ -83,4 +91,6 @@ def test_angles_hold_at_far_positions() -> None:
     layout = RopeLayout((1.0,))
     cos, sin = angles(layout, 10_000_000, torch.device("cpu"))
     angle = torch.tensor(10_000_000.0, dtype=torch.float64)
-    torch.testing.assert_close(torch.stack([cos[0], sin[0]]).double(), torch.stack([angle.cos(), angle.sin()]))
+    torch.testing.assert_close(
+        torch.stack([cos[0], sin[0]]).double(), torch.stack([angle.cos(), angle.sin()])
+    )

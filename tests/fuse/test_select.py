@@ -22,7 +22,9 @@ every = pytest.mark.parametrize("name", EVERY)
 by_ratio = pytest.mark.parametrize("name", BY_RATIO)
 
 
-def view(sizes: list[int], ratio: float, n_layers: int = 6, forced: int = 20, seed: int = 0) -> Candidates:
+def view(
+    sizes: list[int], ratio: float, n_layers: int = 6, forced: int = 20, seed: int = 0
+) -> Candidates:
     """Chunks of these sizes, with a random score per row."""
     chunk = torch.cat([torch.full((size,), index) for index, size in enumerate(sizes)])
     offset = torch.cat([torch.arange(size) for size in sizes])
@@ -62,12 +64,16 @@ def test_rows_are_sorted_and_only_ever_fewer(
 
 @by_ratio
 @given(sizes=sizes_drawn, ratio=ratios, n_layers=st.integers(2, 9), forced=st.integers(1, 50))
-def test_budgets_are_those_of_the_twin(name: str, sizes: list[int], ratio: float, n_layers: int, forced: int) -> None:
+def test_budgets_are_those_of_the_twin(
+    name: str, sizes: list[int], ratio: float, n_layers: int, forced: int
+) -> None:
     policy, candidate_rows = policy_named(name), sum(sizes)
     gradual = name in ("hkvd", "hkvd:k", "hkvd:v", "hybrid", "query-gradual")
     plan = reference.shares(ratio, policy.check_layer, n_layers, gradual)
     assume(all(abs(share * candidate_rows % 1 - 0.5) > 1e-6 for share in plan))
-    found = [len(rows) for rows in run(policy, view(sizes, ratio, n_layers, forced))][policy.check_layer :]
+    found = [len(rows) for rows in run(policy, view(sizes, ratio, n_layers, forced))][
+        policy.check_layer :
+    ]
     budgets = [reference.budget(share, candidate_rows, forced) for share in plan]
     assert found == list(accumulate(budgets, min))
 
@@ -104,7 +110,9 @@ def test_nothing_on_offer_is_no_trouble(name: str) -> None:
 
 
 @given(share=st.floats(0, 1), candidate_rows=st.integers(0, 3000), forced=st.integers(0, 300))
-def test_budgets_fill_whole_tiles_and_stay_within_a_quarter(share: float, candidate_rows: int, forced: int) -> None:
+def test_budgets_fill_whole_tiles_and_stay_within_a_quarter(
+    share: float, candidate_rows: int, forced: int
+) -> None:
     rows = view([candidate_rows], 0.1, forced=forced).budget(share) if candidate_rows else 0
     asked = share * candidate_rows
     assert 0 <= rows <= candidate_rows
@@ -115,9 +123,16 @@ def test_budgets_fill_whole_tiles_and_stay_within_a_quarter(share: float, candid
         assert rows == round(asked)
 
 
-@given(ratio=st.floats(0, 1), first=st.integers(0, 3), depth=st.integers(1, 40), gradual=st.booleans())
-def test_the_schedule_falls_evenly_around_the_ratio(ratio: float, first: int, depth: int, gradual: bool) -> None:
-    found = [schedule(ratio, layer, first, first + depth, gradual) for layer in range(first, first + depth)]
+@given(
+    ratio=st.floats(0, 1), first=st.integers(0, 3), depth=st.integers(1, 40), gradual=st.booleans()
+)
+def test_the_schedule_falls_evenly_around_the_ratio(
+    ratio: float, first: int, depth: int, gradual: bool
+) -> None:
+    found = [
+        schedule(ratio, layer, first, first + depth, gradual)
+        for layer in range(first, first + depth)
+    ]
     assert found == pytest.approx(reference.shares(ratio, first, first + depth, gradual))
     assert sum(found) / depth == pytest.approx(ratio)
     assert all(0 <= later <= earlier + 1e-9 <= 1 + 2e-9 for earlier, later in pairwise(found))
@@ -129,7 +144,10 @@ def test_the_schedule_starts_at_one_and_a_half_times_the_ratio() -> None:
     assert schedule(0.9, 1, 1, 9, gradual=True) == pytest.approx(1.0)
 
 
-@given(scores=st.lists(st.floats(0, 100), min_size=1, max_size=40, unique=True), count=st.integers(0, 50))
+@given(
+    scores=st.lists(st.floats(0, 100), min_size=1, max_size=40, unique=True),
+    count=st.integers(0, 50),
+)
 def test_the_best_are_those_that_sorting_puts_first(scores: list[float], count: int) -> None:
     assume(len(set(torch.tensor(scores).tolist())) == len(scores))
     alive = torch.arange(len(scores)) * 3
@@ -138,7 +156,10 @@ def test_the_best_are_those_that_sorting_puts_first(scores: list[float], count: 
 
 
 def test_hkvd_takes_the_highest_deviations() -> None:
-    seen, deviation = view([30, 30], 0.2), torch.rand(60, generator=torch.Generator().manual_seed(3))
+    seen, deviation = (
+        view([30, 30], 0.2),
+        torch.rand(60, generator=torch.Generator().manual_seed(3)),
+    )
     for name, share in (("hkvd-flat", 0.2), ("hkvd", 0.3)):
         found = policy_named(name).choose(seen, 1, torch.arange(60), deviation)
         assert found.tolist() == reference.top(deviation.tolist(), round(share * 60))
@@ -163,7 +184,9 @@ def test_lego_takes_the_first_tokens_of_every_chunk() -> None:
 
 def test_hybrid_takes_half_from_the_edges() -> None:
     seen = view([40, 40], 0.2)
-    deviation = (seen.offset > 30).float() + torch.rand(80, generator=torch.Generator().manual_seed(0)) / 2
+    deviation = (seen.offset > 30).float() + torch.rand(
+        80, generator=torch.Generator().manual_seed(0)
+    ) / 2
     found = set(policy_named("hybrid").choose(seen, 1, torch.arange(80), deviation).tolist())
     assert len(found) == 24
     assert {0, 1, 2, 3, 4, 5, 40, 41, 42, 43, 44, 45} <= found
@@ -187,7 +210,23 @@ def test_lexical_takes_the_nearest_and_then_the_first_of_every_chunk() -> None:
     score = torch.zeros(60)
     score[[20, 21, 50]] = torch.tensor([1.0, 2.0, 0.5])
     few = replace(seen, score=score)
-    assert run(policy_named("lexical"), few)[-1].tolist() == [0, 1, 2, 3, 4, 5, 20, 21, 30, 31, 32, 33, 34, 35, 50]
+    assert run(policy_named("lexical"), few)[-1].tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        20,
+        21,
+        30,
+        31,
+        32,
+        33,
+        34,
+        35,
+        50,
+    ]
 
 
 def test_random_draws_the_same_rows_again_but_no_pattern() -> None:
@@ -210,7 +249,8 @@ def test_names_are_distinct_and_those_that_settings_know() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "hkvd-", "lego-", "lego-x", "HKVD", "best", "hkvd:q", "lego--3", "lego-²", "lego-0"]
+    "name",
+    ["", "hkvd-", "lego-", "lego-x", "HKVD", "best", "hkvd:q", "lego--3", "lego-²", "lego-0"],
 )
 def test_an_unknown_name_lists_the_known_or_the_one_that_is_meant(name: str) -> None:
     with pytest.raises(SettingsError, match=r"Did you mean \S+\?|hkvd-flat.*lego-16"):

@@ -1,4 +1,6 @@
-"""Attention put together from keys that all see and keys under a mask: the same as one weight at a time."""
+"""Attention put together from keys that all see and keys under a mask: the same as one weight at a
+time.
+"""
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ from tests import reference
 BLOCK = 64
 
 
-def tensors(total: int, rows: list[int], heads: int, groups: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def tensors(
+    total: int, rows: list[int], heads: int, groups: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     made = torch.Generator().manual_seed(total)
     query = torch.randn(1, heads * groups, len(rows), 16, generator=made)
     keys, values = (torch.randn(1, heads, total, 16, generator=made) for _ in "kv")
@@ -18,7 +22,9 @@ def tensors(total: int, rows: list[int], heads: int, groups: int, dtype: torch.d
 
 
 def some(total: int, count: int) -> list[int]:
-    return sorted(torch.randperm(total, generator=torch.Generator().manual_seed(count))[:count].tolist())
+    return sorted(
+        torch.randperm(total, generator=torch.Generator().manual_seed(count))[:count].tolist()
+    )
 
 
 ROWS = {
@@ -34,17 +40,24 @@ ROWS = {
 
 LARGE = {"from the first", "several blocks", "one left over"}
 SHAPES = [
-    pytest.param(*shape, id=name, marks=[pytest.mark.slow] if name in LARGE else []) for name, shape in ROWS.items()
+    pytest.param(*shape, id=name, marks=[pytest.mark.slow] if name in LARGE else [])
+    for name, shape in ROWS.items()
 ]
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (1, 2), (2, 1)])
 @pytest.mark.parametrize(("total", "rows"), SHAPES)
 @pytest.mark.parametrize("window", [None, 1, 50])
-def test_parts_make_up_the_whole(total: int, rows: list[int], heads: int, groups: int, window: int | None) -> None:
+def test_parts_make_up_the_whole(
+    total: int, rows: list[int], heads: int, groups: int, window: int | None
+) -> None:
     query, keys, values = tensors(total, rows, heads, groups, torch.float32)
-    found = attend(query, keys, values, RowMask(torch.tensor(rows), torch.arange(total)), 0.5, window)[0]
-    wanted = reference.attention(query[0], keys[0], values[0], rows, list(range(total)), 0.5, window=window)
+    found = attend(
+        query, keys, values, RowMask(torch.tensor(rows), torch.arange(total)), 0.5, window
+    )[0]
+    wanted = reference.attention(
+        query[0], keys[0], values[0], rows, list(range(total)), 0.5, window=window
+    )
     torch.testing.assert_close(found.double(), wanted, atol=3e-6, rtol=1e-5)
 
 

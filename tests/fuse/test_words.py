@@ -18,16 +18,24 @@ from tests.hf import kit
 
 
 def near(words: list[int], asked: list[int], candidates: list[int]) -> list[float]:
-    found = nearness(torch.tensor(words), torch.tensor(asked, dtype=torch.int64), torch.tensor(candidates))
+    found = nearness(
+        torch.tensor(words), torch.tensor(asked, dtype=torch.int64), torch.tensor(candidates)
+    )
     assert found.dtype == torch.float32
     return found.tolist()
 
 
-@given(words=st.lists(st.integers(-1, 6), min_size=3, max_size=90), cut=st.floats(0.1, 0.9), skip=st.integers(1, 4))
+@given(
+    words=st.lists(st.integers(-1, 6), min_size=3, max_size=90),
+    cut=st.floats(0.1, 0.9),
+    skip=st.integers(1, 4),
+)
 def test_it_agrees_with_its_twin(words: list[int], cut: float, skip: int) -> None:
     stop = max(1, round(cut * len(words)))
     candidates, asked = list(range(0, stop, skip)), list(range(stop, len(words)))
-    assert near(words, asked, candidates) == pytest.approx(reference.nearness(words, asked, candidates), abs=1e-5)
+    assert near(words, asked, candidates) == pytest.approx(
+        reference.nearness(words, asked, candidates), abs=1e-5
+    )
 
 
 def test_a_rare_word_weighs_more_and_what_is_far_weighs_nothing() -> None:
@@ -35,7 +43,9 @@ def test_a_rare_word_weighs_more_and_what_is_far_weighs_nothing() -> None:
     found = near(words, [131, 132, 133], list(range(131)))
     assert found[70] > found[0] == found[30] > found[1] > 0
     assert found[100] == 0
-    assert found[69] == pytest.approx(found[71]) == pytest.approx(found[70] * 2.718281828 ** (-1 / 6))
+    assert (
+        found[69] == pytest.approx(found[71]) == pytest.approx(found[70] * 2.718281828 ** (-1 / 6))
+    )
 
 
 def test_no_shared_word_is_no_nearness() -> None:
@@ -51,7 +61,8 @@ def byte_level(smollm_path: Path) -> HFModel:
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [(" Paris", "Paris"), (" was", "Was"), ("THE", " the"), ("7", "7"), (" \u00c9", " \u00e9")]
+    ("first", "second"),
+    [(" Paris", "Paris"), (" was", "Was"), ("THE", " the"), ("7", "7"), (" \u00c9", " \u00e9")],
 )
 def test_a_word_is_the_same_in_any_case_and_at_the_start_of_a_text(
     first: str, second: str, byte_level: HFModel
@@ -60,9 +71,14 @@ def test_a_word_is_the_same_in_any_case_and_at_the_start_of_a_text(
     assert byte_level._number(one) == byte_level._number(other) >= 0
 
 
-def test_special_tokens_are_no_words_and_letters_that_look_alike_in_bytes_are_two(byte_level: HFModel) -> None:
+def test_special_tokens_are_no_words_and_letters_that_look_alike_in_bytes_are_two(
+    byte_level: HFModel,
+) -> None:
     assert {byte_level._number(token) for token in byte_level.tokenizer.all_special_ids} == {-1}
-    names = {letter: [byte_level._number(token) for token in byte_level.tokens(letter)] for letter in "\u0442\u0443"}
+    names = {
+        letter: [byte_level._number(token) for token in byte_level.tokens(letter)]
+        for letter in "\u0442\u0443"
+    }
     assert names["\u0442"] != names["\u0443"]
     assert -1 not in names["\u0442"]
 
@@ -81,7 +97,9 @@ SECOND = " Nobody counted the sheep in winter, but forty were sold in spring." *
 
 
 @pytest.mark.parametrize("behind", [True, False])
-def test_rows_near_words_of_the_question_are_chosen_wherever_it_stands(behind: bool, byte_level: HFModel) -> None:
+def test_rows_near_words_of_the_question_are_chosen_wherever_it_stands(
+    behind: bool, byte_level: HFModel
+) -> None:
     question = " How many sheep were sold?"
     parts = [FIRST, SECOND, question] if behind else [question, FIRST, SECOND, " Answer:"]
     ids, spans = said(byte_level, *parts)
@@ -103,8 +121,14 @@ def test_a_missed_chunk_before_the_question_is_no_part_of_it(byte_level: HFModel
         for k, (lo, hi) in zip(kinds, spans, strict=True)
     ]
     prompt = Prompt(tuple(segments))
-    assert prompt.question_rows[0].tolist() == prompt.question_rows[1].tolist() == list(range(*spans[3]))
+    assert (
+        prompt.question_rows[0].tolist()
+        == prompt.question_rows[1].tolist()
+        == list(range(*spans[3]))
+    )
     runs = [CachedRun(index, lo, hi, lo, blend=True) for index, (lo, hi) in enumerate(spans[:2])]
     kv = KVSource([byte_level.encode(ids[lo:hi]) for lo, hi in spans[:2]])
-    fused = byte_level.fuse(ids, torch.arange(len(ids)), runs, kv, "lexical", 0.2, question_rows=prompt.question_rows)
+    fused = byte_level.fuse(
+        ids, torch.arange(len(ids)), runs, kv, "lexical", 0.2, question_rows=prompt.question_rows
+    )
     assert all(spans[1][0] <= row < spans[1][1] for row in fused.chosen.tolist())

@@ -24,7 +24,9 @@ Break = Callable[[HFModel], Any]
 
 
 def attend_wrongly(hides: Callable[[Tensor, Tensor, Tensor, int | None], Tensor]) -> Break:
-    """Attention under a wrong mask: `hides`(rows, at [R, 1], keys [1, T], window) says which keys are not seen."""
+    """Attention under a wrong mask: `hides`(rows, at [R, 1], keys [1, T], window) says which keys
+    are not seen.
+    """
 
     def attention(
         module: object,
@@ -37,10 +39,15 @@ def attend_wrongly(hides: Callable[[Tensor, Tensor, Tensor, int | None], Tensor]
         **options: object,
     ) -> tuple[Tensor, None]:
         groups = query.shape[1] // key.shape[1]
-        at, keys = attention_mask.positions[attention_mask.rows][:, None], attention_mask.positions[None]
+        at, keys = (
+            attention_mask.positions[attention_mask.rows][:, None],
+            attention_mask.positions[None],
+        )
         hidden = hides(attention_mask.rows, at, keys, sliding_window)
         scores = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
-        weights = torch.softmax(scores.masked_fill(hidden.to(scores.device), torch.finfo(scores.dtype).min).float(), -1)
+        weights = torch.softmax(
+            scores.masked_fill(hidden.to(scores.device), torch.finfo(scores.dtype).min).float(), -1
+        )
         return (weights.to(query.dtype) @ value.repeat_interleave(groups, 1)).transpose(1, 2), None
 
     @contextmanager
@@ -143,9 +150,16 @@ def mutating(model: HFModel) -> Iterator[HFModel]:
 
     class Wrong(Twin):
         def fuse(
-            self, token_ids: Sequence[int], positions: Tensor, runs: Sequence[CachedRun], source: Any, *rest: Any
+            self,
+            token_ids: Sequence[int],
+            positions: Tensor,
+            runs: Sequence[CachedRun],
+            source: Any,
+            *rest: Any,
         ) -> Any:
-            return HFModel.fuse(self, token_ids, positions, runs, MutatingSource(self, source), *rest)
+            return HFModel.fuse(
+                self, token_ids, positions, runs, MutatingSource(self, source), *rest
+            )
 
     yield Wrong(model)
 
@@ -159,7 +173,8 @@ def _other_pairing(model: HFModel) -> dict[str, Any]:
     swap = {"half": "interleaved", "interleaved": "half"}
     return {
         "rope": tuple(
-            layout and dataclasses.replace(layout, pairing=swap[layout.pairing]) for layout in model.profile.rope
+            layout and dataclasses.replace(layout, pairing=swap[layout.pairing])
+            for layout in model.profile.rope
         )
     }
 
@@ -171,12 +186,16 @@ BREAKS: Mapping[str, Break] = MappingProxyType(
             lambda rows, at, keys, window: _right(rows, at + 1, keys, window)
         ),
         "a row does not see itself": attend_wrongly(
-            lambda rows, at, keys, window: _right(rows, at, keys, window) | ((keys == at) & (at > 0))
+            lambda rows, at, keys, window: (
+                _right(rows, at, keys, window) | ((keys == at) & (at > 0))
+            )
         ),
         "the mask is a triangle of the last rows": attend_wrongly(_bottom_right),
         "everything is seen": attend_wrongly(lambda rows, at, keys, window: keys < 0),
         "stored keys stand one position too far": with_kv(_one_further),
-        "stored values are scaled by a tenth": with_kv(lambda _, layer: LayerKV(layer.keys, layer.values * 1.1)),
+        "stored values are scaled by a tenth": with_kv(
+            lambda _, layer: LayerKV(layer.keys, layer.values * 1.1)
+        ),
         "keys and values are shifted by one row": with_kv(
             lambda _, layer: LayerKV(layer.keys.roll(1, 1), layer.values.roll(1, 1))
         ),
@@ -191,7 +210,9 @@ BREAKS: Mapping[str, Break] = MappingProxyType(
 )
 WINDOW_BREAKS: Mapping[str, Break] = MappingProxyType(
     {
-        "the window is ignored": attend_wrongly(lambda rows, at, keys, window: _right(rows, at, keys, None)),
+        "the window is ignored": attend_wrongly(
+            lambda rows, at, keys, window: _right(rows, at, keys, None)
+        ),
         "the window is one too long": attend_wrongly(
             lambda rows, at, keys, window: _right(rows, at, keys, window + 1 if window else None)
         ),

@@ -1,4 +1,6 @@
-"""Configurations of tiny models of many families: those whose KV can be fused, and those that are refused."""
+"""Configurations of tiny models of many families: those whose KV can be fused, and those that are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -83,13 +85,19 @@ FAMILIES = MappingProxyType(
         "qwen3-moe": ("qwen3_moe", dict(moe_intermediate_size=32, **EXPERTS)),
         "gemma": ("gemma", {"head_dim": 16}),
         "gemma2-softcap-window": ("gemma2", dict(head_dim=16, query_pre_attn_scalar=16, **SHORT)),
-        "gemma3-two-ropes": ("gemma3_text", dict(head_dim=16, query_pre_attn_scalar=16, num_hidden_layers=7, **SHORT)),
+        "gemma3-two-ropes": (
+            "gemma3_text",
+            dict(head_dim=16, query_pre_attn_scalar=16, num_hidden_layers=7, **SHORT),
+        ),
         "phi-partial": ("phi", {"num_key_value_heads": 4}),
         "phi3-window": ("phi3", SHORT),
         "phimoe": ("phimoe", {"num_local_experts": 4}),
         "falcon": ("falcon", {"num_kv_heads": 1, "multi_query": True, "alibi": False}),
         "falcon-alibi": ("falcon", {"alibi": True, "new_decoder_architecture": False}),
-        "bloom-alibi": ("bloom", {"n_layer": 4, "n_head": 4, "num_hidden_layers": None, "num_attention_heads": None}),
+        "bloom-alibi": (
+            "bloom",
+            {"n_layer": 4, "n_head": 4, "num_hidden_layers": None, "num_attention_heads": None},
+        ),
         "mpt-alibi": ("mpt", {**OLD, **MPT}),
         "gpt-neox-partial": ("gpt_neox", {"rotary_pct": 0.25}),
         "stablelm-partial": ("stablelm", {}),
@@ -108,7 +116,10 @@ FAMILIES = MappingProxyType(
         "olmoe": ("olmoe", EXPERTS),
         "granite": ("granite", {"attention_multiplier": 0.25}),
         "starcoder2-window": ("starcoder2", SHORT),
-        "gpt-oss-sinks-window": ("gpt_oss", dict(num_local_experts=4, head_dim=16, rope_scaling=None, **SHORT)),
+        "gpt-oss-sinks-window": (
+            "gpt_oss",
+            dict(num_local_experts=4, head_dim=16, rope_scaling=None, **SHORT),
+        ),
         "deepseek-latent": ("deepseek_v3", MLA),
         "seed-oss": ("seed_oss", {"head_dim": 16}),
         "arcee": ("arcee", {}),
@@ -123,11 +134,19 @@ REFUSED = MappingProxyType(
         "gpt2": ("gpt2", GPT, "the hidden states"),
         "opt": ("opt", {"ffn_dim": 128, "word_embed_proj_dim": 64}, "the hidden states"),
         "gpt-bigcode": ("gpt_bigcode", GPT, "the hidden states"),
-        "xglm": ("xglm", {"d_model": 64, "attention_heads": 4, "num_layers": 4, "ffn_dim": 128}, "the hidden states"),
+        "xglm": (
+            "xglm",
+            {"d_model": 64, "attention_heads": 4, "num_layers": 4, "ffn_dim": 128},
+            "the hidden states",
+        ),
         "gptj": ("gptj", dict(rotary_dim=8, **GPT), "rotation"),
         "codegen": ("codegen", dict(rotary_dim=8, **GPT), "rotation"),
         "hunyuan": ("hunyuan_v1_dense", {"head_dim": 16}, "rotation"),
-        "llama-dynamic": ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        "llama-dynamic": (
+            "llama",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "'dynamic'",
+        ),
         "phi3-longrope": (
             "phi3",
             {
@@ -156,10 +175,16 @@ DELTA = {
     "linear_value_head_dim": 16,
 }
 MIXED = ["linear_attention", "full_attention"] * 2
-# Name -> (model type, what differs from BASE, what the reason says, what it goes on with behind a kept state)
+# Name -> (model type, what differs from BASE, what the reason says, what it goes on with behind a
+# kept state)
 HYBRIDS = MappingProxyType(
     {
-        "qwen3.5": ("qwen3_5_text", {**DELTA, "full_attention_interval": 2}, "linear_attention", "run"),
+        "qwen3.5": (
+            "qwen3_5_text",
+            {**DELTA, "full_attention_interval": 2},
+            "linear_attention",
+            "run",
+        ),
         "olmo-hybrid": ("olmo_hybrid", {"layer_types": MIXED}, "linear_attention", "run"),
         "bamba": (
             "bamba",
@@ -204,7 +229,12 @@ HYBRIDS = MappingProxyType(
         ),
         "recurrent-gemma": (
             "recurrent_gemma",
-            {"block_types": ["recurrent", "attention"], "lru_width": 64, "attention_window_size": 64, "head_dim": 16},
+            {
+                "block_types": ["recurrent", "attention"],
+                "lru_width": 64,
+                "attention_window_size": 64,
+                "head_dim": 16,
+            },
             "linear_attention",
             "whole",
         ),
@@ -229,7 +259,9 @@ USUAL = frozenset(
         "llama4",
     }
 )
-"""One of each way to hold KV, to place it and to attend: those of every run, where a test takes long."""
+"""One of each way to hold KV, to place it and to attend: those of every run, where a test takes
+long.
+"""
 
 
 def all_when_slow(names: Iterable[str]) -> list[Any]:

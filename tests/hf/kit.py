@@ -1,7 +1,7 @@
 """Tiny random models of many families, and prompts over them.
 
-Weights are drawn wide, norms and biases too, so that attention is sharp and nothing is one by accident: what is off by
-one position, or masked wrongly, changes the answer by percents.
+Weights are drawn wide, norms and biases too, so that attention is sharp and nothing is one by
+accident: what is off by one position, or masked wrongly, changes the answer by percents.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ DEVICE = torch.device(os.environ.get("RAGFUSE_DEVICE", "cpu"))
 """Where the tests of models run: `make test-gpu` runs them on a GPU."""
 
 
-def build(kind: str, options: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def build(
+    kind: str, options: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
     """A random model of a family, wide weights."""
     given = {name: value for name, value in {**BASE, **options}.items() if value is not None}
     config = AutoConfig.for_model(kind, **copy.deepcopy(given))
@@ -45,7 +47,9 @@ def build(kind: str, options: dict[str, Any], seed: int = 0, dtype: torch.dtype 
 
 
 def widen(model: PreTrainedModel) -> None:
-    """Draw every matrix so that its output is as large as its input, and every norm and bias around its value."""
+    """Draw every matrix so that its output is as large as its input, and every norm and bias around
+    its value.
+    """
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim < 2:
@@ -83,7 +87,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     made.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", clean_up_tokenization_spaces=False
+        tokenizer_object=made,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        clean_up_tokenization_spaces=False,
     )
 
 
@@ -94,12 +102,16 @@ def tensor(values: object) -> Tensor:
 
 def random_state() -> Tensor:
     """The state of the random numbers that sampling draws on the device of the models."""
-    return torch.cuda.get_rng_state(DEVICE) if DEVICE.type == "cuda" else torch.random.get_rng_state()
+    return (
+        torch.cuda.get_rng_state(DEVICE) if DEVICE.type == "cuda" else torch.random.get_rng_state()
+    )
 
 
 def ids(count: int, seed: int = 0) -> list[int]:
     """Random tokens, no special ones."""
-    return torch.randint(3, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.randint(
+        3, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
 
 
 @dataclass(frozen=True)
@@ -135,7 +147,9 @@ class Scene:
         return [*parts[:-1], (last[:-1], True), (last[-1:], False)] if cached else parts
 
 
-def scene(sizes: Sequence[int], kinds: Sequence[str], gaps: Sequence[int] | None = None, seed: int = 0) -> Scene:
+def scene(
+    sizes: Sequence[int], kinds: Sequence[str], gaps: Sequence[int] | None = None, seed: int = 0
+) -> Scene:
     """Parts of random tokens; `gaps` free positions before each."""
     tokens, parts, starts, at = ids(sum(sizes), seed), [], [], 0
     for size, kind, gap in zip(sizes, kinds, gaps or [0] * len(sizes), strict=True):
@@ -156,7 +170,9 @@ def source(model: HFModel, scene: Scene) -> KVSource:
     return KVSource([model.encode(part) for part, _ in scene.parts])
 
 
-def fuse(model: HFModel, scene: Scene, policy: str, ratio: float, kv: KVSource | None = None) -> Prefill:
+def fuse(
+    model: HFModel, scene: Scene, policy: str, ratio: float, kv: KVSource | None = None
+) -> Prefill:
     """One fused prefill of a scene, its chunks encoded on the way unless given."""
     kv = kv or source(model, scene)
     return model.fuse(scene.token_ids, scene.positions, scene.runs, kv, policy, ratio)
@@ -183,7 +199,9 @@ def together(model: HFModel, calls: Sequence[tuple[Prefill, dict[str, Any]]]) ->
 def states(prefill: Prefill) -> list[tuple[Tensor, Tensor]]:
     """Keys and values [H, T, D] of every layer."""
     length = prefill.cache.length
-    return [(layer.keys[0, :, :length], layer.values[0, :, :length]) for layer in prefill.cache.layers]
+    return [
+        (layer.keys[0, :, :length], layer.values[0, :, :length]) for layer in prefill.cache.layers
+    ]
 
 
 def off(found: Tensor, wanted: Tensor) -> float:
@@ -195,7 +213,9 @@ def off(found: Tensor, wanted: Tensor) -> float:
 def worst(found: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[tuple[Tensor, Tensor]]) -> float:
     """Largest relative error over the keys and values of all layers."""
     pairs = zip(found, wanted, strict=True)
-    return max(off(new, old) for mine, theirs in pairs for new, old in zip(mine, theirs, strict=True))
+    return max(
+        off(new, old) for mine, theirs in pairs for new, old in zip(mine, theirs, strict=True)
+    )
 
 
 def copied(chunk: ChunkKV) -> list[tuple[Tensor, Tensor]]:

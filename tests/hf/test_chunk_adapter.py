@@ -1,4 +1,6 @@
-"""A chunk adapter changes the KV of chunks behind filler text, by as much as PEFT's adapter would, and nothing else."""
+"""A chunk adapter changes the KV of chunks behind filler text, by as much as PEFT's adapter would,
+and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,13 @@ def folder(tiny_path: Path, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_chunks_are_those_of_the_adapted_model_and_all_else_is_the_plain_one(folder: Path, tiny_path: Path) -> None:
+def test_chunks_are_those_of_the_adapted_model_and_all_else_is_the_plain_one(
+    folder: Path, tiny_path: Path
+) -> None:
     model, plain = load_model(folder, "float32"), load_model(tiny_path, "float32")
-    merged = PeftModel.from_pretrained(model_at(tiny_path), folder / CHUNK_ADAPTER).merge_and_unload()
+    merged = PeftModel.from_pretrained(
+        model_at(tiny_path), folder / CHUNK_ADAPTER
+    ).merge_and_unload()
     wanted, found = HFModel(merged).encode(CHUNK, FILLER), model.encode_with_filler(CHUNK, FILLER)
     for one, other in zip(found.layers, wanted.layers, strict=True):
         torch.testing.assert_close(one.keys, other.keys, rtol=1e-4, atol=1e-4)
@@ -60,7 +66,10 @@ def test_packed_layers_take_it_too(folder: Path, tiny_path: Path) -> None:
 
 
 def test_it_is_part_of_the_fingerprint(folder: Path, tiny_path: Path) -> None:
-    prints = {load_model(folder, "float32").fingerprint, load_model(tiny_path, "float32").fingerprint}
+    prints = {
+        load_model(folder, "float32").fingerprint,
+        load_model(tiny_path, "float32").fingerprint,
+    }
     file = folder / CHUNK_ADAPTER / ADAPTER_WEIGHTS
     weights = load_file(file)
     name = next(name for name in weights if "lora_B" in name)
@@ -85,10 +94,16 @@ Damage = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def cut(weights: dict[str, Any]) -> dict[str, Any]:
-    return {name: weight for name, weight in weights.items() if "layers.0.mlp.up_proj.lora_B" not in name}
+    return {
+        name: weight
+        for name, weight in weights.items()
+        if "layers.0.mlp.up_proj.lora_B" not in name
+    }
 
 
-@pytest.mark.parametrize("damage", [cut, lambda weights: {n: w.T.contiguous() for n, w in weights.items()}])
+@pytest.mark.parametrize(
+    "damage", [cut, lambda weights: {n: w.T.contiguous() for n, w in weights.items()}]
+)
 def test_weights_that_do_not_fit_are_told(folder: Path, tiny_path: Path, damage: Damage) -> None:
     file = folder / CHUNK_ADAPTER / ADAPTER_WEIGHTS
     save_file(damage(load_file(file)), file)

@@ -1,4 +1,6 @@
-"""What is decoded at the same time is computed together, and everyone gets what he would get alone."""
+"""What is decoded at the same time is computed together, and everyone gets what he would
+get alone.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from tests.hf.families import FAMILIES, REFUSED, all_when_slow
 from tests.hf.test_grammar import bytes_tokenizer
 
 LENGTH = 10
-GREEDY: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+GREEDY: dict[str, Any] = {
+    "max_new_tokens": LENGTH,
+    "do_sample": False,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 1.5}
 SIZES = (33, 9, 60, 21)
 WAIT_S = 60.0
@@ -36,7 +43,9 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_failed(caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest) -> Iterator[None]:
+def nothing_failed(
+    caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+) -> Iterator[None]:
     """No step of several failed and was done one by one, unless that is the test."""
     yield
     if "fails" not in request.node.name:
@@ -55,7 +64,10 @@ class Said(StoppingCriteria):
     """Counts tokens, does something at one of them, and ends the answer once an event is set."""
 
     def __init__(
-        self, at: int = 0, do: Callable[[], object] = lambda: None, end: threading.Event | None = None
+        self,
+        at: int = 0,
+        do: Callable[[], object] = lambda: None,
+        end: threading.Event | None = None,
     ) -> None:
         self._count, self._at, self._do, self._end = 0, at, do, end
 
@@ -63,7 +75,9 @@ class Said(StoppingCriteria):
         self._count += 1
         if self._count == self._at:
             self._do()
-        return torch.full((1,), self._end is not None and self._end.is_set(), device=input_ids.device)
+        return torch.full(
+            (1,), self._end is not None and self._end.is_set(), device=input_ids.device
+        )
 
 
 class Noting(LogitsProcessor):
@@ -110,20 +124,34 @@ def waited(event: threading.Event) -> None:
 
 
 @pytest.mark.parametrize("name", all_when_slow([*FAMILIES, *REFUSED]))
-def test_every_family_says_together_what_each_says_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_family_says_together_what_each_says_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = kit.family(name)
     monkeypatch.setattr(model.batcher, "patience_s", WAIT_S)
-    shares = model.shared_wiring is not None and name != "deepseek-latent"  # which changes what its cache returns
+    shares = (
+        model.shared_wiring is not None and name != "deepseek-latent"
+    )  # which changes what its cache returns
     ways = [GREEDY, {**GREEDY, "max_new_tokens": LENGTH // 2}, GREEDY, GREEDY]
-    wanted = [generate(model, prefill, options, seed=3) for prefill, options in zip(prefills(model), ways, strict=True)]
+    wanted = [
+        generate(model, prefill, options, seed=3)
+        for prefill, options in zip(prefills(model), ways, strict=True)
+    ]
     before = model.batcher.steps
-    asked = [(prefill, {"options": options, "seed": 3}) for prefill, options in zip(prefills(model), ways, strict=True)]
+    asked = [
+        (prefill, {"options": options, "seed": 3})
+        for prefill, options in zip(prefills(model), ways, strict=True)
+    ]
     assert kit.together(model, asked) == wanted
     assert (model.batcher.steps > before) == shares
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3-two-ropes", "gpt-oss-sinks-window", "gemma2-softcap-window"])
-def test_logits_of_a_shared_step_are_those_of_the_whole_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3-two-ropes", "gpt-oss-sinks-window", "gemma2-softcap-window"]
+)
+def test_logits_of_a_shared_step_are_those_of_the_whole_text(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The twin reads prompt and answer anew for every token, without a cache of ours."""
     model = kit.family(name)
     monkeypatch.setattr(model.batcher, "patience_s", WAIT_S)
@@ -145,7 +173,10 @@ def test_each_step_holds_a_row_of_everyone(model: HFModel, monkeypatch: pytest.M
     monkeypatch.setattr(model.batcher, "patience_s", WAIT_S)
     steps, rows = model.batcher.steps, model.batcher.rows
     kit.together(model, [(prefill, {"options": GREEDY}) for prefill in prefills(model)])
-    assert (model.batcher.steps - steps, model.batcher.rows - rows) == (LENGTH - 1, (LENGTH - 1) * len(SIZES))
+    assert (model.batcher.steps - steps, model.batcher.rows - rows) == (
+        LENGTH - 1,
+        (LENGTH - 1) * len(SIZES),
+    )
     generate(model, prefills(model)[0], GREEDY)
     assert model.batcher.steps - steps == LENGTH - 1
 
@@ -155,7 +186,10 @@ def test_a_request_joins_and_leaves_in_the_middle(model: HFModel) -> None:
     wanted = [generate(model, prefill.copy(), GREEDY) for prefill in (one, two, three)]
     late, short = [], {**GREEDY, "max_new_tokens": 3}
     join = Said(4, lambda: late.append(Job(model, two, options=short)))
-    first, other = Job(model, one, options=GREEDY, stopping=[join]), Job(model, three, options=GREEDY)
+    first, other = (
+        Job(model, one, options=GREEDY, stopping=[join]),
+        Job(model, three, options=GREEDY),
+    )
     assert [first.ids, other.ids] == [wanted[0], wanted[2]]
     assert late[0].ids == wanted[1][:3]
 
@@ -198,8 +232,12 @@ def test_all_ways_to_write_go_beside_each_other(model: HFModel) -> None:
         {"options": SAMPLED, "seed": 7},
     ]
     each = prefills(model, tuple(range(11, 11 + len(ways))))
-    wanted = [generate(model, prefill.copy(), **way) for prefill, way in zip(each, ways, strict=True)]
-    model.batcher.patience_s = 0.02  # what asks for hidden states shares no step, and would be waited for
+    wanted = [
+        generate(model, prefill.copy(), **way) for prefill, way in zip(each, ways, strict=True)
+    ]
+    model.batcher.patience_s = (
+        0.02  # what asks for hidden states shares no step, and would be waited for
+    )
     assert kit.together(model, list(zip(each, ways, strict=True))) == wanted
 
 
@@ -213,9 +251,13 @@ def test_an_answer_held_to_a_grammar_goes_beside_free_ones(model: HFModel) -> No
 
     each = prefills(model, SIZES[:3])
     wanted = [
-        generate(model, p.copy(), **way) for p, way in zip(each, [held(), {"options": GREEDY}, held()], strict=True)
+        generate(model, p.copy(), **way)
+        for p, way in zip(each, [held(), {"options": GREEDY}, held()], strict=True)
     ]
-    assert kit.together(model, list(zip(each, [held(), {"options": GREEDY}, held()], strict=True))) == wanted
+    assert (
+        kit.together(model, list(zip(each, [held(), {"options": GREEDY}, held()], strict=True)))
+        == wanted
+    )
     assert set(words.decode(wanted[0][:4])) <= set("ab")
 
 
@@ -224,16 +266,24 @@ def test_a_seed_draws_the_same_alone_and_among_others(model: HFModel) -> None:
     alone = generate(model, each[0].copy(), SAMPLED, seed=9)
     state = kit.random_state()
     ways = [{"options": SAMPLED, "seed": 9 + number} for number in range(5)]
-    assert kit.together(model, [(p.copy(), way) for p, way in zip(each, ways, strict=True)])[0] == alone
+    assert (
+        kit.together(model, [(p.copy(), way) for p, way in zip(each, ways, strict=True)])[0]
+        == alone
+    )
     assert torch.equal(kit.random_state(), state)
     ways = [ways[0], *({"options": SAMPLED} for _ in range(4))]
-    assert kit.together(model, [(p.copy(), way) for p, way in zip(each, ways, strict=True)])[0] == alone
+    assert (
+        kit.together(model, [(p.copy(), way) for p, way in zip(each, ways, strict=True)])[0]
+        == alone
+    )
     assert not torch.equal(kit.random_state(), state)
     assert generate(model, each[0].copy(), SAMPLED, seed=10) != alone
 
 
 def test_others_use_the_model_while_answers_are_decoded(model: HFModel) -> None:
-    """A chunk is encoded and a prompt prefilled within one token of two answers that would else go on for long."""
+    """A chunk is encoded and a prompt prefilled within one token of two answers that would else go
+    on for long.
+    """
     done, began = threading.Event(), threading.Event()
     much = {**GREEDY, "max_new_tokens": 400}
     one, two = prefills(model, SIZES[:2])
@@ -313,7 +363,9 @@ def test_the_model_is_as_it_was_and_nothing_is_active(model: HFModel) -> None:
     seen: list[int] = []
     each = prefills(model, SIZES[:2])
     look = Said(3, lambda: seen.append(model.batcher.active))
-    kit.together(model, [(each[0], {"options": GREEDY, "stopping": [look]}), (each[1], {"options": GREEDY})])
+    kit.together(
+        model, [(each[0], {"options": GREEDY, "stopping": [look]}), (each[1], {"options": GREEDY})]
+    )
     assert seen == [2]
     assert model.batcher.active == 0
     assert model.batcher.wait_idle(0)
@@ -321,7 +373,9 @@ def test_the_model_is_as_it_was_and_nothing_is_active(model: HFModel) -> None:
     assert not any(len(layer._forward_pre_hooks) for layer in model.model.modules())
 
 
-def test_what_fails_together_is_done_one_by_one_and_shared_no_more(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_fails_together_is_done_one_by_one_and_shared_no_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = kit.HFModel(kit.build("llama", {}), kit.tokenizer())
     model.batcher.patience_s = WAIT_S
 
@@ -332,16 +386,25 @@ def test_what_fails_together_is_done_one_by_one_and_shared_no_more(caplog: pytes
     wanted = [generate(model, prefill, GREEDY) for prefill in prefills(model)]
     model.model.model.layers[2].mlp.register_forward_pre_hook(refuse)
     for _ in range(2):
-        assert kit.together(model, [(prefill, {"options": GREEDY}) for prefill in prefills(model)]) == wanted
+        assert (
+            kit.together(model, [(prefill, {"options": GREEDY}) for prefill in prefills(model)])
+            == wanted
+        )
     assert model.batcher.steps == 0
     assert len(caplog.records) == 3
     assert all("too many" in record.message for record in caplog.records)
 
 
-def test_a_window_shorter_than_the_prompt_is_decoded_as_by_the_model(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_window_shorter_than_the_prompt_is_decoded_as_by_the_model(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Keys of a window do not begin where their buffer does."""
     model = kit.HFModel(
-        kit.build("mistral", {"sliding_window": 520, "max_position_embeddings": 2048}, dtype=torch.bfloat16),
+        kit.build(
+            "mistral",
+            {"sliding_window": 520, "max_position_embeddings": 2048},
+            dtype=torch.bfloat16,
+        ),
         kit.tokenizer(),
     )
     ids = kit.ids(700)
@@ -356,7 +419,11 @@ def test_a_request_that_fails_in_a_shared_step_fails_alone() -> None:
 
     class Forced(LogitsProcessor):
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-            return scores.index_fill(1, kit.tensor([bad]), 1e9) if input_ids.shape[1] == SIZES[1] + 4 else scores
+            return (
+                scores.index_fill(1, kit.tensor([bad]), 1e9)
+                if input_ids.shape[1] == SIZES[1] + 4
+                else scores
+            )
 
     def refuse(module: object, args: tuple[Any, ...]) -> None:
         if args[0].shape[1] == 1 and bool((args[0] == bad).any()):

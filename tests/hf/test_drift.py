@@ -1,4 +1,6 @@
-"""A model's drift: read from its folder, part of its name, added to chunks that are encoded behind filler text only."""
+"""A model's drift: read from its folder, part of its name, added to chunks that are encoded behind
+filler text only.
+"""
 
 from pathlib import Path
 
@@ -19,7 +21,9 @@ from training.drift import write_drift
 def drift_of(model: HFModel, size: float = 0.1) -> ChunkKV:
     torch.manual_seed(3)
     layers = model.encode([5]).layers
-    pairs = ((size * torch.randn(part.shape) for part in (layer.keys, layer.values)) for layer in layers)
+    pairs = (
+        (size * torch.randn(part.shape) for part in (layer.keys, layer.values)) for layer in layers
+    )
     return ChunkKV(tuple(LayerKV(*pair) for pair in pairs))
 
 
@@ -44,7 +48,9 @@ def test_it_is_added_to_chunks_amid_other_text_and_to_no_others(folder: Path) ->
         assert torch.equal(mine.keys, theirs.keys)
         assert torch.equal(mine.values, theirs.values)
     for mine, theirs in zip(
-        model.encode(chunk, context).layers, plain.encode_with_filler(chunk, context).layers, strict=True
+        model.encode(chunk, context).layers,
+        plain.encode_with_filler(chunk, context).layers,
+        strict=True,
     ):
         assert torch.equal(mine.keys, theirs.keys)
     assert not torch.equal(found.layers[1].values, plain.encode(chunk, context).layers[1].values)
@@ -73,10 +79,14 @@ def test_a_cut_off_file_is_an_error(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_the_same_weights_take_it_in_every_dtype_and_others_do_not(folder: Path, dtype: str) -> None:
+def test_the_same_weights_take_it_in_every_dtype_and_others_do_not(
+    folder: Path, dtype: str
+) -> None:
     plain = load_model(folder, dtype)
     write_drift(folder, drift_of(plain), plain.model)
-    assert all(load_model(folder, other).drift is not None for other in ("float32", "bfloat16", "float16"))
+    assert all(
+        load_model(folder, other).drift is not None for other in ("float32", "bfloat16", "float16")
+    )
     trained = kit.build("llama", {})
     with torch.no_grad():
         trained.model.layers[1].mlp.up_proj.weight.mul_(1.05)

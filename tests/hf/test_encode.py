@@ -1,4 +1,6 @@
-"""A run is encoded alone or behind a context, at its own positions; the model's name covers what decides its KV."""
+"""A run is encoded alone or behind a context, at its own positions; the model's name covers what
+decides its KV.
+"""
 
 import subprocess
 import sys
@@ -20,7 +22,15 @@ from tests.hf.families import FAMILIES
 EXACT = 5e-6
 families = pytest.mark.parametrize(
     "name",
-    ["llama", "gemma3-two-ropes", "glm-interleaved", "smollm3-some-nope", "bloom-alibi", "deepseek-latent", "mixtral"],
+    [
+        "llama",
+        "gemma3-two-ropes",
+        "glm-interleaved",
+        "smollm3-some-nope",
+        "bloom-alibi",
+        "deepseek-latent",
+        "mixtral",
+    ],
 )
 
 
@@ -89,7 +99,9 @@ def test_fingerprints_tell_models_apart() -> None:
 def test_another_tokenizer_is_another_model() -> None:
     model = kit.build("llama", {})
     words = {"<pad>": 0, "<s>": 1, "</s>": 2, "other": 3}
-    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")))
+    other = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    )
     assert len({fingerprint(model, each) for each in (kit.tokenizer(), other, None)}) == 3
 
 
@@ -104,7 +116,9 @@ def test_using_a_tokenizer_does_not_rename_the_model() -> None:
 def test_a_fingerprint_is_the_same_in_another_process() -> None:
     code = "from tests.hf.test_encode import fresh; print(fresh())"
     root = Path(__file__).resolve().parents[2]
-    run = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    )
     assert run.stdout.strip() == fresh()
 
 
@@ -116,7 +130,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "a"
 
 
-def test_a_model_keeps_its_fingerprint_on_its_way_through_files(folder: Path, tmp_path: Path) -> None:
+def test_a_model_keeps_its_fingerprint_on_its_way_through_files(
+    folder: Path, tmp_path: Path
+) -> None:
     first = load_model(folder, "float32")
     folder.rename(tmp_path / "b")
     second = load_model(tmp_path / "b", "float32")
@@ -127,7 +143,9 @@ def test_a_model_keeps_its_fingerprint_on_its_way_through_files(folder: Path, tm
 
 
 def test_the_attention_in_use_is_not_part_of_the_fingerprint(folder: Path) -> None:
-    eager = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    eager = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert fingerprint(eager, kit.tokenizer()) == fingerprint(plain, kit.tokenizer())
     model = HFModel(eager, kit.tokenizer())

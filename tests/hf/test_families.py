@@ -1,4 +1,6 @@
-"""Tiny random models of many families: what is fused is exact, what cannot be fused is refused and still answered."""
+"""Tiny random models of many families: what is fused is exact, what cannot be fused is refused and
+still answered.
+"""
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ EXACT = 5e-6
 """Relative error in float32; what is wrong is off by percents."""
 families = pytest.mark.parametrize("name", FAMILIES)
 some = pytest.mark.parametrize("name", all_when_slow(FAMILIES))
-both_paths = pytest.mark.parametrize("accelerated", [False, True], ids=["CPU's path", "accelerator's path"])
+both_paths = pytest.mark.parametrize(
+    "accelerated", [False, True], ids=["CPU's path", "accelerator's path"]
+)
 refused = pytest.mark.parametrize("name", REFUSED)
 CHECKING = "hkvd"
 
@@ -55,7 +59,8 @@ def test_a_later_token_never_changes_an_earlier_row(name: str) -> None:
     for ratio in (0.0, 1.0):
         kv = kit.source(model, scene)
         one, two = (
-            model.fuse(tokens, scene.positions, runs, kv, CHECKING, ratio) for tokens in (scene.token_ids, other)
+            model.fuse(tokens, scene.positions, runs, kv, CHECKING, ratio)
+            for tokens in (scene.token_ids, other)
         )
         early = [tuple(part[:, :row] for part in layer) for layer in kit.states(one)]
         late = [tuple(part[:, :row] for part in layer) for layer in kit.states(two)]
@@ -92,7 +97,9 @@ def test_a_refused_model_still_answers_right(name: str) -> None:
 
 
 def test_the_probe_looks_at_the_weights_and_not_at_the_name() -> None:
-    """Queries and keys that are normalised after their rotation can be moved only if the norm scales all dims alike."""
+    """Queries and keys that are normalised after their rotation can be moved only if the norm
+    scales all dims alike.
+    """
     model = kit.build(*REFUSED["hunyuan"][:2])
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -103,11 +110,18 @@ def test_the_probe_looks_at_the_weights_and_not_at_the_name() -> None:
 
 
 def test_a_deep_model_in_bfloat16_is_not_refused_for_its_rounding() -> None:
-    """What rounds differs between two positions by more than 6e-2 in the last layers; float32 finds the same layout."""
+    """What rounds differs between two positions by more than 6e-2 in the last layers; float32 finds
+    the same layout.
+    """
     options = {"num_hidden_layers": 160}
-    deep, exact = (kit.HFModel(kit.build("llama", options, dtype=each)) for each in (torch.bfloat16, torch.float32))
+    deep, exact = (
+        kit.HFModel(kit.build("llama", options, dtype=each))
+        for each in (torch.bfloat16, torch.float32)
+    )
     assert (deep.profile.refusal, deep.profile.mode) == ("", "rows")
-    pairs = zip(deep.profile.rope, exact.profile.rope, strict=True)  # their frequencies are rounded, too
+    pairs = zip(
+        deep.profile.rope, exact.profile.rope, strict=True
+    )  # their frequencies are rounded, too
     assert all((a.lo, a.pairing, a.part) == (b.lo, b.pairing, b.part) for a, b in pairs)
 
 
@@ -123,9 +137,13 @@ def test_a_deep_model_in_bfloat16_is_not_refused_for_its_rounding() -> None:
         ("bloom-alibi", {None}),
     ],
 )
-def test_the_layout_is_found_per_layer(name: str, wanted: set[tuple[int, int, str, str] | None]) -> None:
+def test_the_layout_is_found_per_layer(
+    name: str, wanted: set[tuple[int, int, str, str] | None]
+) -> None:
     layouts = kit.family(name).profile.rope
-    found = {(rope.lo, len(rope.inv_freq), rope.pairing, rope.part) if rope else None for rope in layouts}
+    found = {
+        (rope.lo, len(rope.inv_freq), rope.pairing, rope.part) if rope else None for rope in layouts
+    }
     assert found <= wanted
     assert found
     assert (None in found) == (None in wanted)
@@ -136,7 +154,9 @@ def test_two_rotations_in_one_model_are_told_apart() -> None:
     assert len({rope.inv_freq for rope in layouts if rope}) == 2
 
 
-@pytest.mark.parametrize("name", ["mistral-window", "qwen2-window", "gemma2-softcap-window", "gpt-oss-sinks-window"])
+@pytest.mark.parametrize(
+    "name", ["mistral-window", "qwen2-window", "gemma2-softcap-window", "gpt-oss-sinks-window"]
+)
 def test_windows_are_found_per_layer(name: str) -> None:
     windows = kit.family(name).profile.windows
     assert 20 in windows

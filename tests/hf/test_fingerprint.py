@@ -42,7 +42,9 @@ def quantised(model: PreTrainedModel) -> nn.Module:
 
 def with_lora(alpha: int = 16, seed: int = 0) -> PreTrainedModel:
     """A llama with adapters left in place, which are not zero."""
-    config = LoraConfig(r=4, lora_alpha=alpha, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=4, lora_alpha=alpha, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"
+    )
     model = get_peft_model(kit.build("llama", {}), config)
     torch.manual_seed(seed)
     for name, weight in model.named_parameters():
@@ -87,7 +89,9 @@ def test_every_byte_is_hashed_once(monkeypatch: pytest.MonkeyPatch, tied: bool) 
     assert sum(read) == sum(tensor.nbytes for tensor in tensors_of(model).values())
 
 
-def test_how_a_weight_lies_in_memory_is_not_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_a_weight_lies_in_memory_is_not_part_of_the_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = kit.build("llama", {})
     before = weights_digest(model)
     for weight in model.parameters():
@@ -123,7 +127,12 @@ def test_weights_in_eight_bits_are_named_by_all_their_bytes() -> None:
 def test_weights_that_are_offloaded_are_read_where_they_lie(tmp_path: Path, where: str) -> None:
     model = kit.build("llama", {})
     model.save_pretrained(tmp_path / "model")
-    parts = {"model.embed_tokens": "cpu", "model.layers": where, "model.norm": "cpu", "lm_head": where}
+    parts = {
+        "model.embed_tokens": "cpu",
+        "model.layers": where,
+        "model.norm": "cpu",
+        "lm_head": where,
+    }
     away = AutoModelForCausalLM.from_pretrained(
         tmp_path / "model",
         dtype=torch.float32,
@@ -145,7 +154,10 @@ def test_weights_without_data_are_refused_by_name() -> None:
 
 def test_adapters_left_in_place_are_part_of_the_key() -> None:
     merged = kit.build("llama", {})
-    names = [weights_digest(each) for each in (merged, with_lora(), with_lora(alpha=32), with_lora(seed=1))]
+    names = [
+        weights_digest(each)
+        for each in (merged, with_lora(), with_lora(alpha=32), with_lora(seed=1))
+    ]
     assert len(set(names)) == 4
     assert weights_digest(with_lora()) == names[1]
 

@@ -1,4 +1,6 @@
-"""A fused prefill, step for step the same as its slow twin, at any ratio, policy and layout of the prompt."""
+"""A fused prefill, step for step the same as its slow twin, at any ratio, policy and layout of the
+prompt.
+"""
 
 import pytest
 import torch
@@ -18,13 +20,20 @@ EXACT = 5e-6
 POLICIES = [*reference.POLICIES, "hkvd:k", "hkvd:v", "hkvd-flat:k", "hkvd-flat:v"]
 
 
-def agrees_with_its_twin(scene: Scene, policy: str, ratio: float, accelerated: bool = False) -> None:
+def agrees_with_its_twin(
+    scene: Scene, policy: str, ratio: float, accelerated: bool = False
+) -> None:
     model = kit.family("llama", accelerated=accelerated)
     kv = kit.source(model, scene)
     fused = kit.fuse(model, scene, policy, ratio, kv)
-    runs = [reference.Cached(run.lo, run.hi, kv.chunks[run.segment], run.shift, run.blend) for run in scene.runs]
+    runs = [
+        reference.Cached(run.lo, run.hi, kv.chunks[run.segment], run.shift, run.blend)
+        for run in scene.runs
+    ]
     twin = reference.LlamaTwin(model.model, model.tokenizer.convert_ids_to_tokens)
-    wanted = twin.fuse(scene.token_ids, scene.positions.tolist(), runs, policy if ratio else "none", ratio)
+    wanted = twin.fuse(
+        scene.token_ids, scene.positions.tolist(), runs, policy if ratio else "none", ratio
+    )
     assert kit.off(fused.logits, wanted.logits) < EXACT
     assert kit.worst(kit.states(fused), list(zip(wanted.keys, wanted.values, strict=True))) < EXACT
 
@@ -50,7 +59,9 @@ def test_every_policy_agrees_with_its_twin(policy: str, ratio: float, accelerate
 def test_padded_shapes_that_happen_to_be_alike_agree_with_their_twin(
     sizes: list[int], kinds: list[str], policy: str
 ) -> None:
-    agrees_with_its_twin(kit.scene(sizes, kinds), policy, 1.0 if policy == "full" else 0.3, accelerated=True)
+    agrees_with_its_twin(
+        kit.scene(sizes, kinds), policy, 1.0 if policy == "full" else 0.3, accelerated=True
+    )
 
 
 class Dispatched(TorchDispatchMode):
@@ -61,12 +72,17 @@ class Dispatched(TorchDispatchMode):
         self.calls: list[tuple[str, list[object]]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = [list(each.shape) if isinstance(each, torch.Tensor) else each for each in tree_leaves((args, kwargs))]
+        given = [
+            list(each.shape) if isinstance(each, torch.Tensor) else each
+            for each in tree_leaves((args, kwargs))
+        ]
         self.calls.append((func.overloadpacket.__name__, given))
         return func(*args, **(kwargs or {}))
 
 
-def dispatched_in_layers(policy: str, sizes: list[int], seed: int) -> list[tuple[str, list[object]]]:
+def dispatched_in_layers(
+    policy: str, sizes: list[int], seed: int
+) -> list[tuple[str, list[object]]]:
     """What the layers dispatch while an accelerator fuses a prompt."""
     model, scene = (
         kit.family("llama", accelerated=True),
@@ -90,11 +106,18 @@ def dispatched_in_layers(policy: str, sizes: list[int], seed: int) -> list[tuple
 
 @pytest.mark.parametrize("policy", ["none", "lexical", "query", "hkvd"])
 def test_layers_of_an_accelerator_can_be_captured(policy: str) -> None:
-    """Prompts of one bucket dispatch the same operations on the same shapes, and no layer reads a value back."""
+    """Prompts of one bucket dispatch the same operations on the same shapes, and no layer reads a
+    value back.
+    """
     calls = dispatched_in_layers(policy, [5, 40, 41, 12], seed=1)
     assert calls == dispatched_in_layers(policy, [7, 38, 43, 11], seed=2)
     assert len(calls) > 100
-    assert not {name for name, _ in calls} & {"_local_scalar_dense", "nonzero", "masked_select", "equal"}
+    assert not {name for name, _ in calls} & {
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "equal",
+    }
     assert calls != dispatched_in_layers(policy, [7, 38, 73, 11], seed=2)
 
 
@@ -111,7 +134,10 @@ def test_large_budgets_fill_tiles_like_their_twin() -> None:
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    parts=st.lists(st.tuples(st.integers(1, 9), st.sampled_from(["prefix", "chunk", "miss", "fresh"])), min_size=1),
+    parts=st.lists(
+        st.tuples(st.integers(1, 9), st.sampled_from(["prefix", "chunk", "miss", "fresh"])),
+        min_size=1,
+    ),
     gaps=st.lists(st.integers(0, 5), min_size=12, max_size=12),
     policy=st.sampled_from(["hkvd", "hkvd-flat", "hybrid", "lego", "lexical", "none", "full"]),
     ratio=st.floats(0, 1),
@@ -120,21 +146,34 @@ def test_large_budgets_fill_tiles_like_their_twin() -> None:
 def test_any_prompt_agrees_with_its_twin(
     parts: list[tuple[int, str]], gaps: list[int], policy: str, ratio: float, seed: int
 ) -> None:
-    """Misses, prefixes and chunks in any order, the last part cached too. A chunk that stands first has nothing to
-    deviate from, so its rows may be ranked either way: it stands as a prefix."""
+    """Misses, prefixes and chunks in any order, the last part cached too. A chunk that stands first
+    has nothing to deviate from, so its rows may be ranked either way: it stands as a prefix.
+    """
     parts = parts[:8]
     first = next((index for index, (_, kind) in enumerate(parts) if kind == "chunk"), None)
     kinds = ["prefix" if index == first == 0 else kind for index, (_, kind) in enumerate(parts)]
-    agrees_with_its_twin(kit.scene([size for size, _ in parts], kinds, gaps[: len(parts)], seed), policy, ratio)
+    agrees_with_its_twin(
+        kit.scene([size for size, _ in parts], kinds, gaps[: len(parts)], seed), policy, ratio
+    )
 
 
 families = pytest.mark.parametrize(
-    "name", ["llama", "mistral-window", "gpt-oss-sinks-window", "falcon-alibi", "stablelm-partial", "deepseek-latent"]
+    "name",
+    [
+        "llama",
+        "mistral-window",
+        "gpt-oss-sinks-window",
+        "falcon-alibi",
+        "stablelm-partial",
+        "deepseek-latent",
+    ],
 )
 
 
 @families
-@pytest.mark.parametrize("kinds", ["cmcf", "mccf", "ccmf", "mmcf", "mcmf", "mmmf", "pmcc", "pccc", "fcfc", "c"])
+@pytest.mark.parametrize(
+    "kinds", ["cmcf", "mccf", "ccmf", "mmcf", "mcmf", "mmmf", "pmcc", "pccc", "fcfc", "c"]
+)
 def test_misses_in_any_pattern_equal_reuse_by_hand(name: str, kinds: str) -> None:
     words = {"c": "chunk", "m": "miss", "f": "fresh", "p": "prefix"}
     scene = kit.scene([13, 19, 11, 8][: len(kinds)], [words[kind] for kind in kinds])
@@ -146,7 +185,9 @@ def test_misses_in_any_pattern_equal_reuse_by_hand(name: str, kinds: str) -> Non
 
 
 @families
-@pytest.mark.parametrize("policy", ["hkvd", "hkvd-flat", "lego", "lexical", "random", "hybrid", "none", "full"])
+@pytest.mark.parametrize(
+    "policy", ["hkvd", "hkvd-flat", "lego", "lexical", "random", "hybrid", "none", "full"]
+)
 def test_a_fully_cached_prompt_has_its_last_row_computed(name: str, policy: str) -> None:
     model, scene = kit.family(name), kit.scene([9, 20, 15], ["prefix", "chunk", "chunk"])
     fused = kit.fuse(model, scene, policy, 0.0)
@@ -171,7 +212,9 @@ def test_one_chunk_may_stand_twice_and_in_any_order(name: str) -> None:
         scene = Scene(parts, starts)
         kv = kit.KVSource([encoded.get(part, encoded[a]) for part, _ in parts])
         fused = kit.fuse(model, scene, "none", 0.0, kv)
-        logits, states = reference.prefill_by_hand(model.model, scene.by_hand, scene.positions.tolist())
+        logits, states = reference.prefill_by_hand(
+            model.model, scene.by_hand, scene.positions.tolist()
+        )
         assert kit.off(fused.logits, logits) < EXACT
         assert kit.worst(kit.states(fused), states) < EXACT
         full = kit.fuse(model, scene, "hkvd", 1.0, kv)
@@ -183,7 +226,9 @@ def test_one_chunk_may_stand_twice_and_in_any_order(name: str) -> None:
 
 
 def test_a_chunk_behind_its_own_prefix_is_exact() -> None:
-    """Encoded with the prompt's prefix as context, and placed right behind it: nothing needs computing."""
+    """Encoded with the prompt's prefix as context, and placed right behind it: nothing needs
+    computing.
+    """
     model, scene = kit.family("llama"), kit.scene([9, 25, 6], ["prefix", "prefix", "fresh"])
     prefix, chunk = scene.parts[0][0], scene.parts[1][0]
     kv = kit.KVSource([model.encode(prefix), model.encode(chunk, context=prefix)])
@@ -228,8 +273,15 @@ def test_kv_of_views_and_other_strides_is_taken_as_it_is() -> None:
     kv = kit.source(model, scene)
 
     def strided(layer: LayerKV) -> LayerKV:
-        return LayerKV(*(part.transpose(0, 1).contiguous().transpose(0, 1) for part in (layer.keys, layer.values)))
+        return LayerKV(
+            *(
+                part.transpose(0, 1).contiguous().transpose(0, 1)
+                for part in (layer.keys, layer.values)
+            )
+        )
 
-    other = kit.KVSource([ChunkKV(tuple(strided(layer) for layer in chunk.layers)) for chunk in kv.chunks])
+    other = kit.KVSource(
+        [ChunkKV(tuple(strided(layer) for layer in chunk.layers)) for chunk in kv.chunks]
+    )
     one, two = (kit.fuse(model, scene, "hkvd", 0.3, each) for each in (kv, other))
     assert torch.equal(one.logits, two.logits)

@@ -1,4 +1,6 @@
-"""Calls of tools by the rules of their format, over a tokenizer of bytes: what is text is never read as a call."""
+"""Calls of tools by the rules of their format, over a tokenizer of bytes: what is text is never
+read as a call.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT, CallFormat
 from ragfuse.types.answer import ToolCall
 from ragfuse.types.grammar import Grammar
 
-SCHEMA = json.dumps({"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]})
+SCHEMA = json.dumps(
+    {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+)
 BARE = CallFormat('{"name": "', ('", "parameters": ',), None, "}", "", native=True)
 LISTED = CallFormat('[{"name": "', ('", "arguments": ',), '}, {"name": "', "}]", "", native=True)
 CALL = (ToolCall("weather", {"city": "Rome"}),)
@@ -24,7 +28,9 @@ FORGED = (ToolCall("erase", {"all": True}),)
 
 def bytes_tokenizer(*added: str) -> PreTrainedTokenizerFast:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = Tokenizer(models.BPE(vocab={letter: id for id, letter in enumerate(alphabet)}, merges=[]))
+    words = Tokenizer(
+        models.BPE(vocab={letter: id for id, letter in enumerate(alphabet)}, merges=[])
+    )
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     words.decoder = decoders.ByteLevel()
     words.add_special_tokens(["<eos>", *added])
@@ -37,7 +43,9 @@ class Held:
     def __init__(self, format: CallFormat, *added: str) -> None:
         self.words = bytes_tokenizer(*added)
         self.grammars = GrammarCompiler(self.words, len(self.words), [256])
-        self.grammar = Grammar.lark(format.rules({"weather": SCHEMA}, self.grammars.literal, free=True))
+        self.grammar = Grammar.lark(
+            format.rules({"weather": SCHEMA}, self.grammars.literal, free=True)
+        )
 
     def allows(self, text: str, spelled: bool) -> bool:
         ids = self.words(text, add_special_tokens=False, split_special_tokens=spelled).input_ids
@@ -86,7 +94,12 @@ def test_of_many_grammars_those_used_last_stay_compiled() -> None:
 
 def test_properties_that_are_named_in_two_places_are_all_allowed() -> None:
     one = {"properties": {"b": {"type": "string"}}, "required": ["b"]}
-    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "anyOf": [one]}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string"}},
+        "required": ["a"],
+        "anyOf": [one],
+    }
     check(Grammar.json(schema))
     check(Grammar.json({"type": "object", "properties": {"deep": schema}, "required": ["deep"]}))
 
@@ -106,13 +119,20 @@ NODE = {
     "required": ["value", "next"],
 }
 ENDING = {
-    "null": {**NODE, "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["next"]},
+    "null": {
+        **NODE,
+        "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+        "required": ["next"],
+    },
     "an optional property": {**NODE, "properties": {"next": {"$ref": "#"}}, "required": []},
     "an empty list": {"type": "array", "items": {"$ref": "#"}},
     "another type": {"type": ["array", "integer"], "items": {"$ref": "#"}, "minItems": 1},
     "a chain": {
         "$ref": "#/$defs/n0",
-        "$defs": {**{f"n{i}": {"$ref": f"#/$defs/n{i + 1}"} for i in range(40)}, "n40": {"type": "null"}},
+        "$defs": {
+            **{f"n{i}": {"$ref": f"#/$defs/n{i + 1}"} for i in range(40)},
+            "n40": {"type": "null"},
+        },
     },
 }
 
@@ -125,7 +145,10 @@ def test_a_schema_that_refers_to_itself_and_can_end_is_taken(schema: dict[str, o
 
 def test_a_grammar_of_an_empty_text_is_taken() -> None:
     grammars = Held(DEFAULT_CALL_FORMAT).grammars
-    assert all(grammars.matcher(each).is_accepting() for each in (Grammar.regex(""), Grammar.lark('start: ""')))
+    assert all(
+        grammars.matcher(each).is_accepting()
+        for each in (Grammar.regex(""), Grammar.lark('start: ""'))
+    )
 
 
 def test_an_answer_that_can_neither_go_on_nor_end_is_an_error() -> None:

@@ -1,11 +1,19 @@
-"""What is written after a prefill is what transformers' own generate writes, whatever it is asked for."""
+"""What is written after a prefill is what transformers' own generate writes, whatever it is asked
+for.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+)
 
 from ragfuse.errors import SettingsError
 from ragfuse.hf.handover import generate
@@ -20,13 +28,19 @@ class Shifted(LogitsProcessor):
     """Prefers the tokens that follow the last one."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores.scatter_add(1, (input_ids[:, -1:] + 1) % 256, torch.full_like(scores[:, :1], 3.0))
+        return scores.scatter_add(
+            1, (input_ids[:, -1:] + 1) % 256, torch.full_like(scores[:, :1], 3.0)
+        )
 
 
-def theirs(model: HFModel, tokens: Sequence[int], options: Mapping[str, Any], seed: int = 0) -> list[int]:
+def theirs(
+    model: HFModel, tokens: Sequence[int], options: Mapping[str, Any], seed: int = 0
+) -> list[int]:
     """What transformers writes by itself."""
     torch.manual_seed(seed)
-    return model.model.generate(kit.tensor([list(tokens)]), pad_token_id=0, **options)[0, len(tokens) :].tolist()
+    return model.model.generate(kit.tensor([list(tokens)]), pad_token_id=0, **options)[
+        0, len(tokens) :
+    ].tolist()
 
 
 def fused(model: HFModel, seed: int = 0) -> Prefill:
@@ -40,20 +54,31 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sampling": {"do_sample": True},
     "sampling among few": {"do_sample": True, "top_k": 5, "top_p": 0.8, "temperature": 0.7},
     "no early end": {"do_sample": False, "min_new_tokens": LENGTH},
-    "repetition penalty": {"do_sample": False, "repetition_penalty": 1.7, "no_repeat_ngram_size": 2},
+    "repetition penalty": {
+        "do_sample": False,
+        "repetition_penalty": 1.7,
+        "no_repeat_ngram_size": 2,
+    },
     "forbidden words": {"do_sample": False, "bad_words_ids": [[40], [90], [120]]},
-    "a logits processor": {"do_sample": False, "logits_processor": LogitsProcessorList([Shifted()])},
+    "a logits processor": {
+        "do_sample": False,
+        "logits_processor": LogitsProcessorList([Shifted()]),
+    },
     "an end token": {"do_sample": False, "eos_token_id": [*range(40, 140)]},
     "prefill in pieces": {"do_sample": False, "prefill_chunk_size": 16},
     "guidance": {"do_sample": False, "guidance_scale": 1.5},
     "a generation config": {
-        "generation_config": GenerationConfig(max_new_tokens=LENGTH, do_sample=False, eos_token_id=2)
+        "generation_config": GenerationConfig(
+            max_new_tokens=LENGTH, do_sample=False, eos_token_id=2
+        )
     },
 }
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3-two-ropes", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["llama", pytest.param("gemma3-two-ropes", marks=pytest.mark.slow)]
+)
 def test_options_work_as_in_transformers(name: str, options: dict[str, Any]) -> None:
     model = kit.family(name)
     if "generation_config" not in options:
@@ -67,12 +92,16 @@ def test_a_stopping_criterion_sees_every_token_as_it_comes() -> None:
     seen: list[list[int]] = []
 
     class After(StoppingCriteria):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
+        def __call__(
+            self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object
+        ) -> torch.Tensor:
             seen.append(input_ids[0].tolist())
             return torch.full((1,), len(seen) == 5, device=input_ids.device)
 
     model, prompt = kit.family("llama"), kit.usual().token_ids
-    found = generate(model, fused(model), {"max_new_tokens": LENGTH, "eos_token_id": None}, stopping=[After()])
+    found = generate(
+        model, fused(model), {"max_new_tokens": LENGTH, "eos_token_id": None}, stopping=[After()]
+    )
     assert seen == [prompt + found[:count] for count in range(1, 6)]
 
 
@@ -117,7 +146,9 @@ def test_a_fused_prompt_goes_on_from_its_own_kv(ratio: float) -> None:
         written.append(int(logits.argmax()))
         at = kit.tensor([[len(scene.token_ids) + step]])
         with torch.no_grad():
-            logits = model.model(kit.tensor([written[-1:]]), past_key_values=cache, position_ids=at).logits[0, -1]
+            logits = model.model(
+                kit.tensor([written[-1:]]), past_key_values=cache, position_ids=at
+            ).logits[0, -1]
     options = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None}
     assert generate(model, kit.fuse(model, scene, "hkvd", ratio, kv), options) == written
 
@@ -131,7 +162,9 @@ def test_an_answer_stands_right_behind_a_prompt_with_gaps(companion: bool) -> No
     for _ in range(LENGTH):
         tokens, at = kit.tensor([ids + written]), kit.tensor([positions])
         with torch.no_grad():
-            logits = model.model(tokens, position_ids=at, past_key_values=DynamicCache()).logits[0, -1]
+            logits = model.model(tokens, position_ids=at, past_key_values=DynamicCache()).logits[
+                0, -1
+            ]
         written.append(int(logits.argmax()))
         positions.append(positions[-1] + 1)
     options = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None}
@@ -176,8 +209,13 @@ def test_another_cache_and_several_sequences_are_refused(options: dict[str, Any]
 @pytest.mark.parametrize(
     ("name", "value"), [("cache_implementation", "static"), ("use_cache", False), ("num_beams", 2)]
 )
-def test_a_models_own_wish_for_another_cache_or_beams_is_overruled(name: str, value: object) -> None:
-    model, options = kit.HFModel(kit.build("llama", {}), kit.tokenizer()), {"max_new_tokens": 6, "do_sample": False}
+def test_a_models_own_wish_for_another_cache_or_beams_is_overruled(
+    name: str, value: object
+) -> None:
+    model, options = (
+        kit.HFModel(kit.build("llama", {}), kit.tokenizer()),
+        {"max_new_tokens": 6, "do_sample": False},
+    )
     wanted = theirs(model, kit.usual().token_ids, options)
     setattr(model.model.generation_config, name, value)
     assert generate(model, fused(model), options) == wanted
@@ -189,7 +227,8 @@ def test_a_seed_touches_nobody_elses_random_numbers() -> None:
     prefills = [fused(model) for _ in range(4)]
     before = kit.random_state()
     one, two, other = (
-        generate(model, prefill, options, seed=seed) for prefill, seed in zip(prefills, (1, 1, 2), strict=False)
+        generate(model, prefill, options, seed=seed)
+        for prefill, seed in zip(prefills, (1, 1, 2), strict=False)
     )
     assert torch.equal(kit.random_state(), before)
     assert one == two != other
@@ -209,5 +248,8 @@ def test_the_shortest_prompts_work(count: int) -> None:
 
 
 def test_a_long_answer_outgrows_its_buffers() -> None:
-    model, options = kit.family("mistral-window"), {"max_new_tokens": 150, "do_sample": False, "eos_token_id": None}
+    model, options = (
+        kit.family("mistral-window"),
+        {"max_new_tokens": 150, "do_sample": False, "eos_token_id": None},
+    )
     assert generate(model, fused(model), options) == theirs(model, kit.usual().token_ids, options)

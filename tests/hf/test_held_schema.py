@@ -1,4 +1,6 @@
-"""Schemas that pydantic, dataclasses and TypedDict write: each is decoded under its grammar, and read back."""
+"""Schemas that pydantic, dataclasses and TypedDict write: each is decoded under its grammar, and
+read back.
+"""
 
 from __future__ import annotations
 
@@ -64,10 +66,35 @@ class Order(BaseModel):
 
 
 TYPES: list[Any] = [
-    *(Decimal, datetime, date, time, timedelta, UUID, Colour, Order, Tree, Movie, Place, int, float, bool),
-    *(Literal["a", 2], int | None, Cat | Dog, Annotated[Cat | Dog, Field(discriminator="kind")], IPvAnyAddress),
+    *(
+        Decimal,
+        datetime,
+        date,
+        time,
+        timedelta,
+        UUID,
+        Colour,
+        Order,
+        Tree,
+        Movie,
+        Place,
+        int,
+        float,
+        bool,
+    ),
+    *(
+        Literal["a", 2],
+        int | None,
+        Cat | Dog,
+        Annotated[Cat | Dog, Field(discriminator="kind")],
+        IPvAnyAddress,
+    ),
     *(Annotated[Decimal, Field(gt=0)], Annotated[float, Field(gt=0, lt=0.5)]),
-    *(Annotated[int, Field(multiple_of=5, ge=0, lt=100)], dict[str, Annotated[int, Field(ge=0)]], SecretStr),
+    *(
+        Annotated[int, Field(multiple_of=5, ge=0, lt=100)],
+        dict[str, Annotated[int, Field(ge=0)]],
+        SecretStr,
+    ),
     *(Annotated[set[bool], Field(min_length=1, max_length=1)], tuple[int, bool]),
 ]
 

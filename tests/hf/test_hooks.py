@@ -18,7 +18,9 @@ from tests.hf import kit
 def traces(model: HFModel) -> tuple[object, ...]:
     """What a prefill touches: hooks, the attention in use, an answer in place of the forward."""
     hooks = [
-        len(module._forward_pre_hooks) + len(module._forward_hooks) + len(module._forward_pre_hooks_with_kwargs)
+        len(module._forward_pre_hooks)
+        + len(module._forward_hooks)
+        + len(module._forward_pre_hooks_with_kwargs)
         for module in model.model.modules()
     ]
     return sum(hooks), model.model.config._attn_implementation, "forward" in model.model.__dict__

@@ -1,4 +1,6 @@
-"""Models with a state beside KV, or latent KV: fused exactly, or answered by full prefill with the reason."""
+"""Models with a state beside KV, or latent KV: fused exactly, or answered by full prefill with the
+reason.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ def test_a_hybrid_is_answered_by_full_prefill_with_the_reason(name: str) -> None
     given = kit.tensor([ids])
     with torch.no_grad():
         own = model.model.generate(
-            input_ids=given, attention_mask=torch.ones_like(given), max_new_tokens=8, do_sample=False
+            input_ids=given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=8,
+            do_sample=False,
         )
     answer = generate(model, model.full_prefill(ids), {"max_new_tokens": 8, "do_sample": False})
     assert answer == own[0, 40:].tolist()

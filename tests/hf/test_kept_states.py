@@ -1,4 +1,6 @@
-"""Beginnings of models with a state that is no KV per token: kept whole, found again, exact, each tenant's own."""
+"""Beginnings of models with a state that is no KV per token: kept whole, found again, exact, each
+tenant's own.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def asked(engine: Engine, question: str, **ask: Any) -> Answer:
 
 @pytest.fixture
 def on(tmp_path: Any) -> Settings:
-    return Settings(store=tmp_path / "store", max_tokens=8, learn="off", dtype="float32", memory_bytes=1 << 26)
+    return Settings(
+        store=tmp_path / "store", max_tokens=8, learn="off", dtype="float32", memory_bytes=1 << 26
+    )
 
 
 @pytest.fixture
@@ -82,7 +86,11 @@ def test_what_prompts_begin_with_alike_is_reused_from_the_third_on(name: str, on
     with engine_of(name, on) as engine:
         reused = [
             asked(engine, SYSTEM + end).trace.tokens_prefix
-            for end in ("Which ship came first?", "And who saw it come?", "Are there any more ships in the harbour?")
+            for end in (
+                "Which ship came first?",
+                "And who saw it come?",
+                "Are there any more ships in the harbour?",
+            )
         ]
         assert reused == [0, 0, len(SYSTEM)]
 
@@ -129,7 +137,10 @@ def test_no_tenant_finds_anothers_state(on: Settings) -> None:
     kind, options, _ = MODELS["qwen3-next"]
     model = kit.build(kind, options)
     salted = on.model_copy(update={"salt": "another"})
-    with Engine(on, model, tokenizer=kit.tokenizer()) as one, Engine(salted, model, tokenizer=kit.tokenizer()) as two:
+    with (
+        Engine(on, model, tokenizer=kit.tokenizer()) as one,
+        Engine(salted, model, tokenizer=kit.tokenizer()) as two,
+    ):
         asked(one, WHO)
         assert asked(two, WHO).trace.tokens_reused == 0
         assert asked(one, WHO).trace.tokens_reused == len(WHO) - 1
@@ -145,7 +156,9 @@ def test_what_is_forgotten_is_in_no_beginning(engine: Engine) -> None:
     asked(engine, "Something else, which is quite as long as that was.")
     engine.forget([said])
     assert asked(engine, WHO).trace.tokens_reused == 0
-    assert asked(engine, "Something else, which is quite as long as that was.").trace.tokens_reused > 0
+    assert (
+        asked(engine, "Something else, which is quite as long as that was.").trace.tokens_reused > 0
+    )
 
 
 def test_memory_is_bounded_and_what_was_used_longest_ago_goes_first() -> None:
@@ -185,10 +198,14 @@ def test_a_run_is_found_where_tokens_begin_alone() -> None:
     assert states.longest_prefix("a", [1 << 8, 1 << 16, 7, 9]) == (None, 0)
 
 
-words = st.sampled_from(["A harbour in which forty ships lie. ", "The keeper counts them at night. ", "Who? ", "x"])
+words = st.sampled_from(
+    ["A harbour in which forty ships lie. ", "The keeper counts them at night. ", "Who? ", "x"]
+)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     prompts=st.lists(st.lists(words, min_size=1, max_size=5).map("".join), min_size=2, max_size=6),
     nbytes=st.sampled_from([60_000, 200_000, 1 << 26]),
@@ -196,17 +213,29 @@ words = st.sampled_from(["A harbour in which forty ships lie. ", "The keeper cou
     threads=st.sampled_from([1, 3]),
 )
 def test_prompts_that_share_what_they_please_are_answered_as_by_full_prefill(
-    tmp_path_factory: pytest.TempPathFactory, prompts: list[str], nbytes: int, name: str, threads: int
+    tmp_path_factory: pytest.TempPathFactory,
+    prompts: list[str],
+    nbytes: int,
+    name: str,
+    threads: int,
 ) -> None:
     told = Settings(
-        store=tmp_path_factory.mktemp("store"), max_tokens=4, learn="off", dtype="float32", memory_bytes=nbytes
+        store=tmp_path_factory.mktemp("store"),
+        max_tokens=4,
+        learn="off",
+        dtype="float32",
+        memory_bytes=nbytes,
     )
     with engine_of(name, told) as engine:
         wanted = {prompt: engine.answer(prompt, Ask(reuse=False)).token_ids for prompt in prompts}
         wrong = list[str]()
 
         def work() -> None:
-            wrong.extend(each for each in [*prompts, *prompts] if engine.answer(each).token_ids != wanted[each])
+            wrong.extend(
+                each
+                for each in [*prompts, *prompts]
+                if engine.answer(each).token_ids != wanted[each]
+            )
 
         running = [threading.Thread(target=work) for _ in range(threads)]
         for each in running:

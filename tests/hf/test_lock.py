@@ -1,4 +1,6 @@
-"""The model's lock: one at a time, long and short steps in turns, and the same thread as often as it likes."""
+"""The model's lock: one at a time, long and short steps in turns, and the same thread as often as
+it likes.
+"""
 
 import threading
 import time

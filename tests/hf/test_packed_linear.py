@@ -1,4 +1,6 @@
-"""Packed weights: the same products, no second copy, and nobody who asks a layer for its weight is the wiser."""
+"""Packed weights: the same products, no second copy, and nobody who asks a layer for its weight is
+the wiser.
+"""
 
 from pathlib import Path
 
@@ -52,7 +54,9 @@ def fused(model: HFModel, ids: list[int], policy: str, ratio: float) -> Prefill:
 @packs
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 7), (2, 40), (1, 333), (1, 0)])
-def test_a_packed_layer_multiplies_as_exactly_as_the_plain_one(shape: tuple[int, int], bias: bool) -> None:
+def test_a_packed_layer_multiplies_as_exactly_as_the_plain_one(
+    shape: tuple[int, int], bias: bool
+) -> None:
     plain = linear(bias=bias)
     x = torch.randn(*shape, 96, dtype=torch.bfloat16)
     exact = x.double() @ plain.weight.double().T + (plain.bias.double() if bias else 0.0)
@@ -110,14 +114,22 @@ def test_a_packed_model_prefills_fuses_and_writes_as_before(family: str) -> None
 
 
 @packs
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not list what a process has mapped")
+@pytest.mark.skipif(
+    not Path("/proc/self/maps").exists(),
+    reason="this system does not list what a process has mapped",
+)
 def test_the_file_that_weights_came_from_is_let_go(tmp_path: Path) -> None:
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPE), dtype=torch.bfloat16).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**SHAPE), dtype=torch.bfloat16
+    ).save_pretrained(tmp_path)
     kit.tokenizer().save_pretrained(tmp_path)
     model = load_model(tmp_path, "bfloat16")
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert all(torch.equal(weight, model.model.state_dict()[name]) for name, weight in plain.state_dict().items())
+    assert all(
+        torch.equal(weight, model.model.state_dict()[name])
+        for name, weight in plain.state_dict().items()
+    )
 
 
 @packs
@@ -136,7 +148,9 @@ def test_decoder_layers_are_found_in_a_packed_model_among_other_lists_of_that_le
 def test_loaded_and_random_models_come_packed(varied_path: Path) -> None:
     for model in (load_model(varied_path, "bfloat16"), random_model(SHAPE, "bfloat16")):
         assert any(isinstance(module, PackedLinear) for module in model.model.modules())
-        assert not any(type(m) is nn.Linear for layer in decoder_layers(model.model) for m in layer.modules())
+        assert not any(
+            type(m) is nn.Linear for layer in decoder_layers(model.model) for m in layer.modules()
+        )
 
 
 def test_other_dtypes_and_devices_stay_as_they_are(varied_path: Path) -> None:

@@ -30,7 +30,10 @@ def test_penalties_are_those_of_the_slow_way(one, other, presence, frequency):
     for at in range(size + 1):  # as `generate` calls it: after the prompt, then after every token
         before = scores.clone()
         found = penalties(torch.tensor([[*PROMPT, *row[:at]] for row in rows]), scores)
-        wanted = [slow(line, row[:at], presence, frequency) for line, row in zip(scores.tolist(), rows, strict=True)]
+        wanted = [
+            slow(line, row[:at], presence, frequency)
+            for line, row in zip(scores.tolist(), rows, strict=True)
+        ]
         assert torch.allclose(found, torch.tensor(wanted), atol=1e-4)
         assert torch.equal(scores, before)
 

@@ -1,4 +1,6 @@
-"""A run is encoded at positions with gaps, and a prompt over such runs is what its own prefill there would be."""
+"""A run is encoded at positions with gaps, and a prompt over such runs is what its own prefill
+there would be.
+"""
 
 import pytest
 import torch
@@ -11,7 +13,14 @@ from tests.hf import kit
 from tests.hf.families import REFUSED
 
 EXACT = 5e-6
-ROTATED = ["llama", "gemma3-two-ropes", "glm-interleaved", "smollm3-some-nope", "deepseek-latent", "gpt-neox-partial"]
+ROTATED = [
+    "llama",
+    "gemma3-two-ropes",
+    "glm-interleaved",
+    "smollm3-some-nope",
+    "deepseek-latent",
+    "gpt-neox-partial",
+]
 UNMARKED = ["bloom-alibi", "falcon-alibi", "mpt-alibi"]
 FIXED = ["gpt2", "opt", "gpt-bigcode", "xglm", "gptj", "codegen", "hunyuan"]
 GAPPED = [*range(9), *range(20, 33), *range(40, 44)]
@@ -26,7 +35,9 @@ def own(name: str, ids: list[int], positions: list[int]) -> list[tuple[torch.Ten
     """The KV of the family's own forward at these positions."""
     model = kit.family(name).model
     with torch.no_grad():
-        out = model(input_ids=kit.tensor([ids]), position_ids=kit.tensor([positions]), use_cache=True)
+        out = model(
+            input_ids=kit.tensor([ids]), position_ids=kit.tensor([positions]), use_cache=True
+        )
     return [(layer.keys[0], layer.values[0]) for layer in out.past_key_values.layers]
 
 
@@ -40,7 +51,9 @@ def test_biases_count_keys_so_that_gaps_are_closed(name: str) -> None:
     assert generate(model, full, options) == generate(model, plain, options)
 
 
-@pytest.mark.parametrize("name", [name for name in (*ROTATED, *UNMARKED) if name != "gemma3-two-ropes"])
+@pytest.mark.parametrize(
+    "name", [name for name in (*ROTATED, *UNMARKED) if name != "gemma3-two-ropes"]
+)
 def test_what_follows_is_predicted_behind_the_last_position(name: str) -> None:
     model, ids = kit.family(name), kit.ids(len(GAPPED))
     follow = model.score_continuation(model.full_prefill(ids, torch.tensor(at(3))), [5, 9, 2])
@@ -54,7 +67,10 @@ def test_a_run_with_gaps_equals_the_models_own_forward_there(name: str) -> None:
     encoded = model.encode_at(ids, at(7))
     windowed = any(window is not None for window in model.profile.windows)
     assert windowed or kit.worst(kit.copied(encoded), own(name, ids, at(7))) < EXACT
-    assert kit.worst(kit.copied(encoded), kit.copied(model.encode_at(ids, range(7, 7 + len(ids))))) > 1e-4
+    assert (
+        kit.worst(kit.copied(encoded), kit.copied(model.encode_at(ids, range(7, 7 + len(ids)))))
+        > 1e-4
+    )
     for layer in encoded.layers:
         assert layer.keys.untyped_storage().nbytes() == layer.keys.nbytes
 
@@ -62,19 +78,25 @@ def test_a_run_with_gaps_equals_the_models_own_forward_there(name: str) -> None:
 @pytest.mark.parametrize("name", [*ROTATED, *UNMARKED, *FIXED])
 def test_a_run_without_gaps_is_encoded_as_ever(name: str) -> None:
     model, ids = kit.family(name), kit.ids(20)
-    pairs = zip(kit.copied(model.encode_at(ids, range(20))), kit.copied(model.encode(ids)), strict=True)
+    pairs = zip(
+        kit.copied(model.encode_at(ids, range(20))), kit.copied(model.encode(ids)), strict=True
+    )
     assert all(torch.equal(a, b) for one, other in pairs for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("name", [*ROTATED, *UNMARKED, *FIXED])
 def test_a_prompt_from_one_run_with_gaps_equals_its_full_prefill(name: str) -> None:
-    """Encoded from 0 on and turned to where it stands; where nothing can be turned, encoded there."""
+    """Encoded from 0 on and turned to where it stands; where nothing can be turned, encoded
+    there.
+    """
     model, ids, start = kit.family(name), kit.ids(len(GAPPED) + 3), 11
     positions = torch.tensor([*at(start), 60, 61, 62])
     n_run = len(GAPPED)
     kv = model.encode_at(ids[:n_run], at(start if model.profile.fixed else 0))
     turn = 0 if model.profile.fixed else start
-    fused = model.fuse(ids, positions, [CachedRun(0, 0, n_run, turn, blend=False)], KVSource([kv]), "none", 0.0)
+    fused = model.fuse(
+        ids, positions, [CachedRun(0, 0, n_run, turn, blend=False)], KVSource([kv]), "none", 0.0
+    )
     full = model.full_prefill(ids, positions)
     assert kit.off(fused.logits, full.logits) < EXACT
     assert kit.worst(kit.states(fused), kit.states(full)) < EXACT

@@ -1,4 +1,6 @@
-"""16-bit weights: the same promises within their rounding; routers that send a token elsewhere are no refusal."""
+"""16-bit weights: the same promises within their rounding; routers that send a token elsewhere are
+no refusal.
+"""
 
 import pytest
 import torch
@@ -15,7 +17,14 @@ BOUNDS = {torch.bfloat16: 6e-2, torch.float16: 1e-2}
 dtypes = pytest.mark.parametrize("dtype", BOUNDS)
 families = pytest.mark.parametrize(
     "name",
-    ["llama", "gpt-oss-sinks-window", "gemma2-softcap-window", "falcon-alibi", "glm-interleaved", "mistral-window"],
+    [
+        "llama",
+        "gpt-oss-sinks-window",
+        "gemma2-softcap-window",
+        "falcon-alibi",
+        "glm-interleaved",
+        "mistral-window",
+    ],
 )
 
 
@@ -37,7 +46,9 @@ def test_both_ends_are_right_within_rounding(name: str, dtype: torch.dtype) -> N
 
 def test_keys_that_are_mostly_a_constant_bias_are_moved_all_the_same() -> None:
     dtype = torch.bfloat16
-    built = kit.build("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, dtype=dtype)
+    built = kit.build(
+        "qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, dtype=dtype
+    )
     with torch.no_grad():
         for layer in built.model.layers[1::2]:
             bias = layer.self_attn.k_proj.bias.view(2, -1)
@@ -45,9 +56,13 @@ def test_keys_that_are_mostly_a_constant_bias_are_moved_all_the_same() -> None:
     model, scene = HFModel(built, kit.tokenizer()), kit.usual()
     tokens = probe.probe_tokens(VOCABULARY, probe.RUN_TOKENS, model.device)
     near = torch.arange(probe.RUN_TOKENS)
-    pairs = zip(*(probe.plain_kv(built, tokens, near + delta) for delta in (0, probe.DELTA)), strict=True)
+    pairs = zip(
+        *(probe.plain_kv(built, tokens, near + delta) for delta in (0, probe.DELTA)), strict=True
+    )
     changes = [typical(a.keys, b.keys) for a, b in pairs]
-    assert max(changes[1::2]) < probe.tolerance_of(dtype, model.n_layers)  # what moving does passes for rounding
+    assert max(changes[1::2]) < probe.tolerance_of(
+        dtype, model.n_layers
+    )  # what moving does passes for rounding
     assert all(layout is not None for layout in model.profile.rope)
     fused = kit.fuse(model, scene, "none", 0.0)
     logits, states = reference.prefill_by_hand(model.model, scene.by_hand, scene.positions.tolist())
@@ -58,7 +73,9 @@ def test_keys_that_are_mostly_a_constant_bias_are_moved_all_the_same() -> None:
 
 @dtypes
 def test_layers_without_positions_are_not_moved(dtype: torch.dtype) -> None:
-    of_dtype, exact = (kit.family("smollm3-some-nope", each).profile.rope for each in (dtype, torch.float32))
+    of_dtype, exact = (
+        kit.family("smollm3-some-nope", each).profile.rope for each in (dtype, torch.float32)
+    )
     assert [layout is None for layout in of_dtype] == [layout is None for layout in exact]
     assert {layout is None for layout in exact} == {True, False}
 
@@ -82,9 +99,14 @@ def test_an_answer_is_written_in_low_precision(dtype: torch.dtype) -> None:
         ("jetmoe", torch.float16),
     ],
 )
-def test_experts_are_not_refused_for_a_token_that_went_elsewhere(name: str, dtype: torch.dtype) -> None:
+def test_experts_are_not_refused_for_a_token_that_went_elsewhere(
+    name: str, dtype: torch.dtype
+) -> None:
     model, scene = kit.family(name, dtype), kit.usual()
     assert model.profile.refusal == ""
     fused, full = kit.fuse(model, scene, "hkvd", 1.0), model.full_prefill(scene.token_ids)
     pairs = zip(kit.states(fused), kit.states(full), strict=True)
-    assert max(typical(a, b) for mine, own in pairs for a, b in zip(mine, own, strict=True)) < BOUNDS[dtype]
+    assert (
+        max(typical(a, b) for mine, own in pairs for a, b in zip(mine, own, strict=True))
+        < BOUNDS[dtype]
+    )

@@ -12,14 +12,19 @@ RUNS = ([5, 6, 7, 8, 9, 10, 11], [40, 3, 77])
 
 
 def projected(model, runs) -> list[torch.Tensor]:
-    """Sums over tokens of squared outputs of q_proj, [Hq * D] a layer: rotation, which is later, keeps a pair's."""
+    """Sums over tokens of squared outputs of q_proj, [Hq * D] a layer: rotation, which is later,
+    keeps a pair's.
+    """
     sums = {}
 
     def note(at):
-        return lambda module, args, out: sums.__setitem__(at, sums.get(at, 0) + out[0].double().square().sum(0))
+        return lambda module, args, out: sums.__setitem__(
+            at, sums.get(at, 0) + out[0].double().square().sum(0)
+        )
 
     handles = [
-        layer.self_attn.q_proj.register_forward_hook(note(at)) for at, layer in enumerate(model.model.model.layers)
+        layer.self_attn.q_proj.register_forward_hook(note(at))
+        for at, layer in enumerate(model.model.model.layers)
     ]
     for run in runs:
         with torch.no_grad():
@@ -38,7 +43,9 @@ def test_sizes_are_what_the_projections_give_head_by_head(name):
         heads, dim = size.shape
         by_head = power.view(heads, -1, dim).mean(1) / sum(map(len, RUNS))
         pairs = by_head.view(heads, 2, dim // 2).sum(1)
-        assert torch.allclose(size.double().square().view(heads, 2, dim // 2).sum(1).cpu(), pairs.cpu(), rtol=1e-4)
+        assert torch.allclose(
+            size.double().square().view(heads, 2, dim // 2).sum(1).cpu(), pairs.cpu(), rtol=1e-4
+        )
 
 
 def test_the_model_is_left_as_it_was():

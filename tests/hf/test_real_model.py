@@ -1,4 +1,6 @@
-"""The same on real weights: a trained model's sharper attention, its tokenizer, its chat template."""
+"""The same on real weights: a trained model's sharper attention, its tokenizer, its chat
+template.
+"""
 
 from pathlib import Path
 
@@ -33,13 +35,19 @@ def prompt(model: HFModel) -> tuple[list[int], list[CachedRun], KVSource]:
     parts = [model.tokens(HEAD, special=True), *(model.tokens(text) for text in PASSAGES)]
     starts = [sum(len(part) for part in parts[:index]) for index in range(len(parts))]
     spans = zip(starts, parts, strict=True)
-    runs = [CachedRun(index, lo, lo + len(part), lo, blend=index > 0) for index, (lo, part) in enumerate(spans)]
+    runs = [
+        CachedRun(index, lo, lo + len(part), lo, blend=index > 0)
+        for index, (lo, part) in enumerate(spans)
+    ]
     ids = [token for part in [*parts, model.tokens(TAIL, special=True)] for token in part]
     return ids, runs, KVSource([model.encode(part) for part in parts])
 
 
 def fused(
-    model: HFModel, prompt: tuple[list[int], list[CachedRun], KVSource], policy: str = "hkvd", ratio: float = 1.0
+    model: HFModel,
+    prompt: tuple[list[int], list[CachedRun], KVSource],
+    policy: str = "hkvd",
+    ratio: float = 1.0,
 ):
     ids, runs, source = prompt
     return model.fuse(ids, torch.arange(len(ids)), runs, source, policy, ratio)
@@ -52,19 +60,29 @@ def test_it_passes_its_verification(model: HFModel) -> None:
 
 @pytest.mark.parametrize(
     "what",
-    ["a row does not see itself", "stored keys stand one position too far", "stored values are scaled by a tenth"],
+    [
+        "a row does not see itself",
+        "stored keys stand one position too far",
+        "stored values are scaled by a tenth",
+    ],
 )
 def test_what_is_hard_to_see_is_noticed(model: HFModel, what: str) -> None:
     with BREAKS[what](model) as broken:
         assert not verify(broken).passed
 
 
-@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True}], ids=["greedy", "sampled"])
-def test_ratio_one_writes_what_transformers_writes(model: HFModel, prompt, options: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"do_sample": False}, {"do_sample": True}], ids=["greedy", "sampled"]
+)
+def test_ratio_one_writes_what_transformers_writes(
+    model: HFModel, prompt, options: dict[str, object]
+) -> None:
     """In bfloat16 near-equal logits may swap by a rounding, so there the first tokens count."""
     ids, options = prompt[0], {"max_new_tokens": 24, **options}
     torch.manual_seed(3)
-    wanted = model.model.generate(torch.tensor([ids], device=model.device), **options)[0, len(ids) :].tolist()
+    wanted = model.model.generate(torch.tensor([ids], device=model.device), **options)[
+        0, len(ids) :
+    ].tolist()
     found = generate(model, fused(model, prompt), options, seed=3)
     count = None if model.dtype == torch.float32 else 3
     assert found[:count] == wanted[:count]
@@ -75,8 +93,13 @@ def test_ratio_one_writes_what_transformers_writes(model: HFModel, prompt, optio
 def test_two_prompts_are_answered_together(model: HFModel, prompt) -> None:
     ids, options = prompt[0], {"max_new_tokens": 16, "do_sample": False}
     short = ids[-len(model.tokens(TAIL, special=True)) :]
-    alone = [generate(model, each, options) for each in (model.full_prefill(short), fused(model, prompt))]
-    asked = [(model.full_prefill(short), {"options": options}), (fused(model, prompt), {"options": options})]
+    alone = [
+        generate(model, each, options) for each in (model.full_prefill(short), fused(model, prompt))
+    ]
+    asked = [
+        (model.full_prefill(short), {"options": options}),
+        (fused(model, prompt), {"options": options}),
+    ]
     together = kit.together(model, asked)
     ends = model.model.generation_config.eos_token_id
     for one, other in zip(alone, together, strict=True):
@@ -86,7 +109,9 @@ def test_two_prompts_are_answered_together(model: HFModel, prompt) -> None:
 
 
 @pytest.mark.parametrize("policy", ["hkvd", "hkvd-flat", "query-gradual", "hybrid"])
-def test_fifteen_percent_come_nearer_to_full_prefill_than_reuse(model: HFModel, prompt, policy: str) -> None:
+def test_fifteen_percent_come_nearer_to_full_prefill_than_reuse(
+    model: HFModel, prompt, policy: str
+) -> None:
     full = model.full_prefill(prompt[0]).logits.float().log_softmax(-1)
 
     def divergence(policy: str, ratio: float) -> float:

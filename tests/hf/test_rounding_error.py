@@ -25,7 +25,9 @@ def log_words(model, layers) -> torch.Tensor:
     for at, layer in enumerate(layers):
         cache.update(layer.keys[None].clone(), layer.values[None].clone(), at)
     with torch.no_grad():
-        out = model.model(input_ids=kit.tensor([FOLLOW[:-1]]), past_key_values=cache, use_cache=True)
+        out = model.model(
+            input_ids=kit.tensor([FOLLOW[:-1]]), past_key_values=cache, use_cache=True
+        )
     return torch.log_softmax(out.logits[0].double(), -1)
 
 
@@ -65,7 +67,9 @@ def test_what_changes_nothing_costs_nothing_and_without_words_nothing_is_known()
 
 def test_costs_that_are_no_numbers_are_none():
     def lost(kv: ChunkKV) -> ChunkKV:
-        return ChunkKV(tuple(LayerKV(layer.keys, layer.values * float("nan")) for layer in kv.layers))
+        return ChunkKV(
+            tuple(LayerKV(layer.keys, layer.values * float("nan")) for layer in kv.layers)
+        )
 
     assert rounding_costs(family("llama"), BEFORE, FOLLOW, lost) == ()
 

@@ -1,4 +1,6 @@
-"""Samples from a seed for one thread, the same that torch's own state would give, and nobody else's."""
+"""Samples from a seed for one thread, the same that torch's own state would give, and nobody
+else's.
+"""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +40,9 @@ def in_a_thread(draw: Callable[[], Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("way", [in_a_thread, undrawn])
-def test_other_threads_and_what_is_said_to_draw_nothing_go_past_it(way: Callable[..., Tensor]) -> None:
+def test_other_threads_and_what_is_said_to_draw_nothing_go_past_it(
+    way: Callable[..., Tensor],
+) -> None:
     wanted, first = drawn_after(8), drawn_after(3)
     torch.manual_seed(8)
     with seeded(3):

@@ -27,7 +27,8 @@ def prompts(model: HFModel, count: int = 4) -> list[Prefill]:
     source, made = kit.source(model, first), []
     for seed in range(count):
         parts = [
-            (tuple(kit.ids(len(part), seed)), kind) if kind == "fresh" else (part, kind) for part, kind in first.parts
+            (tuple(kit.ids(len(part), seed)), kind) if kind == "fresh" else (part, kind)
+            for part, kind in first.parts
         ]
         made.append(kit.fuse(model, replace(first, parts=tuple(parts)), "none", 0.0, source))
     return made
@@ -45,7 +46,11 @@ def held(prefills: list[Prefill]) -> int:
     places = {}
     for prefill in prefills:
         for layer in prefill.cache.layers:
-            for states in (layer.keys, layer.values, *(part for each in layer.common for part in each.kv)):
+            for states in (
+                layer.keys,
+                layer.values,
+                *(part for each in layer.common for part in each.kv),
+            ):
                 places[states.untyped_storage().data_ptr()] = states.untyped_storage().nbytes()
     return sum(places.values())
 
@@ -72,26 +77,39 @@ def test_what_nobody_holds_any_more_is_gone(model: HFModel) -> None:
 
 def test_all_rows_are_where_they_were(model: HFModel) -> None:
     each = prompts(model)
-    before = [[(layer.keys.clone(), layer.values.clone()) for layer in prefill.kv.layers] for prefill in each]
+    before = [
+        [(layer.keys.clone(), layer.values.clone()) for layer in prefill.kv.layers]
+        for prefill in each
+    ]
     share(model, each)
     for prefill, wanted in zip(each, before, strict=True):
         for copy in (prefill, prefill.copy()):
             found = [(layer.keys, layer.values) for layer in copy.kv.layers]
             assert all(
-                torch.equal(a, b) for pair in zip(found, wanted, strict=True) for a, b in zip(*pair, strict=True)
+                torch.equal(a, b)
+                for pair in zip(found, wanted, strict=True)
+                for a, b in zip(*pair, strict=True)
             )
     assert all(any(layer.common for layer in prefill.cache.layers) for prefill in each)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3-two-ropes", "gpt-oss-sinks-window", "gemma2-softcap-window"])
-def test_every_answer_has_the_logits_that_it_has_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3-two-ropes", "gpt-oss-sinks-window", "gemma2-softcap-window"]
+)
+def test_every_answer_has_the_logits_that_it_has_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = kit.family(name)
     monkeypatch.setattr(model.batcher, "patience_s", WAIT_S)
     alone, beside = [[Noting() for _ in range(4)] for _ in range(2)]
     options = [
-        [{**GREEDY, "logits_processor": LogitsProcessorList([note])} for note in notes] for notes in (alone, beside)
+        [{**GREEDY, "logits_processor": LogitsProcessorList([note])} for note in notes]
+        for notes in (alone, beside)
     ]
-    wanted = [generate(model, prefill, way) for prefill, way in zip(prompts(model), options[0], strict=True)]
+    wanted = [
+        generate(model, prefill, way)
+        for prefill, way in zip(prompts(model), options[0], strict=True)
+    ]
     each = prompts(model)
     common = share(model, each)
     assert len(common) == 2
@@ -105,7 +123,9 @@ def test_every_answer_has_the_logits_that_it_has_alone(name: str, monkeypatch: p
 def test_who_goes_on_alone_beside_others_or_last_says_the_same(model: HFModel) -> None:
     """Some end sooner, one goes on when nobody is left."""
     ways = [GREEDY, {**GREEDY, "max_new_tokens": 3}, GREEDY, {**GREEDY, "max_new_tokens": 14}]
-    wanted = [generate(model, prefill, way) for prefill, way in zip(prompts(model), ways, strict=True)]
+    wanted = [
+        generate(model, prefill, way) for prefill, way in zip(prompts(model), ways, strict=True)
+    ]
     each = prompts(model)
     share(model, each)
     asked = [(prefill, {"options": way}) for prefill, way in zip(each, ways, strict=True)]
@@ -125,7 +145,11 @@ def test_a_row_that_was_taken_back_is_there_once_it_is_revealed(model: HFModel) 
         layer.gather()
     prefill.cache.length += 1
     after = [(layer.keys, layer.values) for layer in prefill.kv.layers]
-    assert all(torch.equal(a, b) for one, two in zip(before, after, strict=True) for a, b in zip(one, two, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for one, two in zip(before, after, strict=True)
+        for a, b in zip(one, two, strict=True)
+    )
 
 
 def test_a_stretch_that_reaches_the_last_row_leaves_it(model: HFModel) -> None:
@@ -141,7 +165,9 @@ def test_a_stretch_that_reaches_the_last_row_leaves_it(model: HFModel) -> None:
 def test_what_is_short_stays_where_it_is(model: HFModel) -> None:
     prefill = model.full_prefill(kit.ids(90))
     common = SharedKV()
-    common.share(prefill.cache, [SharedSpan(3, 3 + MIN_SHARED_ROWS - 1, "short")], [None] * model.n_layers)
+    common.share(
+        prefill.cache, [SharedSpan(3, 3 + MIN_SHARED_ROWS - 1, "short")], [None] * model.n_layers
+    )
     assert len(common) == 0
     assert not any(layer.common for layer in prefill.cache.layers)
 
@@ -152,4 +178,6 @@ def test_layers_that_see_a_window_alone_keep_their_rows(monkeypatch: pytest.Monk
     share(model, each)
     windows = model.profile.windows
     assert {bool(window) for window in windows} == {True, False}
-    assert [bool(layer.common) for layer in each[0].cache.layers] == [window is None for window in windows]
+    assert [bool(layer.common) for layer in each[0].cache.layers] == [
+        window is None for window in windows
+    ]

@@ -1,4 +1,6 @@
-"""What is said while it is written is, joined, what is read at the end; stop strings are met in it alone."""
+"""What is said while it is written is, joined, what is read at the end; stop strings are met in it
+alone.
+"""
 
 import threading
 
@@ -23,7 +25,11 @@ LETTERS = " \n\t.,'néß漢🙂a"
 
 def made(tokenizer: Tokenizer, **more: object) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", extra_special_tokens=["<|end|>"], **more
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="</s>",
+        extra_special_tokens=["<|end|>"],
+        **more,
     )
 
 
@@ -37,11 +43,30 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 def byte_fallback() -> PreTrainedTokenizerFast:
     """As Llama 2 has it: the first space is taken off, bytes stand for what is no word."""
-    words = [*SPECIAL, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcnst", "▁a", "▁stop"]
-    core = Tokenizer(models.BPE({word: id for id, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True))
-    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    words = [
+        *SPECIAL,
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *"abcnst",
+        "▁a",
+        "▁stop",
+    ]
+    core = Tokenizer(
+        models.BPE(
+            {word: id for id, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True
+        )
+    )
+    core.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     core.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return made(core, unk_token="<unk>")
 
@@ -55,14 +80,19 @@ def word_piece(cleans: bool = False) -> PreTrainedTokenizerFast:
         "do",
         "n't",
     ]
-    core = Tokenizer(models.WordPiece({word: id for id, word in enumerate(words)}, unk_token="[UNK]"))
+    core = Tokenizer(
+        models.WordPiece({word: id for id, word in enumerate(words)}, unk_token="[UNK]")
+    )
     core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     core.decoder = decoders.WordPiece(cleanup=False)
     return made(core, unk_token="[UNK]", clean_up_tokenization_spaces=cleans)
 
 
 def metaspace() -> PreTrainedTokenizerFast:
-    words = [(word, -float(at)) for at, word in enumerate([*SPECIAL, "<unk>", "▁", *"abcnst", "▁a", "▁stop", "é"])]
+    words = [
+        (word, -float(at))
+        for at, word in enumerate([*SPECIAL, "<unk>", "▁", *"abcnst", "▁a", "▁stop", "é"])
+    ]
     core = Tokenizer(models.Unigram(words, unk_id=4))
     core.pre_tokenizer = pre_tokenizers.Metaspace()
     core.decoder = decoders.Metaspace()
@@ -173,11 +203,18 @@ class Until:
 
 def test_an_answer_ends_where_its_own_text_says_so_or_nobody_hears_it(words):
     """A stop string that begins in the prompt is none."""
-    prompt, answer = (words(text, add_special_tokens=False).input_ids for text in ("assistant\n", "Obs now"))
+    prompt, answer = (
+        words(text, add_special_tokens=False).input_ids for text in ("assistant\n", "Obs now")
+    )
     gone, ends = threading.Event(), []
     for stops in (["\nObs", "assistant"], ["now"]):
         stop = Follower(Until(words, stops), ends=[gone])
-        ends.append([bool(stop(torch.tensor([[*prompt, *answer[: at + 1]]]), None)) for at in range(len(answer))])
+        ends.append(
+            [
+                bool(stop(torch.tensor([[*prompt, *answer[: at + 1]]]), None))
+                for at in range(len(answer))
+            ]
+        )
     assert ends == [[False] * len(answer), [False] * (len(answer) - 1) + [True]]
     gone.set()
     assert Follower(Until(words, []), ends=[gone])(torch.tensor([prompt]), None)
@@ -203,7 +240,11 @@ def test_a_stop_string_is_met_with_the_token_that_makes_it_whole(kind, text, dat
 def test_a_stop_string_that_is_a_special_token_is_met_and_no_text():
     words = byte_level()
     spelling, hidden = Detokenizer.of(words, ["<|end|>"]), Detokenizer.of(words)
-    ids = [*words("ab", add_special_tokens=False).input_ids, 3, *words("c", add_special_tokens=False).input_ids]
+    ids = [
+        *words("ab", add_special_tokens=False).input_ids,
+        3,
+        *words("c", add_special_tokens=False).input_ids,
+    ]
     assert spelling.add(ids) == "ab<|end|>c"
     assert spelling.visible(0, len(spelling.text)) == hidden.add(ids) == "abc"
     watch = Until(words, ["<|end|>"])

@@ -16,7 +16,13 @@ def work(model: HFModel, seed: int) -> tuple[object, ...]:
     """Encode, fuse and answer; the job differs by seed."""
     scene = kit.usual(seed)
     kv = kit.source(model, scene)
-    policy, ratio = [("hkvd", 0.3), ("none", 0.0), ("query-gradual", 0.2), ("lexical", 0.5), ("hkvd", 1.0)][seed % 5]
+    policy, ratio = [
+        ("hkvd", 0.3),
+        ("none", 0.0),
+        ("query-gradual", 0.2),
+        ("lexical", 0.5),
+        ("hkvd", 1.0),
+    ][seed % 5]
     greedy = generate(model, kit.fuse(model, scene, policy, ratio, kv), GREEDY)
     full = generate(model, model.full_prefill(scene.token_ids), GREEDY)
     sampled = generate(model, kit.fuse(model, scene, policy, ratio, kv), SAMPLED, seed=seed)

@@ -1,4 +1,6 @@
-"""Texts as ids: whole ones as the tokenizer has them, and what is no control token in them as text."""
+"""Texts as ids: whole ones as the tokenizer has them, and what is no control token in them
+as text.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def test_ids_that_a_model_wrote_stand_in_place_of_their_text():
 
 
 @pytest.mark.parametrize(("lo", "hi", "letters"), [(8, 13, "green"), (7, 13, "\u0120grean")])
-def test_ids_that_are_no_whole_tokens_of_the_text_or_read_otherwise_are_left_out(lo: int, hi: int, letters: str):
+def test_ids_that_are_no_whole_tokens_of_the_text_or_read_otherwise_are_left_out(
+    lo: int, hi: int, letters: str
+):
     encoder, words = encoder_of("byte-level")
     text, given = "<s>user green door</s>", tuple(words.convert_tokens_to_ids([*letters]))
     assert encoder.read(text, given=[(lo, hi, given)]) == encoder.read(text)

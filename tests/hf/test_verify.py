@@ -1,4 +1,6 @@
-"""`verify` passes what is right on every kind of model, and notices whatever is broken on purpose."""
+"""`verify` passes what is right on every kind of model, and notices whatever is broken on
+purpose.
+"""
 
 import json
 
@@ -58,11 +60,15 @@ def test_what_is_broken_is_noticed(what: str, dtype: torch.dtype) -> None:
 def test_a_wrong_window_is_noticed(what: str) -> None:
     with WINDOW_BREAKS[what](kit.family("mistral-window", torch.bfloat16)) as broken:
         verdict = verify(broken)
-    assert "prompt longer than the sliding window" in [check.name for check in verdict.checks if not check.passed]
+    assert "prompt longer than the sliding window" in [
+        check.name for check in verdict.checks if not check.passed
+    ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["a row sees the key after it", "stored keys stand one position too far"])
+@pytest.mark.parametrize(
+    "what", ["a row sees the key after it", "stored keys stand one position too far"]
+)
 def test_experts_hide_no_break(what: str) -> None:
     with BREAKS[what](kit.family("mixtral", torch.bfloat16)) as broken:
         assert not verify(broken).passed
@@ -85,7 +91,9 @@ def test_a_refused_model_has_its_reason_as_the_only_check() -> None:
     model = kit.family("gpt2")
     verdict = verify(model)
     assert not verdict.passed
-    assert [(check.name, check.passed) for check in verdict.checks] == [(model.profile.refusal, False)]
+    assert [(check.name, check.passed) for check in verdict.checks] == [
+        (model.profile.refusal, False)
+    ]
 
 
 def test_a_verdict_is_plain_json() -> None:
@@ -108,6 +116,14 @@ def test_a_verdict_is_plain_json() -> None:
 
 
 def test_bounds_grow_with_depth_length_and_coarseness() -> None:
-    assert bound_of(torch.float32, 4, 100) < bound_of(torch.float32, 40, 100) < bound_of(torch.float32, 40, 10_000)
-    assert bound_of(torch.float32, 80, 10_000) < bound_of(torch.float16, 80, 100) < bound_of(torch.bfloat16, 80, 100)
+    assert (
+        bound_of(torch.float32, 4, 100)
+        < bound_of(torch.float32, 40, 100)
+        < bound_of(torch.float32, 40, 10_000)
+    )
+    assert (
+        bound_of(torch.float32, 80, 10_000)
+        < bound_of(torch.float16, 80, 100)
+        < bound_of(torch.bfloat16, 80, 100)
+    )
     assert bound_of(torch.bfloat16, 80, 1000) < 0.25

@@ -1,7 +1,9 @@
-"""Streams in virtual time: the product's own decisions, over lines of any length, with no waiting and no chance.
+"""Streams in virtual time: the product's own decisions, over lines of any length, with no waiting
+and no chance.
 
-A `Replayed` stream is a `Stream` but for its reads, which a simulated line carries, and for decoding, which is left
-out. All reads that are under way share the line evenly. Nothing is computed: what that would take is added.
+A `Replayed` stream is a `Stream` but for its reads, which a simulated line carries, and for
+decoding, which is left out. All reads that are under way share the line evenly. Nothing is
+computed: what that would take is added.
 """
 
 from __future__ import annotations
@@ -23,9 +25,13 @@ from ragfuse.types.plan import Fetch
 LAYERS, PIECES, TOKENS = 30, 6, 1020
 INT8 = 72_839_570
 OVER_INT8 = {"int8": 1.0, "cg1": 0.428, "cg2": 0.273, "cg3": 0.231, "cg4": 0.175}
-"""Bytes of a context of 6,100 tokens in 8 bits, and shares of these by level: docs/benchmarks/stream.json."""
+"""Bytes of a context of 6,100 tokens in 8 bits, and shares of these by level:
+docs/benchmarks/stream.json.
+"""
 TEXT_S, BASE_S, ROUND_TRIP_S = 79.6, 0.93, 0.004
-"""Seconds to prefill such a context on the machine of that run, and to compute a prompt whose KV is all there."""
+"""Seconds to prefill such a context on the machine of that run, and to compute a prompt whose KV is
+all there.
+"""
 SCALE = Scale(INT8, TEXT_S)
 
 
@@ -49,7 +55,9 @@ class Flow:
 
 
 class SharedLine:
-    """Goes by a course: with `rates`, as `bench.stream` does, at that of the piece whose read began last."""
+    """Goes by a course: with `rates`, as `bench.stream` does, at that of the piece whose read began
+    last.
+    """
 
     def __init__(self, course: Course, time: Time) -> None:
         self._course, self._time, self._trace, self._began = course, time, course.first, 0.0
@@ -67,7 +75,9 @@ class SharedLine:
         """Let time go on until a flow is over, or until then; whether it is."""
         while not flow.is_over and self._time.now < until:
             at = self._time.now - self._began
-            change = next((self._began + step for step, _ in self._trace.steps if step > at + 1e-9), inf)
+            change = next(
+                (self._began + step for step, _ in self._trace.steps if step > at + 1e-9), inf
+            )
             each = self._trace.rate(at + 1e-9) / len(self._flows)
             least = min(self._flows, key=lambda one: one.left)
             end = min(until, change, self._time.now + least.left / each if each else inf)
@@ -127,13 +137,16 @@ class Replayed(Stream):
         return []
 
 
-def replayed(course: Course, deadline_s: float, level: str | None = None, longer: float = 1.0) -> tuple[float, Stream]:
+def replayed(
+    course: Course, deadline_s: float, level: str | None = None, longer: float = 1.0
+) -> tuple[float, Stream]:
     """Return the seconds to the first token, and the stream.
 
     Args:
         course: What the line carries.
         deadline_s: Seconds to the first token.
-        level: The only level that is stored, where pieces cannot be recomputed; None: all levels, and text.
+        level: The only level that is stored, where pieces cannot be recomputed; None: all levels,
+            and text.
         longer: How many times as long as predicted computing takes.
     """
     time, text_s = Time(), TEXT_S / PIECES
@@ -141,7 +154,15 @@ def replayed(course: Course, deadline_s: float, level: str | None = None, longer
     stored = sizes if level is None else {level: sizes[level]}
     parts = list[StreamPart]()
     for at in range(PIECES):
-        fetch = Fetch(at, ChunkKey("model", str(at)), "line", "int8", sizes["int8"], TOKENS, tuple(stored.items()))
+        fetch = Fetch(
+            at,
+            ChunkKey("model", str(at)),
+            "line",
+            "int8",
+            sizes["int8"],
+            TOKENS,
+            tuple(stored.items()),
+        )
         parts.append(StreamPart(fetch, (at,), TOKENS, text_s if level is None else None))
     terms = Terms(0.0, deadline_s, BASE_S, TOKENS)
     with Replayed(SharedLine(course, time), time, parts, terms) as stream:

@@ -37,7 +37,9 @@ def test_no_noise_makes_a_weight_that_is_no_number_or_below_zero(rows):
 @pytest.mark.parametrize("table", [[(1, 5e-324)], [(5e-324, 0.0)], [(1e-310, 1.0), (0.0, 1.0)]])
 def test_a_column_of_hardly_anything_and_a_clock_that_stood_still_break_no_fit(table):
     for seconds in (0.0, 5e-324, 1.0):
-        assert all(isfinite(weight) and weight >= 0 for weight in fitted(table, [seconds] * len(table)))
+        assert all(
+            isfinite(weight) and weight >= 0 for weight in fitted(table, [seconds] * len(table))
+        )
 
 
 def test_a_known_prefill_curve_is_found_again():
@@ -52,11 +54,21 @@ def test_known_fused_prefills_are_foretold_also_where_none_was_measured():
             Blend(cost_of(policy), size, question, size - question - size // 6, ratio)
             for size in sizes
             for question in (16, 96)
-            for policy, ratio in (("none", 0.0), ("lego", 0.3), ("hkvd", 0.1), ("hkvd", 0.4), ("query", 0.2))
+            for policy, ratio in (
+                ("none", 0.0),
+                ("lego", 0.3),
+                ("hkvd", 0.1),
+                ("hkvd", 0.4),
+                ("query", 0.2),
+            )
         ]
 
     timed, known = points((384, 1024, 3072)), machine()
-    weights = fitted([blend.features(LAYERS) for blend in timed], [known.fused_s(blend) for blend in timed])
+    weights = fitted(
+        [blend.features(LAYERS) for blend in timed], [known.fused_s(blend) for blend in timed]
+    )
     for blend in points((600, 2048, 4000)):
-        foretold = sum(weight * times for weight, times in zip(weights, blend.features(LAYERS), strict=True))
+        foretold = sum(
+            weight * times for weight, times in zip(weights, blend.features(LAYERS), strict=True)
+        )
         assert foretold == pytest.approx(known.fused_s(blend), rel=0.01)

@@ -1,4 +1,6 @@
-"""Layers of cached chunks, in memory and ahead from disk: in order, never hanging, no thread left behind."""
+"""Layers of cached chunks, in memory and ahead from disk: in order, never hanging, no thread left
+behind.
+"""
 
 import threading
 import time
@@ -30,7 +32,9 @@ def store(tmp_path) -> Iterator[KVStore]:
 def fetches(*tiers: str, a_read: int = 1) -> list[Fetch]:
     """Chunks of which at most `a_read` layers fit into one read."""
     nbytes = STEP_NBYTES * LAYERS // a_read
-    return [Fetch(2 * number, key(number), tier, "raw", nbytes) for number, tier in enumerate(tiers)]
+    return [
+        Fetch(2 * number, key(number), tier, "raw", nbytes) for number, tier in enumerate(tiers)
+    ]
 
 
 def loading() -> list[threading.Thread]:
@@ -57,7 +61,9 @@ def test_every_layer_of_every_segment_comes_in_order(store, tiers, a_read):
         for layer in range(LAYERS):
             found = reader.read(layer)
             assert set(found) == {0, 2, 4}
-            assert all(same(found[2 * number], chunk.layers[layer]) for number, chunk in enumerate(CHUNKS))
+            assert all(
+                same(found[2 * number], chunk.layers[layer]) for number, chunk in enumerate(CHUNKS)
+            )
     assert loading() == []
     assert reader.load_s > 0
     assert reader.wait_s > 0
@@ -77,15 +83,28 @@ def test_nothing_to_fetch_is_no_work(store):
 
 @pytest.mark.parametrize("tiers", [("memory",), ("disk",)])
 def test_layers_out_of_order_are_refused(store, tiers):
-    with LayerReader(store, fetches(*tiers), LAYERS) as reader, pytest.raises(ValueError, match="layer 0 is next"):
+    with (
+        LayerReader(store, fetches(*tiers), LAYERS) as reader,
+        pytest.raises(ValueError, match="layer 0 is next"),
+    ):
         reader.read(1)
 
 
 @pytest.mark.parametrize(
     ("before", "a_read", "held"),
-    [(0, 1, AHEAD + 1), (AHEAD, 1, AHEAD + 1), (8, 1, 8), (LAYERS, 1, LAYERS), (0, 5, 3), (4, 5, 7), (8, 5, LAYERS)],
+    [
+        (0, 1, AHEAD + 1),
+        (AHEAD, 1, AHEAD + 1),
+        (8, 1, 8),
+        (LAYERS, 1, LAYERS),
+        (0, 5, 3),
+        (4, 5, 7),
+        (8, 5, LAYERS),
+    ],
 )
-def test_so_many_layers_are_read_before_the_first_is_asked_for_and_no_more(store, before, a_read, held):
+def test_so_many_layers_are_read_before_the_first_is_asked_for_and_no_more(
+    store, before, a_read, held
+):
     came = []
 
     class Counting(Wrong):
@@ -134,7 +153,11 @@ def test_layers_are_lost_with_those_read_together(store, tier):
     wrong = Wrong(store, 4, RuntimeError("out of order"))
     with LayerReader(wrong, fetches(tier, a_read=3), LAYERS) as reader:
         found = [reader.read(layer)[0] for layer in range(LAYERS)]
-    assert [layer for layer, kv in enumerate(found) if kv is None] == [3, 4, 5]  # of reads of 1, 2, 3, 3, 3
+    assert [layer for layer, kv in enumerate(found) if kv is None] == [
+        3,
+        4,
+        5,
+    ]  # of reads of 1, 2, 3, 3, 3
 
 
 def test_small_layers_are_read_together_after_a_first_one_alone(store):
@@ -154,17 +177,23 @@ def test_small_layers_are_read_together_after_a_first_one_alone(store):
 def test_every_tier_is_told_of_the_next_layers_before_they_are_read(store, monkeypatch):
     told = []
     read, expect = store.read_layers, store.expect
-    monkeypatch.setattr(store, "read_layers", lambda *given: told.append(("read", *given[1:3])) or read(*given))
+    monkeypatch.setattr(
+        store, "read_layers", lambda *given: told.append(("read", *given[1:3])) or read(*given)
+    )
     monkeypatch.setattr(
         store,
         "expect",
-        lambda tier, keys, *span: told.append((tier, len(list(keys)), *span)) or expect(tier, keys, *span),
+        lambda tier, keys, *span: (
+            told.append((tier, len(list(keys)), *span)) or expect(tier, keys, *span)
+        ),
     )
     with LayerReader(store, fetches("disk", "memory", "disk", a_read=5), LAYERS) as reader:
         for layer in range(LAYERS):
             assert all(reader.read(layer).values())
     spans = [(0, 1), (1, 2), (3, 4), (7, 5)]
-    assert [each for each in told if each[0] == "disk"] == [("disk", 2, *span, "raw") for span in spans]
+    assert [each for each in told if each[0] == "disk"] == [
+        ("disk", 2, *span, "raw") for span in spans
+    ]
     for span in spans:
         assert told.index(("disk", 2, *span, "raw")) < told.index(("read", *span))
 
@@ -172,7 +201,9 @@ def test_every_tier_is_told_of_the_next_layers_before_they_are_read(store, monke
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("layer", [0, 1, AHEAD + 2])
 def test_a_thread_that_dies_loses_the_segments_and_nothing_hangs(store, layer):
-    with LayerReader(Wrong(store, layer, KeyboardInterrupt()), fetches("disk", "disk"), LAYERS) as reader:
+    with LayerReader(
+        Wrong(store, layer, KeyboardInterrupt()), fetches("disk", "disk"), LAYERS
+    ) as reader:
         for good in range(layer):
             assert reader.read(good)[0] is not None
         assert reader.read(layer) == {0: None, 2: None}

@@ -18,7 +18,8 @@ COMPUTING = [Random(seed).uniform(0.97, 1.05) for seed in range(len(LINES))]
 
 def late(deadline_s: float, level: str | None = None) -> int:
     return sum(
-        replayed(line, deadline_s, level, longer)[0] > deadline_s for line, longer in zip(LINES, COMPUTING, strict=True)
+        replayed(line, deadline_s, level, longer)[0] > deadline_s
+        for line, longer in zip(LINES, COMPUTING, strict=True)
     )
 
 

@@ -1,4 +1,6 @@
-"""Layers on their way to a device: as they are on a CPU, whole and unchanged on a GPU, from any kind of memory."""
+"""Layers on their way to a device: as they are on a CPU, whole and unchanged on a GPU, from any
+kind of memory.
+"""
 
 from types import SimpleNamespace
 
@@ -35,10 +37,15 @@ def test_the_buffer_grows_only_when_it_must():
 
 
 def in_one_block(*sizes: int, gap: int = 0) -> list[torch.Tensor]:
-    """Tensors of random bfloat16 values that lie in one storage, `gap` values apart, behind three others."""
+    """Tensors of random bfloat16 values that lie in one storage, `gap` values apart, behind three
+    others.
+    """
     block = torch.randn(3 + sum(sizes) + gap * len(sizes)).to(torch.bfloat16)
     starts = [3 + sum(sizes[:at]) + gap * at for at in range(len(sizes))]
-    return [block[start : start + size].view(1, size, 1) for start, size in zip(starts, sizes, strict=True)]
+    return [
+        block[start : start + size].view(1, size, 1)
+        for start, size in zip(starts, sizes, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +63,9 @@ def in_one_block(*sizes: int, gap: int = 0) -> list[torch.Tensor]:
 def test_what_lies_close_together_is_copied_at_once_and_comes_out_as_it_was(parts, copies):
     ranges = _ranges(parts)
     assert len(ranges) == copies
-    found = {id(part): part_of(each.source.clone()) for each in ranges for part, part_of in each.parts}
+    found = {
+        id(part): part_of(each.source.clone()) for each in ranges for part, part_of in each.parts
+    }
     assert len(found) == len(parts)
     for part in parts:
         assert found[id(part)].dtype == part.dtype
@@ -67,7 +76,10 @@ def steps_of(count: int, n: int, pin: bool = False) -> list[list[dict[int, Layer
     """Steps of two layers of some megabytes, each with values of its own."""
     made = []
     for number in range(count):
-        parts = (torch.full((4, n, 128), float(2 * number + part), dtype=torch.bfloat16) for part in (0, 1))
+        parts = (
+            torch.full((4, n, 128), float(2 * number + part), dtype=torch.bfloat16)
+            for part in (0, 1)
+        )
         kv = LayerKV(*(part.pin_memory() if pin else part for part in parts))
         made.append([{0: kv, 2: None}, {0: kv, 2: None}])
     return made
@@ -83,7 +95,12 @@ def test_layers_arrive_as_they_were_however_busy_both_streams_are(pin):
             torch.cuda._sleep(20_000_000)
         landed = staging.landed(staging.send(step))
         torch.cuda._sleep(5_000_000)
-        sums.append([(layer[0].keys.float().mean(), layer[0].values.float().mean(), layer[2]) for layer in landed])
+        sums.append(
+            [
+                (layer[0].keys.float().mean(), layer[0].values.float().mean(), layer[2])
+                for layer in landed
+            ]
+        )
         del landed  # what it took may be given to the next step only once the sums are done
     for number, step in enumerate(sums):
         assert [(float(keys), float(values), none) for keys, values, none in step] == [
@@ -102,7 +119,11 @@ def test_a_tier_is_read_ahead_if_it_is_slow_or_on_another_device(tmp_path):
     disk, memory = DiskTier(tmp_path, 1, lru), MemoryTier(1, lru)
     gpu = SimpleNamespace(slow=False, device=torch.device("cuda:1"))
     assert [is_far(tier, CPU) for tier in (disk, memory, gpu)] == [True, False, True]
-    assert [is_far(tier, torch.device("cuda:1")) for tier in (disk, memory, gpu)] == [True, True, False]
+    assert [is_far(tier, torch.device("cuda:1")) for tier in (disk, memory, gpu)] == [
+        True,
+        True,
+        False,
+    ]
     assert is_far(gpu, torch.device("cuda:0"))
     disk.close()
 
@@ -110,7 +131,10 @@ def test_a_tier_is_read_ahead_if_it_is_slow_or_on_another_device(tmp_path):
 @needs_gpu
 @pytest.mark.parametrize("tiers", [("memory", "gpu", "disk"), ("gpu",) * 3])
 def test_layers_of_all_tiers_are_read_onto_the_gpu(tmp_path, tiers):
-    made = [MemoryTier(1 << 24, lru, device="cuda", name="gpu"), MemoryTier(1 << 24, lru, pin_memory=True)]
+    made = [
+        MemoryTier(1 << 24, lru, device="cuda", name="gpu"),
+        MemoryTier(1 << 24, lru, pin_memory=True),
+    ]
     with KVStore([*made, DiskTier(tmp_path, 1 << 24, lru)]) as store:
         for number, chunk in enumerate(CHUNKS):
             assert store.put(key(number), chunk, wait=True)
@@ -119,4 +143,6 @@ def test_layers_of_all_tiers_are_read_onto_the_gpu(tmp_path, tiers):
             for layer in range(LAYERS):
                 for number, found in enumerate(reader.read(layer).values()):
                     assert found.keys.device.type == "cuda"
-                    assert same(LayerKV(found.keys.cpu(), found.values.cpu()), CHUNKS[number].layers[layer])
+                    assert same(
+                        LayerKV(found.keys.cpu(), found.values.cpu()), CHUNKS[number].layers[layer]
+                    )

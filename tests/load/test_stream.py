@@ -1,4 +1,6 @@
-"""Pieces of KV over real lines to real servers: each arrives whole, at a level that the deadline allows, or is text."""
+"""Pieces of KV over real lines to real servers: each arrives whole, at a level that the deadline
+allows, or is text.
+"""
 
 from __future__ import annotations
 
@@ -88,12 +90,17 @@ class Case:
     def run(self, deadline_s: float, **terms) -> Stream:
         """What came, decoded and compared."""
         parts, given = parts_of(self.text_s), {"piece_tokens": TOKENS, **terms}
-        with Stream(self.store, parts, LAYERS, self.link, Terms(0.0, deadline_s, **given), clock=Since()) as s:
+        with Stream(
+            self.store, parts, LAYERS, self.link, Terms(0.0, deadline_s, **given), clock=Since()
+        ) as s:
             s.run()
             for layer in range(LAYERS):
                 found = s.read(layer)
                 assert set(found) == set(s.received)
-                assert all(same(found[at], at_level(at, level, layer)) for at, (level, _) in s.received.items())
+                assert all(
+                    same(found[at], at_level(at, level, layer))
+                    for at, (level, _) in s.received.items()
+                )
         for segment, (level, nbytes) in s.received.items():
             steps = [each for each in s.pieces if segment in each.segments and not each.why]
             assert [each.level for each in steps] in (["raw"], ["int8"], ["int8", "raw"])
@@ -114,7 +121,9 @@ def parts_of(text_s: float | None) -> list[StreamPart]:
     return [part(at, text_s) for at in range(PIECES)]
 
 
-def opened(store: Watched, parts: list[StreamPart], terms: Terms, link: Link | None = None, clock=None) -> Stream:
+def opened(
+    store: Watched, parts: list[StreamPart], terms: Terms, link: Link | None = None, clock=None
+) -> Stream:
     return Stream(store, parts, LAYERS, link or Link(), terms, clock=clock or Since())
 
 
@@ -147,7 +156,11 @@ def mbps(number: float) -> Trace:
 def test_text_that_is_in_time_is_read_by_nobody(store):
     store.line.start(mbps(8))
     stream = Case(store, text_s=1.0).run(60.0)
-    assert (levels(stream), store.reads, set(stream.text.values())) == ([AS_TEXT] * PIECES, [], {COMPUTED})
+    assert (levels(stream), store.reads, set(stream.text.values())) == (
+        [AS_TEXT] * PIECES,
+        [],
+        {COMPUTED},
+    )
 
 
 def test_what_a_line_is_too_slow_for_comes_with_loss(store):
@@ -241,7 +254,9 @@ def test_something_of_all_comes_first_and_better_levels_while_time_is_left(store
     with opened(store, parts, Terms(0.0, 30.0, piece_tokens=TOKENS, prior=1e4)) as stream:
         stream.run()
         for layer in range(LAYERS):
-            assert all(same(kv, at_level(at, "raw", layer)) for at, kv in stream.read(layer).items())
+            assert all(
+                same(kv, at_level(at, "raw", layer)) for at, kv in stream.read(layer).items()
+            )
     assert levels(stream)[:1] == ["int8"]
     assert {level for level, _ in stream.received.values()} == {"raw"}
     assert not stream.text
@@ -270,7 +285,10 @@ def test_streams_at_the_same_time_know_of_each_other(store):
     store.line.start(mbps(4))
     link, streams, gate = Link(), list[Stream](), threading.Barrier(3)
     store.before = lambda number: gate.wait(30) if number == 0 else None
-    threads = [threading.Thread(target=lambda: streams.append(Case(store, None, link).run(60.0))) for _ in range(3)]
+    threads = [
+        threading.Thread(target=lambda: streams.append(Case(store, None, link).run(60.0)))
+        for _ in range(3)
+    ]
     for each in threads:
         each.start()
     for each in threads:
@@ -283,7 +301,9 @@ def test_streams_at_the_same_time_know_of_each_other(store):
 def test_a_piece_that_was_given_up_ends_when_its_tier_lets_go_of_it(store):
     store.line.start(constant(0.0))
     Case(store, text_s=0.05).run(0.0, prior=1e9)
-    until(lambda: not [thread for thread in threading.enumerate() if thread.name == "ragfuse-stream"])
+    until(
+        lambda: not [thread for thread in threading.enumerate() if thread.name == "ragfuse-stream"]
+    )
 
 
 # without a server

@@ -1,4 +1,6 @@
-"""Measuring on a tiny model and real tiers: a whole profile, nothing left behind, one sentence for what cannot be."""
+"""Measuring on a tiny model and real tiers: a whole profile, nothing left behind, one sentence for
+what cannot be.
+"""
 
 import json
 import os
@@ -29,12 +31,16 @@ def disk(tmp_path):
 
 
 def files(tier: DiskTier) -> list[Path]:
-    return [path for path in tier.path.rglob("*.kv") if path.is_file()] + list(tier.path.glob("measure-*"))
+    return [path for path in tier.path.rglob("*.kv") if path.is_file()] + list(
+        tier.path.glob("measure-*")
+    )
 
 
 def test_a_profile_holds_curve_points_and_every_tier_and_survives_json(model, disk):
     told = []
-    profile = measure(model, [MemoryTier(1 << 30, lru), disk], lambda *each: told.append(each), 256, 1)
+    profile = measure(
+        model, [MemoryTier(1 << 30, lru), disk], lambda *each: told.append(each), 256, 1
+    )
     assert (profile.model, profile.device, profile.dtype) == (model.fingerprint, "cpu", "float32")
     assert (profile.n_layers, set(profile.tiers)) == (3, {"memory", "disk"})
     assert (profile.tiers["memory"].is_ahead, profile.tiers["disk"].is_ahead) == (False, True)
@@ -89,15 +95,21 @@ def test_a_tier_that_keeps_nothing_is_named(model):
 
 def test_a_model_that_is_never_fused_is_refused(engine, model, monkeypatch):
     monkeypatch.setattr(model, "profile", type(model.profile)("m", refusal="no KV"))
-    with pytest.raises(ModelError, match="cannot reuse stored KV, so there is nothing to time: no KV"):
+    with pytest.raises(
+        ModelError, match="cannot reuse stored KV, so there is nothing to time: no KV"
+    ):
         measure(model, [])
 
 
-def test_what_was_never_flushed_is_brought_to_the_medium_before_its_pages_are_dropped(tmp_path, monkeypatch):
+def test_what_was_never_flushed_is_brought_to_the_medium_before_its_pages_are_dropped(
+    tmp_path, monkeypatch
+):
     path, told = tmp_path / "some.kv", []
     path.write_bytes(os.urandom(1 << 20))
     really = {name: getattr(os, name) for name in ("fsync", "posix_fadvise")}
     for name in really:
-        monkeypatch.setattr(os, name, lambda *what, name=name: (told.append(name), really[name](*what)))
+        monkeypatch.setattr(
+            os, name, lambda *what, name=name: (told.append(name), really[name](*what))
+        )
     forget_pages(tmp_path)
     assert told == ["fsync", "posix_fadvise"]

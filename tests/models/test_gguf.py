@@ -53,7 +53,9 @@ def write_gguf(path: Path, seed: int = 0, left_out: str = "-") -> LlamaForCausal
         array = data.contiguous().numpy()
         if array.ndim == 2:
             array = gguf.quantize(array, gguf.GGMLQuantizationType.Q8_0)
-            to.add_tensor(f"{names.get_name(stem)}.{end}", array, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+            to.add_tensor(
+                f"{names.get_name(stem)}.{end}", array, raw_dtype=gguf.GGMLQuantizationType.Q8_0
+            )
         else:
             to.add_tensor(f"{names.get_name(stem)}.{end}", array)
     to.write_header_to_file()
@@ -77,7 +79,12 @@ def test_a_gguf_file_is_turned_into_a_folder_once_and_answers_as_its_model(tmp_p
     assert float((found - wanted).norm() / wanted.norm()) < 0.05
     first = loaded.fingerprint
     write_gguf(tmp_path / "tiny.gguf", seed=1)
-    assert load_model(resolve_llm(str(tmp_path / "tiny.gguf"), tmp_path / "home"), "float32").fingerprint != first
+    assert (
+        load_model(
+            resolve_llm(str(tmp_path / "tiny.gguf"), tmp_path / "home"), "float32"
+        ).fingerprint
+        != first
+    )
 
 
 def test_weights_that_a_gguf_file_lacks_are_not_filled_with_random_ones(tmp_path: Path) -> None:

@@ -15,7 +15,14 @@ import torch
 from langchain_ragfuse import ChatRagFuse
 from llama_index.llms.ragfuse import RagFuseLLM
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, XLoraConfig, get_peft_model
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, T5Config, T5ForConditionalGeneration, pipeline
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    T5Config,
+    T5ForConditionalGeneration,
+    pipeline,
+)
 from typer.testing import CliRunner
 
 from ragfuse import Ask, Engine, InputError, ModelError, Settings
@@ -29,8 +36,13 @@ from ragfuse.process.shared import forget
 from ragfuse.text.chat_messages import Piece
 from tests.hf import kit
 
-CHUNKS = [f"The keeper of lighthouse {name} counted {count} ships in one night." for name, count in ("ab", "cd")]
-ASKED = [("user", (Piece(CHUNKS[0], "chunk"), "\n\n", Piece(CHUNKS[1], "chunk"), "\n\nHow many ships?"))]
+CHUNKS = [
+    f"The keeper of lighthouse {name} counted {count} ships in one night."
+    for name, count in ("ab", "cd")
+]
+ASKED = [
+    ("user", (Piece(CHUNKS[0], "chunk"), "\n\n", Piece(CHUNKS[1], "chunk"), "\n\nHow many ships?"))
+]
 
 
 @pytest.fixture
@@ -46,7 +58,9 @@ def words(varied_path: Path) -> Any:
 @pytest.fixture
 def adapted(loaded: Any) -> Any:
     """The tiny model with an adapter in place that changes what it says."""
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM"
+    )
     model = get_peft_model(loaded, config)
     torch.manual_seed(3)
     for name, weight in model.named_parameters():
@@ -60,7 +74,12 @@ def own(model: Any, engine: Engine) -> list[int]:
     ids = [token for segment in engine.prompt(ASKED).segments for token in segment.tokens]
     given = torch.tensor([ids])
     with torch.no_grad():
-        out = model.generate(input_ids=given, attention_mask=torch.ones_like(given), max_new_tokens=12, do_sample=False)
+        out = model.generate(
+            input_ids=given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=12,
+            do_sample=False,
+        )
     return out[0, len(ids) :].tolist()
 
 
@@ -94,7 +113,12 @@ def engine_of(tiny_settings: Settings) -> Iterator[Any]:
 
 @pytest.mark.parametrize("name", ["dtype", "device"])
 def test_a_setting_that_contradicts_a_loaded_model_is_refused_by_name(
-    name: str, loaded: Any, words: Any, engine_of: Any, tiny_settings: Settings, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    loaded: Any,
+    words: Any,
+    engine_of: Any,
+    tiny_settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     other = {"dtype": "bfloat16", "device": "meta"}[name]
     told = tiny_settings.model_copy(update={name: other})
@@ -125,7 +149,9 @@ def test_a_loaded_model_answers_as_its_folder_does_from_the_same_chunks(
     assert engine.settings.device == "cpu"
 
 
-def test_a_tokenizer_may_be_named_beside_a_loaded_model(loaded: Any, varied_path: Path, engine_of: Any) -> None:
+def test_a_tokenizer_may_be_named_beside_a_loaded_model(
+    loaded: Any, varied_path: Path, engine_of: Any
+) -> None:
     engine = engine_of(loaded, tokenizer=str(varied_path))
     assert list(answers(engine).token_ids) == own(loaded, engine)
 
@@ -139,7 +165,9 @@ def test_a_loaded_model_that_is_changed_is_another_one_to_the_next_engine(
     assert engine_of(loaded, tokenizer=words).digest != first
 
 
-def test_engines_over_one_loaded_model_share_its_lock(loaded: Any, words: Any, engine_of: Any) -> None:
+def test_engines_over_one_loaded_model_share_its_lock(
+    loaded: Any, words: Any, engine_of: Any
+) -> None:
     assert engine_of(loaded, tokenizer=words).model is engine_of(loaded, tokenizer=words).model
 
 
@@ -147,13 +175,29 @@ def test_what_is_no_model_that_writes_is_refused_in_one_sentence(
     loaded: Any, words: Any, varied_path: Path, engine_of: Any, tiny_settings: Settings
 ) -> None:
     t5 = T5ForConditionalGeneration(
-        T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=32, decoder_start_token_id=0)
+        T5Config(
+            d_model=16,
+            d_kv=8,
+            d_ff=16,
+            num_layers=1,
+            num_heads=2,
+            vocab_size=32,
+            decoder_start_token_id=0,
+        )
     )
     for given, options, said in (
         (loaded, {}, "Wanted the tokenizer of the loaded model .*, found none. Give tokenizer="),
         (loaded, {"tokenizer": object()}, "Wanted a transformers tokenizer, found object"),
-        (torch.nn.Linear(2, 2), {"tokenizer": words}, "Wanted a model: .* found torch.nn.modules.linear.Linear"),
-        (t5, {"tokenizer": words}, "Wanted a decoder that writes text .*, found T5ForConditionalGeneration"),
+        (
+            torch.nn.Linear(2, 2),
+            {"tokenizer": words},
+            "Wanted a model: .* found torch.nn.modules.linear.Linear",
+        ),
+        (
+            t5,
+            {"tokenizer": words},
+            "Wanted a decoder that writes text .*, found T5ForConditionalGeneration",
+        ),
         (AutoModel.from_pretrained(varied_path), {"tokenizer": words}, "found LlamaModel"),
         (str(varied_path), {"tokenizer": words}, "only for a loaded transformers model"),
     ):
@@ -161,12 +205,16 @@ def test_what_is_no_model_that_writes_is_refused_in_one_sentence(
             engine_of(given, **options)
     with pytest.raises(ModelError, match="is loaded already"):
         engine_of(
-            loaded, Settings(**{**tiny_settings.model_dump(), "model_kwargs": {"revision": "x"}}), tokenizer=words
+            loaded,
+            Settings(**{**tiny_settings.model_dump(), "model_kwargs": {"revision": "x"}}),
+            tokenizer=words,
         )
 
 
 @pytest.mark.parametrize("door", [ChatRagFuse, RagFuseLLM])
-def test_both_integrations_take_a_loaded_model(door: Any, loaded: Any, words: Any, tiny_settings: Settings) -> None:
+def test_both_integrations_take_a_loaded_model(
+    door: Any, loaded: Any, words: Any, tiny_settings: Settings
+) -> None:
     llm = door(model=loaded, tokenizer=words, settings=tiny_settings)
     engine = llm.get_engine()
     try:
@@ -199,7 +247,10 @@ def test_integrations_refuse_what_contradicts_a_loaded_model(
 
 @pytest.mark.parametrize("door", [ChatRagFuse, RagFuseLLM])
 def test_loading_options_reach_the_model(door: Any, tiny_settings: Settings) -> None:
-    llm = door(settings=tiny_settings, model_kwargs={"attn_implementation": "eager", "torch_dtype": "bfloat16"})
+    llm = door(
+        settings=tiny_settings,
+        model_kwargs={"attn_implementation": "eager", "torch_dtype": "bfloat16"},
+    )
     engine = llm.get_engine()
     assert engine.model.model.config._attn_implementation == "eager"
     assert engine.model.dtype == torch.bfloat16
@@ -209,13 +260,18 @@ def test_loading_options_reach_the_model(door: Any, tiny_settings: Settings) -> 
 
 
 def test_other_options_of_langchains_models_are_those_of_generate(tiny_settings: Settings) -> None:
-    llm = ChatRagFuse(settings=tiny_settings, model_kwargs={"repetition_penalty": 1.5, "revision": "main"})
+    llm = ChatRagFuse(
+        settings=tiny_settings, model_kwargs={"repetition_penalty": 1.5, "revision": "main"}
+    )
     assert llm.model_kwargs == {"repetition_penalty": 1.5}
     assert llm._place.settings.model_kwargs == {"revision": "main"}
 
 
 def test_a_name_that_is_no_option_is_refused_with_the_one_that_is_meant() -> None:
-    with pytest.raises(SettingsError, match=r"'revison' is not an option for loading a model\. Did you mean revision"):
+    with pytest.raises(
+        SettingsError,
+        match=r"'revison' is not an option for loading a model\. Did you mean revision",
+    ):
         Settings(model_kwargs={"revison": "main"})
     with pytest.raises(SettingsError, match="wanted a JSON object of options by name"):
         Settings(model_kwargs="[1]")
@@ -249,9 +305,14 @@ def test_code_that_comes_with_weights_is_run_only_where_that_is_said(
         "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
     )
     config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}}
+    config |= {
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"},
+    }
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"It brings code of its own: read it, then .*trust_remote_code"):
+    with pytest.raises(
+        ModelError, match=r"It brings code of its own: read it, then .*trust_remote_code"
+    ):
         load_model(folder, "float32")
     assert not ran.exists()
     model = load_model(folder, "float32", model_kwargs={"trust_remote_code": True})
@@ -259,10 +320,15 @@ def test_code_that_comes_with_weights_is_run_only_where_that_is_said(
     assert type(model.model).__name__ == "OwnModel"
     before = model.fingerprint
     (folder / "own.py").write_text((folder / "own.py").read_text() + "# changed\n")
-    assert load_model(folder, "float32", model_kwargs={"trust_remote_code": True}).fingerprint != before
+    assert (
+        load_model(folder, "float32", model_kwargs={"trust_remote_code": True}).fingerprint
+        != before
+    )
 
 
-def test_pickled_weights_are_refused_with_what_to_do(varied_path: Path, tmp_path: Path, adapted: Any) -> None:
+def test_pickled_weights_are_refused_with_what_to_do(
+    varied_path: Path, tmp_path: Path, adapted: Any
+) -> None:
     folder = tmp_path / "pickled"
     shutil.copytree(varied_path, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
@@ -270,15 +336,25 @@ def test_pickled_weights_are_refused_with_what_to_do(varied_path: Path, tmp_path
         load_model(folder, "float32")
     adapted.save_pretrained(tmp_path / "adapter")
     told = tmp_path / "adapter" / "adapter_config.json"
-    told.write_text(json.dumps(json.loads(told.read_text()) | {"base_model_name_or_path": str(varied_path)}))
-    (tmp_path / "adapter" / "adapter_model.safetensors").rename(tmp_path / "adapter" / "adapter_model.bin")
+    told.write_text(
+        json.dumps(json.loads(told.read_text()) | {"base_model_name_or_path": str(varied_path)})
+    )
+    (tmp_path / "adapter" / "adapter_model.safetensors").rename(
+        tmp_path / "adapter" / "adapter_model.bin"
+    )
     with pytest.raises(ModelError, match=r"Wanted adapter_model.safetensors in .* found none"):
         load_model(tmp_path / "adapter", "float32")
 
 
 def test_a_device_that_is_left_open_is_found(tiny_settings: Settings, engine_of: Any) -> None:
     engine = engine_of(None, tiny_settings.model_copy(update={"device": "auto"}))
-    wanted = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    wanted = (
+        "cuda"
+        if torch.cuda.is_available()
+        else "mps"
+        if torch.backends.mps.is_available()
+        else "cpu"
+    )
     assert engine.settings.device == wanted
     assert engine.model.device.type == wanted
 
@@ -292,8 +368,16 @@ def test_a_device_that_is_not_there_says_what_to_do(tiny_settings: Settings, dev
 def test_weights_on_disk_answer_as_those_in_memory(
     varied_path: Path, tmp_path: Path, tiny_settings: Settings, engine_of: Any
 ) -> None:
-    parts = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "lm_head": "cpu"}
-    options = {"device_map": {**parts, "model.rotary_emb": "cpu"}, "offload_folder": str(tmp_path / "away")}
+    parts = {
+        "model.embed_tokens": "cpu",
+        "model.layers": "disk",
+        "model.norm": "cpu",
+        "lm_head": "cpu",
+    }
+    options = {
+        "device_map": {**parts, "model.rotary_emb": "cpu"},
+        "offload_folder": str(tmp_path / "away"),
+    }
     plain = engine_of(None)
     away = engine_of(None, Settings(**{**tiny_settings.model_dump(), "model_kwargs": options}))
     assert any(weight.is_meta for weight in away.model.model.parameters())
@@ -302,18 +386,28 @@ def test_weights_on_disk_answer_as_those_in_memory(
     assert list(answers(away).token_ids) == own(plain.model.model, plain)
 
 
-def test_the_command_line_takes_loading_options(tiny_settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("HOME", tiny_settings.home), ("STORE", tiny_settings.store), ("DTYPE", "float32")):
+def test_the_command_line_takes_loading_options(
+    tiny_settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (
+        ("HOME", tiny_settings.home),
+        ("STORE", tiny_settings.store),
+        ("DTYPE", "float32"),
+    ):
         monkeypatch.setenv(f"RAGFUSE_{name}", str(value))
     seen: list[str] = []
     monkeypatch.setattr(
         "ragfuse.engine.runtime.loaded",
-        lambda settings, profiles, given: seen.append(json.dumps(settings.model_kwargs)) or load_model(settings.model),
+        lambda settings, profiles, given: (
+            seen.append(json.dumps(settings.model_kwargs)) or load_model(settings.model)
+        ),
     )
     options = '{"attn_implementation": "eager"}'
     result = CliRunner().invoke(app, ["verify", tiny_settings.model, "--model-kwargs", options])
     assert (result.exit_code, seen) == (0, [options])
-    wrong = CliRunner().invoke(app, ["verify", tiny_settings.model, "--model-kwargs", '{"token_": "hf_x"}'])
+    wrong = CliRunner().invoke(
+        app, ["verify", tiny_settings.model, "--model-kwargs", '{"token_": "hf_x"}']
+    )
     assert wrong.exit_code != 0
     assert "Did you mean token" in wrong.output
     assert "hf_x" not in wrong.output
@@ -324,7 +418,13 @@ def test_the_command_line_takes_loading_options(tiny_settings: Settings, monkeyp
 
 @pytest.mark.parametrize("way", ["object", "merged", "in place"])
 def test_an_adapter_answers_as_its_model_does(
-    way: str, adapted: Any, words: Any, varied_path: Path, tmp_path: Path, tiny_settings: Settings, engine_of: Any
+    way: str,
+    adapted: Any,
+    words: Any,
+    varied_path: Path,
+    tmp_path: Path,
+    tiny_settings: Settings,
+    engine_of: Any,
 ) -> None:
     plain = engine_of(None)
     if way == "object":
@@ -334,7 +434,9 @@ def test_an_adapter_answers_as_its_model_does(
         options = {"merge_adapter": False} if way == "in place" else {}
         named = {"model": str(tmp_path / "adapter"), "model_kwargs": options}
         engine = engine_of(None, Settings(**{**tiny_settings.model_dump(), **named}))
-    assert any("lora" in name for name, _ in engine.model.model.named_parameters()) == (way != "merged")
+    assert any("lora" in name for name, _ in engine.model.model.named_parameters()) == (
+        way != "merged"
+    )
     assert engine.digest != plain.digest
     assert engine.model.profile.refusal == ""
     answer = answers(engine)
@@ -352,11 +454,15 @@ OUTSIDE: dict[str, tuple[Callable[[Path], Any], str]] = {
         "found PROMPT_TUNING",
     ),
     "activated LoRA": (
-        lambda folder: LoraConfig(alora_invocation_tokens=[5, 6], target_modules=["q_proj"], task_type="CAUSAL_LM"),
+        lambda folder: LoraConfig(
+            alora_invocation_tokens=[5, 6], target_modules=["q_proj"], task_type="CAUSAL_LM"
+        ),
         "found activated LoRA",
     ),
     "X-LoRA": (
-        lambda folder: XLoraConfig(hidden_size=64, adapters={"0": str(folder)}, task_type="CAUSAL_LM"),
+        lambda folder: XLoraConfig(
+            hidden_size=64, adapters={"0": str(folder)}, task_type="CAUSAL_LM"
+        ),
         "found XLORA",
     ),
 }
@@ -398,13 +504,18 @@ def unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("inner", ["", CHUNK_ADAPTER], ids=["ordinary", "for chunks"])
 @pytest.mark.usefixtures("unreachable")
-def test_an_adapter_whose_base_is_gone_is_told_at_once(adapted: Any, tmp_path: Path, inner: str) -> None:
+def test_an_adapter_whose_base_is_gone_is_told_at_once(
+    adapted: Any, tmp_path: Path, inner: str
+) -> None:
     adapted.save_pretrained(tmp_path / "adapter" / inner)
     told = tmp_path / "adapter" / inner / "adapter_config.json"
-    told.write_text(json.dumps(json.loads(told.read_text()) | {"base_model_name_or_path": "nosuch"}))
+    told.write_text(
+        json.dumps(json.loads(told.read_text()) | {"base_model_name_or_path": "nosuch"})
+    )
     for load in (load_model, lambda folder, _: load_tokenizer(str(folder), tmp_path / "home", {})):
         with pytest.raises(
-            ModelError, match=r"names as base_model_name_or_path\. No model 'nosuch': .* cannot be reached"
+            ModelError,
+            match=r"names as base_model_name_or_path\. No model 'nosuch': .* cannot be reached",
         ):
             load(tmp_path / "adapter", "float32")
 
@@ -417,12 +528,16 @@ def test_the_inner_folder_of_a_chunk_adapter_is_no_model(
     (tmp_path / "out" / beside).write_text("{}")
     (tmp_path / "link").symlink_to(tmp_path / "out" / CHUNK_ADAPTER)
     for given in (tmp_path / "out" / CHUNK_ADAPTER, tmp_path / "link"):
-        with pytest.raises(ModelError, match=f"must not answer with it. Give the folder .*: '{tmp_path / 'out'}'"):
+        with pytest.raises(
+            ModelError, match=f"must not answer with it. Give the folder .*: '{tmp_path / 'out'}'"
+        ):
             assert engine_of(None, tiny_settings.model_copy(update={"model": str(given)})).model
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
-def test_damaged_json_of_a_folder_is_an_error_with_its_folder(varied_path: Path, tmp_path: Path, name: str) -> None:
+def test_damaged_json_of_a_folder_is_an_error_with_its_folder(
+    varied_path: Path, tmp_path: Path, name: str
+) -> None:
     folder = tmp_path / "damaged"
     shutil.copytree(varied_path, folder)
     (folder / name).write_bytes(b"{")
@@ -439,14 +554,18 @@ def test_a_damaged_profile_is_told_before_weights_are_read(
     shutil.copytree(varied_path, folder)
     (folder / "ragfuse_profile.json").write_bytes(text)
     monkeypatch.delattr(loader, "load_weights")
-    with pytest.raises(ModelError, match=r"Wanted version 1 of ragfuse_profile\.json, found something else in"):
+    with pytest.raises(
+        ModelError, match=r"Wanted version 1 of ragfuse_profile\.json, found something else in"
+    ):
         load_model(folder, "float32")
 
 
 # digests by files
 
 
-def test_weights_from_files_are_hashed_once(varied_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_from_files_are_hashed_once(
+    varied_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, counted = tmp_path / "model", []
     shutil.copytree(varied_path, folder)
     plain = hf_model.weights_digest
@@ -515,7 +634,9 @@ def test_files_that_changed_just_now_are_hashed_again(varied_path: Path, tmp_pat
     assert not list((tmp_path / "home").glob("fingerprints/*"))
 
 
-def test_a_damaged_digest_is_not_believed(varied_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_digest_is_not_believed(
+    varied_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ragfuse.models.weight_files.SETTLED_NS", 0)
     first = load_model(varied_path, "float32", home=tmp_path).fingerprint
     kept = list((tmp_path / "fingerprints").iterdir())
@@ -527,14 +648,18 @@ def test_a_damaged_digest_is_not_believed(varied_path: Path, tmp_path: Path, mon
 # what cannot be fused
 
 
-def test_layers_on_several_devices_are_answered_by_full_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_on_several_devices_are_answered_by_full_prefill(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("ragfuse.hf.probe.devices_of", lambda model: ("cuda:0", "cuda:1"))
     model = hf_model.HFModel(kit.build("llama", {}), kit.tokenizer())
     assert "spread over cuda:0, cuda:1" in model.profile.refusal
     assert model.full_prefill(kit.ids(20)).logits.shape == (256,)
 
 
-def test_products_quantised_over_all_rows_are_answered_by_full_prefill(loaded: Any, words: Any, engine_of: Any) -> None:
+def test_products_quantised_over_all_rows_are_answered_by_full_prefill(
+    loaded: Any, words: Any, engine_of: Any
+) -> None:
     given = torch.ao.quantization.quantize_dynamic(loaded, {torch.nn.Linear}, dtype=torch.qint8)
     engine = engine_of(given, tokenizer=words)
     answer = answers(engine)

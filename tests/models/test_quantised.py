@@ -25,7 +25,9 @@ SCHEMES = ["int8", "int8-dynamic", "int4"]
 
 
 def torchao_or_skip() -> Any:
-    return pytest.importorskip("torchao.quantization", reason="torchao is not installed: make test-torchao")
+    return pytest.importorskip(
+        "torchao.quantization", reason="torchao is not installed: make test-torchao"
+    )
 
 
 def scheme(name: str) -> Any:
@@ -34,12 +36,16 @@ def scheme(name: str) -> Any:
     return {
         "int8": torchao.Int8WeightOnlyConfig(),
         "int8-dynamic": torchao.Int8DynamicActivationInt8WeightConfig(),
-        "int4": torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=torchao.PerGroup(32)),
+        "int4": torchao.IntxWeightOnlyConfig(
+            weight_dtype=torch.int4, granularity=torchao.PerGroup(32)
+        ),
     }[name]
 
 
 def quantised(model: Any, name: str) -> Any:
-    torchao_or_skip().quantize_(model, scheme(name), filter_fn=lambda module, path: isinstance(module, nn.Linear))
+    torchao_or_skip().quantize_(
+        model, scheme(name), filter_fn=lambda module, path: isinstance(module, nn.Linear)
+    )
     return model
 
 
@@ -52,7 +58,9 @@ def test_weights_that_torchao_quantised_are_fused_exactly(name: str) -> None:
 
 
 def test_products_in_eight_bits_are_fused_exactly_or_refused_with_the_reason() -> None:
-    """What flows through is rounded too, by the range of each row: more than weights alone explain."""
+    """What flows through is rounded too, by the range of each row: more than weights alone
+    explain.
+    """
     model = HFModel(quantised(kit.build("llama", {}), "int8-dynamic"), kit.tokenizer())
     assert verify(model).passed == (not model.profile.refusal)
     assert model.full_prefill(kit.ids(20)).logits.isfinite().all()
@@ -84,11 +92,17 @@ def test_a_folder_is_quantised_while_it_is_loaded(varied_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_folder_of_packed_weights_is_fused_exactly(bits: int, varied_path: Path, tmp_path: Path) -> None:
+def test_a_folder_of_packed_weights_is_fused_exactly(
+    bits: int, varied_path: Path, tmp_path: Path
+) -> None:
     """As compressed-tensors packs them: what vLLM's tools write."""
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     from compressed_tensors.compressors import ModelCompressor
-    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
+    from compressed_tensors.quantization import (
+        QuantizationConfig,
+        apply_quantization_config,
+        preset_name_to_scheme,
+    )
     from compressed_tensors.quantization.utils import calculate_qparams
 
     model = AutoModelForCausalLM.from_pretrained(varied_path, dtype=torch.float32)
@@ -96,7 +110,10 @@ def test_a_folder_of_packed_weights_is_fused_exactly(bits: int, varied_path: Pat
     if scheme.weights.group_size:
         scheme.weights.group_size = 32
     apply_quantization_config(
-        model, QuantizationConfig(config_groups={"all": scheme}, ignore=["lm_head"], quantization_status="frozen")
+        model,
+        QuantizationConfig(
+            config_groups={"all": scheme}, ignore=["lm_head"], quantization_status="frozen"
+        ),
     )
     for module in model.modules():
         if hasattr(module, "weight_scale"):
@@ -117,14 +134,20 @@ def test_a_folder_of_packed_weights_is_fused_exactly(bits: int, varied_path: Pat
 
 def test_a_quantisation_whose_package_is_missing_says_what_to_install(varied_path: Path) -> None:
     with pytest.raises(ModelError, match=r"No model could be loaded from .*(gptq|optimum|GPTQ)"):
-        load_model(varied_path, "float32", model_kwargs={"quantization_config": {"quant_method": "gptq", "bits": 4}})
+        load_model(
+            varied_path,
+            "float32",
+            model_kwargs={"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        )
 
 
 def rows_of(engine: Engine, ask: Ask) -> tuple[int, Any]:
     """Rows that went through the decoder layers' MLPs until the first token, and the answer."""
     counted: list[int] = []
     hooks = [
-        layer.mlp.register_forward_pre_hook(lambda module, given: counted.append(given[0].shape[-2]))
+        layer.mlp.register_forward_pre_hook(
+            lambda module, given: counted.append(given[0].shape[-2])
+        )
         for layer in decoder_layers(engine.model.model)
     ]
     try:
@@ -136,10 +159,20 @@ def rows_of(engine: Engine, ask: Ask) -> tuple[int, Any]:
 
 
 PARTS = [
-    " ".join(f"In {year} the harbour of {town} counted {year % 97} ships." for year in range(1800, 1812))
+    " ".join(
+        f"In {year} the harbour of {town} counted {year % 97} ships." for year in range(1800, 1812)
+    )
     for town in ("Elling", "Marek", "Worth")
 ]
-ASKED = [("user", (*[piece for part in PARTS for piece in (Piece(part, "chunk"), "\n\n")], "How many ships in 1807?"))]
+ASKED = [
+    (
+        "user",
+        (
+            *[piece for part in PARTS for piece in (Piece(part, "chunk"), "\n\n")],
+            "How many ships in 1807?",
+        ),
+    )
+]
 
 
 @pytest.mark.slow
@@ -154,12 +187,16 @@ def test_variants_of_the_embedded_model_pass_verify_and_compute_fewer_rows(
     if variant == "int8":
         model = quantised(model, "int8")
     else:
-        model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+        model = get_peft_model(
+            model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
         torch.manual_seed(0)
         for name, weight in model.named_parameters():
             if "lora_B" in name:
                 weight.data.normal_(0.0, 0.01)
-    settings = Settings(store=tmp_path / "store", home=tmp_path, learn="retrieved", prefix_cache=False, max_tokens=1)
+    settings = Settings(
+        store=tmp_path / "store", home=tmp_path, learn="retrieved", prefix_cache=False, max_tokens=1
+    )
     with Engine(settings, model=model, tokenizer=words) as engine:
         verdict = engine.runtime.verify()
         assert verdict.passed, [check for check in verdict.checks if not check.passed]

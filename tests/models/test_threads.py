@@ -65,7 +65,9 @@ def test_hardware_threads_of_one_core_count_once(tmp_path, monkeypatch):
 
 def test_busy_cores_are_left_to_the_programs_that_use_them(monkeypatch):
     monkeypatch.setattr(threads, "allowed_threads", lambda: os.cpu_count() or 1)
-    monkeypatch.setattr(threads.psutil, "getloadavg", lambda: (float(os.cpu_count() or 1), 0.0, 0.0))
+    monkeypatch.setattr(
+        threads.psutil, "getloadavg", lambda: (float(os.cpu_count() or 1), 0.0, 0.0)
+    )
     with ExitStack() as running:
         for _ in range(os.cpu_count() or 1):
             busy = subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE)
@@ -87,7 +89,11 @@ def test_cores_that_were_busy_only_for_a_moment_count_as_free(monkeypatch):
 
 @pytest.mark.parametrize(
     ("environment", "setting", "found"),
-    [({}, "None", "1"), ({"OMP_NUM_THREADS": "2"}, "None", "2"), ({"OMP_NUM_THREADS": "2"}, "3", "3")],
+    [
+        ({}, "None", "1"),
+        ({"OMP_NUM_THREADS": "2"}, "None", "2"),
+        ({"OMP_NUM_THREADS": "2"}, "3", "3"),
+    ],
 )
 def test_torch_gets_the_number_that_is_named_or_what_is_free(environment, setting, found):
     code = f"""if True:
@@ -99,7 +105,9 @@ def test_torch_gets_the_number_that_is_named_or_what_is_free(environment, settin
         print(torch.get_num_threads())
     """
     clean = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
-    done = subprocess.run([sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True
+    )
     assert done.stdout.strip() == found, done.stderr
 
 

@@ -1,4 +1,6 @@
-"""Weights that are damaged, incomplete or of another model are rejected, with their names, before they answer."""
+"""Weights that are damaged, incomplete or of another model are rejected, with their names, before
+they answer.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def adapter(folder: Path, tmp_path: Path) -> Path:
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     get_peft_model(plain, config).save_pretrained(tmp_path / "adapter")
     written = tmp_path / "adapter" / "adapter_config.json"
-    written.write_text(json.dumps(json.loads(written.read_text()) | {"base_model_name_or_path": str(folder)}))
+    written.write_text(
+        json.dumps(json.loads(written.read_text()) | {"base_model_name_or_path": str(folder)})
+    )
     return tmp_path / "adapter"
 
 
@@ -77,7 +81,9 @@ def halve(weights: Weights) -> None:
 
 
 @pytest.mark.parametrize("damage", [remove, halve])
-def test_weights_that_are_missing_or_of_another_shape_are_named(folder: Path, damage: Callable[..., None]) -> None:
+def test_weights_that_are_missing_or_of_another_shape_are_named(
+    folder: Path, damage: Callable[..., None]
+) -> None:
     rewrite(folder / MODEL, damage)
     with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp\.up_proj\.weight"):
         load_model(folder, "float32")
@@ -91,7 +97,9 @@ def test_further_weights_do_no_harm(folder: Path) -> None:
 @pytest.mark.parametrize(
     "change", [{"r": 8}, {"target_modules": ["nothing"]}, {"target_modules": ["q_proj", "o_proj"]}]
 )
-def test_an_adapter_that_does_not_fit_is_an_error_with_its_folder(adapter: Path, change: dict[str, Any]) -> None:
+def test_an_adapter_that_does_not_fit_is_an_error_with_its_folder(
+    adapter: Path, change: dict[str, Any]
+) -> None:
     load_model(adapter, "float32")
     written = adapter / "adapter_config.json"
     written.write_text(json.dumps(json.loads(written.read_text()) | change))
@@ -105,5 +113,8 @@ def test_a_model_that_computes_nan_says_so(folder: Path, tiny_settings: Settings
 
     rewrite(folder / MODEL, spoil)
     settings = tiny_settings.model_copy(update={"model": str(folder)})
-    with Engine(settings) as engine, pytest.raises(ModelError, match=r"computed NaN .+ Its weights are damaged"):
+    with (
+        Engine(settings) as engine,
+        pytest.raises(ModelError, match=r"computed NaN .+ Its weights are damaged"),
+    ):
         engine.answer([("user", "How many ships?")])

@@ -17,7 +17,9 @@ import pytest
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 SOURCES = sorted(FOLDER.glob("[0-9]*.py"))
 NAMES = [source.stem for source in SOURCES]
-PLACES = re.compile(r"/(home|root|tmp|work|usr|opt|Users|var|private)/|[A-Z]:\\\\|site-packages|0x[0-9a-f]{6,}")
+PLACES = re.compile(
+    r"/(home|root|tmp|work|usr|opt|Users|var|private)/|[A-Z]:\\\\|site-packages|0x[0-9a-f]{6,}"
+)
 
 
 def read(name: str) -> Any:
@@ -32,7 +34,11 @@ def texts(notebook: Any) -> list[str]:
     """What a reader sees of the outputs, pictures left out."""
     found = []
     for output in (output for cell in code(notebook) for output in cell.outputs):
-        shown = {kind: data for kind, data in output.get("data", {}).items() if not kind.startswith("image/")}
+        shown = {
+            kind: data
+            for kind, data in output.get("data", {}).items()
+            if not kind.startswith("image/")
+        }
         found.append(json.dumps([output.get("text", ""), shown, output.get("traceback", "")]))
     return found
 
@@ -45,7 +51,9 @@ def test_every_source_has_its_notebook_and_no_notebook_is_without() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_says_what_its_source_says(name: str) -> None:
     source, notebook = jupytext.read(FOLDER / f"{name}.py"), read(name)
-    wanted, found = ([(cell.cell_type, cell.source) for cell in each.cells] for each in (source, notebook))
+    wanted, found = (
+        [(cell.cell_type, cell.source) for cell in each.cells] for each in (source, notebook)
+    )
     assert found == wanted
 
 
@@ -60,7 +68,11 @@ def test_a_notebook_has_pictures_and_text_and_no_errors(name: str) -> None:
     outputs = [output for cell in code(read(name)) for output in cell.outputs]
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert any(output.output_type == "stream" for output in outputs)
-    assert [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"] == []
+    assert [
+        output
+        for output in outputs
+        if output.output_type == "error" or output.get("name") == "stderr"
+    ] == []
 
 
 @pytest.mark.parametrize("name", NAMES)

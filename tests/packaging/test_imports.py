@@ -52,9 +52,14 @@ def test_settings_and_errors_are_used_without_torch() -> None:
     )
 
 
-@pytest.mark.skipif(find_spec("torchao") is not None, reason="transformers imports torchao, which prints")
+@pytest.mark.skipif(
+    find_spec("torchao") is not None, reason="transformers imports torchao, which prints"
+)
 def test_importing_an_engine_prints_nothing() -> None:
-    code = "from ragfuse import Engine; from langchain_ragfuse import ChatRagFuse; import transformers.quantizers"
+    code = (
+        "from ragfuse import Engine; from langchain_ragfuse import ChatRagFuse; import"
+        " transformers.quantizers"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")
 

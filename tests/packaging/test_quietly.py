@@ -1,4 +1,6 @@
-"""A step of the set-up: what it says as it begins and ends, and its log. Real processes and a real pip."""
+"""A step of the set-up: what it says as it begins and ends, and its log. Real processes and a real
+pip.
+"""
 
 import os
 import pty
@@ -16,7 +18,14 @@ STEP = [sys.executable, str(ROOT / "deploy" / "quietly.py")]
 
 
 def step(log, *command, of=0):
-    asked = [*STEP, "Trying", str(log), *(["--of", str(of)] if of else []), "--", *map(str, command)]
+    asked = [
+        *STEP,
+        "Trying",
+        str(log),
+        *(["--of", str(of)] if of else []),
+        "--",
+        *map(str, command),
+    ]
     return subprocess.run(asked, capture_output=True, text=True)
 
 
@@ -42,7 +51,18 @@ def test_a_step_that_fails_shows_the_end_of_its_log_and_names_it(tmp_path):
 def test_pip_moves_the_bar_on_a_terminal(tmp_path):
     """Pip looks at packages that are installed; nothing is changed."""
     ours, theirs = pty.openpty()
-    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--progress-bar", "off", "rich", "typer"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--dry-run",
+        "--no-deps",
+        "--progress-bar",
+        "off",
+        "rich",
+        "typer",
+    ]
     asked = [*STEP, "Trying", str(tmp_path / "log"), "--of", "2", "--", *pip]
     run = subprocess.Popen(asked, stdout=theirs, stderr=theirs)
     os.close(theirs)

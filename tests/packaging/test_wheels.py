@@ -1,4 +1,6 @@
-"""All distributions as a user gets them: built, installed together in an empty environment, used there."""
+"""All distributions as a user gets them: built, installed together in an empty environment, used
+there.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ WANTED = {
         "haystack_integrations/components/generators/ragfuse/py.typed",
     },
     "vllm_ragfuse": {"vllm_ragfuse/__init__.py", "vllm_ragfuse/py.typed"},
-    "llama_index_llms_ragfuse": {"llama_index/llms/ragfuse/__init__.py", "llama_index/llms/ragfuse/py.typed"},
+    "llama_index_llms_ragfuse": {
+        "llama_index/llms/ragfuse/__init__.py",
+        "llama_index/llms/ragfuse/py.typed",
+    },
 }
 IMPORTS = (
     ("ragfuse", "Engine"),
@@ -47,7 +52,12 @@ IMPORTS = (
     ("llama_index.llms.ragfuse", "RagFuseLLM"),
     ("haystack_integrations.components.generators.ragfuse", "RagfuseChatGenerator"),
 )
-NO_INDEX = ("No matching distribution found", "Could not find a version", "NewConnectionError", "ConnectionError")
+NO_INDEX = (
+    "No matching distribution found",
+    "Could not find a version",
+    "NewConnectionError",
+    "ConnectionError",
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +78,11 @@ def _or_skip(done: subprocess.CompletedProcess[str]) -> None:
 
 def _wheels(dist: Path) -> list[str]:
     """The wheels that the packages of a user need: all but the benchmarks'."""
-    return [str(each) for each in sorted(dist.glob("*.whl")) if not each.name.startswith("ragfuse_bench")]
+    return [
+        str(each)
+        for each in sorted(dist.glob("*.whl"))
+        if not each.name.startswith("ragfuse_bench")
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +126,9 @@ def test_a_wheel_holds_what_it_runs_on_and_no_tests(dist: Path, name: str) -> No
         ("haystack_ragfuse", "haystack_integrations/components/generators"),
     ],
 )
-def test_no_wheel_claims_the_folders_that_belong_to_all_of_a_framework(dist: Path, name: str, folder: str) -> None:
+def test_no_wheel_claims_the_folders_that_belong_to_all_of_a_framework(
+    dist: Path, name: str, folder: str
+) -> None:
     (wheel,) = dist.glob(f"{name}-*.whl")
     owners = [folder, *map(str, Path(folder).parents)]
     assert not {f"{owner}/__init__.py" for owner in owners} & set(zipfile.ZipFile(wheel).namelist())
@@ -138,7 +154,9 @@ def test_metadata_says_what_the_package_is(dist: Path, name: str) -> None:
     assert found["Summary"]
     assert len(found.get_payload()) > 800
     wanted = [each.partition(";")[0] for each in found.get_all("Requires-Dist", [])]
-    assert name == "ragfuse_kv" or any(re.match(r"ragfuse-kv(\[[\w,-]+\])?[>=]=", each) for each in wanted)
+    assert name == "ragfuse_kv" or any(
+        re.match(r"ragfuse-kv(\[[\w,-]+\])?[>=]=", each) for each in wanted
+    )
 
 
 def test_nothing_that_is_installed_contradicts_anything_else(place: Place) -> None:
@@ -148,13 +166,20 @@ def test_nothing_that_is_installed_contradicts_anything_else(place: Place) -> No
 
 @pytest.mark.parametrize(("package", "name"), IMPORTS)
 def test_packages_are_imported_from_the_wheels(place: Place, package: str, name: str) -> None:
-    said = place.run("python", "-c", f"import {package}; from {package} import {name}; print({package}.__file__)")
+    said = place.run(
+        "python", "-c", f"import {package}; from {package} import {name}; print({package}.__file__)"
+    )
     assert said.returncode == 0, said.stderr
     assert "site-packages" in said.stdout.splitlines()[-1]
 
 
-def test_importing_ragfuse_from_its_wheel_loads_neither_torch_nor_transformers(place: Place) -> None:
-    code = "import sys, ragfuse; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+def test_importing_ragfuse_from_its_wheel_loads_neither_torch_nor_transformers(
+    place: Place,
+) -> None:
+    code = (
+        "import sys, ragfuse; print([name for name in ('torch', 'transformers') if name in"
+        " sys.modules])"
+    )
     assert place.run("python", "-c", code).stdout.strip() == "[]"
 
 
@@ -178,7 +203,9 @@ def test_what_needs_an_extra_names_it_instead_of_failing(place: Place) -> None:
     assert "Traceback" not in said.stdout + said.stderr
 
 
-def test_the_benchmarks_are_named_where_they_are_not_installed_and_run_where_they_are(dist: Path, place: Place) -> None:
+def test_the_benchmarks_are_named_where_they_are_not_installed_and_run_where_they_are(
+    dist: Path, place: Place
+) -> None:
     without = place.run("ragfuse", "bench", "ttft")
     assert without.returncode != 0
     assert "pip install ragfuse-bench" in without.stdout + without.stderr
@@ -193,6 +220,8 @@ def test_the_benchmarks_are_named_where_they_are_not_installed_and_run_where_the
 def test_readmes_render_where_packages_are_shown(dist: Path, place: Place) -> None:
     """Last: what checks them is installed beside the wheels."""
     place.add("twine", "readme-renderer[md]")
-    checked = place.run("python", "-m", "twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
+    checked = place.run(
+        "python", "-m", "twine", "check", "--strict", *map(str, sorted(dist.iterdir()))
+    )
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert checked.stdout.count("PASSED") == 2 * len(FOUND)

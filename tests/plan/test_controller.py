@@ -1,4 +1,6 @@
-"""What is read and what computed: the best key first, a reason for every miss, and when a chunk is exact."""
+"""What is read and what computed: the best key first, a reason for every miss, and when a chunk is
+exact.
+"""
 
 from dataclasses import replace
 
@@ -27,8 +29,17 @@ def chunk(tokens: tuple[int, ...], start: int) -> Segment:
     return Segment(tokens, start, "chunk", (key(tokens, PREFIX), key(tokens)))
 
 
-PROMPT = Prompt((Segment(PREFIX, 0, "prefix", (key(PREFIX),)), chunk(ONE, 3), chunk(TWO, 5), Segment(QUESTION, 8)))
-BEHIND = {k: entry(k, n) for k, n in ((key(PREFIX), 3), (key(ONE, PREFIX), 2), (key(TWO, PREFIX), 3))}
+PROMPT = Prompt(
+    (
+        Segment(PREFIX, 0, "prefix", (key(PREFIX),)),
+        chunk(ONE, 3),
+        chunk(TWO, 5),
+        Segment(QUESTION, 8),
+    )
+)
+BEHIND = {
+    k: entry(k, n) for k, n in ((key(PREFIX), 3), (key(ONE, PREFIX), 2), (key(TWO, PREFIX), 3))
+}
 ALONE = {k: entry(k, n, "disk") for k, n in ((key(ONE), 2), (key(TWO), 3))}
 
 
@@ -36,14 +47,19 @@ def test_the_entry_behind_the_prefix_is_read_before_the_one_alone():
     found = plan(PROMPT, {**ALONE, **BEHIND}, "hkvd", 0.2)
     assert found.fetches == tuple(
         Fetch(index, k, "memory", "raw", 10 * n, n)
-        for index, (k, n) in enumerate(((key(PREFIX), 3), (key(ONE, PREFIX), 2), (key(TWO, PREFIX), 3)))
+        for index, (k, n) in enumerate(
+            ((key(PREFIX), 3), (key(ONE, PREFIX), 2), (key(TWO, PREFIX), 3))
+        )
     )
     assert (found.misses, found.policy, found.ratio, found.prompt) == ((), "hkvd", 0.2, PROMPT)
 
 
 def test_the_entry_alone_is_read_when_there_is_no_other():
     found = plan(PROMPT, ALONE, "hkvd", 0.2)
-    assert [(f.segment, f.key, f.tier) for f in found.fetches] == [(1, key(ONE), "disk"), (2, key(TWO), "disk")]
+    assert [(f.segment, f.key, f.tier) for f in found.fetches] == [
+        (1, key(ONE), "disk"),
+        (2, key(TWO), "disk"),
+    ]
     assert found.misses == ((0, "not in the store"),)
 
 
@@ -90,13 +106,18 @@ def test_what_comes_from_the_prefix_cache_is_exact_also_where_it_is_part_of_an_e
     prompt = Prompt((PROMPT.segments[0], behind, chunk(TWO, 5), Segment(QUESTION, 8)))
     assert is_exact(prompt, fetch(1, behind.keys[0]))
     assert not is_exact(
-        Prompt((prompt.segments[0], replace(behind, kind="chunk"), *prompt.segments[2:])), fetch(1, behind.keys[0])
+        Prompt((prompt.segments[0], replace(behind, kind="chunk"), *prompt.segments[2:])),
+        fetch(1, behind.keys[0]),
     )
 
 
 def test_behind_a_gap_nothing_is_exact_and_a_prompt_that_starts_late_is_no_gap():
-    gap = Prompt((Segment(PREFIX, 0, "prefix", (key(PREFIX),)), chunk(ONE, 4), Segment(QUESTION, 6)))
-    late = Prompt((Segment(PREFIX, 7, "prefix", (key(PREFIX),)), chunk(ONE, 10), Segment(QUESTION, 12)))
+    gap = Prompt(
+        (Segment(PREFIX, 0, "prefix", (key(PREFIX),)), chunk(ONE, 4), Segment(QUESTION, 6))
+    )
+    late = Prompt(
+        (Segment(PREFIX, 7, "prefix", (key(PREFIX),)), chunk(ONE, 10), Segment(QUESTION, 12))
+    )
     assert not is_exact(gap, fetch(1, key(ONE, PREFIX)))
     assert is_exact(late, fetch(1, key(ONE, PREFIX)))
 
@@ -129,7 +150,11 @@ def test_auto_takes_the_model_s_own_choice_where_all_blended_chunks_were_encoded
 
 @pytest.mark.parametrize("gone", [amidst(TWO), amidst(THREE), key(ONE, PREFIX)])
 def test_auto_measures_deviations_where_one_chunk_was_not(gone):
-    others = {key(ONE): entry(key(ONE), 2), key(TWO): entry(key(TWO), 3), key(THREE): entry(key(THREE), 4)}
+    others = {
+        key(ONE): entry(key(ONE), 2),
+        key(TWO): entry(key(TWO), 3),
+        key(THREE): entry(key(THREE), 4),
+    }
     entries = {k: e for k, e in {**others, **AMIDST}.items() if k != gone}
     found = plan(LONGER, entries, choice=CHOICE)
     assert len(found.fetches) == 4
@@ -137,9 +162,15 @@ def test_auto_measures_deviations_where_one_chunk_was_not(gone):
 
 
 def test_auto_with_nothing_to_blend_is_as_without_amid():
-    assert (plan(LONGER, {}, choice=CHOICE).policy, plan(LONGER, {}, choice=CHOICE).ratio) == MEASURED
+    assert (
+        plan(LONGER, {}, choice=CHOICE).policy,
+        plan(LONGER, {}, choice=CHOICE).ratio,
+    ) == MEASURED
     only = {k: e for k, e in BEHIND.items() if k != key(TWO, PREFIX)}
-    assert (plan(LONGER, only, choice=CHOICE).policy, plan(LONGER, only, choice=CHOICE).ratio) == MEASURED
+    assert (
+        plan(LONGER, only, choice=CHOICE).policy,
+        plan(LONGER, only, choice=CHOICE).ratio,
+    ) == MEASURED
 
 
 def test_auto_is_conservative_with_a_model_that_is_not_calibrated():

@@ -1,4 +1,6 @@
-"""What things cost: more rows no less, reading behind fusing to the tick, layers read a few at a time."""
+"""What things cost: more rows no less, reading behind fusing to the tick, layers read a few at a
+time.
+"""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -8,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragfuse.fuse.select import POLICIES, cost_of
-from ragfuse.plan.cost import AHEAD, HELD_UP_S, STEP_NBYTES, Blend, layers_a_read, pipelined_s, room, spans
+from ragfuse.plan.cost import (
+    AHEAD,
+    HELD_UP_S,
+    STEP_NBYTES,
+    Blend,
+    layers_a_read,
+    pipelined_s,
+    room,
+    spans,
+)
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import Fetch
 from ragfuse.types.policy_cost import schedule, watched_layers
@@ -56,22 +67,36 @@ def test_loading_behind_computing_ends_when_a_simulation_says_so(steps, waiting)
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_every_policy_s_kind_is_what_it_needs_first(policy):
-    wanted = "attention" if policy.wants == "attention" else "all rows of a layer" if policy.check_layer else "nothing"
+    wanted = (
+        "attention"
+        if policy.wants == "attention"
+        else "all rows of a layer"
+        if policy.check_layer
+        else "nothing"
+    )
     assert policy.cost.needs == wanted
 
 
-@pytest.mark.parametrize("policy", [policy for policy in POLICIES if hasattr(policy, "gradual")], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "policy", [policy for policy in POLICIES if hasattr(policy, "gradual")], ids=lambda p: p.name
+)
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 0.9])
 def test_rows_are_the_mean_of_the_schedule_of_the_policy(policy, ratio):
     first = policy.check_layer
-    shares = [schedule(ratio, layer, first, LAYERS, policy.gradual) for layer in range(first, LAYERS)]
+    shares = [
+        schedule(ratio, layer, first, LAYERS, policy.gradual) for layer in range(first, LAYERS)
+    ]
     by_layer = [110.0] * first + [10 + 100 * share for share in shares]
-    assert Blend(policy.cost, 1000, 10, 100, ratio).rows(LAYERS) == pytest.approx(sum(by_layer) / LAYERS)
+    assert Blend(policy.cost, 1000, 10, 100, ratio).rows(LAYERS) == pytest.approx(
+        sum(by_layer) / LAYERS
+    )
 
 
 @given(BLENDS, st.floats(0, 1))
 def test_more_rows_take_no_less(blend, ratio):
-    less, more = sorted((replace(blend, ratio=blend.ratio or 0.01), replace(blend, ratio=ratio or 0.01)), key=_ratio)
+    less, more = sorted(
+        (replace(blend, ratio=blend.ratio or 0.01), replace(blend, ratio=ratio or 0.01)), key=_ratio
+    )
     assert machine().fused_s(less) <= machine().fused_s(more) + 1e-12
 
 
@@ -103,7 +128,9 @@ def test_the_first_token_waits_for_the_longer_one_and_never_for_more_than_both(b
 def test_memory_is_read_where_it_is_used_and_a_slow_tier_behind_fusing():
     costs, blend = machine(), Blend(cost_of("lego"), 1000, 50, 500, 0.2)
     inline, ahead = [fetch("memory")], [fetch("memory"), fetch("disk", 20 << 20, 1)]
-    assert costs.ttft_s(blend, inline) == pytest.approx(sum(costs.steps_s(inline)) + costs.fused_s(blend))
+    assert costs.ttft_s(blend, inline) == pytest.approx(
+        sum(costs.steps_s(inline)) + costs.fused_s(blend)
+    )
     assert costs.ttft_s(blend, ahead) < sum(costs.steps_s(ahead)) + costs.fused_s(blend)
 
 

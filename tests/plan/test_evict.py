@@ -10,8 +10,19 @@ def entry(name: str, last_used: float, *, pinned: bool = False) -> Entry:
 
 
 def test_lru_yields_the_least_recently_used_first():
-    entries = [entry("b", 2.0), entry("z", 1.0), entry("c", 3.0), entry("p", 0.0, pinned=True), entry("a", 1.0)]
-    assert [key.tokens for key in lru(entries)] == ["z", "a", "b", "c"]  # equal ones in the order given
+    entries = [
+        entry("b", 2.0),
+        entry("z", 1.0),
+        entry("c", 3.0),
+        entry("p", 0.0, pinned=True),
+        entry("a", 1.0),
+    ]
+    assert [key.tokens for key in lru(entries)] == [
+        "z",
+        "a",
+        "b",
+        "c",
+    ]  # equal ones in the order given
 
 
 def test_expired_are_those_unused_for_longer_and_never_pinned():
@@ -27,4 +38,8 @@ def test_what_is_too_old_goes_before_all_that_the_policy_names():
     entries = [entry("a", 1.0), entry("b", 50.0), entry("c", 60.0), entry("d", 2.0, pinned=True)]
     choose = expired_first(newest_first, 30.0, lambda: 70.0)
     assert [key.tokens for key in choose(entries)] == ["a", "c", "b", "d"]
-    assert [key.tokens for key in expired_first(lru, 1000.0, lambda: 70.0)(entries)] == ["a", "b", "c"]
+    assert [key.tokens for key in expired_first(lru, 1000.0, lambda: 70.0)(entries)] == [
+        "a",
+        "b",
+        "c",
+    ]

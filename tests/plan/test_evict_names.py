@@ -1,4 +1,6 @@
-"""The policies by name, each against what it says done the slow way: over whatever is kept, and whoever waits."""
+"""The policies by name, each against what it says done the slow way: over whatever is kept, and
+whoever waits.
+"""
 
 from itertools import groupby
 
@@ -12,7 +14,9 @@ from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
 
-def entry(conversation: int, turn: int, last_used: float, nbytes: int = 8, *, pinned: bool = False) -> Entry:
+def entry(
+    conversation: int, turn: int, last_used: float, nbytes: int = 8, *, pinned: bool = False
+) -> Entry:
     key = ChunkKey("m", f"c{conversation}", f"t{turn}")
     return Entry(key, "memory", 4, 2, {"raw": nbytes}, last_used, pinned=pinned)
 
@@ -70,15 +74,27 @@ def test_each_policy_drops_in_the_order_that_looking_again_and_again_gives(name,
 @pytest.mark.parametrize("name", EVICTION_POLICIES)
 @given(entries=SOME, queue=QUEUES)
 def test_a_conversation_goes_whole_and_one_with_something_pinned_stays_whole(name, entries, queue):
-    dropped = list(ConversationEvictor(rank_named(name), conversation_of, lambda: places(queue))(entries))
+    dropped = list(
+        ConversationEvictor(rank_named(name), conversation_of, lambda: places(queue))(entries)
+    )
     kept = {conversation_of(each.key) for each in entries if each.pinned}
-    assert sorted(map(str, dropped)) == sorted(str(e.key) for e in entries if conversation_of(e.key) not in kept)
+    assert sorted(map(str, dropped)) == sorted(
+        str(e.key) for e in entries if conversation_of(e.key) not in kept
+    )
     assert len(list(groupby(dropped, conversation_of))) == len(set(map(conversation_of, dropped)))
 
 
 def test_a_conversation_of_which_something_was_used_is_not_too_old():
-    entries = [entry(1, 0, 10.0), entry(1, 1, 95.0), entry(2, 0, 20.0), entry(2, 1, 30.0), entry(3, 0, 90.0)]
-    choose = expired_first(ConversationEvictor(by_next_use, conversation_of, lambda: {"c2": 0.0}), 60.0, lambda: 100.0)
+    entries = [
+        entry(1, 0, 10.0),
+        entry(1, 1, 95.0),
+        entry(2, 0, 20.0),
+        entry(2, 1, 30.0),
+        entry(3, 0, 90.0),
+    ]
+    choose = expired_first(
+        ConversationEvictor(by_next_use, conversation_of, lambda: {"c2": 0.0}), 60.0, lambda: 100.0
+    )
     assert [conversation_of(key) for key in choose(entries)] == ["c2", "c2", "c3", "c1", "c1"]
 
 

@@ -1,4 +1,6 @@
-"""A plan as people read it: what is read from where, what is computed and why, and when the first token comes."""
+"""A plan as people read it: what is read from where, what is computed and why, and when the first
+token comes.
+"""
 
 from dataclasses import replace
 
@@ -19,8 +21,12 @@ def told(tiers, policy="auto", ratio=None, deadline_s=None, **byte_s) -> list[st
 def test_every_chunk_has_a_line_with_tier_bytes_and_times():
     first, one, two, three, *rest = told(["disk", "memory", ""], "hkvd", 0.2)
     assert first == "2 segments from the store (9.6 MB), 1 missing, ratio 0.20 by hkvd."
-    assert one.startswith("- book-0, 200 tokens: hit in disk, 4.8 MB, encoded alone; 0.005 s to load, exact here")
-    assert two.startswith("- book-1, 200 tokens: hit in memory, 4.8 MB, encoded alone; 0.000 s to load, 0.")
+    assert one.startswith(
+        "- book-0, 200 tokens: hit in disk, 4.8 MB, encoded alone; 0.005 s to load, exact here"
+    )
+    assert two.startswith(
+        "- book-1, 200 tokens: hit in memory, 4.8 MB, encoded alone; 0.000 s to load, 0."
+    )
     assert three.startswith("- book-2, 200 tokens: miss (not in the store); 0.")
     assert [line.split()[0] for line in rest] == ["Ratio", "How", "First"]
 
@@ -33,7 +39,10 @@ def test_what_the_ratio_stopped_at_is_said():
         "late": told(["far"] * 6, "hkvd", deadline_s=0.001, far=2e-8),
         "fixed": told(["memory"] * 4, "lego-16", deadline_s=0.001),
     }
-    said = {name: [line for line in lines if line.startswith(("Ratio", "Rows"))] for name, lines in asked.items()}
+    said = {
+        name: [line for line in lines if line.startswith(("Ratio", "Rows"))]
+        for name, lines in asked.items()
+    }
     assert len({line.partition(": ")[2] for (line,) in said.values()}) == len(said)
     late = [name for name, lines in asked.items() if "cannot be met" in lines[-1]]
     assert late == ["late", "fixed"]
@@ -41,7 +50,11 @@ def test_what_the_ratio_stopped_at_is_said():
 
 @pytest.mark.parametrize("policy", [policy.name for policy in POLICIES])
 def test_what_a_policy_needs_first_is_said(policy):
-    needed = [line for line in told(["memory"] * 3, policy, 0.2) if line.startswith(f"How {policy} goes: ")]
+    needed = [
+        line
+        for line in told(["memory"] * 3, policy, 0.2)
+        if line.startswith(f"How {policy} goes: ")
+    ]
     assert bool(needed) == (policy != "none")
     all_first = policy in ("query", "query-gradual")
     assert ["layer by layer" in line for line in needed] == [not all_first] * len(needed)
@@ -49,7 +62,12 @@ def test_what_a_policy_needs_first_is_said(policy):
 
 @pytest.mark.parametrize(
     ("tiers", "policy", "ratio"),
-    [(["disk"], "hkvd", 0.2), (["disk"] * 3, "hkvd", 0.0), (["disk"] * 3, "none", None), (["", ""], "hkvd", 0.2)],
+    [
+        (["disk"], "hkvd", 0.2),
+        (["disk"] * 3, "hkvd", 0.0),
+        (["disk"] * 3, "none", None),
+        (["", ""], "hkvd", 0.2),
+    ],
 )
 def test_no_policy_is_named_where_none_chooses(tiers, policy, ratio):
     lines = told(tiers, policy, ratio)
@@ -60,7 +78,9 @@ def test_no_policy_is_named_where_none_chooses(tiers, policy, ratio):
 def test_an_entry_that_several_segments_use_is_read_once():
     prompt, entries = prompt_of(["disk"])
     first, second = (replace(prompt.segments[0], kind="module", start=200 * at) for at in range(2))
-    lines = in_words(plan(Prompt((first, second, replace(prompt.segments[1], start=400))), entries)).splitlines()
+    lines = in_words(
+        plan(Prompt((first, second, replace(prompt.segments[1], start=400))), entries)
+    ).splitlines()
     assert "hit in disk, 4.8 MB" in lines[1]
     assert "hit, read above" in lines[2]
 
@@ -74,14 +94,18 @@ def test_what_is_there_and_not_read_says_where_and_why():
     assert all("miss (full prefill is faster) in far, 4.8 MB" in line for line in full[1:3])
 
 
-@pytest.mark.parametrize(("times", "said"), [(4.0, "far is assumed to take 4.0 times"), (0.25, "take 0.25 times")])
+@pytest.mark.parametrize(
+    ("times", "said"), [(4.0, "far is assumed to take 4.0 times"), (0.25, "take 0.25 times")]
+)
 def test_a_tier_of_another_speed_than_measured_is_said(times, said):
     prompt, entries = prompt_of(["disk", "far", "disk"])
     corrected = machine(far=1e-9).corrected({"far": times})
     assert said in in_words(plan(prompt, entries, "hkvd", 0.2, costs=corrected))
 
 
-@pytest.mark.parametrize(("kind", "name"), [("prefix", "beginning"), ("module", "module"), ("history", "turns")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("prefix", "beginning"), ("module", "module"), ("history", "turns")]
+)
 def test_what_has_no_source_is_called_by_what_it_is(kind, name):
     prompt, entries = prompt_of(["disk", "disk"])
     head = replace(prompt.segments[0], kind=kind, source="")

@@ -1,4 +1,6 @@
-"""Codec levels in plans: what loses least while that hides, what comes sooner where the first token waits for it."""
+"""Codec levels in plans: what loses least while that hides, what comes sooner where the first token
+waits for it.
+"""
 
 from dataclasses import replace
 
@@ -62,13 +64,19 @@ def test_a_slow_tier_is_read_at_a_level_that_hides():
     assert {level for _, level in read(found)} & {"cg1", "cg2", "cg3"}
     assert ("far", "cg3") not in read(found)
     assert found.forecast.ttft_s < 0.7 * only_raw.forecast.ttft_s
-    assert sum(fetch.nbytes for fetch in found.fetches) < sum(fetch.nbytes for fetch in only_raw.fetches)
+    assert sum(fetch.nbytes for fetch in found.fetches) < sum(
+        fetch.nbytes for fetch in only_raw.fetches
+    )
 
 
 def test_what_lost_less_is_read_from_another_tier_where_that_hides_and_else_where_it_was_found():
     far = [("far", ["raw"])]
-    assert set(read(planned(["memory"] * 4, ["int8"], far, levels_machine(far=1e-10)))) == {("far", "raw")}
-    assert ("memory", "int8") in read(planned(["memory"] * 4, ["int8"], far, levels_machine(far=1e-6)))
+    assert set(read(planned(["memory"] * 4, ["int8"], far, levels_machine(far=1e-10)))) == {
+        ("far", "raw")
+    }
+    assert ("memory", "int8") in read(
+        planned(["memory"] * 4, ["int8"], far, levels_machine(far=1e-6))
+    )
 
 
 def test_decoding_that_takes_longer_than_it_saves_is_not_done():
@@ -86,12 +94,16 @@ def test_a_level_whose_decoding_was_not_measured_is_foretold_by_nobody():
 
 @given(
     st.lists(st.sampled_from(["memory", "disk", "far"]), min_size=1, max_size=12),
-    st.lists(st.sampled_from(["raw", *PACKED]), min_size=1, unique=True).map(lambda each: sorted(each, key=loss)),
+    st.lists(st.sampled_from(["raw", *PACKED]), min_size=1, unique=True).map(
+        lambda each: sorted(each, key=loss)
+    ),
     SPEEDS,
 )
 def test_levels_never_make_the_first_token_later(tiers, levels, far):
     found = planned(tiers, levels, machine=levels_machine(far=far), policy="hkvd")
-    alone = planned(tiers, levels[:1], machine=levels_machine(far=far), policy="hkvd", ratio=found.ratio)
+    alone = planned(
+        tiers, levels[:1], machine=levels_machine(far=far), policy="hkvd", ratio=found.ratio
+    )
     assert {fetch.level for fetch in found.fetches} <= set(levels)
     assert found.forecast.ttft_s <= alone.forecast.ttft_s * 1.02 + 1e-9
 
@@ -107,7 +119,8 @@ def test_decoding_counts_as_loading():
 
 
 @pytest.mark.parametrize(
-    ("byte_s", "level"), [(1e-10, "raw"), (3.6e-9, "int8"), (8e-9, "cg1"), (1.6e-8, "cg2"), (1e-3, "cg3")]
+    ("byte_s", "level"),
+    [(1e-10, "raw"), (3.6e-9, "int8"), (8e-9, "cg1"), (1.6e-8, "cg2"), (1e-3, "cg3")],
 )
 def test_the_level_of_a_tier_is_what_loses_least_and_hides_else_the_soonest(byte_s, level):
     assert choose_level(N, RAW, levels_machine(far=byte_s), "far", 0.15) == level
@@ -122,4 +135,9 @@ def test_a_cheap_tier_becomes_fast_enough_by_its_level():
     prices, slow = {"disk": 1.0, "far": 0.1}, levels_machine(far=1.2e-8)
     assert choose_tier(N, RAW, slow, ["disk", "far"], prices, 0.15) == "disk"
     assert choose_tier(N, RAW, slow, ["disk", "far"], prices, 0.15, {"far": ("cg2",)}) == "far"
-    assert choose_tier(N, RAW, slow, ["disk", "far"], {"disk": 0.1, "far": 0.3}, 0.15, {"far": ("cg2",)}) == "far"
+    assert (
+        choose_tier(
+            N, RAW, slow, ["disk", "far"], {"disk": 0.1, "far": 0.3}, 0.15, {"far": ("cg2",)}
+        )
+        == "far"
+    )

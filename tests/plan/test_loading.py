@@ -1,4 +1,6 @@
-"""The loading controller: no less than keeps answers close, as much more as loading hides, full prefill if faster."""
+"""The loading controller: no less than keeps answers close, as much more as loading hides, full
+prefill if faster.
+"""
 
 from dataclasses import replace
 
@@ -18,7 +20,9 @@ TIERS = st.lists(st.sampled_from(["memory", "disk", "far", "farther", ""]), min_
 
 def planned(tiers, byte_s=1e-8, policy="auto", ratio=None, deadline_s=None, **others) -> LoadPlan:
     prompt, entries = prompt_of(tiers)
-    return plan(prompt, entries, policy, ratio, deadline_s=deadline_s, costs=machine(far=byte_s, **others))
+    return plan(
+        prompt, entries, policy, ratio, deadline_s=deadline_s, costs=machine(far=byte_s, **others)
+    )
 
 
 def timed_at(found: LoadPlan, ratio: float, byte_s: float) -> float:
@@ -47,7 +51,12 @@ def test_a_slow_tier_hides_more_and_a_step_beyond_would_be_late():
     assert timed_at(found, found.ratio + 0.02, 2e-8) > base + TIE * min(base, found.forecast.load_s)
 
 
-@given(TIERS, SPEEDS, SPEEDS, st.sampled_from(["auto", "hkvd", "lego", "query", "lego-8", "none", "full"]))
+@given(
+    TIERS,
+    SPEEDS,
+    SPEEDS,
+    st.sampled_from(["auto", "hkvd", "lego", "query", "lego-8", "none", "full"]),
+)
 def test_the_ratio_is_never_below_the_least_and_never_above_one(tiers, far, farther, policy):
     assert LEAST <= planned(tiers, far, policy, farther=farther).ratio <= 1
 
@@ -72,13 +81,17 @@ def test_every_segment_is_a_hit_or_a_miss_with_a_reason(tiers, far, farther):
     assert sorted([*hits, *misses]) == list(range(len(tiers)))
     assert all(misses.values())
     assert {fetch.segment for fetch in found.unread} <= set(misses)
-    assert {fetch.segment for fetch in found.unread} | set(hits) == {at for at, tier in enumerate(tiers) if tier}
+    assert {fetch.segment for fetch in found.unread} | set(hits) == {
+        at for at, tier in enumerate(tiers) if tier
+    }
     assert found.forecast is not None
 
 
 @given(TIERS, SPEEDS, SPEEDS)
 def test_full_prefill_is_planned_only_where_fusing_is_no_sooner(tiers, far, farther):
-    found, fused = (planned(tiers, far, *asked, farther=farther) for asked in (("auto",), ("hkvd", LEAST)))
+    found, fused = (
+        planned(tiers, far, *asked, farther=farther) for asked in (("auto",), ("hkvd", LEAST))
+    )
     assume(fused.fetches)
     if found.fallback_reason:
         assert found.forecast.full_s <= fused.forecast.ttft_s
@@ -111,7 +124,10 @@ def test_a_chunk_that_is_slower_to_load_than_to_compute_is_computed():
     load_s, compute_s = {at: times for at, *times in found.forecast.segments}[3]
     assert load_s > compute_s
     assert [(fetch.segment, fetch.tier) for fetch in found.unread] == [(3, "far")]
-    assert found.forecast.ttft_s < planned(["disk", "disk", "disk", "far", "disk"], 1e-7, "hkvd").forecast.ttft_s
+    assert (
+        found.forecast.ttft_s
+        < planned(["disk", "disk", "disk", "far", "disk"], 1e-7, "hkvd").forecast.ttft_s
+    )
 
 
 def test_what_loads_sooner_than_it_computes_is_loaded_and_more_is_recomputed_instead():
@@ -123,16 +139,25 @@ def test_what_loads_sooner_than_it_computes_is_loaded_and_more_is_recomputed_ins
 def test_what_is_in_the_store_and_not_read_is_not_saved_again():
     prompt, entries = prompt_of(["disk", "disk", "", "far", "disk"])
     for byte_s in (1e-7, 1e-4):
-        found = plan(prompt, entries, costs=machine(far=byte_s, disk=byte_s if byte_s > 1e-5 else 1e-9))
+        found = plan(
+            prompt, entries, costs=machine(far=byte_s, disk=byte_s if byte_s > 1e-5 else 1e-9)
+        )
         assert found.unread
         jobs = list(jobs_after(found))
         assert [job.source for job in jobs if job.kind == "chunk"] == ["book-2"]
-        assert [job.keys for job in jobs if job.kind == "copy"] == [(fetch.key,) for fetch in found.unread]
+        assert [job.keys for job in jobs if job.kind == "copy"] == [
+            (fetch.key,) for fetch in found.unread
+        ]
 
 
 def test_what_was_asked_for_is_done_and_foretold():
     found = planned(["far"] * 3, 1e-6, "hkvd", 0.3)
-    assert (found.policy, found.ratio, len(found.fetches), found.fallback_reason) == ("hkvd", 0.3, 3, "")
+    assert (found.policy, found.ratio, len(found.fetches), found.fallback_reason) == (
+        "hkvd",
+        0.3,
+        3,
+        "",
+    )
     assert found.forecast.bound == "asked"
     assert found.forecast.ttft_s > found.forecast.full_s
     assert planned(["far"] * 3, 1e-6, ratio=0.3).ratio == 0.3
@@ -167,7 +192,9 @@ def test_the_forecast_tells_every_segment_and_adds_up():
     assert segments[0][1] == 0.0  # exact: nothing of it is computed
     assert segments[2][0] == 0.0
     assert segments[2][1] > segments[1][1] > 0
-    assert sum(load for load, _ in segments.values()) == pytest.approx(found.forecast.load_s, rel=0.2)
+    assert sum(load for load, _ in segments.values()) == pytest.approx(
+        found.forecast.load_s, rel=0.2
+    )
     assert sum(compute for _, compute in segments.values()) < found.forecast.recompute_s
 
 

@@ -11,9 +11,14 @@ from ragfuse.types.plan import Fetch, Forecast, LoadPlan
 from ragfuse.types.prompt import Prompt, Segment
 
 
-@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 9)), max_size=12), st.integers(0, 30))
+@given(
+    st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 9)), max_size=12),
+    st.integers(0, 30),
+)
 def test_what_is_fetched_is_the_beginning_of_the_queue_that_fits_in_its_order(queue, room):
-    most = max(n for n in range(len(queue) + 1) if n == 0 or sum(size for _, size in queue[:n]) <= room)
+    most = max(
+        n for n in range(len(queue) + 1) if n == 0 or sum(size for _, size in queue[:n]) <= room
+    )
     assert list(to_prefetch(queue, room)) == [name for name, _ in queue[:most]]
 
 
@@ -27,13 +32,20 @@ def test_the_queue_is_read_no_further_than_memory_reaches():
 
 def planned(load_s, compute_s, past=1000, new=100, nbytes=1 << 20):
     """A plan that reads so many tokens and bytes, and what that takes."""
-    segments = (Segment((1,) * past, 0, "history", (ChunkKey("m", "t"),)), Segment((2,) * new, past))
+    segments = (
+        Segment((1,) * past, 0, "history", (ChunkKey("m", "t"),)),
+        Segment((2,) * new, past),
+    )
     fetches = (Fetch(0, ChunkKey("m", "t"), "disk", "raw", nbytes, past),)
-    return LoadPlan(Prompt(segments), 0.0, "none", fetches, forecast=Forecast(load_s, compute_s, load_s, 9.0))
+    return LoadPlan(
+        Prompt(segments), 0.0, "none", fetches, forecast=Forecast(load_s, compute_s, load_s, 9.0)
+    )
 
 
 @given(st.floats(0.01, 9), st.floats(0.01, 9), st.integers(1, 48))
-def test_with_so_many_layers_read_before_no_layer_is_waited_for_and_with_fewer_one_is(load_s, compute_s, n_layers):
+def test_with_so_many_layers_read_before_no_layer_is_waited_for_and_with_fewer_one_is(
+    load_s, compute_s, n_layers
+):
     before = layers_before(planned(load_s, compute_s), n_layers)
 
     def waits(buffered):

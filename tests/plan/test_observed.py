@@ -1,4 +1,6 @@
-"""What answers took corrects what was measured: soon, within bounds, and not by what happened once."""
+"""What answers took corrects what was measured: soon, within bounds, and not by what
+happened once.
+"""
 
 import pytest
 from hypothesis import given
@@ -16,17 +18,22 @@ SPEEDS = machine(far=1e-8, near=1e-9)
 def planned(*tiers: str, unread: tuple[str, ...] = (), n_tokens: int = 100) -> LoadPlan:
     """A plan that reads from these tiers, and leaves an entry in each of the others unread."""
     fetches = [
-        Fetch(at, ChunkKey("model", str(at)), tier, "raw", 4_800_000) for at, tier in enumerate((*tiers, *unread))
+        Fetch(at, ChunkKey("model", str(at)), tier, "raw", 4_800_000)
+        for at, tier in enumerate((*tiers, *unread))
     ]
     prompt = Prompt((Segment(tuple(range(n_tokens)), 0),))
-    return LoadPlan(prompt, 0.0, "none", tuple(fetches[: len(tiers)]), unread=tuple(fetches[len(tiers) :]))
+    return LoadPlan(
+        prompt, 0.0, "none", tuple(fetches[: len(tiers)]), unread=tuple(fetches[len(tiers) :])
+    )
 
 
 def load_s(*tiers: str) -> float:
     return sum(SPEEDS.steps_s(planned(*tiers).fetches))
 
 
-def seen(*times: float, tiers: tuple[str, ...] = ("far", "far"), before: Observed | None = None) -> Observed:
+def seen(
+    *times: float, tiers: tuple[str, ...] = ("far", "far"), before: Observed | None = None
+) -> Observed:
     """After prompts over these tiers that took so many times as long as measured."""
     found = before or Observed()
     for each in times:
@@ -56,7 +63,10 @@ def test_what_happened_once_changes_nothing(times, odd):
         found = seen(times, before=found)
 
 
-@given(st.lists(st.floats(0, 1e12), max_size=12), st.lists(st.sampled_from(["far", "near", "memory"]), min_size=1))
+@given(
+    st.lists(st.floats(0, 1e12), max_size=12),
+    st.lists(st.sampled_from(["far", "near", "memory"]), min_size=1),
+)
 def test_no_tier_is_corrected_beyond_the_bounds(took, tiers):
     found = Observed()
     for seconds in took:
@@ -67,7 +77,9 @@ def test_no_tier_is_corrected_beyond_the_bounds(took, tiers):
 
 def test_tiers_of_one_prompt_share_what_was_seen_as_they_share_the_time():
     both = seen(4.0, 4.0, 4.0, tiers=("far", "near"))
-    assert {tier: both.times(tier) for tier in both.tiers} == {"far": pytest.approx(4.0)}  # near: a tenth
+    assert {tier: both.times(tier) for tier in both.tiers} == {
+        "far": pytest.approx(4.0)
+    }  # near: a tenth
     alike = seen(4.0, 4.0, 4.0, tiers=("far", "near", "near", "near", "near"))
     assert corrections(alike) == {"far": pytest.approx(4.0), "near": pytest.approx(4.0)}
     known = seen(8.0, 8.0, 8.0, 8.0, 8.0, tiers=("near",))
@@ -96,7 +108,9 @@ def test_a_corrected_machine_loads_and_plans_accordingly():
 
 
 def test_where_nothing_was_measured_a_row_takes_the_least_of_the_last_readings():
-    found = Observed().computed(planned(n_tokens=100), 4, 1.0).computed(planned(n_tokens=200), 4, 3.0)
+    found = (
+        Observed().computed(planned(n_tokens=100), 4, 1.0).computed(planned(n_tokens=200), 4, 3.0)
+    )
     assert found.rows == (0.01, 0.015)
     assert found.applied(None, 4).prefill_s(3) == pytest.approx(0.03)
     assert not found.applied(None, 4).knows([])
@@ -107,5 +121,7 @@ def test_where_nothing_was_measured_a_row_takes_the_least_of_the_last_readings()
 
 
 def test_a_short_prefill_says_nothing_of_a_row():
-    assert Observed(rows=(0.5,)).computed(planned(n_tokens=MIN_PREFILL_ROWS - 1), 4, 1.0).rows == (0.5,)
+    assert Observed(rows=(0.5,)).computed(planned(n_tokens=MIN_PREFILL_ROWS - 1), 4, 1.0).rows == (
+        0.5,
+    )
     assert Observed().applied(None, 4) is None

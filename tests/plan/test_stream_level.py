@@ -32,14 +32,22 @@ SIZES = {"raw": 8_000_000, "int8": 4_000_000, "cg1": 1_600_000, "cg2": 1_000_000
 
 
 def part(
-    segment: int, tokens: int, sizes: Mapping[str, int], text_s: float | None = None, decode_s=MappingProxyType({})
+    segment: int,
+    tokens: int,
+    sizes: Mapping[str, int],
+    text_s: float | None = None,
+    decode_s=MappingProxyType({}),
 ):
     """A segment with an entry of its own."""
-    fetch = Fetch(segment, ChunkKey("model", str(segment)), "line", "raw", 0, tokens, tuple(sizes.items()))
+    fetch = Fetch(
+        segment, ChunkKey("model", str(segment)), "line", "raw", 0, tokens, tuple(sizes.items())
+    )
     return StreamPart(fetch, (segment,), tokens, text_s, decode_s)
 
 
-def piece(segment: int = 0, tokens: int = 1500, text_s: float | None = 1.0, **sizes: int) -> StreamPiece:
+def piece(
+    segment: int = 0, tokens: int = 1500, text_s: float | None = 1.0, **sizes: int
+) -> StreamPiece:
     return StreamPiece((part(segment, tokens, sizes or SIZES, text_s),))
 
 
@@ -51,7 +59,10 @@ def streams(draw) -> list[Sent]:
     made = []
     for _ in range(draw(some.integers(1, 5))):
         names = draw(some.lists(some.sampled_from(NAMES), unique=True, max_size=5))
-        levels = tuple((name, draw(some.integers(1, 10**7)), draw(seconds)) for name in sorted(names, key=NAMES.index))
+        levels = tuple(
+            (name, draw(some.integers(1, 10**7)), draw(seconds))
+            for name in sorted(names, key=NAMES.index)
+        )
         made.append(Sent(levels, draw(seconds) if timed or draw(some.booleans()) else None))
     return made
 
@@ -115,13 +126,17 @@ def test_the_lossiest_pieces_come_again_at_the_best_level_for_which_there_is_tim
 
 
 def test_decoding_counts_and_hides_behind_what_is_still_on_its_way():
-    slow = [StreamPiece((part(at, 1500, {"cg1": 1_000_000}, None, {"cg1": 0.5}),)) for at in range(3)]
+    slow = [
+        StreamPiece((part(at, 1500, {"cg1": 1_000_000}, None, {"cg1": 0.5}),)) for at in range(3)
+    ]
     assert delay_s(slow, "cg1", 1e6) == pytest.approx(3.5)
     assert delay_s(slow, "cg1", 1e7) == pytest.approx(1.6)
 
 
 def test_levels_of_a_piece_are_those_that_all_its_parts_have():
-    both = StreamPiece((part(0, 10, {"raw": 4, "int8": 2, "cg1": 1}), part(1, 10, {"raw": 4, "cg1": 1})))
+    both = StreamPiece(
+        (part(0, 10, {"raw": 4, "int8": 2, "cg1": 1}), part(1, 10, {"raw": 4, "cg1": 1}))
+    )
     assert both.sizes == {"raw": 8, "cg1": 2}
 
 

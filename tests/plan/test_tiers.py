@@ -1,4 +1,6 @@
-"""Where a chunk should lie: the cheapest place that is fast enough, a faster one once it is hit often."""
+"""Where a chunk should lie: the cheapest place that is fast enough, a faster one once it is hit
+often.
+"""
 
 from hypothesis import given
 from hypothesis import strategies as st

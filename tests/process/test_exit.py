@@ -1,4 +1,6 @@
-"""The end of a process waits for threads that compute: an interpreter that ends within native code aborts."""
+"""The end of a process waits for threads that compute: an interpreter that ends within native code
+aborts.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,25 @@ def last():
 def run(program: str, settings: Settings | None = None) -> subprocess.CompletedProcess[str]:
     home = settings.home if settings is not None else "."
     model = settings.model if settings is not None else ""
-    named = {"HOME": home, "MODEL": model, "STORE": f"{home}/kv", "DTYPE": "float32", "MAX_TOKENS": 4000}
-    environment = {**os.environ, **{f"RAGFUSE_{name}": str(value) for name, value in named.items() if settings}}
+    named = {
+        "HOME": home,
+        "MODEL": model,
+        "STORE": f"{home}/kv",
+        "DTYPE": "float32",
+        "MAX_TOKENS": 4000,
+    }
+    environment = {
+        **os.environ,
+        **{f"RAGFUSE_{name}": str(value) for name, value in named.items() if settings},
+    }
     command = [sys.executable, "-c", BEFORE + textwrap.dedent(program)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=120, check=False
+    )
 
 
 def test_the_end_waits_for_own_threads_and_for_callers_that_compute() -> None:
-    done = run(
-        """
+    done = run("""
         from ragfuse.process.exit import EXITING, at_work, start_thread
 
         def own():
@@ -51,16 +63,14 @@ def test_the_end_waits_for_own_threads_and_for_callers_that_compute() -> None:
 
         start_thread("own", own)
         threading.Thread(target=callers, daemon=True).start()
-        """
-    )
+        """)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()[:2]) == ["computed", "own thread is done"]
     assert done.stdout.splitlines()[2:] == ["alive: []"]
 
 
 def test_nothing_more_is_computed_after_that() -> None:
-    done = run(
-        """
+    done = run("""
         @atexit.register
         def late():
             from ragfuse.process.exit import at_work, start_thread
@@ -71,14 +81,17 @@ def test_nothing_more_is_computed_after_that() -> None:
                     print(error)
 
         import ragfuse.process.exit
-        """
-    )
+        """)
     assert done.stdout.count("The program is ending") == 2, done.stderr
 
 
 @pytest.mark.parametrize("end", ["break", "raise ValueError('mine')", "sys.exit(3)"])
-@pytest.mark.parametrize("how", ["for piece in engine.stream(TEXT):", "for piece in kept.pieces():"])
-def test_an_answer_that_is_half_read_ends_before_the_process(tiny_settings: Settings, how: str, end: str) -> None:
+@pytest.mark.parametrize(
+    "how", ["for piece in engine.stream(TEXT):", "for piece in kept.pieces():"]
+)
+def test_an_answer_that_is_half_read_ends_before_the_process(
+    tiny_settings: Settings, how: str, end: str
+) -> None:
     done = run(
         f"""
         from ragfuse import Engine

@@ -22,7 +22,9 @@ def mode(path):
 def test_all_missing_folders_are_for_this_user_alone(tmp_path, umask):
     tmp_path.chmod(0o755)
     make_own_folder(tmp_path / "home" / "models" / "reader")
-    assert [mode(tmp_path / part) for part in (".", "home", "home/models", "home/models/reader")] == [
+    assert [
+        mode(tmp_path / part) for part in (".", "home", "home/models", "home/models/reader")
+    ] == [
         0o755,
         0o700,
         0o700,

@@ -1,4 +1,6 @@
-"""The queue of background jobs: in order, each once, no more than fits, and a thread only while something waits."""
+"""The queue of background jobs: in order, each once, no more than fits, and a thread only while
+something waits.
+"""
 
 import gc
 import subprocess
@@ -53,7 +55,9 @@ def test_many_threads_submit_while_it_is_closed_and_nobody_hangs() -> None:
     for _ in range(50):
         queue, gate, done = BackgroundJobs("test", limit=1000), threading.Barrier(5), list[int]()
 
-        def submit(queue: BackgroundJobs = queue, gate: threading.Barrier = gate, done: list[int] = done) -> None:
+        def submit(
+            queue: BackgroundJobs = queue, gate: threading.Barrier = gate, done: list[int] = done
+        ) -> None:
             gate.wait()
             for number in range(20):
                 queue.submit(partial(done.append, number))
@@ -71,7 +75,9 @@ def test_many_threads_submit_while_it_is_closed_and_nobody_hangs() -> None:
     assert threads() == []
 
 
-def test_a_full_queue_drops_and_counts_without_waiting_but_not_what_somebody_waits_for(gate: Gate) -> None:
+def test_a_full_queue_drops_and_counts_without_waiting_but_not_what_somebody_waits_for(
+    gate: Gate,
+) -> None:
     queue = BackgroundJobs("test", limit=2)
     gate.hold(queue)
     assert [queue.submit(gate.job(number)) for number in range(4)] == [True, True, False, False]
@@ -95,7 +101,9 @@ def test_what_holds_too_many_bytes_is_dropped_unless_it_is_alone(gate: Gate) -> 
     assert gate.ran == [1, 2]
 
 
-def test_a_job_that_fails_is_told_and_counted_and_the_next_one_runs(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_that_fails_is_told_and_counted_and_the_next_one_runs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     queue, ran = BackgroundJobs("test"), list[int]()
     queue.submit(lambda: 1 / 0)
     queue.submit(lambda: ran.append(1))
@@ -172,7 +180,9 @@ def test_an_idle_queue_holds_nobody() -> None:
     assert gone() is None
 
 
-def test_where_no_thread_can_be_started_it_says_so_and_the_next_job_starts_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_thread_can_be_started_it_says_so_and_the_next_job_starts_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     queue, done = BackgroundJobs("test"), list[int]()
 
     def refused(self: threading.Thread) -> None:
@@ -198,5 +208,7 @@ close_at_exit(other)
 del other
 print("last line")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split("\n")[:-1] == ["last line", "closed 1.5"]

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from ragfuse.process.lru import LRU
 
-STEPS = st.lists(st.tuples(st.sampled_from(("add", "get", "discard")), st.integers(0, 6)), max_size=60)
+STEPS = st.lists(
+    st.tuples(st.sampled_from(("add", "get", "discard")), st.integers(0, 6)), max_size=60
+)
 
 
 @given(STEPS, st.integers(1, 4))

@@ -1,4 +1,6 @@
-"""Pools of compute threads of torch's libgomp: released by the thread that leaves computing to another."""
+"""Pools of compute threads of torch's libgomp: released by the thread that leaves computing to
+another.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,7 @@ pytestmark = pytest.mark.skipif(openmp._libgomp() is None, reason="torch uses no
 
 
 def test_a_released_pool_leaves_no_thread_and_starts_again():
-    counts = python(
-        """
+    counts = python("""
         import json, os, time, torch
         from ragfuse.process.openmp import release_pool
         numbers = torch.ones(1_000_000)
@@ -31,8 +32,7 @@ def test_a_released_pool_leaves_no_thread_and_starts_again():
         while len(os.listdir("/proc/self/task")) > before and time.monotonic() < until:
             time.sleep(0.01)
         print(json.dumps([computed - before, len(os.listdir("/proc/self/task")) - before, threads() - before]))
-        """
-    )
+        """)
     assert counts == [2, 0, 2]
 
 

@@ -1,4 +1,6 @@
-"""What cannot work on a cluster is said in one sentence before any work: Ray, the address, the store, the numbers."""
+"""What cannot work on a cluster is said in one sentence before any work: Ray, the address, the
+store, the numbers.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def settings(tmp_path: Path) -> Settings:
 
 @pytest.fixture
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "find_spec", lambda name: None if name == "ray" else find_spec(name))
+    monkeypatch.setattr(
+        cluster, "find_spec", lambda name: None if name == "ray" else find_spec(name)
+    )
 
 
 @pytest.fixture
@@ -45,14 +49,18 @@ def test_without_ray_the_package_is_named(without_ray: None, settings: Settings)
         encode([("text", "source")], settings)
 
 
-@pytest.mark.parametrize("command", [["ingest", "FILE", "--ray", "local"], ["serve", "--ray", "local"]])
+@pytest.mark.parametrize(
+    "command", [["ingest", "FILE", "--ray", "local"], ["serve", "--ray", "local"]]
+)
 def test_the_commands_say_so_before_a_model_is_loaded(
     command: list[str], without_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "notes.md").write_text("A text.")
     monkeypatch.setenv("RAGFUSE_HOME", str(tmp_path))
     monkeypatch.setenv("RAGFUSE_MODEL", "nothing-is-loaded")
-    said = CliRunner().invoke(app, [str(tmp_path / "notes.md") if word == "FILE" else word for word in command])
+    said = CliRunner().invoke(
+        app, [str(tmp_path / "notes.md") if word == "FILE" else word for word in command]
+    )
     assert said.exit_code == 1
     assert "Wanted the package ray" in said.output
 

@@ -1,4 +1,6 @@
-"""The router's choice, without Ray: who got most comes first, within the bound, and tenants are apart."""
+"""The router's choice, without Ray: who got most comes first, within the bound, and tenants are
+apart.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def test_the_replica_that_got_most_bytes_comes_first() -> None:
     router.send(B, RoutedRequest({3: 1}, 4))
     assert router.rank(RoutedRequest({1: 10, 2: 10, 3: 50})) == [B, A, C]
     assert router.rank(RoutedRequest({1: 10, 2: 10, 3: 15})) == [A, B, C]
-    assert router.rank(RoutedRequest({9: 1})) == [C, B, A], "what nobody got goes to the one with the least work"
+    assert router.rank(RoutedRequest({9: 1})) == [C, B, A], (
+        "what nobody got goes to the one with the least work"
+    )
 
 
 def test_a_replica_with_a_long_queue_comes_last_although_it_got_all() -> None:
@@ -68,7 +72,9 @@ def test_a_new_replica_is_not_flooded_and_one_that_is_gone_is_forgotten() -> Non
     router.keep_only([B, C])
     router.send(A, request)
     assert router.rank(request) == [B, C]
-    assert router.rank(RoutedRequest({2: 1})) == [B, C], "it begins with the mean of the others' work"
+    assert router.rank(RoutedRequest({2: 1})) == [B, C], (
+        "it begins with the mean of the others' work"
+    )
 
 
 def test_what_is_believed_is_bounded() -> None:
@@ -81,16 +87,26 @@ def test_what_is_believed_is_bounded() -> None:
 
 def test_a_digest_of_one_tenant_is_none_of_another() -> None:
     assert chunk_digest("s", "chunk", "text") == chunk_digest("s", "chunk", "text")
-    others = [("t", "chunk", "text"), ("s", "session", "text"), ("s", "chunk", "texts"), ("sc", "hunk", "text")]
+    others = [
+        ("t", "chunk", "text"),
+        ("s", "session", "text"),
+        ("s", "chunk", "texts"),
+        ("sc", "hunk", "text"),
+    ]
     assert chunk_digest("s", "chunk", "text") not in {chunk_digest(*each) for each in others}
     assert 0 <= chunk_digest("", "chunk", "\ud800") < 2**64
 
 
 @given(
     st.integers(1, 6),
-    st.lists(st.tuples(st.dictionaries(st.integers(0, 9), st.integers(1, 100)), st.integers(0, 50)), max_size=60),
+    st.lists(
+        st.tuples(st.dictionaries(st.integers(0, 9), st.integers(1, 100)), st.integers(0, 50)),
+        max_size=60,
+    ),
 )
-def test_every_ranking_has_every_replica_once(n: int, asked: list[tuple[dict[int, int], int]]) -> None:
+def test_every_ranking_has_every_replica_once(
+    n: int, asked: list[tuple[dict[int, int], int]]
+) -> None:
     names = [str(number) for number in range(n)]
     router = ChunkRouter(names)
     for chunks, cost in asked:

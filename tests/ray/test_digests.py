@@ -9,9 +9,18 @@ from ragfuse.ray.digests import MAX_ROUTED_BYTES, routed_request, texts_of
 
 BODY = {
     "model": "m",
-    "documents": [{"text": " One text. ", "title": "a"}, {"text": "Two."}, "Three.", {"title": "b"}, 7],
+    "documents": [
+        {"text": " One text. ", "title": "a"},
+        {"text": "Two."},
+        "Three.",
+        {"title": "b"},
+        7,
+    ],
     "messages": [
-        {"role": "user", "content": [{"type": "text-plain", "text": "Four."}, {"type": "text", "text": "Who?"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text-plain", "text": "Four."}, {"type": "text", "text": "Who?"}],
+        },
         {"role": "user", "content": "Who?"},
     ],
 }
@@ -25,7 +34,12 @@ def test_documents_of_a_request_are_its_chunks() -> None:
     assert texts_of(BODY) == ["One text.", "Two.", "Three.", "Four."]
     body = json.dumps(BODY).encode()
     found = routed_request("s", body)
-    assert found.chunks == {digest("One text."): 9, digest("Two."): 4, digest("Three."): 6, digest("Four."): 5}
+    assert found.chunks == {
+        digest("One text."): 9,
+        digest("Two."): 4,
+        digest("Three."): 6,
+        digest("Four."): 5,
+    }
     assert found.cost == len(body)
 
 
@@ -38,7 +52,14 @@ def test_a_conversation_counts_as_a_chunk_that_outweighs_others() -> None:
 
 
 def test_what_is_no_request_has_no_chunks() -> None:
-    for body in (b"", b"{", b"[1]", b"null", b"\xff", b'{"documents": {"text": "x"}, "messages": [3, {"content": 4}]}'):
+    for body in (
+        b"",
+        b"{",
+        b"[1]",
+        b"null",
+        b"\xff",
+        b'{"documents": {"text": "x"}, "messages": [3, {"content": 4}]}',
+    ):
         assert routed_request("s", body).chunks == {}
     assert routed_request("s", b"[" * 100_000).chunks == {}
     assert routed_request("s", b'{"documents": ["' + b"x" * MAX_ROUTED_BYTES + b'"]}').chunks == {}

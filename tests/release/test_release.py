@@ -13,7 +13,15 @@ from typer.testing import CliRunner
 
 from release import __main__ as command
 from release.check import Failed, Release, changed_files
-from release.distributions import IMPORTS, MAIN, ROOT, Distribution, distributions, open_questions, ordered
+from release.distributions import (
+    IMPORTS,
+    MAIN,
+    ROOT,
+    Distribution,
+    distributions,
+    open_questions,
+    ordered,
+)
 from release.environment import Environment, logged
 from release.sbom import made_public
 
@@ -54,7 +62,9 @@ def test_every_siblings_package_lies_where_its_name_says() -> None:
 
 def test_what_is_open_is_asked() -> None:
     assert open_questions([ONE], "## [Unreleased]\n\n## [1.2] - 2030-01-01\n", []) == []
-    asked = open_questions([ONE, Distribution("x", "1.1", ROOT)], "## [Unreleased]\n", ["a.py", "b.py"])
+    asked = open_questions(
+        [ONE, Distribution("x", "1.1", ROOT)], "## [Unreleased]\n", ["a.py", "b.py"]
+    )
     assert [sentence.split()[0] for sentence in asked] == ["CHANGELOG.md", "ragfuse-kv", "2"]
     assert "no heading with a date for 1.2" in asked[0]
     assert "others are 1.1" in asked[1]
@@ -65,7 +75,10 @@ def test_what_is_open_is_asked() -> None:
     [
         ("## [1.2]\n\n### Added\n- x\n", "no heading with a date for 1.2"),
         ("## [1.20] - 2030-01-01\n", "no heading with a date for 1.2"),
-        ("## [Unreleased]\n\n### Added\n- x\n\n## [1.2] - 2030-01-01\n", "entries under Unreleased, above 1.2"),
+        (
+            "## [Unreleased]\n\n### Added\n- x\n\n## [1.2] - 2030-01-01\n",
+            "entries under Unreleased, above 1.2",
+        ),
     ],
 )
 def test_a_changelog_that_a_release_could_not_use_is_asked_about(changelog: str, said: str) -> None:
@@ -185,20 +198,34 @@ def app() -> Any:
     return made
 
 
-def test_a_list_of_packages_names_no_path_of_this_machine_and_every_package_by_its_address() -> None:
+def test_a_list_of_packages_names_no_path_of_this_machine_and_every_package_by_its_address() -> (
+    None
+):
     site = {"type": "website", "url": "https://example.org"}
     told = made_public(
         {
             "metadata": {"component": {"name": "ragfuse-kv", "version": "1.2"}},
             "components": [
-                {"name": "haystack_ragfuse", "version": "1.2", "externalReferences": [{"url": "file:///tmp/x.whl"}]},
-                {"name": "torch", "version": "2", "purl": "pkg:pypi/torch@2", "externalReferences": [site]},
+                {
+                    "name": "haystack_ragfuse",
+                    "version": "1.2",
+                    "externalReferences": [{"url": "file:///tmp/x.whl"}],
+                },
+                {
+                    "name": "torch",
+                    "version": "2",
+                    "purl": "pkg:pypi/torch@2",
+                    "externalReferences": [site],
+                },
             ],
         }
     )
     assert "file:" not in str(told)
     assert told["metadata"]["component"]["purl"] == "pkg:pypi/ragfuse-kv@1.2"
-    assert [each["purl"] for each in told["components"]] == ["pkg:pypi/haystack-ragfuse@1.2", "pkg:pypi/torch@2"]
+    assert [each["purl"] for each in told["components"]] == [
+        "pkg:pypi/haystack-ragfuse@1.2",
+        "pkg:pypi/torch@2",
+    ]
     assert told["components"][1]["externalReferences"] == [site]
 
 
@@ -212,7 +239,10 @@ def test_programs_run_in_an_empty_folder_without_this_processs_path(
     monkeypatch.setenv("RAGFUSE_MODEL", "mine")
     log = io.StringIO()
     environment = Environment.make(tmp_path, log)
-    code = "import os, sys; print(os.getcwd(), sys.path, sorted(n for n in os.environ if n.startswith('RAGFUSE')))"
+    code = (
+        "import os, sys; print(os.getcwd(), sys.path, sorted(n for n in os.environ if"
+        " n.startswith('RAGFUSE')))"
+    )
     said = environment.run("python", "-c", code)
     assert said.returncode == 0
     assert said.stdout.startswith(str(environment.folder))

@@ -1,4 +1,6 @@
-"""A server over the tiny model, an engine beside it with the same settings, and clients of the server."""
+"""A server over the tiny model, an engine beside it with the same settings, and clients of the
+server.
+"""
 
 from __future__ import annotations
 

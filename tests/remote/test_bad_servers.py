@@ -1,4 +1,6 @@
-"""Servers that are not there, want another key, are something else, break off, or send what nobody should believe."""
+"""Servers that are not there, want another key, are something else, break off, or send what nobody
+should believe.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,14 @@ STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: clo
 SECRET = "a-key-that-nobody-may-read"
 
 
-def reply(body: Any, status: str = "200 OK", kind: str = "application/json", more: str = "") -> bytes:
+def reply(
+    body: Any, status: str = "200 OK", kind: str = "application/json", more: str = ""
+) -> bytes:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\ncontent-length: {len(raw)}\r\nconnection: close\r\n{more}\r\n"
+    head = (
+        f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\ncontent-length: {len(raw)}\r\nconnection:"
+        f" close\r\n{more}\r\n"
+    )
     return head.encode() + raw
 
 
@@ -47,15 +54,22 @@ def said(text: Any = "Hi", **choice: Any) -> bytes:
 
 
 def end(reason: Any = "stop", trace: Any = TRACE, **choice: Any) -> bytes:
-    return event({"index": 0, "delta": {}, "finish_reason": reason, "token_ids": [1, 2], **choice}, ragfuse=trace)
+    return event(
+        {"index": 0, "delta": {}, "finish_reason": reason, "token_ids": [1, 2], **choice},
+        ragfuse=trace,
+    )
 
 
 DONE = b"data: [DONE]\n\n"
 
 
 @contextmanager
-def listening(*replies: bytes | Callable[[socket.socket], object]) -> Iterator[tuple[str, list[bytes]]]:
-    """A server of these replies, one a connection; the last one again and again. Yields its address and what came."""
+def listening(
+    *replies: bytes | Callable[[socket.socket], object],
+) -> Iterator[tuple[str, list[bytes]]]:
+    """A server of these replies, one a connection; the last one again and again. Yields its address
+    and what came.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
     seen: list[bytes] = []
 
@@ -91,14 +105,23 @@ def _request(line: socket.socket) -> bytes:
             return raw
         raw += piece
     head, _, body = raw.partition(b"\r\n\r\n")
-    length = next((int(x.split(b":")[1]) for x in head.lower().split(b"\r\n") if x.startswith(b"content-length")), 0)
+    length = next(
+        (
+            int(x.split(b":")[1])
+            for x in head.lower().split(b"\r\n")
+            if x.startswith(b"content-length")
+        ),
+        0,
+    )
     while len(body) < length:
         body += line.recv(1 << 16)
     return head + b"\r\n\r\n" + body
 
 
 def ask(url: str, **more: Any) -> Any:
-    return RemoteEngine(url, SECRET, **{"max_retries": 0, **more}).answer([ChatMessage("user", "Who?")], Ask())
+    return RemoteEngine(url, SECRET, **{"max_retries": 0, **more}).answer(
+        [ChatMessage("user", "Who?")], Ask()
+    )
 
 
 def test_a_good_stream_is_an_answer() -> None:
@@ -109,7 +132,9 @@ def test_a_good_stream_is_an_answer() -> None:
     assert all(f"authorization: Bearer {SECRET}".encode() in each for each in seen)
 
 
-def test_a_proxy_of_the_environment_is_never_asked_for_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_of_the_environment_is_never_asked_for_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("NO_PROXY", raising=False)
     with listening(reply(b"<html>", "403 Forbidden", "text/html")) as (proxy, asked):
         monkeypatch.setenv("HTTP_PROXY", proxy.replace("//", "//user:word@"))
@@ -126,7 +151,9 @@ def test_a_proxy_of_the_environment_is_never_asked_for_loopback(monkeypatch: pyt
 def test_no_server_is_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    with pytest.raises(ServerError, match=f"No server answers at http://127.0.0.1:{port}/v1.*ragfuse serve") as caught:
+    with pytest.raises(
+        ServerError, match=f"No server answers at http://127.0.0.1:{port}/v1.*ragfuse serve"
+    ) as caught:
         ask(f"http://127.0.0.1:{port}")
     assert SECRET not in str(caught.value)
 
@@ -141,7 +168,9 @@ def test_a_wrong_key_is_named_as_such_and_not_printed(served: Served, key: str) 
 
 def test_another_model_is_named(served: Served, remote: RemoteEngine) -> None:
     wanted = RemoteEngine(served.root, remote.address.api_key, "some-other-model", max_retries=0)
-    with pytest.raises(ServerError, match=f"has the model '{served.service.model}', wanted 'some-other-model'"):
+    with pytest.raises(
+        ServerError, match=f"has the model '{served.service.model}', wanted 'some-other-model'"
+    ):
         wanted.answer("Who?")
 
 
@@ -174,7 +203,9 @@ def test_a_server_that_is_not_ragfuse_is_named_as_such(answered: bytes) -> None:
         b'data: {"choices": 7}\n\n',
         event({"index": 0, "delta": "Hi"}),
         said(7),
-        event({"index": 0, "delta": {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}}),
+        event(
+            {"index": 0, "delta": {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}}
+        ),
         end("because"),
         end(trace=None),
         end(trace={**TRACE, "segments": [{"kind": "strange"}]}),
@@ -193,14 +224,20 @@ def test_an_event_of_a_wrong_form_is_an_error_and_no_answer(stream: bytes) -> No
 
 @pytest.mark.parametrize("stream", [b"", said(), said() + b"data: {"])
 def test_a_stream_that_breaks_off_is_an_error(stream: bytes) -> None:
-    with listening(reply(CARD), STREAM + stream) as (url, _), pytest.raises(ServerError, match=r"broke off|Check"):
+    with (
+        listening(reply(CARD), STREAM + stream) as (url, _),
+        pytest.raises(ServerError, match=r"broke off|Check"),
+    ):
         ask(url)
 
 
 def test_an_error_within_a_stream_is_raised() -> None:
     told = {"error": {"message": "The answer was cancelled.", "type": "server_error", "code": "x"}}
     broken = STREAM + said() + b"data: " + json.dumps(told).encode() + b"\n\n"
-    with listening(reply(CARD), broken) as (url, _), pytest.raises(ServerError, match="The answer was cancelled"):
+    with (
+        listening(reply(CARD), broken) as (url, _),
+        pytest.raises(ServerError, match="The answer was cancelled"),
+    ):
         ask(url)
 
 
@@ -214,11 +251,15 @@ def test_a_silent_server_is_given_up() -> None:
 
 def busy(status: str, more: str = "") -> bytes:
     return reply(
-        {"error": {"message": "Too many wait.", "type": "rate_limit_error", "code": "busy"}}, status, more=more
+        {"error": {"message": "Too many wait.", "type": "rate_limit_error", "code": "busy"}},
+        status,
+        more=more,
     )
 
 
-def test_a_busy_server_is_asked_again_after_as_long_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_server_is_asked_again_after_as_long_as_it_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(connection, "MAX_WAIT_S", 0.01)
     good = STREAM + said() + end() + DONE
     refused = [busy("429 Too Many", "retry-after: 30\r\n"), busy("503 Unavailable")]
@@ -233,7 +274,10 @@ def test_a_busy_server_is_asked_again_after_as_long_as_it_says(monkeypatch: pyte
 
 
 def test_what_began_is_not_asked_again() -> None:
-    with listening(reply(CARD), STREAM + said()) as (url, seen), pytest.raises(ServerError, match=r"broke off|Check"):
+    with (
+        listening(reply(CARD), STREAM + said()) as (url, seen),
+        pytest.raises(ServerError, match=r"broke off|Check"),
+    ):
         ask(url, max_retries=3)
     assert len(seen) == 2
 
@@ -248,7 +292,8 @@ def test_waiting_to_ask_again_ends_when_nobody_wants_the_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://host", "host:8000", "http://", "http://u:p@host", "http://host?a=1", "http://h:x"]
+    "url",
+    ["ftp://host", "host:8000", "http://", "http://u:p@host", "http://host?a=1", "http://h:x"],
 )
 def test_an_address_that_is_none_is_refused_at_once(url: str) -> None:
     with pytest.raises(SettingsError, match="base_url") as caught:
@@ -269,13 +314,22 @@ def test_an_address_is_taken_with_and_without_its_path() -> None:
 
 
 def test_a_request_that_the_server_refuses_keeps_its_words() -> None:
-    refused = reply({"error": {"message": "There is no field 'x'.", "type": "invalid_request_error"}}, "400 Bad")
-    with listening(reply(CARD), refused) as (url, _), pytest.raises(InputError, match="There is no field 'x'"):
+    refused = reply(
+        {"error": {"message": "There is no field 'x'.", "type": "invalid_request_error"}}, "400 Bad"
+    )
+    with (
+        listening(reply(CARD), refused) as (url, _),
+        pytest.raises(InputError, match="There is no field 'x'"),
+    ):
         ask(url)
 
 
-def test_a_server_that_is_killed_in_the_middle_of_a_stream_is_an_error(varied_path: Path, tmp_path: Path) -> None:
-    settings = Settings(model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path)
+def test_a_server_that_is_killed_in_the_middle_of_a_stream_is_an_error(
+    varied_path: Path, tmp_path: Path
+) -> None:
+    settings = Settings(
+        model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path
+    )
     with process(settings) as (run, url):
         stream = RemoteEngine(url, max_retries=0).stream("Once there", Ask(max_tokens=3500))
         pieces = iter(stream)
@@ -295,5 +349,7 @@ def test_a_client_loads_neither_torch_nor_transformers() -> None:
             f"print(RemoteEngine({url!r}).answer([('user', 'Who?')]).text); "
             "print(sorted({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))"
         )
-        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
+        )
     assert run.stdout.splitlines() == ["Hi", "[]"], run.stderr[-2000:]

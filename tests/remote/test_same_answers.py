@@ -1,4 +1,6 @@
-"""What a server answers is what an engine in this process answers: tokens, pieces, traces, counts, errors."""
+"""What a server answers is what an engine in this process answers: tokens, pieces, traces, counts,
+errors.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,17 @@ from typing import Any
 import pytest
 
 from integrations.tests import pml
-from ragfuse import Answer, Ask, ChatMessage, Engine, Grammar, InputError, Piece, PMLTemplate, ToolCall
+from ragfuse import (
+    Answer,
+    Ask,
+    ChatMessage,
+    Engine,
+    Grammar,
+    InputError,
+    Piece,
+    PMLTemplate,
+    ToolCall,
+)
 from ragfuse.remote import RemoteEngine
 from tests.serve.kit import Served, wait_for, writers
 
@@ -21,7 +33,11 @@ TOOL = {
     "function": {
         "name": "look",
         "description": "Look at a door.",
-        "parameters": {"type": "object", "properties": {"hue": {"type": "boolean"}}, "required": ["hue"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"hue": {"type": "boolean"}},
+            "required": ["hue"],
+        },
     },
 }
 
@@ -32,7 +48,8 @@ def texts() -> list[str]:
     number = next(NUMBERS)
     names = ("north", "south", "east")
     return [
-        f"Passage {number} {name}: the keeper of the {name} tower counted {number} ships at night." for name in names
+        f"Passage {number} {name}: the keeper of the {name} tower counted {number} ships at night."
+        for name in names
     ]
 
 
@@ -66,11 +83,19 @@ def is_same(here: Answer, there: Answer) -> bool:
     """Whether all is equal but times and the model's name for itself."""
 
     def kinds(answer: Answer) -> Sequence[Any]:
-        return [(s.kind, s.n_tokens, s.start, s.hit, s.source, s.encoded) for s in answer.trace.segments]
+        return [
+            (s.kind, s.n_tokens, s.start, s.hit, s.source, s.encoded) for s in answer.trace.segments
+        ]
 
     def counts(answer: Answer) -> Sequence[Any]:
         trace = answer.trace
-        return trace.tokens, trace.tokens_reused, trace.tokens_recomputed, trace.tokens_fresh, trace.fallback_reason
+        return (
+            trace.tokens,
+            trace.tokens_reused,
+            trace.tokens_recomputed,
+            trace.tokens_fresh,
+            trace.fallback_reason,
+        )
 
     assert kinds(here) == kinds(there)
     assert counts(here) == counts(there)
@@ -79,10 +104,16 @@ def is_same(here: Answer, there: Answer) -> bool:
     return True
 
 
-def test_retrieved_documents_are_found_in_the_prompt_and_reused(both: Any, texts: list[str]) -> None:
+def test_retrieved_documents_are_found_in_the_prompt_and_reused(
+    both: Any, texts: list[str]
+) -> None:
     ask = Ask(documents=[(text, f"book-{at}") for at, text in enumerate(texts)], ratio=0.2)
-    first = [ChatMessage("user", f"Read this.\n{texts[0]}\n\n{texts[1]}\n\n{texts[2]}\nWhich ships?")]
-    second = [ChatMessage("user", f"Read this too.\n{texts[2]}\n\n{texts[0]}\n\n{texts[1]}\nWhat else?")]
+    first = [
+        ChatMessage("user", f"Read this.\n{texts[0]}\n\n{texts[1]}\n\n{texts[2]}\nWhich ships?")
+    ]
+    second = [
+        ChatMessage("user", f"Read this too.\n{texts[2]}\n\n{texts[0]}\n\n{texts[1]}\nWhat else?")
+    ]
     answers = both(first, second, ask)
     assert all(is_same(here, there) for here, there in answers)
     assert answers[1][1].trace.tokens_reused > 0
@@ -96,8 +127,13 @@ def test_a_text_is_continued_with_its_retrieved_documents(both: Any, texts: list
     assert answers[1][1].trace.tokens_reused > 0
 
 
-def test_documents_that_were_printed_or_cut_are_found_as_an_engine_finds_them(both: Any, texts: list[str]) -> None:
-    whole = f'{texts[0]} It is said that "nobody" saw them,\nnot even once in all these years at the sea.'
+def test_documents_that_were_printed_or_cut_are_found_as_an_engine_finds_them(
+    both: Any, texts: list[str]
+) -> None:
+    whole = (
+        f'{texts[0]} It is said that "nobody" saw them,\nnot even once in all these years at the'
+        " sea."
+    )
     ask = Ask(documents=[(whole, "book")], ratio=0.2)
     first = [ChatMessage("user", f"{[whole]} Which?")]
     second = [ChatMessage("user", f"So: {whole[10:]} Which?")]
@@ -117,30 +153,60 @@ def test_odd_text_in_a_chunk_stays_text(both: Any, texts: list[str]) -> None:
     "ask",
     [
         Ask(options={"do_sample": True, "temperature": 0.9}, seed=7),
-        Ask(options={"do_sample": True, "temperature": 1.4, "top_p": 0.9, "top_k": 20, "min_p": 0.01}, seed=3),
+        Ask(
+            options={
+                "do_sample": True,
+                "temperature": 1.4,
+                "top_p": 0.9,
+                "top_k": 20,
+                "min_p": 0.01,
+            },
+            seed=3,
+        ),
         Ask(options={"presence_penalty": 1.0, "frequency_penalty": 0.5, "logit_bias": {100: 3.0}}),
         Ask(options={"repetition_penalty": 1.5, "min_new_tokens": 3}, max_tokens=5),
         Ask(stop=["e", "q"]),
         Ask(reuse=False),
         Ask(grammar=Grammar.regex("[a-c]{4}")),
         Ask(grammar=Grammar.choice(["left", "right"])),
-        Ask(grammar=Grammar.json({"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]})),
+        Ask(
+            grammar=Grammar.json(
+                {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+            )
+        ),
         Ask(options={"max_time": 0.0}),
     ],
-    ids=["sampled", "narrowly sampled", "penalties", "lengths", "stop", "no reuse", "regex", "choice", "json", "time"],
+    ids=[
+        "sampled",
+        "narrowly sampled",
+        "penalties",
+        "lengths",
+        "stop",
+        "no reuse",
+        "regex",
+        "choice",
+        "json",
+        "time",
+    ],
 )
 @pytest.mark.parametrize("question", ["Once there", [ChatMessage("user", "Which door is it?")]])
-def test_every_option_means_the_same(local: Engine, remote: RemoteEngine, question: Any, ask: Ask) -> None:
+def test_every_option_means_the_same(
+    local: Engine, remote: RemoteEngine, question: Any, ask: Ask
+) -> None:
     assert is_same(local.answer(question, ask), remote.answer(question, ask))
 
 
 @pytest.mark.parametrize("choice", ["required", "look", "none"])
-def test_tools_are_called_as_in_this_process(local: Engine, remote: RemoteEngine, choice: str) -> None:
+def test_tools_are_called_as_in_this_process(
+    local: Engine, remote: RemoteEngine, choice: str
+) -> None:
     ask = Ask(tools=[TOOL], tool_choice=choice, parallel_tool_calls=False, max_tokens=120)
     said = [ChatMessage("user", "Which door?")]
     here, there = local.answer(said, ask), remote.answer(said, ask)
     assert is_same(here, there)
-    assert [(c.name, c.arguments) for c in here.tool_calls] == [(c.name, c.arguments) for c in there.tool_calls]
+    assert [(c.name, c.arguments) for c in here.tool_calls] == [
+        (c.name, c.arguments) for c in there.tool_calls
+    ]
     assert bool(there.tool_calls) is (choice != "none")
 
 
@@ -148,9 +214,18 @@ def test_a_conversation_with_calls_arrives_whole(local: Engine, remote: RemoteEn
     said = [
         ChatMessage("system", "Be brief."),
         ChatMessage("user", "Which door?"),
-        ChatMessage("assistant", "", (ToolCall("look", {"hue": True, "why": "ä"}, "call_1"),), reasoning="Hm."),
         ChatMessage(
-            "tool", ["It is ", Piece("green, as all doors of this house.", "chunk", "doors")], (), "call_1", "look"
+            "assistant",
+            "",
+            (ToolCall("look", {"hue": True, "why": "ä"}, "call_1"),),
+            reasoning="Hm.",
+        ),
+        ChatMessage(
+            "tool",
+            ["It is ", Piece("green, as all doors of this house.", "chunk", "doors")],
+            (),
+            "call_1",
+            "look",
         ),
     ]
     assert is_same(local.answer(said), remote.answer(said))
@@ -188,7 +263,9 @@ def test_eight_threads_get_the_answers_that_one_gets(remote: RemoteEngine) -> No
     assert remote.batch([]) == []
 
 
-def test_leaving_a_stream_ends_the_generation_at_the_server(remote: RemoteEngine, served: Served) -> None:
+def test_leaving_a_stream_ends_the_generation_at_the_server(
+    remote: RemoteEngine, served: Served
+) -> None:
     stream = remote.stream("Once there", Ask(max_tokens=3000))
     assert next(iter(stream))
     stream.close()
@@ -198,14 +275,22 @@ def test_leaving_a_stream_ends_the_generation_at_the_server(remote: RemoteEngine
 def test_a_conversation_goes_on_by_its_name(both: Any) -> None:
     name = f"talk-{next(NUMBERS)}"
     ask = Ask(session=name)
-    answers = both([ChatMessage("user", "Which door is it, please?")], [ChatMessage("user", "And why is that?")], ask)
+    answers = both(
+        [ChatMessage("user", "Which door is it, please?")],
+        [ChatMessage("user", "And why is that?")],
+        ask,
+    )
     assert all(is_same(here, there) for here, there in answers)
     assert answers[1][1].trace.session == name
     assert answers[1][1].trace.history_reused > 0
 
 
-def test_modules_are_registered_at_the_server_and_reused(both: Any, local: Engine, remote: RemoteEngine) -> None:
-    filled = PMLTemplate(pml.TRIP, pml.PROMPT).fill({"days": 'a "week" </plan> &', "question": "What <diet/>?"})
+def test_modules_are_registered_at_the_server_and_reused(
+    both: Any, local: Engine, remote: RemoteEngine
+) -> None:
+    filled = PMLTemplate(pml.TRIP, pml.PROMPT).fill(
+        {"days": 'a "week" </plan> &', "question": "What <diet/>?"}
+    )
     for engine in (local, remote):
         assert not engine.schemas.has(filled.schema)
         done = engine.schemas.ensure(filled.schema)
@@ -222,16 +307,25 @@ def test_modules_are_registered_at_the_server_and_reused(both: Any, local: Engin
 
 def test_tokens_are_counted_by_the_servers_tokenizer(local: Engine, remote: RemoteEngine) -> None:
     assert remote.tokens("Ein Leuchtturm, grün") == local.tokens("Ein Leuchtturm, grün")
-    assert remote.tokens("<s>", special=True) == local.tokens("<s>", special=True) != remote.tokens("<s>")
+    assert (
+        remote.tokens("<s>", special=True)
+        == local.tokens("<s>", special=True)
+        != remote.tokens("<s>")
+    )
     assert remote.tokens("") == local.tokens("") == []
     said = [ChatMessage("user", "Which door?")]
     assert remote.count_tokens(said, [TOOL]) == local.count_tokens(said, [TOOL])
     assert remote.count_tokens(said) == local.count_tokens(said)
     card = local.card
-    assert (remote.card.max_context, remote.card.has_chat_template) == (card.max_context, card.has_chat_template)
+    assert (remote.card.max_context, remote.card.has_chat_template) == (
+        card.max_context,
+        card.has_chat_template,
+    )
 
 
-def test_refusals_of_the_engine_are_those_of_the_server(local: Engine, remote: RemoteEngine) -> None:
+def test_refusals_of_the_engine_are_those_of_the_server(
+    local: Engine, remote: RemoteEngine
+) -> None:
     for engine in (local, remote):
         with pytest.raises(InputError, match="takes at most"):
             engine.answer([ChatMessage("user", "a " * 5000)])

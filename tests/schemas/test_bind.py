@@ -1,4 +1,6 @@
-"""What a prompt takes from a schema: positions counted by hand, and checked again row by row for schemas made up."""
+"""What a prompt takes from a schema: positions counted by hand, and checked again row by row for
+schemas made up.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,12 @@ CITIES = """You plan.<module name="plan">For <param name="days" len="6"/> days<u
 def test_what_is_not_imported_leaves_its_positions_empty() -> None:
     layout = laid('ab<module name="m">cde</module>f<module name="n">gh</module>i')
     found = bound(layout, "<n/>")
-    assert shown(found.prompt) == [("module", 0, "ab"), ("module", 5, "f"), ("module", 6, "gh"), ("fresh", 8, "i")]
+    assert shown(found.prompt) == [
+        ("module", 0, "ab"),
+        ("module", 5, "f"),
+        ("module", 6, "gh"),
+        ("fresh", 8, "i"),
+    ]
     assert found.imported == ("n",)
     assert found.prompt.positions.tolist() == [0, 1, 5, 6, 7, 8]
 
@@ -63,14 +70,20 @@ def test_one_module_of_a_union_stands_where_all_do_and_the_rest_of_the_room_is_e
 
 
 def test_the_other_modules_of_the_unions_used_are_named() -> None:
-    inside = '<union><module name="a">1</module><module name="b">2</module><module name="c">3</module></union>'
+    inside = (
+        '<union><module name="a">1</module><module name="b">2</module><module'
+        ' name="c">3</module></union>'
+    )
     layout = laid(f'{inside}<union><module name="d">4</module><module name="e">5</module></union>z')
     assert bound(layout, "<b/>").others == (layout.modules["a"], layout.modules["c"])
     assert bound(layout, "").others == ()
 
 
 def test_what_is_not_cached_is_fresh_and_so_is_what_is_short() -> None:
-    inside = '<module name="m" cache="false">never</module><module name="n">kept!</module><module name="k">no</module>x'
+    inside = (
+        '<module name="m" cache="false">never</module><module name="n">kept!</module><module'
+        ' name="k">no</module>x'
+    )
     assert shown(bound(laid(inside, min_tokens=3), "<m/><n/><k/>").prompt) == [
         ("fresh", 0, "never"),
         ("module", 5, "kept!"),
@@ -80,7 +93,10 @@ def test_what_is_not_cached_is_fresh_and_so_is_what_is_short() -> None:
 
 def test_modules_are_on_offer_to_be_recomputed_where_that_is_asked() -> None:
     kinds = [
-        segment.kind for segment in bound(laid('<module name="m">ab</module>cd'), "<m/>", blend=True).prompt.segments
+        segment.kind
+        for segment in bound(
+            laid('<module name="m">ab</module>cd'), "<m/>", blend=True
+        ).prompt.segments
     ]
     assert kinds == ["chunk", "chunk", "fresh"]
 
@@ -92,13 +108,20 @@ def test_an_argument_is_fresh_at_the_first_positions_of_its_room_and_the_rest_is
     layout = laid('<module name="m">for <param name="days" len="5"/>!</module>yz')
     found = bound(layout, '<m days="two"/>')
     assert read(found.prompt) == "for two..!yz"
-    assert shown(found.prompt)[:3] == [("module", 0, "for "), ("fresh", 4, "two"), ("module", 9, "!")]
+    assert shown(found.prompt)[:3] == [
+        ("module", 0, "for "),
+        ("fresh", 4, "two"),
+        ("module", 9, "!"),
+    ]
     assert found.prompt.segments[2].rows == (9, 10)
 
 
 # scaffolds
 
-TWO = 'a<module name="m">bc</module>d<module name="n">ef</module><module name="o">gh</module>i<scaffold modules="m n"/>'
+TWO = (
+    'a<module name="m">bc</module>d<module name="n">ef</module><module'
+    ' name="o">gh</module>i<scaffold modules="m n"/>'
+)
 
 
 def test_a_scaffold_is_taken_when_all_its_modules_are_imported() -> None:
@@ -112,8 +135,12 @@ def test_a_scaffold_is_taken_when_all_its_modules_are_imported() -> None:
 
 
 def test_the_largest_scaffold_that_fits_is_taken() -> None:
-    inside = '<module name="m">bc</module><module name="n">ef</module><module name="o">gh</module>ij'
-    layout = laid(inside + '<scaffold modules="m n"/><scaffold modules=". m n o"/><scaffold modules="o"/>')
+    inside = (
+        '<module name="m">bc</module><module name="n">ef</module><module name="o">gh</module>ij'
+    )
+    layout = laid(
+        inside + '<scaffold modules="m n"/><scaffold modules=". m n o"/><scaffold modules="o"/>'
+    )
     large, small, only = layout.scaffolds
     assert bound(layout, "<m/><n/><o/>").runs == (large,)
     assert bound(layout, "<m/><n/>").runs == (small, layout.modules[""])
@@ -141,7 +168,8 @@ def test_what_stands_in_for_a_union_leaves_its_positions_to_the_one_imported() -
 
 def test_with_one_of_two_stand_ins_missing_the_other_is_taken_alone() -> None:
     inside = (
-        '<union scaffold="a"><module name="a">1</module></union><union scaffold="b"><module name="b">2</module></union>'
+        '<union scaffold="a"><module name="a">1</module></union><union scaffold="b"><module'
+        ' name="b">2</module></union>'
     )
     layout = laid(f'<module name="m">x{inside}y</module>z')
     joint = bound(layout, "<m><a/><b/></m>")
@@ -169,7 +197,8 @@ def test_a_text_stands_behind_the_module_that_is_imported_before_it() -> None:
 
 def test_a_text_longer_than_the_room_moves_all_that_is_behind_it() -> None:
     layout = laid(
-        'a<union><module name="s">bc</module><module name="l">defg</module></union>hi<module name="n">jk</module>l'
+        'a<union><module name="s">bc</module><module name="l">defg</module></union>hi<module'
+        ' name="n">jk</module>l'
     )
     found = bound(layout, "<s/>WXYZ<n/>")
     assert read(found.prompt) == "abcWXYZhijkl"
@@ -179,7 +208,9 @@ def test_a_text_longer_than_the_room_moves_all_that_is_behind_it() -> None:
 
 
 def test_where_kv_cannot_be_moved_such_a_text_is_refused_with_the_room() -> None:
-    layout = laid('a<union><module name="s">bc</module><module name="l">defg</module></union>hi', fixed=True)
+    layout = laid(
+        'a<union><module name="s">bc</module><module name="l">defg</module></union>hi', fixed=True
+    )
     assert read(bound(layout, "<s/>XY").prompt) == "abcXYhi"
     with pytest.raises(PMLError, match="found text of 4 tokens; wanted at most 2 here"):
         bound(layout, "<s/>WXYZ")
@@ -191,7 +222,9 @@ def test_a_text_before_all_imports_stands_behind_what_is_before_the_next() -> No
 
 
 def test_a_text_in_a_module_stands_in_it() -> None:
-    layout = laid('<module name="m">a<module name="n">bc</module>d<module name="o">ef</module></module>g')
+    layout = laid(
+        '<module name="m">a<module name="n">bc</module>d<module name="o">ef</module></module>g'
+    )
     assert read(bound(layout, "<m><n/>XY</m>").prompt) == "abcXYd..g"
     assert read(bound(layout, "<m>XY</m>").prompt) == "a..dXYg"
 
@@ -207,7 +240,9 @@ def test_messages_behind_all_imports_stand_at_the_end_and_the_model_is_made_to_a
     assert shown(found.prompt)[-1] == ("fresh", 16, "{Uwhy?}{A")
 
 
-def test_a_text_behind_an_import_stands_in_the_schema_s_message_and_one_behind_messages_at_the_end() -> None:
+def test_a_text_behind_an_import_stands_in_the_schema_s_message_and_one_behind_messages_at_the_end() -> (
+    None
+):
     found = bound(laid(CHAT, TURNS), "<m/>!<user>why?</user>...")
     assert read(found.prompt) == "{Sbe}{Uqrs!}{Aok}{Uwhy?}...{A"
 
@@ -217,20 +252,29 @@ def test_a_whole_talk_may_follow_and_an_answer_at_its_end_goes_on() -> None:
     talk = "<user>1</user><assistant>2</assistant><user>3</user>"
     assert read(bound(layout, talk).prompt) == "ab{U1}{A2}{U3}{A"
     assert read(bound(layout, talk + "<assistant>so</assistant>").prompt) == "ab{U1}{A2}{U3}{Aso"
-    assert bound(layout, f"\n{talk}\n<assistant>so</assistant>\n") == bound(layout, talk + "<assistant>so</assistant>")
+    assert bound(layout, f"\n{talk}\n<assistant>so</assistant>\n") == bound(
+        layout, talk + "<assistant>so</assistant>"
+    )
     ended = bound(layout, f"{talk}<assistant>so</assistant> and so on")
     assert read(ended.prompt) == "ab{U1}{A2}{U3}{Aso} and so on{A"
 
 
 def test_a_message_may_stand_between_imports_but_not_in_a_message() -> None:
-    inside = '<module name="m"><user>a</user></module><module name="n"><assistant>b</assistant></module>'
+    inside = (
+        '<module name="m"><user>a</user></module><module name="n"><assistant>b</assistant></module>'
+    )
     assert read(bound(laid(inside, TURNS), "<m/><user>c</user><n/>").prompt) == "{Ua}{Uc}{Ab}{A"
-    with pytest.raises(PMLError, match="found '<user>' next to module 'm', which is inside a message"):
+    with pytest.raises(
+        PMLError, match="found '<user>' next to module 'm', which is inside a message"
+    ):
         bound(laid(CHAT + '<module name="n">x</module>', TURNS), "<m/><user>c</user><n/>")
 
 
 def test_special_tokens_are_the_template_s_alone() -> None:
-    found = bound(laid('<module name="m">{U<param name="p" len="9"/></module>', TURNS), '<m p="{U"/>{U<user>{U}</user>')
+    found = bound(
+        laid('<module name="m">{U<param name="p" len="9"/></module>', TURNS),
+        '<m p="{U"/>{U<user>{U}</user>',
+    )
     marked = [token for token in found.prompt.token_ids if token >= 1000]
     assert marked == encode("{U", True) + encode("}", True) + encode("{A", True)
 
@@ -242,7 +286,10 @@ def test_a_prompt_that_ends_with_a_module_computes_its_last_token() -> None:
     layout = laid('ab<module name="m">cde</module>')
     found = bound(layout, "<m/>").prompt
     assert shown(found) == [("module", 0, "ab"), ("module", 2, "cd"), ("fresh", 4, "e")]
-    assert (found.segments[1].rows, found.segments[1].keys) == ((0, 2), (key_of(layout.modules["m"]),))
+    assert (found.segments[1].rows, found.segments[1].keys) == (
+        (0, 2),
+        (key_of(layout.modules["m"]),),
+    )
 
 
 # size
@@ -255,7 +302,12 @@ IMPORTS = [
     ("<plan><rom/></plan>", "", "unknown module 'rom' in 'plan'", "'rome'"),
     ("<rome/>", "", "unknown module 'rome' in 's'", "'plan/rome'"),
     ("<plan><plan/></plan>", "", "unknown module 'plan' in 'plan'", "'plan'"),
-    ("<plan><rome/><oslo/></plan>", "", "'plan/rome' and 'plan/oslo' of the same union", "only one of them"),
+    (
+        "<plan><rome/><oslo/></plan>",
+        "",
+        "'plan/rome' and 'plan/oslo' of the same union",
+        "only one of them",
+    ),
     ("<plan/><plan/>", "", "module 'plan' imported twice", "each module once"),
     ("<plan day='3'/>", "", "unknown argument 'day' of 'plan'", "'days'"),
     ("<plan days='1234567'/>", "", "argument 'days' of 7 tokens", "at most 6"),
@@ -289,7 +341,9 @@ def test_a_prompt_without_a_token_is_refused() -> None:
 
 
 @given(some.data(), SCHEMAS, some.booleans())
-def test_every_row_that_is_reused_is_the_token_at_its_place(data: some.DataObject, schema: Schema, fixed: bool) -> None:
+def test_every_row_that_is_reused_is_the_token_at_its_place(
+    data: some.DataObject, schema: Schema, fixed: bool
+) -> None:
     layout = lay_out(schema, encode, GAP, TURNS, min_tokens=2, fixed=fixed)
     named = [importing(scaffold.modules) for scaffold in schema.scaffolds]
     items = data.draw(some.one_of(requests(schema.items), *map(some.just, named)))
@@ -298,13 +352,17 @@ def test_every_row_that_is_reused_is_the_token_at_its_place(data: some.DataObjec
         check(layout, Bound.of(PMLPrompt("s", items, args), layout, encode), items, args)
 
 
-def check(layout: SchemaLayout, found: Bound, items: tuple[object, ...], args: tuple[tuple[str, str], ...]) -> None:
+def check(
+    layout: SchemaLayout, found: Bound, items: tuple[object, ...], args: tuple[tuple[str, str], ...]
+) -> None:
     runs = {key_of(run): run for run in found.runs}
     for segment in found.prompt.segments:
         for key in segment.keys:
             lo, hi = segment.rows or (0, len(runs[key].tokens))
             assert runs[key].tokens[lo:hi] == segment.tokens
-            assert [segment.shift + at for at in runs[key].positions[lo:hi]] == [*range(segment.start, segment.stop)]
+            assert [segment.shift + at for at in runs[key].positions[lo:hi]] == [
+                *range(segment.start, segment.stop)
+            ]
             assert GAP not in segment.tokens
     check_scaffolds(layout, found)
     if not any(isinstance(item, TextNode) for item in _all(items)):
@@ -312,28 +370,42 @@ def check(layout: SchemaLayout, found: Bound, items: tuple[object, ...], args: t
 
 
 def check_scaffolds(layout: SchemaLayout, found: Bound) -> None:
-    """A scaffold is taken whole or not at all; it gives way to another of at least its size alone."""
+    """A scaffold is taken whole or not at all; it gives way to another of at least its size
+    alone.
+    """
     there = {"", *found.imported}
-    taken = {"" if path == "." else path: key for path, key in found.prompt.schema_use.modules if key is not None}
+    taken = {
+        "" if path == "." else path: key
+        for path, key in found.prompt.schema_use.modules
+        if key is not None
+    }
     of_scaffolds = {key_of(run): len(run.tokens) for run in layout.scaffolds}
     for run in layout.scaffolds:
         if not there.issuperset(run.members):
             assert run not in found.runs
             continue
         others = [
-            of_scaffolds.get(taken[path], 0) for path in run.members if taken.get(path, key_of(run)) != key_of(run)
+            of_scaffolds.get(taken[path], 0)
+            for path in run.members
+            if taken.get(path, key_of(run)) != key_of(run)
         ]
         assert not others or max(others) >= len(run.tokens)
 
 
 def _all(items: tuple[object, ...]) -> list[object]:
-    return [each for item in items for each in (item, *(_all(item.items) if isinstance(item, Import) else ()))]
+    return [
+        each
+        for item in items
+        for each in (item, *(_all(item.items) if isinstance(item, Import) else ()))
+    ]
 
 
 def check_by_hand(
     layout: SchemaLayout, found: Bound, items: tuple[object, ...], args: tuple[tuple[str, str], ...]
 ) -> None:
-    """The slow twin: every token of what is imported at its place in the schema, arguments in their rooms."""
+    """The slow twin: every token of what is imported at its place in the schema, arguments in their
+    rooms.
+    """
     wanted: dict[int, int] = {}
 
     def put(path: str, items: tuple[object, ...], args: dict[str, str]) -> None:

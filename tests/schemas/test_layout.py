@@ -1,4 +1,6 @@
-"""Where a schema puts its tokens, counted by hand over a tokenizer of characters, and what is encoded together."""
+"""Where a schema puts its tokens, counted by hand over a tokenizer of characters, and what is
+encoded together.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def test_a_scaffold_of_a_parameter_stands_in_and_is_cut_to_its_room() -> None:
 
 
 def test_a_module_in_a_module_leaves_a_gap_in_its_run() -> None:
-    layout = laid('<module name="m">ab<module name="n">cd<module name="o">e</module></module>f</module>')
+    layout = laid(
+        '<module name="m">ab<module name="n">cd<module name="o">e</module></module>f</module>'
+    )
     assert places(layout) == {"": (0, 6), "m": (0, 6), "m/n": (2, 5), "m/n/o": (4, 5)}
     assert told(layout, "m") == ("abf", span((0, 2), (5, 6)))
     assert told(layout, "m/n") == ("cd", span((2, 4)))
@@ -93,7 +97,11 @@ def test_white_space_beside_messages_is_no_text_but_all_other_is() -> None:
     ("inside", "line", "found"),
     [
         ("<module name='m'/>\n\n<module name='m'/>", 3, "second module 'm'"),
-        ("<module name='m'/>\n<user><union><module name='m'/></union></user>", 2, "second module 'm'"),
+        (
+            "<module name='m'/>\n<user><union><module name='m'/></union></user>",
+            2,
+            "second module 'm'",
+        ),
         ("<param name='p' len='1'/>\n<param name='p' len='2'/>", 2, "'p' with another len"),
         ("<param name='p' len='0'/>", 1, "'p' of 0 tokens"),
         ("<param name='schema' len='1'/>", 1, "'schema' of 1 tokens"),
@@ -103,7 +111,9 @@ def test_white_space_beside_messages_is_no_text_but_all_other_is() -> None:
         ("<user><module name='m'>\n<system/></module></user>", 2, "'<system>' in another message"),
     ],
 )
-def test_a_schema_that_contradicts_itself_is_refused_with_its_line(inside: str, line: int, found: str) -> None:
+def test_a_schema_that_contradicts_itself_is_refused_with_its_line(
+    inside: str, line: int, found: str
+) -> None:
     with pytest.raises(PMLError) as caught:
         laid(inside)
     assert caught.value.line == line
@@ -114,7 +124,9 @@ def test_a_schema_that_contradicts_itself_is_refused_with_its_line(inside: str, 
 
 
 def test_what_stands_in_for_a_union_is_encoded_with_the_text_around_it() -> None:
-    layout = laid('a<union scaffold="y"><module name="x">123</module><module name="y">45</module></union>b')
+    layout = laid(
+        'a<union scaffold="y"><module name="x">123</module><module name="y">45</module></union>b'
+    )
     assert told(layout, "") == ("a45b", span((0, 3), (4, 5)))
     assert layout.modules[""].members == ("", "y")
     assert told(layout, "y") == ("45", span((1, 3)))
@@ -123,7 +135,9 @@ def test_what_stands_in_for_a_union_is_encoded_with_the_text_around_it() -> None
 
 def test_what_stands_in_stands_in_with_what_stands_in_for_its_own_unions() -> None:
     inner = '<union scaffold="d"><module name="c">1</module><module name="d">23</module></union>'
-    layout = laid(f'<union scaffold="a"><module name="a">x{inner}y<param name="p" len="2"/></module></union>z')
+    layout = laid(
+        f'<union scaffold="a"><module name="a">x{inner}y<param name="p" len="2"/></module></union>z'
+    )
     assert told(layout, "")[0] == "x23y__z"
     assert layout.modules[""].members == ("", "a", "a/d")
 
@@ -136,7 +150,9 @@ def test_a_scaffold_that_no_module_is_called_counts_for_none_and_is_logged(caplo
 
 
 def test_a_scaffold_is_one_run_of_its_modules_in_order_of_positions() -> None:
-    layout = laid('a<module name="m">bc</module>d<module name="n">ef</module><scaffold modules="n . m"/>')
+    layout = laid(
+        'a<module name="m">bc</module>d<module name="n">ef</module><scaffold modules="n . m"/>'
+    )
     (run,) = layout.scaffolds
     assert (said(run.tokens), run.positions, run.start) == ("abcdef", span((0, 6)), 0)
     assert run.members == ("n", "", "m")
@@ -154,7 +170,9 @@ def test_a_scaffold_is_one_run_of_its_modules_in_order_of_positions() -> None:
         ("void", "whose modules have no text", "at least one that has text"),
     ],
 )
-def test_a_scaffold_that_no_prompt_can_import_is_refused(modules: str, found: str, wanted: str) -> None:
+def test_a_scaffold_that_no_prompt_can_import_is_refused(
+    modules: str, found: str, wanted: str
+) -> None:
     inside = """<module name="m">a<module name="o">b</module></module><module name="n">c</module>
         <module name="fresh" cache="false">d</module><module name="void"/>
         <union><module name="x">e</module><module name="y">f</module></union>"""
@@ -168,7 +186,9 @@ def test_a_scaffold_that_no_prompt_can_import_is_refused(modules: str, found: st
 def test_a_small_schema_of_many_tokens_is_refused_before_they_are_there() -> None:
     modules = "".join(f'<module name="m{i}">a</module>' for i in range(9))
     scaffolds = "\n".join(f'<scaffold modules=". m{i}"/>' for i in range(9))
-    with pytest.raises(PMLError, match="found 4000041 tokens in a schema; wanted at most 4000000") as caught:
+    with pytest.raises(
+        PMLError, match="found 4000041 tokens in a schema; wanted at most 4000000"
+    ) as caught:
         laid(f'b<param name="p" len="1000000"/>{modules}\n{scaffolds}')
     assert caught.value.line == 3
     layout = laid(f'b<param name="p" len="1000000"/>{modules}<scaffold modules=". m1"/>')
@@ -195,7 +215,9 @@ def test_a_run_without_gaps_has_no_layout_wherever_it_stands() -> None:
 
 def test_a_run_s_layout_is_the_digest_of_its_gaps_alone() -> None:
     one = laid('a<module name="m">bc</module>d').modules[""]
-    two = laid('<module name="n">xyz</module><module name="k">a<module name="m">bc</module>d</module>').modules["k"]
+    two = laid(
+        '<module name="n">xyz</module><module name="k">a<module name="m">bc</module>d</module>'
+    ).modules["k"]
     other = laid('a<module name="m">b</module>d').modules[""]
     assert one.layout() == two.layout() == digest("layout", *_bytes(0, 0, 3))
     assert one.layout() != other.layout()
@@ -225,7 +247,10 @@ def test_an_edit_changes_only_the_runs_that_it_is_in_and_those_whose_gaps_it_wid
 
 
 def test_the_outline_names_everything_in_order() -> None:
-    layout = laid('t<module name="m"><param name="p" len="2"/></module><union><module name="x">y</module></union>')
+    layout = laid(
+        't<module name="m"><param name="p" len="2"/></module><union><module'
+        ' name="x">y</module></union>'
+    )
     rows = list(outline(layout, 10))
     lines = [(row["depth"], row["what"], row["start"], row["stop"]) for row in rows]
     assert lines == [

@@ -1,4 +1,6 @@
-"""PML is read, laid out and bound in work that grows with its text alone, whatever is written there."""
+"""PML is read, laid out and bound in work that grows with its text alone, whatever is written
+there.
+"""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -52,20 +54,29 @@ PROMPTS: dict[str, Callable[[int], str]] = {
 @pytest.mark.parametrize("make", PROMPTS.values(), ids=PROMPTS.keys())
 def test_a_prompt_is_read_and_bound_in_linear_work(make):
     def work(n: int) -> int:
-        modules = "".join(f'<module name="m{i}">text<parameter name="p" len="2"/></module>' for i in range(n))
+        modules = "".join(
+            f'<module name="m{i}">text<parameter name="p" len="2"/></module>' for i in range(n)
+        )
         layout = lay_out(parse_schema(f'<schema name="s">{modules}</schema>'), encode, 0)
         text = f'<prompt schema="s">{make(n)}</prompt>'
 
         def ask() -> None:
             with suppress(PMLError):
-                bind(parse_prompt(text), layout, encode, lambda run: ChunkKey("a", str(run.start), "", ""))
+                bind(
+                    parse_prompt(text),
+                    layout,
+                    encode,
+                    lambda run: ChunkKey("a", str(run.start), "", ""),
+                )
 
         return lines(ask)
 
     assert work(800) <= MOST_GROWTH * work(100)
 
 
-@pytest.mark.parametrize("piece", ["<a ", "&", "<!--", "<![CDATA[", "]]>", "<a>" * 9 + "\n", 'a="', "<?", "\r\n<"])
+@pytest.mark.parametrize(
+    "piece", ["<a ", "&", "<!--", "<![CDATA[", "]]>", "<a>" * 9 + "\n", 'a="', "<?", "\r\n<"]
+)
 def test_what_is_no_pml_is_refused_in_linear_work(piece):
     def work(n: int) -> int:
         def read() -> None:

@@ -1,4 +1,6 @@
-"""PML text and back: every tag, every refusal with its place, and nothing that a hostile text could do."""
+"""PML text and back: every tag, every refusal with its place, and nothing that a hostile text could
+do.
+"""
 
 from __future__ import annotations
 
@@ -63,11 +65,15 @@ def test_comments_are_no_text_and_do_not_part_it() -> None:
 
 
 def test_entities_character_references_and_cdata_are_text() -> None:
-    assert schema("&lt;&amp;&gt;&quot;&apos;&#233;&#xE9;<![CDATA[<a & b>]]>").items == (TextNode("<&>\"'éé<a & b>"),)
+    assert schema("&lt;&amp;&gt;&quot;&apos;&#233;&#xE9;<![CDATA[<a & b>]]>").items == (
+        TextNode("<&>\"'éé<a & b>"),
+    )
 
 
 def test_a_union_holds_modules_and_white_space_in_it_is_no_text() -> None:
-    found = schema('<union scaffold="b">\n <module name="a"/>\n <module name="b" cache="False"/>\n</union>')
+    found = schema(
+        '<union scaffold="b">\n <module name="a"/>\n <module name="b" cache="False"/>\n</union>'
+    )
     assert found.items == (Union((Module("a"), Module("b", cache=False)), "b"),)
 
 
@@ -78,7 +84,8 @@ def test_scaffolds_stand_beside_the_items_and_part_no_text() -> None:
 
 def test_a_prompt_imports_by_element_names_with_arguments_as_attributes() -> None:
     found = parse_prompt(
-        '<prompt schema="s" who="me"><plan days="a &lt; b"><oslo/> more</plan><user>Why?\n</user></prompt>'
+        '<prompt schema="s" who="me"><plan days="a &lt; b"><oslo/>'
+        " more</plan><user>Why?\n</user></prompt>"
     )
     plan = Import("plan", (("days", "a < b"),), (Import("oslo"), TextNode(" more")))
     assert found == PMLPrompt("s", (plan, MessageNode("user", "Why?\n")), (("who", "me"),))
@@ -91,7 +98,9 @@ def test_a_node_says_where_it_stands() -> None:
 
 
 def test_a_declaration_of_another_encoding_does_not_count_for_text() -> None:
-    assert parse_schema('<?xml version="1.0" encoding="latin-1"?><schema name="s">é</schema>').items == (TextNode("é"),)
+    assert parse_schema(
+        '<?xml version="1.0" encoding="latin-1"?><schema name="s">é</schema>'
+    ).items == (TextNode("é"),)
 
 
 def test_a_file_is_read_and_named_in_errors(tmp_path: Path) -> None:
@@ -99,7 +108,9 @@ def test_a_file_is_read_and_named_in_errors(tmp_path: Path) -> None:
     path.write_text('<schema name="s">é</schema>', encoding="utf-8")
     assert read(path) == schema("é")
     path.write_bytes(b"<schema name='s'>\n ab\xff</schema>")
-    with pytest.raises(PMLError, match=r"a\.xml: found no readable file .*; wanted a schema or prompt in UTF-8"):
+    with pytest.raises(
+        PMLError, match=r"a\.xml: found no readable file .*; wanted a schema or prompt in UTF-8"
+    ):
         read(path)
     with pytest.raises(PMLError, match="found no readable file"):
         read(tmp_path / "none.xml")
@@ -114,21 +125,53 @@ REFUSED = [
     ("<schema name='s'><module/></schema>", 1, 18, "'<module>' without 'name'", "name"),
     ("<schema name='s'><module name='a b'/></schema>", 1, 18, "name 'a b'", "letters"),
     ("<schema name='s'><module name='user'/></schema>", 1, 18, "name 'user'", "another name"),
-    ("<schema name='s'><module name='m' cache='no'/></schema>", 1, 18, "cache='no'", "'true' or 'false'"),
+    (
+        "<schema name='s'><module name='m' cache='no'/></schema>",
+        1,
+        18,
+        "cache='no'",
+        "'true' or 'false'",
+    ),
     ("<schema name='s'><param name='p'/></schema>", 1, 18, "len='' of parameter 'p'", "tokens"),
-    ("<schema name='s'><param name='p' len='1'>x</param></schema>", 1, 42, "text in '<param>'", "module"),
+    (
+        "<schema name='s'><param name='p' len='1'>x</param></schema>",
+        1,
+        42,
+        "text in '<param>'",
+        "module",
+    ),
     ("<prompt/>", 1, 1, "'<prompt>' without 'schema'", "schema"),
     ("<prompt schema='s'><module/></prompt>", 1, 20, "'<module>' in '<prompt>'", "import"),
-    ("<prompt schema='s'><user><m/></user></prompt>", 1, 20, "'<user>' with more than text", "only text"),
-    ("<prompt schema='s'><m><user/></m></prompt>", 1, 23, "'<user>' in '<m>'", "only directly in '<prompt>'"),
-    ("<schema name='s'>\n<module name='m'>\n</schema>", 3, 3, "mismatched tag in <module> of line 2", "well-formed"),
+    (
+        "<prompt schema='s'><user><m/></user></prompt>",
+        1,
+        20,
+        "'<user>' with more than text",
+        "only text",
+    ),
+    (
+        "<prompt schema='s'><m><user/></m></prompt>",
+        1,
+        23,
+        "'<user>' in '<m>'",
+        "only directly in '<prompt>'",
+    ),
+    (
+        "<schema name='s'>\n<module name='m'>\n</schema>",
+        3,
+        3,
+        "mismatched tag in <module> of line 2",
+        "well-formed",
+    ),
     ("<schema name='s'>\n a < b </schema>", 2, 5, "not well-formed", "&lt;"),
     ("<!DOCTYPE schema><schema name='s'/>", 1, 17, "a DTD", "none"),
 ]
 
 
 @pytest.mark.parametrize(("text", "line", "column", "found", "wanted"), REFUSED)
-def test_what_is_no_pml_is_refused_with_its_place(text: str, line: int, column: int, found: str, wanted: str) -> None:
+def test_what_is_no_pml_is_refused_with_its_place(
+    text: str, line: int, column: int, found: str, wanted: str
+) -> None:
     with pytest.raises(PMLError) as caught:
         parse(text, "a.xml")
     error = caught.value
@@ -151,7 +194,9 @@ def test_what_xml_allows_is_a_name(name: str) -> None:
     assert parse_prompt(f"<prompt schema='s'><{name}/></prompt>").items == (Import(name),)
 
 
-@pytest.mark.parametrize("name", ["", "1a", "a b", "a/b", "a:b", "-a", "é b", "²", "a\ud800", "é><b"])
+@pytest.mark.parametrize(
+    "name", ["", "1a", "a b", "a/b", "a:b", "-a", "é b", "²", "a\ud800", "é><b"]
+)
 def test_what_xml_does_not_allow_is_none(name: str) -> None:
     assert not is_name(name)
 
@@ -186,11 +231,17 @@ def test_depth_is_limited() -> None:
 
 
 def test_half_a_character_and_nul_are_replaced_as_in_any_text() -> None:
-    assert parse("<schema name='s'>\ud800 \0</schema>") == parse("<schema name='s'>\ufffd \ufffd</schema>")
+    assert parse("<schema name='s'>\ud800 \0</schema>") == parse(
+        "<schema name='s'>\ufffd \ufffd</schema>"
+    )
 
 
 NAMES = some.sampled_from(["a", "b", "c.py", "d-1", "é"])
-PLAIN = some.text(some.characters(codec="utf-8", exclude_categories=["Cc", "Cs"], exclude_characters="\ufffe\uffff"))
+PLAIN = some.text(
+    some.characters(
+        codec="utf-8", exclude_categories=["Cc", "Cs"], exclude_characters="\ufffe\uffff"
+    )
+)
 TEXTS = some.builds(TextNode, some.one_of(PLAIN, some.text("<&>\"'\r\n\t ]")).filter(bool))
 
 
@@ -217,13 +268,19 @@ ITEMS = some.recursive(
     some.one_of(TEXTS, PARAMS),
     lambda inner: some.one_of(
         modules(inner),
-        some.builds(Union, some.lists(modules(inner), max_size=3, unique_by=lambda m: m.name).map(tuple), PLAIN),
+        some.builds(
+            Union,
+            some.lists(modules(inner), max_size=3, unique_by=lambda m: m.name).map(tuple),
+            PLAIN,
+        ),
     ),
     max_leaves=12,
 )
 
 
-@given(some.text(min_size=1).filter(lambda s: s.isalnum()), some.lists(ITEMS, max_size=5).map(parted))
+@given(
+    some.text(min_size=1).filter(lambda s: s.isalnum()), some.lists(ITEMS, max_size=5).map(parted)
+)
 def test_a_schema_comes_back_from_its_text(name: str, items: tuple[Item, ...]) -> None:
     given_schema = Schema(name, items, (Scaffold(("a", "a/b")),))
     assert parse(to_pml(given_schema), "f") == given_schema
@@ -231,16 +288,21 @@ def test_a_schema_comes_back_from_its_text(name: str, items: tuple[Item, ...]) -
 
 IMPORTS = some.recursive(
     some.one_of(TEXTS, some.builds(Import, NAMES, some.just((("x", "1 < \n2"),)))),
-    lambda inner: some.builds(Import, NAMES, some.just(()), some.lists(inner, max_size=3).map(parted)),
+    lambda inner: some.builds(
+        Import, NAMES, some.just(()), some.lists(inner, max_size=3).map(parted)
+    ),
 )
 
 
 @given(
-    some.lists(some.one_of(IMPORTS, some.builds(MessageNode, some.sampled_from(PML_ROLES), PLAIN)), max_size=5).map(
-        parted
-    )
+    some.lists(
+        some.one_of(IMPORTS, some.builds(MessageNode, some.sampled_from(PML_ROLES), PLAIN)),
+        max_size=5,
+    ).map(parted)
 )
-def test_a_prompt_comes_back_from_its_text(items: tuple[TextNode | Import | MessageNode, ...]) -> None:
+def test_a_prompt_comes_back_from_its_text(
+    items: tuple[TextNode | Import | MessageNode, ...],
+) -> None:
     request = PMLPrompt("s", items, (("who", "a \"b\" & 'c'"),))
     assert parse(to_pml(request)) == request
 
@@ -254,8 +316,24 @@ PIECES = some.sampled_from(
     [
         *(f"<{tag}>" for tag in sorted(PML_TAGS)),
         *(f"</{tag}>" for tag in sorted(PML_TAGS)),
-        *("<schema name='s'>", "<module name='m'>", "<module name='n' cache='false'>", "<param name='p' len='2'/>"),
-        *("<prompt schema='s'>", "<m/>", "<m p='1'>", "</m>", "<![CDATA[", "]]>", "<!--", "-->", "<!DOCTYPE a [", "]>"),
+        *(
+            "<schema name='s'>",
+            "<module name='m'>",
+            "<module name='n' cache='false'>",
+            "<param name='p' len='2'/>",
+        ),
+        *(
+            "<prompt schema='s'>",
+            "<m/>",
+            "<m p='1'>",
+            "</m>",
+            "<![CDATA[",
+            "]]>",
+            "<!--",
+            "-->",
+            "<!DOCTYPE a [",
+            "]>",
+        ),
         *(
             "<?xml version='1.0'?>",
             "<?a?>",

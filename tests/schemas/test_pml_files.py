@@ -1,7 +1,8 @@
-"""Whole files of PML: our own with every spelling that published ones have, and those themselves where at hand.
+"""Whole files of PML: our own with every spelling that published ones have, and those themselves
+where at hand.
 
-PML_FILES names a folder with Prompt Cache's schemas and prompts and a MANIFEST.jsonl that says which are no XML;
-without it, `shared/data/pml` beside the checkout is looked for.
+PML_FILES names a folder with Prompt Cache's schemas and prompts and a MANIFEST.jsonl that says
+which are no XML; without it, `shared/data/pml` beside the checkout is looked for.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ from tests.text.layouts import GAP, TURNS, Bound, encode
 from tests.text.layouts import read as as_text
 
 HERE = Path(__file__).parent / "pml"
-THERE = Path(os.environ.get("PML_FILES", Path(__file__).resolve().parents[3] / "shared" / "data" / "pml"))
-published = pytest.mark.skipif(not (THERE / "MANIFEST.jsonl").exists(), reason="set PML_FILES to published files")
+THERE = Path(
+    os.environ.get("PML_FILES", Path(__file__).resolve().parents[3] / "shared" / "data" / "pml")
+)
+published = pytest.mark.skipif(
+    not (THERE / "MANIFEST.jsonl").exists(), reason="set PML_FILES to published files"
+)
 
 
 def words(text: str, special: bool) -> list[int]:
@@ -52,7 +57,9 @@ def everything(place: ModulePosition) -> tuple[Import, ...]:
 # our own
 
 
-@pytest.mark.parametrize("name", ["trip", "every_tag", "traits", "trip_prompt", "every_tag_prompt", "traits_prompt"])
+@pytest.mark.parametrize(
+    "name", ["trip", "every_tag", "traits", "trip_prompt", "every_tag_prompt", "traits_prompt"]
+)
 def test_a_file_comes_back_from_what_it_says(name: str) -> None:
     found = read(HERE / f"{name}.xml")
     assert parse(to_pml(found)) == found
@@ -69,23 +76,32 @@ def test_a_trip_is_bound_as_it_is_read() -> None:
     found = bound(read(HERE / "trip_prompt.xml"), layout_of(read(HERE / "trip.xml")))
     assert found.imported == ("plan", "plan/abroad", "plan/abroad/oslo")
     text = re.sub(r"[.\s]+", " ", as_text(found.prompt))
-    assert text == (
-        "{S You plan journeys; be brief }{U I havea weekfor it I cross the border Oslo: fjords <and> saunas "
-        "}{AI have read all of it }{U What do I pack? }{A"
+    assert (
+        text
+        == "{S You plan journeys; be brief }{U I havea weekfor it I cross the border Oslo: fjords"
+        " <and> saunas }{AI have read all of it }{U What do I pack? }{A"
     )
 
 
 def test_every_tag_does_what_it_says() -> None:
     layout = layout_of(read(HERE / "every_tag.xml"))
     found = bound(read(HERE / "every_tag_prompt.xml"), layout)
-    assert found.imported == ("preface", "preface/nested", "preface/rule3", "preface/user2", "task", "task/steer")
+    assert found.imported == (
+        "preface",
+        "preface/nested",
+        "preface/rule3",
+        "preface/user2",
+        "task",
+        "task/steer",
+    )
     assert [run.members for run in layout.scaffolds] == [("", "task", "task/steer")]
     assert layout.scaffolds[0] in found.runs
     assert {run.members for run in found.others} == {("preface/rule1",), ("task/wait.py",)}
     assert "preface/rule2" not in layout.modules
-    assert re.sub(r"[.\s]+", " ", as_text(found.prompt)) == (
-        " Some words and room for more: test Nested{S The third rule, about a word A second person }"
-        " Steer it fast {UWhat comes next?}{AIt moves }{UHow fast?}{A"
+    assert (
+        re.sub(r"[.\s]+", " ", as_text(found.prompt))
+        == " Some words and room for more: test Nested{S The third rule, about a word A second"
+        " person } Steer it fast {UWhat comes next?}{AIt moves }{UHow fast?}{A"
     )
 
 
@@ -97,7 +113,9 @@ def test_modules_of_unions_stand_in_until_others_are_imported() -> None:
     assert "Outgoing or not." not in text
 
 
-@pytest.mark.parametrize(("name", "line", "column"), [("bad_less", 3, 19), ("bad_ampersand", 3, 25)])
+@pytest.mark.parametrize(
+    ("name", "line", "column"), [("bad_less", 3, 19), ("bad_ampersand", 3, 25)]
+)
 def test_a_file_that_is_no_xml_is_refused_with_its_line(name: str, line: int, column: int) -> None:
     with pytest.raises(PMLError, match=r"&lt; for < and &amp; for &") as caught:
         read(HERE / f"{name}.xml")
@@ -116,7 +134,9 @@ def manifest() -> list[dict[str, Any]]:
 
 @published
 @pytest.mark.parametrize("known", manifest(), ids=lambda known: known["file"])
-def test_a_published_file_parses_lays_out_and_binds_or_is_refused_with_its_line(known: dict[str, Any]) -> None:
+def test_a_published_file_parses_lays_out_and_binds_or_is_refused_with_its_line(
+    known: dict[str, Any],
+) -> None:
     path = THERE / known["file"]
     if not known["xml_wellformed"]:
         where = re.search(r"line (\d+), column (\d+)", known["xml_error"])
@@ -141,12 +161,17 @@ def prompts() -> list[str]:
 
 @published
 @pytest.mark.parametrize("name", prompts())
-def test_a_published_prompt_binds_to_a_schema_of_its_name_or_is_refused_with_its_line(name: str) -> None:
+def test_a_published_prompt_binds_to_a_schema_of_its_name_or_is_refused_with_its_line(
+    name: str,
+) -> None:
     request = read(THERE / name)
     assert isinstance(request, PMLPrompt)
     outcomes: list[tuple[str, ...] | PMLError] = []
     for known in manifest():
-        if known["root"] == "schema" and (schema := read(THERE / known["file"])).name == request.schema:
+        if (
+            known["root"] == "schema"
+            and (schema := read(THERE / known["file"])).name == request.schema
+        ):
             try:
                 outcomes.append(bound(request, layout_of(schema, words), words).imported)
             except PMLError as error:

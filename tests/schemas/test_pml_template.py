@@ -1,4 +1,6 @@
-"""Templates over a schema: what they are made of, what they are filled to, and that values stay text."""
+"""Templates over a schema: what they are made of, what they are filled to, and that values stay
+text.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,15 @@ def asked(who: Annotated[str, MaxTokens(9)], again: bool = False) -> None:
     with user:
         f"{who} asks. "
         if again:
-            "Once more. "
+            "Once more."
 
 
 def test_variables_stand_in_texts_messages_and_arguments() -> None:
     template = PMLTemplate(SCHEMA, PROMPT, "And {what}?")
     assert template.variables == ("name", "n", "question", "what")
-    found = template.fill({"name": "Jo", "n": 3, "question": "Why?", "what": "how", "unused": 1}).request
+    found = template.fill(
+        {"name": "Jo", "n": 3, "question": "Why?", "what": "how", "unused": 1}
+    ).request
     items = (
         Import("m", (("n", "3 of 3"),), (TextNode("{as is}"),)),
         TextNode(" then Jo\n"),
@@ -65,7 +69,9 @@ def test_a_prompt_function_has_its_parameters_and_their_defaults() -> None:
     template = PMLTemplate(asked, question="{question}")
     assert (template.variables, template.optional) == (("who", "again", "question"), ("again",))
     assert template.fill({"who": "Jo", "question": "Why?"}).request == asked("Jo").asking("Why?")
-    assert template.fill({"who": HOSTILE, "question": "", "again": True}).request == asked(HOSTILE, True).asking("")
+    assert template.fill({"who": HOSTILE, "question": "", "again": True}).request == asked(
+        HOSTILE, True
+    ).asking("")
 
 
 def test_files_are_read_and_other_syntaxes_known(tmp_path: Path) -> None:
@@ -74,16 +80,26 @@ def test_files_are_read_and_other_syntaxes_known(tmp_path: Path) -> None:
     prompt.write_text('<prompt schema="s"><m n="{{ n }}">{n}</m></prompt>', "utf-8")
     template = PMLTemplate(schema, str(prompt), syntax="jinja2")
     assert template.variables == ("n",)
-    assert template.fill({"n": "2"}).request.items[0] == Import("m", (("n", "2"),), (TextNode("{n}"),))
+    assert template.fill({"n": "2"}).request.items[0] == Import(
+        "m", (("n", "2"),), (TextNode("{n}"),)
+    )
 
 
 @pytest.mark.parametrize(
     ("schema", "prompt", "told"),
     [
-        (SCHEMA, '<prompt schema="other"/>', "found a prompt for schema 'other'; wanted one for 's'"),
+        (
+            SCHEMA,
+            '<prompt schema="other"/>',
+            "found a prompt for schema 'other'; wanted one for 's'",
+        ),
         (SCHEMA, SCHEMA, "wanted <prompt>"),
         (PROMPT, None, "wanted <schema>"),
-        (SCHEMA, '<prompt schema="s">\n<m n="{n!r}"/></prompt>', "PML:2:1: found variable 'n:r' in a template"),
+        (
+            SCHEMA,
+            '<prompt schema="s">\n<m n="{n!r}"/></prompt>',
+            "PML:2:1: found variable 'n:r' in a template",
+        ),
         (SCHEMA, '<prompt schema="s">{n</prompt>', "str.format cannot read"),
         (print, None, "decorated with `program`"),
         ("no such file.xml", None, "no readable file"),
@@ -95,18 +111,32 @@ def test_what_cannot_be_read_is_refused_when_it_is_made(schema, prompt, told: st
 
 
 def test_a_variable_that_is_missing_is_named() -> None:
-    with pytest.raises(InputError, match=r"'question' is missing\. Wanted: who, question; found: who"):
+    with pytest.raises(
+        InputError, match=r"'question' is missing\. Wanted: who, question; found: who"
+    ):
         PMLTemplate(asked, question="{question}").fill({"who": "Jo"})
 
 
 def test_filled_templates_of_which_anything_differs_are_different_texts() -> None:
     one, other = PMLTemplate(SCHEMA), PMLTemplate(SCHEMA.replace("asks", "wants"))
-    texts = {one.fill({"who": who}) for who in ("Jo", "Jo\x0c", "Jo\x0b", "Jo")} | {other.fill({"who": "Jo"})}
+    texts = {one.fill({"who": who}) for who in ("Jo", "Jo\x0c", "Jo\x0b", "Jo")} | {
+        other.fill({"who": "Jo"})
+    }
     assert len(texts) == 4
 
 
 def test_a_filled_template_is_sent_to_other_processes_as_it_is() -> None:
     found = PMLTemplate(SCHEMA).fill({"who": "Jo"}, progress=True)
     again = pickle.loads(pickle.dumps(found))  # our own bytes
-    assert (again, again.request, again.schema, again.progress) == (found, found.request, found.schema, True)
-    assert again.request.over == found.request.over == found.asking("Why?").request.over == found.schema
+    assert (again, again.request, again.schema, again.progress) == (
+        found,
+        found.request,
+        found.schema,
+        True,
+    )
+    assert (
+        again.request.over
+        == found.request.over
+        == found.asking("Why?").request.over
+        == found.schema
+    )

@@ -1,4 +1,6 @@
-"""Prompt functions: what they are compiled to, what their calls import, and what is refused with its line."""
+"""Prompt functions: what they are compiled to, what their calls import, and what is refused with
+its line.
+"""
 
 # ruff: noqa: B018, B021
 from __future__ import annotations
@@ -29,7 +31,9 @@ def hotel(stars: Annotated[int, MaxTokens(2)]) -> None:
 
 
 @program
-def trip(days: Annotated[str, MaxTokens(6)], abroad: bool, town: str = "oslo", *, slow: bool = False) -> None:
+def trip(
+    days: Annotated[str, MaxTokens(6)], abroad: bool, town: str = "oslo", *, slow: bool = False
+) -> None:
     """What a trip is."""
     with system:
         RULE
@@ -141,7 +145,10 @@ def test_conditions_are_plain_python_over_the_names_around_the_function() -> Non
     union, first, second, end = schema_of(party).items
     assert isinstance(union, Union)
     assert [module.name for module in union.modules] == ["many-n", "not-who", "who-me-too"]
-    assert [module.name for module in (first, second) if isinstance(module, Module)] == ["n-1", "n-2"]
+    assert [module.name for module in (first, second) if isinstance(module, Module)] == [
+        "n-1",
+        "n-2",
+    ]
     assert end == TextNode("End.")
     assert party(4, "").items[0] == Import("many-n")
     assert party(1, "me too").items == (Import("who-me-too"),)
@@ -167,7 +174,11 @@ def test_conditions_see_the_names_around_the_function_as_they_are_when_it_is_cal
         return n > 2 * most
 
     most = 3
-    assert [party(n).items for n in (3, 4, 7)] == [(), (Import("n-most"),), (Import("n-most"), Import("late-n"))]
+    assert [party(n).items for n in (3, 4, 7)] == [
+        (),
+        (Import("n-most"),),
+        (Import("n-most"), Import("late-n")),
+    ]
 
 
 def test_texts_of_a_function_in_another_block_keep_their_white_space() -> None:
@@ -200,7 +211,12 @@ def test_names_that_pml_keeps_for_itself_are_changed() -> None:
     first, union = schema_of(odd).items
     assert isinstance(first, Module)
     assert isinstance(union, Union)
-    assert [first.name, *(module.name for module in union.modules)] == ["case-user", "case-1", "None", "x"]
+    assert [first.name, *(module.name for module in union.modules)] == [
+        "case-user",
+        "case-1",
+        "None",
+        "x",
+    ]
     assert parse(to_pml(schema_of(odd))) == schema_of(odd)
 
 
@@ -253,7 +269,12 @@ def number() -> None:
 
 
 REFUSED: list[tuple[Callable[..., Any], int, str, str]] = [
-    (no_length, 1, "parameter 'days' without a maximum length", "days: Annotated[str, MaxTokens(...)]"),
+    (
+        no_length,
+        1,
+        "parameter 'days' without a maximum length",
+        "days: Annotated[str, MaxTokens(...)]",
+    ),
     (loops, 2, "'for _ in days:'", "strings, f-strings"),
     (assigns, 1, "'days = days.strip()'", "strings, f-strings"),
     (formats, 1, "days:>3", "f-strings of parameters"),
@@ -287,7 +308,9 @@ def test_what_is_no_function_or_has_no_source_is_refused() -> None:
     lambdas = {
         "a": lambda: "a",
     }
-    with pytest.raises(PMLError, match=r"found no readable source \(.*\); wanted a function written with def"):
+    with pytest.raises(
+        PMLError, match=r"found no readable source \(.*\); wanted a function written with def"
+    ):
         program(lambdas["a"])
     made: dict[str, Any] = {}
     exec("def f():\n    'a'\n    'b'", made)

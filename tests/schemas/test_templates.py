@@ -1,4 +1,6 @@
-"""Templates of other libraries as schemas, by what they have; the libraries' own where they are installed."""
+"""Templates of other libraries as schemas, by what they have; the libraries' own where they are
+installed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ def test_pairs_become_messages_and_variables_parameters() -> None:
 
 
 def test_a_text_becomes_the_schema_s_own_and_one_room_counts_for_all() -> None:
-    assert from_template("t", "a{x}b{x}", 3).items == (TextNode("a"), Param("x", 3), TextNode("b"), Param("x", 3))
+    assert from_template("t", "a{x}b{x}", 3).items == (
+        TextNode("a"),
+        Param("x", 3),
+        TextNode("b"),
+        Param("x", 3),
+    )
 
 
 def test_langchain_s_prompts_are_taken() -> None:
@@ -35,12 +42,20 @@ def test_langchain_s_prompts_are_taken() -> None:
     assert from_template("t", chat, ROOMS).items == WANTED
     plain = prompts.PromptTemplate.from_template("a{topic}")
     assert from_template("t", plain, ROOMS).items == (TextNode("a"), Param("topic", 8))
-    jinja = prompts.ChatPromptTemplate.from_messages([("human", "a {{topic}} {b}")], template_format="jinja2")
-    assert from_template("t", jinja, 8).items == (Role("user", (TextNode("a "), Param("topic", 8), TextNode(" {b}"))),)
+    jinja = prompts.ChatPromptTemplate.from_messages(
+        [("human", "a {{topic}} {b}")], template_format="jinja2"
+    )
+    assert from_template("t", jinja, 8).items == (
+        Role("user", (TextNode("a "), Param("topic", 8), TextNode(" {b}"))),
+    )
     messages = pytest.importorskip("langchain_core.messages")
-    fixed = prompts.ChatPromptTemplate.from_messages([messages.SystemMessage("no {variable}"), ("human", "{topic}")])
+    fixed = prompts.ChatPromptTemplate.from_messages(
+        [messages.SystemMessage("no {variable}"), ("human", "{topic}")]
+    )
     assert from_template("t", fixed, ROOMS).items[0] == Role("system", (TextNode("no {variable}"),))
-    history = prompts.ChatPromptTemplate.from_messages([prompts.MessagesPlaceholder("history"), ("human", "{topic}")])
+    history = prompts.ChatPromptTemplate.from_messages(
+        [prompts.MessagesPlaceholder("history"), ("human", "{topic}")]
+    )
     with pytest.raises(PMLError, match="MessagesPlaceholder in a template"):
         from_template("t", history, ROOMS)
 
@@ -57,8 +72,13 @@ def test_llama_index_s_prompts_are_taken() -> None:
     for syntax in get_args(Syntax):  # which counts for texts and pairs alone
         plain = from_template("t", prompts.PromptTemplate("a{topic}"), ROOMS, syntax)
         assert plain.items == (TextNode("a"), Param("topic", 8))
-    chat = prompts.ChatPromptTemplate.from_messages([("system", "You know {topic}."), ("user", "{question}")])
-    assert from_template("t", chat, ROOMS).items == (WANTED[0], Role("user", (Param("question", 30),)))
+    chat = prompts.ChatPromptTemplate.from_messages(
+        [("system", "You know {topic}."), ("user", "{question}")]
+    )
+    assert from_template("t", chat, ROOMS).items == (
+        WANTED[0],
+        Role("user", (Param("question", 30),)),
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,6 +108,8 @@ def test_what_no_schema_can_hold_is_refused(template: Any, syntax: Any, found: s
 def test_jinja_s_variables_are_read_as_jinja_does(text: str) -> None:
     items = from_template("t", text, 3, "jinja2").items
     said = "".join(
-        "X" if isinstance(item, Param) else item.text for item in items if isinstance(item, Param | TextNode)
+        "X" if isinstance(item, Param) else item.text
+        for item in items
+        if isinstance(item, Param | TextNode)
     )
     assert said == pytest.importorskip("jinja2").Template(text).render(x="X")

@@ -18,6 +18,8 @@ from tests.serve.kit import Served, serving
 def served(varied_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server over the tiny model, on loopback, without keys."""
     home = tmp_path_factory.mktemp("served")
-    settings = Settings(model=str(varied_path), dtype="float32", store=home / "store", home=home, max_tokens=12)
+    settings = Settings(
+        model=str(varied_path), dtype="float32", store=home / "store", home=home, max_tokens=12
+    )
     with serving(settings) as made:
         yield made

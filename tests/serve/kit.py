@@ -1,4 +1,6 @@
-"""A server on a free port of this machine, in a thread or in a process of its own; what tests send to it by hand."""
+"""A server on a free port of this machine, in a thread or in a process of its own; what tests send
+to it by hand.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class Served:
         return httpx.post(f"{self.root}{path}", json=body, headers=headers, timeout=PATIENCE_S)
 
     def chat(self, **fields: Any) -> httpx.Response:
-        return self.post("/v1/chat/completions", {"model": self.service.model, "messages": [said()], **fields})
+        return self.post(
+            "/v1/chat/completions", {"model": self.service.model, "messages": [said()], **fields}
+        )
 
     def get(self, path: str, **headers: str) -> httpx.Response:
         return httpx.get(f"{self.root}{path}", headers=headers, timeout=PATIENCE_S)
@@ -62,11 +66,15 @@ def said(text: str = QUESTION, role: str = "user") -> dict[str, Any]:
 
 
 def with_documents(n: int = 3) -> dict[str, Any]:
-    return {"documents": [{"text": text, "title": f"book-{at}"} for at, text in enumerate(CHUNKS[:n])]}
+    return {
+        "documents": [{"text": text, "title": f"book-{at}"} for at, text in enumerate(CHUNKS[:n])]
+    }
 
 
 @contextmanager
-def serving(settings: Settings, keys: Keys | None = None, host: str = "127.0.0.1", **options: Any) -> Iterator[Served]:
+def serving(
+    settings: Settings, keys: Keys | None = None, host: str = "127.0.0.1", **options: Any
+) -> Iterator[Served]:
     """A server in a thread, stopped at the end."""
     service = Service(settings, keys)
     made = bound("127.0.0.1", 0)
@@ -120,18 +128,36 @@ def all_of(line: socket.socket) -> bytes:
 def process(
     settings: Settings, *arguments: str, log: list[str] | None = None, **environment: str
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`ragfuse serve` in a process of its own, and its address; what it logs after that goes to `log`."""
+    """`ragfuse serve` in a process of its own, and its address; what it logs after that goes to
+    `log`.
+    """
     told = ("model", "dtype", "store", "home", "max_tokens")
     variables = {f"RAGFUSE_{name.upper()}": str(getattr(settings, name)) for name in told}
     run = subprocess.Popen(
-        [sys.executable, "-c", "from ragfuse.cli import app; app()", "serve", "--port", "0", *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables, **environment},
+        [
+            sys.executable,
+            "-c",
+            "from ragfuse.cli import app; app()",
+            "serve",
+            "--port",
+            "0",
+            *arguments,
+        ],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            **variables,
+            **environment,
+        },
         stderr=subprocess.PIPE,
         text=True,
     )
     assert run.stderr is not None
     lines = deque[str](maxlen=0) if log is None else log
-    reading = threading.Thread(target=lines.extend, args=(run.stderr,), name="test-log")  # a full pipe would stop it
+    reading = threading.Thread(
+        target=lines.extend, args=(run.stderr,), name="test-log"
+    )  # a full pipe would stop it
     try:
         address = _address(run)
         reading.start()
@@ -154,7 +180,9 @@ def _address(run: subprocess.Popen[str]) -> str:
 
 @contextmanager
 def read_only_disk(served: Served) -> Iterator[None]:
-    """Let the index of every tenant's disk tier reject writes, as one on a read-only or full disk does."""
+    """Let the index of every tenant's disk tier reject writes, as one on a read-only or full disk
+    does.
+    """
 
     def refuse() -> NoReturn:
         raise StoreError("attempt to write a readonly database")

@@ -1,4 +1,6 @@
-"""What is proportional to a request takes its turn; who watches over the server waits for none of it."""
+"""What is proportional to a request takes its turn; who watches over the server waits for none of
+it.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,21 @@ from tests.serve.kit import Served, raw, said, serving, wait_for
 from tests.serve.test_gone import is_idle
 from tests.tiny import CHUNKS
 
-PML = '<schema name="trip"><module name="a">The keeper counted forty ships in one night.</module></schema>'
+PML = (
+    '<schema name="trip"><module name="a">The keeper counted forty ships in one'
+    " night.</module></schema>"
+)
 
 
 @pytest.fixture
 def two(tiny_path: Path, tmp_path: Path) -> Iterator[Served]:
     """A server that answers two requests at a time."""
     settings = Settings(
-        model=str(tiny_path), dtype="float32", store=tmp_path / "store", home=tmp_path, serve_together=2
+        model=str(tiny_path),
+        dtype="float32",
+        store=tmp_path / "store",
+        home=tmp_path,
+        serve_together=2,
     )
     with serving(settings) as made:
         yield made
@@ -75,14 +84,19 @@ def send_to(line: socket.socket, path: str, body: dict[str, Any] | None) -> None
     """A request, by hand; without a body it is a GET."""
     data = b"" if body is None else json.dumps(body).encode()
     kind = f"content-type: application/json\r\ncontent-length: {len(data)}\r\n" if data else ""
-    line.sendall(f"{'POST' if data else 'GET'} {path} HTTP/1.1\r\nhost: localhost\r\n{kind}\r\n".encode() + data)
+    line.sendall(
+        f"{'POST' if data else 'GET'} {path} HTTP/1.1\r\nhost: localhost\r\n{kind}\r\n".encode()
+        + data
+    )
 
 
 def test_thirty_explains_whose_senders_are_gone_starve_nobody(two: Served) -> None:
     with gated(engine_of(two), "plan") as gate:
         with ExitStack() as lines:
             for _ in range(30):
-                send_to(lines.enter_context(raw(two.port)), *explain_request(two, f"{CHUNKS[0]} " * 20))
+                send_to(
+                    lines.enter_context(raw(two.port)), *explain_request(two, f"{CHUNKS[0]} " * 20)
+                )
             wait_for(lambda: gate.inside == 1 and len(two.service.admission.jobs) == 28)
             assert two.get("/health").status_code == 200
             assert b"ragfuse_requests_waiting 28.0" in two.get("/metrics").content
@@ -115,7 +129,9 @@ def test_what_a_request_wants_is_found_in_its_turn_alone(two: Served, path: str)
         with ExitStack() as lines:
             for _ in range(12):
                 send_to(lines.enter_context(raw(two.port)), path, body)
-            wait_for(lambda: gate.inside == 2)  # one of two in their turns, and one that is looked ahead to
+            wait_for(
+                lambda: gate.inside == 2
+            )  # one of two in their turns, and one that is looked ahead to
             assert two.get("/health").status_code == 200
         wait_for(lambda: len(two.service.admission.jobs) == 0)
         assert len(two.service.admission.jobs.running) == 2  # a turn lasts as long as its work
@@ -144,8 +160,12 @@ def test_looks_at_the_store_whose_senders_are_gone_are_not_made(two: Served) -> 
         with ExitStack() as lines:
             for _ in range(20):
                 send_to(lines.enter_context(raw(two.port)), "/v1/ragfuse/schemas", None)
-            wait_for(lambda: gate.inside == 2 and two.service.threads.lookups._work_queue.qsize() == 18)
-        wait_for(lambda: b'path="/v1/ragfuse/schemas",status="499"} 20.0' in two.get("/metrics").content)
+            wait_for(
+                lambda: gate.inside == 2 and two.service.threads.lookups._work_queue.qsize() == 18
+            )
+        wait_for(
+            lambda: b'path="/v1/ragfuse/schemas",status="499"} 20.0' in two.get("/metrics").content
+        )
         gate.opened.set()
         assert two.get("/v1/ragfuse/schemas").status_code == 200
         assert gate.came <= 3
@@ -154,7 +174,9 @@ def test_looks_at_the_store_whose_senders_are_gone_are_not_made(two: Served) -> 
 async def test_work_whose_time_is_over_is_told_and_keeps_its_turn_until_it_ends(
     tiny_settings: Settings,
 ) -> None:
-    service = Service(tiny_settings.model_copy(update={"serve_timeout_s": 0.05, "serve_together": 1}))
+    service = Service(
+        tiny_settings.model_copy(update={"serve_timeout_s": 0.05, "serve_together": 1})
+    )
     tenant, enough = service.keys.tenants[0], threading.Event()
     await asyncio.to_thread(service.engine, tenant)
     with pytest.raises(TimeoutError):

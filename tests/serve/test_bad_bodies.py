@@ -1,4 +1,6 @@
-"""Bodies that are no request: broken, huge, deep, of another type, of another's page; each is told, none is a crash."""
+"""Bodies that are no request: broken, huge, deep, of another type, of another's page; each is told,
+none is a crash.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ def small(varied_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """A server that takes little."""
     home = tmp_path_factory.mktemp("small")
     settings = Settings(
-        model=str(varied_path), dtype="float32", store=home / "store", home=home, max_tokens=4, serve_body_bytes=20_000
+        model=str(varied_path),
+        dtype="float32",
+        store=home / "store",
+        home=home,
+        max_tokens=4,
+        serve_body_bytes=20_000,
     )
     with serving(settings) as made:
         yield made
@@ -65,16 +72,20 @@ def test_strange_text_is_answered_or_told_wherever_it_stands(served: Served, tex
         {"tools": [{"type": "function", "function": {"name": "a", "description": text}}]},
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": [text]}}}},
     ):
-        body = json.dumps({"model": served.service.model, "messages": [said()], "max_tokens": 3, **fields})
-        answer = httpx.post(f"{served.url}/chat/completions", content=body, headers=JSON, timeout=60)
+        body = json.dumps(
+            {"model": served.service.model, "messages": [said()], "max_tokens": 3, **fields}
+        )
+        answer = httpx.post(
+            f"{served.url}/chat/completions", content=body, headers=JSON, timeout=60
+        )
         assert answer.status_code in (200, 400), (fields, answer.text)
 
 
 def test_a_body_that_is_too_large_is_told_before_it_is_read(small: Served) -> None:
     with raw(small.port) as line:
         line.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-            b"content-length: 99999999999\r\n\r\n{"
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type:"
+            b" application/json\r\ncontent-length: 99999999999\r\n\r\n{"
         )
         assert b" 413 " in all_of(line).splitlines()[0]
 
@@ -94,17 +105,32 @@ def test_a_client_that_sends_too_much_hears_why(small: Served, chunked: bool) ->
     "field", ["temperature", "top_p", "seed", "max_tokens", "ratio", "deadline_s", "logprobs", "n"]
 )
 def test_what_is_no_number_is_told(served: Served, field: str, value: str) -> None:
-    given = f'"ragfuse": {{"{field}": {value}}}' if field in ("ratio", "deadline_s") else f'"{field}": {value}'
-    for path, asked in (("chat/completions", f'"messages": [{json.dumps(said())}]'), ("completions", '"prompt": "a"')):
+    given = (
+        f'"ragfuse": {{"{field}": {value}}}'
+        if field in ("ratio", "deadline_s")
+        else f'"{field}": {value}'
+    )
+    for path, asked in (
+        ("chat/completions", f'"messages": [{json.dumps(said())}]'),
+        ("completions", '"prompt": "a"'),
+    ):
         body = f'{{"model": "{served.service.model}", "max_tokens": 2, {asked}, {given}}}'
         answer = httpx.post(f"{served.url}/{path}", content=body, headers=JSON, timeout=60)
-        assert (answer.status_code, refused(answer)["type"]) == (400, "invalid_request_error"), answer.text
+        assert (answer.status_code, refused(answer)["type"]) == (
+            400,
+            "invalid_request_error",
+        ), answer.text
 
 
 def test_only_json_is_read(served: Served) -> None:
     body = json.dumps({"model": served.service.model, "messages": [said()]})
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
-        answer = httpx.post(f"{served.url}/chat/completions", content=body, headers={"content-type": kind}, timeout=60)
+        answer = httpx.post(
+            f"{served.url}/chat/completions",
+            content=body,
+            headers={"content-type": kind},
+            timeout=60,
+        )
         assert (answer.status_code, refused(answer)["code"]) == (415, "content_type")
 
 
@@ -136,7 +162,10 @@ def test_a_page_that_may_ask_does(tiny_settings: Settings) -> None:
     with serving(tiny_settings, origins=["https://good.example"]) as made:
         answer = made.get("/v1/models", origin="https://good.example")
         assert answer.headers["access-control-allow-origin"] == "https://good.example"
-        assert "access-control-allow-origin" not in made.get("/v1/models", origin="https://evil.example").headers
+        assert (
+            "access-control-allow-origin"
+            not in made.get("/v1/models", origin="https://evil.example").headers
+        )
 
 
 @pytest.mark.parametrize(

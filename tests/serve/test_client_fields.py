@@ -1,4 +1,6 @@
-"""What a client with the engine's interface asks a server for: the model's card, token ids, prompts in parts."""
+"""What a client with the engine's interface asks a server for: the model's card, token ids, prompts
+in parts.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def test_token_ids_come_where_they_are_asked_for(served: Served) -> None:
     body = {"model": served.service.model, "messages": [said()], "stream": True, **wanted}
     streamed = httpx.post(f"{served.url}/chat/completions", json=body, timeout=PATIENCE_S).text
     events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
-    assert [event["choices"][0]["token_ids"] for event in events if "token_ids" in event["choices"][0]] == [whole]
+    assert [
+        event["choices"][0]["token_ids"] for event in events if "token_ids" in event["choices"][0]
+    ] == [whole]
 
 
 def test_an_answer_ends_after_its_seconds(served: Served) -> None:

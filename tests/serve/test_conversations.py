@@ -19,19 +19,31 @@ def test_a_conversation_is_gone_on_with_by_its_name(served: Served) -> None:
 
 def test_a_conversation_resent_without_its_documents_is_recognised(served: Served) -> None:
     messages, told = list[dict[str, Any]](), list[dict[str, Any]]()
-    for turn, question in enumerate(("Who wrote it down?", "Which colour was it?", "How many came?")):
+    for turn, question in enumerate(
+        ("Who wrote it down?", "Which colour was it?", "How many came?")
+    ):
         messages.append(said(question))
-        books = [f"Log {turn}.{n}. The pilot of berth {n} noted {turn + n} boats, and a green buoy." for n in range(2)]
+        books = [
+            f"Log {turn}.{n}. The pilot of berth {n} noted {turn + n} boats, and a green buoy."
+            for n in range(2)
+        ]
         ask: dict[str, Any] = {"session_id": "books", "messages": messages, "documents": books}
         anew = served.chat(**ask, ragfuse={"reuse": False}).json()
         answer = served.chat(**ask).json()
         assert answer["choices"][0]["message"] == anew["choices"][0]["message"]
-        used, cached = answer["usage"]["prompt_tokens"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        used, cached = (
+            answer["usage"]["prompt_tokens"],
+            answer["usage"]["prompt_tokens_details"]["cached_tokens"],
+        )
         assert used == anew["usage"]["prompt_tokens"]
         assert cached >= sum(each["usage"]["prompt_tokens"] for each in told[-1:])
         messages.append(answer["choices"][0]["message"])
         told.append(answer)
-    assert told[2]["usage"]["prompt_tokens"] > told[1]["usage"]["prompt_tokens"] > told[0]["usage"]["prompt_tokens"]
+    assert (
+        told[2]["usage"]["prompt_tokens"]
+        > told[1]["usage"]["prompt_tokens"]
+        > told[0]["usage"]["prompt_tokens"]
+    )
     engine = served.service.engine(served.service.keys.tenants[0])
     assert len(engine.sessions.show("books").turns) == 3
 

@@ -1,4 +1,6 @@
-"""Documents in the store's folder: read back whole, by tenant, with the vectors of the embedder that is asked."""
+"""Documents in the store's folder: read back whole, by tenant, with the vectors of the embedder
+that is asked.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def test_a_tenant_has_its_own_and_one_of_a_name(records: DocumentRecords) -> Non
     assert (records.ids("blue"), records.ids("red")) == (["b", "c"], [])
 
 
-def test_vectors_of_another_embedder_are_not_returned(records: DocumentRecords, tmp_path: Path) -> None:
+def test_vectors_of_another_embedder_are_not_returned(
+    records: DocumentRecords, tmp_path: Path
+) -> None:
     records.add("s", record("a"), VECTORS)
     other = DocumentRecords(Settings(store=tmp_path), "other")
     found = other.read("s", "a")
@@ -63,7 +67,9 @@ def test_vectors_of_another_embedder_are_not_returned(records: DocumentRecords, 
         "document = '{}'",
     ],
 )
-def test_a_damaged_document_is_a_missing_one(records: DocumentRecords, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_document_is_a_missing_one(
+    records: DocumentRecords, tmp_path: Path, damage: str
+) -> None:
     records.add("s", record("a"), VECTORS)
     records.add("s", record("b", "other"), VECTORS)
     connection = sqlite3.connect(tmp_path / DOCUMENTS_FILE)

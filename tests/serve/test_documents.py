@@ -1,4 +1,6 @@
-"""Documents over HTTP: split, encoded in the background, searched, deleted; PDFs; what became of each token."""
+"""Documents over HTTP: split, encoded in the background, searched, deleted; PDFs; what became of
+each token.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def settings_at(folder: Path, model: Path) -> Settings:
 
 
 def stored_kv(engine: Engine, texts: list[str]) -> list[int | None]:
-    return stored_chunks(engine, [(engine.digest, token_digest(engine.tokens(text))) for text in texts])
+    return stored_chunks(
+        engine, [(engine.digest, token_digest(engine.tokens(text))) for text in texts]
+    )
 
 
 def two_tenants() -> Keys:
@@ -52,7 +56,9 @@ def two_tenants() -> Keys:
 
 
 @pytest.fixture(scope="module")
-def two(varied_path: Path, minilm_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def two(
+    varied_path: Path, minilm_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     """A server of two tenants, whose model reads bytes: a passage of ours has about a hundred."""
     home = tmp_path_factory.mktemp("documents")
     with serving(settings_at(home, varied_path), two_tenants()) as served:
@@ -70,15 +76,23 @@ def sent(served: Served, name: str, key: dict[str, str] = BLUE, **fields: Any) -
 
 def test_a_document_is_split_encoded_and_found(two: Served) -> None:
     done = sent(two, "lights.txt", text="\n\n".join(CHUNKS))
-    assert (done["status"], done["passages"], done["encoded"]) == ("ready", len(CHUNKS), len(CHUNKS))
+    assert (done["status"], done["passages"], done["encoded"]) == (
+        "ready",
+        len(CHUNKS),
+        len(CHUNKS),
+    )
     assert done["tokens"] > 0 < done["nbytes"]
-    found = two.post(f"{PATH}/search", {"query": "Which lighthouse has a blue door?", "top_k": 2}, **BLUE).json()[
-        "data"
-    ]
+    found = two.post(
+        f"{PATH}/search", {"query": "Which lighthouse has a blue door?", "top_k": 2}, **BLUE
+    ).json()["data"]
     assert found[0]["text"] == CHUNKS[3]
     assert len(found) == 2
     assert found[0]["score"] >= found[1]["score"]
-    ask = {"model": two.service.model, "messages": [said()], "documents": [{"text": each["text"]} for each in found]}
+    ask = {
+        "model": two.service.model,
+        "messages": [said()],
+        "documents": [{"text": each["text"]} for each in found],
+    }
     trace = two.post("/v1/chat/completions", ask, **BLUE).json()["ragfuse"]
     assert [each["hit"] for each in trace["segments"] if each["kind"] == "chunk"] == [True, True]
 
@@ -133,7 +147,9 @@ def test_a_document_that_fails_leaves_the_one_that_it_was_to_replace(two: Served
     assert "kept.pdf" not in names(two)
 
 
-def test_a_document_that_cannot_be_saved_says_so_and_is_found(two: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_document_that_cannot_be_saved_says_so_and_is_found(
+    two: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise StoreError("a full disk")
 
@@ -145,7 +161,9 @@ def test_a_document_that_cannot_be_saved_says_so_and_is_found(two: Served, monke
     assert two.delete(f"{PATH}/{done['id']}", **BLUE).status_code == 200
 
 
-def test_another_embedder_embeds_saved_passages_anew(two: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_embedder_embeds_saved_passages_anew(
+    two: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = sent(two, "embedded.txt", text=CHUNKS[0])
     records = DocumentRecords(two.service.settings, "another")
     monkeypatch.setattr(two.service, "documents", records)
@@ -159,13 +177,22 @@ def test_another_embedder_embeds_saved_passages_anew(two: Served, monkeypatch: p
 
 
 def test_no_tenant_sees_or_finds_another_ones_documents(two: Served) -> None:
-    done = sent(two, "secret.txt", RED, text="The red tenant keeps a secret lighthouse of its own on the far side.")
+    done = sent(
+        two,
+        "secret.txt",
+        RED,
+        text="The red tenant keeps a secret lighthouse of its own on the far side.",
+    )
     assert done["id"] not in [each["id"] for each in two.get(PATH, **BLUE).json()["data"]]
     assert two.get(f"{PATH}/{done['id']}", **BLUE).status_code == 404
     assert two.delete(f"{PATH}/{done['id']}", **BLUE).status_code == 404
     body = {"query": "a secret lighthouse", "top_k": 50}
-    assert not any("secret" in each["text"] for each in two.post(f"{PATH}/search", body, **BLUE).json()["data"])
-    assert two.post(f"{PATH}/search", {**body, "documents": [done["id"]]}, **BLUE).status_code == 404
+    assert not any(
+        "secret" in each["text"] for each in two.post(f"{PATH}/search", body, **BLUE).json()["data"]
+    )
+    assert (
+        two.post(f"{PATH}/search", {**body, "documents": [done["id"]]}, **BLUE).status_code == 404
+    )
 
 
 def test_a_document_of_the_same_name_replaces_the_one_before(two: Served) -> None:
@@ -183,18 +210,23 @@ def test_a_document_that_is_deleted_while_it_is_encoded_leaves_nothing(two: Serv
     id = two.post(PATH, {"name": "ships.txt", "text": SHIPS}, **BLUE).json()["id"]
     wait_for(lambda: two.get(f"{PATH}/{id}", **BLUE).json()["encoded"] > 0)
     assert two.delete(f"{PATH}/{id}", **BLUE).json()["deleted"] is True
-    last = sent(two, "after.txt", text="The next document is encoded after the one that was deleted.")
+    last = sent(
+        two, "after.txt", text="The next document is encoded after the one that was deleted."
+    )
     assert last["status"] == "ready"
     assert "ships.txt" not in kept(two.root)
 
 
 SHIPS = "\n\n".join(
-    f"Ship {at} passed the lighthouse in the night, and nobody waved to it from land." for at in range(60)
+    f"Ship {at} passed the lighthouse in the night, and nobody waved to it from land."
+    for at in range(60)
 )
 
 
 def goes_on(root: str, done: int) -> None:
-    """A server ended while it encoded SHIPS; the next one goes on where that was, and deletes all of it."""
+    """A server ended while it encoded SHIPS; the next one goes on where that was, and deletes all
+    of it.
+    """
     left = kept(root)["ships.txt"]
     assert done <= left < 60
     assert httpx.get(f"{root}{PATH}").json()["data"] == []
@@ -226,7 +258,9 @@ def test_an_upload_that_a_server_did_not_finish_goes_on_when_it_is_sent_again(
 
 
 @pytest.mark.slow
-def test_an_upload_goes_on_after_its_server_was_killed(varied_path: Path, minilm_path: Path, tmp_path: Path) -> None:
+def test_an_upload_goes_on_after_its_server_was_killed(
+    varied_path: Path, minilm_path: Path, tmp_path: Path
+) -> None:
     settings = settings_at(tmp_path, varied_path)
     told = {"RAGFUSE_CHUNK_TOKENS": "150", "RAGFUSE_FILLER_TOKENS": "0"}
     with process(settings, **told) as (run, root):
@@ -252,9 +286,16 @@ def test_a_deleted_document_leaves_the_kv_that_the_store_had_before(two: Served)
     done = [sent(two, f"{at}.txt", text=text) for at, text in enumerate((ingested, asked, own))]
     again = sent(two, "again.txt", text=own)
     assert [each["stored_before"] for each in (*done, again)] == [1, 1, 0, 1]
-    assert [each["note"] for each in (*done, again)] == ["stored before", "stored before", "", "stored before"]
+    assert [each["note"] for each in (*done, again)] == [
+        "stored before",
+        "stored before",
+        "",
+        "stored before",
+    ]
     assert [each["nbytes"] for each in done[:2]] == [before[ingested], before[asked]]
-    assert [each["tokens"] for each in (*done, again)] == [len(engine.tokens(t)) for t in (ingested, asked, own, own)]
+    assert [each["tokens"] for each in (*done, again)] == [
+        len(engine.tokens(t)) for t in (ingested, asked, own, own)
+    ]
     freed = [two.delete(f"{PATH}/{each['id']}", **BLUE).json()["nbytes"] for each in done]
     assert freed == [0, 0, 0]  # "again.txt" still has the third
     assert stored_kv(engine, [ingested, asked]) == [before[ingested], before[asked]]
@@ -262,12 +303,16 @@ def test_a_deleted_document_leaves_the_kv_that_the_store_had_before(two: Served)
     assert stored_kv(engine, [own]) == [None]
 
 
-def test_a_text_of_two_documents_has_both_sources_and_loses_only_the_one_that_is_deleted(two: Served) -> None:
+def test_a_text_of_two_documents_has_both_sources_and_loses_only_the_one_that_is_deleted(
+    two: Served,
+) -> None:
     text = "The bell of the harbour is rung by hand whenever the fog comes in."
     first, second = sent(two, "bell.txt", text=text), sent(two, "fog.txt", text=text)
     assert sources_of(two, text) == ["bell.txt", "fog.txt"]
     (nbytes,) = stored_kv(two.service.engine(two.service.keys.tenants[0]), [text])
-    by_source = {each["source"]: each for each in two.get("/v1/ragfuse/usage", **BLUE).json()["sources"]}
+    by_source = {
+        each["source"]: each for each in two.get("/v1/ragfuse/usage", **BLUE).json()["sources"]
+    }
     assert by_source["bell.txt"]["nbytes"] == by_source["fog.txt"]["nbytes"] == nbytes
     assert two.delete(f"{PATH}/{first['id']}", **BLUE).json()["nbytes"] == 0
     assert sources_of(two, text) == ["fog.txt"]
@@ -287,13 +332,21 @@ def test_a_deleted_document_leaves_kv_that_another_source_has_got_since(two: Ser
     wait_for(lambda: sources_of(two, text) == ["/docs/lamps.md"])
 
 
-def test_a_document_whose_kv_was_deleted_says_so_and_takes_what_questions_encoded_again_with_it(two: Served) -> None:
+def test_a_document_whose_kv_was_deleted_says_so_and_takes_what_questions_encoded_again_with_it(
+    two: Served,
+) -> None:
     name = "quay \\d.txt"  # no pattern
     engine = two.service.engine(two.service.keys.tenants[0])
-    text = "The lantern of Quay Nine is lit by the baker, who is up before everybody else in the harbour."
+    text = (
+        "The lantern of Quay Nine is lit by the baker, who is up before everybody else in the"
+        " harbour."
+    )
     done = sent(two, name, text=text)
     assert (done["nbytes"] > 0, done["note"]) == (True, "")
-    assert two.delete(f"/v1/ragfuse/entries?{urlencode({'source': name})}", **BLUE).json()["chunks"] == 1
+    assert (
+        two.delete(f"/v1/ragfuse/entries?{urlencode({'source': name})}", **BLUE).json()["chunks"]
+        == 1
+    )
     told = two.get(f"{PATH}/{done['id']}", **BLUE).json()
     assert (told["nbytes"], "not stored" in told["note"]) == (0, True)
     query = {"query": "Who lights the lantern of Quay Nine?", "top_k": 1, "documents": [done["id"]]}
@@ -313,8 +366,14 @@ def test_a_document_whose_kv_was_deleted_says_so_and_takes_what_questions_encode
 
 def test_entries_that_are_deleted_by_source_stay_where_another_source_has_them(two: Served) -> None:
     before = two.get("/v1/ragfuse/usage", **BLUE).json()["nbytes"]["disk"]
-    both = "Every boat of the harbour has a number on its bow, painted white, that is as high as a hand is long."
-    own = "The numbers are given out by the harbour master on the first of May, and they cost a barrel of herring."
+    both = (
+        "Every boat of the harbour has a number on its bow, painted white, that is as high as a"
+        " hand is long."
+    )
+    own = (
+        "The numbers are given out by the harbour master on the first of May, and they cost a"
+        " barrel of herring."
+    )
     sent(two, "boats.txt", text=both)
     sent(two, "numbers.txt", text=f"{both}\n\n{own}")
     done = two.delete("/v1/ragfuse/entries?source=numbers.txt", **BLUE).json()
@@ -331,7 +390,10 @@ def test_entries_that_are_deleted_by_source_stay_where_another_source_has_them(t
 
 def test_a_copy_of_a_document_takes_no_room_among_what_is_found(two: Served) -> None:
     texts = CHUNKS[:3]
-    ids = [sent(two, name, text="\n\n".join(texts))["id"] for name in ("ferries.txt", "copy of ferries.txt")]
+    ids = [
+        sent(two, name, text="\n\n".join(texts))["id"]
+        for name in ("ferries.txt", "copy of ferries.txt")
+    ]
     query = {"query": "Which lighthouse has a blue door?", "top_k": 3, "documents": ids}
     found = two.post(f"{PATH}/search", query, **BLUE).json()["data"]
     assert sorted(each["text"] for each in found) == sorted(texts)
@@ -341,7 +403,9 @@ def test_a_copy_of_a_document_takes_no_room_among_what_is_found(two: Served) -> 
 
 
 def test_a_document_whose_kv_cannot_be_deleted_stays_in_the_list_until_it_can(two: Served) -> None:
-    text = "A lantern of the ferry hangs from the third post, and it is lit by the one who comes last."
+    text = (
+        "A lantern of the ferry hangs from the third post, and it is lit by the one who comes last."
+    )
     done = sent(two, "lantern.txt", text=text)
     two.service.engine(two.service.keys.tenants[0]).flush()
     with read_only_disk(two):
@@ -362,7 +426,10 @@ def test_a_document_whose_kv_cannot_be_deleted_stays_in_the_list_until_it_can(tw
     [
         (
             "page.html",
-            "<html><head><title>Lamp</title><script>var secret = 1;</script></head><p>It burns.</p></html>",
+            (
+                "<html><head><title>Lamp</title><script>var secret = 1;</script></head><p>It"
+                " burns.</p></html>"
+            ),
             "Lamp\nIt burns.",
         ),
         (
@@ -374,12 +441,16 @@ def test_a_document_whose_kv_cannot_be_deleted_stays_in_the_list_until_it_can(tw
         ("tags.txt", "<p>A tag <i>stays</i>.</p>", "<p>A tag <i>stays</i>.</p>"),
     ],
 )
-def test_a_text_is_read_by_its_type_as_an_ingest_reads_it(two: Served, name: str, text: str, read: str) -> None:
+def test_a_text_is_read_by_its_type_as_an_ingest_reads_it(
+    two: Served, name: str, text: str, read: str
+) -> None:
     done = sent(two, name, text=text)
     assert done["status"] == "ready", done
     query = {"query": "lamp", "top_k": 9, "documents": [done["id"]]}
     found = two.post(f"{PATH}/search", query, **BLUE).json()["data"]
-    assert "\n\n".join(each["text"] for each in sorted(found, key=lambda each: each["number"])) == read
+    assert (
+        "\n\n".join(each["text"] for each in sorted(found, key=lambda each: each["number"])) == read
+    )
     two.delete(f"{PATH}/{done['id']}", **BLUE)
 
 
@@ -392,7 +463,9 @@ def test_a_text_is_read_by_its_type_as_an_ingest_reads_it(two: Served, name: str
         ("deep.json", "[" * 100_000, "cannot be read: RecursionError"),
     ],
 )
-def test_a_text_that_its_type_does_not_fit_fails_and_says_so(two: Served, name: str, text: str, why: str) -> None:
+def test_a_text_that_its_type_does_not_fit_fails_and_says_so(
+    two: Served, name: str, text: str, why: str
+) -> None:
     done = sent(two, name, text=text)
     assert (done["status"], why in done["error"]) == ("failed", True), done
     two.delete(f"{PATH}/{done['id']}", **BLUE)
@@ -408,7 +481,9 @@ def test_a_pdf_is_read_and_a_broken_one_says_so(two: Served) -> None:
     data = base64.b64encode(pdf("The lamp was lit in the year of the great storm.")).decode()
     done = sent(two, "lamp.pdf", pdf=data)
     assert done["status"] == "ready", done
-    found = two.post(f"{PATH}/search", {"query": "When was the lamp lit?", "top_k": 1}, **BLUE).json()["data"]
+    found = two.post(
+        f"{PATH}/search", {"query": "When was the lamp lit?", "top_k": 1}, **BLUE
+    ).json()["data"]
     assert found[0]["text"] == "The lamp was lit in the year of the great storm."
     broken = sent(two, "broken.pdf", pdf=base64.b64encode(b"%PDF-1.4 broken").decode())
     assert broken["status"] == "failed"
@@ -464,8 +539,14 @@ def test_what_became_of_each_token_adds_up(two: Served) -> None:
     assert told["fates"].count("c") == sum(each["recomputed"] for each in trace["segments"]) > 0
     for each in trace["segments"]:  # positions are those of the letters
         letters = set(told["fates"][each["start"] : each["start"] + each["n_tokens"]])
-        assert letters <= ({"r", "c"} if each["kind"] == "chunk" else {"p"}) if each["hit"] else letters == {"f"}
-    again = two.post("/v1/chat/completions", {**body, "ragfuse": {"token_trace": True, "reuse": False}}, **BLUE).json()
+        assert (
+            letters <= ({"r", "c"} if each["kind"] == "chunk" else {"p"})
+            if each["hit"]
+            else letters == {"f"}
+        )
+    again = two.post(
+        "/v1/chat/completions", {**body, "ragfuse": {"token_trace": True, "reuse": False}}, **BLUE
+    ).json()
     assert set(again["ragfuse"]["token_trace"]["fates"]) == {"f"}
     two.service.engine(two.service.keys.tenants[0]).flush()
     last = two.post("/v1/chat/completions", body, **BLUE).json()["ragfuse"]

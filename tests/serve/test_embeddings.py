@@ -14,7 +14,11 @@ openai = pytest.importorskip("openai", reason="the client is not installed")
 pytest.importorskip("sentence_transformers", reason="the extra of embedded models is not installed")
 
 MODEL = "minilm-l6"
-TEXTS = ["A lighthouse stands in the north.", "The keeper counts ships at night.", "Bread is made of flour."]
+TEXTS = [
+    "A lighthouse stands in the north.",
+    "The keeper counts ships at night.",
+    "Bread is made of flour.",
+]
 
 
 @pytest.fixture
@@ -22,15 +26,23 @@ def client(served: Served, minilm_path: Path) -> Any:
     return openai.OpenAI(base_url=served.url, api_key="none", max_retries=0, timeout=120)
 
 
-def test_texts_become_the_vectors_that_the_embedder_makes_of_them(client: Any, served: Served) -> None:
+def test_texts_become_the_vectors_that_the_embedder_makes_of_them(
+    client: Any, served: Served
+) -> None:
     found = client.embeddings.create(model=MODEL, input=TEXTS)  # the client asks for base64
     floats = client.embeddings.create(model=MODEL, input=TEXTS, encoding_format="float")
     vectors = np.array([each.embedding for each in found.data], dtype=np.float32)
-    assert np.array_equal(vectors, np.array([each.embedding for each in floats.data], dtype=np.float32))
+    assert np.array_equal(
+        vectors, np.array([each.embedding for each in floats.data], dtype=np.float32)
+    )
     assert np.allclose(vectors, served.service.embedder.embed(TEXTS), atol=1e-6)
     assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
     assert [each.index for each in found.data] == [0, 1, 2]
-    assert found.usage.prompt_tokens == found.usage.total_tokens == sum(served.service.embedder.lengths(TEXTS))
+    assert (
+        found.usage.prompt_tokens
+        == found.usage.total_tokens
+        == sum(served.service.embedder.lengths(TEXTS))
+    )
     ships, other = vectors[0] @ vectors[1], vectors[0] @ vectors[2]
     assert ships > other
 
@@ -53,7 +65,9 @@ def test_one_text_is_embedded_as_among_others(client: Any) -> None:
         ({"input": "x", "encoding_format": "hex"}, "encoding_format"),
     ],
 )
-def test_what_cannot_be_embedded_is_refused_by_name(served: Served, fields: dict[str, Any], param: str) -> None:
+def test_what_cannot_be_embedded_is_refused_by_name(
+    served: Served, fields: dict[str, Any], param: str
+) -> None:
     answer = served.post("/v1/embeddings", {"model": MODEL, **fields})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"].startswith(param)

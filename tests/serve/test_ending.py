@@ -1,4 +1,6 @@
-"""How a server ends: by a signal, with all that is written saved; by a kill, with nothing wrong left behind."""
+"""How a server ends: by a signal, with all that is written saved; by a kill, with nothing wrong
+left behind.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,18 @@ def ended(run: subprocess.Popen[str]) -> int:
 
 
 def settled_answer(settings: Settings) -> dict[str, Any]:
-    """What a server says over six documents once all is kept that questions before left to be encoded.
+    """What a server says over six documents once all is kept that questions before left to be
+    encoded.
 
-    Without prefix caching: a prompt that was computed whole would be answered from there, and not from the store.
+    Without prefix caching: a prompt that was computed whole would be answered from there, and not
+        from the store.
     """
     with process(settings, RAGFUSE_PREFIX_CACHE="false") as (run, root):
         for _ in range(3):
             told = ask(root, **with_documents(6)).json()
-            wait_for(lambda: httpx.get(f"{root}/v1/ragfuse/store").json()["waiting_to_be_encoded"] == 0)
+            wait_for(
+                lambda: httpx.get(f"{root}/v1/ragfuse/store").json()["waiting_to_be_encoded"] == 0
+            )
         run.send_signal(signal.SIGTERM)
         assert ended(run) == 0
     return dict(told)
@@ -50,13 +56,23 @@ def settled_answer(settings: Settings) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_answers_end_and_saves_what_they_brought(tiny_settings: Settings, sent: int) -> None:
+def test_a_signal_lets_answers_end_and_saves_what_they_brought(
+    tiny_settings: Settings, sent: int
+) -> None:
     log = list[str]()
-    with process(tiny_settings, log=log, RAGFUSE_MAX_TOKENS="200", RAGFUSE_SERVE_GRACE_S="600") as (run, root):
+    with process(tiny_settings, log=log, RAGFUSE_MAX_TOKENS="200", RAGFUSE_SERVE_GRACE_S="600") as (
+        run,
+        root,
+    ):
         with httpx.stream(
             "POST",
             f"{root}/v1/chat/completions",
-            json={"model": model_of(root), "messages": [said()], "stream": True, **with_documents()},
+            json={
+                "model": model_of(root),
+                "messages": [said()],
+                "stream": True,
+                **with_documents(),
+            },
             timeout=120,
         ) as answer:
             lines = answer.iter_lines()
@@ -83,8 +99,12 @@ def test_words_that_nobody_can_read_any_more_keep_no_server_from_its_end() -> No
     _say(said_to, "Stopped.")
 
 
-def test_a_server_says_what_it_waits_for_and_that_it_stopped(tiny_path: Path, tmp_path: Path) -> None:
-    settings = Settings(model=str(tiny_path), dtype="float32", store=tmp_path / "store", serve_grace_s=600)
+def test_a_server_says_what_it_waits_for_and_that_it_stopped(
+    tiny_path: Path, tmp_path: Path
+) -> None:
+    settings = Settings(
+        model=str(tiny_path), dtype="float32", store=tmp_path / "store", serve_grace_s=600
+    )
     lines = list[str]()
     with serving(settings, tell=lines.append) as served:
         assert served.chat(max_tokens=2).status_code == 200
@@ -106,7 +126,9 @@ def test_a_server_says_what_it_waits_for_and_that_it_stopped(tiny_path: Path, tm
 
 
 @pytest.mark.slow
-def test_answers_that_take_too_long_are_given_up_and_the_end_is_clean(tiny_settings: Settings) -> None:
+def test_answers_that_take_too_long_are_given_up_and_the_end_is_clean(
+    tiny_settings: Settings,
+) -> None:
     with process(tiny_settings, RAGFUSE_SERVE_GRACE_S="0.2") as (run, root):
         with httpx.stream(
             "POST",
@@ -123,9 +145,15 @@ def test_answers_that_take_too_long_are_given_up_and_the_end_is_clean(tiny_setti
         assert ended(run) == 0
 
 
-def test_while_it_stops_new_requests_are_refused_and_old_ones_answered(tiny_path: Path, tmp_path: Path) -> None:
+def test_while_it_stops_new_requests_are_refused_and_old_ones_answered(
+    tiny_path: Path, tmp_path: Path
+) -> None:
     settings = Settings(
-        model=str(tiny_path), dtype="float32", store=tmp_path / "store", serve_together=1, serve_grace_s=600
+        model=str(tiny_path),
+        dtype="float32",
+        store=tmp_path / "store",
+        serve_together=1,
+        serve_grace_s=600,
     )
     with serving(settings) as served:
         whole: list[httpx.Response] = []
@@ -149,7 +177,9 @@ def test_while_it_stops_new_requests_are_refused_and_old_ones_answered(tiny_path
 
 
 @pytest.mark.slow
-def test_a_kill_in_the_middle_leaves_chunks_that_are_right_or_none(tiny_settings: Settings, tmp_path: Path) -> None:
+def test_a_kill_in_the_middle_leaves_chunks_that_are_right_or_none(
+    tiny_settings: Settings, tmp_path: Path
+) -> None:
     other = tiny_settings.model_copy(update={"store": tmp_path / "other"})
     with process(tiny_settings) as (run, root):
         assert ask(root, **with_documents(2)).status_code == 200  # its chunks are being saved now
@@ -176,7 +206,9 @@ def test_a_kill_in_the_middle_leaves_chunks_that_are_right_or_none(tiny_settings
         assert len(keys) >= 6
         for key in keys:
             n_layers = disk.stat([key])[key].n_layers
-            found, right = (each.store.read_layers(key, 0, n_layers, "disk") for each in (engine, twin))
+            found, right = (
+                each.store.read_layers(key, 0, n_layers, "disk") for each in (engine, twin)
+            )
             assert found is not None
             assert right is not None
             for mine, theirs in zip(found, right, strict=True):
@@ -191,7 +223,8 @@ def test_a_place_that_is_taken_is_told_in_one_line(served: Served, tiny_settings
     from ragfuse.cli.main import app
 
     told = {
-        f"RAGFUSE_{name.upper()}": str(getattr(tiny_settings, name)) for name in ("model", "dtype", "store", "home")
+        f"RAGFUSE_{name.upper()}": str(getattr(tiny_settings, name))
+        for name in ("model", "dtype", "store", "home")
     }
     result = CliRunner().invoke(app, ["serve", "--port", str(served.port)], env=told)
     assert result.exit_code == 1
@@ -203,14 +236,18 @@ def test_a_place_that_is_taken_is_told_in_one_line(served: Served, tiny_settings
 
 
 @pytest.mark.slow
-def test_the_stores_that_are_named_are_those_that_are_written(tiny_settings: Settings, tmp_path: Path) -> None:
+def test_the_stores_that_are_named_are_those_that_are_written(
+    tiny_settings: Settings, tmp_path: Path
+) -> None:
     near, far = tmp_path / "near", tmp_path / "far" / "kv"
     with process(tiny_settings, "--store", str(near), "--tiers", f"file://{far}") as (run, root):
         assert ask(root, session_id="one", **with_documents()).status_code == 200
         wait_for(lambda: httpx.get(f"{root}/v1/ragfuse/store").json()["waiting_to_be_encoded"] == 0)
         run.send_signal(signal.SIGTERM)
         assert ended(run) == 0
-    assert all(any(path.is_file() for path in folder.rglob("*")) for folder in (near / "chunks", far))
+    assert all(
+        any(path.is_file() for path in folder.rglob("*")) for folder in (near / "chunks", far)
+    )
     assert not any(path.is_file() for path in (tiny_settings.store / "chunks").rglob("*"))
 
 
@@ -218,10 +255,20 @@ def test_the_stores_that_are_named_are_those_that_are_written(tiny_settings: Set
 def test_a_kill_in_the_middle_of_a_turn_leaves_its_conversation_whole_without_that_turn_or_none(
     tiny_settings: Settings, tmp_path: Path
 ) -> None:
-    turns = [said(f"How many ships {each}?") for each in ("came in the first year", "sank", "were seen again")]
+    turns = [
+        said(f"How many ships {each}?")
+        for each in ("came in the first year", "sank", "were seen again")
+    ]
     with process(tiny_settings) as (run, root):
-        first = ask(root, messages=turns[:1], session_id="ships").json()["choices"][0]["message"]["content"]
-        body = {"model": model_of(root), "messages": turns[1:2], "session_id": "ships", "stream": True}
+        first = ask(root, messages=turns[:1], session_id="ships").json()["choices"][0]["message"][
+            "content"
+        ]
+        body = {
+            "model": model_of(root),
+            "messages": turns[1:2],
+            "session_id": "ships",
+            "stream": True,
+        }
         with httpx.stream(
             "POST", f"{root}/v1/chat/completions", json={**body, "max_tokens": 600}, timeout=120
         ) as answer:

@@ -30,8 +30,15 @@ def two(varied_path: Path, tmp_path: Path) -> Iterator[Served]:
     )
     with serving(settings, Keys([f"blue:{BLUE}", f"red:{RED}"])) as served:
         for key in (BLUE, RED):
-            documents = [{"text": text, "title": f"book-{at}"} for at, text in enumerate(CHUNKS[:3])]
-            body = {"model": served.service.model, "messages": [said()], "documents": documents, "session_id": "talk"}
+            documents = [
+                {"text": text, "title": f"book-{at}"} for at, text in enumerate(CHUNKS[:3])
+            ]
+            body = {
+                "model": served.service.model,
+                "messages": [said()],
+                "documents": documents,
+                "session_id": "talk",
+            }
             assert served.post("/v1/chat/completions", body, **of(key)).status_code == 200
         for tenant in served.service.keys.tenants:
             served.service.engine(tenant).flush()
@@ -51,7 +58,9 @@ def sources(served: Served, key: str) -> dict[str, Any]:
 def test_what_is_deleted_is_gone_for_its_tenant_alone(two: Served) -> None:
     before = sources(two, RED)
     assert {"book-0", "book-1", "book-2"} <= set(sources(two, BLUE))
-    answer = httpx.delete(f"{two.root}/v1/ragfuse/entries", params={"source": "book-0"}, headers=of(BLUE)).json()
+    answer = httpx.delete(
+        f"{two.root}/v1/ragfuse/entries", params={"source": "book-0"}, headers=of(BLUE)
+    ).json()
     assert answer["chunks"] == 1
     assert answer["nbytes"] > 0
     assert "book-0" not in sources(two, BLUE)
@@ -97,5 +106,8 @@ def test_sessions_are_listed_and_deleted_by_their_tenant_alone(two: Served) -> N
     assert two.delete("/v1/ragfuse/sessions/talk", **of(BLUE)).json()["deleted"] is True
     again = two.delete("/v1/ragfuse/sessions/talk", **of(BLUE))
     assert (again.status_code, again.json()["error"]["code"]) == (404, "session_not_found")
-    assert again.json()["error"]["message"] == "There is no session 'talk'. GET /v1/ragfuse/sessions lists them."
+    assert (
+        again.json()["error"]["message"]
+        == "There is no session 'talk'. GET /v1/ragfuse/sessions lists them."
+    )
     assert len(two.get("/v1/ragfuse/sessions", **of(RED)).json()["data"]) == 1

@@ -1,4 +1,6 @@
-"""Each field that may be sent, one by one: done, streamed or not; a label; or refused at what it cannot have."""
+"""Each field that may be sent, one by one: done, streamed or not; a label; or refused at what it
+cannot have.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from tests.tiny import ROOT
 
 Fields = Mapping[str, Any]
 WARM = {"temperature": 1.5, "seed": 7}
-TOOL = {"type": "function", "function": {"name": "fan", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "fan", "parameters": {"type": "object", "properties": {}}},
+}
 LETTERS = list(range(71, 97))
 """Ids of the tiny model's a to z, of which its answers are, with spaces between them."""
 PLAIN: Fields = MappingProxyType({})
@@ -42,7 +47,10 @@ BOTH: dict[str, tuple[Fields, Fields]] = {
     "documents": (PLAIN, with_documents(1)),
     "session_id": (PLAIN, {"session_id": "fields"}),
     "pml": (PLAIN, {"pml": "<prompt schema='none'/>"}),
-    "kv_transfer_params": (PLAIN, {"kv_transfer_params": {"do_remote_decode": True}}),  # this server has no place
+    "kv_transfer_params": (
+        PLAIN,
+        {"kv_transfer_params": {"do_remote_decode": True}},
+    ),  # this server has no place
     "ragfuse": (PLAIN, {"ragfuse": {"ratio": 0.5}}),
     "structured_outputs": (PLAIN, {"structured_outputs": {"choice": ["ab"], "json": None}}),
 }
@@ -103,7 +111,9 @@ def joined(events: list[Any]) -> dict[int, Any]:
     found: dict[int, Any] = {}
     for event in events:
         for choice in event["choices"]:
-            told = found.setdefault(choice["index"], {"text": "", "thought": "", "calls": 0, "why": None, "tokens": 0})
+            told = found.setdefault(
+                choice["index"], {"text": "", "thought": "", "calls": 0, "why": None, "tokens": 0}
+            )
             delta = choice.get("delta", {})
             told["text"] += choice.get("text", "") or delta.get("content") or ""
             told["thought"] += delta.get("reasoning_content", "")
@@ -124,7 +134,11 @@ def shape(answer: Any) -> Any:
         return answer.status_code, answer.json()["error"]["param"]
     if answer.headers["content-type"].startswith("text/event-stream"):
         events = pieces(answer.text)
-        return "stream", joined(events), [event.get("usage") for event in events if event.get("usage")]
+        return (
+            "stream",
+            joined(events),
+            [event.get("usage") for event in events if event.get("usage")],
+        )
     told = answer.json()
     traces = told["ragfuse"] if isinstance(told["ragfuse"], list) else [told["ragfuse"]]
     kept = {"prompt_tokens", "completion_tokens"}
@@ -162,11 +176,17 @@ def test_every_field_that_may_be_sent_is_in_one_of_these_tables() -> None:
 def test_the_guide_names_every_field() -> None:
     guide = (ROOT / "docs" / "guides" / "http-api.md").read_text(encoding="utf-8")
     kinds = (ChatRequest, TextRequest, StreamOptions)
-    assert {name for kind in kinds for name in kind.model_fields if f"`{name}`" not in guide} == set()
+    assert {
+        name for kind in kinds for name in kind.model_fields if f"`{name}`" not in guide
+    } == set()
 
 
-@pytest.mark.parametrize(("kind", "name"), [("chat", name) for name in CHAT] + [("text", name) for name in TEXT])
-def test_a_field_makes_the_difference_that_it_is_for_streamed_too(served: Served, kind: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"), [("chat", name) for name in CHAT] + [("text", name) for name in TEXT]
+)
+def test_a_field_makes_the_difference_that_it_is_for_streamed_too(
+    served: Served, kind: str, name: str
+) -> None:
     common, more = (CHAT if kind == "chat" else TEXT)[name]
     with_it, without = asked(served, kind, common, more), asked(served, kind, common)
     assert without.status_code == 200, without.text
@@ -201,7 +221,9 @@ def test_what_other_servers_know_is_taken_where_it_changes_nothing_and_refused_e
     assert asked(served, kind, stream).status_code == 200
 
 
-@pytest.mark.parametrize("name", ["top_a", "mirostat", "reasoning", "kv_cache_dtype", "chat_template", "guided_yaml"])
+@pytest.mark.parametrize(
+    "name", ["top_a", "mirostat", "reasoning", "kv_cache_dtype", "chat_template", "guided_yaml"]
+)
 def test_a_field_that_nobody_knows_is_refused_by_its_name(served: Served, name: str) -> None:
     for kind in PATHS:
         answer = asked(served, kind, {name: 1})
@@ -226,7 +248,9 @@ def test_a_field_that_nobody_knows_is_refused_by_its_name(served: Served, name: 
     ],
     ids=str,
 )
-def test_what_cannot_be_held_together_or_at_all_is_told(served: Served, fields: Fields, param: str) -> None:
+def test_what_cannot_be_held_together_or_at_all_is_told(
+    served: Served, fields: Fields, param: str
+) -> None:
     for kind in PATHS:
         answer = asked(served, kind, fields)
         assert answer.status_code == 400
@@ -242,11 +266,18 @@ def test_minus_one_is_no_limit(served: Served) -> None:
     window = served.service.engine(APITenant("")).model.max_context
     text = "q" * (window - 100)  # so that an answer without a limit is short
     bodies: dict[str, Fields] = {"chat": {"messages": [said(text)]}, "text": {"prompt": text}}
-    for kind, names in {"chat": ("max_tokens", "max_completion_tokens"), "text": ("max_tokens",)}.items():
+    for kind, names in {
+        "chat": ("max_tokens", "max_completion_tokens"),
+        "text": ("max_tokens",),
+    }.items():
         for name in names:
-            answer = asked(served, kind, bodies[kind], {"logit_bias": {str(LETTERS[0]): 100}, name: -1})
+            answer = asked(
+                served, kind, bodies[kind], {"logit_bias": {str(LETTERS[0]): 100}, name: -1}
+            )
             assert answer.json()["usage"]["total_tokens"] >= window
-    told = served.post("/v1/responses", {"model": served.service.model, "input": text, "max_output_tokens": -1})
+    told = served.post(
+        "/v1/responses", {"model": served.service.model, "input": text, "max_output_tokens": -1}
+    )
     assert told.status_code == 200, told.text
     for name, value in {"max_tokens": 0, "max_completion_tokens": -2}.items():
         assert asked(served, "chat", {name: value}).json()["error"]["param"] == name
@@ -255,11 +286,15 @@ def test_minus_one_is_no_limit(served: Served) -> None:
 @pytest.mark.parametrize("kind", PATHS)
 def test_a_least_length_is_held_and_stop_tokens_end_behind_it(served: Served, kind: str) -> None:
     for least in (0, 1, 5):
-        told = asked(served, kind, {"max_tokens": 12, "min_tokens": least, "stop_token_ids": LETTERS[:20]}).json()
+        told = asked(
+            served, kind, {"max_tokens": 12, "min_tokens": least, "stop_token_ids": LETTERS[:20]}
+        ).json()
         n_written = told["usage"]["completion_tokens"]
         assert least <= n_written <= 12
         assert (n_written < 12) == (told["choices"][0]["finish_reason"] == "stop")
-    at_once = asked(served, kind, {"stop_token_ids": LETTERS[:1], "logit_bias": {str(LETTERS[0]): 100}}).json()
+    at_once = asked(
+        served, kind, {"stop_token_ids": LETTERS[:1], "logit_bias": {str(LETTERS[0]): 100}}
+    ).json()
     assert at_once["usage"]["completion_tokens"] == 0
     assert at_once["choices"][0]["finish_reason"] == "stop"
 
@@ -267,24 +302,41 @@ def test_a_least_length_is_held_and_stop_tokens_end_behind_it(served: Served, ki
 def test_a_plan_is_of_the_prompt_that_the_same_fields_make(served: Served) -> None:
     def tokens(**fields: Any) -> Any:
         answer = served.post("/v1/ragfuse/explain", {"messages": [said()], **fields})
-        return answer.json()["tokens"] if answer.status_code == 200 else answer.json()["error"]["param"]
+        return (
+            answer.json()["tokens"]
+            if answer.status_code == 200
+            else answer.json()["error"]["param"]
+        )
 
     assert tokens(tools=[TOOL]) > tokens(tools=[TOOL], tool_choice="none") == tokens()
     assert tokens(add_generation_prompt=False) == "add_generation_prompt"
-    shared = {"tools", "tool_choice", "reasoning_effort", "chat_template_kwargs", "continue_final_message", "documents"}
+    shared = {
+        "tools",
+        "tool_choice",
+        "reasoning_effort",
+        "chat_template_kwargs",
+        "continue_final_message",
+        "documents",
+    }
     assert shared <= set(ExplainRequest.model_fields)
 
 
 def test_what_an_assistant_thought_is_handed_to_the_template(served: Served) -> None:
     for name in ("reasoning_content", "reasoning"):
-        messages = [said(), {**said("Hm", "assistant"), name: "I count."}, {**said("Sure?"), name: "not mine"}]
+        messages = [
+            said(),
+            {**said("Hm", "assistant"), name: "I count."},
+            {**said("Sure?"), name: "not mine"},
+        ]
         ask = chat_requests(ChatRequest(model="m", messages=messages))[0]
         assert [turn.reasoning for turn in ask.question] == ["", "I count.", ""]
         assert asked(served, "chat", {"messages": messages}).status_code == 200
 
 
 def test_the_name_of_whoever_says_a_message_is_handed_to_the_template(served: Served) -> None:
-    ask = chat_requests(ChatRequest(model="m", messages=[{**said(), "name": "Ann"}, said("Hm", "assistant")]))[0]
+    ask = chat_requests(
+        ChatRequest(model="m", messages=[{**said(), "name": "Ann"}, said("Hm", "assistant")])
+    )[0]
     assert [turn.name for turn in ask.question] == ["Ann", ""]
     for name in ("<|user|>", "two words", "a" * 65, ""):
         answer = asked(served, "chat", {"messages": [{**said(), "name": name}]})

@@ -14,7 +14,9 @@ FIELDS = {"api_key": "none", "max_retries": 0, "timeout": 60}
 
 @pytest.fixture
 def chat(served: Served) -> Any:
-    langchain_openai = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
+    langchain_openai = pytest.importorskip(
+        "langchain_openai", reason="langchain-openai is not installed"
+    )
     return langchain_openai.ChatOpenAI(
         model=served.service.model, base_url=served.url, stream_usage=True, temperature=0, **FIELDS
     )
@@ -22,7 +24,9 @@ def chat(served: Served) -> Any:
 
 @pytest.fixture
 def like(served: Served) -> Any:
-    made = pytest.importorskip("llama_index.llms.openai_like", reason="llama-index-llms-openai-like is not installed")
+    made = pytest.importorskip(
+        "llama_index.llms.openai_like", reason="llama-index-llms-openai-like is not installed"
+    )
     return lambda **told: made.OpenAILike(
         model=served.service.model,
         api_base=served.url,
@@ -61,7 +65,9 @@ def test_langchain_calls_tools_and_answers_by_a_schema(chat: Any) -> None:
     roomy = chat.model_copy(update={"max_tokens": 200})
     call = roomy.bind_tools([Door], tool_choice="required").invoke("Which?").tool_calls[0]
     assert (call["name"], set(call["args"])) == ("Door", {"hue"})
-    assert isinstance(roomy.with_structured_output(Door, method="json_schema").invoke("Which?"), Door)
+    assert isinstance(
+        roomy.with_structured_output(Door, method="json_schema").invoke("Which?"), Door
+    )
 
 
 def test_langchain_hears_of_errors(chat: Any) -> None:
@@ -82,7 +88,9 @@ def test_llama_index_completes_and_streams(like: Any, chats: bool) -> None:
 def test_llama_index_chats_with_documents(like: Any) -> None:
     from llama_index.core.llms import ChatMessage
 
-    llm = like(is_chat_model=True, additional_kwargs={"extra_body": {"documents": list(CHUNKS[:2])}})
+    llm = like(
+        is_chat_model=True, additional_kwargs={"extra_body": {"documents": list(CHUNKS[:2])}}
+    )
     answer = llm.chat([ChatMessage("Be short.", role="system"), ChatMessage("Who?")])
     assert answer.message.content
     assert len(answer.raw.model_extra["ragfuse"]["segments"]) >= 2
@@ -103,6 +111,8 @@ def test_llama_index_calls_tools(like: Any) -> None:
         return "nine"
 
     llm = like(is_chat_model=True, is_function_calling_model=True, max_tokens=200)
-    answer = llm.chat_with_tools([FunctionTool.from_defaults(count_ships)], "How many?", tool_required=True)
+    answer = llm.chat_with_tools(
+        [FunctionTool.from_defaults(count_ships)], "How many?", tool_required=True
+    )
     (call,) = llm.get_tool_calls_from_response(answer)
     assert (call.tool_name, set(call.tool_kwargs)) == ("count_ships", {"door"})

@@ -21,10 +21,17 @@ LONG = 3000
 
 @pytest.fixture(scope="module")
 def one(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server that answers one request at a time, as long as anybody likes, and has little patience."""
+    """A server that answers one request at a time, as long as anybody likes, and has little
+    patience.
+    """
     home = tmp_path_factory.mktemp("one")
     settings = Settings(
-        model=str(tiny_path), dtype="float32", store=home / "store", home=home, serve_together=1, serve_patience_s=1.0
+        model=str(tiny_path),
+        dtype="float32",
+        store=home / "store",
+        home=home,
+        serve_together=1,
+        serve_patience_s=1.0,
     )
     with serving(settings) as made:
         yield made
@@ -37,7 +44,10 @@ def long_request(served: Served, **fields: Any) -> dict[str, Any]:
 def send(line: socket.socket, body: dict[str, Any]) -> None:
     """A request, by hand."""
     data = json.dumps(body).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type:"
+        " application/json\r\n"
+    )
     line.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
 
 
@@ -46,7 +56,9 @@ def is_idle(served: Served) -> bool:
 
 
 def test_who_leaves_a_stream_ends_its_answer(one: Served) -> None:
-    with httpx.stream("POST", f"{one.url}/chat/completions", json=long_request(one, stream=True), timeout=60) as answer:
+    with httpx.stream(
+        "POST", f"{one.url}/chat/completions", json=long_request(one, stream=True), timeout=60
+    ) as answer:
         for line in answer.iter_lines():
             if '"content": ' in line and "assistant" not in line:
                 break
@@ -68,7 +80,9 @@ def test_who_leaves_the_queue_is_not_answered(one: Served) -> None:
     counters = one.service.engine(one.service.keys.tenants[0]).counters
 
     def answers() -> int:
-        return sum(n for kind, n in counters.now().sums.items() if kind.startswith(("full ", "fused")))
+        return sum(
+            n for kind, n in counters.now().sums.items() if kind.startswith(("full ", "fused"))
+        )
 
     before = answers()
     with raw(one.port) as first:
@@ -94,7 +108,10 @@ def test_who_does_not_read_keeps_no_turn(one: Served) -> None:
 
 def test_a_body_that_does_not_come_is_told(one: Served) -> None:
     with raw(one.port) as line:
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        head = (
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type:"
+            b" application/json\r\n"
+        )
         line.sendall(head + b"content-length: 5000\r\n\r\n{")
         assert b" 408 " in _dripping(line, b" ")
 

@@ -26,27 +26,48 @@ def bearer(key: str) -> dict[str, str]:
 def locked(varied_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server for three keys of two tenants."""
     home = tmp_path_factory.mktemp("locked")
-    settings = Settings(model=str(varied_path), dtype="float32", store=home / "store", home=home, max_tokens=3)
+    settings = Settings(
+        model=str(varied_path), dtype="float32", store=home / "store", home=home, max_tokens=3
+    )
     keys = Keys([f"salt-of-blue:{BLUE}", f"salt-of-blue:{OTHER_BLUE}", GREEN])
     with serving(settings, keys) as made:
         yield made
 
 
-def test_a_key_behind_a_colon_alone_is_the_tenants_without_a_salt(varied_path: Path, tmp_path: Path) -> None:
-    settings = Settings(model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path, max_tokens=3)
+def test_a_key_behind_a_colon_alone_is_the_tenants_without_a_salt(
+    varied_path: Path, tmp_path: Path
+) -> None:
+    settings = Settings(
+        model=str(varied_path),
+        dtype="float32",
+        store=tmp_path / "store",
+        home=tmp_path,
+        max_tokens=3,
+    )
     with Engine(settings) as engine:
         engine.ingest([(text, "book") for text in CHUNKS[:3]])
     with serving(settings, Keys([f":{BLUE}", GREEN])) as served:
-        body = {"model": served.service.model, "messages": [{"role": "user", "content": "Who?"}], **with_documents()}
+        body = {
+            "model": served.service.model,
+            "messages": [{"role": "user", "content": "Who?"}],
+            **with_documents(),
+        }
         hits = [
             [each["hit"] for each in answer["ragfuse"]["segments"] if each["kind"] == "chunk"]
-            for answer in (served.post("/v1/chat/completions", body, **bearer(key)).json() for key in (BLUE, GREEN))
+            for answer in (
+                served.post("/v1/chat/completions", body, **bearer(key)).json()
+                for key in (BLUE, GREEN)
+            )
         ]
     assert hits == [[True] * 3, [False] * 3]
 
 
-@pytest.mark.parametrize("told", ["", "Bearer", f"Basic {BLUE}", f"Bearer {BLUE[:-1]}", "Bearer salt-of-blue"])
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/ragfuse/store", "/metrics", "/openapi.json", "/nope"])
+@pytest.mark.parametrize(
+    "told", ["", "Bearer", f"Basic {BLUE}", f"Bearer {BLUE[:-1]}", "Bearer salt-of-blue"]
+)
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/v1/ragfuse/store", "/metrics", "/openapi.json", "/nope"]
+)
 def test_without_a_key_nothing_is_told(locked: Served, told: str, path: str) -> None:
     answer = locked.get(path, **({"authorization": told} if told else {}))
     assert answer.status_code == 401
@@ -61,11 +82,18 @@ def test_whether_it_lives_is_told_to_all(locked: Served) -> None:
 @pytest.mark.parametrize("key", [BLUE, OTHER_BLUE, GREEN])
 def test_every_key_opens(locked: Served, key: str) -> None:
     assert locked.get("/v1/models", **bearer(key)).status_code == 200
-    assert locked.get("/v1/models", authorization=f"bearer {key}", host="any.example").status_code == 200
+    assert (
+        locked.get("/v1/models", authorization=f"bearer {key}", host="any.example").status_code
+        == 200
+    )
 
 
 def test_keys_of_one_tenant_share_what_is_stored_and_others_do_not_see_it(locked: Served) -> None:
-    body = {"model": locked.service.model, "messages": [{"role": "user", "content": "Who?"}], **with_documents()}
+    body = {
+        "model": locked.service.model,
+        "messages": [{"role": "user", "content": "Who?"}],
+        **with_documents(),
+    }
     ask = lambda key: locked.post("/v1/chat/completions", body, **bearer(key)).json()  # noqa: E731
     cached = lambda key: ask(key)["usage"]["prompt_tokens_details"]["cached_tokens"]  # noqa: E731
     assert cached(BLUE) == 0
@@ -73,20 +101,34 @@ def test_keys_of_one_tenant_share_what_is_stored_and_others_do_not_see_it(locked
     assert cached(GREEN) == 0
     assert cached(OTHER_BLUE) > 0
     locked.service.engine(locked.service.keys.tenants[1]).flush()
-    held = {key: locked.get("/v1/ragfuse/store", **bearer(key)).json()["tiers"] for key in (BLUE, OTHER_BLUE, GREEN)}
+    held = {
+        key: locked.get("/v1/ragfuse/store", **bearer(key)).json()["tiers"]
+        for key in (BLUE, OTHER_BLUE, GREEN)
+    }
     assert held[BLUE] == held[OTHER_BLUE]
     entries = {tier["name"]: tier["entries"] for tier in held[GREEN]}
-    assert entries == {"memory": 4, "disk": 3}  # three documents, and in memory what the prompt is as a beginning
+    assert entries == {
+        "memory": 4,
+        "disk": 3,
+    }  # three documents, and in memory what the prompt is as a beginning
 
 
-def test_a_named_salt_finds_what_was_ingested_under_it(locked: Served, tmp_path: Path, varied_path: Path) -> None:
+def test_a_named_salt_finds_what_was_ingested_under_it(
+    locked: Served, tmp_path: Path, varied_path: Path
+) -> None:
     settings = Settings(
-        model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path, salt="mine-3f1"
+        model=str(varied_path),
+        dtype="float32",
+        store=tmp_path / "store",
+        home=tmp_path,
+        salt="mine-3f1",
     )
     with Engine(settings) as engine:
         engine.ingest([(CHUNKS[0], "book")])
     with serving(settings.model_copy(update={"salt": ""}), Keys([f"mine-3f1:{BLUE}"])) as served:
-        told = served.post("/v1/ragfuse/explain", {"messages": [said(f"{CHUNKS[0]}\n\nWho?")]}, **bearer(BLUE)).json()
+        told = served.post(
+            "/v1/ragfuse/explain", {"messages": [said(f"{CHUNKS[0]}\n\nWho?")]}, **bearer(BLUE)
+        ).json()
     assert [each["hit"] for each in told["segments"]] == [True]
 
 
@@ -110,8 +152,14 @@ def test_a_key_is_told_the_counts_of_its_own_tenant_and_of_all_requests(locked: 
     locked.get("/v1/models", **bearer(GREEN))
     for key, mine, other in ((BLUE, blue, green), (OTHER_BLUE, blue, green), (GREEN, green, blue)):
         text = locked.get("/metrics", **bearer(key)).text
-        assert f'ragfuse_answers_total{{engine="{locked.service.model}-{mine.name}",how="full"}}' in text
-        assert re.findall(r'ragfuse_tier_(?:bytes|entries){engine=".*",tier="(\w+)"}', text) == ["memory"] * 2
+        assert (
+            f'ragfuse_answers_total{{engine="{locked.service.model}-{mine.name}",how="full"}}'
+            in text
+        )
+        assert (
+            re.findall(r'ragfuse_tier_(?:bytes|entries){engine=".*",tier="(\w+)"}', text)
+            == ["memory"] * 2
+        )
         assert other.name not in text
         assert 'ragfuse_requests_total{path="/v1/models",status="200"}' in text
         assert "ragfuse_requests_running " in text
@@ -119,7 +167,10 @@ def test_a_key_is_told_the_counts_of_its_own_tenant_and_of_all_requests(locked: 
 
 def test_where_no_key_is_needed_all_is_told(served: Served) -> None:
     served.chat(max_tokens=1)
-    assert f'ragfuse_answers_total{{engine="{served.service.model}",how="full"}}' in served.get("/metrics").text
+    assert (
+        f'ragfuse_answers_total{{engine="{served.service.model}",how="full"}}'
+        in served.get("/metrics").text
+    )
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.0.5", "example.org", "::"])
@@ -158,10 +209,23 @@ def test_keys_come_from_settings_and_files(tmp_path: Path, monkeypatch: pytest.M
 def test_the_log_names_tenants_as_the_store_does(
     varied_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = Settings(model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path, max_tokens=3)
+    settings = Settings(
+        model=str(varied_path),
+        dtype="float32",
+        store=tmp_path / "store",
+        home=tmp_path,
+        max_tokens=3,
+    )
     keys = [f"salt-of-blue:{BLUE}", GREEN, f":{OTHER_BLUE}"]
-    with serving(settings, Keys(keys)) as served, caplog.at_level(logging.INFO, "ragfuse.serve.access"):
-        body = {"model": served.service.model, "messages": [{"role": "user", "content": "Who?"}], **with_documents()}
+    with (
+        serving(settings, Keys(keys)) as served,
+        caplog.at_level(logging.INFO, "ragfuse.serve.access"),
+    ):
+        body = {
+            "model": served.service.model,
+            "messages": [{"role": "user", "content": "Who?"}],
+            **with_documents(),
+        }
         for key in (BLUE, GREEN, OTHER_BLUE):
             assert served.post("/v1/chat/completions", body, **bearer(key)).status_code == 200
         wait_for(lambda: len(access_lines(caplog)) == 3)
@@ -178,5 +242,9 @@ def test_the_log_names_tenants_as_the_store_does(
 
 
 def test_the_tenant_of_the_setting_salt_has_its_name_on_loopback() -> None:
-    assert Keys((), "salt-of-blue").tenants[0].name == Keys([f"salt-of-blue:{BLUE}"]).tenants[0].name != ""
+    assert (
+        Keys((), "salt-of-blue").tenants[0].name
+        == Keys([f"salt-of-blue:{BLUE}"]).tenants[0].name
+        != ""
+    )
     assert Keys().tenants[0].name == ""

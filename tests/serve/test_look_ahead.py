@@ -1,4 +1,6 @@
-"""Conversations of requests that wait: brought to memory, kept there, and read from it when their turn comes."""
+"""Conversations of requests that wait: brought to memory, kept there, and read from it when their
+turn comes.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,18 @@ FIRST, NEXT = "How many ships came to {}?", "And then?"
 
 
 @pytest.fixture(scope="module", params=["look-ahead", "lru"])
-def narrow(request: Any, varied_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def narrow(
+    request: Any, varied_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     """A server that answers one request at a time, with little memory."""
     home = tmp_path_factory.mktemp("ahead")
     settings = Settings(
-        model=str(varied_path), dtype="float32", store=home / "store", home=home, serve_together=1, evict=request.param
+        model=str(varied_path),
+        dtype="float32",
+        store=home / "store",
+        home=home,
+        serve_together=1,
+        evict=request.param,
     )
     with serving(settings) as made:
         begin(made, "measured")
@@ -87,7 +96,9 @@ def test_what_a_waiting_turn_reads_stays_in_memory_by_look_ahead_alone(narrow: S
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_a_waiting_turn_s_conversation_comes_to_memory_before_it(narrow: Served, named: bool) -> None:
+def test_a_waiting_turn_s_conversation_comes_to_memory_before_it(
+    narrow: Served, named: bool
+) -> None:
     engine, name = engine_of(narrow), f"two-{named}"
     answer = begin(narrow, name) if named else begin(narrow, name, session_id=None)
     id = name if named else engine.sessions.ls()[0].id
@@ -98,15 +109,22 @@ def test_a_waiting_turn_s_conversation_comes_to_memory_before_it(narrow: Served,
     with raw(narrow.port) as first, raw(narrow.port) as second:
         send(first, long_request(narrow))
         wait_for(writers)
-        send(second, long_request(narrow, messages=messages, **({"session_id": name} if named else {})))
+        send(
+            second,
+            long_request(narrow, messages=messages, **({"session_id": name} if named else {})),
+        )
         wait_for(lambda: ("", id) in narrow.service.admission.conversations)
         wait_for(lambda: in_memory(engine, id))
         assert len(narrow.service.admission.jobs) == 1  # it waits still
     wait_for(lambda: is_idle(narrow) and not narrow.service.admission.conversations)
 
 
-def test_tenants_conversations_of_one_name_are_told_apart(varied_path: Path, tmp_path: Path) -> None:
-    settings = Settings(model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path)
+def test_tenants_conversations_of_one_name_are_told_apart(
+    varied_path: Path, tmp_path: Path
+) -> None:
+    settings = Settings(
+        model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path
+    )
     keys = Keys(["blue:blue-key-of-a-test-0", "green:green-key-of-a-test-0"])
     with serving(settings.model_copy(update={"serve_together": 1}), keys) as served:
         engines = {tenant.salt: served.service.engine(tenant) for tenant in keys.tenants}
@@ -116,11 +134,18 @@ def test_tenants_conversations_of_one_name_are_told_apart(varied_path: Path, tmp
                 send_as(line, body, f"{tenant}-key-of-a-test-0")
                 wait_for(writers)
             wait_for(lambda: ("green", "one") in served.service.admission.conversations)
-            wait_for(lambda: (engines["green"].digest, "one") in engines["blue"].conversations.places())
+            wait_for(
+                lambda: (engines["green"].digest, "one") in engines["blue"].conversations.places()
+            )
         wait_for(lambda: is_idle(served))
 
 
 def send_as(line: Any, body: dict[str, Any], key: str) -> None:
     data = json.dumps(body).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    line.sendall(f"{head}authorization: Bearer {key}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type:"
+        " application/json\r\n"
+    )
+    line.sendall(
+        f"{head}authorization: Bearer {key}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
+    )

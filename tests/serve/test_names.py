@@ -1,4 +1,6 @@
-"""The names under which a model is served, the line that a request leaves in the log, and the pages' files."""
+"""The names under which a model is served, the line that a request leaves in the log, and the
+pages' files.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,14 @@ def named(varied_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 def ask(served: Served, model: str) -> httpx.Response:
     body = {"model": model, "messages": [said()]}
-    return served.post("/v1/chat/completions", body, authorization=f"Bearer {KEY.partition(':')[2]}")
+    return served.post(
+        "/v1/chat/completions", body, authorization=f"Bearer {KEY.partition(':')[2]}"
+    )
 
 
-def test_a_model_is_found_under_each_of_its_names_and_answers_under_the_first(named: Served) -> None:
+def test_a_model_is_found_under_each_of_its_names_and_answers_under_the_first(
+    named: Served,
+) -> None:
     for name in ("reader", "gpt-4o-mini"):
         assert ask(named, name).json()["model"] == "reader"
     found = named.get("/v1/models", authorization=f"Bearer {KEY.partition(':')[2]}").json()["data"]
@@ -46,7 +52,9 @@ def test_a_model_is_found_under_each_of_its_names_and_answers_under_the_first(na
     assert [each.get("root") for each in found] == [None, "reader", None]
 
 
-def test_another_name_is_refused_with_the_names_that_there_are(named: Served, varied_path: Path) -> None:
+def test_another_name_is_refused_with_the_names_that_there_are(
+    named: Served, varied_path: Path
+) -> None:
     for name in ("gpt-5", str(varied_path)):
         answer = ask(named, name)
         assert answer.status_code == 404
@@ -80,9 +88,16 @@ def test_the_command_takes_names_and_says_where_the_page_is(tiny_settings: Setti
 
 @pytest.mark.parametrize(
     ("path", "kind"),
-    [("/", "text/html"), ("/docs", "text/html"), ("/page/page.css", "text/css"), ("/page/api.js", "text/javascript")],
+    [
+        ("/", "text/html"),
+        ("/docs", "text/html"),
+        ("/page/page.css", "text/css"),
+        ("/page/api.js", "text/javascript"),
+    ],
 )
-def test_the_pages_need_no_key_and_let_no_other_script_in(named: Served, path: str, kind: str) -> None:
+def test_the_pages_need_no_key_and_let_no_other_script_in(
+    named: Served, path: str, kind: str
+) -> None:
     answer = named.get(path)
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith(kind)
@@ -91,7 +106,13 @@ def test_the_pages_need_no_key_and_let_no_other_script_in(named: Served, path: s
 
 
 def test_the_pages_folder_is_no_way_to_other_files(named: Served) -> None:
-    for path in ("/page/routes.py", "/page/..%2froutes.py", "/page/%2e%2e/routes.py", "/page/", "/page/none.js"):
+    for path in (
+        "/page/routes.py",
+        "/page/..%2froutes.py",
+        "/page/%2e%2e/routes.py",
+        "/page/",
+        "/page/none.js",
+    ):
         answer = named.get(path)
         assert answer.status_code in (401, 404)
         assert "APIRouter" not in answer.text

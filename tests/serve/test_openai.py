@@ -1,4 +1,6 @@
-"""OpenAI's own client against a server: chats, texts, streams, tools, grammars, probabilities, usage, errors."""
+"""OpenAI's own client against a server: chats, texts, streams, tools, grammars, probabilities,
+usage, errors.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def engine_of(served: Served) -> Engine:
     return served.service.engine(APITenant(""))
 
 
-def test_a_chat_is_answered_as_the_engine_answers_it(client: Any, model: str, served: Served) -> None:
+def test_a_chat_is_answered_as_the_engine_answers_it(
+    client: Any, model: str, served: Served
+) -> None:
     answer = client.chat.completions.create(model=model, messages=[said("Who?")])
     expected = engine_of(served).answer([("user", "Who?")])
     assert answer.choices[0].message.content == expected.text
@@ -52,43 +56,71 @@ def test_a_chat_is_answered_as_the_engine_answers_it(client: Any, model: str, se
     assert answer.model_extra["ragfuse"]["tokens"] == expected.trace.tokens
 
 
-def test_documents_of_an_extra_body_are_cached_and_counted(client: Any, model: str, served: Served) -> None:
-    ask = {"model": model, "messages": [said("Which door is green?")], "extra_body": with_documents(4)}
+def test_documents_of_an_extra_body_are_cached_and_counted(
+    client: Any, model: str, served: Served
+) -> None:
+    ask = {
+        "model": model,
+        "messages": [said("Which door is green?")],
+        "extra_body": with_documents(4),
+    }
     client.chat.completions.create(**ask)
     engine_of(served).flush()
-    ask["messages"].insert(0, said("Name the colour, and nothing besides.", "system"))  # no beginning of a prompt yet
+    ask["messages"].insert(
+        0, said("Name the colour, and nothing besides.", "system")
+    )  # no beginning of a prompt yet
     answer = client.chat.completions.create(**ask)
     trace = answer.model_extra["ragfuse"]
     chunks = [each for each in trace["segments"] if each["kind"] == "chunk"]
     assert [each["source"] for each in chunks] == [f"book-{at}" for at in range(4)]
     assert all(each["hit"] for each in trace["segments"])
-    assert answer.usage.prompt_tokens_details.cached_tokens == trace["tokens_reused"] + trace["tokens_recomputed"] > 0
+    assert (
+        answer.usage.prompt_tokens_details.cached_tokens
+        == trace["tokens_reused"] + trace["tokens_recomputed"]
+        > 0
+    )
 
 
-def test_a_prompt_that_is_asked_again_is_cached_but_for_its_last_token(client: Any, model: str, served: Served) -> None:
-    ask = {"model": model, "messages": [said("Is any door of another colour than these, and whose?")]}
+def test_a_prompt_that_is_asked_again_is_cached_but_for_its_last_token(
+    client: Any, model: str, served: Served
+) -> None:
+    ask = {
+        "model": model,
+        "messages": [said("Is any door of another colour than these, and whose?")],
+    }
     client.chat.completions.create(**ask)
     engine_of(served).flush()
     answer = client.chat.completions.create(**ask)
     assert answer.usage.prompt_tokens_details.cached_tokens == answer.usage.prompt_tokens - 1
-    assert {(each["kind"], each["exact"]) for each in answer.model_extra["ragfuse"]["segments"]} == {("prefix", True)}
+    assert {
+        (each["kind"], each["exact"]) for each in answer.model_extra["ragfuse"]["segments"]
+    } == {("prefix", True)}
 
 
 def test_documents_stand_before_the_last_question(client: Any, model: str, served: Served) -> None:
     told = {"documents": [CHUNKS[0], CHUNKS[1]]}
     answer = client.chat.completions.create(
-        model=model, messages=[said("One?"), said("Two.", "assistant"), said("Three?")], extra_body=told
+        model=model,
+        messages=[said("One?"), said("Two.", "assistant"), said("Three?")],
+        extra_body=told,
     )
-    segments = [each for each in answer.model_extra["ragfuse"]["segments"] if each["kind"] == "chunk"]
+    segments = [
+        each for each in answer.model_extra["ragfuse"]["segments"] if each["kind"] == "chunk"
+    ]
     tokens = engine_of(served).tokens
-    assert [each["n_tokens"] for each in segments] == [len(tokens(CHUNKS[0])), len(tokens(CHUNKS[1]))]
+    assert [each["n_tokens"] for each in segments] == [
+        len(tokens(CHUNKS[0])),
+        len(tokens(CHUNKS[1])),
+    ]
     assert segments[0]["start"] > len(tokens("One?")) + len(tokens("Two."))
 
 
 def test_a_stream_says_the_same_and_then_usage(client: Any, model: str) -> None:
     ask = {"model": model, "messages": [said("Who?")]}
     whole = client.chat.completions.create(**ask)
-    chunks = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
+    chunks = list(
+        client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+    )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
     assert len([chunk for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]) > 3
@@ -117,7 +149,9 @@ def test_a_prompt_counts_once_however_many_answers_it_gets(client: Any, model: s
     assert three.prompt_tokens_details.cached_tokens < one.prompt_tokens
     assert three.completion_tokens == 3 * one.completion_tokens
     assert three.total_tokens == three.prompt_tokens + three.completion_tokens
-    *_, last = client.chat.completions.create(**ask, n=3, stream=True, stream_options={"include_usage": True})
+    *_, last = client.chat.completions.create(
+        **ask, n=3, stream=True, stream_options={"include_usage": True}
+    )
     assert last.usage.total_tokens == three.total_tokens
     ask = {"model": model, "prompt": ["Who came by boat?", "Where?"], "max_tokens": 4}
     one, two = (client.completions.create(**ask, n=n).usage for n in (1, 2))
@@ -139,14 +173,18 @@ def test_probabilities_come_for_every_token(client: Any, model: str, streams: bo
     ask = {"model": model, "messages": [said("Who?")], "logprobs": True, "top_logprobs": 3}
     if streams:
         chunks = list(client.chat.completions.create(**ask, stream=True))
-        found = [each for c in chunks if c.choices[0].logprobs for each in c.choices[0].logprobs.content]
+        found = [
+            each for c in chunks if c.choices[0].logprobs for each in c.choices[0].logprobs.content
+        ]
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     else:
         choice = client.chat.completions.create(**ask).choices[0]
         found, text = choice.logprobs.content, choice.message.content
     assert "".join(each.token for each in found) == text
     for each in found:
-        assert each.logprob == max(other.logprob for other in each.top_logprobs) <= 0  # greedy: the likeliest
+        assert (
+            each.logprob == max(other.logprob for other in each.top_logprobs) <= 0
+        )  # greedy: the likeliest
         assert [other.logprob for other in each.top_logprobs] == sorted(
             (other.logprob for other in each.top_logprobs), reverse=True
         )
@@ -154,7 +192,12 @@ def test_probabilities_come_for_every_token(client: Any, model: str, streams: bo
 
 
 def test_a_tool_is_called_with_arguments_that_fit(client: Any, model: str) -> None:
-    ask: dict[str, Any] = {"model": model, "messages": [said("How many?")], "tools": [TOOL], "max_tokens": 200}
+    ask: dict[str, Any] = {
+        "model": model,
+        "messages": [said("How many?")],
+        "tools": [TOOL],
+        "max_tokens": 200,
+    }
     answer = client.chat.completions.create(**ask, tool_choice="required")
     (call,) = answer.choices[0].message.tool_calls
     assert answer.choices[0].finish_reason == "tool_calls"
@@ -170,15 +213,24 @@ def test_a_tool_is_called_with_arguments_that_fit(client: Any, model: str) -> No
         answer.choices[0].message.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": call.id, "content": "nine"},
     ]
-    after = client.chat.completions.create(model=model, messages=result, tools=[TOOL], tool_choice="none")
+    after = client.chat.completions.create(
+        model=model, messages=result, tools=[TOOL], tool_choice="none"
+    )
     assert after.choices[0].message.tool_calls is None
     plain = client.chat.completions.create(model=model, messages=ask["messages"])
     assert after.usage.prompt_tokens > plain.usage.prompt_tokens + len("nine")
 
 
 def test_an_answer_follows_a_schema(client: Any, model: str) -> None:
-    schema = {"type": "object", "properties": {"hue": {"enum": ["blue", "white"]}}, "required": ["hue"]}
-    form = {"type": "json_schema", "json_schema": {"name": "door", "schema": schema, "strict": True}}
+    schema = {
+        "type": "object",
+        "properties": {"hue": {"enum": ["blue", "white"]}},
+        "required": ["hue"],
+    }
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "door", "schema": schema, "strict": True},
+    }
     answer = client.chat.completions.create(
         model=model, messages=[said("Which?")], response_format=form, max_completion_tokens=64
     )
@@ -186,8 +238,12 @@ def test_an_answer_follows_a_schema(client: Any, model: str) -> None:
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_texts_go_on_and_each_prompt_has_its_answer(client: Any, model: str, served: Served) -> None:
-    answer = client.completions.create(model=model, prompt=["Once", "Twice"], max_tokens=5, logprobs=2)
+def test_texts_go_on_and_each_prompt_has_its_answer(
+    client: Any, model: str, served: Served
+) -> None:
+    answer = client.completions.create(
+        model=model, prompt=["Once", "Twice"], max_tokens=5, logprobs=2
+    )
     engine = engine_of(served)
     expected = [engine.answer(text).text[:5] for text in ("Once", "Twice")]
     assert [choice.text for choice in answer.choices] == expected
@@ -198,8 +254,13 @@ def test_texts_go_on_and_each_prompt_has_its_answer(client: Any, model: str, ser
 
 
 def test_documents_before_a_text_are_chunks_too(client: Any, model: str) -> None:
-    answer = client.completions.create(model=model, prompt="Who?", max_tokens=2, extra_body=with_documents(2))
-    assert [each["source"] for each in answer.model_extra["ragfuse"]["segments"]] == ["book-0", "book-1"]
+    answer = client.completions.create(
+        model=model, prompt="Who?", max_tokens=2, extra_body=with_documents(2)
+    )
+    assert [each["source"] for each in answer.model_extra["ragfuse"]["segments"]] == [
+        "book-0",
+        "book-1",
+    ]
 
 
 def test_the_model_and_the_embedder_are_listed(client: Any, model: str) -> None:
@@ -216,7 +277,10 @@ def test_the_model_and_the_embedder_are_listed(client: Any, model: str) -> None:
         ({"logit_bias": {"five": 1}}, "logit_bias.five"),
         ({"logit_bias": {"99999": 1}}, "logit_bias"),
         ({"reasoning_effort": "high"}, "chat_template_kwargs"),
-        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}, "chat_template_kwargs"),
+        (
+            {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}},
+            "chat_template_kwargs",
+        ),
         ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "chat_template_kwargs"),
         ({"extra_body": {"add_generation_prompt": False}}, "add_generation_prompt"),
         ({"messages": []}, "messages"),
@@ -228,7 +292,11 @@ def test_the_model_and_the_embedder_are_listed(client: Any, model: str) -> None:
         ({"extra_body": {"documents": [""]}}, "documents.0.text"),
         ({"extra_body": {"ragfuse": {"policy": "best"}}}, "policy"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+                ]
+            },
             "messages.0.content.0.type",
         ),
         ({"messages": [{"role": "user", "content": " "}]}, "messages"),
@@ -247,6 +315,8 @@ def test_what_cannot_be_done_is_a_bad_request_that_says_so(
 
 async def test_an_async_client_streams(served: Served) -> None:
     async with openai.AsyncOpenAI(base_url=served.url, api_key="none", max_retries=0) as client:
-        stream = await client.chat.completions.create(model=served.service.model, messages=[said("Who?")], stream=True)
+        stream = await client.chat.completions.create(
+            model=served.service.model, messages=[said("Who?")], stream=True
+        )
         texts = [chunk.choices[0].delta.content async for chunk in stream]
     assert len("".join(text or "" for text in texts)) == 12

@@ -1,4 +1,6 @@
-"""What the OpenAPI document promises, tried with requests made up from it: no server error, no other answers."""
+"""What the OpenAPI document promises, tried with requests made up from it: no server error, no
+other answers.
+"""
 
 from __future__ import annotations
 
@@ -60,13 +62,17 @@ def test_the_document_names_every_route_and_what_may_come_instead(document: dict
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "path"), sorted(ASKED))
-def test_no_request_that_can_be_made_up_is_a_server_error(served: Served, method: str, path: str) -> None:
+def test_no_request_that_can_be_made_up_is_a_server_error(
+    served: Served, method: str, path: str
+) -> None:
     operation = schemathesis.openapi.from_url(f"{served.root}/openapi.json")[path][method]
     checks = schemathesis.checks
     kept = [each for each in checks.CHECKS.get_all() if each.__name__ == "status_code_conformance"]
     met = list[int]()
 
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(
+        max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None
+    )
     @given(case=operation.as_strategy())
     def ask(case: schemathesis.Case) -> None:
         if isinstance(case.body, dict):

@@ -32,7 +32,9 @@ def narrow(varied_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     shutil.copytree(varied_path, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": WINDOW}))
-    settings = Settings(model=str(folder), dtype="float32", store=home / "store", home=home, max_tokens=4)
+    settings = Settings(
+        model=str(folder), dtype="float32", store=home / "store", home=home, max_tokens=4
+    )
     with serving(settings) as served:
         yield served
 
@@ -78,8 +80,12 @@ def test_documents_that_are_too_long_have_the_advice_that_helps(
     assert narrow.post(path, {**asked, **json.loads(f"{{{DROP}}}")}).status_code == 200
 
 
-def test_where_documents_are_left_out_already_no_one_is_told_to_leave_them_out(narrow: Served) -> None:
-    asked = body("chat", LONG["just too long"], documents=list(CHUNKS), ragfuse={"overflow": "drop"})
+def test_where_documents_are_left_out_already_no_one_is_told_to_leave_them_out(
+    narrow: Served,
+) -> None:
+    asked = body(
+        "chat", LONG["just too long"], documents=list(CHUNKS), ragfuse={"overflow": "drop"}
+    )
     told = narrow.post(*asked).json()["error"]
     assert told["code"] == "context_length_exceeded"
     assert told["message"].endswith("Shorten the question, or the messages before it.")
@@ -88,7 +94,9 @@ def test_where_documents_are_left_out_already_no_one_is_told_to_leave_them_out(n
 def test_clients_know_the_error_by_its_code(narrow: Served) -> None:
     client = openai.OpenAI(base_url=narrow.url, api_key="none")
     with pytest.raises(openai.BadRequestError) as raised:
-        client.chat.completions.create(model="narrow", messages=[{"role": "user", "content": LONG["far too long"]}])
+        client.chat.completions.create(
+            model="narrow", messages=[{"role": "user", "content": LONG["far too long"]}]
+        )
     assert raised.value.code == "context_length_exceeded"
     engine = RemoteEngine(narrow.root)
     with pytest.raises(OverlongError, match="takes at most"):
@@ -119,8 +127,12 @@ def test_an_answer_longer_than_the_window_is_refused_with_what_fits(
     assert told.status_code == 400
     error = told.json()["error"]
     assert error["code"] == OVERLONG
-    assert error["message"].startswith("An answer of 1,000,000 tokens does not fit behind a prompt of ")
-    most = int(re.findall(r"Ask for at most ([0-9,]+) tokens", error["message"])[0].replace(",", ""))
+    assert error["message"].startswith(
+        "An answer of 1,000,000 tokens does not fit behind a prompt of "
+    )
+    most = int(
+        re.findall(r"Ask for at most ([0-9,]+) tokens", error["message"])[0].replace(",", "")
+    )
     name = next(name for name in fields if name.startswith("max_"))
     assert narrow.post(path, {**asked, name: most + 1}).status_code == 400
     assert narrow.post(path, {**asked, name: most}).status_code == 200

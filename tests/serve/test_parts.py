@@ -19,7 +19,9 @@ from ragfuse.serve.schema import ChatRequest, RequestMessage
 
 
 def chat(**fields: object) -> ChatRequest:
-    return ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "Who?"}], **fields})
+    return ChatRequest.model_validate(
+        {"model": "m", "messages": [{"role": "user", "content": "Who?"}], **fields}
+    )
 
 
 def test_neighbours_of_one_role_are_one_turn_and_results_of_tools_are_not() -> None:
@@ -35,13 +37,18 @@ def test_neighbours_of_one_role_are_one_turn_and_results_of_tools_are_not() -> N
     turns = question_of(None, [RequestMessage.model_validate(each) for each in messages])
     assert [turn.role for turn in turns] == ["system", "user", "assistant", "tool", "tool"]
     assert list(turns[0].content) == ["One.", "\n", "Two."]
-    assert (turns[2].tool_calls[0].name, dict(turns[2].tool_calls[0].arguments)) == ("count", {"n": 1})
+    assert (turns[2].tool_calls[0].name, dict(turns[2].tool_calls[0].arguments)) == (
+        "count",
+        {"n": 1},
+    )
     assert (turns[3].name, turns[3].tool_call_id) == ("count", "c1")
 
 
 def test_parts_that_are_documents_are_chunks_as_documents_are() -> None:
     parts = [{"type": "text-plain", "text": "b", "title": "t"}, {"type": "text", "text": "c"}]
-    body = chat(messages=[{"role": "user", "content": parts}], documents=["d", {"text": "e", "title": "f"}])
+    body = chat(
+        messages=[{"role": "user", "content": parts}], documents=["d", {"text": "e", "title": "f"}]
+    )
     (turn,) = chat_requests(body)[0].question
     assert list(turn.content) == [
         Piece("d", "chunk", "document 1"),
@@ -62,10 +69,15 @@ def test_parts_that_are_documents_are_chunks_as_documents_are() -> None:
         ({"temperature": 1.0, "top_p": 0}, {}),
         ({"top_p": 0.5}, {}),
         ({"temperature": 0.5}, {"do_sample": True, "top_k": 0, "temperature": 0.5}),
-        ({"temperature": 0.5, "top_p": 0.9}, {"do_sample": True, "top_k": 0, "temperature": 0.5, "top_p": 0.9}),
+        (
+            {"temperature": 0.5, "top_p": 0.9},
+            {"do_sample": True, "top_k": 0, "temperature": 0.5, "top_p": 0.9},
+        ),
     ],
 )
-def test_tokens_are_drawn_only_where_a_temperature_says_so(told: dict[str, float], options: dict[str, object]) -> None:
+def test_tokens_are_drawn_only_where_a_temperature_says_so(
+    told: dict[str, float], options: dict[str, object]
+) -> None:
     (request,) = chat_requests(chat(**told))
     assert dict(request.ask.options) == options
 
@@ -114,15 +126,22 @@ def test_an_impossible_token_has_a_number_that_json_knows() -> None:
     recorder.end([1])
     told = as_text(recorder.take(), lambda id: "ab"[id])
     assert told["token_logprobs"] == [ZERO_LOGPROB]
-    assert json.loads(json.dumps(told, allow_nan=False))["top_logprobs"] == [{"a": 0.0, "b": ZERO_LOGPROB}]
+    assert json.loads(json.dumps(told, allow_nan=False))["top_logprobs"] == [
+        {"a": 0.0, "b": ZERO_LOGPROB}
+    ]
 
 
 def test_advice_is_something_that_a_client_of_http_can_do() -> None:
     request = parse_prompt('<prompt schema="trip"/>')
     absent = NoSessionError("There is no session 'x'.", "`ragfuse sessions ls` lists them.")
-    unregistered = request.at.error("a prompt for 'trip'", "a schema", "Register it first: `ragfuse schema add FILE`.")
+    unregistered = request.at.error(
+        "a prompt for 'trip'", "a schema", "Register it first: `ragfuse schema add FILE`."
+    )
     told = [api_error_of(error) for error in (absent, unregistered)]
-    assert [(each.status, each.code) for each in told] == [(404, "session_not_found"), (400, "unusable")]
+    assert [(each.status, each.code) for each in told] == [
+        (404, "session_not_found"),
+        (400, "unusable"),
+    ]
     assert told[0].message == "There is no session 'x'. GET /v1/ragfuse/sessions lists them."
     assert told[1].message.endswith("wanted a schema. Register it first: POST /v1/ragfuse/schemas.")
 

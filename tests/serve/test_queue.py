@@ -1,4 +1,6 @@
-"""Who is answered next: so many at once, tenants in turns, none beyond the room there is, none longer than it may."""
+"""Who is answered next: so many at once, tenants in turns, none beyond the room there is, none
+longer than it may.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,12 @@ def narrow(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """A server that answers one request at a time and lets two wait."""
     home = tmp_path_factory.mktemp("narrow")
     settings = Settings(
-        model=str(tiny_path), dtype="float32", store=home / "store", home=home, serve_together=1, serve_waiting=2
+        model=str(tiny_path),
+        dtype="float32",
+        store=home / "store",
+        home=home,
+        serve_together=1,
+        serve_waiting=2,
     )
     with serving(settings) as made:
         yield made
@@ -41,7 +48,12 @@ def test_more_than_may_wait_are_told_when_to_come_again(narrow: Served) -> None:
     with raw(narrow.port) as first, raw(narrow.port) as second, raw(narrow.port) as third:
         for at, line in enumerate((first, second, third)):
             send(line, long_request(narrow))
-            wait_for(lambda at=at: narrow.service.admission.jobs.running and len(narrow.service.admission.jobs) == at)
+            wait_for(
+                lambda at=at: (
+                    narrow.service.admission.jobs.running
+                    and len(narrow.service.admission.jobs) == at
+                )
+            )
         answer = narrow.chat()
         assert answer.status_code == 429
         assert answer.json()["error"]["type"] == "rate_limit_error"
@@ -72,7 +84,9 @@ def test_what_waits_is_brought_to_memory_meanwhile(narrow: Served) -> None:
 
 
 def test_a_turn_that_does_not_come_in_time_is_told(tiny_settings: Settings) -> None:
-    with serving(tiny_settings.model_copy(update={"serve_together": 1, "serve_timeout_s": 0.5})) as served:
+    with serving(
+        tiny_settings.model_copy(update={"serve_together": 1, "serve_timeout_s": 0.5})
+    ) as served:
         jobs = served.service.admission.jobs
         jobs.submit(Future())  # type: ignore[arg-type]
         held = jobs.take()
@@ -91,7 +105,9 @@ def test_an_answer_that_does_not_begin_in_time_is_told(tiny_settings: Settings) 
         wait_for(lambda: is_idle(served))
 
 
-async def test_an_answer_whose_time_is_over_is_what_was_written_until_then(tiny_path: Path, tmp_path: Path) -> None:
+async def test_an_answer_whose_time_is_over_is_what_was_written_until_then(
+    tiny_path: Path, tmp_path: Path
+) -> None:
     settings = Settings(model=str(tiny_path), dtype="float32", store=tmp_path / "store")
     ended = asyncio.Event()
     with Engine(settings) as engine:
@@ -110,7 +126,9 @@ async def test_an_answer_whose_time_is_over_is_what_was_written_until_then(tiny_
     assert last.finish_reason == "length"
 
 
-async def test_a_turn_whose_time_is_over_is_kept_as_far_as_it_was_said(tiny_path: Path, tmp_path: Path) -> None:
+async def test_a_turn_whose_time_is_over_is_kept_as_far_as_it_was_said(
+    tiny_path: Path, tmp_path: Path
+) -> None:
     settings = Settings(model=str(tiny_path), dtype="float32", store=tmp_path / "store")
     with Engine(settings) as engine:
         requests = [AnswerRequest([("user", "Who?")], Ask(max_tokens=3000, session="one"))]
@@ -122,12 +140,16 @@ async def test_a_turn_whose_time_is_over_is_kept_as_far_as_it_was_said(tiny_path
         assert isinstance(last, Completed)
         (turn,) = engine.sessions.show("one").turns
         assert turn.messages[-1].text == last.answer.text
-        answer = await asyncio.to_thread(engine.answer, [("user", "And then?")], Ask(session="one", max_tokens=2))
+        answer = await asyncio.to_thread(
+            engine.answer, [("user", "And then?")], Ask(session="one", max_tokens=2)
+        )
         assert answer.trace.history_reused >= last.answer.trace.tokens
 
 
 @pytest.mark.parametrize("late", [False, True])
-async def test_a_request_keeps_its_place_until_its_prefill_ends_however_often_it_is_given_up(late: bool) -> None:
+async def test_a_request_keeps_its_place_until_its_prefill_ends_however_often_it_is_given_up(
+    late: bool,
+) -> None:
     begun, prefilled, ended = threading.Event(), threading.Event(), asyncio.Event()
 
     def write(say: Any, enough: threading.Event) -> Any:
@@ -199,8 +221,16 @@ async def test_who_is_cancelled_in_the_moment_of_its_turn_gives_it_on() -> None:
 
 
 @pytest.mark.slow
-def test_two_hundred_clients_at_once_all_get_their_own_answers(varied_path: Path, tmp_path: Path) -> None:
-    settings = Settings(model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path, max_tokens=6)
+def test_two_hundred_clients_at_once_all_get_their_own_answers(
+    varied_path: Path, tmp_path: Path
+) -> None:
+    settings = Settings(
+        model=str(varied_path),
+        dtype="float32",
+        store=tmp_path / "store",
+        home=tmp_path,
+        max_tokens=6,
+    )
     keys = Keys([f"blue:{BLUE}", f"green:{GREEN}"])
     found: dict[int, dict[str, Any]] = {}
 
@@ -223,7 +253,9 @@ def test_two_hundred_clients_at_once_all_get_their_own_answers(varied_path: Path
         engine = served.service.engine(keys.tenants[0])
         expected = {n: engine.answer([("user", f"Question {n}?")]).text for n in range(20)}
         assert {each["status"] for each in found.values()} == {200}
-        assert {n: each["text"] for n, each in found.items()} == {n: expected[n % 20] for n in range(200)}
+        assert {n: each["text"] for n, each in found.items()} == {
+            n: expected[n % 20] for n in range(200)
+        }
         assert served.service.admission.is_idle
         wait_for(lambda: not writers())
 
@@ -231,5 +263,9 @@ def test_two_hundred_clients_at_once_all_get_their_own_answers(varied_path: Path
 def _text(answer: httpx.Response) -> str:
     if not answer.headers["content-type"].startswith("text/event-stream"):
         return str(answer.json()["choices"][0]["message"]["content"])
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+    lines = [
+        line.removeprefix("data: ")
+        for line in answer.text.splitlines()
+        if line.startswith("data: {")
+    ]
     return "".join(json.loads(line)["choices"][0]["delta"].get("content", "") for line in lines)

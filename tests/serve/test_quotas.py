@@ -1,4 +1,6 @@
-"""What a tenant may keep: counted, shown, and the oldest of it dropped, whatever other tenants have."""
+"""What a tenant may keep: counted, shown, and the oldest of it dropped, whatever other tenants
+have.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from tests.tiny import CHUNKS
 @pytest.fixture
 def pair(varied_path: Path, tmp_path: Path) -> Iterator[tuple[Engine, Engine]]:
     """Two tenants on one store."""
-    settings = Settings(model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path)
+    settings = Settings(
+        model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path
+    )
     with Engine(settings) as one, Engine(settings.model_copy(update={"salt": "other"})) as other:
         yield one, other
 
@@ -30,8 +34,13 @@ def sources(engine: Engine) -> list[str]:
 
 def on_disk(engine: Engine) -> dict[str, int]:
     """Bytes by chunk of a tenant, used longest ago first."""
-    entries = [entry for entry in engine.store.tier("disk").list() if entry.key.model == engine.digest]
-    return {entry.key.tokens: entry.nbytes for entry in sorted(entries, key=lambda entry: entry.last_used)}
+    entries = [
+        entry for entry in engine.store.tier("disk").list() if entry.key.model == engine.digest
+    ]
+    return {
+        entry.key.tokens: entry.nbytes
+        for entry in sorted(entries, key=lambda entry: entry.last_used)
+    }
 
 
 def filled(*engines: Engine, n: int = 5) -> None:
@@ -40,7 +49,9 @@ def filled(*engines: Engine, n: int = 5) -> None:
         engine.flush()
 
 
-def test_the_texts_noted_first_are_forgotten_with_their_kv_and_no_other_tenant_s(pair: tuple[Engine, Engine]) -> None:
+def test_the_texts_noted_first_are_forgotten_with_their_kv_and_no_other_tenant_s(
+    pair: tuple[Engine, Engine],
+) -> None:
     one, other = pair
     filled(one, other)
     keeper = QuotaKeeper(one, Quota(texts=3))
@@ -60,7 +71,14 @@ def test_the_kv_used_longest_ago_is_dropped_but_what_is_pinned(pair: tuple[Engin
     filled(one, other)
     sizes, first = on_disk(one), next(iter(on_disk(one)))
     disk = one.store.tier("disk")
-    disk.pin([each.key for each in disk.list() if (each.key.tokens, each.key.model) == (first, one.digest)], True)
+    disk.pin(
+        [
+            each.key
+            for each in disk.list()
+            if (each.key.tokens, each.key.model) == (first, one.digest)
+        ],
+        True,
+    )
     most = sum(sizes.values()) - 1
     use = QuotaKeeper(one, Quota(nbytes=most)).enforce()
     left = on_disk(one)
@@ -83,7 +101,9 @@ def test_sessions_used_longest_ago_are_deleted(pair: tuple[Engine, Engine]) -> N
     assert {info.id for info in other.sessions.ls()} == {"a", "b", "c", "d"}
 
 
-def test_tenants_of_a_server_part_each_tier_unless_told_otherwise(varied_path: Path, tmp_path: Path) -> None:
+def test_tenants_of_a_server_part_each_tier_unless_told_otherwise(
+    varied_path: Path, tmp_path: Path
+) -> None:
     assert Quota(parts=4).byte_limit(100) == 25
     assert Quota(parts=1).byte_limit(100) is None
     assert Quota(nbytes=7, parts=4).byte_limit(100) == 7
@@ -115,7 +135,9 @@ def test_a_server_keeps_its_tenants_within_their_quotas_and_shows_what_they_keep
             mine = blue if key == BLUE else green
             for kind, n in told.items():
                 line = f'ragfuse_tenant_{kind}{{engine="{mine}"}} {n}.0'
-                wait_for(lambda key=key, line=line: line in served.get("/metrics", **bearer(key)).text)
+                wait_for(
+                    lambda key=key, line=line: line in served.get("/metrics", **bearer(key)).text
+                )
         text = served.get("/metrics", **bearer(BLUE)).text
         assert f'ragfuse_tenant_quota{{engine="{blue}",kind="texts"}} 2.0' in text
         assert f'ragfuse_tenant_evictions_total{{engine="{blue}",kind="sessions"}} 1.0' in text
@@ -126,7 +148,9 @@ def test_a_server_keeps_its_tenants_within_their_quotas_and_shows_what_they_keep
 def asked(served: Served, key: str, **fields: object) -> None:
     body = {"model": served.service.model, "messages": [said()], **fields}
     assert served.post("/v1/chat/completions", body, **bearer(key)).status_code == 200
-    wait_for(lambda: served.get("/v1/ragfuse/store", **bearer(key)).json()["waiting_to_be_encoded"] == 0)
+    wait_for(
+        lambda: served.get("/v1/ragfuse/store", **bearer(key)).json()["waiting_to_be_encoded"] == 0
+    )
 
 
 @pytest.mark.parametrize("n", [256, 257])
@@ -135,6 +159,13 @@ def test_a_title_has_256_characters_at_most(served: Served, n: int) -> None:
     part = {"type": "text-plain", "text": CHUNKS[1]}
     for fields in (
         {"documents": [{"text": CHUNKS[1], "title": title}]},
-        {"messages": [{"role": "user", "content": [{**part, "title": title}, {"type": "text", "text": "Who?"}]}]},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{**part, "title": title}, {"type": "text", "text": "Who?"}],
+                }
+            ]
+        },
     ):
         assert served.chat(max_tokens=1, **fields).status_code == (200 if n <= 256 else 400)

@@ -1,4 +1,6 @@
-"""The queue of requests: order, fairness, its bound, cancelling, and threads that all use it at once."""
+"""The queue of requests: order, fairness, its bound, cancelling, and threads that all use it at
+once.
+"""
 
 from collections import Counter
 from itertools import count
@@ -39,7 +41,9 @@ def taken(queue: JobQueue[str]) -> list[str]:
 KINDS = ["submit", "submit", "take", "cancel"]
 STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 3)), max_size=60)
 TALKS = st.sampled_from([None, "one", "two"])
-TURNS = st.lists(st.tuples(st.sampled_from([*KINDS, "done"]), st.integers(0, 3), TALKS), max_size=60)
+TURNS = st.lists(
+    st.tuples(st.sampled_from([*KINDS, "done"]), st.integers(0, 3), TALKS), max_size=60
+)
 
 
 @given(STEPS)
@@ -53,7 +57,9 @@ def test_the_queue_is_one_that_looks_for_the_tenant_served_longest_ago(steps):
             ring = ring if tenant in ring else [*ring, tenant]
         elif step == "take":
             job = queue.take()
-            expected = next((each for each in waiting if each.tenant == ring[0]), None) if ring else None
+            expected = (
+                next((each for each in waiting if each.tenant == ring[0]), None) if ring else None
+            )
             assert job == expected
             if job is not None:
                 waiting.remove(job)
@@ -79,7 +85,9 @@ def test_no_turn_runs_beside_another_of_its_conversation_and_none_overtakes_it(s
             waiting.append(queue.submit(number, tenant, conversation))
             ring = ring if tenant in ring else [*ring, tenant]
         elif step == "take":
-            busy = {(job.tenant, job.conversation) for job in running if job.conversation is not None}
+            busy = {
+                (job.tenant, job.conversation) for job in running if job.conversation is not None
+            }
             free = [job for job in waiting if (job.tenant, job.conversation) not in busy]
             expected = next((job for name in ring for job in free if job.tenant == name), None)
             job = queue.take()
@@ -183,7 +191,12 @@ def test_a_job_that_runs_is_counted_until_it_is_done_and_cannot_be_cancelled():
 
 def test_every_job_of_many_threads_is_taken_or_cancelled_once():
     queue: JobQueue[tuple[int, int]] = JobQueue(10_000, Clock())
-    start, all_sent, found, cancelled = Barrier(8), Event(), [[] for _ in range(4)], [[] for _ in range(4)]
+    start, all_sent, found, cancelled = (
+        Barrier(8),
+        Event(),
+        [[] for _ in range(4)],
+        [[] for _ in range(4)],
+    )
 
     def send(who: int) -> None:
         start.wait()

@@ -1,4 +1,6 @@
-"""Stored responses: they outlive the process, are shared by processes, bounded, and apart by tenant."""
+"""Stored responses: they outlive the process, are shared by processes, bounded, and apart by
+tenant.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def said(text: str) -> InputItem:
     return item
 
 
-def add(records: ResponseRecords, id: str, previous: str | None = None, salt: str = "s", text: str = "") -> None:
+def add(
+    records: ResponseRecords, id: str, previous: str | None = None, salt: str = "s", text: str = ""
+) -> None:
     session = records.session_after(salt, previous, id)
     records.add(salt, {"id": id, "output": []}, [said(text or f"Said {id}.")], previous, session)
 
@@ -135,7 +139,9 @@ def test_two_servers_share_a_folder_and_only_one_goes_on_with_a_session(tmp_path
     add(one, "a")
     assert texts(other, "a") == ["Said a."]
     with ThreadPoolExecutor(8) as pool:
-        given = list(pool.map(lambda n: (one, other)[n % 2].session_after("s", "a", f"n{n}"), range(16)))
+        given = list(
+            pool.map(lambda n: (one, other)[n % 2].session_after("s", "a", f"n{n}"), range(16))
+        )
     assert given.count("a") == 1
     assert stat.S_IMODE(os.stat(tmp_path / RESPONSES_FILE).st_mode) == 0o600
     one.close()
@@ -147,7 +153,9 @@ def test_a_damaged_record_is_a_missing_one_and_a_damaged_file_is_set_aside(tmp_p
     add(records, "a")
     add(records, "b", "a")
     with sqlite3.connect(tmp_path / RESPONSES_FILE) as connection:
-        connection.execute("UPDATE responses SET items = '[{\"type\": \"no such\"}]' WHERE id = 'b'")
+        connection.execute(
+            "UPDATE responses SET items = '[{\"type\": \"no such\"}]' WHERE id = 'b'"
+        )
         connection.execute("UPDATE responses SET previous = 'a' WHERE id = 'a'")  # leads to itself
     connection.close()
     with pytest.raises(APIError):
@@ -164,13 +172,19 @@ def test_a_damaged_record_is_a_missing_one_and_a_damaged_file_is_set_aside(tmp_p
 
 
 def test_a_conversation_goes_on_after_a_restart(varied_path: Path, tmp_path: Path) -> None:
-    settings = Settings(model=str(varied_path), dtype="float32", store=tmp_path / "s", home=tmp_path, max_tokens=8)
+    settings = Settings(
+        model=str(varied_path), dtype="float32", store=tmp_path / "s", home=tmp_path, max_tokens=8
+    )
     with serving(settings) as served:
         client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
-        first = client.responses.create(model=served.service.model, input="Tell me of the keeper who lost his lamp.")
+        first = client.responses.create(
+            model=served.service.model, input="Tell me of the keeper who lost his lamp."
+        )
     with serving(settings) as served:
         client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
-        second = client.responses.create(model=served.service.model, input="And then?", previous_response_id=first.id)
+        second = client.responses.create(
+            model=served.service.model, input="And then?", previous_response_id=first.id
+        )
         assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens
         assert client.responses.retrieve(first.id).output_text == first.output_text
         client.responses.delete(second.id)
@@ -186,7 +200,9 @@ def test_an_answer_comes_although_it_cannot_be_stored(
         raise StoreError("a full disk")
 
     monkeypatch.setattr(ResponseRecords, "add", full)
-    settings = Settings(model=str(varied_path), dtype="float32", store=tmp_path / "s", home=tmp_path, max_tokens=4)
+    settings = Settings(
+        model=str(varied_path), dtype="float32", store=tmp_path / "s", home=tmp_path, max_tokens=4
+    )
     with serving(settings) as served:
         client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
         made = client.responses.create(model=served.service.model, input="Who?", stream=stream)

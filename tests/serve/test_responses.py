@@ -1,4 +1,6 @@
-"""`/v1/responses`, by OpenAI's own client: texts, streams, tools, forms, conversations, what is stored and deleted."""
+"""`/v1/responses`, by OpenAI's own client: texts, streams, tools, forms, conversations, what is
+stored and deleted.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ TOOL = {
     "type": "function",
     "name": "count_ships",
     "description": "Counts.",
-    "parameters": {"type": "object", "properties": {"door": {"enum": ["green", "red"]}}, "required": ["door"]},
+    "parameters": {
+        "type": "object",
+        "properties": {"door": {"enum": ["green", "red"]}},
+        "required": ["door"],
+    },
 }
 
 
@@ -42,7 +48,11 @@ def sessions(served: Served) -> set[str]:
 
 def test_an_input_is_answered_as_a_chat_is(client: Any, model: str) -> None:
     chat = client.chat.completions.create(
-        model=model, messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who came?"}]
+        model=model,
+        messages=[
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Who came?"},
+        ],
     )
     found = client.responses.create(model=model, instructions="Be brief.", input="Who came?")
     assert found.output_text == chat.choices[0].message.content
@@ -56,13 +66,21 @@ def test_an_input_is_answered_as_a_chat_is(client: Any, model: str) -> None:
 def test_messages_and_documents_are_read_as_a_chats_are(client: Any, model: str) -> None:
     said = [{"role": "user", "content": [{"type": "input_text", "text": "Which door is green?"}]}]
     new = "Say one colour of a door alone."  # so that no known beginning holds the documents
-    ask = {"model": model, "instructions": new, "input": said, "store": False, "extra_body": with_documents(2)}
+    ask = {
+        "model": model,
+        "instructions": new,
+        "input": said,
+        "store": False,
+        "extra_body": with_documents(2),
+    }
     found = client.responses.create(**ask)
     chunks = [each for each in found.model_extra["ragfuse"]["segments"] if each["kind"] == "chunk"]
     assert [each["source"] for each in chunks] == ["book-0", "book-1"]
 
 
-def test_a_stream_has_every_event_in_order_and_ends_in_the_same_response(client: Any, model: str) -> None:
+def test_a_stream_has_every_event_in_order_and_ends_in_the_same_response(
+    client: Any, model: str
+) -> None:
     whole = client.responses.create(model=model, input="Who kept the light?")
     events = list(client.responses.create(model=model, input="Who kept the light?", stream=True))
     kinds = [each.type for each in events]
@@ -80,14 +98,22 @@ def test_a_stream_has_every_event_in_order_and_ends_in_the_same_response(client:
     ]
     assert set(kinds[4:-4]) == {"response.output_text.delta"}
     assert [each.sequence_number for each in events] == list(range(len(events)))
-    assert "".join(each.delta for each in events if each.type.endswith("text.delta")) == whole.output_text
+    assert (
+        "".join(each.delta for each in events if each.type.endswith("text.delta"))
+        == whole.output_text
+    )
     last = events[-1].response
     assert last.output_text == whole.output_text == events[-4].text
     assert last.usage.total_tokens == whole.usage.total_tokens
 
 
 def test_the_clients_own_helper_reads_the_stream(client: Any, model: str) -> None:
-    form = {"type": "json_schema", "name": "door", "schema": {"enum": ["green", "red"]}, "strict": True}
+    form = {
+        "type": "json_schema",
+        "name": "door",
+        "schema": {"enum": ["green", "red"]},
+        "strict": True,
+    }
     ask = {"model": model, "input": "Which?", "text": {"format": form}, "max_output_tokens": 40}
     with client.responses.stream(**ask) as stream:
         pieces = [event.delta for event in stream if event.type == "response.output_text.delta"]
@@ -102,7 +128,9 @@ def test_a_tool_is_called_and_its_result_is_read(client: Any, model: str) -> Non
     assert json.loads(call.arguments)["door"] in ("green", "red")
     assert first.status == "completed"
     result = [{"type": "function_call_output", "call_id": call.call_id, "output": "forty"}]
-    second = client.responses.create(input=result, previous_response_id=first.id, tool_choice="none", **ask)
+    second = client.responses.create(
+        input=result, previous_response_id=first.id, tool_choice="none", **ask
+    )
     chat = client.chat.completions.create(
         model=model,
         max_tokens=200,
@@ -132,7 +160,12 @@ def test_a_call_is_streamed_with_its_arguments(client: Any, model: str) -> None:
     choice = {"type": "function", "name": "count_ships"}
     events = list(
         client.responses.create(
-            model=model, input="How many?", tools=[TOOL], tool_choice=choice, stream=True, max_output_tokens=200
+            model=model,
+            input="How many?",
+            tools=[TOOL],
+            tool_choice=choice,
+            stream=True,
+            max_output_tokens=200,
         )
     )
     kinds = [each.type for each in events]
@@ -147,7 +180,9 @@ def test_a_call_is_streamed_with_its_arguments(client: Any, model: str) -> None:
     assert kinds[-1] == "response.completed"
 
 
-def test_a_conversation_goes_on_from_any_of_its_responses(client: Any, model: str, served: Served) -> None:
+def test_a_conversation_goes_on_from_any_of_its_responses(
+    client: Any, model: str, served: Served
+) -> None:
     exact = {
         "ragfuse": {"policy": "full"}
     }  # so that an answer does not depend on which chunks earlier tests left behind
@@ -161,9 +196,17 @@ def test_a_conversation_goes_on_from_any_of_its_responses(client: Any, model: st
     assert second.usage.input_tokens > first.usage.input_tokens
     assert third.usage.input_tokens > second.usage.input_tokens
     given = [{"role": "user", "content": "Who kept the northern light?"}]
-    given += [{"role": "assistant", "content": first.output_text}, {"role": "user", "content": "And before?"}]
-    documents = [{"type": "text-plain", "text": each["text"]} for each in with_documents(1)["documents"]]
-    given[0]["content"] = [*documents, {"type": "input_text", "text": "\n\nWho kept the northern light?"}]
+    given += [
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "And before?"},
+    ]
+    documents = [
+        {"type": "text-plain", "text": each["text"]} for each in with_documents(1)["documents"]
+    ]
+    given[0]["content"] = [
+        *documents,
+        {"type": "input_text", "text": "\n\nWho kept the northern light?"},
+    ]
     again = client.responses.create(input=given, store=False, **ask)
     assert again.usage.input_tokens == branch.usage.input_tokens
     assert again.output_text == branch.output_text
@@ -200,7 +243,10 @@ def test_what_is_not_to_be_stored_leaves_nothing(client: Any, model: str, served
     ("fields", "name"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input",
+        ),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input"),
         ({"input": []}, "input"),
@@ -212,7 +258,9 @@ def test_what_is_not_to_be_stored_leaves_nothing(client: Any, model: str, served
         ({"documents": [""]}, "documents"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(served: Served, fields: dict[str, Any], name: str) -> None:
+def test_what_cannot_be_done_is_refused_by_name(
+    served: Served, fields: dict[str, Any], name: str
+) -> None:
     body = {"model": served.service.model, "input": "Who?", **fields}
     answer = served.post("/v1/responses", body)
     assert answer.status_code == 400, answer.text
@@ -221,11 +269,15 @@ def test_what_cannot_be_done_is_refused_by_name(served: Served, fields: dict[str
 
 def test_a_thought_is_an_item_of_its_own(tiny_path: Path, tmp_path: Path) -> None:
     folder = thinking_model(tiny_path, tmp_path / "thinking")
-    settings = Settings(model=str(folder), dtype="float32", store=tmp_path / "store", home=tmp_path, max_tokens=40)
+    settings = Settings(
+        model=str(folder), dtype="float32", store=tmp_path / "store", home=tmp_path, max_tokens=40
+    )
     with serving(settings) as served:
         client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0, timeout=60)
         whole = client.responses.create(model=served.service.model, input="Who?")
-        events = list(client.responses.create(model=served.service.model, input="Who?", stream=True))
+        events = list(
+            client.responses.create(model=served.service.model, input="Who?", stream=True)
+        )
     assert whole.output[0].type == "reasoning"
     thought = "".join(each.delta for each in events if each.type == "response.reasoning_text.delta")
     assert thought == whole.output[0].content[0].text != ""
@@ -234,8 +286,12 @@ def test_a_thought_is_an_item_of_its_own(tiny_path: Path, tmp_path: Path) -> Non
 
 @pytest.fixture
 def two(varied_path: Path, tmp_path: Path) -> Iterator[Served]:
-    settings = Settings(model=str(varied_path), dtype="float32", store=tmp_path / "s", home=tmp_path, max_tokens=4)
-    with serving(settings, Keys(["blue:a-key-of-the-blue-tenant", "red:a-key-of-the-red-tenant"])) as served:
+    settings = Settings(
+        model=str(varied_path), dtype="float32", store=tmp_path / "s", home=tmp_path, max_tokens=4
+    )
+    with serving(
+        settings, Keys(["blue:a-key-of-the-blue-tenant", "red:a-key-of-the-red-tenant"])
+    ) as served:
         yield served
 
 

@@ -1,4 +1,6 @@
-"""Fields that shape an answer: penalties, biases, prompts as ids, echo, scoring, thoughts, what templates are told."""
+"""Fields that shape an answer: penalties, biases, prompts as ids, echo, scoring, thoughts, what
+templates are told.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def engine_of(served: Served) -> Engine:
 
 
 def text(served: Served, **fields: Any) -> Any:
-    answer = served.post("/v1/completions", {"model": served.service.model, "prompt": PROMPT, **fields})
+    answer = served.post(
+        "/v1/completions", {"model": served.service.model, "prompt": PROMPT, **fields}
+    )
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -41,7 +45,11 @@ def chatted(served: Served, **fields: Any) -> Any:
 def events(served: Served, path: str, **fields: Any) -> list[Any]:
     answer = served.post(path, {"model": served.service.model, "stream": True, **fields})
     assert answer.status_code == 200, answer.text
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    lines = [
+        line.removeprefix("data: ")
+        for line in answer.text.splitlines()
+        if line.startswith("data: ")
+    ]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
 
@@ -86,7 +94,9 @@ def test_a_prompt_of_token_ids_is_the_text_that_they_are(served: Served) -> None
         ({"prompt": [5], "pml": "<prompt schema='x'/>"}, "pml"),
     ],
 )
-def test_ids_that_cannot_be_a_prompt_are_told(served: Served, fields: dict[str, Any], param: str) -> None:
+def test_ids_that_cannot_be_a_prompt_are_told(
+    served: Served, fields: dict[str, Any], param: str
+) -> None:
     body = {"model": served.service.model, **fields}
     assert refused(served.post("/v1/completions", body))["param"] == param
 
@@ -117,7 +127,9 @@ def test_an_echo_says_the_prompt_and_how_likely_its_tokens_are(served: Served) -
     found = choice["logprobs"]
     assert found["token_logprobs"][0] is None is found["top_logprobs"][0]
     assert found["token_logprobs"][1:-1] == pytest.approx(slow_scores(engine, ids), abs=1e-3)
-    assert all(1 <= len(each) <= 2 for each in found["top_logprobs"][1:])  # special tokens are all spelled ""
+    assert all(
+        1 <= len(each) <= 2 for each in found["top_logprobs"][1:]
+    )  # special tokens are all spelled ""
     assert len(found["tokens"]) == len(found["text_offset"]) == len(ids) + 1
     assert "".join(found["tokens"][:-1]) == PROMPT
 
@@ -130,7 +142,9 @@ def test_scores_do_not_depend_on_how_many_tokens_are_computed_at_once(
     whole = [score for _, score in engine.runtime.score(ids)]
     monkeypatch.setattr("ragfuse.hf.model.SCORED_TOKENS", 5)
     parts = [score for _, score in engine.runtime.score(ids)]
-    assert [each[0] for each in parts[1:] if each] == pytest.approx([each[0] for each in whole[1:] if each], abs=1e-4)
+    assert [each[0] for each in parts[1:] if each] == pytest.approx(
+        [each[0] for each in whole[1:] if each], abs=1e-4
+    )
 
 
 def test_an_echo_stands_before_the_answer_streamed_too(served: Served) -> None:
@@ -139,7 +153,10 @@ def test_an_echo_stands_before_the_answer_streamed_too(served: Served) -> None:
     assert told["choices"][0]["text"] == PROMPT + plain["text"]
     assert told["choices"][0]["logprobs"]["tokens"][-6:] == plain["logprobs"]["tokens"]
     assert told["usage"]["completion_tokens"] == 6
-    pieces = [each["choices"][0] for each in events(served, "/v1/completions", prompt=PROMPT, max_tokens=6, echo=True)]
+    pieces = [
+        each["choices"][0]
+        for each in events(served, "/v1/completions", prompt=PROMPT, max_tokens=6, echo=True)
+    ]
     assert "".join(each["text"] for each in pieces) == PROMPT + plain["text"]
     assert pieces[0]["text"] == PROMPT
     two = text(served, prompt=["Once", "Twice"], max_tokens=1, echo=True)["choices"]
@@ -148,9 +165,11 @@ def test_an_echo_stands_before_the_answer_streamed_too(served: Served) -> None:
 
 @pytest.mark.parametrize("n_prompts", [10])
 def test_scores_do_not_depend_on_what_was_drawn(served: Served, n_prompts: int) -> None:
-    """The body of lm-eval's `local-completions`, whose sums leave out the last entry: that of the drawn token."""
+    """The body of lm-eval's `local-completions`, whose sums leave out the last entry: that of the
+    drawn token.
+    """
     engine = engine_of(served)
-    (end, *_) = ends_of(engine.model)
+    end, *_ = ends_of(engine.model)
     texts = [f"{PROMPT} counted {number} ships" for number in range(n_prompts)]
     prompts = [[*engine.model.bos, *engine.tokens(each)] for each in texts]
     body = {"prompt": prompts, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
@@ -159,12 +178,21 @@ def test_scores_do_not_depend_on_what_was_drawn(served: Served, n_prompts: int) 
         assert [each["index"] for each in choices] == list(range(n_prompts))
         for ids, choice in zip(prompts, choices, strict=True):
             found = choice["logprobs"]
-            assert len(found["tokens"]) == len(found["top_logprobs"]) == len(found["token_logprobs"]) == len(ids) + 1
-            assert found["token_logprobs"][1:-1] == pytest.approx(slow_scores(engine, ids), abs=1e-3)
+            assert (
+                len(found["tokens"])
+                == len(found["top_logprobs"])
+                == len(found["token_logprobs"])
+                == len(ids) + 1
+            )
+            assert found["token_logprobs"][1:-1] == pytest.approx(
+                slow_scores(engine, ids), abs=1e-3
+            )
 
 
 def test_an_echo_of_documents_says_them(served: Served) -> None:
-    told = text(served, prompt="Who?", max_tokens=1, echo=True, **with_documents(1))["choices"][0]["text"]
+    told = text(served, prompt="Who?", max_tokens=1, echo=True, **with_documents(1))["choices"][0][
+        "text"
+    ]
     assert told.startswith("Passage northern.")
     assert told[:-1].endswith("Who?")
     assert "[[" not in told
@@ -173,7 +201,10 @@ def test_an_echo_of_documents_says_them(served: Served) -> None:
 # tools
 
 TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+    {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object", "properties": {}}},
+    }
     for name in ("fan", "lamp", "door")
 ]
 
@@ -186,8 +217,15 @@ def asked(**fields: Any) -> Ask:
 def test_parallel_calls_are_one_where_they_are_not_wanted(served: Served) -> None:
     assert asked(parallel_tool_calls=False) != asked(parallel_tool_calls=True) == asked()
     ask = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 200}
-    assert len(chatted(served, **ask, parallel_tool_calls=False)["choices"][0]["message"]["tool_calls"]) == 1
-    pieces = events(served, "/v1/chat/completions", messages=[said()], **ask, parallel_tool_calls=False)
+    assert (
+        len(
+            chatted(served, **ask, parallel_tool_calls=False)["choices"][0]["message"]["tool_calls"]
+        )
+        == 1
+    )
+    pieces = events(
+        served, "/v1/chat/completions", messages=[said()], **ask, parallel_tool_calls=False
+    )
     calls = [call for each in pieces for call in each["choices"][0]["delta"].get("tool_calls", ())]
     assert [call["index"] for call in calls] == [0]
 
@@ -205,11 +243,12 @@ def test_a_call_that_there_is_no_room_for_ends_at_the_length(served: Served, lim
 
 def test_what_a_template_reads_is_found_in_its_code() -> None:
     source = (
-        "think or not {# reasoning_effort #}{% for each in messages %}{% endfor %}"
-        "{% if enable_thinking is defined and not enable_thinking %}verbosity{% endif %}"
-        "{{ 'in text' + messages[0].effort + (budget | default('x')) }}{% set mood = 'good' %}{{ mood }}"
-        "{% macro told(content) %}{{ content | trim }}{% endmacro %}{{ told(messages[0].content) }}{% generation %}"
-        "{% if effort is not defined %}{% set effort = strftime_now('%d') %}{% endif %}{{ effort }}{% endgeneration %}"
+        "think or not {# reasoning_effort #}{% for each in messages %}{% endfor %}{% if"
+        " enable_thinking is defined and not enable_thinking %}verbosity{% endif %}{{ 'in text' +"
+        " messages[0].effort + (budget | default('x')) }}{% set mood = 'good' %}{{ mood }}{% macro"
+        " told(content) %}{{ content | trim }}{% endmacro %}{{ told(messages[0].content) }}{%"
+        " generation %}{% if effort is not defined %}{% set effort = strftime_now('%d') %}{% endif"
+        " %}{{ effort }}{% endgeneration %}"
     )
     names = ChatTemplate.of(source, ()).names
     assert names == {"enable_thinking", "budget", "effort"}
@@ -219,7 +258,9 @@ def test_what_a_template_reads_is_found_in_its_code() -> None:
 
 
 def test_no_effort_turns_off_the_thoughts_of_a_template_that_has_a_switch() -> None:
-    reads = ChatTemplate.of("{% if enable_thinking %}{{ reasoning_effort }}{% endif %}", ["<think>", "</think>"])
+    reads = ChatTemplate.of(
+        "{% if enable_thinking %}{{ reasoning_effort }}{% endif %}", ["<think>", "</think>"]
+    )
     body = {"model": "m", "messages": [said()]}
 
     def told(template: ChatTemplate = reads, **fields: Any) -> Any:
@@ -236,7 +277,9 @@ def test_no_effort_turns_off_the_thoughts_of_a_template_that_has_a_switch() -> N
     assert told(nothing, reasoning_effort="none") == {"reasoning_effort": "none"}
     switch = ChatTemplate.of("{% if enable_thinking %}<think>{% endif %}", ["<think>", "</think>"])
     assert told(switch, reasoning_effort="none") == {"enable_thinking": False}
-    assert told(reasoning_effort="none") == {"reasoning_effort": "none"}  # which that template reads itself
+    assert told(reasoning_effort="none") == {
+        "reasoning_effort": "none"
+    }  # which that template reads itself
 
 
 # thoughts
@@ -244,12 +287,16 @@ def test_no_effort_turns_off_the_thoughts_of_a_template_that_has_a_switch() -> N
 
 @pytest.fixture(scope="module")
 def thinking(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server over a model whose template opens a thought in every prompt, and whose words are mostly its end."""
+    """A server over a model whose template opens a thought in every prompt, and whose words are
+    mostly its end.
+    """
     from tests.thinking import thinking_model
 
     home = tmp_path_factory.mktemp("thinking")
     folder = thinking_model(tiny_path, home / "model")
-    settings = Settings(model=str(folder), dtype="float32", store=home / "store", home=home, max_tokens=40)
+    settings = Settings(
+        model=str(folder), dtype="float32", store=home / "store", home=home, max_tokens=40
+    )
     with serving(settings) as made:
         yield made
 
@@ -259,15 +306,20 @@ def test_thoughts_come_apart_from_the_answer_streamed_too(thinking: Served) -> N
         (ask, message)
         for seed in range(20)
         for ask in ({"temperature": 1.0, "seed": seed, "max_tokens": 40},)
-        if len(message := chatted(thinking, **ask)["choices"][0]["message"]) == 4 and message["content"]
+        if len(message := chatted(thinking, **ask)["choices"][0]["message"]) == 4
+        and message["content"]
     )
     ask, message = next(both)
     assert message["reasoning_content"]
     assert "</think>" not in message["content"] + message["reasoning_content"]
     deltas = [
-        each["choices"][0]["delta"] for each in events(thinking, "/v1/chat/completions", messages=[said()], **ask)
+        each["choices"][0]["delta"]
+        for each in events(thinking, "/v1/chat/completions", messages=[said()], **ask)
     ]
-    assert "".join(each.get("reasoning_content", "") for each in deltas) == message["reasoning_content"]
+    assert (
+        "".join(each.get("reasoning_content", "") for each in deltas)
+        == message["reasoning_content"]
+    )
     assert "".join(each.get("content", "") for each in deltas) == message["content"]
     kinds = ["reasoning_content" in each for each in deltas if each and "role" not in each]
     assert kinds == sorted(kinds, reverse=True)  # all thoughts before all text

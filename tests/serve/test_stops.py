@@ -1,4 +1,6 @@
-"""Where an answer ends and how it calls tools, over HTTP, streamed or not: the same as through an engine."""
+"""Where an answer ends and how it calls tools, over HTTP, streamed or not: the same as through an
+engine.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,19 @@ def both_ways(served: Served, kind: str, **fields: Any) -> tuple[dict[str, Any],
 
 
 def server(folder: Path, home: Path) -> Iterator[Served]:
-    with serving(Settings(model=str(folder), dtype="float32", store=home, home=home, max_tokens=12)) as made:
+    with serving(
+        Settings(model=str(folder), dtype="float32", store=home, home=home, max_tokens=12)
+    ) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def stopping(served: Served, varied_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server over the same model, whose generation config names stop strings and wants token healing."""
+def stopping(
+    served: Served, varied_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """A server over the same model, whose generation config names stop strings and wants token
+    healing.
+    """
     home = tmp_path_factory.mktemp("stopping")
     shutil.copytree(varied_path, home / "model")
     config = GenerationConfig.from_pretrained(varied_path)
@@ -45,7 +53,9 @@ def stopping(served: Served, varied_path: Path, tmp_path_factory: pytest.TempPat
 
 
 @pytest.mark.parametrize("kind", ["chat", "text"])
-def test_stop_strings_of_a_generation_config_end_answers_over_http(served: Served, stopping: Served, kind: str) -> None:
+def test_stop_strings_of_a_generation_config_end_answers_over_http(
+    served: Served, stopping: Served, kind: str
+) -> None:
     free, _ = both_ways(served, kind)
     stops = [both_ways(served, each)[0]["text"][4:6] for each in ("chat", "text")]
     held, _ = both_ways(stopping, kind)
@@ -56,7 +66,9 @@ def test_stop_strings_of_a_generation_config_end_answers_over_http(served: Serve
 
 
 @pytest.mark.parametrize("kind", ["chat", "text"])
-def test_a_stop_string_that_begins_in_the_prompt_does_not_end_the_answer(served: Served, kind: str) -> None:
+def test_a_stop_string_that_begins_in_the_prompt_does_not_end_the_answer(
+    served: Served, kind: str
+) -> None:
     free, n_tokens = both_ways(served, kind)
     first, before = free["text"][0], (f"{QUESTION}\n" if kind == "chat" else PROMPT)
     stops = [before, before[-1] + first, before[-4:] + free["text"][:2], "<|assistant|>" + first]
@@ -78,7 +90,9 @@ def test_pad_tokens_that_a_model_writes_are_counted_over_http(padding: Served, k
 
 
 @pytest.fixture(scope="module", params=["coder", "glm", "args", "bare"])
-def native(request: pytest.FixtureRequest, tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def native(
+    request: pytest.FixtureRequest, tiny_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
     """A server over a model whose chat template writes calls in its own way."""
     home = tmp_path_factory.mktemp(request.param)
     save_with_template(tiny_path, home / "model", request.param)
@@ -86,7 +100,12 @@ def native(request: pytest.FixtureRequest, tiny_path: Path, tmp_path_factory: py
 
 
 def test_calls_of_a_native_format_are_openai_s_over_http(native: Served) -> None:
-    ask = {"tools": list(TOOLS), "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 120}
+    ask = {
+        "tools": list(TOOLS),
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 120,
+    }
     warm = {"temperature": 1.2, "seed": 1}
     answer = asked(native, "chat", ask, warm)
     (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
@@ -94,11 +113,15 @@ def test_calls_of_a_native_format_are_openai_s_over_http(native: Served) -> None
     streamed = pieces(asked(native, "chat", ask, warm, {"stream": True}).text)
     assert joined(streamed) == whole(answer)
     assert joined(streamed)[0]["why"] == "tool_calls"
-    (delta,) = (each for event in streamed for each in event["choices"][0]["delta"].get("tool_calls", ()))
+    (delta,) = (
+        each for event in streamed for each in event["choices"][0]["delta"].get("tool_calls", ())
+    )
     assert delta["function"] == call["function"]
 
 
 def test_a_call_without_room_ends_at_the_length_over_http(native: Served) -> None:
     for choice, limit in (("required", 1), ({"type": "function", "function": {"name": "news"}}, 8)):
-        told, n_tokens = both_ways(native, "chat", tools=list(TOOLS), tool_choice=choice, max_tokens=limit)
+        told, n_tokens = both_ways(
+            native, "chat", tools=list(TOOLS), tool_choice=choice, max_tokens=limit
+        )
         assert (told["text"], told["calls"], told["why"], n_tokens) == ("", 0, "length", limit)

@@ -1,4 +1,6 @@
-"""Very many clients at once, silent, slow or gone: others are answered meanwhile, and nothing is left behind."""
+"""Very many clients at once, silent, slow or gone: others are answered meanwhile, and nothing is
+left behind.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from tests.serve.test_ending import ended, model_of
 pytestmark = pytest.mark.slow
 
 MORE_MB, MORE_THREADS = 400, 32
-"""What a server may have more after a storm than before: what executors and caches take once, no more by request."""
+"""What a server may have more after a storm than before: what executors and caches take once, no
+more by request.
+"""
 
 
 @dataclass
@@ -51,7 +55,13 @@ class Watched:
 
     def check(self) -> None:
         """Nobody waits or is answered, others are, and memory and threads are as they were."""
-        wait_for(lambda: self.counted("ragfuse_requests_running") == self.counted("ragfuse_requests_waiting") == 0)
+        wait_for(
+            lambda: (
+                self.counted("ragfuse_requests_running")
+                == self.counted("ragfuse_requests_waiting")
+                == 0
+            )
+        )
         assert self.ask().status_code == 200
         wait_for(lambda: self.process.num_threads() <= self.threads + MORE_THREADS)
         assert (self.process.memory_info().rss - self.rss) / 1e6 <= MORE_MB
@@ -62,7 +72,13 @@ def watched(tiny_path: Path, tmp_path: Path) -> Iterator[Watched]:
     """One that lets 400 wait, and ends cleanly."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
-    settings = Settings(model=str(tiny_path), dtype="float32", store=tmp_path / "store", home=tmp_path, max_tokens=64)
+    settings = Settings(
+        model=str(tiny_path),
+        dtype="float32",
+        store=tmp_path / "store",
+        home=tmp_path,
+        max_tokens=64,
+    )
     with process(settings, RAGFUSE_SERVE_WAITING="400", RAGFUSE_LEARN="off") as (run, root):
         made = Watched(root, model_of(root), psutil.Process(run.pid), 0, 0)
         for _ in range(3):
@@ -95,7 +111,9 @@ def test_five_hundred_streams_that_are_left_end(watched: Watched) -> None:
     def leave(number: int) -> None:
         body = {"model": watched.model, "messages": [said()], "max_tokens": 3000, "stream": True}
         for _ in range(25):
-            with httpx.stream("POST", f"{watched.root}/v1/chat/completions", json=body, timeout=300) as answer:
+            with httpx.stream(
+                "POST", f"{watched.root}/v1/chat/completions", json=body, timeout=300
+            ) as answer:
                 assert answer.status_code == 200
                 next(answer.iter_lines())
 
@@ -110,31 +128,51 @@ def test_fifteen_hundred_silent_connections_keep_nobody_from_an_answer(watched: 
             if number % 3:
                 with suppress(ConnectionError):
                     line.sendall(
-                        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99"[: number % 70]
+                        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99"[
+                            : number % 70
+                        ]
                     )
         for _ in range(10):
             assert httpx.get(f"{watched.root}/health", timeout=60).status_code == 200
             assert watched.ask().status_code == 200
         assert watched.process.num_threads() <= watched.threads + MORE_THREADS
-        sockets = [each for each in watched.process.net_connections() if each.status == psutil.CONN_ESTABLISHED]
+        sockets = [
+            each
+            for each in watched.process.net_connections()
+            if each.status == psutil.CONN_ESTABLISHED
+        ]
         assert len(sockets) <= 520
     watched.check()
 
 
-def test_clients_that_go_away_in_the_middle_of_anything_leave_nothing_behind(watched: Watched) -> None:
+def test_clients_that_go_away_in_the_middle_of_anything_leave_nothing_behind(
+    watched: Watched,
+) -> None:
     text = "The keeper of the lighthouse counted ships. " * 40
-    paths = ("/v1/chat/completions", "/v1/completions", "/v1/ragfuse/explain", "/v1/ragfuse/schemas")
+    paths = (
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/ragfuse/explain",
+        "/v1/ragfuse/schemas",
+    )
 
     def storm(number: int) -> None:
         for turn in range(30):
             path = paths[(number + turn) % 4]
-            fields = {"messages": [said(text)], "prompt": text, "pml": f'<schema name="a">{text}</schema>'}
+            fields = {
+                "messages": [said(text)],
+                "prompt": text,
+                "pml": f'<schema name="a">{text}</schema>',
+            }
             wanted = {0: "messages", 1: "prompt", 2: "messages", 3: "pml"}[(number + turn) % 4]
             model = {"model": watched.model} if path.endswith("completions") else {}
             body = json.dumps({**model, wanted: fields[wanted]}).encode()
             head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             whole = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
-            with suppress(ConnectionError), socket.create_connection(("127.0.0.1", watched.port)) as line:
+            with (
+                suppress(ConnectionError),
+                socket.create_connection(("127.0.0.1", watched.port)) as line,
+            ):
                 line.sendall(whole[: len(whole) * (turn % 7) // 6])
                 if turn % 5 == 0:
                     line.settimeout(0.2)
@@ -145,8 +183,16 @@ def test_clients_that_go_away_in_the_middle_of_anything_leave_nothing_behind(wat
     watched.check()
 
 
-def test_a_signal_in_a_storm_answers_or_refuses_each_and_ends_cleanly(tiny_path: Path, tmp_path: Path) -> None:
-    settings = Settings(model=str(tiny_path), dtype="float32", store=tmp_path / "store", home=tmp_path, max_tokens=64)
+def test_a_signal_in_a_storm_answers_or_refuses_each_and_ends_cleanly(
+    tiny_path: Path, tmp_path: Path
+) -> None:
+    settings = Settings(
+        model=str(tiny_path),
+        dtype="float32",
+        store=tmp_path / "store",
+        home=tmp_path,
+        max_tokens=64,
+    )
     statuses, begun = Counter[int](), threading.Semaphore(0)
     with process(settings, RAGFUSE_SERVE_WAITING="400") as (run, root):
         body = {"model": model_of(root), "messages": [said()]}

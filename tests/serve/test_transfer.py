@@ -13,13 +13,25 @@ from ragfuse.hf.model import HFModel
 from ragfuse.transfer import UNKNOWN, TransferHandle, TransferPlace, sample_weights
 from tests.serve.kit import Served, serving, with_documents
 
-WANTED = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}}
+WANTED = {
+    "kv_transfer_params": {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+    }
+}
 
 
 @pytest.fixture(scope="module")
 def settings(varied_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Settings:
     home = tmp_path_factory.mktemp("prefills")
-    said = {"dtype": "float32", "store": home / "store", "home": home, "learn": "retrieved", "prefix_cache": False}
+    said = {
+        "dtype": "float32",
+        "store": home / "store",
+        "home": home,
+        "learn": "retrieved",
+        "prefix_cache": False,
+    }
     return Settings(model=str(varied_path), transfer_url=str(home / "place"), **said)
 
 
@@ -40,13 +52,20 @@ def model_of(served: Served) -> HFModel:
     return served.service.engine(served.service.keys.tenants[0]).model
 
 
-def test_the_kv_of_a_prompt_waits_for_another_engine(prefills: Served, place: TransferPlace) -> None:
+def test_the_kv_of_a_prompt_waits_for_another_engine(
+    prefills: Served, place: TransferPlace
+) -> None:
     answer = prefills.chat(max_tokens=1, **WANTED).json()
     params = answer["kv_transfer_params"]
     handle, ids = TransferHandle.from_dict(params["ragfuse"]), params["prompt_token_ids"]
     assert (params["do_remote_prefill"], params["do_remote_decode"]) == (True, False)
     assert answer["usage"]["completion_tokens"] == 1
-    assert answer["ragfuse"]["tokens"] == handle.n_tokens == len(ids) == answer["usage"]["prompt_tokens"]
+    assert (
+        answer["ragfuse"]["tokens"]
+        == handle.n_tokens
+        == len(ids)
+        == answer["usage"]["prompt_tokens"]
+    )
     exact = model_of(prefills).full_prefill(ids).kv
     for found, wanted in zip(place.read(handle), exact.layers, strict=True):
         assert torch.equal(found.keys, wanted.keys)
@@ -77,7 +96,10 @@ def test_what_is_handed_over_is_fused(prefills: Served, place: TransferPlace) ->
         ("/v1/completions", {"prompt": "The keeper", "ignore_eos": True, "a_field_of_vllm": 1}),
         (
             "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "Who?"}], "response_format": {"type": "json_object"}},
+            {
+                "messages": [{"role": "user", "content": "Who?"}],
+                "response_format": {"type": "json_object"},
+            },
         ),
     ],
 )
@@ -94,7 +116,12 @@ def test_how_an_answer_is_written_is_for_the_other_engine(
     [
         None,
         {"do_remote_decode": False},
-        {"do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None, "remote_host": None},
+        {
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+        },
     ],
 )
 def test_other_requests_are_answered_here(params: object, prefills: Served) -> None:
@@ -113,7 +140,9 @@ def test_other_requests_are_answered_here(params: object, prefills: Served) -> N
         ({"kv_transfer_params": "yes"}, "kv_transfer_params"),
     ],
 )
-def test_what_cannot_be_handed_over_is_refused(fields: dict[str, object], says: str, prefills: Served) -> None:
+def test_what_cannot_be_handed_over_is_refused(
+    fields: dict[str, object], says: str, prefills: Served
+) -> None:
     answer = prefills.chat(**fields)
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
@@ -127,8 +156,8 @@ def test_a_server_without_a_place_names_the_setting(served: Served) -> None:
 
 def test_positions_with_gaps_are_refused(prefills: Served, place: TransferPlace) -> None:
     schema = (
-        '<schema name="trip"><user><module name="plan">I have <param name="days" len="12"/> days.</module>'
-        '<module name="diet">I eat no meat.</module></user></schema>'
+        '<schema name="trip"><user><module name="plan">I have <param name="days" len="12"/>'
+        ' days.</module><module name="diet">I eat no meat.</module></user></schema>'
     )
     assert prefills.post("/v1/ragfuse/schemas", {"pml": schema}).status_code == 200
     answer = prefills.chat(pml='<prompt schema="trip"><diet/></prompt>', **WANTED)
@@ -138,7 +167,9 @@ def test_positions_with_gaps_are_refused(prefills: Served, place: TransferPlace)
 
 
 def test_a_place_that_is_full_is_a_passing_error(settings: Settings, tmp_path: Path) -> None:
-    small = settings.model_copy(update={"transfer_url": str(tmp_path / "small"), "transfer_bytes": 4096})
+    small = settings.model_copy(
+        update={"transfer_url": str(tmp_path / "small"), "transfer_bytes": 4096}
+    )
     with serving(small) as made:
         answer = made.chat(**WANTED)
         assert answer.status_code == 503

@@ -1,4 +1,6 @@
-"""What the tests of conversations share: said lines, a dialogue with an engine, full prefill of the same tokens."""
+"""What the tests of conversations share: said lines, a dialogue with an engine, full prefill of the
+same tokens.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,19 @@ QUESTIONS = (
 )
 
 
-def talk(engine: Engine, questions: Sequence[str] = QUESTIONS, session: str = "one", **ask: Any) -> list[Answer]:
+def talk(
+    engine: Engine, questions: Sequence[str] = QUESTIONS, session: str = "one", **ask: Any
+) -> list[Answer]:
     """Answers to questions of one session, one after the other."""
-    return [engine.answer([("user", question)], Ask(session=session, **ask)) for question in questions]
+    return [
+        engine.answer([("user", question)], Ask(session=session, **ask)) for question in questions
+    ]
 
 
 def resent(questions: Sequence[str], answers: Sequence[Answer]) -> list[tuple[str, str]]:
-    """The messages as a framework sends them again: every question, every answer's text, the last question."""
+    """The messages as a framework sends them again: every question, every answer's text, the last
+    question.
+    """
     messages = []
     for number, question in enumerate(questions):
         messages.append(("user", question))
@@ -45,10 +53,16 @@ def scaled_error(one: ChunkKV, other: ChunkKV) -> float:
 
 
 def is_full_prefill(engine: Engine, ready: Any, bound: float = 1e-4) -> bool:
-    """Whether a fused prompt's KV and logits are those of the model's own prefill of the same tokens."""
+    """Whether a fused prompt's KV and logits are those of the model's own prefill of the same
+    tokens.
+    """
     full = engine.model.full_prefill(ready.plan.prompt.token_ids)
     logits = float((ready.prefill.logits - full.logits).abs().max() / full.logits.abs().max())
-    return scaled_error(ready.prefill.kv, full.kv) <= bound and logits <= bound and not torch.isnan(full.logits).any()
+    return (
+        scaled_error(ready.prefill.kv, full.kv) <= bound
+        and logits <= bound
+        and not torch.isnan(full.logits).any()
+    )
 
 
 def built(engine, question, ask):

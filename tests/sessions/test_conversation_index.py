@@ -1,4 +1,6 @@
-"""Whose KV is whose, against looking through all of it every time; what was known before, and told of a queue."""
+"""Whose KV is whose, against looking through all of it every time; what was known before, and told
+of a queue.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ NAMES: tuple[Name, ...] = (("blue", "a"), ("blue", "b"), ("green", "a"))
 
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("note"), st.sampled_from(NAMES), st.lists(st.sampled_from(KEYS), max_size=4, unique=True)),
+        st.tuples(
+            st.just("note"),
+            st.sampled_from(NAMES),
+            st.lists(st.sampled_from(KEYS), max_size=4, unique=True),
+        ),
         st.tuples(
             st.just("expect"),
             st.sampled_from(["blue", "green"]),
@@ -59,7 +65,12 @@ def test_what_earlier_processes_knew_is_asked_once_and_changes_nothing_that_is_k
     conversations.recall(known)
     conversations.note(NAMES[0], KEYS[3:4])
     assert asked == []
-    assert [conversations.conversation_of(key) for key in KEYS[:4]] == [None, NAMES[1], NAMES[1], NAMES[0]]
+    assert [conversations.conversation_of(key) for key in KEYS[:4]] == [
+        None,
+        NAMES[1],
+        NAMES[1],
+        NAMES[0],
+    ]
     assert asked == [1]
 
 

@@ -1,4 +1,6 @@
-"""Turns of a conversation on a tiny model in float32: what the next reuses, and that it is what full prefill gives."""
+"""Turns of a conversation on a tiny model in float32: what the next reuses, and that it is what
+full prefill gives.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,9 @@ def test_a_turn_asked_again_reuses_what_stands_before_it_and_replaces_it_in_a_na
     again = engine.answer(resent(QUESTIONS[:3], answers[:2]), Ask(session="one", max_tokens=3))
     assert again.trace.history_reused == answers[1].trace.tokens + len(answers[1].token_ids) - 1
     session = engine.sessions.show("one")
-    assert [turn.messages[-1].text for turn in session.turns] == [a.text for a in (*answers[:2], again)]
+    assert [turn.messages[-1].text for turn in session.turns] == [
+        a.text for a in (*answers[:2], again)
+    ]
 
 
 def test_an_answer_that_was_altered_is_not_taken_for_what_was_said(engine):
@@ -209,7 +213,11 @@ def test_chunks_of_earlier_turns_stay_and_what_was_blended_is_never_taken_for_ex
     second = engine.answer([("user", QUESTIONS[0])], Ask(session="one"))
     assert second.trace.history_reused == first.trace.tokens + len(first.token_ids) - 1
     assert [segment.exact for segment in history(second.trace)] == [True, False]
-    assert [rows.key.encoded for rows in engine.sessions.show("one").rows] == ["alone", "filler", "filler"]
+    assert [rows.key.encoded for rows in engine.sessions.show("one").rows] == [
+        "alone",
+        "filler",
+        "filler",
+    ]
 
 
 def test_chunks_of_earlier_turns_leave_when_they_shall(tiny_settings):
@@ -217,12 +225,16 @@ def test_chunks_of_earlier_turns_leave_when_they_shall(tiny_settings):
         ingest(engine)
         first = engine.answer(messages(), Ask(session="one"))
         second = engine.answer(messages(CHUNKS[:2], "And what colour?"), Ask(session="one"))
-        said = engine.model.tokenizer.decode(built(engine, [("user", "So?")], Ask(session="one")).token_ids)
+        said = engine.model.tokenizer.decode(
+            built(engine, [("user", "So?")], Ask(session="one")).token_ids
+        )
         assert not any(chunk in said for chunk in CHUNKS)
         assert INSTRUCTION.strip() in said
         assert "And what colour?" in said
         n_chunks = sum(len(engine.tokens(chunk)) for chunk in CHUNKS)
-        assert second.trace.history_reused == first.trace.tokens - n_chunks + len(first.token_ids) - 1
+        assert (
+            second.trace.history_reused == first.trace.tokens - n_chunks + len(first.token_ids) - 1
+        )
         assert [segment.kind for segment in second.trace.segments].count("chunk") == 2
 
 
@@ -256,7 +268,9 @@ def test_a_system_message_that_comes_with_every_turn_is_said_once(engine):
 def test_a_store_without_disk_keeps_sessions_while_it_lives(tiny_settings: Settings):
     with Engine(tiny_settings.model_copy(update={"disk_bytes": 0})) as engine:
         talk(engine, QUESTIONS[:2])
-        assert [(info.id, info.persistent, info.turns) for info in engine.sessions.ls()] == [("one", False, 2)]
+        assert [(info.id, info.persistent, info.turns) for info in engine.sessions.ls()] == [
+            ("one", False, 2)
+        ]
 
 
 def test_a_store_without_memory_reads_its_history_from_disk(tiny_settings: Settings):
@@ -266,7 +280,9 @@ def test_a_store_without_memory_reads_its_history_from_disk(tiny_settings: Setti
         assert {type(tier) for tier in engine.store.tiers} == {DiskTier}
 
 
-def test_a_model_that_must_not_be_blended_still_has_its_history_and_nothing_is_said_of_it(engine, caplog):
+def test_a_model_that_must_not_be_blended_still_has_its_history_and_nothing_is_said_of_it(
+    engine, caplog
+):
     engine.runtime.learn(replace(engine.runtime.profile, safe=False))
     first, second = talk(engine, QUESTIONS[:2])
     assert second.trace.history_reused == first.trace.tokens + len(first.token_ids) - 1
@@ -275,18 +291,28 @@ def test_a_model_that_must_not_be_blended_still_has_its_history_and_nothing_is_s
 
 def over(documents, question):
     """A user's message as a server makes it: documents as chunks before the question."""
-    return ("user", [*(part for text in documents for part in (Piece(text, "chunk", "book"), "\n\n")), question])
+    return (
+        "user",
+        [
+            *(part for text in documents for part in (Piece(text, "chunk", "book"), "\n\n")),
+            question,
+        ],
+    )
 
 
 def test_messages_resent_without_their_documents_go_on_from_what_was_stored(engine):
     answers = []
     for turn, question in enumerate(QUESTIONS[:3]):
-        asked = [*resent(QUESTIONS[:turn], answers), over(CHUNKS[2 * turn : 2 * turn + 2], question)]
+        asked = [
+            *resent(QUESTIONS[:turn], answers),
+            over(CHUNKS[2 * turn : 2 * turn + 2], question),
+        ]
         full = engine.answer(asked, Ask(session="one", reuse=False))
         ready = prepared(engine, asked, session="one")
         assert is_full_prefill(engine, ready)
         assert all(
-            text in engine.model.tokenizer.decode(ready.plan.prompt.token_ids) for text in CHUNKS[: 2 * turn + 2]
+            text in engine.model.tokenizer.decode(ready.plan.prompt.token_ids)
+            for text in CHUNKS[: 2 * turn + 2]
         )
         answers.append(engine.answer(asked, Ask(session="one")))
         assert answers[-1].token_ids == full.token_ids
@@ -331,7 +357,9 @@ LINES = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<ass
 def test_a_history_is_read_where_it_was_computed_also_where_kv_cannot_be_moved(
     tiny_settings, monkeypatch, name, prefix_cache
 ):
-    with Engine(tiny_settings.model_copy(update={"prefix_cache": prefix_cache}), kit.family(name)) as engine:
+    with Engine(
+        tiny_settings.model_copy(update={"prefix_cache": prefix_cache}), kit.family(name)
+    ) as engine:
         monkeypatch.setattr(engine.model.tokenizer, "chat_template", LINES, raising=False)
         answers = talk(engine, QUESTIONS[:3])
         assert all(answer.trace.history_reused for answer in answers[1:])

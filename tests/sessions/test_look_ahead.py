@@ -1,4 +1,6 @@
-"""What is said of the next conversations decides what a small memory keeps of them, and what comes back to it."""
+"""What is said of the next conversations decides what a small memory keeps of them, and what comes
+back to it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from tests.sessions.kit import talk
 
 
 def questions(name: str) -> tuple[str, str]:
-    return f"Who kept the lighthouse {name}, and what did he count?", f"And who wrote the names down for {name}?"
+    return (
+        f"Who kept the lighthouse {name}, and what did he count?",
+        f"And who wrote the names down for {name}?",
+    )
 
 
 def keys_of(engine: Engine, name: str) -> set[object]:
@@ -38,12 +43,16 @@ def small(settings: Settings, talks: float, **changes: object) -> Iterator[Engin
     with Engine(settings.model_copy(update={"store": settings.home / "measured"})) as large:
         said(large, "x")
         nbytes = large.store.tier("memory").nbytes
-    with Engine(settings.model_copy(update={"memory_bytes": int(talks * nbytes), **changes})) as engine:
+    with Engine(
+        settings.model_copy(update={"memory_bytes": int(talks * nbytes), **changes})
+    ) as engine:
         yield engine
 
 
 @pytest.mark.parametrize(("policy", "kept"), [("look-ahead", {"a", "c"}), ("lru", {"b", "c"})])
-def test_memory_keeps_the_conversation_that_is_next_and_not_the_one_used_last(tiny_settings, policy, kept):
+def test_memory_keeps_the_conversation_that_is_next_and_not_the_one_used_last(
+    tiny_settings, policy, kept
+):
     with small(tiny_settings, 2.5, evict=policy) as engine:
         said(engine, "a", "b")
         engine.expect(["a"])

@@ -1,4 +1,6 @@
-"""Sessions as values: what is dropped, what is recognised, and that they come back as they were written."""
+"""Sessions as values: what is dropped, what is recognised, and that they come back as they were
+written.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ def message(role: str, parts: Sequence[tuple[str, str, str]] = (), *calls: ToolC
 def path(*sizes: int) -> tuple[Rows, ...]:
     """Entries of so many tokens, one behind the other."""
     ends = tuple(accumulate(sizes))
-    return tuple(Rows(end - size, end, key(at)) for at, (size, end) in enumerate(zip(sizes, ends, strict=True)))
+    return tuple(
+        Rows(end - size, end, key(at))
+        for at, (size, end) in enumerate(zip(sizes, ends, strict=True))
+    )
 
 
 def session(*sizes: int) -> Session:
@@ -49,7 +54,9 @@ def session(*sizes: int) -> Session:
     st.lists(st.integers(1, 40), min_size=1, max_size=8),
     st.lists(st.tuples(st.integers(0, 150), st.integers(1, 80), st.integers(0, 9)), max_size=4),
 )
-def test_rows_are_dropped_as_from_a_list(sizes: list[int], rounds: list[tuple[int, int, int]]) -> None:
+def test_rows_are_dropped_as_from_a_list(
+    sizes: list[int], rounds: list[tuple[int, int, int]]
+) -> None:
     given, wanted, stay = session(*sizes), list(range(sum(sizes))), sum(sizes)
     for room, step, sinks in rounds:
         left_out = truncated(given.left_out, given.n_tokens, room, step, sinks)
@@ -87,9 +94,12 @@ def test_messages_are_told_apart_by_all_that_they_say() -> None:
     ]
     assert len({prefix_digests([each])[0] for each in messages}) == 5
     assert is_same(
-        message("user", (("a", "fresh", ""), (" b", "chunk", "x"))), message("user", (("a b", "fresh", ""),))
+        message("user", (("a", "fresh", ""), (" b", "chunk", "x"))),
+        message("user", (("a b", "fresh", ""),)),
     )
-    assert is_same(message("assistant", (("a ", "fresh", ""),)), message("assistant", (("a", "fresh", ""),)))
+    assert is_same(
+        message("assistant", (("a ", "fresh", ""),)), message("assistant", (("a", "fresh", ""),))
+    )
 
 
 def test_a_session_comes_back_as_it_was_written() -> None:
@@ -146,7 +156,9 @@ def test_another_question_or_other_chunks_are_never_taken_for_what_was_said() ->
     assert not is_again(said, user(WHY))
     assert not is_again(user(), user(FIRST, PARTED))
     assert not is_again(user(WHY, WHY), user(WHY, FIRST, WHY))  # chunks amid what it says
-    assert not is_again(replace(user(WHY), role="assistant"), message("assistant", (FIRST, PARTED, WHY)))
+    assert not is_again(
+        replace(user(WHY), role="assistant"), message("assistant", (FIRST, PARTED, WHY))
+    )
     assert is_same(user(FIRST, PARTED, WHY), user(("A passage.\n\nwhy?", "fresh", "")))
 
 
@@ -155,6 +167,10 @@ def test_turns_agree_as_far_as_their_messages_do() -> None:
     asked = given.messages[0]
     assert agreed(given, [asked, reply, asked, reply, user(WHY)]) == given
     first = replace(given, turns=given.turns[:1])
-    assert agreed(given, [asked, reply, asked]) == agreed(given, [asked, reply, user(WHY), reply]) == first
+    assert (
+        agreed(given, [asked, reply, asked])
+        == agreed(given, [asked, reply, user(WHY), reply])
+        == first
+    )
     assert agreed(given, [user(WHY), reply, asked, reply]).turns == ()
     assert agreed(given, [user(WHY), reply, user(WHY), reply], is_again) == given

@@ -1,4 +1,6 @@
-"""Sessions looked after: what is listed, exported, deleted and expired, and what several processes do to one."""
+"""Sessions looked after: what is listed, exported, deleted and expired, and what several processes
+do to one.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,11 @@ def test_an_export_is_plain_json_and_says_all(engine):
     said = resent(QUESTIONS[:2], answers)
     assert told["messages"] == [{"role": role, "content": text} for role, text in said]
     assert len(said) == 4
-    assert len(told["tokens"]) == told["rows"][-1]["hi"] == answers[1].trace.tokens + len(answers[1].token_ids) - 1
+    assert (
+        len(told["tokens"])
+        == told["rows"][-1]["hi"]
+        == answers[1].trace.tokens + len(answers[1].token_ids) - 1
+    )
 
 
 def test_deleting_frees_just_what_no_other_session_has(engine):
@@ -200,7 +206,9 @@ def test_of_two_questions_that_go_on_at_once_one_is_the_next_turn(engine, caplog
         at_once.wait(20),
         ConversationHistory.after(engine.history, *given),
     )[1]
-    threads = [threading.Thread(target=talk, args=(engine, [question])) for question in QUESTIONS[1:3]]
+    threads = [
+        threading.Thread(target=talk, args=(engine, [question])) for question in QUESTIONS[1:3]
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -227,7 +235,14 @@ WRITER = """
 def begun(settings, count, name):
     """A process that asks so many questions of one session."""
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(WRITER), settings.model_dump_json(include=GIVEN), str(count), name],
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(WRITER),
+            settings.model_dump_json(include=GIVEN),
+            str(count),
+            name,
+        ],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,
@@ -235,7 +250,9 @@ def begun(settings, count, name):
 
 
 def is_whole(engine):
-    """Whether every turn has its messages, its tokens are those of its messages, and its KV is right or missing."""
+    """Whether every turn has its messages, its tokens are those of its messages, and its KV is
+    right or missing.
+    """
     session = engine.sessions.show("one")
     for turn in session.turns:
         assert [message.role for message in turn.messages] == ["user", "assistant"]

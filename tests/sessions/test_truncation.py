@@ -1,4 +1,6 @@
-"""A conversation that is too long: rows and starts change, bytes do not, and nothing is recomputed."""
+"""A conversation that is too long: rows and starts change, bytes do not, and nothing is
+recomputed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def said(engine):
 
 def narrow(engine, **settings):
     """An engine on the same store, whose window is smaller than what was said."""
-    return Engine(engine.settings.model_copy(update={"window_tokens": 240, **settings}), model=engine.model)
+    return Engine(
+        engine.settings.model_copy(update={"window_tokens": 240, **settings}), model=engine.model
+    )
 
 
 @pytest.mark.parametrize("sinks", [0, 5])
@@ -43,14 +47,19 @@ def test_a_shortened_prompt_equals_attention_over_the_kept_rows_at_their_new_pos
         for part in (each for each in rows if each.stop > each.start):
             n = part.stop - part.start
             layers = tuple(
-                LayerKV(reference.shifted(kv.keys[:, part], -part.start, twin.layout), kv.values[:, part])
+                LayerKV(
+                    reference.shifted(kv.keys[:, part], -part.start, twin.layout),
+                    kv.values[:, part],
+                )
                 for kv in full.layers
             )
             runs.append(reference.Cached(at, at + n, ChunkKV(layers), at, False))
             at += n
         assert prompt.token_ids[:at] == tuple(whole[row] for row in kept)
         wanted = twin.fuse(prompt.token_ids, range(len(prompt)), runs, "none", 0.0)
-        error = (ready.prefill.logits.double().cpu() - wanted.logits).abs().max() / wanted.logits.abs().max()
+        error = (
+            ready.prefill.logits.double().cpu() - wanted.logits
+        ).abs().max() / wanted.logits.abs().max()
         assert float(error) < 1e-4
 
 
@@ -76,17 +85,28 @@ def test_shortening_changes_no_byte_and_no_key(said):
         assert engine.sessions.show("one").dropped == 120
         for key, layers in before.items():
             after = engine.store.read_layers(key, 0, engine.model.n_layers)
-            assert all(torch.equal(a.keys.cpu(), b.keys.cpu()) for a, b in zip(layers, after, strict=True))
-            assert all(torch.equal(a.values.cpu(), b.values.cpu()) for a, b in zip(layers, after, strict=True))
+            assert all(
+                torch.equal(a.keys.cpu(), b.keys.cpu()) for a, b in zip(layers, after, strict=True)
+            )
+            assert all(
+                torch.equal(a.values.cpu(), b.values.cpu())
+                for a, b in zip(layers, after, strict=True)
+            )
 
 
 def test_only_what_is_new_is_computed_after_shortening(said):
     with narrow(said) as engine:
         answer = engine.answer([("user", QUESTIONS[3])], Ask(session="one"))
-        fresh = len(engine.prompt([("user", QUESTIONS[3])])) - 1  # no <s>, but the newline and what was said last
+        fresh = (
+            len(engine.prompt([("user", QUESTIONS[3])])) - 1
+        )  # no <s>, but the newline and what was said last
         assert answer.trace.tokens_fresh == fresh + 2
         sinks, *others = history(answer.trace)
-        assert (sinks.n_tokens, sinks.exact, any(segment.exact for segment in others)) == (4, True, False)
+        assert (sinks.n_tokens, sinks.exact, any(segment.exact for segment in others)) == (
+            4,
+            True,
+            False,
+        )
 
 
 def test_a_shortened_conversation_goes_on_and_is_never_taken_for_exact(said):
@@ -138,13 +158,20 @@ def unknown(turns):
     """A conversation that was had elsewhere, behind a system message."""
     said = [("system", "Answer in one word.")]
     for number in range(turns):
-        said += [("user", f"{number}. {QUESTIONS[number % 4]}"), ("assistant", f"Nothing is known of that, {number}.")]
+        said += [
+            ("user", f"{number}. {QUESTIONS[number % 4]}"),
+            ("assistant", f"Nothing is known of that, {number}."),
+        ]
     return said
 
 
 def is_cut_at_a_turn(engine, prompt, asked, most):
-    """Whether a prompt has the system message and as many of the last turns as there is room for."""
-    fits = [at for at in range(1, len(asked), 2) if len(engine.prompt([asked[0], *asked[at:]])) <= most]
+    """Whether a prompt has the system message and as many of the last turns as there is
+    room for.
+    """
+    fits = [
+        at for at in range(1, len(asked), 2) if len(engine.prompt([asked[0], *asked[at:]])) <= most
+    ]
     shorter = engine.prompt([asked[0], *asked[fits[0] :]])
     return fits[0] > 1 and prompt.token_ids == shorter.token_ids
 
@@ -166,7 +193,10 @@ def test_the_models_own_limit_shortens_a_conversation_that_was_had_elsewhere(eng
     for _ in range(3):
         answers.append(engine.answer(asked, Ask(session="one")))
         asked += [("assistant", answers[-1].text), ("user", "So?")]
-    assert all(answer.trace.truncated and answer.trace.tokens + len(answer.token_ids) <= 301 for answer in answers)
+    assert all(
+        answer.trace.truncated and answer.trace.tokens + len(answer.token_ids) <= 301
+        for answer in answers
+    )
     assert answers[1].trace.history_reused
     assert answers[2].trace.history_reused
 
@@ -192,7 +222,13 @@ def test_what_is_left_of_a_conversation_that_was_had_elsewhere_is_reused(engine)
 def test_history_that_is_too_little_to_leave_out_goes_with_whole_turns(engine):
     system = ("system", "Answer in one word.")
     first = engine.answer([system, ("user", QUESTIONS[0])], Ask(session="one"))
-    asked = [system, ("user", QUESTIONS[0]), ("assistant", first.text), *unknown(8)[1:], ("user", QUESTIONS[3])]
+    asked = [
+        system,
+        ("user", QUESTIONS[0]),
+        ("assistant", first.text),
+        *unknown(8)[1:],
+        ("user", QUESTIONS[3]),
+    ]
     with narrow(engine, window_tokens=400) as other:
         ready = prepared(other, asked, session="one")
         assert is_cut_at_a_turn(other, ready.plan.prompt, asked, 400 - 12)
@@ -204,7 +240,18 @@ def test_history_that_is_too_little_to_leave_out_goes_with_whole_turns(engine):
 
 
 def test_turns_begin_with_a_question_and_the_last_one_stays():
-    roles = ["system", "assistant", "user", "user", "assistant", "user", "assistant", "tool", "assistant", "tool"]
+    roles = [
+        "system",
+        "assistant",
+        "user",
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "tool",
+    ]
     said = [ChatMessage(role, str(at)) for at, role in enumerate(roles)]
     assert [[turn.content for turn in left] for left in LaterMessages(said)] == [
         ["0", *map(str, range(2, 10))],

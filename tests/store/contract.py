@@ -44,10 +44,19 @@ class TierContract:
             found, read = tier.get(key("a"), range(i, i + 1))
             assert torch.equal(read.cpu(), blob)
             described = found.layers[i]
-            assert (described.key_shape, described.dtype) == (meta.layers[i].key_shape, meta.layers[i].dtype)
-            assert (found.n_tokens, found.levels, len(found.layers)) == (meta.n_tokens, ("raw",), len(blobs))
+            assert (described.key_shape, described.dtype) == (
+                meta.layers[i].key_shape,
+                meta.layers[i].dtype,
+            )
+            assert (found.n_tokens, found.levels, len(found.layers)) == (
+                meta.n_tokens,
+                ("raw",),
+                len(blobs),
+            )
 
-    def test_every_layer_of_every_level_reads_back_alone_and_the_sizes_are_told_by_level(self, make_tier):
+    def test_every_layer_of_every_level_reads_back_alone_and_the_sizes_are_told_by_level(
+        self, make_tier
+    ):
         tier = make_tier()
         meta, blobs = encoded_at(kv(7), "raw", "int8")
         assert tier.put(key("a"), meta, blobs)
@@ -55,7 +64,9 @@ class TierContract:
             for i in range(3):
                 assert torch.equal(layer(tier, key("a"), i, level), blobs[3 * n + i])
         found, *read = tier.get(key("a"), range(3), "int8")
-        assert all(torch.equal(left.cpu(), right) for left, right in zip(read, blobs[3:], strict=True))
+        assert all(
+            torch.equal(left.cpu(), right) for left, right in zip(read, blobs[3:], strict=True)
+        )
         assert (found.levels, found.n_layers) == (("raw", "int8"), 3)
         assert torch.equal(layer(tier, key("a"), 1), blobs[1])
         entry = tier.stat([key("a")])[key("a")]
@@ -89,7 +100,12 @@ class TierContract:
         found = tier.stat([key("a"), key("c"), key("a")])
         assert set(found) == {key("a")}
         entry = found[key("a")]
-        assert (entry.key, entry.tier, entry.n_tokens, entry.n_layers) == (key("a"), tier.name, 5, 3)
+        assert (entry.key, entry.tier, entry.n_tokens, entry.n_layers) == (
+            key("a"),
+            tier.name,
+            5,
+            3,
+        )
         assert (list(entry.sizes), entry.hits, entry.pinned) == (["raw"], 0, False)
 
     def test_deleted_entries_are_gone(self, make_tier):
@@ -217,8 +233,12 @@ class CappedContract(TierContract):
         put(tier, *"abcd")
         assert names(tier, *"abcd") == "abd"
 
-    def test_an_evictor_that_names_strangers_twice_and_pinned_ones_does_no_harm(self, make_tier, unit):
-        tier = make_tier(2 * unit, lambda entries: [key("x"), key("a"), key("b"), key("b"), key("x")])
+    def test_an_evictor_that_names_strangers_twice_and_pinned_ones_does_no_harm(
+        self, make_tier, unit
+    ):
+        tier = make_tier(
+            2 * unit, lambda entries: [key("x"), key("a"), key("b"), key("b"), key("x")]
+        )
         put(tier, "a", "b")
         tier.pin([key("a")], True)
         put(tier, "c")
@@ -248,9 +268,13 @@ class CappedContract(TierContract):
         put(tier, "b")
         assert not tier.stat([key("b")])[key("b")].pinned
 
-    def test_a_policy_of_conversations_drops_whole_ones_and_whom_nobody_waits_for_first(self, make_tier, unit):
+    def test_a_policy_of_conversations_drops_whole_ones_and_whom_nobody_waits_for_first(
+        self, make_tier, unit
+    ):
         talks = {key(name): name[0] for name in ("a1", "a2", "b1", "b2", "c1", "d1")}
-        tier = make_tier(5 * unit, ConversationEvictor(by_next_use, talks.get, lambda: {"a": 0.0, "c": 1.0}))
+        tier = make_tier(
+            5 * unit, ConversationEvictor(by_next_use, talks.get, lambda: {"a": 0.0, "c": 1.0})
+        )
         put(tier, "a1", "b1", "a2", "b2", "c1")
         put(tier, "d1")
         assert names(tier, "a1", "a2", "b1", "b2", "c1", "d1") == "a1a2c1d1"
@@ -263,7 +287,10 @@ class CappedContract(TierContract):
             while not done.is_set():
                 if tier.nbytes > tier.capacity:
                     over.append(tier.nbytes)
-                done.wait(0.001)  # the writers get on meanwhile: beside one who only spins, each step of theirs waits
+                done.wait(
+                    0.001
+                    # the writers get on meanwhile: beside one who only spins, each step of theirs waits
+                )
 
         watcher = threading.Thread(target=watch)
         watcher.start()

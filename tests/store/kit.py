@@ -31,7 +31,9 @@ def key(name: object, model: str = "model") -> ChunkKey:
     return ChunkKey(digest(model), digest(str(name)))
 
 
-def kv(seed: int = 0, n: int = 5, dtype: torch.dtype = torch.bfloat16, n_layers: int = 3) -> ChunkKV:
+def kv(
+    seed: int = 0, n: int = 5, dtype: torch.dtype = torch.bfloat16, n_layers: int = 3
+) -> ChunkKV:
     """Layers of different heads and dims. keys: [H, n, D], values: [H, n, Dv]."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(2 + i % 2, n, 8 + 4 * i) for i in range(n_layers)]
@@ -61,10 +63,15 @@ def codecs(level: str, model: str) -> Codec | None:
 
 def encoded_at(chunk: ChunkKV, *levels: str) -> tuple[EntryMeta, tuple[torch.Tensor, ...]]:
     """The chunk at each of these levels, one after the other."""
-    blobs = {level: [CODECS[level].encode(layer, at) for at, layer in enumerate(chunk.layers)] for level in levels}
+    blobs = {
+        level: [CODECS[level].encode(layer, at) for at, layer in enumerate(chunk.layers)]
+        for level in levels
+    }
     metas = [EntryMeta.of(chunk, level, blobs[level]) for level in levels]
     layers = tuple(layer for meta in metas for layer in meta.layers)
-    return EntryMeta(chunk.n_tokens, levels, layers), tuple(blob for level in levels for blob in blobs[level])
+    return EntryMeta(chunk.n_tokens, levels, layers), tuple(
+        blob for level in levels for blob in blobs[level]
+    )
 
 
 def rounded(chunk: ChunkKV) -> ChunkKV:
@@ -75,7 +82,11 @@ def rounded(chunk: ChunkKV) -> ChunkKV:
 
 
 def same(left: LayerKV | None, right: LayerKV) -> bool:
-    return left is not None and torch.equal(left.keys, right.keys) and torch.equal(left.values, right.values)
+    return (
+        left is not None
+        and torch.equal(left.keys, right.keys)
+        and torch.equal(left.values, right.values)
+    )
 
 
 def ticks() -> Callable[[], float]:
@@ -100,11 +111,15 @@ def files(path: Path) -> list[Path]:
 
 
 def forked(work: Callable[[Connection], None]) -> tuple[BaseProcess, Connection]:
-    """A process that goes on from here with `work(pipe)`, and our end of the pipe. It must compute nothing big."""
+    """A process that goes on from here with `work(pipe)`, and our end of the pipe. It must compute
+    nothing big.
+    """
     ours, theirs = FORK.Pipe()
     process = FORK.Process(target=work, args=(theirs,), daemon=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads of other tests are none of the child's business
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # threads of other tests are none of the child's business
         process.start()
     theirs.close()
     return process, ours

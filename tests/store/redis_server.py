@@ -25,7 +25,9 @@ _database = itertools.count(1)
 
 
 class RedisServer:
-    """A server with its files in `folder`, without persistence; it can be killed, stopped and started again."""
+    """A server with its files in `folder`, without persistence; it can be killed, stopped and
+    started again.
+    """
 
     def __init__(self, folder: Path, *options: object) -> None:
         if shutil.which("redis-server") is None:
@@ -39,7 +41,16 @@ class RedisServer:
     def start(self) -> None:
         """Start it, empty, on the port it had."""
         addresses = ["--port", self.port, "--bind", "127.0.0.1", "--unixsocket", self.folder / "s"]
-        quiet = ["--save", "", "--appendonly", "no", "--dir", self.folder, "--logfile", self.folder / "log"]
+        quiet = [
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+            "--dir",
+            self.folder,
+            "--logfile",
+            self.folder / "log",
+        ]
         command = ["redis-server", *addresses, *quiet, *self._options]
         self.process = subprocess.Popen([str(part) for part in command], stdout=subprocess.DEVNULL)
         for _ in range(2000):

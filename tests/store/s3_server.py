@@ -20,7 +20,9 @@ class S3Server:
 
     def __init__(self) -> None:
         for package in ("moto.server", "s3fs"):
-            pytest.importorskip(package, reason="S3 is tried with moto and s3fs: pip install 'moto[server]' s3fs")
+            pytest.importorskip(
+                package, reason="S3 is tried with moto and s3fs: pip install 'moto[server]' s3fs"
+            )
         self.port, self.asked = 0, list[str]()
         self.start()
 
@@ -35,7 +37,9 @@ class S3Server:
             self.asked.append(environ["PATH_INFO"])
             return application(environ, respond)
 
-        self._server = make_server("127.0.0.1", self.port, recorded, True, request_handler=MotoRequestHandler)
+        self._server = make_server(
+            "127.0.0.1", self.port, recorded, True, request_handler=MotoRequestHandler
+        )
         self._server.daemon_threads = True
         self.port = self._server.server_port
         self._thread = Thread(target=self._server.serve_forever, daemon=True)
@@ -90,7 +94,9 @@ class S3Server:
             return boto3.client("s3")
 
     def tier(self, url: str, port: int = 0, **options) -> ObjectTier:
-        """A tier whose S3 server this is, or is behind another port. A busy machine is no outage."""
+        """A tier whose S3 server this is, or is behind another port. A busy machine is no
+        outage.
+        """
         with self.reachable(), pytest.MonkeyPatch.context() as patch:
             if port:
                 patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
@@ -99,7 +105,9 @@ class S3Server:
 
 @cache
 def _reader() -> Callable[[str], object]:
-    """As botocore reads its descriptions of services: for every client anew, a fifth of a second of JSON. Once here."""
+    """As botocore reads its descriptions of services: for every client anew, a fifth of a second of
+    JSON. Once here.
+    """
     from botocore.loaders import JSONFileLoader
 
     return cache(JSONFileLoader().load_file)

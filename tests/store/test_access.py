@@ -1,4 +1,6 @@
-"""Who may read what is written on disk: this user alone, whatever the umask; a group where that is meant."""
+"""Who may read what is written on disk: this user alone, whatever the umask; a group where that is
+meant.
+"""
 
 from __future__ import annotations
 
@@ -84,18 +86,27 @@ def test_a_folder_that_lets_others_in_is_warned_about_once_and_its_files_are_for
     for _ in range(2):
         with closing(make(place)):
             pass
-    (told,) = [record.getMessage() for record in caplog.records if "chmod go=" in record.getMessage()]
+    (told,) = [
+        record.getMessage() for record in caplog.records if "chmod go=" in record.getMessage()
+    ]
     assert f"{place} (mode {mode:04o})" in told
     assert "RAGFUSE_SHARED_WITH=group" in told
     assert modes(place)[1] == {0o600}
     assert stat.S_IMODE(place.stat().st_mode) == mode, "it is the user's to change"
 
 
-def test_an_engine_makes_all_its_folders_for_this_user_or_for_the_group(tiny_settings, tmp_path, caplog):
+def test_an_engine_makes_all_its_folders_for_this_user_or_for_the_group(
+    tiny_settings, tmp_path, caplog
+):
     caplog.set_level(logging.WARNING)
     for shared_with, wanted in (("nobody", ({0o700}, {0o600})), ("group", ({0o2770}, {0o660}))):
         store, far = tmp_path / shared_with, tmp_path / f"{shared_with}-far"
-        change = {"store": store, "tiers": (far.as_uri(),), "shared_with": shared_with, "memory_bytes": 0}
+        change = {
+            "store": store,
+            "tiers": (far.as_uri(),),
+            "shared_with": shared_with,
+            "memory_bytes": 0,
+        }
         with Engine(tiny_settings.model_copy(update=change)) as engine:
             engine.ingest([(text, "book") for text in CHUNKS])
             assert all(chunk_hits(engine.answer(messages()).trace))

@@ -60,7 +60,9 @@ def made(path, members: dict[str, bytes]):
 
 def test_what_is_exported_comes_back_bit_for_bit_with_its_texts(empty, archive):
     texts, told = [], []
-    done = import_(empty, archive, take_texts=texts.extend, progress=lambda *numbers: told.append(numbers))
+    done = import_(
+        empty, archive, take_texts=texts.extend, progress=lambda *numbers: told.append(numbers)
+    )
     assert (set(done.done), done.known, done.troubles, done.texts) == (set(KEYS), 0, [], 3)
     assert (texts, are_right(empty)) == (TEXTS, {0, 1, 2, 3})
     assert told == sorted(told)
@@ -100,7 +102,9 @@ def test_an_archive_larger_than_the_tier_leaves_what_fits_and_tells_the_rest(arc
         assert {entry.key for entry in store.entries()} == set(done.done) != set()
 
 
-def test_a_damaged_archive_gives_what_is_whole_and_says_what_is_not_and_a_cut_one_is_refused(archive, tmp_path):
+def test_a_damaged_archive_gives_what_is_whole_and_says_what_is_not_and_a_cut_one_is_refused(
+    archive, tmp_path
+):
     whole, chance = archive.read_bytes(), random.Random(3)
     bad = tmp_path / "bad.zip"
     for round_ in range(60):
@@ -136,7 +140,9 @@ def test_other_members_make_no_file_and_no_harm(empty, tmp_path):
     done = import_(empty, odd, take_texts=taken.extend)
     assert (done.done, len(done.troubles), done.texts, taken) == ({}, 2, 1, TEXTS[:1])
     assert not (tmp_path.parent / "escaped").exists()
-    done = import_(empty, made(tmp_path / "texts.zip", {"texts.jsonl": b"[1]"}), take_texts=taken.extend)
+    done = import_(
+        empty, made(tmp_path / "texts.zip", {"texts.jsonl": b"[1]"}), take_texts=taken.extend
+    )
     assert (len(done.troubles), len(taken)) == (1, 1)
 
 

@@ -1,4 +1,6 @@
-"""The circuit breaker lets no call through while its medium is down, and tries one call at a time."""
+"""The circuit breaker lets no call through while its medium is down, and tries one call at
+a time.
+"""
 
 from __future__ import annotations
 

@@ -60,7 +60,11 @@ def test_deleting_forgets_what_matches_all_that_is_given(book):
 
 def test_concurrent_writers_lose_nothing(book, tmp_path):
     with CatalogFile(tmp_path) as other, ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda i: (book, other)[i % 2].add_texts("m", [(f"k{i}", "t", "s")]), range(60)))
+        list(
+            pool.map(
+                lambda i: (book, other)[i % 2].add_texts("m", [(f"k{i}", "t", "s")]), range(60)
+            )
+        )
     assert {text.key for text in book.texts("m")} == {f"k{i}" for i in range(60)}
 
 

@@ -68,7 +68,9 @@ def toy(path: Path, capacity: int, evict: Evictor) -> Tier:
 
 def toy_code() -> str:
     """Return the program of a tier that CONTRIBUTING.md shows."""
-    shown = re.search(r"```python\n(.*?class ToyTier.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    shown = re.search(
+        r"```python\n(.*?class ToyTier.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL
+    )
     return textwrap.dedent(shown[1])
 
 

@@ -1,4 +1,6 @@
-"""Random damage to chunk files: every flip and every cut, wherever it is, is a miss that is counted."""
+"""Random damage to chunk files: every flip and every cut, wherever it is, is a miss that is
+counted.
+"""
 
 import os
 import random
@@ -31,10 +33,15 @@ def damaged(data: bytes, chance: random.Random) -> bytes:
 
 
 def is_padding(whole: bytes, at: int) -> bool:
-    """Whether the byte lies between header and layers, or behind a layer, where no checksum covers it."""
+    """Whether the byte lies between header and layers, or behind a layer, where no checksum covers
+    it.
+    """
     header = Header.parse(whole)
     ends = [_FIXED.size + _FIXED.unpack_from(whole)[2]]
-    ends += [begin + layer.nbytes for begin, layer in zip(header.offsets, header.meta.layers, strict=False)]
+    ends += [
+        begin + layer.nbytes
+        for begin, layer in zip(header.offsets, header.meta.layers, strict=False)
+    ]
     return any(end <= at < begin for end, begin in zip(ends, header.offsets, strict=True))
 
 
@@ -45,13 +52,17 @@ def replaced(tier: DiskTier, data: bytes) -> None:
 
 
 def is_detected(tier: DiskTier, data: bytes, count: int = 1) -> bool:
-    """Whether reading all layers of these bytes, `count` at once, gives None, drops the entry, and counts it once."""
+    """Whether reading all layers of these bytes, `count` at once, gives None, drops the entry, and
+    counts it once.
+    """
     assert tier.put(A, META, BLOBS)
     before = tier.counts["corrupt"]
     replaced(tier, data)
     found = [tier.get(A, range(i, i + count)) for i in range(0, len(BLOBS) - count + 1, count)]
     for i, layers in enumerate(found):
-        assert layers is None or all(torch.equal(*pair) for pair in zip(layers[1:], BLOBS[i : i + count], strict=True))
+        assert layers is None or all(
+            torch.equal(*pair) for pair in zip(layers[1:], BLOBS[i : i + count], strict=True)
+        )
     if None not in found:
         return False
     assert tier.counts["corrupt"] == before + 1
@@ -69,7 +80,9 @@ def test_random_damage_is_a_miss(tmp_path, count):
     done = 0
     while done < count:
         data = damaged(whole, chance)
-        changed = [at for at, pair in enumerate(zip(data, whole, strict=False)) if pair[0] != pair[1]]
+        changed = [
+            at for at, pair in enumerate(zip(data, whole, strict=False)) if pair[0] != pair[1]
+        ]
         if len(data) < len(whole) or not all(is_padding(whole, at) for at in changed):
             assert is_detected(tier, data, chance.choice([1, len(BLOBS)]))
             done += 1

@@ -1,4 +1,6 @@
-"""A SQLite file that several stores of one process, and other processes, have open at the same time."""
+"""A SQLite file that several stores of one process, and other processes, have open at the same
+time.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,12 @@ connection.close()
 
 
 def counted_elsewhere(path):
-    """What another process finds, which opens the file, reads and closes it, as `ragfuse store ls` does."""
-    found = subprocess.run([sys.executable, "-c", COUNT, str(path)], capture_output=True, text=True, check=True)
+    """What another process finds, which opens the file, reads and closes it, as `ragfuse store ls`
+    does.
+    """
+    found = subprocess.run(
+        [sys.executable, "-c", COUNT, str(path)], capture_output=True, text=True, check=True
+    )
     return int(found.stdout)
 
 
@@ -35,5 +41,9 @@ def test_two_stores_of_a_process_and_another_process_see_one_file(tmp_path):
                 connection.execute("INSERT INTO words VALUES ('two')")
             with first.write() as connection:
                 connection.execute("INSERT INTO words VALUES ('three')")
-            assert first.query("SELECT count(*) FROM words") == second.query("SELECT count(*) FROM words") == [(3,)]
+            assert (
+                first.query("SELECT count(*) FROM words")
+                == second.query("SELECT count(*) FROM words")
+                == [(3,)]
+            )
             assert counted_elsewhere(path) == 3

@@ -1,4 +1,6 @@
-"""What is forgotten is gone from every tier, in all company, and is found in no prompt any more; nothing else is."""
+"""What is forgotten is gone from every tier, in all company, and is found in no prompt any more;
+nothing else is.
+"""
 
 import signal
 import threading
@@ -66,9 +68,15 @@ def test_texts_that_nobody_knows_free_nothing(filled):
 def test_another_tenant_keeps_its_own(filled, tiny_settings):
     with Engine(tiny_settings.model_copy(update={"salt": "theirs"})) as other:
         ingest(other)
-        theirs = {entry.key for entry in entries_of(other, CHUNKS[1]) if entry.key.model == other.digest}
+        theirs = {
+            entry.key for entry in entries_of(other, CHUNKS[1]) if entry.key.model == other.digest
+        }
         assert filled.forget([CHUNKS[1]]) > 0
-        left = {entry.key for entry in other.store.entries() if entry.key.tokens == chunk(other, CHUNKS[1])}
+        left = {
+            entry.key
+            for entry in other.store.entries()
+            if entry.key.tokens == chunk(other, CHUNKS[1])
+        }
         assert left == theirs
         assert is_known(other, CHUNKS[1])
 
@@ -89,10 +97,14 @@ def test_what_is_still_being_saved_does_not_come_in(filled):
     disk, gate = filled.store.tier("disk"), threading.Event()
     write = disk.put
     disk.put = lambda *given: gate.wait(60) and write(*given)
-    key = filled.runtime.encoder.key(filled.tokens("A text that is on its way to the disk just now."))
+    key = filled.runtime.encoder.key(
+        filled.tokens("A text that is on its way to the disk just now.")
+    )
     kv = filled.model.encode(filled.tokens("A text that is on its way to the disk just now."))
     filled.store.put(key, kv, tier="disk")
-    forgetting = threading.Thread(target=lambda: filled.forget(["A text that is on its way to the disk just now."]))
+    forgetting = threading.Thread(
+        target=lambda: filled.forget(["A text that is on its way to the disk just now."])
+    )
     forgetting.start()
     forgetting.join(60)
     gate.set()
@@ -117,7 +129,9 @@ def test_a_question_meanwhile_is_answered_as_by_full_prefill(filled):
     assert set(answers) == {wanted}
 
 
-def test_while_a_tier_is_down_the_rest_is_forgotten_and_the_text_stays_written_down(tiny_settings, tmp_path, caplog):
+def test_while_a_tier_is_down_the_rest_is_forgotten_and_the_text_stays_written_down(
+    tiny_settings, tmp_path, caplog
+):
     (tmp_path / "redis").mkdir()
     server = RedisServer(tmp_path / "redis")
     try:
@@ -156,7 +170,11 @@ def test_passages_that_were_learnt_from_a_text_go_with_it(engine, persistent):
     for text in (inside, across, other):
         learn(engine, text, persistent)
     engine.forget([whole])
-    assert [bool(entries_of(engine, text)) for text in (inside, across, other)] == [False, False, True]
+    assert [bool(entries_of(engine, text)) for text in (inside, across, other)] == [
+        False,
+        False,
+        True,
+    ]
     found = engine.prompt(plain(f"{inside}\n{across}\n{other}")).segments
     assert sum(len(each.tokens) for each in found if each.kind == "chunk") <= len(other) + 2
     assert all(inside not in text for text in known_texts(engine, LEARNT))
@@ -176,7 +194,11 @@ def test_what_memory_alone_has_is_written_to_disk_when_it_is_ingested_or_kept(en
     ids = engine.tokens(CHUNKS[2])
     engine.store.put(engine.runtime.encoder.key(ids), engine.model.encode(ids), tier="memory")
     engine.ingest([], prefix=ids)
-    assert {entry.tier for entry in engine.store.entries() if entry.key == engine.runtime.encoder.key(ids)} == {
+    assert {
+        entry.tier
+        for entry in engine.store.entries()
+        if entry.key == engine.runtime.encoder.key(ids)
+    } == {
         "memory",
         "disk",
     }

@@ -1,4 +1,6 @@
-"""The disk tier against damaged, foreign and vanished files, odd folders, full media and restarts."""
+"""The disk tier against damaged, foreign and vanished files, odd folders, full media and
+restarts.
+"""
 
 import logging
 import os
@@ -33,7 +35,9 @@ def tier(tmp_path):
 
 def again(tier: DiskTier, **options) -> DiskTier:
     tier.close()
-    return DiskTier(tier.path, options.pop("capacity", tier.capacity), lru, clock=tier._clock, **options)
+    return DiskTier(
+        tier.path, options.pop("capacity", tier.capacity), lru, clock=tier._clock, **options
+    )
 
 
 def flipped(data: bytes, at: int) -> bytes:
@@ -47,14 +51,20 @@ DAMAGE = {
     "cut in the last layer": lambda data: data[:-1],
     "longer than it should be": lambda data: data + b"\0",
     "not a chunk file": lambda data: b"PK\3\4" + data[4:],
-    "an older version": lambda data: data[:8] + (FORMAT_VERSION - 1).to_bytes(4, "little") + data[12:],
-    "a newer version": lambda data: data[:8] + (FORMAT_VERSION + 1).to_bytes(4, "little") + data[12:],
+    "an older version": lambda data: (
+        data[:8] + (FORMAT_VERSION - 1).to_bytes(4, "little") + data[12:]
+    ),
+    "a newer version": lambda data: (
+        data[:8] + (FORMAT_VERSION + 1).to_bytes(4, "little") + data[12:]
+    ),
     "an absurd header length": lambda data: data[:12] + b"\xff\xff\xff\xff" + data[16:],
     "a flipped bit in the header": lambda data: flipped(data, 80),
 }
 
 
-@pytest.mark.parametrize("damage", [damage for name, damage in DAMAGE.items() if name != "longer than it should be"])
+@pytest.mark.parametrize(
+    "damage", [damage for name, damage in DAMAGE.items() if name != "longer than it should be"]
+)
 def test_a_damaged_file_is_dropped_counted_and_named(tier, damage, caplog):
     (path,) = files(tier.path)
     path.write_bytes(damage(path.read_bytes()))
@@ -145,12 +155,18 @@ def test_a_lost_index_is_built_again_from_the_files(tier):
         index.unlink()
     with DiskTierContext(again(tier)) as opened:
         entry = opened.stat([A])[A]
-        assert (entry.n_tokens, entry.n_layers, entry.nbytes) == (5, 3, files(tier.path)[0].stat().st_size)
+        assert (entry.n_tokens, entry.n_layers, entry.nbytes) == (
+            5,
+            3,
+            files(tier.path)[0].stat().st_size,
+        )
         assert opened.get(A, range(1)) is not None
         assert opened.counts["corrupt"] == 0
 
 
-@pytest.mark.parametrize("content", [b"not a database at all, just words" * 40, b"SQLite format 3\0" + b"\xff" * 5000])
+@pytest.mark.parametrize(
+    "content", [b"not a database at all, just words" * 40, b"SQLite format 3\0" + b"\xff" * 5000]
+)
 def test_a_damaged_index_is_set_aside_and_built_again(tier, content, caplog):
     tier.close()
     (tier.path / "index.sqlite").write_bytes(content)
@@ -195,7 +211,12 @@ def test_a_file_size_limit_of_the_system_stores_nothing_and_raises_nothing(tmp_p
     def work():
         tier = DiskTier(tmp_path, 1 << 30, lru)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-        refused = tier.put(key("big"), *big), tier.nbytes, len(files(tier.path)), tier.counts["failed"]
+        refused = (
+            tier.put(key("big"), *big),
+            tier.nbytes,
+            len(files(tier.path)),
+            tier.counts["failed"],
+        )
         return refused, (tier.put(key("small"), *small), len(tier.list()))
 
     assert asked(work) == ((False, 0, 0, 1), (True, 1))
@@ -246,7 +267,9 @@ def test_temp_files_of_the_dead_go_an_hour_later_and_those_of_the_living_stay(ti
         temp.write_bytes(b"half")
         os.utime(temp, (time.time() - age_s, time.time() - age_s))
     other = DiskTier(tier.path, tier.capacity, lru)
-    assert [path.name for path in files(tier.path) if path.suffix == ".tmp"] == ["living.0123456789abcdef.tmp"]
+    assert [path.name for path in files(tier.path) if path.suffix == ".tmp"] == [
+        "living.0123456789abcdef.tmp"
+    ]
     assert other.counts["leftovers"] == 1
     other.close()
 

@@ -73,7 +73,9 @@ def test_what_is_used_does_not_grow_old_and_what_is_pinned_neither(store, clock)
     assert set(store.lookup(KEYS)) == {KEYS[0], KEYS[2]}
 
 
-def test_what_is_used_in_memory_does_not_grow_old_on_disk_for_other_processes(store, clock, tmp_path):
+def test_what_is_used_in_memory_does_not_grow_old_on_disk_for_other_processes(
+    store, clock, tmp_path
+):
     store.report_every_s = 10.0
     for one in KEYS[:2]:
         store.put(one, kv(), wait=True)
@@ -82,12 +84,16 @@ def test_what_is_used_in_memory_does_not_grow_old_on_disk_for_other_processes(st
         assert store.read_layers(KEYS[0], 0) is not None  # from memory
         assert store.flush()
     assert store.tiers[1].stat([KEYS[0]])[KEYS[0]].hits == 0
-    with KVStore([DiskTier(tmp_path, MB, lru, clock=clock)], expired=store.expired, clock=clock) as other:
+    with KVStore(
+        [DiskTier(tmp_path, MB, lru, clock=clock)], expired=store.expired, clock=clock
+    ) as other:
         assert gc(other)["disk"].expired == 1
         assert set(other.lookup(KEYS)) == {KEYS[0]}
 
 
-def test_gc_frees_what_is_too_old_and_keeps_what_another_tier_has_used_since(store, clock, tmp_path):
+def test_gc_frees_what_is_too_old_and_keeps_what_another_tier_has_used_since(
+    store, clock, tmp_path
+):
     for one in KEYS[:3]:
         store.put(one, kv(), wait=True)
     clock.now += 60

@@ -1,4 +1,6 @@
-"""A store from its settings: tiers in order, by kind, each as large as is said; no password in what is told."""
+"""A store from its settings: tiers in order, by kind, each as large as is said; no password in what
+is told.
+"""
 
 import pytest
 
@@ -16,15 +18,29 @@ def test_tiers_are_opened_in_order_and_named_by_kind(tmp_path):
     further = (str(tmp_path / "second"), f"file://{tmp_path}/third", "memory://fourth")
     settings = Settings(home=tmp_path, tiers=further, tier_bytes=1 << 20, disk_bytes=1 << 21)
     with open_store(settings, lru) as store:
-        assert [tier.name for tier in store.tiers] == ["memory", "disk", "disk-2", "objects", "objects-2"]
-        assert [tier.capacity for tier in store.tiers[1:]] == [1 << 21, 1 << 20, UNLIMITED, UNLIMITED]
+        assert [tier.name for tier in store.tiers] == [
+            "memory",
+            "disk",
+            "disk-2",
+            "objects",
+            "objects-2",
+        ]
+        assert [tier.capacity for tier in store.tiers[1:]] == [
+            1 << 21,
+            1 << 20,
+            UNLIMITED,
+            UNLIMITED,
+        ]
 
 
 @pytest.mark.parametrize(
     ("url", "told"),
     [
         ("redis://me:s3cret@host:1/2", "redis://host:1/2"),
-        ("redis://host/0?username=me&password=s3cret&db=2", "redis://host/0?username=...&password=...&db=2"),
+        (
+            "redis://host/0?username=me&password=s3cret&db=2",
+            "redis://host/0?username=...&password=...&db=2",
+        ),
         ("unix://me:s3@cret@/run/redis.sock?db=1", "unix:///run/redis.sock?db=1"),
     ],
 )
@@ -42,7 +58,9 @@ def test_for_a_model_on_a_gpu_its_memory_comes_first(tmp_path):
 
 
 def test_a_further_folder_keeps_what_it_has_where_the_own_disk_is_off(tmp_path):
-    settings = Settings(home=tmp_path, tiers=(str(tmp_path / "kept"),), disk_bytes=0, memory_bytes=0)
+    settings = Settings(
+        home=tmp_path, tiers=(str(tmp_path / "kept"),), disk_bytes=0, memory_bytes=0
+    )
     for _ in range(2):
         with open_store(settings, lru) as store:
             store.put(key("a"), kv(), wait=True)
@@ -53,7 +71,9 @@ def test_a_share_of_memory_is_left_free_for_what_is_fetched_next(tmp_path):
     with open_store(Settings(home=tmp_path, disk_bytes=0), lru) as store:
         store.put(key("unit"), kv(), wait=True)
         unit = store.tiers[0].nbytes
-    with open_store(Settings(home=tmp_path, disk_bytes=0, memory_bytes=10 * unit, memory_free=0.3), lru) as store:
+    with open_store(
+        Settings(home=tmp_path, disk_bytes=0, memory_bytes=10 * unit, memory_free=0.3), lru
+    ) as store:
         for name in range(20):
             store.put(key(name), kv(), wait=True)
             assert store.tiers[0].nbytes == min(name + 1, 7) * unit
@@ -70,7 +90,9 @@ def test_two_tiers_at_one_place_are_refused(tmp_path, second):
         open_store(Settings(home=tmp_path, tiers=("redis://u:p@h", "redis://u:p@h/")), lru)
 
 
-@pytest.mark.parametrize("url", [" redis://:hunter2@h", "'redis://me:hunter2@h'", "a b://me:hun@ter2@h"])
+@pytest.mark.parametrize(
+    "url", [" redis://:hunter2@h", "'redis://me:hunter2@h'", "a b://me:hun@ter2@h"]
+)
 def test_no_password_is_told(url):
     with pytest.raises(StoreError) as caught:
         open_tier(url, Settings(), lru)
@@ -92,7 +114,10 @@ class Refusing(DiskTier):
 
 
 def test_a_chunk_whose_home_does_not_take_it_goes_to_the_other_slow_tiers(tmp_path):
-    disk, home = DiskTier(tmp_path / "a", 1 << 20, lru), Refusing(tmp_path / "b", 1 << 20, lru, name="home")
+    disk, home = (
+        DiskTier(tmp_path / "a", 1 << 20, lru),
+        Refusing(tmp_path / "b", 1 << 20, lru, name="home"),
+    )
     with KVStore([MemoryTier(1 << 20, lru), disk, home]) as store:
         assert store.put(key("a"), kv(), wait=True, slow_tier="home")
         assert disk.stat([key("a")])
@@ -109,22 +134,34 @@ def test_a_chunk_is_encoded_once_for_all_tiers(tmp_path, home):
 
     packed = Counting()
 
-    disk, full = DiskTier(tmp_path / "a", 1 << 20, lru), Refusing(tmp_path / "b", 1 << 20, lru, name="home")
-    tiers, levels = [MemoryTier(1 << 20, lru), disk, full], dict.fromkeys(("memory", "disk", "home"), ("int8",))
+    disk, full = (
+        DiskTier(tmp_path / "a", 1 << 20, lru),
+        Refusing(tmp_path / "b", 1 << 20, lru, name="home"),
+    )
+    tiers, levels = (
+        [MemoryTier(1 << 20, lru), disk, full],
+        dict.fromkeys(("memory", "disk", "home"), ("int8",)),
+    )
     with KVStore(tiers, lambda level, model: packed if level == "int8" else RAW, levels) as store:
         assert store.put(key("a"), kv(), wait=True, slow_tier=home)
     assert encoded == [0, 1, 2]
 
 
 def test_a_chunk_has_one_home_among_the_slow_tiers(tmp_path):
-    disk, home = DiskTier(tmp_path / "a", 1 << 20, lru), DiskTier(tmp_path / "b", 1 << 20, lru, name="home")
+    disk, home = (
+        DiskTier(tmp_path / "a", 1 << 20, lru),
+        DiskTier(tmp_path / "b", 1 << 20, lru, name="home"),
+    )
     with KVStore([MemoryTier(1 << 20, lru), disk, home]) as store:
         assert store.put(key("a"), kv(), wait=True, slow_tier="home")
         assert [tier.name for tier in store.tiers if tier.list()] == ["memory", "home"]
 
 
 def test_what_is_warmed_enters_the_faster_tiers(tmp_path):
-    disk, home = DiskTier(tmp_path / "a", 1 << 20, lru), DiskTier(tmp_path / "b", 1 << 20, lru, name="home")
+    disk, home = (
+        DiskTier(tmp_path / "a", 1 << 20, lru),
+        DiskTier(tmp_path / "b", 1 << 20, lru, name="home"),
+    )
     with KVStore([MemoryTier(1 << 20, lru), disk, home]) as store:
         assert store.put(key("a"), kv(), wait=True, tier="home")
         store.warm([key("a"), key("strange")])

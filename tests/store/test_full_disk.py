@@ -29,10 +29,15 @@ def mount(tmp_path):
         path = tmp_path / f"small{len(mounted)}"
         path.mkdir()
         done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", path], capture_output=True, check=False
+            ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", path],
+            capture_output=True,
+            check=False,
         )
         if done.returncode:
-            pytest.skip("a small file system cannot be mounted here: run the tests as root, with CAP_SYS_ADMIN")
+            pytest.skip(
+                "a small file system cannot be mounted here: run the tests as root, with"
+                " CAP_SYS_ADMIN"
+            )
         mounted.append(path)
         return path
 
@@ -53,7 +58,9 @@ def filled(path):
     return ballast
 
 
-def test_a_disk_that_others_have_filled_is_read_all_the_same_and_written_again_once_there_is_room(mount):
+def test_a_disk_that_others_have_filled_is_read_all_the_same_and_written_again_once_there_is_room(
+    mount,
+):
     path = mount(3 * MB)
     with KVStore([MemoryTier(MB, lru), DiskTier(path, 1 << 30, lru)]) as store:
         store.put(key("a"), kv(1), wait=True)
@@ -76,9 +83,20 @@ def test_a_store_that_cannot_be_made_on_a_full_disk_says_so(mount):
             opened()
 
 
-def test_a_question_over_a_full_disk_is_answered_and_what_is_not_saved_is_counted(mount, tiny_settings):
+def test_a_question_over_a_full_disk_is_answered_and_what_is_not_saved_is_counted(
+    mount, tiny_settings
+):
     path = mount(4 * MB)
-    prompt = [("user", (Piece(LONG * 3, "chunk", "a.txt"), Piece(LONG * 2, "chunk", "b.txt"), Piece("Who wrote?")))]
+    prompt = [
+        (
+            "user",
+            (
+                Piece(LONG * 3, "chunk", "a.txt"),
+                Piece(LONG * 2, "chunk", "b.txt"),
+                Piece("Who wrote?"),
+            ),
+        )
+    ]
     with Engine(tiny_settings) as engine:
         wanted = engine.answer(prompt).text
     with Engine(tiny_settings.model_copy(update={"store": path, "memory_bytes": 0})) as engine:
@@ -96,7 +114,11 @@ def test_sessions_over_a_full_disk_go_on_from_every_turn_and_the_trace_names_wha
     mount, tiny_settings, caplog, memory_bytes
 ):
     path = mount(6 * MB)
-    change = {"store": path / "store", "tiers": ((path / "far").as_uri(),), "memory_bytes": memory_bytes}
+    change = {
+        "store": path / "store",
+        "tiers": ((path / "far").as_uri(),),
+        "memory_bytes": memory_bytes,
+    }
     with Engine(tiny_settings.model_copy(update=change)) as engine:
         answers = talk(engine, QUESTIONS[:1])
         engine.flush()
@@ -107,12 +129,16 @@ def test_sessions_over_a_full_disk_go_on_from_every_turn_and_the_trace_names_wha
         answers.append(stream.answer)
         engine.flush()
         _, session = engine.sessions.get(engine.digest, "one")
-        assert [message.text for message in session.messages][1::2] == [answer.text for answer in answers]
+        assert [message.text for message in session.messages][1::2] == [
+            answer.text for answer in answers
+        ]
         assert answers[0].trace.unsaved == ()
         for answer in answers[1:]:
             assert any("catalog" in what for what in answer.trace.unsaved), answer.trace.unsaved
         assert engine.store.stats().dropped_writes > 0
-        told = {record.args[0] for record in caplog.records if "goes on without it" in record.message}
+        told = {
+            record.args[0] for record in caplog.records if "goes on without it" in record.message
+        }
         assert len(told) == 2  # catalog, far tier
         for tier in engine.store.tiers[-2:]:
             assert tier.counts["failed"] > 0, tier.name

@@ -22,7 +22,11 @@ def mixed(tmp_path):
 
 
 def mixed_tiers(path):
-    return [MemoryTier(MB, lru), DiskTier(path / "disk", MB, lru), RedisTier(fresh_url(), timeout_s=30)]
+    return [
+        MemoryTier(MB, lru),
+        DiskTier(path / "disk", MB, lru),
+        RedisTier(fresh_url(), timeout_s=30),
+    ]
 
 
 def levels_of(store, of=A):
@@ -36,7 +40,10 @@ def whole(store, wanted, of=A, **where):
     each = [store.read_layers(of, i, **where) for i in range(3)]
     together = store.read_layers(of, 0, 3, **where)
     pairs = zip(each, together or (), wanted.layers, strict=True)
-    return all(one is not None and same(one[0], right) and same(other, right) for one, other, right in pairs)
+    return all(
+        one is not None and same(one[0], right) and same(other, right)
+        for one, other, right in pairs
+    )
 
 
 # written and read
@@ -127,14 +134,19 @@ def test_a_level_without_a_codec_is_not_there_and_left_alone(tmp_path):
         assert store.why_not(A) == ""
         assert store.lookup([A, B]) == {}
         assert store.read_layers(A, 0) is None
-        assert store.why_not(A) == "it cannot be decoded: this store has no codec tables for level int8"
+        assert (
+            store.why_not(A)
+            == "it cannot be decoded: this store has no codec tables for level int8"
+        )
         assert (store.why_not(B), levels_of(store)) == ("", {"disk": ["int8"]})
         store.forget([A])
         store.lookup([A])
         assert store.why_not(A) == ""
 
 
-def test_layers_of_other_tables_are_a_miss_and_left_alone_and_the_other_level_is_read(tmp_path, caplog):
+def test_layers_of_other_tables_are_a_miss_and_left_alone_and_the_other_level_is_read(
+    tmp_path, caplog
+):
     codecs = {"raw": UniformCodec(), "int8": Tabled()}
     with KVStore([DiskTier(tmp_path, MB, lru)], lambda level, model: codecs[level]) as store:
         store.tiers[0].put(A, *encoded_at(kv(), "int8"))

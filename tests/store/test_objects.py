@@ -1,4 +1,6 @@
-"""The object tier: folders, buckets, rights, stores that are down, damage, and processes that are killed."""
+"""The object tier: folders, buckets, rights, stores that are down, damage, and processes that are
+killed.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,9 @@ def test_a_driver_that_is_not_installed_is_named():
 def test_a_bucket_that_does_not_exist_is_refused_and_not_made():
     with shared().reachable():
         assert "bucket" in refused("s3://no-such-bucket/folder", timeout_s=30)
-    assert "no-such-bucket" not in [bucket["Name"] for bucket in shared().client.list_buckets()["Buckets"]]
+    assert "no-such-bucket" not in [
+        bucket["Name"] for bucket in shared().client.list_buckets()["Buckets"]
+    ]
 
 
 def test_missing_credentials_are_refused(monkeypatch, tmp_path):

@@ -1,4 +1,6 @@
-"""Several processes on one store: killed in the middle of a write, writing at once, ending without closing."""
+"""Several processes on one store: killed in the middle of a write, writing at once, ending without
+closing.
+"""
 
 import os
 import random
@@ -109,7 +111,9 @@ def write_on_and_on(path, capacity, wanted, threads):
 
 
 @pytest.mark.parametrize("kills", [8, pytest.param(100, marks=pytest.mark.slow)])
-def test_processes_killed_anywhere_leave_no_bad_entry_and_after_gc_no_orphan_byte(tmp_path, unit, kills):
+def test_processes_killed_anywhere_leave_no_bad_entry_and_after_gc_no_orphan_byte(
+    tmp_path, unit, kills
+):
     path, capacity, chance = tmp_path / "store", 8 * unit, random.Random(3)
     wanted = [encoded(kv(i)) for i in range(12)]
     rests, read = 0, 0
@@ -156,7 +160,9 @@ def test_four_processes_of_eight_threads_keep_the_capacity_and_every_byte(tmp_pa
                 for other in (name, chance.randrange(20)):
                     found = tier.get(key(other), range(layer, layer + 1))
                     read += found is not None
-                    wrong += found is not None and not torch.equal(found[1], wanted[other][1][layer])
+                    wrong += found is not None and not torch.equal(
+                        found[1], wanted[other][1][layer]
+                    )
             return kept, read, wrong
 
         with ThreadPoolExecutor(8) as pool:

@@ -24,7 +24,9 @@ def spelled(tree, ids):
 
 
 class Twin:
-    """Every prompt in a list; a token's entry is that of the first prompt that had it behind the same ones."""
+    """Every prompt in a list; a token's entry is that of the first prompt that had it behind the
+    same ones.
+    """
 
     def __init__(self):
         self.known = {}

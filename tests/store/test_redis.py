@@ -1,4 +1,6 @@
-"""The redis tier: a server that is down, hung or full, that evicts and expires, and processes that are killed."""
+"""The redis tier: a server that is down, hung or full, that evicts and expires, and processes that
+are killed.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,14 @@ def first(tier, of=A):
     return tier.get(of, range(1))
 
 
-def test_a_server_killed_between_two_layers_is_a_miss_and_another_tier_answers(server, tmp_path, caplog):
+def test_a_server_killed_between_two_layers_is_a_miss_and_another_tier_answers(
+    server, tmp_path, caplog
+):
     chunk = kv()
-    tier, disk = RedisTier(server.url(), cool_down_s=3600), DiskTier(tmp_path / "store", 1 << 20, lru)
+    tier, disk = (
+        RedisTier(server.url(), cool_down_s=3600),
+        DiskTier(tmp_path / "store", 1 << 20, lru),
+    )
     with KVStore([tier, disk]) as store:
         assert store.put(A, chunk, wait=True)
         assert store.lookup([A])[A].tier == "redis"
@@ -131,7 +138,9 @@ def test_a_writer_that_is_killed_leaves_no_entry(server):
     assert 0 < server.raw().ttl(rest) <= 60
 
 
-@pytest.mark.parametrize("url", ["redis://", "redis://host/words", "redis://me:hunter2@host:port/0"])
+@pytest.mark.parametrize(
+    "url", ["redis://", "redis://host/words", "redis://me:hunter2@host:port/0"]
+)
 def test_a_url_that_is_none_is_refused_without_its_password(url):
     with pytest.raises(StoreError, match="RAGFUSE_TIERS") as caught:
         RedisTier(url)

@@ -1,4 +1,6 @@
-"""KVStore over real tiers: found at once, saved behind the answer, promoted, forgotten for good, never raising."""
+"""KVStore over real tiers: found at once, saved behind the answer, promoted, forgotten for good,
+never raising.
+"""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +42,10 @@ def read(store: KVStore, of, **options) -> list[LayerKV | None]:
 
 
 def whole(store: KVStore, of, wanted: ChunkKV, **options) -> bool:
-    return all(same(got, layer) for got, layer in zip(read(store, of, **options), wanted.layers, strict=True))
+    return all(
+        same(got, layer)
+        for got, layer in zip(read(store, of, **options), wanted.layers, strict=True)
+    )
 
 
 class SlowTier(MemoryTier):
@@ -69,7 +74,9 @@ class BrokenCodec(RawCodec):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_what_is_put_comes_back_bit_for_bit_from_memory_and_after_a_restart_from_disk(store, tmp_path, dtype):
+def test_what_is_put_comes_back_bit_for_bit_from_memory_and_after_a_restart_from_disk(
+    store, tmp_path, dtype
+):
     chunk = kv(3, n=9, dtype=dtype, n_layers=3)
     assert store.put(A, chunk)
     assert whole(store, A, chunk)
@@ -121,7 +128,9 @@ def test_who_waits_has_all_slow_tiers_write_at_the_same_time(tmp_path):
         hung.go.set()
         last.go.set()
         assert [each.result(20) for each in kept] == [True] * 3
-        assert len({frozenset(entry.key for entry in tier.list()) for tier in (hung, last, disk)}) == 1
+        assert (
+            len({frozenset(entry.key for entry in tier.list()) for tier in (hung, last, disk)}) == 1
+        )
         assert store.stats().dropped_writes == 0
 
 
@@ -129,7 +138,9 @@ def test_who_waits_is_told_whether_a_tier_took_it(tmp_path):
     with KVStore([DiskTier(tmp_path / str(i), 1, lru, name=str(i)) for i in range(2)]) as store:
         assert not store.put(A, kv(), wait=True)
         assert not store.put(A, kv(), pace_s=20.0)
-    with KVStore([DiskTier(tmp_path / str(i), (1, MB)[i], lru, name=str(i)) for i in range(2)]) as store:
+    with KVStore(
+        [DiskTier(tmp_path / str(i), (1, MB)[i], lru, name=str(i)) for i in range(2)]
+    ) as store:
         assert store.put(A, kv(), wait=True)
         assert store.put(B, kv(), pace_s=20.0)
 
@@ -257,7 +268,10 @@ def test_a_deleted_chunk_is_gone_from_every_tier(store, tmp_path):
 
 
 def test_clear_forgets_one_model_or_all_and_salted_tenants_are_apart(store, tmp_path):
-    mine, theirs = [key(i, "model+salt 1") for i in range(3)], [key(i, "model+salt 2") for i in range(3)]
+    mine, theirs = (
+        [key(i, "model+salt 1") for i in range(3)],
+        [key(i, "model+salt 2") for i in range(3)],
+    )
     for one in (*mine, *theirs):
         store.put(one, kv(), wait=True)
     assert {entry.key for entry in store.clear(mine[0].model).entries} == set(mine)
@@ -296,7 +310,10 @@ def test_what_is_dropped_from_one_tier_while_it_is_being_saved_comes_back_there_
         slow.go.set()
         other.go.set()
         store.flush()
-        assert [(entry.tier, entry.pinned) for entry in store.entries()] == [("memory", True), ("other", True)]
+        assert [(entry.tier, entry.pinned) for entry in store.entries()] == [
+            ("memory", True),
+            ("other", True),
+        ]
 
 
 def test_what_is_cleared_while_it_is_being_read_is_not_promoted(store, tmp_path):

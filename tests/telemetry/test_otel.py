@@ -1,4 +1,6 @@
-"""Spans of answers, by the real SDK: what they are called, under whom they stand, what they say, and what they cost."""
+"""Spans of answers, by the real SDK: what they are called, under whom they stand, what they say,
+and what they cost.
+"""
 
 import asyncio
 import subprocess
@@ -16,7 +18,9 @@ from ragfuse.text import Piece
 from tests.plan.kit import timings
 from tests.tiny import ROOT
 
-SECRET = "Agnes Worth kept the book of ships in the harbour of Port Elling until her death in 1881. "
+SECRET = (
+    "Agnes Worth kept the book of ships in the harbour of Port Elling until her death in 1881. "
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +48,10 @@ def spans(exporter):
 
 
 def asking(question, n=2):
-    chunks = [Piece(f"{SECRET * 3}Volume {number}.", "chunk", f"letters-{number}.txt") for number in range(n)]
+    chunks = [
+        Piece(f"{SECRET * 3}Volume {number}.", "chunk", f"letters-{number}.txt")
+        for number in range(n)
+    ]
     return [("user", (Piece("Read this.\n"), *chunks, Piece(question)))]
 
 
@@ -105,7 +112,9 @@ def test_names_of_generative_ai_are_those_of_the_semantic_conventions(warm, span
     list(warm.stream(asking("Who?")))
     used = {name for span in spans() for name in span.attributes if name.startswith("gen_ai.")}
     assert "gen_ai.response.time_to_first_chunk" in used
-    assert used <= {value for name, value in vars(conventions).items() if name.startswith("GEN_AI_")}
+    assert used <= {
+        value for name, value in vars(conventions).items() if name.startswith("GEN_AI_")
+    }
 
 
 def test_loading_stands_beside_fusing_and_ends_with_its_last_read(warm, spans):
@@ -132,7 +141,11 @@ def test_full_prefill_says_why_and_loads_nothing(warm, spans):
     answer = warm.answer(asking("Who?"), Ask(reuse=False))
     found = named(spans())
     assert "ragfuse.load" not in found
-    assert found["ragfuse.answer"].attributes["ragfuse.fallback_reason"] == answer.trace.fallback_reason != ""
+    assert (
+        found["ragfuse.answer"].attributes["ragfuse.fallback_reason"]
+        == answer.trace.fallback_reason
+        != ""
+    )
     assert found["ragfuse.answer"].attributes["gen_ai.usage.cache_read.input_tokens"] == 0
 
 
@@ -164,7 +177,9 @@ def test_a_batch_has_one_span_with_all_its_tokens(warm, spans):
     root = named(found)["ragfuse.batch"]
     assert [span.name for span in found].count("ragfuse.fuse") == 2
     assert [span.name for span in found].count("ragfuse.decode") == 2
-    assert root.attributes["gen_ai.usage.input_tokens"] == sum(answer.trace.tokens for answer in answers)
+    assert root.attributes["gen_ai.usage.input_tokens"] == sum(
+        answer.trace.tokens for answer in answers
+    )
     assert root.attributes["ragfuse.answers"] == 2
 
 
@@ -197,14 +212,26 @@ with Engine(Settings(model={model!r}, dtype="float32", disk_bytes=0, home={home!
 @pytest.mark.parametrize(
     ("before", "said"),
     [
-        pytest.param("sys.modules['opentelemetry'] = None", "False True", id="without the api", marks=pytest.mark.slow),
+        pytest.param(
+            "sys.modules['opentelemetry'] = None",
+            "False True",
+            id="without the api",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("", "False True", id="without an sdk", marks=pytest.mark.slow),
     ],
 )
 def test_answers_come_without_the_api_and_without_an_sdk(tiny_settings, tmp_path, before, said):
     code = WITHOUT.format(before=before, model=tiny_settings.model, home=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["3", *said.split()]
-    others = ("torchao", "_pytree.py")  # what these say as they are imported, where they are installed
-    assert [line for line in done.stderr.splitlines() if not any(name in line for name in others)] == []
+    others = (
+        "torchao",
+        "_pytree.py",
+    )  # what these say as they are imported, where they are installed
+    assert [
+        line for line in done.stderr.splitlines() if not any(name in line for name in others)
+    ] == []

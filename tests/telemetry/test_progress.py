@@ -1,4 +1,6 @@
-"""Progress: a bar on a terminal, a line now and then elsewhere, nothing where the console is quiet."""
+"""Progress: a bar on a terminal, a line now and then elsewhere, nothing where the console
+is quiet.
+"""
 
 import io
 
@@ -41,7 +43,9 @@ def test_off_a_terminal_a_line_now_and_then_says_how_long_it_will_take() -> None
 def test_items_that_are_tracked_are_told_off_a_terminal(as_list: bool) -> None:
     output, clock = io.StringIO(), Clock()
     with LineProgress(console=Console(file=output), get_time=clock) as bar:
-        items = bar.track([1, 2, 3, 4] if as_list else iter(range(4)), total=4, description="questions")
+        items = bar.track(
+            [1, 2, 3, 4] if as_list else iter(range(4)), total=4, description="questions"
+        )
         for _ in items:
             clock.seconds += LINE_EVERY_S
     assert output.getvalue().splitlines() == [

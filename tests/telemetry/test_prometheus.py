@@ -11,7 +11,9 @@ from ragfuse.telemetry.counters import FALLBACK_KINDS, TTFT_S, fallback_kind
 from tests.store.kit import key, kv
 from tests.store.redis_server import RedisServer
 
-TEXT = "Agnes Worth kept the book of ships in the harbour of Port Elling until her death in 1881. " * 3
+TEXT = (
+    "Agnes Worth kept the book of ships in the harbour of Port Elling until her death in 1881. " * 3
+)
 
 
 @pytest.fixture
@@ -21,14 +23,18 @@ def registry():
 
 @pytest.fixture
 def scraped(registry):
-    """scraped(): {(name, label values but the engine's): value} of one engine, as a scrape reads it."""
+    """scraped(): {(name, label values but the engine's): value} of one engine, as a scrape reads
+    it.
+    """
 
     def scraped(engine=None):
         found = {}
         for family in text_string_to_metric_families(generate_latest(registry).decode()):
             for sample in family.samples:
                 if engine in (None, sample.labels["engine"]):
-                    labels = [value for label, value in sorted(sample.labels.items()) if label != "engine"]
+                    labels = [
+                        value for label, value in sorted(sample.labels.items()) if label != "engine"
+                    ]
                     found[sample.name, *labels] = sample.value
         return found
 
@@ -36,7 +42,9 @@ def scraped(registry):
 
 
 def asking(question, n=2):
-    chunks = [Piece(f"{TEXT}Volume {number}.", "chunk", f"letters-{number}.txt") for number in range(n)]
+    chunks = [
+        Piece(f"{TEXT}Volume {number}.", "chunk", f"letters-{number}.txt") for number in range(n)
+    ]
     return [("user", (Piece("Read this.\n"), *chunks, Piece(question)))]
 
 
@@ -66,7 +74,9 @@ def test_answers_tokens_and_times_are_those_of_the_traces(engine, registry, scra
         assert found["ragfuse_prompt_tokens_total", kind] == wanted
     assert found["ragfuse_answer_tokens_total",] == sum(len(answer.token_ids) for answer in answers)
     assert found["ragfuse_ttft_seconds_count",] == found["ragfuse_ttft_seconds_bucket", "+Inf"] == 5
-    assert found["ragfuse_ttft_seconds_sum",] == pytest.approx(sum(answer.trace.ttft_s for answer in answers))
+    assert found["ragfuse_ttft_seconds_sum",] == pytest.approx(
+        sum(answer.trace.ttft_s for answer in answers)
+    )
     for end in TTFT_S:
         wanted = sum(answer.trace.ttft_s <= end for answer in answers)
         assert found["ragfuse_ttft_seconds_bucket", str(end)] == wanted
@@ -81,7 +91,9 @@ def test_what_waits_to_be_encoded_is_counted_until_it_is(engine, registry, scrap
     assert scraped()["ragfuse_waiting",] == 0
 
 
-def test_a_tier_hits_what_it_gave_and_misses_what_slower_ones_or_none_gave(engine, registry, scraped):
+def test_a_tier_hits_what_it_gave_and_misses_what_slower_ones_or_none_gave(
+    engine, registry, scraped
+):
     metrics(engine, registry)
     prompt = asking("Who?")
     first = engine.answer(prompt)
@@ -129,7 +141,9 @@ def test_evictions_and_corrupt_entries_are_counted_by_tier(tiny_settings, regist
         assert found["ragfuse_tier_entries", "disk"] == 0
 
 
-def test_a_redis_that_goes_away_is_an_open_breaker_and_the_scrape_goes_on(tiny_settings, registry, scraped, tmp_path):
+def test_a_redis_that_goes_away_is_an_open_breaker_and_the_scrape_goes_on(
+    tiny_settings, registry, scraped, tmp_path
+):
     (tmp_path / "redis").mkdir()
     server = RedisServer(tmp_path / "redis")
     try:
@@ -149,14 +163,21 @@ def test_a_redis_that_goes_away_is_an_open_breaker_and_the_scrape_goes_on(tiny_s
         server.kill()
 
 
-def test_several_engines_share_a_registry_until_each_is_closed(tiny_settings, registry, scraped, tmp_path):
-    engines = [Engine(tiny_settings.model_copy(update={"store": tmp_path / str(number)})) for number in range(3)]
+def test_several_engines_share_a_registry_until_each_is_closed(
+    tiny_settings, registry, scraped, tmp_path
+):
+    engines = [
+        Engine(tiny_settings.model_copy(update={"store": tmp_path / str(number)}))
+        for number in range(3)
+    ]
     for engine in engines:
         metrics(engine, registry)
         metrics(engine, registry)  # changes nothing
     model = tmp_path.__class__(tiny_settings.model).name
     engines[1].answer("Who?")
-    assert [scraped(name)["ragfuse_ttft_seconds_count",] for name in (model, f"{model}-2", f"{model}-3")] == [0, 1, 0]
+    assert [
+        scraped(name)["ragfuse_ttft_seconds_count",] for name in (model, f"{model}-2", f"{model}-3")
+    ] == [0, 1, 0]
     engines[0].close()
     assert not scraped(model)
     assert scraped(f"{model}-2")
@@ -193,9 +214,14 @@ def test_without_the_client_it_says_what_to_install(engine, monkeypatch):
         metrics(engine)
 
 
-def test_a_model_that_cannot_be_fused_and_a_prompt_without_chunks_have_reasons_of_their_own(engine, tiny_settings):
+def test_a_model_that_cannot_be_fused_and_a_prompt_without_chunks_have_reasons_of_their_own(
+    engine, tiny_settings
+):
     assert fallback_kind(engine.answer("Who?").trace.fallback_reason) == "too_short"
-    assert fallback_kind("Its rope scaling 'dynamic' depends on the length of the whole prompt.") == "model"
+    assert (
+        fallback_kind("Its rope scaling 'dynamic' depends on the length of the whole prompt.")
+        == "model"
+    )
     assert fallback_kind("") == ""
     assert fallback_kind("full prefill was asked for") == "asked"
     assert fallback_kind("full prefill 0.1 s is predicted, fusing 2 s") == "faster"

@@ -1,4 +1,6 @@
-"""Schemas laid out over a tokenizer whose tokens are characters, so that positions can be counted by hand."""
+"""Schemas laid out over a tokenizer whose tokens are characters, so that positions can be counted
+by hand.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def key_of(run: SchemaRun) -> ChunkKey:
     return ChunkKey("m", token_digest(run.tokens), "", run.layout())
 
 
-def laid(inside: str, wrapping: Wrapping = NO_WRAPPING, min_tokens: int = 1, fixed: bool = False) -> SchemaLayout:
+def laid(
+    inside: str, wrapping: Wrapping = NO_WRAPPING, min_tokens: int = 1, fixed: bool = False
+) -> SchemaLayout:
     """The layout of a schema `s`."""
     return lay_out(schema_of(inside), encode, GAP, wrapping, min_tokens=min_tokens, fixed=fixed)
 
@@ -64,7 +68,9 @@ def asked(inside: str, args: str = "") -> PMLPrompt:
 
 @dataclass(frozen=True)
 class Bound:
-    """A prompt over a schema: what it imports, the runs that it reuses rows of, and those of other alternatives."""
+    """A prompt over a schema: what it imports, the runs that it reuses rows of, and those of other
+    alternatives.
+    """
 
     prompt: Prompt
     imported: tuple[str, ...]
@@ -72,13 +78,17 @@ class Bound:
     others: tuple[SchemaRun, ...]
 
     @classmethod
-    def of(cls, request: PMLPrompt, layout: SchemaLayout, encode: Encode, blend: bool = False) -> Bound:
+    def of(
+        cls, request: PMLPrompt, layout: SchemaLayout, encode: Encode, blend: bool = False
+    ) -> Bound:
         prompt = bind(request, layout, encode, key_of, blend)
         use = prompt.schema_use
         assert isinstance(use, SchemaUse)
         runs = {key_of(run): run for run in layout.runs}
         imported = tuple(path for path, _ in use.modules if path != ".")
-        return cls(prompt, imported, tuple(use.runs.values()), tuple(runs[key] for key in use.others))
+        return cls(
+            prompt, imported, tuple(use.runs.values()), tuple(runs[key] for key in use.others)
+        )
 
 
 def bound(layout: SchemaLayout, inside: str, args: str = "", blend: bool = False) -> Bound:
@@ -117,7 +127,9 @@ def twin(schema: Schema, wrapping: Wrapping) -> list[Told]:
 def _told(items: Sequence[Item], owner: str, at: int, wrapping: Wrapping) -> Iterator[Told]:
     kept = _kept(items)
     for i, item in enumerate(kept):
-        yield from _of_item(item, owner, at + sum(_size(each, wrapping) for each in kept[:i]), wrapping)
+        yield from _of_item(
+            item, owner, at + sum(_size(each, wrapping) for each in kept[:i]), wrapping
+        )
 
 
 def _of_item(item: Item, owner: str, at: int, wrapping: Wrapping) -> Iterator[Told]:
@@ -125,7 +137,10 @@ def _of_item(item: Item, owner: str, at: int, wrapping: Wrapping) -> Iterator[To
         yield from (Told(owner, at + i, ord(char)) for i, char in enumerate(item.text))
     elif isinstance(item, Param):
         ids = [ord(char) for char in item.scaffold][: item.length]
-        yield from (Told(owner, at + i, [*ids, *[GAP] * item.length][i], item.name) for i in range(item.length))
+        yield from (
+            Told(owner, at + i, [*ids, *[GAP] * item.length][i], item.name)
+            for i in range(item.length)
+        )
     elif isinstance(item, Role):
         before, after = wrapping.around(item.role)
         yield from (Told(owner, at + i, ord(char) + 1000) for i, char in enumerate(before))
@@ -156,14 +171,22 @@ def _kept(items: Sequence[Item]) -> list[Item]:
 
 def _is_markup(items: Sequence[Item], i: int) -> bool:
     item, around = items[i], (*items[max(0, i - 1) : i], *items[i + 1 : i + 2])
-    return isinstance(item, TextNode) and not item.text.strip() and any(isinstance(each, Role) for each in around)
+    return (
+        isinstance(item, TextNode)
+        and not item.text.strip()
+        and any(isinstance(each, Role) for each in around)
+    )
 
 
 # schemas made up
 
 NAMES = some.sampled_from("abcdef")
-TEXTS = some.builds(TextNode, some.one_of(some.text("xyz .", min_size=1, max_size=12), some.just(" \n ")))
-PARAMS = some.builds(Param, some.sampled_from("pq"), some.just(4), some.sampled_from(["", "uv", "uvwxyz"]))
+TEXTS = some.builds(
+    TextNode, some.one_of(some.text("xyz .", min_size=1, max_size=12), some.just(" \n "))
+)
+PARAMS = some.builds(
+    Param, some.sampled_from("pq"), some.just(4), some.sampled_from(["", "uv", "uvwxyz"])
+)
 
 
 def apart(items: Sequence[Item]) -> tuple[Item, ...]:
@@ -172,7 +195,9 @@ def apart(items: Sequence[Item]) -> tuple[Item, ...]:
     seen: set[str] = set()
     for item in items:
         named = [each for each in inner((item,)) if isinstance(each, Module)]
-        if not seen & {each.name for each in named} and len({each.name for each in named}) == len(named):
+        if not seen & {each.name for each in named} and len({each.name for each in named}) == len(
+            named
+        ):
             seen |= {each.name for each in named}
             kept.append(item)
     return tuple(kept)
@@ -184,12 +209,16 @@ def _module(items: some.SearchStrategy[Item]) -> some.SearchStrategy[Module]:
 
 
 def _union(items: some.SearchStrategy[Item]) -> some.SearchStrategy[Union]:
-    modules = some.lists(_module(items), max_size=3, unique_by=lambda module: module.name).map(tuple)
+    modules = some.lists(_module(items), max_size=3, unique_by=lambda module: module.name).map(
+        tuple
+    )
     return some.builds(Union, modules, some.one_of(some.just(""), NAMES))
 
 
 ITEMS: some.SearchStrategy[Item] = some.recursive(
-    some.one_of(TEXTS, PARAMS), lambda items: some.one_of(_module(items), _union(items)), max_leaves=10
+    some.one_of(TEXTS, PARAMS),
+    lambda items: some.one_of(_module(items), _union(items)),
+    max_leaves=10,
 )
 MESSAGES = some.builds(Role, some.sampled_from(PML_ROLES), some.lists(ITEMS, max_size=4).map(apart))
 ALL = some.lists(some.one_of(ITEMS, MESSAGES), max_size=5).map(apart)
@@ -213,7 +242,9 @@ def together(draw: some.DrawFn, items: tuple[Item, ...], inside: str = "") -> tu
     """Paths of cached modules that one prompt may import, each with what it stands in."""
     found: list[str] = []
     for item in items:
-        modules = item.modules if isinstance(item, Union) else (item,) if isinstance(item, Module) else ()
+        modules = (
+            item.modules if isinstance(item, Union) else (item,) if isinstance(item, Module) else ()
+        )
         cached = [module for module in modules if module.cache]
         if isinstance(item, Role):
             found += draw(together(item.items, inside))
@@ -244,12 +275,18 @@ def requests(
     """What a prompt may import of these items, with arguments and texts of its own."""
     found: list[TextNode | Import | MessageNode] = []
     for item in items:
-        modules = item.modules if isinstance(item, Union) else (item,) if isinstance(item, Module) else ()
+        modules = (
+            item.modules if isinstance(item, Union) else (item,) if isinstance(item, Module) else ()
+        )
         if isinstance(item, Role):
             found += draw(requests(item.items, False))
         elif modules and draw(some.booleans()):
             module = draw(some.sampled_from(modules))
-            found.append(Import(module.name, draw(arguments(module.items)), draw(requests(module.items, False))))
+            found.append(
+                Import(
+                    module.name, draw(arguments(module.items)), draw(requests(module.items, False))
+                )
+            )
         elif draw(some.integers(0, 7)) == 0:
             found.append(TextNode(draw(some.sampled_from(["more", "  ", "much more of it"]))))
     if is_root and draw(some.booleans()):
@@ -261,4 +298,6 @@ def requests(
 def arguments(draw: some.DrawFn, items: tuple[Item, ...]) -> tuple[tuple[str, str], ...]:
     """Arguments for some of the parameters."""
     names = sorted({each.name for each in inner(items) if isinstance(each, Param)})
-    return tuple((name, draw(some.text("ABC", max_size=4))) for name in names if draw(some.booleans()))
+    return tuple(
+        (name, draw(some.text("ABC", max_size=4))) for name in names if draw(some.booleans())
+    )

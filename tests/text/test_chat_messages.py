@@ -1,4 +1,6 @@
-"""Messages before a chat template sees them: neighbours of one role as one, and whether they say anything."""
+"""Messages before a chat template sees them: neighbours of one role as one, and whether they say
+anything.
+"""
 
 import pytest
 
@@ -10,15 +12,25 @@ CALL = ToolCall("look", {"at": "sea"}, "1")
 
 def test_neighbours_of_one_role_are_one_message_with_a_line_between_them():
     found = ChatMessage.joined(
-        [ChatMessage("user", "one"), ChatMessage("user", [Piece("two", "chunk")]), ChatMessage("assistant", "three")]
+        [
+            ChatMessage("user", "one"),
+            ChatMessage("user", [Piece("two", "chunk")]),
+            ChatMessage("assistant", "three"),
+        ]
     )
-    assert found == [ChatMessage("user", ["one", "\n", Piece("two", "chunk")]), ChatMessage("assistant", "three")]
+    assert found == [
+        ChatMessage("user", ["one", "\n", Piece("two", "chunk")]),
+        ChatMessage("assistant", "three"),
+    ]
 
 
 def test_what_tools_returned_stays_apart_and_calls_are_kept():
     tools = [ChatMessage("tool", "a", tool_call_id="1"), ChatMessage("tool", "b", tool_call_id="2")]
     calls = [ChatMessage("assistant", (), (CALL,)), ChatMessage("assistant", ["so"])]
-    assert ChatMessage.joined([*calls, *tools]) == [ChatMessage("assistant", ["so"], (CALL,)), *tools]
+    assert ChatMessage.joined([*calls, *tools]) == [
+        ChatMessage("assistant", ["so"], (CALL,)),
+        *tools,
+    ]
 
 
 @pytest.mark.parametrize("content", ["", " \n", (), [Piece(" ", "chunk"), "\t"]])

@@ -1,4 +1,6 @@
-"""What a template wrote, and which words in it are not its own: few renderings, whatever the template inspects."""
+"""What a template wrote, and which words in it are not its own: few renderings, whatever the
+template inspects.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,21 @@ class Template:
     def __call__(self, messages: list[dict[str, Any]], tools: list[Any]) -> str:
         self.asked += 1
         head = json.dumps(tools, ensure_ascii=False) if tools else ""
-        return head + "".join(self._write(each["role"], each["content"]) + "<end>" for each in messages)
+        return head + "".join(
+            self._write(each["role"], each["content"]) + "<end>" for each in messages
+        )
 
 
 def plainly(role: str, content: str) -> str:
     return f"{role}:{content}"
 
 
-def rendered(template: Template, *messages: tuple[str, str], tools: tuple[Any, ...] = ()) -> Rendered:
-    return render(template, [{"role": role, "content": content} for role, content in messages], tools, forged)
+def rendered(
+    template: Template, *messages: tuple[str, str], tools: tuple[Any, ...] = ()
+) -> Rendered:
+    return render(
+        template, [{"role": role, "content": content} for role, content in messages], tools, forged
+    )
 
 
 def bare(found: Rendered) -> list[str]:
@@ -52,7 +60,9 @@ def own(found: Rendered) -> int:
 
 def test_a_conversation_without_such_words_is_rendered_once():
     template = Template(plainly)
-    found = rendered(template, ("user", " Who? \n"), ("assistant", "He."), tools=({"name": "find"},))
+    found = rendered(
+        template, ("user", " Who? \n"), ("assistant", "He."), tools=({"name": "find"},)
+    )
     assert (template.asked, found.bare, own(found)) == (1, (), 2)
     assert [found.text[slice(*chars)] for chars in found.contents if chars] == ["Who?", "He."]
 
@@ -60,17 +70,27 @@ def test_a_conversation_without_such_words_is_rendered_once():
 @pytest.mark.parametrize("n", [1, 400])
 def test_a_conversation_is_rendered_twice_however_much_is_forged_in_it(n: int):
     template = Template(plainly)
-    found = rendered(template, ("user", "a <end>\n<END>\n" * n), tools=({"name": "<end>", "<end>": ["<end>"]},))
+    found = rendered(
+        template, ("user", "a <end>\n<END>\n" * n), tools=({"name": "<end>", "<end>": ["<end>"]},)
+    )
     assert template.asked == 2
     assert bare(found) == ["<end>"] * 3 + ["<end>", "<END>"] * n
     assert own(found) == 1
 
 
 LOOKS = {
-    "at the whole of it": lambda role, content: f"{role}:{'yes' if content == 'A <end> b' else content}",
-    "at its beginning": lambda role, content: f"{role}:{'!' if content.startswith('A <end>') else ''}{content}",
-    "at its end": lambda role, content: f"{role}:{'!' if content.endswith('<end> b') else ''}{content}",
-    "for a control token": lambda role, content: f"{role}:{'!' if '<end>' in content else ''}{content}",
+    "at the whole of it": lambda role, content: (
+        f"{role}:{'yes' if content == 'A <end> b' else content}"
+    ),
+    "at its beginning": lambda role, content: (
+        f"{role}:{'!' if content.startswith('A <end>') else ''}{content}"
+    ),
+    "at its end": lambda role, content: (
+        f"{role}:{'!' if content.endswith('<end> b') else ''}{content}"
+    ),
+    "for a control token": lambda role, content: (
+        f"{role}:{'!' if '<end>' in content else ''}{content}"
+    ),
     "at its length": lambda role, content: f"{role}:{'!' if len(content) > 8 else ''}{content}",
     "at all letters": lambda role, content: f"{role}:{'' if content.isascii() else '!'}{content}",
     "in capitals": lambda role, content: f"{role}:{content.upper()}",
@@ -84,7 +104,9 @@ def test_no_control_token_is_forged_whatever_a_template_looks_at(role: str, writ
     template = Template(write)
     messages = (role, "A <end> b"), ("user", "c <end>")
     found = rendered(template, *messages)
-    assert found.text == template([{"role": role, "content": content} for role, content in messages], [])
+    assert found.text == template(
+        [{"role": role, "content": content} for role, content in messages], []
+    )
     assert own(found) == 2
     assert template.asked <= 16
 
@@ -106,7 +128,9 @@ def test_thoughts_are_cut_off_and_what_else_an_answer_forges_stays_text():
         return f"{role}:{content.split('</think>')[-1] if role == 'assistant' else content}"
 
     found = rendered(
-        Template(write), ("user", "Go </think> on"), ("assistant", "Hm <end> so</think>It is green, as said <end>.")
+        Template(write),
+        ("user", "Go </think> on"),
+        ("assistant", "Hm <end> so</think>It is green, as said <end>."),
     )
     assert found.text == "user:Go </think> on<end>assistant:It is green, as said <end>.<end>"
     assert bare(found) == ["</think>", "<end>"]

@@ -1,4 +1,6 @@
-"""Known spans of ids in a prompt: whole and altered ones are found, nothing but what agrees, in a bounded time."""
+"""Known spans of ids in a prompt: whole and altered ones are found, nothing but what agrees, in a
+bounded time.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ def checked(known: KnownSpans, ids: Ids) -> list[Match]:
     found = known.find(ids)
     for match in found:
         assert match.hi - match.lo >= 4
-        assert tuple(ids[match.lo : match.hi]) == match.span.tokens[match.row : match.row + match.hi - match.lo]
+        assert (
+            tuple(ids[match.lo : match.hi])
+            == match.span.tokens[match.row : match.row + match.hi - match.lo]
+        )
         assert match.span.tokens in known
     assert all(first.hi <= second.lo for first, second in pairwise(found))
     return found
@@ -86,7 +91,9 @@ def test_spans_shorter_than_the_shortest_are_kept_and_never_found():
     known = known_with(drawn(7, "short"), drawn(1, "one"), [])
     assert len(known) == 2
     assert known.find([*drawn(7, "short"), *drawn(1, "one")]) == []
-    assert places(known_with(drawn(7, "short"), min_tokens=6).find(drawn(7, "short"))) == [(0, 7, 0)]
+    assert places(known_with(drawn(7, "short"), min_tokens=6).find(drawn(7, "short"))) == [
+        (0, 7, 0)
+    ]
 
 
 def test_of_a_span_its_beginning_and_one_inside_it_the_longest_stands():
@@ -114,7 +121,9 @@ def test_a_cut_of_enough_tokens_is_found_and_a_shorter_one_is_not():
 
 
 @pytest.mark.parametrize("each", [4, 5, 7, 10, 30])
-@pytest.mark.parametrize(("added", "left_out"), [(1, 0), (0, 1), (1, 2), (3, 1), (16, 0), (0, 16), (16, 16), (0, 5)])
+@pytest.mark.parametrize(
+    ("added", "left_out"), [(1, 0), (0, 1), (1, 2), (3, 1), (16, 0), (0, 16), (16, 16), (0, 5)]
+)
 def test_runs_of_shifting_rows_are_chained(each: int, added: int, left_out: int):
     """A run of 13 tokens is always met; whatever lies beside it is found from there."""
     a, ids, expected, row = drawn(400, "a"), [], [], 0
@@ -253,7 +262,9 @@ def test_the_work_grows_with_the_prompt_alone(crowd: KnownSpans, prompt: str):
         assert lines(lambda ids=ids: crowd.find(ids)) < MOST_LINES_PER_TOKEN * n
 
 
-@pytest.mark.parametrize(("n", "span"), [(4000, [7] * 200), (3000, [7] * 1000), (2000, [1, 2, 3] * 30), (500, [7] * 8)])
+@pytest.mark.parametrize(
+    ("n", "span"), [(4000, [7] * 200), (3000, [7] * 1000), (2000, [1, 2, 3] * 30), (500, [7] * 8)]
+)
 def test_a_prompt_of_one_span_again_and_again_is_found_all_over(n: int, span: Ids):
     ids = (span * n)[:n]
     assert len(covered(checked(known_with(span), ids))) > 0.9 * n
@@ -358,5 +369,8 @@ def checked_ids(known: KnownSpans, ids: Ids) -> list[Match]:
     """As `checked`, where others may have discarded a span meanwhile."""
     found = known.find(ids)
     for match in found:
-        assert tuple(ids[match.lo : match.hi]) == match.span.tokens[match.row : match.row + match.hi - match.lo]
+        assert (
+            tuple(ids[match.lo : match.hi])
+            == match.span.tokens[match.row : match.row + match.hi - match.lo]
+        )
     return found

@@ -39,14 +39,19 @@ def cut(ids):
 def test_paragraphs_are_passages_without_what_parts_them():
     one, two = words(40, 1), words(50, 2)
     assert cut([*one, PARAGRAPH, *two, PARAGRAPH]) == [tuple(one), tuple(two)]
-    assert cut([*one, PARAGRAPH, *two, PARAGRAPH, *words(5)]) == [tuple(one), (*two, PARAGRAPH, *words(5))]
+    assert cut([*one, PARAGRAPH, *two, PARAGRAPH, *words(5)]) == [
+        tuple(one),
+        (*two, PARAGRAPH, *words(5)),
+    ]
 
 
 @pytest.mark.parametrize("border", [LINE, PARAGRAPH])
 def test_what_is_too_short_goes_on_with_the_next_that_is_too_short(border):
     one, two = words(MIN_PASSAGE_TOKENS - 1, 1), words(MIN_PASSAGE_TOKENS - 2, 2)
     assert cut([*one, border, *two]) == [(*one, border, *two)]
-    assert cut([*one[:5], border, *two[:5], border, *one]) == [(*one[:5], border, *two[:5], border, *one)]
+    assert cut([*one[:5], border, *two[:5], border, *one]) == [
+        (*one[:5], border, *two[:5], border, *one)
+    ]
 
 
 @pytest.mark.parametrize("border", [LINE, PARAGRAPH])
@@ -55,23 +60,53 @@ def test_a_line_that_does_not_recur_takes_nothing_along(border, length):
     text = words(length, 2)
     for n_new in (1, 5, MIN_PASSAGE_TOKENS + 2):
         ids = [*text, border, *words(n_new, 1), border, *text]
-        found = passages(ids, border_of, lambda rows, n=n_new: not length <= rows[0] < length + 1 + n)
+        found = passages(
+            ids, border_of, lambda rows, n=n_new: not length <= rows[0] < length + 1 + n
+        )
         assert [tuple(ids[lo:hi]) for lo, hi in found] == 2 * cut(text)
 
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("Always call the function `search(query)` before you answer a question about the price of a ship.", False),
-        ("# Style\n\nWrite short answers in plain English, with one fact in each sentence.", False),
-        ("<instructions>\nWrite short answers, and never repeat the question.\n</instructions>", False),
-        ("The lighthouse was built in 1871 [1] and rebuilt after the storm of 1902 [2].", False),
-        ("The Yehe Yuan Ulus[a] was an empire. " + "It was the khanate of the successors of one ruler. " * 4, False),
-        ("Greet the user as {name}.\n\n{context}\n\nQuestion: {question}\nOne sentence (or two):", False),
-        ("Write to support@example.com where something in these instructions is unclear.", False),
-        ('{"type": "function", "function": {"name": "f", "parameters": {"required": ["a"], "x": null}}}', False),
         (
-            '{\n  "name": "count",\n  "parameters": {\n    "type": "object",\n    "required": ["door", "ship"]\n  }\n}',
+            (
+                "Always call the function `search(query)` before you answer a question about the"
+                " price of a ship."
+            ),
+            False,
+        ),
+        ("# Style\n\nWrite short answers in plain English, with one fact in each sentence.", False),
+        (
+            "<instructions>\nWrite short answers, and never repeat the question.\n</instructions>",
+            False,
+        ),
+        ("The lighthouse was built in 1871 [1] and rebuilt after the storm of 1902 [2].", False),
+        (
+            "The Yehe Yuan Ulus[a] was an empire. "
+            + "It was the khanate of the successors of one ruler. " * 4,
+            False,
+        ),
+        (
+            (
+                "Greet the user as {name}.\n\n{context}\n\nQuestion: {question}\nOne sentence (or"
+                " two):"
+            ),
+            False,
+        ),
+        ("Write to support@example.com where something in these instructions is unclear.", False),
+        (
+            (
+                '{"type": "function", "function": {"name": "f", "parameters": {"required": ["a"],'
+                ' "x": null}}}'
+            ),
+            False,
+        ),
+        (
+            (
+                '{\n  "name": "count",\n  "parameters": {\n    "type": "object",\n    "required":'
+                ' ["door", "ship"]\n  }\n}'
+            ),
             False,
         ),
         ("for (let i = 0; i < n; i++) {\n  total += prices[i];\n}", True),

@@ -1,4 +1,6 @@
-"""What a framework's retrievers returned: which run, task and thread it belongs to, how long it is kept."""
+"""What a framework's retrievers returned: which run, task and thread it belongs to, how long it is
+kept.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def runs() -> RetrievalRuns:
     return RetrievalRuns("test", outlasts=False)
 
 
-def test_a_run_knows_what_was_retrieved_in_all_runs_below_the_outermost(runs: RetrievalRuns) -> None:
+def test_a_run_knows_what_was_retrieved_in_all_runs_below_the_outermost(
+    runs: RetrievalRuns,
+) -> None:
     runs.begin("chain", None, [letter("mill")])
     runs.begin("retriever", "chain")
     runs.end("retriever", [letter("harbour")])
@@ -63,7 +67,10 @@ def test_what_a_model_was_asked_about_is_dropped_with_its_run_and_the_rest_kept_
 
 
 def test_a_run_that_may_outlast_its_parent_keeps_its_texts_until_it_ends() -> None:
-    ends_with_parent, outlasts = RetrievalRuns("first", outlasts=False), RetrievalRuns("second", outlasts=True)
+    ends_with_parent, outlasts = (
+        RetrievalRuns("first", outlasts=False),
+        RetrievalRuns("second", outlasts=True),
+    )
     for each in (ends_with_parent, outlasts):
         each.begin("query", None, [letter("mill")])
         each.begin("stream", "query")
@@ -87,7 +94,10 @@ def test_a_text_is_told_in_the_form_in_which_the_prompt_has_it(runs: RetrievalRu
     assert runs.retrieved([], lambda: "Nothing of it.") == ()
 
 
-STORY = " ".join(f"In {year} ship {year * 7919 % 1000} came in and left with {year % 83} bales." for year in range(60))
+STORY = " ".join(
+    f"In {year} ship {year * 7919 % 1000} came in and left with {year % 83} bales."
+    for year in range(60)
+)
 
 
 @pytest.mark.parametrize(
@@ -101,12 +111,18 @@ STORY = " ".join(f"In {year} ship {year * 7919 % 1000} came in and left with {ye
     ],
     ids=["escaped", "wrapped", "quoted", "cut", "spaced"],
 )
-def test_a_text_that_stands_in_a_prompt_altered_is_told_as_it_was_retrieved(runs: RetrievalRuns, prompt: str) -> None:
+def test_a_text_that_stands_in_a_prompt_altered_is_told_as_it_was_retrieved(
+    runs: RetrievalRuns, prompt: str
+) -> None:
     runs.record(None, [(STORY, "ships.txt", "")])
-    assert runs.retrieved([], lambda: f"Answer by this:\n{prompt}\nWhen?") == ((STORY, "ships.txt"),)
+    assert runs.retrieved([], lambda: f"Answer by this:\n{prompt}\nWhen?") == (
+        (STORY, "ships.txt"),
+    )
 
 
-def test_a_thread_that_serves_several_tenants_tells_none_what_was_retrieved_for_another(runs: RetrievalRuns) -> None:
+def test_a_thread_that_serves_several_tenants_tells_none_what_was_retrieved_for_another(
+    runs: RetrievalRuns,
+) -> None:
     runs.record(None, [letter("harbour")])
     assert told(runs, prompt="Somebody else asks: what does the mill letter say?") == []
     assert told(runs, prompt="What does it say? The harbour letter.") == ["harbour.txt"]
@@ -117,23 +133,35 @@ def test_the_newest_texts_are_kept_in_number_and_in_characters(
 ) -> None:
     for number in range(retrieval_runs.MAX_TEXTS + 3):
         runs.record(None, [letter(f"{number:02}")])
-    assert told(runs) == [f"{number:02}.txt" for number in reversed(range(3, retrieval_runs.MAX_TEXTS + 3))]
+    assert told(runs) == [
+        f"{number:02}.txt" for number in reversed(range(3, retrieval_runs.MAX_TEXTS + 3))
+    ]
     monkeypatch.setattr(retrieval_runs, "MAX_RETRIEVED_CHARS", 3 * len(letter("00")[0]))
     runs.record(None, [letter("xx")])
     assert len(told(runs)) == 3
     assert told(runs)[0] == "xx.txt"
 
 
-def test_runs_that_never_end_are_given_up(runs: RetrievalRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_that_never_end_are_given_up(
+    runs: RetrievalRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(retrieval_runs, "MAX_RUNS", 3)
     for number in range(5):
         runs.begin(f"chain {number}", None, [letter(str(number))])
         runs.begin(f"retriever {number}", f"chain {number}")
-    assert [bool(told(runs, f"chain {number}")) for number in range(5)] == [False, False, True, True, True]
+    assert [bool(told(runs, f"chain {number}")) for number in range(5)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
     assert len(runs) == 6
 
 
-def test_threads_and_tasks_begin_with_what_their_context_knew_and_keep_their_own(runs: RetrievalRuns) -> None:
+def test_threads_and_tasks_begin_with_what_their_context_knew_and_keep_their_own(
+    runs: RetrievalRuns,
+) -> None:
     async def task(name: str) -> list[str]:
         runs.record(None, [letter(name)])
         await asyncio.sleep(0)

@@ -1,4 +1,6 @@
-"""How calls of tools stand in text: known by each template, written, read back, never mistaken for text."""
+"""How calls of tools stand in text: known by each template, written, read back, never mistaken for
+text.
+"""
 
 import json
 
@@ -59,7 +61,8 @@ elif m.role == 'tool' %}<|result|>{{ m.content }}{% else %}<|assistant|>{{
 m.content }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
 THINKS = HERMES.replace(
     "{% if m.content %}",
-    "{% if loop.last and m.role == 'assistant' %}\n<think>\n\n</think>\n{% endif %}{% if m.content %}",
+    "{% if loop.last and m.role == 'assistant' %}\n<think>\n\n</think>\n{% endif %}{% if"
+    " m.content %}",
 )
 XML = HERMES.replace(
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}',
@@ -94,9 +97,12 @@ endif %}[INST]{{ m.content }}[/INST]{% elif m.tool_calls %}{% for call in m.tool
 call.function.name }}[ARGS]{{ call.function.arguments | tojson }}{% endfor %}<|im_end|>{% elif m.role == 'tool' %}{{
 '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"""
 SILENT = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor"
+    " %}<|im_start|>assistant\n"
 )
-TYPES = {"weather": json.dumps({"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}})}
+TYPES = {
+    "weather": json.dumps({"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}})
+}
 A, B = ToolCall("weather", {"city": 'Rom "a"\n', "days": 2}), ToolCall("walk.to", {})
 
 
@@ -105,7 +111,9 @@ def render_of(source: str):
         raise jinja2.exceptions.TemplateError(message)
 
     world = ImmutableSandboxedEnvironment(trim_blocks=False, lstrip_blocks=False)
-    world.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    world.filters["tojson"] = lambda value, indent=None: json.dumps(
+        value, ensure_ascii=False, indent=indent
+    )
     world.globals["raise_exception"] = refuse
     template = world.from_string(source)
     return lambda messages, tools=(), ask=True: template.render(
@@ -129,7 +137,10 @@ WRITES = {
     "tight": (TIGHT, formats.GLM_TIGHT),
     "no tools": (SILENT, DEFAULT_CALL_FORMAT),
     "no known format": (XML, DEFAULT_CALL_FORMAT),
-    "bare JSON behind an unknown mark": (LLAMA.replace('{"name"', '<|call|>{"name"'), DEFAULT_CALL_FORMAT),
+    "bare JSON behind an unknown mark": (
+        LLAMA.replace('{"name"', '<|call|>{"name"'),
+        DEFAULT_CALL_FORMAT,
+    ),
 }
 
 
@@ -197,7 +208,10 @@ def test_values_that_stand_as_they_are_are_read_by_their_schema(source: str):
 @pytest.mark.parametrize("source", [CODER, GLM, TIGHT], ids=["coder", "glm", "tight"])
 def test_a_call_without_the_white_space_of_its_format_is_read_too(source: str):
     found = format_of(source)
-    tight = "".join(line.strip() for line in found.write((ToolCall("walk", {"to": "Rome", "by": "bus"}),)).splitlines())
+    tight = "".join(
+        line.strip()
+        for line in found.write((ToolCall("walk", {"to": "Rome", "by": "bus"}),)).splitlines()
+    )
     (call,) = found.read(tight)
     assert (call.name, call.arguments) == ("walk", {"to": "Rome", "by": "bus"})
 
@@ -208,7 +222,10 @@ def ready(format: CallFormat, text: str) -> int:
     return at if at >= 0 else len(text) - format.undecided(text)
 
 
-FORMATS = [DEFAULT_CALL_FORMAT, *map(format_of, (HERMES, LLAMA, MISTRAL, DEEP, CODER, GLM, TIGHT, NEWER))]
+FORMATS = [
+    DEFAULT_CALL_FORMAT,
+    *map(format_of, (HERMES, LLAMA, MISTRAL, DEEP, CODER, GLM, TIGHT, NEWER)),
+]
 IDS = ["plain", "hermes", "llama", "mistral", "deep", "coder", "glm", "tight", "newer"]
 
 
@@ -216,7 +233,9 @@ IDS = ["plain", "hermes", "llama", "mistral", "deep", "coder", "glm", "tight", "
 def test_what_is_written_is_read_back_with_new_ids(format: CallFormat):
     calls = (A, B) if format.again is not None else (A,)
     read = format.read(format.write(calls), TYPES)
-    assert [(call.name, call.arguments) for call in read] == [(call.name, call.arguments) for call in calls]
+    assert [(call.name, call.arguments) for call in read] == [
+        (call.name, call.arguments) for call in calls
+    ]
     assert len({call.id for call in read}) == len(calls)
     assert all(call.id.startswith("call_") for call in read)
 
@@ -229,7 +248,9 @@ def test_a_call_that_is_cut_off_is_none_and_its_markup_no_text(format: CallForma
         assert format.opens(whole[:size]) == 0
 
 
-@pytest.mark.parametrize("format", [DEFAULT_CALL_FORMAT, *map(format_of, (HERMES, MISTRAL, DEEP, CODER, GLM, NEWER))])
+@pytest.mark.parametrize(
+    "format", [DEFAULT_CALL_FORMAT, *map(format_of, (HERMES, MISTRAL, DEEP, CODER, GLM, NEWER))]
+)
 def test_text_is_ready_only_where_no_call_can_begin(format: CallFormat):
     text = "Let me see <b>.\n\n" + format.write((A,))
     ends = [ready(format, text[:size]) for size in range(len(text) + 1)]

@@ -1,4 +1,6 @@
-"""Which chunks are left out of contents, and that nothing else is: no question, and no word that stands around them."""
+"""Which chunks are left out of contents, and that nothing else is: no question, and no word that
+stands around them.
+"""
 
 import pytest
 
@@ -13,7 +15,9 @@ def text(pieces):
 
 
 def left(n, *pieces):
-    contents, sources = without_last_chunks([[Piece(each) if isinstance(each, str) else each for each in pieces]], n)
+    contents, sources = without_last_chunks(
+        [[Piece(each) if isinstance(each, str) else each for each in pieces]], n
+    )
     return text(contents[0]), tuple(sources)
 
 
@@ -64,11 +68,17 @@ def test_chunks_of_several_messages_go_from_the_end():
 
 def test_a_question_that_is_itself_a_chunk_stays():
     contents = [[Piece("Say.\n"), C[0]], [C[1], Piece("\n")]]
-    assert [text(each) for each in without_last_chunks(contents, 9, question=1)[0]] == ["Say.\n", "chunk b\n"]
+    assert [text(each) for each in without_last_chunks(contents, 9, question=1)[0]] == [
+        "Say.\n",
+        "chunk b\n",
+    ]
     assert without_last_chunks([[C[0]]], 9)[1] == []
 
 
 def test_documents_in_a_message_of_their_own_go():
     contents = [[Piece("Who?")], [C[0], Piece("\n\n"), C[1]]]
-    assert [text(each) for each in without_last_chunks(contents, 1, question=0)[0]] == ["Who?", "chunk a"]
+    assert [text(each) for each in without_last_chunks(contents, 1, question=0)[0]] == [
+        "Who?",
+        "chunk a",
+    ]
     assert [text(each) for each in without_last_chunks(contents, 2, question=0)[0]] == ["Who?", ""]

@@ -1,4 +1,6 @@
-"""The drift of prompts that were measured is gone once it is added, and prompts are drawn from what may be used."""
+"""The drift of prompts that were measured is gone once it is added, and prompts are drawn from what
+may be used.
+"""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Rules ask only what the passage answers word for word, and leave alone what they do not understand."""
+"""Rules ask only what the passage answers word for word, and leave alone what they do not
+understand.
+"""
 
 import pytest
 from hypothesis import given
@@ -10,7 +12,10 @@ PASSAGES = [
     (
         "Frank Tuttle",
         "Frank Tuttle (August 6, 1892 – January 6, 1963) was a Hollywood film director and writer.",
-        {("When was Frank Tuttle born?", "August 6, 1892"), ("When did Frank Tuttle die?", "January 6, 1963")},
+        {
+            ("When was Frank Tuttle born?", "August 6, 1892"),
+            ("When did Frank Tuttle die?", "January 6, 1963"),
+        },
     ),
     (
         "Aas Ka Panchhi",
@@ -23,7 +28,10 @@ PASSAGES = [
     ),
     (
         "Princess Yolanda",
-        "Princess Yolanda (1 June 1901 – 16 October 1986) was the eldest daughter of Victor Emmanuel.",
+        (
+            "Princess Yolanda (1 June 1901 – 16 October 1986) was the eldest daughter of Victor"
+            " Emmanuel."
+        ),
         {("Who was the parent of Princess Yolanda?", "Victor Emmanuel")},
     ),
     (
@@ -34,14 +42,22 @@ PASSAGES = [
 ]
 
 
-@pytest.mark.parametrize(("title", "text", "wanted"), PASSAGES, ids=[title for title, *_ in PASSAGES])
-def test_what_the_sentence_says_is_asked(title: str, text: str, wanted: set[tuple[str, str]]) -> None:
+@pytest.mark.parametrize(
+    ("title", "text", "wanted"), PASSAGES, ids=[title for title, *_ in PASSAGES]
+)
+def test_what_the_sentence_says_is_asked(
+    title: str, text: str, wanted: set[tuple[str, str]]
+) -> None:
     found = {(each.question, each.answer) for each in questions(Passage(title, text))}
     assert wanted <= found
 
 
 def test_a_pronoun_is_no_subject() -> None:
-    assert not [q for q in questions(Passage("X", "It was built in 1850. He was born in Rome.")) if "It" in q.question]
+    assert not [
+        q
+        for q in questions(Passage("X", "It was built in 1850. He was born in Rome."))
+        if "It" in q.question
+    ]
 
 
 @given(st.text(), st.text())

@@ -1,4 +1,6 @@
-"""One pass over a context with several questions is exactly the separate prompts; held-out articles are never seen."""
+"""One pass over a context with several questions is exactly the separate prompts; held-out articles
+are never seen.
+"""
 
 import gzip
 import json
@@ -16,7 +18,11 @@ from training.data import HELD_OUT, AnsweredExample, Examples, Source, split, sq
 from training.rules import Passage, Question
 from training.train import Coder, branches_of, loss_of
 
-QUESTIONS = (Question("Who?", "Ann"), Question("Where to, and why?", "home, to sleep"), Question("When?", "at 9"))
+QUESTIONS = (
+    Question("Who?", "Ann"),
+    Question("Where to, and why?", "home, to sleep"),
+    Question("When?", "at 9"),
+)
 TEMPLATE = Template("Be brief.", "Read:\n{context}\n\nQ: {question}\nA:")
 
 
@@ -25,7 +31,9 @@ def coder(tiny_path: Path) -> Coder:
     return Coder(AutoTokenizer.from_pretrained(tiny_path))
 
 
-def test_the_loss_of_questions_asked_together_is_that_of_separate_prompts(tiny_path: Path, coder: Coder) -> None:
+def test_the_loss_of_questions_asked_together_is_that_of_separate_prompts(
+    tiny_path: Path, coder: Coder
+) -> None:
     passages = ("Ann went home. " * 12, "It was 9. " * 9)
     model = load_model(tiny_path, "float32", pack=False)
     branches = branches_of(coder, AnsweredExample(TEMPLATE, passages, QUESTIONS), 4000)
@@ -34,15 +42,21 @@ def test_the_loss_of_questions_asked_together_is_that_of_separate_prompts(tiny_p
     losses, weights = [], []
     for question in QUESTIONS:
         asked, said = coder.question(after, question.question), coder.answer(question)
-        logits = model.model(torch.tensor([context + asked + said[:-1]])).logits[0, len(context) + len(asked) - 1 :]
-        losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor(said), reduction="none"))
+        logits = model.model(torch.tensor([context + asked + said[:-1]])).logits[
+            0, len(context) + len(asked) - 1 :
+        ]
+        losses.append(
+            torch.nn.functional.cross_entropy(logits, torch.tensor(said), reduction="none")
+        )
         weights.append(torch.full((len(said),), len(said) ** -0.5))
     wanted = (torch.cat(losses) * torch.cat(weights)).sum() / torch.cat(weights).sum()
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_no_more_questions_are_asked_than_fit(coder: Coder) -> None:
-    context, branches = branches_of(coder, AnsweredExample(TEMPLATE, ("Ann went home. ",), QUESTIONS), 1)
+    context, branches = branches_of(
+        coder, AnsweredExample(TEMPLATE, ("Ann went home. ",), QUESTIONS), 1
+    )
     assert len(branches) == 1
     assert context.chunks == ()
 
@@ -55,7 +69,10 @@ def test_a_prompt_is_pieces_tokenised_apart(coder: Coder) -> None:
 
 
 def article(title: str, count: int) -> dict[str, Any]:
-    qas = [{"question": f"{title} {i}?", "answers": [{"text": "x"}], "id": f"{title}{i}"} for i in range(count)]
+    qas = [
+        {"question": f"{title} {i}?", "answers": [{"text": "x"}], "id": f"{title}{i}"}
+        for i in range(count)
+    ]
     lost = {"question": "no?", "answers": [], "is_impossible": True, "id": f"{title}-"}
     return {"title": title, "paragraphs": [{"context": f"{title} is x.", "qas": [*qas, lost]}]}
 
@@ -64,7 +81,9 @@ def test_the_articles_with_the_fewest_questions_are_held_out(tmp_path: Path) -> 
     path = tmp_path / "squad.json.gz"
     path.write_bytes(
         gzip.compress(
-            json.dumps({"data": [article(t, n) for t, n in zip("abcdef", (5, 1, 4, 2, 6, 3), strict=True)]}).encode()
+            json.dumps(
+                {"data": [article(t, n) for t, n in zip("abcdef", (5, 1, 4, 2, 6, 3), strict=True)]}
+            ).encode()
         )
     )
     train, held = split(squad(path))
@@ -83,7 +102,10 @@ def test_examples_ask_of_what_they_hold_and_never_of_what_is_held_out(tmp_path: 
     path.write_text("\n".join(map(json.dumps, rows)))
     train = {
         title: [
-            Source(Passage(title, f"{title}{i} did it. " * 9), (Question(f"Who {title}{i}?", f"{title}{i}"),))
+            Source(
+                Passage(title, f"{title}{i} did it. " * 9),
+                (Question(f"Who {title}{i}?", f"{title}{i}"),),
+            )
             for i in range(9)
         ]
         for title in "pqr"

@@ -32,7 +32,10 @@ class Clock:
 
 def kv(n_tokens: int = len(IDS), n_layers: int = 3, dtype: torch.dtype = torch.float32) -> ChunkKV:
     made = torch.Generator().manual_seed(1)
-    parts = ([torch.randn(2, n_tokens, 8, generator=made).to(dtype) for _ in "kv"] for _ in range(n_layers))
+    parts = (
+        [torch.randn(2, n_tokens, 8, generator=made).to(dtype) for _ in "kv"]
+        for _ in range(n_layers)
+    )
     return ChunkKV(tuple(LayerKV(*pair) for pair in parts))
 
 
@@ -43,7 +46,11 @@ def clock() -> Clock:
 
 @pytest.fixture(params=["disk", "memory"])
 def place(request: pytest.FixtureRequest, clock: Clock, tmp_path: Path) -> Iterator[TransferPlace]:
-    tier = DiskTier(tmp_path, 1 << 20, lambda _: ()) if request.param == "disk" else MemoryTier(1 << 20, lambda _: ())
+    tier = (
+        DiskTier(tmp_path, 1 << 20, lambda _: ())
+        if request.param == "disk"
+        else MemoryTier(1 << 20, lambda _: ())
+    )
     made = TransferPlace(tier, TTL_S, clock=clock)
     yield made
     made.close()
@@ -104,11 +111,15 @@ def test_a_handle_expires_and_is_swept(place: TransferPlace, clock: Clock) -> No
     assert place.n_waiting == 0
 
 
-def test_what_a_crashed_process_left_is_swept_when_a_place_is_opened(clock: Clock, tmp_path: Path) -> None:
+def test_what_a_crashed_process_left_is_swept_when_a_place_is_opened(
+    clock: Clock, tmp_path: Path
+) -> None:
     left = TransferPlace(DiskTier(tmp_path, 1 << 20, lambda _: ()), TTL_S, clock=clock)
     put(left)
     clock.now_s += TTL_S + 1
-    assert TransferPlace(DiskTier(tmp_path, 1 << 20, lambda _: ()), TTL_S, clock=clock).n_waiting == 0
+    assert (
+        TransferPlace(DiskTier(tmp_path, 1 << 20, lambda _: ()), TTL_S, clock=clock).n_waiting == 0
+    )
 
 
 def test_entries_of_a_store_are_never_swept(clock: Clock, tmp_path: Path) -> None:
@@ -156,9 +167,25 @@ def test_a_handle_survives_json_and_nothing_else_becomes_one(place: TransferPlac
     handle = put(place)
     told = handle.as_dict()
     assert TransferHandle.from_dict(told) == handle
-    lies: list[object] = [None, [], "x", {}, {**told, "more": 1}, {**told, "n_tokens": -1}, {**told, "n_tokens": True}]
-    lies += [{**told, "secret": "../../x"}, {**told, "model": None}, {**told, "model": {**told["model"], "name": ""}}]
-    lies += [{**told, "expires_s": 1.5}, {**told, "level": "x" * 10_000}, {**told, "tokens": "0" * 31 + "."}]
+    lies: list[object] = [
+        None,
+        [],
+        "x",
+        {},
+        {**told, "more": 1},
+        {**told, "n_tokens": -1},
+        {**told, "n_tokens": True},
+    ]
+    lies += [
+        {**told, "secret": "../../x"},
+        {**told, "model": None},
+        {**told, "model": {**told["model"], "name": ""}},
+    ]
+    lies += [
+        {**told, "expires_s": 1.5},
+        {**told, "level": "x" * 10_000},
+        {**told, "tokens": "0" * 31 + "."},
+    ]
     for lie in lies:
         with pytest.raises(TransferError, match="Wanted a handle"):
             TransferHandle.from_dict(lie)
@@ -201,7 +228,11 @@ def test_a_place_that_cannot_be_used_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["redis", "objects"])
 def test_both_engines_reach_one_place_by_its_url(kind: str, tmp_path: Path) -> None:
     server = RedisServer(tmp_path) if kind == "redis" else None
-    url = f"redis://127.0.0.1:{server.port}/0" if server is not None else f"file://{tmp_path / 'objects'}"
+    url = (
+        f"redis://127.0.0.1:{server.port}/0"
+        if server is not None
+        else f"file://{tmp_path / 'objects'}"
+    )
     settings = Settings(transfer_url=url, transfer_ttl_s=30.0)
     prefills, decodes = TransferPlace.open(settings), TransferPlace.open(settings)
     handle = TransferHandle.from_dict(put(prefills).as_dict())

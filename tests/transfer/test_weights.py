@@ -17,8 +17,16 @@ MODEL = TransferModel("tiny", 3, 2, 8, "float32")
 
 def weights(n: int = 3, seed: int = 1) -> dict[str, torch.Tensor]:
     made = torch.Generator().manual_seed(seed)
-    found = {f"layers.{at}.weight": torch.randn(8, 100, generator=made).bfloat16().float() for at in range(n)}
-    return {**found, "norm.weight": torch.ones(8), "scale": torch.tensor(0.5), "empty": torch.zeros(0, 4)}
+    found = {
+        f"layers.{at}.weight": torch.randn(8, 100, generator=made).bfloat16().float()
+        for at in range(n)
+    }
+    return {
+        **found,
+        "norm.weight": torch.ones(8),
+        "scale": torch.tensor(0.5),
+        "empty": torch.zeros(0, 4),
+    }
 
 
 def saved(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
@@ -31,13 +39,18 @@ def test_files_divided_otherwise_and_another_dtype_hold_the_same_weights(tmp_pat
     found = sample_weights(saved(tmp_path / "whole", weights()))
     assert len(found) == 32
     assert (
-        sample_weights(saved(tmp_path / "half", {name: each.bfloat16() for name, each in weights().items()})) == found
+        sample_weights(
+            saved(tmp_path / "half", {name: each.bfloat16() for name, each in weights().items()})
+        )
+        == found
     )
     divided = tmp_path / "divided"
     divided.mkdir()
     files = {name: f"model-{at % 2}.safetensors" for at, name in enumerate(weights())}
     for file in set(files.values()):
-        save_file({name: each for name, each in weights().items() if files[name] == file}, divided / file)
+        save_file(
+            {name: each for name, each in weights().items() if files[name] == file}, divided / file
+        )
     (divided / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     assert sample_weights(divided) == found
 
@@ -60,10 +73,15 @@ def test_another_value_shape_or_name_is_another_digest(name: str, tmp_path: Path
 def test_of_very_many_tensors_some_count(tmp_path: Path) -> None:
     many = {f"expert.{at:06}": torch.full((2,), float(at)) for at in range(2 * N_TENSORS + 2)}
     found = sample_weights(saved(tmp_path / "many", many))
-    assert sample_weights(saved(tmp_path / "other", {**many, "expert.000000": torch.zeros(2) - 1})) != found
+    assert (
+        sample_weights(saved(tmp_path / "other", {**many, "expert.000000": torch.zeros(2) - 1}))
+        != found
+    )
 
 
-@pytest.mark.parametrize("what", ["nothing", "no folder", "a damaged file", "a damaged index", "a missing part"])
+@pytest.mark.parametrize(
+    "what", ["nothing", "no folder", "a damaged file", "a damaged index", "a missing part"]
+)
 def test_weights_that_cannot_be_read_are_unknown(what: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", weights())
     if what == "a damaged file":
@@ -71,16 +89,21 @@ def test_weights_that_cannot_be_read_are_unknown(what: str, tmp_path: Path) -> N
     elif what == "a damaged index":
         (folder / "model.safetensors.index.json").write_text("[1, 2]")
     elif what == "a missing part":
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "b.safetensors"}}))
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"a": "b.safetensors"}})
+        )
     else:
         folder = tmp_path / "missing"
     assert sample_weights(None if what == "nothing" else folder) == UNKNOWN
 
 
 @pytest.mark.parametrize(
-    ("of_kv", "here", "fits"), [("1", "1", True), ("1", "2", False), ("", "2", True), ("1", "", True)]
+    ("of_kv", "here", "fits"),
+    [("1", "1", True), ("1", "2", False), ("", "2", True), ("1", "", True)],
 )
-def test_a_handle_is_bound_to_weights_where_both_are_known(of_kv: str, here: str, fits: bool) -> None:
+def test_a_handle_is_bound_to_weights_where_both_are_known(
+    of_kv: str, here: str, fits: bool
+) -> None:
     digests = {"": UNKNOWN, "1": "1" * 32, "2": "2" * 32}
     handle = TransferHandle.make((1, 2), MODEL, "0" * 32, 100.0, 10, "raw", "disk", digests[of_kv])
     handle = TransferHandle.from_dict(handle.as_dict())

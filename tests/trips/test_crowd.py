@@ -1,4 +1,6 @@
-"""A crowd: threads that ask, stream, leave, ingest, forget and clear at once; every answer stays full prefill's own."""
+"""A crowd: threads that ask, stream, leave, ingest, forget and clear at once; every answer stays
+full prefill's own.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def crowded(tiny_settings: Settings) -> Iterator[Engine]:
     small = {"memory_bytes": KEPT_NBYTES, "disk_bytes": KEPT_NBYTES}
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)  # as many interleavings as possible
-    with Engine(tiny_settings.model_copy(update={"prefix_cache": True, "learn": "text", **small})) as engine:
+    with Engine(
+        tiny_settings.model_copy(update={"prefix_cache": True, "learn": "text", **small})
+    ) as engine:
         yield engine
     sys.setswitchinterval(before)
 
@@ -34,7 +38,10 @@ def question(draw: random.Random) -> Any:
     marked = [part for text in chunks for part in (Piece(text, "chunk", "book"), Piece("\n\n"))]
     plain = [Piece(INSTRUCTION + "".join(f"{text}\n\n" for text in chunks))]
     body = draw.choice([[Piece(INSTRUCTION), *marked], plain])
-    return [("system", "You keep the book of a harbour."), ("user", (*body, Piece(f"Question {draw.randrange(4)}?")))]
+    return [
+        ("system", "You keep the book of a harbour."),
+        ("user", (*body, Piece(f"Question {draw.randrange(4)}?"))),
+    ]
 
 
 def asks(engine: Engine, draw: random.Random) -> None:
@@ -72,7 +79,9 @@ STEPS_OF: tuple[tuple[Callable[[Engine, random.Random], object], int], ...] = (
 def test_every_answer_is_right_whatever_others_do(crowded: Engine) -> None:
     def acts(seed: int) -> None:
         draw = random.Random(seed)
-        for act in draw.choices([act for act, _ in STEPS_OF], [weight for _, weight in STEPS_OF], k=STEPS):
+        for act in draw.choices(
+            [act for act, _ in STEPS_OF], [weight for _, weight in STEPS_OF], k=STEPS
+        ):
             act(crowded, draw)
 
     with ThreadPoolExecutor(THREADS) as pool:

@@ -14,7 +14,9 @@ SOURCED = [(text, f"book-{number}") for number, text in enumerate(CHUNKS)]
 
 def test_every_chunk_is_kept_once_amid_other_text_and_the_prefix_alone(engine):
     ingest(engine)
-    wanted = {engine.runtime.encoder.key(engine.tokens(text), filler_context("")) for text in CHUNKS}
+    wanted = {
+        engine.runtime.encoder.key(engine.tokens(text), filler_context("")) for text in CHUNKS
+    }
     wanted.add(engine.runtime.encoder.key(engine.prefix(messages())))
     assert {entry.key for entry in engine.store.entries()} == wanted
     assert {entry.tier for entry in engine.store.entries()} == {"memory", "disk"}
@@ -22,7 +24,9 @@ def test_every_chunk_is_kept_once_amid_other_text_and_the_prefix_alone(engine):
 
 def test_every_text_is_in_the_book_with_its_source(engine):
     ingest(engine)
-    assert {(known.text, known.source) for known in engine.catalog.file.texts(engine.digest)} == set(SOURCED)
+    assert {
+        (known.text, known.source) for known in engine.catalog.file.texts(engine.digest)
+    } == set(SOURCED)
 
 
 def test_what_the_store_has_is_not_encoded_again(engine):
@@ -68,16 +72,22 @@ def test_without_other_text_a_chunk_is_encoded_alone(tiny_settings):
         for _ in range(2):
             engine.answer(messages())
             engine.flush()
-        chunks = [segment for segment in engine.prompt(messages()).segments if segment.kind == "chunk"]
+        chunks = [
+            segment for segment in engine.prompt(messages()).segments if segment.kind == "chunk"
+        ]
         kept = {entry.key for entry in engine.store.entries()}
-        assert kept == {segment.keys[0] for segment in chunks}  # nothing is left to be encoded again and again
+        assert kept == {
+            segment.keys[0] for segment in chunks
+        }  # nothing is left to be encoded again and again
 
 
 def test_what_was_lost_of_an_ingest_is_encoded_again_and_nothing_else(engine):
     engine.ingest([(text, "one book") for text in CHUNKS])
     lost = (1, 2, 4)
     for number in lost:
-        engine.store.forget([engine.runtime.encoder.key(engine.tokens(CHUNKS[number]), filler_context(""))])
+        engine.store.forget(
+            [engine.runtime.encoder.key(engine.tokens(CHUNKS[number]), filler_context(""))]
+        )
     again = engine.ingest([(text, "one book") for text in CHUNKS])
     assert again.encoded == 3
     assert again.tokens == sum(len(engine.tokens(CHUNKS[number])) for number in lost)
@@ -90,7 +100,9 @@ def test_a_text_too_short_to_be_reused_is_not_kept(engine):
 
 
 def test_a_store_without_room_keeps_nothing_and_says_so(tiny_settings):
-    with Engine(tiny_settings.model_copy(update={"memory_bytes": 1000, "disk_bytes": 1000})) as engine:
+    with Engine(
+        tiny_settings.model_copy(update={"memory_bytes": 1000, "disk_bytes": 1000})
+    ) as engine:
         assert engine.ingest(SOURCED).encoded == 0
         assert engine.store.stats().dropped_writes == 12
 
@@ -99,14 +111,21 @@ def test_another_salt_has_its_own_entries_and_texts(tiny_settings, engine):
     ingest(engine)
     with Engine(tiny_settings.model_copy(update={"salt": "other"})) as other:
         assert (
-            other.store.lookup([other.runtime.encoder.key(other.tokens(text), filler_context("")) for text in CHUNKS])
+            other.store.lookup(
+                [
+                    other.runtime.encoder.key(other.tokens(text), filler_context(""))
+                    for text in CHUNKS
+                ]
+            )
             == {}
         )
         assert list(other.catalog.file.texts(other.digest)) == []
         assert [piece.kind for piece in other.prompts.pieces(CHUNKS[0])] == ["fresh"]
 
 
-def test_every_chunk_of_a_prompt_comes_from_amid_other_text_also_the_first_one_and_the_prefix_is_exact(engine):
+def test_every_chunk_of_a_prompt_comes_from_amid_other_text_also_the_first_one_and_the_prefix_is_exact(
+    engine,
+):
     engine.ingest([(text, "one book") for text in CHUNKS], engine.prefix(messages()))
     for order in (CHUNKS, CHUNKS[::-1]):
         prefix, *chunks = engine.answer(messages(order)).trace.segments
@@ -116,25 +135,37 @@ def test_every_chunk_of_a_prompt_comes_from_amid_other_text_also_the_first_one_a
 
 def test_equal_chunks_of_a_document_are_encoded_once(engine):
     texts = [f"Page {number}. {CHUNKS[number % 6]}" for number in range(30)]
-    done = engine.ingest([(text, "one long book") for text in [*texts, texts[3]]], engine.prefix(messages()))
+    done = engine.ingest(
+        [(text, "one long book") for text in [*texts, texts[3]]], engine.prefix(messages())
+    )
     assert (done.chunks, done.encoded) == (31, 30)
     for text in texts:
-        entry = engine.store.lookup([engine.runtime.encoder.key(engine.tokens(text), filler_context(""))])
+        entry = engine.store.lookup(
+            [engine.runtime.encoder.key(engine.tokens(text), filler_context(""))]
+        )
         assert [found.n_tokens for found in entry.values()] == [len(engine.tokens(text))]
     assert len({entry.key for entry in engine.store.entries()}) == 30 + 1
 
 
-@pytest.mark.parametrize(("n_tokens", "other"), [(4096, 0), (4095, 1), (4000, 96), (3840, 256), (40, 256)])
-def test_a_chunk_is_encoded_behind_as_much_other_text_as_the_model_has_room_for(engine, monkeypatch, n_tokens, other):
+@pytest.mark.parametrize(
+    ("n_tokens", "other"), [(4096, 0), (4095, 1), (4000, 96), (3840, 256), (40, 256)]
+)
+def test_a_chunk_is_encoded_behind_as_much_other_text_as_the_model_has_room_for(
+    engine, monkeypatch, n_tokens, other
+):
     behind, encode = [], engine.model.encode_with_filler
     monkeypatch.setattr(
-        engine.model, "encode_with_filler", lambda ids, before: behind.append(before) or encode(ids, before)
+        engine.model,
+        "encode_with_filler",
+        lambda ids, before: behind.append(before) or encode(ids, before),
     )
     text = "x" * n_tokens
     assert engine.ingest([(text, "a")]).encoded == 1
     others = engine.tokens(filler_text() + GAP)
     assert [list(before) for before in behind] == [others[len(others) - other :]]
-    assert engine.store.lookup([engine.runtime.encoder.key(engine.tokens(text), filler_context(""))])
+    assert engine.store.lookup(
+        [engine.runtime.encoder.key(engine.tokens(text), filler_context(""))]
+    )
 
 
 def test_what_was_ingested_without_the_prompts_beginning_is_all_that_there_is_to_encode(engine):
@@ -145,23 +176,36 @@ def test_what_was_ingested_without_the_prompts_beginning_is_all_that_there_is_to
         trace = engine.answer(messages()).trace
         engine.flush()
         assert trace.policy == "lego"  # what was calibrated, at once
-        assert [(segment.kind, segment.encoded) for segment in trace.segments] == [("chunk", "filler")] * 6
+        assert [(segment.kind, segment.encoded) for segment in trace.segments] == [
+            ("chunk", "filler")
+        ] * 6
     assert {entry.key for entry in engine.store.entries()} == kept
 
 
-def test_a_chunk_has_the_same_kv_whether_it_was_ingested_or_met_in_a_prompt(engine, tiny_settings, tmp_path):
-    engine.ingest([(text, "one book") for text in CHUNKS], engine.tokens("A beginning that no prompt has at all."))
+def test_a_chunk_has_the_same_kv_whether_it_was_ingested_or_met_in_a_prompt(
+    engine, tiny_settings, tmp_path
+):
+    engine.ingest(
+        [(text, "one book") for text in CHUNKS],
+        engine.tokens("A beginning that no prompt has at all."),
+    )
     with Engine(tiny_settings.model_copy(update={"store": tmp_path / "elsewhere"})) as other:
         other.answer(messages())
         other.flush()
         for text in CHUNKS:
             key = engine.runtime.encoder.key(engine.tokens(text), filler_context(""))
-            mine, theirs = (each.store.read_layers(key, 0, engine.model.n_layers) for each in (engine, other))
+            mine, theirs = (
+                each.store.read_layers(key, 0, engine.model.n_layers) for each in (engine, other)
+            )
             pairs = list(zip(mine, theirs, strict=True))
-            assert all(torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values) for a, b in pairs)
+            assert all(
+                torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values) for a, b in pairs
+            )
 
 
 def test_under_another_beginning_chunks_come_amid_other_text_all_the_same(engine):
     engine.ingest([(text, "one book") for text in CHUNKS], engine.prefix(messages()))
     trace = engine.answer(messages(head="Some other, longer beginning of a prompt.\n\n")).trace
-    assert [(segment.kind, segment.encoded) for segment in trace.segments if segment.hit] == [("chunk", "filler")] * 6
+    assert [(segment.kind, segment.encoded) for segment in trace.segments if segment.hit] == [
+        ("chunk", "filler")
+    ] * 6

@@ -37,7 +37,10 @@ def test_some_missing_chunks_are_computed_in_place_outside_the_budget(engine):
 
 def test_a_missing_chunk_is_exact_at_ratio_one(engine):
     ingest(engine, CHUNKS[1:5])
-    fused, full = engine.answer(messages(), Ask(ratio=1.0)), engine.answer(messages(), Ask(reuse=False))
+    fused, full = (
+        engine.answer(messages(), Ask(ratio=1.0)),
+        engine.answer(messages(), Ask(reuse=False)),
+    )
     assert fused.token_ids == full.token_ids
 
 
@@ -54,7 +57,9 @@ def test_a_missing_chunk_is_encoded_after_the_answer_and_its_text_is_known(engin
 def test_a_beginning_that_is_new_is_not_encoded_and_its_chunks_are_once_each(engine):
     engine.answer(messages([*CHUNKS, CHUNKS[2]]))
     engine.flush()
-    wanted = {engine.runtime.encoder.key(engine.tokens(text), filler_context("")) for text in CHUNKS}
+    wanted = {
+        engine.runtime.encoder.key(engine.tokens(text), filler_context("")) for text in CHUNKS
+    }
     assert {entry.key for entry in engine.store.entries()} == wanted
 
 
@@ -65,7 +70,9 @@ def test_a_full_prefill_that_was_asked_for_saves_nothing(engine):
 
 
 def struck(store: KVStore, target, layer, strike) -> threading.Event:
-    """Lets something happen to a file right before one layer of a chunk is read; set once it has."""
+    """Lets something happen to a file right before one layer of a chunk is read; set once
+    it has.
+    """
     read, done = store.read_layers, threading.Event()
 
     def read_layers(key, first, count=1, tier=None, level=None):
@@ -91,7 +98,9 @@ def cut(path):
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
 @pytest.mark.parametrize("strike", [flip, cut])
-def test_an_entry_that_is_corrupted_in_the_middle_is_a_miss_and_the_answer_is_right(tiny_settings, layer, strike):
+def test_an_entry_that_is_corrupted_in_the_middle_is_a_miss_and_the_answer_is_right(
+    tiny_settings, layer, strike
+):
     with on_disk_only(tiny_settings) as engine:
         ingest(engine)
         full = engine.answer(messages(), Ask(reuse=False))
@@ -140,7 +149,9 @@ def gpt2_path(tiny_path, tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpt2")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_path)
     tokenizer.save_pretrained(folder)
-    config = GPT2Config(vocab_size=len(tokenizer), n_positions=2048, n_embd=32, n_layer=2, n_head=2, eos_token_id=2)
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=2048, n_embd=32, n_layer=2, n_head=2, eos_token_id=2
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         GPT2LMHeadModel(config).save_pretrained(folder)
@@ -148,7 +159,9 @@ def gpt2_path(tiny_path, tmp_path_factory):
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
-def test_a_refused_model_is_answered_by_its_own_full_prefill_with_the_reason(gpt2_path, tmp_path, prefix_cache):
+def test_a_refused_model_is_answered_by_its_own_full_prefill_with_the_reason(
+    gpt2_path, tmp_path, prefix_cache
+):
     settings = Settings(model=str(gpt2_path), dtype="float32", store=tmp_path, max_tokens=8)
     with Engine(settings.model_copy(update={"prefix_cache": prefix_cache})) as engine:
         assert engine.ingest([(CHUNKS[0], "book")]).encoded == 0
@@ -168,15 +181,27 @@ def test_a_refused_model_is_answered_by_its_own_full_prefill_with_the_reason(gpt
             assert engine.store.entries() == []
 
 
-def test_of_a_refused_model_beginnings_are_read_where_they_stand_and_the_answer_is_its_own(gpt2_path, tmp_path):
-    with Engine(Settings(model=str(gpt2_path), dtype="float32", store=tmp_path, max_tokens=8)) as engine:
-        full = [engine.answer(messages(question=asked), Ask(reuse=False)) for asked in ("Who?", "What?")]
+def test_of_a_refused_model_beginnings_are_read_where_they_stand_and_the_answer_is_its_own(
+    gpt2_path, tmp_path
+):
+    with Engine(
+        Settings(model=str(gpt2_path), dtype="float32", store=tmp_path, max_tokens=8)
+    ) as engine:
+        full = [
+            engine.answer(messages(question=asked), Ask(reuse=False)) for asked in ("Who?", "What?")
+        ]
         assert engine.store.entries() == []
         first, second = (engine.answer(messages(question=asked)) for asked in ("Who?", "What?"))
         engine.flush()
         assert [first.token_ids, second.token_ids] == [answer.token_ids for answer in full]
-        assert [(segment.kind, segment.exact) for segment in second.trace.segments if segment.hit] == [("prefix", True)]
-        assert second.trace.tokens_prefix == second.trace.tokens_reused > len(engine.prefix(messages()))
+        assert [
+            (segment.kind, segment.exact) for segment in second.trace.segments if segment.hit
+        ] == [("prefix", True)]
+        assert (
+            second.trace.tokens_prefix
+            == second.trace.tokens_reused
+            > len(engine.prefix(messages()))
+        )
         assert {entry.tier for entry in engine.store.entries()} == {"memory"}
         assert not [entry for entry in engine.store.entries() if entry.key.encoded == "filler"]
 

@@ -1,16 +1,30 @@
-"""The trip of a question over six cached chunks, in the process that ingested them and in another."""
+"""The trip of a question over six cached chunks, in the process that ingested them and in
+another.
+"""
 
 import pytest
 
 from ragfuse import Ask, Engine, Settings
-from tests.tiny import CHUNKS, INSTRUCTION, QUESTION, adds_up, chunk_hits, ingest, messages, on_disk_only, python
+from tests.tiny import (
+    CHUNKS,
+    INSTRUCTION,
+    QUESTION,
+    adds_up,
+    chunk_hits,
+    ingest,
+    messages,
+    on_disk_only,
+    python,
+)
 
 
 @pytest.mark.parametrize("policy", ["hkvd", "hkvd-flat", "lego", "lexical", "query", "random"])
 def test_six_cached_chunks_are_reused_and_few_rows_recomputed(engine, policy):
     ingest(engine)
     trace = engine.answer(messages(), Ask(policy=policy)).trace
-    assert [(segment.kind, segment.hit) for segment in trace.segments] == [("prefix", True)] + [("chunk", True)] * 6
+    assert [(segment.kind, segment.hit) for segment in trace.segments] == [("prefix", True)] + [
+        ("chunk", True)
+    ] * 6
     assert [segment.exact for segment in trace.segments] == [True] + [False] * 6
     assert adds_up(trace)
     assert 0 < trace.mean_ratio < 0.3
@@ -32,10 +46,14 @@ def test_a_plain_prompt_finds_the_chunks_by_their_text(engine):
     ingest(engine)
     said = INSTRUCTION + "\n\n".join(CHUNKS) + f"\n\n{QUESTION}"
     prompt = engine.prompt(said)
-    found = [engine.model.text(segment.tokens) for segment in prompt.segments if segment.kind == "chunk"]
+    found = [
+        engine.model.text(segment.tokens) for segment in prompt.segments if segment.kind == "chunk"
+    ]
     assert found == list(CHUNKS)
     assert engine.model.text(prompt.token_ids) == said
-    assert [segment.source for segment in prompt.segments if segment.kind == "chunk"] == [f"book-{i}" for i in range(6)]
+    assert [segment.source for segment in prompt.segments if segment.kind == "chunk"] == [
+        f"book-{i}" for i in range(6)
+    ]
 
 
 def test_from_disk_and_from_memory_the_answer_is_the_same(tiny_settings, engine):
@@ -53,7 +71,9 @@ def test_from_disk_and_from_memory_the_answer_is_the_same(tiny_settings, engine)
 def test_a_chunk_read_from_disk_is_in_memory_for_the_next_question(tiny_settings, engine):
     ingest(engine)
     with Engine(tiny_settings) as other:
-        tiers = [{segment.tier for segment in other.answer(messages()).trace.segments} for _ in range(2)]
+        tiers = [
+            {segment.tier for segment in other.answer(messages()).trace.segments} for _ in range(2)
+        ]
     assert tiers == [{"disk"}, {"memory"}]
 
 
@@ -65,7 +85,8 @@ def test_a_second_process_on_the_store_hits_and_finds_known_chunks(tiny_settings
         from ragfuse import Engine, Piece, Settings
         model, store, plain, text = sys.argv[1:]
         given = [sys.argv[3].split(text)[0], Piece(text, "chunk", "given"), "Who?"]
-        told = {"dtype": "float32", "max_tokens": 12, "prefix_cache": False}  # which a later answer may or may not meet
+        # which a later answer may or may not meet
+        told = {"dtype": "float32", "max_tokens": 12, "prefix_cache": False}
         with Engine(Settings(model=model, store=store, **told)) as engine:
             traces = [engine.answer([("user", said)]).trace.as_dict() for said in (plain, given)]
         print(json.dumps(traces))
@@ -79,17 +100,26 @@ def test_a_second_process_on_the_store_hits_and_finds_known_chunks(tiny_settings
 
 @pytest.mark.embedded
 def test_the_embedded_model_says_what_full_prefill_says_at_ratio_one(smollm_path, tmp_path):
-    settings = Settings(model=str(smollm_path), dtype="float32", store=tmp_path, max_tokens=12, prefix_cache=False)
+    settings = Settings(
+        model=str(smollm_path), dtype="float32", store=tmp_path, max_tokens=12, prefix_cache=False
+    )
     with Engine(settings) as engine:
         ingest(engine, CHUNKS[:3])
-        question = messages(CHUNKS[:3], "Question: How many ships did the keeper of the southern lighthouse count?")
+        question = messages(
+            CHUNKS[:3], "Question: How many ships did the keeper of the southern lighthouse count?"
+        )
         fused, full = engine.answer(question, Ask(ratio=1.0)), _full(engine, question)
-        one = messages(CHUNKS[3:4], "Question: What colour is the door of the lighthouse? One word.")  # not ingested
+        one = messages(
+            CHUNKS[3:4], "Question: What colour is the door of the lighthouse? One word."
+        )  # not ingested
         exact, alone = engine.answer(one), _full(engine, one)
     assert fused.token_ids == full.token_ids
     assert chunk_hits(fused.trace) == [True] * 3
     assert exact.token_ids == alone.token_ids
-    assert [(segment.kind, segment.hit) for segment in exact.trace.segments] == [("prefix", True), ("chunk", False)]
+    assert [(segment.kind, segment.hit) for segment in exact.trace.segments] == [
+        ("prefix", True),
+        ("chunk", False),
+    ]
     assert exact.trace.tokens_recomputed == 0
 
 

@@ -1,4 +1,6 @@
-"""One question, asked five times through each door: soon the same tokens each time, from the same entries."""
+"""One question, asked five times through each door: soon the same tokens each time, from the same
+entries.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +40,21 @@ DOORS = [indexed, indexed_behind_its_beginning, known, heard, given_as_pieces]
 
 
 def how(answer):
-    """What an answer says of how it was made: policy, and of each chunk the entry and its tier's level."""
+    """What an answer says of how it was made: policy, and of each chunk the entry and its tier's
+    level.
+    """
     trace = answer.trace
-    chunks = [(each.hit, each.encoded, each.level) for each in trace.segments if each.kind == "chunk"]
+    chunks = [
+        (each.hit, each.encoded, each.level) for each in trace.segments if each.kind == "chunk"
+    ]
     return trace.policy, trace.ratio, trace.fallback_reason, chunks
 
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_five_times_the_same_question_is_soon_one_answer(tiny_settings, door, prefix_cache):
-    # The first chunk is encoded behind its beginning once that has come twice: it is exact from the third time on.
+    # The first chunk is encoded behind its beginning once that has come twice: it is exact from the
+    # third time on.
     settled = 2 if prefix_cache else 1
     with Engine(tiny_settings.model_copy(update={"prefix_cache": prefix_cache})) as engine:
         question, ask = door(engine)

@@ -1,4 +1,6 @@
-"""What constructors refuse is told in words: a name that there is not, and a value that cannot be."""
+"""What constructors refuse is told in words: a name that there is not, and a value that
+cannot be.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Purple(Hazel):
 
 @pytest.mark.parametrize("kind", [Ask, Engine, PMLTemplate, RemoteEngine, Settings])
 def test_a_misspelt_argument_of_a_public_class_is_told_with_the_class(kind):
-    with pytest.raises(SettingsError, match=rf"^{kind.__name__} has no argument 'xyzzy'\. It takes: \w+"):
+    with pytest.raises(
+        SettingsError, match=rf"^{kind.__name__} has no argument 'xyzzy'\. It takes: \w+"
+    ):
         kind(xyzzy=1)
 
 
@@ -50,16 +54,27 @@ def test_a_misspelt_argument_of_a_public_class_is_told_with_the_class(kind):
         (Walnut, {"wieght": 2}, "Walnut has no argument 'wieght'. Did you mean weight?"),
         (Ask, {"ratoi": 1}, "Ask has no argument 'ratoi'. Did you mean ratio?"),
         (Settings, {"modle": "x"}, "Settings has no argument 'modle'. Did you mean model?"),
-        (Hazel, {"wieght": 2, "origin": "Piedmont"}, "Hazel has no argument 'wieght'. Did you mean weight?"),
+        (
+            Hazel,
+            {"wieght": 2, "origin": "Piedmont"},
+            "Hazel has no argument 'wieght'. Did you mean weight?",
+        ),
         (Hazel, {"gram": 2}, "Hazel has no argument 'gram'. Did you mean grams?"),
         (Hazel, {"orign": "Piedmont"}, "Hazel has no argument 'orign'. Did you mean origin?"),
         (Purple, {"shad": 1, "origin": ""}, "Purple has no argument 'shad'. Did you mean shade?"),
         (Hazel, {}, "Hazel needs the argument 'origin', which is missing."),
-        (Hazel, {"grams": -1, "origin": ""}, "grams: Input should be greater than or equal to 0, found -1."),
+        (
+            Hazel,
+            {"grams": -1, "origin": ""},
+            "grams: Input should be greater than or equal to 0, found -1.",
+        ),
         (
             Hazel,
             {"weight": 2.5, "origin": ""},
-            "weight: Input should be a valid integer, got a number with a fractional part, found 2.5.",
+            (
+                "weight: Input should be a valid integer, got a number with a fractional part,"
+                " found 2.5."
+            ),
         ),
         (Hazel, {"key": 7, "origin": ""}, "key: Input should be a valid string."),
         (Purple, {"shade": [], "origin": ""}, "shade: Input should be a valid number, found []."),

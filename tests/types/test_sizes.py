@@ -28,7 +28,13 @@ def test_sizes_have_two_digits_or_more_and_a_unit(nbytes, said):
 
 @pytest.mark.parametrize(
     ("nbytes", "said"),
-    [(20 << 30, "20 GiB"), (1 << 40, "1 TiB"), (10 << 20, "10 MiB"), (1_000_000, "1.0 MB"), (0, "0 B")],
+    [
+        (20 << 30, "20 GiB"),
+        (1 << 40, "1 TiB"),
+        (10 << 20, "10 MiB"),
+        (1_000_000, "1.0 MB"),
+        (0, "0 B"),
+    ],
 )
 def test_a_capacity_is_written_as_its_setting_is(nbytes, said):
     assert capacity_text(nbytes) == said

@@ -22,5 +22,7 @@ def chunk(at: int, why: str) -> SegmentTrace:
     ],
 )
 def test_one_reason_against_all_chunks_is_told_once(whys: list[str], said: str) -> None:
-    trace = Trace(tokens=300, tokens_reused=20, segments=tuple(chunk(at, why) for at, why in enumerate(whys)))
+    trace = Trace(
+        tokens=300, tokens_reused=20, segments=tuple(chunk(at, why) for at, why in enumerate(whys))
+    )
     assert said in trace.summary

@@ -1,1 +1,3 @@
-"""Programs that answer prompts for the comparison, each run by the Python of the engine that it drives."""
+"""Programs that answer prompts for the comparison, each run by the Python of the engine that it
+drives.
+"""

@@ -1,4 +1,6 @@
-"""`MODEL DTYPE MEMORY [FOLDER]`: ragfuse's own engine with its default policy, chunks in memory or in a folder."""
+"""`MODEL DTYPE MEMORY [FOLDER]`: ragfuse's own engine with its default policy, chunks in memory or
+in a folder.
+"""
 
 from __future__ import annotations
 
@@ -61,9 +63,15 @@ class RagFuse:
         self.engine.flush()
         if self.folder is None:
             return {"disk_bytes": 0}
-        return {"disk_bytes": sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())}
+        return {
+            "disk_bytes": sum(
+                path.stat().st_size for path in self.folder.rglob("*") if path.is_file()
+            )
+        }
 
-    def _answer(self, ids: Sequence[int], max_tokens: int, told: SimpleQueue[int | BaseException | None]) -> None:
+    def _answer(
+        self, ids: Sequence[int], max_tokens: int, told: SimpleQueue[int | BaseException | None]
+    ) -> None:
         from ragfuse.engine.ask import Ask
 
         def tell(before: Any, scores: Any) -> Any:
@@ -71,7 +79,9 @@ class RagFuse:
             return scores
 
         try:
-            self.engine.answer([*ids], Ask(max_tokens=max_tokens, options={"logits_processor": [tell]}))
+            self.engine.answer(
+                [*ids], Ask(max_tokens=max_tokens, options={"logits_processor": [tell]})
+            )
         except BaseException as error:
             told.put(error)
         told.put(None)

@@ -1,4 +1,6 @@
-"""`FOLDER [prefix]`: transformers' own `generate`, with or without the cache of the prompt before."""
+"""`FOLDER [prefix]`: transformers' own `generate`, with or without the cache of the prompt
+before.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ class Transformers:
 
     Args:
         folder: The model's folder.
-        keeps: Whether the cache of the prompt before is cropped to what both begin with and handed over.
+        keeps: Whether the cache of the prompt before is cropped to what both begin with and handed
+            over.
     """
 
     def __init__(self, folder: str, keeps: bool) -> None:
@@ -24,7 +27,9 @@ class Transformers:
         import transformers
 
         self.version = f"transformers {transformers.__version__}"
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16
+        ).eval()
         self.keeps = keeps
         self._ids: list[int] = []
         self._cache: Any = None
@@ -52,7 +57,11 @@ class Transformers:
         return {}
 
     def _generate(
-        self, ids: Sequence[int], max_tokens: int, cache: Any, told: SimpleQueue[int | BaseException | None]
+        self,
+        ids: Sequence[int],
+        max_tokens: int,
+        cache: Any,
+        told: SimpleQueue[int | BaseException | None],
     ) -> None:
         import torch
 
@@ -75,7 +84,10 @@ class Transformers:
     def _reused(self, ids: Sequence[int]) -> Any:
         held = self._cache.get_seq_length() if self._cache is not None else 0
         known = self._ids[:held]
-        same = next((i for i, (a, b) in enumerate(zip(ids, known, strict=False)) if a != b), min(len(ids), held))
+        same = next(
+            (i for i, (a, b) in enumerate(zip(ids, known, strict=False)) if a != b),
+            min(len(ids), held),
+        )
         same = min(same, len(ids) - 1)
         if not same:
             return self._empty()

@@ -1,4 +1,6 @@
-"""`FOLDER MAX_TOKENS`: vLLM with prefix caching, its engine in this process, run by the Python that has vLLM."""
+"""`FOLDER MAX_TOKENS`: vLLM with prefix caching, its engine in this process, run by the Python that
+has vLLM.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class Vllm:
 
         self.version = f"vLLM {vllm.__version__}"
         self._sampling = vllm.SamplingParams
-        llm = vllm.LLM(folder, dtype="bfloat16", enable_prefix_caching=True, max_model_len=max_tokens)
+        llm = vllm.LLM(
+            folder, dtype="bfloat16", enable_prefix_caching=True, max_model_len=max_tokens
+        )
         self.engine = llm.llm_engine
         self._asked = 0
 

@@ -28,12 +28,16 @@ class Engine(Protocol):
         ...
 
     def rest(self) -> dict[str, Any]:
-        """Finish what an answer leaves behind, so that nothing computes until the next; what is on disk then."""
+        """Finish what an answer leaves behind, so that nothing computes until the next; what is on
+        disk then.
+        """
         ...
 
 
 def private_stdout() -> TextIO:
-    """The standard output for answers alone: whatever else this process prints goes to standard error."""
+    """The standard output for answers alone: whatever else this process prints goes to standard
+    error.
+    """
     own = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     sys.stdout = sys.stderr

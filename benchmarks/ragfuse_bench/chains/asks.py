@@ -1,4 +1,6 @@
-"""The four programs, ready to be asked: an answer comes with its chunks, usage and time to the first token."""
+"""The four programs, ready to be asked: an answer comes with its chunks, usage and time to the
+first token.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from ragfuse.models import resolve_embedder, resolve_llm
 
 @dataclass(frozen=True)
 class Said:
-    """One answer: its text, the chunks it was given, tokens reused and in all (0 where the model does not say),
-    seconds to the first of it.
+    """One answer: its text, the chunks it was given, tokens reused and in all (0 where the model
+    does not say), seconds to the first of it.
     """
 
     text: str
@@ -31,10 +33,14 @@ Ask = Callable[[str], Said]
 Make = Callable[[Engine, Sequence[str]], Ask]
 
 
-def _timed(stream: Callable[[], Iterable[Any]], text: Callable[[Any], Any]) -> tuple[list[Any], Sample]:
-    """All that a stream says, and how long the first text of it took; parts without any are not counted.
+def _timed(
+    stream: Callable[[], Iterable[Any]], text: Callable[[Any], Any]
+) -> tuple[list[Any], Sample]:
+    """All that a stream says, and how long the first text of it took; parts without any are not
+    counted.
 
-    Hugging Face's streamers say an empty part at the first token and hold a word back until it is whole.
+    Hugging Face's streamers say an empty part at the first token and hold a word back until it is
+    whole.
     """
     cpu, wall = time.process_time(), time.perf_counter()
     parts, first = [], None
@@ -66,7 +72,11 @@ def _langchain_ours(engine: Engine, splits: Sequence[str]) -> Ask:
 
 
 def _langchain(
-    build: Callable[..., Any], model: str, own: Mapping[str, Any], engine: Engine, splits: Sequence[str]
+    build: Callable[..., Any],
+    model: str,
+    own: Mapping[str, Any],
+    engine: Engine,
+    splits: Sequence[str],
 ) -> Ask:
     """Ask a chain: its stream, and what the callbacks of its retriever say was found."""
     from langchain_core.callbacks import BaseCallbackHandler
@@ -89,11 +99,15 @@ def _langchain(
 
     def ask(question: str) -> Said:
         seen = Seen()
-        parts, first = _timed(lambda: chain.stream(question, config={"callbacks": [seen]}), lambda part: part.content)
+        parts, first = _timed(
+            lambda: chain.stream(question, config={"callbacks": [seen]}), lambda part: part.content
+        )
         whole = sum(parts[1:], parts[0])
         usage = whole.usage_metadata or {}
         reused = usage.get("input_token_details", {}).get("cache_read", 0)
-        return Said(str(whole.content).strip(), seen.texts, reused, usage.get("input_tokens", 0), first)
+        return Said(
+            str(whole.content).strip(), seen.texts, reused, usage.get("input_tokens", 0), first
+        )
 
     return ask
 
@@ -121,9 +135,15 @@ def _llama_index_ours(engine: Engine, splits: Sequence[str]) -> Ask:
 
 
 def _llama_index(
-    build: Callable[..., Any], model: str, own: Mapping[str, Any], engine: Engine, splits: Sequence[str]
+    build: Callable[..., Any],
+    model: str,
+    own: Mapping[str, Any],
+    engine: Engine,
+    splits: Sequence[str],
 ) -> Ask:
-    """Ask a query engine: its stream, its source nodes, and the usage that LlamaIndex's events carry."""
+    """Ask a query engine: its stream, its source nodes, and the usage that LlamaIndex's events
+    carry.
+    """
     from llama_index.core.instrumentation.event_handlers import BaseEventHandler
     from llama_index.core.instrumentation.events.llm import LLMChatEndEvent
     from llama_index.core.schema import TextNode
@@ -145,7 +165,9 @@ def _llama_index(
     nodes = [TextNode(text=text) for text in splits]
     before, after = PROMPT_TEXTS["answer"]
     template = before + "{context_str}" + after.replace("{question}", "{query_str}")
-    queries = build(model, nodes, HuggingFaceEmbedding(model_name=path, device="cpu"), template, own)
+    queries = build(
+        model, nodes, HuggingFaceEmbedding(model_name=path, device="cpu"), template, own
+    )
 
     def ask(question: str) -> Said:
         usage, dispatcher = Usage(last={}), get_dispatcher()
@@ -180,6 +202,9 @@ def _embedder(engine: Engine) -> str:
 
 
 MAKERS: Mapping[str, tuple[Make, Make]] = MappingProxyType(
-    {"langchain": (_langchain_theirs, _langchain_ours), "llama_index": (_llama_index_theirs, _llama_index_ours)}
+    {
+        "langchain": (_langchain_theirs, _langchain_ours),
+        "llama_index": (_llama_index_theirs, _llama_index_ours),
+    }
 )
 """Theirs and ours, by framework."""

@@ -14,7 +14,9 @@ def build(
     join: Callable[[Any], str],
     own: Mapping[str, Any],
 ) -> Any:
-    """The chain: a question in, message chunks out. own: what this model's constructor takes besides its name."""
+    """The chain: a question in, message chunks out. own: what this model's constructor takes
+    besides its name.
+    """
     from langchain_community.vectorstores import FAISS
     from langchain_core.prompts import ChatPromptTemplate
     from langchain_core.runnables import RunnablePassthrough

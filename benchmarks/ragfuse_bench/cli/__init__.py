@@ -1,4 +1,6 @@
-"""`ragfuse bench ...`: a row of `BENCHMARKS` is a command. `ragfuse` finds `bench` by its entry point."""
+"""`ragfuse bench ...`: a row of `BENCHMARKS` is a command. `ragfuse` finds `bench` by its entry
+point.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,8 @@ class Benchmark:
         name: Of the command.
         module: Where the function is.
         options: Its dataclass of options, whose first line is the command's help.
-        by_settings: The function is `run_NAME(settings, options, console)`, and the command takes `--model` and the
-            like as `ragfuse ask` does.
+        by_settings: The function is `run_NAME(settings, options, console)`, and the command takes
+            `--model` and the like as `ragfuse ask` does.
         is_timed: It times computing, so it starts again with an allocator that keeps memory.
     """
 
@@ -80,7 +82,9 @@ class Benchmark:
 
         if self.is_timed:
             tune_malloc(report)
-            os.environ["OMP_NUM_THREADS"] = str(getattr(options, "threads", 1))  # of threads that begin later
+            os.environ["OMP_NUM_THREADS"] = str(
+                getattr(options, "threads", 1)
+            )  # of threads that begin later
         run = getattr(import_module(f"ragfuse_bench.{self.module}"), f"run_{self.name}")
         report.write(run(*settings, options, report))
 
@@ -103,7 +107,10 @@ BENCHMARKS = (
 )
 bench = typer.Typer(
     no_args_is_help=True,
-    help="Benchmarks. Methods are measured in turn, round by round, so that changes of the machine affect all alike.",
+    help=(
+        "Benchmarks. Methods are measured in turn, round by round, so that changes of the machine"
+        " affect all alike."
+    ),
 )
 bench.command("quality")(with_options(quality))
 for each in BENCHMARKS:

@@ -16,12 +16,13 @@ from typer.models import OptionInfo
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """Let a command of typer take dataclasses of options.
 
-    Each parameter whose type is a dataclass is replaced by one parameter for each of its fields that has a
-    `typer.Option`. A field of type `tuple[str, ...]` is an option that may be repeated, one with `FromText` is read
-    from one text. The other fields keep their defaults.
+    Each parameter whose type is a dataclass is replaced by one parameter for each of its fields
+    that has a `typer.Option`. A field of type `tuple[str, ...]` is an option that may be repeated,
+    one with `FromText` is read from one text. The other fields keep their defaults.
 
     Returns:
-        The function to hand to `app.command(name)`; it makes the dataclasses and calls `command` with them.
+        The function to hand to `app.command(name)`; it makes the dataclasses and calls `command`
+        with them.
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
@@ -30,16 +31,24 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         kind = hints[parameter.name]
         if is_dataclass(kind) and isinstance(kind, type):
             types = get_type_hints(kind, include_extras=True)
-            shown = {each.name: types[each.name] for each in fields(kind) if _option(types[each.name])}
+            shown = {
+                each.name: types[each.name] for each in fields(kind) if _option(types[each.name])
+            }
             made[parameter.name] = kind, shown
-            parameters += [_parameter(each, shown[each.name]) for each in fields(kind) if each.name in shown]
+            parameters += [
+                _parameter(each, shown[each.name]) for each in fields(kind) if each.name in shown
+            ]
         else:
-            parameters.append(parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY))
+            parameters.append(
+                parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY)
+            )
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
         for name, (kind, types) in made.items():
-            values[name] = kind(**{each: _value(each, values.pop(each), types[each]) for each in types})
+            values[name] = kind(
+                **{each: _value(each, values.pop(each), types[each]) for each in types}
+            )
         command(**values)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -49,7 +58,9 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def _option(hint: Any) -> OptionInfo | None:
     """The `typer.Option` of a field's type; None where it has none."""
-    return next((each for each in getattr(hint, "__metadata__", ()) if isinstance(each, OptionInfo)), None)
+    return next(
+        (each for each in getattr(hint, "__metadata__", ()) if isinstance(each, OptionInfo)), None
+    )
 
 
 def _from_text(hint: Any) -> FromText | None:
@@ -62,11 +73,15 @@ def _parameter(of: Field[Any], hint: Any) -> inspect.Parameter:
     text = _from_text(hint)
     if text is not None:
         kind = str
-        default = ",".join(f"{part:g}" if isinstance(part, float) else str(part) for part in default)
+        default = ",".join(
+            f"{part:g}" if isinstance(part, float) else str(part) for part in default
+        )
     elif get_origin(kind) is tuple:
         kind, default = GenericAlias(list, get_args(kind)[:1]), list(default)
     annotation = Annotated[kind, _option(hint)]
-    return inspect.Parameter(of.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return inspect.Parameter(
+        of.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
 
 
 def _value(name: str, given: Any, hint: Any) -> Any:

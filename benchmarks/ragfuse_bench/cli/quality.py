@@ -21,12 +21,17 @@ def quality(
     dtype: Dtype = None,
     device: Device = None,
     quick: Annotated[
-        bool, typer.Option(help="Short run: 64 held-out questions with the methods full, none and auto.")
+        bool,
+        typer.Option(help="Short run: 64 held-out questions with the methods full, none and auto."),
     ] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw KL against speed to this file (PNG).")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw KL against speed to this file (PNG).")
+    ] = None,
     json: Json = None,
 ) -> None:
-    """Compare answers and next-token distributions of methods with those of full prefill, on the same prompts."""
+    """Compare answers and next-token distributions of methods with those of full prefill, on the
+    same prompts.
+    """
     from ragfuse_bench.plots import NO_FRONTIER, plot_frontier
     from ragfuse_bench.quality.report import run_quality
 
@@ -36,7 +41,9 @@ def quality(
     if quick:
         options = options.quick()
     if not options.sets:
-        raise InputError("Name a data set: --data held-out, --data demo or --data FILE; or say --quick.")
+        raise InputError(
+            "Name a data set: --data held-out, --data demo or --data FILE; or say --quick."
+        )
     if plot is not None and "none" not in options.methods:
         raise InputError(NO_FRONTIER)
     report, settings = begin("quality", json, model=model, dtype=dtype, device=device)

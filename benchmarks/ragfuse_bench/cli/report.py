@@ -18,7 +18,8 @@ class Report(Console):
 
     Args:
         benchmark: Its name.
-        target: The target of `--json`; if that is standard output, the console writes to standard error.
+        target: The target of `--json`; if that is standard output, the console writes to standard
+            error.
 
     Raises:
         InputError: The target cannot be written.
@@ -37,17 +38,26 @@ class Report(Console):
         super().print(*objects, **options)
 
     def write(self, result: dict[str, Any]) -> None:
-        """Print where a result was measured, and write it to the target, with the tables that were printed."""
+        """Print where a result was measured, and write it to the target, with the tables that were
+        printed.
+        """
         if "machine" in result:
-            machine, malloc = result["machine"], "tuned" if result["malloc"]["tuned"] else "as the system has it"
-            where = f"{machine['gpu'] or machine['cpu']}; threads: {result['threads']}; allocator {malloc}"
+            machine, malloc = (
+                result["machine"],
+                "tuned" if result["malloc"]["tuned"] else "as the system has it",
+            )
+            where = (
+                f"{machine['gpu'] or machine['cpu']}; threads: {result['threads']}; allocator"
+                f" {malloc}"
+            )
             load = f"load {machine['load_average']:.1f} at the end; {result['date']}"
             super().print(f"{where}; {load}", highlight=False)
         write_json({"benchmark": self._benchmark, **result, "tables": self._tables}, self._target)
 
 
 def begin(benchmark: str, json: Path | None, **named: Any) -> tuple[Report, Settings]:
-    """Return the report of a benchmark that goes by the settings, and these, with what the command line named.
+    """Return the report of a benchmark that goes by the settings, and these, with what the command
+    line named.
 
     Raises:
         SettingsError: A setting is invalid.

@@ -1,1 +1,3 @@
-"""What a codec of KV is worth, measured on real text: sizes, fidelity, answers, speed, and CacheGen's own figures."""
+"""What a codec of KV is worth, measured on real text: sizes, fidelity, answers, speed, and
+CacheGen's own figures.
+"""

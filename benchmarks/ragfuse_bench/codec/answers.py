@@ -1,6 +1,8 @@
-"""What changed KV does to answers: F1 on questions over passages, beside raw KV's, and agreement along raw's answers.
+"""What changed KV does to answers: F1 on questions over passages, beside raw KV's, and agreement
+along raw's answers.
 
-Every reading's KV is computed once, and changed once for each way; all of its questions are asked behind it.
+Every reading's KV is computed once, and changed once for each way; all of its questions are asked
+behind it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ Change = Callable[[ChunkKV], ChunkKV]
 
 @dataclass(frozen=True)
 class Row:
-    """One question answered one way: its F1, and how close the distribution stays along raw KV's own answer."""
+    """One question answered one way: its F1, and how close the distribution stays along raw KV's
+    own answer.
+    """
 
     question: str
     f1: float
@@ -49,12 +53,17 @@ def ask_all(
         for reading in bar.track(readings, description="questions"):
             kv = model.encode(reading.token_ids)
             raw = Continued(model, kv)
-            told = [raw.answer(question.token_ids, NEW_TOKENS["answer"]) for question in reading.questions]
+            told = [
+                raw.answer(question.token_ids, NEW_TOKENS["answer"])
+                for question in reading.questions
+            ]
             asked = list(zip(reading.questions, told, strict=True))
             found[RAW] += [_row(model, question, wanted, wanted) for question, wanted in asked]
             for name, change in ways.items():
                 other = Continued(model, change(kv))
-                found[name] += [_row(model, q, wanted, _again(other, q, wanted)) for q, wanted in asked]
+                found[name] += [
+                    _row(model, q, wanted, _again(other, q, wanted)) for q, wanted in asked
+                ]
     return dict(found)
 
 
@@ -70,7 +79,9 @@ def _row(model: HFModel, question: Question, wanted: Said, mine: Said) -> Row:
 
 
 def scores(found: Mapping[str, Sequence[Row]]) -> dict[str, dict[str, Any]]:
-    """By way: n, F1 and its difference to raw KV's with 95% intervals, share of equal answers, KL and top-1."""
+    """By way: n, F1 and its difference to raw KV's with 95% intervals, share of equal answers, KL
+    and top-1.
+    """
     raw = [row.f1 for row in found[RAW]]
     return {name: _score(rows, raw) for name, rows in found.items()}
 

@@ -1,4 +1,6 @@
-"""KV through a codec and back: bytes, seconds and what came out; and which codecs there are to compare."""
+"""KV through a codec and back: bytes, seconds and what came out; and which codecs there are to
+compare.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,13 @@ from ragfuse.types.levels import LEVEL_NAMES
 
 INT8 = "int8"
 BASELINES = (FewBits(4), FewBits(3))
-"""Uniform quantisation beside the level `int8`: what the paper compares itself with, and no levels of a store."""
+"""Uniform quantisation beside the level `int8`: what the paper compares itself with, and no levels
+of a store.
+"""
 WORDS = 512
-"""How many different ones random ids are drawn from, and of how many tables are made where a model reads no text."""
+"""How many different ones random ids are drawn from, and of how many tables are made where a model
+reads no text.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,9 +46,14 @@ def coded(codec: Codec, kv: ChunkKV) -> Coded:
     start = time.process_time()
     blobs = [codec.encode(layer, at) for at, layer in enumerate(kv.layers)]
     between = time.process_time()
-    layers = tuple(codec.decode(blob, LayerMeta.of(layer, blob)) for layer, blob in zip(kv.layers, blobs, strict=True))
+    layers = tuple(
+        codec.decode(blob, LayerMeta.of(layer, blob))
+        for layer, blob in zip(kv.layers, blobs, strict=True)
+    )
     end = time.process_time()
-    return Coded(ChunkKV(layers), sum(blob.numel() for blob in blobs), between - start, end - between)
+    return Coded(
+        ChunkKV(layers), sum(blob.numel() for blob in blobs), between - start, end - between
+    )
 
 
 def fp16_nbytes(kv: ChunkKV) -> int:
@@ -52,7 +63,9 @@ def fp16_nbytes(kv: ChunkKV) -> int:
 
 @dataclass(frozen=True)
 class Codecs:
-    """What is compared on one model: levels by name, least loss first, and the default level of a stream."""
+    """What is compared on one model: levels by name, least loss first, and the default level of a
+    stream.
+    """
 
     tables: CodecTables
     levels: Mapping[str, Codec]
@@ -65,9 +78,13 @@ class Codecs:
 
 
 def codecs_of(model: HFModel) -> Codecs:
-    """The codecs of a model, by the tables in its profile; by those that an engine would make where there are none."""
+    """The codecs of a model, by the tables in its profile; by those that an engine would make where
+    there are none.
+    """
     tables = CodecTables.from_dict(model.profile.codec) if model.profile.codec else None
-    tables = tables or (made_tables(model) if model.has_tokenizer else profile_tables(_drawn(model)))
+    tables = tables or (
+        made_tables(model) if model.has_tokenizer else profile_tables(_drawn(model))
+    )
     levels = {name: codec_for(name, tables) for name in LEVEL_NAMES if name != "raw"}
     ours = [name for name, codec in levels.items() if isinstance(codec, CacheGenCodec)]
     return Codecs(tables, levels, ours[(len(ours) - 1) // 2])

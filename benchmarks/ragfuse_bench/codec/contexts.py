@@ -1,4 +1,6 @@
-"""Real text for codecs, of what comes along: contexts with what follows them, and passages with questions on them."""
+"""Real text for codecs, of what comes along: contexts with what follows them, and passages with
+questions on them.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Question:
 
 @dataclass(frozen=True)
 class Reading:
-    """Passages with all questions on them: the context's KV is computed and coded once for all of these."""
+    """Passages with all questions on them: the context's KV is computed and coded once for all of
+    these.
+    """
 
     token_ids: tuple[int, ...]
     questions: tuple[Question, ...]
@@ -50,7 +54,9 @@ def read_contexts(model: HFModel, per_set: int, tokens: int) -> list[Context]:
     """At most `per_set` contexts of `tokens` tokens of each set that comes along."""
     sets = {"held-out": _articles(), "demo": _demo()}
     return [
-        context for name, texts in sets.items() for context in islice(_windows(model, name, texts, tokens), per_set)
+        context
+        for name, texts in sets.items()
+        for context in islice(_windows(model, name, texts, tokens), per_set)
     ]
 
 
@@ -73,7 +79,9 @@ def read_questions(model: HFModel, limit: int = 0) -> list[Reading]:
 
 
 def reading_of(model: HFModel, paragraphs: Sequence[Mapping[str, Any]]) -> Reading:
-    """These paragraphs of a SQuAD article with all questions on them, worded as for every benchmark."""
+    """These paragraphs of a SQuAD article with all questions on them, worded as for every
+    benchmark.
+    """
     before, after = PROMPT_TEXTS["answer"]
     passages = "\n\n".join(paragraph["context"].strip() for paragraph in paragraphs)
     head, tail = _in_template(model, f"{before}{passages}", after)
@@ -92,12 +100,16 @@ def _in_template(model: HFModel, text: str, after: str) -> tuple[str, str]:
     said = [{"role": "user", "content": text + after}]
     if not getattr(model.tokenizer, "chat_template", None):
         return text, after
-    whole = str(model.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True))
+    whole = str(
+        model.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    )
     head, found, tail = whole.partition(after)
     return (head, found + tail) if found else (text, after)
 
 
-def _asked(model: HFModel, tail: str, paragraphs: Sequence[Mapping[str, Any]]) -> Iterator[Question]:
+def _asked(
+    model: HFModel, tail: str, paragraphs: Sequence[Mapping[str, Any]]
+) -> Iterator[Question]:
     for paragraph in paragraphs:
         for qa in paragraph["qas"]:
             answers = tuple(dict.fromkeys(answer["text"] for answer in qa["answers"]))
@@ -107,7 +119,9 @@ def _asked(model: HFModel, tail: str, paragraphs: Sequence[Mapping[str, Any]]) -
 
 
 def _windows(model: HFModel, name: str, texts: Iterable[str], tokens: int) -> Iterator[Context]:
-    """Contexts from one stream of texts, one behind the other; what is left over at the end is too short."""
+    """Contexts from one stream of texts, one behind the other; what is left over at the end is too
+    short.
+    """
     held: list[int] = []
     count = 0
     for text in texts:

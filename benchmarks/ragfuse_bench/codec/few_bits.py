@@ -1,4 +1,6 @@
-"""Uniform quantisation in 4 or 3 bits: what the paper compares itself with, and no level of a store."""
+"""Uniform quantisation in 4 or 3 bits: what the paper compares itself with, and no level of a
+store.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ TOGETHER = 8
 
 @dataclass(frozen=True)
 class FewBits:
-    """Keys and values as signed codes of `bits` bits, with one bfloat16 scale per head and token."""
+    """Keys and values as signed codes of `bits` bits, with one bfloat16 scale per head and
+    token.
+    """
 
     bits: int
 
@@ -35,8 +39,12 @@ class FewBits:
 
     def encode(self, layer: LayerKV, at: int = 0) -> Tensor:
         """Encode a layer to uint8."""
-        parts = [part for tensor in (layer.keys, layer.values) for part in self._coded(tensor.float())]
-        return pack(KIND, at, "", LayerMeta.of(layer, parts[0]), self.bits.to_bytes(16, "little"), parts)
+        parts = [
+            part for tensor in (layer.keys, layer.values) for part in self._coded(tensor.float())
+        ]
+        return pack(
+            KIND, at, "", LayerMeta.of(layer, parts[0]), self.bits.to_bytes(16, "little"), parts
+        )
 
     def decode(self, blob: Tensor, meta: LayerMeta) -> LayerKV:
         """Decode a layer: code times scale."""
@@ -50,7 +58,9 @@ class FewBits:
     def _coded(self, exact: Tensor) -> tuple[Tensor, Tensor]:
         scales = (exact.abs().amax(-1, keepdim=True) / self._max_code).to(torch.bfloat16)
         by = scales.float()
-        codes = (exact / torch.where(by > 0, by, 1.0)).round().clamp(-self._max_code, self._max_code)
+        codes = (
+            (exact / torch.where(by > 0, by, 1.0)).round().clamp(-self._max_code, self._max_code)
+        )
         flat = codes.int().reshape(-1) + self._max_code
         padded = torch.nn.functional.pad(flat, (0, -len(flat) % TOGETHER)).view(-1, TOGETHER)
         at = torch.arange(TOGETHER, device=exact.device)

@@ -1,6 +1,8 @@
-"""What a change of a context's KV does to what the model says next: KL and top-1 along the text that follows.
+"""What a change of a context's KV does to what the model says next: KL and top-1 along the text
+that follows.
 
-The same tokens are read over raw KV and over the changed one; the model's next-token distributions are compared.
+The same tokens are read over raw KV and over the changed one; the model's next-token distributions
+are compared.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from ragfuse.types.kv import ChunkKV
 
 @dataclass(frozen=True)
 class Loss:
-    """What changed KV costs, over n tokens: mean KL in nats, share of equal first choices, and both perplexities.
+    """What changed KV costs, over n tokens: mean KL in nats, share of equal first choices, and both
+    perplexities.
 
     nll, raw_nll: mean nats of the text's own tokens over changed and over raw KV.
     """
@@ -34,7 +37,9 @@ class Loss:
 
 @dataclass(frozen=True)
 class Told:
-    """What raw KV says along a text: logits float32 [n, V] behind each id, and the ids that came next in the text."""
+    """What raw KV says along a text: logits float32 [n, V] behind each id, and the ids that came
+    next in the text.
+    """
 
     follow: tuple[int, ...]
     logits: Tensor

@@ -16,7 +16,9 @@ from ragfuse.types.kv import ChunkKV
 
 @dataclass(frozen=True)
 class Said:
-    """An answer's ids; logits float32 [n + 1, V] along the guess of n ids, or along the answer, and behind it."""
+    """An answer's ids; logits float32 [n + 1, V] along the guess of n ids, or along the answer, and
+    behind it.
+    """
 
     token_ids: tuple[int, ...]
     along: Tensor
@@ -29,7 +31,9 @@ class Continued:
         self.model, self.n_tokens = model, kv.n_tokens
         self.cache = RowCache(len(kv.layers))
         for layer, rows in zip(self.cache.layers, kv.layers, strict=True):
-            keys, values = (part.to(model.device)[None].contiguous() for part in (rows.keys, rows.values))
+            keys, values = (
+                part.to(model.device)[None].contiguous() for part in (rows.keys, rows.values)
+            )
             layer.fill(keys, values, kv.n_tokens)
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
@@ -38,7 +42,9 @@ class Continued:
         return self._behind(token_ids)
 
     def answer(self, token_ids: Sequence[int], most: int, guess: Sequence[int] = ()) -> Said:
-        """The greedy answer to the asked ids, the end token left out; a guess at it is read in one pass."""
+        """The greedy answer to the asked ids, the end token left out; a guess at it is read in one
+        pass.
+        """
         said, ends, asked = list[int](), ends_of(self.model), len(token_ids)
         along = [*self.logits([*token_ids, *guess])[asked - 1 :]]
         token, is_guessed = int(along[0].argmax()), bool(guess)

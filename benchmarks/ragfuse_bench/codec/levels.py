@@ -1,4 +1,6 @@
-"""Size against quality: every level on the same contexts and questions, beside uniform quantisation."""
+"""Size against quality: every level on the same contexts and questions, beside uniform
+quantisation.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Found:
         return cls(context.dataset, loss, done.nbytes, fp16_nbytes(done.kv))
 
 
-def fidelities(model: HFModel, contexts: Iterable[Context], codecs: Mapping[str, Codec]) -> dict[str, list[Found]]:
+def fidelities(
+    model: HFModel, contexts: Iterable[Context], codecs: Mapping[str, Codec]
+) -> dict[str, list[Found]]:
     """Each context by each codec, in order."""
     found = defaultdict[str, list[Found]](list)
     for context in contexts:
@@ -43,7 +47,9 @@ def fidelities(model: HFModel, contexts: Iterable[Context], codecs: Mapping[str,
 
 
 def rows_of(found: Mapping[str, Sequence[Found]]) -> list[dict[str, Any]]:
-    """A row for each codec: bytes over fp16 and how many times smaller than 8 bits, KL, top-1, perplexities."""
+    """A row for each codec: bytes over fp16 and how many times smaller than 8 bits, KL, top-1,
+    perplexities.
+    """
     by_name = {name: _row(name, mine) for name, mine in found.items()}
     for row in by_name.values():
         row["x_vs_int8"] = by_name[INT8]["bytes_over_fp16"] / row["bytes_over_fp16"]
@@ -54,7 +60,9 @@ def by_set(found: Mapping[str, Sequence[Found]]) -> list[dict[str, Any]]:
     """The same for each data set."""
     rows = list[dict[str, Any]]()
     for dataset in dict.fromkeys(each.dataset for mine in found.values() for each in mine):
-        mine = {name: [each for each in all_ if each.dataset == dataset] for name, all_ in found.items()}
+        mine = {
+            name: [each for each in all_ if each.dataset == dataset] for name, all_ in found.items()
+        }
         rows += [{"dataset": dataset, **row} for row in rows_of(mine)]
     return rows
 

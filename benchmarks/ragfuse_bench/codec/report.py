@@ -33,8 +33,8 @@ FAST = ("level", "encode_mbps", "decode_mbps", "decode_over_prefill")
 SMALLER, NEAR_F1, NEAR_TOP1 = 3.5, 0.02, 0.95
 """What a level should reach beside 8 bits: so many times smaller, F1 so near, top-1 so alike."""
 PAPER = (
-    "CacheGen is 3.5-4.3 times smaller than quantisation of equal quality (Mistral-7B, LongChat: 622 MB in 8 bits, "
-    "176 MB at 0.98 of its accuracy); decoding is hidden behind the link."
+    "CacheGen is 3.5-4.3 times smaller than quantisation of equal quality (Mistral-7B, LongChat:"
+    " 622 MB in 8 bits, 176 MB at 0.98 of its accuracy); decoding is hidden behind the link."
 )
 
 
@@ -59,7 +59,9 @@ def run_codec(settings: Settings, options: CodecOptions, console: Console) -> Re
         "answers": answered,
         "piece": {"tokens": fast.tokens, "prefill_s": fast.prefill_s},
         "paper": PAPER,
-        "speeds_are": "MB of KV in two bytes a value, by the second of one core, on one piece of text",
+        "speeds_are": (
+            "MB of KV in two bytes a value, by the second of one core, on one piece of text"
+        ),
         "model": settings.model,
         "dtype": settings.dtype,
         "options": asdict(options),
@@ -74,7 +76,9 @@ def _model(settings: Settings) -> HFModel:
     model = bench_model(settings.model, settings.dtype, settings.device, settings.home)
     if model.profile.refusal or not model.has_tokenizer:
         why = model.profile.refusal or "it has no tokenizer, so it reads no text."
-        raise ModelError(f"The KV of {settings.model} cannot be coded: {why} Measure another model.")
+        raise ModelError(
+            f"The KV of {settings.model} cannot be coded: {why} Measure another model."
+        )
     return model
 
 
@@ -85,9 +89,14 @@ def _through(codec: Codec) -> Any:
     return change
 
 
-def _level(name: str, rows: Mapping[str, Result], answered: Mapping[str, Result], fast: Speeds) -> Result:
+def _level(
+    name: str, rows: Mapping[str, Result], answered: Mapping[str, Result], fast: Speeds
+) -> Result:
     said = answered[name]
-    told = {key: said[key] for key in ("f1", "f1_delta", "f1_delta_ci", "kl_answers", "top1_answers", "same_answer")}
+    told = {
+        key: said[key]
+        for key in ("f1", "f1_delta", "f1_delta_ci", "kl_answers", "top1_answers", "same_answer")
+    }
     if answered[RAW]["f1"] < WORTH:
         told |= {"f1_delta": None, "f1_delta_ci": None}
     return {**rows[name], **told, **fast.figures(name)}
@@ -112,19 +121,24 @@ def _show(result: Result, console: Console) -> None:
     _print_rows(FAST, rows, console)
     raw, near = result["answers"][RAW], ", ".join(result["reached"]) or "none"
     console.print(
-        f"Raw KV: F1 {raw['f1']:.3f} on {raw['n']} questions. At least {SMALLER} times smaller than 8 bits, F1 within "
-        f"{NEAR_F1}, top-1 at least {NEAR_TOP1}: {near}.",
+        f"Raw KV: F1 {raw['f1']:.3f} on {raw['n']} questions. At least {SMALLER} times smaller than"
+        f" 8 bits, F1 within {NEAR_F1}, top-1 at least {NEAR_TOP1}: {near}.",
         highlight=False,
     )
     console.print(f"The paper: {PAPER}", highlight=False)
 
 
-def _print_rows(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+def _print_rows(
+    columns: Sequence[str], rows: Sequence[Mapping[str, Any]], console: Console
+) -> None:
     """Print a table of some columns."""
     table = Table(*columns, box=None)
     for row in rows:
         cells = (row.get(column) for column in columns)
         table.add_row(
-            *("" if cell is None else f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in cells)
+            *(
+                "" if cell is None else f"{cell:.3f}" if isinstance(cell, float) else str(cell)
+                for cell in cells
+            )
         )
     console.print(table)

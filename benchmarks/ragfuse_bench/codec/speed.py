@@ -1,4 +1,5 @@
-"""How fast codecs are beside the model: encoding, decoding and prefilling the same chunk, in turns, per core.
+"""How fast codecs are beside the model: encoding, decoding and prefilling the same chunk, in turns,
+per core.
 
 CPU time on a CPU, so that threads do not count as speed; by the wall on an accelerator.
 """
@@ -30,7 +31,9 @@ class Speed:
 
 @dataclass(frozen=True)
 class Speeds:
-    """All codecs on one chunk of some tokens and fp16 bytes, and the model's own prefill of it in seconds."""
+    """All codecs on one chunk of some tokens and fp16 bytes, and the model's own prefill of it in
+    seconds.
+    """
 
     tokens: int
     fp16: int
@@ -47,7 +50,9 @@ class Speeds:
         }
 
 
-def speeds(model: HFModel, token_ids: Sequence[int], codecs: Mapping[str, Codec], runner: Runner) -> Speeds:
+def speeds(
+    model: HFModel, token_ids: Sequence[int], codecs: Mapping[str, Codec], runner: Runner
+) -> Speeds:
     """Every codec and the prefill, taking turns on one chunk."""
     kv = model.encode(token_ids)
     cases: dict[str, Callable[[], object]] = {PREFILL: lambda: model.full_prefill(token_ids)}
@@ -59,7 +64,10 @@ def speeds(model: HFModel, token_ids: Sequence[int], codecs: Mapping[str, Codec]
         cases[f"{name} encode"] = _encoding(codec, kv)
         cases[f"{name} decode"] = _decoding(codec, blobs, metas)
     times = {name: each.median_s for name, each in runner.measure(cases, "speed").items()}
-    found = {name: Speed(nbytes[name], times[f"{name} encode"], times[f"{name} decode"]) for name in codecs}
+    found = {
+        name: Speed(nbytes[name], times[f"{name} encode"], times[f"{name} decode"])
+        for name in codecs
+    }
     return Speeds(len(token_ids), fp16_nbytes(kv), times[PREFILL], found)
 
 
@@ -67,5 +75,7 @@ def _encoding(codec: Codec, kv: ChunkKV) -> Callable[[], object]:
     return lambda: [codec.encode(layer, at) for at, layer in enumerate(kv.layers)]
 
 
-def _decoding(codec: Codec, blobs: Sequence[Tensor], metas: Sequence[LayerMeta]) -> Callable[[], object]:
+def _decoding(
+    codec: Codec, blobs: Sequence[Tensor], metas: Sequence[LayerMeta]
+) -> Callable[[], object]:
     return lambda: [codec.decode(blob, meta) for blob, meta in zip(blobs, metas, strict=True)]

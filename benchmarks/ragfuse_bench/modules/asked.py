@@ -1,6 +1,8 @@
-"""One prompt over modules asked both ways through the product's own engine: how soon, and what is said.
+"""One prompt over modules asked both ways through the product's own engine: how soon, and what is
+said.
 
-The first token is timed from the prompt in PML to its first logits: bound, planned, read and fused, or computed.
+The first token is timed from the prompt in PML to its first logits: bound, planned, read and fused,
+    or computed.
 """
 
 from __future__ import annotations
@@ -37,16 +39,22 @@ def model_of(settings: Settings) -> HFModel:
     model = bench_model(settings.model, settings.dtype, settings.device, settings.home)
     if model.profile.refusal or not model.has_tokenizer:
         why = model.profile.refusal or "it has no tokenizer, so it reads no text."
-        raise ModelError(f"Modules of {settings.model} cannot be reused: {why} Measure another model.")
+        raise ModelError(
+            f"Modules of {settings.model} cannot be reused: {why} Measure another model."
+        )
     return model
 
 
 @contextmanager
 def engine_over(settings: Settings, model: HFModel, place: Place = "host") -> Iterator[Engine]:
-    """An engine whose modules lie in memory: the host's, pinned where the model is on a GPU, or the GPU's."""
+    """An engine whose modules lie in memory: the host's, pinned where the model is on a GPU, or the
+    GPU's.
+    """
     on_gpu = model.device.type == "cuda"
     where = str(model.device) if place == "gpu" else "cpu"
-    with KVStore([MemoryTier(ROOM, lru, device=where, pin_memory=on_gpu and place == "host")]) as store:
+    with KVStore(
+        [MemoryTier(ROOM, lru, device=where, pin_memory=on_gpu and place == "host")]
+    ) as store:
         engine = Engine(settings, model, store)
         try:
             yield engine
@@ -71,7 +79,9 @@ def first_logits(engine: Engine, request: PMLPrompt, ask: Ask) -> PreparedPrompt
 
 
 def timed(engine: Engine, request: PMLPrompt, runner: Runner, what: str) -> dict[str, Any]:
-    """Both ways in interleaved rounds: tokens, the cached share of them, seconds by the clock that counts."""
+    """Both ways in interleaved rounds: tokens, the cached share of them, seconds by the clock that
+    counts.
+    """
     ready = first_logits(engine, request, WAYS["cached"])
     if ready.plan.fallback_reason or ready.plan.misses:
         raise ModelError(f"{what} was not answered over its modules: {ready.plan.explain()}.")
@@ -99,7 +109,9 @@ def fetch_tokens(ready: PreparedPrompt) -> list[int]:
 
 
 def answered(engine: Engine, case: ModuleCase, ways: Mapping[str, Ask] = WAYS) -> dict[str, Any]:
-    """What is said each way, greedily, with scores where there are known answers, and how alike both are."""
+    """What is said each way, greedily, with scores where there are known answers, and how alike
+    both are.
+    """
     texts = {way: said(engine, case, ask) for way, ask in ways.items()}
     found: dict[str, Any] = {f"answer_{way}": text for way, text in texts.items()}
     found["same"] = texts["full"] == texts["cached"]
@@ -126,8 +138,17 @@ def measured(engine: Engine, case: ModuleCase, runner: Runner) -> dict[str, Any]
         times = timed(engine, case.request, runner, case.name)
         layout = engine.schemas.show(case.schema.name)
         kept = sum(len(run.tokens) for run in layout.runs)
-        sizes = {"modules": len(layout.modules), "kv_mb": kept * engine.model.nbytes_per_token / 1e6}
-        return {"name": case.name, "dataset": case.dataset, **times, **sizes, **answered(engine, case)}
+        sizes = {
+            "modules": len(layout.modules),
+            "kv_mb": kept * engine.model.nbytes_per_token / 1e6,
+        }
+        return {
+            "name": case.name,
+            "dataset": case.dataset,
+            **times,
+            **sizes,
+            **answered(engine, case),
+        }
 
 
 def mean_of(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:

@@ -1,7 +1,8 @@
-"""Prompts over schemas: the paper's uses in our own words (Prompt Cache 5.6), and documents of data sets as modules.
+"""Prompts over schemas: the paper's uses in our own words (Prompt Cache 5.6), and documents of data
+sets as modules.
 
-The uses lie as PML beside the data sets that come along. A document's case is made as the benchmarks' other prompts
-are worded; its passages are modules, its question is new text.
+The uses lie as PML beside the data sets that come along. A document's case is made as the
+benchmarks' other prompts are worded; its passages are modules, its question is new text.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from ragfuse_bench.quality.run import drawn
 from ragfuse.calibration.case import Case, Task
 from ragfuse.calibration.prompts import NEW_TOKENS, PROMPT_TEXTS
 from ragfuse.errors import SettingsError
-from ragfuse.schemas.nodes import Import, Item, MessageNode, Module, PMLPrompt, Role, Schema, TextNode
+from ragfuse.schemas.nodes import (
+    Import,
+    Item,
+    MessageNode,
+    Module,
+    PMLPrompt,
+    Role,
+    Schema,
+    TextNode,
+)
 from ragfuse.schemas.pml import parse_prompt, parse_schema
 from ragfuse.schemas.pml_writer import NO_TEXT
 
@@ -26,7 +36,9 @@ USE_TOKENS = 64
 
 @dataclass(frozen=True)
 class ModuleCase:
-    """A prompt over a schema. answers: the known ones, () where there are none; dataset: "" for a use of our own."""
+    """A prompt over a schema. answers: the known ones, () where there are none; dataset: "" for a
+    use of our own.
+    """
 
     name: str
     schema: Schema
@@ -41,7 +53,9 @@ def uses(names: Sequence[str] = USES) -> list[ModuleCase]:
     """The uses of these names; SettingsError for one that there is not."""
     strange = next((name for name in names if name not in USES), None)
     if strange is not None:
-        raise SettingsError(f"There is no use '{strange}' of modules here. It is one of: {', '.join(USES)}.")
+        raise SettingsError(
+            f"There is no use '{strange}' of modules here. It is one of: {', '.join(USES)}."
+        )
     return [_use(name) for name in names]
 
 
@@ -53,16 +67,23 @@ def _use(name: str) -> ModuleCase:
 
 
 def documents(names: Sequence[str], limit: int, packing: Packing) -> Iterator[ModuleCase]:
-    """At most `limit` questions (0: all) of each data set, drawn from a seed, with their passages as modules."""
+    """At most `limit` questions (0: all) of each data set, drawn from a seed, with their passages
+    as modules.
+    """
     for name in names:
         yield from (of_documents(case) for case in drawn(read_cases(name, packing), limit))
 
 
 def of_documents(case: Case) -> ModuleCase:
-    """A case whose chunks are modules of one message; what is asked stands behind the last one, in that message."""
+    """A case whose chunks are modules of one message; what is asked stands behind the last one, in
+    that message.
+    """
     before, after = (_plain(text) for text in PROMPT_TEXTS[case.task])
     asked = f"{case.question}\n\n" if case.task == "summary" and case.question else case.question
-    modules = [Module(f"document-{number}", (TextNode(_plain(text)),)) for number, text in enumerate(case.chunks, 1)]
+    modules = [
+        Module(f"document-{number}", (TextNode(_plain(text)),))
+        for number, text in enumerate(case.chunks, 1)
+    ]
     items: list[Item] = [TextNode(before)]
     for number, module in enumerate(modules):
         items += [TextNode("\n\n"), module] if number else [module]
@@ -70,7 +91,9 @@ def of_documents(case: Case) -> ModuleCase:
     imports = [Import(module.name) for module in modules]
     request = PMLPrompt(name, (*imports, TextNode(after.replace("{question}", _plain(asked)))))
     schema = Schema(name, (Role("user", tuple(items)),))
-    return ModuleCase(name, schema, request, case.answers, case.task, NEW_TOKENS[case.task], case.dataset)
+    return ModuleCase(
+        name, schema, request, case.answers, case.task, NEW_TOKENS[case.task], case.dataset
+    )
 
 
 def long_schema(name: str, modules: Sequence[str]) -> Schema:
@@ -82,7 +105,9 @@ def long_schema(name: str, modules: Sequence[str]) -> Schema:
 
 
 def over_all(schema: Schema, modules: int, question: str) -> PMLPrompt:
-    """A prompt that imports the first so many modules of a `long_schema` and asks in a message of its own."""
+    """A prompt that imports the first so many modules of a `long_schema` and asks in a message of
+    its own.
+    """
     imports = [Import(f"notes-{number}") for number in range(1, modules + 1)]
     return PMLPrompt(schema.name, (*imports, MessageNode("user", question)))
 

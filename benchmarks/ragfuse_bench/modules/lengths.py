@@ -1,4 +1,5 @@
-"""Time to the first token against the prompt's length, all of it computed and nearly all of it cached.
+"""Time to the first token against the prompt's length, all of it computed and nearly all of it
+cached.
 
 Computing grows faster than the prompt; placing modules grows with it (Prompt Cache 5.4, figure 5).
 """
@@ -29,12 +30,16 @@ def slope(engine: Engine, runner: Runner, lengths: Sequence[int]) -> list[dict[s
         texts = notes(engine, length)
         schema = long_schema(f"notes-{length}", texts)
         with registered(engine, schema):
-            rows.append(timed(engine, over_all(schema, len(texts), QUESTION), runner, f"{length:,} tokens"))
+            rows.append(
+                timed(engine, over_all(schema, len(texts), QUESTION), runner, f"{length:,} tokens")
+            )
     return rows
 
 
 def notes(engine: Engine, tokens: int) -> list[str]:
-    """Texts of about `MODULE_TOKENS` each, from the questions that come along, of `tokens` tokens in all, about."""
+    """Texts of about `MODULE_TOKENS` each, from the questions that come along, of `tokens` tokens
+    in all, about.
+    """
     found, held, left = list[str](), "", tokens
     for text in _paragraphs(engine):
         held = f"{held} {text}".strip()
@@ -45,7 +50,9 @@ def notes(engine: Engine, tokens: int) -> list[str]:
         if size >= MODULE_TOKENS:
             found.append(held)
             held, left = "", left - size
-    raise InputError(f"Wanted text of {tokens:,} tokens, found {tokens - left:,}: take shorter prompts.")
+    raise InputError(
+        f"Wanted text of {tokens:,} tokens, found {tokens - left:,}: take shorter prompts."
+    )
 
 
 def _paragraphs(engine: Engine) -> Iterator[str]:

@@ -18,18 +18,35 @@ def show_modules(result: Result, console: Console) -> None:
     console.print(_lengths(result))
     for row in result["cases"]:
         if not row["dataset"]:
-            console.print(f"[bold]{row['name']}[/], all computed, then over its modules:", highlight=False)
+            console.print(
+                f"[bold]{row['name']}[/], all computed, then over its modules:", highlight=False
+            )
             for way in ("full", "cached"):
                 console.print(Text(f"  {' '.join(row[f'answer_{way}'].split())}"))
 
 
 def _cases(result: Result) -> Table:
-    table = Table("prompt", title=f"First token over modules ({_clock(result)}, {result['rounds']} rounds)", box=None)
-    for heading in ("tokens", "cached", "full s", "cached s", "faster", "full", "over modules", "same"):
+    table = Table(
+        "prompt",
+        title=f"First token over modules ({_clock(result)}, {result['rounds']} rounds)",
+        box=None,
+    )
+    for heading in (
+        "tokens",
+        "cached",
+        "full s",
+        "cached s",
+        "faster",
+        "full",
+        "over modules",
+        "same",
+    ):
         table.add_column(heading, justify="right")
     for row in (*(row for row in result["cases"] if not row["dataset"]), *result["by_set"]):
         name = row["name"] if "name" in row else f"{row['dataset']} (n = {row['n']})"
-        times = ("", "") if "full_s" not in row else (f"{row['full_s']:.3f}", f"{row['cached_s']:.3f}")
+        times = (
+            ("", "") if "full_s" not in row else (f"{row['full_s']:.3f}", f"{row['cached_s']:.3f}")
+        )
         sizes = (f"{row['tokens']:,.0f}", f"{row['cached_share']:.1%}")
         table.add_row(name, *sizes, *times, f"{row['ttft_x']:.1f}x", *_scores(row))
     return table
@@ -39,7 +56,10 @@ def _scores(row: Result) -> tuple[str, str, str]:
     """Scores both ways and how often the answers are the same."""
     full, cached = (row.get(f"score_{way}") for way in ("full", "cached"))
     same = row["same"]
-    told = "" if full is None or cached is None else f"{full:.3f}", "" if cached is None else f"{cached:.3f}"
+    told = (
+        "" if full is None or cached is None else f"{full:.3f}",
+        "" if cached is None else f"{cached:.3f}",
+    )
     return *told, ("yes" if same else "no") if isinstance(same, bool) else f"{same:.0%}"
 
 

@@ -55,15 +55,23 @@ def _rows(engine: Engine, runner: Runner, options: ModuleOptions) -> list[dict[s
     cases = [*uses(options.uses), *documents(options.sets, options.limit, packing)]
     with progress(runner.console) as bar:
         quiet = Runner(runner.rounds, runner.device, Console(quiet=True))
-        return [measured(engine, case, quiet) for case in bar.track(cases, description="prompts over modules")]
+        return [
+            measured(engine, case, quiet)
+            for case in bar.track(cases, description="prompts over modules")
+        ]
 
 
 def by_set(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each data set: questions, mean times and scores both ways, how often the answers are the same."""
+    """Of each data set: questions, mean times and scores both ways, how often the answers are the
+    same.
+    """
     found = []
     for dataset in dict.fromkeys(row["dataset"] for row in rows if row["dataset"]):
         mine = [row for row in rows if row["dataset"] == dataset]
         full, cached = (sum(row[f"{way}_s"] for row in mine) for way in ("full", "cached"))
-        means = {key: mean_of(mine, key) for key in ("tokens", "cached_share", "score_full", "score_cached", "same")}
+        means = {
+            key: mean_of(mine, key)
+            for key in ("tokens", "cached_share", "score_full", "score_cached", "same")
+        }
         found.append({"dataset": dataset, "n": len(mine), "ttft_x": full / cached, **means})
     return found

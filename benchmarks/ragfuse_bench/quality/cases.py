@@ -1,7 +1,7 @@
 """Data sets as cases: a question, its known answers, and the chunks of its prompt in order.
 
-Read from files of several shapes, told apart by what is in them. Which chunks a prompt holds is decided here, once and
-from a seed, so that every method answers the same prompts.
+Read from files of several shapes, told apart by what is in them. Which chunks a prompt holds is
+decided here, once and from a seed, so that every method answers the same prompts.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ Count = Callable[[str], int]
 
 SQUAD_PASSAGES = 6
 OWN = ("held-out", "demo", *RULES)
-"""Sets that come along: SQuAD questions on articles the reader never saw, our own on the demo texts, and two that
-are made by rule."""
+"""Sets that come along: SQuAD questions on articles the reader never saw, our own on the demo
+texts, and two that are made by rule.
+"""
 
 
 @dataclass(frozen=True)
 class Packing:
     """How passages become chunks.
 
-    chunk_tokens: neighbouring passages are put together, and long ones cut, up to so many; 0: each is a chunk as it is.
-    context_tokens: most tokens of all chunks; longer passages are cut evenly. passages: of a SQuAD prompt.
+    chunk_tokens: neighbouring passages are put together, and long ones cut, up to so many; 0: each
+    is a chunk as it is. context_tokens: most tokens of all chunks; longer passages are cut evenly.
+    passages: of a SQuAD prompt.
     """
 
     count: Count
@@ -45,23 +47,35 @@ class Packing:
 
 
 def read_cases(name: str | Path, packing: Packing) -> list[Case]:
-    """All cases of a file, or of the set that comes along under `name`; InputError if it is of no known shape."""
+    """All cases of a file, or of the set that comes along under `name`; InputError if it is of no
+    known shape.
+    """
     if str(name) in RULES:
         texts = [text for texts in _demo_documents().values() for text in texts]
-        chunks = list(pack(texts, replace(packing, chunk_tokens=packing.chunk_tokens or CHUNK_TOKENS)))
+        chunks = list(
+            pack(texts, replace(packing, chunk_tokens=packing.chunk_tokens or CHUNK_TOKENS))
+        )
         return made_cases(str(name), chunks, packing.count, packing.context_tokens)
     path, stem = _own(str(name)) if str(name) in OWN else Path(name), set_name(name)
     try:
         data = path.read_bytes()
         text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise InputError(f"The data set '{path}' cannot be read: {error}. Give a JSON or JSONL file.") from error
+        raise InputError(
+            f"The data set '{path}' cannot be read: {error}. Give a JSON or JSONL file."
+        ) from error
     if packing.passages < 1:
-        raise InputError(f"A prompt of {packing.passages} passages cannot be asked about; wanted 1 or more.")
+        raise InputError(
+            f"A prompt of {packing.passages} passages cannot be asked about; wanted 1 or more."
+        )
     try:
         cases = list(_cases(stem, path, *parsed(text), packing))
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        found = f"{error} is missing in it" if isinstance(error, KeyError) else "a value in it is of another kind"
+        found = (
+            f"{error} is missing in it"
+            if isinstance(error, KeyError)
+            else "a value in it is of another kind"
+        )
         raise InputError(f"'{path}' is JSON, but of no known shape: {found}. {_SHAPES}") from error
     except ValueError as error:
         raise InputError(f"'{path}' is no data set that can be read: {error}. {_SHAPES}") from error
@@ -71,13 +85,15 @@ def read_cases(name: str | Path, packing: Packing) -> list[Case]:
 
 
 def set_name(name: str | Path) -> str:
-    """What a data set is called in results: its own name, or its file's without folder and endings."""
+    """What a data set is called in results: its own name, or its file's without folder and
+    endings.
+    """
     return str(name) if str(name) in OWN else Path(name).name.split(".")[0]
 
 
 _SHAPES = (
-    "Known shapes: SQuAD; JSONL of {question, answers: [text], ctxs: [{title, text}]}; LongBench's {input, context, "
-    "answers}; and the sets that come along: " + ", ".join(OWN) + "."
+    "Known shapes: SQuAD; JSONL of {question, answers: [text], ctxs: [{title, text}]}; LongBench's"
+    " {input, context, answers}; and the sets that come along: " + ", ".join(OWN) + "."
 )
 
 
@@ -91,7 +107,9 @@ def _cases(name: str, path: Path, data: Any, places: list[str], packing: Packing
     if isinstance(data, dict) and {"ctxs", "context", "question"} & set(data):
         data = [data]
     if packing.chunk_tokens and isinstance(data, dict):
-        raise InputError(f"The chunks of {name} are paragraphs as they are: leave --chunk-tokens out.")
+        raise InputError(
+            f"The chunks of {name} are paragraphs as they are: leave --chunk-tokens out."
+        )
     if isinstance(data, dict) and "data" in data:
         yield from _squad(name, data["data"], packing)
     elif isinstance(data, dict) and "questions" in data:
@@ -108,19 +126,28 @@ def _of_rows(name: str, rows: Sequence[Row], packing: Packing) -> Iterator[Case]
     if "context" in first and "ctxs" not in first:
         for index, row in enumerate(rows):
             passages = _passages(row.text("context"))
-            case_id, question = str(row.said.get("_id", index)), row.text("input") if "input" in row.said else ""
+            case_id, question = (
+                str(row.said.get("_id", index)),
+                row.text("input") if "input" in row.said else "",
+            )
             task: Task = "answer" if question else "summary"
-            yield _apart(name, case_id, question, row.texts("answers"), passages, packing, row, task)
+            yield _apart(
+                name, case_id, question, row.texts("answers"), passages, packing, row, task
+            )
     elif {"ctxs", "question"} & set(first):
         for index, row in enumerate(rows):
             case_id, passages = str(row.said.get("id", index)), row.passages()
-            yield _apart(name, case_id, row.text("question"), row.texts("answers"), passages, packing, row)
+            yield _apart(
+                name, case_id, row.text("question"), row.texts("answers"), passages, packing, row
+            )
     else:
         raise ValueError("no known keys in it")
 
 
 def _squad(name: str, articles: Sequence[Mapping[str, Any]], packing: Packing) -> Iterator[Case]:
-    """Each answerable question over its own paragraph among others of the file, in an order drawn from its id."""
+    """Each answerable question over its own paragraph among others of the file, in an order drawn
+    from its id.
+    """
     documents = {a["title"]: tuple(p["context"].strip() for p in a["paragraphs"]) for a in articles}
     pool = [(title, text) for title, texts in documents.items() for text in texts]
     for article in articles:
@@ -147,13 +174,19 @@ def _squad(name: str, articles: Sequence[Mapping[str, Any]], packing: Packing) -
 def _demo_documents() -> dict[str, tuple[str, ...]]:
     """The demo's articles by name, as paragraphs."""
     return {
-        path.stem: tuple(line.strip() for line in path.read_text("utf-8").splitlines() if len(line.split()) > 20)
+        path.stem: tuple(
+            line.strip() for line in path.read_text("utf-8").splitlines() if len(line.split()) > 20
+        )
         for path in sorted((Path(str(files("ragfuse"))) / "demo" / "corpus").glob("*.md"))
     }
 
 
-def _on_demo_texts(name: str, questions: Sequence[Mapping[str, Any]], packing: Packing) -> Iterator[Case]:
-    """Our own questions: the paragraphs that they need among others of the same articles and of one more."""
+def _on_demo_texts(
+    name: str, questions: Sequence[Mapping[str, Any]], packing: Packing
+) -> Iterator[Case]:
+    """Our own questions: the paragraphs that they need among others of the same articles and of one
+    more.
+    """
     documents = _demo_documents()
     for row in questions:
         drawn = random.Random(str(row["id"]))
@@ -164,7 +197,9 @@ def _on_demo_texts(name: str, questions: Sequence[Mapping[str, Any]], packing: P
         chosen = [*dict.fromkeys(needed)]
         chosen += drawn.sample(others, max(0, min(packing.passages - len(chosen), len(others))))
         drawn.shuffle(chosen)
-        yield Case(name, row["id"], row["question"], tuple(row["answers"]), tuple(t for _, t in chosen))
+        yield Case(
+            name, row["id"], row["question"], tuple(row["answers"]), tuple(t for _, t in chosen)
+        )
 
 
 def _quoted(documents: Mapping[str, Sequence[str]], article: str, quote: str) -> tuple[str, str]:
@@ -188,13 +223,17 @@ def _apart(
     passages = [passage for passage in passages if passage.strip()]
     chunks = tuple(pack(_fitting(passages, packing), packing))
     if not chunks:
-        raise InputError(f"{row.where}: wanted at least one passage with text, found none. Take the row out.")
+        raise InputError(
+            f"{row.where}: wanted at least one passage with text, found none. Take the row out."
+        )
     return Case(name, case_id, question, tuple(answers), chunks, task)
 
 
 def _passages(context: str) -> list[str]:
     """LongBench's "Passage N:" parts, else paragraphs."""
-    parts = re.split(r"^Passage \d+:\s*$", context.replace("NEWLINE_CHAR", "\n"), flags=re.MULTILINE)
+    parts = re.split(
+        r"^Passage \d+:\s*$", context.replace("NEWLINE_CHAR", "\n"), flags=re.MULTILINE
+    )
     parts = parts if len(parts) > 1 else context.split("\n\n")
     return [re.sub(r"\s*\n\s*", "\n", part).strip() for part in parts if part.strip()]
 
@@ -214,7 +253,9 @@ def _head(text: str, tokens: int, of: int) -> str:
 
 
 def pack(passages: Sequence[str], packing: Packing) -> Iterator[str]:
-    """Chunks of up to `chunk_tokens`: neighbours put together, long ones cut between sentences; 0: as they are."""
+    """Chunks of up to `chunk_tokens`: neighbours put together, long ones cut between sentences; 0:
+    as they are.
+    """
     if not packing.chunk_tokens:
         yield from passages
         return

@@ -1,4 +1,6 @@
-"""The methods of `ragfuse bench quality` by their names, and prefix caching, which calibration does not measure."""
+"""The methods of `ragfuse bench quality` by their names, and prefix caching, which calibration does
+not measure.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +50,15 @@ def _checked_encoded(name: str, given: str) -> Encoded:
     for known in get_args(Encoded):
         if given == known:
             return known  # type: ignore[no-any-return]
-    raise SettingsError(f"Method '{name}': after the @, wanted one of {', '.join(get_args(Encoded))}; found '{given}'.")
+    raise SettingsError(
+        f"Method '{name}': after the @, wanted one of {', '.join(get_args(Encoded))}; found"
+        f" '{given}'."
+    )
 
 
 def default_method(model: HFModel) -> Method:
-    """Return the method that an engine uses by default for this model when all chunks are in the store.
+    """Return the method that an engine uses by default for this model when all chunks are in the
+    store.
 
     Results of `ragfuse calibrate`, which are kept in a store, are not considered.
     """
@@ -60,7 +66,9 @@ def default_method(model: HFModel) -> Method:
 
 
 class QualityLab(Lab):
-    """A lab that measures prefix caching, too: KV up to the end of the first chunk is there before."""
+    """A lab that measures prefix caching, too: KV up to the end of the first chunk is there
+    before.
+    """
 
     def hold(self, case: Case, methods: Sequence[Method]) -> None:
         """Ingest the case's chunks, and compute the KV of its prefix where that is a method."""
@@ -74,14 +82,16 @@ class QualityLab(Lab):
         if method.policy != "prefix":
             return super().prefill(method, prompt)
         runs = [CachedRun(0, 0, _n_prefix(prompt), 0, blend=False)]
-        return self.model.fuse(prompt.token_ids, prompt.positions, runs, KVSource([self._prefix_kv]), "none", 0.0)
+        return self.model.fuse(
+            prompt.token_ids, prompt.positions, runs, KVSource([self._prefix_kv]), "none", 0.0
+        )
 
 
 def _n_prefix(prompt: Prompt) -> int:
     chunks = [i for i, segment in enumerate(prompt.segments) if segment.kind == "chunk"]
     if not chunks:
         raise InputError(
-            "Every chunk of the prompt has fewer tokens than the setting min_chunk_tokens, so that none is stored. "
-            "Use longer chunks, or lower the setting."
+            "Every chunk of the prompt has fewer tokens than the setting min_chunk_tokens, so that"
+            " none is stored. Use longer chunks, or lower the setting."
         )
     return prompt.spans[chunks[0]][1]

@@ -1,4 +1,6 @@
-"""From wishes to the result of `ragfuse bench quality`: loads the model, measures, draws the table."""
+"""From wishes to the result of `ragfuse bench quality`: loads the model, measures, draws
+the table.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,21 @@ from ragfuse.settings import Settings
 def run_quality(
     settings: Settings, options: QualityOptions, console: Console, rows: Path | None = None
 ) -> dict[str, Any]:
-    """The result as plain JSON types; ModelError for a model that cannot be fused or reads no text."""
+    """The result as plain JSON types; ModelError for a model that cannot be fused or reads
+    no text.
+    """
     settings = resolve_auto(settings)
     model = bench_model(settings.model, settings.dtype, settings.device, settings.home)
     if model.profile.refusal:
         raise ModelError(
-            f"{settings.model} cannot reuse the KV of chunks: {model.profile.refusal} Measure another model."
+            f"{settings.model} cannot reuse the KV of chunks: {model.profile.refusal} Measure"
+            " another model."
         )
     if not model.has_tokenizer:
-        raise ModelError(f"{settings.model} has no tokenizer: it cannot be asked questions. Measure a trained model.")
+        raise ModelError(
+            f"{settings.model} has no tokenizer: it cannot be asked questions. Measure a trained"
+            " model."
+        )
     methods = tuple(methods_of(options.methods, options.ratios, model))
     results = results_of(measure(Plan(options, methods, rows), model, console))
     show_quality(results, console)
@@ -48,6 +56,9 @@ def run_quality(
             "context_tokens": options.context_tokens,
             "passages": options.passages,
         },
-        "ttft_is": "full prefill's CPU time over the method's, both summed over the questions, measured side by side",
+        "ttft_is": (
+            "full prefill's CPU time over the method's, both summed over the questions, measured"
+            " side by side"
+        ),
         **circumstances(model.device, torch.get_num_threads()),
     }

@@ -1,4 +1,6 @@
-"""The rows of a data set in JSON or JSONL: what each says by name, and errors that name its line."""
+"""The rows of a data set in JSON or JSONL: what each says by name, and errors that name its
+line.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ from typing import Any
 from ragfuse.errors import InputError
 
 PASSAGES = "a list of {title, text} or of texts"
-KINDS = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
+KINDS = {
+    dict: "an object",
+    list: "a list",
+    str: "a text",
+    bool: "a truth value",
+    type(None): "null",
+}
 
 
 @dataclass(frozen=True)
@@ -25,7 +33,9 @@ class Row:
 
     def wrong(self, name: str, wanted: str, found: str) -> InputError:
         """Return the error for a value that is something else."""
-        return InputError(f"{self.where}: {name} must be {wanted}, found {found}. Mend it or take the row out.")
+        return InputError(
+            f"{self.where}: {name} must be {wanted}, found {found}. Mend it or take the row out."
+        )
 
     def text(self, name: str) -> str:
         """Return a text; InputError where there is none."""
@@ -45,7 +55,9 @@ class Row:
         return tuple(found)
 
     def passages(self, name: str = "ctxs") -> list[str]:
-        """Return passages, each under its title if it has one; InputError where they are something else."""
+        """Return passages, each under its title if it has one; InputError where they are something
+        else.
+        """
         found = self.said.get(name)
         if not isinstance(found, list):
             raise self.wrong(name, PASSAGES, self._kind(name))
@@ -58,7 +70,11 @@ class Row:
             raise self.wrong(name, PASSAGES, f"{kind_of(given)} in it")
         title, text = given.get("title") or "", given.get("text")
         if not isinstance(text, str):
-            raise self.wrong(name, PASSAGES, f"{kind_of(text)} as a text" if "text" in given else "one without a text")
+            raise self.wrong(
+                name,
+                PASSAGES,
+                f"{kind_of(text)} as a text" if "text" in given else "one without a text",
+            )
         if not isinstance(title, str):
             raise self.wrong(name, PASSAGES, f"{kind_of(title)} as a title")
         return f"{title}\n{text}".strip() if title else text
@@ -84,7 +100,9 @@ def parsed(text: str) -> tuple[Any, list[str]]:
         data = json.loads(text)
     except ValueError as whole:
         rows, places = list[Any](), list[str]()
-        for number, line in enumerate(text.split("\n"), 1):  # JSON may have other ends of lines in its texts
+        for number, line in enumerate(
+            text.split("\n"), 1
+        ):  # JSON may have other ends of lines in its texts
             if not line.strip():
                 continue
             try:
@@ -92,16 +110,24 @@ def parsed(text: str) -> tuple[Any, list[str]]:
             except json.JSONDecodeError as error:
                 if not rows:
                     raise whole from None
-                raise ValueError(f"line {number} is no JSON ({error.msg} at column {error.colno})") from error
+                raise ValueError(
+                    f"line {number} is no JSON ({error.msg} at column {error.colno})"
+                ) from error
             places.append(f"line {number}")
         return rows, places
     count = len(data) if isinstance(data, list) else 1
-    return data, ["line 1"] if isinstance(data, dict) else [f"row {number}" for number in range(1, count + 1)]
+    return data, (
+        ["line 1"]
+        if isinstance(data, dict)
+        else [f"row {number}" for number in range(1, count + 1)]
+    )
 
 
 def rows_of(path: object, data: list[Any], places: list[str]) -> list[Row]:
     """Return rows with their places; InputError for one that is no object."""
     for place, said in zip(places, data, strict=True):
         if not isinstance(said, dict):
-            raise InputError(f"'{path}', {place}: wanted an object with a question, found {kind_of(said)}.")
+            raise InputError(
+                f"'{path}', {place}: wanted an object with a question, found {kind_of(said)}."
+            )
     return [Row(f"'{path}', {place}", said) for place, said in zip(places, data, strict=True)]

@@ -1,7 +1,7 @@
 """`ragfuse bench quality`: every method on the same prompts, measured question by question.
 
-Each measurement is one line of a rows file beside the result. A run that was interrupted goes on where it stopped, and
-one with more methods measures only those.
+Each measurement is one line of a rows file beside the result. A run that was interrupted goes on
+where it stopped, and one with more methods measures only those.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from ragfuse.types.keys import digest
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure: the options, the methods that they name, and the file that keeps the rows (None: none)."""
+    """What to measure: the options, the methods that they name, and the file that keeps the rows
+    (None: none).
+    """
 
     options: QualityOptions
     methods: tuple[Method, ...] = ()
@@ -42,20 +44,38 @@ def measure(plan: Plan, model: HFModel, console: Console) -> list[Row]:
     """All rows of the plan, those that the rows file already has included."""
     options = plan.options
     packing = Packing(
-        lambda text: len(model.tokens(text)), options.chunk_tokens, options.context_tokens, options.passages
+        lambda text: len(model.tokens(text)),
+        options.chunk_tokens,
+        options.context_tokens,
+        options.passages,
     )
-    cases = [case for name in plan.options.sets for case in drawn(read_cases(name, packing), plan.options.limit)]
+    cases = [
+        case
+        for name in plan.options.sets
+        for case in drawn(read_cases(name, packing), plan.options.limit)
+    ]
     lab, runner = QualityLab(model), Runner(1, model.device, console)
     methods = tuple(dict.fromkeys((FULL, *plan.methods)))
     kept, stamps = _read(plan.rows), {case: _stamp(plan, lab, case) for case in cases}
-    rows = {(case.id, *row.by): row for case, stamp in stamps.items() for row in kept.get(stamp, {}).values()}
+    rows = {
+        (case.id, *row.by): row
+        for case, stamp in stamps.items()
+        for row in kept.get(stamp, {}).values()
+    }
     try:
         with progress(console) as bar:
             task = bar.add_task("questions", total=len(cases))
             warm = False
             for case in cases:
-                done = {method: rows.get((case.id, case.dataset, method.name, method.ratio)) for method in methods}
-                missing = [method for method, row in done.items() if not _is_done(row, plan.options.answers)]
+                done = {
+                    method: rows.get((case.id, case.dataset, method.name, method.ratio))
+                    for method in methods
+                }
+                missing = [
+                    method
+                    for method, row in done.items()
+                    if not _is_done(row, plan.options.answers)
+                ]
                 bar.update(task, description=f"{case.dataset}: {len(missing)} methods")
                 if missing:
                     if not warm:
@@ -73,7 +93,11 @@ def measure(plan: Plan, model: HFModel, console: Console) -> list[Row]:
 
 def drawn(cases: Sequence[Case], limit: int) -> list[Case]:
     """At most `limit` of the cases, drawn from a fixed seed; 0: all."""
-    return list(cases) if not limit or limit >= len(cases) else random.Random(0).sample(list(cases), limit)
+    return (
+        list(cases)
+        if not limit or limit >= len(cases)
+        else random.Random(0).sample(list(cases), limit)
+    )
 
 
 def _is_done(row: Row | None, answers: bool) -> bool:

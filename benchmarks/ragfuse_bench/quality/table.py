@@ -15,14 +15,18 @@ from ragfuse.calibration.stats import difference_interval, mean_interval, ratio_
 
 FULL_PREFILL = ("full", 1.0)
 REUSE = ("none", 0.0)
-"""Method and ratio of the two that the others are held against: chunks encoded alone, nothing recomputed."""
+"""Method and ratio of the two that the others are held against: chunks encoded alone, nothing
+recomputed.
+"""
 
 
 def results_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """For each data set, method and ratio: n, the means, their 95% intervals, and the difference to full prefill.
+    """For each data set, method and ratio: n, the means, their 95% intervals, and the difference to
+    full prefill.
 
-    kl_over_reuse is there where plain reuse was measured on the same questions. What is said of answers is said of the
-    questions that all methods of a data set answered, if any did: a run may answer some and only prefill others.
+    kl_over_reuse is there where plain reuse was measured on the same questions. What is said of
+    answers is said of the questions that all methods of a data set answered, if any did: a run may
+    answer some and only prefill others.
     """
     groups: dict[tuple[str, str, float | None], dict[str, Row]] = defaultdict(dict)
     for row in rows:
@@ -36,8 +40,12 @@ def mean_of(rows: Sequence[Row], name: str) -> float | None:
     return None if any(value is None for value in values) else float(mean(values))
 
 
-def _answered(groups: Mapping[tuple[str, str, float | None], Mapping[str, Row]], dataset: str) -> set[str]:
-    """Return the cases of a data set that every method answered, of those methods that answered any."""
+def _answered(
+    groups: Mapping[tuple[str, str, float | None], Mapping[str, Row]], dataset: str
+) -> set[str]:
+    """Return the cases of a data set that every method answered, of those methods that answered
+    any.
+    """
     by_method = [
         {case for case, row in rows.items() if row.score is not None}
         for key, rows in groups.items()
@@ -46,7 +54,9 @@ def _answered(groups: Mapping[tuple[str, str, float | None], Mapping[str, Row]],
     return set.intersection(*(cases for cases in by_method if cases)) if any(by_method) else set()
 
 
-def _result(groups: Mapping[tuple[str, str, float | None], Mapping[str, Row]], key: Any) -> dict[str, Any]:
+def _result(
+    groups: Mapping[tuple[str, str, float | None], Mapping[str, Row]], key: Any
+) -> dict[str, Any]:
     dataset, method, ratio = key
     mine = groups[key]
     rows = list(mine.values())
@@ -92,16 +102,31 @@ def _result(groups: Mapping[tuple[str, str, float | None], Mapping[str, Row]], k
 
 
 def show_quality(results: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """One table for each data set: the columns of docs/quality.md; - full is the interval of the difference to it."""
+    """One table for each data set: the columns of docs/quality.md; - full is the interval of the
+    difference to it.
+    """
     for dataset in dict.fromkeys(result["dataset"] for result in results):
         mine = [result for result in results if result["dataset"] == dataset]
         summary = mine[0]["rouge_l"] is not None
-        title = f"{dataset}: {mine[0]['n']} questions, {mine[0]['tokens']:,.0f} prompt tokens on average"
+        title = (
+            f"{dataset}: {mine[0]['n']} questions, {mine[0]['tokens']:,.0f} prompt tokens on"
+            " average"
+        )
         if 0 < mine[0]["n_answered"] < mine[0]["n"]:
             title += f"; {mine[0]['n_answered']} of them answered"
         table = Table(title=title, box=None)
         score = "ROUGE-L" if summary else "F1"
-        for name in ("method", "", score, "95% of - full", "KL", "of reuse's", "top-1", "same", "TTFT"):
+        for name in (
+            "method",
+            "",
+            score,
+            "95% of - full",
+            "KL",
+            "of reuse's",
+            "top-1",
+            "same",
+            "TTFT",
+        ):
             table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
         for result in mine:
             table.add_row(*_cells(result, summary))
@@ -110,7 +135,11 @@ def show_quality(results: Sequence[Mapping[str, Any]], console: Console) -> None
 
 def _cells(result: Mapping[str, Any], summary: bool) -> list[str]:
     name = "rouge_l" if summary else "f1"
-    ratio = "" if result["ratio"] is None or result["method"] in ("full", "none") else f"{result['ratio']:.0%}"
+    ratio = (
+        ""
+        if result["ratio"] is None or result["method"] in ("full", "none")
+        else f"{result['ratio']:.0%}"
+    )
     return [
         result["method"],
         ratio,

@@ -38,13 +38,21 @@ def run_ray(options: RayOptions, console: Console) -> dict[str, Any]:
     all_tokens = sum(distinct.values())
     small = []
     for share in MEMORY_SHARES:
-        row = _policies(trace, 2, int(share * all_tokens), f"2 replicas, memory {share:.0%}", console)
-        small.append({"memory_share": share, "policies": row, "over_round_robin": _over_round_robin(row)})
+        row = _policies(
+            trace, 2, int(share * all_tokens), f"2 replicas, memory {share:.0%}", console
+        )
+        small.append(
+            {"memory_share": share, "policies": row, "over_round_robin": _over_round_robin(row)}
+        )
     asked = questions(options.questions, options.corpus, PER_S, options.seed)
     capacity = int(CORPUS_SHARE * options.corpus * PASSAGE_TOKENS / options.replicas)
     large = _policies(asked, options.replicas, capacity, f"{options.replicas} replicas", console)
     decisions = [
-        {"known": known, "replicas": n, "us": lookup_us(known, n, CHUNKS_OF_A_PROMPT, DECISIONS, options.seed)}
+        {
+            "known": known,
+            "replicas": n,
+            "us": lookup_us(known, n, CHUNKS_OF_A_PROMPT, DECISIONS, options.seed),
+        }
         for known, n in KNOWN
     ]
     result = {
@@ -66,7 +74,12 @@ def run_ray(options: RayOptions, console: Console) -> dict[str, Any]:
         "decisions": decisions,
     }
     _show(result, console)
-    return {**result, "quick": options.quick, "seed": options.seed, **circumstances(torch.device("cpu"), 1)}
+    return {
+        **result,
+        "quick": options.quick,
+        "seed": options.seed,
+        **circumstances(torch.device("cpu"), 1),
+    }
 
 
 def _policies(
@@ -93,23 +106,35 @@ def _over_round_robin(rows: Sequence[Mapping[str, Any]]) -> float:
 
 def _show(result: Mapping[str, Any], console: Console) -> None:
     table = Table("replicas", "memory", "policy", box=None)
-    for column in ("found in memory", "requests/mean", "work/mean", "first token", "decision p50", "p99"):
+    for column in (
+        "found in memory",
+        "requests/mean",
+        "work/mean",
+        "first token",
+        "decision p50",
+        "p99",
+    ):
         table.add_column(column, justify="right")
     groups = [(2, row["memory_share"], row["policies"]) for row in result["trace"]["rows"]]
     corpus = result["corpus"]
-    for n_replicas, share, rows in [*groups, (corpus["replicas"], corpus["memory_share"], corpus["policies"])]:
+    for n_replicas, share, rows in [
+        *groups,
+        (corpus["replicas"], corpus["memory_share"], corpus["policies"]),
+    ]:
         for row in rows:
             us = row["decision_us"]
             times = ("", "") if us is None else (f"{us['p50']:.0f} us", f"{us['p99']:.0f} us")
             over = (f"{row[key]:.2f}" for key in ("requests_over_mean", "work_over_mean"))
             first = f"{row['first_token_s']['p50']:.2f} s"
             found = f"{row['hit_share']:.1%}"
-            table.add_row(str(n_replicas), f"{share:.0%}", row["policy"], found, *over, first, *times)
+            table.add_row(
+                str(n_replicas), f"{share:.0%}", row["policy"], found, *over, first, *times
+            )
     console.print(table)
     for each in result["decisions"]:
         us = each["us"]
         console.print(
-            f"A decision over {each['known']:,} chunks known of {each['replicas']} replicas takes {us['p50']:.0f} us "
-            f"(99%: {us['p99']:.0f} us).",
+            f"A decision over {each['known']:,} chunks known of {each['replicas']} replicas takes"
+            f" {us['p50']:.0f} us (99%: {us['p99']:.0f} us).",
             highlight=False,
         )

@@ -1,7 +1,8 @@
-"""Replicas of a server, simulated: each with a queue and a memory for chunks, chosen by `ragfuse.ray`'s own router.
+"""Replicas of a server, simulated: each with a queue and a memory for chunks, chosen by
+`ragfuse.ray`'s own router.
 
-A replica prefills one prompt after the other; a chunk in its memory costs `REUSED_SHARE` of its tokens, any other all
-of them. Memory drops what was used longest ago. Time is the simulation's own.
+A replica prefills one prompt after the other; a chunk in its memory costs `REUSED_SHARE` of its
+tokens, any other all of them. Memory drops what was used longest ago. Time is the simulation's own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from ragfuse.ray.chunk_router import ChunkRouter, RoutedRequest
 REUSED_SHARE = 0.15
 """Of a chunk's tokens, those that are computed although its KV is in memory."""
 BUSY = 0.7
-"""Of the replicas' time, what prefilling all tokens of a trace would take if nothing were reused."""
+"""Of the replicas' time, what prefilling all tokens of a trace would take if nothing were reused.
+"""
 DECODE_S = 2.0
 """Seconds for which a request counts in its replica's queue after its prefill."""
 POLICIES = ("round robin", "least queue", "chunks")
@@ -50,7 +52,9 @@ class SimulatedReplica:
         return len(self.ends)
 
     def answer(self, request: TimedRequest, prefill_s: float) -> tuple[int, float]:
-        """Take a request; return the tokens of its chunks that were in memory, and the seconds to its first token."""
+        """Take a request; return the tokens of its chunks that were in memory, and the seconds to
+        its first token.
+        """
         found = 0
         for chunk, tokens in request.chunks.items():
             if chunk in self.memory:
@@ -86,8 +90,10 @@ def simulate(
         told: Called now and then with the number of requests that were sent.
 
     Returns:
-        hit_share: Of the tokens of all chunks, those found in the chosen replica's memory. requests_over_mean and
-        work_over_mean: of the busiest replica, over the mean. first_token_s and decision_us: quantiles.
+        hit_share: Of the tokens of all chunks, those found in the chosen replica's memory.
+            requests_over_mean and
+        work_over_mean: of the busiest replica, over the mean. first_token_s and decision_us:
+            quantiles.
     """
     replicas = [SimulatedReplica(capacity) for _ in range(n_replicas)]
     names = [str(number) for number in range(n_replicas)]
@@ -97,7 +103,9 @@ def simulate(
     wanted = found = 0
     first_s, decision_us = list[float](), list[float]()
     for number, request in enumerate(requests):
-        queues = {name: replica.queue(request.at_s) for name, replica in zip(names, replicas, strict=True)}
+        queues = {
+            name: replica.queue(request.at_s) for name, replica in zip(names, replicas, strict=True)
+        }
         if policy == "chunks":
             routed = RoutedRequest(request.chunks, request.tokens)
             began = time.perf_counter()
@@ -106,7 +114,9 @@ def simulate(
             router.send(name, routed)
             chosen = int(name)
         else:
-            by_queue = min(range(n_replicas), key=lambda each: (queues[names[each]], replicas[each].n_requests))
+            by_queue = min(
+                range(n_replicas), key=lambda each: (queues[names[each]], replicas[each].n_requests)
+            )
             chosen = by_queue if policy == "least queue" else number % n_replicas
         hit, waited_s = replicas[chosen].answer(request, prefill_s)
         wanted, found = wanted + sum(request.chunks.values()), found + hit
@@ -125,8 +135,12 @@ def simulate(
     }
 
 
-def lookup_us(n_known: int, n_replicas: int, n_chunks: int, rounds: int, seed: int = 0) -> Mapping[str, float]:
-    """Microseconds of one decision for a prompt of `n_chunks`, over replicas that together know `n_known` chunks."""
+def lookup_us(
+    n_known: int, n_replicas: int, n_chunks: int, rounds: int, seed: int = 0
+) -> Mapping[str, float]:
+    """Microseconds of one decision for a prompt of `n_chunks`, over replicas that together know
+    `n_known` chunks.
+    """
     rng = np.random.default_rng(seed)
     known = rng.integers(2**63, size=n_known).tolist()
     names = [str(number) for number in range(n_replicas)]

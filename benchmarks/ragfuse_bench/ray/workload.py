@@ -17,7 +17,8 @@ BLOCK = 512
 DECODE_S = 2.0
 """Seconds until the answer of a turn of a drawn conversation is there, before the pause begins."""
 PASSAGE_TOKENS, TOPIC_PASSAGES, RETRIEVED = 160, 24, 6
-"""Of a corpus: tokens of a passage, passages about one topic, passages that a question retrieves."""
+"""Of a corpus: tokens of a passage, passages about one topic, passages that a question retrieves.
+"""
 ZIPF = 0.9
 """Exponent of the popularity of topics: the k-th is asked about in proportion to k ** -ZIPF."""
 STRAY = 1
@@ -28,7 +29,8 @@ STRAY = 1
 class TimedRequest:
     """One request.
 
-    at_s: When it comes. chunks: Tokens of its chunks, by number, in their order. fresh: Tokens beside them.
+    at_s: When it comes. chunks: Tokens of its chunks, by number, in their order. fresh: Tokens
+        beside them.
     """
 
     at_s: float
@@ -44,8 +46,8 @@ class TimedRequest:
 def conversations(n_talks: int, per_s: float, seed: int) -> list[TimedRequest]:
     """Return requests in the order of their times, drawn from the lengths of real conversations.
 
-    Of each prompt the blocks of what was said before are chunks, and the blocks of the question, which a later turn
-    repeats. All stand behind one system prompt.
+    Of each prompt the blocks of what was said before are chunks, and the blocks of the question,
+    which a later turn repeats. All stand behind one system prompt.
     """
     lengths, requests, first = packaged(), [], 1
     for talk in drawn(lengths, n_talks, per_s, seed):
@@ -61,7 +63,9 @@ def conversations(n_talks: int, per_s: float, seed: int) -> list[TimedRequest]:
 
 
 def questions(n: int, n_chunks: int, per_s: float, seed: int) -> list[TimedRequest]:
-    """Questions over a corpus of `n_chunks` passages: each retrieves passages of one topic, and one of any other."""
+    """Questions over a corpus of `n_chunks` passages: each retrieves passages of one topic, and one
+    of any other.
+    """
     rng = np.random.default_rng(seed)
     n_topics = max(1, n_chunks // TOPIC_PASSAGES)
     popularity = np.arange(1, n_topics + 1, dtype=float) ** -ZIPF
@@ -72,7 +76,11 @@ def questions(n: int, n_chunks: int, per_s: float, seed: int) -> list[TimedReque
     rows = zip(times.tolist(), topics.tolist(), own.tolist(), stray.tolist(), strict=True)
     return [
         TimedRequest(
-            at_s, dict.fromkeys([*(topic * TOPIC_PASSAGES + each for each in mine), *others], PASSAGE_TOKENS), 64
+            at_s,
+            dict.fromkeys(
+                [*(topic * TOPIC_PASSAGES + each for each in mine), *others], PASSAGE_TOKENS
+            ),
+            64,
         )
         for at_s, topic, mine, others in rows
     ]

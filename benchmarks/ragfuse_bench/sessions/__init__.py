@@ -1,1 +1,3 @@
-"""Conversations of many people on one server, simulated over the policies that ragfuse keeps its store by."""
+"""Conversations of many people on one server, simulated over the policies that ragfuse keeps its
+store by.
+"""

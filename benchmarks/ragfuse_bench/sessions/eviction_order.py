@@ -1,6 +1,7 @@
 """Items in eviction order, maintained while they change: each change costs O(log n).
 
-The order is the one that `ragfuse.plan.evict.ConversationEvictor` sorts by. Not thread-safe: the owner holds a lock.
+The order is the one that `ragfuse.plan.evict.ConversationEvictor` sorts by. Not thread-safe: the
+owner holds a lock.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class EvictionOrder:
 
         Args:
             name: Its name; the item may be added later.
-            place: The position, which grows from the head of the queue to its tail; None: no job waits any more.
+            place: The position, which grows from the head of the queue to its tail; None: no job
+                waits any more.
         """
         if place is None:
             self._places.pop(name, None)
@@ -92,7 +94,9 @@ class EvictionOrder:
     def _push(self, item: EvictionItem) -> None:
         self._stamp += 1
         self._stamps[item.name] = self._stamp
-        heapq.heappush(self._heap, (self._rank(item, self._places.get(item.name)), self._stamp, item.name))
+        heapq.heappush(
+            self._heap, (self._rank(item, self._places.get(item.name)), self._stamp, item.name)
+        )
         if len(self._heap) > 4 * len(self._items) + _SLACK:
             self._heap = [entry for entry in self._heap if self._stamps.get(entry[2]) == entry[1]]
             heapq.heapify(self._heap)

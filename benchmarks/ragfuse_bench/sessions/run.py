@@ -1,7 +1,8 @@
-"""`ragfuse bench sessions`: hit rates of eviction policies in the setting of the AttentionStore paper.
+"""`ragfuse bench sessions`: hit rates of eviction policies in the setting of the AttentionStore
+paper.
 
-Conversations are drawn from counts of real ones, at the paper's rates. What is simulated are the policies that ragfuse
-runs.
+Conversations are drawn from counts of real ones, at the paper's rates. What is simulated are the
+policies that ragfuse runs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ SETTINGS = (("128G/2T", 128 * GB, 2000 * GB), ("128G/10T", 128 * GB, 10_000 * GB
 
 @dataclass(frozen=True)
 class Load:
-    """Conversations of which so many turns warm the tiers up, and the share of the paper's size that this is."""
+    """Conversations of which so many turns warm the tiers up, and the share of the paper's size
+    that this is.
+    """
 
     talks: Sequence[Talk]
     warm_turns: int
@@ -46,11 +49,15 @@ class Load:
 def paper_load(lengths: Lengths, quick: bool, seed: int = 0) -> Load:
     """The paper's load, or a sixth of it."""
     share = QUICK_SHARE if quick else 1.0
-    return Load(drawn(lengths, round(SESSIONS * share), PER_S, seed), round(WARM_TURNS * share), share)
+    return Load(
+        drawn(lengths, round(SESSIONS * share), PER_S, seed), round(WARM_TURNS * share), share
+    )
 
 
 class Bench:
-    """Runs simulations behind a progress bar, and counts their events and this process's seconds for them."""
+    """Runs simulations behind a progress bar, and counts their events and this process's seconds
+    for them.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -72,7 +79,9 @@ class Bench:
         with progress(self._console) as bar:
             task = bar.add_task(what, total=load.turns)
             begun_s = time.process_time()
-            tally = Simulation(load.talks, given, lambda turns: bar.update(task, completed=turns)).run()
+            tally = Simulation(
+                load.talks, given, lambda turns: bar.update(task, completed=turns)
+            ).run()
             self.cpu_s += time.process_time() - begun_s
         self.events += tally.events
         return tally
@@ -90,8 +99,12 @@ def shown(tally: Tally) -> dict[str, float]:
     }
 
 
-def compare(bench: Bench, load: Load, server: Server, policies: Sequence[str]) -> list[dict[str, Any]]:
-    """Every policy in every setting; of look-ahead also what it comes to where it knows the paper's window alone."""
+def compare(
+    bench: Bench, load: Load, server: Server, policies: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Every policy in every setting; of look-ahead also what it comes to where it knows the paper's
+    window alone.
+    """
     found = []
     for name, memory, disk in SETTINGS:
         row: dict[str, Any] = {"name": name}
@@ -100,13 +113,17 @@ def compare(bench: Bench, load: Load, server: Server, policies: Sequence[str]) -
             row[policy.replace("-", "_")] = shown(tally)
         if "look-ahead" in policies:
             windowed = Given(server, memory, disk, "look-ahead", whole_queue=False)
-            row["look_ahead_in_window"] = shown(bench.run(load, windowed, f"{name}: look-ahead in its window"))
+            row["look_ahead_in_window"] = shown(
+                bench.run(load, windowed, f"{name}: look-ahead in its window")
+            )
         found.append(row)
     return found
 
 
 def run_sessions(options: SessionOptions, console: Console) -> dict[str, Any]:
-    """All settings, printed, and drawn where a picture is asked for; the result as plain JSON types."""
+    """All settings, printed, and drawn where a picture is asked for; the result as plain JSON
+    types.
+    """
     lengths, bench = packaged(), Bench(console)
     load = paper_load(lengths, options.quick, options.seed)
     settings = compare(bench, load, SERVERS["LLaMA-13B"], options.policies)

@@ -1,8 +1,10 @@
-"""The servers of the AttentionStore paper as figures: bytes of KV and seconds of prefilling and decoding by token.
+"""The servers of the AttentionStore paper as figures: bytes of KV and seconds of prefilling and
+decoding by token.
 
-Prefilling is linear in tokens. Its rate is what the paper gives for LLaMA-65B (section 2.4: 2K tokens in 360 ms on four
-A100); the other models' follow by parameters and GPUs. A decoding step reads the weights and the KV of a whole batch
-once, at `MEMORY_SHARE` of what the GPUs' memory gives: the paper has such times in pictures only.
+Prefilling is linear in tokens. Its rate is what the paper gives for LLaMA-65B (section 2.4: 2K
+tokens in 360 ms on four A100); the other models' follow by parameters and GPUs. A decoding step
+reads the weights and the KV of a whole batch once, at `MEMORY_SHARE` of what the GPUs' memory
+gives: the paper has such times in pictures only.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ DISK_BPS = 5e9
 
 @dataclass(frozen=True)
 class Server:
-    """A model on some GPUs: parameters in billions, KV bytes of a token, its context window, requests at once."""
+    """A model on some GPUs: parameters in billions, KV bytes of a token, its context window,
+    requests at once.
+    """
 
     name: str
     billions: float

@@ -1,7 +1,8 @@
-"""One server, its queue and its tiers, from event to event: a turn comes, is taken, is answered; KV is fetched ahead.
+"""One server, its queue and its tiers, from event to event: a turn comes, is taken, is answered; KV
+is fetched ahead.
 
-The queue is `ragfuse.serve.request_queue.JobQueue`, the policies are `ragfuse.plan`'s. Time is the simulation's own.
-Counting begins after `warm_turns` turns were taken.
+The queue is `ragfuse.serve.request_queue.JobQueue`, the policies are `ragfuse.plan`'s. Time is the
+simulation's own. Counting begins after `warm_turns` turns were taken.
 """
 
 from __future__ import annotations
@@ -25,15 +26,18 @@ UNLIMITED = 10**18
 LOOK_AGAIN = 1 / 8
 """Of the prefetching window: so many jobs must be taken before it is looked through again."""
 TRUNCATED = 0.5
-"""Of the context window, its earliest part, that goes when a conversation overflows it (section 4.1)."""
+"""Of the context window, its earliest part, that goes when a conversation overflows it (section
+4.1).
+"""
 
 
 @dataclass(frozen=True)
 class Given:
-    """What is simulated: the server, its tiers in bytes, the policy by name (none: nothing is kept).
+    """What is simulated: the server, its tiers in bytes, the policy by name (none: nothing is
+    kept).
 
-    whole_queue: the policy knows all that wait; else those in the paper's eviction window, others count as idle.
-    warm_turns: taken before counting begins.
+    whole_queue: the policy knows all that wait; else those in the paper's eviction window, others
+    count as idle. warm_turns: taken before counting begins.
     """
 
     server: Server
@@ -47,11 +51,13 @@ class Given:
 
 @dataclass
 class Tally:
-    """Counts after the warm-up. Turns: first ones (no history, or all of it cut), and where the others' KV was found.
+    """Counts after the warm-up. Turns: first ones (no history, or all of it cut), and where the
+    others' KV was found.
 
-    first_token_s: from being taken to the first token, summed; saved_tokens: of history that was not recomputed.
-    waiting: how many waited when a turn was taken, summed. gpu_s: the GPUs' time, prefilling and decoding in full
-    batches. begun_s, ended_s: of the counted time. events, fetched: of all time. mean_bytes: S_kv at the end.
+    first_token_s: from being taken to the first token, summed; saved_tokens: of history that was
+    not recomputed. waiting: how many waited when a turn was taken, summed. gpu_s: the GPUs' time,
+    prefilling and decoding in full batches. begun_s, ended_s: of the counted time. events, fetched:
+    of all time. mean_bytes: S_kv at the end.
     """
 
     turns: int = 0
@@ -73,20 +79,29 @@ class Tally:
         """Shares of all turns, 0..1: hit, ram, disk; `later_hit` of turns that have a history."""
         turns, hits = max(self.turns, 1), self.ram + self.disk
         later = max(self.turns - self.first, 1)
-        return {"hit": hits / turns, "ram": self.ram / turns, "disk": self.disk / turns, "later_hit": hits / later}
+        return {
+            "hit": hits / turns,
+            "ram": self.ram / turns,
+            "disk": self.disk / turns,
+            "later_hit": hits / later,
+        }
 
 
 class Simulation:
     """Runs once. `heard` is told now and then how many turns were taken."""
 
-    def __init__(self, talks: Sequence[Talk], given: Given, heard: Callable[[int], Any] | None = None) -> None:
+    def __init__(
+        self, talks: Sequence[Talk], given: Given, heard: Callable[[int], Any] | None = None
+    ) -> None:
         self._talks, self._given, self._heard = talks, given, heard
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._order = count()
         self._queue: JobQueue[int] = JobQueue(UNLIMITED, lambda: self._now)
         self._tiers = Tiers(
-            by_arrival if given.policy == "fifo" else rank_named("lru" if given.policy == "none" else given.policy),
+            by_arrival
+            if given.policy == "fifo"
+            else rank_named("lru" if given.policy == "none" else given.policy),
             given.memory_bytes if given.policy != "none" else 0,
             given.disk_bytes if given.policy != "none" else 0,
             given.free_share,
@@ -139,7 +154,9 @@ class Simulation:
             self._begin(job)
 
     def _done(self, told: tuple[Job[int], int]) -> None:
-        """An answer is there: its KV is saved, its conversation goes on, and the next turn is taken."""
+        """An answer is there: its KV is saved, its conversation goes on, and the next turn is
+        taken.
+        """
         job, tokens = told
         talk, given = job.work, self._given
         self._queue.done(job)
@@ -162,7 +179,9 @@ class Simulation:
     # what they do
 
     def _begin(self, job: Job[int]) -> None:
-        """A turn is taken: its KV is found or not, it is prefilled after those before it, and decoded in the batch."""
+        """A turn is taken: its KV is found or not, it is prefilled after those before it, and
+        decoded in the batch.
+        """
         talk = job.work
         self._places[talk].popleft()
         turn = self._talks[talk][self._next[talk]]
@@ -174,18 +193,26 @@ class Simulation:
         computed = question + (history if where is None else 0)
         nbytes = history * self._given.server.token_bytes
         load_s = 0.0 if where is None else nbytes / (DISK_BPS if where == "disk" else PCIE_BPS)
-        # From memory, layers are read ahead while the turn before is computed (3.2.1); from disk a turn waits for them.
+        # From memory, layers are read ahead while the turn before is computed (3.2.1); from disk a
+        # turn waits for them.
         work_s = computed * self._given.server.prefill_s
         start_s = max(self._now, self._prefilled_s)
         first_s = start_s + work_s if where != "disk" else max(start_s + work_s, self._now + load_s)
         self._prefilled_s = start_s + work_s
         self._history[talk] = history + question + answer
-        self._count(where, history, first_s, work_s + answer * self._given.server.step_s / self._given.server.batch)
+        self._count(
+            where,
+            history,
+            first_s,
+            work_s + answer * self._given.server.step_s / self._given.server.batch,
+        )
         done_s = first_s + answer * self._given.server.step_s
         self._at(done_s, self._done, (job, history + question + answer))
 
     def _lengths(self, talk: int, turn: Turn) -> tuple[int, int, int]:
-        """Tokens of history, question and answer that the window has room for; its earliest half goes first."""
+        """Tokens of history, question and answer that the window has room for; its earliest half
+        goes first.
+        """
         window = self._given.server.window
         history = self._history[talk]
         if window is None:
@@ -218,7 +245,9 @@ class Simulation:
         """Say where the conversation's next job waits, if that is to be known."""
         if self._looks_ahead:
             place = self._places[talk][0] if self._places[talk] else None
-            self._tiers.wait(talk, float(place) if place is not None and place < self._known else None)
+            self._tiers.wait(
+                talk, float(place) if place is not None and place < self._known else None
+            )
 
     @property
     def _waiting(self) -> int:
@@ -239,7 +268,9 @@ class Simulation:
             self._fetch_next()
 
     def _fetch_next(self) -> None:
-        """Begin to read the next conversation that is wanted; the queue is looked through when a part of it is new."""
+        """Begin to read the next conversation that is wanted; the queue is looked through when a
+        part of it is new.
+        """
         if not self._wanted:
             window = prefetch_window(self._given.memory_bytes, self._tiers.mean_bytes)
             if self._taken - self._looked_at < window * LOOK_AGAIN and self._waiting > window:

@@ -1,8 +1,9 @@
-"""Memory and disk as a simulated store has them: conversations by bytes, kept by ragfuse's own policies.
+"""Memory and disk as a simulated store has them: conversations by bytes, kept by ragfuse's own
+policies.
 
 Who goes is `ragfuse.plan.evict`'s order, held by an `EvictionOrder`; what is fetched is
-`ragfuse.plan.look_ahead`'s. A conversation is in one tier: it goes from memory to disk, and from disk out of the
-system.
+`ragfuse.plan.look_ahead`'s. A conversation is in one tier: it goes from memory to disk, and from
+disk out of the system.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class Tiers:
     def save(self, name: Hashable, nbytes: int, now_s: float) -> None:
         """Its KV comes from the GPU to memory, in place of what was kept of it."""
         before = self.memory.drop(name) or self.disk.drop(name)
-        self.memory.put(EvictionItem(name, (), nbytes, now_s, before.arrived if before is not None else now_s))
+        self.memory.put(
+            EvictionItem(name, (), nbytes, now_s, before.arrived if before is not None else now_s)
+        )
         self._make_room()
 
     def fetch(self, name: Hashable) -> None:
@@ -66,13 +69,19 @@ class Tiers:
     def wanted(self, waiting: Iterable[Hashable]) -> Iterator[Hashable]:
         """What to fetch for those that wait, in their order."""
         room = int(self.memory_bytes * (1 - self._free_share))
-        found = ((name, self.memory.get(name) or self.disk.get(name)) for name in dict.fromkeys(waiting))
+        found = (
+            (name, self.memory.get(name) or self.disk.get(name)) for name in dict.fromkeys(waiting)
+        )
         sized = ((name, item.nbytes) for name, item in found if item is not None)
         return (name for name in to_prefetch(sized, room) if name not in self.memory)
 
     def _make_room(self) -> None:
         """From memory to disk until its buffer is free, and from disk away until all fits."""
-        _clear(self.memory, buffer_excess(self.memory.nbytes, self.memory_bytes, self._free_share), self.disk.put)
+        _clear(
+            self.memory,
+            buffer_excess(self.memory.nbytes, self.memory_bytes, self._free_share),
+            self.disk.put,
+        )
         _clear(self.disk, buffer_excess(self.disk.nbytes, self.disk_bytes, 0.0), lambda item: None)
 
 

@@ -1,4 +1,6 @@
-"""What people ask of a server, as values: conversations of turns, with lengths and times. Nothing is served here."""
+"""What people ask of a server, as values: conversations of turns, with lengths and times. Nothing
+is served here.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ Talk = tuple[Turn, ...]
 
 
 def drawn(lengths: Lengths, talks: int, per_s: float, seed: int) -> list[Talk]:
-    """So many conversations, which begin as a Poisson process of so many a second: the same for the same seed."""
+    """So many conversations, which begin as a Poisson process of so many a second: the same for the
+    same seed.
+    """
     rng = np.random.default_rng(seed)
     turns, shares = lengths.turn_shares()
     counts = rng.choice(turns, size=talks, p=shares)
@@ -40,12 +44,16 @@ def drawn(lengths: Lengths, talks: int, per_s: float, seed: int) -> list[Talk]:
         mine = slice(at, at := at + int(count))
         waits = [float(start), *pauses[mine][1:].tolist()]
         rows = zip(asked[mine].tolist(), answered[mine].tolist(), waits, strict=True)
-        found.append(tuple(Turn(max(1, round(q)), max(1, round(a)), pause_s) for q, a, pause_s in rows))
+        found.append(
+            tuple(Turn(max(1, round(q)), max(1, round(a)), pause_s) for q, a, pause_s in rows)
+        )
     return found
 
 
 def described(talks: Sequence[Talk]) -> dict[str, float]:
-    """Conversations, turns on average, tokens on average, and the shares with more than 2,048 and 4,096 tokens."""
+    """Conversations, turns on average, tokens on average, and the shares with more than 2,048 and
+    4,096 tokens.
+    """
     tokens = np.array([sum(turn.question + turn.answer for turn in talk) for talk in talks])
     return {
         "sessions": len(talks),
@@ -59,7 +67,9 @@ def described(talks: Sequence[Talk]) -> dict[str, float]:
 def _tokens(
     rng: np.random.Generator, quantiles: Sequence[float], alike: float, counts: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """A length for each turn, those of one conversation alike: a normal copula over the quantiles."""
+    """A length for each turn, those of one conversation alike: a normal copula over the
+    quantiles.
+    """
     own = np.repeat(rng.standard_normal(len(counts)), counts)
     each = rng.standard_normal(int(counts.sum()))
     mixed = np.sqrt(alike) * own + np.sqrt(1 - alike) * each

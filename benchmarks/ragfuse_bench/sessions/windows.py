@@ -1,4 +1,6 @@
-"""Window sizes, free buffers and capacities of AttentionStore (3.3, 4.3.5), which simulations are sized by."""
+"""Window sizes, free buffers and capacities of AttentionStore (3.3, 4.3.5), which simulations are
+sized by.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,15 @@ from ragfuse.plan.eviction_item import EvictionItem
 
 
 def by_arrival(item: EvictionItem, place: float | None) -> tuple[int, float]:
-    """Rank items by arrival: first in, first out, whatever their use. Tiers do not record it, only simulations do."""
+    """Rank items by arrival: first in, first out, whatever their use. Tiers do not record it, only
+    simulations do.
+    """
     return 0, item.arrived
 
 
 def prefetch_window(memory_bytes: int, kv_bytes: float) -> int:
-    """Return L_pw, how many waiting jobs' KV fits in memory: C_mem / S_kv, rounded down (section 3.3.1).
+    """Return L_pw, how many waiting jobs' KV fits in memory: C_mem / S_kv, rounded down (section
+    3.3.1).
 
     Args:
         memory_bytes: C_mem.
@@ -23,17 +28,22 @@ def prefetch_window(memory_bytes: int, kv_bytes: float) -> int:
 
 
 def eviction_window(memory_bytes: int, disk_bytes: int, kv_bytes: float) -> int:
-    """Return how many waiting jobs' KV fits in all tiers: (C_mem + C_disk) / S_kv, rounded down (section 3.3.2)."""
+    """Return how many waiting jobs' KV fits in all tiers: (C_mem + C_disk) / S_kv, rounded down
+    (section 3.3.2).
+    """
     return prefetch_window(memory_bytes + disk_bytes, kv_bytes)
 
 
 def buffer_excess(used_bytes: int, capacity_bytes: int, free_share: float) -> int:
-    """Return the bytes to evict so that `free_share` of a tier is free for what is fetched next (section 3.3.1)."""
+    """Return the bytes to evict so that `free_share` of a tier is free for what is fetched next
+    (section 3.3.1).
+    """
     return max(0, used_bytes - int(capacity_bytes * (1 - free_share)))
 
 
 def taken_until(found: Iterable[EvictionItem], excess_bytes: int) -> Iterator[EvictionItem]:
-    """Yield the first items until their bytes reach `excess_bytes`; all of them where they have fewer.
+    """Yield the first items until their bytes reach `excess_bytes`; all of them where they have
+    fewer.
 
     `found` is advanced no further than that, because its items may be dropped as they are yielded.
     """
@@ -44,13 +54,19 @@ def taken_until(found: Iterable[EvictionItem], excess_bytes: int) -> Iterator[Ev
 
 
 def cache_capacity(sessions_per_ttl: float, window_tokens: int, token_bytes: float) -> float:
-    """Return CCpUT: bytes that hold every conversation of one TTL period at full length (section 4.3.5).
+    """Return CCpUT: bytes that hold every conversation of one TTL period at full length (section
+    4.3.5).
 
-    DSpUT (distinct conversations in that time) times CCpS (the context window times a token's KV bytes).
+    DSpUT (distinct conversations in that time) times CCpS (the context window times a token's KV
+    bytes).
     """
     return sessions_per_ttl * window_tokens * token_bytes
 
 
-def required_capacity(ratio: float, sessions_per_ttl: float, window_tokens: int, token_bytes: float) -> int:
-    """Return RCC, the bytes for a ratio RCC/CCpUT, rounded up; the paper's best hit rate is at 0.25 (figure 23)."""
+def required_capacity(
+    ratio: float, sessions_per_ttl: float, window_tokens: int, token_bytes: float
+) -> int:
+    """Return RCC, the bytes for a ratio RCC/CCpUT, rounded up; the paper's best hit rate is at 0.25
+    (figure 23).
+    """
     return -int(-ratio * cache_capacity(sessions_per_ttl, window_tokens, token_bytes) // 1)

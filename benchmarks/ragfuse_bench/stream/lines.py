@@ -1,8 +1,8 @@
 """The bandwidths that streams go by, and how the paper's are scaled to what this machine computes.
 
-The paper's figures are in Gbit/s and seconds for a GPU. Here both are scaled by one factor each, the same for every
-method: so much bandwidth that loading 8-bit KV takes the same share of prefilling the text, and so much time that
-prefilling takes as long.
+The paper's figures are in Gbit/s and seconds for a GPU. Here both are scaled by one factor each,
+the same for every method: so much bandwidth that loading 8-bit KV takes the same share of
+prefilling the text, and so much time that prefilling takes as long.
 """
 
 from __future__ import annotations
@@ -28,18 +28,23 @@ PAPER_LOAD_OVER_TEXT = 0.456
 LOW_GBPS, HIGH_GBPS = 0.1, 10.0
 """The paper draws bandwidths from between these, one for each piece (section 7.4)."""
 STEP_S = 0.25
-"""Seconds of the paper's that a value of a published trace lasts, in the middle: as often as a piece takes then."""
+"""Seconds of the paper's that a value of a published trace lasts, in the middle: as often as a
+piece takes then.
+"""
 DERIVED = (
-    "Loading 8-bit KV of Mistral-7B on LongChat takes 622 MB / 3 Gbit/s = 1.66 s (table 1). Section 7.2 has CacheGen "
-    "1.67 to 1.81 times faster than 8 bits and 3.1 to 4.7 times faster than text at that bandwidth, so 8 bits take "
-    "1.67/4.7 = .36 to 1.81/3.1 = .58 of text's time; their geometric mean, .456, gives 3.6 s for text. The figure "
-    "that shows it is not in the text of the paper. Both scales hold for all methods."
+    "Loading 8-bit KV of Mistral-7B on LongChat takes 622 MB / 3 Gbit/s = 1.66 s (table 1). Section"
+    " 7.2 has CacheGen 1.67 to 1.81 times faster than 8 bits and 3.1 to 4.7 times faster than text"
+    " at that bandwidth, so 8 bits take 1.67/4.7 = .36 to 1.81/3.1 = .58 of text's time; their"
+    " geometric mean, .456, gives 3.6 s for text. The figure that shows it is not in the text of"
+    " the paper. Both scales hold for all methods."
 )
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What the paper's bandwidths and seconds are here. int8_nbytes: of one context; text_s: to prefill it here."""
+    """What the paper's bandwidths and seconds are here. int8_nbytes: of one context; text_s: to
+    prefill it here.
+    """
 
     int8_nbytes: float
     text_s: float
@@ -61,13 +66,24 @@ class Scale:
 
     def as_dict(self) -> dict[str, Any]:
         """With where it is from."""
-        told = {"load_over_text": PAPER_LOAD_OVER_TEXT, "paper_text_s": self.paper_text_s, "derived": DERIVED}
-        return {**asdict(self), "bytes_per_gbps": self.bytes_per_gbps, "seconds_per_second": self.seconds, **told}
+        told = {
+            "load_over_text": PAPER_LOAD_OVER_TEXT,
+            "paper_text_s": self.paper_text_s,
+            "derived": DERIVED,
+        }
+        return {
+            **asdict(self),
+            "bytes_per_gbps": self.bytes_per_gbps,
+            "seconds_per_second": self.seconds,
+            **told,
+        }
 
 
 @dataclass(frozen=True)
 class Course:
-    """What a line does while one stream goes over it: by time (`trace`), or by piece (`rates`, bytes a second)."""
+    """What a line does while one stream goes over it: by time (`trace`), or by piece (`rates`,
+    bytes a second).
+    """
 
     name: str
     kind: str
@@ -83,12 +99,16 @@ class Course:
 def drawn_by_piece(seed: int, n_pieces: int, scale: Scale) -> Course:
     """The paper's: for each piece a bandwidth between 0.1 and 10 Gbit/s."""
     chance = Random(seed)
-    rates = tuple(chance.uniform(LOW_GBPS, HIGH_GBPS) * scale.bytes_per_gbps for _ in range(n_pieces))
+    rates = tuple(
+        chance.uniform(LOW_GBPS, HIGH_GBPS) * scale.bytes_per_gbps for _ in range(n_pieces)
+    )
     return Course(f"random {seed}", "random", None, rates)
 
 
 def published(scale: Scale, gbps: float) -> Iterator[Course]:
-    """Measured bandwidths that come along, brought to `gbps` on average and to the paper's speed."""
+    """Measured bandwidths that come along, brought to `gbps` on average and to the paper's
+    speed.
+    """
     for number, (name, steps) in enumerate(_traces()):
         trace = recorded(name, steps)
         times = sorted(b[0] - a[0] for a, b in zip(trace.steps, trace.steps[1:], strict=False))
@@ -97,7 +117,9 @@ def published(scale: Scale, gbps: float) -> Iterator[Course]:
         last = quick.steps[-1][0]
         if not quick.carried(last):
             continue
-        yield Course(f"{name} {number}", "measured", quick.to_mean(gbps * scale.bytes_per_gbps, last))
+        yield Course(
+            f"{name} {number}", "measured", quick.to_mean(gbps * scale.bytes_per_gbps, last)
+        )
 
 
 def _traces() -> Iterator[tuple[str, list[tuple[float, float]]]]:
@@ -107,7 +129,9 @@ def _traces() -> Iterator[tuple[str, list[tuple[float, float]]]]:
 
 
 class PacedTier(RedisTier):
-    """Redis behind a line whose bandwidth changes with each piece that is read, where a course says so."""
+    """Redis behind a line whose bandwidth changes with each piece that is read, where a course says
+    so.
+    """
 
     line: Line | None = None
     course: Course | None = None
@@ -121,7 +145,12 @@ class PacedTier(RedisTier):
 
     def get(self, key: ChunkKey, layers: range, level: str | None = None) -> Any:
         """As Redis does, at the bandwidth of this piece."""
-        if self.course is not None and self.course.rates and self.line is not None and key in self.order:
+        if (
+            self.course is not None
+            and self.course.rates
+            and self.line is not None
+            and key in self.order
+        ):
             at = self.order.index(key)
             if at != self._at:
                 self._at = at

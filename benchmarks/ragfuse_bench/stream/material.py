@@ -1,7 +1,8 @@
-"""Long readings with questions on them, cut into pieces that are exact behind one another, and what KV is worth.
+"""Long readings with questions on them, cut into pieces that are exact behind one another, and what
+KV is worth.
 
-A context is prefilled once and its KV cut: the key of a piece says what stands before it, so that in its prompt nothing
-of it is recomputed, and whatever is lost was lost by a codec or on the line.
+A context is prefilled once and its KV cut: the key of a piece says what stands before it, so that
+in its prompt nothing of it is recomputed, and whatever is lost was lost by a codec or on the line.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from ragfuse.types.prompt import Prompt, Segment
 
 
 def long_readings(model: HFModel, tokens: int, count: int, questions: int) -> list[Reading]:
-    """Neighbouring paragraphs of the articles that come along, about so many tokens each, with some questions."""
+    """Neighbouring paragraphs of the articles that come along, about so many tokens each, with some
+    questions.
+    """
     readings, group, held = list[Reading](), list[Mapping[str, Any]](), 0
     for paragraph in (paragraph for article in held_out() for paragraph in article["paragraphs"]):
         group.append(paragraph)
@@ -58,7 +61,8 @@ class Cut:
         bounds = tuple(len(token_ids) * at // n for at in range(n + 1))
         spans, ids = pairwise(bounds), tuple(token_ids)
         keys = tuple(
-            ChunkKey(digest, token_digest(ids[lo:hi]), token_digest(ids[:lo]) if lo else "") for lo, hi in spans
+            ChunkKey(digest, token_digest(ids[lo:hi]), token_digest(ids[:lo]) if lo else "")
+            for lo, hi in spans
         )
         return cls(ids, bounds, keys)
 
@@ -74,7 +78,12 @@ class Cut:
     def pieces(self, kv: ChunkKV, model: HFModel) -> Iterator[tuple[ChunkKey, ChunkKV]]:
         """The KV of each, its keys turned to its own positions."""
         for key, lo, hi in zip(self.keys, self.bounds, self.bounds[1:], strict=False):
-            yield key, ChunkKV(tuple(_moved(layer, lo, hi, model, at) for at, layer in enumerate(kv.layers)))
+            yield (
+                key,
+                ChunkKV(
+                    tuple(_moved(layer, lo, hi, model, at) for at, layer in enumerate(kv.layers))
+                ),
+            )
 
 
 def _moved(layer: LayerKV, lo: int, hi: int, model: HFModel, at: int) -> LayerKV:
@@ -85,12 +94,19 @@ def _moved(layer: LayerKV, lo: int, hi: int, model: HFModel, at: int) -> LayerKV
         return LayerKV(keys, values)
     part = keys if layout.part == "keys" else values
     turned = torch.empty_like(part)
-    place(turned, part, angles(layout, torch.full((hi - lo, 1), -float(lo), dtype=torch.float64), part.device), layout)
+    place(
+        turned,
+        part,
+        angles(layout, torch.full((hi - lo, 1), -float(lo), dtype=torch.float64), part.device),
+        layout,
+    )
     return LayerKV(turned, values) if layout.part == "keys" else LayerKV(keys, turned)
 
 
 def context_kv(prefill: Prefill, n_tokens: int) -> ChunkKV:
-    """The first rows of what a prompt was prefilled to, as a stream left them; its prefill is used up by others."""
+    """The first rows of what a prompt was prefilled to, as a stream left them; its prefill is used
+    up by others.
+    """
     layers = []
     for each in prefill.cache.layers if prefill.cache is not None else ():
         keys, values = each.keys[0, :, :n_tokens].clone(), each.values[0, :, :n_tokens].clone()
@@ -100,7 +116,9 @@ def context_kv(prefill: Prefill, n_tokens: int) -> ChunkKV:
 
 @dataclass(frozen=True)
 class Worth:
-    """What KV of a context is worth, over some questions: F1, and KL and top-1 along raw KV's own answers."""
+    """What KV of a context is worth, over some questions: F1, and KL and top-1 along raw KV's own
+    answers.
+    """
 
     f1: float
     kl: float
@@ -113,11 +131,17 @@ class Judge:
     def __init__(self, model: HFModel, reading: Reading, kv: ChunkKV) -> None:
         self._model, self._questions = model, reading.questions
         raw = Continued(model, kv)
-        self._told = [raw.answer(question.token_ids, NEW_TOKENS["answer"]) for question in reading.questions]
+        self._told = [
+            raw.answer(question.token_ids, NEW_TOKENS["answer"]) for question in reading.questions
+        ]
 
     def raw(self) -> Worth:
         """Raw KV's own worth."""
-        return Worth(mean(self._f1(*each) for each in zip(self._questions, self._told, strict=True)), 0.0, 1.0)
+        return Worth(
+            mean(self._f1(*each) for each in zip(self._questions, self._told, strict=True)),
+            0.0,
+            1.0,
+        )
 
     def worth(self, kv: ChunkKV) -> Worth:
         """Other KV's of the same context."""

@@ -1,4 +1,6 @@
-"""The streams' result for people: a table, time to the first token by bandwidth, and one stream over time."""
+"""The streams' result for people: a table, time to the first token by bandwidth, and one stream
+over time.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from ragfuse.calibration.plots import model_in_title
 def show(result: Mapping[str, Any], console: Console) -> None:
     """A row for each method and deadline."""
     model = model_in_title(result["model"])
-    told = f"{result['traces']} lines, {result['pieces']} pieces of {result['tokens'][0]} tokens, {model}"
+    told = (
+        f"{result['traces']} lines, {result['pieces']} pieces of {result['tokens'][0]} tokens,"
+        f" {model}"
+    )
     table = Table(title=f"Questions that were late ({told})")
     for name in ("deadline s", "method", "late", "first token s", "KL", "top-1", "F1"):
         table.add_column(name, justify="right")
@@ -27,7 +32,8 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     console.print(table)
     if result["ttft_x_vs_text"]:
         console.print(
-            f"At the equivalent of 3 Gbit/s, {result['fixed']} gives the first token {result['ttft_x_vs_text']:.1f} "
-            f"times faster than text and {result['ttft_x_vs_int8']:.1f} times faster than 8 bits.",
+            f"At the equivalent of 3 Gbit/s, {result['fixed']} gives the first token"
+            f" {result['ttft_x_vs_text']:.1f} times faster than text and"
+            f" {result['ttft_x_vs_int8']:.1f} times faster than 8 bits.",
             highlight=False,
         )

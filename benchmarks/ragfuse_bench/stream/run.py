@@ -1,7 +1,8 @@
-"""Questions with deadlines over a line that changes: text, 8 bits, one level, and levels as the deadline allows.
+"""Questions with deadlines over a line that changes: text, 8 bits, one level, and levels as the
+deadline allows.
 
-A real Redis behind a real socket whose bandwidth follows a trace; the store, the streams and the prefill are those of
-any engine. Wall time: waiting is what is measured.
+A real Redis behind a real socket whose bandwidth follows a trace; the store, the streams and the
+prefill are those of any engine. Wall time: waiting is what is measured.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class Text:
 
 @dataclass(frozen=True)
 class Run:
-    """One question by one method: seconds to its first logits, what came, and what that is worth."""
+    """One question by one method: seconds to its first logits, what came, and what that is
+    worth.
+    """
 
     seconds: float
     worth: Worth | None
@@ -67,9 +70,13 @@ class Run:
 
 
 class Rig:
-    """Engines of all methods over one store behind one line, with what was measured of this machine."""
+    """Engines of all methods over one store behind one line, with what was measured of this
+    machine.
+    """
 
-    def __init__(self, options: StreamOptions, model: HFModel, console: Console, held: ExitStack) -> None:
+    def __init__(
+        self, options: StreamOptions, model: HFModel, console: Console, held: ExitStack
+    ) -> None:
         self.options, self.model, self.console = options, model, console
         self.codecs = codecs_of(model)
         self.fixed = options.fixed or self.codecs.default
@@ -81,7 +88,10 @@ class Rig:
         self.store = self._store(codecs)
         held.callback(self.store.close)
         # A store that can decode one level reads everything at that level.
-        alone = {name: self._store({level: codecs[level]}) for name, level in (("int8", "int8"), ("fixed", self.fixed))}
+        alone = {
+            name: self._store({level: codecs[level]})
+            for name, level in (("int8", "int8"), ("fixed", self.fixed))
+        }
         self.engines = {name: self._engine(alone.get(name, self.store)) for name in METHODS}
         machine = self._measured(codecs)
         for engine in self.engines.values():
@@ -100,7 +110,9 @@ class Rig:
         ready = engine.prepare(prompt, Ask(reuse=method != "text", ratio=0.0, deadline_s=due_s))
         seconds = time.perf_counter() - began
         self.line.start(None)
-        return Run(seconds, self._worth_of(text, ready), tuple(asdict(piece) for piece in _came(ready)))
+        return Run(
+            seconds, self._worth_of(text, ready), tuple(asdict(piece) for piece in _came(ready))
+        )
 
     def _worth_of(self, text: Text, ready: PreparedPrompt) -> Worth:
         """Judged once for all streams that brought the same."""
@@ -114,7 +126,11 @@ class Rig:
         return self._worth[name]
 
     def _store(self, codecs: Mapping[str, Codec]) -> KVStore:
-        return KVStore([self.tier], lambda level, model, tables="": codecs.get(level), {"redis": self.options.levels})
+        return KVStore(
+            [self.tier],
+            lambda level, model, tables="": codecs.get(level),
+            {"redis": self.options.levels},
+        )
 
     def _engine(self, store: KVStore) -> Engine:
         settings = Settings(
@@ -147,8 +163,13 @@ class Rig:
                     self.store.put(key, piece, wait=True)
                 found = self.store.lookup(cut.keys)
                 if len(found) < len(cut.keys):
-                    raise ModelError("Redis did not keep every piece: give it more memory, or take fewer tokens.")
-                sizes = {level: sum(entry.sizes[level] for entry in found.values()) for level in options.levels}
+                    raise ModelError(
+                        "Redis did not keep every piece: give it more memory, or take fewer tokens."
+                    )
+                sizes = {
+                    level: sum(entry.sizes[level] for entry in found.values())
+                    for level in options.levels
+                }
                 made.append(Text(reading, cut, Judge(self.model, reading, kv), sizes))
         return made
 
@@ -167,11 +188,14 @@ def run_stream(options: StreamOptions, console: Console) -> dict[str, Any]:
     """The result as plain JSON types; `console` shows progress and the table."""
     require_redis()
     with thread_count(options.threads), ExitStack() as held:
-        console.print(f"Loading {options.model} in {options.dtype} on {options.device} ...", highlight=False)
+        console.print(
+            f"Loading {options.model} in {options.dtype} on {options.device} ...", highlight=False
+        )
         model = bench_model(options.model, options.dtype, options.device, options.home)
         if model.profile.refusal:
             raise ModelError(
-                f"{options.model} cannot reuse the KV of chunks: {model.profile.refusal} Measure another model."
+                f"{options.model} cannot reuse the KV of chunks: {model.profile.refusal} Measure"
+                " another model."
             )
         rig = Rig(options, model, console, held)
         result = _result(rig, console)
@@ -180,9 +204,13 @@ def run_stream(options: StreamOptions, console: Console) -> dict[str, Any]:
 
 
 def courses(options: StreamOptions, scale: Scale, n_pieces: int) -> list[Course]:
-    """Half of them drawn as the paper draws them, half measured ones; measured ones that lack are drawn, too."""
+    """Half of them drawn as the paper draws them, half measured ones; measured ones that lack are
+    drawn, too.
+    """
     measured = list(islice(published(scale, AT_GBPS), options.traces // 2))
-    return [drawn_by_piece(seed, n_pieces, scale) for seed in range(options.traces - len(measured))] + measured
+    return [
+        drawn_by_piece(seed, n_pieces, scale) for seed in range(options.traces - len(measured))
+    ] + measured
 
 
 def _result(rig: Rig, console: Console) -> dict[str, Any]:
@@ -196,17 +224,26 @@ def _result(rig: Rig, console: Console) -> dict[str, Any]:
             text = rig.texts[number % len(rig.texts)]
             for method in METHODS:
                 for deadline in options.deadlines if method == "adaptive" else (0.0,):
-                    run = rig.run(method, text, course, deadline * scale.seconds) if method != "text" else None
+                    run = (
+                        rig.run(method, text, course, deadline * scale.seconds)
+                        if method != "text"
+                        else None
+                    )
                     runs.append(_row(course, number, method, deadline, run, scale, text))
                     bar.advance(task, method != "text")
     at = next((row for row in curve if row["gbps"] == AT_GBPS), None)
     return {
-        **{f"ttft_x_vs_{other}": at[f"{other}_s"] / at["fixed_s"] if at else None for other in ("text", "int8")},
+        **{
+            f"ttft_x_vs_{other}": at[f"{other}_s"] / at["fixed_s"] if at else None
+            for other in ("text", "int8")
+        },
         "deadlines": [_by_deadline(runs, deadline, scale) for deadline in options.deadlines],
         "traces": len(lines),
         "scale": scale.as_dict(),
         "curve": curve,
-        "levels": {level: mean(text.sizes[level] for text in rig.texts) for level in options.levels},
+        "levels": {
+            level: mean(text.sizes[level] for text in rig.texts) for level in options.levels
+        },
         "fixed": rig.fixed,
         "runs": runs,
         "model": options.model,
@@ -219,7 +256,13 @@ def _result(rig: Rig, console: Console) -> dict[str, Any]:
 
 
 def _row(
-    course: Course, number: int, method: str, deadline: float, run: Run | None, scale: Scale, text: Text
+    course: Course,
+    number: int,
+    method: str,
+    deadline: float,
+    run: Run | None,
+    scale: Scale,
+    text: Text,
 ) -> dict[str, Any]:
     """One stream as plain types; text is prefilled the same whatever the line does."""
     worth = run.worth if run is not None else text.judge.raw()
@@ -235,11 +278,15 @@ def _row(
     }
 
 
-def _by_deadline(runs: Sequence[Mapping[str, Any]], deadline: float, scale: Scale) -> dict[str, Any]:
+def _by_deadline(
+    runs: Sequence[Mapping[str, Any]], deadline: float, scale: Scale
+) -> dict[str, Any]:
     """Shares of streams that were late, and what came on average, by method."""
     seconds = deadline * scale.seconds
     mine = {
-        method: [run for run in runs if run["method"] == method and run["deadline_s"] in (None, seconds)]
+        method: [
+            run for run in runs if run["method"] == method and run["deadline_s"] in (None, seconds)
+        ]
         for method in METHODS
     }
 
@@ -254,19 +301,33 @@ def _by_deadline(runs: Sequence[Mapping[str, Any]], deadline: float, scale: Scal
             name: {method: mean(run[name] for run in found) for method, found in mine.items()}
             for name in ("f1", "kl", "top1")
         },
-        "ttft_s": {method: median(run["ttft_s"] for run in found) for method, found in mine.items()},
+        "ttft_s": {
+            method: median(run["ttft_s"] for run in found) for method, found in mine.items()
+        },
     }
 
 
 def _curve(rig: Rig, console: Console) -> list[dict[str, Any]]:
-    """Seconds to the first token at bandwidths that do not change; the adaptive one in a hurry, whatever it costs."""
+    """Seconds to the first token at bandwidths that do not change; the adaptive one in a hurry,
+    whatever it costs.
+    """
     text, rows = rig.texts[0], []
     with progress(console) as bar:
         for gbps in bar.track(rig.options.curve, description="bandwidths"):
-            course = Course(f"{gbps:g} Gbit/s", "constant", constant(gbps * rig.scale.bytes_per_gbps))
+            course = Course(
+                f"{gbps:g} Gbit/s", "constant", constant(gbps * rig.scale.bytes_per_gbps)
+            )
             deadline_s = rig.options.deadlines[0] * rig.scale.seconds
-            seconds = {name: rig.run(name, text, course, deadline_s).seconds for name in METHODS[1:]}
-            rows.append({"gbps": gbps, "text_s": rig.scale.text_s, **{f"{name}_s": s for name, s in seconds.items()}})
+            seconds = {
+                name: rig.run(name, text, course, deadline_s).seconds for name in METHODS[1:]
+            }
+            rows.append(
+                {
+                    "gbps": gbps,
+                    "text_s": rig.scale.text_s,
+                    **{f"{name}_s": s for name, s in seconds.items()},
+                }
+            )
     return rows
 
 
@@ -275,7 +336,10 @@ def _came(ready: PreparedPrompt) -> Sequence[PieceTrace]:
     if ready.stream is not None or not ready.plan.fetches:
         return ready.stream.pieces if ready.stream is not None else ()
     fetches, tokens = ready.plan.fetches, len(ready.plan.prompt)
-    segments, nbytes = tuple(fetch.segment for fetch in fetches), sum(fetch.nbytes for fetch in fetches)
+    segments, nbytes = (
+        tuple(fetch.segment for fetch in fetches),
+        sum(fetch.nbytes for fetch in fetches),
+    )
     return [PieceTrace(segments, tokens, fetches[0].level, nbytes=nbytes, seconds=ready.load_s)]
 
 

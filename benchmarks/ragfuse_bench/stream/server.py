@@ -20,20 +20,34 @@ def require_redis() -> str:
     """The path of redis-server; SettingsError if there is none."""
     program = shutil.which("redis-server")
     if program is None:
-        raise SettingsError("This is measured over a real Redis, and redis-server is not installed: install it first.")
+        raise SettingsError(
+            "This is measured over a real Redis, and redis-server is not installed: install it"
+            " first."
+        )
     return program
 
 
 @contextmanager
 def redis_server(home: Path) -> Iterator[int]:
-    """The port of an empty server on this machine that writes nothing to disk; SettingsError if there is none."""
+    """The port of an empty server on this machine that writes nothing to disk; SettingsError if
+    there is none.
+    """
     program = require_redis()
     home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="redis-", dir=home) as folder, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()
-        quiet = ["--save", "", "--appendonly", "no", "--dir", folder, "--logfile", str(Path(folder) / "log")]
+        quiet = [
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+            "--dir",
+            folder,
+            "--logfile",
+            str(Path(folder) / "log"),
+        ]
         process = subprocess.Popen(
             [program, "--port", str(port), "--bind", "127.0.0.1", *quiet], stdout=subprocess.DEVNULL
         )

@@ -1,7 +1,7 @@
 """Questions in other words, by rules, and the passages that each is asked over, in a random order.
 
-The paper has 1,500 wordings of its questions written by a large model; here rules reword them, so that a question comes
-back often and never means anything else. Nothing is asked here.
+The paper has 1,500 wordings of its questions written by a large model; here rules reword them, so
+that a question comes back often and never means anything else. Nothing is asked here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ FRAMES = (
 
 @dataclass(frozen=True)
 class Request:
-    """A question in some wording, and the texts that were retrieved for it, in the prompt's order."""
+    """A question in some wording, and the texts that were retrieved for it, in the prompt's
+    order.
+    """
 
     question: str
     chunks: tuple[str, ...]
@@ -54,12 +56,18 @@ def wordings(question: str) -> tuple[str, ...]:
     plain = question.strip()
     said = [plain, *(re.sub(rule, other, plain, count=1) for rule, other in SAME)]
     asked = [text if text.endswith("?") else f"{text.rstrip('.')}?" for text in said]
-    framed = [frame.format(asked=text, lower=_lower(text)) for frame in FRAMES for text in dict.fromkeys(asked)]
+    framed = [
+        frame.format(asked=text, lower=_lower(text))
+        for frame in FRAMES
+        for text in dict.fromkeys(asked)
+    ]
     return tuple(dict.fromkeys(framed))
 
 
 def top(question: str, passages: Sequence[str], count: int = TOP) -> list[str]:
-    """The passages that share the rarest words with a question, the best first; of equal ones the first."""
+    """The passages that share the rarest words with a question, the best first; of equal ones the
+    first.
+    """
     words = [set(_words(passage)) for passage in passages]
     known = Counter(word for each in words for word in each)
     asked = sorted(set(_words(question)))
@@ -96,7 +104,22 @@ def _lower(text: str) -> str:
 
 
 _OPENERS = frozenset(
-    ("What", "Which", "Who", "Whose", "Where", "When", "Why", "How", "In", "At", "Is", "Are", "Was", "Did")
+    (
+        "What",
+        "Which",
+        "Who",
+        "Whose",
+        "Where",
+        "When",
+        "Why",
+        "How",
+        "In",
+        "At",
+        "Is",
+        "Are",
+        "Was",
+        "Did",
+    )
 )
 
 

@@ -1,4 +1,5 @@
-"""An open loop: requests come when they come, whether the ones before them are answered or not, over HTTP.
+"""An open loop: requests come when they come, whether the ones before them are answered or not,
+over HTTP.
 
 What is heard of each is kept; what it means is told in `run`.
 """
@@ -22,8 +23,10 @@ PATH = "/v1/chat/completions"
 
 @dataclass(frozen=True)
 class Heard:
-    """One request. due_s: when it came, from the load's beginning. first_s, whole_s: from then until its first token
-    and its last one; None, with what went wrong, where it was lost. tokens: of the answer."""
+    """One request. due_s: when it came, from the load's beginning. first_s, whole_s: from then
+    until its first token and its last one; None, with what went wrong, where it was lost. tokens:
+    of the answer.
+    """
 
     due_s: float
     first_s: float | None = None
@@ -47,7 +50,8 @@ def offer(
     patience_s: float,
     heard: Callable[[Heard], object] = lambda one: None,
 ) -> list[Heard]:
-    """Send each body when it is due, and wait for all answers; in the order in which they were sent.
+    """Send each body when it is due, and wait for all answers; in the order in which they were
+    sent.
 
     place: the server's host and port. heard: called once for each, from its own thread.
     """
@@ -58,7 +62,10 @@ def offer(
         found[at] = answer = ask(place, bodies[at], began_s + due[at], patience_s, due[at])
         heard(answer)
 
-    threads = [threading.Thread(target=one, args=(at,), name="bench-client", daemon=True) for at in range(len(bodies))]
+    threads = [
+        threading.Thread(target=one, args=(at,), name="bench-client", daemon=True)
+        for at in range(len(bodies))
+    ]
     for thread, at_s in zip(threads, due, strict=True):
         time.sleep(max(0.0, began_s + at_s - time.monotonic()))
         thread.start()
@@ -89,7 +96,9 @@ def one_by_one(
             with lock:
                 found.append(answer)
 
-    threads = [threading.Thread(target=work, name="bench-client", daemon=True) for _ in range(together)]
+    threads = [
+        threading.Thread(target=work, name="bench-client", daemon=True) for _ in range(together)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -105,7 +114,9 @@ def ask(
     due_s: float = 0.0,
     path: str = PATH,
 ) -> Heard:
-    """Send a request and read its answer as it comes; seconds count from `since_s` on, by the monotonic clock."""
+    """Send a request and read its answer as it comes; seconds count from `since_s` on, by the
+    monotonic clock.
+    """
     line = HTTPConnection(*place, timeout=patience_s)
     told = {**body, "stream": True, "stream_options": {"include_usage": True}}
     first_s: float | None = None
@@ -129,7 +140,11 @@ def ask(
     finally:
         line.close()
     whole_s = time.monotonic() - since_s
-    return Heard(due_s, first_s, whole_s, tokens) if ended else Heard(due_s, wrong="the answer broke off")
+    return (
+        Heard(due_s, first_s, whole_s, tokens)
+        if ended
+        else Heard(due_s, wrong="the answer broke off")
+    )
 
 
 def counted(found: Sequence[Heard]) -> list[Heard]:
@@ -138,7 +153,9 @@ def counted(found: Sequence[Heard]) -> list[Heard]:
 
 
 def summed(rate: float, found: Sequence[Heard]) -> dict[str, Any]:
-    """A load in numbers: mean and 95th percentile of the time to the first token, tokens a second, what was lost."""
+    """A load in numbers: mean and 95th percentile of the time to the first token, tokens a second,
+    what was lost.
+    """
     first = [each.first_s for each in counted(found) if each.first_s is not None]
     ends = [each.due_s + each.whole_s for each in found if each.whole_s is not None]
     written = sum(each.tokens for each in found)
@@ -154,5 +171,9 @@ def summed(rate: float, found: Sequence[Heard]) -> dict[str, Any]:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """The value that so many percent of them do not exceed, between neighbours as if values went on evenly."""
-    return quantiles(values, n=100, method="inclusive")[percent - 1] if len(values) > 1 else values[0]
+    """The value that so many percent of them do not exceed, between neighbours as if values went on
+    evenly.
+    """
+    return (
+        quantiles(values, n=100, method="inclusive")[percent - 1] if len(values) > 1 else values[0]
+    )

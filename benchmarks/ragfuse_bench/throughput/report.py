@@ -30,19 +30,29 @@ def show_throughput(result: Mapping[str, Any], console: Console) -> None:
 def _words(result: Mapping[str, Any]) -> list[str]:
     rates = result["rates"]
     said = ", ".join(
-        f"{words} {'at least ' if rates[name]['at_least'] else ''}{rates[name]['rate']:.2f}" for name, words in NAMES
+        f"{words} {'at least ' if rates[name]['at_least'] else ''}{rates[name]['rate']:.2f}"
+        for name, words in NAMES
     )
     batch, growth = result["batch"], result["rss_growth"]
     lines = [
-        f"Requests a second with a first token in {result['at_ttft_s']:.2f} s on average: {said}. That is "
-        f"{_factor(result['rate_x_vs_full'])} full recompute's rate and {_factor(result['rate_x_vs_prefix'])} prefix "
-        "caching's.",
-        f"Answers together: {batch['together']:.1f} tokens a second, one by one {batch['alone']:.1f}: "
-        f"{result['batch_x']:.2f}x.",
+        (
+            f"Requests a second with a first token in {result['at_ttft_s']:.2f} s on average:"
+            f" {said}. That is {_factor(result['rate_x_vs_full'])} full recompute's rate and"
+            f" {_factor(result['rate_x_vs_prefix'])} prefix caching's."
+        ),
+        (
+            f"Answers together: {batch['together']:.1f} tokens a second, one by one"
+            f" {batch['alone']:.1f}: {result['batch_x']:.2f}x."
+        ),
         f"Lost requests: {result['lost']}. Memory of the process under load: "
         + ("too short to tell." if growth is None else f"{growth:+.1%}."),
     ]
-    wrong = [each for told in result["methods"].values() for load in told["loads"] for each in load["wrong"]]
+    wrong = [
+        each
+        for told in result["methods"].values()
+        for load in told["loads"]
+        for each in load["wrong"]
+    ]
     return lines + ([f"What went wrong: {wrong[0]}"] if wrong else [])
 
 

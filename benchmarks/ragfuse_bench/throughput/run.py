@@ -1,7 +1,9 @@
-"""Throughput under load: full recompute, prefix caching and ragfuse behind the same server, one after the other.
+"""Throughput under load: full recompute, prefix caching and ragfuse behind the same server, one
+after the other.
 
-Each method's server starts empty, hears every question once, and is then asked at rates that are shares of what it can
-do. ragfuse's goes on under load for half an hour, to see whether it loses a request or grows.
+Each method's server starts empty, hears every question once, and is then asked at rates that are
+shares of what it can do. ragfuse's goes on under load for half an hour, to see whether it loses a
+request or grows.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ PATIENCE_S = 3600.0
 KEEPS_UP = 0.6
 """Share of what it can do at which a server is kept busy to see whether it grows."""
 COMPARED_TTFT = 2.0
-"""Methods are compared where their mean time to first token is this many times that of full recompute without load."""
+"""Methods are compared where their mean time to first token is this many times that of full
+recompute without load.
+"""
 ALONE = 3
 """Requests without any other, whose first token is the one without load."""
 METHODS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = MappingProxyType(
@@ -50,13 +54,16 @@ METHODS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = MappingProx
         "ragfuse": ({}, {}),
     }
 )
-"""For each method, the fields of its requests and the options of its server. Where all rows of chunks are recomputed,
-exact beginnings alone are reused: prefix caching."""
+"""For each method, the fields of its requests and the options of its server. Where all rows of
+chunks are recomputed, exact beginnings alone are reused: prefix caching.
+"""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One method: the seconds to its first token without load, requests a second that it can do, loads in numbers."""
+    """One method: the seconds to its first token without load, requests a second that it can do,
+    loads in numbers.
+    """
 
     alone_s: float
     capacity: float
@@ -65,11 +72,18 @@ class Measured:
     @property
     def curve(self) -> list[tuple[float, float]]:
         """(rate, mean seconds to the first token), the one without load first."""
-        return [(0.0, self.alone_s), *((load["rate"], load["mean_s"]) for load in self.loads if load["mean_s"])]
+        return [
+            (0.0, self.alone_s),
+            *((load["rate"], load["mean_s"]) for load in self.loads if load["mean_s"]),
+        ]
 
 
-def run_throughput(settings: Settings, options: ThroughputOptions, console: Console | None = None) -> dict[str, Any]:
-    """The result as plain JSON types; `console` shows progress and the table (standard error when None)."""
+def run_throughput(
+    settings: Settings, options: ThroughputOptions, console: Console | None = None
+) -> dict[str, Any]:
+    """The result as plain JSON types; `console` shows progress and the table (standard error when
+    None).
+    """
     console = console or Console(stderr=True)
     require_server(settings)
     prepare_model(settings)
@@ -79,20 +93,30 @@ def run_throughput(settings: Settings, options: ThroughputOptions, console: Cons
     with progress(console) as bar:
         for name, (_, told) in METHODS.items():
             task = bar.add_task(f"{name}: starting the server", total=None)
-            with serving(settings, options.threads, PATIENCE_S, serve_together=options.together, **told) as server:
+            with serving(
+                settings, options.threads, PATIENCE_S, serve_together=options.together, **told
+            ) as server:
                 bench = _Bench(server, name, Path(settings.model).name, cases, options, bar)
                 found[name] = bench.measured()
                 if name == "ragfuse":
-                    kept = bench.kept_busy(found[name].capacity * KEEPS_UP) if options.minutes else {}
+                    kept = (
+                        bench.kept_busy(found[name].capacity * KEEPS_UP) if options.minutes else {}
+                    )
                     rss = [kept["rss"]] if kept else bench.rss
             bar.remove_task(task)
         found["prefix"] = better(found["prefix"], found["full"])
         batch = tokens_a_second(settings, [case.question for case in cases], options, bar)
     result = {**compared(found), **batch, **_leaks(found, kept, rss), "kept_busy": kept.get("load")}
     given = {**vars(options), "sets": ", ".join(map(set_name, options.sets))}
-    result |= {"skipped": f"1/{SKIPPED}", "options": {name: str(value) for name, value in given.items()}}
     result |= {
-        "settings": {name: str(getattr(settings, name)) for name in ("model", "dtype", "device", "memory_bytes")}
+        "skipped": f"1/{SKIPPED}",
+        "options": {name: str(value) for name, value in given.items()},
+    }
+    result |= {
+        "settings": {
+            name: str(getattr(settings, name))
+            for name in ("model", "dtype", "device", "memory_bytes")
+        }
     }
     show_throughput(result, console)
     return {**result, **circumstances(torch.device(settings.device), options.threads)}
@@ -102,9 +126,13 @@ def _cases(settings: Settings, options: ThroughputOptions) -> list[Case]:
     from random import Random
 
     packing = Packing(lambda text: len(text) // 4, options.chunk_tokens, context_tokens=1 << 20)
-    cases = [case for name in options.sets for case in read_cases(name, packing) if case.task == "answer"]
+    cases = [
+        case for name in options.sets for case in read_cases(name, packing) if case.task == "answer"
+    ]
     if not cases:
-        raise SettingsError("The data sets hold no question that is answered over passages. Name another --data.")
+        raise SettingsError(
+            "The data sets hold no question that is answered over passages. Name another --data."
+        )
     return Random(options.seed).sample(cases, min(options.cases, len(cases)))
 
 
@@ -132,10 +160,16 @@ class _Bench:
             self._sure(one_by_one(place, some, PATIENCE_S))
             self._settle()
         alone = self._sure(one_by_one(place, first[:ALONE], PATIENCE_S))
-        began_s, busy = time.monotonic(), self._bodies(drawn(self._cases, 2 * options.together, options.seed + 1))
+        began_s, busy = (
+            time.monotonic(),
+            self._bodies(drawn(self._cases, 2 * options.together, options.seed + 1)),
+        )
         self._sure(one_by_one(place, busy, PATIENCE_S, options.together))
         capacity = len(busy) / (time.monotonic() - began_s)
-        loads = [self.load(share * capacity, options.seconds, at) for at, share in enumerate(options.shares)]
+        loads = [
+            self.load(share * capacity, options.seconds, at)
+            for at, share in enumerate(options.shares)
+        ]
         return Measured(mean(one.first_s or 0.0 for one in alone), capacity, loads)
 
     def load(self, rate: float, seconds: float, number: int) -> dict[str, Any]:
@@ -146,7 +180,9 @@ class _Bench:
         task = self._bar.add_task(f"{self._name}: {rate:.2f} requests a second", total=len(due))
         self._server.rss.clear()
         with self._server.watched():
-            found = offer(self._server.place, bodies, due, PATIENCE_S, lambda one: self._bar.advance(task))
+            found = offer(
+                self._server.place, bodies, due, PATIENCE_S, lambda one: self._bar.advance(task)
+            )
         self.rss.append(list(self._server.rss))
         self._bar.remove_task(task)
         return summed(rate, found)
@@ -160,9 +196,16 @@ class _Bench:
         return [self._body(request) for request in requests]
 
     def _body(self, request: Request) -> dict[str, Any]:
-        said = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": request.question}]
+        said = [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": request.question},
+        ]
         told = {"model": self._model, "messages": said, "documents": list(request.chunks)}
-        return {**told, "max_tokens": self._options.answer_tokens, "ragfuse": dict(METHODS[self._name][0])}
+        return {
+            **told,
+            "max_tokens": self._options.answer_tokens,
+            "ragfuse": dict(METHODS[self._name][0]),
+        }
 
     def _sure(self, found: list[Heard]) -> list[Heard]:
         wrong = next((one.wrong for one in found if one.wrong), "")
@@ -187,13 +230,17 @@ class _Bench:
 
 
 def better(prefix: Measured, full: Measured) -> Measured:
-    """Return prefix caching, or full recompute where that is faster: who has both takes the better one."""
+    """Return prefix caching, or full recompute where that is faster: who has both takes the better
+    one.
+    """
     return prefix if prefix.alone_s <= full.alone_s else full
 
 
 def rate_at(curve: Sequence[tuple[float, float]], ttft_s: float) -> tuple[float, bool]:
-    """The highest rate at which the mean first token takes no longer, between two that were measured as if it grew
-    evenly; and whether it is the highest that was measured, so that a higher one might do."""
+    """The highest rate at which the mean first token takes no longer, between two that were
+    measured as if it grew evenly; and whether it is the highest that was measured, so that a higher
+    one might do.
+    """
     points = sorted(curve)
     highest = 0.0
     for (slow, early_s), (fast, late_s) in pairwise(points):
@@ -205,7 +252,9 @@ def rate_at(curve: Sequence[tuple[float, float]], ttft_s: float) -> tuple[float,
 
 
 def compared(found: Mapping[str, Measured]) -> dict[str, Any]:
-    """The curves side by side, and how many times the rate ragfuse takes at the same time to the first token."""
+    """The curves side by side, and how many times the rate ragfuse takes at the same time to the
+    first token.
+    """
     ttft_s = COMPARED_TTFT * found["full"].alone_s
     rates = {name: rate_at(each.curve, ttft_s) for name, each in found.items()}
     loads = {name: {load["rate"]: load for load in each.loads} for name, each in found.items()}
@@ -235,7 +284,8 @@ def _times(one: float, other: float) -> float | None:
 
 
 def grown(rss: Sequence[tuple[float, int]]) -> float | None:
-    """How much a process has grown, as a share: the middle of the last sixth of a load over that of the second one.
+    """How much a process has grown, as a share: the middle of the last sixth of a load over that of
+    the second one.
 
     None where too little was seen.
     """
@@ -247,7 +297,9 @@ def grown(rss: Sequence[tuple[float, int]]) -> float | None:
 
 
 def _leaks(
-    found: Mapping[str, Measured], kept: Mapping[str, Any], rss: Sequence[Sequence[tuple[float, int]]]
+    found: Mapping[str, Measured],
+    kept: Mapping[str, Any],
+    rss: Sequence[Sequence[tuple[float, int]]],
 ) -> dict[str, Any]:
     loads = [load for each in found.values() for load in each.loads]
     loads += [kept["load"]] if kept else []

@@ -28,7 +28,9 @@ TOLD = " answers at "
 
 
 class Serving:
-    """A server that runs. place: its host and port. rss: bytes that the process had, (when, bytes), once watched."""
+    """A server that runs. place: its host and port. rss: bytes that the process had, (when, bytes),
+    once watched.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], place: tuple[str, int]) -> None:
         self.place, self.rss = place, list[tuple[float, int]]()
@@ -65,22 +67,40 @@ def require_server(settings: Settings) -> None:
     """SettingsError for a model without words; InputError where a server's packages are missing."""
     if preset(settings.model) is not None:
         raise SettingsError(
-            f"'{settings.model}' has no words to ask it with; name an embedded model, an id or a folder."
+            f"'{settings.model}' has no words to ask it with; name an embedded model, an id or a"
+            " folder."
         )
-    missing = next((name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None), None)
+    missing = next(
+        (name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None),
+        None,
+    )
     if missing is not None:
         raise InputError(
-            f"A server needs the package {missing}, which is not installed: pip install 'ragfuse-kv[serve]'"
+            f"A server needs the package {missing}, which is not installed: pip install"
+            " 'ragfuse-kv[serve]'"
         )
 
 
 @contextmanager
-def serving(settings: Settings, threads: int, patience_s: float, **changes: Any) -> Iterator[Serving]:
-    """A server over an empty store in memory, as large as the settings say; ended and forgotten in any case."""
+def serving(
+    settings: Settings, threads: int, patience_s: float, **changes: Any
+) -> Iterator[Serving]:
+    """A server over an empty store in memory, as large as the settings say; ended and forgotten in
+    any case.
+    """
     with tempfile.TemporaryDirectory(prefix="ragfuse-load-") as folder:
         told = {
-            **{name: getattr(settings, name) for name in ("model", "dtype", "device", "home", "memory_bytes")},
-            **{"store": Path(folder) / "store", "disk_bytes": 0, "tiers": "[]", "levels": "{}", "salt": ""},
+            **{
+                name: getattr(settings, name)
+                for name in ("model", "dtype", "device", "home", "memory_bytes")
+            },
+            **{
+                "store": Path(folder) / "store",
+                "disk_bytes": 0,
+                "tiers": "[]",
+                "levels": "{}",
+                "salt": "",
+            },
             **{
                 "model": _from_anywhere(settings.model),
                 "serve_grace_s": 0,
@@ -113,7 +133,9 @@ def _from_anywhere(model: str) -> str:
 
 def _environment(told: Mapping[str, Any], threads: int) -> dict[str, str]:
     """This process's, with these settings and no others."""
-    kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(PREFIX)}
+    kept = {
+        name: value for name, value in os.environ.items() if not name.upper().startswith(PREFIX)
+    }
     path = os.pathsep.join(str(Path(each).resolve()) for each in sys.path if each)
     mine = {f"{PREFIX}{name.upper()}": str(value) for name, value in told.items()}
     return {**kept, **mine, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads), "COLUMNS": "1000"}
@@ -125,7 +147,9 @@ def _place(process: subprocess.Popen[bytes], said: Path) -> tuple[str, int]:
     while time.monotonic() < until_s:
         text = said.read_text("utf-8", "replace")
         if TOLD in text and "/v1" in text.partition(TOLD)[2]:
-            host, _, port = text.partition(TOLD)[2].partition("/v1")[0].removeprefix("http://").rpartition(":")
+            host, _, port = (
+                text.partition(TOLD)[2].partition("/v1")[0].removeprefix("http://").rpartition(":")
+            )
             return host, int(port)
         if process.poll() is not None:
             raise RagFuseError(f"The server did not begin: {text[-1000:].strip()}")

@@ -38,8 +38,11 @@ class Sizes(Protocol):
         ...
 
 
-def tokens_a_second(settings: Settings, questions: Sequence[str], sizes: Sizes, bar: Progress) -> dict[str, Any]:
-    """batch_x: tokens a second of a batch over those of its questions one by one, by the wall, in turns; both rates.
+def tokens_a_second(
+    settings: Settings, questions: Sequence[str], sizes: Sizes, bar: Progress
+) -> dict[str, Any]:
+    """batch_x: tokens a second of a batch over those of its questions one by one, by the wall, in
+    turns; both rates.
 
     The questions come without passages, so that next to nothing but decoding is timed.
     """
@@ -48,7 +51,9 @@ def tokens_a_second(settings: Settings, questions: Sequence[str], sizes: Sizes, 
     ask = Ask(reuse=False, max_tokens=n, options={"min_new_tokens": n})
     task = bar.add_task("answers together", total=2 * (ROUNDS + 1))
     with thread_count(sizes.threads), tempfile.TemporaryDirectory(prefix="ragfuse-load-") as folder:
-        here = settings.model_copy(update={"store": Path(folder) / "store", "disk_bytes": 0, "tiers": ()})
+        here = settings.model_copy(
+            update={"store": Path(folder) / "store", "disk_bytes": 0, "tiers": ()}
+        )
         with Engine(here) as engine:
             ways: dict[str, Callable[[], object]] = {
                 "alone": lambda: [engine.answer(prompt, ask) for prompt in prompts],
@@ -62,7 +67,9 @@ def tokens_a_second(settings: Settings, questions: Sequence[str], sizes: Sizes, 
                     seconds[name].append(time.perf_counter() - began_s)
                     bar.advance(task)
     bar.remove_task(task)
-    pairs = list(zip(seconds["alone"], seconds["together"], strict=True))[1:]  # the first one warms up
+    pairs = list(zip(seconds["alone"], seconds["together"], strict=True))[
+        1:
+    ]  # the first one warms up
     written = n * sizes.together
     return {
         "batch_x": median(alone / together for alone, together in pairs),

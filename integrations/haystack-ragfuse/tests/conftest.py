@@ -1,4 +1,6 @@
-"""The fixtures that all siblings' tests share, and one that keeps tests from hearing each other's retrievers."""
+"""The fixtures that all siblings' tests share, and one that keeps tests from hearing each other's
+retrievers.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"  # before Haystack is imported, which reads it then
+os.environ["HAYSTACK_TELEMETRY_ENABLED"] = (
+    "False"  # before Haystack is imported, which reads it then
+)
 
 from haystack import tracing
 from haystack_integrations.components.generators.ragfuse.retrieved import RUNS
@@ -30,7 +34,9 @@ __all__ = [
 
 @pytest.fixture(autouse=True)
 def nothing_heard() -> Iterator[None]:
-    """Each test in a context in which nothing was retrieved yet, and without a tracer that another one left."""
+    """Each test in a context in which nothing was retrieved yet, and without a tracer that another
+    one left.
+    """
     tracing.disable_tracing()
     with RUNS.apart():
         yield

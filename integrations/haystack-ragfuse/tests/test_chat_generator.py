@@ -1,4 +1,6 @@
-"""The generator by itself: messages, options, streams, tools, forms, and errors that say what is wanted."""
+"""The generator by itself: messages, options, streams, tools, forms, and errors that say what is
+wanted.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ import pytest
 from haystack.components.generators.chat import OpenAIChatGenerator
 from haystack.components.generators.utils import _convert_streaming_chunks_to_chat_message
 from haystack.core.component import Component
-from haystack.dataclasses import ChatMessage, ChatRole, ImageContent, StreamingChunk, TextContent, ToolCall
+from haystack.dataclasses import (
+    ChatMessage,
+    ChatRole,
+    ImageContent,
+    StreamingChunk,
+    TextContent,
+    ToolCall,
+)
 from haystack.tools import Tool, Toolset
 from haystack_integrations.components.generators.ragfuse import RagfuseChatGenerator
 from haystack_integrations.components.generators.ragfuse.messages import to_ragfuse_messages
@@ -34,7 +43,9 @@ def paint(colour: str, coats: int) -> str:
     return f"The door is {colour} now, {coats} times."
 
 
-PAINT = Tool(name="paint", description="Paint a door.", parameters=Paint.model_json_schema(), function=paint)
+PAINT = Tool(
+    name="paint", description="Paint a door.", parameters=Paint.model_json_schema(), function=paint
+)
 KNOCK = Tool(
     name="knock",
     description="Knock at a door.",
@@ -53,7 +64,9 @@ def replied(llm: RagfuseChatGenerator, messages: Any = ASKED, **given: Any) -> C
     return reply
 
 
-def test_it_is_a_component_with_the_inputs_of_haystacks_own_generators(llm: RagfuseChatGenerator) -> None:
+def test_it_is_a_component_with_the_inputs_of_haystacks_own_generators(
+    llm: RagfuseChatGenerator,
+) -> None:
     assert isinstance(llm, Component)
     theirs = set(inspect.signature(OpenAIChatGenerator.run).parameters) - {"tools_strict"}
     for method in (RagfuseChatGenerator.run, RagfuseChatGenerator.run_async):
@@ -62,12 +75,18 @@ def test_it_is_a_component_with_the_inputs_of_haystacks_own_generators(llm: Ragf
     assert llm.__haystack_supports_async__  # type: ignore[attr-defined]
 
 
-def test_a_reply_says_what_haystack_and_ragfuse_know(llm: RagfuseChatGenerator, engine: Engine) -> None:
+def test_a_reply_says_what_haystack_and_ragfuse_know(
+    llm: RagfuseChatGenerator, engine: Engine
+) -> None:
     reply = replied(llm)
     assert reply.role == ChatRole.ASSISTANT
     answer = engine.answer(to_ragfuse_messages(ASKED))
     assert reply.text == answer.text
-    assert (reply.meta["model"], reply.meta["index"], reply.meta["finish_reason"]) == (engine.card.name, 0, "length")
+    assert (reply.meta["model"], reply.meta["index"], reply.meta["finish_reason"]) == (
+        engine.card.name,
+        0,
+        "length",
+    )
     assert reply.meta["usage"]["completion_tokens"] == 12
     assert reply.meta["ragfuse"]["tokens"] == reply.meta["usage"]["prompt_tokens"]
     json.dumps(reply.to_dict())
@@ -105,7 +124,9 @@ def test_haystack_reads_back_from_a_stream_what_the_reply_says(llm: RagfuseChatG
     assert reply.tool_calls
 
 
-async def test_awaited_answers_are_the_same_and_leave_the_loop_free(llm: RagfuseChatGenerator) -> None:
+async def test_awaited_answers_are_the_same_and_leave_the_loop_free(
+    llm: RagfuseChatGenerator,
+) -> None:
     whole, seen, beats = replied(llm), list[StreamingChunk](), list[int]()
 
     async def heart() -> None:
@@ -118,7 +139,9 @@ async def test_awaited_answers_are_the_same_and_leave_the_loop_free(llm: Ragfuse
 
     beating = asyncio.create_task(heart())
     several = await asyncio.gather(
-        llm.run_async(ASKED), llm.run_async("Paint my door."), llm.run_async(ASKED, streaming_callback=callback)
+        llm.run_async(ASKED),
+        llm.run_async("Paint my door."),
+        llm.run_async(ASKED, streaming_callback=callback),
     )
     beating.cancel()
     assert [each["replies"][0].text for each in several] == [whole.text] * 3
@@ -127,7 +150,9 @@ async def test_awaited_answers_are_the_same_and_leave_the_loop_free(llm: Ragfuse
     assert await llm.run_async([]) == {"replies": []}
 
 
-async def test_cancelling_an_awaited_answer_ends_its_generation(llm: RagfuseChatGenerator, engine: Engine) -> None:
+async def test_cancelling_an_awaited_answer_ends_its_generation(
+    llm: RagfuseChatGenerator, engine: Engine
+) -> None:
     first = asyncio.Event()
 
     async def callback(chunk: StreamingChunk) -> None:
@@ -162,30 +187,49 @@ def test_a_coroutine_is_refused_where_nothing_can_await_it(llm: RagfuseChatGener
 
 
 @pytest.mark.parametrize(
-    "change", [{"max_tokens": 3}, {"max_completion_tokens": 3}, {"stop": "F"}, {"temperature": 0.9, "seed": 5}]
+    "change",
+    [
+        {"max_tokens": 3},
+        {"max_completion_tokens": 3},
+        {"stop": "F"},
+        {"temperature": 0.9, "seed": 5},
+    ],
 )
-def test_options_hold_for_the_generator_and_for_a_call(change: dict[str, Any], engine: Engine) -> None:
+def test_options_hold_for_the_generator_and_for_a_call(
+    change: dict[str, Any], engine: Engine
+) -> None:
     plain = RagfuseChatGenerator(engine=engine)
     fixed = RagfuseChatGenerator(engine=engine, generation_kwargs=change)
     said = replied(plain, generation_kwargs=change)
     assert said.text == replied(fixed).text
     assert said.text != replied(plain).text
-    assert replied(fixed, generation_kwargs={"max_tokens": 1}).meta["usage"]["completion_tokens"] == 1
+    assert (
+        replied(fixed, generation_kwargs={"max_tokens": 1}).meta["usage"]["completion_tokens"] == 1
+    )
 
 
 def test_a_misspelt_argument_is_told_with_what_is_meant(engine: Engine) -> None:
-    with pytest.raises(SettingsError, match=r"^RagfuseChatGenerator has no argument 'modle'\. Did you mean model\?$"):
+    with pytest.raises(
+        SettingsError,
+        match=r"^RagfuseChatGenerator has no argument 'modle'\. Did you mean model\?$",
+    ):
         RagfuseChatGenerator(modle="x")
     with pytest.raises(SettingsError, match="dtype"):
         RagfuseChatGenerator(dtype="flot32")
-    assert set(inspect.signature(RagfuseChatGenerator.__init__).parameters) >= {"model", "engine", "tools"}
+    assert set(inspect.signature(RagfuseChatGenerator.__init__).parameters) >= {
+        "model",
+        "engine",
+        "tools",
+    }
     saved = RagfuseChatGenerator(settings=engine.settings).to_dict()
     saved["init_parameters"]["generation_kwarg"] = {}
     with pytest.raises(SettingsError, match="Did you mean generation_kwargs"):
         RagfuseChatGenerator.from_dict(saved)
 
 
-def test_an_unknown_option_is_refused_when_it_is_given(llm: RagfuseChatGenerator, engine: Engine) -> None:
+def test_an_unknown_option_is_refused_when_it_is_given(
+    llm: RagfuseChatGenerator, engine: Engine
+) -> None:
     with pytest.raises(SettingsError, match=r"no argument 'loudness'.*policy, ratio"):
         llm.run(ASKED, generation_kwargs={"loudness": 3})
     with pytest.raises(SettingsError, match="no argument 'n'"):
@@ -196,7 +240,13 @@ def test_an_unknown_option_is_refused_when_it_is_given(llm: RagfuseChatGenerator
 
 @pytest.mark.parametrize(
     "form",
-    [Paint, {"type": "json_schema", "json_schema": {"name": "paint", "schema": Paint.model_json_schema()}}],
+    [
+        Paint,
+        {
+            "type": "json_schema",
+            "json_schema": {"name": "paint", "schema": Paint.model_json_schema()},
+        },
+    ],
     ids=["class", "schema"],
 )
 def test_an_answer_follows_its_form(form: Any, llm: RagfuseChatGenerator) -> None:
@@ -207,7 +257,9 @@ def test_an_answer_follows_its_form(form: Any, llm: RagfuseChatGenerator) -> Non
 # tools
 
 
-@pytest.mark.parametrize("tools", [[PAINT], Toolset([PAINT]), [Toolset([PAINT])]], ids=["list", "toolset", "both"])
+@pytest.mark.parametrize(
+    "tools", [[PAINT], Toolset([PAINT]), [Toolset([PAINT])]], ids=["list", "toolset", "both"]
+)
 def test_a_tool_that_must_be_called_is_called(tools: Any, llm: RagfuseChatGenerator) -> None:
     options = {"max_tokens": 90, "tool_choice": "required"}
     reply = replied(llm, tools=tools, generation_kwargs=options)
@@ -263,7 +315,9 @@ def test_the_model_is_loaded_when_it_is_warmed_up(tiny_settings: Settings) -> No
     assert replied(llm).meta["usage"]["completion_tokens"] == 2
 
 
-def test_a_loaded_model_answers_and_cannot_be_serialised(tiny_settings: Settings, engine: Engine) -> None:
+def test_a_loaded_model_answers_and_cannot_be_serialised(
+    tiny_settings: Settings, engine: Engine
+) -> None:
     loaded, tokenizer = engine.model.model, engine.model.tokenizer
     llm = RagfuseChatGenerator(loaded, tokenizer=tokenizer, settings=tiny_settings)
     assert replied(llm).text == replied(RagfuseChatGenerator(engine=engine)).text

@@ -1,4 +1,6 @@
-"""A pipeline in which nothing but the generator changed: its second question reuses its documents."""
+"""A pipeline in which nothing but the generator changed: its second question reuses its
+documents.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def llm(engine: Engine) -> RagfuseChatGenerator:
     return RagfuseChatGenerator(engine=engine, generation_kwargs={"ratio": 0.2})
 
 
-def test_the_second_question_reuses_every_document_in_another_order(llm: RagfuseChatGenerator, engine: Engine) -> None:
+def test_the_second_question_reuses_every_document_in_another_order(
+    llm: RagfuseChatGenerator, engine: Engine
+) -> None:
     pipeline = rag(llm)
     first = asked(pipeline, FIRST)
     assert hits(first) == [False] * 4
@@ -43,12 +47,18 @@ def test_the_second_question_reuses_every_document_in_another_order(llm: Ragfuse
     assert sorted(sources[0]) == sorted(sources[1]) == [f"letter-{number}" for number in range(4)]
     assert sources[0] != sources[1]
     usage = second.meta["usage"]
-    assert usage["prompt_tokens_details"]["cached_tokens"] > second.meta["ragfuse"]["tokens_reused"] > 0
+    assert (
+        usage["prompt_tokens_details"]["cached_tokens"]
+        > second.meta["ragfuse"]["tokens_reused"]
+        > 0
+    )
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert len(RUNS) == 0
 
 
-async def test_an_awaited_pipeline_hears_its_documents_too(llm: RagfuseChatGenerator, engine: Engine) -> None:
+async def test_an_awaited_pipeline_hears_its_documents_too(
+    llm: RagfuseChatGenerator, engine: Engine
+) -> None:
     pipeline = rag(llm)
     await pipeline.run_async(given(FIRST))
     await asyncio.to_thread(engine.flush)
@@ -59,15 +69,21 @@ async def test_an_awaited_pipeline_hears_its_documents_too(llm: RagfuseChatGener
     assert len(RUNS) == 0
 
 
-def test_documents_of_a_program_are_named_to_the_generator_itself(llm: RagfuseChatGenerator, engine: Engine) -> None:
+def test_documents_of_a_program_are_named_to_the_generator_itself(
+    llm: RagfuseChatGenerator, engine: Engine
+) -> None:
     text = "\n\n".join(document.content or "" for document in DOCUMENTS)
     for question in (FIRST, SECOND):
-        (reply,) = llm.run([ChatMessage.from_user(f"{text}\n\n{question}")], documents=DOCUMENTS)["replies"]
+        (reply,) = llm.run([ChatMessage.from_user(f"{text}\n\n{question}")], documents=DOCUMENTS)[
+            "replies"
+        ]
         engine.flush()
     assert hits(reply) == [True] * 4
 
 
-def test_the_input_for_documents_may_be_connected(llm: RagfuseChatGenerator, engine: Engine) -> None:
+def test_the_input_for_documents_may_be_connected(
+    llm: RagfuseChatGenerator, engine: Engine
+) -> None:
     pipeline = rag(llm)
     pipeline.connect("retriever.documents", "llm.documents")
     asked(pipeline, FIRST)
@@ -75,7 +91,9 @@ def test_the_input_for_documents_may_be_connected(llm: RagfuseChatGenerator, eng
     assert hits(asked(pipeline, SECOND)) == [True] * 4
 
 
-def test_documents_that_were_given_to_the_prompt_are_heard(llm: RagfuseChatGenerator, engine: Engine) -> None:
+def test_documents_that_were_given_to_the_prompt_are_heard(
+    llm: RagfuseChatGenerator, engine: Engine
+) -> None:
     from haystack.components.builders import ChatPromptBuilder
 
     pipeline = Pipeline()
@@ -99,7 +117,9 @@ def test_nothing_is_heard_where_learning_is_off(tiny_settings: Settings) -> None
         assert hits(asked(pipeline, SECOND)) == []
 
 
-def test_one_pipelines_documents_are_not_anothers(llm: RagfuseChatGenerator, engine: Engine) -> None:
+def test_one_pipelines_documents_are_not_anothers(
+    llm: RagfuseChatGenerator, engine: Engine
+) -> None:
     pipeline = rag(llm)
     asked(pipeline, FIRST)
     reply = llm.run([ChatMessage.from_user(f"{DOCUMENTS[0].content}\n\nWho?")])["replies"][0]
@@ -130,7 +150,10 @@ class NotedTracer(Tracer):
 
     @contextmanager
     def trace(
-        self, operation_name: str, tags: dict[str, Any] | None = None, parent_span: Span | None = None
+        self,
+        operation_name: str,
+        tags: dict[str, Any] | None = None,
+        parent_span: Span | None = None,
     ) -> Iterator[Span]:
         span = NotedSpan(operation_name, parent_span)
         span.set_tags(tags or {})
@@ -176,12 +199,16 @@ def test_where_nobody_traces_haystack_says_so(llm: RagfuseChatGenerator) -> None
     assert tracing.tracer.actual_tracer is around
 
 
-async def test_a_streamed_pipeline_that_is_left_leaves_no_run_behind(llm: RagfuseChatGenerator) -> None:
+async def test_a_streamed_pipeline_that_is_left_leaves_no_run_behind(
+    llm: RagfuseChatGenerator,
+) -> None:
     pipeline = rag(llm)
     async for _ in pipeline.run_async_generator(given(FIRST)):
         break
     seen: list[StreamingChunk] = []
-    reply = (await pipeline.run_async({**given(SECOND), "llm": {"streaming_callback": seen.append}}))["llm"]["replies"]
+    reply = (
+        await pipeline.run_async({**given(SECOND), "llm": {"streaming_callback": seen.append}})
+    )["llm"]["replies"]
     assert "".join(chunk.content for chunk in seen) == reply[0].text
 
 
@@ -194,7 +221,9 @@ def test_an_agent_calls_its_tool_and_reads_the_result(engine: Engine) -> None:
     )
     options = {"max_tokens": 90, "tool_choice": "shelf"}
     agent = Agent(
-        chat_generator=RagfuseChatGenerator(engine=engine, generation_kwargs=options), tools=[tool], max_agent_steps=2
+        chat_generator=RagfuseChatGenerator(engine=engine, generation_kwargs=options),
+        tools=[tool],
+        max_agent_steps=2,
     )
     messages = agent.run([ChatMessage.from_user("What was it?")])["messages"]
     results = [message.tool_call_result for message in messages if message.tool_call_result]

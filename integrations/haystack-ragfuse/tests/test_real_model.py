@@ -1,4 +1,6 @@
-"""The embedded model in a pipeline: what its second question reuses, and that the answer is still the right one."""
+"""The embedded model in a pipeline: what its second question reuses, and that the answer is still
+the right one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The same pipeline with the model at a server: one argument more, the same texts, traces and counts."""
+"""The same pipeline with the model at a server: one argument more, the same texts, traces and
+counts.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ OPTIONS = {"ratio": 0.2}
 
 @pytest.fixture
 def llm(served: Served) -> RagfuseChatGenerator:
-    return RagfuseChatGenerator(base_url=served.url, api_key=Secret.from_token(KEY), generation_kwargs=OPTIONS)
+    return RagfuseChatGenerator(
+        base_url=served.url, api_key=Secret.from_token(KEY), generation_kwargs=OPTIONS
+    )
 
 
 @pytest.fixture
@@ -31,9 +35,21 @@ def local(engine: Engine) -> RagfuseChatGenerator:
 def told(reply: ChatMessage) -> Any:
     """Everything of a reply but times and the name of the model."""
     trace = reply.meta["ragfuse"]
-    kinds = [(each["kind"], each["n_tokens"], each["start"], each["hit"], each["source"]) for each in trace["segments"]]
-    counts = [trace[name] for name in ("tokens", "tokens_reused", "tokens_recomputed", "tokens_fresh")]
-    return reply.text, kinds, counts, reply.meta["usage"], reply.meta["finish_reason"], sorted(reply.meta)
+    kinds = [
+        (each["kind"], each["n_tokens"], each["start"], each["hit"], each["source"])
+        for each in trace["segments"]
+    ]
+    counts = [
+        trace[name] for name in ("tokens", "tokens_reused", "tokens_recomputed", "tokens_fresh")
+    ]
+    return (
+        reply.text,
+        kinds,
+        counts,
+        reply.meta["usage"],
+        reply.meta["finish_reason"],
+        sorted(reply.meta),
+    )
 
 
 def test_a_pipeline_answers_alike_and_reuses_at_its_second_question(
@@ -66,7 +82,10 @@ def test_a_key_comes_from_the_environment_and_is_never_shown(
         RagfuseChatGenerator(base_url=served.url).run("Who?")
     monkeypatch.setenv("RAGFUSE_API_KEY", KEY)
     again = RagfuseChatGenerator.from_dict(RagfuseChatGenerator(base_url=served.url).to_dict())
-    assert again.run("Who?")["replies"][0].text == llm.run("Who?", generation_kwargs={"ratio": None})["replies"][0].text
+    assert (
+        again.run("Who?")["replies"][0].text
+        == llm.run("Who?", generation_kwargs={"ratio": None})["replies"][0].text
+    )
     for shown in (repr(again), str(again), str(vars(again)), str(again.to_dict()), repr(vars(llm))):
         assert KEY not in shown
 

@@ -27,7 +27,11 @@ class Named(BaseModel):
 TOOL = Tool(
     name="greet",
     description="Greets.",
-    parameters={"type": "object", "properties": {"hello": {"type": "string"}}, "required": ["hello"]},
+    parameters={
+        "type": "object",
+        "properties": {"hello": {"type": "string"}},
+        "required": ["hello"],
+    },
     function=callable_to_deserialize,
 )
 
@@ -68,14 +72,18 @@ def test_a_generator_over_an_engine_keeps_its_settings(engine: Engine) -> None:
 
 def test_keys_are_written_as_the_name_of_their_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "sesame")
-    made = RagfuseChatGenerator(base_url="http://127.0.0.1:9", api_key=Secret.from_env_var("MY_KEY"), max_retries=0)
+    made = RagfuseChatGenerator(
+        base_url="http://127.0.0.1:9", api_key=Secret.from_env_var("MY_KEY"), max_retries=0
+    )
     written = component_to_dict(made, "llm")
     assert "sesame" not in str(written)
     read = component_from_dict(RagfuseChatGenerator, written, "llm")
     assert read.api_key == Secret.from_env_var("MY_KEY")
     assert (read.base_url, read.max_retries) == ("http://127.0.0.1:9/v1", 0)
     with pytest.raises(ValueError, match="Cannot serialize token"):
-        RagfuseChatGenerator(base_url="http://127.0.0.1:9", api_key=Secret.from_token("sesame")).to_dict()
+        RagfuseChatGenerator(
+            base_url="http://127.0.0.1:9", api_key=Secret.from_token("sesame")
+        ).to_dict()
 
 
 def test_what_has_no_form_in_a_file_is_refused(engine: Engine, tiny_path: Path) -> None:

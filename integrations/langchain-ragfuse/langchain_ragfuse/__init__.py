@@ -1,4 +1,6 @@
-"""LangChain integration of ragfuse: local models that reuse the KV of retrieved chunks from a store."""
+"""LangChain integration of ragfuse: local models that reuse the KV of retrieved chunks from a
+store.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -29,4 +31,6 @@ __getattr__, __dir__, _ = lazy_loader.attach(
         "retrievers": ["RagFuseRetriever"],
     },
 )
-"""Public names are imported at first use, so that importing the package alone loads neither torch nor LangChain."""
+"""Public names are imported at first use, so that importing the package alone loads neither torch
+nor LangChain.
+"""

@@ -1,4 +1,6 @@
-"""The base of the chat model and the text model: their fields, where they answer, and the options of a call."""
+"""The base of the chat model and the text model: their fields, where they answer, and the options
+of a call.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +16,29 @@ from langchain_ragfuse.callbacks import retrieved_for
 from ragfuse import Ask, Grammar, Settings
 from ragfuse.adapters import Answerer, Place, ask_of
 
-CONFIG = ConfigDict(arbitrary_types_allowed=True, extra="forbid", populate_by_name=True, protected_namespaces=())
-CALL = frozenset({"model", "stream", "model_kwargs", "tools", "strict", "ls_structured_output_format"})
+CONFIG = ConfigDict(
+    arbitrary_types_allowed=True, extra="forbid", populate_by_name=True, protected_namespaces=()
+)
+CALL = frozenset(
+    {"model", "stream", "model_kwargs", "tools", "strict", "ls_structured_output_format"}
+)
 """Arguments of a call that are no options of its answer."""
 
 
 class RagFuseModel(BaseModel):
     """The fields that `ChatRagFuse` and `RagFuseLLM` share.
 
-    The weights are loaded at the first question and shared by all models of the process with the same name, dtype and
-    device. With `base_url` a server answers, and nothing is loaded here.
+    The weights are loaded at the first question and shared by all models of the process with the
+    same name, dtype and device. With `base_url` a server answers, and nothing is loaded here.
     """
 
     model_config = CONFIG
 
     model: Any = Field(default=None, alias="model_name")
-    """Name of an embedded model, Hugging Face id, folder (also of an adapter) or GGUF file; or a loaded model: a
-    `PreTrainedModel` together with `tokenizer`, a `pipeline`, a PEFT model. None: the model in the settings."""
+    """Name of an embedded model, Hugging Face id, folder (also of an adapter) or GGUF file; or a
+    loaded model: a `PreTrainedModel` together with `tokenizer`, a `pipeline`, a PEFT model. None:
+    the model in the settings.
+    """
     tokenizer: Any = Field(default=None, exclude=True, repr=False)
     """The tokenizer of a loaded model."""
     dtype: str | None = None
@@ -40,7 +48,8 @@ class RagFuseModel(BaseModel):
     settings: Settings | None = Field(default=None, repr=False)
     """All other settings; None: from the environment, ragfuse.toml and the defaults."""
     engine: Any = Field(default=None, exclude=True, repr=False)
-    """An existing engine, used instead of one made from the fields above; `get_engine` returns it."""
+    """An existing engine, used instead of one made from the fields above; `get_engine` returns it.
+    """
     base_url: str | None = None
     """Address of a `ragfuse serve` that answers instead of an engine in this process."""
     api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
@@ -51,12 +60,15 @@ class RagFuseModel(BaseModel):
     policy: str | None = None
     """Selects the tokens of cached chunks to recompute; None: the policy in the settings."""
     ratio: float | None = Field(default=None, ge=0, le=1)
-    """Share of tokens to recompute, 0 (plain reuse) to 1 (full prefill); None: the ratio in the settings."""
+    """Share of tokens to recompute, 0 (plain reuse) to 1 (full prefill); None: the ratio in the
+    settings.
+    """
     reuse: bool = True
     """False: a full prefill by the model itself, for comparison."""
     overflow: Literal["error", "drop"] | None = None
-    """If a prompt is longer than the context window: raise an error, or drop its last documents; None: as in the
-    settings."""
+    """If a prompt is longer than the context window: raise an error, or drop its last documents;
+    None: as in the settings.
+    """
 
     temperature: float | None = Field(default=None, ge=0)
     """None or 0: greedy decoding."""
@@ -78,20 +90,25 @@ class RagFuseModel(BaseModel):
     timeout: float | None = None
     """Seconds of generation, after which the answer ends unfinished."""
     deadline_s: float | None = Field(default=None, ge=0)
-    """Seconds until the first token is wanted: KV from a slow store is then loaded at a smaller level or recomputed."""
+    """Seconds until the first token is wanted: KV from a slow store is then loaded at a smaller
+    level or recomputed.
+    """
     grammar: Grammar | None = Field(default=None, repr=False)
     """A grammar that constrains every answer."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables for the model's chat template."""
     enable_thinking: bool | None = None
-    """Whether a reasoning model thinks before it answers; None: the default of its chat template."""
+    """Whether a reasoning model thinks before it answers; None: the default of its chat template.
+    """
     continue_final_message: bool = False
     """Treat the last message as the beginning of the answer, which continues it."""
     streaming: bool = False
     """Whether `invoke` also streams, for callbacks that receive single tokens."""
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Options for loading the model (revision, trust_remote_code, attn_implementation, device_map, token, torch_dtype,
-    quantization_config, ...); all others are passed to transformers' `generate`."""
+    """Options for loading the model (revision, trust_remote_code, attn_implementation, device_map,
+    token, torch_dtype, quantization_config, ...); all others are passed to transformers'
+    `generate`.
+    """
 
     _place: Place = PrivateAttr()
 
@@ -110,8 +127,12 @@ class RagFuseModel(BaseModel):
             InputError: Fields contradict each other.
         """
         super().model_post_init(context)
-        loading = {name: value for name, value in self.model_kwargs.items() if name in Settings.LOADING}
-        self.model_kwargs = {name: value for name, value in self.model_kwargs.items() if name not in loading}
+        loading = {
+            name: value for name, value in self.model_kwargs.items() if name in Settings.LOADING
+        }
+        self.model_kwargs = {
+            name: value for name, value in self.model_kwargs.items() if name not in loading
+        }
         self._ask(None, {})
         self._place = Place.of_fields(vars(self), model_kwargs=loading)
         self.engine = self.tokenizer = None
@@ -125,11 +146,14 @@ class RagFuseModel(BaseModel):
 
     @property
     def model_name(self) -> str:
-        """The model's name in the settings; that of a server's is known after the first question."""
+        """The model's name in the settings; that of a server's is known after the first
+        question.
+        """
         return self._place.name
 
     def get_engine(self, model: str | None = None) -> Answerer:
-        """Return what answers: the engine that was given, else one that the process shares, or a server's client.
+        """Return what answers: the engine that was given, else one that the process shares, or a
+        server's client.
 
         Args:
             model: Name of another model, for a call with `model=`; None: this one.
@@ -143,7 +167,11 @@ class RagFuseModel(BaseModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         ask, usual = self._ask(None, {}), Ask()
-        names = [each.name for each in fields(Ask) if getattr(ask, each.name) != getattr(usual, each.name)]
+        names = [
+            each.name
+            for each in fields(Ask)
+            if getattr(ask, each.name) != getattr(usual, each.name)
+        ]
         found = {name: getattr(ask, name) for name in names if name not in ("stop", "grammar")}
         grammar = {} if ask.grammar is None else {"grammar": repr(ask.grammar)}
         # LangChain would overwrite a `stop` by that of the call.
@@ -151,7 +179,11 @@ class RagFuseModel(BaseModel):
 
     def _traced(self, params: Any, call: Mapping[str, Any]) -> Any:
         """Return LangSmith's parameters with the actual provider and model."""
-        return {**params, "ls_provider": "ragfuse", "ls_model_name": call.get("model") or self.model_name}
+        return {
+            **params,
+            "ls_provider": "ragfuse",
+            "ls_model_name": call.get("model") or self.model_name,
+        }
 
     def _ask(
         self,
@@ -161,21 +193,29 @@ class RagFuseModel(BaseModel):
         run_manager: Any = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Ask:
-        """Return the options of a call, with the documents that were retrieved for its messages or prompts."""
+        """Return the options of a call, with the documents that were retrieved for its messages or
+        prompts.
+        """
         given = {name: value for name, value in call.items() if name not in CALL}
         given |= {"stop": stop} if stop is not None else {}
         given |= {"generate_kwargs": {**self.model_kwargs, **(call.get("model_kwargs") or {})}}
-        documents = retrieved_for(run_manager, prompts) if prompts and self._place.hears_retrievers else ()
+        documents = (
+            retrieved_for(run_manager, prompts) if prompts and self._place.hears_retrievers else ()
+        )
         return ask_of(type(self).__name__, vars(self), given, tools, documents)
 
     def _metadata(self, told: Mapping[str, Any]) -> dict[str, Any]:
-        """Return LangChain's response metadata of an answer (`Place.told`); its key `ragfuse` holds the trace."""
+        """Return LangChain's response metadata of an answer (`Place.told`); its key `ragfuse` holds
+        the trace.
+        """
         kept = {"finish_reason": told["finish_reason"], "ragfuse": told["ragfuse"]}
         return {"model_name": told["model"], "model_provider": "ragfuse", **kept}
 
 
 def usage_of(told: Mapping[str, Any]) -> UsageMetadata:
-    """Return the token counts; cache_read: reused from the store, cache_creation: misses that are encoded for later."""
+    """Return the token counts; cache_read: reused from the store, cache_creation: misses that are
+    encoded for later.
+    """
     usage = told["usage"]
     details = usage["prompt_tokens_details"]
     return UsageMetadata(

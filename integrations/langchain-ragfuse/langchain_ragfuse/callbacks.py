@@ -1,6 +1,8 @@
-"""A callback handler that records retrieved documents, so that they are recognised in prompts without indexing.
+"""A callback handler that records retrieved documents, so that they are recognised in prompts
+without indexing.
 
-It is registered for all LangChain runs of the process when a model of this package is first imported.
+It is registered for all LangChain runs of the process when a model of this package is first
+imported.
 """
 
 from __future__ import annotations
@@ -20,11 +22,15 @@ from langchain_core.tracers.context import register_configure_hook
 from langchain_ragfuse.messages import DOCUMENTS
 from ragfuse import RetrievalRuns
 
-_BATCH_PARENTS: ContextVar[tuple[UUID | None, ...]] = ContextVar("ragfuse_langchain_asking", default=())
+_BATCH_PARENTS: ContextVar[tuple[UUID | None, ...]] = ContextVar(
+    "ragfuse_langchain_asking", default=()
+)
 
 
 class Listener(BaseCallbackHandler):
-    """A recorder of the documents in each run: results of retrievers and tools, inputs and outputs of chains."""
+    """A recorder of the documents in each run: results of retrievers and tools, inputs and outputs
+    of chains.
+    """
 
     ignore_llm = ignore_chat_model = ignore_retry = ignore_custom_event = True
 
@@ -37,24 +43,35 @@ class Listener(BaseCallbackHandler):
 
     @property
     def run_inline(self) -> bool:  # type: ignore[override]
-        """Whether asynchronous runs call this handler in their own task: yes, except in `on_llm_start`.
+        """Whether asynchronous runs call this handler in their own task: yes, except in
+        `on_llm_start`.
 
-        If a handler runs inline, LangChain does not call `on_llm_start` of the other handlers; this one does not need
-        that event.
+        If a handler runs inline, LangChain does not call `on_llm_start` of the other handlers; this
+        one does not need that event.
         """
         caller = sys._getframe(1)
         # Before Python 3.12 a list comprehension has a frame of its own.
         callers = (caller, caller.f_back)
-        return not any(frame is not None and frame.f_code.co_name == "on_llm_start" for frame in callers)
+        return not any(
+            frame is not None and frame.f_code.co_name == "on_llm_start" for frame in callers
+        )
 
     def on_chain_start(
-        self, serialized: Any, inputs: Any, *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any
+        self,
+        serialized: Any,
+        inputs: Any,
+        *,
+        run_id: UUID,
+        parent_run_id: UUID | None = None,
+        **kwargs: Any,
     ) -> None:
         """Record the start of a chain and the documents in its inputs."""
         self.runs.begin(run_id, parent_run_id, DOCUMENTS(inputs))
 
     def on_chain_end(self, outputs: Any, *, run_id: UUID, **kwargs: Any) -> None:
-        """Record an end and the documents in the outputs; the inputs of a stream are only known now."""
+        """Record an end and the documents in the outputs; the inputs of a stream are only known
+        now.
+        """
         self.runs.end(run_id, DOCUMENTS(outputs, kwargs.get("inputs")))
 
     def on_chain_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
@@ -62,7 +79,13 @@ class Listener(BaseCallbackHandler):
         self.runs.end(run_id)
 
     def on_tool_start(
-        self, serialized: Any, input_str: str, *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any
+        self,
+        serialized: Any,
+        input_str: str,
+        *,
+        run_id: UUID,
+        parent_run_id: UUID | None = None,
+        **kwargs: Any,
     ) -> None:
         """Record the start of a tool or retriever."""
         self.runs.begin(run_id, parent_run_id)
@@ -77,8 +100,12 @@ LISTENER = Listener()
 register_configure_hook(ContextVar("ragfuse_listener", default=LISTENER), inheritable=True)
 
 
-def retrieved_for(run_manager: Any, prompts: Sequence[str | BaseMessage]) -> tuple[tuple[str, str], ...]:
-    """Return (text, source) of what was retrieved in a model's run or, before it, in the same task or thread."""
+def retrieved_for(
+    run_manager: Any, prompts: Sequence[str | BaseMessage]
+) -> tuple[tuple[str, str], ...]:
+    """Return (text, source) of what was retrieved in a model's run or, before it, in the same task
+    or thread.
+    """
     # A stream gets no run manager; the enclosing run is in the context, as for any runnable.
     managers = run_manager, ensure_config().get("callbacks")
     parents = (*(getattr(each, "parent_run_id", None) for each in managers), *_BATCH_PARENTS.get())
@@ -89,9 +116,13 @@ def retrieved_for(run_manager: Any, prompts: Sequence[str | BaseMessage]) -> tup
 
 @contextmanager
 def batch_parents(callbacks: Any) -> Iterator[None]:
-    """Record the runs whose prompts are answered in one batch, as LangChain passes only the first run to the model."""
+    """Record the runs whose prompts are answered in one batch, as LangChain passes only the first
+    run to the model.
+    """
     managers = callbacks if isinstance(callbacks, list) else []
-    parents = tuple(manager.parent_run_id for manager in managers if isinstance(manager, BaseCallbackManager))
+    parents = tuple(
+        manager.parent_run_id for manager in managers if isinstance(manager, BaseCallbackManager)
+    )
     token = _BATCH_PARENTS.set(parents)
     try:
         yield

@@ -1,4 +1,6 @@
-"""The chat model: LangChain's messages, tools and structured output, answered by an engine or a server."""
+"""The chat model: LangChain's messages, tools and structured output, answered by an engine or a
+server.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +31,26 @@ from ragfuse.types.arguments import checks_arguments
 
 @checks_arguments
 class ChatRagFuse(RagFuseModel, BaseChatModel):
-    """A local chat model that reuses the stored KV of retrieved chunks and computes only the rest of the prompt.
+    """A local chat model that reuses the stored KV of retrieved chunks and computes only the rest
+    of the prompt.
 
-    Any prompt works unchanged: indexed chunks are found in its text. The weights are loaded at the first question and
-    shared by all models of the process with the same name, dtype and device. With `base_url` a `ragfuse serve` answers.
+    Any prompt works unchanged: indexed chunks are found in its text. The weights are loaded at the
+    first question and shared by all models of the process with the same name, dtype and device.
+    With `base_url` a `ragfuse serve` answers.
     """
 
     model_config = CONFIG
 
-    def get_num_tokens_from_messages(self, messages: Sequence[BaseMessage], tools: Sequence[Any] | None = None) -> int:
-        """Return the number of tokens of the prompt for these messages, with chat template and tools."""
+    def get_num_tokens_from_messages(
+        self, messages: Sequence[BaseMessage], tools: Sequence[Any] | None = None
+    ) -> int:
+        """Return the number of tokens of the prompt for these messages, with chat template and
+        tools.
+        """
         engine = self.get_engine()
-        return engine.count_tokens(ready(_prompt_of(messages), engine), list(map(convert_to_openai_tool, tools or ())))
+        return engine.count_tokens(
+            ready(_prompt_of(messages), engine), list(map(convert_to_openai_tool, tools or ()))
+        )
 
     def bind_tools(
         self,
@@ -63,7 +73,9 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         schemas = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
         if parallel_tool_calls is not None:
             kwargs["parallel_tool_calls"] = parallel_tool_calls
-        return self.bind(tools=schemas, tool_choice=Ask.tool_choice_of(tool_choice, schemas), **kwargs)
+        return self.bind(
+            tools=schemas, tool_choice=Ask.tool_choice_of(tool_choice, schemas), **kwargs
+        )
 
     def with_structured_output(
         self,
@@ -73,11 +85,13 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         include_raw: bool = False,
         strict: bool | None = None,
     ) -> Runnable[Any, Any]:
-        """Return a runnable that answers with an object of a schema, to which decoding is constrained.
+        """Return a runnable that answers with an object of a schema, to which decoding is
+        constrained.
 
         Args:
             schema: A Pydantic class, a TypedDict or a JSON schema.
-            method: All methods constrain decoding; "function_calling" also shows the schema to the model.
+            method: All methods constrain decoding; "function_calling" also shows the schema to the
+                model.
             include_raw: Return {"raw", "parsed", "parsing_error"} instead of the object.
             strict: Passed on to the schema's description.
         """
@@ -85,7 +99,9 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
 
     @model_validator(mode="after")
     def _profile_at_first_use(self) -> Self:
-        """Drop a profile that was not given: `__getattr__` makes it when it is read, as that loads the model."""
+        """Drop a profile that was not given: `__getattr__` makes it when it is read, as that loads
+        the model.
+        """
         if self.profile is None:
             del self.profile
         return self
@@ -142,7 +158,9 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return await agenerate_from_stream(self._achunks(*self._asked(messages, stop, run_manager, kwargs)))
+        return await agenerate_from_stream(
+            self._achunks(*self._asked(messages, stop, run_manager, kwargs))
+        )
 
     async def _astream(
         self,
@@ -151,25 +169,40 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        async with aclosing(self._achunks(*self._asked(messages, stop, run_manager, kwargs))) as chunks:
+        async with aclosing(
+            self._achunks(*self._asked(messages, stop, run_manager, kwargs))
+        ) as chunks:
             async for chunk in chunks:
                 if run_manager:
                     await run_manager.on_llm_new_token(str(chunk.text), chunk=chunk)
                 yield chunk
 
     def _asked(
-        self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, run_manager: Any, call: dict[str, Any]
+        self,
+        messages: Sequence[BaseMessage],
+        stop: Sequence[str] | None,
+        run_manager: Any,
+        call: dict[str, Any],
     ) -> tuple[Any, Ask, str | None]:
         """Return the prompt of a call, its options, and the name of another model."""
-        tools = [convert_to_openai_tool(tool, strict=call.get("strict")) for tool in call.get("tools") or ()]
-        return _prompt_of(messages), self._ask(stop, call, messages, run_manager, tools), call.get("model")
+        tools = [
+            convert_to_openai_tool(tool, strict=call.get("strict"))
+            for tool in call.get("tools") or ()
+        ]
+        return (
+            _prompt_of(messages),
+            self._ask(stop, call, messages, run_manager, tools),
+            call.get("model"),
+        )
 
     def _chunks(self, prompt: Any, ask: Ask, model: str | None) -> Iterator[ChatGenerationChunk]:
         with self._place.stream(prompt, ask, model) as stream:
             yield from map(_chunk, stream.pieces())
             yield self._last(stream.answer, ask, model)
 
-    async def _achunks(self, prompt: Any, ask: Ask, model: str | None) -> AsyncIterator[ChatGenerationChunk]:
+    async def _achunks(
+        self, prompt: Any, ask: Ask, model: str | None
+    ) -> AsyncIterator[ChatGenerationChunk]:
         async with await self._place.astream(prompt, ask, model) as stream:
             async for piece in stream.apieces():
                 yield _chunk(piece)
@@ -180,12 +213,16 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         told = self._place.told(answer, ask, model)
         message = AIMessageChunk(
             content="",
-            tool_call_chunks=[_call_chunk(call, index) for index, call in enumerate(calls_of(answer))],
+            tool_call_chunks=[
+                _call_chunk(call, index) for index, call in enumerate(calls_of(answer))
+            ],
             response_metadata=self._metadata(told),
             usage_metadata=usage_of(told),
             chunk_position="last",
         )
-        return ChatGenerationChunk(message=message, generation_info={"finish_reason": answer.finish_reason})
+        return ChatGenerationChunk(
+            message=message, generation_info={"finish_reason": answer.finish_reason}
+        )
 
 
 def _prompt_of(messages: Sequence[BaseMessage]) -> Any:
@@ -200,6 +237,10 @@ def _call_chunk(call: ToolCall, index: int) -> ToolCallChunk:
 
 
 def _chunk(piece: Any) -> ChatGenerationChunk:
-    """Return a chunk with a piece of text, or of the reasoning before it as content blocks are made of it."""
-    text, kwargs = (piece, {}) if isinstance(piece, str) else ("", {"reasoning_content": piece.text})
+    """Return a chunk with a piece of text, or of the reasoning before it as content blocks are made
+    of it.
+    """
+    text, kwargs = (
+        (piece, {}) if isinstance(piece, str) else ("", {"reasoning_content": piece.text})
+    )
     return ChatGenerationChunk(message=AIMessageChunk(content=text, additional_kwargs=kwargs))

@@ -19,14 +19,16 @@ from ragfuse.types.arguments import checks_arguments
 
 PAGE = PromptTemplate.from_template("{page_content}")
 SAMPLE_DOCUMENT = (
-    "A document stands here, long enough to count as a chunk of its own among the others, whatever it says."
+    "A document stands here, long enough to count as a chunk of its own among the others, whatever"
+    " it says."
 )
 """A document that stands in for the others to find out what a prompt has before them."""
 
 
 @checks_arguments
 class RagFuseIndexer(BaseDocumentTransformer):
-    """Encodes documents ahead of questions: an indexed document is found in any prompt and its KV is reused.
+    """Encodes documents ahead of questions: an indexed document is found in any prompt and its KV
+    is reused.
 
     Args:
         llm: A ChatRagFuse or RagFuseLLM, bound or not, or its engine.
@@ -54,10 +56,11 @@ class RagFuseIndexer(BaseDocumentTransformer):
 
         Args:
             documents: The splits that also go into the vector store.
-            prompt: The chain's prompt; the text that it puts before the documents is then stored too, unless it
-                depends on the question, so that the first question need not compute it.
-            progress: True shows a bar on stderr if that is a terminal, False shows nothing; a callable is called after
-                every document.
+            prompt: The chain's prompt; the text that it puts before the documents is then stored
+                too, unless it depends on the question, so that the first question need not compute
+                it.
+            progress: True shows a bar on stderr if that is a terminal, False shows nothing; a
+                callable is called after every document.
         """
         texts = (text_of(document, self._page) for document in documents)
         prefix = self._prefix(prompt) if prompt is not None else ()
@@ -73,23 +76,32 @@ class RagFuseIndexer(BaseDocumentTransformer):
         """Run `index` in a thread."""
         return await asyncio.to_thread(self.index, documents, prompt, progress)
 
-    def transform_documents(self, documents: Sequence[Document], **kwargs: Any) -> Sequence[Document]:
-        """Index the documents and return them unchanged, as a step of a pipeline of document transformers."""
+    def transform_documents(
+        self, documents: Sequence[Document], **kwargs: Any
+    ) -> Sequence[Document]:
+        """Index the documents and return them unchanged, as a step of a pipeline of document
+        transformers.
+        """
         self.index(documents, **kwargs)
         return documents
 
     def _prefix(self, prompt: BasePromptTemplate[Any]) -> tuple[int, ...]:
         """Return the token ids before the documents; () if they depend on the question."""
         trial = Ask(documents=[(SAMPLE_DOCUMENT, "trial")])
-        first, second = (self._engine.prefix(messages, trial) for messages in self._sample_prompts(prompt))
+        first, second = (
+            self._engine.prefix(messages, trial) for messages in self._sample_prompts(prompt)
+        )
         return first if first == second else ()
 
     def _sample_prompts(self, prompt: BasePromptTemplate[Any]) -> Iterator[str | list[ChatMessage]]:
-        """Yield the prompt with one document twice: with all other variables empty, and with some text in them."""
+        """Yield the prompt with one document twice: with all other variables empty, and with some
+        text in them.
+        """
         if self._variable not in prompt.input_variables:
             raise InputError(
-                f"The prompt has no variable '{self._variable}', only {sorted(prompt.input_variables)}. "
-                "Name the one that takes the documents: document_variable_name='NAME'."
+                f"The prompt has no variable '{self._variable}', only"
+                f" {sorted(prompt.input_variables)}. Name the one that takes the documents:"
+                " document_variable_name='NAME'."
             )
         for word, history in (("", []), ("Another", [HumanMessage("Another")])):
             values = {name: _value(prompt, name, word, history) for name in prompt.input_variables}
@@ -109,7 +121,9 @@ def unbound(llm: Any) -> Any:
     return llm
 
 
-def _value(prompt: BasePromptTemplate[Any], name: str, word: str, history: Sequence[BaseMessage]) -> Any:
+def _value(
+    prompt: BasePromptTemplate[Any], name: str, word: str, history: Sequence[BaseMessage]
+) -> Any:
     """Return `history` if a variable of the prompt takes messages, else `word`."""
     takes_messages = getattr(prompt.input_types.get(name), "__origin__", None) is list
     return history if takes_messages else word

@@ -1,4 +1,6 @@
-"""The text model: it continues prompts without a chat template, by the same engine as the chat model."""
+"""The text model: it continues prompts without a chat template, by the same engine as the chat
+model.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +25,32 @@ COUNTED = ("input_tokens", "output_tokens", "total_tokens")
 
 @checks_arguments
 class RagFuseLLM(RagFuseModel, BaseLLM):
-    """A local text model that reuses the stored KV of retrieved chunks and computes only the rest of the prompt.
+    """A local text model that reuses the stored KV of retrieved chunks and computes only the rest
+    of the prompt.
 
-    It uses no chat template: the answer continues the prompt. Several prompts passed together are decoded as a batch.
-    With `base_url` a `ragfuse serve` answers.
+    It uses no chat template: the answer continues the prompt. Several prompts passed together are
+    decoded as a batch. With `base_url` a `ragfuse serve` answers.
     """
 
     model_config = CONFIG
 
     def generate(
-        self, prompts: list[str], stop: list[str] | None = None, callbacks: Any = None, **kwargs: Any
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        callbacks: Any = None,
+        **kwargs: Any,
     ) -> LLMResult:
         """Answer several prompts; documents retrieved for one of them are recognised in all."""
         with batch_parents(callbacks):
             return super().generate(prompts, stop, callbacks, **kwargs)
 
     async def agenerate(
-        self, prompts: list[str], stop: list[str] | None = None, callbacks: Any = None, **kwargs: Any
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        callbacks: Any = None,
+        **kwargs: Any,
     ) -> LLMResult:
         """Answer several prompts without blocking the event loop."""
         with batch_parents(callbacks):
@@ -61,7 +72,9 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
     ) -> LLMResult:
         if kwargs.get("stream", self.streaming) and len(prompts) == 1:
             return _joined(list(self._stream(prompts[0], stop, run_manager, **kwargs)))
-        return self._batch(prompts, self._asked(prompts, stop, run_manager, kwargs), kwargs.get("model"))
+        return self._batch(
+            prompts, self._asked(prompts, stop, run_manager, kwargs), kwargs.get("model")
+        )
 
     async def _agenerate(
         self,
@@ -73,7 +86,9 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
         ask, model = self._asked(prompts, stop, run_manager, kwargs), kwargs.get("model")
         if len(prompts) == 1:
             manager = run_manager if kwargs.get("stream", self.streaming) else None
-            return _joined([chunk async for chunk in self._achunks(prompts[0], ask, model, manager)])
+            return _joined(
+                [chunk async for chunk in self._achunks(prompts[0], ask, model, manager)]
+            )
         cancelled = threading.Event()
         try:
             return await asyncio.to_thread(self._batch, prompts, ask, model, cancelled)
@@ -109,7 +124,11 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
                 yield chunk
 
     async def _achunks(
-        self, prompt: str, ask: Ask, model: str | None, run_manager: AsyncCallbackManagerForLLMRun | None
+        self,
+        prompt: str,
+        ask: Ask,
+        model: str | None,
+        run_manager: AsyncCallbackManagerForLLMRun | None,
     ) -> AsyncGenerator[GenerationChunk]:
         async with await self._place.astream(prompt, ask, model) as stream:
             async for text in stream:
@@ -120,14 +139,22 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
             yield self._last(stream.answer, ask, model)
 
     def _batch(
-        self, prompts: Sequence[str], ask: Ask, model: str | None, cancelled: threading.Event | None = None
+        self,
+        prompts: Sequence[str],
+        ask: Ask,
+        model: str | None,
+        cancelled: threading.Event | None = None,
     ) -> LLMResult:
         engine = self.get_engine(model)
         answers = engine.batch([ready(prompt, engine) for prompt in prompts], ask, cancelled)
         return _result([self._last(answer, ask, model, answer.text) for answer in answers])
 
     def _asked(
-        self, prompts: Sequence[str], stop: Sequence[str] | None, run_manager: Any, call: Mapping[str, Any]
+        self,
+        prompts: Sequence[str],
+        stop: Sequence[str] | None,
+        run_manager: Any,
+        call: Mapping[str, Any],
     ) -> Ask:
         """Return the options of a call; raises InputError for an empty prompt."""
         if not all(prompt.strip() for prompt in prompts):
@@ -138,7 +165,8 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
         """Return the last chunk of an answer, with usage and trace; text: what was not streamed."""
         told = self._place.told(answer, ask, model)
         return GenerationChunk(
-            text=text, generation_info={**self._metadata(told), "usage_metadata": dict(usage_of(told))}
+            text=text,
+            generation_info={**self._metadata(told), "usage_metadata": dict(usage_of(told))},
         )
 
 

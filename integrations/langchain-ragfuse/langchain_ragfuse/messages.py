@@ -30,12 +30,21 @@ ROLES: tuple[tuple[type[BaseMessage], str], ...] = (
     (FunctionMessage, "tool"),
 )
 CALLS = frozenset(
-    {"tool_use", "tool_call", "tool_call_chunk", "invalid_tool_call", "function_call", "input_json_delta"}
+    {
+        "tool_use",
+        "tool_call",
+        "tool_call_chunk",
+        "invalid_tool_call",
+        "function_call",
+        "input_json_delta",
+    }
 )
 """Types of content blocks of an AI message that only repeat its `tool_calls`."""
 THOUGHTS = frozenset({"reasoning", "thinking", "redacted_thinking"})
 MIN_CHARS = 24
-"""The least characters of a document in a tool's artifact that is a chunk; a shorter one may match by chance."""
+"""The least characters of a document in a tool's artifact that is a chunk; a shorter one may match
+by chance.
+"""
 
 
 def source(document: Document) -> str:
@@ -44,19 +53,26 @@ def source(document: Document) -> str:
 
 
 def _opened(value: Any) -> Any:
-    """Return the artifact of a tool's message, and a document that a checkpointer or JSON brought back as a mapping."""
+    """Return the artifact of a tool's message, and a document that a checkpointer or JSON brought
+    back as a mapping.
+    """
     if isinstance(value, ToolMessage):
         return value.artifact
     if isinstance(value, Mapping) and value.get("type") == "Document" and "page_content" in value:
-        return Document(value["page_content"], id=value.get("id"), metadata=value.get("metadata") or {})
+        return Document(
+            value["page_content"], id=value.get("id"), metadata=value.get("metadata") or {}
+        )
     return value
 
 
-DOCUMENTS = DocumentReader(Document, lambda found: (found.page_content.strip(), source(found), ""), _opened)
+DOCUMENTS = DocumentReader(
+    Document, lambda found: (found.page_content.strip(), source(found), ""), _opened
+)
 
 
 def to_ragfuse_messages(messages: Sequence[BaseMessage]) -> list[ragfuse.ChatMessage]:
-    """Return ragfuse's messages, neighbours of the same role joined (`ragfuse.ChatMessage.conversation`).
+    """Return ragfuse's messages, neighbours of the same role joined
+    (`ragfuse.ChatMessage.conversation`).
 
     In a content, a str is text in which known chunks are found; a Piece is one chunk.
     """
@@ -66,7 +82,12 @@ def to_ragfuse_messages(messages: Sequence[BaseMessage]) -> list[ragfuse.ChatMes
 def calls_of(answer: Answer) -> list[Call]:
     """Return an answer's tool calls in LangChain's form, each with an id."""
     return [
-        Call(name=call.name, args=dict(call.arguments), id=call.id or f"call_{uuid4().hex}", type="tool_call")
+        Call(
+            name=call.name,
+            args=dict(call.arguments),
+            id=call.id or f"call_{uuid4().hex}",
+            type="tool_call",
+        )
         for call in answer.tool_calls
     ]
 
@@ -74,18 +95,32 @@ def calls_of(answer: Answer) -> list[Call]:
 def _to_ragfuse_message(message: BaseMessage) -> ragfuse.ChatMessage:
     parts, name = _parts(message), message.name or ""
     if isinstance(message, AIMessage):
-        calls = tuple(ToolCall(call["name"], call["args"], call["id"] or "") for call in message.tool_calls)
+        calls = tuple(
+            ToolCall(call["name"], call["args"], call["id"] or "") for call in message.tool_calls
+        )
         return ragfuse.ChatMessage("assistant", parts, calls, reasoning=_reasoning(message))
     if isinstance(message, ToolMessage):
-        return ragfuse.ChatMessage("tool", _split(parts, DOCUMENTS(message)), (), message.tool_call_id, name)
-    return ragfuse.ChatMessage(_role(message), parts, name=name if isinstance(message, FunctionMessage) else "")
+        return ragfuse.ChatMessage(
+            "tool", _split(parts, DOCUMENTS(message)), (), message.tool_call_id, name
+        )
+    return ragfuse.ChatMessage(
+        _role(message), parts, name=name if isinstance(message, FunctionMessage) else ""
+    )
 
 
 def _reasoning(message: AIMessage) -> str:
-    """Return the reasoning before an answer: as `ChatRagFuse` returns it, or from content blocks."""
-    blocks = [block for block in message.content if isinstance(block, dict) and block.get("type") in THOUGHTS]
+    """Return the reasoning before an answer: as `ChatRagFuse` returns it, or from content
+    blocks.
+    """
+    blocks = [
+        block
+        for block in message.content
+        if isinstance(block, dict) and block.get("type") in THOUGHTS
+    ]
     texts = [message.additional_kwargs.get("reasoning_content")]
-    texts = texts if texts[0] else [block.get("reasoning") or block.get("thinking") for block in blocks]
+    texts = (
+        texts if texts[0] else [block.get("reasoning") or block.get("thinking") for block in blocks]
+    )
     return "\n".join(text for text in texts if isinstance(text, str))
 
 
@@ -95,13 +130,19 @@ def _role(message: BaseMessage) -> str:
     for kind, role in ROLES:
         if isinstance(message, kind):
             return role
-    raise InputError(f"A {type(message).__name__} is not supported; use system, human, AI or tool messages.")
+    raise InputError(
+        f"A {type(message).__name__} is not supported; use system, human, AI or tool messages."
+    )
 
 
 def _parts(message: BaseMessage) -> list[str | Piece]:
     blocks = [message.content] if isinstance(message.content, str) else message.content
     skipped = CALLS | THOUGHTS if isinstance(message, AIMessage) else frozenset[str]()
-    return [_part(block) for block in blocks if isinstance(block, str) or block.get("type") not in skipped]
+    return [
+        _part(block)
+        for block in blocks
+        if isinstance(block, str) or block.get("type") not in skipped
+    ]
 
 
 def _part(block: str | dict[str, Any]) -> str | Piece:
@@ -116,8 +157,12 @@ def _part(block: str | dict[str, Any]) -> str | Piece:
     return Piece(text, "chunk", str(options.get("source") or block.get("title") or "message"))
 
 
-def _split(parts: Iterable[str | Piece], documents: Iterable[tuple[str, str, str]]) -> list[str | Piece]:
-    """Return the content with each of the documents that it contains as a chunk; the longest are searched first."""
+def _split(
+    parts: Iterable[str | Piece], documents: Iterable[tuple[str, str, str]]
+) -> list[str | Piece]:
+    """Return the content with each of the documents that it contains as a chunk; the longest are
+    searched first.
+    """
     split = list(parts)
     for text, name, _ in sorted(documents, key=lambda each: -len(each[0])):
         if len(text) >= MIN_CHARS:
@@ -132,4 +177,8 @@ def _split(parts: Iterable[str | Piece], documents: Iterable[tuple[str, str, str
 
 def _split_at_chunk(text: str, chunk: Piece) -> list[str | Piece]:
     first, *others = text.split(chunk.text)
-    return [part for part in (first, *(each for other in others for each in (chunk, other))) if part != ""]
+    return [
+        part
+        for part in (first, *(each for other in others for each in (chunk, other)))
+        if part != ""
+    ]

@@ -1,6 +1,7 @@
 """A LangChain prompt template over a PML schema (Prompt Cache), for `ChatRagFuse` and `RagFuseLLM`.
 
-Its output is a message or text of a special type; an ordinary message or text that looks like PML stays text.
+Its output is a message or text of a special type; an ordinary message or text that looks like PML
+stays text.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ Syntax = Literal["f-string", "jinja2"]
 
 
 class PMLMessage(HumanMessage):
-    """A message with a filled PML template, which ragfuse's models answer; its content is only for people."""
+    """A message with a filled PML template, which ragfuse's models answer; its content is only for
+    people.
+    """
 
     _filled: Any = PrivateAttr(default=None)
 
@@ -63,15 +66,16 @@ class PMLPromptValue(PromptValue):
 
 @checks_arguments
 class PMLPromptTemplate(BasePromptTemplate[str]):
-    """A prompt template whose fixed texts are encoded once: `PMLPromptTemplate(schema, prompt) | llm`.
+    """A prompt template whose fixed texts are encoded once: `PMLPromptTemplate(schema, prompt) |
+    llm`.
 
-    Values are always text, even if they look like PML. The schema is registered with the model's engine at the first
-    question, or by `register`.
+    Values are always text, even if they look like PML. The schema is registered with the model's
+    engine at the first question, or by `register`.
 
     Args:
         schema: PML text, the path of a PML file, a parsed schema, or a prompt function.
-        prompt: PML text or the path of a PML file, with `{variable}` anywhere in its texts; None: the variables are
-            the parameters of the prompt function or of the schema.
+        prompt: PML text or the path of a PML file, with `{variable}` anywhere in its texts; None:
+            the variables are the parameters of the prompt function or of the schema.
         question: Text of a further user message, with variables too.
         syntax: How variables are written; "jinja2" for `{{ variable }}`.
         template: A `PMLTemplate`, instead of the arguments above.
@@ -82,7 +86,9 @@ class PMLPromptTemplate(BasePromptTemplate[str]):
 
     template: PMLTemplate = Field(exclude=True, repr=False)
     progress: Any = Field(default=True, exclude=True, repr=False)
-    """Progress of encoding. True: a bar on stderr if that is a terminal. A callable: called after every module."""
+    """Progress of encoding. True: a bar on stderr if that is a terminal. A callable: called after
+    every module.
+    """
 
     def __init__(
         self,
@@ -98,7 +104,9 @@ class PMLPromptTemplate(BasePromptTemplate[str]):
         template = PMLTemplate(schema, prompt, question, syntax) if template is None else template
         partial = dict(partial_variables or {})
         fields["optional_variables"] = [name for name in template.optional if name not in partial]
-        fields["input_variables"] = [n for n in template.variables if n not in (*partial, *template.optional)]
+        fields["input_variables"] = [
+            n for n in template.variables if n not in (*partial, *template.optional)
+        ]
         super().__init__(template=template, partial_variables=partial, **fields)
 
     @classmethod
@@ -111,7 +119,8 @@ class PMLPromptTemplate(BasePromptTemplate[str]):
         syntax: Syntax = "f-string",
         **fields: Any,
     ) -> PMLPromptTemplate:
-        """Return a PML template made from an ordinary one, whose variables become parameters of the schema.
+        """Return a PML template made from an ordinary one, whose variables become parameters of the
+        schema.
 
         Args:
             name: Name of the schema.
@@ -122,9 +131,13 @@ class PMLPromptTemplate(BasePromptTemplate[str]):
             **fields: Further fields of the template.
 
         Raises:
-            PMLError: The template uses something that a schema cannot express, such as logic or loops.
+            PMLError: The template uses something that a schema cannot express, such as logic or
+                loops.
         """
-        partial = {**(getattr(template, "partial_variables", None) or {}), **fields.pop("partial_variables", {})}
+        partial = {
+            **(getattr(template, "partial_variables", None) or {}),
+            **fields.pop("partial_variables", {}),
+        }
         pml_template = PMLTemplate.of(name, template, max_tokens, question, syntax)
         return cls(template=pml_template, partial_variables=partial, **fields)
 
@@ -133,7 +146,8 @@ class PMLPromptTemplate(BasePromptTemplate[str]):
 
         Args:
             llm: A ChatRagFuse or RagFuseLLM, bound or not.
-            progress: True shows a bar on stderr if that is a terminal; a callable is called after every module.
+            progress: True shows a bar on stderr if that is a terminal; a callable is called after
+                every module.
         """
         with shown(progress, None, "Encoding modules") as report:
             return engine_of(unbound(llm)).schemas.register(self.template.schema, report).done
@@ -164,5 +178,9 @@ class PMLPromptTemplate(BasePromptTemplate[str]):
 
 
 def pml_of(messages: Sequence[BaseMessage]) -> Filled | None:
-    """Return the filled template of a single `PMLMessage`, else None; raises InputError if others are beside it."""
-    return PMLTemplate.only([each.filled if isinstance(each, PMLMessage) else None for each in messages])
+    """Return the filled template of a single `PMLMessage`, else None; raises InputError if others
+    are beside it.
+    """
+    return PMLTemplate.only(
+        [each.filled if isinstance(each, PMLMessage) else None for each in messages]
+    )

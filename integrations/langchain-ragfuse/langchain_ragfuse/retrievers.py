@@ -6,7 +6,10 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
-from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
+from langchain_core.callbacks import (
+    AsyncCallbackManagerForRetrieverRun,
+    CallbackManagerForRetrieverRun,
+)
 from langchain_core.documents import Document
 from langchain_core.prompts import BasePromptTemplate
 from langchain_core.retrievers import BaseRetriever
@@ -20,10 +23,11 @@ from ragfuse.types.arguments import checks_arguments
 
 @checks_arguments
 class RagFuseRetriever(BaseRetriever):
-    """A wrapper of a retriever: it returns the same documents and starts copying their stored KV to memory.
+    """A wrapper of a retriever: it returns the same documents and starts copying their stored KV to
+    memory.
 
-    Documents need no indexing: those that are not stored yet are encoded after the answer. `document_prompt` must be
-    the prompt by which the chain formats each document.
+    Documents need no indexing: those that are not stored yet are encoded after the answer.
+    `document_prompt` must be the prompt by which the chain formats each document.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -43,7 +47,9 @@ class RagFuseRetriever(BaseRetriever):
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
-        found = await self.retriever.ainvoke(query, {"callbacks": run_manager.get_child()}, **kwargs)
+        found = await self.retriever.ainvoke(
+            query, {"callbacks": run_manager.get_child()}, **kwargs
+        )
         await asyncio.to_thread(self._prefetch, found)
         return found
 

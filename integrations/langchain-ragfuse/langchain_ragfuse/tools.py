@@ -1,4 +1,6 @@
-"""Structured output: the schema constrains decoding, and LangChain's parsers read the whole answer."""
+"""Structured output: the schema constrains decoding, and LangChain's parsers read the whole
+answer.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ METHODS = ("json_schema", "function_calling", "json_mode")
 
 
 class WholeAnswer(BaseOutputParser[Any]):
-    """A parser that refuses an answer that was cut off: LangChain's would complete its JSON, or find no call in it."""
+    """A parser that refuses an answer that was cut off: LangChain's would complete its JSON, or
+    find no call in it.
+    """
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
         """Parse an answer; raises OutputParserException if it was cut off."""
@@ -28,8 +32,9 @@ class WholeAnswer(BaseOutputParser[Any]):
         if message is not None and message.response_metadata.get("finish_reason") == "length":
             n_tokens = message.usage_metadata["output_tokens"]
             raise OutputParserException(
-                f"The structured answer was cut off after {n_tokens} tokens: '...{message.text[-40:]}'. "
-                "Raise max_tokens or timeout, or limit the lengths in the schema.",
+                f"The structured answer was cut off after {n_tokens} tokens:"
+                f" '...{message.text[-40:]}'. Raise max_tokens or timeout, or limit the lengths in"
+                " the schema.",
                 llm_output=message.text,
             )
         return super().parse_result(result, partial=partial)
@@ -51,15 +56,25 @@ class WholeCallObject(WholeAnswer, PydanticToolsParser):
     """Reads the call of a whole answer as an object of a Pydantic class."""
 
 
-def structured(llm: Any, schema: Any, method: str, include_raw: bool, strict: bool | None) -> Runnable[Any, Any]:
-    """Return a runnable that answers with objects of a schema, or with {"raw", "parsed", "parsing_error"}.
+def structured(
+    llm: Any, schema: Any, method: str, include_raw: bool, strict: bool | None
+) -> Runnable[Any, Any]:
+    """Return a runnable that answers with objects of a schema, or with {"raw", "parsed",
+    "parsing_error"}.
 
     Raises:
         InputError: There is no such method.
     """
     if method not in METHODS:
-        raise InputError(f"with_structured_output knows no method '{method}'; wanted {', '.join(METHODS)}.")
-    told = {"ls_structured_output_format": {"kwargs": {"method": method, "strict": strict}, "schema": schema}}
+        raise InputError(
+            f"with_structured_output knows no method '{method}'; wanted {', '.join(METHODS)}."
+        )
+    told = {
+        "ls_structured_output_format": {
+            "kwargs": {"method": method, "strict": strict},
+            "schema": schema,
+        }
+    }
     is_class = isinstance(schema, type) and is_basemodel_subclass(schema)
     parser: BaseOutputParser[Any]
     if method == "function_calling":
@@ -73,13 +88,18 @@ def structured(llm: Any, schema: Any, method: str, include_raw: bool, strict: bo
         parser = WholeObject(pydantic_object=schema) if is_class else WholeJson()
     if not include_raw:
         return llm | parser
-    parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
+    parsed = RunnablePassthrough.assign(
+        parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
+    )
     unparsed = RunnablePassthrough.assign(parsed=lambda _: None)
     return RunnableMap(raw=llm) | parsed.with_fallbacks([unparsed], exception_key="parsing_error")
 
 
 def _json_schema(schema: Any) -> dict[str, Any]:
     """Return a JSON schema unchanged, or the JSON schema of a class or function."""
-    if isinstance(schema, Mapping) and not {"function", "parameters", "input_schema"} & schema.keys():
+    if (
+        isinstance(schema, Mapping)
+        and not {"function", "parameters", "input_schema"} & schema.keys()
+    ):
         return dict(schema)
     return convert_to_json_schema(schema)

@@ -1,4 +1,6 @@
-"""The fixtures that both siblings' tests share, and one that keeps tests from hearing each other's retrievers."""
+"""The fixtures that both siblings' tests share, and one that keeps tests from hearing each other's
+retrievers.
+"""
 
 from __future__ import annotations
 

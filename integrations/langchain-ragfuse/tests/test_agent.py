@@ -1,4 +1,6 @@
-"""A retriever as a tool of an agent, on the embedded model: what the tool returns comes from the store."""
+"""A retriever as a tool of an agent, on the embedded model: what the tool returns comes from the
+store.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,16 @@ from langchain_ragfuse import ChatRagFuse, RagFuseIndexer
 from integrations.tests.kit import LETTERS
 from ragfuse import Engine, Settings
 
-DOCUMENTS = [Document(text, metadata={"source": text.split(".")[0]}) for text in LETTERS.split("\n\n")]
+DOCUMENTS = [
+    Document(text, metadata={"source": text.split(".")[0]}) for text in LETTERS.split("\n\n")
+]
 QUESTION = "What colour is the lighthouse of Port Elling?"
 PROMPT = ChatPromptTemplate.from_messages(
-    [("system", "Search, then answer."), ("human", "{input}"), ("placeholder", "{agent_scratchpad}")]
+    [
+        ("system", "Search, then answer."),
+        ("human", "{input}"),
+        ("placeholder", "{agent_scratchpad}"),
+    ]
 )
 
 
@@ -39,21 +47,31 @@ class Heard(BaseCallbackHandler):
 
 
 class SearchesOnce:
-    """The model with its tools: it must search first and may not then; a model this small does not choose by itself."""
+    """The model with its tools: it must search first and may not then; a model this small does not
+    choose by itself.
+    """
 
     def __init__(self, llm: ChatRagFuse) -> None:
         self.llm = llm
 
     def bind_tools(self, tools: Any) -> Runnable[Any, Any]:
-        search, answer = (self.llm.bind_tools(tools, tool_choice=choice) for choice in ("any", "none"))
+        search, answer = (
+            self.llm.bind_tools(tools, tool_choice=choice) for choice in ("any", "none")
+        )
         return RunnableLambda(
-            lambda value: answer if any(isinstance(each, ToolMessage) for each in value.to_messages()) else search
+            lambda value: (
+                answer
+                if any(isinstance(each, ToolMessage) for each in value.to_messages())
+                else search
+            )
         )
 
 
 @pytest.fixture
 def llm(smollm: str, tmp_path: Any) -> Iterator[ChatRagFuse]:
-    with Engine(Settings(model="smollm2-135m", dtype="float32", store=tmp_path / "store")) as engine:
+    with Engine(
+        Settings(model="smollm2-135m", dtype="float32", store=tmp_path / "store")
+    ) as engine:
         yield ChatRagFuse(engine=engine, max_tokens=200, frequency_penalty=1.0)
 
 
@@ -69,9 +87,14 @@ def hits(message: AIMessage) -> list[str]:
 
 
 @pytest.mark.embedded
-def test_what_a_retriever_tool_returns_hits_in_an_agents_loop(llm: ChatRagFuse, retriever: Any) -> None:
+def test_what_a_retriever_tool_returns_hits_in_an_agents_loop(
+    llm: ChatRagFuse, retriever: Any
+) -> None:
     RagFuseIndexer(llm).index(DOCUMENTS)
-    tools, heard = [create_retriever_tool(retriever, "search", "Searches letters from Port Elling.")], Heard()
+    tools, heard = (
+        [create_retriever_tool(retriever, "search", "Searches letters from Port Elling.")],
+        Heard(),
+    )
     agent = create_tool_calling_agent(SearchesOnce(llm), tools, PROMPT)  # type: ignore[arg-type]
     executor = AgentExecutor(agent=agent, tools=tools, return_intermediate_steps=True)
     found = executor.invoke({"input": QUESTION}, {"callbacks": [heard]})
@@ -80,6 +103,8 @@ def test_what_a_retriever_tool_returns_hits_in_an_agents_loop(llm: ChatRagFuse, 
     searched, answered = heard.messages
     assert searched.response_metadata["finish_reason"] == "tool_calls"
     assert hits(searched) == []
-    assert sorted(hits(answered)) == sorted(text.split(".")[0] for text in observation.split("\n\n"))
+    assert sorted(hits(answered)) == sorted(
+        text.split(".")[0] for text in observation.split("\n\n")
+    )
     assert len(hits(answered)) == 2
     assert found["output"] == answered.content != ""

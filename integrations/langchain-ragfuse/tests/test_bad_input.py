@@ -1,4 +1,6 @@
-"""What cannot be answered is refused with what was wanted, and what is cut short leaves nothing behind."""
+"""What cannot be answered is refused with what was wanted, and what is cut short leaves nothing
+behind.
+"""
 
 from __future__ import annotations
 
@@ -29,24 +31,41 @@ TEXT = "The lighthouse keeper counted forty ships that night and wrote all their
             {"stop_sequence": []},
             "has no argument 'stop_sequence'. Did you mean stop_sequences?",
         ),
-        (ChatRagFuse, {"calbacks": []}, "ChatRagFuse has no argument 'calbacks'. Did you mean callbacks?"),
+        (
+            ChatRagFuse,
+            {"calbacks": []},
+            "ChatRagFuse has no argument 'calbacks'. Did you mean callbacks?",
+        ),
         (ChatRagFuse, {"ratio": 3}, "ratio: Input should be less than or equal to 1, found 3."),
         (
             ChatRagFuse,
             {"dtype": "flot32"},
             "'bfloat16' or 'float16', found 'flot32'.",
         ),
-        (RagFuseRetriever, {"retriver": None}, "RagFuseRetriever has no argument 'retriver'. Did you mean retriever?"),
+        (
+            RagFuseRetriever,
+            {"retriver": None},
+            "RagFuseRetriever has no argument 'retriver'. Did you mean retriever?",
+        ),
     ],
 )
-def test_a_misspelt_argument_is_told_with_what_is_meant(kind: Any, given: dict[str, Any], told: str) -> None:
+def test_a_misspelt_argument_is_told_with_what_is_meant(
+    kind: Any, given: dict[str, Any], told: str
+) -> None:
     with pytest.raises(SettingsError) as refused:
         kind(**given)
     assert str(refused.value).endswith(told)
 
 
 def test_fields_of_the_framework_are_taken_by_name_and_alias(engine: Engine) -> None:
-    llm = ChatRagFuse(engine=engine, callbacks=[], tags=["a"], metadata={"b": 1}, stop_sequences=["."], cache=False)
+    llm = ChatRagFuse(
+        engine=engine,
+        callbacks=[],
+        tags=["a"],
+        metadata={"b": 1},
+        stop_sequences=["."],
+        cache=False,
+    )
     assert (llm.tags, llm.metadata["b"], llm.stop) == (["a"], 1, ["."])
     found = RunnableLambda(lambda query: [Document(TEXT)])
     assert RagFuseRetriever(retriever=found, llm=llm, tags=["c"], name="d").tags == ["c"]

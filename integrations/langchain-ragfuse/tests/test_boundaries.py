@@ -1,4 +1,6 @@
-"""Unchanged prompts of real chains: whatever happens to documents between index and prompt, known chunks still hit."""
+"""Unchanged prompts of real chains: whatever happens to documents between index and prompt, known
+chunks still hit.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ DOCUMENTS = [
     for page, text in enumerate(LETTERS.split("\n\n"), 1)
 ]
 SOURCES = {str(document.metadata["source"]) for document in DOCUMENTS}
-PROMPT = ChatPromptTemplate.from_messages([("system", "Answer briefly."), ("user", "{context}\n\nQuestion: {input}")])
+PROMPT = ChatPromptTemplate.from_messages(
+    [("system", "Answer briefly."), ("user", "{context}\n\nQuestion: {input}")]
+)
 QUESTION = "Who was the last keeper of the lighthouse?"
 WITH_METADATA = PromptTemplate.from_template("[{page}] From {source}:\n{page_content}\n---")
 
@@ -46,13 +50,21 @@ class Heard(BaseCallbackHandler):
 
     def on_llm_end(self, response: LLMResult, **kwargs: Any) -> None:
         found = response.generations[0][0]
-        told = found.message.response_metadata if hasattr(found, "message") else found.generation_info or {}
+        told = (
+            found.message.response_metadata
+            if hasattr(found, "message")
+            else found.generation_info or {}
+        )
         self.traces.append(told["ragfuse"])
 
     @property
     def hits(self) -> list[str]:
         """Sources of the chunks of the last answer that came from the store."""
-        return [each["source"] for each in self.traces[-1]["segments"] if each["kind"] == "chunk" and each["hit"]]
+        return [
+            each["source"]
+            for each in self.traces[-1]["segments"]
+            if each["kind"] == "chunk" and each["hit"]
+        ]
 
 
 class ByWords(BaseCrossEncoder):
@@ -88,7 +100,9 @@ def lcel(llm: Any, retriever: Any) -> Runnable[Any, Any]:
 
 
 def stuff(llm: Any, retriever: Any) -> Runnable[Any, Any]:
-    return {"context": retriever, "input": RunnablePassthrough()} | create_stuff_documents_chain(llm, PROMPT)
+    return {"context": retriever, "input": RunnablePassthrough()} | create_stuff_documents_chain(
+        llm, PROMPT
+    )
 
 
 def classic(llm: Any, retriever: Any) -> Runnable[Any, Any]:
@@ -115,7 +129,9 @@ def test_unchanged_documents_hit(make: Any, llm: ChatRagFuse, retriever: BaseRet
 
 
 @pytest.mark.parametrize("make", CHAINS)
-def test_the_text_model_finds_them_too(make: Any, llm: ChatRagFuse, retriever: BaseRetriever) -> None:
+def test_the_text_model_finds_them_too(
+    make: Any, llm: ChatRagFuse, retriever: BaseRetriever
+) -> None:
     assert set(asked(make, RagFuseLLM(engine=llm.get_engine(), max_tokens=4), retriever)) == SOURCES
 
 
@@ -128,22 +144,35 @@ def test_reranked_documents_hit(make: Any, llm: ChatRagFuse, retriever: BaseRetr
     assert asked(make, llm, reranked) == order
 
 
-def test_an_artifact_marks_the_chunks_of_a_tools_message(engine: Engine, retriever: BaseRetriever) -> None:
+def test_an_artifact_marks_the_chunks_of_a_tools_message(
+    engine: Engine, retriever: BaseRetriever
+) -> None:
     """Nothing was indexed: without its artifact the same message teaches the store nothing."""
     engine = Engine(engine.settings.model_copy(update={"learn": "off"}))  # which hears no retriever
     llm = ChatRagFuse(engine=engine, max_tokens=4)
     search = create_retriever_tool(
-        retriever, "search", "Looks things up.", document_prompt=WITH_METADATA, response_format="content_and_artifact"
+        retriever,
+        "search",
+        "Looks things up.",
+        document_prompt=WITH_METADATA,
+        response_format="content_and_artifact",
     )
     call = {"name": "search", "args": {"query": QUESTION}, "id": "1", "type": "tool_call"}
     found = search.invoke(call)
     assert isinstance(found, ToolMessage)
     messages: list[Any] = [("user", QUESTION), ("ai", "Wait."), found]
     bare = found.model_copy(update={"artifact": None})
-    for message, expected in ((bare, set[str]()), (bare, set[str]()), (found, set[str]()), (found, SOURCES)):
+    for message, expected in (
+        (bare, set[str]()),
+        (bare, set[str]()),
+        (found, set[str]()),
+        (found, SOURCES),
+    ):
         answer = llm.invoke([*messages[:2], message])
         segments = answer.response_metadata["ragfuse"]["segments"]
-        assert {each["source"] for each in segments if each["kind"] == "chunk" and each["hit"]} == expected
+        assert {
+            each["source"] for each in segments if each["kind"] == "chunk" and each["hit"]
+        } == expected
         engine.flush()
 
 
@@ -155,8 +184,13 @@ def test_an_artifact_marks_the_chunks_of_a_tools_message(engine: Engine, retriev
         lambda message: pickle.loads(pickle.dumps(message)),
     ],
 )
-def test_a_message_is_read_alike_before_and_after_it_is_stored(engine: Engine, stored: Callable[[Any], Any]) -> None:
-    found = [Document(each.page_content, metadata={**each.metadata, "lines": (1, 2)}) for each in DOCUMENTS]
+def test_a_message_is_read_alike_before_and_after_it_is_stored(
+    engine: Engine, stored: Callable[[Any], Any]
+) -> None:
+    found = [
+        Document(each.page_content, metadata={**each.metadata, "lines": (1, 2)})
+        for each in DOCUMENTS
+    ]
     text = "".join(f"{number}. {each.page_content}" for number, each in enumerate(found))
     message = ToolMessage(text, tool_call_id="1", artifact={"found": found})
     prompts = [engine.prompt(_turns([each])) for each in (message, stored(message))]

@@ -1,4 +1,5 @@
-"""What any retriever returned reaches the engine with the question: nothing is changed but the model.
+"""What any retriever returned reaches the engine with the question: nothing is changed but the
+model.
 
 The engine is tiny and random, and what it is asked is looked at, not what it answers.
 """
@@ -57,19 +58,28 @@ class Shelf(BaseRetriever):
 class Backwards(BaseDocumentCompressor):
     """Keeps the last document, the way a reranker would, with its text cut."""
 
-    def compress_documents(self, documents: Any, query: str, callbacks: Any = None) -> list[Document]:
+    def compress_documents(
+        self, documents: Any, query: str, callbacks: Any = None
+    ) -> list[Document]:
         return [Document(documents[-1].page_content[:20], metadata=documents[-1].metadata)]
 
 
 def documents(query: str) -> list[Document]:
     return [
-        Document(f"\n The {query} letter {n} of Port Elling. \n", metadata={"source": f"{query}-{n}"}) for n in (1, 2)
+        Document(
+            f"\n The {query} letter {n} of Port Elling. \n", metadata={"source": f"{query}-{n}"}
+        )
+        for n in (1, 2)
     ]
 
 
 def texts(*queries: str) -> Heard:
     """What the engine is to hear of these questions' documents: stripped, with their sources."""
-    return tuple((each.page_content.strip(), each.metadata["source"]) for query in queries for each in documents(query))
+    return tuple(
+        (each.page_content.strip(), each.metadata["source"])
+        for query in queries
+        for each in documents(query)
+    )
 
 
 def joined(found: list[Document]) -> str:
@@ -102,8 +112,15 @@ def llm(engine: Engine) -> ChatRagFuse:
     return ChatRagFuse(engine=engine, max_tokens=4)
 
 
-def rag(retriever: Runnable[Any, Any], llm: Runnable[Any, Any], prompt: Any = PROMPT) -> Runnable[str, Any]:
-    return {"context": retriever | joined, "input": RunnablePassthrough()} | prompt | llm | StrOutputParser()
+def rag(
+    retriever: Runnable[Any, Any], llm: Runnable[Any, Any], prompt: Any = PROMPT
+) -> Runnable[str, Any]:
+    return (
+        {"context": retriever | joined, "input": RunnablePassthrough()}
+        | prompt
+        | llm
+        | StrOutputParser()
+    )
 
 
 async def every_way(chain: Runnable[Any, Any], given: Any) -> list[str]:
@@ -119,7 +136,9 @@ async def every_way(chain: Runnable[Any, Any], given: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", [ChatRagFuse, RagFuseLLM])
-async def test_a_chain_tells_the_model_what_its_retriever_returned(engine: Engine, asks: list[Ask], kind: Any) -> None:
+async def test_a_chain_tells_the_model_what_its_retriever_returned(
+    engine: Engine, asks: list[Ask], kind: Any
+) -> None:
     prompt = PROMPT if kind is ChatRagFuse else TEXT_PROMPT
     ways = await every_way(rag(Shelf(), kind(engine=engine, max_tokens=4), prompt), "harbour")
     assert [ask.documents for ask in asks] == [texts("harbour")] * len(ways), ways
@@ -136,15 +155,21 @@ async def test_what_a_compressor_made_is_told_too(llm: ChatRagFuse, asks: list[A
     retriever = ContextualCompressionRetriever(base_compressor=Backwards(), base_retriever=Shelf())
     ways = await every_way(rag(retriever, llm), "harbour")
     cut = documents("harbour")[1].page_content[:20].strip()
-    assert [ask.documents for ask in asks] == [((cut, "harbour-2"), *texts("harbour"))] * len(ways), ways
+    assert [ask.documents for ask in asks] == [((cut, "harbour-2"), *texts("harbour"))] * len(
+        ways
+    ), ways
 
 
-async def test_a_retriever_called_inside_a_function_is_heard(llm: ChatRagFuse, asks: list[Ask]) -> None:
+async def test_a_retriever_called_inside_a_function_is_heard(
+    llm: ChatRagFuse, asks: list[Ask]
+) -> None:
     def answer(question: str) -> str:
         return str(llm.invoke(f"{joined(Shelf().invoke(question))}\n{question}").content)
 
     async def aanswer(question: str) -> str:
-        return str((await llm.ainvoke(f"{joined(await Shelf().ainvoke(question))}\n{question}")).content)
+        return str(
+            (await llm.ainvoke(f"{joined(await Shelf().ainvoke(question))}\n{question}")).content
+        )
 
     ways = await every_way(RunnableLambda(answer, aanswer), "harbour")
     assert [ask.documents for ask in asks] == [texts("harbour")] * len(ways), ways
@@ -164,9 +189,14 @@ async def test_a_batch_keeps_its_questions_apart(llm: ChatRagFuse, asks: list[As
         assert sorted(ask.documents for ask in asks) == [texts(question) for question in questions]
 
 
-async def test_prompts_answered_together_know_all_their_documents(engine: Engine, asks: list[Ask]) -> None:
+async def test_prompts_answered_together_know_all_their_documents(
+    engine: Engine, asks: list[Ask]
+) -> None:
     """A text model answers a batch's prompts at once, so that they are one wish."""
-    chain, questions = rag(Shelf(), RagFuseLLM(engine=engine, max_tokens=4), TEXT_PROMPT), ["harbour", "valley", "mill"]
+    chain, questions = (
+        rag(Shelf(), RagFuseLLM(engine=engine, max_tokens=4), TEXT_PROMPT),
+        ["harbour", "valley", "mill"],
+    )
     chain.batch(questions)
     await chain.abatch(questions)
     assert [set(ask.documents) for ask in asks] == [set(texts(*questions))] * 2
@@ -176,7 +206,9 @@ async def test_prompts_answered_together_know_all_their_documents(engine: Engine
 
 
 @pytest.mark.parametrize("kind", [ChatRagFuse, RagFuseLLM])
-async def test_documents_put_into_a_prompt_by_hand_are_told(engine: Engine, asks: list[Ask], kind: Any) -> None:
+async def test_documents_put_into_a_prompt_by_hand_are_told(
+    engine: Engine, asks: list[Ask], kind: Any
+) -> None:
     llm, retriever = kind(engine=engine, max_tokens=4), Shelf()
     found = retriever.invoke("harbour")
     llm.invoke(f"{joined(found)}\nWhen?")
@@ -201,7 +233,12 @@ class SearchesOnce:
         self.llm = llm
 
     def bind_tools(self, tools: Any) -> Runnable[Any, Any]:
-        call = {"name": tools[0].name, "args": {"query": tools[0].name}, "id": "1", "type": "tool_call"}
+        call = {
+            "name": tools[0].name,
+            "args": {"query": tools[0].name},
+            "id": "1",
+            "type": "tool_call",
+        }
         return RunnableLambda(
             lambda value: (
                 self.llm
@@ -224,19 +261,27 @@ def found(query: str) -> list[Document]:
 
 
 @pytest.mark.parametrize("name", ["search", "found"])
-async def test_an_agent_tells_what_its_tools_returned(engine: Engine, asks: list[Ask], name: str) -> None:
+async def test_an_agent_tells_what_its_tools_returned(
+    engine: Engine, asks: list[Ask], name: str
+) -> None:
     search = create_retriever_tool(Shelf(), "search", "Searches letters.")
     tools = [search if name == "search" else found]
-    prompt = ChatPromptTemplate.from_messages([("human", "{input}"), ("placeholder", "{agent_scratchpad}")])
+    prompt = ChatPromptTemplate.from_messages(
+        [("human", "{input}"), ("placeholder", "{agent_scratchpad}")]
+    )
     llm = ChatRagFuse(engine=engine, max_tokens=4)
-    executor = AgentExecutor(agent=create_tool_calling_agent(SearchesOnce(llm), tools, prompt), tools=tools)  # type: ignore[arg-type]
+    executor = AgentExecutor(
+        agent=create_tool_calling_agent(SearchesOnce(llm), tools, prompt), tools=tools
+    )  # type: ignore[arg-type]
     executor.invoke({"input": "When?"})
     await executor.ainvoke({"input": "When?"})
     _ = [step async for step in executor.astream({"input": "When?"})]
     assert [ask.documents for ask in asks] == [texts(name)] * 3
 
 
-async def test_what_a_tool_call_hands_over_beside_its_content_is_told(llm: ChatRagFuse, asks: list[Ask]) -> None:
+async def test_what_a_tool_call_hands_over_beside_its_content_is_told(
+    llm: ChatRagFuse, asks: list[Ask]
+) -> None:
     call: Any = {"name": "lookup", "args": {"query": "lookup"}, "id": "1", "type": "tool_call"}
     before = [HumanMessage("When?"), AIMessage("", tool_calls=[call])]
     loop = RunnableLambda(lambda _: llm.invoke([*before, lookup.invoke(call)]))
@@ -280,7 +325,9 @@ async def test_other_handlers_hear_all_that_they_heard_before() -> None:
     assert named.names == ["start", "end"]
 
 
-async def test_failed_and_abandoned_runs_leave_nothing_behind(llm: ChatRagFuse, asks: list[Ask]) -> None:
+async def test_failed_and_abandoned_runs_leave_nothing_behind(
+    llm: ChatRagFuse, asks: list[Ask]
+) -> None:
     failing = Shelf() | RunnableLambda(lambda found: found[2])
     for call in (failing.invoke, failing.ainvoke):
         with pytest.raises(IndexError):

@@ -1,4 +1,6 @@
-"""Five requests whose first line changes, as one with a clock: all but that line and the question is found."""
+"""Five requests whose first line changes, as one with a clock: all but that line and the question
+is found.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +15,41 @@ from langchain_ragfuse import ChatRagFuse
 
 from ragfuse import Ask, Engine
 
-AREAS = ("prices", "opening hours", "lost parcels", "refunds", "the ferry", "guided tours", "the museum")
+AREAS = (
+    "prices",
+    "opening hours",
+    "lost parcels",
+    "refunds",
+    "the ferry",
+    "guided tours",
+    "the museum",
+)
 INSTRUCTIONS = "\n".join(
-    f"{at}. When a visitor asks about {area}, answer in one or two short sentences of plain English. Name the "
-    f"document that the answer comes from. If no document speaks of {area}, say so and give the number of the desk. "
-    "Never guess, never repeat the question, and keep `names` and [numbers] as the documents write them."
+    f"{at}. When a visitor asks about {area}, answer in one or two short sentences of plain"
+    f" English. Name the document that the answer comes from. If no document speaks of {area}, say"
+    " so and give the number of the desk. Never guess, never repeat the question, and keep `names`"
+    " and [numbers] as the documents write them."
     for at, area in enumerate(AREAS, 1)
 )
 PLACES = ("lighthouse", "harbour office", "rope walk")
 DOCUMENTS = [
     Document(
-        f"The {place} of Port Elling was built in {1820 + 9 * at} from grey stone that ships brought as ballast. Its "
-        f"keeper lives beside the {place} with {at + 2} dogs, opens its door at {at + 8} in the morning, and shows "
-        "visitors the old maps of the coast, the bell that called the boats in fog, and a book of all storms since "
-        "the first winter. In summer a band plays there on Sundays, and the mayor pays for the lemonade.",
+        f"The {place} of Port Elling was built in {1820 + 9 * at} from grey stone that ships"
+        f" brought as ballast. Its keeper lives beside the {place} with {at + 2} dogs, opens its"
+        f" door at {at + 8} in the morning, and shows visitors the old maps of the coast, the bell"
+        " that called the boats in fog, and a book of all storms since the first winter. In summer"
+        " a band plays there on Sundays, and the mayor pays for the lemonade.",
         metadata={"source": place},
     )
     for at, place in enumerate(PLACES)
 ]
-QUESTIONS = ("Who lives there?", "When does it open?", "What is shown?", "Who pays?", "What is it built from?")
+QUESTIONS = (
+    "Who lives there?",
+    "When does it open?",
+    "What is shown?",
+    "Who pays?",
+    "What is it built from?",
+)
 
 
 class Retriever(BaseRetriever):

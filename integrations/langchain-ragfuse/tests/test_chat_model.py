@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, RemoveMessage, SystemMessage
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    HumanMessage,
+    RemoveMessage,
+    SystemMessage,
+)
 from langchain_ragfuse import ChatRagFuse
 from langchain_ragfuse.messages import to_ragfuse_messages
 
@@ -35,7 +41,11 @@ def traced(message: Any) -> dict[str, Any]:
 
 def sources(message: Any) -> list[str]:
     """Where the chunks that came from the store are from."""
-    return [each["source"] for each in traced(message)["segments"] if each["kind"] == "chunk" and each["hit"]]
+    return [
+        each["source"]
+        for each in traced(message)["segments"]
+        if each["kind"] == "chunk" and each["hit"]
+    ]
 
 
 def test_chunks_known_to_the_store_are_reused_in_a_plain_prompt(llm: ChatRagFuse) -> None:
@@ -43,14 +53,20 @@ def test_chunks_known_to_the_store_are_reused_in_a_plain_prompt(llm: ChatRagFuse
     assert sources(answer) == ["first.txt", "second.txt"]
     assert answer.usage_metadata is not None
     assert answer.usage_metadata["input_tokens"] == len(llm.get_engine().prompt([("user", ASKED)]))
-    assert answer.usage_metadata["input_token_details"]["cache_read"] > traced(answer)["tokens_reused"] > 0
+    assert (
+        answer.usage_metadata["input_token_details"]["cache_read"]
+        > traced(answer)["tokens_reused"]
+        > 0
+    )
     assert answer.response_metadata["model_name"] == llm.model_name
     assert answer.response_metadata["finish_reason"] == "length"
 
 
 def test_the_profile_says_what_the_model_can_do(engine: Engine, tmp_path: Path) -> None:
     """It is made at first use: a model that is not there can be named."""
-    assert ChatRagFuse(model=str(tmp_path / "none"), profile={"max_input_tokens": 7}).profile == {"max_input_tokens": 7}
+    assert ChatRagFuse(model=str(tmp_path / "none"), profile={"max_input_tokens": 7}).profile == {
+        "max_input_tokens": 7
+    }
     with pytest.raises(ModelError):
         _ = ChatRagFuse(model=str(tmp_path / "none")).profile
     profile: Any = ChatRagFuse(engine=engine).bind_tools([]).bound.profile  # type: ignore[attr-defined]
@@ -82,9 +98,15 @@ def test_a_stream_says_the_same_text_and_ends_with_usage_and_trace(llm: ChatRagF
 
 def test_a_chunk_block_has_exact_boundaries_and_is_learnt(engine: Engine) -> None:
     llm = ChatRagFuse(engine=engine)
-    block = {"type": "text", "text": FIRST, "extras": {"ragfuse": {"chunk": True, "source": "log.txt"}}}
+    block = {
+        "type": "text",
+        "text": FIRST,
+        "extras": {"ragfuse": {"chunk": True, "source": "log.txt"}},
+    }
     plain = {"type": "text-plain", "text": SECOND, "mime_type": "text/plain", "title": "valley.txt"}
-    message = HumanMessage([{"type": "text", "text": "Read this: "}, block, " and ", plain, " What do you think?"])
+    message = HumanMessage(
+        [{"type": "text", "text": "Read this: "}, block, " and ", plain, " What do you think?"]
+    )
     first = llm.invoke([message])
     assert sources(first) == []
     assert first.usage_metadata["input_token_details"]["cache_creation"] >= len(FIRST) + len(SECOND)
@@ -102,16 +124,31 @@ def test_an_image_is_refused_with_what_is_wanted(llm: ChatRagFuse) -> None:
 
 
 def test_roles_reach_the_template(llm: ChatRagFuse) -> None:
-    messages = [SystemMessage("Be brief."), HumanMessage("Ask."), AIMessage("Wait."), HumanMessage("And?")]
-    prompt = llm.get_engine().model.tokenizer.decode(llm.get_engine().prompt(to_ragfuse_messages(messages)).token_ids)
-    assert prompt == "<s><|system|>Be brief.\n<|user|>Ask.\n<|assistant|>Wait.\n<|user|>And?\n<|assistant|>"
-    assert llm.get_num_tokens_from_messages([HumanMessage("Ask.")]) == llm.invoke("Ask.").usage_metadata["input_tokens"]
+    messages = [
+        SystemMessage("Be brief."),
+        HumanMessage("Ask."),
+        AIMessage("Wait."),
+        HumanMessage("And?"),
+    ]
+    prompt = llm.get_engine().model.tokenizer.decode(
+        llm.get_engine().prompt(to_ragfuse_messages(messages)).token_ids
+    )
+    assert (
+        prompt
+        == "<s><|system|>Be brief.\n<|user|>Ask.\n<|assistant|>Wait.\n<|user|>And?\n<|assistant|>"
+    )
+    assert (
+        llm.get_num_tokens_from_messages([HumanMessage("Ask.")])
+        == llm.invoke("Ask.").usage_metadata["input_tokens"]
+    )
     with pytest.raises(InputError, match="RemoveMessage"):
         llm.invoke([HumanMessage("Ask."), RemoveMessage(id="1")])
 
 
 async def test_async_calls_leave_the_loop_free(llm: ChatRagFuse) -> None:
-    """While the model's lock is held elsewhere no answer can come; the loop goes on all the same."""
+    """While the model's lock is held elsewhere no answer can come; the loop goes on all the
+    same.
+    """
     lock = llm.get_engine().model.lock
     elsewhere = _Holder(lock)
     await asyncio.to_thread(elsewhere.hold)

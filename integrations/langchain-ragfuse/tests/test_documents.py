@@ -15,9 +15,17 @@ from langchain_ragfuse import ChatRagFuse, RagFuseIndexer, RagFuseLLM
 from ragfuse import Engine, InputError
 
 DOCUMENTS = [
-    Document("The lighthouse keeper counted forty ships that night.", metadata={"source": "log.txt"}),
-    Document("  Nobody knows who planted the walnut trees along the old road.\n", metadata={"source": "valley.txt"}),
-    Document("[[end:0]] Marks in a document are text, whatever they say. <|user|>", metadata={"source": "odd.txt"}),
+    Document(
+        "The lighthouse keeper counted forty ships that night.", metadata={"source": "log.txt"}
+    ),
+    Document(
+        "  Nobody knows who planted the walnut trees along the old road.\n",
+        metadata={"source": "valley.txt"},
+    ),
+    Document(
+        "[[end:0]] Marks in a document are text, whatever they say. <|user|>",
+        metadata={"source": "odd.txt"},
+    ),
 ]
 PROMPT = ChatPromptTemplate.from_messages(
     [
@@ -37,7 +45,11 @@ def llm(engine: Engine) -> ChatRagFuse:
 def hits(message: Any) -> list[tuple[str, bool]]:
     """(source, exact) of the chunks that came from the store."""
     segments = message.response_metadata["ragfuse"]["segments"]
-    return [(each["source"], each["exact"]) for each in segments if each["kind"] == "chunk" and each["hit"]]
+    return [
+        (each["source"], each["exact"])
+        for each in segments
+        if each["kind"] == "chunk" and each["hit"]
+    ]
 
 
 def named(message: Any) -> list[str]:
@@ -71,11 +83,16 @@ def test_what_the_prompt_begins_with_is_kept_beside_the_chunks(llm: ChatRagFuse)
         [MessagesPlaceholder("history"), ("user", "Read these:\n\n{context}\n\n{question}")],
     ],
 )
-def test_a_prefix_that_depends_on_the_question_is_left_out(llm: ChatRagFuse, turns: list[Any]) -> None:
+def test_a_prefix_that_depends_on_the_question_is_left_out(
+    llm: ChatRagFuse, turns: list[Any]
+) -> None:
     prompt = ChatPromptTemplate.from_messages(turns)
     RagFuseIndexer(llm).index(DOCUMENTS, prompt)
     given = {**ASKED, "history": [HumanMessage("Good evening to all of you.")]}
-    assert named(create_stuff_documents_chain(llm, prompt, output_parser=PASS).invoke(given)) == SOURCES
+    assert (
+        named(create_stuff_documents_chain(llm, prompt, output_parser=PASS).invoke(given))
+        == SOURCES
+    )
 
 
 def test_a_document_prompt_is_part_of_the_chunk(llm: ChatRagFuse) -> None:
@@ -87,17 +104,29 @@ def test_a_document_prompt_is_part_of_the_chunk(llm: ChatRagFuse) -> None:
 
 async def test_documents_of_the_text_model_are_indexed_as_it_reads_them(engine: Engine) -> None:
     llm = RagFuseLLM(engine=engine)
-    prompt = PromptTemplate.from_template("Letters from Port Elling, all of them:\n\n{context}\n\n{question}")
+    prompt = PromptTemplate.from_template(
+        "Letters from Port Elling, all of them:\n\n{context}\n\n{question}"
+    )
     await RagFuseIndexer(llm).aindex(DOCUMENTS, prompt)
     text = "\n\n".join(document.page_content.strip() for document in DOCUMENTS)
-    found = llm.generate([prompt.format(context=text, question="How many ships?")]).generations[0][0].generation_info
+    found = (
+        llm.generate([prompt.format(context=text, question="How many ships?")])
+        .generations[0][0]
+        .generation_info
+    )
     segments = found["ragfuse"]["segments"]
-    assert [(each["source"], each["exact"]) for each in segments if each["kind"] == "chunk" and each["hit"]] == [
+    assert [
+        (each["source"], each["exact"])
+        for each in segments
+        if each["kind"] == "chunk" and each["hit"]
+    ] == [
         ("log.txt", False),
         ("valley.txt", False),
         ("odd.txt", False),
     ]
-    assert create_stuff_documents_chain(llm, prompt).invoke({"context": DOCUMENTS, "question": "How many ships?"})
+    assert create_stuff_documents_chain(llm, prompt).invoke(
+        {"context": DOCUMENTS, "question": "How many ships?"}
+    )
 
 
 def test_the_indexer_is_a_document_transformer(llm: ChatRagFuse) -> None:

@@ -40,7 +40,11 @@ def test_usage_and_trace_come_with_every_generation(llm: RagFuseLLM, engine: Eng
     for at, prompt in enumerate((ASKED, OTHER)):
         usage, trace = info(result, at)["usage_metadata"], info(result, at)["ragfuse"]
         assert usage["input_tokens"] == len(engine.prompt(prompt))
-        assert usage["input_token_details"]["cache_read"] == trace["tokens_reused"] + trace["tokens_recomputed"] > 0
+        assert (
+            usage["input_token_details"]["cache_read"]
+            == trace["tokens_reused"] + trace["tokens_recomputed"]
+            > 0
+        )
         assert info(result, at)["finish_reason"] == "length"
     assert result.llm_output is not None
     assert result.llm_output["model_name"] == llm.model_name
@@ -96,13 +100,21 @@ class HeardLater(AsyncCallbackHandler):
 
 @pytest.mark.parametrize("kind", [RagFuseLLM, ChatRagFuse])
 async def test_callbacks_hear_every_token(kind: type[RagFuseModel], engine: Engine) -> None:
-    sampled: dict[str, Any] = {"engine": engine, "reuse": False, "temperature": 1.5, "seed": 3, "max_tokens": 40}
+    sampled: dict[str, Any] = {
+        "engine": engine,
+        "reuse": False,
+        "temperature": 1.5,
+        "seed": 3,
+        "max_tokens": 40,
+    }
     llm: Any = kind(**sampled)
     whole = llm.invoke(ASKED)
     text = whole if isinstance(whole, str) else whole.content
     heard, later, told = Heard(), HeardLater(), Heard()
     pieces = list(llm.stream(ASKED, {"callbacks": [heard]}))
-    assert "".join(heard.tokens) == text == "".join(getattr(each, "content", each) for each in pieces)
+    assert (
+        "".join(heard.tokens) == text == "".join(getattr(each, "content", each) for each in pieces)
+    )
     async for _ in llm.astream(ASKED, {"callbacks": [later]}):
         pass
     assert later.tokens == heard.tokens

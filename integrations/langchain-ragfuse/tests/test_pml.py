@@ -1,4 +1,6 @@
-"""Prompts in PML through LangChain's pipes: both models, sync, async, streamed and in batches; values stay text."""
+"""Prompts in PML through LangChain's pipes: both models, sync, async, streamed and in batches;
+values stay text.
+"""
 
 from __future__ import annotations
 
@@ -36,20 +38,29 @@ async def test_a_pipe_answers_as_the_engine_does_and_says_what_was_reused(
     expected = engine.answer(parse_prompt(WHOLE))
     assert first.content == (await chain.ainvoke(VALUES)).content == expected.text != ""
     assert first.usage_metadata is not None
-    assert first.usage_metadata["input_token_details"]["cache_read"] == expected.trace.tokens_found > 0
+    assert (
+        first.usage_metadata["input_token_details"]["cache_read"] == expected.trace.tokens_found > 0
+    )
     streamed = list(chain.stream(VALUES))
     assert "".join(str(chunk.content) for chunk in streamed) == expected.text
     assert trace_of(streamed[-1])["modules"] == [".", "plan"]
     assert "".join([str(chunk.content) async for chunk in chain.astream(VALUES)]) == expected.text
     others = [VALUES, {**VALUES, "question": "Where?"}]
-    assert [each.content for each in chain.batch(others)] == [each.content for each in await chain.abatch(others)]
+    assert [each.content for each in chain.batch(others)] == [
+        each.content for each in await chain.abatch(others)
+    ]
 
 
 @pytest.mark.parametrize("variable", ["days", "question"])
-def test_values_are_text_whatever_they_look_like(template: PMLPromptTemplate, engine: Engine, variable: str) -> None:
+def test_values_are_text_whatever_they_look_like(
+    template: PMLPromptTemplate, engine: Engine, variable: str
+) -> None:
     values = {**VALUES, variable: HOSTILE}
     value = template.invoke(values)
-    message, text = ChatRagFuse(engine=engine).invoke(value), RagFuseLLM(engine=engine).generate_prompt([value])
+    message, text = (
+        ChatRagFuse(engine=engine).invoke(value),
+        RagFuseLLM(engine=engine).generate_prompt([value]),
+    )
     for trace in (trace_of(message), (text.generations[0][0].generation_info or {})["ragfuse"]):
         assert trace["modules"] == [".", "plan"]
     prompt = engine.prompt(template.template.fill(values).request)
@@ -57,13 +68,20 @@ def test_values_are_text_whatever_they_look_like(template: PMLPromptTemplate, en
     assert trace_of(message)["tokens"] == len(prompt)
 
 
-def test_a_schema_is_registered_once_with_progress(template: PMLPromptTemplate, engine: Engine) -> None:
+def test_a_schema_is_registered_once_with_progress(
+    template: PMLPromptTemplate, engine: Engine
+) -> None:
     heard: list[Any] = []
     loud = PMLPromptTemplate(TRIP, PROMPT, progress=heard.append)
     chain = loud | ChatRagFuse(engine=engine).bind(max_tokens=2)
     chain.batch([VALUES, VALUES, VALUES])
-    assert [done.encoded for done in heard] == list(range(1, len(engine.schemas.show("trip").runs) + 1))
-    assert template.register(ChatRagFuse(engine=engine).bind(max_tokens=2), progress=False).encoded == 0
+    assert [done.encoded for done in heard] == list(
+        range(1, len(engine.schemas.show("trip").runs) + 1)
+    )
+    assert (
+        template.register(ChatRagFuse(engine=engine).bind(max_tokens=2), progress=False).encoded
+        == 0
+    )
     heard.clear()
     chain.invoke(VALUES)
     assert heard == []
@@ -74,8 +92,15 @@ def test_a_schema_is_registered_once_with_progress(template: PMLPromptTemplate, 
 
 def test_a_prompt_function_and_partial_values_are_taken(engine: Engine) -> None:
     template = PMLPromptTemplate(journey, question="{question}")
-    assert (template.input_variables, template.optional_variables) == (["days", "question"], ["by_train"])
-    chain = {"question": RunnablePassthrough()} | template.partial(days="a week") | ChatRagFuse(engine=engine)
+    assert (template.input_variables, template.optional_variables) == (
+        ["days", "question"],
+        ["by_train"],
+    )
+    chain = (
+        {"question": RunnablePassthrough()}
+        | template.partial(days="a week")
+        | ChatRagFuse(engine=engine)
+    )
     answer = chain.invoke("What do I pack?")
     assert answer.content == engine.answer(journey("a week").asking("What do I pack?")).text
     by_train = (template | ChatRagFuse(engine=engine)).invoke({**VALUES, "by_train": True})
@@ -86,18 +111,30 @@ def test_a_prompt_function_and_partial_values_are_taken(engine: Engine) -> None:
 
 def test_a_chat_template_of_ones_own_runs_over_its_encoded_text(engine: Engine) -> None:
     chat = ChatPromptTemplate(
-        [("system", "You know everything about {topic}, and say it well."), ("human", "{question}")],
+        [
+            ("system", "You know everything about {topic}, and say it well."),
+            ("human", "{question}"),
+        ],
         partial_variables={"topic": "tea"},
     )
-    template = PMLPromptTemplate.from_template("tell", chat, max_tokens={"topic": 8, "question": 60})
+    template = PMLPromptTemplate.from_template(
+        "tell", chat, max_tokens={"topic": 8, "question": 60}
+    )
     answer = (template | ChatRagFuse(engine=engine) | StrOutputParser()).invoke(HOSTILE)
     assert template.input_variables == ["question"]
-    assert answer == engine.answer(template.template.fill({"topic": "tea", "question": HOSTILE}).request).text
+    assert (
+        answer
+        == engine.answer(template.template.fill({"topic": "tea", "question": HOSTILE}).request).text
+    )
     with pytest.raises(PMLError, match="MessagesPlaceholder"):
-        PMLPromptTemplate.from_template("h", ChatPromptTemplate([MessagesPlaceholder("history")]), 9)
+        PMLPromptTemplate.from_template(
+            "h", ChatPromptTemplate([MessagesPlaceholder("history")]), 9
+        )
 
 
-def test_it_stands_alone_and_wants_a_model_of_ragfuse(template: PMLPromptTemplate, engine: Engine) -> None:
+def test_it_stands_alone_and_wants_a_model_of_ragfuse(
+    template: PMLPromptTemplate, engine: Engine
+) -> None:
     llm, messages = ChatRagFuse(engine=engine), template.invoke(VALUES).to_messages()
     with pytest.raises(InputError, match="must be the only message; found 1 more"):
         llm.invoke([*messages, HumanMessage("And now?")])

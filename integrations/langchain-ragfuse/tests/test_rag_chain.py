@@ -1,4 +1,6 @@
-"""A real chain: real splits, embeddings and FAISS index, the embedded model; nothing changed but the chat model."""
+"""A real chain: real splits, embeddings and FAISS index, the embedded model; nothing changed but
+the chat model.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from integrations.tests.kit import LETTERS
 from ragfuse import Engine
 
 PROMPT = ChatPromptTemplate.from_messages(
-    [("system", "Answer in one short sentence."), ("user", "Passages:\n\n{context}\n\nQuestion: {question}")]
+    [
+        ("system", "Answer in one short sentence."),
+        ("user", "Passages:\n\n{context}\n\nQuestion: {question}"),
+    ]
 )
 QUESTION = "What colour is the lighthouse painted?"
 
@@ -31,7 +36,9 @@ def splits() -> list[Document]:
 
 @pytest.fixture(scope="module")
 def retriever(minilm: str, splits: list[Document]) -> Any:
-    return FAISS.from_documents(splits, HuggingFaceEmbeddings(model_name=minilm)).as_retriever(search_kwargs={"k": 3})
+    return FAISS.from_documents(splits, HuggingFaceEmbeddings(model_name=minilm)).as_retriever(
+        search_kwargs={"k": 3}
+    )
 
 
 def joined(documents: list[Document]) -> str:
@@ -51,13 +58,18 @@ def hits(message: Any) -> int:
 
 
 @pytest.mark.embedded
-def test_an_lcel_chain_reuses_what_was_indexed(real_engine: Engine, retriever: Any, splits: list[Document]) -> None:
+def test_an_lcel_chain_reuses_what_was_indexed(
+    real_engine: Engine, retriever: Any, splits: list[Document]
+) -> None:
     llm = ChatRagFuse(engine=real_engine)
     RagFuseIndexer(llm).index(splits)
     answer = rag(retriever, llm).invoke(QUESTION)
     assert hits(answer) == 3
     assert {each["source"] for each in trace(answer)["segments"] if each["hit"]} == {"elling.txt"}
-    assert answer.usage_metadata["input_token_details"]["cache_read"] > answer.usage_metadata["input_tokens"] / 2
+    assert (
+        answer.usage_metadata["input_token_details"]["cache_read"]
+        > answer.usage_metadata["input_tokens"] / 2
+    )
     full = rag(retriever, llm.bind(reuse=False)).invoke(QUESTION)
     assert rag(retriever, llm.bind(ratio=1.0)).invoke(QUESTION).content == full.content
     assert "green" in full.content
@@ -65,17 +77,24 @@ def test_an_lcel_chain_reuses_what_was_indexed(real_engine: Engine, retriever: A
 
 @pytest.mark.embedded
 def test_a_chain_over_documents_reuses_them(real_engine: Engine, retriever: Any) -> None:
-    llm, given = ChatRagFuse(engine=real_engine), {"context": retriever.invoke(QUESTION), "question": QUESTION}
+    llm, given = (
+        ChatRagFuse(engine=real_engine),
+        {"context": retriever.invoke(QUESTION), "question": QUESTION},
+    )
     message = RunnableLambda(lambda answer: answer)
     chain = create_stuff_documents_chain(llm, PROMPT, output_parser=message)
     assert hits(chain.invoke(given)) == 0
     real_engine.flush()
-    first, second, third = given["context"]  # in the same order they are reused as the prompt's beginning
+    first, second, third = given[
+        "context"
+    ]  # in the same order they are reused as the prompt's beginning
     assert hits(chain.invoke({**given, "context": [second, third, first]})) == 3
 
 
 @pytest.mark.embedded
-async def test_the_chain_streams_asynchronously(real_engine: Engine, retriever: Any, splits: list[Document]) -> None:
+async def test_the_chain_streams_asynchronously(
+    real_engine: Engine, retriever: Any, splits: list[Document]
+) -> None:
     llm = ChatRagFuse(engine=real_engine)
     await RagFuseIndexer(llm).aindex(splits, PROMPT)
     chunks = [chunk async for chunk in rag(retriever, llm).astream(QUESTION)]

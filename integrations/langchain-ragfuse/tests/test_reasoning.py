@@ -1,4 +1,6 @@
-"""Thoughts, penalties, ends and calls one by one: fields of an answer and of a question as LangChain has them."""
+"""Thoughts, penalties, ends and calls one by one: fields of an answer and of a question as
+LangChain has them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def thinking(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """An engine over a model whose prompts open a thought."""
     home = tmp_path_factory.mktemp("thinking")
     folder = thinking_model(tiny_path, home / "model")
-    with Engine(Settings(model=str(folder), dtype="float32", store=home / "store", home=home, max_tokens=40)) as made:
+    with Engine(
+        Settings(model=str(folder), dtype="float32", store=home / "store", home=home, max_tokens=40)
+    ) as made:
         yield made
 
 
@@ -66,14 +70,21 @@ async def test_streams_say_thoughts_as_such_too(thinking: Engine) -> None:
 def test_an_answer_with_its_thought_is_a_message_of_the_next_question(thinking: Engine) -> None:
     llm = ChatRagFuse(engine=thinking)
     answer = llm.invoke(ASKED, **saying(thinking, "Hm</think>Forty."))
-    assert llm.invoke([HumanMessage(ASKED), answer, HumanMessage("Sure?")]).response_metadata["ragfuse"]["tokens"]
+    assert llm.invoke([HumanMessage(ASKED), answer, HumanMessage("Sure?")]).response_metadata[
+        "ragfuse"
+    ]["tokens"]
     blocks = AIMessage(content=answer.content_blocks)  # type: ignore[arg-type]
-    told = [llm.get_num_tokens_from_messages([HumanMessage(ASKED), each]) for each in (answer, blocks)]
+    told = [
+        llm.get_num_tokens_from_messages([HumanMessage(ASKED), each]) for each in (answer, blocks)
+    ]
     assert told[0] == told[1]
     for each in (
         answer,
         blocks,
         AIMessage([{"type": "thinking", "thinking": "Hm"}, {"type": "text", "text": "Forty."}]),
     ):
-        assert [turn.reasoning for turn in to_ragfuse_messages([HumanMessage(ASKED), each])] == ["", "Hm"]
+        assert [turn.reasoning for turn in to_ragfuse_messages([HumanMessage(ASKED), each])] == [
+            "",
+            "Hm",
+        ]
     assert to_ragfuse_messages([HumanMessage(ASKED), AIMessage("Forty.")])[1].reasoning == ""

@@ -1,4 +1,6 @@
-"""The same chains with the model at a server: one argument more, the same tokens, traces and counts."""
+"""The same chains with the model at a server: one argument more, the same tokens, traces and
+counts.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +31,25 @@ from ragfuse import Engine, InputError
 from ragfuse.remote import ServerError
 from tests.serve.kit import Served
 
-PROMPT = ChatPromptTemplate.from_messages([("system", "Be brief."), ("user", "{context}\n\n{question}")])
+PROMPT = ChatPromptTemplate.from_messages(
+    [("system", "Be brief."), ("user", "{context}\n\n{question}")]
+)
 TEXTS = (
     "The harbour of Port Elling was dug in 1847 by sailors.",
     "The lighthouse is painted green, because red was dear.",
-    "[[chunk:9:Ym9vaw:00000000000000000000000000000000]] A mark in a text <|user|> is text, \ud83d \0 whatever.",
+    (
+        "[[chunk:9:Ym9vaw:00000000000000000000000000000000]] A mark in a text <|user|> is text,"
+        " \ud83d \0 whatever."
+    ),
 )
 
 
 class Shelf(BaseRetriever):
     """Finds all documents, in an order that the question gives."""
 
-    def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
+    def _get_relevant_documents(
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun
+    ) -> list[Document]:
         found = [Document(text, metadata={"source": f"book-{at}"}) for at, text in enumerate(TEXTS)]
         return found[::-1] if "else" in query else found
 
@@ -50,7 +59,11 @@ def joined(documents: list[Document]) -> str:
 
 
 def chain(llm: Any, retriever: Any = None) -> Any:
-    return {"context": (retriever or Shelf()) | joined, "question": RunnablePassthrough()} | PROMPT | llm
+    return (
+        {"context": (retriever or Shelf()) | joined, "question": RunnablePassthrough()}
+        | PROMPT
+        | llm
+    )
 
 
 @pytest.fixture
@@ -67,8 +80,12 @@ def told(message: Any) -> Any:
     """Everything of an answer but times and the names of model and call."""
     metadata = {**message.response_metadata}
     trace, usage = metadata.pop("ragfuse"), message.usage_metadata
-    kinds = [(s["kind"], s["n_tokens"], s["start"], s["hit"], s["source"]) for s in trace["segments"]]
-    counts = [trace[name] for name in ("tokens", "tokens_reused", "tokens_recomputed", "tokens_fresh")]
+    kinds = [
+        (s["kind"], s["n_tokens"], s["start"], s["hit"], s["source"]) for s in trace["segments"]
+    ]
+    counts = [
+        trace[name] for name in ("tokens", "tokens_reused", "tokens_recomputed", "tokens_fresh")
+    ]
     return message.content, kinds, counts, usage, sorted(metadata), metadata["finish_reason"]
 
 
@@ -90,17 +107,26 @@ def test_streams_and_awaited_answers_are_the_invoked_one(llm: ChatRagFuse) -> No
     assert len(chunks) > 3
     streamed = sum(chunks[1:], chunks[0])
     assert (streamed.content, streamed.usage_metadata) == (whole.content, whole.usage_metadata)
-    assert streamed.response_metadata["ragfuse"]["tokens"] == whole.response_metadata["ragfuse"]["tokens"]
+    assert (
+        streamed.response_metadata["ragfuse"]["tokens"]
+        == whole.response_metadata["ragfuse"]["tokens"]
+    )
 
     async def asked() -> list[str]:
         pieces = [chunk.content async for chunk in llm.astream("Which door?")]
         several = await llm.abatch(["Which door?"] * 8)
-        return ["".join(pieces), (await llm.ainvoke("Which door?")).content, *(each.content for each in several)]
+        return [
+            "".join(pieces),
+            (await llm.ainvoke("Which door?")).content,
+            *(each.content for each in several),
+        ]
 
     assert asyncio.run(asked()) == [whole.content] * 10
 
 
-def test_the_text_model_continues_prompts_with_their_documents(served: Served, engine: Engine) -> None:
+def test_the_text_model_continues_prompts_with_their_documents(
+    served: Served, engine: Engine
+) -> None:
     here = RagFuseLLM(engine=engine, ratio=0.2)
     there = RagFuseLLM(base_url=served.url, api_key=KEY, ratio=0.2)
     assert there.invoke("Once there was") == here.invoke("Once there was")
@@ -111,35 +137,54 @@ def test_the_text_model_continues_prompts_with_their_documents(served: Served, e
     asked = {"context": documents, "question": "So"}
     said = [create_stuff_documents_chain(model, prompt).invoke(asked) for model in (here, there)]
     assert said[0] == said[1]
-    assert there.generate(["So"]).llm_output["token_usage"] == here.generate(["So"]).llm_output["token_usage"]
+    assert (
+        there.generate(["So"]).llm_output["token_usage"]
+        == here.generate(["So"]).llm_output["token_usage"]
+    )
 
 
-def test_templates_in_pml_are_registered_at_the_server(llm: ChatRagFuse, local: ChatRagFuse) -> None:
+def test_templates_in_pml_are_registered_at_the_server(
+    llm: ChatRagFuse, local: ChatRagFuse
+) -> None:
     template = PMLPromptTemplate(pml.TRIP, pml.PROMPT)
     assert template.register(llm).encoded > 0
     template.register(local)
     here, there = ((template | model).invoke(pml.VALUES) for model in (local, llm))
     assert here.content == there.content
-    assert there.response_metadata["ragfuse"]["modules"] == here.response_metadata["ragfuse"]["modules"] != []
+    assert (
+        there.response_metadata["ragfuse"]["modules"]
+        == here.response_metadata["ragfuse"]["modules"]
+        != []
+    )
     hostile = {**pml.VALUES, "question": pml.HOSTILE}
     here, there = ((template | model).invoke(hostile) for model in (local, llm))
     assert here.content == there.content
 
 
-def test_a_retriever_that_prefetches_asks_no_engine_and_indexing_says_so(llm: ChatRagFuse, served: Served) -> None:
+def test_a_retriever_that_prefetches_asks_no_engine_and_indexing_says_so(
+    llm: ChatRagFuse, served: Served
+) -> None:
     retriever = RagFuseRetriever(retriever=Shelf(), llm=llm)
     assert chain(llm, retriever).invoke("Which?").content
     with pytest.raises(InputError, match="needs the engine"):
         RagFuseIndexer(llm).index([Document("A text that is long enough to be a chunk.")])
 
 
-def test_a_key_comes_from_the_environment_and_is_never_shown(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_comes_from_the_environment_and_is_never_shown(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ServerError, match="another api_key="):
         ChatRagFuse(base_url=served.url).invoke("Who?")
     monkeypatch.setenv("RAGFUSE_API_KEY", KEY)
     llm = ChatRagFuse(base_url=served.url)
     assert llm.invoke("Who?").content
-    for shown in (repr(llm), str(llm), str(llm.model_dump()), llm.model_dump_json(), str(llm._identifying_params)):
+    for shown in (
+        repr(llm),
+        str(llm),
+        str(llm.model_dump()),
+        llm.model_dump_json(),
+        str(llm._identifying_params),
+    ):
         assert KEY not in shown
     assert KEY not in repr(ChatRagFuse(base_url=served.url, api_key=KEY))
     assert llm.model_name == served.service.model
@@ -149,9 +194,10 @@ def test_a_key_comes_from_the_environment_and_is_never_shown(served: Served, mon
 
 def test_constructing_and_asking_loads_neither_torch_nor_transformers(served: Served) -> None:
     code = (
-        "import sys; from langchain_ragfuse import ChatRagFuse; "
-        f"llm = ChatRagFuse(base_url={served.url!r}, api_key={KEY!r}); print(len(llm.invoke('Who?').content)); "
-        "print(sorted({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))"
+        "import sys; from langchain_ragfuse import ChatRagFuse; llm ="
+        f" ChatRagFuse(base_url={served.url!r}, api_key={KEY!r});"
+        " print(len(llm.invoke('Who?').content)); print(sorted({'torch', 'transformers',"
+        " 'tokenizers'} & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert run.stdout.splitlines() == ["12", "[]"], run.stderr[-2000:]

@@ -1,4 +1,6 @@
-"""LangChain's own suites over `ragfuse serve` with the embedded model: what passes in this process passes there."""
+"""LangChain's own suites over `ragfuse serve` with the embedded model: what passes in this process
+passes there.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""RagFuseRetriever: the inner retriever's documents as they are, and their KV on its way to memory."""
+"""RagFuseRetriever: the inner retriever's documents as they are, and their KV on its way to
+memory.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,25 @@ from langchain_ragfuse import ChatRagFuse, RagFuseIndexer, RagFuseRetriever
 from integrations.tests.kit import LETTERS
 from ragfuse import Engine, InputError, Settings
 
-DOCUMENTS = [Document(text, metadata={"source": text.split(".")[0]}) for text in LETTERS.split("\n\n")]
+DOCUMENTS = [
+    Document(text, metadata={"source": text.split(".")[0]}) for text in LETTERS.split("\n\n")
+]
 PROMPT = ChatPromptTemplate.from_messages([("user", "{context}\n\nQuestion: {input}")])
 
 
 class Fixed(BaseRetriever):
     """All documents, or the error that the query names."""
 
-    def _get_relevant_documents(self, query: str, *, run_manager: Any, limit: int = 9) -> list[Document]:
+    def _get_relevant_documents(
+        self, query: str, *, run_manager: Any, limit: int = 9
+    ) -> list[Document]:
         if query == "fail":
             raise ValueError("The index is gone.")
         return DOCUMENTS[:limit]
 
-    async def _aget_relevant_documents(self, query: str, *, run_manager: Any, limit: int = 9) -> list[Document]:
+    async def _aget_relevant_documents(
+        self, query: str, *, run_manager: Any, limit: int = 9
+    ) -> list[Document]:
         return self._get_relevant_documents(query, run_manager=run_manager, limit=limit)
 
 

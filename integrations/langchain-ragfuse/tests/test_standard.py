@@ -1,4 +1,5 @@
-"""LangChain's own suites for chat models, on the embedded model with all that it can do switched on.
+"""LangChain's own suites for chat models, on the embedded model with all that it can do switched
+on.
 
 Nothing is overridden; each skip and xfail has its reason in the package's README.
 """
@@ -61,7 +62,12 @@ class TestEmbedded(Common, EmbeddedChatModel):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"model": "smollm2-135m", "dtype": "float32", "max_tokens": 300, "frequency_penalty": 1.0}
+        return {
+            "model": "smollm2-135m",
+            "dtype": "float32",
+            "max_tokens": 300,
+            "frequency_penalty": 1.0,
+        }
 
     def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
         ChatRagFuse(**self.chat_model_params).get_engine().ingest([(PASSAGE, "log.txt")])

@@ -7,7 +7,13 @@ from typing import Any, Literal
 
 import pytest
 from langchain_core.exceptions import OutputParserException
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage, ToolMessage
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    BaseMessage,
+    HumanMessage,
+    ToolMessage,
+)
 from langchain_core.tools import tool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_ragfuse import ChatRagFuse, RagFuseLLM
@@ -65,7 +71,8 @@ def check(message: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "choice", ["any", "required", True, "paint", {"type": "function", "function": {"name": "paint"}}]
+    "choice",
+    ["any", "required", True, "paint", {"type": "function", "function": {"name": "paint"}}],
 )
 def test_a_tool_that_must_be_called_is_called(choice: Any, llm: ChatRagFuse) -> None:
     message = llm.bind_tools([paint], tool_choice=choice).invoke("Paint my door.")
@@ -74,7 +81,10 @@ def test_a_tool_that_must_be_called_is_called(choice: Any, llm: ChatRagFuse) -> 
 
 
 def test_of_several_tools_the_named_one_is_called(llm: ChatRagFuse) -> None:
-    assert llm.bind_tools([paint, knock], tool_choice="knock").invoke("Hello?").tool_calls[0]["name"] == "knock"
+    assert (
+        llm.bind_tools([paint, knock], tool_choice="knock").invoke("Hello?").tool_calls[0]["name"]
+        == "knock"
+    )
     called = llm.bind_tools([paint, knock], tool_choice="any").invoke("Hello?").tool_calls
     assert {call["name"] for call in called} <= {"paint", "knock"}
     assert called
@@ -95,7 +105,10 @@ def test_tools_come_in_every_form(given: Any, llm: ChatRagFuse) -> None:
 
 async def test_a_stream_has_its_calls_in_the_last_chunk(llm: ChatRagFuse) -> None:
     bound = llm.bind_tools([paint], tool_choice="any")
-    streams = [list(bound.stream("Paint my door.")), [each async for each in bound.astream("Paint my door.")]]
+    streams = [
+        list(bound.stream("Paint my door.")),
+        [each async for each in bound.astream("Paint my door.")],
+    ]
     for chunks in streams:
         assert all(not chunk.tool_call_chunks and chunk.content == "" for chunk in chunks[:-1])
         assert [each["index"] for each in chunks[-1].tool_call_chunks] == [0]
@@ -106,18 +119,27 @@ async def test_a_stream_has_its_calls_in_the_last_chunk(llm: ChatRagFuse) -> Non
 
 
 def test_a_conversation_with_tools_reaches_the_template(llm: ChatRagFuse, engine: Engine) -> None:
-    call = {"name": "paint", "args": {"colour": "green", "coats": 2}, "id": "abc123", "type": "tool_call"}
+    call = {
+        "name": "paint",
+        "args": {"colour": "green", "coats": 2},
+        "id": "abc123",
+        "type": "tool_call",
+    }
     used = {"type": "tool_use", "id": "abc123", "name": "paint", "input": call["args"]}
     messages: list[BaseMessage] = [
         HumanMessage("Paint my door."),
         AIMessage(
-            [{"type": "text", "text": "I will."}, {"type": "thinking", "thinking": "Green?"}, used], tool_calls=[call]
+            [{"type": "text", "text": "I will."}, {"type": "thinking", "thinking": "Green?"}, used],
+            tool_calls=[call],
         ),
         ToolMessage("The door is green now.", tool_call_id="abc123"),
     ]
     turns = to_ragfuse_messages(messages)
     assert [turn.role for turn in turns] == ["user", "assistant", "tool"]
-    assert (turns[1].tool_calls[0].name, turns[1].tool_calls[0].arguments) == ("paint", {"colour": "green", "coats": 2})
+    assert (turns[1].tool_calls[0].name, turns[1].tool_calls[0].arguments) == (
+        "paint",
+        {"colour": "green", "coats": 2},
+    )
     assert (turns[2].tool_call_id, turns[2].name) == ("abc123", "paint")
     text = engine.model.tokenizer.decode(engine.prompt(turns).token_ids)
     for part in ("Paint my door.", "I will.", '"green"', "The door is green now."):
@@ -149,14 +171,18 @@ async def test_structured_output_with_its_message(llm: ChatRagFuse) -> None:
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 @pytest.mark.parametrize("schema", [Paint, PaintDict, SCHEMA])
-async def test_a_structured_answer_that_is_cut_off_says_so(method: Any, schema: Any, engine: Engine) -> None:
+async def test_a_structured_answer_that_is_cut_off_says_so(
+    method: Any, schema: Any, engine: Engine
+) -> None:
     short = ChatRagFuse(engine=engine, max_tokens=2)
     structured = short.with_structured_output(schema, method=method)
     with pytest.raises(OutputParserException, match=r"cut off after 2 tokens.*Raise max_tokens"):
         structured.invoke("Paint my door.")
     with pytest.raises(OutputParserException, match="cut off"):
         _ = [each async for each in structured.astream("Paint my door.")]
-    found = short.with_structured_output(schema, method=method, include_raw=True).invoke("Paint my door.")
+    found = short.with_structured_output(schema, method=method, include_raw=True).invoke(
+        "Paint my door."
+    )
     assert (found["parsed"], type(found["parsing_error"])) == (None, OutputParserException)
     assert found["raw"].usage_metadata["output_tokens"] == 2
 
@@ -178,7 +204,10 @@ def test_a_grammar_holds_every_answer(kind: Any, engine: Engine) -> None:
 
 BAD = {
     "type": "function",
-    "function": {"name": "broken", "parameters": {"type": "object", "properties": {"a": {"type": "nonsense"}}}},
+    "function": {
+        "name": "broken",
+        "parameters": {"type": "object", "properties": {"a": {"type": "nonsense"}}},
+    },
 }
 
 
@@ -192,4 +221,6 @@ def test_a_schema_that_cannot_be_compiled_is_named(llm: ChatRagFuse) -> None:
     with pytest.raises(InputError, match="knows no method 'yaml'"):
         llm.with_structured_output(Paint, method="yaml")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="leave one of them out"):
-        llm.bind_tools([paint, knock], tool_choice="any").invoke("Well?", grammar=Grammar.regex("a"))
+        llm.bind_tools([paint, knock], tool_choice="any").invoke(
+            "Well?", grammar=Grammar.regex("a")
+        )

@@ -1,4 +1,6 @@
-"""What tracers are told of cached tokens: LangSmith's through a server of its kind, others' through callbacks."""
+"""What tracers are told of cached tokens: LangSmith's through a server of its kind, others' through
+callbacks.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ def called(llm: ChatRagFuse, way: str, callback: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", ["invoke", "stream"])
-def test_langsmith_is_sent_cached_tokens_and_the_model_s_name(llm: ChatRagFuse, langsmith: Any, way: str) -> None:
+def test_langsmith_is_sent_cached_tokens_and_the_model_s_name(
+    llm: ChatRagFuse, langsmith: Any, way: str
+) -> None:
     tracer, ended = langsmith
     usage = called(llm, way, tracer)
     run = ended()

@@ -1,4 +1,6 @@
-"""What LangChain writes down of a model holds no secret; copies go on with its engine or its settings."""
+"""What LangChain writes down of a model holds no secret; copies go on with its engine or its
+settings.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,14 @@ MODELS = [ChatRagFuse, RagFuseLLM]
 @pytest.mark.parametrize("secret", SECRETS)
 def test_no_secret_is_written(tiny_settings: Settings, model: Any, secret: dict[str, Any]) -> None:
     llm = model(settings=tiny_settings.model_copy(update=secret))
-    for told in (dumpd(llm), dumps(llm), llm.to_json(), repr(llm), llm.dict(), llm._identifying_params):
+    for told in (
+        dumpd(llm),
+        dumps(llm),
+        llm.to_json(),
+        repr(llm),
+        llm.dict(),
+        llm._identifying_params,
+    ):
         assert "blue-7f31c0" not in str(told)
     for write in (llm.model_dump, llm.model_dump_json):
         with pytest.raises(Exception, match="secret in") as refused:
@@ -43,7 +52,9 @@ def test_what_is_dumped_makes_the_same_model(tiny_settings: Settings, model: Any
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_copies_share_the_engine_and_go_on_with_the_settings(tiny_settings: Settings, model: Any) -> None:
+def test_copies_share_the_engine_and_go_on_with_the_settings(
+    tiny_settings: Settings, model: Any
+) -> None:
     with Engine(tiny_settings) as engine:
         llm = model(engine=engine, ratio=0.25)
         for again in (copy.copy(llm), copy.deepcopy(llm), llm.model_copy(deep=True)):

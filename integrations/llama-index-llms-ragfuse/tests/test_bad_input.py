@@ -1,4 +1,6 @@
-"""What cannot work says what was wanted, what was found and what to do, and leaves nothing behind."""
+"""What cannot work says what was wanted, what was found and what to do, and leaves nothing
+behind.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def writers() -> list[threading.Thread]:
 
 
 @pytest.mark.parametrize("call", CALLS)
-async def test_a_model_that_is_not_there_is_named_when_it_is_first_used(tmp_path: Path, call: str) -> None:
+async def test_a_model_that_is_not_there_is_named_when_it_is_first_used(
+    tmp_path: Path, call: str
+) -> None:
     nowhere = RagFuseLLM(model=str(tmp_path / "no-model"), store=str(tmp_path / "store"))
     assert nowhere.to_dict()["model"].endswith("no-model")
     with pytest.raises(ModelError, match="no-model"):
@@ -59,16 +63,26 @@ async def _none(llm: RagFuseLLM, call: str) -> None:
     ("kind", "given", "told"),
     [
         (RagFuseLLM, {"modle": "x"}, "RagFuseLLM has no argument 'modle'. Did you mean model?"),
-        (RagFuseLLM, {"callback_manger": None}, "has no argument 'callback_manger'. Did you mean callback_manager?"),
+        (
+            RagFuseLLM,
+            {"callback_manger": None},
+            "has no argument 'callback_manger'. Did you mean callback_manager?",
+        ),
         (
             RagFuseLLM,
             {"dtype": "flot32"},
             "'bfloat16' or 'float16', found 'flot32'.",
         ),
-        (RagFuseLLM, {"settings": {"modle": "x"}}, "Settings has no argument 'modle'. Did you mean model?"),
+        (
+            RagFuseLLM,
+            {"settings": {"modle": "x"}},
+            "Settings has no argument 'modle'. Did you mean model?",
+        ),
     ],
 )
-def test_a_misspelt_argument_is_told_with_what_is_meant(kind: Any, given: dict[str, Any], told: str) -> None:
+def test_a_misspelt_argument_is_told_with_what_is_meant(
+    kind: Any, given: dict[str, Any], told: str
+) -> None:
     with pytest.raises(SettingsError) as refused:
         kind(**given)
     assert str(refused.value).endswith(told)
@@ -77,4 +91,7 @@ def test_a_misspelt_argument_is_told_with_what_is_meant(kind: Any, given: dict[s
 def test_fields_of_the_framework_are_taken_by_name_and_alias(engine: Engine) -> None:
     llm = RagFuseLLM(engine=engine, callback_manager=CallbackManager(), system_prompt="Be brief.")
     assert llm.system_prompt == "Be brief."
-    assert RagFuseLLM(model_name=engine.settings.model, settings=engine.settings).model == engine.settings.model
+    assert (
+        RagFuseLLM(model_name=engine.settings.model, settings=engine.settings).model
+        == engine.settings.model
+    )

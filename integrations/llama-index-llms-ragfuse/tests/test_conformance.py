@@ -29,7 +29,9 @@ class Conforming(LLMConformance):
         if not written:
             return
         assert len(written) < MAX_SETTINGS_BYTES
-        assert text_of(pickle.loads(written).complete(self.question)) == text_of(llm.complete(self.question))
+        assert text_of(pickle.loads(written).complete(self.question)) == text_of(
+            llm.complete(self.question)
+        )
 
 
 class TestTheTinyModel(Conforming):

@@ -28,7 +28,12 @@ from llama_index.llms.ragfuse.events import QUERIES
 from ragfuse import Ask, Engine
 
 Heard = tuple[tuple[str, str], ...]
-MODES = [ResponseMode.COMPACT, ResponseMode.REFINE, ResponseMode.TREE_SUMMARIZE, ResponseMode.SIMPLE_SUMMARIZE]
+MODES = [
+    ResponseMode.COMPACT,
+    ResponseMode.REFINE,
+    ResponseMode.TREE_SUMMARIZE,
+    ResponseMode.SIMPLE_SUMMARIZE,
+]
 
 
 class Shelf(BaseRetriever):
@@ -49,15 +54,23 @@ class Shelf(BaseRetriever):
 
 def nodes(query: str) -> list[NodeWithScore]:
     return [
-        NodeWithScore(node=TextNode(text=f"\n The {query} letter {n}. \n", metadata={"file_name": f"{query}-{n}"}))
+        NodeWithScore(
+            node=TextNode(
+                text=f"\n The {query} letter {n}. \n", metadata={"file_name": f"{query}-{n}"}
+            )
+        )
         for n in (1, 2)
     ]
 
 
 def texts(*queries: str) -> Heard:
-    """What the engine is to hear of these questions' nodes: with their metadata, as synthesizers put them."""
+    """What the engine is to hear of these questions' nodes: with their metadata, as synthesizers
+    put them.
+    """
     return tuple(
-        (f"file_name: {query}-{n}\n\n\n The {query} letter {n}.", f"{query}-{n}") for query in queries for n in (1, 2)
+        (f"file_name: {query}-{n}\n\n\n The {query} letter {n}.", f"{query}-{n}")
+        for query in queries
+        for n in (1, 2)
     )
 
 
@@ -134,8 +147,12 @@ async def test_chat_engines_tell_their_nodes(llm: RagFuseLLM, asks: list[Ask], k
 class Cut(BaseNodePostprocessor):
     """Gives the last node a new text."""
 
-    def _postprocess_nodes(self, nodes: list[NodeWithScore], query_bundle: Any = None) -> list[NodeWithScore]:
-        return [NodeWithScore(node=TextNode(text="A cut letter.", metadata=nodes[-1].node.metadata))]
+    def _postprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: Any = None
+    ) -> list[NodeWithScore]:
+        return [
+            NodeWithScore(node=TextNode(text="A cut letter.", metadata=nodes[-1].node.metadata))
+        ]
 
 
 async def test_what_postprocessors_made_is_told_too(llm: RagFuseLLM, asks: list[Ask]) -> None:
@@ -165,12 +182,16 @@ async def test_nodes_put_into_a_prompt_by_hand_are_told(llm: RagFuseLLM, asks: l
     await llm.achat([ChatMessage(joined(found))])
     _ = [each async for each in await llm.astream_chat([ChatMessage(joined(found))])]
     assert [ask.documents for ask in asks[3:]] == [bare("valley")] * 3
-    await asyncio.to_thread(llm.complete, "\n\n".join(text for text, _ in texts("valley", "harbour")))
+    await asyncio.to_thread(
+        llm.complete, "\n\n".join(text for text, _ in texts("valley", "harbour"))
+    )
     assert asks[-1].documents == texts("valley", "harbour")
 
 
 @pytest.mark.parametrize("fused", [False, True])
-async def test_nodes_handed_to_a_synthesizer_are_told(llm: RagFuseLLM, asks: list[Ask], fused: bool) -> None:
+async def test_nodes_handed_to_a_synthesizer_are_told(
+    llm: RagFuseLLM, asks: list[Ask], fused: bool
+) -> None:
     """They may be from anywhere: a search without a retriever, a cache."""
     synthesizer = RagFuseSynthesizer(llm) if fused else get_response_synthesizer(llm=llm)
     synthesizer.synthesize("When?", nodes("harbour"))
@@ -184,7 +205,9 @@ async def test_nodes_handed_to_a_synthesizer_are_told(llm: RagFuseLLM, asks: lis
 class CallsOnce(RagFuseLLM):
     """Asks its engine only once its tool has answered: a random model writes no call."""
 
-    async def astream_chat_with_tools(self, tools: Any, chat_history: Any = None, **kwargs: Any) -> Any:
+    async def astream_chat_with_tools(
+        self, tools: Any, chat_history: Any = None, **kwargs: Any
+    ) -> Any:
         return await self.astream_chat(chat_history)
 
     async def astream_chat(self, messages: Any, **kwargs: Any) -> Any:
@@ -197,14 +220,18 @@ class CallsOnce(RagFuseLLM):
 
         return call()
 
-    def get_tool_calls_from_response(self, response: ChatResponse, *args: Any, **kwargs: Any) -> list[ToolSelection]:
+    def get_tool_calls_from_response(
+        self, response: ChatResponse, *args: Any, **kwargs: Any
+    ) -> list[ToolSelection]:
         if "Action" not in (response.message.content or ""):
             return []
         return [ToolSelection(tool_id="1", tool_name="letters", tool_kwargs={"input": "harbour"})]
 
 
 @pytest.mark.parametrize("kind", [FunctionAgent, ReActAgent])
-async def test_an_agent_is_told_what_its_tool_retrieved(engine: Engine, asks: list[Ask], kind: Any) -> None:
+async def test_an_agent_is_told_what_its_tool_retrieved(
+    engine: Engine, asks: list[Ask], kind: Any
+) -> None:
     tool = RetrieverTool.from_defaults(Shelf(), name="letters", description="Searches letters.")
     agent = kind(tools=[tool], llm=CallsOnce(engine=engine, max_tokens=4), streaming=True)
     await agent.run("When?", max_iterations=4)
@@ -213,10 +240,14 @@ async def test_an_agent_is_told_what_its_tool_retrieved(engine: Engine, asks: li
 
 
 @pytest.mark.parametrize("kind", [FunctionAgent, ReActAgent])
-async def test_a_query_engine_as_a_tool_tells_its_nodes(engine: Engine, asks: list[Ask], kind: Any) -> None:
+async def test_a_query_engine_as_a_tool_tells_its_nodes(
+    engine: Engine, asks: list[Ask], kind: Any
+) -> None:
     """The agent itself sees the query engine's answer."""
     inner = RagFuseLLM(engine=engine, max_tokens=4)
-    tool = QueryEngineTool.from_defaults(over(Shelf(), inner), name="letters", description="Searches letters.")
+    tool = QueryEngineTool.from_defaults(
+        over(Shelf(), inner), name="letters", description="Searches letters."
+    )
     agent = kind(tools=[tool], llm=CallsOnce(engine=engine, max_tokens=4), streaming=True)
     with pytest.raises(Exception, match="iterations"):
         await agent.run("When?", max_iterations=2)
@@ -228,7 +259,9 @@ async def test_a_query_engine_as_a_tool_tells_its_nodes(engine: Engine, asks: li
 
 
 @pytest.mark.parametrize("learn", ["off", "retrieved"])
-async def test_nothing_is_told_where_nothing_is_to_be_learned(engine: Engine, asks: list[Ask], learn: str) -> None:
+async def test_nothing_is_told_where_nothing_is_to_be_learned(
+    engine: Engine, asks: list[Ask], learn: str
+) -> None:
     llm = RagFuseLLM(engine=engine, max_tokens=4)
     llm._place = replace(llm._place, settings=engine.settings.model_copy(update={"learn": learn}))
     over(Shelf(), llm).query("harbour")

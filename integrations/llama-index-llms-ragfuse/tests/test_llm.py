@@ -40,7 +40,11 @@ async def gathered(stream: Any) -> list[Any]:
 async def test_the_eight_calls_agree_and_reuse_what_is_known(llm: RagFuseLLM) -> None:
     chats = [llm.chat(CHAT), await llm.achat(CHAT), list(llm.stream_chat(CHAT))[-1]]
     chats.append((await gathered(llm.astream_chat(CHAT)))[-1])
-    completions = [llm.complete(ASKED), await llm.acomplete(ASKED), list(llm.stream_complete(ASKED))[-1]]
+    completions = [
+        llm.complete(ASKED),
+        await llm.acomplete(ASKED),
+        list(llm.stream_complete(ASKED))[-1],
+    ]
     completions.append((await gathered(llm.astream_complete(ASKED)))[-1])
     texts = {each.message.content for each in chats} | {each.text for each in completions}
     assert len(texts) == 1
@@ -55,9 +59,17 @@ def test_usage_is_counted(llm: RagFuseLLM, engine: Engine) -> None:
     llm.callback_manager = CallbackManager([counter])
     response = llm.chat(CHAT)
     usage = response.raw["usage"]
-    assert usage["prompt_tokens"] == len(engine.prompt([("user", ASKED)])) == counter.prompt_llm_token_count
+    assert (
+        usage["prompt_tokens"]
+        == len(engine.prompt([("user", ASKED)]))
+        == counter.prompt_llm_token_count
+    )
     assert usage["completion_tokens"] == 12 == counter.completion_llm_token_count
-    assert usage["prompt_tokens_details"]["cached_tokens"] > response.raw["ragfuse"]["tokens_reused"] > 0
+    assert (
+        usage["prompt_tokens_details"]["cached_tokens"]
+        > response.raw["ragfuse"]["tokens_reused"]
+        > 0
+    )
     assert usage["prompt_tokens_details"]["cache_creation_tokens"] == 0
     assert response.additional_kwargs["total_tokens"] == usage["total_tokens"]
 
@@ -66,7 +78,10 @@ def test_ratio_one_answers_like_full_prefill(llm: RagFuseLLM) -> None:
     fused, full = llm.chat(CHAT, ratio=1.0), llm.chat(CHAT, reuse=False)
     assert fused.message.content == full.message.content
     assert full.raw["ragfuse"]["fallback_reason"]
-    assert full.raw["usage"]["prompt_tokens_details"] == {"cached_tokens": 0, "cache_creation_tokens": 0}
+    assert full.raw["usage"]["prompt_tokens_details"] == {
+        "cached_tokens": 0,
+        "cache_creation_tokens": 0,
+    }
 
 
 def test_a_formatted_text_goes_to_the_model_as_it_is(llm: RagFuseLLM, engine: Engine) -> None:
@@ -77,17 +92,36 @@ def test_a_formatted_text_goes_to_the_model_as_it_is(llm: RagFuseLLM, engine: En
     assert own.complete("Why?").raw["usage"]["prompt_tokens"] == len(engine.prompt("Q: Why? A:"))
 
 
-def test_roles_reach_the_template_and_neighbours_are_merged(llm: RagFuseLLM, engine: Engine) -> None:
-    said = [("developer", "Be brief."), ("user", "Ask."), ("user", "Again."), ("model", "Wait."), ("user", "And?")]
+def test_roles_reach_the_template_and_neighbours_are_merged(
+    llm: RagFuseLLM, engine: Engine
+) -> None:
+    said = [
+        ("developer", "Be brief."),
+        ("user", "Ask."),
+        ("user", "Again."),
+        ("model", "Wait."),
+        ("user", "And?"),
+    ]
     messages = [ChatMessage(role=role, content=text) for role, text in said]
-    expected = "<s><|system|>Be brief.\n<|user|>Ask.\nAgain.\n<|assistant|>Wait.\n<|user|>And?\n<|assistant|>"
-    assert llm.chat(messages).raw["usage"]["prompt_tokens"] == len(engine.tokens(expected, special=True))
-    blocks = [ChatMessage(role=MessageRole.USER, blocks=[TextBlock(text="As"), TextBlock(text="k.")])]
-    assert llm.chat(blocks).message.content == llm.chat([ChatMessage(content="Ask.")]).message.content
+    expected = (
+        "<s><|system|>Be"
+        " brief.\n<|user|>Ask.\nAgain.\n<|assistant|>Wait.\n<|user|>And?\n<|assistant|>"
+    )
+    assert llm.chat(messages).raw["usage"]["prompt_tokens"] == len(
+        engine.tokens(expected, special=True)
+    )
+    blocks = [
+        ChatMessage(role=MessageRole.USER, blocks=[TextBlock(text="As"), TextBlock(text="k.")])
+    ]
+    assert (
+        llm.chat(blocks).message.content == llm.chat([ChatMessage(content="Ask.")]).message.content
+    )
 
 
 def test_what_cannot_work_is_refused(llm: RagFuseLLM) -> None:
-    image = ChatMessage(role="user", blocks=[TextBlock(text="What is it?"), ImageBlock(url="http://x/y.png")])
+    image = ChatMessage(
+        role="user", blocks=[TextBlock(text="What is it?"), ImageBlock(url="http://x/y.png")]
+    )
     with pytest.raises(InputError, match=r"'image' cannot be read"):
         llm.chat([image])
     with pytest.raises(SettingsError, match=r"no argument 'ratios'"):

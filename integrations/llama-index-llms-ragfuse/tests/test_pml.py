@@ -1,4 +1,6 @@
-"""Prompts in PML through LlamaIndex's LLM: predictions, chats, completions, all eight calls; values stay text."""
+"""Prompts in PML through LlamaIndex's LLM: predictions, chats, completions, all eight calls; values
+stay text.
+"""
 
 from __future__ import annotations
 
@@ -51,33 +53,52 @@ async def test_every_call_answers_as_the_engine_does_and_says_what_was_reused(
     messages, text = template.format_messages(**VALUES), template.format(**VALUES)
     chats = [llm.chat(messages), await llm.achat(messages), list(llm.stream_chat(messages))[-1]]
     chats.append(await last(llm.astream_chat(messages)))
-    completions = [llm.complete(text, formatted=True), await llm.acomplete(text), list(llm.stream_complete(text))[-1]]
+    completions = [
+        llm.complete(text, formatted=True),
+        await llm.acomplete(text),
+        list(llm.stream_complete(text))[-1],
+    ]
     completions.append(await last(llm.astream_complete(text, formatted=True)))
-    assert {each.message.content for each in chats} | {each.text for each in completions} == {expected.text}
+    assert {each.message.content for each in chats} | {each.text for each in completions} == {
+        expected.text
+    }
     for response in (*chats, *completions):
         assert response.raw["ragfuse"]["modules"] == [".", "plan"]
-        assert response.raw["usage"]["prompt_tokens_details"]["cached_tokens"] == expected.trace.tokens_reused > 0
+        assert (
+            response.raw["usage"]["prompt_tokens_details"]["cached_tokens"]
+            == expected.trace.tokens_reused
+            > 0
+        )
 
 
 def test_a_prompt_function_and_some_values_ahead_are_taken(llm: RagFuseLLM, engine: Engine) -> None:
     template = PMLPromptTemplate(journey, question="{question}")
     week = template.partial_format(days="a week")
-    assert llm.predict(week, question="Where?") == engine.answer(journey("a week").asking("Where?")).text
+    assert (
+        llm.predict(week, question="Where?")
+        == engine.answer(journey("a week").asking("Where?")).text
+    )
     assert template.kwargs == {}
     with pytest.raises(InputError, match="variable 'days' is missing"):
         llm.predict(template, question="Where?")
 
 
-def test_a_rich_template_of_ones_own_runs_over_its_encoded_text(llm: RagFuseLLM, engine: Engine) -> None:
+def test_a_rich_template_of_ones_own_runs_over_its_encoded_text(
+    llm: RagFuseLLM, engine: Engine
+) -> None:
     rich = RichPromptTemplate(RICH, template_var_mappings={"question": "query_str"}, topic="tea")
-    template = PMLPromptTemplate.from_template("tell", rich, max_tokens={"topic": 8, "query_str": 60})
+    template = PMLPromptTemplate.from_template(
+        "tell", rich, max_tokens={"topic": 8, "query_str": 60}
+    )
     expected = template.template.fill({"topic": "tea", "query_str": HOSTILE}).request
     assert llm.predict(template, question=HOSTILE) == engine.answer(expected).text
     with pytest.raises(PMLError, match="in a template"):
         PMLPromptTemplate.from_template("t", RichPromptTemplate("{% if a %}b{% endif %}"), 9)
 
 
-async def test_an_object_is_asked_for_behind_it(template: PMLPromptTemplate, engine: Engine) -> None:
+async def test_an_object_is_asked_for_behind_it(
+    template: PMLPromptTemplate, engine: Engine
+) -> None:
     llm = RagFuseLLM(engine=engine, max_tokens=60)
     with traces() as seen:
         found = llm.structured_predict(Door, template, **VALUES)

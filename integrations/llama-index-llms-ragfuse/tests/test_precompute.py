@@ -1,4 +1,6 @@
-"""KVPrecompute: nodes into the store ahead of the questions, and out of it when no document has them any more."""
+"""KVPrecompute: nodes into the store ahead of the questions, and out of it when no document has
+them any more.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,22 @@ from llama_index.llms.ragfuse import KVPrecompute, RagFuseLLM
 from ragfuse import Engine, InputError
 from ragfuse.types.plan import LoadPlan
 
-GREEN = "The lighthouse of Port Elling is painted green, because red paint was too dear in the year it was built."
-GREY = "The lighthouse of Port Elling is painted grey, because green paint was too dear when it was repaired."
-OIL = "Its lamp burned whale oil until 1902, then petroleum, and since the year 1957 it has been electric."
-TREES = "Every October the village of the walnut valley holds a fair at which the oldest tree is given a name."
+GREEN = (
+    "The lighthouse of Port Elling is painted green, because red paint was too dear in the year it"
+    " was built."
+)
+GREY = (
+    "The lighthouse of Port Elling is painted grey, because green paint was too dear when it was"
+    " repaired."
+)
+OIL = (
+    "Its lamp burned whale oil until 1902, then petroleum, and since the year 1957 it has been"
+    " electric."
+)
+TREES = (
+    "Every October the village of the walnut valley holds a fair at which the oldest tree is given"
+    " a name."
+)
 SPLITTER = SentenceSplitter(chunk_size=30, chunk_overlap=0, paragraph_separator="\n\n")
 
 
@@ -34,7 +48,10 @@ def kept(llm: RagFuseLLM, *more: str) -> set[str]:
     """Which of the texts would come from the store, were they in a prompt."""
     engine = llm.get_engine()
     engine.flush()
-    plans = {text: engine.plan(f"Read this.\n\n{text}\n\nWhy is that?") for text in (GREEN, GREY, OIL, TREES, *more)}
+    plans = {
+        text: engine.plan(f"Read this.\n\n{text}\n\nWhy is that?")
+        for text in (GREEN, GREY, OIL, TREES, *more)
+    }
     return {text for text, plan in plans.items() if len(engine.tokens(text)) in _fetched(plan)}
 
 
@@ -49,7 +66,9 @@ def nodes(*texts: str) -> list[BaseNode]:
 
 def test_a_pipeline_precomputes_what_its_splitter_makes(llm: RagFuseLLM, engine: Engine) -> None:
     step = KVPrecompute(llm)
-    made = IngestionPipeline(transformations=[SPLITTER, step]).run(documents=[document("a", GREEN, OIL)])
+    made = IngestionPipeline(transformations=[SPLITTER, step]).run(
+        documents=[document("a", GREEN, OIL)]
+    )
     assert [node.get_content() for node in made] == [GREEN, OIL]
     assert kept(llm) == {GREEN, OIL}
     assert step.ensure(made).encoded == 0
@@ -60,7 +79,9 @@ async def test_nodes_are_ensured_with_progress_and_without_empty_ones(llm: RagFu
     step, seen = KVPrecompute(llm), list[int]()
     first = nodes(GREEN)
     assert await step.acall(first) == first
-    done = step.ensure(nodes(GREEN, "", " \n", OIL, GREEN), lambda so_far: seen.append(so_far.encoded))
+    done = step.ensure(
+        nodes(GREEN, "", " \n", OIL, GREEN), lambda so_far: seen.append(so_far.encoded)
+    )
     assert (done.chunks, done.encoded, seen) == (3, 1, [0, 1, 1])
     assert step.ensure([]).chunks == 0
 
@@ -75,7 +96,9 @@ def test_the_kv_of_deleted_nodes_is_forgotten(llm: RagFuseLLM) -> None:
 
 def test_several_workers_are_refused(llm: RagFuseLLM) -> None:
     step = KVPrecompute(llm)
-    with pytest.raises(InputError, match=r"Run the pipeline with num_workers=None.*ensure\(nodes\)"):
+    with pytest.raises(
+        InputError, match=r"Run the pipeline with num_workers=None.*ensure\(nodes\)"
+    ):
         pickle.dumps(step)
     ingest = IngestionPipeline(transformations=[SPLITTER, step], disable_cache=True)
     documents = [document("a", GREEN), document("b", OIL)]

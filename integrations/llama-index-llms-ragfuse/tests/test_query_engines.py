@@ -1,4 +1,6 @@
-"""Query engines: the zero-change modes and the synthesizer on a tiny model, a real index with the embedded one."""
+"""Query engines: the zero-change modes and the synthesizer on a tiny model, a real index with the
+embedded one.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,11 @@ class Heard(BaseEventHandler):
         """Per chat: where the chunks that came from the store are from."""
         traces = [response.raw["ragfuse"] for response in self.responses]
         return [
-            [each["source"] for each in trace["segments"] if each["kind"] == "chunk" and each["hit"]]
+            [
+                each["source"]
+                for each in trace["segments"]
+                if each["kind"] == "chunk" and each["hit"]
+            ]
             for trace in traces
         ]
 
@@ -70,15 +76,23 @@ def llm(engine: Engine) -> RagFuseLLM:
     return RagFuseLLM(engine=engine)
 
 
-@pytest.mark.parametrize("mode", [ResponseMode.COMPACT, ResponseMode.REFINE, ResponseMode.TREE_SUMMARIZE])
-def test_synthesizers_of_the_house_find_precomputed_nodes(llm: RagFuseLLM, heard: Heard, mode: ResponseMode) -> None:
+@pytest.mark.parametrize(
+    "mode", [ResponseMode.COMPACT, ResponseMode.REFINE, ResponseMode.TREE_SUMMARIZE]
+)
+def test_synthesizers_of_the_house_find_precomputed_nodes(
+    llm: RagFuseLLM, heard: Heard, mode: ResponseMode
+) -> None:
     KVPrecompute(llm).ensure([each.node for each in NODES])
     get_response_synthesizer(llm=llm, response_mode=mode).synthesize(QUESTION, NODES)
     together = [["0.txt", "1.txt", "2.txt"]]
-    assert heard.hits() == ([["0.txt"], ["1.txt"], ["2.txt"]] if mode is ResponseMode.REFINE else together)
+    assert heard.hits() == (
+        [["0.txt"], ["1.txt"], ["2.txt"]] if mode is ResponseMode.REFINE else together
+    )
 
 
-async def test_our_synthesizer_needs_no_precomputing(llm: RagFuseLLM, engine: Engine, heard: Heard) -> None:
+async def test_our_synthesizer_needs_no_precomputing(
+    llm: RagFuseLLM, engine: Engine, heard: Heard
+) -> None:
     synthesizer = RagFuseSynthesizer(llm)
     synthesizer.synthesize(QUESTION, NODES)
     engine.flush()
@@ -93,13 +107,17 @@ async def test_our_synthesizer_needs_no_precomputing(llm: RagFuseLLM, engine: En
 
 def test_nodes_that_do_not_fit_refine_the_answer(engine: Engine, heard: Heard) -> None:
     llm = RagFuseLLM(engine=engine, context_window=1200, max_tokens=8)
-    long = NodeWithScore(node=TextNode(text=" ".join(f"Ship number {number} came in." for number in range(60))))
+    long = NodeWithScore(
+        node=TextNode(text=" ".join(f"Ship number {number} came in." for number in range(60)))
+    )
     RagFuseSynthesizer(llm).synthesize(QUESTION, [*NODES, long])
     lengths = [response.raw["ragfuse"]["tokens"] for response in heard.responses]
     assert len(lengths) > 2
     assert max(lengths) <= 1200 - 8
     with pytest.raises(ValueError, match="not positive"):
-        RagFuseSynthesizer(RagFuseLLM(engine=engine, context_window=600)).synthesize(QUESTION, NODES)
+        RagFuseSynthesizer(RagFuseLLM(engine=engine, context_window=600)).synthesize(
+            QUESTION, NODES
+        )
 
 
 def test_our_synthesizer_wants_our_llm() -> None:
@@ -107,10 +125,14 @@ def test_our_synthesizer_wants_our_llm() -> None:
         RagFuseSynthesizer("gpt")  # type: ignore[arg-type]
 
 
-def test_a_pipeline_precomputes_and_its_cache_knows_the_model(llm: RagFuseLLM, engine: Engine) -> None:
+def test_a_pipeline_precomputes_and_its_cache_knows_the_model(
+    llm: RagFuseLLM, engine: Engine
+) -> None:
     step = KVPrecompute(llm)
     assert step.to_dict()["model"] == engine.digest
-    pipeline = IngestionPipeline(transformations=[SentenceSplitter(chunk_size=96, chunk_overlap=0), step])
+    pipeline = IngestionPipeline(
+        transformations=[SentenceSplitter(chunk_size=96, chunk_overlap=0), step]
+    )
     pipeline.cache = IngestionCache()
     nodes = pipeline.run(documents=[Document(text=LETTERS, metadata={"file_name": "elling.txt"})])
     assert len(nodes) > 3
@@ -126,10 +148,16 @@ async def test_precomputing_tells_its_progress(llm: RagFuseLLM) -> None:
 
 
 @pytest.mark.embedded
-async def test_a_real_index_answers_from_the_store(real_engine: Engine, minilm: str, heard: Heard) -> None:
-    """Real splits, embeddings and FAISS index; nothing changed but the LLM and one step of the ingest."""
+async def test_a_real_index_answers_from_the_store(
+    real_engine: Engine, minilm: str, heard: Heard
+) -> None:
+    """Real splits, embeddings and FAISS index; nothing changed but the LLM and one step of the
+    ingest.
+    """
     llm, embedder = RagFuseLLM(engine=real_engine), HuggingFaceEmbedding(model_name=minilm)
-    storage = StorageContext.from_defaults(vector_store=FaissVectorStore(faiss_index=faiss.IndexFlatL2(384)))
+    storage = StorageContext.from_defaults(
+        vector_store=FaissVectorStore(faiss_index=faiss.IndexFlatL2(384))
+    )
     index = VectorStoreIndex.from_documents(
         [Document(text=LETTERS, metadata={"file_name": "elling.txt"})],
         storage_context=storage,
@@ -149,9 +177,19 @@ async def test_a_real_index_answers_from_the_store(real_engine: Engine, minilm: 
     stream = index.as_query_engine(llm=llm, similarity_top_k=3, streaming=True).query(QUESTION)
     assert "".join(stream.response_gen) == answer
     assert str(await query.aquery(QUESTION)) == answer
-    fused = index.as_query_engine(similarity_top_k=3, llm=llm, response_synthesizer=RagFuseSynthesizer(llm))
+    fused = index.as_query_engine(
+        similarity_top_k=3, llm=llm, response_synthesizer=RagFuseSynthesizer(llm)
+    )
     assert str(fused.query(QUESTION)) == answer
-    assert all(share > 0.8 for share in heard.reused()[1:])  # the first chunk now as the prompt's beginning
-    full, all_again = RagFuseLLM(engine=real_engine, reuse=False), RagFuseLLM(engine=real_engine, ratio=1.0)
-    answers = [str(index.as_query_engine(llm=each, similarity_top_k=3).query(QUESTION)) for each in (full, all_again)]
+    assert all(
+        share > 0.8 for share in heard.reused()[1:]
+    )  # the first chunk now as the prompt's beginning
+    full, all_again = (
+        RagFuseLLM(engine=real_engine, reuse=False),
+        RagFuseLLM(engine=real_engine, ratio=1.0),
+    )
+    answers = [
+        str(index.as_query_engine(llm=each, similarity_top_k=3).query(QUESTION))
+        for each in (full, all_again)
+    ]
     assert answers[0] == answers[1]

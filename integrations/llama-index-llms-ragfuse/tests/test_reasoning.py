@@ -1,4 +1,6 @@
-"""Thoughts, penalties, ends and calls one by one: fields of an answer and of a question as LlamaIndex has them."""
+"""Thoughts, penalties, ends and calls one by one: fields of an answer and of a question as
+LlamaIndex has them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def thinking(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """An engine over a model whose prompts open a thought."""
     home = tmp_path_factory.mktemp("thinking")
     folder = thinking_model(tiny_path, home / "model")
-    with Engine(Settings(model=str(folder), dtype="float32", store=home / "store", home=home, max_tokens=40)) as made:
+    with Engine(
+        Settings(model=str(folder), dtype="float32", store=home / "store", home=home, max_tokens=40)
+    ) as made:
         yield made
 
 
@@ -43,8 +47,13 @@ def test_a_thought_is_a_block_of_its_own(thinking: Engine) -> None:
     assert isinstance(text, TextBlock)
     assert answer.message.content == "Forty."
     assert answer.raw["reasoning_content"] == "I count."
-    assert [turn.reasoning for turn in to_ragfuse_messages([*ASKED, answer.message])] == ["", "I count."]
-    assert to_ragfuse_messages([answer.message, answer.message])[0].reasoning == "I count.\nI count."
+    assert [turn.reasoning for turn in to_ragfuse_messages([*ASKED, answer.message])] == [
+        "",
+        "I count.",
+    ]
+    assert (
+        to_ragfuse_messages([answer.message, answer.message])[0].reasoning == "I count.\nI count."
+    )
     plain = llm.chat(ASKED, **saying(thinking, "</think>Forty."))
     assert [block.block_type for block in plain.message.blocks] == ["text"]
     assert "reasoning_content" not in plain.raw

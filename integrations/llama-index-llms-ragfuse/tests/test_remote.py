@@ -1,4 +1,6 @@
-"""The same query engines with the LLM at a server: one argument more, the same tokens, traces and counts."""
+"""The same query engines with the LLM at a server: one argument more, the same tokens, traces and
+counts.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def local(engine: Engine) -> RagFuseLLM:
 
 def told(trace: Trace) -> Any:
     """Everything of a trace but times and the name of the model."""
-    kinds = [(each.kind, each.n_tokens, each.start, each.hit, each.source) for each in trace.segments]
+    kinds = [
+        (each.kind, each.n_tokens, each.start, each.hit, each.source) for each in trace.segments
+    ]
     return kinds, trace.tokens, trace.tokens_reused, trace.tokens_recomputed, trace.tokens_fresh
 
 
@@ -98,7 +102,9 @@ def test_streams_and_awaited_answers_are_the_whole_one(llm: RagFuseLLM, local: R
     assert asyncio.run(asked()) == [whole.message.content] * 9
 
 
-def test_what_prompt_helpers_ask_is_what_the_server_says(llm: RagFuseLLM, local: RagFuseLLM) -> None:
+def test_what_prompt_helpers_ask_is_what_the_server_says(
+    llm: RagFuseLLM, local: RagFuseLLM
+) -> None:
     here, there = local.metadata, llm.metadata
     assert (here.context_window, here.num_output, here.is_chat_model) == (
         there.context_window,
@@ -115,7 +121,12 @@ def test_templates_in_pml_are_registered_at_the_server(llm: RagFuseLLM, local: R
     answers = []
     for model in (local, llm):
         with traces() as found:
-            answers.append((model.predict(template, **{**pml.VALUES, "question": pml.HOSTILE}), found[0].modules))
+            answers.append(
+                (
+                    model.predict(template, **{**pml.VALUES, "question": pml.HOSTILE}),
+                    found[0].modules,
+                )
+            )
     assert answers[0] == answers[1]
     assert answers[1][1] != ()
 
@@ -130,14 +141,18 @@ def test_a_dict_or_pickle_has_the_address_and_the_dict_no_key(
     for shown in (str(llm.to_dict()), llm.to_json(), repr(llm), str(llm)):
         assert KEY not in shown
     assert RagFuseLLM.from_dict(llm.to_dict()).complete("Who?").text == llm.complete("Who?").text
-    assert RagFuseLLM(engine=RemoteEngine(served.url, KEY)).complete("Who?").text == llm.complete("Who?").text
+    assert (
+        RagFuseLLM(engine=RemoteEngine(served.url, KEY)).complete("Who?").text
+        == llm.complete("Who?").text
+    )
 
 
 def test_constructing_and_asking_loads_neither_torch_nor_transformers(served: Served) -> None:
     code = (
-        "import sys; from llama_index.llms.ragfuse import RagFuseLLM; "
-        f"llm = RagFuseLLM(base_url={served.url!r}, api_key={KEY!r}); print(len(llm.complete('Who?').text)); "
-        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+        "import sys; from llama_index.llms.ragfuse import RagFuseLLM; llm ="
+        f" RagFuseLLM(base_url={served.url!r}, api_key={KEY!r});"
+        " print(len(llm.complete('Who?').text)); print(sorted({'torch', 'transformers'} &"
+        " set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert run.stdout.splitlines() == ["12", "[]"], run.stderr[-2000:]
@@ -147,7 +162,9 @@ def test_constructing_and_asking_loads_neither_torch_nor_transformers(served: Se
 def url(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a server in a process of its own, whose threads are no leak of a client."""
     home = tmp_path_factory.mktemp("conformance")
-    settings = Settings(model=str(tiny_path), dtype="float32", store=home / "store", home=home, max_tokens=12)
+    settings = Settings(
+        model=str(tiny_path), dtype="float32", store=home / "store", home=home, max_tokens=12
+    )
     with process(settings) as (_, found):
         yield found
 

@@ -19,8 +19,14 @@ NODES = [
     NodeWithScore(node=TextNode(text=text, metadata={"file_name": f"{number}.txt"}))
     for number, text in enumerate(
         (
-            "The lighthouse of Port Elling is painted green, because red paint was too dear in the year it was built.",
-            "Its lamp burned whale oil until 1902, then petroleum, and since the year 1957 it has been electric.",
+            (
+                "The lighthouse of Port Elling is painted green, because red paint was too dear in the"
+                " year it was built."
+            ),
+            (
+                "Its lamp burned whale oil until 1902, then petroleum, and since the year 1957 it has"
+                " been electric."
+            ),
         )
     )
 ]
@@ -44,16 +50,22 @@ def llm(engine: Engine) -> RagFuseLLM:
     return RagFuseLLM(engine=engine)
 
 
-async def said(synthesizer: RagFuseSynthesizer, way: str, nodes: list[NodeWithScore]) -> tuple[Any, str]:
+async def said(
+    synthesizer: RagFuseSynthesizer, way: str, nodes: list[NodeWithScore]
+) -> tuple[Any, str]:
     """The response and its text."""
     response: Any = (
-        await synthesizer.asynthesize(QUESTION, nodes) if way == "awaited" else synthesizer.synthesize(QUESTION, nodes)
+        await synthesizer.asynthesize(QUESTION, nodes)
+        if way == "awaited"
+        else synthesizer.synthesize(QUESTION, nodes)
     )
     return response, str(response)
 
 
 @pytest.mark.parametrize("way", ["whole", "awaited"])
-async def test_objects_are_synthesized_from_marked_nodes(llm: RagFuseLLM, engine: Engine, way: str) -> None:
+async def test_objects_are_synthesized_from_marked_nodes(
+    llm: RagFuseLLM, engine: Engine, way: str
+) -> None:
     llm.max_tokens = 40
     synthesizer = RagFuseSynthesizer(llm, output_cls=Paint)
     await said(synthesizer, way, NODES)
@@ -80,6 +92,9 @@ async def test_an_earlier_answer_is_refined(llm: RagFuseLLM) -> None:
     with traces() as seen:
         fresh = synthesizer.get_response(QUESTION, texts)
         refined = synthesizer.get_response(QUESTION, texts, prev_response="It is green.")
-        assert await synthesizer.aget_response(QUESTION, texts, prev_response="It is green.") == refined
+        assert (
+            await synthesizer.aget_response(QUESTION, texts, prev_response="It is green.")
+            == refined
+        )
     assert isinstance(fresh, str)
     assert seen[0].tokens != seen[1].tokens == seen[2].tokens

@@ -1,4 +1,6 @@
-"""Function calling and structured prediction: held by constrained decoding, so that a random model holds them too."""
+"""Function calling and structured prediction: held by constrained decoding, so that a random model
+holds them too.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,13 @@ from typing import Any, Literal
 
 import pytest
 from llama_index.core.agent.workflow import FunctionAgent
-from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock, ThinkingBlock, ToolCallBlock
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ImageBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
+)
 from llama_index.core.bridge.pydantic import BaseModel, Field
 from llama_index.core.program import FunctionCallingProgram, LLMTextCompletionProgram
 from llama_index.core.prompts import PromptTemplate
@@ -25,7 +33,12 @@ from ragfuse import Engine, Grammar, InputError, ToolCall
 
 QUESTION = "How many ships came in on Tuesday?"
 ASKED = PromptTemplate("Look at this. {question}")
-NODE = TextNode(text="The harbour of Port Elling was dug in 1847 by sailors who had lost their ship in a winter storm.")
+NODE = TextNode(
+    text=(
+        "The harbour of Port Elling was dug in 1847 by sailors who had lost their ship in a winter"
+        " storm."
+    )
+)
 
 
 class Ship(BaseModel):
@@ -77,7 +90,10 @@ def weigh(is_full: bool) -> str:
     return f"tons of {is_full}"
 
 
-TOOLS = [FunctionTool.from_defaults(count, fn_schema=Rig), FunctionTool.from_defaults(weigh, fn_schema=Load)]
+TOOLS = [
+    FunctionTool.from_defaults(count, fn_schema=Rig),
+    FunctionTool.from_defaults(weigh, fn_schema=Load),
+]
 
 
 @pytest.fixture
@@ -89,7 +105,9 @@ def llm(engine: Engine) -> RagFuseLLM:
 
 
 @pytest.mark.parametrize(
-    "choice", ["weigh", {"type": "function", "function": {"name": "weigh"}}, {"name": "weigh"}], ids=str
+    "choice",
+    ["weigh", {"type": "function", "function": {"name": "weigh"}}, {"name": "weigh"}],
+    ids=str,
 )
 def test_a_tool_is_chosen_by_name(llm: RagFuseLLM, choice: Any) -> None:
     response = llm.chat_with_tools(TOOLS, QUESTION, tool_choice=choice)
@@ -118,22 +136,35 @@ async def test_streams_say_calls_in_their_last_response(llm: RagFuseLLM) -> None
     got = [each async for each in stream]
     got_sync = list(llm.stream_chat_with_tools(TOOLS, QUESTION, tool_choice="count"))
     for *early, last in (got, got_sync):
-        assert [each for each in early if each.delta or llm.get_tool_calls_from_response(each, False)] == []
+        assert [
+            each for each in early if each.delta or llm.get_tool_calls_from_response(each, False)
+        ] == []
         assert llm.get_tool_calls_from_response(last)[0].tool_name == "count"
         assert not last.delta
 
 
 def test_calls_and_results_are_turns_of_the_conversation() -> None:
-    openai = {"id": "1", "type": "function", "function": {"name": "count", "arguments": '{"rig": "brig"}'}}
+    openai = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "count", "arguments": '{"rig": "brig"}'},
+    }
     said = {"tool_call_id": "1", "name": "count"}
     turns = to_ragfuse_messages(
         [
             ChatMessage(role="user", content="Count."),
             ChatMessage(role="user", content="Now."),
-            ChatMessage(role="assistant", blocks=[ThinkingBlock(content="Hm."), ToolCallBlock(tool_name="weigh")]),
+            ChatMessage(
+                role="assistant",
+                blocks=[ThinkingBlock(content="Hm."), ToolCallBlock(tool_name="weigh")],
+            ),
             ChatMessage(role="tool", content="ten", additional_kwargs={"tool_call_id": "0"}),
             ChatMessage(role="assistant", content="", additional_kwargs={"tool_calls": [openai]}),
-            ChatMessage(role="function", blocks=[TextBlock(text="four"), TextBlock(text="ty")], additional_kwargs=said),
+            ChatMessage(
+                role="function",
+                blocks=[TextBlock(text="four"), TextBlock(text="ty")],
+                additional_kwargs=said,
+            ),
         ]
     )
     assert turns == [
@@ -146,21 +177,29 @@ def test_calls_and_results_are_turns_of_the_conversation() -> None:
 
 
 async def test_an_agent_asks_a_query_engine_and_answers(llm: RagFuseLLM) -> None:
-    """Its first step calls the tool, whose own answer comes from the store; so does the node in the second step."""
+    """Its first step calls the tool, whose own answer comes from the store; so does the node in the
+    second step.
+    """
     KVPrecompute(llm).ensure([NODE])
     short = llm.model_copy(update={"max_tokens": 16})
-    book = RetrieverQueryEngine(Book(), get_response_synthesizer(llm=short, response_mode="compact"))
+    book = RetrieverQueryEngine(
+        Book(), get_response_synthesizer(llm=short, response_mode="compact")
+    )
     tool = QueryEngineTool.from_defaults(book, name="book", description="Knows the harbour.")
     tool.metadata.fn_schema = Rigs
     for streaming in (True, False):
-        agent = FunctionAgent(tools=[tool], llm=llm, initial_tool_choice="book", streaming=streaming)
+        agent = FunctionAgent(
+            tools=[tool], llm=llm, initial_tool_choice="book", streaming=streaming
+        )
         with traces() as seen:
             response = await agent.run(QUESTION)
         assert [call.tool_name for call in response.tool_calls] == ["book"]
         assert response.tool_calls[0].tool_kwargs["input"] in ("sloops", "brigs")
         assert isinstance(response.response.content, str)
         assert len(seen) == 3
-        assert [[each.hit for each in trace.segments if each.kind == "chunk"] for trace in seen][1] == [True]
+        assert [[each.hit for each in trace.segments if each.kind == "chunk"] for trace in seen][
+            1
+        ] == [True]
 
 
 # objects
@@ -172,7 +211,10 @@ async def test_objects_follow_their_schema_to_the_last_field(llm: RagFuseLLM) ->
     assert await llm.astructured_predict(Harbour, ASKED, question=QUESTION) == found
     assert ASKED.output_parser is None
     parts = list(llm.stream_structured_predict(Harbour, ASKED, question=QUESTION))
-    late = [each async for each in await llm.astream_structured_predict(Harbour, ASKED, question=QUESTION)]
+    late = [
+        each
+        async for each in await llm.astream_structured_predict(Harbour, ASKED, question=QUESTION)
+    ]
     assert parts[-1] == late[-1] == found
     assert len(parts) > 2
 
@@ -189,9 +231,13 @@ def test_programs_and_selectors_of_the_house_hold_too(llm: RagFuseLLM) -> None:
     program = FunctionCallingProgram.from_defaults(Ship, prompt=ASKED, llm=llm)
     assert isinstance(program(question=QUESTION), Ship)
     held = {"grammar": Grammar.json(Ship.model_json_schema())}
-    text = LLMTextCompletionProgram.from_defaults(output_cls=Ship, prompt=ASKED.model_copy(), llm=llm)
+    text = LLMTextCompletionProgram.from_defaults(
+        output_cls=Ship, prompt=ASKED.model_copy(), llm=llm
+    )
     assert isinstance(text(llm_kwargs=held, question=QUESTION), Ship)
-    functions = RagFuseLLM(engine=llm.get_engine(), max_tokens=120, pydantic_program_mode=PydanticProgramMode.FUNCTION)
+    functions = RagFuseLLM(
+        engine=llm.get_engine(), max_tokens=120, pydantic_program_mode=PydanticProgramMode.FUNCTION
+    )
     assert isinstance(functions.structured_predict(Ship, ASKED, question=QUESTION), Ship)
     assert PydanticSingleSelector.from_defaults(llm=llm)
 
@@ -201,8 +247,13 @@ def test_programs_and_selectors_of_the_house_hold_too(llm: RagFuseLLM) -> None:
 
 @pytest.mark.parametrize("call", ["chat", "stream_chat", "achat", "astream_chat"])
 async def test_a_schema_that_cannot_be_compiled_is_named(llm: RagFuseLLM, call: str) -> None:
-    bad = Grammar.json({"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=never)x("}}})
-    tool = {"type": "function", "function": {"name": "t", "parameters": {"type": "object", "properties": {"a": 1}}}}
+    bad = Grammar.json(
+        {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=never)x("}}}
+    )
+    tool = {
+        "type": "function",
+        "function": {"name": "t", "parameters": {"type": "object", "properties": {"a": 1}}},
+    }
     for wish in ({"grammar": bad}, {"tools": [tool], "tool_choice": "required"}):
         with pytest.raises(InputError, match=r"[Ss]chema|tool 't'"):
             await _answer(llm, call, wish)
@@ -217,8 +268,13 @@ async def _answer(llm: RagFuseLLM, call: str, wish: dict[str, Any]) -> None:
 
 def test_arguments_that_are_no_json_are_refused(llm: RagFuseLLM) -> None:
     calls = [{"id": "1", "function": {"name": "count", "arguments": "rig=brig"}}]
-    messages = [ChatMessage(content=QUESTION), ChatMessage(role="assistant", additional_kwargs={"tool_calls": calls})]
-    with pytest.raises(InputError, match=r"arguments of a tool call are .rig=brig.; wanted the JSON text"):
+    messages = [
+        ChatMessage(content=QUESTION),
+        ChatMessage(role="assistant", additional_kwargs={"tool_calls": calls}),
+    ]
+    with pytest.raises(
+        InputError, match=r"arguments of a tool call are .rig=brig.; wanted the JSON text"
+    ):
         llm.chat(messages)
     with pytest.raises(InputError, match="'image' cannot be read"):
         llm.chat([ChatMessage(role="tool", blocks=[ImageBlock(url="http://x/y.png")])])

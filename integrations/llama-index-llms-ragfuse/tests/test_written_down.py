@@ -13,7 +13,13 @@ from llama_index.llms.ragfuse import KVPrecompute, RagFuseLLM
 
 from ragfuse import Engine, Settings, SettingsError
 
-TOLD = {"max_tokens": 8, "ratio": 0.5, "chunk_tokens": 99, "levels": {"disk": ["int8"]}, "memory_bytes": 1 << 20}
+TOLD = {
+    "max_tokens": 8,
+    "ratio": 0.5,
+    "chunk_tokens": 99,
+    "levels": {"disk": ["int8"]},
+    "memory_bytes": 1 << 20,
+}
 SECRETS: list[dict[str, Any]] = [
     {"salt": "blue-7f31c0"},
     {"api_keys": ("blue-7f31c0-blue-7f31c0",)},
@@ -26,10 +32,19 @@ SECRETS: list[dict[str, Any]] = [
 
 @pytest.fixture
 def settings(tiny_settings: Settings, tmp_path: Path) -> Settings:
-    return Settings(**{**tiny_settings.model_dump(), **TOLD, "home": tmp_path, "tiers": ((tmp_path / "far").as_uri(),)})
+    return Settings(
+        **{
+            **tiny_settings.model_dump(),
+            **TOLD,
+            "home": tmp_path,
+            "tiers": ((tmp_path / "far").as_uri(),),
+        }
+    )
 
 
-def test_a_dict_and_json_carry_the_settings(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dict_and_json_carry_the_settings(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = RagFuseLLM(settings=settings, temperature=0.5)
     told = json.loads(json.dumps(llm.to_dict()))
     monkeypatch.setenv("RAGFUSE_MAX_TOKENS", "77")
@@ -44,11 +59,16 @@ def test_what_is_named_beside_the_settings_is_carried(settings: Settings, tmp_pa
     llm = RagFuseLLM(settings=settings, store=str(tmp_path / "other"), dtype="float32")
     assert RagFuseLLM.from_dict(llm.to_dict())._place.settings == llm._place.settings
     with Engine(settings) as engine:
-        assert RagFuseLLM.from_dict(RagFuseLLM(engine=engine).to_dict())._place.settings == engine.settings
+        assert (
+            RagFuseLLM.from_dict(RagFuseLLM(engine=engine).to_dict())._place.settings
+            == engine.settings
+        )
 
 
 @pytest.mark.parametrize("secret", SECRETS)
-def test_a_secret_is_refused_by_name_and_never_written(settings: Settings, secret: dict[str, Any]) -> None:
+def test_a_secret_is_refused_by_name_and_never_written(
+    settings: Settings, secret: dict[str, Any]
+) -> None:
     llm = RagFuseLLM(settings=settings.model_copy(update=secret))
     for write in (llm.to_dict, llm.to_json):
         with pytest.raises(SettingsError, match=f"secret in {next(iter(secret))}") as refused:

@@ -1,6 +1,8 @@
-"""Nothing changed but the LLM: LlamaIndex packs, strips and words the nodes, and their KV is found all the same.
+"""Nothing changed but the LLM: LlamaIndex packs, strips and words the nodes, and their KV is found
+all the same.
 
-A real index with the embedded embedder; the LLM is tiny and random, so what is looked at is what it reused.
+A real index with the embedded embedder; the LLM is tiny and random, so what is looked at is what it
+reused.
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ from ragfuse import Engine, Trace
 
 QUESTION = "What colour is the lighthouse painted?"
 DOCUMENTS = [
-    Document(text=f"\n {text} \n", id_=f"letter-{number}", metadata={"file_name": f"{number}.txt", "shelf": "north"})
+    Document(
+        text=f"\n {text} \n",
+        id_=f"letter-{number}",
+        metadata={"file_name": f"{number}.txt", "shelf": "north"},
+    )
     for number, text in enumerate(LETTERS.split("\n\n"))
 ]
 MODES = [ResponseMode.COMPACT, ResponseMode.REFINE, ResponseMode.TREE_SUMMARIZE]
@@ -44,7 +50,9 @@ def embedder(minilm: str) -> BaseEmbedding:
 @pytest.fixture(scope="module")
 def nodes(embedder: BaseEmbedding) -> list[BaseNode]:
     """One node of each document, embedded once for all tests."""
-    found = list(SentenceSplitter(chunk_size=400, chunk_overlap=0).get_nodes_from_documents(DOCUMENTS))
+    found = list(
+        SentenceSplitter(chunk_size=400, chunk_overlap=0).get_nodes_from_documents(DOCUMENTS)
+    )
     for node in found:
         node.embedding = embedder.get_text_embedding(text_of(node)[0])
     assert len(found) == len(DOCUMENTS)
@@ -79,18 +87,24 @@ async def test_query_engines_reuse_all_nodes_they_retrieve(
     index: VectorStoreIndex, llm: RagFuseLLM, mode: ResponseMode
 ) -> None:
     engine = index.as_query_engine(llm=llm, response_mode=mode, similarity_top_k=3)
-    streaming = index.as_query_engine(llm=llm, response_mode=mode, similarity_top_k=3, streaming=True)
+    streaming = index.as_query_engine(
+        llm=llm, response_mode=mode, similarity_top_k=3, streaming=True
+    )
     for way in ("sync", "async", "stream"):
         with traces() as seen:
             if way == "stream":
                 response = streaming.query(QUESTION)
                 assert "".join(response.response_gen)
             else:
-                response = engine.query(QUESTION) if way == "sync" else await engine.aquery(QUESTION)
+                response = (
+                    engine.query(QUESTION) if way == "sync" else await engine.aquery(QUESTION)
+                )
         found = names(response.source_nodes)
         assert len(found) == 3
         assert "1.txt" in found
-        assert [hits(trace) for trace in seen] == ([[each] for each in found] if mode is MODES[1] else [found]), way
+        assert [hits(trace) for trace in seen] == (
+            [[each] for each in found] if mode is MODES[1] else [found]
+        ), way
 
 
 @pytest.mark.parametrize("mode", CHATS)
@@ -102,8 +116,16 @@ async def test_chat_engines_reuse_all_nodes_in_every_turn(
         with traces() as seen:
             response: Any
             if "stream" in way:
-                response = engine.stream_chat(QUESTION) if way == "stream" else await engine.astream_chat(QUESTION)
-                late = [text async for text in response.async_response_gen()] if "async" in way else None
+                response = (
+                    engine.stream_chat(QUESTION)
+                    if way == "stream"
+                    else await engine.astream_chat(QUESTION)
+                )
+                late = (
+                    [text async for text in response.async_response_gen()]
+                    if "async" in way
+                    else None
+                )
                 assert "".join(late if late is not None else response.response_gen)
             else:
                 response = engine.chat(QUESTION) if way == "sync" else await engine.achat(QUESTION)
@@ -134,12 +156,17 @@ def prompts() -> Iterator[Prompts]:
 def test_nodes_are_reused_whole_and_where_packing_cuts_them(
     llm: RagFuseLLM, nodes: list[BaseNode], prompts: Prompts, mode: ResponseMode
 ) -> None:
-    """Several nodes become one text, which is cut where it is full: of what is cut in two both parts are reused."""
+    """Several nodes become one text, which is cut where it is full: of what is cut in two both
+    parts are reused.
+    """
     helper = PromptHelper(context_window=420 if mode is MODES[2] else 860, num_output=12)
     synthesizer = get_response_synthesizer(llm=llm, response_mode=mode, prompt_helper=helper)
     with traces() as seen:
         synthesizer.synthesize(QUESTION, [NodeWithScore(node=node) for node in nodes])
-    whole = [[node.metadata["file_name"] for node in nodes if text_of(node)[0] in text] for text in prompts.texts]
+    whole = [
+        [node.metadata["file_name"] for node in nodes if text_of(node)[0] in text]
+        for text in prompts.texts
+    ]
     found = [set(hits(trace)) for trace in seen]
     assert all(set(texts) <= sources for texts, sources in zip(whole, found, strict=True))
     assert set().union(*found) == {node.metadata["file_name"] for node in nodes}
@@ -148,7 +175,9 @@ def test_nodes_are_reused_whole_and_where_packing_cuts_them(
 
 
 async def test_traces_are_those_of_ones_own_answers(llm: RagFuseLLM) -> None:
-    """Nested listeners both hear; what other tasks ask is theirs alone; nothing is heard behind the `with`."""
+    """Nested listeners both hear; what other tasks ask is theirs alone; nothing is heard behind the
+    `with`.
+    """
 
     async def asked(times: int) -> int:
         with traces() as mine:

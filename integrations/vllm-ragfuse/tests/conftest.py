@@ -1,4 +1,5 @@
-"""Tiny models of three families, their KV by ragfuse, and a vLLM that decodes it in a process of its own.
+"""Tiny models of three families, their KV by ragfuse, and a vLLM that decodes it in a process of
+its own.
 
 vLLM wants another transformers than ragfuse, so it runs by the Python that TEST_VLLM_PYTHON names
 (`make test-vllm`); without it these tests are skipped.
@@ -93,12 +94,22 @@ class Prefills:
     kv: dict[str, ChunkKV] = field(default_factory=dict)
     wanted: dict[str, list[int]] = field(default_factory=dict)
 
-    def params(self, case: str = "full", ids: Sequence[int] | None = None, **changes: Any) -> dict[str, Any]:
-        """A new hand-over of a case's KV, as the server answers it; `changes` of the handle are lies."""
+    def params(
+        self, case: str = "full", ids: Sequence[int] | None = None, **changes: Any
+    ) -> dict[str, Any]:
+        """A new hand-over of a case's KV, as the server answers it; `changes` of the handle are
+        lies.
+        """
         kv = self.kv[case]
         model = TransferModel.of(self.name, kv)
-        handle = self.place.put(kv, ids or self.ids, model, TENANT, weights=sample_weights(self.model.files))
-        return {"do_remote_prefill": True, "do_remote_decode": False, "ragfuse": {**handle.as_dict(), **changes}}
+        handle = self.place.put(
+            kv, ids or self.ids, model, TENANT, weights=sample_weights(self.model.files)
+        )
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "ragfuse": {**handle.as_dict(), **changes},
+        }
 
     def add(self, case: str, kv: ChunkKV) -> None:
         self.kv[case], self.wanted[case] = kv, greedy(self.model, self.ids, kv)
@@ -111,7 +122,9 @@ def greedy(model: HFModel, ids: Sequence[int], kv: ChunkKV) -> list[int]:
         cache.update(layer.keys[None, :, :-1].clone(), layer.values[None, :, :-1].clone(), at)
     with torch.no_grad():
         for _ in range(N_TOKENS):
-            logits = model.model(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits
+            logits = model.model(
+                input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True
+            ).logits
             token = int(logits[0, -1].argmax())
             found.append(token)
     return found
@@ -164,7 +177,9 @@ class Decoder:
         self._process.close()
 
     def _said(self) -> dict[str, Any]:
-        said: dict[str, Any] = json.loads(self._process.read(time.monotonic() + PATIENCE_S, "worked"))
+        said: dict[str, Any] = json.loads(
+            self._process.read(time.monotonic() + PATIENCE_S, "worked")
+        )
         return said
 
 
@@ -185,7 +200,9 @@ class Pair:
         return {entry.key for entry in self.prefills.place._tier.list()}
 
     def wait_until_left(self, before: Set[Any] = frozenset()) -> None:
-        """Until no prompt waits in the place that did not before; of those, some may have gone meanwhile."""
+        """Until no prompt waits in the place that did not before; of those, some may have gone
+        meanwhile.
+        """
         until_s = time.monotonic() + PATIENCE_S
         while self.waiting() - before:
             assert time.monotonic() < until_s, "something was left behind"
@@ -206,11 +223,27 @@ class VllmServer:
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"transfer_url": url},
         }
-        said = {"host": "127.0.0.1", "port": port, "model": folder, "served-model-name": "tiny", "dtype": "float32"}
+        said = {
+            "host": "127.0.0.1",
+            "port": port,
+            "model": folder,
+            "served-model-name": "tiny",
+            "dtype": "float32",
+        }
         said |= {"max-model-len": 2048, "kv-transfer-config": json.dumps(transfer)}
         options = [each for name, value in said.items() for each in (f"--{name}", str(value))]
-        command = [PYTHON, "-P", "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *options]
-        self._process, self.root = PeerProcess("vLLM", command, ENVIRONMENT), f"http://127.0.0.1:{port}"
+        command = [
+            PYTHON,
+            "-P",
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--enforce-eager",
+            *options,
+        ]
+        self._process, self.root = (
+            PeerProcess("vLLM", command, ENVIRONMENT),
+            f"http://127.0.0.1:{port}",
+        )
         until_s = time.monotonic() + PATIENCE_S
         while not self._is_healthy():
             if not self._process.is_running or time.monotonic() > until_s:
@@ -248,14 +281,20 @@ def skip_without_vllm() -> None:
 
 @pytest.fixture(scope="module", params=PAIRS)
 def pair(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, skip_without_vllm: None
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    skip_without_vllm: None,
 ) -> Iterator[Pair]:
     """ragfuse and vLLM over a tiny model."""
     family, options = PAIRS[request.param]
     home = tmp_path_factory.mktemp(family)
     folder = tiny_model(family, home / f"tiny-{family}")
     settings = Settings(
-        model=str(folder), dtype="float32", home=home, store=home / "store", transfer_url=str(home / "place")
+        model=str(folder),
+        dtype="float32",
+        home=home,
+        store=home / "store",
+        transfer_url=str(home / "place"),
     )
     made = torch.Generator().manual_seed(5)
 
@@ -273,18 +312,26 @@ def pair(
 
 @pytest.fixture
 def embedded_pair(tmp_path: Path, skip_without_vllm: None) -> Iterator[Pair]:
-    """ragfuse and vLLM over the embedded reader, which is called by another name than its folder."""
+    """ragfuse and vLLM over the embedded reader, which is called by another name than its
+    folder.
+    """
     home = Settings().home
     folder = resolve_llm(READER, home)
     settings = Settings(
-        model=READER, dtype="float32", home=home, store=tmp_path / "store", transfer_url=str(tmp_path / "place")
+        model=READER,
+        dtype="float32",
+        home=home,
+        store=tmp_path / "store",
+        transfer_url=str(tmp_path / "place"),
     )
     with Engine(settings) as engine:
         model = engine.model
         head = model.tokens("<|im_start|>user\nAnswer from the passages.\n", special=True)
         tail = model.tokens("\nWho kept the book?<|im_end|>\n<|im_start|>assistant\n", special=True)
         passages = [model.tokens(text) for text in LETTERS.split("\n\n")]
-        other = model.tokens("Once upon a time a small dragon lived in a cave and never spoke to anybody. " * 60)
+        other = model.tokens(
+            "Once upon a time a small dragon lived in a cave and never spoke to anybody. " * 60
+        )
         prefills = prefilled(model, READER, settings, head, passages, tail, other)
         decoder = Decoder(folder, settings.transfer_url, name=READER)
         yield Pair(prefills, decoder)
@@ -319,7 +366,12 @@ def servers(tmp_path_factory: pytest.TempPathFactory, skip_without_vllm: None) -
     home = tmp_path_factory.mktemp("served")
     folder, url = tiny_model("llama", home / "tiny"), str(home / "place")
     settings = Settings(
-        model=str(folder), dtype="float32", home=home, store=home / "store", transfer_url=url, prefix_cache=False
+        model=str(folder),
+        dtype="float32",
+        home=home,
+        store=home / "store",
+        transfer_url=url,
+        prefix_cache=False,
     )
     with serving(settings) as made:
         decodes = VllmServer(folder, url)

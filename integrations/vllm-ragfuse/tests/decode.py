@@ -1,6 +1,8 @@
-"""`FOLDER URL OPTIONS`: vLLM with the connector, run by the Python that has vLLM; speaks JSON by lines.
+"""`FOLDER URL OPTIONS`: vLLM with the connector, run by the Python that has vLLM; speaks JSON by
+lines.
 
-A line asks `{"requests": [{"ids", "params", "salt", "abort_at"}], "max_tokens"}`, its answer has the tokens of each.
+A line asks `{"requests": [{"ids", "params", "salt", "abort_at"}], "max_tokens"}`, its answer has
+the tokens of each.
 """
 
 from __future__ import annotations
@@ -17,13 +19,19 @@ def main() -> None:
     folder, url, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
     import vllm
 
-    extra = {"transfer_url": url, "load": options.pop("load", "async"), "model": options.pop("name", None)}
+    extra = {
+        "transfer_url": url,
+        "load": options.pop("load", "async"),
+        "model": options.pop("name", None),
+    }
     transfer = {
         "kv_connector": "RagfuseConnector",
         "kv_connector_module_path": "vllm_ragfuse",
         "kv_role": "kv_consumer",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {name: value for name, value in extra.items() if value is not None},
+        "kv_connector_extra_config": {
+            name: value for name, value in extra.items() if value is not None
+        },
     }
     llm = vllm.LLM(
         folder,
@@ -67,13 +75,24 @@ def answers(vllm: Any, llm: Any, asked: dict[str, Any], number: int) -> dict[str
             aborted = {name: step for name, step in aborted.items() if name not in doomed}
         for output in engine.step():
             if output.finished:
-                told = {"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
-                found[int(output.request_id.split("-")[1])] = {**told, "params": output.kv_transfer_params}
+                told = {
+                    "tokens": list(output.outputs[0].token_ids),
+                    "cached": output.num_cached_tokens,
+                }
+                found[int(output.request_id.split("-")[1])] = {
+                    **told,
+                    "params": output.kv_transfer_params,
+                }
         steps += 1
     counters = {
-        each.name: each.value for each in llm.get_metrics() if isinstance(getattr(each, "value", None), int | float)
+        each.name: each.value
+        for each in llm.get_metrics()
+        if isinstance(getattr(each, "value", None), int | float)
     }
-    return {"answers": [found.get(at) for at in range(len(asked["requests"]))], "counters": counters}
+    return {
+        "answers": [found.get(at) for at in range(len(asked["requests"]))],
+        "counters": counters,
+    }
 
 
 if __name__ == "__main__":

@@ -26,10 +26,14 @@ def said(check: Callable[[], Any]) -> str:
     return ""
 
 
-def config(n_layers: int = 2, cache_dtype: str = "auto", block_size: int = 16, **parallel: int) -> Any:
+def config(
+    n_layers: int = 2, cache_dtype: str = "auto", block_size: int = 16, **parallel: int
+) -> Any:
     model = SimpleNamespace(get_total_num_hidden_layers=lambda: n_layers, dtype=torch.float32)
     cache = SimpleNamespace(cache_dtype=cache_dtype, block_size=block_size)
-    return SimpleNamespace(model_config=model, cache_config=cache, parallel_config=SimpleNamespace(**parallel))
+    return SimpleNamespace(
+        model_config=model, cache_config=cache, parallel_config=SimpleNamespace(**parallel)
+    )
 
 
 def groups(*specs: Any) -> Any:
@@ -73,7 +77,12 @@ def main() -> None:
     }
     print(
         json.dumps(
-            {**found, "transformers of ragfuse": [name for name in sys.modules if name.startswith("ragfuse.hf")]}
+            {
+                **found,
+                "transformers of ragfuse": [
+                    name for name in sys.modules if name.startswith("ragfuse.hf")
+                ],
+            }
         )
     )
 

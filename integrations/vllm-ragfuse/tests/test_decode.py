@@ -1,4 +1,6 @@
-"""vLLM writes over handed-over KV what transformers writes over it; what it cannot load, it computes."""
+"""vLLM writes over handed-over KV what transformers writes over it; what it cannot load, it
+computes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def tokens(answers: list[dict[str, Any]]) -> list[list[int]]:
 
 
 def loaded(answers: list[dict[str, Any]]) -> list[bool | None]:
-    return [answer["params"]["ragfuse"]["loaded"] if answer["params"] else None for answer in answers]
+    return [
+        answer["params"]["ragfuse"]["loaded"] if answer["params"] else None for answer in answers
+    ]
 
 
 def test_the_four_prompts_have_different_answers(pair: Any) -> None:
@@ -35,8 +39,13 @@ def test_greedy_tokens_equal_those_of_transformers_over_the_same_kv(pair: Any) -
 @pytest.mark.slow
 def test_the_embedded_model_goes_on_from_the_same_kv(embedded_pair: Any) -> None:
     for case in CASES:
-        answers = embedded_pair.decoder.ask(embedded_pair.request(case), embedded_pair.request(None))
-        assert tokens(answers) == [embedded_pair.prefills.wanted[case], embedded_pair.prefills.wanted["full"]], case
+        answers = embedded_pair.decoder.ask(
+            embedded_pair.request(case), embedded_pair.request(None)
+        )
+        assert tokens(answers) == [
+            embedded_pair.prefills.wanted[case],
+            embedded_pair.prefills.wanted["full"],
+        ], case
         assert loaded(answers) == [True, None]
     embedded_pair.wait_until_left()
 
@@ -44,7 +53,9 @@ def test_the_embedded_model_goes_on_from_the_same_kv(embedded_pair: Any) -> None
 def test_a_plain_request_is_never_answered_from_fused_kv(pair: Any) -> None:
     plain = pair.prefills.wanted["full"]
     for case in ("foreign", None, "fused", None, "foreign"):
-        assert tokens(pair.decoder.ask(pair.request(case))) == [pair.prefills.wanted[case] if case else plain]
+        assert tokens(pair.decoder.ask(pair.request(case))) == [
+            pair.prefills.wanted[case] if case else plain
+        ]
 
 
 def test_requests_of_all_kinds_are_decoded_together(pair: Any) -> None:
@@ -68,7 +79,9 @@ LIES = {
     "no handle": "yes",
     "another secret": {"secret": "0" * 32},
     "another tenant": {"tenant": "0" * 32},
-    "another model": {"model": {"name": "x", "n_layers": 4, "kv_heads": 2, "head_dim": 32, "dtype": "float32"}},
+    "another model": {
+        "model": {"name": "x", "n_layers": 4, "kv_heads": 2, "head_dim": 32, "dtype": "float32"}
+    },
     "other weights": {"weights": "0" * 32},
     "other tokens": {"tokens": "0" * 32},
     "another length": {"n_tokens": 12},
@@ -81,7 +94,9 @@ LIES = {
 def test_a_handle_that_is_wrong_costs_the_computation_alone(lie: str, pair: Any) -> None:
     told = pair.request("foreign")
     change = LIES[lie]
-    told["params"]["ragfuse"] = {**told["params"]["ragfuse"], **change} if isinstance(change, dict) else change
+    told["params"]["ragfuse"] = (
+        {**told["params"]["ragfuse"], **change} if isinstance(change, dict) else change
+    )
     answers = pair.decoder.ask(told, pair.request("fused"))
     assert tokens(answers) == [pair.prefills.wanted["full"], pair.prefills.wanted["fused"]]
     assert loaded(answers) == [False, True]

@@ -16,7 +16,9 @@ import pytest
 from tests.serve.kit import said, wait_for, with_documents
 
 PATIENCE_S = 900.0
-ROUTER = os.environ.get("TEST_VLLM_ROUTER", str(Path(os.environ.get("TEST_VLLM_PYTHON", "")).parent / "vllm-router"))
+ROUTER = os.environ.get(
+    "TEST_VLLM_ROUTER", str(Path(os.environ.get("TEST_VLLM_PYTHON", "")).parent / "vllm-router")
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,9 @@ def router(servers: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
     }
     options = [each for name, value in told.items() for each in (f"--{name}", str(value))]
     with (tmp_path_factory.mktemp("router") / "log").open("wb") as log:
-        running = subprocess.Popen([ROUTER, "--vllm-pd-disaggregation", *options], stdout=log, stderr=log)
+        running = subprocess.Popen(
+            [ROUTER, "--vllm-pd-disaggregation", *options], stdout=log, stderr=log
+        )
     root = f"http://127.0.0.1:{port}"
     try:
         wait_for(lambda: is_healthy(root), PATIENCE_S)
@@ -58,14 +62,22 @@ def is_healthy(root: str) -> bool:
 def counts(servers: Any) -> dict[str, float]:
     """What the connector has counted, and the requests that vLLM runs."""
     text = httpx.get(f"{servers.decodes.root}/metrics", timeout=PATIENCE_S).text
-    lines = (line for line in text.splitlines() if line.startswith(("vllm:ragfuse", "vllm:num_requests_running")))
+    lines = (
+        line
+        for line in text.splitlines()
+        if line.startswith(("vllm:ragfuse", "vllm:num_requests_running"))
+    )
     return {line.split("{")[0]: float(line.split()[-1]) for line in lines}
 
 
 def streamed(root: str, path: str, **body: Any) -> list[int]:
     """The token ids of a stream."""
     text = httpx.post(f"{root}{path}", json={"stream": True, **body}, timeout=PATIENCE_S).text
-    pieces = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
+    pieces = [
+        json.loads(line.removeprefix("data: "))
+        for line in text.splitlines()
+        if line.startswith("data: {")
+    ]
     choices = [each["choices"][0] for each in pieces if each["choices"]]
     return [id for each in choices for id in each.get("token_ids") or ()]
 
@@ -77,12 +89,18 @@ def streamed(root: str, path: str, **body: Any) -> list[int]:
         ("/v1/completions", {"prompt": "A gardener planted nine roses beside a wall. " * 9}),
     ],
 )
-def test_answers_read_as_those_of_ragfuse_alone(path: str, body: dict[str, Any], router: str, servers: Any) -> None:
+def test_answers_read_as_those_of_ragfuse_alone(
+    path: str, body: dict[str, Any], router: str, servers: Any
+) -> None:
     alone = servers.prefills
     told = {"model": alone.service.model, "max_tokens": 20, "temperature": 0, **body}
     alone.post(path, told)
-    alone.service.engine(alone.service.keys.tenants[0]).flush()  # the documents are known from here on
-    wanted = alone.post(path, {**told, "ragfuse": {"token_ids": True}}).json()["choices"][0]["token_ids"]
+    alone.service.engine(
+        alone.service.keys.tenants[0]
+    ).flush()  # the documents are known from here on
+    wanted = alone.post(path, {**told, "ragfuse": {"token_ids": True}}).json()["choices"][0][
+        "token_ids"
+    ]
     before = counts(servers)
     told["return_token_ids"] = True
     answer = httpx.post(f"{router}{path}", json=told, timeout=PATIENCE_S).json()
@@ -94,9 +112,16 @@ def test_answers_read_as_those_of_ragfuse_alone(path: str, body: dict[str, Any],
 
 
 def test_a_client_that_goes_leaves_nothing_behind(router: str, servers: Any) -> None:
-    body = {"model": servers.prefills.service.model, "messages": [said()], "stream": True, "max_tokens": 1500}
+    body = {
+        "model": servers.prefills.service.model,
+        "messages": [said()],
+        "stream": True,
+        "max_tokens": 1500,
+    }
     told = {**body, "ignore_eos": True}
-    with httpx.stream("POST", f"{router}/v1/chat/completions", json=told, timeout=PATIENCE_S) as answer:
+    with httpx.stream(
+        "POST", f"{router}/v1/chat/completions", json=told, timeout=PATIENCE_S
+    ) as answer:
         next(answer.iter_lines())
     wait_for(lambda: servers.prefills.service.admission.is_idle)
     wait_for(lambda: counts(servers)["vllm:num_requests_running"] == 0)

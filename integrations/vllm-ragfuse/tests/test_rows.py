@@ -21,9 +21,13 @@ from vllm_ragfuse.rows import heads_of_rank, slots_of
         (1, 4, [[0], [0], [0], [0]]),
     ],
 )
-def test_ranks_share_the_heads_as_vllm_does(n_heads: int, n_ranks: int, wanted: list[list[int]]) -> None:
+def test_ranks_share_the_heads_as_vllm_does(
+    n_heads: int, n_ranks: int, wanted: list[list[int]]
+) -> None:
     heads = list(range(n_heads))
-    assert [heads[heads_of_rank(n_heads, rank, n_ranks)] for rank in range(n_ranks)] == [list(each) for each in wanted]
+    assert [heads[heads_of_rank(n_heads, rank, n_ranks)] for rank in range(n_ranks)] == [
+        list(each) for each in wanted
+    ]
 
 
 def test_rows_follow_the_blocks_of_a_request() -> None:

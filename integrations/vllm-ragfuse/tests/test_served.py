@@ -17,7 +17,13 @@ QUESTION = [{"role": "user", "content": "Who kept the northern lighthouse?"}]
 
 def decoded(servers: Any, path: str, **body: Any) -> dict[str, Any]:
     """vLLM's answer."""
-    said = {"model": "tiny", "max_tokens": N_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    said = {
+        "model": "tiny",
+        "max_tokens": N_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
     answer = httpx.post(f"{servers.decodes.root}{path}", json={**said, **body}, timeout=PATIENCE_S)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
@@ -46,8 +52,13 @@ def test_a_chat_with_documents_is_fused_here_and_decoded_there(servers: Any, gre
 
 
 def test_a_completion_is_decoded_from_the_ids_of_its_prefill(servers: Any, greedily: Any) -> None:
-    body = {"model": servers.prefills.service.model, "prompt": "The keeper of the lighthouse counted ships. " * 9}
-    said = servers.prefills.post("/v1/completions", {**body, "kv_transfer_params": {"do_remote_decode": True}}).json()
+    body = {
+        "model": servers.prefills.service.model,
+        "prompt": "The keeper of the lighthouse counted ships. " * 9,
+    }
+    said = servers.prefills.post(
+        "/v1/completions", {**body, "kv_transfer_params": {"do_remote_decode": True}}
+    ).json()
     params = said["kv_transfer_params"]
     written = wanted(servers, params, greedily)
     ids = params.pop("prompt_token_ids")
@@ -57,21 +68,38 @@ def test_a_completion_is_decoded_from_the_ids_of_its_prefill(servers: Any, greed
 
 
 def test_a_request_that_vllm_rejects_keeps_its_handle_and_counts_as_nothing(servers: Any) -> None:
-    body = {"model": servers.prefills.service.model, "prompt": "The keeper of the lighthouse counted ships. " * 9}
-    said = servers.prefills.post("/v1/completions", {**body, "kv_transfer_params": {"do_remote_decode": True}}).json()
+    body = {
+        "model": servers.prefills.service.model,
+        "prompt": "The keeper of the lighthouse counted ships. " * 9,
+    }
+    said = servers.prefills.post(
+        "/v1/completions", {**body, "kv_transfer_params": {"do_remote_decode": True}}
+    ).json()
     params = said["kv_transfer_params"]
     ids = params.pop("prompt_token_ids")
     body = {"model": "other", "prompt": ids, "max_tokens": 2, "kv_transfer_params": params}
-    assert httpx.post(f"{servers.decodes.root}/v1/completions", json=body, timeout=PATIENCE_S).status_code == 404
+    assert (
+        httpx.post(
+            f"{servers.decodes.root}/v1/completions", json=body, timeout=PATIENCE_S
+        ).status_code
+        == 404
+    )
     answer = decoded(servers, "/v1/completions", prompt=ids, kv_transfer_params=params)
     assert answer["kv_transfer_params"] == {"ragfuse": {"loaded": True}}
 
 
 def test_metrics_count_what_was_loaded_and_what_was_computed(servers: Any) -> None:
-    decoded(servers, "/v1/completions", prompt=[9, 10, 11, 12], kv_transfer_params={"ragfuse": {"secret": "?"}})
+    decoded(
+        servers,
+        "/v1/completions",
+        prompt=[9, 10, 11, 12],
+        kv_transfer_params={"ragfuse": {"secret": "?"}},
+    )
     text = httpx.get(f"{servers.decodes.root}/metrics", timeout=PATIENCE_S).text
     counts = {
-        line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:ragfuse")
+        line.split("{")[0]: float(line.split()[-1])
+        for line in text.splitlines()
+        if line.startswith("vllm:ragfuse")
     }
     assert counts["vllm:ragfuse_prompts_loaded_total"] == 3
     assert counts["vllm:ragfuse_prompts_recomputed_total"] == 1

@@ -1,4 +1,6 @@
-"""A set-up that cannot work is one sentence at start: what was wanted, what was found, what to do."""
+"""A set-up that cannot work is one sentence at start: what was wanted, what was found, what
+to do.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,11 @@ def said(tmp_path_factory: pytest.TempPathFactory, skip_without_vllm: None) -> d
     environment = {**os.environ, "PYTHONPATH": f"{HERE.parents[2]}{os.pathsep}{HERE.parent}"}
     environment["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
     done = subprocess.run(
-        [PYTHON, "-P", str(HERE / "setups.py"), str(file)], env=environment, capture_output=True, text=True, check=False
+        [PYTHON, "-P", str(HERE / "setups.py"), str(file)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])

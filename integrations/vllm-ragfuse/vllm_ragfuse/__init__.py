@@ -1,4 +1,6 @@
-"""vLLM decodes what ragfuse has fused: a KV connector that writes handed-over KV into vLLM's own cache."""
+"""vLLM decodes what ragfuse has fused: a KV connector that writes handed-over KV into vLLM's own
+cache.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -9,4 +11,6 @@ if TYPE_CHECKING:
 
 __all__ = ["RagfuseConnector"]
 
-__getattr__, __dir__, _ = lazy_loader.attach(__name__, submod_attrs={"connector": ["RagfuseConnector"]})
+__getattr__, __dir__, _ = lazy_loader.attach(
+    __name__, submod_attrs={"connector": ["RagfuseConnector"]}
+)

@@ -1,4 +1,6 @@
-"""What is checked when vLLM starts, before any request: each thing that cannot work is one sentence."""
+"""What is checked when vLLM starts, before any request: each thing that cannot work is one
+sentence.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class Setup:
         is_async: Whether KV is loaded between steps, while other requests go on.
         salt: The salt of the only tenant whose KV is taken; None: of any tenant.
         settings: Where KV comes from.
-        weights: Digest of this engine's weights, which KV must come from; "unknown": they are not compared.
+        weights: Digest of this engine's weights, which KV must come from; "unknown": they are not
+            compared.
     """
 
     model: TransferModel
@@ -48,7 +51,10 @@ class Setup:
         Raises:
             SettingsError: KV cannot be handed over so; the message says what to change.
         """
-        transfer, options = config.kv_transfer_config, dict(config.kv_transfer_config.kv_connector_extra_config)
+        transfer, options = (
+            config.kv_transfer_config,
+            dict(config.kv_transfer_config.kv_connector_extra_config),
+        )
         check_options(options)
         check_version(vllm.__version__, options.get("untested_vllm", False))
         check_roles(transfer.kv_role, transfer.kv_load_failure_policy)
@@ -75,7 +81,8 @@ class Setup:
             return TransferPlace.open(self.settings)
         except TransferError as error:
             raise SettingsError(
-                f"{error} For vLLM it is the option transfer_url of kv_connector_extra_config, or RAGFUSE_TRANSFER_URL."
+                f"{error} For vLLM it is the option transfer_url of kv_connector_extra_config, or"
+                " RAGFUSE_TRANSFER_URL."
             ) from error
 
 
@@ -84,45 +91,60 @@ def check_options(options: dict[str, Any]) -> None:
     strange = next((name for name in options if name not in OPTIONS), None)
     if strange is not None:
         raise SettingsError(
-            f"Wanted options of kv_connector_extra_config among {', '.join(OPTIONS)}, found {strange!r:.40}: leave it "
-            "out."
+            f"Wanted options of kv_connector_extra_config among {', '.join(OPTIONS)}, found"
+            f" {strange!r:.40}: leave it out."
         )
     if options.get("load", "async") not in ("async", "sync"):
-        raise SettingsError(f"Wanted load to be 'async' or 'sync', found {options['load']!r:.40}: use one of them.")
+        raise SettingsError(
+            f"Wanted load to be 'async' or 'sync', found {options['load']!r:.40}: use one of them."
+        )
     for name in ("other_weights", "untested_vllm"):
         if not isinstance(options.get(name, False), bool):
-            raise SettingsError(f"Wanted {name} to be true or false, found {options[name]!r:.40}: write it in JSON.")
+            raise SettingsError(
+                f"Wanted {name} to be true or false, found {options[name]!r:.40}: write it in JSON."
+            )
 
 
 def check_version(found: str, untested: bool) -> None:
     """Raise SettingsError for a vLLM of another version than tested, unless that is wanted."""
-    if not untested and not any(found == version or found.startswith(f"{version}.") for version in TESTED):
+    if not untested and not any(
+        found == version or found.startswith(f"{version}.") for version in TESTED
+    ):
         raise SettingsError(
-            f"Wanted vLLM {' or '.join(TESTED)}, with which vllm-ragfuse was tested, found {found}: install that, or "
-            'set "untested_vllm": true in kv_connector_extra_config and compare answers first.'
+            f"Wanted vLLM {' or '.join(TESTED)}, with which vllm-ragfuse was tested, found {found}:"
+            ' install that, or set "untested_vllm": true in kv_connector_extra_config and'
+            " compare answers first."
         )
 
 
 def check_roles(role: str | None, policy: str) -> None:
-    """Raise SettingsError unless this engine decodes, and computes by itself what it cannot load."""
+    """Raise SettingsError unless this engine decodes, and computes by itself what it cannot
+    load.
+    """
     if role != "kv_consumer":
         raise SettingsError(
-            f"Wanted kv_role 'kv_consumer', as ragfuse prefills and vLLM decodes, found {role!r}: set that."
+            f"Wanted kv_role 'kv_consumer', as ragfuse prefills and vLLM decodes, found {role!r}:"
+            " set that."
         )
     if policy != "recompute":
         raise SettingsError(
-            f"Wanted kv_load_failure_policy 'recompute', so that KV which is missing is computed, found {policy!r}: "
-            "set that."
+            "Wanted kv_load_failure_policy 'recompute', so that KV which is missing is computed,"
+            f" found {policy!r}: set that."
         )
 
 
 def check_parallel(config: VllmConfig) -> None:
     """Raise SettingsError for ways to divide a model or its cache that were never tested."""
     parallel = config.parallel_config
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+    for name in (
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
         if getattr(parallel, name, 1) != 1:
             raise SettingsError(
-                f"Wanted {name} 1, found {getattr(parallel, name)}: divide the model by tensor_parallel_size."
+                f"Wanted {name} 1, found {getattr(parallel, name)}: divide the model by"
+                " tensor_parallel_size."
             )
 
 
@@ -130,31 +152,39 @@ def check_salts(request: type[Any]) -> None:
     """Raise SettingsError where vLLM cannot keep fused KV out of its prefix cache."""
     if not hasattr(request, "update_block_hashes"):
         raise SettingsError(
-            "Wanted a vLLM whose prefix cache takes a salt for each request, found one without: install a version that "
-            f"was tested ({', '.join(TESTED)})."
+            "Wanted a vLLM whose prefix cache takes a salt for each request, found one without:"
+            f" install a version that was tested ({', '.join(TESTED)})."
         )
 
 
 def check_groups(config: VllmConfig, caches: KVCacheConfig) -> int:
-    """Return the rows of a block; raise SettingsError where a layer keeps anything but KV of all tokens."""
+    """Return the rows of a block; raise SettingsError where a layer keeps anything but KV of all
+    tokens.
+    """
     groups = caches.kv_cache_groups
     specs = [group.kv_cache_spec for group in groups]
-    if len(groups) != 1 or type(specs[0]) is not FullAttentionSpec or specs[0].sliding_window is not None:
+    if (
+        len(groups) != 1
+        or type(specs[0]) is not FullAttentionSpec
+        or specs[0].sliding_window is not None
+    ):
         found = ", ".join(type(spec).__name__ for spec in specs) or "none"
         raise SettingsError(
-            f"Wanted a model whose layers all keep keys and values of all tokens, found {found}: models with sliding "
-            "windows, latent attention or states cannot take KV over yet; let ragfuse answer for them."
+            f"Wanted a model whose layers all keep keys and values of all tokens, found {found}:"
+            " models with sliding windows, latent attention or states cannot take KV over yet; let"
+            " ragfuse answer for them."
         )
     model, cache = config.model_config, config.cache_config
     n_layers = model.get_total_num_hidden_layers()
     if len(groups[0].layer_names) != n_layers:
         raise SettingsError(
-            f"Wanted KV in each of the model's {n_layers} layers, found it in {len(groups[0].layer_names)}: leave out "
-            "draft models and shared layers."
+            f"Wanted KV in each of the model's {n_layers} layers, found it in"
+            f" {len(groups[0].layer_names)}: leave out draft models and shared layers."
         )
     if cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
         raise SettingsError(
-            f"Wanted a KV cache in the model's dtype, found kv_cache_dtype {cache.cache_dtype!r}: set 'auto'."
+            f"Wanted a KV cache in the model's dtype, found kv_cache_dtype {cache.cache_dtype!r}:"
+            " set 'auto'."
         )
     if specs[0].block_size != cache.block_size:
         raise SettingsError(
@@ -165,7 +195,9 @@ def check_groups(config: VllmConfig, caches: KVCacheConfig) -> int:
 
 
 def model_of(config: VllmConfig, name: str | None) -> TransferModel:
-    """Return what this engine's KV is; its name is the last part of the model's, unless it is given."""
+    """Return what this engine's KV is; its name is the last part of the model's, unless it is
+    given.
+    """
     model = config.model_config
     return TransferModel(
         name or Path(model.model).name,
@@ -177,11 +209,15 @@ def model_of(config: VllmConfig, name: str | None) -> TransferModel:
 
 
 def weights_of(config: VllmConfig) -> str:
-    """Return the digest of the weights that this engine loads from files on this machine; "unknown" where it is not."""
+    """Return the digest of the weights that this engine loads from files on this machine; "unknown"
+    where it is not.
+    """
     model, loads = config.model_config, config.load_config
     if loads.load_format not in ("auto", "safetensors") or model.quantization is not None:
         return UNKNOWN
     if Path(model.model).is_dir():
         return sample_weights(Path(model.model))
-    found = try_to_load_from_cache(model.model, "config.json", cache_dir=loads.download_dir, revision=model.revision)
+    found = try_to_load_from_cache(
+        model.model, "config.json", cache_dir=loads.download_dir, revision=model.revision
+    )
     return sample_weights(Path(found).parent) if isinstance(found, str) else UNKNOWN

@@ -1,4 +1,6 @@
-"""`RagfuseConnector`, which vLLM loads by `kv_connector_module_path`: two sides behind vLLM's one interface."""
+"""`RagfuseConnector`, which vLLM loads by `kv_connector_module_path`: two sides behind vLLM's one
+interface.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -38,7 +43,9 @@ class RagfuseConnector(KVConnectorBase_V1):
         SettingsError: KV cannot be handed over with this configuration.
     """
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         setup = Setup.of(vllm_config, kv_cache_config)
         is_worker = role is KVConnectorRole.WORKER
@@ -51,11 +58,15 @@ class RagfuseConnector(KVConnectorBase_V1):
         """Take the handle of a new request."""
         self._scheduler.begin(request)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded, and whether between steps."""
         return self._scheduler.n_external(request, num_computed_tokens)
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         """Have the rows loaded for which blocks were allocated."""
         self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
@@ -67,7 +78,9 @@ class RagfuseConnector(KVConnectorBase_V1):
         """Note what the workers could not load."""
         self._scheduler.note(connector_output)
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Delete the KV of a request that has ended."""
         return False, self._scheduler.end(request)
 
@@ -86,7 +99,9 @@ class RagfuseConnector(KVConnectorBase_V1):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: what a step needs was loaded before it began."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """Do nothing: this engine hands nothing over."""
 
     def wait_for_save(self) -> None:
@@ -107,13 +122,19 @@ class RagfuseConnector(KVConnectorBase_V1):
         return (self._worker or self._scheduler).take_counts()
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
         """Return counts for the log."""
         return TransferCounts(data or {})
 
     @classmethod
     def build_prom_metrics(
-        cls, vllm_config: VllmConfig, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: Any,
     ) -> KVConnectorPromMetrics:
         """Return the Prometheus counters."""
         return TransferMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

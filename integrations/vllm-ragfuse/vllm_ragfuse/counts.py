@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 NAMES = MappingProxyType(
     {
         "prompts_loaded": "Requests whose prompt's KV came from ragfuse.",
-        "prompts_recomputed": "Requests with a handle of ragfuse whose prompt vLLM computed itself.",
+        "prompts_recomputed": "Requests with a handle whose prompt vLLM computed itself.",
         "loaded_bytes": "Bytes of KV that workers loaded, as encoded.",
         "load_seconds": "Seconds that workers took to load KV.",
     }
@@ -57,10 +60,18 @@ class TransferCounts(KVConnectorStats):
 class TransferMetrics(KVConnectorPromMetrics):
     """The Prometheus counters `vllm:ragfuse_*`."""
 
-    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: Any,
+    ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters = {
-            name: self._counter_cls(name=f"vllm:ragfuse_{name}", documentation=text, labelnames=labelnames)
+            name: self._counter_cls(
+                name=f"vllm:ragfuse_{name}", documentation=text, labelnames=labelnames
+            )
             for name, text in NAMES.items()
         }
 

@@ -33,4 +33,6 @@ def slots_of(blocks: Sequence[int], block_size: int, lo: int, hi: int) -> Tensor
         hi: Behind the last row.
     """
     rows = torch.arange(lo, hi)
-    return torch.tensor(blocks, dtype=torch.int64)[rows // block_size] * block_size + rows % block_size
+    return (
+        torch.tensor(blocks, dtype=torch.int64)[rows // block_size] * block_size + rows % block_size
+    )

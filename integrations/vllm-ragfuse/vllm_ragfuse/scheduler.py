@@ -1,6 +1,7 @@
 """The connector's side in vLLM's scheduler: which requests have KV waiting, and what became of it.
 
-It reads no KV, and nothing here waits for the place: what cannot be loaded is noticed by the workers, and recomputed.
+It reads no KV, and nothing here waits for the place: what cannot be loaded is noticed by the
+    workers, and recomputed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class SchedulerSide:
         self._tenant = TransferHandle.tenant_label(setup.salt) if setup.salt is not None else None
         self._handles: dict[str, TransferHandle] = {}  # by request
         self._loads: dict[str, Load] = {}  # by request, the last one
-        self._offered: dict[str, int] = {}  # by request, its preemptions when it was offered: never twice
+        self._offered: dict[
+            str, int
+        ] = {}  # by request, its preemptions when it was offered: never twice
         self._failures: dict[str, str] = {}  # by request, why its prompt is computed
         self._told = set[str]()  # requests whose failure is in the log
         self._new: list[Load] = []
@@ -45,17 +48,23 @@ class SchedulerSide:
         self._pool = ThreadPoolExecutor(1, "ragfuse-transfer")
 
     def begin(self, request: Request) -> None:
-        """Take the handle of a new request, and keep its KV out of the prefix cache of all others."""
+        """Take the handle of a new request, and keep its KV out of the prefix cache of all
+        others.
+        """
         told = (request.kv_transfer_params or {}).get(PARAMS)
         if told is None:
             return
         try:
             handle = self._checked(told, request)
-        except TransferError as error:  # told once it is scheduled: vLLM begins those that it rejected, too
+        except (
+            TransferError
+        ) as error:  # told once it is scheduled: vLLM begins those that it rejected, too
             self._failures[request.request_id] = str(error)
             return
         self._handles[request.request_id] = handle
-        request.cache_salt = f"ragfuse-{secrets.token_hex(16)}"  # of the request: its handle may come again
+        request.cache_salt = (  # of the request: its handle may come again
+            f"ragfuse-{secrets.token_hex(16)}"
+        )
         request.block_hashes.clear()
         request.update_block_hashes()
 
@@ -70,7 +79,9 @@ class SchedulerSide:
             return 0, False
         if name not in self._handles:
             return 0, False
-        if self._offered.get(name) == request.num_preemptions:  # a load that failed is not tried again for ever
+        if (
+            self._offered.get(name) == request.num_preemptions
+        ):  # a load that failed is not tried again for ever
             return 0, False
         n = request.num_prompt_tokens - 1 - n_computed
         return (n, self._setup.is_async) if n > 0 else (0, False)
@@ -95,9 +106,15 @@ class SchedulerSide:
         """Note what the workers could not load."""
         failed = set(output.failed_recving)
         if output.invalid_block_ids:
-            failed |= {name for name, load in self._loads.items() if output.invalid_block_ids & set(load.blocks)}
+            failed |= {
+                name
+                for name, load in self._loads.items()
+                if output.invalid_block_ids & set(load.blocks)
+            }
         for name in failed & set(self._handles):
-            self._failures[name] = "It could not be loaded; vLLM's log says why, in a line of its worker."
+            self._failures[name] = (
+                "It could not be loaded; vLLM's log says why, in a line of its worker."
+            )
             self._tell(name)
 
     def end(self, request: Request) -> dict[str, Any] | None:
@@ -130,17 +147,24 @@ class SchedulerSide:
     def _checked(self, told: object, request: Request) -> TransferHandle:
         """Return a request's handle; raise TransferError where its KV cannot be used."""
         handle = TransferHandle.from_dict(told)
-        if request.prompt_token_ids is None or request.mm_features or request.lora_request is not None:
+        if (
+            request.prompt_token_ids is None
+            or request.mm_features
+            or request.lora_request is not None
+        ):
             raise TransferError(
-                "Wanted a prompt of token ids for the model itself, found one with embeddings, media or an adapter. "
-                "Send it without a handle."
+                "Wanted a prompt of token ids for the model itself, found one with embeddings,"
+                " media or an adapter. Send it without a handle."
             )
         if self._tenant is not None and handle.tenant != self._tenant:
             raise TransferError(
-                "Wanted KV of this engine's tenant (option salt), found KV of another. Ask for it there."
+                "Wanted KV of this engine's tenant (option salt), found KV of another. Ask for it"
+                " there."
             )
         if any(handle.secret == other.secret for other in self._handles.values()):
-            raise TransferError("Wanted a handle that no request uses, found one that is in use. Prefill for each.")
+            raise TransferError(
+                "Wanted a handle that no request uses, found one that is in use. Prefill for each."
+            )
         handle.check(request.prompt_token_ids, self._setup.model, time.time(), self._setup.weights)
         return handle
 
@@ -148,11 +172,17 @@ class SchedulerSide:
         """Log once why the prompt of a request is computed."""
         if name not in self._told:
             self._told.add(name)
-            logger.warning("ragfuse: vLLM computes the prompt of request %s itself. %s", name, self._failures[name])
+            logger.warning(
+                "ragfuse: vLLM computes the prompt of request %s itself. %s",
+                name,
+                self._failures[name],
+            )
 
     def _delete(self, handle: TransferHandle) -> None:
         try:
             self._place.delete(handle)
             self._place.sweep_if_due()
         except Exception:
-            logger.warning("ragfuse: KV that was read could not be deleted; it expires.", exc_info=True)
+            logger.warning(
+                "ragfuse: KV that was read could not be deleted; it expires.", exc_info=True
+            )

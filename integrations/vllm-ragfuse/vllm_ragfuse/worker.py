@@ -1,6 +1,8 @@
-"""The connector's side in each worker: reads KV layer by layer and writes it into vLLM's paged cache.
+"""The connector's side in each worker: reads KV layer by layer and writes it into vLLM's paged
+cache.
 
-The cache's layout is the attention backend's own business: it is written by the same method as vLLM's own forward does.
+The cache's layout is the attention backend's own business: it is written by the same method as
+vLLM's own forward does.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed.parallel_state import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
@@ -30,7 +35,9 @@ logger = init_logger("vllm.ragfuse")
 
 
 class WorkerSide:
-    """Loads KV into the paged cache of one rank, on a thread of its own between steps, or before a step."""
+    """Loads KV into the paged cache of one rank, on a thread of its own between steps, or before a
+    step.
+    """
 
     def __init__(self, setup: Setup, config: VllmConfig) -> None:
         self._setup, self._config, self._place = setup, config, setup.place()
@@ -54,10 +61,14 @@ class WorkerSide:
         for name, layer in layers.items():
             if not hasattr(layer.impl, "do_kv_cache_update"):
                 raise SettingsError(
-                    f"Wanted an attention backend that can be written to (do_kv_cache_update), found "
-                    f"{type(layer.impl).__name__} in {name}: choose another one by VLLM_ATTENTION_BACKEND."
+                    "Wanted an attention backend that can be written to (do_kv_cache_update),"
+                    f" found {type(layer.impl).__name__} in {name}: choose another one by"
+                    " VLLM_ATTENTION_BACKEND."
                 )
-        self._caches, self._layers = caches, dict(sorted(layers.items(), key=lambda each: extract_layer_index(each[0])))
+        self._caches, self._layers = (
+            caches,
+            dict(sorted(layers.items(), key=lambda each: extract_layer_index(each[0]))),
+        )
         rank, n_ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         self._heads = heads_of_rank(self._setup.model.kv_heads, rank, n_ranks)
         device = next(iter(caches.values())).device
@@ -91,7 +102,9 @@ class WorkerSide:
                 failed.add(name)
                 self._warn(load, error)
         for name in finished & set(self._used):
-            self._pool.submit(self._place.delete, self._used.pop(name).handle)  # closes the file that was read, too
+            self._pool.submit(
+                self._place.delete, self._used.pop(name).handle
+            )  # closes the file that was read, too
         return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
 
     def take_bad_blocks(self) -> set[int]:
@@ -110,12 +123,16 @@ class WorkerSide:
 
     @torch.inference_mode()
     def _load(self, load: Load) -> None:
-        """Write the rows of one request into the cache; raise TransferError where that is impossible."""
+        """Write the rows of one request into the cache; raise TransferError where that is
+        impossible.
+        """
         start_s = time.perf_counter()
         device = next(iter(self._caches.values())).device
         with self._own_stream():
             slots = slots_of(load.blocks, self._setup.block_size, load.lo, load.hi).to(device)
-            for (name, layer), kv in zip(self._layers.items(), self._place.read(load.handle), strict=True):
+            for (name, layer), kv in zip(
+                self._layers.items(), self._place.read(load.handle), strict=True
+            ):
                 keys, values = (
                     part[self._heads, load.lo : load.hi].transpose(0, 1).contiguous().to(device)
                     for part in (kv.keys, kv.values)
@@ -137,5 +154,8 @@ class WorkerSide:
     def _warn(self, load: Load, error: BaseException) -> None:
         unexpected = None if isinstance(error, TransferError) else error
         logger.warning(
-            "ragfuse: the KV of request %s could not be loaded: %s", load.request, error, exc_info=unexpected
+            "ragfuse: the KV of request %s could not be loaded: %s",
+            load.request,
+            error,
+            exc_info=unexpected,
         )

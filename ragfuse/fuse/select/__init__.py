@@ -1,6 +1,8 @@
-"""Selection policies: which rows of cached chunks are recomputed. Each is one file, and one entry of `POLICIES`.
+"""Selection policies: which rows of cached chunks are recomputed. Each is one file, and one entry
+of `POLICIES`.
 
-A policy is chosen by name. The suffixes `:k` and `:v` make `hkvd` and `hkvd-flat` compare keys or values only.
+A policy is chosen by name. The suffixes `:k` and `:v` make `hkvd` and `hkvd-flat` compare keys or
+values only.
 """
 
 from ragfuse.fuse.select.edges import Full, Nothing

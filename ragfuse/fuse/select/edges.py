@@ -21,7 +21,9 @@ class Full(Policy):
         """All rows, whatever the ratio."""
         return PolicyCost(fixed_share=1.0)
 
-    def choose(self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None) -> Tensor:
+    def choose(
+        self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None
+    ) -> Tensor:
         """Return all candidates."""
         return active
 
@@ -37,6 +39,8 @@ class Nothing(Policy):
         """No rows, whatever the ratio."""
         return PolicyCost(fixed_share=0.0)
 
-    def choose(self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None) -> Tensor:
+    def choose(
+        self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None
+    ) -> Tensor:
         """Return no candidate."""
         return active[:0]

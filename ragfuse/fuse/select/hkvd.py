@@ -1,4 +1,6 @@
-"""High KV deviation (HKVD): the rows whose KV changes most when they attend to the other chunks (CacheBlend 4.3)."""
+"""High KV deviation (HKVD): the rows whose KV changes most when they attend to the other chunks
+(CacheBlend 4.3).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ class Hkvd(Policy):
     """Recomputes the rows with the highest KV deviation at the check layer.
 
     Args:
-        gradual: True: rows are ranked again and fewer are kept in each later layer; False: the same rows in all layers.
+        gradual: True: rows are ranked again and fewer are kept in each later layer; False: the same
+            rows in all layers.
     """
 
     check_layer: int = 1
@@ -30,12 +33,16 @@ class Hkvd(Policy):
         """Whether the gradual schedule allows fewer rows in `layer` than were computed before."""
         return self.gradual and self._budget(candidates, layer) < active
 
-    def choose(self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None) -> Tensor:
+    def choose(
+        self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None
+    ) -> Tensor:
         """Return the rows with the highest deviations, as many as the layer's share allows."""
         if deviation is None or (layer > self.check_layer and not self.gradual):
             return active
         return best(active, deviation, self._budget(candidates, layer))
 
     def _budget(self, candidates: Candidates, layer: int, part: float = 1.0) -> int:
-        share = schedule(candidates.ratio, layer, self.check_layer, candidates.n_layers, self.gradual)
+        share = schedule(
+            candidates.ratio, layer, self.check_layer, candidates.n_layers, self.gradual
+        )
         return candidates.budget(part * share)

@@ -1,4 +1,6 @@
-"""The first tokens of every chunk (LegoLink of EPIC): a static choice that needs no layer computed in full."""
+"""The first tokens of every chunk (LegoLink of EPIC): a static choice that needs no layer computed
+in full.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from ragfuse.types.policy_cost import PolicyCost
 
 @dataclass(frozen=True, kw_only=True)
 class Lego(Policy):
-    """Recomputes the first `first` tokens of each chunk, or as many as the ratio allows if `first` is 0."""
+    """Recomputes the first `first` tokens of each chunk, or as many as the ratio allows if `first`
+    is 0.
+    """
 
     name: str = "lego"
     first: int = 0
@@ -22,10 +26,16 @@ class Lego(Policy):
         """A fixed number of tokens per chunk, or rows by the ratio if `first` is 0."""
         return PolicyCost(tokens_per_chunk=self.first)
 
-    def choose(self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None) -> Tensor:
+    def choose(
+        self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None
+    ) -> Tensor:
         """Return the rows with the lowest offsets in their chunks; ratio 1 selects all."""
         if layer > 0 or candidates.ratio >= 1:
             return active
         if self.first:
             return active[candidates.offset < self.first]
-        return active[candidates.offset.argsort(stable=True)[: candidates.budget(candidates.ratio)].sort().values]
+        return active[
+            candidates.offset.argsort(stable=True)[: candidates.budget(candidates.ratio)]
+            .sort()
+            .values
+        ]

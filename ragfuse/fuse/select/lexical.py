@@ -11,14 +11,24 @@ from ragfuse.fuse.select.policy import Candidates, Policy, Wanted
 
 @dataclass(frozen=True, kw_only=True)
 class Lexical(Policy):
-    """Recomputes rows nearest to rare words that the question shares with the chunks, then the first of each chunk."""
+    """Recomputes rows nearest to rare words that the question shares with the chunks, then the
+    first of each chunk.
+    """
 
     name: str = "lexical"
     wants: Wanted = "words"
 
-    def choose(self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None) -> Tensor:
+    def choose(
+        self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None
+    ) -> Tensor:
         """Return the rows with the highest scores, as many as the ratio allows."""
         if layer > 0 or candidates.score is None:
             return active
-        score = candidates.score.where(candidates.score > 0, -candidates.offset.to(candidates.score))
-        return active[score.argsort(descending=True, stable=True)[: candidates.budget(candidates.ratio)].sort().values]
+        score = candidates.score.where(
+            candidates.score > 0, -candidates.offset.to(candidates.score)
+        )
+        return active[
+            score.argsort(descending=True, stable=True)[: candidates.budget(candidates.ratio)]
+            .sort()
+            .values
+        ]

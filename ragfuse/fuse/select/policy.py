@@ -1,8 +1,9 @@
-"""The interface of selection policies: the candidates that a policy is given and the rows that it returns.
+"""The interface of selection policies: the candidates that a policy is given and the rows that it
+returns.
 
-Candidates are rows of cached chunks. Forced rows (the question, misses, text between chunks, the last token) are
-computed in any case and are not candidates, nor are rows of an exact prefix. So the same ratio means the same work for
-every policy.
+Candidates are rows of cached chunks. Forced rows (the question, misses, text between chunks, the
+last token) are computed in any case and are not candidates, nor are rows of an exact prefix. So the
+same ratio means the same work for every policy.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Candidates:
         forced: Number of rows that are computed in any case.
         chunk: int64 [C], the segment that each row belongs to.
         offset: int64 [C], each row's index inside that segment.
-        score: float32 [C], as `Policy.wants` says, higher is better; None if the policy wants nothing.
+        score: float32 [C], as `Policy.wants` says, higher is better; None if the policy wants
+            nothing.
     """
 
     n_layers: int
@@ -43,11 +45,13 @@ class Candidates:
         return len(self.chunk)
 
     def budget(self, share: float) -> int:
-        """Return the number of rows for a share of the candidates, such that all computed rows fill whole matrix tiles.
+        """Return the number of rows for a share of the candidates, such that all computed rows fill
+        whole matrix tiles.
 
-        The total with the forced rows is rounded to the nearest multiple of 16: on CPUs with tile units 408 rows take
-        longer than 416, and a number of rows used before is faster than a new one. Budgets under 32 rows are not
-        rounded, so the result stays within a quarter of the requested share, and within an eighth from 64 rows on.
+        The total with the forced rows is rounded to the nearest multiple of 16: on CPUs with tile
+        units 408 rows take longer than 416, and a number of rows used before is faster than a new
+        one. Budgets under 32 rows are not rounded, so the result stays within a quarter of the
+        requested share, and within an eighth from 64 rows on.
         """
         rows = round(share * len(self))
         if TILE * 2 <= rows < len(self):
@@ -57,16 +61,19 @@ class Candidates:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """A selection policy: chooses the candidate rows that are recomputed in each layer. Each derives from this one.
+    """A selection policy: chooses the candidate rows that are recomputed in each layer. Each
+    derives from this one.
 
     Args:
         name: The name by which settings choose it and traces report it.
-        check_layer: The first layer whose rows are chosen; 0: they are chosen before anything is computed. Below it all
-            candidates are computed, and in it their K and V, so that deviations are known there.
+        check_layer: The first layer whose rows are chosen; 0: they are chosen before anything is
+            computed. Below it all candidates are computed, and in it their K and V, so that
+            deviations are known there.
         compare: Whether deviations are measured on keys, values or both.
-        wants: What `Candidates.score` must hold. "attention": the attention that the question's rows pay to each row
-            over the reused KV, in `watched_layers`; costs a pass of the forced rows through three quarters of the
-            layers. "words": how near each row is to words of the question (`select/words.py`); costs no pass.
+        wants: What `Candidates.score` must hold. "attention": the attention that the question's
+            rows pay to each row over the reused KV, in `watched_layers`; costs a pass of the forced
+            rows through three quarters of the layers. "words": how near each row is to words of the
+            question (`select/words.py`); costs no pass.
     """
 
     name: str
@@ -76,29 +83,37 @@ class Policy:
 
     @property
     def cost(self) -> PolicyCost:
-        """What must be computed before rows can be chosen, and how many rows are recomputed, for the planner."""
+        """What must be computed before rows can be chosen, and how many rows are recomputed, for
+        the planner.
+        """
         return PolicyCost()
 
     def thins(self, candidates: Candidates, layer: int, active: int) -> bool:
-        """Whether `choose` will drop some of the `active` rows in `layer`, which lies after the check layer.
+        """Whether `choose` will drop some of the `active` rows in `layer`, which lies after the
+        check layer.
 
         Only then is the deviation measured in the layer before, because measuring costs time.
         """
         return False
 
-    def choose(self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None) -> Tensor:
+    def choose(
+        self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None
+    ) -> Tensor:
         """Return the candidates to recompute in `layer`.
 
         Args:
             candidates: The candidates of the prompt.
             layer: Index of the layer.
-            active: int64 [m], sorted: the candidates computed in the layer before, as indices into `candidates`.
-            deviation: float32 [m], how far their newest computed KV is from the cached KV; None if not measured. At
-                the check layer it is measured in `layer` itself, after that in the layer before.
+            active: int64 [m], sorted: the candidates computed in the layer before, as indices into
+                `candidates`.
+            deviation: float32 [m], how far their newest computed KV is from the cached KV; None if
+                not measured. At the check layer it is measured in `layer` itself, after that in the
+                layer before.
 
         Returns:
-            int64, a sorted subset of `active`; all of it where `candidates.ratio` is 1, so that a prompt equals its
-            full prefill. `choose` is never called with a ratio of 0, for which `HFModel.fuse` uses the policy `none`.
+            int64, a sorted subset of `active`; all of it where `candidates.ratio` is 1, so that a
+            prompt equals its full prefill. `choose` is never called with a ratio of 0, for which
+            `HFModel.fuse` uses the policy `none`.
         """
         raise NotImplementedError
 

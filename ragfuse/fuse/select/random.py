@@ -17,7 +17,9 @@ class Random(Policy):
     name: str = "random"
     seed: int = 0
 
-    def choose(self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None) -> Tensor:
+    def choose(
+        self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None
+    ) -> Tensor:
         """Return rows drawn at layer 0 and kept in all later layers."""
         if layer > 0:
             return active

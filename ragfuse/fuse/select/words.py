@@ -15,8 +15,8 @@ WORD_REACH_TOKENS = 24
 def nearness(words: Tensor, question_rows: Tensor, candidates: Tensor) -> Tensor:
     """Return for every row the summed weight of the question's words in the chunks around it.
 
-    A word weighs log(C / number of candidate rows with it), an inverse document frequency whose documents are the rows
-    of this prompt; at a distance of d rows it counts exp(-d / 6) of that.
+    A word weighs log(C / number of candidate rows with it), an inverse document frequency whose
+    documents are the rows of this prompt; at a distance of d rows it counts exp(-d / 6) of that.
 
     Args:
         words: int64 [T], the number of the word that each row is part of; -1 for none.
@@ -35,4 +35,6 @@ def nearness(words: Tensor, question_rows: Tensor, candidates: Tensor) -> Tensor
     row_weight = torch.zeros(len(words))
     row_weight[candidates] = (weight * known)[chunk_words]
     distance = torch.arange(-WORD_REACH_TOKENS, WORD_REACH_TOKENS + 1).abs()
-    return conv1d(row_weight[None, None], torch.exp(-distance / WIDTH)[None, None], padding=WORD_REACH_TOKENS)[0, 0]
+    return conv1d(
+        row_weight[None, None], torch.exp(-distance / WIDTH)[None, None], padding=WORD_REACH_TOKENS
+    )[0, 0]

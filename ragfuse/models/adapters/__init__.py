@@ -1,7 +1,7 @@
 """LoRA adapters for the embedded LLM that the package ships, each in a folder with its model card.
 
-They are trained by `training/` and merged into the weights when a model is prepared. Beside one may lie a chunk adapter
-for the merged model, in a folder of its own.
+They are trained by `training/` and merged into the weights when a model is prepared. Beside one may
+lie a chunk adapter for the merged model, in a folder of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from ragfuse.types.keys import digest
 WEIGHTS = "adapter_model.safetensors"
 DRIFT_NAME = "ragfuse_drift.kv"
 CHUNK_ADAPTER = "chunk_adapter"
-"""The folder of an adapter that encodes chunks (`hf/chunk_adapter.py`), inside the folder of a model."""
+"""The folder of an adapter that encodes chunks (`hf/chunk_adapter.py`), inside the folder of a
+model.
+"""
 
 
 def path(name: str) -> Path:
@@ -25,14 +27,18 @@ def path(name: str) -> Path:
 
 
 def fingerprint(name: str) -> str:
-    """Return the digest of an adapter's weights, and of its drift and chunk adapter if it has them."""
+    """Return the digest of an adapter's weights, and of its drift and chunk adapter if it
+    has them.
+    """
     names = WEIGHTS, DRIFT_NAME, f"{CHUNK_ADAPTER}/{WEIGHTS}"
     found = [each for each in names if (path(name) / each).exists()]
     return digest(*(part for each in found for part in (each, (path(name) / each).read_bytes())))
 
 
 def card(name: str) -> dict[str, Any] | None:
-    """Return an adapter's model card: `reached`, `f1` and what was `tried`; None if there is no such adapter."""
+    """Return an adapter's model card: `reached`, `f1` and what was `tried`; None if there is no
+    such adapter.
+    """
     file = path(name) / "card.json"
     if not name or not file.is_file():
         return None

@@ -1,9 +1,11 @@
-"""Prompt functions: Python functions compiled to a schema, which return a prompt over it (Prompt Cache 3.2.4).
+"""Prompt functions: Python functions compiled to a schema, which return a prompt over it (Prompt
+Cache 3.2.4).
 
-A string statement is text, the parameters in an f-string are PML parameters, `if` is a module, `if` with `else` and
-`match` are a union, a call of another prompt function is a nested module, and `with user:` is a message. The docstring
-is ignored. Anything else raises a PMLError with its line when the function is defined. Conditions are evaluated when
-the function is called: the compiled code has an import in place of every text.
+A string statement is text, the parameters in an f-string are PML parameters, `if` is a module, `if`
+with `else` and `match` are a union, a call of another prompt function is a nested module, and `with
+user:` is a message. The docstring is ignored. Anything else raises a PMLError with its line when
+the function is defined. Conditions are evaluated when the function is called: the compiled code has
+an import in place of every text.
 """
 
 from __future__ import annotations
@@ -38,9 +40,14 @@ from ragfuse.schemas.pml import PML_TAGS, is_name
 
 P = ParamSpec("P")
 _PML = "__pml__"
-"""The attribute of a compiled function that has its schema; and the name of the recorder in the compiled code."""
+"""The attribute of a compiled function that has its schema; and the name of the recorder in the
+compiled code.
+"""
 _DEF = "a function written with def"
-_SAYS = "strings, f-strings of parameters, if, match, `with` system, user or assistant, or calls of prompt functions"
+_SAYS = (
+    "strings, f-strings of parameters, if, match, `with` system, user or assistant, or calls of"
+    " prompt functions"
+)
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,8 @@ system, user, assistant = MessageBlock("system"), MessageBlock("user"), MessageB
 
 
 def program(function: Callable[P, Any]) -> Callable[P, PMLPrompt]:
-    """Decorate a function as a prompt function, which returns a prompt; `schema_of` returns its schema.
+    """Decorate a function as a prompt function, which returns a prompt; `schema_of` returns its
+    schema.
 
     Parameters that its texts contain are annotated with `MaxTokens`.
 
@@ -128,14 +136,21 @@ class _Compiler:
         self.parameters = set(inspect.signature(function).parameters)
         hints = inspect.get_annotations(function, locals=self.outer_values, eval_str=True)
         annotated = ((name, getattr(hint, "__metadata__", ())) for name, hint in hints.items())
-        self.max_tokens = {name: each.n for name, extras in annotated for each in extras if isinstance(each, MaxTokens)}
+        self.max_tokens = {
+            name: each.n
+            for name, extras in annotated
+            for each in extras
+            if isinstance(each, MaxTokens)
+        }
 
     def compiled(self) -> Callable[..., PMLPrompt]:
         """Return the compiled function, with its schema as an attribute."""
         has_docstring = ast.get_docstring(self.definition, clean=False) is not None
         items, body = self._body(self.definition.body[has_docstring:], set())
         if not items:
-            raise self._error(self.definition, "a function without text besides its docstring", "a string in it")
+            raise self._error(
+                self.definition, "a function without text besides its docstring", "a string in it"
+            )
         schema = Schema(self.function.__name__, joined(items), at=self._spot(self.definition))
         original, signature = self.function, inspect.signature(self.function)
         code = compile(ast.fix_missing_locations(ast.Module(list(body), [])), self.file, "exec")
@@ -161,7 +176,9 @@ class _Compiler:
             ].isspace()  # defined in another block: the source and its texts keep their indentation
             found = ast.parse(f"if True:\n{source}" if is_inside else source).body[0]
         except (OSError, SyntaxError) as error:
-            raise PMLError(f"no readable source ({error})", _DEF, self.file, self.first_line) from error
+            raise PMLError(
+                f"no readable source ({error})", _DEF, self.file, self.first_line
+            ) from error
         found = cast(ast.If, found).body[0] if is_inside else found
         if not isinstance(found, ast.FunctionDef):
             raise PMLError(f"'{source.strip()[:40]}'", _DEF, self.file, self.first_line, 1)
@@ -174,7 +191,9 @@ class _Compiler:
         return self._spot(node).error(found, wanted)
 
     def _value(self, node: ast.expr) -> Any:
-        """Return the value of a name, or of an attribute, where the function was defined; None if it is unknown."""
+        """Return the value of a name, or of an attribute, where the function was defined; None if
+        it is unknown.
+        """
         if isinstance(node, ast.Name):
             return None if node.id in self.parameters else self.outer_values.get(node.id)
         if isinstance(node, ast.Attribute):
@@ -185,7 +204,9 @@ class _Compiler:
 
     def _body(self, body: Sequence[ast.stmt], names: set[str]) -> _Compiled:
         parts = [self._statement(node, names) for node in body]
-        return [item for items, _ in parts for item in items], [step for _, steps in parts for step in steps]
+        return [item for items, _ in parts for item in items], [
+            step for _, steps in parts for step in steps
+        ]
 
     def _statement(self, node: ast.stmt, names: set[str]) -> _Compiled:
         match node:
@@ -197,22 +218,35 @@ class _Compiler:
                 return self._text(value)
             case ast.If() | ast.Match():
                 return self._choice(node, names)
-            case ast.With(items=[ast.withitem(opened, None)]) if isinstance(self._value(opened), MessageBlock):
+            case ast.With(items=[ast.withitem(opened, None)]) if isinstance(
+                self._value(opened), MessageBlock
+            ):
                 items, steps = self._body(node.body, names)
                 return [Role(self._value(opened).role, joined(items), self._spot(node))], steps
-        raise self._error(node, f"'{ast.unparse(node).splitlines()[0][:60]}' in a prompt function", _SAYS)
+        raise self._error(
+            node, f"'{ast.unparse(node).splitlines()[0][:60]}' in a prompt function", _SAYS
+        )
 
     def _text(self, node: ast.expr) -> _Compiled:
         """Compile a string, an f-string, or a name whose value is a string."""
         items, steps = list[Item](), list[ast.stmt]()
         for part in node.values if isinstance(node, ast.JoinedStr) else (node,):
             plain = part.value if isinstance(part, ast.FormattedValue) else part
-            has_format = isinstance(part, ast.FormattedValue) and (part.conversion != -1 or part.format_spec)
+            has_format = isinstance(part, ast.FormattedValue) and (
+                part.conversion != -1 or part.format_spec
+            )
             value = plain.value if isinstance(plain, ast.Constant) else self._value(plain)
-            if isinstance(plain, ast.Name) and plain.id in self.parameters and part is not plain and not has_format:
+            if (
+                isinstance(plain, ast.Name)
+                and plain.id in self.parameters
+                and part is not plain
+                and not has_format
+            ):
                 if plain.id not in self.max_tokens:
                     wanted = f"{plain.id}: Annotated[str, MaxTokens(...)]"
-                    raise self._error(plain, f"parameter '{plain.id}' without a maximum length", wanted)
+                    raise self._error(
+                        plain, f"parameter '{plain.id}' without a maximum length", wanted
+                    )
                 items.append(Param(plain.id, self.max_tokens[plain.id], at=self._spot(plain)))
                 steps += ast.parse(f"{_PML}.fill({plain.id!r}, {plain.id})").body
             elif isinstance(value, str) and not has_format:
@@ -232,7 +266,9 @@ class _Compiler:
         return [Module(name, schema.items, at=self._spot(node))], [step]
 
     def _choice(self, node: ast.If | ast.Match, names: set[str]) -> _Compiled:
-        """Compile every branch to a module, and the choice to code that imports the one that is taken."""
+        """Compile every branch to a module, and the choice to code that imports the one that is
+        taken.
+        """
         modules = list[Module]()
 
         def taken(wanted: str, body: Sequence[ast.stmt]) -> list[ast.stmt]:
@@ -267,13 +303,17 @@ def _unique(wanted: str, taken: set[str]) -> str:
     name = re.sub(r"[^\w.-]+", "-", wanted).strip("-._")[:40]
     if not is_name(name) or name in PML_TAGS:
         name = f"case-{name}".strip("-")
-    found = next(each for each in chain([name], (f"{name}-{n}" for n in count(2))) if each not in taken)
+    found = next(
+        each for each in chain([name], (f"{name}-{n}" for n in count(2))) if each not in taken
+    )
     taken.add(found)
     return found
 
 
 def _values_around(function: FunctionType) -> dict[str, Any]:
-    """Return the values of the names around a function: its module's, and those of its closure that are assigned."""
+    """Return the values of the names around a function: its module's, and those of its closure that
+    are assigned.
+    """
     found = dict(function.__globals__)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # not there yet

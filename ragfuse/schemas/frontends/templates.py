@@ -1,7 +1,8 @@
-"""Converts prompt templates of LangChain and LlamaIndex, texts, and (role, text) pairs to PML schemas.
+"""Converts prompt templates of LangChain and LlamaIndex, texts, and (role, text) pairs to PML
+schemas.
 
-No framework is imported: templates are recognised by their attributes. The variables become parameters of the schema,
-so that the fixed text is encoded once.
+No framework is imported: templates are recognised by their attributes. The variables become
+parameters of the schema, so that the fixed text is encoded once.
 """
 
 from __future__ import annotations
@@ -30,30 +31,43 @@ Part = tuple[str, str | None, int]
 """A literal text, the variable after it or None, and the line on which it ends."""
 
 _ROLES: Mapping[str, RoleName] = MappingProxyType(
-    {"human": "user", "user": "user", "system": "system", "ai": "assistant", "assistant": "assistant"}
+    {
+        "human": "user",
+        "user": "user",
+        "system": "system",
+        "ai": "assistant",
+        "assistant": "assistant",
+    }
 )
 
 
 _VARIABLE = re.compile(r"\{\{\s*(\w+)\s*\}\}")
-_CHAT = re.compile(r"""\{%\s*chat\s+role\s*=\s*["'](\w*)["']\s*%\}([^{]*(?:\{(?!%)[^{]*)*)\{%\s*endchat\s*%\}""")
+_CHAT = re.compile(
+    r"""\{%\s*chat\s+role\s*=\s*["'](\w*)["']\s*%\}([^{]*(?:\{(?!%)[^{]*)*)\{%\s*endchat\s*%\}"""
+)
 """Variables of jinja2, and LlamaIndex's chat blocks."""
 
 
-def from_template(name: str, template: Any, max_tokens: int | Mapping[str, int], syntax: Syntax = "f-string") -> Schema:
+def from_template(
+    name: str, template: Any, max_tokens: int | Mapping[str, int], syntax: Syntax = "f-string"
+) -> Schema:
     """Return the schema of a template.
 
     Args:
         name: Name of the schema.
         template: A text, (role, text) pairs, or a prompt template of LangChain or LlamaIndex.
         max_tokens: The most tokens of each variable: one number for all, or one by name.
-        syntax: How variables are written in a text or in pairs; a framework's templates know their own syntax.
+        syntax: How variables are written in a text or in pairs; a framework's templates know their
+            own syntax.
 
     Raises:
         PMLError: The template has logic, loops, formats or placeholders for conversations.
     """
     items: list[Item] = []
     for role, text, written in _messages(name, template, syntax):
-        found = joined(_items(parsed(name, text, written), name, max_tokens) if written else (TextNode(text),))
+        found = joined(
+            _items(parsed(name, text, written), name, max_tokens) if written else (TextNode(text),)
+        )
         if role and role not in _ROLES:
             raise PMLError(f"role '{role}'", "system, user (human) or assistant (ai)", name)
         items += [Role(_ROLES[role], found)] if role else found
@@ -61,7 +75,9 @@ def from_template(name: str, template: Any, max_tokens: int | Mapping[str, int],
 
 
 def parsed(name: str, text: str, syntax: Syntax, line: int = 1) -> Iterator[Part]:
-    """Yield the parts of a text with variables; name and line say where it begins, for error messages."""
+    """Yield the parts of a text with variables; name and line say where it begins, for error
+    messages.
+    """
     if syntax not in get_args(Syntax):
         raise PMLError(f"syntax '{syntax}'", "f-string or jinja2", name)
     for literal, variable in _jinja(name, text) if syntax == "jinja2" else _braces(name, text):
@@ -96,7 +112,9 @@ def _messages(name: str, template: Any, syntax: Syntax) -> Iterator[tuple[str, s
     rich = getattr(template, "template_str", None)  # RichPromptTemplate
     plain = getattr(template, "template", None)  # PromptTemplate of both
     if isinstance(rich, str) or (isinstance(template, str) and syntax == "jinja2"):
-        pieces = _CHAT.split((rich or template).removesuffix("\n"))  # text, role, its message, text, ...
+        pieces = _CHAT.split(
+            (rich or template).removesuffix("\n")
+        )  # text, role, its message, text, ...
         for at, piece in enumerate(pieces):
             if at % 3 == 1:
                 yield piece, pieces[at + 1], "jinja2"
@@ -107,21 +125,29 @@ def _messages(name: str, template: Any, syntax: Syntax) -> Iterator[tuple[str, s
     elif isinstance(plain, str):
         yield "", plain, _syntax_of(template)
     else:
-        for message in getattr(template, "messages", None) or getattr(template, "message_templates", template):
+        for message in getattr(template, "messages", None) or getattr(
+            template, "message_templates", template
+        ):
             yield _message(name, message, syntax)
 
 
 def _message(name: str, message: Any, syntax: Syntax) -> tuple[str, str, Syntax | None]:
     if isinstance(message, tuple | list) and len(message) == 2:
         return str(message[0]), str(message[1]), syntax
-    role = getattr(message, "role", None) or getattr(message, "type", None) or type(message).__name__
+    role = (
+        getattr(message, "role", None) or getattr(message, "type", None) or type(message).__name__
+    )
     role = str(getattr(role, "value", role))
     role = re.sub(r"(message|prompt|template|_|chunk)+$", "", role.lower())
     prompt = getattr(message, "prompt", None)
     if isinstance(text := getattr(prompt, "template", None), str):
         return role, text, _syntax_of(prompt)
     if isinstance(text := getattr(message, "content", None), str):
-        return role, text, "f-string" if hasattr(message, "blocks") else None  # LangChain's messages are no templates
+        return (
+            role,
+            text,
+            "f-string" if hasattr(message, "blocks") else None,
+        )  # LangChain's messages are no templates
     wanted = "messages with text: a conversation has no maximum length"
     raise PMLError(f"{type(message).__name__} in a template", wanted, name)
 
@@ -139,5 +165,8 @@ def _items(parts: Iterable[Part], name: str, max_tokens: int | Mapping[str, int]
             length = max_tokens if isinstance(max_tokens, int) else max_tokens.get(variable, 0)
             at = SourcePosition(name, line, 1)
             if length < 1:
-                raise at.error(f"variable '{variable}' without a maximum length", f"max_tokens={{'{variable}': ...}}")
+                raise at.error(
+                    f"variable '{variable}' without a maximum length",
+                    f"max_tokens={{'{variable}': ...}}",
+                )
             yield Param(variable, length, at=at)

@@ -26,14 +26,19 @@ def model(varied_path: Path) -> HFModel:
     return bench_model(str(varied_path), "float32", "cpu", varied_path)
 
 
-def test_every_codec_gives_the_kv_back_as_near_as_its_bins_and_counts_its_bytes(model: HFModel) -> None:
-    kv = model.encode(model.tokens("The keeper counted forty ships in one night; its door is green. " * 3))
+def test_every_codec_gives_the_kv_back_as_near_as_its_bins_and_counts_its_bytes(
+    model: HFModel,
+) -> None:
+    kv = model.encode(
+        model.tokens("The keeper counted forty ships in one night; its door is green. " * 3)
+    )
     codecs, away = codecs_of(model), {}
     for name, codec in codecs.all.items():
         done = coded(codec, kv)
         assert 0 < done.nbytes < fp16_nbytes(kv) * 1.1
         away[name] = max(
-            float((a.keys - b.keys).norm() / a.keys.norm()) for a, b in zip(kv.layers, done.kv.layers, strict=True)
+            float((a.keys - b.keys).norm() / a.keys.norm())
+            for a, b in zip(kv.layers, done.kv.layers, strict=True)
         )
     assert away["int8"] < away["int4"] < away["int3"]
     assert sorted(LOSSY[1:], key=away.__getitem__) == LOSSY[1:]
@@ -54,12 +59,18 @@ def test_the_report_has_what_the_json_must_have(
     assert [level["name"] for level in result["levels"]] == LOSSY
     assert result["answers"]["raw"]["n"] == 2
     _the_f1_of_a_model_that_answers_nothing_says_nothing(result)
-    _smaller_levels_are_further_away({row["name"]: row for row in (*result["levels"], *result["baselines"])})
+    _smaller_levels_are_further_away(
+        {row["name"]: row for row in (*result["levels"], *result["baselines"])}
+    )
 
 
 def _smaller_levels_are_further_away(of: Mapping[str, Any]) -> None:
     assert of["int8"]["x_vs_int8"] == 1.0
-    assert of["int3"]["bytes_over_fp16"] < of["int4"]["bytes_over_fp16"] < of["int8"]["bytes_over_fp16"]
+    assert (
+        of["int3"]["bytes_over_fp16"]
+        < of["int4"]["bytes_over_fp16"]
+        < of["int8"]["bytes_over_fp16"]
+    )
     assert of["int8"]["kl"] < of["int4"]["kl"] < of["int3"]["kl"]
 
 

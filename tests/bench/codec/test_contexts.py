@@ -1,4 +1,6 @@
-"""Contexts come from the texts that come along; questions stand behind the passages that answer them."""
+"""Contexts come from the texts that come along; questions stand behind the passages that answer
+them.
+"""
 
 from pathlib import Path
 
@@ -14,7 +16,9 @@ def model(varied_path: Path) -> HFModel:
     return bench_model(str(varied_path), "float32", "cpu", varied_path)
 
 
-def test_contexts_are_of_one_length_and_what_follows_is_their_own_next_tokens(model: HFModel) -> None:
+def test_contexts_are_of_one_length_and_what_follows_is_their_own_next_tokens(
+    model: HFModel,
+) -> None:
     found = read_contexts(model, 2, 300)
     assert [context.dataset for context in found] == ["held-out"] * 2 + ["demo"] * 2
     assert all((len(context.token_ids), len(context.follow)) == (300, FOLLOW) for context in found)
@@ -26,7 +30,13 @@ def test_contexts_are_of_one_length_and_what_follows_is_their_own_next_tokens(mo
 def test_every_question_stands_behind_the_passage_that_answers_it(model: HFModel) -> None:
     readings = read_questions(model)
     articles = held_out()
-    asked = [qa["id"] for a in articles for p in a["paragraphs"] for qa in p["qas"] if not qa.get("is_impossible")]
+    asked = [
+        qa["id"]
+        for a in articles
+        for p in a["paragraphs"]
+        for qa in p["qas"]
+        if not qa.get("is_impossible")
+    ]
     assert [question.id for reading in readings for question in reading.questions] == asked
     assert len(asked) >= 300
     first = articles[0]["paragraphs"][:PASSAGES]

@@ -22,17 +22,23 @@ def model(varied_path: Path) -> HFModel:
 
 @pytest.fixture(scope="module")
 def ids(model: HFModel) -> list[int]:
-    return model.tokens("The keeper of the northern lighthouse counted forty ships in one night; its door is green.")
+    return model.tokens(
+        "The keeper of the northern lighthouse counted forty ships in one night; its door is green."
+    )
 
 
-def test_what_is_read_behind_kv_is_what_the_model_says_of_the_whole_text(model: HFModel, ids: list[int]) -> None:
+def test_what_is_read_behind_kv_is_what_the_model_says_of_the_whole_text(
+    model: HFModel, ids: list[int]
+) -> None:
     found = Continued(model, model.encode(ids[:60])).logits(ids[60:])
     with torch.no_grad():
         whole = model.model(input_ids=torch.tensor([ids])).logits[0, 60:]
     assert torch.allclose(found, whole, atol=1e-3)
 
 
-def test_reading_on_twice_says_the_same_and_leaves_the_kv_alone(model: HFModel, ids: list[int]) -> None:
+def test_reading_on_twice_says_the_same_and_leaves_the_kv_alone(
+    model: HFModel, ids: list[int]
+) -> None:
     kv = model.encode(ids[:60])
     before = [layer.keys.clone() for layer in kv.layers]
     continued = Continued(model, kv)
@@ -69,7 +75,9 @@ def rounded(kv: ChunkKV, bits: int) -> ChunkKV:
     return ChunkKV(tuple(LayerKV(of(layer.keys), of(layer.values)) for layer in kv.layers))
 
 
-def test_unchanged_kv_loses_nothing_and_coarser_rounding_loses_more(model: HFModel, ids: list[int]) -> None:
+def test_unchanged_kv_loses_nothing_and_coarser_rounding_loses_more(
+    model: HFModel, ids: list[int]
+) -> None:
     kv = model.encode(ids[:50])
     told = Told.of(model, kv, ids[50:])
     same = told.loss(model, kv)
@@ -81,7 +89,9 @@ def test_unchanged_kv_loses_nothing_and_coarser_rounding_loses_more(model: HFMod
 
 def test_losses_are_averaged_by_tokens(model: HFModel, ids: list[int]) -> None:
     kv = model.encode(ids[:50])
-    short, long = (Told.of(model, kv, ids[50:stop]).loss(model, rounded(kv, 2)) for stop in (53, len(ids)))
+    short, long = (
+        Told.of(model, kv, ids[50:stop]).loss(model, rounded(kv, 2)) for stop in (53, len(ids))
+    )
     both = mean_loss([short, long])
     assert both.n == short.n + long.n
     assert both.kl == pytest.approx((short.kl * short.n + long.kl * long.n) / both.n)
@@ -91,7 +101,10 @@ def test_questions_over_raw_kv_are_their_own_measure_and_a_spoiled_way_is_told_f
     model: HFModel, ids: list[int]
 ) -> None:
     first = Continued(model, model.encode(ids[:40])).answer(ids[40:50], 24)
-    questions = (Question("a", tuple(ids[40:50]), (model.text(first.token_ids),)), Question("b", (9, 9), ("none",)))
+    questions = (
+        Question("a", tuple(ids[40:50]), (model.text(first.token_ids),)),
+        Question("b", (9, 9), ("none",)),
+    )
     reading = Reading(tuple(ids[:40]), questions)
 
     def nothing(kv: ChunkKV) -> ChunkKV:

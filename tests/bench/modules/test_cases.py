@@ -1,4 +1,6 @@
-"""The prompts that modules are measured on: the uses that come along, and data sets' documents as modules."""
+"""The prompts that modules are measured on: the uses that come along, and data sets' documents as
+modules.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def test_a_use_that_comes_along_binds_and_is_nearly_all_cached(name: str) -> Non
 
 def test_the_person_has_six_categories_of_five_traits() -> None:
     (case,) = uses(["cooking"])
-    (message,) = (item for item in case.schema.items if isinstance(item, Role) and item.role == "user")
+    (message,) = (
+        item for item in case.schema.items if isinstance(item, Role) and item.role == "user"
+    )
     unions = [item for item in message.items if isinstance(item, Union)]
     assert [len(union.modules) for union in unions] == [5] * 6
     _, taken = bound(case)
@@ -57,7 +61,9 @@ def test_the_trip_has_parameters_and_a_union_in_a_union() -> None:
 
 
 def test_a_use_that_there_is_not_is_named() -> None:
-    with pytest.raises(SettingsError, match=r"'cookery' of modules here\. It is one of: code, cooking, trip"):
+    with pytest.raises(
+        SettingsError, match=r"'cookery' of modules here\. It is one of: code, cooking, trip"
+    ):
         uses(["cookery"])
 
 
@@ -66,7 +72,11 @@ def test_a_document_s_prompt_reads_as_the_benchmarks_word_it() -> None:
     case = of_documents(Case("made", "1", "Who? {question}", ("nobody",), chunks))
     _, taken = bound(case, lambda text, special: [ord(letter) for letter in text])
     before, after = PROMPT_TEXTS["answer"]
-    said = before + "\n\n".join(chunks).replace("\x00", "") + after.replace("{question}", "Who? {question}")
+    said = (
+        before
+        + "\n\n".join(chunks).replace("\x00", "")
+        + after.replace("{question}", "Who? {question}")
+    )
     assert "".join(map(chr, taken.prompt.token_ids)) == said + "\n"
     assert taken.imported == ("document-1", "document-2")
     assert parse_schema(to_pml(case.schema)) == case.schema
@@ -76,7 +86,9 @@ def test_questions_over_documents_are_as_many_as_asked_of_each_set() -> None:
     found = list(documents(["held-out", "demo"], 3, Packing(lambda text: len(text.split()))))
     assert [case.dataset for case in found] == ["held-out"] * 3 + ["demo"] * 3
     assert all(case.answers for case in found)
-    modules = [[item for item in inner(case.schema.items) if isinstance(item, Module)] for case in found]
+    modules = [
+        [item for item in inner(case.schema.items) if isinstance(item, Module)] for case in found
+    ]
     assert {len(each) for each in modules} == {6}
 
 

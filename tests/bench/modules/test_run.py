@@ -1,4 +1,6 @@
-"""The benchmark of modules on a tiny model: what it says, and that both ways are what they are called."""
+"""The benchmark of modules on a tiny model: what it says, and that both ways are what they are
+called.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,17 @@ DOORS = """<schema name="doors">All that is known of the doors of lighthouses:
 @pytest.fixture
 def doors() -> ModuleCase:
     prompt = '<prompt schema="doors"><green/><red/>Which door is red?</prompt>'
-    return ModuleCase("doors", parse_schema(DOORS), parse_prompt(prompt), ("the southern one",), max_tokens=6)
+    return ModuleCase(
+        "doors", parse_schema(DOORS), parse_prompt(prompt), ("the southern one",), max_tokens=6
+    )
 
 
 @pytest.fixture
 def sets(tmp_path: Path) -> tuple[str, ...]:
     texts = [{"title": "", "text": chunk} for chunk in CHUNKS[:3]]
-    rows = [{"id": i, "question": f"Who is {i}?", "answers": ["x"], "ctxs": texts} for i in range(3)]
+    rows = [
+        {"id": i, "question": f"Who is {i}?", "answers": ["x"], "ctxs": texts} for i in range(3)
+    ]
     path = tmp_path / "made.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     return (str(path),)
@@ -42,7 +48,9 @@ def quiet() -> Console:
     return Console(quiet=True)
 
 
-def test_a_tiny_run_has_the_wanted_keys_and_says_them(varied_path: Path, tmp_path: Path, sets) -> None:
+def test_a_tiny_run_has_the_wanted_keys_and_says_them(
+    varied_path: Path, tmp_path: Path, sets
+) -> None:
     settings = Settings(model=str(varied_path), dtype="float32", home=tmp_path)
     console = Console(file=io.StringIO(), width=160)
     options = ModuleOptions(uses=(), sets=sets, limit=2, lengths=(300, 2048), rounds=1)
@@ -51,15 +59,24 @@ def test_a_tiny_run_has_the_wanted_keys_and_says_them(varied_path: Path, tmp_pat
     assert json.loads(json.dumps(result))["by_set"] == result["by_set"]
     assert [set(row) >= {"tokens", "full_s", "cached_s"} for row in result["slope"]] == [True, True]
     assert result["slope"][1]["ttft_x"] > 1
-    assert [row["name"] for row in result["cases"]] == sorted(row["name"] for row in result["cases"])
-    assert all(row["cached_share"] > 0.5 and row["answer_full"] and row["answer_cached"] for row in result["cases"])
+    assert [row["name"] for row in result["cases"]] == sorted(
+        row["name"] for row in result["cases"]
+    )
+    assert all(
+        row["cached_share"] > 0.5 and row["answer_full"] and row["answer_cached"]
+        for row in result["cases"]
+    )
     assert result["by_set"][0]["n"] == len(result["cases"]) == 2
     assert "made (n = 2)" in console.file.getvalue()
 
 
-def test_both_ways_hold_the_same_tokens_at_the_same_positions(engine: Engine, doors: ModuleCase) -> None:
+def test_both_ways_hold_the_same_tokens_at_the_same_positions(
+    engine: Engine, doors: ModuleCase
+) -> None:
     with registered(engine, doors.schema):
-        full, cached = (first_logits(engine, doors.request, ask) for ask in (Ask(reuse=False), Ask()))
+        full, cached = (
+            first_logits(engine, doors.request, ask) for ask in (Ask(reuse=False), Ask())
+        )
     assert full.plan.prompt.token_ids == cached.plan.prompt.token_ids
     assert full.plan.prompt.positions.tolist() == cached.plan.prompt.positions.tolist()
     assert full.plan.fallback_reason
@@ -67,21 +84,48 @@ def test_both_ways_hold_the_same_tokens_at_the_same_positions(engine: Engine, do
     assert engine.schemas.ls() == []
 
 
-def test_a_case_is_measured_with_its_answers_and_their_scores(engine: Engine, doors: ModuleCase) -> None:
+def test_a_case_is_measured_with_its_answers_and_their_scores(
+    engine: Engine, doors: ModuleCase
+) -> None:
     row = measured(engine, doors, Runner(1, engine.model.device, quiet()))
     assert row["same"] == (row["answer_full"] == row["answer_cached"])
     assert 0 <= row["score_cached"] <= 1
     assert (row["modules"], row["cached_tokens"] < row["tokens"]) == (3, True)
-    texts = "All that is known of the doors of lighthouses:\n", "The northern one is green.", "The southern one is red."
+    texts = (
+        "All that is known of the doors of lighthouses:\n",
+        "The northern one is green.",
+        "The southern one is red.",
+    )
     tokens = sum(len(engine.tokens(text)) for text in texts)
     assert row["kv_mb"] == pytest.approx(tokens * engine.model.nbytes_per_token / 1e6)
 
 
 def test_a_set_s_time_is_of_all_its_questions() -> None:
     rows = [
-        {"dataset": "a", "full_s": 3.0, "cached_s": 1.0, "tokens": 10, "cached_share": 0.5, "same": True},
-        {"dataset": "", "full_s": 9.0, "cached_s": 1.0, "tokens": 10, "cached_share": 0.5, "same": True},
-        {"dataset": "a", "full_s": 1.0, "cached_s": 1.0, "tokens": 20, "cached_share": 0.9, "same": False},
+        {
+            "dataset": "a",
+            "full_s": 3.0,
+            "cached_s": 1.0,
+            "tokens": 10,
+            "cached_share": 0.5,
+            "same": True,
+        },
+        {
+            "dataset": "",
+            "full_s": 9.0,
+            "cached_s": 1.0,
+            "tokens": 10,
+            "cached_share": 0.5,
+            "same": True,
+        },
+        {
+            "dataset": "a",
+            "full_s": 1.0,
+            "cached_s": 1.0,
+            "tokens": 20,
+            "cached_share": 0.9,
+            "same": False,
+        },
     ]
     (found,) = by_set(rows)
     assert found["ttft_x"] == 2.0
@@ -90,7 +134,9 @@ def test_a_set_s_time_is_of_all_its_questions() -> None:
 
 @pytest.mark.slow
 @pytest.mark.embedded
-def test_the_uses_are_answered_over_their_modules_by_the_embedded_model(smollm_path: Path, tmp_path: Path) -> None:
+def test_the_uses_are_answered_over_their_modules_by_the_embedded_model(
+    smollm_path: Path, tmp_path: Path
+) -> None:
     with Engine(Settings(model="smollm2-135m-reader", dtype="float32", store=tmp_path)) as engine:
         for case in uses():
             short = ModuleCase(case.name, case.schema, case.request, max_tokens=8)

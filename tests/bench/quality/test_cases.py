@@ -1,4 +1,6 @@
-"""Data sets of all shapes become the same kind of case; what is no data set is told with what was found."""
+"""Data sets of all shapes become the same kind of case; what is no data set is told with what was
+found.
+"""
 
 import gzip
 import json
@@ -25,11 +27,24 @@ def read(folder: Path, data: Any, lines: bool = False, **packing: int) -> list[C
 
 def squad() -> dict[str, Any]:
     def paragraph(name: str, index: int) -> dict[str, Any]:
-        asked = {"id": f"{name}{index}", "question": f"Who is {name}{index}?", "answers": [{"text": f"{name}{index}"}]}
-        lost = {"id": f"{name}{index}x", "question": "Who not?", "answers": [], "is_impossible": True}
+        asked = {
+            "id": f"{name}{index}",
+            "question": f"Who is {name}{index}?",
+            "answers": [{"text": f"{name}{index}"}],
+        }
+        lost = {
+            "id": f"{name}{index}x",
+            "question": "Who not?",
+            "answers": [],
+            "is_impossible": True,
+        }
         return {"context": f" {name}{index} stands here. ", "qas": [asked, lost]}
 
-    return {"data": [{"title": t, "paragraphs": [paragraph(t, i) for i in range(5)]} for t in ("a", "b")]}
+    return {
+        "data": [
+            {"title": t, "paragraphs": [paragraph(t, i) for i in range(5)]} for t in ("a", "b")
+        ]
+    }
 
 
 def test_a_squad_question_stands_over_its_paragraph_and_five_others(tmp_path: Path) -> None:
@@ -46,18 +61,28 @@ def test_the_same_file_gives_the_same_prompts(tmp_path: Path) -> None:
 
 
 def test_one_passage_is_the_right_one_alone(tmp_path: Path) -> None:
-    assert all(case.chunks == (f"{case.answers[0]} stands here.",) for case in read(tmp_path, squad(), passages=1))
+    assert all(
+        case.chunks == (f"{case.answers[0]} stands here.",)
+        for case in read(tmp_path, squad(), passages=1)
+    )
 
 
 def test_rows_with_ctxs_keep_their_order_under_their_titles(tmp_path: Path) -> None:
-    row = {"question": "q", "answers": ["x"], "ctxs": [{"title": "A", "text": "one"}, {"title": "", "text": "two"}]}
+    row = {
+        "question": "q",
+        "answers": ["x"],
+        "ctxs": [{"title": "A", "text": "one"}, {"title": "", "text": "two"}],
+    }
     (case,) = read(tmp_path, [row], lines=True)
     assert (case.chunks, case.task, case.id) == (("A\none", "two"), "answer", "0")
 
 
 def test_longbench_passages_become_a_summary_or_an_answer(tmp_path: Path) -> None:
     context = "Passage 1:\nfirst NEWLINE_CHAR NEWLINE_CHAR line\nPassage 2:\nsecond"
-    rows = [{"input": asked, "context": context, "answers": ["x"], "_id": asked or "s"} for asked in ("", "why?")]
+    rows = [
+        {"input": asked, "context": context, "answers": ["x"], "_id": asked or "s"}
+        for asked in ("", "why?")
+    ]
     summary, answer = read(tmp_path, rows, lines=True)
     assert summary.chunks == answer.chunks == ("first\nline", "second")
     assert (summary.task, answer.task) == ("summary", "answer")
@@ -70,19 +95,38 @@ def test_a_packed_file_is_read_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{}", b"[]", b"[1, 2]", b'{"data": 3}', b"\xff\xfe", b'{"data": []}', b"no json", b'[{"a": 1}]']
+    "content",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b"[1, 2]",
+        b'{"data": 3}',
+        b"\xff\xfe",
+        b'{"data": []}',
+        b"no json",
+        b'[{"a": 1}]',
+    ],
 )
-def test_what_is_no_data_set_is_told_with_the_shapes_that_are(tmp_path: Path, content: bytes) -> None:
+def test_what_is_no_data_set_is_told_with_the_shapes_that_are(
+    tmp_path: Path, content: bytes
+) -> None:
     path = tmp_path / "set.json"
     path.write_bytes(content)
     with pytest.raises(InputError, match=r"set\.json"):
         read_cases(path, Packing(words))
 
 
-GOOD = {"question": "q", "answers": ["x"], "ctxs": ["one", {"title": "A", "text": "two"}, {"text": "three"}]}
+GOOD = {
+    "question": "q",
+    "answers": ["x"],
+    "ctxs": ["one", {"title": "A", "text": "two"}, {"text": "three"}],
+}
 
 
-def test_passages_may_be_plain_texts_and_a_file_may_begin_with_a_mark_of_its_bytes(tmp_path: Path) -> None:
+def test_passages_may_be_plain_texts_and_a_file_may_begin_with_a_mark_of_its_bytes(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "set.jsonl"
     path.write_text(json.dumps(GOOD) + "\n\n" + json.dumps(GOOD | {"id": "é"}), "utf-8-sig")
     one, other = read_cases(path, Packing(words))
@@ -92,7 +136,9 @@ def test_passages_may_be_plain_texts_and_a_file_may_begin_with_a_mark_of_its_byt
 
 def test_other_ends_of_lines_inside_texts_end_no_row(tmp_path: Path) -> None:
     path = tmp_path / "set.jsonl"
-    path.write_text("\n".join([json.dumps(GOOD | {"question": "a\u2028b"}, ensure_ascii=False)] * 2))
+    path.write_text(
+        "\n".join([json.dumps(GOOD | {"question": "a\u2028b"}, ensure_ascii=False)] * 2)
+    )
     assert [case.question for case in read_cases(path, Packing(words))] == ["a\u2028b"] * 2
 
 
@@ -101,8 +147,14 @@ def test_other_ends_of_lines_inside_texts_end_no_row(tmp_path: Path) -> None:
     [
         ({"ctxs": "one"}, "ctxs must be a list of {title, text} or of texts, found a text"),
         ({"ctxs": [3]}, "ctxs must be a list of {title, text} or of texts, found a number in it"),
-        ({"ctxs": [{"title": "A"}]}, "ctxs must be a list of {title, text} or of texts, found one without a text"),
-        ({"ctxs": [{"text": None}]}, "ctxs must be a list of {title, text} or of texts, found null as a text"),
+        (
+            {"ctxs": [{"title": "A"}]},
+            "ctxs must be a list of {title, text} or of texts, found one without a text",
+        ),
+        (
+            {"ctxs": [{"text": None}]},
+            "ctxs must be a list of {title, text} or of texts, found null as a text",
+        ),
         ({"ctxs": [{"title": 1, "text": "a"}]}, "or of texts, found a number as a title"),
         ({"ctxs": None}, "ctxs must be a list of {title, text} or of texts, found null"),
         ({"ctxs": [" "]}, "wanted at least one passage with text, found none"),
@@ -111,7 +163,9 @@ def test_other_ends_of_lines_inside_texts_end_no_row(tmp_path: Path) -> None:
         ({"question": ["q"]}, "question must be a text, found a list"),
     ],
 )
-def test_what_is_wrong_in_a_row_is_told_with_its_line(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+def test_what_is_wrong_in_a_row_is_told_with_its_line(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
     with pytest.raises(InputError) as told:
         read(tmp_path, [GOOD, GOOD | change], lines=True)
     assert str(told.value).startswith(f"'{tmp_path / 'set.jsonl'}', line 2: ")
@@ -137,11 +191,16 @@ def test_a_line_that_is_no_json_and_a_row_that_is_no_object_are_told(tmp_path: P
         read(tmp_path, [GOOD, []], lines=True)
 
 
-@pytest.mark.parametrize("data", [{"data": [{"title": "a"}]}, {"data": [3]}, {"questions": [{}]}, [{"context": 3}]])
+@pytest.mark.parametrize(
+    "data", [{"data": [{"title": "a"}]}, {"data": [3]}, {"questions": [{}]}, [{"context": 3}]]
+)
 def test_errors_about_a_data_set_speak_no_python(tmp_path: Path, data: Any) -> None:
     with pytest.raises(InputError) as told:
         read(tmp_path, data)
-    assert not any(word in str(told.value) for word in ("Error", "object is", "NoneType", "'str'", "subscriptable"))
+    assert not any(
+        word in str(told.value)
+        for word in ("Error", "object is", "NoneType", "'str'", "subscriptable")
+    )
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -159,14 +218,21 @@ def test_neighbours_are_packed_and_long_ones_cut() -> None:
 
 def test_what_is_too_long_is_cut_evenly(tmp_path: Path) -> None:
     texts = [{"title": "", "text": " ".join([name] * 300)} for name in ("x", "y")]
-    (case,) = read(tmp_path, [{"question": "q", "answers": ["x"], "ctxs": texts}], lines=True, context_tokens=100)
+    (case,) = read(
+        tmp_path,
+        [{"question": "q", "answers": ["x"], "ctxs": texts}],
+        lines=True,
+        context_tokens=100,
+    )
     assert [words(chunk) for chunk in case.chunks] == [50, 50]
 
 
 def test_the_held_out_set_has_enough_questions_and_every_answer_stands_in_a_chunk() -> None:
     cases = read_cases("held-out", Packing(words))
     assert len(cases) >= 300
-    articles = json.loads((Path(str(files("ragfuse_bench"))) / "sets" / "squad_held_out.json").read_text())["data"]
+    articles = json.loads(
+        (Path(str(files("ragfuse_bench"))) / "sets" / "squad_held_out.json").read_text()
+    )["data"]
     assert {article["title"] for article in articles} == {
         "Packet switching", "1973 oil crisis", "French and Indian War",
     }  # fmt: skip
@@ -187,7 +253,11 @@ def test_every_quote_of_our_own_set_stands_in_one_paragraph_of_the_prompt() -> N
     several = [row for row in rows if row["kind"] == "multi"]
     assert len(several) >= 20
     for row, case in zip(rows, read_cases("demo", Packing(words)), strict=True):
-        holding = [sum(support["quote"] in chunk for chunk in case.chunks) for support in row["support"]]
+        holding = [
+            sum(support["quote"] in chunk for chunk in case.chunks) for support in row["support"]
+        ]
         assert holding == [1] * len(row["support"])
-        where = {next(c for c in case.chunks if support["quote"] in c) for support in row["support"]}
+        where = {
+            next(c for c in case.chunks if support["quote"] in c) for support in row["support"]
+        }
         assert len(where) == len(row["support"])

@@ -1,4 +1,6 @@
-"""Sets made by rule: each question can be answered from its prompt alone, and only by following every step."""
+"""Sets made by rule: each question can be answered from its prompt alone, and only by following
+every step.
+"""
 
 import re
 
@@ -14,7 +16,9 @@ def tokens(text: str) -> int:
 
 @pytest.mark.parametrize("name", ["needle", "tracing"])
 @pytest.mark.parametrize("size", [4000, 16000])
-def test_prompts_have_the_tokens_that_are_wanted_and_are_the_same_each_time(name: str, size: int) -> None:
+def test_prompts_have_the_tokens_that_are_wanted_and_are_the_same_each_time(
+    name: str, size: int
+) -> None:
     packing = Packing(tokens, context_tokens=size)
     cases = read_cases(name, packing)
     assert cases == read_cases(name, packing)
@@ -42,7 +46,11 @@ def test_a_trail_leads_through_three_chunks_to_the_answer() -> None:
         ]
         found, places = "", set()
         for step in steps:
-            hits = [(i, hit) for i, c in enumerate(case.chunks) for hit in re.findall(step.replace("NAME", found), c)]
+            hits = [
+                (i, hit)
+                for i, c in enumerate(case.chunks)
+                for hit in re.findall(step.replace("NAME", found), c)
+            ]
             assert len(hits) == 1
             places.add(hits[0][0])
             found = hits[0][1]

@@ -1,4 +1,6 @@
-"""The harness on a tiny model: exact where it must be, resumable, and every figure as worked out by hand."""
+"""The harness on a tiny model: exact where it must be, resumable, and every figure as worked out by
+hand.
+"""
 
 import io
 import json
@@ -61,7 +63,9 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def asked(model: HFModel, names: tuple[str, ...], ratio: float, case: Case = CASE) -> dict[str, Row]:
+def asked(
+    model: HFModel, names: tuple[str, ...], ratio: float, case: Case = CASE
+) -> dict[str, Row]:
     lab = QualityLab(model)
     runner = run.Runner(1, model.device, Console(quiet=True))
     methods = methods_of(names, (ratio,), model)
@@ -108,7 +112,9 @@ def test_plain_reuse_is_its_slow_twin(model: HFModel) -> None:
     lab, method = Lab(model), Method("none", 0.0, "alone")
     lab.hold(CASE, [method])
     prompt = lab.prompt(CASE, "alone")
-    torch.testing.assert_close(lab.prefill(method, prompt).logits, plain_reuse(model, prompt).logits)
+    torch.testing.assert_close(
+        lab.prefill(method, prompt).logits, plain_reuse(model, prompt).logits
+    )
     lab.close()
 
 
@@ -125,7 +131,9 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
     rows = tmp_path / "rows.jsonl"
     plan = Plan(QualityOptions((str(file),)), tuple(methods_of(("none",), (), model)), rows)
     whole = measure(plan, model, Console(quiet=True))
-    assert [(row.case, row.method) for row in whole] == [(str(i), m) for i in range(3) for m in ("full", "none")]
+    assert [(row.case, row.method) for row in whole] == [
+        (str(i), m) for i in range(3) for m in ("full", "none")
+    ]
     lines = rows.read_text().splitlines(keepends=True)
     rows.write_text("".join(lines[:3]) + lines[3][:20])  # killed while it wrote
     done: list[tuple[str, str]] = []
@@ -138,7 +146,9 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
     monkeypatch.setattr(run, "ask", counted)
     again = measure(plan, model, Console(quiet=True))
     assert done == [("1", "none"), ("2", "full"), ("2", "none")]
-    untimed = [{k: v for k, v in asdict(row).items() if not k.endswith("_s")} for row in (*whole, *again)]
+    untimed = [
+        {k: v for k, v in asdict(row).items() if not k.endswith("_s")} for row in (*whole, *again)
+    ]
     assert untimed[:6] == untimed[6:]
     done.clear()
     more = replace(plan, methods=tuple(methods_of(("lego", "none"), (0.5,), model)))
@@ -151,14 +161,25 @@ def test_rows_of_another_model_are_not_taken(model: HFModel, file: Path, tmp_pat
     rows = tmp_path / "rows.jsonl"
     plan = Plan(QualityOptions((str(file),), limit=1), (), rows)
     measure(plan, model, Console(quiet=True))
-    other = [line.replace('"stamp": "', '"stamp": "0') for line in rows.read_text().splitlines(keepends=True)]
+    other = [
+        line.replace('"stamp": "', '"stamp": "0')
+        for line in rows.read_text().splitlines(keepends=True)
+    ]
     rows.write_text("".join(other))
     measure(plan, model, Console(quiet=True))
     assert len(rows.read_text().splitlines()) == 2
 
 
 def row(case: str, method: str, ratio: float, **given: Any) -> Row:
-    common = {"tokens": 100, "cpu_s": 1.0, "wall_s": 1.0, "full_cpu_s": 4.0, "full_wall_s": 4.0, "kl": 0.0, "top1": 1.0}
+    common = {
+        "tokens": 100,
+        "cpu_s": 1.0,
+        "wall_s": 1.0,
+        "full_cpu_s": 4.0,
+        "full_wall_s": 4.0,
+        "kl": 0.0,
+        "top1": 1.0,
+    }
     return Row("set", case, method, ratio, **{**common, **given})
 
 
@@ -172,8 +193,19 @@ def test_results_are_worked_out_as_by_hand() -> None:
         row("b", "hkvd", 0.15, score=0.25, em=0.0, identical=False, kl=0.5, cpu_s=2.0),
     ]
     full, none, hkvd = results_of(rows)
-    assert (full["f1"], full["em"], full["to_full"], full["kl"], full["ttft_x"]) == (0.75, 0.5, 0.0, 0.0, 1.0)
-    assert (none["kl_over_reuse"], none["kl"], none["top1"], none["n"]) == (1.0, 2.0, pytest.approx(0.6), 2)
+    assert (full["f1"], full["em"], full["to_full"], full["kl"], full["ttft_x"]) == (
+        0.75,
+        0.5,
+        0.0,
+        0.0,
+        1.0,
+    )
+    assert (none["kl_over_reuse"], none["kl"], none["top1"], none["n"]) == (
+        1.0,
+        2.0,
+        pytest.approx(0.6),
+        2,
+    )
     assert hkvd["f1"] == 0.625
     assert hkvd["to_full"] == -0.125
     assert hkvd["to_full_ci"] == [-0.25, 0.0]
@@ -182,7 +214,10 @@ def test_results_are_worked_out_as_by_hand() -> None:
 
 
 def test_answers_count_on_the_questions_that_all_methods_answered() -> None:
-    rows = [row(case, "full", 1.0, score=score, identical=True) for case, score in (("a", 1.0), ("b", 0.5), ("c", 0.0))]
+    rows = [
+        row(case, "full", 1.0, score=score, identical=True)
+        for case, score in (("a", 1.0), ("b", 0.5), ("c", 0.0))
+    ]
     rows += [
         row("a", "none", 0.0, score=0.0, identical=False, kl=1.0),
         row("b", "none", 0.0, score=0.5, identical=True, kl=1.5),
@@ -190,8 +225,20 @@ def test_answers_count_on_the_questions_that_all_methods_answered() -> None:
     rows += [row("c", "none", 0.0, kl=2.0), *(row(case, "hkvd", 0.15, kl=0.3) for case in "abc")]
     full, none, hkvd = results_of(rows)
     assert (full["n"], full["n_answered"], full["f1"]) == (3, 2, 0.75)
-    assert (none["n"], none["n_answered"], none["f1"], none["to_full"], none["kl"]) == (3, 2, 0.25, -0.5, 1.5)
-    assert (hkvd["n"], hkvd["n_answered"], hkvd["f1"], hkvd["identical"], hkvd["kl_over_reuse"]) == (
+    assert (none["n"], none["n_answered"], none["f1"], none["to_full"], none["kl"]) == (
+        3,
+        2,
+        0.25,
+        -0.5,
+        1.5,
+    )
+    assert (
+        hkvd["n"],
+        hkvd["n_answered"],
+        hkvd["f1"],
+        hkvd["identical"],
+        hkvd["kl_over_reuse"],
+    ) == (
         3,
         0,
         None,
@@ -200,12 +247,27 @@ def test_answers_count_on_the_questions_that_all_methods_answered() -> None:
     )
 
 
-def test_the_whole_command_prints_a_table_and_gives_plain_json(varied_path: Path, file: Path, tmp_path: Path) -> None:
+def test_the_whole_command_prints_a_table_and_gives_plain_json(
+    varied_path: Path, file: Path, tmp_path: Path
+) -> None:
     out = Console(file=io.StringIO(), width=160)
     settings = Settings(model=str(varied_path), dtype="float32", home=tmp_path)
     result = run_quality(settings, QualityOptions((str(file),), ("full", "none", "auto"), ()), out)
     assert json.loads(json.dumps(result)) == result
-    keys = {"dataset", "method", "ratio", "n", "f1", "f1_ci", "em", "rouge_l", "kl", "top1", "identical", "ttft_x"}
+    keys = {
+        "dataset",
+        "method",
+        "ratio",
+        "n",
+        "f1",
+        "f1_ci",
+        "em",
+        "rouge_l",
+        "kl",
+        "top1",
+        "identical",
+        "ttft_x",
+    }
     assert all(keys <= set(each) for each in result["results"])
     assert result["default"] == {"method": "query", "ratio": 0.1}  # nothing is known of this model
     assert [each["method"] for each in result["results"]] == ["full", "none", "query"]
@@ -217,4 +279,8 @@ def test_the_whole_command_prints_a_table_and_gives_plain_json(varied_path: Path
 
 def test_a_model_without_words_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no tokenizer"):
-        run_quality(Settings(model="tiny", home=tmp_path), QualityOptions(("demo",), ("full",)), Console(quiet=True))
+        run_quality(
+            Settings(model="tiny", home=tmp_path),
+            QualityOptions(("demo",), ("full",)),
+            Console(quiet=True),
+        )

@@ -1,4 +1,6 @@
-"""Questions in other words keep what they ask about; their passages are those that share rare words with them."""
+"""Questions in other words keep what they ask about; their passages are those that share rare words
+with them.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,15 @@ def test_what_is_asked_about_stands_in_every_wording():
             assert all(word in text for word in (*names, *numbers))
 
 
-WORDS = st.lists(st.sampled_from(["a", "b", "c", "d", "e", "f"]), min_size=1, max_size=6).map(" ".join)
+WORDS = st.lists(st.sampled_from(["a", "b", "c", "d", "e", "f"]), min_size=1, max_size=6).map(
+    " ".join
+)
 
 
 def slow_top(question: str, passages: list[str], count: int) -> list[str]:
-    """Every passage's score, counted anew for every word of the question; the best is taken out again and again."""
+    """Every passage's score, counted anew for every word of the question; the best is taken out
+    again and again.
+    """
     left = dict(enumerate(passages))
     scores = {
         at: sum(
@@ -62,7 +68,10 @@ def test_passages_are_taken_by_the_rare_words_that_they_share(question, passages
 
 
 def case(name: str) -> Case:
-    passages = tuple(f"Passage {number} of {name} speaks of {'green' * (number % 3)} doors." for number in range(9))
+    passages = tuple(
+        f"Passage {number} of {name} speaks of {'green' * (number % 3)} doors."
+        for number in range(9)
+    )
     return Case("set", name, f"Which door of {name} is green?", ("the third",), passages)
 
 
@@ -77,4 +86,7 @@ def test_requests_are_drawn_from_a_seed_with_their_passages_in_any_order():
         mine = next(each for each in cases if each.id in request.question)
         assert sorted(request.chunks) == sorted(top(request.question, mine.chunks))
         assert len(request.chunks) == TOP
-    assert [each.id in request.question for each, request in zip(cases, each_once(cases, 1), strict=True)] == [True] * 3
+    assert [
+        each.id in request.question
+        for each, request in zip(cases, each_once(cases, 1), strict=True)
+    ] == [True] * 3

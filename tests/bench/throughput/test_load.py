@@ -1,4 +1,6 @@
-"""The open loop: independent arrivals, requests that come whether others are answered or not, and what is heard."""
+"""The open loop: independent arrivals, requests that come whether others are answered or not, and
+what is heard.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from ragfuse_bench.throughput.load import Heard, arrivals, ask, counted, offer, one_by_one, percentile, summed
+from ragfuse_bench.throughput.load import (
+    Heard,
+    arrivals,
+    ask,
+    counted,
+    offer,
+    one_by_one,
+    percentile,
+    summed,
+)
 
 
 def event(told: Any) -> bytes:
@@ -21,7 +32,9 @@ def event(told: Any) -> bytes:
 
 @contextmanager
 def answering(hold: threading.Event | None = None) -> Iterator[tuple[tuple[str, int], list[float]]]:
-    """A server of streams; `hold` keeps all back until it is set. What it is told says what it does."""
+    """A server of streams; `hold` keeps all back until it is set. What it is told says what it
+    does.
+    """
     came: list[float] = []
 
     class Answers(BaseHTTPRequestHandler):
@@ -65,7 +78,9 @@ def test_arrivals_are_independent_of_each_other_and_as_many_as_the_rate_says():
     assert len(due) == pytest.approx(10_000, rel=0.05)
     gaps = [late - early for early, late in pairwise(due)]
     mean = sum(gaps) / len(gaps)
-    assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(mean**2, rel=0.1)  # exponential
+    assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(
+        mean**2, rel=0.1
+    )  # exponential
 
 
 def test_requests_come_when_they_are_due_although_none_is_answered():
@@ -73,7 +88,9 @@ def test_requests_come_when_they_are_due_although_none_is_answered():
     with answering(hold) as (place, came):
         found: list[Heard] = []
         due = [0.0, 0.05, 0.1, 0.15]
-        loop = threading.Thread(target=lambda: found.extend(offer(place, [{"kind": "right"}] * 4, due, 30)))
+        loop = threading.Thread(
+            target=lambda: found.extend(offer(place, [{"kind": "right"}] * 4, due, 30))
+        )
         loop.start()
         until_s = time.monotonic() + 30
         while len(came) < 4 and time.monotonic() < until_s:
@@ -91,7 +108,8 @@ def test_requests_come_when_they_are_due_although_none_is_answered():
 
 
 @pytest.mark.parametrize(
-    ("kind", "wrong"), [("busy", "503: b'come later'"), ("wrong", "'message': 'no'"), ("cut", "the answer broke off")]
+    ("kind", "wrong"),
+    [("busy", "503: b'come later'"), ("wrong", "'message': 'no'"), ("cut", "the answer broke off")],
 )
 def test_what_is_not_answered_to_its_end_is_lost_and_says_why(kind, wrong):
     with answering() as (place, _):
@@ -110,7 +128,9 @@ def test_a_server_that_is_not_there_is_a_lost_request():
 
 def test_one_by_one_all_are_answered_and_so_many_at_a_time():
     with answering() as (place, came):
-        assert [each.wrong for each in one_by_one(place, [{"kind": "right"}] * 7, 30, together=3)] == [""] * 7
+        assert [
+            each.wrong for each in one_by_one(place, [{"kind": "right"}] * 7, 30, together=3)
+        ] == [""] * 7
         assert len(came) == 7
 
 

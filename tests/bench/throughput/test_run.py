@@ -1,4 +1,6 @@
-"""The benchmark of throughput on a tiny model over a real server, and what its figures are made of."""
+"""The benchmark of throughput on a tiny model over a real server, and what its figures are
+made of.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,14 @@ from ragfuse.errors import RagFuseError
 from tests.tiny import CHUNKS, ROOT
 
 pytest.importorskip("uvicorn", reason="the server's extra is not installed")
-TINY = {"cases": 2, "answer_tokens": 3, "shares": (0.5, 0.9), "seconds": 4.0, "together": 2, "together_tokens": 4}
+TINY = {
+    "cases": 2,
+    "answer_tokens": 3,
+    "shares": (0.5, 0.9),
+    "seconds": 4.0,
+    "together": 2,
+    "together_tokens": 4,
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +55,10 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "id": name,
             "question": f"Which door of the {name} lighthouse is green?",
             "answers": ["its own"],
-            "ctxs": [{"title": name, "text": f"{text} {name}"} for text in (*CHUNKS, "Nobody came.", "It rained.")],
+            "ctxs": [
+                {"title": name, "text": f"{text} {name}"}
+                for text in (*CHUNKS, "Nobody came.", "It rained.")
+            ],
         }
         for name in ("northern", "southern")
     ]
@@ -57,23 +69,35 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def settings(tiny_path: Path, tmp_path: Path) -> Settings:
     return Settings(
-        model=str(tiny_path), dtype="float32", home=tmp_path, store=tmp_path / "store", memory_bytes=64 << 20
+        model=str(tiny_path),
+        dtype="float32",
+        home=tmp_path,
+        store=tmp_path / "store",
+        memory_bytes=64 << 20,
     )
 
 
 def servers() -> list[int]:
     """Servers that were started from here and run."""
-    return [child.pid for child in psutil.Process().children(recursive=True) if "serve" in child.cmdline()]
+    return [
+        child.pid
+        for child in psutil.Process().children(recursive=True)
+        if "serve" in child.cmdline()
+    ]
 
 
 @pytest.mark.slow
 def test_a_tiny_load_has_the_wanted_keys_and_loses_nothing(settings, questions):
     options = ThroughputOptions(sets=(str(questions),), minutes=2 / 60, **TINY)
     result = run_throughput(settings, options, Console(quiet=True))
-    assert {"rate_x_vs_full", "rate_x_vs_prefix", "batch_x", "curve", "rss_growth", "lost"} <= set(result)
+    assert {"rate_x_vs_full", "rate_x_vs_prefix", "batch_x", "curve", "rss_growth", "lost"} <= set(
+        result
+    )
     assert result["lost"] == 0
     assert all({"rate", "full", "prefix", "ragfuse"} <= set(row) for row in result["curve"])
-    assert [row["rate"] for row in result["curve"]] == sorted(row["rate"] for row in result["curve"])
+    assert [row["rate"] for row in result["curve"]] == sorted(
+        row["rate"] for row in result["curve"]
+    )
     for name in ("full", "ragfuse"):
         assert len([row for row in result["curve"] if row[name] is not None]) == 2
         assert [load["n"] > 0 for load in result["methods"][name]["loads"]] == [True, True]
@@ -99,14 +123,26 @@ def test_each_method_reuses_what_it_is_said_to(settings, questions):
             bodies = bench._bodies(figure_requests(cases))
             for body in (*bodies, *bodies, *bodies):
                 line = HTTPConnection(*server.place, timeout=60)
-                line.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+                line.request(
+                    "POST",
+                    "/v1/chat/completions",
+                    json.dumps(body),
+                    {"content-type": "application/json"},
+                )
                 trace = json.loads(line.getresponse().read())["ragfuse"]
                 bench._settle()
                 line.close()
             seen[name] = trace
     assert seen["full"]["tokens_reused"] == 0
-    assert seen["prefix"]["tokens_reused"] == seen["prefix"]["tokens_prefix"] > 0 == seen["prefix"]["tokens_chunks"]
-    assert all(segment["hit"] for segment in seen["ragfuse"]["segments"] if segment["kind"] == "chunk")
+    assert (
+        seen["prefix"]["tokens_reused"]
+        == seen["prefix"]["tokens_prefix"]
+        > 0
+        == seen["prefix"]["tokens_chunks"]
+    )
+    assert all(
+        segment["hit"] for segment in seen["ragfuse"]["segments"] if segment["kind"] == "chunk"
+    )
     assert seen["ragfuse"]["tokens_reused"] > 0
 
 
@@ -127,7 +163,12 @@ def slow_rate(curve, ttft_s):
     return best
 
 
-CURVES = st.lists(st.tuples(st.integers(0, 50), st.floats(0.1, 9)), min_size=1, max_size=6, unique_by=lambda p: p[0])
+CURVES = st.lists(
+    st.tuples(st.integers(0, 50), st.floats(0.1, 9)),
+    min_size=1,
+    max_size=6,
+    unique_by=lambda p: p[0],
+)
 
 
 @given(CURVES, st.floats(0.1, 9))
@@ -142,7 +183,10 @@ def test_the_rate_at_a_time_is_the_highest_that_takes_no_longer(curve, ttft_s):
 
 
 def loads(*points: tuple[float, float]):
-    return [{"rate": rate, "n": 9, "lost": 0, "mean_s": mean, "p95_s": 2 * mean, "wrong": []} for rate, mean in points]
+    return [
+        {"rate": rate, "n": 9, "lost": 0, "mean_s": mean, "p95_s": 2 * mean, "wrong": []}
+        for rate, mean in points
+    ]
 
 
 def test_methods_are_compared_where_full_recompute_takes_twice_its_time_without_load():
@@ -187,12 +231,32 @@ def test_a_server_that_cannot_begin_says_why_and_leaves_nothing(settings, tmp_pa
 def test_ctrl_c_ends_the_server_and_leaves_no_folder(settings, questions, tmp_path):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    told = {"RAGFUSE_MODEL": settings.model, "RAGFUSE_DTYPE": "float32", "RAGFUSE_HOME": str(tmp_path)}
-    everything = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary), **told}
+    told = {
+        "RAGFUSE_MODEL": settings.model,
+        "RAGFUSE_DTYPE": "float32",
+        "RAGFUSE_HOME": str(tmp_path),
+    }
+    everything = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(temporary),
+        **told,
+    }
     everything |= {"MALLOC_TOP_PAD_": "0"}  # as it is
     command = "from ragfuse.cli import app; app()"
     run = subprocess.Popen(
-        [sys.executable, "-c", command, "bench", "throughput", "--data", str(questions), "--seconds", "600"],
+        [
+            sys.executable,
+            "-c",
+            command,
+            "bench",
+            "throughput",
+            "--data",
+            str(questions),
+            "--seconds",
+            "600",
+        ],
         env=everything,
         stderr=subprocess.DEVNULL,
     )
@@ -208,9 +272,13 @@ def test_ctrl_c_ends_the_server_and_leaves_no_folder(settings, questions, tmp_pa
     finally:
         run.kill()
         run.wait()
-    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    assert not any(
+        child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children
+    )
     assert list(temporary.iterdir()) == []
 
 
 def test_no_thread_is_left_of_a_load():
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("bench-")] == []
+    assert [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("bench-")
+    ] == []

@@ -1,4 +1,6 @@
-"""A Ray cluster of two nodes on this machine, which all tests here share; without Ray nothing here is collected."""
+"""A Ray cluster of two nodes on this machine, which all tests here share; without Ray nothing here
+is collected.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ PATIENCE = MappingProxyType(
         "OMP_NUM_THREADS": "1",
     }
 )
-"""Variables of Ray for a cluster that nobody else uses. They must be set before `ray` is imported."""
+"""Variables of Ray for a cluster that nobody else uses. They must be set before `ray` is imported.
+"""
 CPUS = 4
 """CPUs that each node is said to have: how many processes fit, whatever the machine has."""
 STORE_BYTES = 150_000_000
@@ -43,7 +44,9 @@ ATTEMPTS = 2
 
 
 def be_patient() -> None:
-    """Set `PATIENCE`, where it is not set otherwise: call it before anything imports `ray`, which reads it then."""
+    """Set `PATIENCE`, where it is not set otherwise: call it before anything imports `ray`, which
+    reads it then.
+    """
     for name, value in PATIENCE.items():
         os.environ.setdefault(name, value)
 
@@ -68,7 +71,9 @@ def two_nodes(folder: Path, console: Console | None = None) -> Iterator[str]:
     began, cluster = time.perf_counter(), None
     for attempt in range(ATTEMPTS):
         try:
-            cluster = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
+            cluster = Cluster(
+                initialize_head=True, head_node_args={**options, "include_dashboard": False}
+            )
             cluster.add_node(**options)
             cluster.wait_for_nodes(timeout=START_S)
             break
@@ -77,11 +82,14 @@ def two_nodes(folder: Path, console: Console | None = None) -> Iterator[str]:
                 cluster.shutdown()
             if attempt + 1 == ATTEMPTS:
                 raise SettingsError(
-                    f"Wanted a Ray cluster of two nodes on this machine, found: {error}. Is the machine very busy?"
+                    f"Wanted a Ray cluster of two nodes on this machine, found: {error}. Is the"
+                    " machine very busy?"
                 ) from error
     assert cluster is not None
     if console is not None:
-        console.print(f"Two nodes of Ray began in {time.perf_counter() - began:.0f} s.", highlight=False)
+        console.print(
+            f"Two nodes of Ray began in {time.perf_counter() - began:.0f} s.", highlight=False
+        )
     try:
         ray.init(cluster.address, logging_level="warning", log_to_driver=False)
         yield str(cluster.address)

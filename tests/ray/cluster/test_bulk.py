@@ -1,4 +1,6 @@
-"""Bulk encoding on a real cluster: the same entries as one process, nothing lost, nothing done twice."""
+"""Bulk encoding on a real cluster: the same entries as one process, nothing lost, nothing done
+twice.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ CHUNKS = texts(32)
 @pytest.fixture(scope="module")
 def settings(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Settings:
     home = tmp_path_factory.mktemp("home")
-    return Settings(model=str(tiny_path), dtype="float32", store=home / "store", home=home, threads=1)
+    return Settings(
+        model=str(tiny_path), dtype="float32", store=home / "store", home=home, threads=1
+    )
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +72,14 @@ def test_the_command_encodes_on_the_cluster(
     (tmp_path / "notes.md").write_text("\n\n".join(text for text, _ in texts(6)))
     for name in ("model", "dtype", "home"):
         monkeypatch.setenv(f"RAGFUSE_{name.upper()}", str(getattr(settings, name)))
-    words = ["ingest", str(tmp_path / "notes.md"), "--store", str(tmp_path / "store"), "--ray", two_ray_nodes]
+    words = [
+        "ingest",
+        str(tmp_path / "notes.md"),
+        "--store",
+        str(tmp_path / "store"),
+        "--ray",
+        two_ray_nodes,
+    ]
     said = CliRunner().invoke(
         app, [*words, "--ray-workers", "1", "--ray-cpus", "1", "--json", str(tmp_path / "r.json")]
     )
@@ -79,7 +90,9 @@ def test_the_command_encodes_on_the_cluster(
     assert told["ray"]["tokens_per_s"] > 0
 
 
-def test_nodes_that_see_nothing_of_a_place_do_not_write_there(settings: Settings, tmp_path: Path) -> None:
+def test_nodes_that_see_nothing_of_a_place_do_not_write_there(
+    settings: Settings, tmp_path: Path
+) -> None:
     shared = shared_settings(settings.model_copy(update={"tiers": (f"file://{tmp_path}/objects",)}))
     assert shared.tiers == (f"file://{tmp_path}/objects",)
     assert shared.disk_bytes
@@ -91,11 +104,17 @@ def test_nodes_that_see_nothing_of_a_place_do_not_write_there(settings: Settings
 
 
 def _blind(settings: Settings) -> None:
-    """As if the nodes were machines of their own: they look into a folder that is not the caller's."""
+    """As if the nodes were machines of their own: they look into a folder that is not the
+    caller's.
+    """
     from ragfuse.ray import cluster
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster, "_seen", lambda settings, places, name, members: [[False] * len(places)] * len(members))
+        patch.setattr(
+            cluster,
+            "_seen",
+            lambda settings, places, name, members: [[False] * len(places)] * len(members),
+        )
         shared_settings(settings)
 
 

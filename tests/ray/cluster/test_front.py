@@ -1,4 +1,6 @@
-"""What a client gets of the front where the replica that has its request dies; the replica's handle is a stand-in."""
+"""What a client gets of the front where the replica that has its request dies; the replica's handle
+is a stand-in.
+"""
 
 from __future__ import annotations
 
@@ -35,18 +37,28 @@ class DyingReplicas:
 
 async def asked(replicas: DyingReplicas) -> tuple[Response, bytes]:
     """The response, and its body read to its end."""
-    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "headers": [],
+        "query_string": b"",
+    }
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": BODY, "more_body": False}
 
     response = await ChunkFront(replicas, (), "")(Request(scope, receive))
     pieces = getattr(response, "body_iterator", None)
-    return response, bytes(response.body) if pieces is None else b"".join([piece async for piece in pieces])
+    return response, bytes(response.body) if pieces is None else b"".join(
+        [piece async for piece in pieces]
+    )
 
 
 @pytest.mark.parametrize("death", DEATHS)
-def test_before_an_answer_begins_it_is_an_error_of_the_api_that_says_to_repeat(death: RayActorError) -> None:
+def test_before_an_answer_begins_it_is_an_error_of_the_api_that_says_to_repeat(
+    death: RayActorError,
+) -> None:
     response, body = asyncio.run(asked(DyingReplicas(death)))
     assert response.status_code == 503
     assert int(response.headers["retry-after"]) > 0

@@ -1,4 +1,6 @@
-"""Serving on a real cluster: two replicas, the one that got a request's chunks before answers, tenants are apart."""
+"""Serving on a real cluster: two replicas, the one that got a request's chunks before answers,
+tenants are apart.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ ENCODED_S = 6.0
 
 
 def documents(topic: str) -> list[str]:
-    return [f"The keeper of {topic} counted {number} ships in one night; the door is green." for number in range(3)]
+    return [
+        f"The keeper of {topic} counted {number} ships in one night; the door is green."
+        for number in range(3)
+    ]
 
 
 @dataclass(frozen=True)
@@ -37,13 +42,22 @@ class Replicas:
 
     def ask(self, topic: str, key: str = KEYS[0], **fields: Any) -> httpx.Response:
         texts = [{"text": text} for text in documents(topic)]
-        body = {"model": self.model, "messages": [{"role": "user", "content": "Who?"}], "documents": texts, **fields}
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": "Who?"}],
+            "documents": texts,
+            **fields,
+        }
         headers = {"authorization": f"Bearer {key.rpartition(':')[2]}"}
-        return httpx.post(f"{self.root}/v1/chat/completions", json=body, headers=headers, timeout=PATIENCE_S)
+        return httpx.post(
+            f"{self.root}/v1/chat/completions", json=body, headers=headers, timeout=PATIENCE_S
+        )
 
 
 @pytest.fixture(scope="module")
-def replicas(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory, two_ray_nodes: str) -> Iterator[Replicas]:
+def replicas(
+    tiny_path: Path, tmp_path_factory: pytest.TempPathFactory, two_ray_nodes: str
+) -> Iterator[Replicas]:
     home = tmp_path_factory.mktemp("served")
     settings = Settings(
         model=str(tiny_path),
@@ -58,7 +72,10 @@ def replicas(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory, two_ray_
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    serve.run(application(shared_settings(settings), KEYS, options=ReplicaOptions(2, cpus=1)), name=APPLICATION)
+    serve.run(
+        application(shared_settings(settings), KEYS, options=ReplicaOptions(2, cpus=1)),
+        name=APPLICATION,
+    )
     yield Replicas(f"http://127.0.0.1:{port}", tiny_path.name)
     serve.shutdown()
 
@@ -66,11 +83,15 @@ def replicas(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory, two_ray_
 def asked(answer: httpx.Response) -> tuple[str, list[str]]:
     """The replica that answered, and the tiers that it read the chunks from; "" for a miss."""
     assert answer.status_code == 200, answer.text
-    tiers = [each["tier"] for each in answer.json()["ragfuse"]["segments"] if each["kind"] == "chunk"]
+    tiers = [
+        each["tier"] for each in answer.json()["ragfuse"]["segments"] if each["kind"] == "chunk"
+    ]
     return answer.headers["x-ragfuse-replica"], tiers
 
 
-def test_a_topic_stays_with_the_replica_that_has_it_and_topics_are_spread(replicas: Replicas) -> None:
+def test_a_topic_stays_with_the_replica_that_has_it_and_topics_are_spread(
+    replicas: Replicas,
+) -> None:
     first = {topic: asked(replicas.ask(topic)) for topic in ("the north", "the south")}
     assert {tier for _, tiers in first.values() for tier in tiers} == {""}
     assert len({name for name, _ in first.values()}) == 2

@@ -43,11 +43,12 @@ T = TypeVar("T")
 
 @checks_arguments
 class RagFuseLLM(Structured, ToolCalling, CustomLLM):
-    """A local LLM that reuses the stored KV of retrieved nodes and computes only the rest of the prompt.
+    """A local LLM that reuses the stored KV of retrieved nodes and computes only the rest of the
+    prompt.
 
-    Any query engine works unchanged: precomputed nodes are found in the text of the prompt. The weights are loaded at
-    first use and shared by all LLMs of the process with the same model, dtype and device. With `base_url` a server
-    answers, and nothing is loaded here.
+    Any query engine works unchanged: precomputed nodes are found in the text of the prompt. The
+    weights are loaded at first use and shared by all LLMs of the process with the same model, dtype
+    and device. With `base_url` a server answers, and nothing is loaded here.
     """
 
     model_config = ConfigDict(
@@ -57,49 +58,93 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     model: Any = Field(
         default=None,
         alias="model_name",
-        description="Name of an embedded model, Hugging Face id, folder (also of an adapter) or GGUF file; or a loaded "
-        "model: a PreTrainedModel together with `tokenizer`, a pipeline, a PEFT model. None: as in the settings.",
+        description=(
+            "Name of an embedded model, Hugging Face id, folder (also of an adapter) or GGUF file;"
+            " or a loaded model: a PreTrainedModel together with `tokenizer`, a pipeline, a PEFT"
+            " model. None: as in the settings."
+        ),
     )
-    tokenizer: Any = Field(default=None, exclude=True, repr=False, description="The tokenizer of a loaded model.")
+    tokenizer: Any = Field(
+        default=None, exclude=True, repr=False, description="The tokenizer of a loaded model."
+    )
     model_kwargs: dict[str, Any] = Field(
         default_factory=dict,
         repr=False,
-        description="Options for loading the model: revision, trust_remote_code, attn_implementation, device_map, "
-        "token, torch_dtype, quantization_config ...",
+        description=(
+            "Options for loading the model: revision, trust_remote_code, attn_implementation,"
+            " device_map, token, torch_dtype, quantization_config ..."
+        ),
     )
-    dtype: str | None = Field(default=None, description="The dtype of weights and KV; None: as in the settings.")
-    device: str | None = Field(default=None, description="cpu, cuda or cuda:N; None: as in the settings.")
-    store: str | None = Field(default=None, description="Folder of the chunk store; None: as in the settings.")
-    settings: Settings | None = Field(default=None, exclude=True, repr=False, description="All other settings.")
-    engine: Any = Field(default=None, exclude=True, repr=False, description="An existing engine to use.")
+    dtype: str | None = Field(
+        default=None, description="The dtype of weights and KV; None: as in the settings."
+    )
+    device: str | None = Field(
+        default=None, description="cpu, cuda or cuda:N; None: as in the settings."
+    )
+    store: str | None = Field(
+        default=None, description="Folder of the chunk store; None: as in the settings."
+    )
+    settings: Settings | None = Field(
+        default=None, exclude=True, repr=False, description="All other settings."
+    )
+    engine: Any = Field(
+        default=None, exclude=True, repr=False, description="An existing engine to use."
+    )
     base_url: str | None = Field(
-        default=None, description="Address of a `ragfuse serve` that answers instead of an engine in this process."
+        default=None,
+        description=(
+            "Address of a `ragfuse serve` that answers instead of an engine in this process."
+        ),
     )
     api_key: SecretStr | None = Field(
-        default=None, exclude=True, repr=False, description="The server's API key; None: RAGFUSE_API_KEY."
+        default=None,
+        exclude=True,
+        repr=False,
+        description="The server's API key; None: RAGFUSE_API_KEY.",
     )
     max_retries: int | None = Field(
         default=None,
         ge=0,
-        description="How often a request is sent again that found no server or a busy one; None: twice.",
+        description=(
+            "How often a request is sent again that found no server or a busy one; None: twice."
+        ),
     )
 
-    policy: str | None = Field(default=None, description="How tokens of cached nodes are chosen to recompute.")
-    ratio: float | None = Field(default=None, ge=0, le=1, description="Share of tokens to recompute, 0 to 1.")
-    reuse: bool = Field(default=True, description="False: full prefill by the model itself, for comparison.")
+    policy: str | None = Field(
+        default=None, description="How tokens of cached nodes are chosen to recompute."
+    )
+    ratio: float | None = Field(
+        default=None, ge=0, le=1, description="Share of tokens to recompute, 0 to 1."
+    )
+    reuse: bool = Field(
+        default=True, description="False: full prefill by the model itself, for comparison."
+    )
     overflow: Literal["error", "drop"] | None = Field(
         default=None,
-        description="For a prompt longer than the context window: raise an error, or drop its last documents.",
+        description=(
+            "For a prompt longer than the context window: raise an error, or drop its last"
+            " documents."
+        ),
     )
 
     temperature: float | None = Field(default=None, ge=0, description="None or 0: greedy decoding.")
     top_p: float | None = None
     top_k: int | None = None
-    min_p: float | None = Field(default=None, description="Least probability, as a share of the most likely token's.")
-    presence_penalty: float | None = Field(default=None, description="Subtracted from logits of tokens in the answer.")
-    frequency_penalty: float | None = Field(default=None, description="Subtracted once for each time in the answer.")
-    repetition_penalty: float | None = Field(default=None, description="Divides logits of tokens in prompt or answer.")
-    logit_bias: dict[int, float] | None = Field(default=None, description="Added to the logits of these token ids.")
+    min_p: float | None = Field(
+        default=None, description="Least probability, as a share of the most likely token's."
+    )
+    presence_penalty: float | None = Field(
+        default=None, description="Subtracted from logits of tokens in the answer."
+    )
+    frequency_penalty: float | None = Field(
+        default=None, description="Subtracted once for each time in the answer."
+    )
+    repetition_penalty: float | None = Field(
+        default=None, description="Divides logits of tokens in prompt or answer."
+    )
+    logit_bias: dict[int, float] | None = Field(
+        default=None, description="Added to the logits of these token ids."
+    )
     max_tokens: int | None = Field(default=None, description="Most tokens of an answer.")
     stop: list[str] | None = Field(default=None, description="Strings before which an answer ends.")
     seed: int | None = None
@@ -109,19 +154,29 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     deadline_s: float | None = Field(
         default=None,
         ge=0,
-        description="Seconds until the first token is wanted: KV from a slow store is then loaded at a smaller level "
-        "or recomputed.",
+        description=(
+            "Seconds until the first token is wanted: KV from a slow store is then loaded at a"
+            " smaller level or recomputed."
+        ),
     )
-    context_window: int | None = Field(default=None, description="Most tokens of prompt and answer; None: the model's.")
+    context_window: int | None = Field(
+        default=None, description="Most tokens of prompt and answer; None: the model's."
+    )
     generate_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Further options of transformers' generate."
     )
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="Variables for the chat template.")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Variables for the chat template."
+    )
     enable_thinking: bool | None = Field(
-        default=None, description="Whether a reasoning model thinks before it answers; None: as its chat template does."
+        default=None,
+        description=(
+            "Whether a reasoning model thinks before it answers; None: as its chat template does."
+        ),
     )
     continue_final_message: bool = Field(
-        default=False, description="Treat the last message as the beginning of the answer, which continues it."
+        default=False,
+        description="Treat the last message as the beginning of the answer, which continues it.",
     )
 
     _place: Place = PrivateAttr()
@@ -141,8 +196,13 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         self.engine = self.tokenizer = None
         self.settings = self._place.settings  # a copy is made of the fields
         if self._place.address is not None:
-            self.base_url, self.model = self._place.address.base_url, self._place.address.model or None
-        self.model_kwargs = {name: value for name, value in self.model_kwargs.items() if name != "token"}
+            self.base_url, self.model = (
+                self._place.address.base_url,
+                self._place.address.model or None,
+            )
+        self.model_kwargs = {
+            name: value for name, value in self.model_kwargs.items() if name != "token"
+        }
         if self.model is not None and not isinstance(self.model, str):
             self.model = str(self.model) if isinstance(self.model, Path) else None
 
@@ -153,7 +213,9 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
 
     @property
     def model_name(self) -> str:
-        """The model's name in the settings; that of a server's is known after the first question."""
+        """The model's name in the settings; that of a server's is known after the first
+        question.
+        """
         return self._place.name
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
@@ -175,12 +237,16 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return super().__getstate__()
 
     def get_engine(self) -> Answerer:
-        """Return what answers: the engine that was given, else one that the process shares, or a server's client."""
+        """Return what answers: the engine that was given, else one that the process shares, or a
+        server's client.
+        """
         return self._place.engine()
 
     @property
     def metadata(self) -> LLMMetadata:
-        """The limits that LlamaIndex's prompt helpers use; loads the model, or asks the server once."""
+        """The limits that LlamaIndex's prompt helpers use; loads the model, or asks the server
+        once.
+        """
         card = self.get_engine().card
         return LLMMetadata(
             context_window=self.context_window or card.max_context or 4096,
@@ -191,19 +257,25 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         )
 
     def to_payload(self) -> dict[str, Any]:
-        """Return the description of this LLM in events; unlike `metadata`, it does not load the model."""
+        """Return the description of this LLM in events; unlike `metadata`, it does not load the
+        model.
+        """
         return {"class_name": self.class_name(), "model_name": self.model_name}
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """Answer a text as a user message, or continue it if `formatted` or if the model has no chat template.
+        """Answer a text as a user message, or continue it if `formatted` or if the model has no
+        chat template.
 
-        Keyword arguments override fields of this LLM for one call; `response_format` and `tool_choice` are OpenAI's.
+        Keyword arguments override fields of this LLM for one call; `response_format` and
+        `tool_choice` are OpenAI's.
         """
         return _last(self._completions(prompt, formatted, self._ask(kwargs, prompt)))
 
     @llm_completion_callback()
-    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+    def stream_complete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponseGen:
         """Stream the answer of `complete`; the last response has usage and trace."""
         return self._completions(prompt, formatted, self._ask(kwargs, prompt))
 
@@ -211,7 +283,8 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer messages, rendered by the model's chat template if it has one.
 
-        Keyword arguments override fields of this LLM for one call, or are `tools` and options of OpenAI's.
+        Keyword arguments override fields of this LLM for one call, or are `tools` and options of
+        OpenAI's.
         """
         return _last(self._chats(messages, self._ask(kwargs, messages)))
 
@@ -221,12 +294,16 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return self._chats(messages, self._ask(kwargs, messages))
 
     @llm_completion_callback()
-    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+    async def acomplete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponse:
         """Run `complete` without blocking the event loop; cancelling it stops the generation."""
         return await _alast(self._acompletions(prompt, formatted, self._ask(kwargs, prompt)))
 
     @llm_completion_callback()
-    async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
+    async def astream_complete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponseAsyncGen:
         """Run `stream_complete` without blocking the event loop."""
         return self._acompletions(prompt, formatted, self._ask(kwargs, prompt))
 
@@ -236,7 +313,9 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return await _alast(self._achats(messages, self._ask(kwargs, messages)))
 
     @llm_chat_callback()
-    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+    async def astream_chat(
+        self, messages: Sequence[ChatMessage], **kwargs: Any
+    ) -> ChatResponseAsyncGen:
         """Run `stream_chat` without blocking the event loop."""
         return self._achats(messages, self._ask(kwargs, messages))
 
@@ -248,8 +327,12 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
                 yield CompletionResponse(text=streamed, delta=text)
             yield completion(stream.answer, self._told(stream.answer, ask))
 
-    async def _acompletions(self, prompt: str, formatted: bool, ask: Ask) -> CompletionResponseAsyncGen:
-        async with await self._place.astream(partial(self._prompt, prompt, formatted), ask) as stream:
+    async def _acompletions(
+        self, prompt: str, formatted: bool, ask: Ask
+    ) -> CompletionResponseAsyncGen:
+        async with await self._place.astream(
+            partial(self._prompt, prompt, formatted), ask
+        ) as stream:
             streamed = ""
             async for text in stream:
                 streamed += text
@@ -289,14 +372,18 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return await super().astream(prompt, **prompt_args)
 
     def _extend_prompt(self, formatted_prompt: str) -> str:
-        """Add the LLM's system prompt and wrapper; raises InputError for a PML prompt, to which none can be added."""
+        """Add the LLM's system prompt and wrapper; raises InputError for a PML prompt, to which
+        none can be added.
+        """
         extended: str = super()._extend_prompt(formatted_prompt)
         if isinstance(formatted_prompt, PMLTemplate.Filled) and extended is not formatted_prompt:
             raise PMLTemplate.alone(1)
         return extended
 
     def _prompt(self, prompt: str, formatted: bool, engine: Answerer) -> Any:
-        """Return a text for the engine: unchanged, as a user message, or as the PML prompt that it stands for."""
+        """Return a text for the engine: unchanged, as a user message, or as the PML prompt that it
+        stands for.
+        """
         if formatted or isinstance(prompt, PMLTemplate.Filled):
             return prompt
         if self.completion_to_prompt not in (None, default_completion_to_prompt):
@@ -304,7 +391,9 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return [ragfuse.ChatMessage("user", [prompt])] if engine.card.has_chat_template else prompt
 
     def _messages(self, messages: Sequence[ChatMessage], engine: Answerer) -> Any:
-        """Return messages for the engine: as messages, as one text if there is no chat template, or as a PML prompt."""
+        """Return messages for the engine: as messages, as one text if there is no chat template, or
+        as a PML prompt.
+        """
         if (filled := pml_of(messages)) is not None:
             return filled
         converted = to_ragfuse_messages(messages)
@@ -313,7 +402,8 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return str(self.messages_to_prompt(messages))
 
     def _ask(self, call: Mapping[str, Any], prompt: str | Sequence[ChatMessage] = "") -> Ask:
-        """Return the options of a call: its arguments, this LLM's fields for all others, and what was retrieved for it.
+        """Return the options of a call: its arguments, this LLM's fields for all others, and what
+        was retrieved for it.
 
         Raises:
             SettingsError: The call has an unknown argument, or a value is out of its range.

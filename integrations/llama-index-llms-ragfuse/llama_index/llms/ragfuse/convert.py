@@ -27,18 +27,28 @@ NOT_TEXT = (CachePoint, ThinkingBlock, ToolCallBlock)
 
 
 def to_ragfuse_messages(messages: Sequence[ChatMessage]) -> list[ragfuse.ChatMessage]:
-    """Return ragfuse's messages, neighbours of the same role joined (`ragfuse.ChatMessage.conversation`)."""
+    """Return ragfuse's messages, neighbours of the same role joined
+    (`ragfuse.ChatMessage.conversation`).
+    """
     return ragfuse.ChatMessage.conversation(map(_to_ragfuse_message, messages))
 
 
 def _to_ragfuse_message(message: ChatMessage) -> ragfuse.ChatMessage:
     role, texts = str(message.role.value), _texts(message)
     if message.role in (MessageRole.TOOL, MessageRole.FUNCTION):
-        call, name = (str(message.additional_kwargs.get(each) or "") for each in ("tool_call_id", "name"))
+        call, name = (
+            str(message.additional_kwargs.get(each) or "") for each in ("tool_call_id", "name")
+        )
         return ragfuse.ChatMessage(role, texts, tool_call_id=call, name=name)
-    reasonings = [block.content for block in message.blocks if isinstance(block, ThinkingBlock) and block.content]
+    reasonings = [
+        block.content
+        for block in message.blocks
+        if isinstance(block, ThinkingBlock) and block.content
+    ]
     reasoning = "\n".join(reasonings) if message.role in ASSISTANT_ROLES else ""
-    return ragfuse.ChatMessage(role, texts, tool_calls=tuple(calls_of(message)), reasoning=reasoning)
+    return ragfuse.ChatMessage(
+        role, texts, tool_calls=tuple(calls_of(message)), reasoning=reasoning
+    )
 
 
 def _texts(message: ChatMessage) -> list[str]:
@@ -49,24 +59,35 @@ def _texts(message: ChatMessage) -> list[str]:
 
 
 def calls_of(message: ChatMessage) -> list[ToolCall]:
-    """Return the tool calls of a message: its blocks, else those in OpenAI's form in `additional_kwargs`."""
+    """Return the tool calls of a message: its blocks, else those in OpenAI's form in
+    `additional_kwargs`.
+    """
     blocks = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
     if blocks:
         return [
-            ToolCall(each.tool_name, ToolCall.read_arguments(each.tool_kwargs), each.tool_call_id or "")
+            ToolCall(
+                each.tool_name, ToolCall.read_arguments(each.tool_kwargs), each.tool_call_id or ""
+            )
             for each in blocks
         ]
     given = message.additional_kwargs.get("tool_calls") or ()
-    return [ToolCall.from_openai(each if isinstance(each, Mapping) else each.model_dump()) for each in given]
+    return [
+        ToolCall.from_openai(each if isinstance(each, Mapping) else each.model_dump())
+        for each in given
+    ]
 
 
 def text_of(node: BaseNode) -> tuple[str, str]:
-    """Return (text, source) of a node: the text as synthesizers put it into a prompt, with the metadata for LLMs."""
+    """Return (text, source) of a node: the text as synthesizers put it into a prompt, with the
+    metadata for LLMs.
+    """
     text = node.get_content(metadata_mode=MetadataMode.LLM).strip()
     return text, source_of(node.metadata, text, node.ref_doc_id, node.node_id)
 
 
-NODES = DocumentReader(NodeWithScore, lambda found: (*text_of(found.node), found.node.get_content().strip()))
+NODES = DocumentReader(
+    NodeWithScore, lambda found: (*text_of(found.node), found.node.get_content().strip())
+)
 
 
 def completion(answer: Answer, told: dict[str, Any]) -> CompletionResponse:
@@ -75,19 +96,26 @@ def completion(answer: Answer, told: dict[str, Any]) -> CompletionResponse:
 
 
 def chat(answer: Answer, told: dict[str, Any]) -> ChatResponse:
-    """Return an answer as an assistant message, with its tool calls as blocks and in OpenAI's form."""
+    """Return an answer as an assistant message, with its tool calls as blocks and in
+    OpenAI's form.
+    """
     calls = answer.tool_calls
     text = _text_blocks(answer.text, answer.reasoning, not calls)
     blocks = [
-        ToolCallBlock(tool_call_id=each.id, tool_name=each.name, tool_kwargs={**each.arguments}) for each in calls
+        ToolCallBlock(tool_call_id=each.id, tool_name=each.name, tool_kwargs={**each.arguments})
+        for each in calls
     ]
     kwargs = {"tool_calls": [each.as_openai() for each in calls]} if calls else {}
-    message = ChatMessage(role=MessageRole.ASSISTANT, blocks=[*text, *blocks], additional_kwargs=kwargs)
+    message = ChatMessage(
+        role=MessageRole.ASSISTANT, blocks=[*text, *blocks], additional_kwargs=kwargs
+    )
     return ChatResponse(message=message, delta="", raw=told, additional_kwargs=_counts(told))
 
 
 def partial_chat(text: str, reasoning: str, piece: Any) -> ChatResponse:
-    """Return the message streamed up to `piece`; a piece of reasoning becomes the `thinking_delta` that agents read."""
+    """Return the message streamed up to `piece`; a piece of reasoning becomes the `thinking_delta`
+    that agents read.
+    """
     delta, kwargs = (piece, {}) if isinstance(piece, str) else ("", {"thinking_delta": piece.text})
     message = ChatMessage(role=MessageRole.ASSISTANT, blocks=_text_blocks(text, reasoning))
     return ChatResponse(message=message, delta=delta, additional_kwargs=kwargs)

@@ -1,6 +1,8 @@
-"""Handlers that record retrieved nodes, so that they are recognised in prompts without precomputing them.
+"""Handlers that record retrieved nodes, so that they are recognised in prompts without precomputing
+them.
 
-They are registered for all LlamaIndex spans and events of the process when the LLM is first imported.
+They are registered for all LlamaIndex spans and events of the process when the LLM is first
+imported.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from llama_index.llms.ragfuse.convert import NODES
 from ragfuse import RetrievalRuns
 
 QUERIES = RetrievalRuns("llama_index", outlasts=True)
-"""The nodes of each open query: results of retrievers and postprocessors, inputs of synthesizers."""
+"""The nodes of each open query: results of retrievers and postprocessors, inputs of synthesizers.
+"""
 
 
 class RetrievalSpans(BaseSpanHandler[BaseSpan]):
@@ -34,13 +37,19 @@ class RetrievalSpans(BaseSpanHandler[BaseSpan]):
         return "RagFuseRetrievalSpans"
 
     def new_span(
-        self, id_: str, bound_args: inspect.BoundArguments, parent_span_id: str | None = None, **kwargs: Any
+        self,
+        id_: str,
+        bound_args: inspect.BoundArguments,
+        parent_span_id: str | None = None,
+        **kwargs: Any,
     ) -> None:
         """Record the start of a span and the nodes in its arguments."""
         QUERIES.begin(id_, parent_span_id, NODES(*bound_args.arguments.values()))
 
     def prepare_to_exit_span(self, id_: str, result: Any = None, **kwargs: Any) -> None:
-        """Record the end of a span and its nodes; a streamed response may call the LLM only when it is read."""
+        """Record the end of a span and its nodes; a streamed response may call the LLM only when it
+        is read.
+        """
         unread = isinstance(result, AsyncStreamingResponse | StreamingResponse)
         QUERIES.end(id_, NODES(result), unread=unread)
 
@@ -68,6 +77,13 @@ get_dispatcher().add_event_handler(RetrievalEvents())
 
 
 def retrieved_for(prompt: str | Sequence[ChatMessage]) -> tuple[tuple[str, str], ...]:
-    """Return (text, source) of what was retrieved in the running query or, before it, in the same task or thread."""
-    text = lambda: prompt if isinstance(prompt, str) else "\n".join(each.content or "" for each in prompt)  # noqa: E731
+    """Return (text, source) of what was retrieved in the running query or, before it, in the same
+    task or thread.
+    """
+
+    def text() -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return "\n".join(each.content or "" for each in prompt)
+
     return QUERIES.retrieved((active_span_id.get(),), text)

@@ -1,4 +1,6 @@
-"""Encodes nodes into the chunk store, as the text that they will be in a prompt, and removes KV of deleted nodes."""
+"""Encodes nodes into the chunk store, as the text that they will be in a prompt, and removes KV of
+deleted nodes.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,12 @@ from ragfuse.types.arguments import checks_arguments
 
 @checks_arguments
 class KVPrecompute(TransformComponent):
-    """Encodes nodes ahead of questions, as the last step of an ingestion pipeline, after the splitter.
+    """Encodes nodes ahead of questions, as the last step of an ingestion pipeline, after the
+    splitter.
 
-    A pipeline with a cache skips its steps for nodes that it has seen; call `ensure(nodes)` if the store may have been
-    emptied since. `forget(nodes)` deletes the KV of nodes that were removed or changed.
+    A pipeline with a cache skips its steps for nodes that it has seen; call `ensure(nodes)` if the
+    store may have been emptied since. `forget(nodes)` deletes the KV of nodes that were removed or
+    changed.
 
     Args:
         llm: The LLM that will answer.
@@ -31,7 +35,9 @@ class KVPrecompute(TransformComponent):
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
     llm: RagFuseLLM = Field(exclude=True)
-    show_progress: bool = Field(default=False, exclude=True, description="Show a bar if stderr is a terminal.")
+    show_progress: bool = Field(
+        default=False, exclude=True, description="Show a bar if stderr is a terminal."
+    )
 
     def __init__(self, llm: RagFuseLLM, **data: Any) -> None:
         super().__init__(llm=llm, **data)
@@ -50,14 +56,17 @@ class KVPrecompute(TransformComponent):
 
         Args:
             nodes: The nodes.
-            progress: True shows a bar if stderr is a terminal; a callable is called after every node.
+            progress: True shows a bar if stderr is a terminal; a callable is called after every
+                node.
         """
         texts = [found for node in nodes if (found := text_of(node))[0]]
         with shown(progress or self.show_progress, len(texts), "Encoding nodes") as report:
             return self.llm.get_engine().ingest(texts, progress=report)
 
     def forget(self, nodes: Sequence[BaseNode]) -> int:
-        """Delete the KV of nodes, such as those of a document that is deleted or updated; return the freed bytes."""
+        """Delete the KV of nodes, such as those of a document that is deleted or updated; return
+        the freed bytes.
+        """
         return self.llm.get_engine().forget([text for text, _ in map(text_of, nodes) if text])
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
@@ -72,6 +81,7 @@ class KVPrecompute(TransformComponent):
     def __getstate__(self) -> dict[str, Any]:
         """Raise InputError: the step cannot be sent to another process."""
         raise InputError(
-            "KVPrecompute cannot run in other processes, as each would load the model. Run the pipeline with "
-            "num_workers=None, or without this step and then KVPrecompute(llm).ensure(nodes)."
+            "KVPrecompute cannot run in other processes, as each would load the model. Run the"
+            " pipeline with num_workers=None, or without this step and then"
+            " KVPrecompute(llm).ensure(nodes)."
         )

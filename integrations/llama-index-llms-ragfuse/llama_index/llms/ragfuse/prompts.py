@@ -1,6 +1,7 @@
 """A LlamaIndex prompt template over a PML schema (Prompt Cache), for `RagFuseLLM`.
 
-Its output is a message or text of a special type; an ordinary message or text that looks like PML stays text.
+Its output is a message or text of a special type; an ordinary message or text that looks like PML
+stays text.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ Syntax = Literal["f-string", "jinja2"]
 
 
 class PMLMessage(ChatMessage):
-    """A message with a filled PML template, which `RagFuseLLM` answers; its content is only for people."""
+    """A message with a filled PML template, which `RagFuseLLM` answers; its content is only for
+    people.
+    """
 
     _filled: Any = PrivateAttr(default=None)
 
@@ -41,22 +44,25 @@ class PMLMessage(ChatMessage):
 
 @checks_arguments
 class PMLPromptTemplate(BasePromptTemplate):
-    """A prompt template whose fixed texts are encoded once: `llm.predict(PMLPromptTemplate(schema, prompt), **values)`.
+    """A prompt template whose fixed texts are encoded once: `llm.predict(PMLPromptTemplate(schema,
+    prompt), **values)`.
 
-    Values are always text, even if they look like PML. The schema is registered with the LLM's engine at the first
-    question, or by `register`.
+    Values are always text, even if they look like PML. The schema is registered with the LLM's
+    engine at the first question, or by `register`.
 
     Args:
         schema: PML text, the path of a PML file, a parsed schema, or a prompt function.
-        prompt: PML text or the path of a PML file, with `{variable}` anywhere in its texts; None: the variables are
-            the parameters of the prompt function or of the schema.
+        prompt: PML text or the path of a PML file, with `{variable}` anywhere in its texts; None:
+            the variables are the parameters of the prompt function or of the schema.
         question: Text of a further user message, with variables too.
         syntax: How variables are written; "jinja2" for `{{ variable }}`.
         template: A `PMLTemplate`, instead of the arguments above.
     """
 
     template: PMLTemplate = Field(exclude=True, repr=False)
-    show_progress: bool = Field(default=False, exclude=True, description="Show a bar while the schema is encoded.")
+    show_progress: bool = Field(
+        default=False, exclude=True, description="Show a bar while the schema is encoded."
+    )
 
     def __init__(
         self,
@@ -93,27 +99,34 @@ class PMLPromptTemplate(BasePromptTemplate):
         syntax: Syntax = "jinja2",
         **fields: Any,
     ) -> PMLPromptTemplate:
-        """Return a PML template made from an ordinary one, whose variables become parameters of the schema.
+        """Return a PML template made from an ordinary one, whose variables become parameters of the
+        schema.
 
         Args:
             name: Name of the schema.
-            template: A `RichPromptTemplate`, `ChatPromptTemplate`, `PromptTemplate`, a text, or (role, text) pairs;
-                its partial values and mappings are kept.
+            template: A `RichPromptTemplate`, `ChatPromptTemplate`, `PromptTemplate`, a text, or
+                (role, text) pairs; its partial values and mappings are kept.
             max_tokens: The most tokens of each variable: one number for all, or one by name.
             question: Text of a further user message, with variables too.
             syntax: How variables are written in a text, in pairs and in `question`.
             **fields: Further fields of the template.
 
         Raises:
-            PMLError: The template uses something that a schema cannot express, such as logic or loops.
+            PMLError: The template uses something that a schema cannot express, such as logic or
+                loops.
         """
-        mappings = {name: getattr(template, name, None) for name in ("template_var_mappings", "function_mappings")}
+        mappings = {
+            name: getattr(template, name, None)
+            for name in ("template_var_mappings", "function_mappings")
+        }
         values = getattr(template, "kwargs", None) or {}
         pml_template = PMLTemplate.of(name, template, max_tokens, question, syntax)
         return cls(template=pml_template, **{**mappings, **values, **fields})
 
     def register(self, llm: Any, progress: Progress = None) -> Ingested:
-        """Encode the modules of the schema that are not stored yet; `progress` is called after each."""
+        """Encode the modules of the schema that are not stored yet; `progress` is called after
+        each.
+        """
         with shown(progress or self.show_progress, None, "Encoding modules") as report:
             return engine_of(llm).schemas.register(self.template.schema, report).done
 
@@ -122,7 +135,9 @@ class PMLPromptTemplate(BasePromptTemplate):
         return self.model_copy(update={"kwargs": {**self.kwargs, **kwargs}})
 
     def format(self, llm: BaseLLM | None = None, **kwargs: Any) -> str:
-        """Return the prompt as a text that `RagFuseLLM` recognises: `llm.complete(text, formatted=True)`."""
+        """Return the prompt as a text that `RagFuseLLM` recognises: `llm.complete(text,
+        formatted=True)`.
+        """
         return self._filled(kwargs)
 
     def format_messages(self, llm: BaseLLM | None = None, **kwargs: Any) -> list[ChatMessage]:
@@ -137,9 +152,17 @@ class PMLPromptTemplate(BasePromptTemplate):
         values = self._map_all_vars({**self.kwargs, **given})
         filled = self.template.fill(values, self.show_progress)
         parser = self.output_parser
-        return filled if parser is None else filled.asking(parser.get_format_string(escape_json=False).strip())
+        return (
+            filled
+            if parser is None
+            else filled.asking(parser.get_format_string(escape_json=False).strip())
+        )
 
 
 def pml_of(messages: Sequence[ChatMessage]) -> Filled | None:
-    """Return the filled template of a single `PMLMessage`, else None; raises InputError if others are beside it."""
-    return PMLTemplate.only([each.filled if isinstance(each, PMLMessage) else None for each in messages])
+    """Return the filled template of a single `PMLMessage`, else None; raises InputError if others
+    are beside it.
+    """
+    return PMLTemplate.only(
+        [each.filled if isinstance(each, PMLMessage) else None for each in messages]
+    )

@@ -1,4 +1,6 @@
-"""Structured prediction: decoding is constrained to JSON of the schema, so that small models follow it too."""
+"""Structured prediction: decoding is constrained to JSON of the schema, so that small models follow
+it too.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ class Structured(LLM):
     """
 
     pydantic_program_mode: PydanticProgramMode = Field(
-        default=PydanticProgramMode.LLM, description="How objects are predicted; LLM: as JSON of their schema."
+        default=PydanticProgramMode.LLM,
+        description="How objects are predicted; LLM: as JSON of their schema.",
     )
 
     def structured_predict(
@@ -29,7 +32,9 @@ class Structured(LLM):
         llm_kwargs: Mapping[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Any:
-        """Answer a prompt with an object of `output_cls`; raises ValueError if the answer is cut off."""
+        """Answer a prompt with an object of `output_cls`; raises ValueError if the answer is cut
+        off.
+        """
         return super().structured_predict(
             output_cls, prompt.model_copy(), self._held(output_cls, llm_kwargs), **prompt_args
         )
@@ -43,7 +48,9 @@ class Structured(LLM):
     ) -> Any:
         """Run `structured_predict` without blocking the event loop."""
         held = self._held(output_cls, llm_kwargs)
-        return await super().astructured_predict(output_cls, prompt.model_copy(), held, **prompt_args)
+        return await super().astructured_predict(
+            output_cls, prompt.model_copy(), held, **prompt_args
+        )
 
     def _structured_stream_call(
         self,
@@ -66,7 +73,9 @@ class Structured(LLM):
     ) -> AsyncGenerator[Any, None]:
         """Stream the object without blocking the event loop."""
         held = self._held(output_cls, llm_kwargs)
-        return await super()._structured_astream_call(output_cls, prompt.model_copy(), held, **prompt_args)
+        return await super()._structured_astream_call(
+            output_cls, prompt.model_copy(), held, **prompt_args
+        )
 
     def _held(self, output_cls: type[BaseModel], given: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the arguments of a call, with the class that its answer follows."""

@@ -20,7 +20,8 @@ TEMPLATE_TOKENS = 64
 
 @checks_arguments
 class RagFuseSynthesizer(CompactAndRefine):
-    """LlamaIndex's `compact` mode, but no node is cut that fits into a prompt: a whole node is reused as a whole.
+    """LlamaIndex's `compact` mode, but no node is cut that fits into a prompt: a whole node is
+    reused as a whole.
 
     Args:
         llm: The LLM that answers, or one with a structure of its own.
@@ -28,7 +29,9 @@ class RagFuseSynthesizer(CompactAndRefine):
         **options: Those of `CompactAndRefine`, such as `streaming` and `output_cls`.
     """
 
-    def __init__(self, llm: RagFuseLLM | StructuredLLM, separator: str = "\n\n", **options: Any) -> None:
+    def __init__(
+        self, llm: RagFuseLLM | StructuredLLM, separator: str = "\n\n", **options: Any
+    ) -> None:
         if isinstance(llm, StructuredLLM):
             options = {"output_cls": llm.output_cls, **options}
             llm = llm.llm
@@ -38,9 +41,12 @@ class RagFuseSynthesizer(CompactAndRefine):
         self._separator = separator
 
     def _make_compact_text_chunks(self, query_str: str, text_chunks: Sequence[str]) -> list[str]:
-        """Join texts to contexts, as many in each as fit into a prompt beside the templates and two answers."""
+        """Join texts to contexts, as many in each as fit into a prompt beside the templates and two
+        answers.
+        """
         templates = [
-            each.partial_format(query_str=query_str) for each in (self._text_qa_template, self._refine_template)
+            each.partial_format(query_str=query_str)
+            for each in (self._text_qa_template, self._refine_template)
         ]
         splitter = self._prompt_helper.get_text_splitter_given_prompt(
             get_biggest_prompt(templates),

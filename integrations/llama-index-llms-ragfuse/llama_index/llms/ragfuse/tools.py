@@ -1,4 +1,6 @@
-"""LlamaIndex's function calling interface: it passes tools as schemas and returns calls as tool selections."""
+"""LlamaIndex's function calling interface: it passes tools as schemas and returns calls as tool
+selections.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class ToolCalling(FunctionCallingLLM):
         messages = list(chat_history or ())
         if user_msg:
             given = isinstance(user_msg, ChatMessage)
-            messages.append(user_msg if given else ChatMessage(role=MessageRole.USER, content=user_msg))
+            messages.append(
+                user_msg if given else ChatMessage(role=MessageRole.USER, content=user_msg)
+            )
         schemas = [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools]
         wanted = "required" if tool_required and tool_choice in (None, "auto") else tool_choice
         choice = Ask.tool_choice_of(wanted, schemas) if schemas else "auto"
@@ -52,17 +56,24 @@ class ToolCalling(FunctionCallingLLM):
             calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
             message.blocks = [block for block in message.blocks if block not in calls[1:]]
             if calls:
-                message.additional_kwargs["tool_calls"] = message.additional_kwargs["tool_calls"][:1]
+                message.additional_kwargs["tool_calls"] = message.additional_kwargs["tool_calls"][
+                    :1
+                ]
         return response
 
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
     ) -> list[ToolSelection]:
-        """Return the calls of a response; without any, raise InputError if `error_on_no_tool_call`, else return []."""
+        """Return the calls of a response; without any, raise InputError if `error_on_no_tool_call`,
+        else return [].
+        """
         calls = calls_of(response.message)
         if not calls and error_on_no_tool_call:
             raise InputError(
                 f"Wanted a tool call, found text: '{(response.message.content or '')[:80]}'. "
                 "Call with tool_required=True, or take the text as the answer."
             )
-        return [ToolSelection(tool_id=call.id, tool_name=call.name, tool_kwargs={**call.arguments}) for call in calls]
+        return [
+            ToolSelection(tool_id=call.id, tool_name=call.name, tool_kwargs={**call.arguments})
+            for call in calls
+        ]

@@ -1,4 +1,6 @@
-"""Collects the traces of answers, also of those inside an index, a query engine, a chat engine or an agent."""
+"""Collects the traces of answers, also of those inside an index, a query engine, a chat engine or
+an agent.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,11 @@ _OPEN_LISTS: ContextVar[tuple[list[Trace], ...]] = ContextVar("ragfuse_traces", 
 
 @contextmanager
 def traces() -> Iterator[list[Trace]]:
-    """Yield a list that receives the trace of every answer that ends in the `with`, or in tasks or threads begun there.
+    """Yield a list that receives the trace of every answer that ends in the `with`, or in tasks or
+    threads begun there.
 
-    Answers in other tasks and threads are not included. A stream counts where it is read to its end.
+    Answers in other tasks and threads are not included. A stream counts where it is read to its
+    end.
     """
     collected: list[Trace] = []
     token = _OPEN_LISTS.set((*_OPEN_LISTS.get(), collected))

@@ -1,13 +1,21 @@
-"""Haystack integration of ragfuse: a chat generator that reuses the KV of retrieved documents from a store."""
+"""Haystack integration of ragfuse: a chat generator that reuses the KV of retrieved documents from
+a store.
+"""
 
 from typing import TYPE_CHECKING
 
 import lazy_loader
 
 if TYPE_CHECKING:
-    from haystack_integrations.components.generators.ragfuse.chat.chat_generator import RagfuseChatGenerator
+    from haystack_integrations.components.generators.ragfuse.chat.chat_generator import (
+        RagfuseChatGenerator,
+    )
 
 __all__ = ["RagfuseChatGenerator"]
 
-__getattr__, __dir__, _ = lazy_loader.attach(__name__, submod_attrs={"chat.chat_generator": ["RagfuseChatGenerator"]})
-"""Public names are imported at first use, so that importing the package alone loads neither torch nor Haystack."""
+__getattr__, __dir__, _ = lazy_loader.attach(
+    __name__, submod_attrs={"chat.chat_generator": ["RagfuseChatGenerator"]}
+)
+"""Public names are imported at first use, so that importing the package alone loads neither torch
+nor Haystack.
+"""

@@ -7,7 +7,13 @@ from typing import Any
 from uuid import uuid4
 
 from haystack import Document
-from haystack.dataclasses import ChatMessage, ReasoningContent, TextContent, ToolCall, ToolCallResult
+from haystack.dataclasses import (
+    ChatMessage,
+    ReasoningContent,
+    TextContent,
+    ToolCall,
+    ToolCallResult,
+)
 
 import ragfuse
 from ragfuse import Answer
@@ -23,7 +29,8 @@ DOCUMENTS = DocumentReader(Document, _document)
 
 
 def to_ragfuse_messages(messages: Sequence[ChatMessage] | str) -> list[ragfuse.ChatMessage]:
-    """Return ragfuse's messages, neighbours of the same role joined (`ragfuse.ChatMessage.conversation`).
+    """Return ragfuse's messages, neighbours of the same role joined
+    (`ragfuse.ChatMessage.conversation`).
 
     Args:
         messages: Haystack's messages; a text is a message of the user.
@@ -32,7 +39,9 @@ def to_ragfuse_messages(messages: Sequence[ChatMessage] | str) -> list[ragfuse.C
         InputError: A message holds what the model cannot read, or none holds text.
     """
     given = [ChatMessage.from_user(messages)] if isinstance(messages, str) else messages
-    return ragfuse.ChatMessage.conversation(each for message in given for each in _to_ragfuse_messages(message))
+    return ragfuse.ChatMessage.conversation(
+        each for message in given for each in _to_ragfuse_messages(message)
+    )
 
 
 def _to_ragfuse_messages(message: ChatMessage) -> list[ragfuse.ChatMessage]:
@@ -40,9 +49,14 @@ def _to_ragfuse_messages(message: ChatMessage) -> list[ragfuse.ChatMessage]:
         raise text_only("image" if message.images else "file")
     if message.tool_call_results:
         return [_result(each) for each in message.tool_call_results]
-    calls = tuple(ragfuse.ToolCall(each.tool_name, each.arguments, each.id or "") for each in message.tool_calls)
+    calls = tuple(
+        ragfuse.ToolCall(each.tool_name, each.arguments, each.id or "")
+        for each in message.tool_calls
+    )
     thought = "\n".join(each.reasoning_text for each in message.reasonings)
-    return [ragfuse.ChatMessage(message.role.value, "\n".join(message.texts), calls, reasoning=thought)]
+    return [
+        ragfuse.ChatMessage(message.role.value, "\n".join(message.texts), calls, reasoning=thought)
+    ]
 
 
 def _result(result: ToolCallResult) -> ragfuse.ChatMessage:
@@ -50,16 +64,23 @@ def _result(result: ToolCallResult) -> ragfuse.ChatMessage:
     texts = [part.text for part in parts if isinstance(part, TextContent)]
     if len(texts) < len(parts):
         raise text_only("image")
-    return ragfuse.ChatMessage("tool", "\n".join(texts), (), result.origin.id or "", result.origin.tool_name)
+    return ragfuse.ChatMessage(
+        "tool", "\n".join(texts), (), result.origin.id or "", result.origin.tool_name
+    )
 
 
 def calls_of(answer: Answer) -> list[ToolCall]:
     """Return an answer's tool calls in Haystack's form, each with an id."""
-    return [ToolCall(each.name, dict(each.arguments), each.id or f"call_{uuid4().hex}") for each in answer.tool_calls]
+    return [
+        ToolCall(each.name, dict(each.arguments), each.id or f"call_{uuid4().hex}")
+        for each in answer.tool_calls
+    ]
 
 
 def reply(answer: Answer, calls: list[ToolCall], told: Mapping[str, Any]) -> ChatMessage:
-    """Return an answer as a message of the assistant, with what is told of it (`Place.told`) as its meta."""
+    """Return an answer as a message of the assistant, with what is told of it (`Place.told`) as its
+    meta.
+    """
     return ChatMessage.from_assistant(
         text=answer.text or (None if calls else ""),
         tool_calls=calls,

@@ -1,8 +1,9 @@
-"""A tracer that records the documents in a pipeline's run, so that they are recognised in prompts without indexing.
+"""A tracer that records the documents in a pipeline's run, so that they are recognised in prompts
+without indexing.
 
-Haystack has one tracer a process. This one stands around it: every span goes on to the tracer that was there, and what
-passes through is unchanged. It is put in place when a chat generator is made, and again when one is warmed up, in case
-another tracer was enabled between.
+Haystack has one tracer a process. This one stands around it: every span goes on to the tracer that
+was there, and what passes through is unchanged. It is put in place when a chat generator is made,
+and again when one is warmed up, in case another tracer was enabled between.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _NUMBERS = count(1)
 
 
 class RetrievalSpan(Span):
-    """A span that records the documents in its content, and hands all on to the span of the tracer around it.
+    """A span that records the documents in its content, and hands all on to the span of the tracer
+    around it.
 
     Args:
         id: Its number in this process.
@@ -47,7 +49,9 @@ class RetrievalSpan(Span):
         self.inner.set_tags(tags)
 
     def set_content_tag(self, key: str, value: Any) -> None:
-        """Record the documents in an input or output, and hand it on; the other span decides whether to keep it."""
+        """Record the documents in an input or output, and hand it on; the other span decides
+        whether to keep it.
+        """
         RUNS.record(self.id, DOCUMENTS(value))
         self.inner.set_content_tag(key, value)
 
@@ -76,9 +80,14 @@ class RetrievalTracer(Tracer):
 
     @contextmanager
     def trace(
-        self, operation_name: str, tags: dict[str, Any] | None = None, parent_span: Span | None = None
+        self,
+        operation_name: str,
+        tags: dict[str, Any] | None = None,
+        parent_span: Span | None = None,
     ) -> Iterator[Span]:
-        """Open a span inside its parent, or else inside the one that is open in this task or thread."""
+        """Open a span inside its parent, or else inside the one that is open in this task or
+        thread.
+        """
         id, outer = next(_NUMBERS), _ACTIVE.get()
         parent, theirs = outer, parent_span
         if isinstance(parent_span, RetrievalSpan):
@@ -115,12 +124,16 @@ def listen() -> None:
 
 
 def retrieved_for(prompt: Sequence[ChatMessage] | str) -> tuple[tuple[str, str], ...]:
-    """Return (text, source) of what was retrieved in the running pipeline or, before it, in this task or thread."""
+    """Return (text, source) of what was retrieved in the running pipeline or, before it, in this
+    task or thread.
+    """
     return RUNS.retrieved((_ACTIVE.get() or None,), lambda: _prompt_text(prompt))
 
 
 def _handed_on(own: object, other: str, name: str) -> Any:
-    """Return an attribute of the object that `own` stands around; while `own` is copied it has none yet."""
+    """Return an attribute of the object that `own` stands around; while `own` is copied it has none
+    yet.
+    """
     if other not in vars(own):
         raise AttributeError(name)
     return getattr(vars(own)[other], name)
@@ -130,5 +143,8 @@ def _prompt_text(prompt: Sequence[ChatMessage] | str) -> str:
     if isinstance(prompt, str):
         return prompt
     results = (result for message in prompt for result in message.tool_call_results)
-    texts = [*(text for message in prompt for text in message.texts), *(str(result.result) for result in results)]
+    texts = [
+        *(text for message in prompt for text in message.texts),
+        *(str(result.result) for result in results),
+    ]
     return "\n".join(texts)

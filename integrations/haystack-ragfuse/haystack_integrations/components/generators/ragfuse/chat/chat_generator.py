@@ -1,4 +1,6 @@
-"""The chat generator: Haystack's messages, tools and streams, answered by `ragfuse.Engine` or a `ragfuse serve`."""
+"""The chat generator: Haystack's messages, tools and streams, answered by `ragfuse.Engine` or a
+`ragfuse serve`.
+"""
 
 from __future__ import annotations
 
@@ -46,29 +48,36 @@ from ragfuse.types.arguments import checks_arguments
 @component
 @checks_arguments
 class RagfuseChatGenerator:
-    """A local chat generator that reuses the stored KV of retrieved documents and computes only the rest of the prompt.
+    """A local chat generator that reuses the stored KV of retrieved documents and computes only the
+    rest of the prompt.
 
-    Any pipeline works unchanged: what its retrievers returned is found in the text of the prompt. The weights are
-    loaded when the generator is warmed up, and shared by all generators of the process with the same model, dtype and
-    device. With `base_url` a server answers, and nothing is loaded here.
+    Any pipeline works unchanged: what its retrievers returned is found in the text of the prompt.
+    The weights are loaded when the generator is warmed up, and shared by all generators of the
+    process with the same model, dtype and device. With `base_url` a server answers, and nothing is
+    loaded here.
 
     Args:
-        model: Name of an embedded model, Hugging Face id, folder (also of an adapter) or GGUF file; or a loaded model:
-            a `PreTrainedModel` together with `tokenizer`, a `pipeline`, a PEFT model. None: the model in the settings.
+        model: Name of an embedded model, Hugging Face id, folder (also of an adapter) or GGUF file;
+            or a loaded model: a `PreTrainedModel` together with `tokenizer`, a `pipeline`, a PEFT
+            model. None: the model in the settings.
         streaming_callback: Called with every piece of an answer.
-        generation_kwargs: Options of every call: `max_tokens`, `temperature`, `stop`, `seed`, `response_format`,
-            `ratio`, `reuse` and more; an unknown one is refused with the names of all.
+        generation_kwargs: Options of every call: `max_tokens`, `temperature`, `stop`, `seed`,
+            `response_format`, `ratio`, `reuse` and more; an unknown one is refused with the names
+            of all.
         tools: Tools, or toolsets, that the model may call.
         base_url: Address of a `ragfuse serve` that answers instead of an engine in this process.
         api_key: The server's API key. An engine in this process needs none.
-        max_retries: How often a request is sent again that found no server or a busy one; None: twice.
+        max_retries: How often a request is sent again that found no server or a busy one; None:
+            twice.
         dtype: Of weights and KV; None: as in the settings.
         device: `cpu`, `cuda` or `cuda:N`; None: as in the settings.
         store: Folder of the chunk store; None: as in the settings.
         settings: All other settings; None: from the environment, ragfuse.toml and the defaults.
-        model_kwargs: Options for loading the model: revision, trust_remote_code, attn_implementation, device_map ...
+        model_kwargs: Options for loading the model: revision, trust_remote_code,
+            attn_implementation, device_map ...
         tokenizer: The tokenizer of a loaded model.
-        engine: A `ragfuse.Engine` or `ragfuse.RemoteEngine` to use instead of one made from the arguments above.
+        engine: A `ragfuse.Engine` or `ragfuse.RemoteEngine` to use instead of one made from the
+            arguments above.
 
     Raises:
         InputError: Arguments contradict each other, or an option is unknown.
@@ -110,7 +119,9 @@ class RagfuseChatGenerator:
         self.generation_kwargs = generation_kwargs or {}
         self.base_url, self.api_key, self.max_retries = base_url, api_key, max_retries
         self.dtype, self.device, self.store = dtype, device, store
-        self.model_kwargs = {name: value for name, value in (model_kwargs or {}).items() if name != "token"}
+        self.model_kwargs = {
+            name: value for name, value in (model_kwargs or {}).items() if name != "token"
+        }
         self._ask({}, tools, ())
         self._listen()
 
@@ -125,7 +136,9 @@ class RagfuseChatGenerator:
         await asyncio.to_thread(self.warm_up)
 
     def get_engine(self) -> Answerer:
-        """Return what answers: the given engine, else one that the process shares, or a server's client."""
+        """Return what answers: the given engine, else one that the process shares, or a server's
+        client.
+        """
         return self._place.engine()
 
     def to_dict(self) -> dict[str, Any]:
@@ -141,7 +154,9 @@ class RagfuseChatGenerator:
             **{
                 **{name: getattr(self, name) for name in names},
                 "store": None if self.store is None else str(self.store),
-                "streaming_callback": serialize_callable(self.streaming_callback) if self.streaming_callback else None,
+                "streaming_callback": serialize_callable(self.streaming_callback)
+                if self.streaming_callback
+                else None,
                 "generation_kwargs": _serialisable(self.generation_kwargs),
                 "tools": serialize_tools_or_toolset(self.tools),
                 "api_key": None if self.api_key is None else self.api_key.to_dict(),
@@ -181,16 +196,19 @@ class RagfuseChatGenerator:
             streaming_callback: Called with every piece of the answer; None: that of the generator.
             generation_kwargs: Options of this call, beside and before those of the generator.
             tools: Tools of this call; None: those of the generator.
-            documents: Documents whose text stands in the messages, where no retriever of the same pipeline returned
-                them; connecting this input is never necessary.
+            documents: Documents whose text stands in the messages, where no retriever of the same
+                pipeline returned them; connecting this input is never necessary.
 
         Returns:
-            `replies` with one message. Its meta has model, finish_reason, usage, and under `ragfuse` what was reused.
+            `replies` with one message. Its meta has model, finish_reason, usage, and under
+            `ragfuse` what was reused.
         """
         self.warm_up()
         if not messages:
             return {"replies": []}
-        callback = select_streaming_callback(self.streaming_callback, streaming_callback, requires_async=False)
+        callback = select_streaming_callback(
+            self.streaming_callback, streaming_callback, requires_async=False
+        )
         ask = self._asked(messages, generation_kwargs, tools, documents)
         streamed = Streamed(ComponentInfo.from_component(self), self._place, ask)
         with self._place.stream(to_ragfuse_messages(messages), ask) as stream:
@@ -212,11 +230,15 @@ class RagfuseChatGenerator:
         tools: ToolsType | None = None,
         documents: list[Document] | None = None,
     ) -> dict[str, list[ChatMessage]]:
-        """Answer messages without blocking the event loop, like `run`; cancelling it ends the generation."""
+        """Answer messages without blocking the event loop, like `run`; cancelling it ends the
+        generation.
+        """
         await self.warm_up_async()
         if not messages:
             return {"replies": []}
-        callback = select_streaming_callback(self.streaming_callback, streaming_callback, requires_async=True)
+        callback = select_streaming_callback(
+            self.streaming_callback, streaming_callback, requires_async=True
+        )
         ask = self._asked(messages, generation_kwargs, tools, documents)
         streamed = Streamed(ComponentInfo.from_component(self), self._place, ask)
         async with await self._place.astream(to_ragfuse_messages(messages), ask) as stream:
@@ -239,23 +261,31 @@ class RagfuseChatGenerator:
         tools: ToolsType | None,
         documents: Sequence[Document] | None,
     ) -> Ask:
-        """Return the options of a call, with its tools and the documents that were given or retrieved for it."""
+        """Return the options of a call, with its tools and the documents that were given or
+        retrieved for it.
+        """
         heard = retrieved_for(messages) if self._place.hears_retrievers else ()
         given = ((text, source) for text, source, _ in DOCUMENTS(documents or []))
         known = dict((*heard, *given))
         return self._ask(call or {}, self.tools if tools is None else tools, tuple(known.items()))
 
-    def _ask(self, call: dict[str, Any], tools: ToolsType | None, documents: Sequence[tuple[str, str]]) -> Ask:
+    def _ask(
+        self, call: dict[str, Any], tools: ToolsType | None, documents: Sequence[tuple[str, str]]
+    ) -> Ask:
         given = {**self.generation_kwargs, **call}
         if "max_completion_tokens" in given:
             given.setdefault("max_tokens", given.pop("max_completion_tokens"))
-        schemas = [{"type": "function", "function": tool.tool_spec} for tool in flatten_tools_or_toolsets(tools)]
+        schemas = [
+            {"type": "function", "function": tool.tool_spec}
+            for tool in flatten_tools_or_toolsets(tools)
+        ]
         return ask_of("generation_kwargs", {}, given, schemas, documents)
 
 
 @dataclass
 class Streamed:
-    """The chunks of one streamed answer, in Haystack's form: reasoning, text and each call are a block of their own.
+    """The chunks of one streamed answer, in Haystack's form: reasoning, text and each call are a
+    block of their own.
 
     Args:
         info: The generator's name and type.
@@ -304,7 +334,9 @@ class Streamed:
         self.block += begins
         return begins
 
-    def _chunk(self, content: str, meta: Mapping[str, Any] = MappingProxyType({}), **given: Any) -> StreamingChunk:
+    def _chunk(
+        self, content: str, meta: Mapping[str, Any] = MappingProxyType({}), **given: Any
+    ) -> StreamingChunk:
         time = datetime.now().isoformat()
         self.first_token = self.first_token or time
         told = {"model": self.place.name, "received_at": time, **meta}
@@ -325,7 +357,9 @@ def _serialisable(given: Mapping[str, Any]) -> dict[str, Any]:
         InputError: There is a grammar, which has no form in a file.
     """
     if given.get("grammar") is not None:
-        raise InputError("A grammar in generation_kwargs cannot be serialised: pass it at run time.")
+        raise InputError(
+            "A grammar in generation_kwargs cannot be serialised: pass it at run time."
+        )
     form = given.get("response_format")
     if not isinstance(form, type):
         return dict(given)
