@@ -25,9 +25,8 @@ os.environ["HAYSTACK_TELEMETRY_ENABLED"] = (
 )
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # the background of a shell ignores Ctrl-C; tests send it
+    # the background of a shell ignores Ctrl-C; tests send it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("unhurried", deadline=None)  # a busy machine fails no property
 settings.load_profile("unhurried")

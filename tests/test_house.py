@@ -37,11 +37,8 @@ BELOW_ENGINE = {
 }
 BELOW_ENGINE |= {"text", "transfer"}
 
-PUBLIC_PACKAGES = {
-    "adapters",
-    "remote",
-    "transfer",
-}  # for clients, and for engines that decode: what its __all__ names
+# for clients, and for engines that decode: what its __all__ names
+PUBLIC_PACKAGES = {"adapters", "remote", "transfer"}
 PUBLIC_FILES = {"types.arguments", "types.whole_text"}  # for classes of frameworks
 MUTABLE_CALLS = {
     "list",

@@ -90,9 +90,10 @@ class Match:
             for index, ids in enumerate(work.prompts):
                 for name in [*self.peers]:
                     bar.update(task, description=f"{len(ids):,} tokens, prompt {index}: {name}")
+                    # type: ignore[misc]
                     found = self._guarded(
                         name, lambda peer, ids=ids: reply(peer, ids, self.max_tokens)
-                    )  # type: ignore[misc]
+                    )
                     if found is not None:
                         replies[name].append(found)
                     bar.advance(task)

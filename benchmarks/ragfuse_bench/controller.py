@@ -136,9 +136,8 @@ class _Bench:
             points.append((ratio, self.rig.slower(engine, prompt, *asks)))
             late = late + 1 if points[-1][1] > BEYOND else 0
         best = best_ratio(points)
-        alike = (
-            not chosen.fallback_reason and not chosen.unread
-        )  # else it did other things than what is swept
+        # else it did other things than what is swept
+        alike = not chosen.fallback_reason and not chosen.unread
         return {
             "mbps": mbps,
             "policy": policy,

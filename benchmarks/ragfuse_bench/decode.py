@@ -66,9 +66,8 @@ def _row(model: HFModel, context: int, steps: int, runner: Runner) -> dict[str, 
     vocabulary = model.model.config.get_text_config().vocab_size
     ids = [(100 + (7 * at) % 9973) % vocabulary for at in range(context)]
     prefill = model.full_prefill(ids)
-    assert (
-        prefill.cache is not None
-    )  # of a model that is refused, which `bench_model` would have said
+    # of a model that is refused, which `bench_model` would have said
+    assert prefill.cache is not None
 
     def ours(count: int) -> None:
         """Decode behind the prompt, whose cache then ends where it ended."""
@@ -137,14 +136,8 @@ def _vllm(options: DecodeOptions, console: Console) -> dict[int, list[float]]:
     dtype = "bfloat16" if options.dtype == "auto" else options.dtype
     sizes = ",".join(map(str, options.contexts)), str(options.steps), str(options.rounds)
     with console.status("vLLM decodes"):
-        line = [
-            str(python),
-            "-P",
-            str(WORKER),
-            str(folder),
-            dtype,
-            *sizes,
-        ]  # -P: its folder is no path of modules
+        # -P: its folder is no path of modules
+        line = [str(python), "-P", str(WORKER), str(folder), dtype, *sizes]
         done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         told = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]

@@ -206,9 +206,8 @@ class Line:
             if trace is None:
                 return True
             now = time.monotonic() - began
-            self._used = (
-                max(self._used, trace.carried(max(0.0, now - TICK_S))) + nbytes
-            )  # what was not used is gone
+            # what was not used is gone
+            self._used = max(self._used, trace.carried(max(0.0, now - TICK_S))) + nbytes
             due = began + trace.when(self._used)
         while (left := due - time.monotonic()) > 0:
             if self._closed.wait(min(left, 0.2)):

@@ -185,9 +185,8 @@ class Trainer:
             before = time.monotonic()
             report(limits.done(state))
         if state.step and not self._folder.has_adapter:
-            self._folder.put(
-                self._adapter
-            )  # stopped before it was measured: what was learnt so far
+            # stopped before it was measured: what was learnt so far
+            self._folder.put(self._adapter)
         self._save()
         return state
 

@@ -245,9 +245,8 @@ def calibrate(
     try:
         with progress(console) as bar:
             task = bar.add_task("questions", total=len(cases))
-            list(
-                ask(lab, runner, cases[0], (REUSE, *LADDER), answers=False)
-            )  # unmeasured: first uses cost more
+            # unmeasured: first uses cost more
+            list(ask(lab, runner, cases[0], (REUSE, *LADDER), answers=False))
             for index, case in enumerate((*cases, *more_cases)):
                 if index == len(cases):
                     tried = curve(rows, kept)

@@ -15,9 +15,8 @@ def app() -> None:
         from rich.console import Console
 
         completes = any(name.endswith("_COMPLETE") for name in os.environ if name.startswith("_"))
-        with (
-            nullcontext() if completes else Console(stderr=True).status("starting")
-        ):  # a shell reads a completion
+        # a shell reads a completion
+        with nullcontext() if completes else Console(stderr=True).status("starting"):
             from ragfuse.cli.main import app
         app()
     except KeyboardInterrupt:

@@ -119,9 +119,8 @@ def adapt_model(
                 bar(done, 1.0, f"step {trainer.state.step:,}, {held}")
 
             state = trainer.run(TrainingLimits(60 * minutes, steps), show, stop)
-        if (
-            stop() or not state.finished
-        ):  # pressed during the last step or measurement, it ends the command too
+        # pressed during the last step or measurement, it ends the command too
+        if stop() or not state.finished:
             raise KeyboardInterrupt(f"What was learnt is in '{folder}'. {RESUMES}")
         made = f"{counted(state.step, 'step')} in {counted(round(state.seconds / 60), 'minute')}"
         fell = (

@@ -177,12 +177,10 @@ def _full_prefill(engine: Answerer, prompt: Any, console: Console, ask: Ask) -> 
 
     with console.status("full prefill, to compare"):
         if is_local(engine):
-            engine.answer(
-                prompt, Ask(reuse=False, max_tokens=1)
-            )  # no session: it must get the question only once
-            engine.prepare(
-                engine.prompt(prompt)
-            )  # does not save a prefix, which the measured question would reuse
+            # no session: it must get the question only once
+            engine.answer(prompt, Ask(reuse=False, max_tokens=1))
+            # does not save a prefix, which the measured question would reuse
+            engine.prepare(engine.prompt(prompt))
             engine.flush()
         full = engine.answer(prompt, replace(ask, reuse=False, blend=False, deadline_s=None))
     console.print(Text.assemble(("full prefill: ", "bold"), full.text, _ttft_note(full)))

@@ -72,9 +72,8 @@ def check_model(
         }
         with ExitStack() as held:
             engine = held.enter_context(loaded_engine(settings.model_copy(update=changes), console))
-            held.callback(
-                engine.store.flush, EXIT_S
-            )  # after Ctrl-C, the write at hand, before its folder goes
+            # after Ctrl-C, the write at hand, before its folder goes
+            held.callback(engine.store.flush, EXIT_S)
             refusal = engine.model.profile.refusal
             yield CheckResult(
                 "model", "ok", f"{settings.model}, {engine.settings.dtype} on {engine.model.device}"
@@ -89,9 +88,8 @@ def check_model(
 def _check_catalog(settings: Settings, engine: Engine) -> Iterator[CheckResult]:
     """Check what the store's catalog says of the model and of this machine."""
     model = engine.model
-    has_file = (
-        settings.disk_bytes and (settings.store_path / "catalog.sqlite").is_file()
-    )  # none is created
+    # none is created
+    has_file = settings.disk_bytes and (settings.store_path / "catalog.sqlite").is_file()
     with closing(Catalog(CatalogFile(settings.store_path) if has_file else None)) as catalog:
         profile = ProfileStore(catalog).joined(model.profile)
         machine = MachineTimings(settings.tiers, catalog).machine(model)

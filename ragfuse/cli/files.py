@@ -162,9 +162,8 @@ def _read(file: Path, suffix: str) -> Iterator[str]:
     if suffix == PDF_TYPE:
         from langchain_community.document_loaders import PyPDFLoader
 
-        logging.getLogger("pypdf").setLevel(
-            logging.CRITICAL
-        )  # errors are reported once, by `texts_of`
+        # errors are reported once, by `texts_of`
+        logging.getLogger("pypdf").setLevel(logging.CRITICAL)
         yield from (page.page_content for page in PyPDFLoader(str(file)).lazy_load())
         return
     if suffix == WORD_TYPE:

@@ -107,9 +107,8 @@ app.add_typer(models.models, name="models")
 app.add_typer(store.store, name="store")
 app.add_typer(sessions.sessions, name="sessions")
 app.add_typer(schema.schema, name="schema")
-for plugin in entry_points(
-    group="ragfuse.commands"
-):  # commands of other packages, such as ragfuse-bench
+# commands of other packages, such as ragfuse-bench
+for plugin in entry_points(group="ragfuse.commands"):
     app.add_typer(plugin.load(), name=plugin.name)
 
 
@@ -123,10 +122,8 @@ def main(
     handler.setFormatter(_OneLine())
     log = logging.getLogger("ragfuse")
     log.handlers = [handler]
-    for library in (
-        "torchao",
-        "torch.utils._pytree",
-    ):  # their import warnings mean nothing to users
+    # their import warnings mean nothing to users
+    for library in ("torchao", "torch.utils._pytree"):
         logging.getLogger(library).setLevel(logging.ERROR)
     context.call_on_close(lambda: log.removeHandler(handler))
     if version:

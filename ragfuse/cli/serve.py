@@ -71,9 +71,8 @@ def serve(
         options = ReplicaOptions.parse(replicas, ray_cpus)
         check_cluster(settings)
     prepare_model(settings)
-    logging.getLogger("ragfuse").setLevel(
-        logging.INFO
-    )  # logs a line per answer with what it reused
+    # logs a line per answer with what it reused
+    logging.getLogger("ragfuse").setLevel(logging.INFO)
     console = Console(stderr=True)
 
     def announce(url: str) -> None:
@@ -115,7 +114,6 @@ def _say(console: Console, line: str) -> None:
     """Print a line of a server that stops. One that nobody can read any more must not keep it from
     saving.
     """
-    with contextlib.suppress(
-        OSError, ValueError, SystemExit
-    ):  # rich ends the program where a pipe is broken
+    # rich ends the program where a pipe is broken
+    with contextlib.suppress(OSError, ValueError, SystemExit):
         say(console, line)

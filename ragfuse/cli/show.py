@@ -101,9 +101,8 @@ def show_trace(console: Console, trace: Trace) -> None:
             f"{segment.tier}{level}, {size_text(segment.nbytes)}" if segment.hit else "not stored"
         )
         if segment.hit and not segment.nbytes:
-            where = (
-                "read above" if trace.nbytes else segment.tier
-            )  # a state that is in memory has no bytes to read
+            # a state that is in memory has no bytes to read
+            where = "read above" if trace.nbytes else segment.tier
         name = (
             Path(segment.source).name
             if segment.source

@@ -180,9 +180,8 @@ def rm(
         "stayed": len(rows) - len(dropped),
         "silent": list(cleared.silent),
     }
-    found = (
-        rows or cleared.texts or not (entry_filter.keys or entry_filter.source)
-    )  # whole tiers may be empty
+    # whole tiers may be empty
+    found = rows or cleared.texts or not (entry_filter.keys or entry_filter.source)
     return result, bool(found and not cleared.silent)
 
 
@@ -205,9 +204,8 @@ def pin(
     with open_admin(settings, console) as admin:
         entry_filter = _entry_filter(admin, conditions)
         rows = _select(admin, console, entry_filter, "nothing was changed")
-        pinning = {
-            tier.name for tier in admin.store.tiers if tier.pins
-        }  # other media decide what they keep
+        # other media decide what they keep
+        pinning = {tier.name for tier in admin.store.tiers if tier.pins}
         rows = [row for row in rows if row.entry.tier in pinning]
         changing = [row for row in rows if row.entry.pinned is off]
         keys = {row.entry.key for row in changing}

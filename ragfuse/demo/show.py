@@ -38,10 +38,8 @@ def question_lines(answer: DemoAnswer) -> Iterator[Text]:
     """
     yield Text(answer.question, "bold")
     yield Text(f"{'  known answer':{INDENT}}{answer.gold}", "dim")
-    full_s, fused_s = (
-        round(answer.ttft_full_s, 2),
-        round(answer.ttft_fused_s, 2),
-    )  # bars show what is printed
+    # bars show what is printed
+    full_s, fused_s = round(answer.ttft_full_s, 2), round(answer.ttft_fused_s, 2)
     slower = max(full_s, fused_s)
     for name, text, right, seconds, style in (
         ("full prefill", answer.answer_full, answer.right_full, full_s, FULL_STYLE),

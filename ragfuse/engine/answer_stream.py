@@ -63,9 +63,8 @@ class AnswerStream:
     def __init__(self, run: Run) -> None:
         self._channel = _Channel()
         self._end: Answer | BaseException | None = None
-        context = (
-            contextvars.copy_context()
-        )  # the answer's telemetry spans belong to the caller's current span
+        # the answer's telemetry spans belong to the caller's current span
+        context = contextvars.copy_context()
         work = (_work, run, self._channel)
         release_pool()
         self._thread = start_thread("answer", context.run, *work)

@@ -179,9 +179,8 @@ class ConstraintCompiler:
         held = replace(
             self._held(request), options=options_of(request.ask, self._runtime.settings, room)
         )
-        if (
-            held.thoughts is None or not request.is_chat
-        ):  # answers to any other prompt have no reasoning
+        # answers to any other prompt have no reasoning
+        if held.thoughts is None or not request.is_chat:
             return replace(held, thoughts=None)
         continues = request.ask.continue_final_message
         last_ids = list(prompt.token_ids[-(LONG_TAIL if continues else TAIL) :])

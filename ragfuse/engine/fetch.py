@@ -72,9 +72,8 @@ class FetchStage:
     """
 
     prefetcher: Prefetcher
-    _next: FairLock = field(
-        default_factory=FairLock
-    )  # of the one prompt that gets the model next, and reads ahead
+    # of the one prompt that gets the model next, and reads ahead
+    _next: FairLock = field(default_factory=FairLock)
 
     @contextmanager
     def fetch(self, plan: LoadPlan, request: Request) -> Iterator[FetchedKV]:

@@ -184,9 +184,8 @@ class ConversationHistory:
         if name is not None:
             kept = replace(kept, id=name)
             return PendingTurn(kept, new, version, True, settings.history_chunks, session.keys)
-        if len(kept.turns) < len(
-            session.turns
-        ):  # it differs in a later turn: a new conversation branches off here
+        # it differs in a later turn: a new conversation branches off here
+        if len(kept.turns) < len(session.turns):
             return PendingTurn(replace(kept, id=secrets.token_hex(8)), new, persistent=persistent)
         return PendingTurn(kept, new, version, persistent, previous_keys=session.keys)
 

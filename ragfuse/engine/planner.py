@@ -89,9 +89,8 @@ class Planner:
             full = controller.plan(prompt, {}).with_full_prefill(refusal)
             return replace(full, n_before=self._n_before(prompt, model)) if ask.reuse else full
         chunks = {at for at, segment in enumerate(prompt.segments) if segment.kind == "chunk"}
-        unblended = (
-            refusal_of(profile, policy) if chunks else ""
-        )  # then exact segments are read alone
+        # then exact segments are read alone
+        unblended = refusal_of(profile, policy) if chunks else ""
         keys = [
             key
             for at, each in enumerate(prompt.segments)
@@ -105,10 +104,8 @@ class Planner:
         for at, why in found.misses:
             if unblended and at in chunks:
                 misses.append((at, unblended))
-            elif (prompt.segments[at].kind, why) != (
-                "prefix",
-                MISSING,
-            ):  # such a prefix is new text, not a miss
+            # such a prefix is new text, not a miss
+            elif (prompt.segments[at].kind, why) != ("prefix", MISSING):
                 misses.append((at, self._explained(prompt.segments[at], why)))
         found = replace(found, misses=tuple(misses))
         if found.fetches or found.fallback_reason:
@@ -155,9 +152,8 @@ class Planner:
         """
         if len(prompt) < MIN_PROMPT_TOKENS:
             return f"{PROMPT_TOO_SHORT}: {len(prompt)} tokens"
-        tiers = (
-            self._store.tiers
-        )  # their breakers know from the lookup just done; do not ask slow tiers again
+        # their breakers know from the lookup just done; do not ask slow tiers again
+        tiers = self._store.tiers
         silent = [tier.name for tier in tiers if tier.is_out]
         unknown = (
             f", as far as is known: {' and '.join(silent)} {'does' if len(silent) == 1 else 'do'}"

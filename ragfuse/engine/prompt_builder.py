@@ -58,16 +58,14 @@ class PromptBuilder:
         self._settings, self._catalog, self.runtime = runtime.settings, runtime.catalog, runtime
         self._lock = threading.Lock()
         self._is_loaded = False
-        self._unread: Mapping[
-            str, Sequence[KnownText]
-        ] = {}  # by their beginnings, until all are in the index
+        # by their beginnings, until all are in the index
+        self._unread: Mapping[str, Sequence[KnownText]] = {}
         shortest = max(6, runtime.settings.min_chunk_tokens)
         self._spans = KnownSpans(shortest, max(MIN_ALTERED_TOKENS, shortest))
         self._read_texts: LRUCache[str, bool] = LRUCache(MAX_READ_TEXTS)  # by their digests
         self._calls: CallFormat | None = None
-        self._in_parts: dict[
-            str, bool
-        ] = {}  # by role, whether the template takes contents as lists of parts
+        # by role, whether the template takes contents as lists of parts
+        self._in_parts: dict[str, bool] = {}
 
     def knows(self, digest: str, text: str, tokens: Sequence[int]) -> bool:
         """Return whether prompts of a tenant are searched for this text, whose token ids

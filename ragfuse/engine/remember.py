@@ -79,9 +79,8 @@ class RememberStage:
         if self._runtime.settings.learn != "off" and schema_use is None:
             self._queue(EncodeJob("learn", plan.prompt.token_ids, plan=plan))
         if isinstance(schema_use, SchemaUse):
-            self._prefetcher.submit_keys(
-                schema_use.others
-            )  # of the unions used: the next prompt may want another one
+            # of the unions used: the next prompt may want another one
+            self._prefetcher.submit_keys(schema_use.others)
 
     def _queue(self, job: EncodeJob) -> None:
         """Queue a job; equal jobs wait only once."""

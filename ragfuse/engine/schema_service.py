@@ -88,9 +88,8 @@ class SchemaService(SchemaRegistry):
         super().__init__(runtime.store, runtime.catalog, runtime.settings.salt)
         self._prompts, self._runtime = prompts, runtime
         self._laying_out, self._ensuring = threading.Lock(), threading.Lock()
-        self._layouts: LRUCache[str, tuple[SchemaLayout, list[str]]] = LRUCache(
-            MAX_LAYOUTS
-        )  # by text, with the keys
+        # by text, with the keys
+        self._layouts: LRUCache[str, tuple[SchemaLayout, list[str]]] = LRUCache(MAX_LAYOUTS)
         self._template: tuple[str, Wrapping] | None = None
 
     def register(
@@ -218,9 +217,8 @@ class SchemaService(SchemaRegistry):
             stored if request.over is None else _stored_schema(request.over)
         )
         if not {*keys} <= {*stored.keys.get(encoder.digest, ())}:
-            self.note(
-                stored.name, encoder.digest, keys
-            )  # the answer may store them: they are deleted with the schema
+            # the answer may store them: they are deleted with the schema
+            self.note(stored.name, encoder.digest, keys)
         return bind(request, layout, encoder.model.tokens, encoder.key_of, ask.blend)
 
     # inside

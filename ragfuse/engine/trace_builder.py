@@ -32,9 +32,8 @@ def trace_of(ready: PreparedPrompt, first_s: float | None) -> Trace:
         for index, segment in enumerate(plan.prompt.segments)
         if segment.kind != "fresh" or segment.source == CODE
     )
-    segments = tuple(
-        each for each in segments if each.hit or each.kind != "prefix"
-    )  # a missed prefix is new text
+    # a missed prefix is new text
+    segments = tuple(each for each in segments if each.hit or each.kind != "prefix")
     if prefill.n_before:
         known = SegmentTrace(
             "",

@@ -264,9 +264,8 @@ def attend_ragged(
         ).transpose(1, 2)
     queries, is_cpu = torch.split(query, 1), query.device.type == "cpu"
     is_wide = all(values.shape[-1] == query.shape[-1] for _, values in ragged.kv_parts[0])
-    merges = (
-        is_cpu and is_wide and softcap is None and sinks is None
-    )  # by the flash kernel, which needs such values
+    # by the flash kernel, which needs such values
+    merges = is_cpu and is_wide and softcap is None and sinks is None
     single_parts = [kv_parts[0] if len(kv_parts) == 1 else None for kv_parts in ragged.kv_parts]
     if None in single_parts and not merges:
         single_parts = [_concatenated(kv_parts) for kv_parts in ragged.kv_parts]
@@ -398,9 +397,8 @@ def _buffer(rows: Tensor) -> Tensor:
     """
     batch, heads, n_rows, width = rows.shape
     capacity = rows.stride(1) // width
-    if rows.storage_offset() % max(
-        1, rows.stride(1)
-    ):  # a sliding window: its first row is not the buffer's
+    # a sliding window: its first row is not the buffer's
+    if rows.storage_offset() % max(1, rows.stride(1)):
         return rows
     strides = heads * capacity * width, capacity * width, width, 1
     if capacity <= n_rows or (
@@ -443,9 +441,8 @@ def attend(
         query, keys, values, attn_mask=hidden, is_causal=n_rows > 0, scale=scaling, enable_gqa=True
     )
     if 0 < n_rows < query.shape[2]:
-        done[:, :, n_rows:] = done[
-            :, :, n_rows - 1 : n_rows
-        ]  # padding repeats the last row, and saw what is behind it
+        # padding repeats the last row, and saw what is behind it
+        done[:, :, n_rows:] = done[:, :, n_rows - 1 : n_rows]
     return done.transpose(1, 2)
 
 

@@ -492,9 +492,8 @@ class Fusion:
         active = self.places.candidates.index_select(0, self._active)
         n_rows = len(active) + len(self.places.forced)
         self.n_padding = bucket(n_rows) - n_rows if self.pads else 0
-        behind = self.places.forced[-1:].expand(
-            self.n_padding
-        )  # the prompt's last row is always computed
+        # the prompt's last row is always computed
+        behind = self.places.forced[-1:].expand(self.n_padding)
         return torch.cat([self.places.forced, active, behind]).sort().values
 
     def _measure(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:

@@ -241,9 +241,8 @@ class BranchModel:
         before, cache = DynamicCache(), DynamicCache()
         if cut:
             ids = torch.tensor([self.filler], device=self.device)
-            probe.run_forward(
-                self.model, ids, before, -cut
-            )  # no gradients for rows that are cut off
+            # no gradients for rows that are cut off
+            probe.run_forward(self.model, ids, before, -cut)
             for number, layer in enumerate(before.layers):
                 keys, values = (
                     part.expand(count, -1, -1, -1) for part in (layer.keys, layer.values)

@@ -213,9 +213,8 @@ class Batcher:
                 began, steps = time.perf_counter(), self._take_posted()
                 try:
                     self._run(steps)
-                except (
-                    BaseException
-                ) as error:  # of no single request: raise it in all, so that none waits forever
+                # of no single request: raise it in all, so that none waits forever
+                except BaseException as error:
                     for step in steps:
                         step.error = step.error or error
             with self._changed:

@@ -86,9 +86,8 @@ def weights_digest(model: nn.Module) -> str:
     """
     parts, known = [], dict[int, str]()
     for name, value in _entries(model):
-        same = (
-            known.get(id(value)) if isinstance(value, nn.Parameter) else None
-        )  # tied weights are read once
+        # tied weights are read once
+        same = known.get(id(value)) if isinstance(value, nn.Parameter) else None
         found = same or _value_digest(name, value)
         if isinstance(value, nn.Parameter):
             known[id(value)] = found
@@ -108,9 +107,8 @@ def _entries(model: nn.Module) -> Iterator[tuple[str, Any]]:
         start, state = f"{prefix}." if prefix else "", dict[str, Any]()
         module._save_to_state_dict(state, start, True)
         for name, buffer in module.named_buffers(start.removesuffix("."), recurse=False):
-            if not isinstance(
-                module, PackedLinear
-            ):  # its saved state is the unpacked weight already
+            # its saved state is the unpacked weight already
+            if not isinstance(module, PackedLinear):
                 state.setdefault(name, buffer)
         elsewhere = _offloaded(module)
         for name, value in state.items():
@@ -119,9 +117,8 @@ def _entries(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 name,
                 elsewhere(name.removeprefix(start)) if missing and elsewhere is not None else value,
             )
-        if (
-            type(module).__module__.partition(".")[0] == "peft"
-        ):  # scalings, which adapters are active, what is merged
+        # scalings, which adapters are active, what is merged
+        if type(module).__module__.partition(".")[0] == "peft":
             yield (
                 f"{start}peft",
                 {name: value for name, value in vars(module).items() if _is_plain(value)},
@@ -186,9 +183,8 @@ def _feed_tensor(hasher: Any, name: str, tensor: Tensor) -> None:
             f"The weight '{name}' has no data (it is on torch's meta device). Load the model's"
             " weights."
         )
-    if hasattr(
-        tensor, "__tensor_flatten__"
-    ):  # of a quantisation library: several tensors and how they are read
+    # of a quantisation library: several tensors and how they are read
+    if hasattr(tensor, "__tensor_flatten__"):
         inner, context = tensor.__tensor_flatten__()
         _feed(hasher, name, {"context": context, **{part: getattr(tensor, part) for part in inner}})
     else:

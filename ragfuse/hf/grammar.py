@@ -129,9 +129,8 @@ class GrammarProcessor(LogitsProcessor):
             )
         allowed = torch.from_numpy(bits).to(scores.device) > 0
         masked = scores.masked_fill(~allowed, float("-inf"))
-        if bool(
-            masked.isneginf().all()
-        ):  # top_k or top_p took all that is allowed away: the grammar comes first
+        # top_k or top_p took all that is allowed away: the grammar comes first
+        if bool(masked.isneginf().all()):
             masked = torch.where(allowed, 0.0, masked)
         return masked
 

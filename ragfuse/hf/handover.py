@@ -211,9 +211,8 @@ class _GenerateForward:
     def forward(self, args: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
         """Return the model's output for one forward of `generate`."""
         cache = self._prefill.cache
-        if (
-            args or arguments.get("past_key_values") is not cache
-        ):  # e.g. a logits processor calls the model
+        # e.g. a logits processor calls the model
+        if args or arguments.get("past_key_values") is not cache:
             return self._batcher.step(None, functools.partial(self._forward, *args), arguments)
         if cache is not None and self._is_first:
             self._is_first = False

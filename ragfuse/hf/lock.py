@@ -25,10 +25,8 @@ class FairLock:
         self._depth = 0
         self._mutex = threading.Lock()
         self._turns = {is_short: deque[tuple[int, threading.Lock]]() for is_short in (False, True)}
-        self._is_short, self._n_first = (
-            False,
-            0,
-        )  # of the owner's step; short steps that go before the next long one
+        # of the owner's step; short steps that go before the next long one
+        self._is_short, self._n_first = False, 0
 
     @property
     def is_mine(self) -> bool:

@@ -89,18 +89,15 @@ class HFModel(OneProcess):
         self.batcher = Batcher(self.model, self.lock)
         self._encoder: TextEncoder | None = None
         self._wired: Wiring | None = None
-        self._word_of_token: dict[
-            int, int
-        ] = {}  # token id -> word number; `_number_of_word`: word -> number
+        # token id -> word number; `_number_of_word`: word -> number
+        self._word_of_token: dict[int, int] = {}
         self._number_of_word: dict[str, int] = {}
         self._borders: dict[int, tuple[int, bool]] = {}
-        self._contexts: dict[
-            tuple[bool, tuple[int, ...]], tuple[LayerKV, ...]
-        ] = {}  # least recently used first
+        # least recently used first
+        self._contexts: dict[tuple[bool, tuple[int, ...]], tuple[LayerKV, ...]] = {}
         self.device, self.dtype = probe.device_of(model), model.dtype
-        self.accelerated = (
-            self.device.type != "cpu"
-        )  # prompts are fused in shapes that recur, and nothing is read back
+        # prompts are fused in shapes that recur, and nothing is read back
+        self.accelerated = self.device.type != "cpu"
         self.name = str(model.config._name_or_path) or model.config.model_type
         self.files: Path | None = (
             None  # the folder that the weights were read from and not changed since, if known
@@ -463,9 +460,8 @@ class HFModel(OneProcess):
             run.run(ids)
         run.cache.fill(buffers)
         if self.device.type == "cuda":
-            torch.cuda.current_stream(
-                self.device
-            ).synchronize()  # so that what is timed is the work, not its start
+            # so that what is timed is the work, not its start
+            torch.cuda.current_stream(self.device).synchronize()
         return Prefill(
             tuple(token_ids), run.cache, run.logits, at, fusion.chosen, fusion.mean_ratio
         )

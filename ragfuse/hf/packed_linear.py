@@ -86,7 +86,6 @@ def pack(model: PreTrainedModel) -> None:
     if type(output) is nn.Linear and output.weight.dtype == torch.bfloat16:
         model.set_output_embeddings(PackedLinear(output))
     if sum(weight.nbytes for weight in model.parameters()) < packed:
-        for weight in (
-            model.parameters()
-        ):  # frees the mapped weight file, which any view of it keeps in memory
+        # frees the mapped weight file, which any view of it keeps in memory
+        for weight in model.parameters():
             weight.data = weight.data.clone()

@@ -64,9 +64,8 @@ class SharedKV:
             spans: Its spans, in order.
             windows: Sliding window of each layer; layers that have one are not shared.
         """
-        last = (
-            cache.length - 1
-        )  # every prompt computes its last row, which is dropped before an answer begins
+        # every prompt computes its last row, which is dropped before an answer begins
+        last = cache.length - 1
         shared = [
             SharedSpan(each.lo, min(each.hi, last), (each.name, min(each.hi, last) - each.lo))
             for each in spans

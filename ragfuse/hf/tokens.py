@@ -50,9 +50,8 @@ class TextEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer, self._lock = tokenizer, threading.Lock()
-        self.chat_template = getattr(
-            tokenizer, "chat_template", None
-        )  # it decides what control tokens are
+        # it decides what control tokens are
+        self.chat_template = getattr(tokenizer, "chat_template", None)
         self._added = {int(id): str(token) for id, token in tokenizer.added_tokens_decoder.items()}
         self._control = control_tokens(tokenizer)
         self._control_ids = {id for id, word in self._added.items() if word in self._control} - {
@@ -142,9 +141,8 @@ class TextEncoder:
         encoding = encoding_of(self._matcher, _lowered(text))
         found = [chars for id, chars in zip(encoding.ids, encoding.offsets, strict=True) if id]
         if not self._normalised.isdisjoint(self._control_ids):
-            seen = encoding_of(
-                self._backend, text
-            )  # its normalizer may turn other letters into a control token
+            # its normalizer may turn other letters into a control token
+            seen = encoding_of(self._backend, text)
             wanted = self._normalised & self._control_ids
             found += [
                 chars for id, chars in zip(seen.ids, seen.offsets, strict=True) if id in wanted

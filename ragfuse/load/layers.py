@@ -78,9 +78,8 @@ class LayerReader:
         far = {tier.name for tier in store.tiers if is_far(tier, device)}
         ahead = any(fetch.tier in far for fetch in fetches)
         nbytes = max((fetch.nbytes for fetch in fetches), default=0)
-        if (
-            device.type != "cpu" and not ahead
-        ):  # all of it lies on the device: reading copies nothing
+        # all of it lies on the device: reading copies nothing
+        if device.type != "cpu" and not ahead:
             max_layers = min(n_layers, NEAR_LAYERS)
         max_layers = max_layers or layers_a_read(nbytes, n_layers)
         self._spans = deque(spans(n_layers, max_layers))
@@ -146,9 +145,8 @@ class LayerReader:
         counts as unreadable.
         """
         while True:
-            alive = (
-                thread.is_alive()
-            )  # before the queue is read, so that what a thread put last is not missed
+            # before the queue is read, so that what a thread put last is not missed
+            alive = thread.is_alive()
             try:
                 return self._read_ahead.get(timeout=ALIVE_CHECK_S if alive else 0)
             except Empty:

@@ -90,9 +90,8 @@ def load_adapted(model: PreTrainedModel, folder: Path, merge: bool | None) -> nn
         )
     refuse_outside(PeftConfig.from_pretrained(str(folder)))
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", FutureWarning
-        )  # peft uses a deprecated name of transformers
+        # peft uses a deprecated name of transformers
+        warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings("error", message="Found missing adapter keys")
         adapted = PeftModel.from_pretrained(model, folder)
         if merge if merge is not None else not is_quantised(model):

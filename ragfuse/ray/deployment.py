@@ -138,9 +138,8 @@ class EngineReplica:
         _log_beside_ray()
         self._service = Service(settings, Keys(api_keys, settings.salt))
         self._app = make_app(self._service, origins, loopback_only)
-        self._service.engine(
-            self._service.keys.tenants[0]
-        )  # loads the model before the first request
+        # loads the model before the first request
+        self._service.engine(self._service.keys.tenants[0])
         self._upkeep: asyncio.Task[None] | None = None
         self._name = serve.get_replica_context().replica_id.unique_id.encode()
 

@@ -183,9 +183,8 @@ class RemoteEngine(OneProcess):
         does the reading.
         """
         try:
-            raw = encoded(
-                {**body, "model": self.card.name}
-            )  # the card raises for what is no ragfuse server
+            # the card raises for what is no ragfuse server
+            raw = encoded({**body, "model": self.card.name})
             return asyncio.run(self._unless_stopped(path, raw, say, stop))
         except ServerError:
             self._card = None  # the server may come back with another model

@@ -234,9 +234,8 @@ class _Placing:
         last_import = max(
             (i for i, item in enumerate(items) if isinstance(item, Import)), default=-1
         )
-        imports = dict[
-            str, tuple[Import, list[_Free], list[_Free]]
-        ]()  # each with the texts before and behind it
+        # each with the texts before and behind it
+        imports = dict[str, tuple[Import, list[_Free], list[_Free]]]()
         texts = at_end = list[_Free]()
         for i, item in enumerate(items):
             if isinstance(item, Import):

@@ -168,9 +168,8 @@ class TenantDocuments:
         for each in ready:
             nbytes = [next(stored) for _ in each.passages]
             each.missing, found = nbytes.count(None), sum(n or 0 for n in nbytes)
-            each.nbytes = (
-                found if each.missing else max(found, each.nbytes)
-            )  # what is being saved has no bytes yet
+            # what is being saved has no bytes yet
+            each.nbytes = found if each.missing else max(found, each.nbytes)
 
     def search(self, query: str, top_k: int, ids: Sequence[str] | None) -> list[dict[str, Any]]:
         """Return the passages that are closest to a query, closest first; each text once. It may

@@ -89,9 +89,8 @@ class Guard:
 
     def _admit(self, request: Request) -> None:
         path, headers = request.scope["path"], request.headers
-        host = headers.get(
-            "host"
-        )  # a monitor that sends none is no browser: they all send the name that was resolved
+        # a monitor that sends none is no browser: they all send the name that was resolved
+        host = headers.get("host")
         if self._loopback_only and host is not None:
             name = host if host.endswith("]") else host.rsplit(":", 1)[0]
             if name.strip("[]").lower() not in LOOPBACK:

@@ -158,9 +158,8 @@ def _invalid(errors: Sequence[Any]) -> APIError:
     """Convert the first of pydantic's errors into an APIError; an unknown field comes first."""
     first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
     parts = (part for part in first["loc"] if part not in ("body", "query", "path"))
-    place = [
-        str(part) for part in parts if not set("-[(") & set(str(part))
-    ]  # without alternatives of a type
+    # without alternatives of a type
+    place = [str(part) for part in parts if not set("-[(") & set(str(part))]
     name, what = ".".join(place), str(first["msg"])
     code = CODES.get(first["type"], "unusable")
     return APIError(400, f"{name}: {what}" if name else f"The body: {what}", code, name or None)

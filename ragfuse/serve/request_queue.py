@@ -59,9 +59,8 @@ class JobQueue(Generic[T]):
     ) -> None:
         self._max_waiting, self._max_each, self._clock = max_waiting, max_each or max_waiting, clock
         self._lock = RLock()
-        self._tenants: OrderedDict[str, OrderedDict[int, Job[T]]] = (
-            OrderedDict()
-        )  # the tenant served next comes first
+        # the tenant served next comes first
+        self._tenants: OrderedDict[str, OrderedDict[int, Job[T]]] = OrderedDict()
         self._running: dict[int, Job[T]] = {}
         self._number = 0
         self._pace_s: float | None = None

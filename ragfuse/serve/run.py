@@ -178,9 +178,8 @@ class AnswerRun:
                 await self._answer(index, request)
             self._items.put_nowait(None)
         except BaseException as error:
-            is_given_up = self._is_over or isinstance(
-                error, asyncio.CancelledError
-            )  # the event loop ends
+            # the event loop ends
+            is_given_up = self._is_over or isinstance(error, asyncio.CancelledError)
             self._items.put_nowait(_given_up() if is_given_up else error)
         finally:
             self._done()

@@ -301,9 +301,8 @@ class Service:
 
     def _end_turn(self, job: Job, task: asyncio.Future[T]) -> None:
         self.admission.leave(job)
-        _ = (
-            task.cancelled() or task.exception()
-        )  # reading it keeps asyncio from logging it as never retrieved
+        # reading it keeps asyncio from logging it as never retrieved
+        _ = task.cancelled() or task.exception()
 
     def _prefetch_while_waiting(
         self, job: Job, tenant: APITenant, prepared: Callable[[], Prepared]

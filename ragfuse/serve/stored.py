@@ -94,9 +94,8 @@ def store_routes(service: Service) -> APIRouter:
     async def delete_session(request: Request, id: str) -> dict[str, Any]:
         """Delete a stored conversation, and the KV that no other one uses."""
         done = await service.lookup(request, lambda engine: engine.sessions.delete(id))
-        silent = (
-            {"silent": list(done.silent)} if done.silent else {}
-        )  # tiers that may still have some of its KV
+        # tiers that may still have some of its KV
+        silent = {"silent": list(done.silent)} if done.silent else {}
         return {
             "object": "ragfuse.session",
             "id": id,

@@ -34,9 +34,8 @@ class ConversationIndex:
         self._lock = threading.Lock()
         self._keys: dict[Name, tuple[ChunkKey, ...]] = {}
         self._owners: dict[ChunkKey, tuple[Name, ...]] = {}  # the one with the latest turn last
-        self._waiting: dict[
-            str, dict[str, float]
-        ] = {}  # by tenant, the place of each session in the queue
+        # by tenant, the place of each session in the queue
+        self._waiting: dict[str, dict[str, float]] = {}
         self._places: Mapping[Name, float] = MappingProxyType({})
         self._unread: list[Callable[[], Known]] = []  # what `recall` added
 

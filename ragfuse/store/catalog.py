@@ -132,9 +132,8 @@ class CatalogQueries(ABC):
 
         def found(database: Database) -> list[KnownText]:
             rows = database.query(_TEXTS, (model, n))
-            return [
-                KnownText(*row) for row in rows if all(isinstance(word, str) for word in row)
-            ]  # else damaged
+            # else damaged
+            return [KnownText(*row) for row in rows if all(isinstance(word, str) for word in row)]
 
         return self.ask(found, [])
 

@@ -49,9 +49,8 @@ class CodecRegistry:
     ) -> None:
         self._catalog, self.tiers, self._clock = catalog, tiers, clock
         self._lock = threading.Lock()
-        self._known: dict[
-            str, tuple[CodecTables | None, float]
-        ] = {}  # by model or digest, and when it was asked for
+        # by model or digest, and when it was asked for
+        self._known: dict[str, tuple[CodecTables | None, float]] = {}
         self._codecs: dict[tuple[str, str], Codec] = {}  # by level and digest of tables
 
     def __call__(self, level: str, model: str, tables: str = "") -> Codec | None:

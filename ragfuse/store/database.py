@@ -66,9 +66,8 @@ class Database:
     def _open(self, schema: str) -> None:
         try:
             found: int | str = self._connect()
-        except (
-            sqlite3.OperationalError
-        ):  # locked, no permission, disk full: the file itself may be whole
+        # locked, no permission, disk full: the file itself may be whole
+        except sqlite3.OperationalError:
             raise
         except sqlite3.DatabaseError as error:
             found = f"is damaged ({error})"

@@ -247,9 +247,8 @@ class DiskTier(BlobTier):
             for path in stray:
                 self._settle(transaction, path)
             for path, (key, _) in rows.items():
-                is_removed = not path.exists() and self._index.remove(
-                    transaction, [key]
-                )  # or it was evicted
+                # or it was evicted
+                is_removed = not path.exists() and self._index.remove(transaction, [key])
                 if is_removed and path not in stray:  # or its damaged file was counted
                     self._corrupt(key, "its file is gone")
                     self._freed(0)

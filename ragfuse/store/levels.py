@@ -144,9 +144,8 @@ class TierLevels:
             {tier: by_loss(levels) for tier, levels in (written or {}).items()},
         )
         self._undecodable = LRU[tuple[ChunkKey, str], str](_REMEMBERED)
-        self._unwritten = LRU[tuple[str, str, str], None](
-            _REMEMBERED
-        )  # model, level, why: logged once
+        # model, level, why: logged once
+        self._unwritten = LRU[tuple[str, str, str], None](_REMEMBERED)
         self._unread = LRU[ChunkKey, str](_REMEMBERED)
 
     @property

@@ -120,9 +120,8 @@ class MemoryTier(Tier):
             blobs = self._stored_here(blobs)
         except BaseException as error:
             self._release(nbytes)
-            if not isinstance(
-                error, (RuntimeError, AssertionError)
-            ):  # out of memory, no such device
+            # out of memory, no such device
+            if not isinstance(error, (RuntimeError, AssertionError)):
                 raise
             self.counts.add("failed")
             log.warning(

@@ -218,10 +218,8 @@ def _file_system(url: str, timeout_s: float) -> tuple[Any, str, bool]:
     scheme = get_protocol(url)
     options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
     if scheme in ("s3", "s3a"):
-        waits = {
-            "connect_timeout": timeout_s,
-            "read_timeout": _LISTING_S,
-        }  # each call has its own limit
+        # each call has its own limit
+        waits = {"connect_timeout": timeout_s, "read_timeout": _LISTING_S}
         options["config_kwargs"] = {
             **waits,
             "retries": {"total_max_attempts": 1},

@@ -156,9 +156,8 @@ def _connect(url: str, timeout_s: float) -> tuple[Any, tuple[type[Exception], ..
             "A redis tier needs the package redis, which is not installed: pip install"
             " 'ragfuse-kv[redis]'."
         ) from error
-    retry = Retry(
-        NoBackoff(), 1, (redis.ConnectionError,)
-    )  # a connection that was idle may have been closed
+    # a connection that was idle may have been closed
+    retry = Retry(NoBackoff(), 1, (redis.ConnectionError,))
     try:
         parts = urlsplit(url)
         database = parts.path.strip("/")

@@ -370,9 +370,8 @@ class _Comparison:
         """Yield chains: runs of one span in the order of prompt and span. Every run is in at most
         one chain.
         """
-        best: list[
-            tuple[int, int]
-        ] = []  # for the best chain that ends with each run: equal tokens, the run before
+        # for the best chain that ends with each run: equal tokens, the run before
+        best: list[tuple[int, int]] = []
         for index, (owner, lo, hi, shift) in enumerate(runs):
             choice = (hi - lo, -1)
             is_enough = hi - lo >= least or self._is_whole(runs[index])

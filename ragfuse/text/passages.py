@@ -161,6 +161,5 @@ def _hashed_cut(ids: Sequence[int], start: int) -> int:
     is least.
     """
     cuts = range(start + MAX_PASSAGE_TOKENS // 2, start + MAX_PASSAGE_TOKENS + 1)
-    return min(
-        cuts, key=lambda at: hash(tuple(ids[at - _WINDOW : at]))
-    )  # that of numbers is the same everywhere
+    # that of numbers is the same everywhere
+    return min(cuts, key=lambda at: hash(tuple(ids[at - _WINDOW : at])))

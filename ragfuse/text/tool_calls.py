@@ -267,9 +267,8 @@ class CallFormat:
                 f" /\\s*([^{_escaped(self.opener)}\\s](.|\\n)*)?/"
             )
         mark = literal(self.marker)
-        if mark.startswith(
-            "<["
-        ):  # a token; text that spells it letter by letter would be parsed as a call
+        # a token; text that spells it letter by letter would be parsed as a call
+        if mark.startswith("<["):
             return (
                 f"start: {before}(TEXT | TEXT {mark} {rest} calls)\nTEXT: /(.|\\n)*/ &"
                 f" ~{_containing(self.marker)}"
@@ -475,11 +474,8 @@ def _value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
         fits = not isinstance(value, str) and Draft202012Validator(schema).evolve(
             schema=known
         ).is_valid(value)
-    except (
-        ValueError,
-        RecursionError,
-        re.error,
-    ):  # no JSON, nested too deeply, or a pattern that Python does not read
+    # no JSON, nested too deeply, or a pattern that Python does not read
+    except (ValueError, RecursionError, re.error):
         return text
     return value if fits else text
 

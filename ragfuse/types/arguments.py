@@ -50,9 +50,8 @@ def checks_arguments(cls: T) -> T:
         try:
             init(self, *args, **given)
         except ValidationError as error:
-            if (
-                not hasattr(cls, "__pydantic_fields__") or error.title != type(self).__name__
-            ):  # that of another object
+            # that of another object
+            if not hasattr(cls, "__pydantic_fields__") or error.title != type(self).__name__:
                 raise
             raise refused_arguments(error, type(self)) from None
 

@@ -115,12 +115,8 @@ def test_conversations_of_one_tier_go_to_the_next_and_then_out():
         tiers.save(name, 10, float(now))
     assert [tiers.find(name) for name in "abcde"] == [None, "disk", "disk", "ram", "ram"]
     tiers.fetch("b")
-    assert [tiers.find(name) for name in "bcde"] == [
-        "disk",
-        "disk",
-        "ram",
-        "ram",
-    ]  # least recently used: back
+    # least recently used: back
+    assert [tiers.find(name) for name in "bcde"] == ["disk", "disk", "ram", "ram"]
     tiers.use("b", 9.0)
     tiers.fetch("b")
     assert [tiers.find(name) for name in "bcde"] == ["ram", "disk", "disk", "ram"]
@@ -142,9 +138,8 @@ def test_a_full_window_loses_its_earliest_half():
     turns = tuple(Turn(100, 900, 1.0) for _ in range(5))
     tally = simulated([turns], memory=PLENTY, server=SERVERS["LLaMA-13B"])
     assert (tally.missed, tally.ram) == (0, 4)
-    assert (
-        tally.saved_tokens == 1000 + 2000 + 3000 + 1952
-    )  # 4,000 and 1,000 overflow the window of 4,096
+    # 4,000 and 1,000 overflow the window of 4,096
+    assert tally.saved_tokens == 1000 + 2000 + 3000 + 1952
 
 
 def test_the_command_writes_what_it_must(tmp_path, monkeypatch):

@@ -354,9 +354,8 @@ def test_a_gguf_is_written_anew_from_a_folder(tiny_path: Path, tmp_path: Path) -
     up = weights["model.layers.2.mlp.up_proj.weight"].bfloat16().float().numpy()
     assert (found["blk.2.ffn_up.weight"] == up).all()
     queries = weights["model.layers.0.self_attn.q_proj.weight"].bfloat16().float().numpy()
-    assert (
-        found["blk.0.attn_q.weight"][:4] == queries[[0, 8, 1, 9]]
-    ).all()  # four heads of sixteen rows
+    # four heads of sixteen rows
+    assert (found["blk.0.attn_q.weight"][:4] == queries[[0, 8, 1, 9]]).all()
     other = gguf.GGUFWriter(tmp_path / "other.gguf", "mamba")
     other.write_header_to_file()
     other.write_kv_data_to_file()

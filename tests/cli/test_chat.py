@@ -321,9 +321,8 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(terminal, environment, serv
     child.expect("> $")
     child.sendline("Say something long.")
     child.expect("long[.]\r\n")
-    child.expect(
-        r"(?:^|\n|\x1b\[2K)(?! *searching)[a-z ]{20}"
-    )  # some of the answer, not the bar before it
+    # some of the answer, not the bar before it
+    child.expect(r"(?:^|\n|\x1b\[2K)(?! *searching)[a-z ]{20}")
     child.sendintr()
     child.expect("Stopped: this question and its answer are not part of the conversation.")
     child.expect("> $")

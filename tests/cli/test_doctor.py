@@ -72,9 +72,8 @@ def test_a_question_is_answered_both_ways_and_nothing_is_changed(doctor, tmp_pat
     before = set(Path("/tmp").glob("ragfuse-doctor-*"))
     status, rows, said = doctor()
     assert (status, bad(rows)) == (0, [])
-    assert set(os.listdir(tmp_path / "user")) <= {
-        "fingerprints"
-    }  # digests of weights, once these are seconds old
+    # digests of weights, once these are seconds old
+    assert set(os.listdir(tmp_path / "user")) <= {"fingerprints"}
     assert set(Path("/tmp").glob("ragfuse-doctor-*")) <= before
     question = said["question"]
     assert 0 < question["tokens_reused"] < question["tokens"]

@@ -161,9 +161,8 @@ def test_ctrl_c_while_indexing_and_while_encoding_leaves_no_debris_and_the_comma
     kept = len(chunks(tmp_path))
     encoded = told("ingest", long_book)["encoded"]
     new = len(chunks(tmp_path)) - kept
-    assert (
-        encoded <= new <= 2 * encoded
-    )  # a chunk has two entries, of which one may have been there
+    # a chunk has two entries, of which one may have been there
+    assert encoded <= new <= 2 * encoded
     assert kept + new > 200
     assert told("ingest", long_book)["encoded"] == 0
 

@@ -47,9 +47,8 @@ def on_a_terminal(environment, *arguments):
 @pytest.mark.slow
 def test_verify_says_on_a_terminal_what_it_is_at_and_takes_it_away(environment):
     said = on_a_terminal(environment, "verify")
-    assert re.search(
-        r"verifying: \w+", said
-    )  # of a tiny model's checks not each lasts until the next frame
+    # of a tiny model's checks not each lasts until the next frame
+    assert re.search(r"verifying: \w+", said)
     assert re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said).rstrip().endswith("can be fused.")
 
 

@@ -331,9 +331,8 @@ def test_an_export_that_would_lack_what_a_silent_tier_holds_goes_to_a_new_file_a
         ["redis"],
     )
     assert "Tier redis does not answer" in result.stderr
-    assert (
-        run("export", "old.zip", "--tier", "disk", "--yes", **half_far).exit_code == 0
-    )  # nothing that is meant lacks
+    # nothing that is meant lacks
+    assert run("export", "old.zip", "--tier", "disk", "--yes", **half_far).exit_code == 0
 
 
 def test_what_cannot_be_read_is_left_out_of_a_new_export_alone_and_gives_a_status(
@@ -358,9 +357,8 @@ def test_what_cannot_be_read_is_left_out_of_a_new_export_alone_and_gives_a_statu
     result = run("export", "new.zip")
     assert result.exit_code == 1
     assert "left out" in result.output
-    assert (
-        told("export", "keep.zip", "--yes")["entries"] == 4
-    )  # what was damaged is gone: nothing lacks
+    # what was damaged is gone: nothing lacks
+    assert told("export", "keep.zip", "--yes")["entries"] == 4
 
 
 def test_what_a_silent_tier_holds_is_never_said_to_be_nothing(run, far):
@@ -576,11 +574,8 @@ def test_gc_frees_rests_and_what_is_too_old_and_keeps_pins(told, filled):
     temp = files(filled)[0].parent / "x.0123456789abcdef.tmp"
     temp.write_bytes(bytes(50))
     os.utime(temp, (1.0, 1.0))
-    assert told("gc")["tiers"]["disk"] == {
-        "expired": 0,
-        "leftovers": 1,
-        "nbytes": 50,
-    }  # cleared away at opening
+    # cleared away at opening
+    assert told("gc")["tiers"]["disk"] == {"expired": 0, "leftovers": 1, "nbytes": 50}
     assert told("gc")["tiers"]["disk"] == {"expired": 0, "leftovers": 0, "nbytes": 0}
     assert not [path for path in files(filled) if path.suffix == ".tmp"]
     told("pin", "--source", "ships")

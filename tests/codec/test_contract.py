@@ -110,9 +110,8 @@ def test_a_packed_layer_comes_back_as_its_slow_twin_bins_it(level, at):
             torch.from_numpy(part.means[:, 0]),
             torch.from_numpy(part.steps).view(part.heads, part.dim),
         )
-        width = float(
-            np.float32(level.bins[at if level.layerwise else 1])
-        )  # a layer for each third
+        # a layer for each third
+        width = float(np.float32(level.bins[at if level.layerwise else 1]))
         twin = reference.binned(given_, mean, steps, width, odd, 10 if level.deltas else 0)
         assert torch.allclose(found, twin, rtol=0, atol=1e-4 * float(given_.abs().max()))
 

@@ -94,9 +94,8 @@ NAMES = ("keys", "values")
 def test_where_errors_cost_more_bins_are_narrower_by_the_root_and_as_wide_on_average():
     chunks = [ChunkKV((layer(n=60), layer(n=60, seed=1)))]
     found = steps_of(chunks, [(0.04, 0.01), (0.01, 0.0025)])
-    assert np.allclose(
-        found, [0.5, 1.0, 1.0, 2.0], rtol=0.07
-    )  # steps are kept an eighth of an octave apart
+    # steps are kept an eighth of an octave apart
+    assert np.allclose(found, [0.5, 1.0, 1.0, 2.0], rtol=0.07)
     assert np.allclose(
         steps_of(chunks, [(1e-30, 1.0), (1.0, 0.0)]), [2.0, 0.5, 0.5, 2.0], rtol=0.07
     )

@@ -38,9 +38,8 @@ def test_an_answer_ends_before_a_stop_string_streamed_or_not(engine: Engine, sto
     assert (answer.text, answer.finish_reason) == wanted(stop)
     read = engine.model.text(answer.token_ids)
     assert stop in read
-    assert stop not in engine.model.text(
-        answer.token_ids[:-1]
-    )  # no token more than it took to say it
+    # no token more than it took to say it
+    assert stop not in engine.model.text(answer.token_ids[:-1])
     stream = engine.stream(ASKED, saying(engine, SAID, stop=[stop]))
     assert ("".join(stream), stream.answer.finish_reason) == wanted(stop)
     assert stream.answer.token_ids == answer.token_ids
@@ -103,9 +102,8 @@ def test_stop_strings_of_a_generation_config_end_answers_too(
             answer = engine.answer(ASKED, saying(engine, text))
             assert (answer.text, answer.finish_reason) == ("Say", "stop")
             assert "".join(engine.stream(ASKED, saying(engine, text))) == "Say"
-        answer = engine.answer(
-            ASKED, saying(engine, "Say<end>x", stop=["a"])
-        )  # beside those of the call
+        # beside those of the call
+        answer = engine.answer(ASKED, saying(engine, "Say<end>x", stop=["a"]))
         assert (answer.text, answer.finish_reason) == ("S", "stop")
         own = {"stop_strings": ["y"]}  # in place of the config's
         answer = engine.answer(ASKED, saying(engine, "Sa<end>y.", options=own))

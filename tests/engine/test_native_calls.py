@@ -222,10 +222,8 @@ def test_calls_and_results_go_back_as_the_template_writes_them_and_chunks_in_res
     assert text.count("weather") == 3  # as a tool, in the question, and as its call
     assert "Result: " + page in text
     ends = native.model.tokenizer.convert_tokens_to_ids(["</s>", "<|user|>"])
-    assert [list(prompt.token_ids).count(end) for end in ends] == [
-        1,
-        3,
-    ]  # what an argument says is text
+    # what an argument says is text
+    assert [list(prompt.token_ids).count(end) for end in ends] == [1, 3]
     trace = native.answer(
         [*told, ("user", "And?")], Ask(tools=TOOLS, tool_choice="auto", max_tokens=8)
     ).trace

@@ -99,9 +99,8 @@ def test_a_question_is_answered_as_that_with_the_replaced_text(engine, kind):
     asked = QUESTIONS[kind]
     ids = engine.prompt(asked).token_ids
     assert ids == engine.prompt(whole(asked)).token_ids
-    exact = Ask(
-        ratio=1.0
-    )  # the same answer, whether what the first one read is kept by the second or not
+    # the same answer, whether what the first one read is kept by the second or not
+    exact = Ask(ratio=1.0)
     assert engine.answer(asked, exact).text == engine.answer(whole(asked), exact).text
     for session in ("one", None):
         ask = Ask(session=session, documents=[(ODD, "d\ud800")], stop=["\ud835", "\0"])

@@ -59,9 +59,8 @@ def test_documents_whose_kv_is_gone_are_not_told_as_new(engine):
     ingest(engine)
     engine.flush()
     rows = list(engine.store.entries())
-    engine.store.forget(
-        [entry.key for entry in rows]
-    )  # as eviction does: the catalog keeps the texts
+    # as eviction does: the catalog keeps the texts
+    engine.store.forget([entry.key for entry in rows])
     assert engine.plan(messages()).fallback_reason == KNOWN_ONLY
     assert (
         engine.plan(

@@ -141,9 +141,8 @@ def test_in_a_memory_that_is_too_small_answers_stay_right(on):
 
 
 def test_prompts_of_a_batch_share_what_they_begin_with(cached, monkeypatch):
-    monkeypatch.setattr(
-        "ragfuse.engine.prefix_cache.PREFIX_SAVE_WAIT_S", 60.0
-    )  # on a busy machine, too
+    # on a busy machine, too
+    monkeypatch.setattr("ragfuse.engine.prefix_cache.PREFIX_SAVE_WAIT_S", 60.0)
     questions = [[SYSTEM, ("user", f"What happened in year {number}?")] for number in range(4)]
     answers = cached.batch(questions)
     shared = [answer.trace.tokens_prefix > len(SYSTEM[1]) for answer in answers]
@@ -172,9 +171,8 @@ def test_a_chunk_that_is_forgotten_is_in_no_beginning_any_more(cached):
 def test_a_chunk_is_forgotten_whose_ends_were_tokenised_with_what_stood_beside_it(cached):
     question = [("user", f"{INSTRUCTION}{CHUNKS[0]}\n\n{QUESTION}")]
     asked(cached, question)
-    cached.forget(
-        [f"x{CHUNKS[0][1:-1]}x"]
-    )  # as where a token joins its first letter and what stands before it
+    # as where a token joins its first letter and what stands before it
+    cached.forget([f"x{CHUNKS[0][1:-1]}x"])
     assert asked(cached, question).trace.tokens_reused == 0
 
 

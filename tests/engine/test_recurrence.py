@@ -250,9 +250,8 @@ def record(engine):
 
 
 def test_it_is_said_once_where_long_passages_recur_and_are_not_reused(tiny_settings, caplog):
-    forget(
-        shared(("recurs", tiny_settings.model), threading.Lock)
-    )  # another test may have had it said
+    # another test may have had it said
+    forget(shared(("recurs", tiny_settings.model), threading.Lock))
     with Engine(tiny_settings.model_copy(update={"learn": "retrieved", "salt": "said"})) as engine:
         for question in ("Who?", "When?", "Where?", "Why?"):
             ask(engine, CHUNKS[:3], question)

@@ -133,9 +133,8 @@ def test_tags_are_known_by_template_or_tokenizer() -> None:
     assert ChatTemplate.of("{{ messages }}", ["<tool_call>"]).thoughts is None
     tags = Thoughts("<think>", "</think>")
     assert tags.is_open("<|assistant|><think>\n")
-    assert not tags.is_open(
-        "<|assistant|><think>\n\n</think>\n\n"
-    )  # an empty one: nothing is to be thought
+    # an empty one: nothing is to be thought
+    assert not tags.is_open("<|assistant|><think>\n\n</think>\n\n")
     assert not tags.is_open("<think>I was")
     assert tags.is_open("<think>I was", within=True)
 
@@ -156,9 +155,8 @@ def test_what_a_template_does_not_read_is_refused_not_ignored(
             made.answer(ASKED, Ask(chat_template_kwargs={"reasoning_effort": "low"}))
     with pytest.raises(InputError, match="'enable_thinking'"):
         opened.answer(ASKED, Ask(chat_template_kwargs={"enable_thinking": False}))
-    answer = engine_without.answer(
-        ASKED, Ask(chat_template_kwargs={"enable_thinking": False})
-    )  # it thinks nothing
+    # it thinks nothing
+    answer = engine_without.answer(ASKED, Ask(chat_template_kwargs={"enable_thinking": False}))
     assert answer.text == engine_without.answer(ASKED, Ask()).text
 
 

@@ -288,9 +288,8 @@ def test_thoughts_of_earlier_answers_go_as_the_template_lets_them(thinking: Engi
     prompt = thinking.prompt(told)
     assert "deep" not in said(thinking, prompt.token_ids)
     wanted = said(thinking, own(thinking, joined(told)))
-    assert (
-        said(thinking, prompt.token_ids).split() == wanted.split()
-    )  # some put a space behind a token, none is one
+    # some put a space behind a token, none is one
+    assert said(thinking, prompt.token_ids).split() == wanted.split()
     words = thinking.model.tokenizer
     assert prompt.token_ids.count(cast(int, words.convert_tokens_to_ids("</think>"))) == 0
 

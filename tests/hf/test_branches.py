@@ -190,11 +190,8 @@ def test_gradients_reach_a_chunk_adapter_through_the_chunks_alone(tiny_path: Pat
         assert not model.full(context, each).logits.requires_grad
     loss.backward()
     last = max(int(name.split("layers.")[1].split(".")[0]) for name in adapter.weights)
-    unread = (
-        "q_proj",
-        "o_proj",
-        "mlp",
-    )  # of the last layer only keys and values of chunks are read
+    # of the last layer only keys and values of chunks are read
+    unread = ("q_proj", "o_proj", "mlp")
     for name, weight in adapter.weights.items():
         is_read = f"layers.{last}." not in name or not any(part in name for part in unread)
         assert is_read == (weight.grad is not None and bool(weight.grad.any())), name

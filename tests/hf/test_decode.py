@@ -129,9 +129,8 @@ def test_every_family_says_together_what_each_says_alone(
 ) -> None:
     model = kit.family(name)
     monkeypatch.setattr(model.batcher, "patience_s", WAIT_S)
-    shares = (
-        model.shared_wiring is not None and name != "deepseek-latent"
-    )  # which changes what its cache returns
+    # which changes what its cache returns
+    shares = model.shared_wiring is not None and name != "deepseek-latent"
     ways = [GREEDY, {**GREEDY, "max_new_tokens": LENGTH // 2}, GREEDY, GREEDY]
     wanted = [
         generate(model, prefill, options, seed=3)

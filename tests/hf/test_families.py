@@ -119,9 +119,8 @@ def test_a_deep_model_in_bfloat16_is_not_refused_for_its_rounding() -> None:
         for each in (torch.bfloat16, torch.float32)
     )
     assert (deep.profile.refusal, deep.profile.mode) == ("", "rows")
-    pairs = zip(
-        deep.profile.rope, exact.profile.rope, strict=True
-    )  # their frequencies are rounded, too
+    # their frequencies are rounded, too
+    pairs = zip(deep.profile.rope, exact.profile.rope, strict=True)
     assert all((a.lo, a.pairing, a.part) == (b.lo, b.pairing, b.part) for a, b in pairs)
 
 

@@ -60,9 +60,8 @@ def test_keys_that_are_mostly_a_constant_bias_are_moved_all_the_same() -> None:
         *(probe.plain_kv(built, tokens, near + delta) for delta in (0, probe.DELTA)), strict=True
     )
     changes = [typical(a.keys, b.keys) for a, b in pairs]
-    assert max(changes[1::2]) < probe.tolerance_of(
-        dtype, model.n_layers
-    )  # what moving does passes for rounding
+    # what moving does passes for rounding
+    assert max(changes[1::2]) < probe.tolerance_of(dtype, model.n_layers)
     assert all(layout is not None for layout in model.profile.rope)
     fused = kit.fuse(model, scene, "none", 0.0)
     logits, states = reference.prefill_by_hand(model.model, scene.by_hand, scene.positions.tolist())

@@ -153,11 +153,8 @@ def test_layers_are_lost_with_those_read_together(store, tier):
     wrong = Wrong(store, 4, RuntimeError("out of order"))
     with LayerReader(wrong, fetches(tier, a_read=3), LAYERS) as reader:
         found = [reader.read(layer)[0] for layer in range(LAYERS)]
-    assert [layer for layer, kv in enumerate(found) if kv is None] == [
-        3,
-        4,
-        5,
-    ]  # of reads of 1, 2, 3, 3, 3
+    # of reads of 1, 2, 3, 3, 3
+    assert [layer for layer, kv in enumerate(found) if kv is None] == [3, 4, 5]
 
 
 def test_small_layers_are_read_together_after_a_first_one_alone(store):

@@ -17,12 +17,8 @@ def test_lru_yields_the_least_recently_used_first():
         entry("p", 0.0, pinned=True),
         entry("a", 1.0),
     ]
-    assert [key.tokens for key in lru(entries)] == [
-        "z",
-        "a",
-        "b",
-        "c",
-    ]  # equal ones in the order given
+    # equal ones in the order given
+    assert [key.tokens for key in lru(entries)] == ["z", "a", "b", "c"]
 
 
 def test_expired_are_those_unused_for_longer_and_never_pinned():

@@ -77,9 +77,8 @@ def test_no_tier_is_corrected_beyond_the_bounds(took, tiers):
 
 def test_tiers_of_one_prompt_share_what_was_seen_as_they_share_the_time():
     both = seen(4.0, 4.0, 4.0, tiers=("far", "near"))
-    assert {tier: both.times(tier) for tier in both.tiers} == {
-        "far": pytest.approx(4.0)
-    }  # near: a tenth
+    # near: a tenth
+    assert {tier: both.times(tier) for tier in both.tiers} == {"far": pytest.approx(4.0)}
     alike = seen(4.0, 4.0, 4.0, tiers=("far", "near", "near", "near", "near"))
     assert corrections(alike) == {"far": pytest.approx(4.0), "near": pytest.approx(4.0)}
     known = seen(8.0, 8.0, 8.0, 8.0, 8.0, tiers=("near",))

@@ -155,9 +155,8 @@ def process(
     )
     assert run.stderr is not None
     lines = deque[str](maxlen=0) if log is None else log
-    reading = threading.Thread(
-        target=lines.extend, args=(run.stderr,), name="test-log"
-    )  # a full pipe would stop it
+    # a full pipe would stop it
+    reading = threading.Thread(target=lines.extend, args=(run.stderr,), name="test-log")
     try:
         address = _address(run)
         reading.start()

@@ -129,9 +129,8 @@ def test_what_a_request_wants_is_found_in_its_turn_alone(two: Served, path: str)
         with ExitStack() as lines:
             for _ in range(12):
                 send_to(lines.enter_context(raw(two.port)), path, body)
-            wait_for(
-                lambda: gate.inside == 2
-            )  # one of two in their turns, and one that is looked ahead to
+            # one of two in their turns, and one that is looked ahead to
+            wait_for(lambda: gate.inside == 2)
             assert two.get("/health").status_code == 200
         wait_for(lambda: len(two.service.admission.jobs) == 0)
         assert len(two.service.admission.jobs.running) == 2  # a turn lasts as long as its work

@@ -47,10 +47,8 @@ BOTH: dict[str, tuple[Fields, Fields]] = {
     "documents": (PLAIN, with_documents(1)),
     "session_id": (PLAIN, {"session_id": "fields"}),
     "pml": (PLAIN, {"pml": "<prompt schema='none'/>"}),
-    "kv_transfer_params": (
-        PLAIN,
-        {"kv_transfer_params": {"do_remote_decode": True}},
-    ),  # this server has no place
+    # this server has no place
+    "kv_transfer_params": (PLAIN, {"kv_transfer_params": {"do_remote_decode": True}}),
     "ragfuse": (PLAIN, {"ragfuse": {"ratio": 0.5}}),
     "structured_outputs": (PLAIN, {"structured_outputs": {"choice": ["ab"], "json": None}}),
 }

@@ -107,10 +107,8 @@ def test_keys_of_one_tenant_share_what_is_stored_and_others_do_not_see_it(locked
     }
     assert held[BLUE] == held[OTHER_BLUE]
     entries = {tier["name"]: tier["entries"] for tier in held[GREEN]}
-    assert entries == {
-        "memory": 4,
-        "disk": 3,
-    }  # three documents, and in memory what the prompt is as a beginning
+    # three documents, and in memory what the prompt is as a beginning
+    assert entries == {"memory": 4, "disk": 3}
 
 
 def test_a_named_salt_finds_what_was_ingested_under_it(

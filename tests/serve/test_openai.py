@@ -66,9 +66,8 @@ def test_documents_of_an_extra_body_are_cached_and_counted(
     }
     client.chat.completions.create(**ask)
     engine_of(served).flush()
-    ask["messages"].insert(
-        0, said("Name the colour, and nothing besides.", "system")
-    )  # no beginning of a prompt yet
+    # no beginning of a prompt yet
+    ask["messages"].insert(0, said("Name the colour, and nothing besides.", "system"))
     answer = client.chat.completions.create(**ask)
     trace = answer.model_extra["ragfuse"]
     chunks = [each for each in trace["segments"] if each["kind"] == "chunk"]
@@ -182,9 +181,8 @@ def test_probabilities_come_for_every_token(client: Any, model: str, streams: bo
         found, text = choice.logprobs.content, choice.message.content
     assert "".join(each.token for each in found) == text
     for each in found:
-        assert (
-            each.logprob == max(other.logprob for other in each.top_logprobs) <= 0
-        )  # greedy: the likeliest
+        # greedy: the likeliest
+        assert each.logprob == max(other.logprob for other in each.top_logprobs) <= 0
         assert [other.logprob for other in each.top_logprobs] == sorted(
             (other.logprob for other in each.top_logprobs), reverse=True
         )

@@ -127,9 +127,8 @@ def test_an_echo_says_the_prompt_and_how_likely_its_tokens_are(served: Served) -
     found = choice["logprobs"]
     assert found["token_logprobs"][0] is None is found["top_logprobs"][0]
     assert found["token_logprobs"][1:-1] == pytest.approx(slow_scores(engine, ids), abs=1e-3)
-    assert all(
-        1 <= len(each) <= 2 for each in found["top_logprobs"][1:]
-    )  # special tokens are all spelled ""
+    # special tokens are all spelled ""
+    assert all(1 <= len(each) <= 2 for each in found["top_logprobs"][1:])
     assert len(found["tokens"]) == len(found["text_offset"]) == len(ids) + 1
     assert "".join(found["tokens"][:-1]) == PROMPT
 
@@ -277,9 +276,8 @@ def test_no_effort_turns_off_the_thoughts_of_a_template_that_has_a_switch() -> N
     assert told(nothing, reasoning_effort="none") == {"reasoning_effort": "none"}
     switch = ChatTemplate.of("{% if enable_thinking %}<think>{% endif %}", ["<think>", "</think>"])
     assert told(switch, reasoning_effort="none") == {"enable_thinking": False}
-    assert told(reasoning_effort="none") == {
-        "reasoning_effort": "none"
-    }  # which that template reads itself
+    # which that template reads itself
+    assert told(reasoning_effort="none") == {"reasoning_effort": "none"}
 
 
 # thoughts

@@ -97,9 +97,8 @@ def test_shortening_changes_no_byte_and_no_key(said):
 def test_only_what_is_new_is_computed_after_shortening(said):
     with narrow(said) as engine:
         answer = engine.answer([("user", QUESTIONS[3])], Ask(session="one"))
-        fresh = (
-            len(engine.prompt([("user", QUESTIONS[3])])) - 1
-        )  # no <s>, but the newline and what was said last
+        # no <s>, but the newline and what was said last
+        fresh = len(engine.prompt([("user", QUESTIONS[3])])) - 1
         assert answer.trace.tokens_fresh == fresh + 2
         sinks, *others = history(answer.trace)
         assert (sinks.n_tokens, sinks.exact, any(segment.exact for segment in others)) == (

@@ -117,9 +117,8 @@ def forked(work: Callable[[Connection], None]) -> tuple[BaseProcess, Connection]
     ours, theirs = FORK.Pipe()
     process = FORK.Process(target=work, args=(theirs,), daemon=True)
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # threads of other tests are none of the child's business
+        # threads of other tests are none of the child's business
+        warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     theirs.close()
     return process, ours

@@ -228,10 +228,8 @@ def test_answers_come_without_the_api_and_without_an_sdk(tiny_settings, tmp_path
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["3", *said.split()]
-    others = (
-        "torchao",
-        "_pytree.py",
-    )  # what these say as they are imported, where they are installed
+    # what these say as they are imported, where they are installed
+    others = ("torchao", "_pytree.py")
     assert [
         line for line in done.stderr.splitlines() if not any(name in line for name in others)
     ] == []

@@ -521,12 +521,8 @@ def test_an_answer_that_is_begun_ends_no_turn():
         for word in words_of(made).convert_ids_to_tokens(list(prompt.token_ids))
         if control.fullmatch(word)
     ]
-    assert found == [
-        "<|im_start|>",
-        "<|im_end|>",
-        "<|im_start|>",
-        "<think>",
-    ]  # the answer's own, not the user's
+    # the answer's own, not the user's
+    assert found == ["<|im_start|>", "<|im_end|>", "<|im_start|>", "<think>"]
 
 
 @pytest.mark.parametrize(

@@ -76,9 +76,8 @@ def test_without_other_text_a_chunk_is_encoded_alone(tiny_settings):
             segment for segment in engine.prompt(messages()).segments if segment.kind == "chunk"
         ]
         kept = {entry.key for entry in engine.store.entries()}
-        assert kept == {
-            segment.keys[0] for segment in chunks
-        }  # nothing is left to be encoded again and again
+        # nothing is left to be encoded again and again
+        assert kept == {segment.keys[0] for segment in chunks}
 
 
 def test_what_was_lost_of_an_ingest_is_encoded_again_and_nothing_else(engine):

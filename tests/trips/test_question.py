@@ -109,9 +109,10 @@ def test_the_embedded_model_says_what_full_prefill_says_at_ratio_one(smollm_path
             CHUNKS[:3], "Question: How many ships did the keeper of the southern lighthouse count?"
         )
         fused, full = engine.answer(question, Ask(ratio=1.0)), _full(engine, question)
+        # not ingested
         one = messages(
             CHUNKS[3:4], "Question: What colour is the door of the lighthouse? One word."
-        )  # not ingested
+        )
         exact, alone = engine.answer(one), _full(engine, one)
     assert fused.token_ids == full.token_ids
     assert chunk_hits(fused.trace) == [True] * 3

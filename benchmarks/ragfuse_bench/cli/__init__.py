@@ -82,9 +82,8 @@ class Benchmark:
 
         if self.is_timed:
             tune_malloc(report)
-            os.environ["OMP_NUM_THREADS"] = str(
-                getattr(options, "threads", 1)
-            )  # of threads that begin later
+            # of threads that begin later
+            os.environ["OMP_NUM_THREADS"] = str(getattr(options, "threads", 1))
         run = getattr(import_module(f"ragfuse_bench.{self.module}"), f"run_{self.name}")
         report.write(run(*settings, options, report))
 

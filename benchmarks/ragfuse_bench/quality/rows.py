@@ -100,9 +100,8 @@ def parsed(text: str) -> tuple[Any, list[str]]:
         data = json.loads(text)
     except ValueError as whole:
         rows, places = list[Any](), list[str]()
-        for number, line in enumerate(
-            text.split("\n"), 1
-        ):  # JSON may have other ends of lines in its texts
+        # JSON may have other ends of lines in its texts
+        for number, line in enumerate(text.split("\n"), 1):
             if not line.strip():
                 continue
             try:

@@ -67,9 +67,8 @@ def tokens_a_second(
                     seconds[name].append(time.perf_counter() - began_s)
                     bar.advance(task)
     bar.remove_task(task)
-    pairs = list(zip(seconds["alone"], seconds["together"], strict=True))[
-        1:
-    ]  # the first one warms up
+    # the first one warms up
+    pairs = list(zip(seconds["alone"], seconds["together"], strict=True))[1:]
     written = n * sizes.together
     return {
         "batch_x": median(alone / together for alone, together in pairs),

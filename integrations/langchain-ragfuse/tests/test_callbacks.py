@@ -270,9 +270,10 @@ async def test_an_agent_tells_what_its_tools_returned(
         [("human", "{input}"), ("placeholder", "{agent_scratchpad}")]
     )
     llm = ChatRagFuse(engine=engine, max_tokens=4)
+    # type: ignore[arg-type]
     executor = AgentExecutor(
         agent=create_tool_calling_agent(SearchesOnce(llm), tools, prompt), tools=tools
-    )  # type: ignore[arg-type]
+    )
     executor.invoke({"input": "When?"})
     await executor.ainvoke({"input": "When?"})
     _ = [step async for step in executor.astream({"input": "When?"})]

@@ -85,9 +85,8 @@ def test_a_chain_over_documents_reuses_them(real_engine: Engine, retriever: Any)
     chain = create_stuff_documents_chain(llm, PROMPT, output_parser=message)
     assert hits(chain.invoke(given)) == 0
     real_engine.flush()
-    first, second, third = given[
-        "context"
-    ]  # in the same order they are reused as the prompt's beginning
+    # in the same order they are reused as the prompt's beginning
+    first, second, third = given["context"]
     assert hits(chain.invoke({**given, "context": [second, third, first]})) == 3
 
 

@@ -181,9 +181,8 @@ async def test_a_real_index_answers_from_the_store(
         similarity_top_k=3, llm=llm, response_synthesizer=RagFuseSynthesizer(llm)
     )
     assert str(fused.query(QUESTION)) == answer
-    assert all(
-        share > 0.8 for share in heard.reused()[1:]
-    )  # the first chunk now as the prompt's beginning
+    # the first chunk now as the prompt's beginning
+    assert all(share > 0.8 for share in heard.reused()[1:])
     full, all_again = (
         RagFuseLLM(engine=real_engine, reuse=False),
         RagFuseLLM(engine=real_engine, ratio=1.0),

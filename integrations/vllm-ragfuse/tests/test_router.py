@@ -95,9 +95,8 @@ def test_answers_read_as_those_of_ragfuse_alone(
     alone = servers.prefills
     told = {"model": alone.service.model, "max_tokens": 20, "temperature": 0, **body}
     alone.post(path, told)
-    alone.service.engine(
-        alone.service.keys.tenants[0]
-    ).flush()  # the documents are known from here on
+    # the documents are known from here on
+    alone.service.engine(alone.service.keys.tenants[0]).flush()
     wanted = alone.post(path, {**told, "ragfuse": {"token_ids": True}}).json()["choices"][0][
         "token_ids"
     ]

@@ -38,9 +38,8 @@ class SchedulerSide:
         self._tenant = TransferHandle.tenant_label(setup.salt) if setup.salt is not None else None
         self._handles: dict[str, TransferHandle] = {}  # by request
         self._loads: dict[str, Load] = {}  # by request, the last one
-        self._offered: dict[
-            str, int
-        ] = {}  # by request, its preemptions when it was offered: never twice
+        # by request, its preemptions when it was offered: never twice
+        self._offered: dict[str, int] = {}
         self._failures: dict[str, str] = {}  # by request, why its prompt is computed
         self._told = set[str]()  # requests whose failure is in the log
         self._new: list[Load] = []
@@ -56,9 +55,8 @@ class SchedulerSide:
             return
         try:
             handle = self._checked(told, request)
-        except (
-            TransferError
-        ) as error:  # told once it is scheduled: vLLM begins those that it rejected, too
+        # told once it is scheduled: vLLM begins those that it rejected, too
+        except TransferError as error:
             self._failures[request.request_id] = str(error)
             return
         self._handles[request.request_id] = handle
@@ -79,9 +77,8 @@ class SchedulerSide:
             return 0, False
         if name not in self._handles:
             return 0, False
-        if (
-            self._offered.get(name) == request.num_preemptions
-        ):  # a load that failed is not tried again for ever
+        # a load that failed is not tried again for ever
+        if self._offered.get(name) == request.num_preemptions:
             return 0, False
         n = request.num_prompt_tokens - 1 - n_computed
         return (n, self._setup.is_async) if n > 0 else (0, False)

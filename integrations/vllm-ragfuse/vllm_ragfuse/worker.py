@@ -102,9 +102,8 @@ class WorkerSide:
                 failed.add(name)
                 self._warn(load, error)
         for name in finished & set(self._used):
-            self._pool.submit(
-                self._place.delete, self._used.pop(name).handle
-            )  # closes the file that was read, too
+            # closes the file that was read, too
+            self._pool.submit(self._place.delete, self._used.pop(name).handle)
         return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
 
     def take_bad_blocks(self) -> set[int]:

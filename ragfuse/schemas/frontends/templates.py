@@ -112,9 +112,8 @@ def _messages(name: str, template: Any, syntax: Syntax) -> Iterator[tuple[str, s
     rich = getattr(template, "template_str", None)  # RichPromptTemplate
     plain = getattr(template, "template", None)  # PromptTemplate of both
     if isinstance(rich, str) or (isinstance(template, str) and syntax == "jinja2"):
-        pieces = _CHAT.split(
-            (rich or template).removesuffix("\n")
-        )  # text, role, its message, text, ...
+        # text, role, its message, text, ...
+        pieces = _CHAT.split((rich or template).removesuffix("\n"))
         for at, piece in enumerate(pieces):
             if at % 3 == 1:
                 yield piece, pieces[at + 1], "jinja2"
@@ -143,11 +142,8 @@ def _message(name: str, message: Any, syntax: Syntax) -> tuple[str, str, Syntax 
     if isinstance(text := getattr(prompt, "template", None), str):
         return role, text, _syntax_of(prompt)
     if isinstance(text := getattr(message, "content", None), str):
-        return (
-            role,
-            text,
-            "f-string" if hasattr(message, "blocks") else None,
-        )  # LangChain's messages are no templates
+        # LangChain's messages are no templates
+        return role, text, "f-string" if hasattr(message, "blocks") else None
     wanted = "messages with text: a conversation has no maximum length"
     raise PMLError(f"{type(message).__name__} in a template", wanted, name)
 

@@ -78,9 +78,8 @@ def test_arrivals_are_independent_of_each_other_and_as_many_as_the_rate_says():
     assert len(due) == pytest.approx(10_000, rel=0.05)
     gaps = [late - early for early, late in pairwise(due)]
     mean = sum(gaps) / len(gaps)
-    assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(
-        mean**2, rel=0.1
-    )  # exponential
+    # exponential
+    assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(mean**2, rel=0.1)
 
 
 def test_requests_come_when_they_are_due_although_none_is_answered():
