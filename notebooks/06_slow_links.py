@@ -140,8 +140,9 @@ print(f"Computing the whole prompt takes {text_s:.2f} s; the answer: {full.text.
 
 # %%
 deadline = Ask(max_tokens=24, deadline_s=0.6 * text_s)
-# of the six chunks; half of the entries are theirs behind filler text
-raw_mb = kilobytes["raw"] * tokens / 2 / 1e3
+raw_mb = (
+    kilobytes["raw"] * tokens / 2 / 1e3
+)  # of the six chunks; half of the entries are theirs behind filler text
 speeds = [raw_mb / text_s * times for times in (8.0, 2.0, 0.7, 0.3, 0.02)]
 for mbps in speeds:
     line.set((0, mbps))
