@@ -22,6 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ragfuse.errors import RefusedError
 from ragfuse.fuse.rope import angles, rotated
 from ragfuse.hf import probe
+from ragfuse.hf.cache import CACHE
 from ragfuse.hf.lora import LoraAdapter
 from ragfuse.types.kv import RopeLayout
 from ragfuse.types.profiles import ModelProfile
@@ -229,7 +230,7 @@ class BranchModel:
         """Extend a cache by the KV of tokens int64 [B, n] at positions 0..n-1, with gradients."""
         positions = torch.arange(token_ids.shape[1], device=self.device)
         options = probe.last_logits(self.model) | probe.at_positions(self.model, positions)
-        self.model(input_ids=token_ids, past_key_values=cache, use_cache=True, **options)
+        self.model(input_ids=token_ids, use_cache=True, **{CACHE: cache}, **options)
 
     def _chunks(self, context: ContextTokens) -> _Past:
         """Return the KV of all chunks, each encoded behind the filler, with keys rotated to their
@@ -313,8 +314,8 @@ class BranchModel:
         out: Any = self.model(
             input_ids=ids[None].to(self.device),
             attention_mask=mask,
-            past_key_values=past.cache,
             use_cache=True,
+            **{CACHE: past.cache},
             output_hidden_states=bool(layers),
             **options,
             **({"logits_to_keep": asked} if keeps else {}),

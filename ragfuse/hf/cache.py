@@ -14,10 +14,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ragfuse.fuse.attend import KV, Ragged
 from ragfuse.fuse.fusor import Buffers
 
+CACHE = next(
+    name
+    for name in ("cache", "past_key_values")
+    if name in CausalLMOutputWithPast.__dataclass_fields__
+)
+"""The name of the cache among what models take and return: transformers changed it in 5.24."""
 GROWTH_ROWS = 64
 """The least number of rows that a full layer grows by."""
 
@@ -159,7 +166,9 @@ class RowLayer(CacheLayerMixin):
         made[:, :, size:] = 0
         return made
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object) -> KV:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> KV:
         """Pass the rows to the taker during a fused prefill, append them afterwards; return the
         whole KV.
         """
@@ -258,7 +267,7 @@ class JointLayer(RowLayer):
         self.length, self.is_initialized = max(part.length for part in parts), True
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Append to every cache its own new rows."""
         self._ragged.newest = key_states

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ragfuse.fuse.attend import Ragged
-from ragfuse.hf.cache import JointCache, RowCache
+from ragfuse.hf.cache import CACHE, JointCache, RowCache
 from ragfuse.hf.hooks import KVTransformed, Wiring, attending
 from ragfuse.hf.lock import FairLock
 from ragfuse.hf.seed import undrawn
@@ -48,7 +48,7 @@ SHARED = frozenset(
     {
         "input_ids",
         "position_ids",
-        "past_key_values",
+        CACHE,
         "attention_mask",
         "use_cache",
         "return_dict",
@@ -281,9 +281,9 @@ class Batcher:
         caches, arguments = [step.member.cache for step in steps], self._arguments(steps)
         ragged = Ragged()
         with attending(steps[0].member.wiring, ragged):
-            out = self._model.forward(**arguments, past_key_values=JointCache(caches, ragged))
+            out = self._model.forward(**arguments, **{CACHE: JointCache(caches, ragged)})
         for step, logits in zip(steps, torch.split(out.logits, 1), strict=True):
-            step.output = CausalLMOutputWithPast(logits=logits, past_key_values=step.member.cache)
+            step.output = CausalLMOutputWithPast(logits=logits, **{CACHE: step.member.cache})
         if len(steps) > 1:
             self.steps, self.rows = self.steps + 1, self.rows + len(steps)
 
@@ -306,11 +306,7 @@ def _can_share(member: Member, arguments: Mapping[str, Any]) -> bool:
     output.
     """
     ids = arguments.get("input_ids")
-    if (
-        arguments.get("past_key_values") is not member.cache
-        or not isinstance(ids, Tensor)
-        or ids.shape[1] != 1
-    ):
+    if arguments.get(CACHE) is not member.cache or not isinstance(ids, Tensor) or ids.shape[1] != 1:
         return False
     others = (value for name, value in arguments.items() if name not in SHARED)
     return all(value is None or value is False for value in others)

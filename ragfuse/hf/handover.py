@@ -24,6 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ragfuse.errors import ModelError, SettingsError
 from ragfuse.hf import probe
+from ragfuse.hf.cache import CACHE
 from ragfuse.hf.decode import Member
 from ragfuse.hf.model import HFModel, Prefill
 from ragfuse.hf.seed import seeded
@@ -33,6 +34,7 @@ UNUSABLE = (
     "assistant_early_exit",
     "prompt_lookup_num_tokens",
     "cache_implementation",
+    "cache",
     "past_key_values",
     "inputs",
     "input_ids",
@@ -89,7 +91,7 @@ def generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             stopping_criteria=StoppingCriteriaList(stopping),
-            past_key_values=prefill.cache if prefill.state is None else prefill.state,
+            **{CACHE: prefill.cache if prefill.state is None else prefill.state},
             **_position_ids(model, prefill),
             **_adapted_options(model, options),
         )
@@ -212,12 +214,10 @@ class _GenerateForward:
         """Return the model's output for one forward of `generate`."""
         cache = self._prefill.cache
         # e.g. a logits processor calls the model
-        if args or arguments.get("past_key_values") is not cache:
+        if args or arguments.get(CACHE) is not cache:
             return self._batcher.step(None, functools.partial(self._forward, *args), arguments)
         if cache is not None and self._is_first:
             self._is_first = False
             cache.length += 1
-            return CausalLMOutputWithPast(
-                logits=self._prefill.logits[None, None], past_key_values=cache
-            )
+            return CausalLMOutputWithPast(logits=self._prefill.logits[None, None], **{CACHE: cache})
         return self._batcher.step(self._member, self._forward, arguments)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ragfuse.hf import probe
+from ragfuse.hf.cache import CACHE
 
 Kind = Literal["", "run", "token", "whole"]
 """How a model can continue from a copy of its cache.
@@ -187,7 +188,8 @@ def begin(
     for stop in (n_shared, end) if parts else (end,):
         step = 1 if kind == "token" and at else max(1, stop - at)
         for lo in range(at, stop, step):
-            cache = probe.run_forward(model, ids[:, lo : lo + step], cache, lo).past_key_values
+            out = probe.run_forward(model, ids[:, lo : lo + step], cache, lo)
+            cache = getattr(out, CACHE)
         if states is not None and stop > at:
             states.keep(token_ids[:stop], cache)
         at = stop
@@ -229,9 +231,9 @@ def kind_of(model: PreTrainedModel, n_layers: int) -> Kind:
     bound = probe.tolerance_of(model.dtype, n_layers)
     try:
         whole = probe.run_forward(model, ids, None, 0)
-        if probe.is_whole(getattr(whole, "past_key_values", None), n_layers, _PROBED):
+        if probe.is_whole(getattr(whole, CACHE, None), n_layers, _PROBED):
             return ""
-        if not list(tensors(whole.past_key_values)) or _answer_error(model, ids, whole) > bound:
+        if not list(tensors(getattr(whole, CACHE))) or _answer_error(model, ids, whole) > bound:
             return "whole"
         same = [_error(model, ids, cut, whole) <= bound for cut in _CUTS]
     except probe.UNFIT:
@@ -243,7 +245,7 @@ def _answer_error(model: PreTrainedModel, ids: Tensor, whole: Any) -> float:
     """Return the error of the logits that `generate` gets from a copy of the cache before the last
     token.
     """
-    before = probe.run_forward(model, ids[:, :-1], None, 0).past_key_values
+    before = getattr(probe.run_forward(model, ids[:, :-1], None, 0), CACHE)
     out: Any = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
@@ -251,7 +253,7 @@ def _answer_error(model: PreTrainedModel, ids: Tensor, whole: Any) -> float:
         max_new_tokens=1,
         output_logits=True,
         return_dict_in_generate=True,
-        past_key_values=copied(before),
+        **{CACHE: copied(before)},
     )
     return probe.logits_error(out.logits[0][0], whole.logits[0, -1])
 
@@ -260,9 +262,9 @@ def _error(model: PreTrainedModel, ids: Tensor, cut: int, whole: Any) -> float:
     """Return the error of cache and logits where the ids from `cut` on are computed after a copied
     cache.
     """
-    before = copied(probe.run_forward(model, ids[:, :cut], None, 0).past_key_values)
+    before = copied(getattr(probe.run_forward(model, ids[:, :cut], None, 0), CACHE))
     found = probe.run_forward(model, ids[:, cut:], before, cut)
-    pairs = list(zip(tensors(found.past_key_values), tensors(whole.past_key_values), strict=True))
+    pairs = list(zip(tensors(getattr(found, CACHE)), tensors(getattr(whole, CACHE)), strict=True))
     errors = [probe.relative(*pair) for pair in pairs if pair[0].is_floating_point()]
     return max(probe.logits_error(found.logits[0, -1], whole.logits[0, -1]), *errors)
 

@@ -23,7 +23,7 @@ from ragfuse.fuse.drift import added
 from ragfuse.fuse.fusor import Buffers, CachedRun, Fusion, LayerSource, Places, bucket
 from ragfuse.fuse.select import nearness, policy_named
 from ragfuse.hf import probe
-from ragfuse.hf.cache import RowCache
+from ragfuse.hf.cache import CACHE, RowCache
 from ragfuse.hf.chunk_adapter import ChunkAdapter
 from ragfuse.hf.decode import Batcher
 from ragfuse.hf.fingerprint import fingerprint, weights_digest
@@ -318,7 +318,7 @@ class HFModel(OneProcess):
             out = probe.run_forward(
                 self.model, ids, None if self.profile.refusal else DynamicCache(), at
             )
-        found = getattr(out, "past_key_values", None)
+        found = getattr(out, CACHE, None)
         cache = (
             RowCache(self.n_layers) if probe.is_whole(found, self.n_layers, ids.shape[1]) else None
         )
@@ -379,9 +379,7 @@ class HFModel(OneProcess):
             at = torch.arange(begin + lo, begin + lo + ids.shape[1], device=self.device)
             with self.lock, torch.no_grad():
                 options = probe.at_positions(self.model, at)
-                out = self.model(
-                    input_ids=ids, past_key_values=prefill.cache, use_cache=True, **options
-                )
+                out = self.model(input_ids=ids, use_cache=True, **{CACHE: prefill.cache}, **options)
             yield out.logits[0]
 
     def score_continuation(self, prefill: Prefill, token_ids: Sequence[int]) -> Tensor:

@@ -20,6 +20,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ragfuse.errors import FixedError, RefusedError
 from ragfuse.fuse.rope import shifted
+from ragfuse.hf.cache import CACHE
 from ragfuse.types.kv import LayerKV, RopeLayout
 
 DELTA = 37
@@ -187,7 +188,7 @@ def run_forward(
     """
     if isinstance(positions, int):
         positions = torch.arange(positions, positions + token_ids.shape[1], device=token_ids.device)
-    given = {"past_key_values": cache} if cache is not None else {}
+    given = {CACHE: cache} if cache is not None else {}
     return model(
         input_ids=token_ids,
         use_cache=True,
