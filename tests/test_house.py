@@ -23,27 +23,25 @@ PUBLIC_PACKAGES = {"adapters", "remote", "transfer"}
 """For clients, and for engines that decode: what their `__all__` names."""
 PUBLIC_FILES = {"types.arguments", "types.whole_text"}
 """For classes of frameworks."""
-MUTABLE_CALLS = set(
-    [
-        "list",
-        "dict",
-        "set",
-        "bytearray",
-        "defaultdict",
-        "OrderedDict",
-        "Counter",
-        "deque",
-        "ContextVar",
-        "WeakKeyDictionary",
-        "WeakValueDictionary",
-        "local",
-        "Lock",
-        "RLock",
-        "Event",
-        "Condition",
-        "Queue",
-    ]
-)
+MUTABLE_CALLS = {
+    "list",
+    "dict",
+    "set",
+    "bytearray",
+    "defaultdict",
+    "OrderedDict",
+    "Counter",
+    "deque",
+    "ContextVar",
+    "WeakKeyDictionary",
+    "WeakValueDictionary",
+    "local",
+    "Lock",
+    "RLock",
+    "Event",
+    "Condition",
+    "Queue",
+}
 MUTABLE_NODES = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 MAX_LINES = 700
 BUDGETS = {
