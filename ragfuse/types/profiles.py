@@ -77,8 +77,9 @@ class ModelProfile:
         """Policy and ratio that calibration chose; None without calibration, or where it found
         nothing safe.
         """
-        is_known = self.safe and self.policy and self.ratio is not None
-        return (self.policy, self.ratio) if is_known else None
+        if not self.safe or not self.policy or self.ratio is None:
+            return None
+        return self.policy, self.ratio
 
     @property
     def default_choice(self) -> tuple[str, float]:
