@@ -492,8 +492,10 @@ class Settings(BaseSettings):
             given = json.loads(given or "{}") if isinstance(given, str) else given
         except ValueError:
             given = None
-        if isinstance(given, tuple):
-            return given
+        if isinstance(given, tuple | list) and all(
+            isinstance(each, tuple | list) for each in given
+        ):
+            return given  # as `as_public` writes them
         if not isinstance(given, Mapping):
             raise ValueError('wanted levels by tier, such as {"redis": ["int8", "cg2"]}')
         return tuple((tier, (at,) if isinstance(at, str) else at) for tier, at in given.items())
