@@ -219,14 +219,6 @@ async def test_objects_follow_their_schema_to_the_last_field(llm: RagFuseLLM) ->
     assert len(parts) > 2
 
 
-async def test_a_structured_llm_is_a_chat_model_of_objects(llm: RagFuseLLM) -> None:
-    ships, asked = llm.as_structured_llm(Ship), [ChatMessage(role="user", content=QUESTION)]
-    found = ships.chat(asked).raw
-    assert isinstance(found, Ship)
-    assert (await ships.achat(asked)).raw == ships.complete(QUESTION).raw == found
-    assert list(ships.stream_chat(asked))[-1].raw == found
-
-
 def test_programs_and_selectors_of_the_house_hold_too(llm: RagFuseLLM) -> None:
     program = FunctionCallingProgram.from_defaults(Ship, prompt=ASKED, llm=llm)
     assert isinstance(program(question=QUESTION), Ship)
