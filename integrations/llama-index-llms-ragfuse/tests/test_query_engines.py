@@ -9,12 +9,11 @@ from typing import Any
 
 import faiss
 import pytest
-from llama_index.core import Document, StorageContext, VectorStoreIndex, get_response_synthesizer
+from llama_index.core import Document, StorageContext, VectorStoreIndex
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent
 from llama_index.core.node_parser import SentenceSplitter
-from llama_index.core.response_synthesizers import ResponseMode
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.embeddings.huggingface import HuggingFaceEmbedding
 from llama_index.llms.ragfuse import KVPrecompute, RagFuseLLM, RagFuseSynthesizer
@@ -65,20 +64,6 @@ def heard() -> Iterator[Heard]:
 @pytest.fixture
 def llm(engine: Engine) -> RagFuseLLM:
     return RagFuseLLM(engine=engine)
-
-
-@pytest.mark.parametrize(
-    "mode", [ResponseMode.COMPACT, ResponseMode.REFINE, ResponseMode.TREE_SUMMARIZE]
-)
-def test_synthesizers_of_the_house_find_precomputed_nodes(
-    llm: RagFuseLLM, heard: Heard, mode: ResponseMode
-) -> None:
-    KVPrecompute(llm).ensure([each.node for each in NODES])
-    get_response_synthesizer(llm=llm, response_mode=mode).synthesize(QUESTION, NODES)
-    together = [["0.txt", "1.txt", "2.txt"]]
-    assert heard.hits() == (
-        [["0.txt"], ["1.txt"], ["2.txt"]] if mode is ResponseMode.REFINE else together
-    )
 
 
 async def test_our_synthesizer_needs_no_precomputing(

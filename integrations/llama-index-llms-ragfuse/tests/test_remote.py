@@ -93,18 +93,6 @@ def test_streams_and_awaited_answers_are_the_whole_one(llm: RagFuseLLM, local: R
     assert asyncio.run(asked()) == [whole.message.content] * 9
 
 
-def test_what_prompt_helpers_ask_is_what_the_server_says(
-    llm: RagFuseLLM, local: RagFuseLLM
-) -> None:
-    here, there = local.metadata, llm.metadata
-    assert (here.context_window, here.num_output, here.is_chat_model) == (
-        there.context_window,
-        there.num_output,
-        there.is_chat_model,
-    )
-    assert llm.to_payload() == {"class_name": "RagFuseLLM", "model_name": there.model_name}
-
-
 def test_templates_in_pml_are_registered_at_the_server(llm: RagFuseLLM, local: RagFuseLLM) -> None:
     template = PMLPromptTemplate(pml.TRIP, pml.PROMPT)
     assert template.register(llm).encoded > 0
