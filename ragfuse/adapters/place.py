@@ -129,7 +129,9 @@ class Place:
     @property
     def name(self) -> str:
         """The model's name; "" before the first question to a server if none was given."""
-        return self.settings.model if self.settings is not None else self.engine().name  # type: ignore[union-attr]
+        if self.settings is not None:
+            return self.settings.model
+        return self.engine().name  # type: ignore[union-attr]
 
     @property
     def hears_retrievers(self) -> bool:

@@ -222,7 +222,8 @@ class Trace:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the trace, with its summary, as JSON brings it back: lists, no tuples."""
-        return to_jsonable_python({**asdict(self), "summary": self.summary})  # type: ignore[no-any-return]
+        plain: dict[str, Any] = to_jsonable_python({**asdict(self), "summary": self.summary})
+        return plain
 
 
 @dataclass(frozen=True)
