@@ -24,7 +24,6 @@ from pydantic import (
     Field,
     PlainValidator,
     ValidationError,
-    ValidationInfo,
     field_validator,
 )
 from pydantic_settings import (
@@ -72,6 +71,22 @@ def _eviction(given: str) -> str:
     if given not in EVICTION_POLICIES:
         raise ValueError(f"wanted one of: {', '.join(EVICTION_POLICIES)}")
     return given
+
+
+def _tier(given: str) -> str:
+    if re.sub(r"-[0-9]+$", "", given) not in TIER_NAMES:
+        raise ValueError(f"wanted the name of a tier ({', '.join(TIER_NAMES)}, redis-2 ...)")
+    return given
+
+
+def _levels(given: tuple[str, ...]) -> tuple[str, ...]:
+    if given != (AUTO_LEVEL,) and (not given or not {*given} <= {*LEVEL_NAMES}):
+        raise ValueError(f"wanted some of {', '.join(LEVEL_NAMES)}, or {AUTO_LEVEL} alone")
+    return tuple(level for level in (AUTO_LEVEL, *LEVEL_NAMES) if level in given)
+
+
+TierName = Annotated[str, AfterValidator(_tier)]
+Levels = Annotated[tuple[str, ...], AfterValidator(_levels)]
 
 
 class Prices(BaseModel):
@@ -196,7 +211,7 @@ class Settings(BaseSettings):
             " to all, as for shared tiers."
         ),
     )
-    levels: Annotated[tuple[tuple[str, tuple[str, ...]], ...], NoDecode] = Field(
+    levels: Annotated[tuple[tuple[TierName, Levels], ...], NoDecode] = Field(
         default=(),
         description=(
             'Codec levels in which a tier stores KV, by name: {"redis": ["int8", "cg2"]}. raw,'
@@ -444,21 +459,11 @@ class Settings(BaseSettings):
 
     @field_validator("api_keys", "served_model_name", mode="before")
     @classmethod
-    def _listed(cls, given: Any, info: ValidationInfo) -> Any:
+    def _listed(cls, given: Any) -> Any:
         """Accept a list of strings, or one string with commas."""
-        parts = given.split(",") if isinstance(given, str) else given
-        if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
-            wanted = "keys" if info.field_name == "api_keys" else "names"
-            example = (
-                "RAGFUSE_API_KEYS=KEY,SALT:KEY"
-                if wanted == "keys"
-                else "RAGFUSE_SERVED_MODEL_NAME=reader,chat"
-            )
-            raise ValueError(
-                f"wanted {wanted} with commas between them, found something else; example:"
-                f" {example}"
-            )
-        return tuple(dict.fromkeys(part.strip() for part in parts if part.strip()))
+        if not isinstance(given, str):
+            return given
+        return tuple(dict.fromkeys(part.strip() for part in given.split(",") if part.strip()))
 
     @field_validator("tiers", mode="before")
     @classmethod
@@ -485,21 +490,15 @@ class Settings(BaseSettings):
         """
         try:
             given = json.loads(given or "{}") if isinstance(given, str) else given
-            pairs = given.items() if isinstance(given, Mapping) else tuple(given)
-            listed = (
-                (tier, (levels,) if isinstance(levels, str) else tuple(levels))
-                for tier, levels in pairs
-            )
-            return tuple((_tier_named(tier), _levels_named(levels)) for tier, levels in listed)
-        except (TypeError, KeyError, ValueError) as error:
-            problem = (
-                str(error)
-                if isinstance(error, _InvalidSettingError)
-                else "wanted lists of levels by tier, found something else"
-            )
-            raise ValueError(
-                f'{problem}; example: RAGFUSE_LEVELS=\'{{"redis": ["int8", "cg2"]}}\''
-            ) from None
+        except ValueError:
+            given = None
+        if isinstance(given, tuple | list) and all(
+            isinstance(each, tuple | list) for each in given
+        ):
+            return given  # as `as_public` writes them
+        if not isinstance(given, Mapping):
+            raise ValueError('wanted levels by tier, such as {"redis": ["int8", "cg2"]}')
+        return tuple((tier, (at,) if isinstance(at, str) else at) for tier, at in given.items())
 
     def as_public(self) -> dict[str, Any]:
         """Return all settings in plain JSON types, to be saved: `Settings(**them)` restores them.
@@ -576,30 +575,6 @@ class Settings(BaseSettings):
             if name.upper().startswith(PREFIX) and name[len(PREFIX) :].lower() not in fields:
                 _tell_unknown(name, fields)
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
-
-
-class _InvalidSettingError(ValueError):
-    """An invalid setting, with a message for people."""
-
-
-def _tier_named(name: object) -> str:
-    if not isinstance(name, str) or re.sub(r"-[0-9]+$", "", name) not in TIER_NAMES:
-        raise _InvalidSettingError(
-            f"wanted the name of a tier ({', '.join(TIER_NAMES)}, redis-2 ...), found {name!r:.60}"
-        )
-    return name
-
-
-def _levels_named(levels: tuple[object, ...]) -> tuple[str, ...]:
-    if levels == (AUTO_LEVEL,):
-        return (AUTO_LEVEL,)
-    strange = [level for level in levels if level not in LEVEL_NAMES]
-    if strange or not levels:
-        found = repr(strange[0])[:60] if strange else "none"
-        raise _InvalidSettingError(
-            f"wanted some of {', '.join(LEVEL_NAMES)}, or {AUTO_LEVEL} alone, found {found}"
-        )
-    return tuple(level for level in LEVEL_NAMES if level in levels)
 
 
 @lru_cache

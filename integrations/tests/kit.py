@@ -4,15 +4,19 @@ for questions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ragfuse import Engine, Settings
+from ragfuse import Ask, Engine, Settings
 from ragfuse.models import resolve_embedder, resolve_llm
 
 TEMPLATE = (
@@ -36,6 +40,15 @@ The railway reached the valley in 1893 and was given up in 1961; its bed is a pa
 The violin workshop. The workshop of the Marek family has built violins since 1790. Its wood is dried for 12 years in
 the attic of an old mill. A violin takes about two hundred hours to build, and its varnish is made of resin and walnut
 oil. The workshop has never sold more than ten instruments in one year."""
+FIRST = "The lighthouse keeper counted forty ships that night and wrote all their names down."
+SECOND = "Nobody in the valley remembers who planted the walnut trees along the old road."
+READ = f"Read this.\n\n{FIRST}\n\n{SECOND}\n\nHow many ships were there?"
+SECRETS: list[dict[str, Any]] = [
+    {"salt": "blue-7f31c0"},
+    {"api_keys": ("blue-7f31c0-blue-7f31c0",)},
+    {"tiers": ("redis://user:blue-7f31c0@cache:6379/0",)},
+    {"tiers": ("s3://bucket/folder?secret_access_key=blue-7f31c0",)},
+]
 ROLES = ["system", "user", "assistant", "tool"]
 
 
@@ -123,3 +136,48 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = TEMPLATE
     return tokenizer
+
+
+def hits(trace: Mapping[str, Any]) -> list[str]:
+    """Return the sources of the chunks of an answer that came from the store."""
+    chunks = (each for each in trace["segments"] if each["kind"] == "chunk")
+    return [each["source"] for each in chunks if each["hit"]]
+
+
+def outline(trace: Mapping[str, Any]) -> Any:
+    """Return all of a trace but times and the name of the model."""
+    names = ("kind", "n_tokens", "start", "hit", "source")
+    kinds = [tuple(each[name] for name in names) for each in trace["segments"]]
+    counts = ("tokens", "tokens_reused", "tokens_recomputed", "tokens_fresh")
+    return kinds, [trace[name] for name in counts]
+
+
+@pytest.fixture
+def asks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Ask]:
+    """Every wish that reaches the engine."""
+    seen: list[Ask] = []
+
+    def noted(call: Any, prompt: Any, ask: Ask, *rest: Any) -> Any:
+        seen.append(ask)
+        return call(prompt, ask, *rest)
+
+    for name in ("stream", "batch"):
+        monkeypatch.setattr(engine, name, partial(noted, getattr(engine, name)))
+    return seen
+
+
+def read_and_stored(engine: Engine, ask: Callable[[], object]) -> None:
+    """Let a prompt with both sentences be known: its beginning, then the chunks behind it."""
+    engine.ingest([(FIRST, "first.txt"), (SECOND, "second.txt")])
+    for _ in range(2):
+        ask()
+        engine.flush()
+
+
+def loaded_by(code: str) -> list[str]:
+    """Return what a program prints, and which heavy packages it has loaded."""
+    heavy = "sorted({'torch', 'transformers', 'tokenizers'} & set(sys.modules))"
+    program = f"import sys\n{code}\nprint({heavy})"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return run.stdout.splitlines()

@@ -81,31 +81,25 @@ class Place:
         Raises:
             InputError: Fields contradict each other.
         """
-        engine = None if engine is None else engine_of(engine)
         given = {name: value for name, value in own.items() if value}
-        if engine is not None or base_url is not None:
-            further = {
-                "engine": engine if base_url else None,
-                "model": None if isinstance(model, str | None) else model,
-            }
-            extra = next(
-                (name for name, value in {**given, **further}.items() if value is not None), None
+        if base_url is None and engine is None:
+            return cls._in_process(model, given)
+        strange = [*given, *([] if isinstance(model, str | None) else ["model"])]
+        strange += ["engine"] if base_url is not None and engine is not None else []
+        if strange:
+            raise InputError(
+                f"{strange[0]}= has no effect beside"
+                f" {'engine' if base_url is None else 'base_url'}=: leave it out, and set it where"
+                " the engine is made or `ragfuse serve` is started."
             )
-            if extra is not None:
-                raise InputError(
-                    f"{extra}= has no effect beside"
-                    f" {'engine' if base_url is None else 'base_url'}=: leave it out, and set it"
-                    " where the engine is made or `ragfuse serve` is started."
-                )
-        if isinstance(engine, RemoteEngine):
-            return cls(address=engine.address, given=engine)
-        if engine is not None:
-            return cls(engine.settings, given=engine)
         if base_url is not None:
             key = Settings().api_key if api_key is None else api_key
             retries = 2 if max_retries is None else max_retries
             return cls(address=ServerAddress(base_url, key, model or "", retries))
-        return cls._in_process(model, given)
+        found: Any = engine_of(engine)
+        if isinstance(found, RemoteEngine):
+            return cls(address=found.address, given=found)
+        return cls(found.settings, given=found)
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any], **changes: Any) -> Self:
@@ -135,7 +129,9 @@ class Place:
     @property
     def name(self) -> str:
         """The model's name; "" before the first question to a server if none was given."""
-        return self.settings.model if self.settings is not None else self._client(None).name
+        if self.settings is not None:
+            return self.settings.model
+        return self.engine().name  # type: ignore[union-attr]
 
     @property
     def hears_retrievers(self) -> bool:
@@ -145,9 +141,9 @@ class Place:
     @property
     def identity(self) -> dict[str, Any]:
         """What decides an answer beside the options of its call."""
-        if self.settings is None:
-            client = self._client(None)
-            return {"base_url": client.address.base_url, "model": client.address.model}
+        if self.address is not None:
+            return {"base_url": self.address.base_url, "model": self.address.model}
+        assert self.settings is not None
         return self.settings.model_dump(
             include={"model", "dtype", "policy", "ratio", "overflow", "max_tokens"}
         )
@@ -158,13 +154,14 @@ class Place:
         Args:
             model: Name of another model, for one call; None: this one.
         """
-        if self.settings is None:
-            return self._client(model)
+        if self.given is not None and (model is None or model == self.name):
+            return self.given  # type: ignore[no-any-return]
+        if self.address is not None:
+            return RemoteEngine.shared(replace(self.address, model=model or self.address.model))
         from ragfuse.engine.engine import Engine  # loads torch
 
-        if model in (None, self.name):
-            return self.given or Engine.shared(self.settings)
-        return Engine.shared(_with(self.settings, {"model": model}))
+        assert self.settings is not None
+        return Engine.shared(_with(self.settings, {"model": model} if model else {}))
 
     def stream(self, prompt: Prompt, ask: Ask, model: str | None = None) -> AnswerStream:
         """Return the answer to a prompt as it is written; loads the model, and registers a
@@ -228,13 +225,6 @@ class Place:
                 f"{self.name} was given as a loaded model, which another process cannot load. Save"
                 " it to a folder, and pass that: model='folder'."
             )
-
-    def _client(self, model: str | None) -> RemoteEngine:
-        at = self.address
-        assert at is not None
-        if self.given is not None and model in (None, at.model):
-            return self.given  # type: ignore[no-any-return]
-        return RemoteEngine.shared(replace(at, model=model or at.model))
 
 
 def engine_of(model: Any) -> Answerer:

@@ -61,7 +61,6 @@ from ragfuse.types.ingested import Ingested
 from ragfuse.types.model_card import ModelCard
 from ragfuse.types.plan import LoadPlan
 from ragfuse.types.prompt import Prompt
-from ragfuse.types.selection import known_policy
 
 __all__ = ["Ask", "Content", "Engine", "Ingested", "PreparedPrompt", "RegisteredSchema"]
 
@@ -103,7 +102,6 @@ class Engine(OneProcess):
         given, chosen = handed_over(model, tokenizer, settings or Settings())
         self._process = os.getpid()
         self.settings = resolve_auto(chosen.usable())
-        known_policy(self.settings.policy)
         self.conversations = conversations if conversations is not None else ConversationIndex()
         self.runtime = runtime = Runtime(self.settings, given, store, self.conversations)
         self.catalog, self.store, self.timings = runtime.catalog, runtime.store, runtime.timings

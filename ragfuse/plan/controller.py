@@ -8,7 +8,7 @@ cost. Nothing here reads a clock, a file or a tensor.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import floor
@@ -19,7 +19,7 @@ from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 from ragfuse.types.levels import loss
 from ragfuse.types.plan import Bound, Fetch, Forecast, LoadPlan, is_blended
-from ragfuse.types.policy_cost import AUTO, CostOf
+from ragfuse.types.policy_cost import AUTO, PolicyCost
 from ragfuse.types.prompt import Prompt, Segment
 from ragfuse.types.reasons import MISSING, UNREADABLE
 
@@ -67,7 +67,7 @@ class Controller:
             above; where even the smallest ratio is too slow, the forecast says so.
     """
 
-    cost_of: CostOf
+    cost_of: Callable[[str], PolicyCost]
     costs: CostModel | None = None
     choice: tuple[str, float] | None = None
     policy: str = AUTO

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from time import perf_counter, time_ns
 from typing import Any, ParamSpec, TypeVar
@@ -21,28 +21,21 @@ from ragfuse.types.plan import LoadPlan
 
 log = logging.getLogger("ragfuse")
 
-Span = Any
-"""An OpenTelemetry span."""
-Tracer = Any
-"""An OpenTelemetry tracer, which makes spans."""
 P = ParamSpec("P")
 R = TypeVar("R")
 _SUMS = ("tokens", "tokens_reused", "tokens_recomputed", "tokens_fresh", "nbytes")
 _OF_ONE = ("predicted_ttft_s", "policy", "ratio", "mean_ratio", "fallback_reason")
-Attributes = dict[str, str | bool | int | float | list[str]]
+Attributes = dict[str, Any]
 
 
 @contextmanager
-def span(name: str) -> Iterator[Span | None]:
+def span(name: str) -> Iterator[Any]:
     """Open a span `ragfuse.<name>` under the current one, which also records exceptions; None
     without a recorder.
     """
     tracer = _tracer()
-    if tracer is None:
-        yield None
-        return
-    with tracer.start_as_current_span(f"ragfuse.{name}") as current:
-        yield current if current.is_recording() else None
+    with tracer.start_as_current_span(f"ragfuse.{name}") if tracer else nullcontext() as current:
+        yield current
 
 
 def spanned(
@@ -106,17 +99,18 @@ def loading(reader: Any, plan: LoadPlan) -> Iterator[Any]:
     of the prefill.
     """
     tracer = _tracer() if plan.fetches else None
-    load_span = tracer.start_span("ragfuse.load") if tracer is not None else None
+    load_span = tracer.start_span("ragfuse.load") if tracer else None
     try:
         with reader:
             yield reader
     finally:
         if load_span is not None:
-            tiers, nbytes = (
-                sorted({fetch.tier for fetch in plan.fetches}),
-                sum(fetch.nbytes for fetch in plan.fetches),
+            told = _named(
+                tiers=sorted({fetch.tier for fetch in plan.fetches}),
+                nbytes=sum(fetch.nbytes for fetch in plan.fetches),
+                load_s=reader.load_s,
+                wait_s=reader.wait_s,
             )
-            told = _named(tiers=tiers, nbytes=nbytes, load_s=reader.load_s, wait_s=reader.wait_s)
             load_span.set_attributes(told)
             since_s = perf_counter() - reader.last_s if reader.last_s else 0.0
             load_span.end(time_ns() - round(since_s * 1e9))
@@ -172,24 +166,24 @@ fused = spanned(
 
 
 def _request_attributes(settings: Settings, ask: Any, streams: bool) -> Attributes:
-    attributes: Attributes = {
+    seed = {} if ask.seed is None else {"gen_ai.request.seed": ask.seed}
+    return {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "ragfuse",
         "gen_ai.request.model": settings.model,
         "gen_ai.request.stream": streams,
         "gen_ai.request.max_tokens": ask.max_tokens or settings.max_tokens,
         "ragfuse.reuse": ask.reuse,
+        **seed,
     }
-    return attributes | ({"gen_ai.request.seed": ask.seed} if ask.seed is not None else {})
 
 
-def _tracer() -> Tracer | None:
+def _tracer() -> Any:
     """Return the current tracer; None without opentelemetry-api, or until an SDK is set up."""
     try:
         from opentelemetry import trace
     except ImportError:
         return None
     provider = trace.get_tracer_provider()
-    return (
-        None if isinstance(provider, trace.ProxyTracerProvider) else provider.get_tracer("ragfuse")
-    )
+    is_proxy = isinstance(provider, trace.ProxyTracerProvider)
+    return None if is_proxy else provider.get_tracer("ragfuse")

@@ -7,16 +7,15 @@ engines, tiers and kinds.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from ragfuse.errors import InputError
 from ragfuse.process.shared import shared
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
-from ragfuse.store.tier import Tier
 from ragfuse.telemetry.counters import (
     FALLBACK_KINDS,
     TOKEN_FATES,
@@ -27,8 +26,8 @@ from ragfuse.telemetry.counters import (
 
 Registry = Any
 """A `CollectorRegistry` of prometheus_client."""
-Metric = Any
-"""A metric family of prometheus_client."""
+Values = Mapping[str, float]
+"""Values by their label."""
 
 
 class MeteredEngine(Protocol):
@@ -39,175 +38,59 @@ class MeteredEngine(Protocol):
     counters: AnswerCounters
 
 
-class _Shown(NamedTuple):
-    """An engine at one moment; `shares`: other tenants use its slow tiers, so that their sizes are
-    not shown.
+def _counters(
+    engine: MeteredEngine, counts: CounterSnapshot
+) -> Iterator[tuple[str, str, str, Values]]:
+    """Yield the name, help text, label beside that of the engine, and values of each counter."""
+    sums, tiers = counts.sums, engine.store.tiers
+    refused = {why: sums[f"full {why}"] for why in FALLBACK_KINDS}
+    answers = {"fused": sums["fused"], "full": sum(refused.values())}
+    yield "answers", "Answers, fused or by full prefill.", "how", answers
+    yield "answers_refused", "Answers by full prefill, and why nothing was fused.", "why", refused
+    yield "answers_failed", "Questions that ended in an error.", "", {"": sums["failed"]}
+    catalog = (
+        "Times that the store's catalog could not be read or written, and the engine went on from"
+        " memory."
+    )
+    yield "catalog_failures", catalog, "", {"": sums["catalog_failures"]}
+    fates = "Tokens of prompts: reused from the store, reused and recomputed, or computed fresh."
+    yield "prompt_tokens", fates, "kind", {kind: sums[kind] for kind in TOKEN_FATES}
+    yield "answer_tokens", "Tokens of answers.", "", {"": sums["written"]}
+    for name, what, help_text in (
+        ("evictions", "evicted", "Entries evicted for others."),
+        ("corrupt", "corrupt", "Entries that could not be read and were dropped."),
+        ("refused_writes", "refused", "Writes refused for lack of space."),
+        ("failures", "failed", "Calls that the tier's storage refused or did not answer."),
+    ):
+        yield f"tier_{name}", help_text, "tier", {tier.name: tier.counts[what] for tier in tiers}
+    hits = {tier.name: sums[f"hit {tier.name}"] for tier in tiers}
+    yield "tier_hits", "Segments of prompts that were read from a tier.", "tier", hits
+    # A tier misses what a slower one gave, and what none had.
+    missed = accumulate(reversed(hits.values()), initial=sums["missed"])
+    misses = dict(zip(reversed(hits), missed, strict=False))
+    help_text = "Segments of prompts that were looked up in a tier without success."
+    yield "tier_misses", help_text, "tier", misses
+
+
+def _gauges(engine: MeteredEngine, shares: bool) -> Iterator[tuple[str, str, str, Values]]:
+    """Yield the same of each gauge.
+
+    Other tenants use the slow tiers too where `shares`, so that their sizes are not shown; a remote
+    medium has metrics of its own.
     """
-
-    engine: MeteredEngine
-    shares: bool
-    counts: CounterSnapshot
-
-    @property
-    def tiers(self) -> Sequence[Tier]:
-        """Its tiers."""
-        return self.engine.store.tiers
-
-    @property
-    def sized(self) -> Iterable[Tier]:
-        """Those of its tiers whose sizes are shown; a remote medium has metrics of its own."""
-        return (tier for tier in self.tiers if not tier.remote and not (self.shares and tier.slow))
-
-
-Rows = Mapping[str, float]
-"""Values by their label."""
-
-
-def _counts(name: str) -> Callable[[_Shown], Rows]:
-    """Return a function that gives a counter of each tier."""
-    return lambda shown: {tier.name: tier.counts[name] for tier in shown.tiers}
-
-
-def _misses(shown: _Shown) -> Rows:
-    """Return what each tier did not have: what a slower one gave, or none."""
-    sums = shown.counts.sums
-    missed, found = sums["missed"], dict[str, float]()
-    for tier in reversed(shown.tiers):
-        found[tier.name] = missed
-        missed += sums[f"hit {tier.name}"]
-    return found
-
-
-METRICS: Sequence[tuple[str, str, str, str, Callable[[_Shown], Rows]]] = (
-    (
-        "Counter",
-        "ragfuse_answers",
-        "Answers, fused or by full prefill.",
-        "how",
-        lambda shown: {
-            "fused": shown.counts.sums["fused"],
-            "full": sum(shown.counts.sums[f"full {why}"] for why in FALLBACK_KINDS),
-        },
-    ),
-    (
-        "Counter",
-        "ragfuse_answers_refused",
-        "Answers by full prefill, and why nothing was fused.",
-        "why",
-        lambda shown: {why: shown.counts.sums[f"full {why}"] for why in FALLBACK_KINDS},
-    ),
-    (
-        "Counter",
-        "ragfuse_answers_failed",
-        "Questions that ended in an error.",
-        "",
-        lambda shown: {"": shown.counts.sums["failed"]},
-    ),
-    (
-        "Counter",
-        "ragfuse_catalog_failures",
-        (
-            "Times that the store's catalog could not be read or written, and the engine went on"
-            " from memory."
-        ),
-        "",
-        lambda shown: {"": shown.counts.sums["catalog_failures"]},
-    ),
-    (
-        "Counter",
-        "ragfuse_prompt_tokens",
-        "Tokens of prompts: reused from the store, reused and recomputed, or computed fresh.",
-        "kind",
-        lambda shown: {kind: shown.counts.sums[kind] for kind in TOKEN_FATES},
-    ),
-    (
-        "Counter",
-        "ragfuse_answer_tokens",
-        "Tokens of answers.",
-        "",
-        lambda shown: {"": shown.counts.sums["written"]},
-    ),
-    (
-        "Gauge",
-        "ragfuse_waiting",
-        "Runs of tokens that wait to be encoded in the background.",
-        "",
-        lambda shown: {"": shown.engine.counters.waiting},
-    ),
-    (
-        "Counter",
-        "ragfuse_tier_evictions",
-        "Entries evicted for others.",
-        "tier",
-        _counts("evicted"),
-    ),
-    (
-        "Counter",
-        "ragfuse_tier_corrupt",
-        "Entries that could not be read and were dropped.",
-        "tier",
-        _counts("corrupt"),
-    ),
-    (
-        "Counter",
-        "ragfuse_tier_refused_writes",
-        "Writes refused for lack of space.",
-        "tier",
-        _counts("refused"),
-    ),
-    (
-        "Counter",
-        "ragfuse_tier_failures",
-        "Calls that the tier's storage refused or did not answer.",
-        "tier",
-        _counts("failed"),
-    ),
-    (
-        "Counter",
-        "ragfuse_tier_hits",
-        "Segments of prompts that were read from a tier.",
-        "tier",
-        lambda shown: {tier.name: shown.counts.sums[f"hit {tier.name}"] for tier in shown.tiers},
-    ),
-    (
-        "Counter",
-        "ragfuse_tier_misses",
-        "Segments of prompts that were looked up in a tier without success.",
-        "tier",
-        _misses,
-    ),
-    (
-        "Gauge",
-        "ragfuse_tier_bytes",
-        "Bytes stored in a tier.",
-        "tier",
-        lambda shown: {tier.name: tier.nbytes for tier in shown.sized},
-    ),
-    (
-        "Gauge",
-        "ragfuse_tier_capacity_bytes",
-        "Capacity of a tier, in bytes.",
-        "tier",
-        lambda shown: {tier.name: tier.capacity for tier in shown.sized},
-    ),
-    (
-        "Gauge",
-        "ragfuse_tier_entries",
-        "Entries stored in a tier, as far as is known.",
-        "tier",
-        lambda shown: {tier.name: len(tier.list()) for tier in shown.sized},
-    ),
-    (
-        "Gauge",
-        "ragfuse_tier_breaker_open",
-        "1 while a tier is unreachable and therefore not used, else 0.",
-        "tier",
-        lambda shown: {tier.name: not tier.answers for tier in shown.tiers},
-    ),
-)
-"""All metrics but the histogram: kind, name, help text, label beside that of the engine, and
-values.
-"""
+    tiers = engine.store.tiers
+    sized = [tier for tier in tiers if not tier.remote and not (shares and tier.slow)]
+    waiting = "Runs of tokens that wait to be encoded in the background."
+    yield "waiting", waiting, "", {"": engine.counters.waiting}
+    nbytes = {tier.name: tier.nbytes for tier in sized}
+    yield "tier_bytes", "Bytes stored in a tier.", "tier", nbytes
+    capacities = {tier.name: tier.capacity for tier in sized}
+    yield "tier_capacity_bytes", "Capacity of a tier, in bytes.", "tier", capacities
+    entries = {tier.name: len(tier.list()) for tier in sized}
+    yield "tier_entries", "Entries stored in a tier, as far as is known.", "tier", entries
+    is_open = {tier.name: not tier.answers for tier in tiers}
+    unreachable = "1 while a tier is unreachable and therefore not used, else 0."
+    yield "tier_breaker_open", unreachable, "tier", is_open
 
 
 def metrics(
@@ -259,33 +142,29 @@ class _Collector:
             self._engines[name] = engine, shares
         engine.counters.when_closed(lambda: self._engines.pop(name))
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Any]:
         """Yield all metrics with their current values."""
         from prometheus_client import core
 
         with self._lock:
-            engines = {
-                name: _Shown(*each, each[0].counters.now()) for name, each in self._engines.items()
-            }
-        if not engines:
-            return
-        for kind, metric, help_text, label, values_of in METRICS:
-            labels = [label] if label else []
-            family = getattr(core, f"{kind}MetricFamily")(
-                metric, help_text, labels=["engine", *labels]
-            )
-            for name, shown in engines.items():
-                for value, n in values_of(shown).items():
-                    family.add_metric([name, value] if label else [name], float(n))
-            yield family
-        family = core.HistogramMetricFamily(
-            "ragfuse_ttft_seconds", "Time to the first token.", labels=["engine"]
-        )
-        bounds = [*map(str, TTFT_S), "+Inf"]
-        for name, shown in engines.items():
-            family.add_metric(
-                [name],
-                list(zip(bounds, accumulate(shown.counts.ttft), strict=True)),
-                shown.counts.ttft_s,
-            )
-        yield family
+            engines = dict(self._engines)
+        families: dict[str, Any] = {}
+
+        def family(kind: Any, name: str, help_text: str, *labels: str) -> Any:
+            made = kind(f"ragfuse_{name}", help_text, labels=["engine", *filter(None, labels)])
+            return families.setdefault(name, made)
+
+        for name, (engine, shares) in engines.items():
+            counts = engine.counters.now()
+            for kind, rows in (
+                (core.CounterMetricFamily, _counters(engine, counts)),
+                (core.GaugeMetricFamily, _gauges(engine, shares)),
+            ):
+                for metric, help_text, label, values in rows:
+                    for value, n in values.items():
+                        labels = [name, *filter(None, [value])]
+                        family(kind, metric, help_text, label).add_metric(labels, float(n))
+            buckets = zip([*map(str, TTFT_S), "+Inf"], accumulate(counts.ttft), strict=True)
+            ttft = family(core.HistogramMetricFamily, "ttft_seconds", "Time to the first token.")
+            ttft.add_metric([name], list(buckets), counts.ttft_s)
+        yield from families.values()

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from pydantic_core import to_jsonable_python
+
 from ragfuse.errors import InputError
 from ragfuse.types.keys import Encoded, Kind
 from ragfuse.types.reasons import ENCODING, MISSING
@@ -191,24 +193,23 @@ class Trace:
                 f"{self.tokens} tokens: none reused"
                 f" ({self.fallback_reason or 'nothing was found'}), {first}"
             )
-        chunks = [each.hit for each in self.segments if each.kind == "chunk" and not each.goes_on]
-        parts = [f"{self.tokens_prefix} prefix"] if self.tokens_prefix else []
-        parts += [f"{self.history_reused} of earlier turns"] if self.history_reused else []
-        parts += [f"{sum(chunks)} of {len(chunks)} chunks{self._why_no_chunk()}"] if chunks else []
-        pending = sum(each.why == ENCODING for each in self.segments)
-        parts += [f"{pending} still being encoded"] if pending else []
-        missing = sum(each.why == MISSING for each in self.segments if each.kind == "chunk")
-        parts += [f"{missing} not stored yet"] if missing else []
-        reused = f"{self.tokens_reused} reused" + (f" ({', '.join(parts)})" if parts else "")
-        return f"{self.tokens} tokens: {reused}, {self.tokens_recomputed} recomputed, {first}"
-
-    def _why_no_chunk(self) -> str:
-        """Return ": " and the reason where one holds for all chunks and is not counted by the
-        summary; else "".
-        """
-        reasons = {"" if each.hit else each.why for each in self.segments if each.kind == "chunk"}
+        chunks = [each for each in self.segments if each.kind == "chunk"]
+        whole = [each.hit for each in chunks if not each.goes_on]
+        reasons = {"" if each.hit else each.why for each in chunks}
         why = reasons.pop() if len(reasons) == 1 else ""
-        return "" if why in ("", ENCODING, MISSING) else f": {why}"
+        counts = {
+            "prefix": self.tokens_prefix,
+            "of earlier turns": self.history_reused,
+            # A reason that holds for all of them, unless it is counted below.
+            "chunks" + (f": {why}" if why not in ("", ENCODING, MISSING) else ""): (
+                f"{sum(whole)} of {len(whole)}" if whole else ""
+            ),
+            "still being encoded": sum(each.why == ENCODING for each in self.segments),
+            "not stored yet": sum(each.why == MISSING for each in chunks),
+        }
+        parts = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        reused = f"{self.tokens_reused} reused" + (f" ({parts})" if parts else "")
+        return f"{self.tokens} tokens: {reused}, {self.tokens_recomputed} recomputed, {first}"
 
     @property
     def history_reused(self) -> int:
@@ -221,7 +222,7 @@ class Trace:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the trace, with its summary, as JSON brings it back: lists, no tuples."""
-        plain: dict[str, Any] = json.loads(json.dumps({**asdict(self), "summary": self.summary}))
+        plain: dict[str, Any] = to_jsonable_python({**asdict(self), "summary": self.summary})
         return plain
 
 
@@ -243,11 +244,8 @@ class ToolCall:
             InputError: The arguments are no JSON object.
         """
         function = call.get("function") or {}
-        name, arguments = (
-            str(function.get("name") or ""),
-            cls.read_arguments(function.get("arguments")),
-        )
-        return cls(name, arguments, str(call.get("id") or ""))
+        arguments = cls.read_arguments(function.get("arguments"))
+        return cls(str(function.get("name") or ""), arguments, str(call.get("id") or ""))
 
     def as_openai(self) -> dict[str, Any]:
         """Return the call in OpenAI's form, its arguments as JSON text."""

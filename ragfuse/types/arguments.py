@@ -20,8 +20,6 @@ from ragfuse.errors import SettingsError
 __all__ = ["checks_arguments"]
 
 T = TypeVar("T", bound=type)
-MAX_VALUE_CHARS = 80
-"""Most characters of a value in a message."""
 UNKNOWN_NAME = ("extra_forbidden", "unexpected_keyword_argument")
 """Pydantic's errors for a name that a class does not take."""
 
@@ -103,8 +101,6 @@ def refused_arguments(
         return unknown_argument(cls.__name__, str(strange["loc"][0]), [*known_fields, *aliases])
     first = errors[0]
     name = str(first["loc"][0]) if first["loc"] else ""
-    if first["type"] == "missing" and len(first["loc"]) == 1:
-        return SettingsError(f"{cls.__name__} needs the argument '{name}', which is missing.", name)
     field = next(
         (field for known, field in known_fields.items() if name in (known, field.alias)), None
     )
@@ -114,8 +110,8 @@ def refused_arguments(
         if each["loc"][:1] == first["loc"][:1]
     ]
     told = " or ".join(dict.fromkeys(alternatives))
-    is_secret = field is None or not field.repr
-    found = "" if is_secret or "found" in told else f", found {first['input']!r:.{MAX_VALUE_CHARS}}"
+    is_secret = field is None or not field.repr or first["type"] == "missing"
+    found = "" if is_secret or "found" in told else f", found {first['input']!r:.80}"
     where = place(name)
     return SettingsError(
         f"{name}: {told}{found}{f' ({where})' if where and where not in told else ''}.", name

@@ -43,11 +43,7 @@ class Grammar:
         """Return the grammar of exactly one of these texts; raise InputError where there is none,
         or an empty one.
         """
-        if (
-            isinstance(texts, str)
-            or not texts
-            or not all(isinstance(text, str) and text for text in texts)
-        ):
+        if isinstance(texts, str) or not texts or not all(texts):
             raise InputError(
                 f"Grammar.choice takes a list of texts, none of them empty; found {texts!r}."
             )
@@ -98,19 +94,15 @@ def _closed(schema: Any) -> Any:
         "properties" in schema and not _ELSEWHERE.isdisjoint(schema)
     ):
         return schema
-    inner = {name: _below(name, value) for name, value in schema.items()}
+    inner = dict(schema)
+    for name, value in schema.items():
+        if name in NAMED_SCHEMAS and isinstance(value, Mapping):
+            inner[name] = {key: _closed(each) for key, each in value.items()}
+        elif name not in PLAIN_VALUES:
+            inner[name] = _closed(value)
     if isinstance(schema.get("properties"), Mapping):
         inner.setdefault("additionalProperties", False)
     return inner
-
-
-def _below(name: str, value: Any) -> Any:
-    """Return the value of a schema keyword, with the schemas in it closed; plain values stay as
-    they are.
-    """
-    if name in NAMED_SCHEMAS and isinstance(value, Mapping):
-        return {key: _closed(each) for key, each in value.items()}
-    return value if name in PLAIN_VALUES else _closed(value)
 
 
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")

@@ -4,7 +4,7 @@ name no policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -100,6 +100,3 @@ class PolicyCost:
 
 BY_RATIO = PolicyCost()
 """The cost of a policy that follows the ratio and needs nothing first."""
-
-CostOf = Callable[[str], PolicyCost]
-"""A function from a policy's name to its cost."""

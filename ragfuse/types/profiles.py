@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from ragfuse.types.kv import RopeLayout
 
 PROFILE_VERSION = 6
@@ -75,11 +77,9 @@ class ModelProfile:
         """Policy and ratio that calibration chose; None without calibration, or where it found
         nothing safe.
         """
-        return (
-            (self.policy, self.ratio)
-            if self.safe and self.policy and self.ratio is not None
-            else None
-        )
+        if not self.safe or not self.policy or self.ratio is None:
+            return None
+        return self.policy, self.ratio
 
     @property
     def default_choice(self) -> tuple[str, float]:
@@ -108,8 +108,4 @@ class ModelProfile:
         """Return the profile that `as_dict` wrote; None where another version wrote it."""
         if data.get("version") != PROFILE_VERSION:
             return None
-        specs = (
-            RopeLayout(**{**s, "inv_freq": tuple(s["inv_freq"])}) if s else None
-            for s in data["rope"]
-        )
-        return cls(**{**data, "rope": tuple(specs), "windows": tuple(data["windows"])})
+        return TypeAdapter(cls).validate_python(data)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ragfuse.types.keys import ChunkKey, Kind
 
@@ -45,19 +45,6 @@ class Segment:
     stored: tuple[int, ...] = field(default=(), repr=False, compare=False)
     document: int = field(default=-1, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        if bool(self.keys) == (self.kind == "fresh"):
-            raise ValueError(
-                f"A fresh segment has no keys and any other has some, found {self.kind!r} with"
-                f" {len(self.keys)} keys."
-            )
-        lo, hi = self.rows or (0, len(self.tokens))
-        if not self.tokens or not 0 <= lo == hi - len(self.tokens):
-            raise ValueError(
-                f"A segment needs tokens, as many as rows: found {len(self.tokens)} tokens, rows"
-                f" {self.rows}."
-            )
-
     @property
     def shift(self) -> int:
         """Positions by which the keys of the stored run are rotated to stand at their place in the
@@ -71,15 +58,6 @@ class Segment:
         return self.start + len(self.tokens)
 
 
-class ConversationRef(Protocol):
-    """A conversation that a prompt continues."""
-
-    @property
-    def id(self) -> str:
-        """The name of its session."""
-        ...
-
-
 @dataclass(frozen=True)
 class Prompt:
     """The segments of a prompt, in order. Positions strictly increase; gaps are allowed.
@@ -91,7 +69,8 @@ class Prompt:
         segments: The segments.
         dropped: Sources of chunks that were left out so that the prompt fits.
         truncated: Tokens of the conversation that were left out so that the prompt fits.
-        conversation: The conversation that the prompt continues.
+        conversation: The conversation that the prompt continues
+            (`engine.history.PendingTurn`); None for none.
         schema_use: What it reuses of a schema (`schemas.bind.SchemaUse`); None where it uses no
             schema.
         last_user_rows: Rows lo:hi of the text of the last message, if it is a user's; else (0, 0).
@@ -102,7 +81,7 @@ class Prompt:
     segments: tuple[Segment, ...]
     dropped: tuple[str, ...] = ()
     truncated: int = 0
-    conversation: ConversationRef | None = field(default=None, repr=False, compare=False)
+    conversation: Any = field(default=None, repr=False, compare=False)
     schema_use: object = field(default=None, repr=False, compare=False)
     last_user_rows: tuple[int, int] = field(default=(0, 0), repr=False, compare=False)
     altered: bool = field(default=False, repr=False, compare=False)

@@ -45,12 +45,6 @@ def no_policy(name: str) -> SettingsError:
     )
 
 
-def known_policy(name: str) -> None:
-    """Raise SettingsError for a name that is not a selection policy."""
-    if not is_policy(name):
-        raise no_policy(name)
-
-
 def as_setting(name: str) -> str:
     """Return the name of a selection policy as it is; ValueError for one that is none's, as
     pydantic wants it.

@@ -30,10 +30,11 @@ TIER_KINDS = (
     TierKind("redis", ("redis", "rediss", "unix"), "ragfuse.store.redis:RedisTier", extra="redis"),
     TierKind("objects", ("*",), "ragfuse.store.objects:ObjectTier", extra="objects"),
 )
-"""All kinds that a URL can open; the memory tier belongs to the process and has no URL."""
+"""All kinds that a URL can open, the one of all other schemes last; the memory tier belongs to the
+process and has no URL.
+"""
 
 
 def kind_of_scheme(scheme: str) -> TierKind:
     """Return the kind of tier that a URL with this scheme opens."""
-    named = next((kind for kind in TIER_KINDS if scheme in kind.schemes), None)
-    return named or next(kind for kind in TIER_KINDS if "*" in kind.schemes)
+    return next(kind for kind in TIER_KINDS if {scheme, "*"} & {*kind.schemes})

@@ -43,36 +43,19 @@ def whole_text(text: str, what: str = "") -> str:
 
 
 def whole_value(value: Any, what: str) -> Any:
-    """Return a value with all texts in it, keys too, as `whole_text` does; the same one if nothing
-    is replaced.
+    """Return a value with all texts in it, keys too, as `whole_text` does.
 
     Args:
-        value: Texts, numbers, lists, mappings and dataclasses. One that holds itself is returned as
-            it is.
+        value: Texts, numbers, lists, mappings and dataclasses.
         what: How a warning names it.
     """
-    try:
-        return _whole(value, what)
-    except RecursionError:  # whoever writes it as JSON refuses it
-        return value
-
-
-def _whole(value: Any, what: str) -> Any:
     if isinstance(value, str):
         return whole_text(value, what)
     if isinstance(value, Mapping):
-        pairs = [(_whole(name, what), _whole(each, what)) for name, each in value.items()]
-        is_same = all(
-            a is c and b is d for (a, b), (c, d) in zip(value.items(), pairs, strict=True)
-        )
-        return value if is_same else dict(pairs)
+        return {whole_value(name, what): whole_value(each, what) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        items = [_whole(each, what) for each in value]
-        return (
-            value if all(a is b for a, b in zip(value, items, strict=True)) else type(value)(items)
-        )
+        return type(value)(whole_value(each, what) for each in value)
     if is_dataclass(value) and not isinstance(value, type):
-        given = {each.name: getattr(value, each.name) for each in fields(value)}
-        parts = _whole(given, what)
-        return value if parts is given else replace(value, **parts)
+        parts = {each.name: getattr(value, each.name) for each in fields(value)}
+        return replace(value, **whole_value(parts, what))
     return value

@@ -86,16 +86,13 @@ def test_levels_are_lists_by_tier_what_loses_least_first(given, found, monkeypat
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ('{"redis": ["int7"]}', "raw, int8, cg1, cg2, cg3, cg4, or auto alone, found 'int7'"),
-        ('{"redis": ["auto", "raw"]}', "found 'auto'"),
-        ('{"redis": []}', "found none"),
-        (
-            '{"tape": ["raw"]}',
-            "the name of a tier (gpu, memory, disk, redis, objects, redis-2 ...), found 'tape'",
-        ),
-        ('["raw"]', "lists of levels by tier"),
-        ('{"redis": 7}', "lists of levels by tier"),
-        ('{"redis"', "lists of levels by tier"),
+        ('{"redis": ["int7"]}', "raw, int8, cg1, cg2, cg3, cg4, or auto alone, found ['int7']"),
+        ('{"redis": ["auto", "raw"]}', "auto alone"),
+        ('{"redis": []}', "wanted some of"),
+        ('{"tape": ["raw"]}', "(gpu, memory, disk, redis, objects, redis-2 ...), found 'tape'"),
+        ('["raw"]', "levels by tier"),
+        ('{"redis": 7}', "found 7"),
+        ('{"redis"', "levels by tier"),
     ],
 )
 def test_levels_that_are_none_are_told_with_those_there_are(given, told, monkeypatch):
@@ -103,7 +100,7 @@ def test_levels_that_are_none_are_told_with_those_there_are(given, told, monkeyp
     with pytest.raises(SettingsError) as error:
         settings_of()
     assert told in str(error.value)
-    assert 'RAGFUSE_LEVELS=\'{"redis": ["int8", "cg2"]}\'' in str(error.value)
+    assert "RAGFUSE_LEVELS" in str(error.value)
 
 
 @pytest.mark.parametrize(

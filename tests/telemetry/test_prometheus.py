@@ -6,8 +6,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ragfuse import Ask, Engine, InputError, Piece, Settings, metrics
+from ragfuse import Ask, Engine, InputError, Piece, metrics
 from ragfuse.telemetry.counters import FALLBACK_KINDS, TTFT_S, fallback_kind
+from ragfuse.types.reasons import FULL_PREFILL_ASKED, PROMPT_TOO_SHORT
 from tests.store.kit import key, kv
 from tests.store.redis_server import RedisServer
 
@@ -190,15 +191,6 @@ def test_several_engines_share_a_registry_until_each_is_closed(
     assert generate_latest(registry) == b""
 
 
-def test_the_default_registry_is_the_client_s_own(engine):
-    from prometheus_client import REGISTRY
-
-    metrics(engine, name="ragfuse-test")
-    assert b'engine="ragfuse-test"' in generate_latest(REGISTRY)
-    engine.close()
-    assert b"ragfuse-test" not in generate_latest(REGISTRY)
-
-
 def test_no_text_and_no_source_is_in_a_scrape(engine, registry):
     metrics(engine, registry)
     ingested(engine, asking("Who?"))
@@ -214,16 +206,16 @@ def test_without_the_client_it_says_what_to_install(engine, monkeypatch):
         metrics(engine)
 
 
-def test_a_model_that_cannot_be_fused_and_a_prompt_without_chunks_have_reasons_of_their_own(
-    engine, tiny_settings
-):
-    assert fallback_kind(engine.answer("Who?").trace.fallback_reason) == "too_short"
-    assert (
-        fallback_kind("Its rope scaling 'dynamic' depends on the length of the whole prompt.")
-        == "model"
-    )
-    assert fallback_kind("") == ""
-    assert fallback_kind("full prefill was asked for") == "asked"
-    assert fallback_kind("full prefill 0.1 s is predicted, fusing 2 s") == "faster"
-    assert {"model", "too_short"} < set(FALLBACK_KINDS)
-    assert isinstance(tiny_settings, Settings)
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        ("", ""),
+        (PROMPT_TOO_SHORT, "too_short"),
+        (FULL_PREFILL_ASKED, "asked"),
+        ("full prefill 0.1 s is predicted, fusing 2 s", "faster"),
+        ("Its rope scaling 'dynamic' depends on the length of the whole prompt.", "model"),
+    ],
+)
+def test_a_full_prefill_has_a_kind(reason, kind):
+    assert fallback_kind(reason) == kind
+    assert not kind or kind in FALLBACK_KINDS

@@ -49,52 +49,27 @@ def test_a_misspelt_argument_of_a_public_class_is_told_with_the_class(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "told"),
+    ("kind", "given", "argument", "told"),
     [
-        (Walnut, {"wieght": 2}, "Walnut has no argument 'wieght'. Did you mean weight?"),
-        (Ask, {"ratoi": 1}, "Ask has no argument 'ratoi'. Did you mean ratio?"),
-        (Settings, {"modle": "x"}, "Settings has no argument 'modle'. Did you mean model?"),
-        (
-            Hazel,
-            {"wieght": 2, "origin": "Piedmont"},
-            "Hazel has no argument 'wieght'. Did you mean weight?",
-        ),
-        (Hazel, {"gram": 2}, "Hazel has no argument 'gram'. Did you mean grams?"),
-        (Hazel, {"orign": "Piedmont"}, "Hazel has no argument 'orign'. Did you mean origin?"),
-        (Purple, {"shad": 1, "origin": ""}, "Purple has no argument 'shad'. Did you mean shade?"),
-        (Hazel, {}, "Hazel needs the argument 'origin', which is missing."),
-        (
-            Hazel,
-            {"grams": -1, "origin": ""},
-            "grams: Input should be greater than or equal to 0, found -1.",
-        ),
-        (
-            Hazel,
-            {"weight": 2.5, "origin": ""},
-            (
-                "weight: Input should be a valid integer, got a number with a fractional part,"
-                " found 2.5."
-            ),
-        ),
-        (Hazel, {"key": 7, "origin": ""}, "key: Input should be a valid string."),
-        (Purple, {"shade": [], "origin": ""}, "shade: Input should be a valid number, found []."),
+        (Walnut, {"wieght": 2}, "wieght", "Did you mean weight?"),
+        (Hazel, {"wieght": 2, "origin": "Piedmont"}, "wieght", "Did you mean weight?"),
+        (Hazel, {"gram": 2}, "gram", "Did you mean grams?"),
+        (Hazel, {"orign": "Piedmont"}, "orign", "Did you mean origin?"),
+        (Purple, {"shad": 1, "origin": ""}, "shad", "Did you mean shade?"),
+        (Hazel, {}, "origin", "required."),
+        (Hazel, {"grams": -1, "origin": ""}, "grams", "found -1."),
+        (Hazel, {"weight": 2.5, "origin": ""}, "weight", "found 2.5."),
+        (Hazel, {"key": 7, "origin": ""}, "key", "valid string."),
+        (Purple, {"shade": [], "origin": ""}, "shade", "found []."),
+        (Hazel, {"grams": "x" * 4000, "origin": ""}, "grams", "xxx."),
     ],
 )
-def test_what_is_refused_is_told_with_what_is_wanted(kind, given, told):
+def test_what_is_refused_is_told_with_what_is_wanted(kind, given, argument, told):
     with pytest.raises(SettingsError) as refused:
         kind(**given)
-    assert str(refused.value) == told
-
-
-def test_the_error_knows_which_argument_it_is_about():
-    with pytest.raises(SettingsError) as refused:
-        Hazel(grams=-1, origin="")
-    assert refused.value.argument == "grams"
-
-
-def test_a_value_is_told_in_part():
-    with pytest.raises(SettingsError) as refused:
-        Hazel(grams="x" * 4000, origin="")
+    assert refused.value.argument == argument
+    assert argument in str(refused.value)
+    assert str(refused.value).endswith(told)
     assert len(str(refused.value)) < 200
 
 

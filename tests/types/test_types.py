@@ -8,23 +8,17 @@ from ragfuse.types.prompt import Prompt, Segment
 KEY = ChunkKey("m", "t")
 
 
-def test_a_segment_without_rows_is_its_whole_run_turned_by_its_start() -> None:
-    assert Segment((1, 2), 7, "module", (KEY,)).shift == 7
-    assert Segment((1, 2), 7).shift == 7
-
-
-def test_rows_of_a_run_without_gaps_are_turned_by_where_the_run_would_start() -> None:
-    assert Segment((3, 4), 7, "module", (KEY,), rows=(2, 4)).shift == 5
-
-
-def test_rows_of_a_run_with_gaps_are_turned_by_where_its_position_0_stands() -> None:
-    assert Segment((3, 4), 17, "module", (KEY,), rows=(2, 4), origin=5).shift == 5
-
-
-@pytest.mark.parametrize("rows", [(0, 1), (0, 3), (-1, 1), (2, 0)])
-def test_a_segment_has_as_many_tokens_as_rows(rows: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="as many as rows"):
-        Segment((1, 2), 0, "module", (KEY,), rows=rows)
+@pytest.mark.parametrize(
+    ("segment", "shift"),
+    [
+        (Segment((1, 2), 7, "module", (KEY,)), 7),
+        (Segment((1, 2), 7), 7),
+        (Segment((3, 4), 7, "module", (KEY,), rows=(2, 4)), 5),
+        (Segment((3, 4), 17, "module", (KEY,), rows=(2, 4), origin=5), 5),
+    ],
+)
+def test_a_segment_is_turned_by_where_its_run_would_start(segment: Segment, shift: int) -> None:
+    assert segment.shift == shift
 
 
 def test_pieces_of_one_run_stand_apart_in_a_prompt() -> None:

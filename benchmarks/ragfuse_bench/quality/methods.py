@@ -12,10 +12,10 @@ from ragfuse.calibration.case import Case
 from ragfuse.calibration.methods import Encoded, Lab, Method, default_encoded
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.fuse.fusor import CachedRun
+from ragfuse.fuse.select import policy_named
 from ragfuse.hf.model import HFModel, KVSource, Prefill
 from ragfuse.types.policy_cost import AUTO
 from ragfuse.types.prompt import Prompt
-from ragfuse.types.selection import known_policy
 
 RATIO_BY_NAME = MappingProxyType({"full": 1.0, "prefix": None, "none": 0.0})
 """Methods with a fixed ratio, or none."""
@@ -41,7 +41,7 @@ def methods_of(names: Sequence[str], ratios: Sequence[float], model: HFModel) ->
         elif policy in RATIO_BY_NAME:
             found.append(Method(policy, RATIO_BY_NAME[policy], encoded))
         else:
-            known_policy(policy)
+            policy_named(policy)
             found += [Method(policy, ratio, encoded) for ratio in ratios]
     return list(dict.fromkeys(found))
 

@@ -124,29 +124,19 @@ def test_haystack_reads_back_from_a_stream_what_the_reply_says(llm: RagfuseChatG
     assert reply.tool_calls
 
 
-async def test_awaited_answers_are_the_same_and_leave_the_loop_free(
-    llm: RagfuseChatGenerator,
-) -> None:
-    whole, seen, beats = replied(llm), list[StreamingChunk](), list[int]()
-
-    async def heart() -> None:
-        while True:
-            beats.append(1)
-            await asyncio.sleep(0.001)
+async def test_awaited_answers_are_the_same(llm: RagfuseChatGenerator) -> None:
+    whole, seen = replied(llm), list[StreamingChunk]()
 
     async def callback(chunk: StreamingChunk) -> None:
         seen.append(chunk)
 
-    beating = asyncio.create_task(heart())
     several = await asyncio.gather(
         llm.run_async(ASKED),
         llm.run_async("Paint my door."),
         llm.run_async(ASKED, streaming_callback=callback),
     )
-    beating.cancel()
     assert [each["replies"][0].text for each in several] == [whole.text] * 3
     assert "".join(chunk.content for chunk in seen) == whole.text
-    assert len(beats) > 3
     assert await llm.run_async([]) == {"replies": []}
 
 
@@ -176,13 +166,6 @@ def test_an_error_of_a_callback_ends_the_generation(llm: RagfuseChatGenerator) -
     assert replied(llm).text is not None
 
 
-def test_a_coroutine_is_refused_where_nothing_can_await_it(llm: RagfuseChatGenerator) -> None:
-    async def callback(chunk: StreamingChunk) -> None: ...
-
-    with pytest.raises(ValueError, match="cannot be a coroutine"):
-        llm.run(ASKED, callback)
-
-
 # options
 
 
@@ -208,44 +191,27 @@ def test_options_hold_for_the_generator_and_for_a_call(
     )
 
 
-def test_a_misspelt_argument_is_told_with_what_is_meant(engine: Engine) -> None:
-    with pytest.raises(
-        SettingsError,
-        match=r"^RagfuseChatGenerator has no argument 'modle'\. Did you mean model\?$",
-    ):
+def test_a_misspelt_argument_or_option_is_told_with_what_is_meant(
+    llm: RagfuseChatGenerator, engine: Engine
+) -> None:
+    with pytest.raises(SettingsError, match=r"Did you mean model\?"):
         RagfuseChatGenerator(modle="x")
-    with pytest.raises(SettingsError, match="dtype"):
-        RagfuseChatGenerator(dtype="flot32")
-    assert set(inspect.signature(RagfuseChatGenerator.__init__).parameters) >= {
-        "model",
-        "engine",
-        "tools",
-    }
     saved = RagfuseChatGenerator(settings=engine.settings).to_dict()
     saved["init_parameters"]["generation_kwarg"] = {}
     with pytest.raises(SettingsError, match="Did you mean generation_kwargs"):
         RagfuseChatGenerator.from_dict(saved)
-
-
-def test_an_unknown_option_is_refused_when_it_is_given(
-    llm: RagfuseChatGenerator, engine: Engine
-) -> None:
-    with pytest.raises(SettingsError, match=r"no argument 'loudness'.*policy, ratio"):
-        llm.run(ASKED, generation_kwargs={"loudness": 3})
     with pytest.raises(SettingsError, match="no argument 'n'"):
         RagfuseChatGenerator(engine=engine, generation_kwargs={"n": 3})
-    with pytest.raises(SettingsError, match="ratio"):
-        llm.run(ASKED, generation_kwargs={"ratio": 3})
+    for strange in ({"loudness": 3}, {"ratio": 3}):
+        with pytest.raises(SettingsError, match=next(iter(strange))):
+            llm.run(ASKED, generation_kwargs=strange)
 
 
 @pytest.mark.parametrize(
     "form",
     [
         Paint,
-        {
-            "type": "json_schema",
-            "json_schema": {"name": "paint", "schema": Paint.model_json_schema()},
-        },
+        {"type": "json_schema", "json_schema": {"schema": Paint.model_json_schema()}},
     ],
     ids=["class", "schema"],
 )
@@ -306,13 +272,6 @@ def test_what_a_text_model_cannot_read_is_refused() -> None:
 
 
 # places
-
-
-def test_the_model_is_loaded_when_it_is_warmed_up(tiny_settings: Settings) -> None:
-    llm = RagfuseChatGenerator(settings=tiny_settings, generation_kwargs={"max_tokens": 2})
-    llm.warm_up()
-    assert llm.get_engine() is RagfuseChatGenerator(settings=tiny_settings).get_engine()
-    assert replied(llm).meta["usage"]["completion_tokens"] == 2
 
 
 def test_a_loaded_model_answers_and_cannot_be_serialised(

@@ -11,7 +11,7 @@ from copy import copy
 from typing import Any
 
 import pytest
-from haystack import Pipeline, tracing
+from haystack import tracing
 from haystack.components.agents import Agent
 from haystack.dataclasses import ChatMessage, StreamingChunk
 from haystack.tools import Tool
@@ -19,7 +19,7 @@ from haystack.tracing import Span, Tracer
 from haystack_integrations.components.generators.ragfuse import RagfuseChatGenerator
 from haystack_integrations.components.generators.ragfuse.retrieved import RUNS, RetrievalTracer
 
-from integrations.tests.haystack_pipelines import DOCUMENTS, TEMPLATE, asked, given, hits, rag
+from integrations.tests.haystack_pipelines import DOCUMENTS, asked, given, hits, rag
 from ragfuse import Engine, Settings
 
 FIRST, SECOND = "Who was the harbour master?", "Which oil did the lighthouse burn?"
@@ -91,22 +91,6 @@ def test_the_input_for_documents_may_be_connected(
     assert hits(asked(pipeline, SECOND)) == [True] * 4
 
 
-def test_documents_that_were_given_to_the_prompt_are_heard(
-    llm: RagfuseChatGenerator, engine: Engine
-) -> None:
-    from haystack.components.builders import ChatPromptBuilder
-
-    pipeline = Pipeline()
-    pipeline.add_component("prompt", ChatPromptBuilder(TEMPLATE, required_variables="*"))
-    pipeline.add_component("llm", llm)
-    pipeline.connect("prompt.prompt", "llm.messages")
-    for order in (1, -1):
-        data = {"prompt": {"documents": DOCUMENTS[::order], "question": FIRST}}
-        (reply,) = pipeline.run(data)["llm"]["replies"]
-        engine.flush()
-    assert hits(reply) == [True] * 4
-
-
 def test_nothing_is_heard_where_learning_is_off(tiny_settings: Settings) -> None:
     with Engine(tiny_settings.model_copy(update={"learn": "off"})) as engine:
         llm = RagfuseChatGenerator(engine=engine)
@@ -115,18 +99,6 @@ def test_nothing_is_heard_where_learning_is_off(tiny_settings: Settings) -> None
         asked(pipeline, FIRST)
         engine.flush()
         assert hits(asked(pipeline, SECOND)) == []
-
-
-def test_one_pipelines_documents_are_not_anothers(
-    llm: RagfuseChatGenerator, engine: Engine
-) -> None:
-    pipeline = rag(llm)
-    asked(pipeline, FIRST)
-    reply = llm.run([ChatMessage.from_user(f"{DOCUMENTS[0].content}\n\nWho?")])["replies"][0]
-    heard = engine.answer(f"{DOCUMENTS[1].content}")
-    assert RUNS.retrieved((), lambda: DOCUMENTS[0].content or "") == ()
-    assert reply.text is not None
-    assert heard.trace.tokens > 0
 
 
 # beside another tracer

@@ -12,6 +12,7 @@ from haystack.utils import Secret
 from haystack_integrations.components.generators.ragfuse import RagfuseChatGenerator
 
 from integrations.tests.haystack_pipelines import asked, given, hits, rag
+from integrations.tests.kit import outline
 from integrations.tests.served import KEY, stored
 from ragfuse import Engine
 from ragfuse.remote import RemoteEngine, ServerError
@@ -34,22 +35,8 @@ def local(engine: Engine) -> RagfuseChatGenerator:
 
 def told(reply: ChatMessage) -> Any:
     """Everything of a reply but times and the name of the model."""
-    trace = reply.meta["ragfuse"]
-    kinds = [
-        (each["kind"], each["n_tokens"], each["start"], each["hit"], each["source"])
-        for each in trace["segments"]
-    ]
-    counts = [
-        trace[name] for name in ("tokens", "tokens_reused", "tokens_recomputed", "tokens_fresh")
-    ]
-    return (
-        reply.text,
-        kinds,
-        counts,
-        reply.meta["usage"],
-        reply.meta["finish_reason"],
-        sorted(reply.meta),
-    )
+    meta = reply.meta
+    return reply.text, outline(meta["ragfuse"]), meta["usage"], meta["finish_reason"], sorted(meta)
 
 
 def test_a_pipeline_answers_alike_and_reuses_at_its_second_question(
@@ -96,7 +83,3 @@ def test_a_client_that_is_there_already_is_taken(served: Served) -> None:
     assert llm.get_engine() is client
     assert llm.run("Who?")["replies"][0].text
     assert llm.to_dict()["init_parameters"]["base_url"] == served.url
-
-
-def test_warming_up_asks_no_server() -> None:
-    RagfuseChatGenerator(base_url="http://127.0.0.1:9").warm_up()

@@ -9,10 +9,20 @@ from collections.abc import Iterator
 import pytest
 from langchain_ragfuse.callbacks import LISTENER
 
-from integrations.tests.kit import engine, minilm, real_engine, smollm, tiny_path, tiny_settings
+from integrations.tests.kit import (
+    asks,
+    engine,
+    minilm,
+    real_engine,
+    smollm,
+    tiny_path,
+    tiny_settings,
+)
 from integrations.tests.served import served, served_embedded
+from integrations.tests.thoughts import thinking
 
 __all__ = [
+    "asks",
     "engine",
     "minilm",
     "nothing_heard",
@@ -20,6 +30,7 @@ __all__ = [
     "served",
     "served_embedded",
     "smollm",
+    "thinking",
     "tiny_path",
     "tiny_settings",
 ]

@@ -18,20 +18,14 @@ from langchain_core.messages import (
 from langchain_ragfuse import ChatRagFuse
 from langchain_ragfuse.messages import to_ragfuse_messages
 
+from integrations.tests.kit import FIRST, READ, SECOND, hits, read_and_stored
 from ragfuse import Engine, InputError, ModelError
-
-FIRST = "The lighthouse keeper counted forty ships that night and wrote all their names down."
-SECOND = "Nobody in the valley remembers who planted the walnut trees along the old road."
-ASKED = f"Read this.\n\n{FIRST}\n\n{SECOND}\n\nHow many ships were there?"
 
 
 @pytest.fixture
 def llm(engine: Engine) -> ChatRagFuse:
-    engine.ingest([(FIRST, "first.txt"), (SECOND, "second.txt")])
     llm = ChatRagFuse(engine=engine)
-    for _ in range(2):  # once for the prompt's beginning, once for the chunks behind it
-        llm.invoke(ASKED)
-        engine.flush()
+    read_and_stored(engine, lambda: llm.invoke(READ))
     return llm
 
 
@@ -39,20 +33,11 @@ def traced(message: Any) -> dict[str, Any]:
     return message.response_metadata["ragfuse"]
 
 
-def sources(message: Any) -> list[str]:
-    """Where the chunks that came from the store are from."""
-    return [
-        each["source"]
-        for each in traced(message)["segments"]
-        if each["kind"] == "chunk" and each["hit"]
-    ]
-
-
 def test_chunks_known_to_the_store_are_reused_in_a_plain_prompt(llm: ChatRagFuse) -> None:
-    answer = llm.invoke(ASKED)
-    assert sources(answer) == ["first.txt", "second.txt"]
+    answer = llm.invoke(READ)
+    assert hits(traced(answer)) == ["first.txt", "second.txt"]
     assert answer.usage_metadata is not None
-    assert answer.usage_metadata["input_tokens"] == len(llm.get_engine().prompt([("user", ASKED)]))
+    assert answer.usage_metadata["input_tokens"] == len(llm.get_engine().prompt([("user", READ)]))
     assert (
         answer.usage_metadata["input_token_details"]["cache_read"]
         > traced(answer)["tokens_reused"]
@@ -76,7 +61,7 @@ def test_the_profile_says_what_the_model_can_do(engine: Engine, tmp_path: Path) 
 
 
 def test_ratio_one_answers_like_full_prefill(llm: ChatRagFuse) -> None:
-    fused, full = llm.invoke(ASKED, ratio=1.0), llm.bind(reuse=False).invoke(ASKED)
+    fused, full = llm.invoke(READ, ratio=1.0), llm.bind(reuse=False).invoke(READ)
     assert fused.content == full.content
     assert traced(full)["fallback_reason"]
     assert not traced(fused)["fallback_reason"]
@@ -84,16 +69,14 @@ def test_ratio_one_answers_like_full_prefill(llm: ChatRagFuse) -> None:
 
 
 def test_a_stream_says_the_same_text_and_ends_with_usage_and_trace(llm: ChatRagFuse) -> None:
-    llm.invoke(ASKED)
-    llm.get_engine().flush()
-    whole, chunks = llm.invoke(ASKED), list(llm.stream(ASKED))
+    whole, chunks = llm.invoke(READ), list(llm.stream(READ))
     assert "".join(chunk.content for chunk in chunks) == whole.content
     assert [chunk.chunk_position for chunk in chunks].count("last") == 1
     assert chunks[-1].chunk_position == "last"
     total = sum(chunks[1:], chunks[0])
     assert isinstance(total, AIMessageChunk)
     assert total.usage_metadata == whole.usage_metadata
-    assert sources(total) == ["first.txt", "second.txt"]
+    assert hits(traced(total)) == ["first.txt", "second.txt"]
 
 
 def test_a_chunk_block_has_exact_boundaries_and_is_learnt(engine: Engine) -> None:
@@ -108,13 +91,13 @@ def test_a_chunk_block_has_exact_boundaries_and_is_learnt(engine: Engine) -> Non
         [{"type": "text", "text": "Read this: "}, block, " and ", plain, " What do you think?"]
     )
     first = llm.invoke([message])
-    assert sources(first) == []
+    assert hits(traced(first)) == []
     assert first.usage_metadata["input_token_details"]["cache_creation"] >= len(FIRST) + len(SECOND)
     engine.flush()
     second = llm.invoke([message])
-    assert sources(second) == ["log.txt", "valley.txt"]
+    assert hits(traced(second)) == ["log.txt", "valley.txt"]
     assert second.usage_metadata["input_token_details"]["cache_creation"] == 0
-    assert sources(llm.invoke(f"Now as a plain text:\n\n{FIRST}\n\nAnd?")) == ["log.txt"]
+    assert hits(traced(llm.invoke(f"Now as a plain text:\n\n{FIRST}\n\nAnd?"))) == ["log.txt"]
 
 
 def test_an_image_is_refused_with_what_is_wanted(llm: ChatRagFuse) -> None:
@@ -145,53 +128,12 @@ def test_roles_reach_the_template(llm: ChatRagFuse) -> None:
         llm.invoke([HumanMessage("Ask."), RemoveMessage(id="1")])
 
 
-async def test_async_calls_leave_the_loop_free(llm: ChatRagFuse) -> None:
-    """While the model's lock is held elsewhere no answer can come; the loop goes on all the
-    same.
-    """
-    lock = llm.get_engine().model.lock
-    elsewhere = _Holder(lock)
-    await asyncio.to_thread(elsewhere.hold)
-    calls = [asyncio.create_task(llm.ainvoke(ASKED)) for _ in range(8)]
-    streams = [asyncio.create_task(_collected(llm)) for _ in range(8)]
-    done, _ = await asyncio.wait([*calls, *streams], timeout=0.05)
-    assert not done
-    elsewhere.let_go()
-    answers = [str(message.content) for message in await asyncio.gather(*calls)]
-    assert set(answers) == set(await asyncio.gather(*streams)) == {str(llm.invoke(ASKED).content)}
-
-
-async def _collected(llm: ChatRagFuse) -> str:
-    return "".join([str(chunk.content) async for chunk in llm.astream(ASKED)])
-
-
-class _Holder:
-    """A re-entrant lock held by a thread of its own until it is told to let go."""
-
-    def __init__(self, lock: Any) -> None:
-        self.lock, self.held, self.over = lock, threading.Event(), threading.Event()
-        self.thread = threading.Thread(target=self._run, daemon=True)
-
-    def hold(self) -> None:
-        self.thread.start()
-        self.held.wait()
-
-    def let_go(self) -> None:
-        self.over.set()
-        self.thread.join()
-
-    def _run(self) -> None:
-        with self.lock:
-            self.held.set()
-            self.over.wait()
-
-
 def _writers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "ragfuse-answer"]
 
 
 async def test_cancelling_a_call_stops_the_generation(llm: ChatRagFuse) -> None:
-    call = asyncio.create_task(llm.ainvoke(ASKED, max_tokens=3000))
+    call = asyncio.create_task(llm.ainvoke(READ, max_tokens=3000))
     while not _writers():
         await asyncio.sleep(0.005)
     call.cancel()
@@ -200,18 +142,14 @@ async def test_cancelling_a_call_stops_the_generation(llm: ChatRagFuse) -> None:
     await asyncio.to_thread(_ended)
 
 
-async def test_leaving_an_async_stream_stops_the_generation(llm: ChatRagFuse) -> None:
-    stream = llm.astream(ASKED, max_tokens=3000, reuse=False)
-    await anext(stream)
+async def test_leaving_a_stream_stops_the_generation(llm: ChatRagFuse) -> None:
+    late = llm.astream(READ, max_tokens=3000, reuse=False)
+    await anext(late)
     assert _writers()
-    await stream.aclose()
+    await late.aclose()
     await asyncio.to_thread(_ended)
-
-
-def test_leaving_a_stream_stops_the_generation(llm: ChatRagFuse) -> None:
-    stream = llm.stream(ASKED, max_tokens=3000, reuse=False)
+    stream = llm.stream(READ, max_tokens=3000, reuse=False)
     next(stream)
-    assert _writers()
     stream.close()
     assert not _writers()
 
@@ -225,7 +163,7 @@ def _ended() -> None:
 async def test_an_error_reaches_the_caller_of_an_async_call(engine: Engine) -> None:
     llm = ChatRagFuse(engine=engine, model_kwargs={"cache_implementation": "static"})
     with pytest.raises(Exception, match="cache_implementation"):
-        await llm.ainvoke(ASKED)
+        await llm.ainvoke(READ)
 
 
 def test_making_a_model_loads_nothing(tmp_path: Path) -> None:

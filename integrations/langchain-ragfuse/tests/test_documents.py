@@ -12,6 +12,7 @@ from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, Prom
 from langchain_core.runnables import RunnableLambda
 from langchain_ragfuse import ChatRagFuse, RagFuseIndexer, RagFuseLLM
 
+from integrations.tests.kit import hits
 from ragfuse import Engine, InputError
 
 DOCUMENTS = [
@@ -42,21 +43,11 @@ def llm(engine: Engine) -> ChatRagFuse:
     return ChatRagFuse(engine=engine)
 
 
-def hits(message: Any) -> list[tuple[str, bool]]:
-    """(source, exact) of the chunks that came from the store."""
-    segments = message.response_metadata["ragfuse"]["segments"]
-    return [
-        (each["source"], each["exact"])
-        for each in segments
-        if each["kind"] == "chunk" and each["hit"]
-    ]
-
-
-def named(message: Any) -> list[str]:
-    return [source for source, _ in hits(message)]
-
-
 SOURCES = ["log.txt", "valley.txt", "odd.txt"]
+
+
+def traced(message: Any) -> dict[str, Any]:
+    return message.response_metadata["ragfuse"]
 
 
 def test_indexed_documents_are_found_in_the_stuff_chain(llm: ChatRagFuse) -> None:
@@ -65,15 +56,15 @@ def test_indexed_documents_are_found_in_the_stuff_chain(llm: ChatRagFuse) -> Non
     assert (done.chunks, done.encoded, seen) == (3, 3, [1, 2, 3])
     assert RagFuseIndexer(llm).index(DOCUMENTS).encoded == 0
     answer = create_stuff_documents_chain(llm, PROMPT, output_parser=PASS).invoke(ASKED)
-    assert named(answer) == SOURCES
+    assert hits(traced(answer)) == SOURCES
 
 
 def test_what_the_prompt_begins_with_is_kept_beside_the_chunks(llm: ChatRagFuse) -> None:
     RagFuseIndexer(llm).index(DOCUMENTS, PROMPT)
     answer = create_stuff_documents_chain(llm, PROMPT, output_parser=PASS).invoke(ASKED)
-    assert hits(answer) == [("log.txt", False), ("valley.txt", False), ("odd.txt", False)]
-    prefix = answer.response_metadata["ragfuse"]["segments"][0]
-    assert (prefix["kind"], prefix["hit"], prefix["exact"]) == ("prefix", True, True)
+    assert hits(traced(answer)) == SOURCES
+    found = [(each["kind"], each["exact"]) for each in traced(answer)["segments"] if each["hit"]]
+    assert found == [("prefix", True), *[("chunk", False)] * 3]
 
 
 @pytest.mark.parametrize(
@@ -89,17 +80,15 @@ def test_a_prefix_that_depends_on_the_question_is_left_out(
     prompt = ChatPromptTemplate.from_messages(turns)
     RagFuseIndexer(llm).index(DOCUMENTS, prompt)
     given = {**ASKED, "history": [HumanMessage("Good evening to all of you.")]}
-    assert (
-        named(create_stuff_documents_chain(llm, prompt, output_parser=PASS).invoke(given))
-        == SOURCES
-    )
+    answer = create_stuff_documents_chain(llm, prompt, output_parser=PASS).invoke(given)
+    assert hits(traced(answer)) == SOURCES
 
 
 def test_a_document_prompt_is_part_of_the_chunk(llm: ChatRagFuse) -> None:
     page = PromptTemplate.from_template("From {source}:\n{page_content}")
     RagFuseIndexer(llm, page).index(DOCUMENTS)
     chain = create_stuff_documents_chain(llm, PROMPT, document_prompt=page, output_parser=PASS)
-    assert named(chain.invoke(ASKED)) == SOURCES
+    assert hits(traced(chain.invoke(ASKED))) == SOURCES
 
 
 async def test_documents_of_the_text_model_are_indexed_as_it_reads_them(engine: Engine) -> None:
@@ -114,19 +103,7 @@ async def test_documents_of_the_text_model_are_indexed_as_it_reads_them(engine: 
         .generations[0][0]
         .generation_info
     )
-    segments = found["ragfuse"]["segments"]
-    assert [
-        (each["source"], each["exact"])
-        for each in segments
-        if each["kind"] == "chunk" and each["hit"]
-    ] == [
-        ("log.txt", False),
-        ("valley.txt", False),
-        ("odd.txt", False),
-    ]
-    assert create_stuff_documents_chain(llm, prompt).invoke(
-        {"context": DOCUMENTS, "question": "How many ships?"}
-    )
+    assert hits(found["ragfuse"]) == SOURCES
 
 
 def test_the_indexer_is_a_document_transformer(llm: ChatRagFuse) -> None:

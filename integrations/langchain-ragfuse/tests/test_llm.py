@@ -7,16 +7,14 @@ import threading
 from typing import Any
 
 import pytest
-from langchain_core.callbacks import AsyncCallbackHandler, BaseCallbackHandler
+from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.outputs import LLMResult
 from langchain_ragfuse import ChatRagFuse, RagFuseLLM
 from langchain_ragfuse.base import RagFuseModel
 
+from integrations.tests.kit import FIRST, READ, SECOND
 from ragfuse import Engine
 
-FIRST = "The lighthouse keeper counted forty ships that night and wrote all their names down."
-SECOND = "Nobody in the valley remembers who planted the walnut trees along the old road."
-ASKED = f"Read this.\n\n{FIRST}\n\n{SECOND}\n\nHow many ships were there?"
 OTHER = f"{SECOND}\n\nWho planted them?"
 
 
@@ -31,13 +29,13 @@ def info(result: LLMResult, at: int = 0) -> dict[str, Any]:
 
 
 def test_a_prompt_goes_on_as_the_engine_says(llm: RagFuseLLM, engine: Engine) -> None:
-    assert llm.invoke(ASKED) == engine.answer(ASKED).text != ""
-    assert llm.invoke(ASKED, reuse=False) == llm.invoke(ASKED, ratio=1.0)
+    assert llm.invoke(READ) == engine.answer(READ).text != ""
+    assert llm.invoke(READ, reuse=False) == llm.invoke(READ, ratio=1.0)
 
 
 def test_usage_and_trace_come_with_every_generation(llm: RagFuseLLM, engine: Engine) -> None:
-    result = llm.generate([ASKED, OTHER])
-    for at, prompt in enumerate((ASKED, OTHER)):
+    result = llm.generate([READ, OTHER])
+    for at, prompt in enumerate((READ, OTHER)):
         usage, trace = info(result, at)["usage_metadata"], info(result, at)["ragfuse"]
         assert usage["input_tokens"] == len(engine.prompt(prompt))
         assert (
@@ -56,11 +54,11 @@ def test_a_batch_is_decoded_together_and_says_what_each_says_alone(engine: Engin
     llm, batches = RagFuseLLM(engine=engine, reuse=False), []
     decode = engine.batch
     engine.batch = lambda prompts, *rest: batches.append(len(prompts)) or decode(prompts, *rest)  # type: ignore[method-assign]
-    alone = [llm.invoke(prompt) for prompt in (ASKED, OTHER, FIRST)]
+    alone = [llm.invoke(prompt) for prompt in (READ, OTHER, FIRST)]
     batches.clear()
-    assert llm.batch([ASKED, OTHER, FIRST]) == alone
+    assert llm.batch([READ, OTHER, FIRST]) == alone
     assert batches == [3]
-    assert llm.batch([ASKED, OTHER, FIRST], {"max_concurrency": 2}) == alone
+    assert llm.batch([READ, OTHER, FIRST], {"max_concurrency": 2}) == alone
     assert batches == [3, 2, 1]
     assert llm.batch([]) == []
 
@@ -68,10 +66,10 @@ def test_a_batch_is_decoded_together_and_says_what_each_says_alone(engine: Engin
 @pytest.mark.parametrize("streaming", [False, True])
 async def test_every_way_to_ask_says_the_same(engine: Engine, streaming: bool) -> None:
     llm = RagFuseLLM(engine=engine, streaming=streaming, reuse=False)
-    whole = llm.invoke(ASKED)
-    assert await llm.ainvoke(ASKED) == whole
-    assert "".join(llm.stream(ASKED)) == whole
-    assert "".join([text async for text in llm.astream(ASKED)]) == whole
+    whole = llm.invoke(READ)
+    assert await llm.ainvoke(READ) == whole
+    assert "".join(llm.stream(READ)) == whole
+    assert "".join([text async for text in llm.astream(READ)]) == whole
 
 
 class Heard(BaseCallbackHandler):
@@ -88,16 +86,6 @@ class Heard(BaseCallbackHandler):
         self.results.append(response)
 
 
-class HeardLater(AsyncCallbackHandler):
-    """The same, asynchronously."""
-
-    def __init__(self) -> None:
-        self.tokens: list[str] = []
-
-    async def on_llm_new_token(self, token: str, **kwargs: Any) -> None:
-        self.tokens.append(token)
-
-
 @pytest.mark.parametrize("kind", [RagFuseLLM, ChatRagFuse])
 async def test_callbacks_hear_every_token(kind: type[RagFuseModel], engine: Engine) -> None:
     sampled: dict[str, Any] = {
@@ -108,17 +96,17 @@ async def test_callbacks_hear_every_token(kind: type[RagFuseModel], engine: Engi
         "max_tokens": 40,
     }
     llm: Any = kind(**sampled)
-    whole = llm.invoke(ASKED)
+    whole = llm.invoke(READ)
     text = whole if isinstance(whole, str) else whole.content
-    heard, later, told = Heard(), HeardLater(), Heard()
-    pieces = list(llm.stream(ASKED, {"callbacks": [heard]}))
+    heard, later, told = Heard(), Heard(), Heard()
+    pieces = list(llm.stream(READ, {"callbacks": [heard]}))
     assert (
         "".join(heard.tokens) == text == "".join(getattr(each, "content", each) for each in pieces)
     )
-    async for _ in llm.astream(ASKED, {"callbacks": [later]}):
+    async for _ in llm.astream(READ, {"callbacks": [later]}):
         pass
     assert later.tokens == heard.tokens
-    kind(**sampled, streaming=True).invoke(ASKED, {"callbacks": [told]})  # type: ignore[attr-defined]
+    kind(**sampled, streaming=True).invoke(READ, {"callbacks": [told]})  # type: ignore[attr-defined]
     assert told.tokens == heard.tokens
     assert told.results[0].generations[0][0].text == text
 
@@ -127,7 +115,7 @@ def _writers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "ragfuse-answer"]
 
 
-@pytest.mark.parametrize("prompts", [[ASKED], [ASKED, OTHER]])
+@pytest.mark.parametrize("prompts", [[READ], [READ, OTHER]])
 async def test_cancelling_stops_the_generation(llm: RagFuseLLM, prompts: list[str]) -> None:
     call = asyncio.create_task(llm.abatch(prompts, max_tokens=3000, reuse=False))
     batcher = llm.get_engine().model.batcher

@@ -4,72 +4,47 @@ LangChain has them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
-import pytest
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_ragfuse import ChatRagFuse
 from langchain_ragfuse.messages import to_ragfuse_messages
 
-from ragfuse import Engine, Settings
-from tests.scripted import Script, spelled
-from tests.thinking import thinking_model
+from integrations.tests.thoughts import saying
+from ragfuse import Engine
 
 ASKED = "How many ships came in on Tuesday?"
 
 
-@pytest.fixture(scope="module")
-def thinking(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """An engine over a model whose prompts open a thought."""
-    home = tmp_path_factory.mktemp("thinking")
-    folder = thinking_model(tiny_path, home / "model")
-    with Engine(
-        Settings(model=str(folder), dtype="float32", store=home / "store", home=home, max_tokens=40)
-    ) as made:
-        yield made
-
-
-def saying(engine: Engine, text: str) -> dict[str, Any]:
-    """What makes one answer say this and end."""
-    end = engine.model.tokenizer.eos_token_id
-    return {"model_kwargs": {"logits_processor": [Script([*spelled(engine, text), end])]}}
-
-
 def test_a_thought_is_reasoning_content_and_a_block_of_its_own(thinking: Engine) -> None:
     llm = ChatRagFuse(engine=thinking)
-    answer = llm.invoke(ASKED, **saying(thinking, "I count.\n</think>\n\nForty."))
+    answer = llm.invoke(ASKED, model_kwargs=saying(thinking, "I count.\n</think>\n\nForty."))
     assert answer.content == "Forty."
     assert answer.additional_kwargs["reasoning_content"] == "I count."
     assert [block["type"] for block in answer.content_blocks] == ["reasoning", "text"]
     assert answer.content_blocks[0]["reasoning"] == "I count."
-    plain = llm.invoke(ASKED, **saying(thinking, "</think>Forty."))
+    plain = llm.invoke(ASKED, model_kwargs=saying(thinking, "</think>Forty."))
     assert (plain.content, plain.additional_kwargs) == ("Forty.", {})
 
 
 async def test_streams_say_thoughts_as_such_too(thinking: Engine) -> None:
     llm = ChatRagFuse(engine=thinking)
     text = "I count.\n</think>\n\nForty."
-    chunks = list(llm.stream(ASKED, **saying(thinking, text)))
-    others = [chunk async for chunk in llm.astream(ASKED, **saying(thinking, text))]
+    chunks = list(llm.stream(ASKED, model_kwargs=saying(thinking, text)))
+    others = [chunk async for chunk in llm.astream(ASKED, model_kwargs=saying(thinking, text))]
     for each in (chunks, others):
         assert "".join(str(chunk.text) for chunk in each) == "Forty."
         thoughts = [chunk.additional_kwargs.get("reasoning_content", "") for chunk in each]
         assert "".join(thoughts) == "I count."
         assert len([thought for thought in thoughts if thought]) > 3
-        whole = each[0]
-        for chunk in each[1:]:
-            whole = whole + chunk
+        whole = sum(each[1:], each[0])
         assert whole.additional_kwargs["reasoning_content"] == "I count."
         assert whole.content == "Forty."
-    awaited = await llm.ainvoke(ASKED, **saying(thinking, text))
+    awaited = await llm.ainvoke(ASKED, model_kwargs=saying(thinking, text))
     assert awaited.additional_kwargs["reasoning_content"] == "I count."
 
 
 def test_an_answer_with_its_thought_is_a_message_of_the_next_question(thinking: Engine) -> None:
     llm = ChatRagFuse(engine=thinking)
-    answer = llm.invoke(ASKED, **saying(thinking, "Hm</think>Forty."))
+    answer = llm.invoke(ASKED, model_kwargs=saying(thinking, "Hm</think>Forty."))
     assert llm.invoke([HumanMessage(ASKED), answer, HumanMessage("Sure?")]).response_metadata[
         "ragfuse"
     ]["tokens"]

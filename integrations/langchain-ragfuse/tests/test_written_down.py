@@ -13,14 +13,9 @@ import pytest
 from langchain_core.load import dumpd, dumps
 from langchain_ragfuse import ChatRagFuse, RagFuseLLM
 
+from integrations.tests.kit import SECRETS
 from ragfuse import Engine, Settings
 
-SECRETS: list[dict[str, Any]] = [
-    {"salt": "blue-7f31c0"},
-    {"api_keys": ("blue-7f31c0-blue-7f31c0",)},
-    {"tiers": ("redis://user:blue-7f31c0@cache:6379/0",)},
-    {"tiers": ("s3://bucket/folder?secret_access_key=blue-7f31c0",)},
-]
 MODELS = [ChatRagFuse, RagFuseLLM]
 
 

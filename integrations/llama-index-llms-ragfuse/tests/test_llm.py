@@ -9,28 +9,17 @@ from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRol
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.llms.ragfuse import RagFuseLLM
 
+from integrations.tests.kit import READ, hits, read_and_stored
 from ragfuse import Engine, InputError, SettingsError
 
-FIRST = "The lighthouse keeper counted forty ships that night and wrote all their names down."
-SECOND = "Nobody in the valley remembers who planted the walnut trees along the old road."
-ASKED = f"Read this.\n\n{FIRST}\n\n{SECOND}\n\nHow many ships were there?"
-CHAT = [ChatMessage(role="user", content=ASKED)]
+CHAT = [ChatMessage(role="user", content=READ)]
 
 
 @pytest.fixture
 def llm(engine: Engine) -> RagFuseLLM:
-    engine.ingest([(FIRST, "first.txt"), (SECOND, "second.txt")])
     llm = RagFuseLLM(engine=engine)
-    for _ in range(2):  # once for the prompt's beginning, once for the chunks behind it
-        llm.chat(CHAT)
-        engine.flush()
+    read_and_stored(engine, lambda: llm.chat(CHAT))
     return llm
-
-
-def sources(response: Any) -> list[str]:
-    """Where the chunks that came from the store are from."""
-    segments = response.raw["ragfuse"]["segments"]
-    return [each["source"] for each in segments if each["kind"] == "chunk" and each["hit"]]
 
 
 async def gathered(stream: Any) -> list[Any]:
@@ -41,16 +30,16 @@ async def test_the_eight_calls_agree_and_reuse_what_is_known(llm: RagFuseLLM) ->
     chats = [llm.chat(CHAT), await llm.achat(CHAT), list(llm.stream_chat(CHAT))[-1]]
     chats.append((await gathered(llm.astream_chat(CHAT)))[-1])
     completions = [
-        llm.complete(ASKED),
-        await llm.acomplete(ASKED),
-        list(llm.stream_complete(ASKED))[-1],
+        llm.complete(READ),
+        await llm.acomplete(READ),
+        list(llm.stream_complete(READ))[-1],
     ]
-    completions.append((await gathered(llm.astream_complete(ASKED)))[-1])
+    completions.append((await gathered(llm.astream_complete(READ)))[-1])
     texts = {each.message.content for each in chats} | {each.text for each in completions}
     assert len(texts) == 1
     assert texts != {""}
     for response in (*chats, *completions):
-        assert sources(response) == ["first.txt", "second.txt"]
+        assert hits(response.raw["ragfuse"]) == ["first.txt", "second.txt"]
         assert response.raw["usage"] == chats[0].raw["usage"]
 
 
@@ -61,7 +50,7 @@ def test_usage_is_counted(llm: RagFuseLLM, engine: Engine) -> None:
     usage = response.raw["usage"]
     assert (
         usage["prompt_tokens"]
-        == len(engine.prompt([("user", ASKED)]))
+        == len(engine.prompt([("user", READ)]))
         == counter.prompt_llm_token_count
     )
     assert usage["completion_tokens"] == 12 == counter.completion_llm_token_count
@@ -85,9 +74,9 @@ def test_ratio_one_answers_like_full_prefill(llm: RagFuseLLM) -> None:
 
 
 def test_a_formatted_text_goes_to_the_model_as_it_is(llm: RagFuseLLM, engine: Engine) -> None:
-    raw = llm.complete(ASKED, formatted=True).raw
-    assert raw["usage"]["prompt_tokens"] == len(engine.prompt(ASKED))
-    assert llm.complete(ASKED).raw["usage"]["prompt_tokens"] > raw["usage"]["prompt_tokens"]
+    raw = llm.complete(READ, formatted=True).raw
+    assert raw["usage"]["prompt_tokens"] == len(engine.prompt(READ))
+    assert llm.complete(READ).raw["usage"]["prompt_tokens"] > raw["usage"]["prompt_tokens"]
     own = RagFuseLLM(engine=engine, completion_to_prompt=lambda text: f"Q: {text} A:")
     assert own.complete("Why?").raw["usage"]["prompt_tokens"] == len(engine.prompt("Q: Why? A:"))
 
@@ -125,6 +114,6 @@ def test_what_cannot_work_is_refused(llm: RagFuseLLM) -> None:
     with pytest.raises(InputError, match=r"'image' cannot be read"):
         llm.chat([image])
     with pytest.raises(SettingsError, match=r"no argument 'ratios'"):
-        llm.complete(ASKED, ratios=0.5)
+        llm.complete(READ, ratios=0.5)
     with pytest.raises(SettingsError, match="ratios"):
         RagFuseLLM(ratios=0.5)

@@ -9,19 +9,17 @@ from typing import Any
 
 import faiss
 import pytest
-from llama_index.core import Document, StorageContext, VectorStoreIndex, get_response_synthesizer
-from llama_index.core.ingestion import IngestionCache, IngestionPipeline
+from llama_index.core import Document, StorageContext, VectorStoreIndex
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent
 from llama_index.core.node_parser import SentenceSplitter
-from llama_index.core.response_synthesizers import ResponseMode
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.embeddings.huggingface import HuggingFaceEmbedding
 from llama_index.llms.ragfuse import KVPrecompute, RagFuseLLM, RagFuseSynthesizer
 from llama_index.vector_stores.faiss import FaissVectorStore
 
-from integrations.tests.kit import LETTERS
+from integrations.tests.kit import LETTERS, hits
 from ragfuse import Engine, InputError
 
 QUESTION = "What colour is the lighthouse painted?"
@@ -52,15 +50,7 @@ class Heard(BaseEventHandler):
 
     def hits(self) -> list[list[str]]:
         """Per chat: where the chunks that came from the store are from."""
-        traces = [response.raw["ragfuse"] for response in self.responses]
-        return [
-            [
-                each["source"]
-                for each in trace["segments"]
-                if each["kind"] == "chunk" and each["hit"]
-            ]
-            for trace in traces
-        ]
+        return [hits(response.raw["ragfuse"]) for response in self.responses]
 
 
 @pytest.fixture
@@ -74,20 +64,6 @@ def heard() -> Iterator[Heard]:
 @pytest.fixture
 def llm(engine: Engine) -> RagFuseLLM:
     return RagFuseLLM(engine=engine)
-
-
-@pytest.mark.parametrize(
-    "mode", [ResponseMode.COMPACT, ResponseMode.REFINE, ResponseMode.TREE_SUMMARIZE]
-)
-def test_synthesizers_of_the_house_find_precomputed_nodes(
-    llm: RagFuseLLM, heard: Heard, mode: ResponseMode
-) -> None:
-    KVPrecompute(llm).ensure([each.node for each in NODES])
-    get_response_synthesizer(llm=llm, response_mode=mode).synthesize(QUESTION, NODES)
-    together = [["0.txt", "1.txt", "2.txt"]]
-    assert heard.hits() == (
-        [["0.txt"], ["1.txt"], ["2.txt"]] if mode is ResponseMode.REFINE else together
-    )
 
 
 async def test_our_synthesizer_needs_no_precomputing(
@@ -123,28 +99,6 @@ def test_nodes_that_do_not_fit_refine_the_answer(engine: Engine, heard: Heard) -
 def test_our_synthesizer_wants_our_llm() -> None:
     with pytest.raises(InputError, match="found a str"):
         RagFuseSynthesizer("gpt")  # type: ignore[arg-type]
-
-
-def test_a_pipeline_precomputes_and_its_cache_knows_the_model(
-    llm: RagFuseLLM, engine: Engine
-) -> None:
-    step = KVPrecompute(llm)
-    assert step.to_dict()["model"] == engine.digest
-    pipeline = IngestionPipeline(
-        transformations=[SentenceSplitter(chunk_size=96, chunk_overlap=0), step]
-    )
-    pipeline.cache = IngestionCache()
-    nodes = pipeline.run(documents=[Document(text=LETTERS, metadata={"file_name": "elling.txt"})])
-    assert len(nodes) > 3
-    assert step.ensure(nodes).encoded == 0
-    assert all(node.get_content() for node in nodes)
-
-
-async def test_precomputing_tells_its_progress(llm: RagFuseLLM) -> None:
-    step, seen = KVPrecompute(llm), []
-    assert await step.acall([each.node for each in NODES[:1]]) == [NODES[0].node]
-    done = step.ensure([each.node for each in NODES], lambda so_far: seen.append(so_far.encoded))
-    assert (done.chunks, done.encoded, seen) == (3, 2, [0, 1, 2])
 
 
 @pytest.mark.embedded

@@ -205,28 +205,6 @@ async def test_an_agent_asks_a_query_engine_and_answers(llm: RagFuseLLM) -> None
 # objects
 
 
-async def test_objects_follow_their_schema_to_the_last_field(llm: RagFuseLLM) -> None:
-    found = llm.structured_predict(Harbour, ASKED, question=QUESTION)
-    assert isinstance(found, Harbour)
-    assert await llm.astructured_predict(Harbour, ASKED, question=QUESTION) == found
-    assert ASKED.output_parser is None
-    parts = list(llm.stream_structured_predict(Harbour, ASKED, question=QUESTION))
-    late = [
-        each
-        async for each in await llm.astream_structured_predict(Harbour, ASKED, question=QUESTION)
-    ]
-    assert parts[-1] == late[-1] == found
-    assert len(parts) > 2
-
-
-async def test_a_structured_llm_is_a_chat_model_of_objects(llm: RagFuseLLM) -> None:
-    ships, asked = llm.as_structured_llm(Ship), [ChatMessage(role="user", content=QUESTION)]
-    found = ships.chat(asked).raw
-    assert isinstance(found, Ship)
-    assert (await ships.achat(asked)).raw == ships.complete(QUESTION).raw == found
-    assert list(ships.stream_chat(asked))[-1].raw == found
-
-
 def test_programs_and_selectors_of_the_house_hold_too(llm: RagFuseLLM) -> None:
     program = FunctionCallingProgram.from_defaults(Ship, prompt=ASKED, llm=llm)
     assert isinstance(program(question=QUESTION), Ship)
@@ -245,25 +223,15 @@ def test_programs_and_selectors_of_the_house_hold_too(llm: RagFuseLLM) -> None:
 # what cannot be held
 
 
-@pytest.mark.parametrize("call", ["chat", "stream_chat", "achat", "astream_chat"])
-async def test_a_schema_that_cannot_be_compiled_is_named(llm: RagFuseLLM, call: str) -> None:
+def test_a_schema_that_cannot_be_compiled_is_named(llm: RagFuseLLM) -> None:
     bad = Grammar.json(
         {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=never)x("}}}
     )
-    tool = {
-        "type": "function",
-        "function": {"name": "t", "parameters": {"type": "object", "properties": {"a": 1}}},
-    }
+    parameters = {"type": "object", "properties": {"a": 1}}
+    tool = {"type": "function", "function": {"name": "t", "parameters": parameters}}
     for wish in ({"grammar": bad}, {"tools": [tool], "tool_choice": "required"}):
         with pytest.raises(InputError, match=r"[Ss]chema|tool 't'"):
-            await _answer(llm, call, wish)
-
-
-async def _answer(llm: RagFuseLLM, call: str, wish: dict[str, Any]) -> None:
-    got = getattr(llm, call)([ChatMessage(content=QUESTION)], **wish)
-    if call.startswith("a"):
-        got = await got
-    _ = [each async for each in got] if call.startswith("astream") else list(got)
+            llm.chat([ChatMessage(content=QUESTION)], **wish)
 
 
 def test_arguments_that_are_no_json_are_refused(llm: RagFuseLLM) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from llama_index.llms.ragfuse import KVPrecompute, RagFuseLLM
 
+from integrations.tests.kit import SECRETS
 from ragfuse import Engine, Settings, SettingsError
 
 TOLD = {
@@ -20,14 +21,6 @@ TOLD = {
     "levels": {"disk": ["int8"]},
     "memory_bytes": 1 << 20,
 }
-SECRETS: list[dict[str, Any]] = [
-    {"salt": "blue-7f31c0"},
-    {"api_keys": ("blue-7f31c0-blue-7f31c0",)},
-    {"tiers": ("redis://user:blue-7f31c0@cache:6379/0",)},
-    {"tiers": ("redis://:blue-7f31c0@cache:6379/0",)},
-    {"tiers": ("redis://cache:6379/0?password=blue-7f31c0",)},
-    {"tiers": ("s3://bucket/folder?secret_access_key=blue-7f31c0",)},
-]
 
 
 @pytest.fixture

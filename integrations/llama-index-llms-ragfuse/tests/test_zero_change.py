@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from llama_index.core import Document, VectorStoreIndex
-from llama_index.core.chat_engine.types import ChatMode
 from llama_index.core.embeddings import BaseEmbedding
 from llama_index.core.indices.prompt_helper import PromptHelper
 from llama_index.core.instrumentation import get_dispatcher
@@ -39,7 +38,6 @@ DOCUMENTS = [
     for number, text in enumerate(LETTERS.split("\n\n"))
 ]
 MODES = [ResponseMode.COMPACT, ResponseMode.REFINE, ResponseMode.TREE_SUMMARIZE]
-CHATS = [ChatMode.CONTEXT, ChatMode.CONDENSE_PLUS_CONTEXT, ChatMode.CONDENSE_QUESTION]
 
 
 @pytest.fixture(scope="module")
@@ -105,33 +103,6 @@ async def test_query_engines_reuse_all_nodes_they_retrieve(
         assert [hits(trace) for trace in seen] == (
             [[each] for each in found] if mode is MODES[1] else [found]
         ), way
-
-
-@pytest.mark.parametrize("mode", CHATS)
-async def test_chat_engines_reuse_all_nodes_in_every_turn(
-    index: VectorStoreIndex, llm: RagFuseLLM, mode: ChatMode
-) -> None:
-    engine = index.as_chat_engine(chat_mode=mode, llm=llm, similarity_top_k=2)
-    for way in ("sync", "async", "stream", "async stream"):
-        with traces() as seen:
-            response: Any
-            if "stream" in way:
-                response = (
-                    engine.stream_chat(QUESTION)
-                    if way == "stream"
-                    else await engine.astream_chat(QUESTION)
-                )
-                late = (
-                    [text async for text in response.async_response_gen()]
-                    if "async" in way
-                    else None
-                )
-                assert "".join(late if late is not None else response.response_gen)
-            else:
-                response = engine.chat(QUESTION) if way == "sync" else await engine.achat(QUESTION)
-        found = names(response.source_nodes or response.sources[0].raw_output.source_nodes)
-        assert len(found) == 2
-        assert [hits(trace) for trace in seen if hits(trace)] == [found], way
 
 
 class Prompts(BaseEventHandler):
