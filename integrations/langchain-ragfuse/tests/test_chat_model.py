@@ -142,6 +142,25 @@ async def test_cancelling_a_call_stops_the_generation(llm: ChatRagFuse) -> None:
     await asyncio.to_thread(_ended)
 
 
+async def test_async_calls_leave_the_loop_free(llm: ChatRagFuse) -> None:
+    """While the model's lock is held elsewhere no answer can come; the loop goes on."""
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with llm.get_engine().model.lock:
+            held.set()
+            over.wait(60)
+
+    threading.Thread(target=hold, daemon=True).start()
+    await asyncio.to_thread(held.wait)
+    calls = [asyncio.create_task(llm.ainvoke(READ)) for _ in range(2)]
+    done, _ = await asyncio.wait(calls, timeout=0.05)
+    assert not done
+    over.set()
+    answers = {str(answer.content) for answer in await asyncio.gather(*calls)}
+    assert answers == {str(llm.invoke(READ).content)}
+
+
 async def test_leaving_a_stream_stops_the_generation(llm: ChatRagFuse) -> None:
     late = llm.astream(READ, max_tokens=3000, reuse=False)
     await anext(late)
