@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cachetools import LRUCache
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -93,8 +94,8 @@ class HFModel(OneProcess):
         self._word_of_token: dict[int, int] = {}
         self._number_of_word: dict[str, int] = {}
         self._borders: dict[int, tuple[int, bool]] = {}
-        # least recently used first
-        self._contexts: dict[tuple[bool, tuple[int, ...]], tuple[LayerKV, ...]] = {}
+        self._contexts: LRUCache[tuple[bool, tuple[int, ...]], tuple[LayerKV, ...]]
+        self._contexts = LRUCache(CONTEXTS)
         self.device, self.dtype = probe.device_of(model), model.dtype
         # prompts are fused in shapes that recur, and nothing is read back
         self.accelerated = self.device.type != "cpu"
@@ -243,12 +244,6 @@ class HFModel(OneProcess):
         if list(positions) == list(range(len(token_ids))):
             return self.encode(token_ids)
         at = torch.tensor(list(positions), device=self.device)
-        if self.profile.refusal:
-            with self.lock:
-                layers = probe.plain_kv(
-                    self.model, torch.tensor([list(token_ids)], device=self.device), at
-                )
-            return ChunkKV(layers)
         kv = self.fuse(token_ids, at, [], KVSource(), "none", 0.0).kv
         return ChunkKV(
             tuple(LayerKV(layer.keys.clone(), layer.values.clone()) for layer in kv.layers)
@@ -276,19 +271,15 @@ class HFModel(OneProcess):
             return ()
         known = adapter is not None, context
         with self.lock:
-            found = self._contexts.pop(known, None)
-            if found is not None:
-                self._contexts[known] = found
-                return found
-        found = ()
+            if known in self._contexts:
+                return self._contexts[known]
+        found: tuple[LayerKV, ...] = ()
         for lo in range(0, len(context), ENCODE_STEP_TOKENS):
             found = self._extended(
                 found, context[lo : lo + ENCODE_STEP_TOKENS], lo - len(context), adapter
             )
         with self.lock:
             self._contexts[known] = found
-            while len(self._contexts) > CONTEXTS:
-                del self._contexts[next(iter(self._contexts))]
         return found
 
     @contextmanager
@@ -421,7 +412,7 @@ class HFModel(OneProcess):
             LostRun: A run cannot be read any more; call again without it.
         """
         profile = profile or self.profile
-        if profile.refusal and not (profile.fixed and runs and not any(run.blend for run in runs)):
+        if profile.refusal and not (profile.fixed and not any(run.blend for run in runs)):
             raise RefusedError(f"{self.name} cannot reuse stored KV: {profile.refusal}")
         ids, at = (
             torch.tensor([list(token_ids)], device=self.device),
