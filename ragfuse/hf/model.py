@@ -29,7 +29,7 @@ from ragfuse.hf.chunk_adapter import ChunkAdapter
 from ragfuse.hf.decode import Batcher
 from ragfuse.hf.fingerprint import fingerprint, weights_digest
 from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring
-from ragfuse.hf.kept_states import Kind, TenantStates, begin, kind_of
+from ragfuse.hf.kept_states import TenantStates, begin, kind_of
 from ragfuse.hf.lock import FairLock
 from ragfuse.hf.packed_linear import pack
 from ragfuse.hf.prefill import KVSource, Prefill, PromptPart
@@ -551,13 +551,9 @@ class HFModel(OneProcess):
         except FixedError as error:
             return self._probe_fixed(str(error))
         except RefusedError as error:
-            return ModelProfile(
-                self.fingerprint, self.n_layers, refusal=str(error), state=self._state()
-            )
-
-    def _state(self) -> Kind:
-        with self.lock:
-            return kind_of(self.model, self.n_layers)
+            with self.lock:
+                state = kind_of(self.model, self.n_layers)
+            return ModelProfile(self.fingerprint, self.n_layers, refusal=str(error), state=state)
 
     def _probe(self) -> ModelProfile:
         config = self.model.config.get_text_config()

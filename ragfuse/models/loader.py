@@ -192,15 +192,11 @@ class LoadedModel:
         if isinstance(tokenizer, str | Path):
             with _readable_errors(tokenizer):
                 tokenizer = _tokenizer(tokenizer, {"trust_remote_code": False})
-        if tokenizer is None:
-            raise ModelError(
-                f"Wanted the tokenizer of the loaded model {_name_of(model)}, found none. Give"
-                " tokenizer=... in addition to model=..."
-            )
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            found = "none" if tokenizer is None else type(tokenizer).__name__
             raise ModelError(
-                f"Wanted a transformers tokenizer, found {type(tokenizer).__name__}. Give "
-                "AutoTokenizer.from_pretrained(...)."
+                f"Wanted the tokenizer of the loaded model {_name_of(model)}, found {found}. Give"
+                " tokenizer=AutoTokenizer.from_pretrained(...) in addition to model=..."
             )
         return cls(model, tokenizer)
 

@@ -154,7 +154,6 @@ def test_an_answer_stands_right_behind_a_prompt_with_gaps(companion: bool) -> No
         {"assistant_model": object()},
         {"cache_implementation": "static"},
         {"past_key_values": DynamicCache()},
-        {"use_cache": False},
         {"input_ids": torch.zeros(1, 3)},
         {"generation_config": GenerationConfig(prompt_lookup_num_tokens=3)},
         {"num_beams": 3},

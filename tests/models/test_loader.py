@@ -174,7 +174,7 @@ def test_what_is_no_model_that_writes_is_refused_in_one_sentence(
     )
     for given, options, said in (
         (loaded, {}, "Wanted the tokenizer of the loaded model .*, found none. Give tokenizer="),
-        (loaded, {"tokenizer": object()}, "Wanted a transformers tokenizer, found object"),
+        (loaded, {"tokenizer": object()}, "found object"),
         (
             torch.nn.Linear(2, 2),
             {"tokenizer": words},
