@@ -206,11 +206,8 @@ class HFModel(OneProcess):
         self, token_ids: Sequence[int], context: Sequence[int], adapter: ChunkAdapter | None
     ) -> ChunkKV:
         """Return the KV of a chunk, computed with an adapter if there is one."""
-        cut, size = len(context), len(token_ids)
-        layers = self._context_kv(tuple(context), adapter)
-        step = ENCODE_STEP_TOKENS if size > 2 * ENCODE_STEP_TOKENS else max(1, size)
-        for lo in range(0, max(1, size), step):
-            layers = self._extended(layers, token_ids[lo : lo + step], lo, adapter)
+        cut, before = len(context), self._context_kv(tuple(context), adapter)
+        layers = self._extended(before, token_ids, 0, adapter)
         return ChunkKV(
             tuple(
                 LayerKV(kv.keys[:, cut:].contiguous(), kv.values[:, cut:].contiguous())
@@ -226,12 +223,16 @@ class HFModel(OneProcess):
         adapter: ChunkAdapter | None,
     ) -> tuple[LayerKV, ...]:
         """Return the KV `before` extended by that of `token_ids`, the first of which stands at
-        `position`.
+        `position`; many are computed in steps, between which the lock is released for questions.
         """
         ids = torch.tensor([list(token_ids)], device=self.device)
-        positions = torch.arange(position, position + len(token_ids), device=self.device)
-        with self.lock, adapter.on(self.model) if adapter is not None else nullcontext():
-            return probe.plain_kv(self.model, ids, positions, before)
+        size = ids.shape[1]
+        step = ENCODE_STEP_TOKENS if size > 2 * ENCODE_STEP_TOKENS else size
+        for lo in range(0, size, step):
+            with self.lock, adapter.on(self.model) if adapter is not None else nullcontext():
+                part = ids[:, lo : lo + step]
+                before = probe.plain_kv(self.model, part, position + lo, before)
+        return before
 
     def encode_at(self, token_ids: Sequence[int], positions: Sequence[int]) -> ChunkKV:
         """Return the KV of a run without context at given positions, keys rotated for these (Prompt
@@ -264,8 +265,6 @@ class HFModel(OneProcess):
     ) -> tuple[LayerKV, ...]:
         """Return the KV of a context at positions -n..-1; the last `CONTEXTS` used are kept in
         memory.
-
-        It is computed in steps, between which the lock is released for questions.
         """
         if not context:
             return ()
@@ -273,11 +272,7 @@ class HFModel(OneProcess):
         with self.lock:
             if known in self._contexts:
                 return self._contexts[known]
-        found: tuple[LayerKV, ...] = ()
-        for lo in range(0, len(context), ENCODE_STEP_TOKENS):
-            found = self._extended(
-                found, context[lo : lo + ENCODE_STEP_TOKENS], lo - len(context), adapter
-            )
+        found = self._extended((), context, -len(context), adapter)
         with self.lock:
             self._contexts[known] = found
         return found

@@ -259,40 +259,32 @@ def prepare_gguf(file: Path, home: Path) -> Path:
 
 
 def _resolve(name: str, role: Literal["llm", "embedder"], home: Path) -> Path | str:
-    model = embedded(name)
+    model, path = embedded(name), Path(name).expanduser()
     if model is not None and model.role == role:
         return prepare(name, home)
-    names = " or ".join(model.name for model in EMBEDDED if model.role == role)
-    if model is not None:
-        raise ModelError(
-            f"Wanted an {role}, but '{name}' is an {model.role}. Give {names}, a folder or a"
-            " Hugging Face id."
-        )
-    path = Path(name).expanduser()
-    if role == "llm" and _is_gguf(path):
-        return prepare_gguf(path, home)
     if role == "llm":
         _refuse_inner_folder(path)
-    if path.is_dir() and not any((path / config).is_file() for config in CONFIGS):
-        gguf_files = sorted(filter(_is_gguf, path.glob("*.gguf"))) if role == "llm" else []
-        if len(gguf_files) == 1:
-            return prepare_gguf(gguf_files[0], home)
-        found = (
-            f"{len(gguf_files)} GGUF files; name one of them"
-            if gguf_files
-            else "no config.json; name another folder"
-        )
-        raise ModelError(f"Wanted the folder of an {role}, but '{path}' has {found}.")
-    if path.is_dir():
+    if model is None and any((path / config).is_file() for config in CONFIGS):
         return path
-    if path.exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
-        found = "a file" if path.exists() else "nothing there"
-        file = ", a GGUF file" if role == "llm" else ""
-        raise ModelError(
-            f"Wanted an {role} at '{name}', found {found}. Give a folder{file}, a Hugging Face id,"
-            f" or {names}."
-        )
-    return name
+    files = filter(_is_gguf, (path, *sorted(path.glob("*.gguf")))) if role == "llm" else ()
+    gguf_files = list(files)
+    if len(gguf_files) == 1:
+        return prepare_gguf(gguf_files[0], home)
+    if model is not None:
+        found = f"an {model.role}"
+    elif gguf_files:
+        found = f"{len(gguf_files)} GGUF files; name one of them"
+    elif path.exists():
+        found = "no config.json" if path.is_dir() else "a file"
+    elif re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+        return name
+    else:
+        found = "nothing there"
+    names = " or ".join(model.name for model in EMBEDDED if model.role == role)
+    raise ModelError(
+        f"Wanted an {role} at '{name}', found {found}. Give the folder of a model, a GGUF file of"
+        f" an llm, a Hugging Face id, or {names}."
+    )
 
 
 def _refuse_inner_folder(path: Path) -> None:
