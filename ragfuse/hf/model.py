@@ -145,13 +145,6 @@ class HFModel(OneProcess):
             self._encoder = encoder = TextEncoder(self.tokenizer)
         return encoder
 
-    def open_tokenizer(self) -> None:
-        """Build now what tokenising a prompt needs, which is else built as the first prompt is
-        waited for.
-        """
-        if self.has_tokenizer:
-            self.encoder.decode(self.encoder.tokens("a"))
-
     @property
     def bos(self) -> tuple[int, ...]:
         """The BOS token if the tokenizer puts it before a plain text, else nothing."""
@@ -245,6 +238,10 @@ class HFModel(OneProcess):
         if list(positions) == list(range(len(token_ids))):
             return self.encode(token_ids)
         at = torch.tensor(list(positions), device=self.device)
+        if self.profile.refusal:
+            ids = torch.tensor([list(token_ids)], device=self.device)
+            with self.lock:
+                return ChunkKV(probe.plain_kv(self.model, ids, at))
         kv = self.fuse(token_ids, at, [], KVSource(), "none", 0.0).kv
         return ChunkKV(
             tuple(LayerKV(layer.keys.clone(), layer.values.clone()) for layer in kv.layers)
@@ -407,7 +404,7 @@ class HFModel(OneProcess):
             LostRun: A run cannot be read any more; call again without it.
         """
         profile = profile or self.profile
-        if profile.refusal and not (profile.fixed and not any(run.blend for run in runs)):
+        if profile.refusal and not (profile.fixed and runs and not any(run.blend for run in runs)):
             raise RefusedError(f"{self.name} cannot reuse stored KV: {profile.refusal}")
         ids, at = (
             torch.tensor([list(token_ids)], device=self.device),

@@ -138,7 +138,8 @@ def load_model(
         digests.put(name, loaded.weights, words, changed)
     if shipped is not None:
         loaded.profile = shipped.over(loaded.profile)
-    return loaded if is_quantised(model) or _has_adapters(model) or not pack else loaded.packed()
+    has_adapters = any(type(each).__module__.startswith("peft.") for each in model.modules())
+    return loaded if is_quantised(model) or has_adapters or not pack else loaded.packed()
 
 
 def load_tokenizer(
@@ -312,10 +313,6 @@ def _files_of(source: str | Path, options: Mapping[str, Any]) -> Path | None:
 
     config = try_to_load_from_cache(str(source), "config.json", revision=options.get("revision"))
     return Path(config).parent if isinstance(config, str) else None
-
-
-def _has_adapters(model: nn.Module) -> bool:
-    return any(type(module).__module__.partition(".")[0] == "peft" for module in model.modules())
 
 
 def _name_of(model: PreTrainedModel) -> str:

@@ -56,10 +56,11 @@ def test_hardware_threads_of_one_core_count_once(tmp_path, monkeypatch):
 def test_cores_that_were_busy_only_for_a_moment_count_as_free(monkeypatch):
     monkeypatch.setattr(threads, "allowed_threads", lambda: 8)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(threads, "_free_cpus", lambda: 0.0)
+    monkeypatch.setattr(threads, "_affinity", lambda: range(8))
+    monkeypatch.setattr(threads.psutil, "cpu_percent", lambda *_, **__: [100.0] * 8)
     monkeypatch.setattr(threads.psutil, "getloadavg", lambda: (2.2, 0.0, 0.0))
     assert threads.available_threads() == 6
-    monkeypatch.setattr(threads, "_free_cpus", lambda: 7.6)
+    monkeypatch.setattr(threads.psutil, "cpu_percent", lambda *_, **__: [5.0] * 8)
     assert threads.available_threads() == 8
 
 
