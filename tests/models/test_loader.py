@@ -311,19 +311,6 @@ def test_pickled_weights_are_refused_with_what_to_do(
         load_model(tmp_path / "adapter", "float32")
 
 
-def test_a_device_that_is_left_open_is_found(tiny_settings: Settings, engine_of: Any) -> None:
-    engine = engine_of(None, tiny_settings.model_copy(update={"device": "auto"}))
-    wanted = (
-        "cuda"
-        if torch.cuda.is_available()
-        else "mps"
-        if torch.backends.mps.is_available()
-        else "cpu"
-    )
-    assert engine.settings.device == wanted
-    assert engine.model.device.type == wanted
-
-
 @pytest.mark.parametrize("device", ["cuda:99", "mps", "tpu9"])
 def test_a_device_that_is_not_there_says_what_to_do(tiny_settings: Settings, device: str) -> None:
     with pytest.raises(ModelError, match=f"found '{device}'"):
