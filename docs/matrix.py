@@ -45,7 +45,6 @@ BEGINNINGS = MappingProxyType(
     {
         "": "computed",
         "run": "reused from the third prompt that shares it, the same prompt from the second",
-        "token": "reused by the same prompt, and one a few tokens longer",
         "whole": "computed",
     }
 )

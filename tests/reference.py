@@ -220,8 +220,7 @@ class LlamaTwin:
             )
             near = near if any(near) else nearness(words, forced, candidate_rows)
             offer.score = [near[row] for row in candidate_rows]
-        name, _, compare = policy.partition(":")
-        choose = POLICIES[name](offer)
+        choose = POLICIES[policy](offer)
         placed = self._place(n_tokens, runs)
         hidden = self.weights["model.embed_tokens.weight"][list(ids)]
         alive, left = candidate_rows, Fused(torch.empty(0), [], [], [])
@@ -237,11 +236,7 @@ class LlamaTwin:
                 old_k: Tensor = old_keys,
                 old_v: Tensor = old_values,
             ) -> list[float]:
-                new, old = {"k": k, "v": v}, {"k": old_k, "v": old_v}
-                parts = compare or "kv"
-                return deviation(
-                    [new[part][:, rows] for part in parts], [old[part][:, rows] for part in parts]
-                )
+                return deviation([k[:, rows], v[:, rows]], [old_k[:, rows], old_v[:, rows]])
 
             alive = choose(
                 layer, alive, measured if measured is not None else measure(alive), measure(alive)

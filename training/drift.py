@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from ragfuse.calibration.case import Case
 from ragfuse.calibration.methods import Lab, Method
 from ragfuse.fuse.drift import Rope, part_layout
-from ragfuse.fuse.rope import shifted_rows
+from ragfuse.fuse.rope import shifted
 from ragfuse.hf.drift import DRIFT_FILE, weight_sample
 from ragfuse.hf.model import HFModel
 from ragfuse.models import MANIFEST
@@ -92,7 +92,7 @@ def measured(pairs: Iterable[tuple[ChunkKV, ChunkKV, Tensor]], rope: Rope) -> Ch
     total: list[LayerKV] | None = None
     count = 0
     for found, wanted, rows in pairs:
-        back = -rows.double()
+        back = -rows.double()[:, None]
         differences = []
         for found_layer, wanted_layer, layout in zip(
             found.layers, wanted.layers, rope, strict=True
@@ -102,7 +102,7 @@ def measured(pairs: Iterable[tuple[ChunkKV, ChunkKV, Tensor]], rope: Rope) -> Ch
                 ("values", found_layer.values, wanted_layer.values),
             )
             keys, values = (
-                shifted_rows(
+                shifted(
                     (b[:, rows].float() - a[:, rows].float()), back, part_layout(layout, name)
                 ).sum(1, keepdim=True)
                 for name, a, b in parts

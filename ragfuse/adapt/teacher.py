@@ -95,7 +95,6 @@ class Teacher:
             ends_of(self._engine.model),
             layers,
             self._known.get(name),
-            kv=bool(layers),
         )
         self._known[name] = [branch.answer for branch in branches]
         return Lesson(context, tuple(branches), states)

@@ -203,7 +203,7 @@ class Trainer:
         self._optimizer.param_groups[0]["lr"] = LEARNING_RATE * share
         number = step % POOL
         lesson = self._teacher.lesson(str(number), self._train.example(number), self._layers)
-        found = self._model.blockwise(lesson.context, lesson.branches, self._layers, kv=True)
+        found = self._model.blockwise(lesson.context, lesson.branches, self._layers)
         loss: Tensor = (
             kl_along(lesson.states.logits, found.logits)
             + HIDDEN_WEIGHT * hidden_distance(lesson.states.hidden, found.hidden)

@@ -324,6 +324,6 @@ def _load(settings: Settings, profiles: ProfileStore) -> HFModel:
             home=settings.home,
         )
     model.name = settings.model
-    model.open_tokenizer()
+    _ = model.encoder  # made now, as the first prompt would wait for it
     log.info("Model loaded in %.1f s: %s.", time.perf_counter() - began, settings.model)
     return model

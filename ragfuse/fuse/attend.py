@@ -266,21 +266,15 @@ def attend_ragged(
     is_wide = all(values.shape[-1] == query.shape[-1] for _, values in ragged.kv_parts[0])
     # by the flash kernel, which needs such values
     merges = is_cpu and is_wide and softcap is None and sinks is None
-    single_parts = [kv_parts[0] if len(kv_parts) == 1 else None for kv_parts in ragged.kv_parts]
-    if None in single_parts and not merges:
-        single_parts = [_concatenated(kv_parts) for kv_parts in ragged.kv_parts]
-    outputs: list[Tensor] = list(queries)
-    several = [at for at, whole in enumerate(single_parts) if whole is None]
-    merged = _attend_parts(
-        [queries[at] for at in several], [ragged.kv_parts[at] for at in several], scaling
-    )
-    for at, output in zip(several, merged, strict=True):
-        outputs[at] = output
-    for at, whole in enumerate(single_parts):
-        if whole is not None:
-            outputs[at] = _attend_newest(
-                queries[at], *_last(window, *whole), scaling, softcap, sinks
-            )
+    held = ragged.kv_parts if merges else [[_concatenated(parts)] for parts in ragged.kv_parts]
+    several = [(one, parts) for one, parts in zip(queries, held, strict=True) if len(parts) > 1]
+    merged = iter(_attend_parts(several, scaling))
+    outputs = [
+        _attend_newest(one, *_last(window, *parts[0]), scaling, softcap, sinks)
+        if len(parts) == 1
+        else next(merged)
+        for one, parts in zip(queries, held, strict=True)
+    ]
     return torch.cat(outputs).transpose(1, 2)
 
 
@@ -292,9 +286,7 @@ def _concatenated(kv_parts: Sequence[KV]) -> KV:
     return (keys[0], values[0]) if len(keys) == 1 else (torch.cat(keys, 2), torch.cat(values, 2))
 
 
-def _attend_parts(
-    queries: Sequence[Tensor], kv_by_prompt: Sequence[Sequence[KV]], scaling: float
-) -> list[Tensor]:
+def _attend_parts(prompts: Sequence[tuple[Tensor, Sequence[KV]]], scaling: float) -> list[Tensor]:
     """Return the output [1, Hq, 1, D] of each prompt's newest row over its KV parts; a shared part
     is read once.
 
@@ -302,21 +294,22 @@ def _attend_parts(
     """
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     readers: dict[int, tuple[KV, list[int]]] = {}
-    for at, kv_parts in enumerate(kv_by_prompt):
+    for at, (_, kv_parts) in enumerate(prompts):
         for kv in kv_parts:
             readers.setdefault(id(kv[0]), (kv, []))[1].append(at)
-    outputs: list[list[tuple[Tensor, Tensor]]] = [[] for _ in queries]
-    for (keys, values), prompts in readers.values():
-        folded = [queries[at].reshape(1, keys.shape[1], -1, queries[at].shape[3]) for at in prompts]
+    outputs: list[list[tuple[Tensor, Tensor]]] = [[] for _ in prompts]
+    for (keys, values), readers_of in readers.values():
+        queries = [prompts[at][0] for at in readers_of]
+        folded = [query.reshape(1, keys.shape[1], -1, query.shape[3]) for query in queries]
         out, sums = flash(torch.cat(folded, 2), keys, values, scale=scaling)
         n_rows = folded[0].shape[2]
         for at, output, its_sums in zip(
-            prompts, out.split(n_rows, 2), sums.split(n_rows, 2), strict=True
+            readers_of, out.split(n_rows, 2), sums.split(n_rows, 2), strict=True
         ):
             outputs[at].append((output, its_sums))
     return [
-        _merge_outputs(pieces).reshape(part.shape)
-        for pieces, part in zip(outputs, queries, strict=True)
+        _merge_outputs(pieces).reshape(query.shape)
+        for pieces, (query, _) in zip(outputs, prompts, strict=True)
     ]
 
 

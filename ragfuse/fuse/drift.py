@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ragfuse.fuse.rope import shifted_rows
+from ragfuse.fuse.rope import shifted
 from ragfuse.types.kv import ChunkKV, LayerKV, RopeLayout
 
 Rope = Sequence[RopeLayout | None]
@@ -26,11 +26,11 @@ def added(kv: ChunkKV, drift: ChunkKV, rope: Rope) -> ChunkKV:
         drift: One row per layer, as `training/drift.py` measures it, at position 0.
         rope: The rotation of each layer; None where keys carry no position.
     """
-    positions = torch.arange(kv.n_tokens, dtype=torch.float64)
+    positions = torch.arange(kv.n_tokens, dtype=torch.float64)[:, None]
     layers = []
     for layer, one, layout in zip(kv.layers, drift.layers, rope, strict=True):
         keys, values = (
-            shifted_rows(part.expand(-1, kv.n_tokens, -1), positions, part_layout(layout, name))
+            shifted(part.float().expand(-1, kv.n_tokens, -1), positions, part_layout(layout, name))
             for name, part in (("keys", one.keys), ("values", one.values))
         )
         keys, values = (

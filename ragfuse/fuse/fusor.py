@@ -500,11 +500,8 @@ class Fusion:
         """Return each current row's squared L2 distance from the cached KV, over heads and dims,
         float32 [R].
         """
-        old_keys, old_values = self.buffers.get(layer)
-        pairs = {"k": [(keys, old_keys)], "v": [(values, old_values)]}
-        pairs["kv"] = pairs["k"] + pairs["v"]
         total = torch.zeros(len(self.rows), device=self.rows.device)
-        for new, old in pairs[self.policy.compare]:
+        for new, old in zip((keys, values), self.buffers.get(layer), strict=True):
             change = new[0] - old[0].index_select(1, self.rows)
             total += vector_norm(change, dim=(0, 2), dtype=torch.float32).square_()
         return total

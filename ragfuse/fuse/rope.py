@@ -67,13 +67,13 @@ def place(
     to_second.copy_(torch.mul(second, cos, out=turned).addcmul_(first, sin))
 
 
-def shifted(keys: Tensor, delta: int, layout: RopeLayout | None) -> Tensor:
-    """Return a copy of keys [..., n, D] shifted by `delta` positions; layout None means that they
-    carry no position.
+def shifted(keys: Tensor, delta: int | Tensor, layout: RopeLayout | None) -> Tensor:
+    """Return a copy of keys [..., n, D] shifted by `delta` positions, one for all rows or float64
+    [n, 1]; layout None means that they carry no position.
     """
-    out = keys.clone()
-    if layout is not None and delta != 0:
-        place(out, keys, angles(layout, delta, keys.device), layout)
+    out = keys.clone(memory_format=torch.contiguous_format)
+    if layout is not None:
+        place(out, out, angles(layout, delta, keys.device), layout)
     return out
 
 
@@ -95,16 +95,6 @@ def rotated(keys: Tensor, shift: tuple[Tensor, Tensor], layout: RopeLayout) -> T
         else torch.cat(pair, -1)
     )
     return torch.cat((keys[..., :lo], turned.to(keys.dtype), keys[..., lo + width :]), -1)
-
-
-def shifted_rows(states: Tensor, positions: Tensor, layout: RopeLayout | None) -> Tensor:
-    """Return a float32 copy of states [H, n, D] whose row i is shifted by positions[i], float64
-    [n].
-    """
-    out = states.to(torch.float32, copy=True).contiguous()
-    if layout is not None:
-        place(out, out, angles(layout, positions[:, None], out.device), layout)
-    return out
 
 
 def rotate_in_place(tensor: Tensor, layout: RopeLayout | None, sign: int) -> Tensor:

@@ -129,7 +129,6 @@ class BranchModel:
         context: ContextTokens,
         branches: Sequence[Branch],
         layers: Collection[int] = (),
-        kv: bool = False,
     ) -> BranchStates:
         """Return what the branches get over chunks that were encoded apart, with nothing
         recomputed.
@@ -137,13 +136,12 @@ class BranchModel:
         Args:
             context: The context.
             branches: The branches.
-            layers: Numbers of the hidden states that are wanted.
-            kv: Whether the KV of the chunks is wanted.
+            layers: Numbers of the hidden states that are wanted; with any, the chunks' KV is, too.
         """
         inside = {row for lo, hi in context.chunks for row in range(lo, hi)}
         rest = tuple(row for row in range(len(context.token_ids)) if row not in inside)
         past = self._chunks(context)
-        chunks = _kv_of(past, slice(None)) if kv else ()
+        chunks = _kv_of(past, slice(None)) if layers else ()
         with self._plain():
             states = self._ended(
                 past, tuple((context.token_ids[row], row) for row in rest), branches, layers
@@ -159,7 +157,6 @@ class BranchModel:
         ends: Collection[int],
         layers: Collection[int] = (),
         answers: Sequence[tuple[int, ...]] | None = None,
-        kv: bool = False,
     ) -> tuple[list[Branch], BranchStates]:
         """Return greedy answers by full causal attention and their states, from one prefill of the
         context.
@@ -169,16 +166,15 @@ class BranchModel:
             questions: Token ids of what stands behind it.
             max_tokens: Most tokens of an answer.
             ends: Tokens that end an answer; it includes the one that ended it.
-            layers: Numbers of the hidden states that are wanted.
+            layers: Numbers of the hidden states that are wanted; with any, the chunks' KV is, too.
             answers: The answers, if they are known already.
-            kv: Whether the KV of the chunks is wanted.
         """
         with self._plain():
             past = self._causal(context)
             rows = torch.tensor(
                 [row for lo, hi in context.chunks for row in range(lo, hi)], device=self.device
             )
-            chunks = _kv_of(past, rows) if kv else ()
+            chunks = _kv_of(past, rows) if layers else ()
             said = (
                 answers if answers is not None else self._written(past, questions, max_tokens, ends)
             )

@@ -117,11 +117,7 @@ class RowLayer(CacheLayerMixin):
 
     def whole(self) -> KV:
         """Return all rows [B, H, length, D]: views, or a copy if some are stored outside."""
-        n_buffered = self.n_buffered
-        keys, values = self.keys[:, :, :n_buffered], self.values[:, :, :n_buffered]
-        if not self.common:
-            return keys, values
-        return self._with_frozen(keys, 0), self._with_frozen(values, 1)
+        return self.rows(0, self.length)
 
     def rows(self, lo: int, hi: int) -> KV:
         """Return rows lo:hi [B, H, hi - lo, D]: views, or a copy if some rows are stored

@@ -58,7 +58,10 @@ def fingerprint(
         chunk_adapter: Digest of the adapter that encodes chunks; "" for none.
         words: The result of `tokenizer_digest` for this tokenizer, if known.
     """
-    config = json.loads(model.config.to_json_string(), object_hook=_without_names)
+    config = json.loads(
+        model.config.to_json_string(),
+        object_hook=lambda part: {name: part[name] for name in part if name not in UNNAMED},
+    )
     hasher = [str(FORMAT_VERSION), str(model.dtype), json.dumps(config, sort_keys=True)]
     hasher += [weights or weights_digest(model), *_remote_code(model)]
     for layer in drift.layers if drift is not None else ():
@@ -68,10 +71,6 @@ def fingerprint(
     if chunk_adapter:
         hasher.append(f"chunk adapter {chunk_adapter}")
     return digest(*hasher, words or tokenizer_digest(tokenizer))
-
-
-def _without_names(part: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in part.items() if name not in UNNAMED}
 
 
 def weights_digest(model: nn.Module) -> str:
@@ -87,8 +86,11 @@ def weights_digest(model: nn.Module) -> str:
     parts, known = [], dict[int, str]()
     for name, value in _entries(model):
         # tied weights are read once
-        same = known.get(id(value)) if isinstance(value, nn.Parameter) else None
-        found = same or _value_digest(name, value)
+        found = known.get(id(value)) if isinstance(value, nn.Parameter) else None
+        if found is None:
+            hasher = blake3(max_threads=max(1, torch.get_num_threads()))
+            _feed(hasher, name, value)
+            found = hasher.hexdigest(length=16)
         if isinstance(value, nn.Parameter):
             known[id(value)] = found
         parts.append((name, found))
@@ -144,12 +146,6 @@ def _offloaded(module: nn.Module) -> Callable[[str], Tensor] | None:
     return None
 
 
-def _value_digest(name: str, value: Any) -> str:
-    hasher = blake3(max_threads=max(1, torch.get_num_threads()))
-    _feed(hasher, name, value)
-    return str(hasher.hexdigest(length=16))
-
-
 def _feed(hasher: Any, name: str, value: Any) -> None:
     """Hash all parts of a value, each preceded by its kind and size: no memory addresses, no order
     of a set.
@@ -189,15 +185,11 @@ def _feed_tensor(hasher: Any, name: str, tensor: Tensor) -> None:
         _feed(hasher, name, {"context": context, **{part: getattr(tensor, part) for part in inner}})
     else:
         plain = tensor.dequantize() if tensor.is_quantized else tensor
-        _feed_bytes(hasher, plain.resolve_conj().resolve_neg())
+        flat = plain.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+        for piece in torch.split(flat, HASH_NBYTES):
+            hasher.update(piece.cpu().numpy().data)
     if (state := getattr(tensor, "quant_state", None)) is not None:  # bitsandbytes' four bits
         _feed(hasher, name, state.as_dict())
-
-
-def _feed_bytes(hasher: Any, tensor: Tensor) -> None:
-    """Hash the bytes of a plain tensor in order, in pieces."""
-    for piece in torch.split(tensor.reshape(-1).view(torch.uint8), HASH_NBYTES):
-        hasher.update(piece.cpu().numpy().data)
 
 
 def _feed_text(hasher: Any, text: str) -> None:

@@ -92,7 +92,7 @@ def generate(
             attention_mask=torch.ones_like(ids),
             stopping_criteria=StoppingCriteriaList(stopping),
             **{CACHE: prefill.cache if prefill.state is None else prefill.state},
-            **_position_ids(model, prefill),
+            **probe.at_positions(model.model, prefill.positions),
             **_adapted_options(model, options),
         )
     new_ids: list[int] = out[0, ids.shape[1] :].tolist()
@@ -119,27 +119,12 @@ def _refuse(options: Mapping[str, Any]) -> None:
     config = options.get("generation_config")
     given = {**(vars(config) if config is not None else {}), **options}
     wrong = [name for name in UNUSABLE if given.get(name) is not None]
-    wrong += ["token_healing"] if options.get("token_healing") else []
-    wrong += ["use_cache"] if given.get("use_cache") is False else []
-    if several := [name for name in ONE if (given.get(name) or 1) > 1]:
-        raise SettingsError(
-            f"generate's option '{several[0]}' may only be 1: a prompt has one answer. Leave it"
-            " out."
-        )
+    wrong += [name for name in ONE if (given.get(name) or 1) > 1]
     if wrong:
         raise SettingsError(
-            f"generate's option '{wrong[0]}' cannot be used: the prompt's KV is computed and in a"
-            " cache already. Leave it out."
+            f"generate's option '{wrong[0]}' cannot be used: one answer is written, to a prompt"
+            " whose KV is in a cache already. Leave it out."
         )
-
-
-def _position_ids(model: HFModel, prefill: Prefill) -> dict[str, Tensor]:
-    """Return `position_ids` int64 [1, T] for a prompt whose positions have gaps; else `generate`
-    needs none.
-    """
-    if prefill.positions is None or not probe.takes_positions(model.model):
-        return {}
-    return {"position_ids": prefill.positions[None].to(model.device)}
 
 
 def resolve_option(name: str, options: Mapping[str, Any], model: HFModel) -> Any:

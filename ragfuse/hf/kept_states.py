@@ -4,37 +4,31 @@ prompt prefix.
 A linear-attention, Mamba or convolution layer keeps one state for all tokens so far, which cannot
 be split. So a copy of the model's whole cache is kept before a prompt's last token, and at the
 point where two prompts diverge. A later prompt with the same prefix continues from the copy, which
-is exact. How a model can continue from a copy is found on its real weights: with many tokens at
-once, with one token at a time, or not at all.
+is exact. Whether a model can continue from a copy is found on its real weights.
 """
 
 from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from cachetools import LRUCache
-from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from ragfuse.hf import probe
 from ragfuse.hf.cache import CACHE
 
-Kind = Literal["", "run", "token", "whole"]
+Kind = Literal["", "run", "whole"]
 """How a model can continue from a copy of its cache.
 
 "": it keeps KV per token and nothing else. "run": many tokens at once give the same result as one
-forward. "token": only one token at a time does. "whole": neither does, so every prompt is computed
-from its first token.
-"""
-MAX_STEPS = 8
-"""The most tokens that are computed one by one after a kept cache: more may take longer than the
-whole prompt.
+forward. "whole": they do not, so every prompt is computed from its first token.
 """
 MAX_KEPT = 256
 """The most caches that are kept, because every new prompt is compared with each."""
@@ -98,7 +92,7 @@ class States:
         """Keep the cache of these tokens, unless it exceeds the limit; it must not be modified from
         now on.
         """
-        state = KeptCache(len(token_ids), cache, sum(each.nbytes for each in tensors(cache)))
+        state = KeptCache(len(token_ids), cache, sum(each.nbytes for each in probe.tensors(cache)))
         with self._lock:
             if state.nbytes <= self._kept.maxsize:
                 self._kept[tenant, _array(token_ids).tobytes()] = state
@@ -143,11 +137,9 @@ class TenantStates:
         The cache lies before the prompt's last token. The common prefix is the longest with any
         kept prompt.
         """
-        state, n_shared = self.states.longest_prefix(self.tenant, token_ids[:-1])
-        n_left = len(token_ids) - 1 - (state.n_tokens if state is not None else 0)
-        if kind == "run" or (kind == "token" and n_left <= MAX_STEPS):
-            return state, n_shared
-        return None, n_shared
+        if kind != "run":
+            return None, 0
+        return self.states.longest_prefix(self.tenant, token_ids[:-1])
 
     def keep(self, token_ids: Sequence[int], cache: Any) -> None:
         """Keep a copy of the cache of these tokens, unless they are fewer than `min_tokens`."""
@@ -179,19 +171,12 @@ def begin(
     state, n_shared = states.longest_prefix(token_ids, kind) if states is not None else (None, 0)
     cache, n_before = (copied(state.cache), state.n_tokens) if state is not None else (None, 0)
     at, ids = n_before, torch.tensor([list(token_ids)], device=probe.device_of(model))
-    parts = (
-        kind == "run"
-        and states is not None
-        and n_shared - at >= states.min_tokens
-        and n_shared < end
-    )
+    parts = states is not None and n_shared - at >= states.min_tokens and n_shared < end
     for stop in (n_shared, end) if parts else (end,):
-        step = 1 if kind == "token" and at else max(1, stop - at)
-        for lo in range(at, stop, step):
-            out = probe.run_forward(model, ids[:, lo : lo + step], cache, lo)
-            cache = getattr(out, CACHE)
-        if states is not None and stop > at:
-            states.keep(token_ids[:stop], cache)
+        if stop > at:
+            cache = getattr(probe.run_forward(model, ids[:, at:stop], cache, at), CACHE)
+            if states is not None:
+                states.keep(token_ids[:stop], cache)
         at = stop
     return cache, n_before
 
@@ -200,22 +185,6 @@ def copied(cache: Any) -> Any:
     """Return a deep copy of a cache."""
     with torch.no_grad():
         return copy.deepcopy(cache)
-
-
-def tensors(value: object) -> Iterator[Tensor]:
-    """Yield all tensors of a cache, always in the same order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from tensors(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors(each)
-    elif type(value).__module__.startswith("transformers") and not isinstance(
-        value, nn.Module | PreTrainedConfig
-    ):
-        yield from tensors(getattr(value, "__dict__", {}))
 
 
 def kind_of(model: PreTrainedModel, n_layers: int) -> Kind:
@@ -233,12 +202,13 @@ def kind_of(model: PreTrainedModel, n_layers: int) -> Kind:
         whole = probe.run_forward(model, ids, None, 0)
         if probe.is_whole(getattr(whole, CACHE, None), n_layers, _PROBED):
             return ""
-        if not list(tensors(getattr(whole, CACHE))) or _answer_error(model, ids, whole) > bound:
+        kept = list(probe.tensors(getattr(whole, CACHE)))
+        if not kept or _answer_error(model, ids, whole) > bound:
             return "whole"
         same = [_error(model, ids, cut, whole) <= bound for cut in _CUTS]
     except probe.UNFIT:
         return "whole"
-    return "run" if all(same) else "token" if same[0] else "whole"
+    return "run" if all(same) else "whole"
 
 
 def _answer_error(model: PreTrainedModel, ids: Tensor, whole: Any) -> float:
@@ -264,7 +234,8 @@ def _error(model: PreTrainedModel, ids: Tensor, cut: int, whole: Any) -> float:
     """
     before = copied(getattr(probe.run_forward(model, ids[:, :cut], None, 0), CACHE))
     found = probe.run_forward(model, ids[:, cut:], before, cut)
-    pairs = list(zip(tensors(getattr(found, CACHE)), tensors(getattr(whole, CACHE)), strict=True))
+    caches = (probe.tensors(getattr(out, CACHE)) for out in (found, whole))
+    pairs = list(zip(*caches, strict=True))
     errors = [probe.relative(*pair) for pair in pairs if pair[0].is_floating_point()]
     return max(probe.logits_error(found.logits[0, -1], whole.logits[0, -1]), *errors)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cachetools import LRUCache
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -28,7 +29,7 @@ from ragfuse.hf.chunk_adapter import ChunkAdapter
 from ragfuse.hf.decode import Batcher
 from ragfuse.hf.fingerprint import fingerprint, weights_digest
 from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring
-from ragfuse.hf.kept_states import Kind, TenantStates, begin, kind_of
+from ragfuse.hf.kept_states import TenantStates, begin, kind_of
 from ragfuse.hf.lock import FairLock
 from ragfuse.hf.packed_linear import pack
 from ragfuse.hf.prefill import KVSource, Prefill, PromptPart
@@ -93,8 +94,8 @@ class HFModel(OneProcess):
         self._word_of_token: dict[int, int] = {}
         self._number_of_word: dict[str, int] = {}
         self._borders: dict[int, tuple[int, bool]] = {}
-        # least recently used first
-        self._contexts: dict[tuple[bool, tuple[int, ...]], tuple[LayerKV, ...]] = {}
+        self._contexts: LRUCache[tuple[bool, tuple[int, ...]], tuple[LayerKV, ...]]
+        self._contexts = LRUCache(CONTEXTS)
         self.device, self.dtype = probe.device_of(model), model.dtype
         # prompts are fused in shapes that recur, and nothing is read back
         self.accelerated = self.device.type != "cpu"
@@ -143,13 +144,6 @@ class HFModel(OneProcess):
         ):
             self._encoder = encoder = TextEncoder(self.tokenizer)
         return encoder
-
-    def open_tokenizer(self) -> None:
-        """Build now what tokenising a prompt needs, which is else built as the first prompt is
-        waited for.
-        """
-        if self.has_tokenizer:
-            self.encoder.decode(self.encoder.tokens("a"))
 
     @property
     def bos(self) -> tuple[int, ...]:
@@ -205,11 +199,8 @@ class HFModel(OneProcess):
         self, token_ids: Sequence[int], context: Sequence[int], adapter: ChunkAdapter | None
     ) -> ChunkKV:
         """Return the KV of a chunk, computed with an adapter if there is one."""
-        cut, size = len(context), len(token_ids)
-        layers = self._context_kv(tuple(context), adapter)
-        step = ENCODE_STEP_TOKENS if size > 2 * ENCODE_STEP_TOKENS else max(1, size)
-        for lo in range(0, max(1, size), step):
-            layers = self._extended(layers, token_ids[lo : lo + step], lo, adapter)
+        cut, before = len(context), self._context_kv(tuple(context), adapter)
+        layers = self._extended(before, token_ids, 0, adapter)
         return ChunkKV(
             tuple(
                 LayerKV(kv.keys[:, cut:].contiguous(), kv.values[:, cut:].contiguous())
@@ -225,12 +216,16 @@ class HFModel(OneProcess):
         adapter: ChunkAdapter | None,
     ) -> tuple[LayerKV, ...]:
         """Return the KV `before` extended by that of `token_ids`, the first of which stands at
-        `position`.
+        `position`; many are computed in steps, between which the lock is released for questions.
         """
         ids = torch.tensor([list(token_ids)], device=self.device)
-        positions = torch.arange(position, position + len(token_ids), device=self.device)
-        with self.lock, adapter.on(self.model) if adapter is not None else nullcontext():
-            return probe.plain_kv(self.model, ids, positions, before)
+        size = ids.shape[1]
+        step = ENCODE_STEP_TOKENS if size > 2 * ENCODE_STEP_TOKENS else size
+        for lo in range(0, size, step):
+            with self.lock, adapter.on(self.model) if adapter is not None else nullcontext():
+                part = ids[:, lo : lo + step]
+                before = probe.plain_kv(self.model, part, position + lo, before)
+        return before
 
     def encode_at(self, token_ids: Sequence[int], positions: Sequence[int]) -> ChunkKV:
         """Return the KV of a run without context at given positions, keys rotated for these (Prompt
@@ -244,11 +239,9 @@ class HFModel(OneProcess):
             return self.encode(token_ids)
         at = torch.tensor(list(positions), device=self.device)
         if self.profile.refusal:
+            ids = torch.tensor([list(token_ids)], device=self.device)
             with self.lock:
-                layers = probe.plain_kv(
-                    self.model, torch.tensor([list(token_ids)], device=self.device), at
-                )
-            return ChunkKV(layers)
+                return ChunkKV(probe.plain_kv(self.model, ids, at))
         kv = self.fuse(token_ids, at, [], KVSource(), "none", 0.0).kv
         return ChunkKV(
             tuple(LayerKV(layer.keys.clone(), layer.values.clone()) for layer in kv.layers)
@@ -269,26 +262,16 @@ class HFModel(OneProcess):
     ) -> tuple[LayerKV, ...]:
         """Return the KV of a context at positions -n..-1; the last `CONTEXTS` used are kept in
         memory.
-
-        It is computed in steps, between which the lock is released for questions.
         """
         if not context:
             return ()
         known = adapter is not None, context
         with self.lock:
-            found = self._contexts.pop(known, None)
-            if found is not None:
-                self._contexts[known] = found
-                return found
-        found = ()
-        for lo in range(0, len(context), ENCODE_STEP_TOKENS):
-            found = self._extended(
-                found, context[lo : lo + ENCODE_STEP_TOKENS], lo - len(context), adapter
-            )
+            if known in self._contexts:
+                return self._contexts[known]
+        found = self._extended((), context, -len(context), adapter)
         with self.lock:
             self._contexts[known] = found
-            while len(self._contexts) > CONTEXTS:
-                del self._contexts[next(iter(self._contexts))]
         return found
 
     @contextmanager
@@ -558,13 +541,9 @@ class HFModel(OneProcess):
         except FixedError as error:
             return self._probe_fixed(str(error))
         except RefusedError as error:
-            return ModelProfile(
-                self.fingerprint, self.n_layers, refusal=str(error), state=self._state()
-            )
-
-    def _state(self) -> Kind:
-        with self.lock:
-            return kind_of(self.model, self.n_layers)
+            with self.lock:
+                state = kind_of(self.model, self.n_layers)
+            return ModelProfile(self.fingerprint, self.n_layers, refusal=str(error), state=state)
 
     def _probe(self) -> ModelProfile:
         config = self.model.config.get_text_config()

@@ -216,27 +216,26 @@ def last_logits(model: PreTrainedModel) -> dict[str, Any]:
 
 def is_whole(cache: object, n_layers: int, n_tokens: int) -> bool:
     """Whether a model's own cache holds the KV of every token in every layer, and nothing else."""
-    layers = getattr(cache, "layers", ())
-    if any(
-        _has_state(value)
-        for layer in layers
-        for name, value in vars(layer).items()
-        if name not in KV_OF_LAYER
-    ):
-        return False  # attention and a recurrent state side by side, in one layer
-    keys = [getattr(layer, "keys", None) for layer in layers]
-    return len(layers) == n_layers and all(
+    keys = [getattr(layer, "keys", None) for layer in getattr(cache, "layers", ())]
+    return len(keys) == n_layers == len(list(tensors(cache))) // 2 and all(
         k is not None and k.ndim == 4 and k.shape[2] == n_tokens for k in keys
     )
 
 
-def _has_state(value: object) -> bool:
-    """Whether an attribute of a cache layer is or contains a tensor."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    return isinstance(value, Tensor) or (
-        isinstance(value, list | tuple) and any(_has_state(each) for each in value)
-    )
+def tensors(value: object) -> Iterator[Tensor]:
+    """Yield all tensors of a cache, always in the same order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from tensors(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors(each)
+    elif type(value).__module__.startswith("transformers") and not isinstance(
+        value, nn.Module | PreTrainedConfig
+    ):
+        yield from tensors(getattr(value, "__dict__", {}))
 
 
 def takes_positions(model: PreTrainedModel) -> bool:

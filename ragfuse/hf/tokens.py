@@ -264,21 +264,19 @@ class TextEncoder:
         """
         if head is None:
             return "", ""
-        backend, n = self._backend, len(encoding_of(self._backend, head).ids)
+        backend, pieces = self._backend, self._pieces
+        n = len(encoding_of(backend, head).ids)
 
-        def prefix(texts: Iterable[str]) -> str:
+        def prefix(texts: Sequence[str]) -> str:
             real = {text: encoding_of(backend, head + text).ids[n:] for text in texts}
             fits = (
                 put
                 for put in ("", " ")
-                if all(self._encoded_as(put + text, ids) for text, ids in real.items())
+                if all(encoding_of(pieces, put + text).ids == real[text] for text in texts)
             )
             return next(fits, "")
 
         return prefix(TEXT_PROBES), prefix([" " + text for text in TEXT_PROBES])
-
-    def _encoded_as(self, text: str, ids: Sequence[int]) -> bool:
-        return bool(encoding_of(self._pieces, text).ids == ids)
 
     def _plain_token(self) -> str | None:
         """Return an added token without flags (lstrip, rstrip, single_word), or None."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -33,7 +33,7 @@ from safetensors import SafetensorError
 from ragfuse.errors import ModelError
 from ragfuse.models import adapters
 from ragfuse.models.shipped_profile import ShippedProfile, write_shipped
-from ragfuse.process.folders import is_temporary, make_own_folder
+from ragfuse.process.folders import make_own_folder
 from ragfuse.settings import Settings
 from ragfuse.types.sizes import size_text
 
@@ -259,40 +259,32 @@ def prepare_gguf(file: Path, home: Path) -> Path:
 
 
 def _resolve(name: str, role: Literal["llm", "embedder"], home: Path) -> Path | str:
-    model = embedded(name)
+    model, path = embedded(name), Path(name).expanduser()
     if model is not None and model.role == role:
         return prepare(name, home)
-    names = " or ".join(model.name for model in EMBEDDED if model.role == role)
-    if model is not None:
-        raise ModelError(
-            f"Wanted an {role}, but '{name}' is an {model.role}. Give {names}, a folder or a"
-            " Hugging Face id."
-        )
-    path = Path(name).expanduser()
-    if role == "llm" and _is_gguf(path):
-        return prepare_gguf(path, home)
     if role == "llm":
         _refuse_inner_folder(path)
-    if path.is_dir() and not any((path / config).is_file() for config in CONFIGS):
-        gguf_files = sorted(filter(_is_gguf, path.glob("*.gguf"))) if role == "llm" else []
-        if len(gguf_files) == 1:
-            return prepare_gguf(gguf_files[0], home)
-        found = (
-            f"{len(gguf_files)} GGUF files; name one of them"
-            if gguf_files
-            else "no config.json; name another folder"
-        )
-        raise ModelError(f"Wanted the folder of an {role}, but '{path}' has {found}.")
-    if path.is_dir():
+    if model is None and any((path / config).is_file() for config in CONFIGS):
         return path
-    if path.exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
-        found = "a file" if path.exists() else "nothing there"
-        file = ", a GGUF file" if role == "llm" else ""
-        raise ModelError(
-            f"Wanted an {role} at '{name}', found {found}. Give a folder{file}, a Hugging Face id,"
-            f" or {names}."
-        )
-    return name
+    files = filter(_is_gguf, (path, *sorted(path.glob("*.gguf")))) if role == "llm" else ()
+    gguf_files = list(files)
+    if len(gguf_files) == 1:
+        return prepare_gguf(gguf_files[0], home)
+    if model is not None:
+        found = f"an {model.role}"
+    elif gguf_files:
+        found = f"{len(gguf_files)} GGUF files; name one of them"
+    elif path.exists():
+        found = "no config.json" if path.is_dir() else "a file"
+    elif re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+        return name
+    else:
+        found = "nothing there"
+    names = " or ".join(model.name for model in EMBEDDED if model.role == role)
+    raise ModelError(
+        f"Wanted an {role} at '{name}', found {found}. Give the folder of a model, a GGUF file of"
+        f" an llm, a Hugging Face id, or {names}."
+    )
 
 
 def _refuse_inner_folder(path: Path) -> None:
@@ -400,32 +392,7 @@ def _convert(embedded: EmbeddedModel, source: Path, target: Path) -> None:
         write_shipped(
             target, ShippedProfile(Settings.model_fields["filler_tokens"].default, *embedded.choice)
         )
-    if _has_room(embedded, target):
-        model.save_pretrained(target)
-    else:
-        _keep_in_memory(model, target)
-
-
-def _has_room(model: EmbeddedModel, folder: Path) -> bool:
-    return shutil.disk_usage(folder).free >= model.prepared_nbytes
-
-
-def _keep_in_memory(model: Any, target: Path) -> None:
-    """Save a model whose weights stay in memory as long as the process runs; in `target` is a link
-    to them.
-
-    In a container with a read-only root, the only folder that can be written may be too small for
-    weights.
-    """
-    from safetensors.torch import save
-
-    for config in (model.config, model.generation_config):
-        config.save_pretrained(target)
-    tied = model.all_tied_weights_keys
-    weights = save({name: value for name, value in model.state_dict().items() if name not in tied})
-    with open(os.memfd_create("ragfuse"), "wb", closefd=False) as file:
-        file.write(weights)
-        (target / "model.safetensors").symlink_to(f"/proc/{os.getpid()}/fd/{file.fileno()}")
+    model.save_pretrained(target)
 
 
 def _save_tokenizer(source: Path, target: Path, max_tokens: int) -> None:
@@ -457,11 +424,11 @@ def _require(model: EmbeddedModel, home: Path) -> None:
             f"Preparing '{model.name}' needs {' and '.join(missing)}: pip install"
             f" {' '.join(missing)}"
         )
-    if not (_has_room(model, home) or (is_temporary(home) and hasattr(os, "memfd_create"))):
-        free = size_text(shutil.disk_usage(home).free)
+    free = shutil.disk_usage(home).free
+    if free < model.prepared_nbytes:
         raise ModelError(
             f"Preparing '{model.name}' needs {size_text(model.prepared_nbytes)} in '{home}', found"
-            f" {free} free. Free some, or set RAGFUSE_HOME to a folder on another disk."
+            f" {size_text(free)} free. Free some, or set RAGFUSE_HOME to a folder on another disk."
         )
 
 

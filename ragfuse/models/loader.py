@@ -138,7 +138,8 @@ def load_model(
         digests.put(name, loaded.weights, words, changed)
     if shipped is not None:
         loaded.profile = shipped.over(loaded.profile)
-    return loaded if is_quantised(model) or _has_adapters(model) or not pack else loaded.packed()
+    has_adapters = any(type(each).__module__.startswith("peft.") for each in model.modules())
+    return loaded if is_quantised(model) or has_adapters or not pack else loaded.packed()
 
 
 def load_tokenizer(
@@ -192,15 +193,11 @@ class LoadedModel:
         if isinstance(tokenizer, str | Path):
             with _readable_errors(tokenizer):
                 tokenizer = _tokenizer(tokenizer, {"trust_remote_code": False})
-        if tokenizer is None:
-            raise ModelError(
-                f"Wanted the tokenizer of the loaded model {_name_of(model)}, found none. Give"
-                " tokenizer=... in addition to model=..."
-            )
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            found = "none" if tokenizer is None else type(tokenizer).__name__
             raise ModelError(
-                f"Wanted a transformers tokenizer, found {type(tokenizer).__name__}. Give "
-                "AutoTokenizer.from_pretrained(...)."
+                f"Wanted the tokenizer of the loaded model {_name_of(model)}, found {found}. Give"
+                " tokenizer=AutoTokenizer.from_pretrained(...) in addition to model=..."
             )
         return cls(model, tokenizer)
 
@@ -316,10 +313,6 @@ def _files_of(source: str | Path, options: Mapping[str, Any]) -> Path | None:
 
     config = try_to_load_from_cache(str(source), "config.json", revision=options.get("revision"))
     return Path(config).parent if isinstance(config, str) else None
-
-
-def _has_adapters(model: nn.Module) -> bool:
-    return any(type(module).__module__.partition(".")[0] == "peft" for module in model.modules())
 
 
 def _name_of(model: PreTrainedModel) -> str:

@@ -63,7 +63,9 @@ def available_threads() -> int:
     allowed = allowed_threads()
     if allowed == 1:
         return 1
-    free = max(_free_cpus(), (os.cpu_count() or 1) - psutil.getloadavg()[0])
+    used = psutil.cpu_percent(WATCH_S, percpu=True)
+    now = sum(1 - used[cpu] / 100 for cpu in _affinity() if cpu < len(used))
+    free = max(now, (os.cpu_count() or 1) - psutil.getloadavg()[0])
     return max(1, min(allowed, floor(free + 0.5)))
 
 
@@ -110,9 +112,3 @@ def _siblings(cpu: int) -> str:
         return (CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()
     except OSError:
         return str(cpu)
-
-
-def _free_cpus() -> float:
-    """CPUs of this process's affinity that are free, on average over `WATCH_S` seconds."""
-    used = psutil.cpu_percent(WATCH_S, percpu=True)
-    return sum(1 - used[cpu] / 100 for cpu in _affinity() if cpu < len(used))

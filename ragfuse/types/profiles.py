@@ -62,7 +62,7 @@ class ModelProfile:
     mode: str = "rows"
     refusal: str = ""
     fixed: bool = False
-    state: Literal["", "run", "token", "whole"] = ""
+    state: Literal["", "run", "whole"] = ""
     errors: Mapping[str, float] = field(default_factory=dict)
     policy: str = ""
     ratio: float | None = None

@@ -83,12 +83,26 @@ def test_rows_see_exactly_the_positions_up_to_their_own(
     agree(given_case.found(whole, **options), given_case.wanted(**options))
 
 
-@pytest.mark.slow
+def some(total: int, count: int) -> list[int]:
+    return sorted(
+        torch.randperm(total, generator=torch.Generator().manual_seed(count))[:count].tolist()
+    )
+
+
 @options
-@pytest.mark.parametrize("count", [64, 66])
-def test_more_rows_than_a_block_holds(count: int, options: dict[str, object]) -> None:
-    rows = sorted(torch.randperm(72, generator=torch.Generator().manual_seed(1))[:count].tolist())
-    given_case = case(rows, list(range(72)))
+@pytest.mark.parametrize(
+    ("total", "rows"),
+    [
+        pytest.param(200, [0, 31, 32, 63, 64, 150, 199], id="a few"),
+        pytest.param(333, list(range(300, 333)), id="at the end, one more than a block"),
+        pytest.param(320, list(range(31, 320, 32)), id="on the tiles"),
+        pytest.param(360, some(360, 133), id="several blocks", marks=pytest.mark.slow),
+    ],
+)
+def test_rows_in_blocks_see_what_is_before_them(
+    total: int, rows: list[int], options: dict[str, object]
+) -> None:
+    given_case = case(rows, list(range(total)))
     agree(given_case.found(**options), given_case.wanted(**options))
 
 
@@ -138,9 +152,8 @@ def test_what_stands_later_leaves_no_trace(options: dict[str, object], dtype: to
     assert torch.equal(early.found(**options), poisoned.found(**options))
 
 
-@options
-def test_the_dense_mask_says_the_same(options: dict[str, object]) -> None:
-    window = options.get("window")
+@pytest.mark.parametrize("window", [None, 1, 7])
+def test_the_dense_mask_says_the_same(window: int | None) -> None:
     rows, positions = (
         torch.tensor([0, 3, 4, 9, 11]),
         torch.tensor([0, 1, 2, 10, 11, 12, 13, 40, 41, 42, 50, 51]),

@@ -27,7 +27,7 @@ def keys(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 @named
-@pytest.mark.parametrize("delta", [1, 37, 4096, -12])
+@pytest.mark.parametrize("delta", [1, 37, 10_000_000, -12])
 def test_moved_keys_equal_those_turned_pair_by_pair(layout: RopeLayout, delta: int) -> None:
     wanted = reference.shifted(keys(), delta, layout)
     torch.testing.assert_close(
@@ -40,16 +40,6 @@ def test_moved_keys_equal_those_turned_pair_by_pair(layout: RopeLayout, delta: i
 def test_two_moves_equal_their_sum(layout: RopeLayout, first: int, second: int) -> None:
     twice = shifted(shifted(keys(), first, layout), second, layout)
     torch.testing.assert_close(twice, shifted(keys(), first + second, layout), atol=2e-6, rtol=1e-5)
-
-
-@named
-def test_distances_alone_decide_the_scores_of_moved_keys(layout: RopeLayout) -> None:
-    one, other = keys(1).double(), keys(2).double()
-    near = reference.shifted(one, 3, layout) @ reference.shifted(other, 10, layout).transpose(1, 2)
-    far = reference.shifted(one, 1003, layout) @ reference.shifted(other, 1010, layout).transpose(
-        1, 2
-    )
-    torch.testing.assert_close(near, far)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -85,12 +75,3 @@ def test_the_original_is_never_touched(layout: RopeLayout) -> None:
     place(out, original, angles(layout, 77, original.device), layout)
     assert torch.equal(original, keys())
     assert torch.equal(out, shifted(original, 77, layout))
-
-
-def test_angles_hold_at_far_positions() -> None:
-    layout = RopeLayout((1.0,))
-    cos, sin = angles(layout, 10_000_000, torch.device("cpu"))
-    angle = torch.tensor(10_000_000.0, dtype=torch.float64)
-    torch.testing.assert_close(
-        torch.stack([cos[0], sin[0]]).double(), torch.stack([angle.cos(), angle.sin()])
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ragfuse.fuse.attend import RowMask
-from ragfuse.fuse.fusor import CachedRun, LayerSource
+from ragfuse.fuse.fusor import CachedRun
 from ragfuse.fuse.rope import shifted
 from ragfuse.hf.hooks import ATTENTION
 from ragfuse.hf.model import HFModel, KVSource
@@ -79,52 +79,41 @@ class Twin(HFModel):
         self.__dict__.update(model.__dict__)
 
 
-def with_profile(change: Callable[[HFModel], dict[str, Any]]) -> Break:
-    """A profile that is wrong."""
+def overriding(**changed: Callable[[HFModel], Any]) -> Break:
+    """A twin some of whose attributes are others, made for the model."""
 
     @contextmanager
     def broken(model: HFModel) -> Iterator[HFModel]:
         twin = Twin(model)
-        twin.profile = replace(model.profile, **change(model))
+        twin.__dict__.update({name: make(model) for name, make in changed.items()})
         yield twin
 
     return broken
 
 
+def with_profile(change: Callable[[HFModel], dict[str, Any]]) -> Break:
+    """A profile that is wrong."""
+    return overriding(profile=lambda model: replace(model.profile, **change(model)))
+
+
 def with_kv(change: Callable[[HFModel, LayerKV], LayerKV]) -> Break:
     """Stored KV that is wrong."""
-
-    class Wrong(Twin):
-        def encode(self, token_ids: Sequence[int], context: Sequence[int] = ()) -> ChunkKV:
-            right = HFModel.encode(self, token_ids, context)
-            return ChunkKV(tuple(change(self, layer) for layer in right.layers))
-
-    @contextmanager
-    def broken(model: HFModel) -> Iterator[HFModel]:
-        yield Wrong(model)
-
-    return broken
+    return overriding(
+        encode=lambda model: (
+            lambda ids: ChunkKV(tuple(change(model, layer) for layer in model.encode(ids).layers))
+        )
+    )
 
 
 def with_runs(change: Callable[[list[CachedRun]], list[CachedRun]]) -> Break:
     """Runs that are placed wrongly."""
-
-    class Wrong(Twin):
-        def fuse(
-            self,
-            token_ids: Sequence[int],
-            positions: Tensor,
-            runs: Sequence[CachedRun],
-            source: LayerSource,
-            *rest: Any,
-        ) -> Any:
-            return HFModel.fuse(self, token_ids, positions, change(list(runs)), source, *rest)
-
-    @contextmanager
-    def broken(model: HFModel) -> Iterator[HFModel]:
-        yield Wrong(model)
-
-    return broken
+    return overriding(
+        fuse=lambda model: (
+            lambda ids, positions, runs, *rest: model.fuse(
+                ids, positions, change(list(runs)), *rest
+            )
+        )
+    )
 
 
 class MutatingSource:
@@ -144,24 +133,13 @@ class MutatingSource:
         return 0
 
 
-@contextmanager
-def mutating(model: HFModel) -> Iterator[HFModel]:
-    """Rotation in place, on the stored tensors."""
-
-    class Wrong(Twin):
-        def fuse(
-            self,
-            token_ids: Sequence[int],
-            positions: Tensor,
-            runs: Sequence[CachedRun],
-            source: Any,
-            *rest: Any,
-        ) -> Any:
-            return HFModel.fuse(
-                self, token_ids, positions, runs, MutatingSource(self, source), *rest
-            )
-
-    yield Wrong(model)
+mutating = overriding(
+    fuse=lambda model: (
+        lambda ids, positions, runs, source, *rest: model.fuse(
+            ids, positions, runs, MutatingSource(model, source), *rest
+        )
+    )
+)
 
 
 def _one_further(model: HFModel, layer: LayerKV) -> LayerKV:

@@ -219,7 +219,7 @@ HYBRIDS = MappingProxyType(
             "jamba",
             {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2},
             "linear_attention",
-            "token",
+            "whole",
         ),
         "minimax": (
             "minimax",

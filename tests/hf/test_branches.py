@@ -106,9 +106,9 @@ def test_with_a_chunk_adapter_the_student_is_the_engine_that_has_it(
         student = model.blockwise(context, each).logits
         teacher = model.full(context, each).logits
         _, taught = model.taught(
-            context, [b.question for b in each], 3, (), (), [b.answer for b in each], kv=True
+            context, [b.question for b in each], 3, (), (1,), [b.answer for b in each]
         )
-        chunks = model.blockwise(context, each, kv=True).chunks
+        chunks = model.blockwise(context, each, (1,)).chunks
     with Engine(
         settings, load_model(tmp_path, "float32"), KVStore([MemoryTier(1 << 28, lru)])
     ) as engine:

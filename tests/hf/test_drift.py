@@ -11,7 +11,6 @@ from ragfuse.errors import ModelError
 from ragfuse.fuse.drift import added
 from ragfuse.hf.drift import DRIFT_FILE
 from ragfuse.hf.model import HFModel
-from ragfuse.models import adapters
 from ragfuse.models.loader import load_model
 from ragfuse.types.kv import ChunkKV, LayerKV
 from tests.hf import kit
@@ -64,10 +63,6 @@ def test_a_model_with_a_drift_is_another_and_is_the_same_again(folder: Path) -> 
         seen.add(load_model(folder, "float32").fingerprint)
         assert load_model(folder, "float32").fingerprint in seen
     assert len(seen) == 3
-
-
-def test_an_adapter_brings_its_drift_under_the_name_that_is_looked_for() -> None:
-    assert adapters.DRIFT_NAME == DRIFT_FILE
 
 
 def test_a_cut_off_file_is_an_error(folder: Path) -> None:

@@ -20,18 +20,6 @@ from tests.hf import kit
 from tests.hf.families import FAMILIES
 
 EXACT = 5e-6
-families = pytest.mark.parametrize(
-    "name",
-    [
-        "llama",
-        "gemma3-two-ropes",
-        "glm-interleaved",
-        "smollm3-some-nope",
-        "bloom-alibi",
-        "deepseek-latent",
-        "mixtral",
-    ],
-)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -44,21 +32,6 @@ def test_a_run_behind_a_context_equals_the_rows_of_a_longer_prefill(name: str) -
             turned = layout if layout is not None and layout.part == part else None
             found = shifted(getattr(layer, part), len(context), turned)
             assert kit.off(found, wanted[:, len(context) :]) < EXACT
-
-
-@families
-def test_a_run_alone_equals_its_own_prefill(name: str) -> None:
-    model, run = kit.family(name), kit.ids(26)
-    encoded = model.encode(run)
-    assert encoded.n_tokens == 26
-    assert kit.worst(kit.copied(encoded), kit.states(model.full_prefill(run))) < EXACT
-
-
-def test_a_context_changes_what_is_encoded() -> None:
-    model, run = kit.family("llama"), kit.ids(26)
-    alone, behind = model.encode(run), model.encode(run, context=kit.ids(11, 1))
-    assert kit.off(behind.layers[0].values, alone.layers[0].values) < EXACT
-    assert kit.off(behind.layers[2].values, alone.layers[2].values) > 1e-2
 
 
 @pytest.mark.parametrize("context", [[], [5, 9, 77]])
@@ -77,10 +50,6 @@ def fresh(seed: int = 0, dtype: torch.dtype = torch.float32, **options: object) 
     return fingerprint(kit.build("llama", dict(options), seed, dtype), kit.tokenizer())
 
 
-def test_the_same_model_has_the_same_fingerprint() -> None:
-    assert fresh() == fresh() == kit.family("llama").fingerprint
-
-
 def test_fingerprints_tell_models_apart() -> None:
     prints = [
         fresh(),
@@ -94,6 +63,7 @@ def test_fingerprints_tell_models_apart() -> None:
         fresh(num_hidden_layers=3),
     ]
     assert len(set(prints)) == len(prints)
+    assert fresh() == prints[0] == kit.family("llama").fingerprint
 
 
 def test_another_tokenizer_is_another_model() -> None:
@@ -179,12 +149,6 @@ def test_a_model_without_its_tokenizer_is_an_error_that_names_both(tmp_path: Pat
     kit.build("llama", {}).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=rf"{tmp_path}.*tokenizer"):
         load_model(tmp_path)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="here it would be loaded")
-def test_a_missing_device_says_what_to_do(folder: Path) -> None:
-    with pytest.raises(ModelError, match="found 'cuda'"):
-        load_model(folder, device="cuda")
 
 
 def test_without_a_tokenizer_there_are_no_words() -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from blake3 import blake3
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -68,27 +66,6 @@ def test_any_changed_byte_of_any_weight_or_buffer_is_another_key(kind: str) -> N
     assert weights_digest(model) in seen
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_every_byte_is_hashed_once(monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
-    read: list[int] = []
-
-    class Counted:
-        def __init__(self, **options: Any) -> None:
-            self.own = blake3(**options)
-
-        def update(self, data: Any) -> None:
-            read.append(memoryview(data).nbytes if isinstance(data, memoryview) else 0)
-            self.own.update(data)
-
-        def hexdigest(self, **options: Any) -> str:
-            return self.own.hexdigest(**options)
-
-    model = kit.build("llama", {"tie_word_embeddings": tied})
-    monkeypatch.setattr(module, "blake3", Counted)
-    weights_digest(model)
-    assert sum(read) == sum(tensor.nbytes for tensor in tensors_of(model).values())
-
-
 def test_how_a_weight_lies_in_memory_is_not_part_of_the_key(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -99,16 +76,6 @@ def test_how_a_weight_lies_in_memory_is_not_part_of_the_key(
             weight.data = weight.data.t().contiguous().t()
     monkeypatch.setattr(module, "HASH_NBYTES", 100)
     assert weights_digest(model) == before
-
-
-def test_the_dtype_of_a_weight_is_part_of_the_key() -> None:
-    """Zeros are zeros in every dtype; only the name of the dtype tells these apart."""
-    found = set()
-    for dtype in (torch.float16, torch.bfloat16):
-        layer = nn.Linear(4, 4, bias=False).to(dtype)
-        nn.init.zeros_(layer.weight)
-        found.add(weights_digest(layer))
-    assert len(found) == 2
 
 
 def test_weights_in_eight_bits_are_named_by_all_their_bytes() -> None:
@@ -160,16 +127,7 @@ def test_adapters_left_in_place_are_part_of_the_key() -> None:
     ]
     assert len(set(names)) == 4
     assert weights_digest(with_lora()) == names[1]
-
-
-def test_switching_an_adapter_off_is_another_key() -> None:
-    model = with_lora()
-    before = weights_digest(model)
-    layers = [each for each in model.modules() if hasattr(each, "lora_A")]
-    for layer in layers:
+    switched = with_lora()
+    for layer in (each for each in switched.modules() if hasattr(each, "lora_A")):
         layer.enable_adapters(False)
-    off = weights_digest(model)
-    for layer in layers:
-        layer.enable_adapters(True)
-    assert layers
-    assert off != before == weights_digest(model)
+    assert weights_digest(switched) not in names

@@ -19,7 +19,6 @@ from ragfuse.errors import SettingsError
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, Prefill
 from tests.hf import kit
-from tests.hf.families import all_when_slow
 
 LENGTH = 14
 
@@ -105,34 +104,6 @@ def test_a_stopping_criterion_sees_every_token_as_it_comes() -> None:
     assert seen == [prompt + found[:count] for count in range(1, 6)]
 
 
-FAMILIES = [
-    "llama",
-    "mistral-window",
-    "gemma3-two-ropes",
-    "gpt-oss-sinks-window",
-    "bloom-alibi",
-    "mpt-alibi",
-    "falcon-alibi",
-    "cohere2-some-nope-window",
-    "stablelm-partial",
-    "deepseek-latent",
-]
-
-
-@pytest.mark.parametrize("name", all_when_slow(FAMILIES))
-def test_prompts_of_different_lengths_are_answered_together(name: str) -> None:
-    model = kit.family(name)
-    scenes = [
-        kit.usual(1),
-        kit.scene([11], ["fresh"], seed=2),
-        kit.scene([5, 30, 6], ["prefix", "chunk", "fresh"], seed=3),
-    ]
-    options = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None}
-    wanted = [theirs(model, scene.token_ids, options) for scene in scenes]
-    prefills = [kit.fuse(model, scene, "hkvd", 1.0) for scene in scenes]
-    assert kit.together(model, [(prefill, {"options": options}) for prefill in prefills]) == wanted
-
-
 @pytest.mark.parametrize("ratio", [0.0, 0.3])
 def test_a_fused_prompt_goes_on_from_its_own_kv(ratio: float) -> None:
     """Step by step through the model's forward, over the KV that the prefill left."""
@@ -181,17 +152,10 @@ def test_an_answer_stands_right_behind_a_prompt_with_gaps(companion: bool) -> No
     "options",
     [
         {"assistant_model": object()},
-        {"prompt_lookup_num_tokens": 3},
-        {"assistant_early_exit": 2},
         {"cache_implementation": "static"},
         {"past_key_values": DynamicCache()},
-        {"use_cache": False},
-        {"inputs_embeds": torch.zeros(1, 3, 64)},
         {"input_ids": torch.zeros(1, 3)},
-        {"attention_mask": torch.ones(1, 3)},
-        {"position_ids": torch.ones(1, 3)},
         {"generation_config": GenerationConfig(prompt_lookup_num_tokens=3)},
-        {"generation_config": GenerationConfig(use_cache=False)},
         {"num_beams": 3},
         {"num_return_sequences": 2},
     ],
@@ -220,20 +184,6 @@ def test_a_models_own_wish_for_another_cache_or_beams_is_overruled(
     setattr(model.model.generation_config, name, value)
     assert generate(model, fused(model), options) == wanted
     assert getattr(model.model.generation_config, name) == value
-
-
-def test_a_seed_touches_nobody_elses_random_numbers() -> None:
-    model, options = kit.family("llama"), {"max_new_tokens": 6, "do_sample": True}
-    prefills = [fused(model) for _ in range(4)]
-    before = kit.random_state()
-    one, two, other = (
-        generate(model, prefill, options, seed=seed)
-        for prefill, seed in zip(prefills, (1, 1, 2), strict=False)
-    )
-    assert torch.equal(kit.random_state(), before)
-    assert one == two != other
-    generate(model, prefills[3], options)
-    assert not torch.equal(kit.random_state(), before)
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -63,27 +63,6 @@ def test_short_steps_that_wait_go_before_the_next_long_one_each_once() -> None:
     assert before_c in ("", "a")
 
 
-def test_long_steps_are_not_kept_out_by_short_ones() -> None:
-    lock, over = FairLock(), threading.Event()
-
-    def decode() -> None:
-        while not over.is_set():
-            with lock.short():
-                time.sleep(0.001)
-
-    threads = [threading.Thread(target=decode) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(20):
-            with lock:
-                pass
-    finally:
-        over.set()
-    for thread in threads:
-        thread.join(WAIT_S)
-
-
 def test_one_thread_holds_it_as_often_as_it_likes() -> None:
     lock, taken = FairLock(), threading.Event()
 

@@ -76,15 +76,6 @@ def test_a_run_with_gaps_equals_the_models_own_forward_there(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*ROTATED, *UNMARKED, *FIXED])
-def test_a_run_without_gaps_is_encoded_as_ever(name: str) -> None:
-    model, ids = kit.family(name), kit.ids(20)
-    pairs = zip(
-        kit.copied(model.encode_at(ids, range(20))), kit.copied(model.encode(ids)), strict=True
-    )
-    assert all(torch.equal(a, b) for one, other in pairs for a, b in zip(one, other, strict=True))
-
-
-@pytest.mark.parametrize("name", [*ROTATED, *UNMARKED, *FIXED])
 def test_a_prompt_from_one_run_with_gaps_equals_its_full_prefill(name: str) -> None:
     """Encoded from 0 on and turned to where it stands; where nothing can be turned, encoded
     there.
@@ -101,14 +92,6 @@ def test_a_prompt_from_one_run_with_gaps_equals_its_full_prefill(name: str) -> N
     assert kit.off(fused.logits, full.logits) < EXACT
     assert kit.worst(kit.states(fused), kit.states(full)) < EXACT
     assert generate(model, fused, options) == generate(model, full, options)
-
-
-@pytest.mark.parametrize("name", [*ROTATED, *FIXED])
-def test_a_full_prefill_honours_its_positions(name: str) -> None:
-    model, ids = kit.family(name), kit.ids(len(GAPPED))
-    gapped, plain = model.full_prefill(ids, torch.tensor(at(0))), model.full_prefill(ids)
-    assert kit.off(gapped.logits, plain.logits) > 1e-4
-    assert torch.equal(model.full_prefill(ids, torch.arange(len(ids))).logits, plain.logits)
 
 
 @pytest.mark.parametrize("name", FIXED)

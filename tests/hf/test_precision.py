@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from ragfuse.hf import probe
-from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.probe import typical
 from tests import reference
@@ -77,15 +76,6 @@ def test_layers_without_positions_are_not_moved(dtype: torch.dtype) -> None:
     )
     assert [layout is None for layout in of_dtype] == [layout is None for layout in exact]
     assert {layout is None for layout in exact} == {True, False}
-
-
-@dtypes
-def test_an_answer_is_written_in_low_precision(dtype: torch.dtype) -> None:
-    model, scene = kit.family("llama", dtype), kit.usual()
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
-    ids = kit.tensor([scene.token_ids])
-    wanted = model.model.generate(ids, **options)[0, ids.shape[1] :].tolist()
-    assert generate(model, model.full_prefill(scene.token_ids), options) == wanted
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,9 @@ def projected(model, runs) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", ["llama", "qwen2", "llama-one-kv-head"])
 def test_sizes_are_what_the_projections_give_head_by_head(name):
     model = family(name)
+    before = model.model.config._attn_implementation
     found, wanted = query_sizes(model, RUNS), projected(model, RUNS)
+    assert model.model.config._attn_implementation == before
     assert len(found) == model.n_layers
     for size, power in zip(found, wanted, strict=True):
         heads, dim = size.shape
@@ -46,13 +48,6 @@ def test_sizes_are_what_the_projections_give_head_by_head(name):
         assert torch.allclose(
             size.double().square().view(heads, 2, dim // 2).sum(1).cpu(), pairs.cpu(), rtol=1e-4
         )
-
-
-def test_the_model_is_left_as_it_was():
-    model = family("llama")
-    before = model.model.config._attn_implementation
-    query_sizes(model, RUNS)
-    assert model.model.config._attn_implementation == before
 
 
 def test_of_nothing_and_of_families_that_attend_by_themselves_nothing_is_known():

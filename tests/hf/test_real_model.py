@@ -13,7 +13,6 @@ from ragfuse.hf.model import HFModel, KVSource
 from ragfuse.hf.verify import verify
 from ragfuse.models.loader import load_model
 from tests.hf import kit
-from tests.hf.broken import BREAKS
 
 pytestmark = pytest.mark.slow
 HEAD = "<|im_start|>user\nAnswer from the passages.\n\n"
@@ -56,19 +55,6 @@ def fused(
 def test_it_passes_its_verification(model: HFModel) -> None:
     verdict = verify(model)
     assert [check for check in verdict.checks if not check.passed] == []
-
-
-@pytest.mark.parametrize(
-    "what",
-    [
-        "a row does not see itself",
-        "stored keys stand one position too far",
-        "stored values are scaled by a tenth",
-    ],
-)
-def test_what_is_hard_to_see_is_noticed(model: HFModel, what: str) -> None:
-    with BREAKS[what](model) as broken:
-        assert not verify(broken).passed
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import torch
 from transformers import DynamicCache
 
 from ragfuse.engine.codec_tables import made_tables
-from ragfuse.hf import rounding_error as rounding
 from ragfuse.hf.rounding_error import rounding_costs
 from ragfuse.types.kv import ChunkKV, LayerKV
 from tests.hf import kit
@@ -49,14 +48,6 @@ def test_every_layers_keys_and_values_cost_what_they_do_alone(name):
         assert keys == pytest.approx(by_hand(model, at, "keys"), rel=1e-2, abs=1e-9)
         assert values == pytest.approx(by_hand(model, at, "values"), rel=1e-2, abs=1e-9)
         assert values > 0
-
-
-def test_layers_of_a_span_share_what_it_costs(monkeypatch):
-    model = family("llama")
-    monkeypatch.setattr(rounding, "SPANS", 1)
-    found = rounding_costs(model, BEFORE, FOLLOW, halved)
-    assert len(found) == model.n_layers
-    assert len(set(found)) == 1
 
 
 def test_what_changes_nothing_costs_nothing_and_without_words_nothing_is_known():

@@ -36,12 +36,3 @@ def test_threads_get_what_each_would_get_alone(name: str) -> None:
     with ThreadPoolExecutor(5) as pool:
         together = list(pool.map(lambda seed: work(model, seed), range(6)))
     assert together == alone
-
-
-def test_plain_forwards_of_two_models_do_not_disturb_each_other() -> None:
-    one, two = kit.family("llama"), kit.family("mistral-window")
-    alone = [work(model, 1) for model in (one, two)]
-    with ThreadPoolExecutor(2) as pool:
-        for _ in range(2):
-            jobs = [pool.submit(work, model, 1) for model in (one, two)]
-            assert [job.result()[:2] for job in jobs] == [result[:2] for result in alone]

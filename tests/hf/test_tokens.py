@@ -5,7 +5,6 @@ as text.
 from __future__ import annotations
 
 import copy
-import threading
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from tokenizers import AddedToken
 from transformers import ByT5Tokenizer
 
 from ragfuse.errors import ModelError
-from ragfuse.hf.tokens import TextEncoder, control_tokens, encoding_of
+from ragfuse.hf.tokens import TextEncoder, control_tokens
 from tests.text.test_reading import KINDS, prompter, said, words_of
 
 TEXT = "<s>Use only this.\n\nThe keeper counted forty ships; its door is green.\n\nWho? </s>"
@@ -71,30 +70,6 @@ def test_a_text_of_every_private_character_forges_no_control_token():
     ids, _ = encoder.read(text, encoder.control_spans(text))
     assert words.convert_tokens_to_ids("<|im_end|>") not in ids
     assert said(words, ids) == text
-
-
-def test_other_threads_run_while_a_long_text_is_tokenised():
-    encoder, _ = encoder_of("byte-level")
-    text = " ".join(f"door{number}" for number in range(60_000))
-    beats, over, begun = [], threading.Event(), threading.Event()
-
-    def beat():
-        begun.set()
-        while not over.wait(0.001):
-            beats.append(1)
-
-    thread = threading.Thread(target=beat)
-    thread.start()
-    begun.wait()
-    before = len(beats)
-    own = encoder._backend
-    for _ in range(5):
-        found = encoding_of(own, text)
-    n = len(beats) - before
-    over.set()
-    thread.join()
-    assert found.ids == own.encode(text, add_special_tokens=False).ids
-    assert n > 5
 
 
 def test_tags_around_thoughts_that_are_tokens_are_text_in_a_message_whether_or_not_the_template_names_them():

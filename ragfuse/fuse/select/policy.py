@@ -16,7 +16,6 @@ from torch import Tensor
 from ragfuse.types.policy_cost import PolicyCost
 
 TILE = 16
-Compare = Literal["k", "v", "kv"]
 Wanted = Literal["nothing", "attention", "words"]
 
 
@@ -69,7 +68,6 @@ class Policy:
         check_layer: The first layer whose rows are chosen; 0: they are chosen before anything is
             computed. Below it all candidates are computed, and in it their K and V, so that
             deviations are known there.
-        compare: Whether deviations are measured on keys, values or both.
         wants: What `Candidates.score` must hold. "attention": the attention that the question's
             rows pay to each row over the reused KV, in `watched_layers`; costs a pass of the forced
             rows through three quarters of the layers. "words": how near each row is to words of the
@@ -78,7 +76,6 @@ class Policy:
 
     name: str
     check_layer: int = 0
-    compare: Compare = "kv"
     wants: Wanted = "nothing"
 
     @property
