@@ -154,7 +154,7 @@ def test_closing_with_a_bound_drops_and_counts_what_waits(gate: Gate, finishes: 
     closing.start()
     while not queue.dropped:
         closing.join(0.01)
-    closing.join(0.2)
+    closing.join(0.05 if finishes else 60)
     assert closing.is_alive() is finishes
     gate.open.set()
     closing.join(60)

@@ -93,6 +93,7 @@ def write_on_and_on(path, capacity, wanted, threads):
     def work(pipe):
         pipe.recv()
         tier = DiskTier(path, capacity, lru)
+        tier.put(key(0), *wanted[0])
         pipe.send("ready")
 
         def go(seed):

@@ -132,7 +132,7 @@ async def test_awaited_answers_are_the_same_and_leave_the_loop_free(
     async def heart() -> None:
         while True:
             beats.append(1)
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
 
     async def callback(chunk: StreamingChunk) -> None:
         seen.append(chunk)
@@ -146,7 +146,7 @@ async def test_awaited_answers_are_the_same_and_leave_the_loop_free(
     beating.cancel()
     assert [each["replies"][0].text for each in several] == [whole.text] * 3
     assert "".join(chunk.content for chunk in seen) == whole.text
-    assert len(beats) > 3
+    assert len(beats) > 20
     assert await llm.run_async([]) == {"replies": []}
 
 
