@@ -85,9 +85,13 @@ def test_nothing_more_is_computed_after_that() -> None:
     assert done.stdout.count("The program is ending") == 2, done.stderr
 
 
-@pytest.mark.parametrize("end", ["break", "raise ValueError('mine')", "sys.exit(3)"])
 @pytest.mark.parametrize(
-    "how", ["for piece in engine.stream(TEXT):", "for piece in kept.pieces():"]
+    ("how", "end"),
+    [
+        ("for piece in engine.stream(TEXT):", "break"),
+        ("for piece in kept.pieces():", "raise ValueError('mine')"),
+        ("for piece in kept.pieces():", "sys.exit(3)"),
+    ],
 )
 def test_an_answer_that_is_half_read_ends_before_the_process(
     tiny_settings: Settings, how: str, end: str
