@@ -244,7 +244,7 @@ def terminal(environment):
             env=kept,
             dimensions=(40, 120),
             encoding="utf-8",
-            timeout=60,
+            timeout=300,
         )
         started.append(child)
         return child
