@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from transformers import AutoTokenizer, GenerationConfig
 
 from integrations.tests.kit import tiny_path
@@ -28,7 +28,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # the background of a shell ignores Ctrl-C; tests send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-settings.register_profile("unhurried", deadline=None)  # a busy machine fails no property
+# a busy machine fails no property
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 
 

@@ -4,6 +4,7 @@ for questions.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ragfuse import Ask, Engine, Settings
 from ragfuse.models import resolve_embedder, resolve_llm
+
+# A user's own settings and proxy are none of a test's; where the embedded models lie, and the
+# device to test on, are.
+for name in [each for each in os.environ if each.startswith("RAGFUSE_")]:
+    if name not in ("RAGFUSE_HOME", "RAGFUSE_DEVICE", "RAGFUSE_GPU_BYTES"):
+        del os.environ[name]
+os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
 
 TEMPLATE = (
     "<s>{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}\n{% endfor"

@@ -174,6 +174,17 @@ class LLMConformance:
 
     # concurrency and cancellation
 
+    @needs("free loop")
+    @pytest.mark.parametrize("call", [call for call in CALLS if call.startswith("a")])
+    async def test_the_event_loop_goes_on_while_it_answers(self, llm: LLM, call: str) -> None:
+        """Another task runs many times before the answer is finished."""
+        turns, answer = 0, asyncio.ensure_future(self.answers(llm, call))
+        while not answer.done():
+            await asyncio.sleep(0)
+            turns += 1
+        await answer
+        assert turns > 20
+
     async def test_many_tasks_at_once_get_their_own_answers(self, llm: LLM) -> None:
         """The answers are those that each question gets alone."""
         texts = [f"{self.question} Say it {number} times." for number in range(6)]

@@ -219,7 +219,7 @@ def test_ctrl_c_keeps_what_was_learnt_and_the_command_goes_on(
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 130, (out, err)
     assert "Traceback" not in out + err
     assert "Finishing this step" in out

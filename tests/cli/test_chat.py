@@ -210,25 +210,25 @@ def test_a_wrong_key_and_another_model_are_told_by_their_options(run, server, bo
 # on a terminal
 
 
+def until_it_reads(child):
+    """Until the child waits for a key at its prompt.
+
+    Python's `input()` notices a signal that comes between the prompt and the read only with the
+    next key. Who waits for the interpreter, as threads beside it compute, is woken again and again.
+    """
+    task, before = Path(f"/proc/{child.pid}/task/{child.pid}/status"), None
+    while True:
+        now = [line for line in task.read_text().splitlines() if "State" in line or "ctxt" in line]
+        if now == before and "sleeping" in now[0]:
+            return
+        before = now
+        time.sleep(0.1)
+
+
 @pytest.fixture
 def terminal(environment):
     """Starts a command on a terminal of its own."""
     started = []
-
-    class Child(pexpect.spawn):
-        """A child that reads at its prompt before it gets a signal.
-
-        Python's `input()` notices one that comes between the prompt and the read only with the next
-        key.
-        """
-
-        def kill(self, sig):
-            time.sleep(0.5)
-            super().kill(sig)
-
-        def sendintr(self):
-            time.sleep(0.5)
-            super().sendintr()
 
     def start(*arguments):
         kept = {
@@ -238,13 +238,13 @@ def terminal(environment):
             "OMP_NUM_THREADS": "1",
             **environment,
         }
-        child = Child(
+        child = pexpect.spawn(
             sys.executable,
             [*PROGRAM, *map(str, arguments)],
             env=kept,
             dimensions=(40, 120),
             encoding="utf-8",
-            timeout=60,
+            timeout=300,
         )
         started.append(child)
         return child
@@ -264,6 +264,7 @@ def test_on_a_terminal_lines_have_a_history_and_ctrl_d_ends(terminal, environmen
     child.expect("> $")
     child.send("\x1b[A")  # arrow up: the question again
     child.expect("What was counted in 1812")
+    until_it_reads(child)
     child.sendintr()  # Ctrl-C at the prompt takes the line away, and nothing else
     child.expect("> $")
     child.sendeof()
@@ -286,6 +287,7 @@ def test_a_terminal_that_is_closed_leaves_no_conversation_behind(terminal, run, 
     child.sendline("Is anybody there?")
     child.expect(r"\d+ tokens: ")
     child.expect("> $")
+    until_it_reads(child)
     child.kill(number)
     child.expect(pexpect.EOF)
     child.wait()

@@ -98,7 +98,7 @@ def wait_for(found, process):
 
 def interrupted(process):
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 130
     assert "Traceback" not in out + err
     assert "Stopped." in err

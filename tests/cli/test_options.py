@@ -154,6 +154,7 @@ def test_what_ragfuse_toml_has_wrong_is_told_with_the_file(text, said, tmp_path,
 
 @pytest.mark.parametrize("name", ["store", "home", "ratio", "tiers", "model"])
 def test_an_empty_variable_is_none(name, monkeypatch):
+    monkeypatch.delenv("RAGFUSE_HOME", raising=False)
     usual = settings_of()
     monkeypatch.setenv(f"RAGFUSE_{name.upper()}", "")
     assert getattr(settings_of(), name) == getattr(usual, name)

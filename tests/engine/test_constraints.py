@@ -131,9 +131,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@hypothesis(
-    deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@hypothesis(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
 @given(SCHEMAS, st.booleans())
 def test_whatever_the_schema_an_answer_that_is_whole_fits_it(random_engine, schema, is_drawn):
     ask = Ask(grammar=Grammar.json(schema), max_tokens=400, options=WARM if is_drawn else {})

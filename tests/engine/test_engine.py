@@ -82,11 +82,12 @@ def test_rows_in_the_trace_lie_in_chunks_that_are_not_exact(filled):
 
 
 def test_the_time_to_the_first_token_is_from_the_call(filled):
+    answers: list = []
+    thread = threading.Thread(target=lambda: answers.append(filled.answer(messages())))
     began = time.perf_counter()
     with filled.model.lock:
-        thread = threading.Thread(target=lambda: answers.append(filled.answer(messages())))
-        answers: list = []
         thread.start()
+        until(lambda: filled.model.lock.waiting)
         time.sleep(0.2)
     thread.join()
     passed = time.perf_counter() - began
@@ -253,14 +254,21 @@ def test_loading_the_model_is_no_part_of_the_time_to_the_first_token(
     folder = shutil.copytree(tiny_settings.model, tmp_path / "model")  # no other test has loaded it
     loaded = runtime.load_model
 
+    loads = []
+
     def slowly(*given, **options):
+        began = time.perf_counter()
         time.sleep(1.0)
-        return loaded(*given, **options)
+        found = loaded(*given, **options)
+        loads.append(time.perf_counter() - began)
+        return found
 
     monkeypatch.setattr(runtime, "load_model", slowly)
     caplog.set_level("INFO", logger="ragfuse")
     with Engine(tiny_settings.model_copy(update={"model": str(folder)})) as engine:
-        assert engine.answer([("user", "Who?")]).trace.ttft_s < 1.0
+        began = time.perf_counter()
+        trace = engine.answer([("user", "Who?")]).trace
+        assert trace.ttft_s + sum(loads) < time.perf_counter() - began
         assert [
             each.getMessage() for each in caplog.records if "Model loaded in" in each.getMessage()
         ]

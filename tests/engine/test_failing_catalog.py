@@ -137,7 +137,6 @@ def test_a_session_that_another_process_went_on_with_meanwhile_is_that_ones(engi
 def test_a_locked_book_is_waited_for_once_and_then_left_alone(
     engine, tiny_settings, clock, monkeypatch
 ):
-    monkeypatch.setattr(engine.catalog.file._database, "_timeout_s", 0.05)
     waited = []
     real = engine.catalog.file._database.write
     monkeypatch.setattr(
@@ -145,7 +144,8 @@ def test_a_locked_book_is_waited_for_once_and_then_left_alone(
         "write",
         lambda: waited.append(1) or real(),
     )
-    with locked(tiny_settings.store):
+    with locked(tiny_settings.store), monkeypatch.context() as impatient:
+        impatient.setattr(engine.catalog.file._database, "_timeout_s", 0.05)
         (first,) = talk(engine, QUESTIONS[:1])
         asked = len(waited)
         (second,) = talk(engine, QUESTIONS[1:2])

@@ -106,6 +106,7 @@ def test_engines_that_were_named_from_different_folders_are_shared_only_where_th
 
 
 def test_settings_from_the_environment_and_from_toml_are_meant_as_they_are_read(here, monkeypatch):
+    monkeypatch.delenv("RAGFUSE_HOME", raising=False)
     monkeypatch.setenv("RAGFUSE_STORE", "kv")
     (here / "ragfuse.toml").write_text(
         'home = "house"\ntiers = ["file://far", "redis://cache:6379/0", "s3://a/b"]\n'

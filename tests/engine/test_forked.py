@@ -22,7 +22,7 @@ BEGIN = """
     def forked(work):
         child = os.fork()
         if not child:
-            signal.alarm(60)  # what would hang is killed
+            signal.alarm(300)  # what would hang is killed
             work()
             sys.exit(3)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -41,7 +41,7 @@ def told(settings: Settings, code: str) -> list[str]:
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
@@ -123,7 +123,7 @@ def test_a_process_of_multiprocessing_ends_and_the_store_is_as_it_was(
             engine.ingest([(text, "book") for text in CHUNKS])
             child = multiprocessing.get_context("fork").Process(target=lambda: None)
             child.start()
-            child.join(60)
+            child.join(300)
             print(child.exitcode)
         with Engine(settings) as again:
             print(again.ingest([(text, "book") for text in CHUNKS]).encoded)

@@ -25,7 +25,7 @@ from tests.plan.kit import timings, with_cost
 from tests.store.redis_server import RedisServer
 from tests.tiny import CHUNKS, adds_up, chunk_hits, ingest, messages
 
-NEVER, SLOWLY = 3600.0, 1e-2
+NEVER, SLOWLY = 3600.0, 1e-1
 """Seconds: a deadline that everything meets, and what a computed row takes where reading always
 pays.
 """
@@ -57,7 +57,7 @@ def settings(tiny_settings, server, line):
         "disk_bytes": 0,
         "filler_tokens": 0,
     }
-    return tiny_settings.model_copy(update={**given, "piece_tokens": 32, "tier_timeout_s": 0.5})
+    return tiny_settings.model_copy(update={**given, "piece_tokens": 32, "tier_timeout_s": 3.0})
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_without_a_deadline_nothing_is_streamed(engine):
 def test_what_comes_in_time_is_what_would_have_been_read_anyway(engine):
     wanted = engine.answer(messages(), Ask(ratio=0.0))
     computing(engine, SLOWLY)
-    found = engine.answer(messages(), Ask(ratio=0.0, deadline_s=5.0))
+    found = engine.answer(messages(), Ask(ratio=0.0, deadline_s=50.0))
     assert {segment.level for segment in found.trace.segments if segment.kind == "chunk"} == {"raw"}
     assert len(found.trace.stream.pieces) >= len(CHUNKS)
     assert found.trace.stream is not None
@@ -157,6 +157,7 @@ def test_what_is_computed_instead_is_told_of_each_segment(engine, line):
     plan = engine.plan(messages())
     line.start(constant(2e4))
     trace = engine.answer(messages(), Ask(ratio=0.0, deadline_s=0.0)).trace
+    line.start(constant(1e9))
     told = {segment.why for segment in trace.segments if not segment.hit} - {""}
     assert plan.fetches
     assert told
@@ -181,7 +182,7 @@ def test_kv_that_cannot_be_decoded_is_computed_and_the_rest_is_used(engine, monk
 
     broken.append(len(engine.tokens(CHUNKS[2])))
     monkeypatch.setattr(RawCodec, "decode_all", once)
-    trace = engine.answer(messages(), Ask(ratio=0.0, deadline_s=5.0)).trace
+    trace = engine.answer(messages(), Ask(ratio=0.0, deadline_s=50.0)).trace
     lost = [segment for segment in trace.segments if segment.kind == "chunk" and not segment.hit]
     assert [(segment.source, segment.why) for segment in lost] == [("book-2", UNREADABLE)]
     assert adds_up(trace)
@@ -190,7 +191,7 @@ def test_kv_that_cannot_be_decoded_is_computed_and_the_rest_is_used(engine, monk
 def test_a_chunk_that_stands_twice_comes_once(engine):
     computing(engine, SLOWLY)
     asked = messages([*CHUNKS[:2], CHUNKS[1]])
-    trace = engine.answer(asked, Ask(ratio=0.0, deadline_s=5.0)).trace
+    trace = engine.answer(asked, Ask(ratio=0.0, deadline_s=50.0)).trace
     _, first, last = (
         at for at, segment in enumerate(engine.prompt(asked).segments) if segment.kind == "chunk"
     )
@@ -213,7 +214,7 @@ def test_what_came_is_let_go_of_before_the_answer_is_written(engine, monkeypatch
     monkeypatch.setattr(
         answering, "generate", lambda *given: events.append("written") or generate(*given)
     )
-    assert engine.answer(messages(), Ask(ratio=0.0, deadline_s=5.0)).trace.tokens_reused
+    assert engine.answer(messages(), Ask(ratio=0.0, deadline_s=50.0)).trace.tokens_reused
     assert events[:2] == ["let go", "written"]
 
 
@@ -229,7 +230,7 @@ def test_prompts_of_a_batch_share_the_line_and_know_it(engine, monkeypatch):
         return decide(*known)
 
     monkeypatch.setattr(stream, "first_level", together)
-    found = engine.batch(prompts, Ask(ratio=0.0, deadline_s=5.0))
+    found = engine.batch(prompts, Ask(ratio=0.0, deadline_s=50.0))
     monkeypatch.undo()
     alone = [engine.answer(prompt, Ask(ratio=0.0)) for prompt in prompts]
     assert [each.trace.tokens_reused for each in found] == [
@@ -254,24 +255,24 @@ def test_a_deadline_that_has_passed_is_told(engine):
 
 def test_the_trace_of_a_stream_is_plain_json(engine):
     computing(engine, SLOWLY)
-    trace = engine.answer(messages(), Ask(ratio=0.0, deadline_s=5.0)).trace
+    trace = engine.answer(messages(), Ask(ratio=0.0, deadline_s=50.0)).trace
     assert json.loads(json.dumps(trace.as_dict()))["stream"]["pieces"][0]["level"] == "int8"
 
 
 def test_a_prompt_is_as_long_under_a_deadline_as_without(engine):
     computing(engine, SLOWLY)
-    ready = engine.prepare(engine.prompt(messages()), Ask(ratio=0.0, deadline_s=5.0))
+    ready = engine.prepare(engine.prompt(messages()), Ask(ratio=0.0, deadline_s=50.0))
     plain = engine.prepare(engine.prompt(messages()), Ask(ratio=0.0))
     assert torch.equal(ready.prefill.logits, plain.prefill.logits)
 
 
 def test_people_are_shown_every_piece_and_whether_it_was_in_time(engine):
     computing(engine, SLOWLY)
-    trace = engine.answer(messages(), Ask(ratio=0.0, deadline_s=5.0)).trace
+    trace = engine.answer(messages(), Ask(ratio=0.0, deadline_s=50.0)).trace
     console = Console(file=StringIO(), width=120)
     show_trace(console, trace)
     said = console.file.getvalue()
     assert said.count("\nraw ") + said.count("\nint8 ") == len(trace.stream.pieces)
-    assert f"first token after {trace.ttft_s:.2f} s, within the deadline of 5 s" in " ".join(
+    assert f"first token after {trace.ttft_s:.2f} s, within the deadline of 50 s" in " ".join(
         said.split()
     )

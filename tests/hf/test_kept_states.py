@@ -189,9 +189,7 @@ words = st.sampled_from(
 )
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     prompts=st.lists(st.lists(words, min_size=1, max_size=5).map("".join), min_size=2, max_size=6),
     nbytes=st.sampled_from([60_000, 200_000, 1 << 26]),

@@ -41,7 +41,7 @@ def run(program: str, settings: Settings | None = None) -> subprocess.CompletedP
     }
     command = [sys.executable, "-c", BEFORE + textwrap.dedent(program)]
     return subprocess.run(
-        command, capture_output=True, text=True, env=environment, timeout=300, check=False
+        command, capture_output=True, text=True, env=environment, timeout=600, check=False
     )
 
 

@@ -135,7 +135,8 @@ def test_a_good_stream_is_an_answer() -> None:
 def test_a_proxy_of_the_environment_is_never_asked_for_loopback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv("NO_PROXY", raising=False)
+    for name in ("NO_PROXY", "no_proxy", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
     with listening(reply(b"<html>", "403 Forbidden", "text/html")) as (proxy, asked):
         monkeypatch.setenv("HTTP_PROXY", proxy.replace("//", "//user:word@"))
         for host in ("127.0.0.1", "localhost"):

@@ -174,7 +174,7 @@ async def test_work_whose_time_is_over_is_told_and_keeps_its_turn_until_it_ends(
     tiny_settings: Settings,
 ) -> None:
     service = Service(
-        tiny_settings.model_copy(update={"serve_timeout_s": 0.05, "serve_together": 1})
+        tiny_settings.model_copy(update={"serve_timeout_s": 1.0, "serve_together": 1})
     )
     tenant, enough = service.keys.tenants[0], threading.Event()
     await asyncio.to_thread(service.engine, tenant)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -114,13 +113,6 @@ def test_a_body_that_does_not_come_is_told(one: Served) -> None:
         )
         line.sendall(head + b"content-length: 5000\r\n\r\n{")
         assert b" 408 " in _dripping(line, b" ")
-
-
-def test_a_connection_that_is_kept_is_used_again(one: Served) -> None:
-    with httpx.Client(base_url=one.root, timeout=60) as client:
-        for _ in range(3):
-            assert client.get("/health").status_code == 200
-            time.sleep(0.5)  # together more than the patience for one head
 
 
 def _dripping(line: socket.socket, piece: bytes) -> bytes:

@@ -203,7 +203,7 @@ def test_of_two_questions_that_go_on_at_once_one_is_the_next_turn(engine, caplog
     talk(engine, QUESTIONS[:1])
     at_once = threading.Barrier(2)
     engine.history.after = lambda *given: (
-        at_once.wait(20),
+        at_once.wait(60),
         ConversationHistory.after(engine.history, *given),
     )[1]
     threads = [

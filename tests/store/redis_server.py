@@ -53,7 +53,7 @@ class RedisServer:
         ]
         command = ["redis-server", *addresses, *quiet, *self._options]
         self.process = subprocess.Popen([str(part) for part in command], stdout=subprocess.DEVNULL)
-        for _ in range(2000):
+        for _ in range(12000):
             with socket.socket(socket.AF_UNIX) as probe:
                 if probe.connect_ex(str(self.folder / "s")) == 0:
                     return
@@ -89,7 +89,7 @@ class RedisServer:
 
 def until(true: Callable[[], object]) -> None:
     """Waits until `true()`."""
-    for _ in range(3000):
+    for _ in range(12000):
         if true():
             return
         time.sleep(0.01)

@@ -81,7 +81,7 @@ def test_another_process_reads_what_was_written(book, tmp_path):
             print(other.get("p"), next(iter(other.texts("m"))).text)
             other.put("p", {"x": 2})
     """
-    out, err = child(code, tmp_path).communicate(timeout=60)
+    out, err = child(code, tmp_path).communicate(timeout=300)
     assert out == "{'x': 1} text\n", err
     assert book.get("p") == {"x": 2}
 

@@ -135,7 +135,7 @@ def test_while_a_tier_is_down_the_rest_is_forgotten_and_the_text_stays_written_d
     (tmp_path / "redis").mkdir()
     server = RedisServer(tmp_path / "redis")
     try:
-        given = {"tiers": (server.url(),), "tier_timeout_s": 0.5}
+        given = {"tiers": (server.url(),), "tier_timeout_s": 2.0}
         with Engine(tiny_settings.model_copy(update=given)) as engine:
             ingest(engine)
             server.signal(signal.SIGSTOP)

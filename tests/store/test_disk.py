@@ -281,13 +281,13 @@ def test_a_use_is_noted_and_the_tier_closed_while_another_process_writes_and_wri
     other = sqlite3.connect(tier.path / "index.sqlite", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     with ThreadPoolExecutor(2) as pool:
-        pool.submit(tier.touch, [A]).result(10)
+        pool.submit(tier.touch, [A]).result(25)
         writing = pool.submit(tier.put, key("b"), *encoded(kv()))  # waits for the other
         until(lambda: len(list(files(tier.path))) > 1)
-        pool.submit(tier.close).result(15)
+        pool.submit(tier.close).result(25)
         assert not writing.done()
         other.execute("COMMIT")
-        writing.result(20)
+        writing.result(60)
     other.close()
     with DiskTierContext(again(tier)) as opened:
         assert opened.stat([A])
@@ -306,7 +306,7 @@ def test_closing_while_others_read_is_safe(tier):
     readers = [threading.Thread(target=read) for _ in range(3)]
     for reader in readers:
         reader.start()
-    assert done.wait(10)
+    assert done.wait(60)
     tier.close()
     for reader in readers:
         reader.join()

@@ -79,7 +79,7 @@ def test_what_was_put_before_ctrl_c_is_on_disk_without_closing(tmp_path):
         os.kill(os.getpid(), signal.SIGINT)
     """
     process = child(code, tmp_path)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert "KeyboardInterrupt" in err
     tier = DiskTier(tmp_path, 1 << 20, lru)
     assert {entry.key for entry in tier.list()} == {key(i) for i in range(3)}
@@ -93,6 +93,7 @@ def write_on_and_on(path, capacity, wanted, threads):
     def work(pipe):
         pipe.recv()
         tier = DiskTier(path, capacity, lru)
+        tier.put(key(0), *wanted[0])
         pipe.send("ready")
 
         def go(seed):

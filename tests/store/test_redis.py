@@ -15,7 +15,7 @@ from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, KVStore
 from ragfuse.store.redis import RedisTier
-from tests.store.kit import encoded, forked, key, kv, same
+from tests.store.kit import Clock, encoded, forked, key, kv, same
 from tests.store.redis_server import RedisServer, until, value_name
 
 A, B = key("a"), key("b")
@@ -59,16 +59,16 @@ def test_a_server_killed_between_two_layers_is_a_miss_and_another_tier_answers(
 
 def test_a_hung_server_costs_one_timeout_and_is_used_again_once_it_goes_on(server, caplog):
     caplog.set_level(logging.INFO, "ragfuse.store")
-    tier = RedisTier(server.url(), timeout_s=0.5, cool_down_s=0.3)
+    clock, tier = Clock(), RedisTier(server.url(), timeout_s=0.5)
+    tier._breaker._clock = clock
     assert tier.put(A, *encoded(kv()))
     server.signal(signal.SIGSTOP)
     assert first(tier) is None
-    began = time.monotonic()
+    server.signal(signal.SIGCONT)  # whoever asked now would be answered
     assert not tier.put(B, *encoded(kv()))
     assert (tier.delete([A]), tier.is_out) == (0, True)
-    assert time.monotonic() - began < 0.3
     assert tier.counts["failed"] == 3
-    server.signal(signal.SIGCONT)
+    clock.now += 11
     until(lambda: first(tier) is not None)
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
@@ -101,15 +101,15 @@ def test_what_the_server_evicts_is_a_miss_as_a_whole(server):
 
 
 def test_an_entry_expires_unless_it_is_used(server):
-    tier = RedisTier(server.url(), ttl_s=1.0, timeout_s=30)
-    assert tier.put(A, *encoded(kv()))
-    assert tier.put(B, *encoded(kv()))
-    for _ in range(8):
-        time.sleep(0.2)
-        tier.touch([A])
-    assert set(tier.stat([A, B])) == {A}
-    raw = server.raw()
-    assert 0 < raw.pttl(value_name(A)) <= 1000
+    tier, raw = RedisTier(server.url(), ttl_s=1000.0, timeout_s=30), server.raw()
+    for each in (A, B):
+        assert tier.put(each, *encoded(kv()))
+        assert 500 < raw.ttl(value_name(each)) <= 1000
+        raw.expire(value_name(each), 100)
+    tier.touch([A])
+    assert 500 < raw.ttl(value_name(A)) <= 1000
+    raw.pexpire(value_name(B), 1)
+    until(lambda: set(tier.stat([A, B])) == {A})
     assert RedisTier(server.url()).put(A, *encoded(kv()))
     assert raw.ttl(value_name(A)) == -1
 

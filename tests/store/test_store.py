@@ -59,7 +59,7 @@ class SlowTier(MemoryTier):
 
     def put(self, *arguments):
         self.started.set()
-        assert self.go.wait(20)
+        assert self.go.wait(60)
         return super().put(*arguments)
 
 
@@ -90,7 +90,7 @@ def test_a_chunk_is_found_at_once_while_its_saving_still_waits():
     slow = SlowTier()
     with KVStore([MemoryTier(MB, lru), slow]) as store:
         assert store.put(A, kv())
-        assert slow.started.wait(10)
+        assert slow.started.wait(60)
         assert store.lookup([A])[A].tier == "memory"
         assert whole(store, A, kv())
         assert slow.list() == []
@@ -123,11 +123,11 @@ def test_who_waits_has_all_slow_tiers_write_at_the_same_time(tmp_path):
     with KVStore([hung, disk, last], writer_queue=1) as store, ThreadPoolExecutor(3) as pool:
         kept = [pool.submit(store.put, key(i), kv(i), wait=True) for i in range(3)]
         until(lambda: {entry.key for entry in disk.list()} == {key(i) for i in range(3)})
-        assert last.started.wait(20)
+        assert last.started.wait(60)
         assert not any(each.done() for each in kept)
         hung.go.set()
         last.go.set()
-        assert [each.result(20) for each in kept] == [True] * 3
+        assert [each.result(60) for each in kept] == [True] * 3
         assert (
             len({frozenset(entry.key for entry in tier.list()) for tier in (hung, last, disk)}) == 1
         )
@@ -137,24 +137,24 @@ def test_who_waits_has_all_slow_tiers_write_at_the_same_time(tmp_path):
 def test_who_waits_is_told_whether_a_tier_took_it(tmp_path):
     with KVStore([DiskTier(tmp_path / str(i), 1, lru, name=str(i)) for i in range(2)]) as store:
         assert not store.put(A, kv(), wait=True)
-        assert not store.put(A, kv(), pace_s=20.0)
+        assert not store.put(A, kv(), pace_s=60.0)
     with KVStore(
         [DiskTier(tmp_path / str(i), (1, MB)[i], lru, name=str(i)) for i in range(2)]
     ) as store:
         assert store.put(A, kv(), wait=True)
-        assert store.put(B, kv(), pace_s=20.0)
+        assert store.put(B, kv(), pace_s=60.0)
 
 
 def test_who_saves_at_a_pace_runs_ahead_of_the_slow_but_not_of_all(tmp_path):
     hung, disk = SlowTier(), SlowTier("disk")
     with KVStore([hung, disk]) as store, ThreadPoolExecutor(1) as pool:
-        saving = pool.submit(store.put, A, kv(), pace_s=20.0)
-        assert hung.started.wait(20)
-        assert disk.started.wait(20)
+        saving = pool.submit(store.put, A, kv(), pace_s=60.0)
+        assert hung.started.wait(60)
+        assert disk.started.wait(60)
         assert not saving.done()
         disk.go.set()
-        assert saving.result(20)
-        assert [store.put(key(i), kv(), pace_s=20.0) for i in range(5)] == [True] * 5
+        assert saving.result(60)
+        assert [store.put(key(i), kv(), pace_s=60.0) for i in range(5)] == [True] * 5
         assert len(disk.list()) == 6
         assert hung.list() == []
         hung.go.set()
@@ -164,7 +164,7 @@ def test_each_tier_has_a_queue_of_its_own_and_what_they_drop_is_counted_together
     hung, disk = SlowTier(), DiskTier(tmp_path, MB, lru)
     with KVStore([hung, disk], writer_queue=1) as store:
         assert store.put(key(0), kv())
-        assert hung.started.wait(10)
+        assert hung.started.wait(60)
         for i in (1, 2, 3):
             until(lambda i=i: len(disk.list()) == i)
             assert store.put(key(i), kv())
@@ -180,12 +180,12 @@ def test_closing_waits_for_all_tiers_together_no_longer_than_told(tmp_path):
     store = KVStore([*hung, DiskTier(tmp_path, MB, lru)])
     assert store.put(A, kv())
     assert store.put(B, kv())
-    assert all(tier.started.wait(10) for tier in hung)
+    assert all(tier.started.wait(60) for tier in hung)
     store.close(0.05)
     assert store.stats().dropped_writes == 3  # B, at each that hung
     for tier in hung:
         tier.go.set()
-    assert store.flush(20)
+    assert store.flush(60)
     assert [{entry.key for entry in tier.list()} for tier in hung] == [{A}] * 3
     assert len(files(tmp_path)) == 2
 
@@ -289,7 +289,7 @@ def test_what_is_cleared_while_it_is_being_saved_does_not_come_back():
         others = key("c", "other")
         for one in (A, B, others):
             store.put(one, kv())
-        assert slow.started.wait(10)  # A is being written, B and the other wait
+        assert slow.started.wait(60)  # A is being written, B and the other wait
         store.clear(A.model)
         slow.go.set()
         store.flush()
@@ -304,8 +304,8 @@ def test_what_is_dropped_from_one_tier_while_it_is_being_saved_comes_back_there_
     with KVStore([MemoryTier(MB, lru), slow, other]) as store:
         store.pin(A)
         store.put(A, kv())
-        assert slow.started.wait(20)
-        assert other.started.wait(20)
+        assert slow.started.wait(60)
+        assert other.started.wait(60)
         assert store.forget([A], "slow") == Forgotten([], [])
         slow.go.set()
         other.go.set()
