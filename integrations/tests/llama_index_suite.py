@@ -174,7 +174,6 @@ class LLMConformance:
 
     # concurrency and cancellation
 
-    @needs("free loop")
     @pytest.mark.parametrize("call", [call for call in CALLS if call.startswith("a")])
     async def test_the_event_loop_goes_on_while_it_answers(self, llm: LLM, call: str) -> None:
         """Another task runs many times before the answer is finished."""
