@@ -45,7 +45,11 @@ def size_of(engine):
 
 
 def threads():
-    return [thread for thread in threading.enumerate() if thread.name == "ragfuse-prefetch"]
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name == "ragfuse-prefetch" and thread.is_alive()
+    ]
 
 
 def test_what_is_prefetched_is_read_from_memory_by_the_question(old):

@@ -26,7 +26,11 @@ def until(is_so: Callable[[], bool]) -> None:
 
 
 def loading() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "ragfuse-load"]
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name == "ragfuse-load" and thread.is_alive()
+    ]
 
 
 @pytest.fixture

@@ -38,7 +38,11 @@ def fetches(*tiers: str, a_read: int = 1) -> list[Fetch]:
 
 
 def loading() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "ragfuse-load"]
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name == "ragfuse-load" and thread.is_alive()
+    ]
 
 
 class Wrong(KVStore):

@@ -37,7 +37,11 @@ def gate() -> Iterator[Gate]:
 
 
 def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "ragfuse-test"]
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name == "ragfuse-test" and thread.is_alive()
+    ]
 
 
 def test_many_threads_submit_while_it_is_closed_and_nobody_hangs() -> None:

@@ -129,7 +129,11 @@ def test_roles_reach_the_template(llm: ChatRagFuse) -> None:
 
 
 def _writers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "ragfuse-answer"]
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name == "ragfuse-answer" and thread.is_alive()
+    ]
 
 
 async def test_cancelling_a_call_stops_the_generation(llm: ChatRagFuse) -> None:

@@ -112,7 +112,11 @@ async def test_callbacks_hear_every_token(kind: type[RagFuseModel], engine: Engi
 
 
 def _writers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "ragfuse-answer"]
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name == "ragfuse-answer" and thread.is_alive()
+    ]
 
 
 @pytest.mark.parametrize("prompts", [[READ], [READ, OTHER]])

@@ -32,7 +32,11 @@ async def answered(llm: RagFuseLLM, call: str, text: str = "") -> None:
 
 
 def writers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "ragfuse-answer"]
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name == "ragfuse-answer" and thread.is_alive()
+    ]
 
 
 @pytest.mark.parametrize("call", CALLS)
