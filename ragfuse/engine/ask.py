@@ -115,8 +115,8 @@ class Ask:
 
     Args:
         max_tokens: Most tokens of the answer. More than the model's context has room for behind the
-            prompt are refused; where earlier turns or chunks may be left out for them, more than it
-            takes in all. -1 is no limit: as many as fit.
+            prompt are refused; in a session, or where earlier turns or chunks may be left out for
+            them, more than it takes in all. -1 is no limit: as many as fit.
         policy: The selection policy: which tokens of reused chunks are recomputed.
         ratio: The share of them that is recomputed, 0..1.
         reuse: False for a full prefill without any reuse, for comparison.

@@ -74,7 +74,7 @@ class ConversationHistory:
     # before the answer
 
     def fitted(
-        self, question: ChatInput | Ids, ask: Ask, tools: Sequence[Mapping[str, Any]], check: bool
+        self, question: ChatInput | Ids, ask: Ask, tools: Sequence[Mapping[str, Any]]
     ) -> Prompt:
         """Return the prompt of a question, with the stored turns of its conversation as history
         segments.
@@ -86,7 +86,6 @@ class ConversationHistory:
             question: The new messages, or all messages of the conversation.
             ask: Its options; `session` names the conversation.
             tools: Tools that the prompt describes.
-            check: Whether a text that can never fit is refused before it is tokenised.
         """
         settings, max_context = self._settings, self._runtime.model.max_context
         limit = (
@@ -94,9 +93,7 @@ class ConversationHistory:
             if max_context and drops(ask, settings)
             else None
         )
-        make = partial(
-            self._prompts.prompt, digest=self._runtime.digest, tools=tools, ask=ask, check=check
-        )
+        make = partial(self._prompts.prompt, digest=self._runtime.digest, tools=tools, ask=ask)
         pending = self._pending_turn(question, ask)
         if pending is None:
             return fitted(lambda n: make(question, leave_out=n), limit)
@@ -105,21 +102,6 @@ class ConversationHistory:
             lambda n: self._shortened(partial(make, leave_out=n), messages, pending, ask), limit
         )
         return found if ask.session is not None else replace(found, conversation=None)
-
-    def may_shorten(self, question: ChatInput | Ids, ask: Ask) -> bool:
-        """Return whether earlier turns may be left out of a question that is too long."""
-        if ask.session is not None:
-            return True
-        return not is_ids(question) and len(LaterMessages(messages_of(question))) > 0
-
-    def has_earlier(self, prompt: Prompt, question: ChatInput | Ids) -> bool:
-        """Return whether a prompt has earlier turns, stored ones or in its question, that may be
-        left out of it.
-        """
-        pending = prompt.conversation
-        if isinstance(pending, PendingTurn) and pending.session.turns:
-            return True
-        return not is_ids(question) and len(LaterMessages(messages_of(question))) > 0
 
     def keys_of(self, name: Name) -> Sequence[ChunkKey]:
         """Return the keys of a conversation's KV; a conversation that is not in the index is read
@@ -271,6 +253,11 @@ class ConversationHistory:
         """
         text = self._runtime.encoder.model.encoder.decode(ids)
         return text if text.strip() == answer.text.strip() else answer.text
+
+
+def may_leave_out_turns(messages: Sequence[ChatMessage], ask: Ask) -> bool:
+    """Return whether earlier turns may be left out of a question that is too long."""
+    return ask.session is not None or len(LaterMessages(messages)) > 0
 
 
 def _without_turns(whole: Prompt, short: Prompt, pending: PendingTurn) -> Prompt:

@@ -2,7 +2,7 @@
 until they fit.
 
 A text that can never fit is refused before it is tokenised, as a token stands for a few characters
-at most; all else is counted once. `text.chat_messages` decides which chunks are left out first.
+at most. `text.chat_messages` decides which chunks are left out first.
 """
 
 from __future__ import annotations
@@ -82,35 +82,20 @@ def fitted(make: Callable[[int], Prompt], limit: int | None) -> Prompt:
 
     Args:
         make: `make(n)` builds the prompt without the last n of the chunks that may be left out
-            (all, if there are fewer). It may raise OverlongError for a prompt that is much too
-            long.
+            (all, if there are fewer).
         limit: Most tokens; None: any number.
 
     Returns:
         The prompt; without all those chunks where even that is too long.
-
-    Raises:
-        OverlongError: `make` raises it even without all chunks.
     """
-    if limit is None:
-        return make(0)
     without = lru_cache(maxsize=None)(make)
-    if _fits(without, 0, limit):
+    if limit is None or len(without(0)) <= limit:
         return without(0)
     shortest = make(sys.maxsize)
     if len(shortest) > limit:
         return shortest
-    return without(
-        1
-        + bisect_left(range(1, len(shortest.dropped)), True, key=lambda n: _fits(without, n, limit))
-    )
-
-
-def _fits(make: Callable[[int], Prompt], n: int, limit: int) -> bool:
-    try:
-        return len(make(n)) <= limit
-    except OverlongError:
-        return False
+    fewer = range(1, len(shortest.dropped))
+    return without(1 + bisect_left(fewer, True, key=lambda n: len(without(n)) <= limit))
 
 
 def check_fits(prompt: Prompt, ask: Ask, model: HFModel, drops: bool, may_shorten: bool) -> None:

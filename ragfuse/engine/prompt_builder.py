@@ -20,7 +20,7 @@ from typing import Any
 from cachetools import LRUCache
 
 from ragfuse.engine.ask import Ask
-from ragfuse.engine.overflow import TOKEN_CHARS, may_fit, remaining_context
+from ragfuse.engine.overflow import may_fit
 from ragfuse.engine.question import ChatInput, Ids, is_bare_text, is_ids, messages_of
 from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError, StoreError
@@ -186,7 +186,6 @@ class PromptBuilder:
         tools: Sequence[Mapping[str, Any]] = (),
         leave_out: int = 0,
         ask: Ask | None = None,
-        check: bool = False,
     ) -> Prompt:
         """Build a prompt. Its chunks are all known ones that are found in its ids.
 
@@ -196,11 +195,9 @@ class PromptBuilder:
             tools: Tools that the prompt describes.
             leave_out: How many of the last chunks are left out (`without_last_chunks`).
             ask: The question's options.
-            check: Whether a text that can never fit is refused before it is tokenised.
 
         Raises:
             InputError: The question is not valid.
-            OverlongError: `check` is True, and the prompt can never fit.
         """
         ask, model = ask or Ask(), self.runtime.model
         render: Callable[..., str] | None = None
@@ -220,7 +217,6 @@ class PromptBuilder:
         if is_ids(question) and not tools and not ask.continue_final_message:
             self._load(digest, "")
             return assembler.ids(_checked(question, len(model.tokenizer)))
-        is_text = isinstance(question, str) and is_bare_text(question, ask, tools)
         messages = messages_of(question)
         documents = self._taken(messages, ask, digest) if ask.reuse else []
         sources = {text.strip(): source for text, source in documents}
@@ -244,21 +240,11 @@ class PromptBuilder:
                 " option out.",
                 "continue_final_message",
             )
-
-        def fits(text: str) -> None:
-            if check:
-                given = bool(ask.documents) or any(
-                    p.kind == "chunk" for m in messages for p in m.pieces
-                )
-                remaining_context(
-                    len(text) // TOKEN_CHARS, model, may_drop=given and not leave_out, at_least=True
-                )
-
-        if is_text:
-            fits(messages[0].text)
-            return replace(assembler.text(messages[0].text, model.bos), dropped=tuple(dropped))
-        assembler = replace(assembler, calls=self.calls, check=fits)
-        return replace(assembler.chat(messages, tools), dropped=tuple(dropped))
+        if is_bare_text(question, ask, tools):
+            found = assembler.text(messages[0].text, model.bos)
+        else:
+            found = replace(assembler, calls=self.calls).chat(messages, tools)
+        return replace(found, dropped=tuple(dropped))
 
     def _taken(
         self, messages: Sequence[ChatMessage], ask: Ask, digest: str
