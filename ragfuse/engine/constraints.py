@@ -17,10 +17,9 @@ from ragfuse.engine.ask import Ask
 from ragfuse.engine.draft import Draft
 from ragfuse.engine.options import ends_of, options_of
 from ragfuse.engine.prompt_builder import PromptBuilder
-from ragfuse.engine.question import has_calls
 from ragfuse.engine.request import Request
 from ragfuse.errors import InputError, about
-from ragfuse.hf.grammar import GrammarCompiler, GrammarProcessor, check, is_installed
+from ragfuse.hf.grammar import GrammarCompiler, GrammarProcessor, check
 from ragfuse.hf.handover import resolve_option, stop_strings_of
 from ragfuse.hf.held_schema import broken, held_schema
 from ragfuse.hf.model import HFModel
@@ -197,9 +196,7 @@ class ConstraintCompiler:
                 "chat_template_kwargs",
             )
         if ask.grammar is None and not tools.offered_tools:
-            plain = OutputConstraints(ask, model, thoughts=self.template.thoughts)
-            may_imitate = (tools.given or has_calls(request.question)) and is_installed()
-            return self._without_calls(plain, calls) if may_imitate else plain
+            return OutputConstraints(ask, model, thoughts=self.template.thoughts)
         ends = ends_of(model, ask.options)
         grammars = self._over(model, ends)
         thoughts = None if tools.must_call else self.template.thoughts
@@ -217,20 +214,6 @@ class ConstraintCompiler:
         return OutputConstraints(
             ask, model, calls, grammars, grammar, tools.must_call, tools.schemas, thoughts
         )
-
-    def _without_calls(self, plain: OutputConstraints, calls: CallFormat) -> OutputConstraints:
-        """Return the constraints of an answer that is text, and may be any but the markup
-        of calls.
-        """
-        try:
-            grammars = self._over(plain.model, ends_of(plain.model, plain.ask.options))
-        except InputError:  # a tokenizer that grammars cannot read
-            return plain
-        tags = (plain.thoughts.open, plain.thoughts.close) if plain.thoughts is not None else ()
-        rules = calls.text_rules(grammars.literal, tags)
-        if not rules:
-            return plain
-        return replace(plain, grammars=grammars, grammar=Grammar.lark(rules))
 
     @cached_property
     def template(self) -> ChatTemplate:

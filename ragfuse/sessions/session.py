@@ -7,7 +7,6 @@ same (AttentionStore 3.4).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,24 +17,22 @@ from pydantic import TypeAdapter, ValidationError
 
 from ragfuse.store.radix import Rows
 from ragfuse.text.chat_messages import ChatMessage, Piece
-from ragfuse.types.keys import ChunkKey, digest
+from ragfuse.types.keys import ChunkKey
 
 VERSION = 4
 """Version of the stored form of a session; sessions of other versions are not read."""
 
 
-def _digest(message: ChatMessage) -> str:
-    """Return a digest of role, text, tool calls and name, without white space around an assistant's
-    text.
-    """
+def _content(message: ChatMessage) -> tuple[object, ...]:
+    """Return role, text, tool calls and name, without white space around an assistant's text."""
     text = message.text.strip() if message.role == "assistant" else message.text
-    calls = [[call.name, dict(call.arguments)] for call in message.tool_calls]
-    return digest("message", message.role, text, json.dumps(calls, sort_keys=True), message.name)
+    calls = [(call.name, dict(call.arguments)) for call in message.tool_calls]
+    return message.role, text, calls, message.name
 
 
 def is_same(given: ChatMessage, stored: ChatMessage) -> bool:
     """Return whether two messages have the same content."""
-    return _digest(given) == _digest(stored)
+    return _content(given) == _content(stored)
 
 
 def is_again(given: ChatMessage, stored: ChatMessage) -> bool:
