@@ -102,20 +102,12 @@ def checked(tools: Sequence[Tool], choice: str, grammar: Grammar | None) -> Tool
                 "grammar",
             )
         with about("grammar"):
-            check(grammar, _named(grammar))
+            check(grammar, "The schema" if grammar.kind == "json" else "The grammar")
     for tool in found.offered_tools:
         name = tool["function"]["name"]
         with about("tools"):
             check(Grammar("json", _schema(tool)), f"The parameters of the tool '{name}'")
     return found
-
-
-def _named(grammar: Grammar) -> str:
-    """Return a grammar's name for an error message."""
-    if grammar.kind != "json":
-        return "The grammar"
-    title = json.loads(grammar.source).get("title")
-    return f"The schema '{title}'" if title else "The schema"
 
 
 def offered_tools(ask: Ask) -> tuple[Tool, ...]:

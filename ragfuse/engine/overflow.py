@@ -115,17 +115,9 @@ def check_fits(prompt: Prompt, ask: Ask, model: HFModel, drops: bool, may_shorte
     Raises:
         OverlongError: One of them does not fit.
     """
-    n_tokens, n_dropped = prompt.segments[-1].stop, len(prompt.dropped)
-    may_drop = (
-        not drops and any(segment.kind == "chunk" for segment in prompt.segments) and not n_dropped
-    )
-    what = (
-        f"The prompt without the {n_dropped} chunks that could be left out"
-        if n_dropped
-        else "The prompt"
-    )
-    advice = "Shorten the question, or the messages before it." if n_dropped else "Shorten it."
-    left = remaining_context(n_tokens, model, what, advice, may_drop)
+    n_tokens = prompt.segments[-1].stop
+    may_drop = not drops and any(segment.kind == "chunk" for segment in prompt.segments)
+    left = remaining_context(n_tokens, model, may_drop=may_drop)
     wanted, max_context = asked_length(ask), model.max_context
     room = max_context if may_shorten else left
     if wanted is not None and room is not None and wanted > room:

@@ -23,7 +23,7 @@ from ragfuse.engine.ask import Ask
 from ragfuse.engine.overflow import may_fit
 from ragfuse.engine.question import ChatInput, Ids, is_bare_text, is_ids, messages_of
 from ragfuse.engine.runtime import Runtime
-from ragfuse.errors import InputError, StoreError
+from ragfuse.errors import InputError
 from ragfuse.process.exit import EXITING, start_thread
 from ragfuse.store import KnownText
 from ragfuse.store.deletion import LEARNT
@@ -80,8 +80,7 @@ class PromptBuilder:
         """Add a known chunk, in this process and, if it has text, in the catalog for other
         processes.
 
-        The catalog is written first, so that a chunk it rejects as invalid is not known here
-        either. A chunk that is known already keeps the source that brought it first.
+        A chunk that is known already keeps the source that brought it first.
 
         Args:
             digest: The tenant's digest.
@@ -94,15 +93,11 @@ class PromptBuilder:
         Raises:
             StoreError: The catalog cannot be written, and `must` is True.
         """
-        try:
-            if text:
-                catalog = self._catalog.strict if must else self._catalog
-                catalog.add_texts(digest, [(str(self.runtime.encoder.key(tokens)), text, source)])
-        except StoreError:
-            self._spans.add(tokens, text, source)
-            raise
         self._load(digest, text)
         self._spans.add(tokens, text, source)
+        if text:
+            catalog = self._catalog.strict if must else self._catalog
+            catalog.add_texts(digest, [(str(self.runtime.encoder.key(tokens)), text, source)])
 
     def forget(self, digest: str, texts: Iterable[str]) -> set[tuple[int, ...]]:
         """Forget these texts and the passages learnt from them, in this process; return the

@@ -98,13 +98,6 @@ class Session:
         return tuple(message for turn in self.turns for message in turn.messages)
 
     @property
-    def sources(self) -> frozenset[str]:
-        """Where the chunks in its messages came from."""
-        return frozenset(
-            piece.source for message in self.messages for piece in message.pieces if piece.source
-        )
-
-    @property
     def n_tokens(self) -> int:
         """Number of its tokens, dropped ones included."""
         return len(self.tokens)

@@ -174,11 +174,6 @@ class SessionStore:
         self.release(set(session.keys).difference(shorter.keys))
         return shorter
 
-    def expire(self, ttl_s: float) -> Deleted:
-        """Delete all sessions that were not used for `ttl_s` seconds."""
-        self._settle()
-        return self._delete(self.ls(), self._clock() - ttl_s)
-
     def keep_latest(self, count: int) -> Deleted:
         """Delete persistent sessions, the least recently used ones, until at most `count` of them
         remain.

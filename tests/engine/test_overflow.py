@@ -130,9 +130,7 @@ def test_where_even_the_question_is_too_long_it_is_an_error_that_says_what_was_t
     narrow, engine
 ):
     tight = narrow(length(engine, 0) - 1)
-    with pytest.raises(
-        InputError, match="without the 6 chunks that could be left out does not fit"
-    ):
+    with pytest.raises(InputError, match="does not fit"):
         tight.answer(messages(), Ask(overflow="drop"))
     with pytest.raises(InputError, match=r"Shorten it\.$"):
         tight.answer(messages([]), Ask(overflow="drop"))
