@@ -165,46 +165,39 @@ class ConstraintCompiler:
             InputError: The tools or the grammar cannot be used, or the chat template has no
                 variable of a name in `chat_template_kwargs`.
         """
-        model, max_context = request.model, request.model.max_context
-        room = max_context and max_context - prompt.segments[-1].stop + 1
-        held = replace(
-            self._held(request), options=options_of(request.ask, self._runtime.settings, room)
-        )
-        # answers to any other prompt have no reasoning
-        if held.thoughts is None or not request.is_chat:
-            return replace(held, thoughts=None)
-        continues = request.ask.continue_final_message
-        last_ids = list(prompt.token_ids[-(LONG_TAIL if continues else TAIL) :])
-        end = str(model.tokenizer.decode(last_ids, skip_special_tokens=False))
-        return replace(held, is_thinking=held.thoughts.is_open(end, continues))
-
-    def _held(self, request: Request) -> OutputConstraints:
-        ask, calls = request.ask, self._prompts.calls
-        model, tools = self._runtime.model, checked(ask.tools, ask.tool_choice, ask.grammar)
+        ask, model, calls = request.ask, request.model, self._prompts.calls
+        tools, form = checked(ask.tools, ask.tool_choice, ask.grammar), ask.grammar
         if ask.chat_template_kwargs and (name := self.template.unread(ask.chat_template_kwargs)):
             raise InputError(
                 f"chat_template_kwargs has '{name:.40}', which the chat template of {model.name}"
                 f" does not use. It uses {sorted(self.template.names)}; leave others out.",
                 "chat_template_kwargs",
             )
-        if ask.grammar is None and not tools.offered_tools:
-            return OutputConstraints(ask, model, thoughts=self.template.thoughts)
-        ends = ends_of(model, ask.options)
-        grammars = self._over(model, ends)
-        thoughts = None if tools.must_call else self.template.thoughts
-        tags = (thoughts.open, thoughts.close) if thoughts is not None else ()
-        form = ask.grammar
-        # The texts of any other form are never read as tool calls, and those of none as reasoning.
+        room = model.max_context and model.max_context - prompt.segments[-1].stop + 1
+        held = OutputConstraints(ask, model, options=options_of(ask, self._runtime.settings, room))
+        tags: tuple[str, ...] = ()
+        thoughts = self.template.thoughts
+        # answers to any other prompt have no reasoning
+        if thoughts is not None and request.is_chat and form is None and not tools.must_call:
+            continues, tags = ask.continue_final_message, (thoughts.open, thoughts.close)
+            last_ids = list(prompt.token_ids[-(LONG_TAIL if continues else TAIL) :])
+            end = str(model.tokenizer.decode(last_ids, skip_special_tokens=False))
+            held = replace(held, thoughts=thoughts, is_thinking=thoughts.is_open(end, continues))
+        if form is None and not tools.offered_tools:
+            return held
+        grammars = self._over(model, ends_of(model, ask.options))
+        # The texts of any other form are never read as tool calls.
         may_call = form is None or (tools.offered_tools and form.kind == "json" and calls.marker)
         grammar = _rules(tools, calls, grammars, ask, tags) if form is None or may_call else form
         with about("tools" if form is None else "grammar"):
             grammars.matcher(grammar)
-        if form is not None:
-            return OutputConstraints(
-                ask, model, calls if may_call else None, grammars, grammar, schemas=tools.schemas
-            )
-        return OutputConstraints(
-            ask, model, calls, grammars, grammar, tools.must_call, tools.schemas, thoughts
+        return replace(
+            held,
+            calls=calls if may_call else None,
+            grammars=grammars,
+            grammar=grammar,
+            must_call=tools.must_call,
+            schemas=tools.schemas,
         )
 
     @cached_property
