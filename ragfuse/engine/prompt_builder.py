@@ -200,22 +200,25 @@ class PromptBuilder:
             render = partial(
                 self.render, goes_on=ask.continue_final_message, more=ask.chat_template_kwargs
             )
+        ids: list[int] | None = None
+        if is_ids(question) and not tools and not ask.continue_final_message:
+            ids = _checked(question, len(model.tokenizer))
+        messages = messages_of(question) if ids is None else []
+        documents = self._taken(messages, ask, digest) if ask.reuse else []
+        sources = {text.strip(): source for text, source in documents}
         assembler = Assembler(
             tokenizer=model.encoder,
             key_of=self.runtime.encoder.key,
             render=render,
             min_tokens=self._settings.min_chunk_tokens,
             context=self.runtime.encoder.context,
-            find=partial(self._find, {}),
+            calls=self.calls,
+            find=partial(self._find, sources),
             continues_last=ask.continue_final_message,
+            documents=documents,
         )
-        if is_ids(question) and not tools and not ask.continue_final_message:
-            self._load(digest, "")
-            return assembler.ids(_checked(question, len(model.tokenizer)))
-        messages = messages_of(question)
-        documents = self._taken(messages, ask, digest) if ask.reuse else []
-        sources = {text.strip(): source for text, source in documents}
-        assembler = replace(assembler, find=partial(self._find, sources), documents=documents)
+        if ids is not None:
+            return assembler.ids(ids)
         last_user = max(
             (at for at, message in enumerate(messages) if message.role == "user"), default=-1
         )
@@ -238,7 +241,7 @@ class PromptBuilder:
         if is_bare_text(question, ask, tools):
             found = assembler.text(messages[0].text, model.bos)
         else:
-            found = replace(assembler, calls=self.calls).chat(messages, tools)
+            found = assembler.chat(messages, tools)
         return replace(found, dropped=tuple(dropped))
 
     def _taken(
