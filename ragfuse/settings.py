@@ -319,14 +319,6 @@ class Settings(BaseSettings):
             " its last chunks until prompt and answer fit."
         ),
     )
-    history: Literal["auto", "asked", "all"] = Field(
-        default="auto",
-        description=(
-            "Which conversations keep their KV for the next turn. asked: those whose questions name"
-            " a session. auto: also other messages without retrieved chunks, in memory only. all:"
-            " all messages, saved like sessions."
-        ),
-    )
     history_chunks: bool = Field(
         default=True,
         description=(

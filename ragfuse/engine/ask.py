@@ -11,7 +11,15 @@ from dataclasses import field
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+)
 from pydantic.dataclasses import dataclass
 
 from ragfuse.types.arguments import checks_arguments, refused_arguments
@@ -49,18 +57,6 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 SAMPLED = (*SAMPLING, "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
 """What `Ask.generate_options` takes."""
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
-
-
-def _length(max_tokens: int) -> int:
-    if max_tokens < 1 and max_tokens != NO_LIMIT:
-        raise ValueError("wanted at least 1 new token, or -1 for no limit")
-    return max_tokens
-
-
-def _printable(name: str) -> str:
-    if not name.isprintable():
-        raise ValueError("wanted a name of 1 to 256 printable characters")
-    return name
 
 
 def _variables(given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -115,8 +111,8 @@ class Ask:
 
     Args:
         max_tokens: Most tokens of the answer. More than the model's context has room for behind the
-            prompt are refused; where earlier turns or chunks may be left out for them, more than it
-            takes in all. -1 is no limit: as many as fit.
+            prompt are refused; in a session, or where earlier turns or chunks may be left out for
+            them, more than it takes in all. -1 is no limit: as many as fit.
         policy: The selection policy: which tokens of reused chunks are recomputed.
         ratio: The share of them that is recomputed, 0..1.
         reuse: False for a full prefill without any reuse, for comparison.
@@ -150,7 +146,7 @@ class Ask:
             continues it.
     """
 
-    max_tokens: Annotated[int, AfterValidator(_length)] | None = None
+    max_tokens: PositiveInt | Literal[-1] | None = None
     policy: Annotated[str, AfterValidator(as_setting)] | None = None
     ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     reuse: bool = True
@@ -165,9 +161,9 @@ class Ask:
     parallel_tool_calls: bool = True
     grammar: Grammar | None = None
     overflow: Literal["error", "drop"] | None = None
-    session: (
-        Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_printable)] | None
-    ) = None
+    session: Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")] | None = (
+        None
+    )
     blend: bool = False
     documents: Annotated[Sequence[tuple[str, str]], _mended("A document")] = field(
         default=(), repr=False

@@ -5,10 +5,11 @@ model's context.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 from ragfuse.engine.constraints import offered_tools
-from ragfuse.engine.history import ConversationHistory
-from ragfuse.engine.overflow import check_fits, drops
+from ragfuse.engine.history import ConversationHistory, may_leave_out_turns
+from ragfuse.engine.overflow import TOKEN_CHARS, check_fits, drops, remaining_context
 from ragfuse.engine.question import is_ids, mended_question, messages_of
 from ragfuse.engine.request import Request
 from ragfuse.engine.schema_service import SchemaService
@@ -37,17 +38,18 @@ def build(request: Request, history: ConversationHistory, schemas: SchemaService
         prompt, may_shorten = schemas.prompt(question, ask), False
     else:
         tools, question = offered_tools(ask), mended_question(question)
-        may_shorten = history.may_shorten(question, ask)
-        prompt = history.fitted(question, ask, tools, check=not may_shorten)
-        may_shorten = drops(ask, settings) or (
-            may_shorten and history.has_earlier(prompt, question)
-        )
+        messages = [] if is_ids(question) else messages_of(question)
+        contents = "\n".join(message.text for message in messages)
+        may_shorten = drops(ask, settings) or may_leave_out_turns(messages, ask)
+        if not may_shorten:
+            pieces = chain.from_iterable(message.pieces for message in messages)
+            has_chunks = bool(ask.documents) or any(piece.kind == "chunk" for piece in pieces)
+            n_tokens = len(contents) // TOKEN_CHARS
+            remaining_context(n_tokens, request.model, may_drop=has_chunks, at_least=True)
+        prompt = history.fitted(question, ask, tools)
     check_fits(prompt, ask, request.model, drops(ask, settings), may_shorten)
     if isinstance(question, PMLPrompt) or not ask.documents:
         return prompt
     if any(segment.kind == "chunk" for segment in prompt.segments):
         return prompt
-    contents = (
-        "" if is_ids(question) else "\n".join(message.text for message in messages_of(question))
-    )
     return replace(prompt, altered=all(text.strip() not in contents for text, _ in ask.documents))

@@ -17,10 +17,9 @@ from ragfuse.engine.ask import Ask
 from ragfuse.engine.draft import Draft
 from ragfuse.engine.options import ends_of, options_of
 from ragfuse.engine.prompt_builder import PromptBuilder
-from ragfuse.engine.question import has_calls
 from ragfuse.engine.request import Request
 from ragfuse.errors import InputError, about
-from ragfuse.hf.grammar import GrammarCompiler, GrammarProcessor, check, is_installed
+from ragfuse.hf.grammar import GrammarCompiler, GrammarProcessor, check
 from ragfuse.hf.handover import resolve_option, stop_strings_of
 from ragfuse.hf.held_schema import broken, held_schema
 from ragfuse.hf.model import HFModel
@@ -103,20 +102,12 @@ def checked(tools: Sequence[Tool], choice: str, grammar: Grammar | None) -> Tool
                 "grammar",
             )
         with about("grammar"):
-            check(grammar, _named(grammar))
+            check(grammar, "The schema" if grammar.kind == "json" else "The grammar")
     for tool in found.offered_tools:
         name = tool["function"]["name"]
         with about("tools"):
             check(Grammar("json", _schema(tool)), f"The parameters of the tool '{name}'")
     return found
-
-
-def _named(grammar: Grammar) -> str:
-    """Return a grammar's name for an error message."""
-    if grammar.kind != "json":
-        return "The grammar"
-    title = json.loads(grammar.source).get("title")
-    return f"The schema '{title}'" if title else "The schema"
 
 
 def offered_tools(ask: Ask) -> tuple[Tool, ...]:
@@ -174,63 +165,40 @@ class ConstraintCompiler:
             InputError: The tools or the grammar cannot be used, or the chat template has no
                 variable of a name in `chat_template_kwargs`.
         """
-        model, max_context = request.model, request.model.max_context
-        room = max_context and max_context - prompt.segments[-1].stop + 1
-        held = replace(
-            self._held(request), options=options_of(request.ask, self._runtime.settings, room)
-        )
-        # answers to any other prompt have no reasoning
-        if held.thoughts is None or not request.is_chat:
-            return replace(held, thoughts=None)
-        continues = request.ask.continue_final_message
-        last_ids = list(prompt.token_ids[-(LONG_TAIL if continues else TAIL) :])
-        end = str(model.tokenizer.decode(last_ids, skip_special_tokens=False))
-        return replace(held, is_thinking=held.thoughts.is_open(end, continues))
-
-    def _held(self, request: Request) -> OutputConstraints:
-        ask, calls = request.ask, self._prompts.calls
-        model, tools = self._runtime.model, checked(ask.tools, ask.tool_choice, ask.grammar)
+        ask, model, calls = request.ask, request.model, self._prompts.calls
+        tools, form = checked(ask.tools, ask.tool_choice, ask.grammar), ask.grammar
         if ask.chat_template_kwargs and (name := self.template.unread(ask.chat_template_kwargs)):
             raise InputError(
                 f"chat_template_kwargs has '{name:.40}', which the chat template of {model.name}"
                 f" does not use. It uses {sorted(self.template.names)}; leave others out.",
                 "chat_template_kwargs",
             )
-        if ask.grammar is None and not tools.offered_tools:
-            plain = OutputConstraints(ask, model, thoughts=self.template.thoughts)
-            may_imitate = (tools.given or has_calls(request.question)) and is_installed()
-            return self._without_calls(plain, calls) if may_imitate else plain
-        ends = ends_of(model, ask.options)
-        grammars = self._over(model, ends)
-        thoughts = None if tools.must_call else self.template.thoughts
-        tags = (thoughts.open, thoughts.close) if thoughts is not None else ()
-        form = ask.grammar
-        # The texts of any other form are never read as tool calls, and those of none as reasoning.
+        room = model.max_context and model.max_context - prompt.segments[-1].stop + 1
+        held = OutputConstraints(ask, model, options=options_of(ask, self._runtime.settings, room))
+        tags: tuple[str, ...] = ()
+        thoughts = self.template.thoughts
+        # answers to any other prompt have no reasoning
+        if thoughts is not None and request.is_chat and form is None and not tools.must_call:
+            continues, tags = ask.continue_final_message, (thoughts.open, thoughts.close)
+            last_ids = list(prompt.token_ids[-(LONG_TAIL if continues else TAIL) :])
+            end = str(model.tokenizer.decode(last_ids, skip_special_tokens=False))
+            held = replace(held, thoughts=thoughts, is_thinking=thoughts.is_open(end, continues))
+        if form is None and not tools.offered_tools:
+            return held
+        grammars = self._over(model, ends_of(model, ask.options))
+        # The texts of any other form are never read as tool calls.
         may_call = form is None or (tools.offered_tools and form.kind == "json" and calls.marker)
         grammar = _rules(tools, calls, grammars, ask, tags) if form is None or may_call else form
         with about("tools" if form is None else "grammar"):
             grammars.matcher(grammar)
-        if form is not None:
-            return OutputConstraints(
-                ask, model, calls if may_call else None, grammars, grammar, schemas=tools.schemas
-            )
-        return OutputConstraints(
-            ask, model, calls, grammars, grammar, tools.must_call, tools.schemas, thoughts
+        return replace(
+            held,
+            calls=calls if may_call else None,
+            grammars=grammars,
+            grammar=grammar,
+            must_call=tools.must_call,
+            schemas=tools.schemas,
         )
-
-    def _without_calls(self, plain: OutputConstraints, calls: CallFormat) -> OutputConstraints:
-        """Return the constraints of an answer that is text, and may be any but the markup
-        of calls.
-        """
-        try:
-            grammars = self._over(plain.model, ends_of(plain.model, plain.ask.options))
-        except InputError:  # a tokenizer that grammars cannot read
-            return plain
-        tags = (plain.thoughts.open, plain.thoughts.close) if plain.thoughts is not None else ()
-        rules = calls.text_rules(grammars.literal, tags)
-        if not rules:
-            return plain
-        return replace(plain, grammars=grammars, grammar=Grammar.lark(rules))
 
     @cached_property
     def template(self) -> ChatTemplate:

@@ -1,15 +1,14 @@
 """Conversation history: which session a question continues, what its prompt has of it, and the turn
 that it adds.
 
-A conversation is recognised by its messages, but KV is reused only for identical token ids
-(AttentionStore). `engine/prefix_cache.py` saves it. Truncation is in `sessions/session.py`;
+KV is reused only for identical token ids (AttentionStore); `engine/prefix_cache.py` saves it.
+Truncation is in `sessions/session.py`;
 sessions are stored by `sessions/session_store.py`.
 """
 
 from __future__ import annotations
 
 import logging
-import secrets
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,16 +20,14 @@ from ragfuse.engine.generate import Generated
 from ragfuse.engine.overflow import drops, fitted, limit_of
 from ragfuse.engine.prefix_cache import PrefixCache, with_rows, without_rows
 from ragfuse.engine.prompt_builder import PromptBuilder
-from ragfuse.engine.question import ChatInput, Ids, is_ids, mended_question, messages_of
+from ragfuse.engine.question import ChatInput, Ids, is_ids, messages_of
 from ragfuse.sessions.conversation_index import Name
 from ragfuse.sessions.session import (
     PendingTurn,
     Session,
     Turn,
     agreed,
-    is_again,
     is_same,
-    prefix_digests,
     truncated,
 )
 from ragfuse.sessions.session_store import SessionStore
@@ -77,7 +74,7 @@ class ConversationHistory:
     # before the answer
 
     def fitted(
-        self, question: ChatInput | Ids, ask: Ask, tools: Sequence[Mapping[str, Any]], check: bool
+        self, question: ChatInput | Ids, ask: Ask, tools: Sequence[Mapping[str, Any]]
     ) -> Prompt:
         """Return the prompt of a question, with the stored turns of its conversation as history
         segments.
@@ -89,7 +86,6 @@ class ConversationHistory:
             question: The new messages, or all messages of the conversation.
             ask: Its options; `session` names the conversation.
             tools: Tools that the prompt describes.
-            check: Whether a text that can never fit is refused before it is tokenised.
         """
         settings, max_context = self._settings, self._runtime.model.max_context
         limit = (
@@ -97,46 +93,15 @@ class ConversationHistory:
             if max_context and drops(ask, settings)
             else None
         )
-        make = partial(
-            self._prompts.prompt, digest=self._runtime.digest, tools=tools, ask=ask, check=check
-        )
+        make = partial(self._prompts.prompt, digest=self._runtime.digest, tools=tools, ask=ask)
         pending = self._pending_turn(question, ask)
         if pending is None:
             return fitted(lambda n: make(question, leave_out=n), limit)
         messages = [*pending.session.messages, *pending.messages]
-        return fitted(
+        found = fitted(
             lambda n: self._shortened(partial(make, leave_out=n), messages, pending, ask), limit
         )
-
-    def may_shorten(self, question: ChatInput | Ids, ask: Ask) -> bool:
-        """Return whether earlier turns may be left out of a question that is too long."""
-        if ask.session is not None:
-            return True
-        if self._settings.history == "asked" or is_ids(question):
-            return False
-        return len(LaterMessages(messages_of(question))) > 0
-
-    def has_earlier(self, prompt: Prompt, question: ChatInput | Ids) -> bool:
-        """Return whether a prompt has earlier turns, stored ones or in its question, that may be
-        left out of it.
-        """
-        pending = prompt.conversation
-        if isinstance(pending, PendingTurn) and pending.session.turns:
-            return True
-        return not is_ids(question) and len(LaterMessages(messages_of(question))) > 0
-
-    def name_of(self, question: ChatInput | Ids, ask: Ask) -> str | None:
-        """Return the name of the session that a question continues; None where it continues
-        none.
-        """
-        question, digest = mended_question(question), self._runtime.encoder.digest
-        if ask.session is not None:
-            self.sessions.get(digest, ask.session)  # another process may have added a turn
-        if ask.session is not None or not self._may_continue(question):
-            return ask.session
-        given = prefix_digests(messages_of(question))
-        known = self.sessions.ending(digest, given, persistent=self._settings.history == "all")
-        return known[1].id if known is not None else None
+        return found if ask.session is not None else replace(found, conversation=None)
 
     def keys_of(self, name: Name) -> Sequence[ChunkKey]:
         """Return the keys of a conversation's KV; a conversation that is not in the index is read
@@ -146,54 +111,30 @@ class ConversationHistory:
         return index.keys(name) or (self.sessions.get(*name) and index.keys(name)) or ()
 
     def _pending_turn(self, question: ChatInput | Ids, ask: Ask) -> PendingTurn | None:
-        """Return the turn that a question adds to a conversation; None where conversations are not
-        kept.
+        """Return the turn that a question adds to its session; None for a text or ids without one.
 
-        Messages without a session's name, or that include one of the assistant, are the whole
-        conversation: only the turns that agree with them stay. Where the named session has none
-        yet, they may branch off from another one; chunks count only where they are sent again.
+        Messages that include one of the assistant are the whole conversation: only the turns that
+        agree with them stay. Messages without a session have no stored turns.
         """
-        settings, name, digest = self._settings, ask.session, self._runtime.encoder.digest
-        if name is None and not self._may_continue(question):
+        name = ask.session
+        if name is None and (isinstance(question, str) or is_ids(question)):
             return None
-        given, persistent = messages_of(question), settings.history == "all"
-        named = self.sessions.get(digest, name) if name is not None else None
-        version, session = named or (0, Session(name or secrets.token_hex(8)))
-        source, is_whole = (
-            session,
-            name is None or any(message.role == "assistant" for message in given),
+        given = messages_of(question)
+        if name is None:
+            return PendingTurn(Session(""), tuple(given))
+        version, session = self.sessions.get(self._runtime.encoder.digest, name) or (
+            0,
+            Session(name),
         )
-        if is_whole and not session.turns:
-            known = self.sessions.ending(
-                digest, prefix_digests(given), persistent or name is not None
-            )
-            source = known[1] if known is not None else session
-            if name is None and known is not None:
-                version, session = known
-        self._runtime.saves.wait([session.id, source.id], TURN_SAVE_WAIT_S)
-        if name is not None and not is_whole:
-            first = prefix_digests(session.messages[:1])
-            new = tuple(
-                each for each in given if each.role != "system" or prefix_digests([each]) != first
-            )
-            return PendingTurn(session, new, version, True, settings.history_chunks, session.keys)
-        kept = agreed(
-            source, given, is_again if name is not None and source is session else is_same
-        )
-        new = tuple(given[len(kept.messages) :])
-        if name is not None:
-            kept = replace(kept, id=name)
-            return PendingTurn(kept, new, version, True, settings.history_chunks, session.keys)
-        # it differs in a later turn: a new conversation branches off here
-        if len(kept.turns) < len(session.turns):
-            return PendingTurn(replace(kept, id=secrets.token_hex(8)), new, persistent=persistent)
-        return PendingTurn(kept, new, version, persistent, previous_keys=session.keys)
-
-    def _may_continue(self, question: ChatInput | Ids) -> bool:
-        """Return whether a question without a session name may continue a conversation."""
-        return not (
-            isinstance(question, str) or is_ids(question) or self._settings.history == "asked"
-        )
+        self._runtime.saves.wait([name], TURN_SAVE_WAIT_S)
+        kept, new = session, given
+        if any(message.role == "assistant" for message in given):
+            kept = agreed(session, given)
+            new = given[len(kept.messages) :]
+        elif session.messages:
+            first = session.messages[0]
+            new = [each for each in given if each.role != "system" or not is_same(each, first)]
+        return PendingTurn(kept, tuple(new), version, self._settings.history_chunks, session.keys)
 
     def _shortened(
         self,
@@ -249,21 +190,11 @@ class ConversationHistory:
     # after it
 
     def after(self, generated: Generated) -> None:
-        """Record the turn that was answered, and save its KV in the background.
-
-        A turn that is not persistent is kept only where its prompt has no chunks.
-        """
+        """Record the turn of a session that was answered, and save its KV in the background."""
         ready, answer, ids = generated.prepared, generated.answer, generated.token_ids
         prompt, ask, encoder = ready.plan.prompt, ready.request.ask, self._runtime.encoder
-        pending, has_chunks = (
-            prompt.conversation,
-            any(segment.kind == "chunk" for segment in prompt.segments),
-        )
-        if (
-            not isinstance(pending, PendingTurn)
-            or not ask.reuse
-            or (has_chunks and not pending.persistent)
-        ):
+        pending = prompt.conversation
+        if not isinstance(pending, PendingTurn) or not ask.reuse:
             return
         answer_ids = self._text_ids(answer)
         n_written = min(_n_common(answer_ids, ids), ready.n_held(len(ids)) - len(prompt))
@@ -293,7 +224,7 @@ class ConversationHistory:
             (row, row + len(left_out)) if left_out and tokens else (0, 0),
         )
         unused_keys = set(pending.previous_keys).difference(session.keys)
-        if not self.sessions.put(encoder.digest, session, pending.version, pending.persistent):
+        if not self.sessions.put(encoder.digest, session, pending.version):
             log.warning(
                 "Another question continued session %s first, so this question and its answer are"
                 " not saved in it. The answer is right.",
@@ -322,6 +253,11 @@ class ConversationHistory:
         """
         text = self._runtime.encoder.model.encoder.decode(ids)
         return text if text.strip() == answer.text.strip() else answer.text
+
+
+def may_leave_out_turns(messages: Sequence[ChatMessage], ask: Ask) -> bool:
+    """Return whether earlier turns may be left out of a question that is too long."""
+    return ask.session is not None or len(LaterMessages(messages)) > 0
 
 
 def _without_turns(whole: Prompt, short: Prompt, pending: PendingTurn) -> Prompt:

@@ -2,7 +2,7 @@
 until they fit.
 
 A text that can never fit is refused before it is tokenised, as a token stands for a few characters
-at most; all else is counted once. `text.chat_messages` decides which chunks are left out first.
+at most. `text.chat_messages` decides which chunks are left out first.
 """
 
 from __future__ import annotations
@@ -82,35 +82,20 @@ def fitted(make: Callable[[int], Prompt], limit: int | None) -> Prompt:
 
     Args:
         make: `make(n)` builds the prompt without the last n of the chunks that may be left out
-            (all, if there are fewer). It may raise OverlongError for a prompt that is much too
-            long.
+            (all, if there are fewer).
         limit: Most tokens; None: any number.
 
     Returns:
         The prompt; without all those chunks where even that is too long.
-
-    Raises:
-        OverlongError: `make` raises it even without all chunks.
     """
-    if limit is None:
-        return make(0)
     without = lru_cache(maxsize=None)(make)
-    if _fits(without, 0, limit):
+    if limit is None or len(without(0)) <= limit:
         return without(0)
     shortest = make(sys.maxsize)
     if len(shortest) > limit:
         return shortest
-    return without(
-        1
-        + bisect_left(range(1, len(shortest.dropped)), True, key=lambda n: _fits(without, n, limit))
-    )
-
-
-def _fits(make: Callable[[int], Prompt], n: int, limit: int) -> bool:
-    try:
-        return len(make(n)) <= limit
-    except OverlongError:
-        return False
+    fewer = range(1, len(shortest.dropped))
+    return without(1 + bisect_left(fewer, True, key=lambda n: len(without(n)) <= limit))
 
 
 def check_fits(prompt: Prompt, ask: Ask, model: HFModel, drops: bool, may_shorten: bool) -> None:
@@ -130,17 +115,9 @@ def check_fits(prompt: Prompt, ask: Ask, model: HFModel, drops: bool, may_shorte
     Raises:
         OverlongError: One of them does not fit.
     """
-    n_tokens, n_dropped = prompt.segments[-1].stop, len(prompt.dropped)
-    may_drop = (
-        not drops and any(segment.kind == "chunk" for segment in prompt.segments) and not n_dropped
-    )
-    what = (
-        f"The prompt without the {n_dropped} chunks that could be left out"
-        if n_dropped
-        else "The prompt"
-    )
-    advice = "Shorten the question, or the messages before it." if n_dropped else "Shorten it."
-    left = remaining_context(n_tokens, model, what, advice, may_drop)
+    n_tokens = prompt.segments[-1].stop
+    may_drop = not drops and any(segment.kind == "chunk" for segment in prompt.segments)
+    left = remaining_context(n_tokens, model, may_drop=may_drop)
     wanted, max_context = asked_length(ask), model.max_context
     room = max_context if may_shorten else left
     if wanted is not None and room is not None and wanted > room:

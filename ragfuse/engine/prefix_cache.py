@@ -5,7 +5,7 @@ All of it is found by token ids. Exact rows, those that a full prefill would giv
 one radix tree per tenant, which every prompt searches (prefix caching). A session has its own path
 (`Session.rows`): the exact nodes, and rows that only it may read, as they saw blended chunks or a
 truncated history. Entries keep the positions at which they were computed. The tree's are in memory,
-a persistent session's in slow tiers as well; all are evicted like any other. Models whose state is
+a session's in slow tiers as well; all are evicted like any other. Models whose state is
 not KV per token (such as recurrent ones) have their whole state kept instead (`hf.kept_states`).
 """
 
@@ -185,7 +185,7 @@ class PrefixCache:
             return
         n_exact = ready.n_held(len(written)) if written else n_exact
         ids, turn = (*prompt.token_ids, *written), prompt.conversation
-        owns = isinstance(turn, PendingTurn) and turn.persistent and not written
+        owns = isinstance(turn, PendingTurn) and not written
         with self._changed:
             tree = self._tenant.tree
             n_known = 0 if owns else _n_chained(tree.match(ids[:n_exact]))
@@ -227,7 +227,7 @@ class PrefixCache:
         skipped = [
             rows for segment, rows in placed if segment.kind == "chunk" and not turn.keep_chunks
         ]
-        runs = _runs(plan, turn.persistent, skipped)
+        runs = _runs(plan, owns=True, skipped=skipped)
         if len(written) >= encoder.shortest:
             runs.append(_Run(len(prompt), len(ids)))
         if skipped:
@@ -383,7 +383,7 @@ class PrefixCache:
             if turn is None:
                 new = {key: spans for key, spans in new.items() if key in inserted}
             if new:
-                kv, is_persistent = ready.prefill.kv, turn is not None and turn.persistent
+                kv, is_persistent = ready.prefill.kv, turn is not None
                 names = {*new, *([turn.id] if turn is not None else ())}
                 self._pending.submit(partial(self._write, kv, new, is_persistent), names, kv.nbytes)
         return parts

@@ -20,10 +20,10 @@ from typing import Any
 from cachetools import LRUCache
 
 from ragfuse.engine.ask import Ask
-from ragfuse.engine.overflow import TOKEN_CHARS, may_fit, remaining_context
+from ragfuse.engine.overflow import may_fit
 from ragfuse.engine.question import ChatInput, Ids, is_bare_text, is_ids, messages_of
 from ragfuse.engine.runtime import Runtime
-from ragfuse.errors import InputError, StoreError
+from ragfuse.errors import InputError
 from ragfuse.process.exit import EXITING, start_thread
 from ragfuse.store import KnownText
 from ragfuse.store.deletion import LEARNT
@@ -80,8 +80,7 @@ class PromptBuilder:
         """Add a known chunk, in this process and, if it has text, in the catalog for other
         processes.
 
-        The catalog is written first, so that a chunk it rejects as invalid is not known here
-        either. A chunk that is known already keeps the source that brought it first.
+        A chunk that is known already keeps the source that brought it first.
 
         Args:
             digest: The tenant's digest.
@@ -94,15 +93,11 @@ class PromptBuilder:
         Raises:
             StoreError: The catalog cannot be written, and `must` is True.
         """
-        try:
-            if text:
-                catalog = self._catalog.strict if must else self._catalog
-                catalog.add_texts(digest, [(str(self.runtime.encoder.key(tokens)), text, source)])
-        except StoreError:
-            self._spans.add(tokens, text, source)
-            raise
         self._load(digest, text)
         self._spans.add(tokens, text, source)
+        if text:
+            catalog = self._catalog.strict if must else self._catalog
+            catalog.add_texts(digest, [(str(self.runtime.encoder.key(tokens)), text, source)])
 
     def forget(self, digest: str, texts: Iterable[str]) -> set[tuple[int, ...]]:
         """Forget these texts and the passages learnt from them, in this process; return the
@@ -186,7 +181,6 @@ class PromptBuilder:
         tools: Sequence[Mapping[str, Any]] = (),
         leave_out: int = 0,
         ask: Ask | None = None,
-        check: bool = False,
     ) -> Prompt:
         """Build a prompt. Its chunks are all known ones that are found in its ids.
 
@@ -196,11 +190,9 @@ class PromptBuilder:
             tools: Tools that the prompt describes.
             leave_out: How many of the last chunks are left out (`without_last_chunks`).
             ask: The question's options.
-            check: Whether a text that can never fit is refused before it is tokenised.
 
         Raises:
             InputError: The question is not valid.
-            OverlongError: `check` is True, and the prompt can never fit.
         """
         ask, model = ask or Ask(), self.runtime.model
         render: Callable[..., str] | None = None
@@ -208,23 +200,25 @@ class PromptBuilder:
             render = partial(
                 self.render, goes_on=ask.continue_final_message, more=ask.chat_template_kwargs
             )
+        ids: list[int] | None = None
+        if is_ids(question) and not tools and not ask.continue_final_message:
+            ids = _checked(question, len(model.tokenizer))
+        messages = messages_of(question) if ids is None else []
+        documents = self._taken(messages, ask, digest) if ask.reuse else []
+        sources = {text.strip(): source for text, source in documents}
         assembler = Assembler(
             tokenizer=model.encoder,
             key_of=self.runtime.encoder.key,
             render=render,
             min_tokens=self._settings.min_chunk_tokens,
             context=self.runtime.encoder.context,
-            find=partial(self._find, {}),
+            calls=self.calls,
+            find=partial(self._find, sources),
             continues_last=ask.continue_final_message,
+            documents=documents,
         )
-        if is_ids(question) and not tools and not ask.continue_final_message:
-            self._load(digest, "")
-            return assembler.ids(_checked(question, len(model.tokenizer)))
-        is_text = isinstance(question, str) and is_bare_text(question, ask, tools)
-        messages = messages_of(question)
-        documents = self._taken(messages, ask, digest) if ask.reuse else []
-        sources = {text.strip(): source for text, source in documents}
-        assembler = replace(assembler, find=partial(self._find, sources), documents=documents)
+        if ids is not None:
+            return assembler.ids(ids)
         last_user = max(
             (at for at, message in enumerate(messages) if message.role == "user"), default=-1
         )
@@ -244,21 +238,11 @@ class PromptBuilder:
                 " option out.",
                 "continue_final_message",
             )
-
-        def fits(text: str) -> None:
-            if check:
-                given = bool(ask.documents) or any(
-                    p.kind == "chunk" for m in messages for p in m.pieces
-                )
-                remaining_context(
-                    len(text) // TOKEN_CHARS, model, may_drop=given and not leave_out, at_least=True
-                )
-
-        if is_text:
-            fits(messages[0].text)
-            return replace(assembler.text(messages[0].text, model.bos), dropped=tuple(dropped))
-        assembler = replace(assembler, calls=self.calls, check=fits)
-        return replace(assembler.chat(messages, tools), dropped=tuple(dropped))
+        if is_bare_text(question, ask, tools):
+            found = assembler.text(messages[0].text, model.bos)
+        else:
+            found = assembler.chat(messages, tools)
+        return replace(found, dropped=tuple(dropped))
 
     def _taken(
         self, messages: Sequence[ChatMessage], ask: Ask, digest: str

@@ -99,13 +99,6 @@ def is_bare_text(question: Any, ask: Ask, tools: Sequence[Mapping[str, Any]]) ->
     return isinstance(question, str) and not tools and not ask.continue_final_message
 
 
-def has_calls(question: object) -> bool:
-    """Return whether a question has messages, and one of them tool calls."""
-    return isinstance(question, list | tuple) and any(
-        getattr(each, "tool_calls", ()) for each in question
-    )
-
-
 def messages_of(question: ChatInput | Ids) -> list[ChatMessage]:
     """Return a question's messages; a text is one message of the user.
 

@@ -165,13 +165,8 @@ def _source(grammar: Grammar) -> str:
     return str(make(grammar.source))
 
 
-def is_installed() -> bool:
-    """Return whether llguidance, which grammars need, is installed."""
-    return find_spec("llguidance") is not None
-
-
 def _require() -> None:
-    if not is_installed():
+    if find_spec("llguidance") is None:
         raise InputError(
             "Grammars and tools need llguidance, which is not installed: pip install"
             " 'ragfuse-kv[structured]'"

@@ -316,14 +316,8 @@ class Service:
             engine, requests = prepared()
             first = requests[0]
             engine.prefetch(_chunk_texts(engine, first))
-            question = first.question
-            name = (
-                None
-                if isinstance(question, PMLPrompt)
-                else engine.history.name_of(question, first.ask)
-            )
-            if name is not None:
-                job.reads = tenant.salt, name
+            if first.ask.session is not None:
+                job.reads = tenant.salt, first.ask.session
                 self.look_ahead()
         except Exception as error:
             log.debug("Nothing is prefetched for a waiting request: %s", error)

@@ -7,42 +7,32 @@ same (AttentionStore 3.4).
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from itertools import accumulate, takewhile
+from functools import cache
+from itertools import takewhile
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from ragfuse.store.radix import Rows
 from ragfuse.text.chat_messages import ChatMessage, Piece
-from ragfuse.types.keys import ChunkKey, digest
+from ragfuse.types.keys import ChunkKey
 
 VERSION = 4
 """Version of the stored form of a session; sessions of other versions are not read."""
 
 
-def _digest(message: ChatMessage) -> str:
-    """Return a digest of role, text, tool calls and name, without white space around an assistant's
-    text.
-    """
+def _content(message: ChatMessage) -> tuple[object, ...]:
+    """Return role, text, tool calls and name, without white space around an assistant's text."""
     text = message.text.strip() if message.role == "assistant" else message.text
-    calls = [[call.name, dict(call.arguments)] for call in message.tool_calls]
-    return digest("message", message.role, text, json.dumps(calls, sort_keys=True), message.name)
-
-
-def prefix_digests(messages: Sequence[ChatMessage]) -> list[str]:
-    """Return for each message the digest of all messages up to it, which identifies a conversation
-    up to there.
-    """
-    return list(accumulate(map(_digest, messages), lambda before, each: digest(before, each)))
+    calls = [(call.name, dict(call.arguments)) for call in message.tool_calls]
+    return message.role, text, calls, message.name
 
 
 def is_same(given: ChatMessage, stored: ChatMessage) -> bool:
     """Return whether two messages have the same content."""
-    return _digest(given) == _digest(stored)
+    return _content(given) == _content(stored)
 
 
 def is_again(given: ChatMessage, stored: ChatMessage) -> bool:
@@ -108,13 +98,6 @@ class Session:
         return tuple(message for turn in self.turns for message in turn.messages)
 
     @property
-    def sources(self) -> frozenset[str]:
-        """Where the chunks in its messages came from."""
-        return frozenset(
-            piece.source for message in self.messages for piece in message.pieces if piece.source
-        )
-
-    @property
     def n_tokens(self) -> int:
         """Number of its tokens, dropped ones included."""
         return len(self.tokens)
@@ -128,14 +111,6 @@ class Session:
     def keys(self) -> tuple[ChunkKey, ...]:
         """The keys of all its KV."""
         return tuple(dict.fromkeys(rows.key for rows in self.rows))
-
-    @cached_property
-    def ends(self) -> tuple[str, ...]:
-        """For each turn, the digest of all messages up to its end (`prefix_digests`)."""
-        digests = prefix_digests(self.messages)
-        return tuple(
-            digests[at - 1] for at in accumulate(len(turn.messages) for turn in self.turns)
-        )
 
     def known(self, token_ids: Sequence[int]) -> tuple[Rows, ...]:
         """Return the rows that a prompt of these ids can begin with; at least one id stays
@@ -202,22 +177,12 @@ def truncated(
     return first, min(n_past, first + n_dropped)
 
 
-def agreed(
-    session: Session,
-    given: Sequence[ChatMessage],
-    matches: Callable[[ChatMessage, ChatMessage], bool] = is_same,
-) -> Session:
-    """Return the session with only those first turns that the given messages begin with.
-
-    Args:
-        session: The session.
-        given: The messages of a new question.
-        matches: Whether a given message is the stored one.
-    """
+def agreed(session: Session, given: Sequence[ChatMessage]) -> Session:
+    """Return the session with only those first turns that the given messages begin with."""
     rest = list(given)
     for count, turn in enumerate(session.turns):
         sent, rest = rest[: len(turn.messages)], rest[len(turn.messages) :]
-        if len(sent) < len(turn.messages) or not all(map(matches, sent, turn.messages)):
+        if len(sent) < len(turn.messages) or not all(map(is_again, sent, turn.messages)):
             return replace(session, turns=session.turns[:count])
     return session
 
@@ -230,7 +195,6 @@ class PendingTurn:
         session: The conversation with the earlier turns that the question continues.
         messages: The new messages.
         version: Version of the stored session; 0 for a new one.
-        persistent: Whether the session is written to the catalog.
         keep_chunks: Whether retrieved chunks are kept as part of the conversation.
         previous_keys: Keys of the stored session's KV.
         left_out: The row before which the prompt leaves out tokens of the conversation, and these
@@ -240,7 +204,6 @@ class PendingTurn:
     session: Session
     messages: tuple[ChatMessage, ...]
     version: int = 0
-    persistent: bool = False
     keep_chunks: bool = True
     previous_keys: tuple[ChunkKey, ...] = ()
     left_out: tuple[int, tuple[int, ...]] = (0, ())

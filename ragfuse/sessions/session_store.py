@@ -1,8 +1,8 @@
 """The session store: list, show, export, truncate and delete conversations, with or without a
 model.
 
-Persistent sessions are in the store's catalog. The most recent other sessions are in this process
-only. So is a turn that could not be written to the catalog; it is written with the next turn.
+Sessions are in the store's catalog. A turn that could not be written there is in this process only,
+and is written with the next turn.
 `session.py` defines a session, `engine/history.py` adds turns to it.
 """
 
@@ -57,8 +57,7 @@ class KeptSession:
     """A session in memory.
 
     Args:
-        info: Its summary; of a persistent session with the version in the catalog, whose turns it
-            begins with.
+        info: Its summary, with the version in the catalog, whose turns it begins with.
         session: The session.
     """
 
@@ -68,7 +67,7 @@ class KeptSession:
     @property
     def is_alone(self) -> bool:
         """Whether the catalog has nothing of it."""
-        return not self.info.persistent or not self.info.version
+        return not self.info.version
 
 
 class SessionStore:
@@ -168,17 +167,12 @@ class SessionStore:
         shorter = session.without(
             *truncated(session.left_out, session.n_tokens, tokens, 1, min(sinks, tokens))
         )
-        if not self.put(info.model, shorter, version, info.persistent):
+        if not self.put(info.model, shorter, version):
             raise InputError(
                 f"The session '{id}' was continued meanwhile, so it was not shortened. Try again."
             )
         self.release(set(session.keys).difference(shorter.keys))
         return shorter
-
-    def expire(self, ttl_s: float) -> Deleted:
-        """Delete all sessions that were not used for `ttl_s` seconds."""
-        self._settle()
-        return self._delete(self.ls(), self._clock() - ttl_s)
 
     def keep_latest(self, count: int) -> Deleted:
         """Delete persistent sessions, the least recently used ones, until at most `count` of them
@@ -197,8 +191,7 @@ class SessionStore:
         name = model, id
         with self._lock:
             held = self._in_memory.get(name)
-        if held is None or held.info.persistent:
-            held = self._persistent(name, held)
+        held = self._current(name, held)
         if held is None:
             return None
         if self._ttl_s is not None and held.info.used < self._clock() - self._ttl_s:
@@ -207,7 +200,7 @@ class SessionStore:
             return None
         return held.info.version, held.session
 
-    def _persistent(self, name: tuple[str, str], held: KeptSession | None) -> KeptSession | None:
+    def _current(self, name: tuple[str, str], held: KeptSession | None) -> KeptSession | None:
         """Return a session as the catalog has it, or `held` where that has later turns or the
         catalog does not answer.
 
@@ -219,30 +212,9 @@ class SessionStore:
             return held
         if found is None:
             return None
-        return self._keep(
-            name, Session.from_dict(state) or Session(name[1]), version, used, persistent=True
-        )
+        return self._keep(name, Session.from_dict(state) or Session(name[1]), version, used)
 
-    def ending(
-        self, model: str, prefixes: Sequence[str], persistent: bool
-    ) -> tuple[int, Session] | None:
-        """Return version and value of the session in which a turn ends with the longest of these
-        message prefixes.
-
-        Args:
-            model: The digest of model and tenant.
-            prefixes: Digests of ever longer prefixes of the messages (`prefix_digests`).
-            persistent: Whether the catalog is searched too, not only this process.
-        """
-        id_of: dict[str, str] = self._catalog.sessions.ending(model, prefixes) if persistent else {}
-        with self._lock:
-            for (digest, id), held in self._in_memory.items():
-                if digest == model:
-                    id_of |= dict.fromkeys(set(held.session.ends).intersection(prefixes), id)
-        longest = next((id_of[each] for each in reversed(prefixes) if each in id_of), None)
-        return self.get(model, longest) if longest is not None else None
-
-    def put(self, model: str, session: Session, version: int, persistent: bool) -> bool:
+    def put(self, model: str, session: Session, version: int) -> bool:
         """Replace `version` of a session (0: it is new); return False if another writer replaced
         that version first.
 
@@ -250,28 +222,27 @@ class SessionStore:
         next turn.
         """
         now, name = self._clock(), (model, session.id)
+        keys = [str(key) for key in session.keys]
+        is_written: bool | None = self._catalog.sessions.put(
+            _info(name, session, version, now), session.as_dict(), keys
+        )
         with self._lock:
             held = self._in_memory.get(name)
-        is_written: bool | None = None
-        if persistent := persistent or (held is not None and held.info.persistent):
-            keys = [str(key) for key in session.keys]
-            info = _info(name, session, version, now)
-            is_written = self._catalog.sessions.put(info, session.as_dict(), session.ends, keys)
         if is_written is False or (
             is_written is None and version != (held.info.version if held is not None else 0)
         ):
             return False
-        self._keep(name, session, version + (is_written is True or not persistent), now, persistent)
+        self._keep(name, session, version + (is_written is True), now)
         if self._ttl_s is not None and not 0 <= now - self._swept <= self._ttl_s / 8:
             self._swept = now
             self._later(partial(self._sweep, self._ttl_s))
         return True
 
     def _keep(
-        self, name: tuple[str, str], session: Session, version: int, used: float, persistent: bool
+        self, name: tuple[str, str], session: Session, version: int, used: float
     ) -> KeptSession:
         """Keep a session in memory as the most recently used one."""
-        kept = KeptSession(_info(name, session, version, used, persistent), session)
+        kept = KeptSession(_info(name, session, version, used), session)
         with self._lock:
             self._in_memory.pop(name, None)
             self._in_memory[name] = kept
@@ -359,10 +330,8 @@ class SessionStore:
         return unused - {ChunkKey.parse(name) for name in found}
 
 
-def _info(
-    name: tuple[str, str], session: Session, version: int, used: float, persistent: bool = True
-) -> SessionInfo:
-    return SessionInfo(*name, version, used, len(session.turns), session.n_tokens, persistent)
+def _info(name: tuple[str, str], session: Session, version: int, used: float) -> SessionInfo:
+    return SessionInfo(*name, version, used, len(session.turns), session.n_tokens)
 
 
 @contextmanager

@@ -1,5 +1,4 @@
-"""The sessions in a catalog: the state of each as versioned JSON, its KV keys, and digests to find
-it by its messages.
+"""The sessions in a catalog: the state of each as versioned JSON, and its KV keys.
 
 `sessions/session.py` defines what a session is. Here its state is opaque; a write must name the
 version it replaces.
@@ -18,12 +17,8 @@ from ragfuse.store.database import Database
 
 T = TypeVar("T")
 
-SESSION_TABLES = ("sessions", "session_ends", "session_keys")
+SESSION_TABLES = ("sessions", "session_keys")
 _GET = "SELECT version, used, state FROM sessions WHERE model = ? AND id = ?"
-_ENDING = """
-SELECT prefix, session_ends.id FROM session_ends JOIN sessions USING(model, id)
-WHERE model = ? AND prefix IN (SELECT value FROM json_each(?)) ORDER BY used
-"""
 _ROWS = "SELECT model, id, version, used, turns, tokens FROM sessions ORDER BY used DESC"
 _OWNED = (
     "SELECT model, id, key FROM session_keys JOIN sessions USING(model, id) ORDER BY used,"
@@ -39,10 +34,6 @@ CREATE TABLE IF NOT EXISTS sessions(
     tokens INTEGER NOT NULL, state TEXT NOT NULL, PRIMARY KEY(model, id)
 );
 CREATE INDEX IF NOT EXISTS sessions_by_use ON sessions(used);
-CREATE TABLE IF NOT EXISTS session_ends(
-    model TEXT NOT NULL, prefix TEXT NOT NULL, id TEXT NOT NULL, PRIMARY KEY(model, prefix, id)
-);
-CREATE INDEX IF NOT EXISTS session_ends_of ON session_ends(model, id);
 CREATE TABLE IF NOT EXISTS session_keys(
     key TEXT NOT NULL, model TEXT NOT NULL, id TEXT NOT NULL, PRIMARY KEY(key, model, id)
 );
@@ -110,9 +101,7 @@ class SessionQueries:
 
         return self._ask(found, None)
 
-    def put(
-        self, row: SessionInfo, state: Mapping[str, Any], ends: Iterable[str], keys: Iterable[str]
-    ) -> bool | None:
+    def put(self, row: SessionInfo, state: Mapping[str, Any], keys: Iterable[str]) -> bool | None:
         """Save a session, replacing version `row.version` of it (0: there is none yet).
 
         A session whose last use lies after `row.used`, which is now, gets now as its last use: a
@@ -121,7 +110,6 @@ class SessionQueries:
         Args:
             row: The session.
             state: Its state, plain JSON types.
-            ends: For each of its turns, a digest of all messages up to the turn's end.
             keys: Keys of its KV.
 
         Returns:
@@ -139,31 +127,13 @@ class SessionQueries:
                 _drop(transaction, *who)
                 transaction.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?)", values)
                 transaction.execute("UPDATE sessions SET used = ?1 WHERE used > ?1", (row.used,))
-                for table, names in (
-                    ("session_ends(prefix, model, id)", ends),
-                    ("session_keys(key, model, id)", keys),
-                ):
-                    pairs = [(name, *who) for name in dict.fromkeys(names)]
-                    transaction.executemany(
-                        f"INSERT OR IGNORE INTO {table} VALUES (?, ?, ?)", pairs
-                    )
+                transaction.executemany(
+                    "INSERT OR IGNORE INTO session_keys(key, model, id) VALUES (?, ?, ?)",
+                    [(name, *who) for name in dict.fromkeys(keys)],
+                )
             return True
 
         return self._ask(write, None)
-
-    def ending(self, model: str, prefixes: Sequence[str]) -> dict[str, str]:
-        """Find the sessions that a conversation may continue.
-
-        Args:
-            model: The tenant's model digest.
-            prefixes: For each message of the conversation, a digest of all messages up to it.
-
-        Returns:
-            Those digests at which a turn of a stored session ends, each with the name of the
-            session (of several, the most recently used).
-        """
-        arguments = model, json.dumps(list(prefixes))
-        return self._ask(lambda database: dict(database.query(_ENDING, arguments)), {})
 
     def rows(self) -> list[SessionInfo]:
         """Return all sessions, most recently used first."""

@@ -97,7 +97,6 @@ class Assembler:
         calls: How the template writes tool calls.
         find: Finds known runs in ids.
         continues_last: `render` leaves the last message open, so that the answer continues it.
-        check: Called with the rendered text before it is tokenised; raises if the text is too long.
         documents: (text, source) of documents that the prompt may hold: a chunk in one has its
             source. A text that is given several times has a source at each of its places, in order.
     """
@@ -110,7 +109,6 @@ class Assembler:
     calls: CallFormat = DEFAULT_CALL_FORMAT
     find: Find = lambda ids: ()
     continues_last: bool = False
-    check: Callable[[str], None] = lambda text: None
     documents: Sequence[tuple[str, str]] = ()
 
     def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
@@ -212,7 +210,6 @@ class Assembler:
             given: Answers whose ids are known.
             bos: Ids before the text.
         """
-        self.check(found.text)
         with ALL_CORES if len(found.text) >= ALONE_CHARS else nullcontext():
             own, chars = self.tokenizer.read(found.text, found.bare, given)
         ids, offsets = (*bos, *own), [*[(0, 0)] * len(bos), *chars]

@@ -241,20 +241,6 @@ class CallFormat:
                 lines += _pair_rules(self.pairs, f"args_{at}", json.loads(schema), literal)
         return "\n".join(lines) + "\n"
 
-    def text_rules(self, literal: Callable[[str], str], tags: Sequence[str] = ()) -> str:
-        """Return the Lark grammar of any text that begins no call; "" where calls have no mark to
-        know them by.
-
-        Args:
-            literal: As for `rules`.
-            tags: As for `rules`.
-        """
-        if not self.marker:
-            return ""
-        return (
-            f"start: {_before(literal, tags)}TEXT\nTEXT: /(.|\\n)*/ & ~{_containing(self.marker)}\n"
-        )
-
     def _start(self, literal: Callable[[str], str], free: bool, tags: Sequence[str]) -> str:
         if not free:
             return f"start: {literal(self.head)} calls"

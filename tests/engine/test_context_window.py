@@ -9,7 +9,7 @@ from ragfuse.engine.overflow import TOKEN_CHARS
 from ragfuse.errors import OverlongError
 from ragfuse.hf.model import HFModel
 from ragfuse.text.known_spans import KnownSpans
-from tests.tiny import CHUNKS, INSTRUCTION, QUESTION, messages
+from tests.tiny import CHUNKS, messages
 
 PAST = 1 << 21
 LONG = "word " * (PAST // 5)
@@ -68,17 +68,6 @@ def test_a_question_far_above_the_window_is_refused_before_it_is_searched_or_tok
             ask(question)
     assert sum(read) < 10_000
     assert sum(searched) == 0
-
-
-def test_where_chunks_may_be_left_out_what_is_left_counts(engine):
-    longest, chunk = engine.model.max_context, Piece("word " * 2000, "chunk")
-    parts = [Piece(INSTRUCTION), *[chunk] * 40, Piece(QUESTION)]
-    answer = engine.answer([("user", parts)], Ask(overflow="drop"))
-    assert answer.trace.dropped
-    assert answer.trace.tokens <= longest
-    parts = [Piece(INSTRUCTION), Piece(CHUNKS[0], "chunk"), Piece("past " * (PAST // 5))]
-    with pytest.raises(OverlongError, match="at least"):
-        engine.answer([("user", parts)], Ask(overflow="drop"))
 
 
 def test_a_prompt_that_fits_to_the_token_is_answered(engine):

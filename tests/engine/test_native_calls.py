@@ -3,7 +3,6 @@ by bare JSON.
 """
 
 import shutil
-from dataclasses import replace
 
 import jsonschema
 import pytest
@@ -154,34 +153,6 @@ def test_without_parallel_calls_one_is_made(native, options):
         answer = native.answer(ASKED, ask)
         assert len(answer.tool_calls) <= 1
         assert choice == "auto" or len(answer.tool_calls) == 1
-
-
-CALLED = [
-    ("user", "What is the weather in Rome?"),
-    ChatMessage("assistant", tool_calls=(ToolCall("weather", {"city": "Rome"}, "call_1"),)),
-    ChatMessage("tool", "Sunny.", tool_call_id="call_1"),
-]
-
-
-@pytest.mark.parametrize("tools", [TOOLS, ()], ids=["none", "no tools"])
-def test_a_text_that_is_no_call_holds_no_mark_of_calls(native, tools):
-    """Also where the model is bent on writing one after those of its messages."""
-    calls, model = native.prompts.calls, native.model
-    ask = Ask(tools=tools, tool_choice="none" if tools else "auto", max_tokens=12)
-    if not calls.marker:
-        assert native.answer(CALLED, ask).finish_reason == "length"
-        return
-    wanted = list(model.tokenizer(calls.marker, add_special_tokens=False).input_ids)
-    bias = {"logit_bias": {str(id): 100.0 for id in wanted}}
-    with native.stream(CALLED, replace(ask, options=bias)) as stream:
-        said = "".join(stream)
-        answer = stream.answer
-    assert said == answer.text
-    assert calls.marker not in said
-    assert calls.marker not in model.tokenizer.decode(
-        list(answer.token_ids), skip_special_tokens=False
-    )
-    assert (len(answer.token_ids), answer.finish_reason) == (12, "length")
 
 
 @pytest.mark.parametrize("limit", [1, 3, 8, 20])

@@ -59,16 +59,15 @@ def test_a_system_prompt_is_reused_under_another_question(cached):
     assert second.token_ids == full.token_ids
 
 
-@pytest.mark.parametrize("history", ["auto", "asked", "all"])
-def test_an_agents_growing_prompt_is_reused_with_what_it_wrote(on, history):
-    with Engine(on.model_copy(update={"history": history})) as engine:
-        said = [SYSTEM, ("user", "Count the ships, please.")]
-        for _ in range(3):
-            answer = asked(engine, said)
-            said += [("assistant", answer.text), ("user", "Go on.")]
-        reused = answer.trace.tokens_prefix + answer.trace.history_reused
-        assert reused > answer.trace.tokens - 60
-        assert answer.token_ids == engine.answer(said[:-2], Ask(reuse=False)).token_ids
+def test_messages_without_a_session_are_reused_with_what_was_answered(cached):
+    said = [SYSTEM, ("user", "Count the ships, please.")]
+    for _ in range(3):
+        answer = asked(cached, said)
+        said += [("assistant", answer.text), ("user", "Go on.")]
+    assert answer.trace.tokens_prefix > answer.trace.tokens - 60
+    assert answer.token_ids == cached.answer(said[:-2], Ask(reuse=False)).token_ids
+    assert (cached.sessions.ls(), answer.trace.session) == ([], "")
+    assert {entry.tier for entry in cached.store.entries()} == {"memory"}
 
 
 def test_switched_off_nothing_is_reused(tiny_settings):
@@ -179,7 +178,7 @@ def test_a_chunk_is_forgotten_whose_ends_were_tokenised_with_what_stood_beside_i
 def test_where_disk_keeps_conversations_in_fewer_bits_beginnings_are_exact_all_the_same(on):
     said = [SYSTEM, ("user", "Which ship came first, and who of the keepers saw it come in?")]
     levels = (("disk", ("int8",)),)
-    with Engine(on.model_copy(update={"levels": levels, "history": "all"})) as engine:
+    with Engine(on.model_copy(update={"levels": levels})) as engine:
         engine.answer(said, Ask(session="one"))
         engine.flush()
         entries = engine.store.entries()
@@ -192,15 +191,13 @@ def test_where_disk_keeps_conversations_in_fewer_bits_beginnings_are_exact_all_t
             torch.testing.assert_close(mine.keys, theirs.keys, atol=2e-5, rtol=0)
 
 
-def test_what_a_conversation_keeps_is_not_kept_twice(on):
-    with Engine(on.model_copy(update={"history": "all"})) as engine:
-        said = [SYSTEM, ("user", "Which ship came first, and who of the keepers saw it come in?")]
-        answer = asked(engine, said)
-        asked(engine, [*said, ("assistant", answer.text), ("user", "Go on.")])
-        rows = sum(entry.n_tokens for entry in engine.store.entries() if entry.tier == "memory")
-        assert (
-            rows <= len(engine.prompt([*said, ("assistant", answer.text), ("user", "Go on.")])) + 40
-        )
+def test_what_a_conversation_keeps_is_not_kept_twice(cached):
+    said = [SYSTEM, ("user", "Which ship came first, and who of the keepers saw it come in?")]
+    answer = asked(cached, said, session="one")
+    said += [("assistant", answer.text), ("user", "Go on.")]
+    asked(cached, said, session="one")
+    rows = sum(entry.n_tokens for entry in cached.store.entries() if entry.tier == "memory")
+    assert rows <= len(cached.prompt(said)) + 40
 
 
 @pytest.mark.parametrize("start", ["", "To: "])
@@ -324,7 +321,6 @@ def shared_engine(varied_path, tmp_path_factory):
         "dtype": "float32",
         "store": folder,
         "home": folder,
-        "history": "asked",
     }
     with Engine(Settings(**named, learn="off", memory_bytes=600_000, disk_bytes=0)) as engine:
         yield engine

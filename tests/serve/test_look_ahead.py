@@ -95,26 +95,18 @@ def test_what_a_waiting_turn_reads_stays_in_memory_by_look_ahead_alone(narrow: S
     wait_for(lambda: is_idle(narrow) and not engine.conversations.places())
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_a_waiting_turn_s_conversation_comes_to_memory_before_it(
-    narrow: Served, named: bool
-) -> None:
-    engine, name = engine_of(narrow), f"two-{named}"
-    answer = begin(narrow, name) if named else begin(narrow, name, session_id=None)
-    id = name if named else engine.sessions.ls()[0].id
-    messages = [said(FIRST.format(name)), said(answer, "assistant"), said(NEXT)]
-    if named:  # others live in memory alone
-        filled(engine, 2 * ROOM)
-        assert not in_memory(engine, id)
+def test_a_waiting_turn_s_conversation_comes_to_memory_before_it(narrow: Served) -> None:
+    engine = engine_of(narrow)
+    answer = begin(narrow, "two")
+    messages = [said(FIRST.format("two")), said(answer, "assistant"), said(NEXT)]
+    filled(engine, 2 * ROOM)
+    assert not in_memory(engine, "two")
     with raw(narrow.port) as first, raw(narrow.port) as second:
         send(first, long_request(narrow))
         wait_for(writers)
-        send(
-            second,
-            long_request(narrow, messages=messages, **({"session_id": name} if named else {})),
-        )
-        wait_for(lambda: ("", id) in narrow.service.admission.conversations)
-        wait_for(lambda: in_memory(engine, id))
+        send(second, long_request(narrow, messages=messages, session_id="two"))
+        wait_for(lambda: ("", "two") in narrow.service.admission.conversations)
+        wait_for(lambda: in_memory(engine, "two"))
         assert len(narrow.service.admission.jobs) == 1  # it waits still
     wait_for(lambda: is_idle(narrow) and not narrow.service.admission.conversations)
 

@@ -55,44 +55,6 @@ def test_an_answer_by_full_prefill_for_comparison_is_no_turn(engine):
     assert engine.sessions.ls() == []
 
 
-def test_messages_that_are_resent_are_recognised_without_a_name(engine):
-    answers = []
-    for turn in range(4):
-        answers.append(engine.answer(resent(QUESTIONS[: turn + 1], answers)))
-        engine.flush()
-    reused = [answer.trace.history_reused for answer in answers]
-    held = [answer.trace.tokens + len(answer.token_ids) - 1 for answer in answers]
-    assert reused == [0, *held[:-1]]
-    assert len({answer.trace.session for answer in answers}) == 1
-
-
-def test_what_nobody_asked_to_keep_is_not_written_down(engine):
-    answer = engine.answer([("user", QUESTIONS[0])])
-    engine.flush()
-    assert [entry.tier for entry in engine.store.entries()] == ["memory", "memory"]
-    assert [info.persistent for info in engine.sessions.ls()] == [False]
-    assert engine.catalog.file.sessions.rows() == []
-    assert answer.trace.session
-
-
-def test_asked_keeps_only_sessions_that_are_named(tiny_settings):
-    with Engine(tiny_settings.model_copy(update={"history": "asked"})) as engine:
-        engine.answer([("user", QUESTIONS[0])])
-        engine.flush()
-        assert (engine.sessions.ls(), engine.store.entries()) == ([], [])
-        talk(engine, QUESTIONS[:1])
-        assert [info.id for info in engine.sessions.ls()] == ["one"]
-
-
-def test_all_recognises_resent_messages_in_another_process(tiny_settings):
-    settings = tiny_settings.model_copy(update={"history": "all"})
-    with Engine(settings) as engine:
-        first = engine.answer([("user", QUESTIONS[0])])
-    with Engine(settings) as engine:
-        second = engine.answer(resent(QUESTIONS[:2], [first]))
-        assert second.trace.history_reused == first.trace.tokens + len(first.token_ids) - 1
-
-
 @pytest.mark.slow
 def test_a_session_is_gone_on_with_in_another_process(engine, tiny_settings):
     first = talk(engine, QUESTIONS[:1])[0]
@@ -119,18 +81,13 @@ def test_a_session_is_gone_on_with_in_another_process(engine, tiny_settings):
 
 
 def test_an_edited_question_reuses_what_stands_before_it(engine):
-    answers = []
-    for turn in range(3):
-        answers.append(engine.answer(resent(QUESTIONS[: turn + 1], answers)))
-    asked = list(QUESTIONS)
-    asked[1] = "Which oil?"
-    edited = resent(asked[:3], answers[:2])
-    answer = engine.answer(edited)
+    answers = talk(engine, QUESTIONS[:3])
+    edited = resent([QUESTIONS[0], "Which oil?", QUESTIONS[2]], answers[:2])
+    assert is_full_prefill(engine, prepared(engine, edited, session="one"))
+    answer = engine.answer(edited, Ask(session="one"))
     assert answer.trace.history_reused == answers[0].trace.tokens + len(answers[0].token_ids) - 1
-    assert answer.trace.session != answers[0].trace.session
     assert answer.token_ids == engine.answer(edited, Ask(reuse=False)).token_ids
-    assert is_full_prefill(engine, prepared(engine, edited))
-    assert len(engine.sessions.show(answers[0].trace.session).turns) == 3
+    assert len(engine.sessions.show("one").turns) == 2
 
 
 def test_a_turn_asked_again_reuses_what_stands_before_it_and_replaces_it_in_a_named_session(engine):
@@ -195,7 +152,7 @@ def test_a_damaged_entry_is_computed_anew(engine, tiny_settings):
 def test_the_salt_of_another_tenant_meets_nothing(engine, tiny_settings):
     talk(engine, QUESTIONS[:2])
     engine.flush()
-    with Engine(tiny_settings.model_copy(update={"salt": "theirs", "history": "all"})) as other:
+    with Engine(tiny_settings.model_copy(update={"salt": "theirs"})) as other:
         assert other.sessions.ls() == []
         assert talk(other, QUESTIONS[1:2])[0].trace.history_reused == 0
         assert len(other.sessions.show("one").turns) == 1
@@ -236,16 +193,6 @@ def test_chunks_of_earlier_turns_leave_when_they_shall(tiny_settings):
             second.trace.history_reused == first.trace.tokens - n_chunks + len(first.token_ids) - 1
         )
         assert [segment.kind for segment in second.trace.segments].count("chunk") == 2
-
-
-def test_a_batch_keeps_what_its_prompts_added(engine):
-    asked = [[("user", question)] for question in QUESTIONS[:2]]
-    answers = engine.batch(asked)
-    for question, answer in zip(asked, answers, strict=True):
-        more = [*question, ("assistant", answer.text), ("user", "And then?")]
-        ready = prepared(engine, more)
-        assert ready.plan.fetches
-        assert is_full_prefill(engine, ready)
 
 
 def test_a_stream_that_is_dropped_is_no_turn(engine):
@@ -331,14 +278,12 @@ def test_other_documents_that_are_resent_are_another_question(engine, documents)
     assert "history" not in [segment.kind for segment in prompt.segments]
 
 
-@pytest.mark.parametrize("name", ["two", None])
-def test_documents_of_a_session_never_come_into_another(tiny_settings, name):
-    with Engine(tiny_settings.model_copy(update={"history": "all"})) as engine:
-        first = engine.answer([over(CHUNKS[:2], QUESTIONS[0])], Ask(session="one"))
-        asked = [("user", QUESTIONS[0]), ("assistant", first.text), ("user", QUESTIONS[1])]
-        prompt = built(engine, asked, Ask(session=name))
-        assert prompt.token_ids == engine.prompt(asked).token_ids
-        assert prompt.conversation.session.turns == ()
+def test_documents_of_a_session_never_come_into_another(engine):
+    first = engine.answer([over(CHUNKS[:2], QUESTIONS[0])], Ask(session="one"))
+    asked = [("user", QUESTIONS[0]), ("assistant", first.text), ("user", QUESTIONS[1])]
+    prompt = built(engine, asked, Ask(session="two"))
+    assert prompt.token_ids == engine.prompt(asked).token_ids
+    assert prompt.conversation.session.turns == ()
 
 
 def test_messages_resent_without_documents_that_left_are_recognised(tiny_settings):

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
 
 import pytest
 
@@ -104,20 +103,3 @@ def test_a_later_process_knows_whose_kv_lies_on_disk(tiny_settings):
         assert left["a"] == len(keys_of(engine, "a"))
         assert left["b"] == 0
         assert left["d"] == len(keys_of(engine, "d"))
-
-
-def test_a_prompt_says_which_conversation_it_goes_on_with(tiny_settings):
-    numbers = count()
-
-    def asked(engine: Engine, text: str, *before: tuple[str, str]) -> tuple[str | None, str]:
-        prompt = [*before, ("user", text)]
-        name = engine.history.name_of(prompt, Ask())
-        return name, engine.answer(prompt, Ask(max_tokens=4 + next(numbers))).text
-
-    with Engine(tiny_settings) as engine:
-        assert engine.history.name_of([("user", "Who?")], Ask(session="one")) == "one"
-        nobody, answer = asked(engine, "Who kept it?")
-        assert nobody is None
-        known, _ = asked(engine, "And when?", ("user", "Who kept it?"), ("assistant", answer))
-        assert known in {info.id for info in engine.sessions.ls()}
-        assert engine.history.name_of("Who kept it?", Ask()) is None

@@ -18,7 +18,6 @@ from ragfuse.sessions.session import (
     agreed,
     is_again,
     is_same,
-    prefix_digests,
     truncated,
 )
 from ragfuse.store.radix import Rows
@@ -77,11 +76,8 @@ def test_a_history_is_as_long_as_its_tokens_agree() -> None:
     assert given.known([0, 1, 2, 3, 9, 5, 6, 7, 8, 9]) == given.rows[:1]
     assert given.known([7]) == ()
 
-
-def test_something_is_always_left_to_compute() -> None:
-    given = session(3, 2, 4)
+    # something is always left to compute
     assert given.known(range(9)) == given.rows[:2]
-    assert given.known(range(10)) == given.rows
 
 
 def test_messages_are_told_apart_by_all_that_they_say() -> None:
@@ -92,7 +88,9 @@ def test_messages_are_told_apart_by_all_that_they_say() -> None:
         message("assistant", (), ToolCall("look", {"at": 1})),
         message("assistant", (), ToolCall("look", {"at": 2})),
     ]
-    assert len({prefix_digests([each])[0] for each in messages}) == 5
+    assert [[is_same(a, b) for b in messages] for a in messages] == [
+        [a is b for b in messages] for a in messages
+    ]
     assert is_same(
         message("user", (("a", "fresh", ""), (" b", "chunk", "x"))),
         message("user", (("a b", "fresh", ""),)),
@@ -106,7 +104,7 @@ def test_a_session_comes_back_as_it_was_written() -> None:
     given = session(3, 4).without(1, 7)
     again = Session.from_dict(json.loads(json.dumps(given.as_dict())))
     assert again is not None
-    assert (again.as_dict(), again.ends, again.rows) == (given.as_dict(), given.ends, given.rows)
+    assert (again.as_dict(), again.rows) == (given.as_dict(), given.rows)
     assert given.dropped == 6
 
 
@@ -169,8 +167,8 @@ def test_turns_agree_as_far_as_their_messages_do() -> None:
     first = replace(given, turns=given.turns[:1])
     assert (
         agreed(given, [asked, reply, asked])
-        == agreed(given, [asked, reply, user(WHY), reply])
+        == agreed(given, [asked, reply, user(PARTED), reply])
         == first
     )
-    assert agreed(given, [user(WHY), reply, asked, reply]).turns == ()
-    assert agreed(given, [user(WHY), reply, user(WHY), reply], is_again) == given
+    assert agreed(given, [user(PARTED), reply, asked, reply]).turns == ()
+    assert agreed(given, [user(WHY), reply, user(WHY), reply]) == given

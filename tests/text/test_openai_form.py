@@ -30,7 +30,7 @@ def test_no_arguments_are_an_empty_object(given):
     assert ToolCall.read_arguments(given) == {}
 
 
-@pytest.mark.parametrize("given", ["[1]", "1", "null", "no", '{"a":', "[" * 100_000, [1], 3])
+@pytest.mark.parametrize("given", ["[1]", "no", "[" * 100_000, 3])
 def test_arguments_that_are_no_object_are_refused_in_short_words(given):
     with pytest.raises(InputError, match="wanted the JSON text of an object") as raised:
         ToolCall.read_arguments(given)
@@ -80,9 +80,6 @@ def test_messages_without_text_are_refused(given):
     ("choice", "tools", "word"),
     [
         (None, TWO, "auto"),
-        (False, TWO, "auto"),
-        ("", TWO, "auto"),
-        ("none", TWO, "none"),
         ({"type": "none"}, TWO, "none"),
         ("required", TWO, "required"),
         ("any", TWO, "required"),
@@ -94,7 +91,6 @@ def test_messages_without_text_are_refused(given):
         ({"type": "function", "function": {"name": "knock"}}, TWO, "knock"),
         ({"type": "function", "name": "knock"}, TWO, "knock"),
         ({"type": "any"}, TWO, "required"),
-        ({"type": "function", "function": "knock"}, TWO, "function"),
     ],
 )
 def test_a_choice_is_one_word(choice, tools, word):
