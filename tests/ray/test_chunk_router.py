@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections import Counter
 
 from hypothesis import given
@@ -37,23 +36,13 @@ def test_a_replica_with_a_long_queue_comes_last_although_it_got_all() -> None:
 
 def test_one_hot_chunk_does_not_bring_all_work_to_one_replica() -> None:
     names = [str(number) for number in range(8)]
-    router, sent = ChunkRouter(names), Counter[str]()
-    for _ in range(4000):
-        request = RoutedRequest({1: 1})
-        name = router.rank(request)[0]
-        router.send(name, request)
-        sent[name] += 1
-    assert max(sent.values()) <= 1.5 * 4000 / len(names)
-
-
-def test_work_counts_and_not_only_requests() -> None:
-    router, work = ChunkRouter([A, B]), Counter[str]()
-    for number in range(2000):
-        request = RoutedRequest({number % 2: 1}, 100 if number % 2 else 1)
+    router, work = ChunkRouter(names), Counter[str]()
+    for number in range(4000):
+        request = RoutedRequest({1: 1}, 100 if number % 2 else 1)
         name = router.rank(request)[0]
         router.send(name, request)
         work[name] += request.cost
-    assert max(work.values()) <= 1.5 * sum(work.values()) / 2
+    assert max(work.values()) <= 1.5 * sum(work.values()) / len(names)
 
 
 def test_old_work_is_forgotten() -> None:
@@ -114,19 +103,6 @@ def test_every_ranking_has_every_replica_once(
         ranked = router.rank(request, {names[0]: cost})
         assert sorted(ranked) == names
         router.send(ranked[0], request)
-
-
-def test_a_decision_over_10_000_known_chunks_takes_less_than_a_millisecond() -> None:
-    router, known = ChunkRouter([A, B]), list(range(1, 2**60, 2**60 // 10_000))
-    for name, mine in ((A, known[::2]), (B, known[1::2])):
-        router.send(name, RoutedRequest(dict.fromkeys(mine, 1)))
-    taken = []
-    for at in range(300):
-        request = RoutedRequest(dict.fromkeys(known[at : at + 6], 160), 960)
-        began = time.perf_counter()
-        router.rank(request)
-        taken.append(time.perf_counter() - began)
-    assert sorted(taken)[len(taken) // 2] < 1e-3
 
 
 def test_the_router_needs_neither_ray_nor_torch() -> None:
