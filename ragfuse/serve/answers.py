@@ -67,16 +67,13 @@ async def respond(
         session: The conversation that the request continues.
         n: Answers to each prompt.
     """
-    run = await unless_disconnected(
-        request.receive, service.begin(tenant_of(request), make, session)
-    )
+    run = await service.begin(tenant_of(request), make, session)
     try:
         renderer = render(run.engine)
-        items = await unless_disconnected(request.receive, _first_then(_counted(request, run, n)))
-        events = renderer.events(items)
+        events = renderer.events(await _first_then(_counted(request, run, n)))
         if streams:
             return EventStream(events, renderer, run, service.settings.serve_timeout_s + SLOW_S)
-        return JSONResponse(await unless_disconnected(request.receive, _whole(events, renderer)))
+        return JSONResponse(renderer.whole([event async for event in events]))
     except BaseException:
         run.cancel()
         raise
@@ -106,10 +103,6 @@ async def _first_then(items: AsyncIterator[Item]) -> AsyncIterator[Item]:
             yield item
 
     return all_items()
-
-
-async def _whole(events: AsyncIterator[Json], renderer: Renderer) -> Json:
-    return renderer.whole([event async for event in events])
 
 
 class EventStream(Response):

@@ -54,8 +54,8 @@ def completion_routes(service: Service) -> APIRouter:
         """Show what a request would read and compute, how long that would take, and why, without
         answering it.
         """
-        return await service.work_for(
-            request, lambda engine, _: _explain(engine, body), computes=False
+        return await service.work(
+            tenant_of(request), lambda engine, _: _explain(engine, body), computes=False
         )
 
     return routes
