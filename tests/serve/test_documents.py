@@ -276,21 +276,6 @@ def test_a_deleted_document_leaves_the_kv_that_the_store_had_before(two: Served)
     assert [has_kv(engine, text) for text in (ingested, asked, own)] == [True, True, False]
 
 
-def test_a_text_of_two_documents_has_both_sources_and_loses_only_the_one_that_is_deleted(
-    two: Served,
-) -> None:
-    text = "The bell of the harbour is rung by hand whenever the fog comes in."
-    first, second = sent(two, "bell.txt", text=text), sent(two, "fog.txt", text=text)
-    assert sources_of(two, text) == ["bell.txt", "fog.txt"]
-    by_source = {
-        each["source"]: each for each in two.get("/v1/ragfuse/usage", **BLUE).json()["sources"]
-    }
-    assert by_source["bell.txt"]["nbytes"] == by_source["fog.txt"]["nbytes"] > 0
-    assert two.delete(f"{PATH}/{first['id']}", **BLUE).json()["nbytes"] == 0
-    assert sources_of(two, text) == ["fog.txt"]
-    assert two.delete(f"{PATH}/{second['id']}", **BLUE).json()["nbytes"] > 0
-
-
 def test_a_deleted_document_leaves_kv_that_another_source_has_got_since(two: Served) -> None:
     engine = two.service.engine(two.service.keys.tenants[0])
     text = "The lamp of the pier burns green, and that of the mole burns red."

@@ -81,7 +81,7 @@ def test_what_a_tier_refuses_is_told(two: Served) -> None:
     assert "book-0" not in sources(two, BLUE)
 
 
-@pytest.mark.parametrize("query", ["", "?source=a&all=true", "?all=perhaps"])
+@pytest.mark.parametrize("query", ["", "?source=a&all=true"])
 def test_a_deletion_says_one_thing(two: Served, query: str) -> None:
     before = sources(two, BLUE)
     assert two.delete(f"/v1/ragfuse/entries{query}", **of(BLUE)).status_code == 400
@@ -106,8 +106,4 @@ def test_sessions_are_listed_and_deleted_by_their_tenant_alone(two: Served) -> N
     assert two.delete("/v1/ragfuse/sessions/talk", **of(BLUE)).json()["deleted"] is True
     again = two.delete("/v1/ragfuse/sessions/talk", **of(BLUE))
     assert (again.status_code, again.json()["error"]["code"]) == (404, "session_not_found")
-    assert (
-        again.json()["error"]["message"]
-        == "There is no session 'talk'. GET /v1/ragfuse/sessions lists them."
-    )
     assert len(two.get("/v1/ragfuse/sessions", **of(RED)).json()["data"]) == 1

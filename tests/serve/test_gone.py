@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import httpx
 import pytest
 
 from ragfuse import Settings
-from tests.serve.kit import Served, raw, said, serving, wait_for, writers
+from tests.serve.kit import Served, all_of, raw, said, serving, wait_for, writers
 
 LONG = 3000
 
@@ -113,36 +111,4 @@ def test_a_body_that_does_not_come_is_told(one: Served) -> None:
             b" application/json\r\n"
         )
         line.sendall(head + b"content-length: 5000\r\n\r\n{")
-        assert b" 408 " in _dripping(line, b" ")
-
-
-def test_a_connection_that_is_kept_is_used_again(one: Served) -> None:
-    with httpx.Client(base_url=one.root, timeout=60) as client:
-        for _ in range(3):
-            assert client.get("/health").status_code == 200
-            time.sleep(0.5)  # together more than the patience for one head
-
-
-def _dripping(line: socket.socket, piece: bytes) -> bytes:
-    """What the other side says while a byte comes now and then, until it ends the connection."""
-    ended = threading.Event()
-
-    def drip() -> None:
-        while not ended.wait(0.2):
-            try:
-                line.sendall(piece)
-            except OSError:
-                return
-
-    thread = threading.Thread(target=drip)
-    thread.start()
-    found = b""
-    try:
-        while piece := line.recv(1 << 16):
-            found += piece
-        return found
-    except ConnectionResetError:
-        return found
-    finally:
-        ended.set()
-        thread.join()
+        assert b" 408 " in all_of(line)

@@ -120,9 +120,6 @@ def test_another_tenant_sees_and_uses_nothing_of_it(served: Served, model: str) 
             '<schema name="x">\n<modul name="y"/></schema>',
             "PML:2:1: found '<modul>' in '<schema>'; wanted 'module'",
         ),
-        ('<schema name="x">\n a < b</schema>', "PML:2:"),
-        (PROMPT, "found <prompt>; wanted <schema>"),
-        ("trip.xml", "wanted well-formed XML"),
         ("/etc/passwd", "wanted well-formed XML"),
         (
             '<!DOCTYPE x [<!ENTITY e SYSTEM "file:///etc/passwd">]><schema name="x">&e;</schema>',
@@ -132,7 +129,6 @@ def test_another_tenant_sees_and_uses_nothing_of_it(served: Served, model: str) 
             f'<schema name="long"><module name="m">{"word " * 1000}</module></schema>',
             "4,096 tokens",
         ),
-        ("", "at least 1 character"),
     ],
 )
 def test_what_is_no_schema_is_refused_with_its_line(served: Served, pml: str, told: str) -> None:
@@ -145,12 +141,6 @@ def test_what_is_no_schema_is_refused_with_its_line(served: Served, pml: str, to
     ]
 
 
-def test_no_name_of_a_schema_is_a_file_of_the_server(served: Served, tmp_path: Path) -> None:
-    (tmp_path / "secret.xml").write_text(PLAIN)
-    for name in (str(tmp_path / "secret.xml"), "../secret.xml"):
-        assert served.get(f"{SCHEMAS}/{quote(name, safe='')}", **bearer(BLUE)).status_code == 404
-
-
 def test_a_file_of_the_machine_is_not_told_to_whom_its_schema_fails(
     served: Served, tmp_path: Path
 ) -> None:
@@ -158,12 +148,9 @@ def test_a_file_of_the_machine_is_not_told_to_whom_its_schema_fails(
     path.parent.mkdir()
     path.write_text(TRIP)
     engine_of(served).schemas.register(path)
-    for answer in (
-        served.get(SCHEMAS, **bearer(BLUE)),
-        served.get(f"{SCHEMAS}/trip", **bearer(BLUE)),
-    ):
-        assert answer.status_code == 200
-        assert "secret" not in answer.text
+    shown = served.get(f"{SCHEMAS}/trip", **bearer(BLUE))
+    assert (shown.status_code, "secret" in shown.text) == (200, False)
+    assert served.get(f"{SCHEMAS}/{quote(str(path), safe='')}", **bearer(BLUE)).status_code == 404
 
 
 def test_a_tenant_has_as_many_schemas_as_it_may(served: Served) -> None:
@@ -289,15 +276,12 @@ def test_a_plan_over_it_is_explained(served: Served) -> None:
             "pml",
             "PML:2:1: found unknown module 'dite'",
         ),
-        ({"pml": '<prompt schema="tripp"/>'}, "pml", "'tripp', which is not registered; wanted"),
         (
             {"pml": '<prompt schema="tripp"/>'},
             "pml",
             "Register it first: POST /v1/ragfuse/schemas.",
         ),
         ({"pml": f'<prompt schema="trip"><plan days="{"d" * 40}"/></prompt>'}, "pml", "at most 12"),
-        ({"pml": TRIP}, "pml", "found <schema>; wanted <prompt>"),
-        ({"pml": ""}, "pml", "at least 1 character"),
         ({"pml": PROMPT, **with_documents(1)}, "documents", "cannot be used with documents"),
         ({"pml": PROMPT, "session_id": "s"}, "session", "cannot continue a session"),
         (
@@ -305,7 +289,6 @@ def test_a_plan_over_it_is_explained(served: Served) -> None:
             "messages",
             "cannot be used with tools",
         ),
-        ({"messages": []}, "messages", "at least one must contain text"),
     ],
 )
 def test_what_cannot_be_asked_over_a_schema_is_told(
@@ -316,10 +299,3 @@ def test_what_cannot_be_asked_over_a_schema_is_told(
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == named
     assert told in answer.json()["error"]["message"]
-
-
-def test_requests_for_a_schema_are_counted_under_one_path(served: Served) -> None:
-    served.get(f"{SCHEMAS}/trip", **bearer(BLUE))
-    text = served.get("/metrics", **bearer(BLUE)).text
-    assert f'path="{SCHEMAS}",status="200"' in text
-    assert "trip" not in text

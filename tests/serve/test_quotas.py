@@ -101,9 +101,7 @@ def test_sessions_used_longest_ago_are_deleted(pair: tuple[Engine, Engine]) -> N
     assert {info.id for info in other.sessions.ls()} == {"a", "b", "c", "d"}
 
 
-def test_tenants_of_a_server_part_each_tier_unless_told_otherwise(
-    varied_path: Path, tmp_path: Path
-) -> None:
+def test_tenants_of_a_server_part_each_tier_unless_told_otherwise() -> None:
     assert Quota(parts=4).byte_limit(100) == 25
     assert Quota(parts=1).byte_limit(100) is None
     assert Quota(nbytes=7, parts=4).byte_limit(100) == 7
@@ -151,21 +149,3 @@ def asked(served: Served, key: str, **fields: object) -> None:
     wait_for(
         lambda: served.get("/v1/ragfuse/store", **bearer(key)).json()["waiting_to_be_encoded"] == 0
     )
-
-
-@pytest.mark.parametrize("n", [256, 257])
-def test_a_title_has_256_characters_at_most(served: Served, n: int) -> None:
-    title = "ü" * n
-    part = {"type": "text-plain", "text": CHUNKS[1]}
-    for fields in (
-        {"documents": [{"text": CHUNKS[1], "title": title}]},
-        {
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [{**part, "title": title}, {"type": "text", "text": "Who?"}],
-                }
-            ]
-        },
-    ):
-        assert served.chat(max_tokens=1, **fields).status_code == (200 if n <= 256 else 400)

@@ -248,14 +248,8 @@ def test_what_is_not_to_be_stored_leaves_nothing(client: Any, model: str, served
             "input",
         ),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
-        ({"input": [{"type": "function_call", "name": "x"}]}, "input"),
-        ({"input": []}, "input"),
         ({"background": True}, "background"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"conversation": "c"}, "conversation"),
-        ({"top_logprobs": 3}, "top_logprobs"),
-        ({"nonsense": 1}, "nonsense"),
-        ({"documents": [""]}, "documents"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(
