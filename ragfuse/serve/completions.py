@@ -45,9 +45,7 @@ def completion_routes(service: Service) -> APIRouter:
     @routes.post("/v1/completions", responses=EVENT_STREAM)
     async def completions(request: Request, body: TextRequest) -> Response:
         """Continue a text."""
-        return await _answer(
-            service, request, body, lambda engine: text_requests(body, len(engine.model.tokenizer))
-        )
+        return await _answer(service, request, body, lambda _: text_requests(body))
 
     @routes.post("/v1/ragfuse/explain")
     async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:

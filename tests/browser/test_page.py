@@ -220,31 +220,6 @@ def test_markup_in_names_documents_questions_and_answers_stays_text(
     page.get_by_role("button", name=f"Delete {file.name}").click()
 
 
-def test_prompts_of_other_lengths_are_explained_where_both_sides_are_compared(
-    page: Page, address: str
-) -> None:
-    opened(page, address)
-    add_example(page)
-    turn = asked(page)
-    own, full = (
-        int(
-            re.findall(
-                r"of ([\d,]+) prompt tokens", turn.get_by_label(side, exact=True).inner_text()
-            )[0].replace(",", "")
-        )
-        for side in ("ragfuse", "Full prefill")
-    )
-    told = turn.locator(".lengths")
-    if own == full:
-        expect(told).to_be_hidden()
-    else:
-        more, several = "more" if own > full else "fewer", "s" if abs(own - full) > 1 else ""
-        expect(told).to_have_text(
-            f"The prompt has {abs(own - full)} token{several} {more} with reuse: "
-            "passages that are reused are tokenized apart."
-        )
-
-
 def test_the_store_is_shown_and_deleted(page: Page, address: str, tmp_path: Path) -> None:
     opened(page, address)
     add_example(page)

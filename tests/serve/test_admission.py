@@ -18,7 +18,7 @@ import pytest
 from ragfuse import Engine, Settings
 from ragfuse.serve import completions
 from ragfuse.serve.service import Service
-from tests.serve.kit import Served, raw, said, serving, wait_for
+from tests.serve.kit import Served, raw, said, serving, settings_of, wait_for
 from tests.serve.test_gone import is_idle
 from tests.tiny import CHUNKS
 
@@ -26,11 +26,9 @@ from tests.tiny import CHUNKS
 @pytest.fixture
 def two(tiny_path: Path, tmp_path: Path) -> Iterator[Served]:
     """A server that answers two requests at a time."""
-    settings = Settings(
-        model=str(tiny_path),
-        dtype="float32",
-        store=tmp_path / "store",
-        home=tmp_path,
+    settings = settings_of(
+        tiny_path,
+        tmp_path,
         serve_together=2,
     )
     with serving(settings) as made:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from ragfuse import Settings
-from tests.serve.kit import Served, all_of, raw, said, serving
+from tests.serve.kit import Served, all_of, raw, said, serving, settings_of
 
 JSON = {"content-type": "application/json"}
 
@@ -21,11 +21,9 @@ JSON = {"content-type": "application/json"}
 def small(varied_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server that takes little."""
     home = tmp_path_factory.mktemp("small")
-    settings = Settings(
-        model=str(varied_path),
-        dtype="float32",
-        store=home / "store",
-        home=home,
+    settings = settings_of(
+        varied_path,
+        home,
         max_tokens=4,
         serve_body_bytes=20_000,
     )

@@ -9,9 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from ragfuse import Settings
 from ragfuse.serve.keys import Keys
-from tests.serve.kit import Served, read_only_disk, said, serving
+from tests.serve.kit import Served, read_only_disk, said, serving, settings_of
 from tests.tiny import CHUNKS
 
 BLUE, RED = "a-key-of-the-blue-tenant", "a-key-of-the-red-tenant"
@@ -20,11 +19,9 @@ BLUE, RED = "a-key-of-the-blue-tenant", "a-key-of-the-red-tenant"
 @pytest.fixture
 def two(varied_path: Path, tmp_path: Path) -> Iterator[Served]:
     """A server of two tenants, both of which asked with the same documents."""
-    settings = Settings(
-        model=str(varied_path),
-        dtype="float32",
-        store=tmp_path / "store",
-        home=tmp_path,
+    settings = settings_of(
+        varied_path,
+        tmp_path,
         max_tokens=4,
         learn="retrieved",
     )

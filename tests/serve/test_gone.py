@@ -11,8 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ragfuse import Settings
-from tests.serve.kit import Served, all_of, raw, said, serving, wait_for, writers
+from tests.serve.kit import Served, all_of, raw, said, serving, settings_of, wait_for, writers
 
 LONG = 3000
 
@@ -23,11 +22,9 @@ def one(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     patience.
     """
     home = tmp_path_factory.mktemp("one")
-    settings = Settings(
-        model=str(tiny_path),
-        dtype="float32",
-        store=home / "store",
-        home=home,
+    settings = settings_of(
+        tiny_path,
+        home,
         serve_together=1,
         serve_patience_s=1.0,
     )

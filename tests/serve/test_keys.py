@@ -12,7 +12,15 @@ import pytest
 from ragfuse import Engine, InputError, Settings, SettingsError
 from ragfuse.admin.store_admin import EntryFilter, StoreAdmin
 from ragfuse.serve.keys import Keys, check_host, read_keys
-from tests.serve.kit import Served, access_lines, said, serving, wait_for, with_documents
+from tests.serve.kit import (
+    Served,
+    access_lines,
+    said,
+    serving,
+    settings_of,
+    wait_for,
+    with_documents,
+)
 from tests.tiny import CHUNKS
 
 BLUE, OTHER_BLUE, GREEN = "blue-key-of-a-test-1", "blue-key-of-a-test-2", "green-key-of-a-test-1"
@@ -26,9 +34,7 @@ def bearer(key: str) -> dict[str, str]:
 def locked(varied_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server for three keys of two tenants."""
     home = tmp_path_factory.mktemp("locked")
-    settings = Settings(
-        model=str(varied_path), dtype="float32", store=home / "store", home=home, max_tokens=3
-    )
+    settings = settings_of(varied_path, home, max_tokens=3)
     keys = Keys([f"salt-of-blue:{BLUE}", f"salt-of-blue:{OTHER_BLUE}", GREEN])
     with serving(settings, keys) as made:
         yield made
@@ -79,11 +85,9 @@ def test_keys_of_one_tenant_share_what_is_stored_and_others_do_not_see_it(locked
 def test_a_key_finds_what_was_ingested_under_its_salt_alone(
     varied_path: Path, tmp_path: Path
 ) -> None:
-    settings = Settings(
-        model=str(varied_path),
-        dtype="float32",
-        store=tmp_path / "store",
-        home=tmp_path,
+    settings = settings_of(
+        varied_path,
+        tmp_path,
         max_tokens=3,
     )
     for salt, text in (("mine-3f1", CHUNKS[0]), ("", CHUNKS[1])):
@@ -167,11 +171,9 @@ def test_keys_come_from_settings_and_files(tmp_path: Path, monkeypatch: pytest.M
 def test_the_log_names_tenants_as_the_store_does(
     varied_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = Settings(
-        model=str(varied_path),
-        dtype="float32",
-        store=tmp_path / "store",
-        home=tmp_path,
+    settings = settings_of(
+        varied_path,
+        tmp_path,
         max_tokens=3,
     )
     keys = [f"salt-of-blue:{BLUE}", GREEN, f":{OTHER_BLUE}"]

@@ -14,7 +14,7 @@ import pytest
 from ragfuse import Settings
 from ragfuse.serve.keys import Keys
 from ragfuse.serve.page_routes import HEADERS
-from tests.serve.kit import Served, access_lines, process, said, serving, wait_for
+from tests.serve.kit import Served, access_lines, process, said, serving, settings_of, wait_for
 
 KEY = "blue:a-key-of-the-blue-tenant"
 
@@ -23,11 +23,9 @@ KEY = "blue:a-key-of-the-blue-tenant"
 def named(varied_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server with keys, whose model has a name and an alias."""
     home = tmp_path_factory.mktemp("named")
-    settings = Settings(
-        model=str(varied_path),
-        dtype="float32",
-        store=home / "store",
-        home=home,
+    settings = settings_of(
+        varied_path,
+        home,
         max_tokens=4,
         served_model_name="reader, gpt-4o-mini,reader",
     )

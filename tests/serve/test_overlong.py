@@ -12,11 +12,10 @@ from typing import Any
 import openai
 import pytest
 
-from ragfuse import Settings
 from ragfuse.errors import OverlongError
 from ragfuse.remote import RemoteEngine
 from ragfuse.types.request_limits import OVERLONG
-from tests.serve.kit import Served, said, serving
+from tests.serve.kit import Served, said, serving, settings_of
 from tests.tiny import CHUNKS
 
 WINDOW = 400
@@ -32,9 +31,7 @@ def narrow(varied_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     shutil.copytree(varied_path, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": WINDOW}))
-    settings = Settings(
-        model=str(folder), dtype="float32", store=home / "store", home=home, max_tokens=4
-    )
+    settings = settings_of(folder, home, max_tokens=4)
     with serving(settings) as served:
         yield served
 

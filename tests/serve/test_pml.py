@@ -13,10 +13,10 @@ from urllib.parse import quote
 import pytest
 
 from integrations.tests import pml
-from ragfuse import Engine, Settings
+from ragfuse import Engine
 from ragfuse.schemas.pml import parse_prompt
 from ragfuse.serve.keys import Keys
-from tests.serve.kit import Served, said, serving, wait_for, with_documents
+from tests.serve.kit import Served, said, serving, settings_of, wait_for, with_documents
 from tests.serve.test_keys import BLUE, GREEN, bearer
 
 openai = pytest.importorskip("openai", reason="the client is not installed")
@@ -34,11 +34,9 @@ PLAIN = (
 def served(varied_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server for two tenants, the first of which has the schemas above."""
     home = tmp_path_factory.mktemp("pml")
-    settings = Settings(
-        model=str(varied_path),
-        dtype="float32",
-        store=home / "store",
-        home=home,
+    settings = settings_of(
+        varied_path,
+        home,
         max_tokens=6,
         serve_schemas=4,
     )
@@ -173,9 +171,7 @@ def test_registering_ends_with_server_or_time_and_goes_on_where_it_stopped(
     is_late: bool, status: int, varied_path: Path, tmp_path: Path
 ) -> None:
     told = threading.Event()
-    settings = Settings(
-        model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path
-    )
+    settings = settings_of(varied_path, tmp_path)
     with serving(
         settings.model_copy(update={"serve_timeout_s": 2.0}) if is_late else settings
     ) as served:

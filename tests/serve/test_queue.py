@@ -21,7 +21,7 @@ from ragfuse.serve.admission import AdmissionControl
 from ragfuse.serve.keys import Keys
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.run import AnswerRequest, AnswerRun, Completed, TextDelta
-from tests.serve.kit import Served, said, serving, wait_for, with_documents, writers
+from tests.serve.kit import Served, said, serving, settings_of, wait_for, with_documents, writers
 from tests.serve.test_gone import is_idle, long_request, raw, send
 from tests.tiny import CHUNKS
 
@@ -32,11 +32,9 @@ BLUE, GREEN = "blue-key-of-a-test-0", "green-key-of-a-test-0"
 def narrow(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server that answers one request at a time and lets two wait."""
     home = tmp_path_factory.mktemp("narrow")
-    settings = Settings(
-        model=str(tiny_path),
-        dtype="float32",
-        store=home / "store",
-        home=home,
+    settings = settings_of(
+        tiny_path,
+        home,
         serve_together=1,
         serve_waiting=2,
     )
@@ -175,11 +173,9 @@ async def test_who_is_cancelled_in_the_moment_of_its_turn_gives_it_on() -> None:
 def test_two_hundred_clients_at_once_all_get_their_own_answers(
     varied_path: Path, tmp_path: Path
 ) -> None:
-    settings = Settings(
-        model=str(varied_path),
-        dtype="float32",
-        store=tmp_path / "store",
-        home=tmp_path,
+    settings = settings_of(
+        varied_path,
+        tmp_path,
         max_tokens=6,
     )
     keys = Keys([f"blue:{BLUE}", f"green:{GREEN}"])

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ragfuse import Ask, Engine, Settings
+from ragfuse import Ask, Engine
 from ragfuse.admin.quotas import Quota, QuotaKeeper
 from ragfuse.serve.keys import Keys
-from tests.serve.kit import Served, said, serving, wait_for
+from tests.serve.kit import Served, said, serving, settings_of, wait_for
 from tests.serve.test_keys import BLUE, GREEN, bearer
 from tests.tiny import CHUNKS
 
@@ -20,9 +20,7 @@ from tests.tiny import CHUNKS
 @pytest.fixture
 def pair(varied_path: Path, tmp_path: Path) -> Iterator[tuple[Engine, Engine]]:
     """Two tenants on one store."""
-    settings = Settings(
-        model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path
-    )
+    settings = settings_of(varied_path, tmp_path)
     with Engine(settings) as one, Engine(settings.model_copy(update={"salt": "other"})) as other:
         yield one, other
 
@@ -111,11 +109,9 @@ def test_a_server_keeps_its_tenants_within_their_quotas_and_shows_what_they_keep
     varied_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ragfuse.serve.service.UPKEEP_S", 0.05)
-    settings = Settings(
-        model=str(varied_path),
-        dtype="float32",
-        store=tmp_path / "store",
-        home=tmp_path,
+    settings = settings_of(
+        varied_path,
+        tmp_path,
         max_tokens=2,
         serve_tenant_texts=2,
         serve_tenant_sessions=3,

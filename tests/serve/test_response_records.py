@@ -19,7 +19,7 @@ from ragfuse.serve import response_records
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.response_records import RESPONSES_FILE, ResponseRecords
 from ragfuse.serve.response_schema import ITEMS, InputItem
-from tests.serve.kit import serving
+from tests.serve.kit import serving, settings_of
 
 openai = pytest.importorskip("openai", reason="the client is not installed")
 
@@ -159,9 +159,7 @@ def test_a_damaged_record_is_a_missing_one_and_a_damaged_file_is_set_aside(tmp_p
 
 
 def test_a_conversation_goes_on_after_a_restart(varied_path: Path, tmp_path: Path) -> None:
-    settings = Settings(
-        model=str(varied_path), dtype="float32", store=tmp_path / "s", home=tmp_path, max_tokens=8
-    )
+    settings = settings_of(varied_path, tmp_path, max_tokens=8)
     with serving(settings) as served:
         client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
         first = client.responses.create(
@@ -187,9 +185,7 @@ def test_an_answer_comes_although_it_cannot_be_stored(
         raise StoreError("a full disk")
 
     monkeypatch.setattr(ResponseRecords, "add", full)
-    settings = Settings(
-        model=str(varied_path), dtype="float32", store=tmp_path / "s", home=tmp_path, max_tokens=4
-    )
+    settings = settings_of(varied_path, tmp_path, max_tokens=4)
     with serving(settings) as served:
         client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
         made = client.responses.create(model=served.service.model, input="Who?", stream=stream)

@@ -13,13 +13,13 @@ import httpx
 import pytest
 import torch
 
-from ragfuse import Engine, Settings
+from ragfuse import Engine
 from ragfuse.engine.options import ends_of
 from ragfuse.serve.keys import APITenant
 from ragfuse.serve.requests import chat_requests
 from ragfuse.serve.schema import ChatRequest
 from ragfuse.text.chat_template import ChatTemplate
-from tests.serve.kit import Served, said, serving, with_documents
+from tests.serve.kit import Served, said, serving, settings_of, with_documents
 
 PROMPT = "The keeper of the northern lighthouse"
 
@@ -75,7 +75,7 @@ def test_a_prompt_of_token_ids_is_the_text_that_they_are(served: Served) -> None
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"prompt": [[5], [10**6]]}, "prompt"),
+        ({"prompt": [[5], [10**6]]}, None),
         ({"prompt": [5], "documents": ["A text."]}, "documents"),
         ({"prompt": [5], "pml": "<prompt schema='x'/>"}, "pml"),
     ],
@@ -251,9 +251,7 @@ def thinking(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
     home = tmp_path_factory.mktemp("thinking")
     folder = thinking_model(tiny_path, home / "model")
-    settings = Settings(
-        model=str(folder), dtype="float32", store=home / "store", home=home, max_tokens=40
-    )
+    settings = settings_of(folder, home, max_tokens=40)
     with serving(settings) as made:
         yield made
 
