@@ -7,44 +7,27 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from ragfuse.engine.engine import Engine
+from ragfuse.serve.completion_events import CompletionEvents
 from ragfuse.serve.refusals import APIError, api_error_of
 from ragfuse.serve.request_state import TokenCounts, tenant_of, text_response, unless_disconnected
+from ragfuse.serve.response_events import ResponseEvents
 from ragfuse.serve.run import AnswerRequest, AnswerRun, Completed, Item
 from ragfuse.serve.service import Service
 
 Json = dict[str, Any]
+Renderer = CompletionEvents | ResponseEvents
+"""What writes the items of a run as events, and folds these into one response."""
 MakeRequests = Callable[[Engine], Sequence[AnswerRequest]]
 EVENT_STREAM = text_response("text/event-stream")
 """The OpenAPI entry of a route that may answer with a stream."""
 SLOW_S = 30.0
 """Seconds that a client may take to read a stream, beyond the time that the answer may take."""
-
-
-class Renderer(Protocol):
-    """Writes the items of one run as the events of one of OpenAI's interfaces, and folds these into
-    a response.
-    """
-
-    last: bytes
-    """What ends a stream behind its last event."""
-
-    def events(self, items: AsyncIterator[Item]) -> AsyncIterator[Json]:
-        """Yield the events of the items."""
-        ...
-
-    def failed(self, error: APIError) -> Json:
-        """Return the event of an error that ends a stream."""
-        ...
-
-    def whole(self, events: Sequence[Json]) -> Json:
-        """Return the response that all events make."""
-        ...
 
 
 async def respond(

@@ -109,7 +109,7 @@ def store_routes(service: Service) -> APIRouter:
 
 
 def _store(engine: Engine) -> dict[str, Any]:
-    """Return the tenant's entries by tier, and the tokens that its engine counted."""
+    """Return the tenant's entries by tier, and the runs of tokens that wait to be encoded."""
     by_tier: dict[str, Counter[str]] = {tier.name: Counter() for tier in engine.store.tiers}
     for entry in _own(engine):
         by_tier[entry.tier].update(
@@ -124,15 +124,8 @@ def _store(engine: Engine) -> dict[str, Any]:
         }
         for tier in engine.store.tiers
     ]
-    counted = engine.counters.now().sums
-    tokens = {name: counted[name] for name in ("reused", "recomputed", "fresh", "written")}
     waiting = engine.counters.waiting
-    return {
-        "object": "ragfuse.store",
-        "tiers": tiers,
-        "tokens": tokens,
-        "waiting_to_be_encoded": waiting,
-    }
+    return {"object": "ragfuse.store", "tiers": tiers, "waiting_to_be_encoded": waiting}
 
 
 def use_of(keeper: QuotaKeeper, engine: Engine) -> dict[str, Any]:

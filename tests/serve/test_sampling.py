@@ -75,7 +75,7 @@ def test_a_prompt_of_token_ids_is_the_text_that_they_are(served: Served) -> None
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"prompt": [[5], [10**6]]}, None),
+        ({"prompt": [[5], [10**6]]}, "prompt"),
         ({"prompt": [5], "documents": ["A text."]}, "documents"),
         ({"prompt": [5], "pml": "<prompt schema='x'/>"}, "pml"),
     ],
