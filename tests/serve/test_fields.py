@@ -321,3 +321,9 @@ def test_the_name_of_whoever_says_a_message_is_handed_to_the_template(served: Se
     assert [turn.name for turn in ask.question] == ["Ann", ""]
     answer = asked(served, "chat", {"messages": [{**said(), "name": "<|user|>"}]})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages.0.name")
+
+
+@pytest.mark.parametrize("n", [256, 257])
+def test_a_title_has_256_characters_at_most(served: Served, n: int) -> None:
+    answer = served.chat(max_tokens=1, documents=[{"text": "A text.", "title": "ü" * n}])
+    assert answer.status_code == (200 if n <= 256 else 400)
