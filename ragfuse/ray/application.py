@@ -14,10 +14,10 @@ from typing import Any
 from ragfuse.errors import SettingsError
 from ragfuse.ray.cluster import (
     LOCAL_CLUSTER,
+    check_cluster,
     connected,
     cpus_each,
     nodes,
-    places_of,
     shared_settings,
 )
 from ragfuse.serve.keys import LOOPBACK, Keys, check_host
@@ -96,7 +96,7 @@ def serve(
             server without an API key.
     """
     check_host(host, Keys(api_keys, settings.salt))
-    places_of(settings)
+    check_cluster(settings)
     stop = threading.Event()
     with connected(address):
         from ray import serve as ray_serve

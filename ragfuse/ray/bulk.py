@@ -16,10 +16,10 @@ from ragfuse.errors import InputError, SettingsError
 from ragfuse.ray.cluster import (
     LOCAL_CLUSTER,
     Node,
+    check_cluster,
     connected,
     cpus_each,
     nodes,
-    places_of,
     shared_settings,
 )
 from ragfuse.settings import Settings
@@ -112,7 +112,7 @@ def encode(
         ray.exceptions.RayError: The cluster does not answer, or a worker cannot load the model.
     """
     settings = (settings or Settings()).placed()
-    places_of(settings)
+    check_cluster(settings)
     with connected(address):
         import ray
 

@@ -7,44 +7,27 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from ragfuse.engine.engine import Engine
+from ragfuse.serve.completion_events import CompletionEvents
 from ragfuse.serve.refusals import APIError, api_error_of
 from ragfuse.serve.request_state import TokenCounts, tenant_of, text_response, unless_disconnected
+from ragfuse.serve.response_events import ResponseEvents
 from ragfuse.serve.run import AnswerRequest, AnswerRun, Completed, Item
 from ragfuse.serve.service import Service
 
 Json = dict[str, Any]
+Renderer = CompletionEvents | ResponseEvents
+"""What writes the items of a run as events, and folds these into one response."""
 MakeRequests = Callable[[Engine], Sequence[AnswerRequest]]
 EVENT_STREAM = text_response("text/event-stream")
 """The OpenAPI entry of a route that may answer with a stream."""
 SLOW_S = 30.0
 """Seconds that a client may take to read a stream, beyond the time that the answer may take."""
-
-
-class Renderer(Protocol):
-    """Writes the items of one run as the events of one of OpenAI's interfaces, and folds these into
-    a response.
-    """
-
-    last: bytes
-    """What ends a stream behind its last event."""
-
-    def events(self, items: AsyncIterator[Item]) -> AsyncIterator[Json]:
-        """Yield the events of the items."""
-        ...
-
-    def failed(self, error: APIError) -> Json:
-        """Return the event of an error that ends a stream."""
-        ...
-
-    def whole(self, events: Sequence[Json]) -> Json:
-        """Return the response that all events make."""
-        ...
 
 
 async def respond(
@@ -67,16 +50,13 @@ async def respond(
         session: The conversation that the request continues.
         n: Answers to each prompt.
     """
-    run = await unless_disconnected(
-        request.receive, service.begin(tenant_of(request), make, session)
-    )
+    run = await service.begin(tenant_of(request), make, session)
     try:
         renderer = render(run.engine)
-        items = await unless_disconnected(request.receive, _first_then(_counted(request, run, n)))
-        events = renderer.events(items)
+        events = renderer.events(await _first_then(_counted(request, run, n)))
         if streams:
             return EventStream(events, renderer, run, service.settings.serve_timeout_s + SLOW_S)
-        return JSONResponse(await unless_disconnected(request.receive, _whole(events, renderer)))
+        return JSONResponse(renderer.whole([event async for event in events]))
     except BaseException:
         run.cancel()
         raise
@@ -106,10 +86,6 @@ async def _first_then(items: AsyncIterator[Item]) -> AsyncIterator[Item]:
             yield item
 
     return all_items()
-
-
-async def _whole(events: AsyncIterator[Json], renderer: Renderer) -> Json:
-    return renderer.whole([event async for event in events])
 
 
 class EventStream(Response):

@@ -1,5 +1,5 @@
-"""Bodies of requests: read within the limits, then parsed on a thread of their own, so that none
-delays others.
+"""The route class: bodies are read within the limits and parsed on a thread of their own, so that
+none delays others; work ends once its client disconnects.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
 from ragfuse.serve.refusals import APIError
+from ragfuse.serve.request_state import unless_disconnected
 from ragfuse.settings import Settings
 
 DRAIN_FACTOR = 8
@@ -40,19 +41,22 @@ class ParsedRequest(Request):
 
 
 class BodyRoute(APIRoute):
-    """A route whose body is JSON within the limits of the settings, parsed on the intake thread."""
+    """A route whose handler is cancelled once the client disconnects.
+
+    A body is JSON within the limits of the settings, parsed on the intake thread.
+    """
 
     allowed_nbytes = 0
     """Bytes that a body may have, however few the settings allow."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return a handler that reads the body first, then calls FastAPI's own handler."""
+        """Return a handler that reads the body, if any, then calls FastAPI's own handler."""
         handler = super().get_route_handler()
         model = next((each.field_info.annotation for each in self.dependant.body_params), None)
-        if model is None:
-            return handler
 
-        async def read_first(request: Request) -> Response:
+        async def handle(request: Request) -> Response:
+            if model is None:
+                return await unless_disconnected(request.receive, handler(request))
             service = request.app.state.service
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":  # which no web page elsewhere may send unasked
@@ -67,9 +71,9 @@ class BodyRoute(APIRoute):
             body = await service.threads.run(
                 service.threads.intake, lambda: model.model_validate_json(raw.pop())
             )
-            return await handler(ParsedRequest(request, body))
+            return await unless_disconnected(request.receive, handler(ParsedRequest(request, body)))
 
-        return read_first
+        return handle
 
 
 async def _body(request: Request, settings: Settings, allowed_nbytes: int) -> bytes:

@@ -45,17 +45,15 @@ def completion_routes(service: Service) -> APIRouter:
     @routes.post("/v1/completions", responses=EVENT_STREAM)
     async def completions(request: Request, body: TextRequest) -> Response:
         """Continue a text."""
-        return await _answer(
-            service, request, body, lambda engine: text_requests(body, len(engine.model.tokenizer))
-        )
+        return await _answer(service, request, body, lambda _: text_requests(body))
 
     @routes.post("/v1/ragfuse/explain")
     async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
         """Show what a request would read and compute, how long that would take, and why, without
         answering it.
         """
-        return await service.work_for(
-            request, lambda engine, _: _explain(engine, body), computes=False
+        return await service.work(
+            tenant_of(request), lambda engine, _: _explain(engine, body), computes=False
         )
 
     return routes

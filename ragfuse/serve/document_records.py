@@ -41,15 +41,12 @@ class StoredDocument(BaseModel):
     passages: list[str] = []
     encoded: int = 0
     """Passages that are done."""
-    stored_before: int = 0
     tokens: int = 0
     nbytes: int = 0
-    """Bytes of their KV, encoded now or stored before."""
+    """Bytes of the KV that was encoded for it; what was stored before does not count."""
     seconds: float = 0.0
     vectors: Any = Field(default_factory=list, exclude=True)
     """float32 [passages, dims]."""
-    missing: int = Field(default=0, exclude=True)
-    """Passages that are not stored, when it was last looked."""
     is_saved: bool = Field(default=False, exclude=True)
     is_deleted: bool = Field(default=False, exclude=True)
 

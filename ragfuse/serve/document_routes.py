@@ -73,15 +73,6 @@ def document_routes(service: Service) -> APIRouter:
         await to_thread(documents.refresh)
         return documents
 
-    async def looked_at(request: Request) -> TenantDocuments:
-        """Return the client's documents, with what the store has of them now unless one is being
-        encoded.
-        """
-        documents = await listed(request)
-        if not documents.is_encoding:
-            await service.lookup(request, documents.look)
-        return documents
-
     @routes.post("")
     async def add(request: Request, body: DocumentRequest) -> dict[str, Any]:
         """Take a document and encode its passages in the background; ask for it again to see how
@@ -102,7 +93,7 @@ def document_routes(service: Service) -> APIRouter:
     @routes.get("")
     async def ls(request: Request) -> dict[str, Any]:
         """List the documents of the client's tenant."""
-        documents = await looked_at(request)
+        documents = await listed(request)
         return {"object": "list", "data": [shown(each) for each in documents.all.values()]}
 
     @routes.post("/search")
@@ -120,7 +111,7 @@ def document_routes(service: Service) -> APIRouter:
     @routes.get("/{id}")
     async def show(request: Request, id: str) -> dict[str, Any]:
         """Show how far a document is."""
-        return shown((await looked_at(request)).get(id))
+        return shown((await listed(request)).get(id))
 
     @routes.delete("/{id}")
     async def remove(request: Request, id: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from ragfuse.serve.document_records import StoredDocument
 from ragfuse.serve.keys import APITenant
 from ragfuse.serve.refusals import APIError, api_error_of
 from ragfuse.serve.service import Service
-from ragfuse.serve.stored import freed, stored_chunks
+from ragfuse.serve.stored import freed
 from ragfuse.store.deletion import Chunk, leave_source
 from ragfuse.text.splits import split_text
 from ragfuse.types.keys import token_digest
@@ -41,33 +41,20 @@ BATCH_PASSAGES = 4
 """Passages that are encoded in one turn; between two turns other requests are answered."""
 BUSY_S = 2.0
 """Seconds after which a turn is asked for again where the queue was full."""
-NOTES = (
-    ("stored_before", "stored before"),
-    ("missing", "not stored (too short, evicted, deleted): computed with each question"),
-)
-NOT_LISTED = "could not be saved: it is forgotten when the server ends"
+NOT_SAVED = "could not be saved: it is forgotten when the server ends"
+"""The error of a document that is ready all the same."""
 SOURCE_NAME_CHARS = 240
 """Characters of a document's name in the source of a passage."""
 
 
 def shown(document: StoredDocument) -> dict[str, Any]:
-    """Return a document in plain JSON types, without its text; `note` says which passages were not
-    encoded, and why.
-    """
-    counted = ((getattr(document, field), why) for field, why in NOTES)
-    notes = [
-        why if n == document.encoded else f"{n} of {document.encoded} passages {why}"
-        for n, why in counted
-        if n
-    ]
-    if document.status == "ready" and not document.is_saved:
-        notes.append(NOT_LISTED)
+    """Return a document in plain JSON types, without its text."""
     fields = {
         **document.model_dump(),
         "passages": len(document.passages),
         "seconds": round(document.seconds, 2),
     }
-    return {"object": "ragfuse.document", **fields, "note": "; ".join(notes)}
+    return {"object": "ragfuse.document", **fields}
 
 
 class TenantDocuments:
@@ -118,7 +105,7 @@ class TenantDocuments:
             )
         self.all[document.id] = document
         self._waiting.append((document, read))
-        if not self.is_encoding:
+        if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._encode_all())
 
     def get(self, id: str) -> StoredDocument:
@@ -149,27 +136,6 @@ class TenantDocuments:
             self._service.documents.delete(self._tenant.salt, [id])
         self.all.pop(id, None)
         return done
-
-    @property
-    def is_encoding(self) -> bool:
-        """Whether a document is being encoded, or waits for it."""
-        return self._task is not None and not self._task.done()
-
-    def look(self, engine: Engine) -> None:
-        """Count anew what the store has of the documents that are ready: KV may have been deleted.
-        It may block.
-        """
-        ready = [each for each in list(self.all.values()) if each.status == "ready"]
-        stored = iter(
-            stored_chunks(
-                engine, [chunk for each in ready for chunk in _chunks(engine, each.passages)]
-            )
-        )
-        for each in ready:
-            nbytes = [next(stored) for _ in each.passages]
-            each.missing, found = nbytes.count(None), sum(n or 0 for n in nbytes)
-            # what is being saved has no bytes yet
-            each.nbytes = found if each.missing else max(found, each.nbytes)
 
     def search(self, query: str, top_k: int, ids: Sequence[str] | None) -> list[dict[str, Any]]:
         """Return the passages that are closest to a query, closest first; each text once. It may
@@ -247,6 +213,7 @@ class TenantDocuments:
                 document.is_saved = True
             except StoreError as error:
                 log.error("A document is listed, but could not be saved: %s", error)
+                document.error = NOT_SAVED
         for each in replaced:
             self.all.pop(each.id, None)
         if left:
@@ -255,14 +222,9 @@ class TenantDocuments:
     def _embedded(
         self, document: StoredDocument, texts: Sequence[str], engine: Engine
     ) -> list[Any]:
-        """Encode passages unless they are stored, count what became of them, and return their
-        vectors.
-        """
-        before = stored_chunks(engine, _chunks(engine, texts))
-        done = engine.ingest([(text, document.name) for text in texts])
+        """Encode passages unless they are stored, and return their vectors."""
+        document.nbytes += engine.ingest([(text, document.name) for text in texts]).nbytes
         document.tokens += sum(len(engine.tokens(text)) for text in texts)
-        document.nbytes += done.nbytes + sum(n or 0 for n in before)
-        document.stored_before += len(texts) - before.count(None)
         return list(self._service.embedder.embed(texts))
 
     async def _turn(self, do: Callable[[Engine], Any]) -> Any:

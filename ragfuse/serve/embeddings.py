@@ -12,6 +12,7 @@ from pydantic import Field
 from ragfuse.models.embedder import Embedder
 from ragfuse.serve.body import BodyRoute
 from ragfuse.serve.refusals import APIError
+from ragfuse.serve.request_state import tenant_of
 from ragfuse.serve.schema import RequestBody
 from ragfuse.serve.service import Service
 
@@ -56,8 +57,8 @@ def embedding_routes(service: Service) -> APIRouter:
                 " one."
             )
             raise APIError(404, text, "model_not_found", "model")
-        vectors, n_tokens = await service.work_for(
-            request, lambda _, check: _embed(embedder, body, check)
+        vectors, n_tokens = await service.work(
+            tenant_of(request), lambda _, check: _embed(embedder, body, check)
         )
         request.state.token_counts.prompt = n_tokens
         data = [

@@ -71,21 +71,17 @@ class Guard:
             await refusal(error)(scope, receive, noted)
         finally:
             tenant = state.get("tenant")
-            parts = [
-                f"{scope['method']} {quote(path, safe='/:@-._~')[:120]} {status or 'not answered'}"
-            ]
-            parts += (
-                [f"tenant {tenant.name}" if tenant.name else "no tenant"]
-                if tenant is not None
-                else []
+            log.log(
+                logging.DEBUG if path in QUIET else logging.INFO,
+                "%s %s %s, %s, %.0f ms, %d + %d tokens",
+                scope["method"],
+                quote(path, safe="/:@-._~")[:120],
+                status or "not answered",
+                f"tenant {tenant.name}" if tenant is not None and tenant.name else "no tenant",
+                1000 * (time.monotonic() - began_s),
+                counts.prompt,
+                counts.answer,
             )
-            parts += [f"{1000 * (time.monotonic() - began_s):.0f} ms"]
-            parts += (
-                [f"{counts.prompt} + {counts.answer} tokens"]
-                if counts.prompt or counts.answer
-                else []
-            )
-            log.log(logging.DEBUG if path in QUIET else logging.INFO, "%s", ", ".join(parts))
 
     def _admit(self, request: Request) -> None:
         path, headers = request.scope["path"], request.headers

@@ -59,14 +59,9 @@ def chat_requests(body: ChatRequest, template: ChatTemplate | None = None) -> li
             "add_generation_prompt",
             "add_generation_prompt is the opposite of continue_final_message.",
         )
-    last = body.messages[-1] if body.messages else None
-    if body.continue_final_message and (
-        last is None or last.role != "assistant" or last.tool_calls or body.pml
-    ):
+    if body.continue_final_message and body.pml:
         raise unusable(
-            "continue_final_message",
-            "continue_final_message needs a last message of role 'assistant' without tool calls,"
-            " and no pml.",
+            "continue_final_message", "continue_final_message cannot be used with pml; give one."
         )
     tools = body.tools or []
     ask = replace(
@@ -84,12 +79,8 @@ def chat_requests(body: ChatRequest, template: ChatTemplate | None = None) -> li
     return _answers(question, ask, body.n or 1, body.top_logprobs or 0 if body.logprobs else None)
 
 
-def text_requests(body: TextRequest, n_tokens: int | None = None) -> list[AnswerRequest]:
+def text_requests(body: TextRequest) -> list[AnswerRequest]:
     """Convert a text request into answer requests: `n` for each of its prompts.
-
-    Args:
-        body: The body of `/v1/completions`.
-        n_tokens: Token ids in the model's vocabulary; None: unknown, so ids are not checked.
 
     Raises:
         APIError: Fields contradict each other, or cannot be honoured (400).
@@ -104,7 +95,9 @@ def text_requests(body: TextRequest, n_tokens: int | None = None) -> list[Answer
     for prompt in [given] if is_one else given:
         question: Any = prompt
         if not isinstance(prompt, str):
-            _check_ids(cast(Sequence[int], prompt), body, n_tokens)
+            if body.pml is not None or chunks:
+                name = "pml" if body.pml is not None else "documents"
+                raise unusable(name, f"{name} cannot be used with a prompt of token ids.")
         elif body.pml is not None:
             question = _prompt(body.pml, chunks).with_ending(prompt)
         else:
@@ -117,20 +110,6 @@ def text_requests(body: TextRequest, n_tokens: int | None = None) -> list[Answer
             replace(each, **echoed) for each in _answers(question, ask, body.n or 1, body.logprobs)
         ]
     return found
-
-
-def _check_ids(ids: Sequence[int], body: TextRequest, n_tokens: int | None) -> None:
-    """Raise APIError for token ids outside the vocabulary, or beside PML or documents."""
-    name = "pml" if body.pml is not None else "documents"
-    if body.pml is not None or body.documents:
-        raise unusable(
-            name, f"{name} cannot be used with a prompt of token ids. Leave it out, or send a text."
-        )
-    if n_tokens is not None and max(ids) >= n_tokens:
-        raise unusable(
-            "prompt",
-            f"The prompt has the token id {max(ids)}; wanted ids from 0 to {n_tokens - 1:,}.",
-        )
 
 
 def _answers(question: Any, ask: Ask, n: int, n_top: int | None) -> list[AnswerRequest]:

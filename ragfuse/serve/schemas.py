@@ -16,6 +16,7 @@ from ragfuse.engine.engine import Engine
 from ragfuse.engine.schema_service import RegisteredSchema, StoredSchema, outline, parse_schema
 from ragfuse.serve.body import BodyRoute
 from ragfuse.serve.refusals import APIError
+from ragfuse.serve.request_state import tenant_of
 from ragfuse.serve.schema import SchemaRequest
 from ragfuse.serve.service import Service
 
@@ -30,8 +31,8 @@ def schema_routes(service: Service) -> APIRouter:
         request queue.
         """
         most = service.settings.serve_schemas
-        found = await service.work_for(
-            request, lambda engine, check: _register(engine, body.pml, most, check)
+        found = await service.work(
+            tenant_of(request), lambda engine, check: _register(engine, body.pml, most, check)
         )
         done, layout = found.done, found.layout
         return {

@@ -25,7 +25,7 @@ from ragfuse.serve.document_records import DocumentRecords
 from ragfuse.serve.keys import APITenant, Keys
 from ragfuse.serve.metrics import ServerMetrics
 from ragfuse.serve.refusals import APIError
-from ragfuse.serve.request_state import tenant_of, unless_disconnected
+from ragfuse.serve.request_state import tenant_of
 from ragfuse.serve.response_records import ResponseRecords
 from ragfuse.serve.run import AnswerRequest, AnswerRun
 from ragfuse.serve.threads import Threads
@@ -196,29 +196,16 @@ class Service:
         self.admission.leave(job)
         return result
 
-    async def work_for(
-        self,
-        request: Request,
-        do: Callable[[Engine, Callable[[object], None]], T],
-        computes: bool = True,
-    ) -> T:
-        """Return the result of `work` for a request's tenant, as long as its client is there."""
-        return await unless_disconnected(
-            request.receive, self.work(tenant_of(request), do, computes)
-        )
-
     async def lookup(self, request: Request, do: Callable[[Engine], T]) -> T:
         """Return the result of `do`, a lookup in the store of a request's tenant; it does not wait
         in the queue.
 
         Raises:
-            APIError: The client has disconnected (499).
             TimeoutError: The time is over.
         """
         tenant = tenant_of(request)
-        work = self.threads.run(self.threads.lookups, lambda: do(self.engine(tenant)))
         async with asyncio.timeout_at(self._deadline_s()):
-            return await unless_disconnected(request.receive, work)
+            return await self.threads.run(self.threads.lookups, lambda: do(self.engine(tenant)))
 
     def look_ahead(self) -> None:
         """Pass each tenant's engine the conversations whose requests wait, to prefetch and keep

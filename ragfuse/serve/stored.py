@@ -7,7 +7,7 @@ Only entries of the tenant's own digest are ever listed or deleted.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -15,6 +15,7 @@ from fastapi import APIRouter, Query, Request
 from ragfuse.admin.quotas import QuotaKeeper
 from ragfuse.engine.engine import Engine
 from ragfuse.serve.admission import RETRY_S
+from ragfuse.serve.body import BodyRoute
 from ragfuse.serve.refusals import APIError, unusable
 from ragfuse.serve.request_state import tenant_of
 from ragfuse.serve.service import Service
@@ -38,7 +39,7 @@ MAX_SOURCE_CHARS = 4096
 
 def store_routes(service: Service) -> APIRouter:
     """Return the routes of the store, its use and its sessions."""
-    routes = APIRouter(prefix="/v1/ragfuse")
+    routes = APIRouter(prefix="/v1/ragfuse", route_class=BodyRoute)
 
     @routes.get("/store")
     async def store(request: Request) -> dict[str, Any]:
@@ -108,7 +109,7 @@ def store_routes(service: Service) -> APIRouter:
 
 
 def _store(engine: Engine) -> dict[str, Any]:
-    """Return the tenant's entries by tier, and the tokens that its engine counted."""
+    """Return the tenant's entries by tier, and the runs of tokens that wait to be encoded."""
     by_tier: dict[str, Counter[str]] = {tier.name: Counter() for tier in engine.store.tiers}
     for entry in _own(engine):
         by_tier[entry.tier].update(
@@ -123,15 +124,8 @@ def _store(engine: Engine) -> dict[str, Any]:
         }
         for tier in engine.store.tiers
     ]
-    counted = engine.counters.now().sums
-    tokens = {name: counted[name] for name in ("reused", "recomputed", "fresh", "written")}
     waiting = engine.counters.waiting
-    return {
-        "object": "ragfuse.store",
-        "tiers": tiers,
-        "tokens": tokens,
-        "waiting_to_be_encoded": waiting,
-    }
+    return {"object": "ragfuse.store", "tiers": tiers, "waiting_to_be_encoded": waiting}
 
 
 def use_of(keeper: QuotaKeeper, engine: Engine) -> dict[str, Any]:
@@ -207,20 +201,6 @@ def freed(engine: Engine, texts: Collection[str], chunks: Set[Chunk]) -> dict[st
         )
         raise APIError(503, text, "store", None, RETRY_S)
     return {"nbytes": kv_nbytes(done.entries), "tiers": dict(_by_tier(done.entries))}
-
-
-def stored_chunks(engine: Engine, chunks: Sequence[Chunk]) -> list[int | None]:
-    """Return the bytes of KV that a tenant's store has of each chunk, in whatever context; None: it
-    has none.
-
-    What is being saved counts as stored, with 0 bytes.
-    """
-    found = defaultdict[Chunk, list[Entry]](
-        list, {chunk_of(key): [] for key in engine.store.under_way()}
-    )
-    for entry in engine.store.entries():
-        found[chunk_of(entry.key)].append(entry)
-    return [kv_nbytes(found[chunk]) if chunk in found else None for chunk in chunks]
 
 
 def kv_nbytes(entries: Iterable[Entry]) -> int:

@@ -142,9 +142,10 @@ class TransferHandle:
 
     @property
     def key(self) -> ChunkKey:
-        """The key of the KV in its place, which only an equal handle has."""
+        """The key of the KV in its place, which only a handle with equal fields has."""
+        fields = digest("handle", *map(str, asdict(self).values()))
         return ChunkKey(
-            self.model.digest, self.tokens, self.tenant, f"until-{self.expires_s}-{self.secret}"
+            self.model.digest, self.tokens, self.tenant, f"until-{self.expires_s}-{fields}"
         )
 
     def as_dict(self) -> dict[str, Any]:

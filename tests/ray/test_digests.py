@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from ragfuse.ray.chunk_router import ChunkRouter, RoutedRequest, chunk_digest
-from ragfuse.ray.digests import MAX_ROUTED_BYTES, routed_request, texts_of
+from ragfuse.ray.digests import MAX_ROUTED_BYTES, routed_request
 
 BODY = {
     "model": "m",
@@ -30,25 +30,14 @@ def digest(text: str, salt: str = "s") -> int:
     return chunk_digest(salt, "chunk", text)
 
 
-def test_documents_of_a_request_are_its_chunks() -> None:
-    assert texts_of(BODY) == ["One text.", "Two.", "Three.", "Four."]
-    body = json.dumps(BODY).encode()
-    found = routed_request("s", body)
-    assert found.chunks == {
-        digest("One text."): 9,
-        digest("Two."): 4,
-        digest("Three."): 6,
-        digest("Four."): 5,
-    }
-    assert found.cost == len(body)
-
-
-def test_a_conversation_counts_as_a_chunk_that_outweighs_others() -> None:
+def test_documents_and_the_conversation_of_a_request_are_its_chunks() -> None:
     body = json.dumps({**BODY, "session_id": "talk"}).encode()
     found = routed_request("s", body)
-    assert found.chunks[chunk_digest("s", "session", "talk")] > sum(
-        routed_request("s", json.dumps(BODY).encode()).chunks.values()
-    )
+    session = found.chunks[chunk_digest("s", "session", "talk")]
+    chunks = {digest("One text."): 9, digest("Two."): 4, digest("Three."): 6, digest("Four."): 5}
+    assert found.chunks == {**chunks, chunk_digest("s", "session", "talk"): session}
+    assert session > sum(chunks.values())
+    assert found.cost == len(body)
 
 
 def test_what_is_no_request_has_no_chunks() -> None:

@@ -179,13 +179,11 @@ def test_another_model_is_named(served: Served, remote: RemoteEngine) -> None:
     "answered",
     [
         reply(b"<html>hello</html>", kind="text/html"),
-        reply(b"<html>nothing</html>", "404 Not Found", "text/html"),
         reply({**CARD, "max_context": "many"}),
-        reply(b"", "301 Moved Permanently", more="location: http://127.0.0.1:1/\r\n"),
         reply({"error": {"message": 7, "type": None}}, "418 Teapot"),
         reply({"error": {"message": "Unknown path.", "type": "not_found_error"}}, "404 Not Found"),
     ],
-    ids=["page", "404 page", "wrong types", "redirect", "odd error", "another api"],
+    ids=["page", "wrong types", "odd error", "another api"],
 )
 def test_a_server_that_is_not_ragfuse_is_named_as_such(answered: bytes) -> None:
     with (
@@ -199,35 +197,18 @@ def test_a_server_that_is_not_ragfuse_is_named_as_such(answered: bytes) -> None:
     "stream",
     [
         b"data: {not json}\n\n",
-        b"data: [1, 2]\n\n",
-        b"data: \xff\xfe\n\n",
-        b'data: {"choices": 7}\n\n',
-        event({"index": 0, "delta": "Hi"}),
         said(7),
         event(
             {"index": 0, "delta": {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}}
         ),
-        end("because"),
-        end(trace=None),
         end(trace={**TRACE, "segments": [{"kind": "strange"}]}),
-        DONE,
         said() + DONE,
-        b"data: " + b"[" * 100_000 + b"\n\n",
     ],
 )
 def test_an_event_of_a_wrong_form_is_an_error_and_no_answer(stream: bytes) -> None:
     with (
         listening(reply(CARD), STREAM + stream + DONE) as (url, _),
         pytest.raises(ServerError, match="Check"),
-    ):
-        ask(url)
-
-
-@pytest.mark.parametrize("stream", [b"", said(), said() + b"data: {"])
-def test_a_stream_that_breaks_off_is_an_error(stream: bytes) -> None:
-    with (
-        listening(reply(CARD), STREAM + stream) as (url, _),
-        pytest.raises(ServerError, match=r"broke off|Check"),
     ):
         ask(url)
 
@@ -274,9 +255,10 @@ def test_a_busy_server_is_asked_again_after_as_long_as_it_says(
     assert len(seen) == 3
 
 
-def test_what_began_is_not_asked_again() -> None:
+@pytest.mark.parametrize("stream", [b"", said(), said() + b"data: {"])
+def test_a_stream_that_breaks_off_is_an_error_and_not_asked_again(stream: bytes) -> None:
     with (
-        listening(reply(CARD), STREAM + said()) as (url, seen),
+        listening(reply(CARD), STREAM + stream) as (url, seen),
         pytest.raises(ServerError, match=r"broke off|Check"),
     ):
         ask(url, max_retries=3)
@@ -294,7 +276,7 @@ def test_waiting_to_ask_again_ends_when_nobody_wants_the_answer() -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["ftp://host", "host:8000", "http://", "http://u:p@host", "http://host?a=1", "http://h:x"],
+    ["host:8000", "http://u:p@host", "http://h:x"],
 )
 def test_an_address_that_is_none_is_refused_at_once(url: str) -> None:
     with pytest.raises(SettingsError, match="base_url") as caught:
@@ -303,14 +285,13 @@ def test_an_address_that_is_none_is_refused_at_once(url: str) -> None:
 
 
 def test_a_key_that_is_none_is_refused_at_once() -> None:
-    for more in ({"api_key": "two words"}, {"api_key": "new\nline"}):
-        with pytest.raises(SettingsError) as caught:
-            RemoteEngine("http://host", **more)
-        assert str(more.get("api_key", "nothing of it")) not in str(caught.value)
+    with pytest.raises(SettingsError) as caught:
+        RemoteEngine("http://host", "new\nline")
+    assert "line" not in str(caught.value)
 
 
 def test_an_address_is_taken_with_and_without_its_path() -> None:
-    for given in ("http://host:80", "http://host:80/", "http://host:80/v1", " http://host:80/v1/ "):
+    for given in ("http://host:80", " http://host:80/v1/ "):
         assert RemoteEngine(given).address.base_url == "http://host:80/v1"
 
 

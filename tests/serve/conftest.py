@@ -10,16 +10,13 @@ import pytest
 pytest.importorskip("fastapi", reason="the server's extra is not installed")
 pytest.importorskip("uvicorn", reason="the server's extra is not installed")
 
-from ragfuse import Settings
-from tests.serve.kit import Served, serving
+from tests.serve.kit import Served, serving, settings_of
 
 
 @pytest.fixture(scope="session")
 def served(varied_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server over the tiny model, on loopback, without keys."""
     home = tmp_path_factory.mktemp("served")
-    settings = Settings(
-        model=str(varied_path), dtype="float32", store=home / "store", home=home, max_tokens=12
-    )
+    settings = settings_of(varied_path, home, max_tokens=12)
     with serving(settings) as made:
         yield made

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import httpx
@@ -63,6 +64,11 @@ class Served:
 
 def said(text: str = QUESTION, role: str = "user") -> dict[str, Any]:
     return {"role": role, "content": text}
+
+
+def settings_of(model: Path, home: Path, **more: Any) -> Settings:
+    """Settings of a server over this model that keeps all in one folder."""
+    return Settings(model=str(model), dtype="float32", store=home / "store", home=home, **more)
 
 
 def with_documents(n: int = 3) -> dict[str, Any]:

@@ -16,25 +16,19 @@ from typing import Any
 import pytest
 
 from ragfuse import Engine, Settings
+from ragfuse.serve import completions
 from ragfuse.serve.service import Service
-from tests.serve.kit import Served, raw, said, serving, wait_for
+from tests.serve.kit import Served, raw, said, serving, settings_of, wait_for
 from tests.serve.test_gone import is_idle
 from tests.tiny import CHUNKS
-
-PML = (
-    '<schema name="trip"><module name="a">The keeper counted forty ships in one'
-    " night.</module></schema>"
-)
 
 
 @pytest.fixture
 def two(tiny_path: Path, tmp_path: Path) -> Iterator[Served]:
     """A server that answers two requests at a time."""
-    settings = Settings(
-        model=str(tiny_path),
-        dtype="float32",
-        store=tmp_path / "store",
-        home=tmp_path,
+    settings = settings_of(
+        tiny_path,
+        tmp_path,
         serve_together=2,
     )
     with serving(settings) as made:
@@ -76,7 +70,7 @@ def gated(where: Any, name: str) -> Iterator[Gate]:
             gate.opened.set()
 
 
-def explain_request(served: Served, text: str = "Who?") -> tuple[str, dict[str, Any]]:
+def explain_request(text: str) -> tuple[str, dict[str, Any]]:
     return "/v1/ragfuse/explain", {"messages": [said(text)]}
 
 
@@ -94,9 +88,7 @@ def test_thirty_explains_whose_senders_are_gone_starve_nobody(two: Served) -> No
     with gated(engine_of(two), "plan") as gate:
         with ExitStack() as lines:
             for _ in range(30):
-                send_to(
-                    lines.enter_context(raw(two.port)), *explain_request(two, f"{CHUNKS[0]} " * 20)
-                )
+                send_to(lines.enter_context(raw(two.port)), *explain_request(f"{CHUNKS[0]} " * 20))
             wait_for(lambda: gate.inside == 1 and len(two.service.admission.jobs) == 28)
             assert two.get("/health").status_code == 200
             assert b"ragfuse_requests_waiting 28.0" in two.get("/metrics").content
@@ -108,27 +100,12 @@ def test_thirty_explains_whose_senders_are_gone_starve_nobody(two: Served) -> No
         assert gate.came <= 2  # two turns at most had come
 
 
-def test_a_schema_is_read_in_its_turn(two: Served) -> None:
-    with gated(engine_of(two).schemas, "register") as gate, ExitStack() as lines:
-        for _ in range(6):
-            send_to(lines.enter_context(raw(two.port)), "/v1/ragfuse/schemas", {"pml": PML})
-        wait_for(lambda: gate.inside == 2 and len(two.service.admission.jobs) == 4)
-    wait_for(lambda: is_idle(two))
-    assert gate.most <= 2
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_what_a_request_wants_is_found_in_its_turn_alone(two: Served, path: str) -> None:
-    body = {"model": two.service.model, "max_tokens": 1}
-    body |= {"messages": [said()]} if "chat" in path else {"prompt": "Who?"}
-    with pytest.MonkeyPatch.context() as patch:
-        real = f"ragfuse.serve.completions.{'chat' if 'chat' in path else 'text'}_requests"
-        module = __import__("ragfuse.serve.completions", fromlist=["_"])
-        gate = Gate(getattr(module, real.rpartition(".")[2]))
-        patch.setattr(real, gate)
+def test_what_a_request_wants_is_found_in_its_turn_alone(two: Served) -> None:
+    body = {"model": two.service.model, "max_tokens": 1, "messages": [said()]}
+    with gated(completions, "chat_requests") as gate:
         with ExitStack() as lines:
             for _ in range(12):
-                send_to(lines.enter_context(raw(two.port)), path, body)
+                send_to(lines.enter_context(raw(two.port)), "/v1/chat/completions", body)
             # one of two in their turns, and one that is looked ahead to
             wait_for(lambda: gate.inside == 2)
             assert two.get("/health").status_code == 200

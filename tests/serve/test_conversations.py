@@ -8,15 +8,6 @@ from typing import Any
 from tests.serve.kit import Served, said
 
 
-def test_a_conversation_is_gone_on_with_by_its_name(served: Served) -> None:
-    first = served.chat(session_id="one", messages=[said("How many ships came?")]).json()
-    second = served.chat(session_id="one", messages=[said("And then?")]).json()
-    alone = served.chat(messages=[said("And then?")]).json()
-    used = [told["usage"]["prompt_tokens"] for told in (first, second, alone)]
-    assert used[1] > used[0] + used[2] - 4  # all that was said before, and the new question
-    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= used[0]
-
-
 def test_a_conversation_resent_without_its_documents_is_recognised(served: Served) -> None:
     messages, told = list[dict[str, Any]](), list[dict[str, Any]]()
     for turn, question in enumerate(

@@ -29,14 +29,6 @@ def records(tmp_path: Path) -> Iterator[DocumentRecords]:
     made.close()
 
 
-def test_a_document_is_read_back_whole(records: DocumentRecords) -> None:
-    records.add("s", record("a"), VECTORS)
-    found = records.read("s", "a")
-    assert found is not None
-    assert np.array_equal(found.vectors, VECTORS)
-    assert found.model_dump() == record("a").model_dump()
-
-
 def test_a_tenant_has_its_own_and_one_of_a_name(records: DocumentRecords) -> None:
     for id, name in (("a", "one"), ("b", "two"), ("c", "one")):
         records.add("blue", record(id, name), VECTORS)
@@ -47,23 +39,10 @@ def test_a_tenant_has_its_own_and_one_of_a_name(records: DocumentRecords) -> Non
     assert (records.ids("blue"), records.ids("red")) == (["b", "c"], [])
 
 
-def test_vectors_of_another_embedder_are_not_returned(
-    records: DocumentRecords, tmp_path: Path
-) -> None:
-    records.add("s", record("a"), VECTORS)
-    other = DocumentRecords(Settings(store=tmp_path), "other")
-    found = other.read("s", "a")
-    assert found is not None
-    assert (found.passages, len(found.vectors)) == (PASSAGES, 0)
-    other.close()
-
-
 @pytest.mark.parametrize(
     "damage",
     [
         "vectors = x'00'",
-        "vectors = 'text'",
-        "document = 'no JSON'",
         "document = '{}'",
     ],
 )

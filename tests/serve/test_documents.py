@@ -20,7 +20,6 @@ from ragfuse.serve import documents, upload_text
 from ragfuse.serve.document_records import DocumentRecords
 from ragfuse.serve.documents import TenantDocuments
 from ragfuse.serve.keys import Keys
-from ragfuse.serve.stored import stored_chunks
 from ragfuse.text.file_texts import READERS
 from ragfuse.types.keys import token_digest
 from tests.serve.kit import Served, process, read_only_disk, said, serving, wait_for
@@ -45,10 +44,10 @@ def settings_at(folder: Path, model: Path) -> Settings:
     )
 
 
-def stored_kv(engine: Engine, texts: list[str]) -> list[int | None]:
-    return stored_chunks(
-        engine, [(engine.digest, token_digest(engine.tokens(text))) for text in texts]
-    )
+def has_kv(engine: Engine, text: str) -> bool:
+    """Whether the store has KV of a text, in whatever context."""
+    wanted = token_digest(engine.tokens(text))
+    return wanted in {entry.key.tokens for entry in engine.store.entries()}
 
 
 def two_tenants() -> Keys:
@@ -156,7 +155,7 @@ def test_a_document_that_cannot_be_saved_says_so_and_is_found(
     with monkeypatch.context() as patched:
         patched.setattr(DocumentRecords, "add", full)
         done = sent(two, "unsaved.txt", text=CHUNKS[0])
-    assert documents.NOT_LISTED in done["note"]
+    assert (done["status"], done["error"]) == ("ready", documents.NOT_SAVED)
     assert "unsaved.txt" in names(two)
     assert two.delete(f"{PATH}/{done['id']}", **BLUE).status_code == 200
 
@@ -195,17 +194,6 @@ def test_no_tenant_sees_or_finds_another_ones_documents(two: Served) -> None:
     )
 
 
-def test_a_document_of_the_same_name_replaces_the_one_before(two: Served) -> None:
-    first = sent(two, "same.txt", text="The first version tells of a bridge over the river.")
-    second = sent(two, "same.txt", text="The second version tells of a tunnel below the river.")
-    ids = [each["id"] for each in two.get(PATH, **BLUE).json()["data"]]
-    assert second["id"] in ids
-    assert first["id"] not in ids
-    wait_for(lambda: kept(two.root)["same.txt"] == 1)
-    assert sources_of(two, "The first version tells of a bridge over the river.") == []
-    assert sources_of(two, "The second version tells of a tunnel below the river.") == ["same.txt"]
-
-
 def test_a_document_that_is_deleted_while_it_is_encoded_leaves_nothing(two: Served) -> None:
     id = two.post(PATH, {"name": "ships.txt", "text": SHIPS}, **BLUE).json()["id"]
     wait_for(lambda: two.get(f"{PATH}/{id}", **BLUE).json()["encoded"] > 0)
@@ -233,8 +221,7 @@ def goes_on(root: str, done: int) -> None:
     id = httpx.post(f"{root}{PATH}", json={"name": "ships.txt", "text": SHIPS}).json()["id"]
     wait_for(lambda: httpx.get(f"{root}{PATH}/{id}").json()["status"] in ("ready", "failed"))
     again = httpx.get(f"{root}{PATH}/{id}").json()
-    assert (again["status"], again["encoded"], again["stored_before"]) == ("ready", 60, left)
-    assert f"{left} of 60 passages stored before" in again["note"]
+    assert (again["status"], again["encoded"], again["nbytes"] > 0) == ("ready", 60, True)
     assert kept(root)["ships.txt"] == 60
     assert httpx.delete(f"{root}{PATH}/{id}").json()["nbytes"] >= again["nbytes"]
     assert "ships.txt" not in kept(root)
@@ -282,41 +269,11 @@ def test_a_deleted_document_leaves_the_kv_that_the_store_had_before(two: Served)
     ask = {"model": two.service.model, "messages": [said()], "documents": [{"text": asked}]}
     assert two.post("/v1/chat/completions", ask, **BLUE).status_code == 200
     engine.flush()
-    before = dict(zip((ingested, asked), stored_kv(engine, [ingested, asked]), strict=True))
     done = [sent(two, f"{at}.txt", text=text) for at, text in enumerate((ingested, asked, own))]
-    again = sent(two, "again.txt", text=own)
-    assert [each["stored_before"] for each in (*done, again)] == [1, 1, 0, 1]
-    assert [each["note"] for each in (*done, again)] == [
-        "stored before",
-        "stored before",
-        "",
-        "stored before",
-    ]
-    assert [each["nbytes"] for each in done[:2]] == [before[ingested], before[asked]]
-    assert [each["tokens"] for each in (*done, again)] == [
-        len(engine.tokens(t)) for t in (ingested, asked, own, own)
-    ]
+    assert [each["nbytes"] > 0 for each in done] == [False, False, True]
     freed = [two.delete(f"{PATH}/{each['id']}", **BLUE).json()["nbytes"] for each in done]
-    assert freed == [0, 0, 0]  # "again.txt" still has the third
-    assert stored_kv(engine, [ingested, asked]) == [before[ingested], before[asked]]
-    assert two.delete(f"{PATH}/{again['id']}", **BLUE).json()["nbytes"] > 0
-    assert stored_kv(engine, [own]) == [None]
-
-
-def test_a_text_of_two_documents_has_both_sources_and_loses_only_the_one_that_is_deleted(
-    two: Served,
-) -> None:
-    text = "The bell of the harbour is rung by hand whenever the fog comes in."
-    first, second = sent(two, "bell.txt", text=text), sent(two, "fog.txt", text=text)
-    assert sources_of(two, text) == ["bell.txt", "fog.txt"]
-    (nbytes,) = stored_kv(two.service.engine(two.service.keys.tenants[0]), [text])
-    by_source = {
-        each["source"]: each for each in two.get("/v1/ragfuse/usage", **BLUE).json()["sources"]
-    }
-    assert by_source["bell.txt"]["nbytes"] == by_source["fog.txt"]["nbytes"] == nbytes
-    assert two.delete(f"{PATH}/{first['id']}", **BLUE).json()["nbytes"] == 0
-    assert sources_of(two, text) == ["fog.txt"]
-    assert two.delete(f"{PATH}/{second['id']}", **BLUE).json()["nbytes"] >= nbytes
+    assert freed[:2] == [0, 0] < freed[1:]
+    assert [has_kv(engine, text) for text in (ingested, asked, own)] == [True, True, False]
 
 
 def test_a_deleted_document_leaves_kv_that_another_source_has_got_since(two: Served) -> None:
@@ -332,7 +289,7 @@ def test_a_deleted_document_leaves_kv_that_another_source_has_got_since(two: Ser
     wait_for(lambda: sources_of(two, text) == ["/docs/lamps.md"])
 
 
-def test_a_document_whose_kv_was_deleted_says_so_and_takes_what_questions_encoded_again_with_it(
+def test_a_document_takes_what_questions_about_its_passages_encoded_again_with_it(
     two: Served,
 ) -> None:
     name = "quay \\d.txt"  # no pattern
@@ -342,13 +299,8 @@ def test_a_document_whose_kv_was_deleted_says_so_and_takes_what_questions_encode
         " harbour."
     )
     done = sent(two, name, text=text)
-    assert (done["nbytes"] > 0, done["note"]) == (True, "")
-    assert (
-        two.delete(f"/v1/ragfuse/entries?{urlencode({'source': name})}", **BLUE).json()["chunks"]
-        == 1
-    )
-    told = two.get(f"{PATH}/{done['id']}", **BLUE).json()
-    assert (told["nbytes"], "not stored" in told["note"]) == (0, True)
+    deleted = two.delete(f"/v1/ragfuse/entries?{urlencode({'source': name})}", **BLUE).json()
+    assert deleted["chunks"] == 1
     query = {"query": "Who lights the lantern of Quay Nine?", "top_k": 1, "documents": [done["id"]]}
     found = two.post(f"{PATH}/search", query, **BLUE).json()["data"][0]
     assert found["source"] == f"{name} #1"
@@ -358,32 +310,22 @@ def test_a_document_whose_kv_was_deleted_says_so_and_takes_what_questions_encode
         assert two.post("/v1/chat/completions", ask, **BLUE).status_code == 200
         engine.flush()
     assert sources_of(two, text) == [f"{name} #1"]
-    told = two.get(f"{PATH}/{done['id']}", **BLUE).json()
-    assert (told["nbytes"], told["note"]) == (done["nbytes"], "")
     assert two.delete(f"{PATH}/{done['id']}", **BLUE).json()["nbytes"] > 0
-    assert stored_kv(engine, [text]) == [None]
+    assert not has_kv(engine, text)
 
 
 def test_entries_that_are_deleted_by_source_stay_where_another_source_has_them(two: Served) -> None:
     before = two.get("/v1/ragfuse/usage", **BLUE).json()["nbytes"]["disk"]
-    both = (
-        "Every boat of the harbour has a number on its bow, painted white, that is as high as a"
-        " hand is long."
-    )
-    own = (
-        "The numbers are given out by the harbour master on the first of May, and they cost a"
-        " barrel of herring."
-    )
+    both = "Every boat of the harbour has a number on its bow, painted white, a hand high."
+    own = "The numbers are given out by the harbour master on the first of May, for herring."
     sent(two, "boats.txt", text=both)
     sent(two, "numbers.txt", text=f"{both}\n\n{own}")
     done = two.delete("/v1/ragfuse/entries?source=numbers.txt", **BLUE).json()
     assert (done["chunks"], done["kept"], done["nbytes"] > 0) == (1, 1, True)
     assert sources_of(two, both) == ["boats.txt"]
-    (listed,) = stored_kv(two.service.engine(two.service.keys.tenants[0]), [both])
     there = two.get("/v1/ragfuse/usage", **BLUE).json()["nbytes"]["disk"]
     done = two.delete("/v1/ragfuse/entries?source=boats.txt", **BLUE).json()
-    assert (done["chunks"], done["kept"], done["nbytes"]) == (1, 0, listed)
-    assert set(done["tiers"]) == {"memory", "disk"}
+    assert (done["chunks"], done["kept"]) == (1, 0)
     left = two.get("/v1/ragfuse/usage", **BLUE).json()["nbytes"]["disk"]
     assert left == there - done["tiers"]["disk"] == before
 
@@ -432,11 +374,6 @@ def test_a_document_whose_kv_cannot_be_deleted_stays_in_the_list_until_it_can(tw
             ),
             "Lamp\nIt burns.",
         ),
-        (
-            "lamps.csv",
-            "door;lamp\ngreen;first\nred;second\n",
-            "door: green\nlamp: first\n\ndoor: red\nlamp: second",
-        ),
         ("lamp.json", '\ufeff{"l\\u00e4mp": "\\ud800"}', '{\n "l\xe4mp": "\ufffd"\n}'),
         ("tags.txt", "<p>A tag <i>stays</i>.</p>", "<p>A tag <i>stays</i>.</p>"),
     ],
@@ -459,7 +396,6 @@ def test_a_text_is_read_by_its_type_as_an_ingest_reads_it(
     [
         ("broken.json", "{", "cannot be read: JSONDecodeError"),
         ("script.html", "<script>var secret = 1;</script>", "has no text"),
-        ("bomb.csv", "x" * 300_000 + "\n" + "1\n" * 40_000, "more than 400,000 characters"),
         ("deep.json", "[" * 100_000, "cannot be read: RecursionError"),
     ],
 )
@@ -504,8 +440,6 @@ def test_an_upload_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPat
         {},
         {"text": "x", "pdf": "eA=="},
         {"text": "x" * (documents.MAX_DOCUMENT_CHARS + 1)},
-        {"text": "x", "name": ""},
-        {"text": "x", "nonsense": 1},
     ],
 )
 def test_what_is_no_document_is_refused(two: Served, fields: dict[str, Any]) -> None:

@@ -9,6 +9,8 @@ import json
 import signal
 import subprocess
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,17 @@ def model_of(root: str) -> str:
 def ask(root: str, **fields: Any) -> httpx.Response:
     body = {"model": model_of(root), "messages": [said()], **fields}
     return httpx.post(f"{root}/v1/chat/completions", json=body, timeout=120)
+
+
+@contextmanager
+def begun(root: str, **fields: Any) -> Iterator[Iterator[str]]:
+    """A streamed answer whose first words have come; the lines behind them."""
+    body = {"model": model_of(root), "messages": [said()], "stream": True, **fields}
+    path = f"{root}/v1/chat/completions"
+    with httpx.stream("POST", path, json=body, timeout=120) as answer:
+        lines = answer.iter_lines()
+        next(line for line in lines if '"content": ' in line)
+        yield lines
 
 
 def ended(run: subprocess.Popen[str]) -> int:
@@ -64,19 +77,7 @@ def test_a_signal_lets_answers_end_and_saves_what_they_brought(
         run,
         root,
     ):
-        with httpx.stream(
-            "POST",
-            f"{root}/v1/chat/completions",
-            json={
-                "model": model_of(root),
-                "messages": [said()],
-                "stream": True,
-                **with_documents(),
-            },
-            timeout=120,
-        ) as answer:
-            lines = answer.iter_lines()
-            next(line for line in lines if '"content": ' in line)
+        with begun(root, **with_documents()) as lines:
             run.send_signal(sent)
             rest = list(lines)
         assert rest[-2:] == ["data: [DONE]", ""] or rest[-1] == "data: [DONE]"
@@ -130,14 +131,7 @@ def test_answers_that_take_too_long_are_given_up_and_the_end_is_clean(
     tiny_settings: Settings,
 ) -> None:
     with process(tiny_settings, RAGFUSE_SERVE_GRACE_S="0.2") as (run, root):
-        with httpx.stream(
-            "POST",
-            f"{root}/v1/chat/completions",
-            json={"model": model_of(root), "messages": [said()], "stream": True, "max_tokens": 600},
-            timeout=120,
-        ) as answer:
-            lines = answer.iter_lines()
-            next(line for line in lines if '"content": ' in line)
+        with begun(root, max_tokens=600) as lines:
             run.send_signal(signal.SIGTERM)
             rest = list(lines)
         assert "data: [DONE]" not in rest
@@ -183,19 +177,7 @@ def test_a_kill_in_the_middle_leaves_chunks_that_are_right_or_none(
     other = tiny_settings.model_copy(update={"store": tmp_path / "other"})
     with process(tiny_settings) as (run, root):
         assert ask(root, **with_documents(2)).status_code == 200  # its chunks are being saved now
-        with httpx.stream(
-            "POST",
-            f"{root}/v1/chat/completions",
-            json={
-                "model": model_of(root),
-                "messages": [said()],
-                "stream": True,
-                "max_tokens": 600,
-                **with_documents(4),
-            },
-            timeout=120,
-        ) as answer:
-            next(line for line in answer.iter_lines() if '"content": ' in line)
+        with begun(root, max_tokens=600, **with_documents(4)):
             run.kill()
             assert ended(run) == -signal.SIGKILL
     told, fresh = settled_answer(tiny_settings), settled_answer(other)
@@ -263,16 +245,7 @@ def test_a_kill_in_the_middle_of_a_turn_leaves_its_conversation_whole_without_th
         first = ask(root, messages=turns[:1], session_id="ships").json()["choices"][0]["message"][
             "content"
         ]
-        body = {
-            "model": model_of(root),
-            "messages": turns[1:2],
-            "session_id": "ships",
-            "stream": True,
-        }
-        with httpx.stream(
-            "POST", f"{root}/v1/chat/completions", json={**body, "max_tokens": 600}, timeout=120
-        ) as answer:
-            next(line for line in answer.iter_lines() if '"content": ' in line)
+        with begun(root, messages=turns[1:2], session_id="ships", max_tokens=600):
             run.kill()
             assert ended(run) == -signal.SIGKILL
     with process(tiny_settings) as (run, root):

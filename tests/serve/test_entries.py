@@ -9,9 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from ragfuse import Settings
 from ragfuse.serve.keys import Keys
-from tests.serve.kit import Served, read_only_disk, said, serving
+from tests.serve.kit import Served, read_only_disk, said, serving, settings_of
 from tests.tiny import CHUNKS
 
 BLUE, RED = "a-key-of-the-blue-tenant", "a-key-of-the-red-tenant"
@@ -20,11 +19,9 @@ BLUE, RED = "a-key-of-the-blue-tenant", "a-key-of-the-red-tenant"
 @pytest.fixture
 def two(varied_path: Path, tmp_path: Path) -> Iterator[Served]:
     """A server of two tenants, both of which asked with the same documents."""
-    settings = Settings(
-        model=str(varied_path),
-        dtype="float32",
-        store=tmp_path / "store",
-        home=tmp_path,
+    settings = settings_of(
+        varied_path,
+        tmp_path,
         max_tokens=4,
         learn="retrieved",
     )
@@ -81,7 +78,7 @@ def test_what_a_tier_refuses_is_told(two: Served) -> None:
     assert "book-0" not in sources(two, BLUE)
 
 
-@pytest.mark.parametrize("query", ["", "?source=a&all=true", "?all=perhaps"])
+@pytest.mark.parametrize("query", ["", "?source=a&all=true"])
 def test_a_deletion_says_one_thing(two: Served, query: str) -> None:
     before = sources(two, BLUE)
     assert two.delete(f"/v1/ragfuse/entries{query}", **of(BLUE)).status_code == 400
@@ -106,8 +103,4 @@ def test_sessions_are_listed_and_deleted_by_their_tenant_alone(two: Served) -> N
     assert two.delete("/v1/ragfuse/sessions/talk", **of(BLUE)).json()["deleted"] is True
     again = two.delete("/v1/ragfuse/sessions/talk", **of(BLUE))
     assert (again.status_code, again.json()["error"]["code"]) == (404, "session_not_found")
-    assert (
-        again.json()["error"]["message"]
-        == "There is no session 'talk'. GET /v1/ragfuse/sessions lists them."
-    )
     assert len(two.get("/v1/ragfuse/sessions", **of(RED)).json()["data"]) == 1

@@ -96,13 +96,6 @@ def test_llama_index_chats_with_documents(like: Any) -> None:
     assert len(answer.raw.model_extra["ragfuse"]["segments"]) >= 2
 
 
-def test_llama_index_hears_of_errors(like: Any) -> None:
-    import openai
-
-    with pytest.raises(openai.BadRequestError, match="colour"):
-        like(is_chat_model=True, additional_kwargs={"extra_body": {"colour": 1}}).complete("Who?")
-
-
 def test_llama_index_calls_tools(like: Any) -> None:
     from llama_index.core.tools import FunctionTool
 

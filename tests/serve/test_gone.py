@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ragfuse import Settings
-from tests.serve.kit import Served, raw, said, serving, wait_for, writers
+from tests.serve.kit import Served, all_of, raw, said, serving, settings_of, wait_for, writers
 
 LONG = 3000
 
@@ -24,11 +22,9 @@ def one(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     patience.
     """
     home = tmp_path_factory.mktemp("one")
-    settings = Settings(
-        model=str(tiny_path),
-        dtype="float32",
-        store=home / "store",
-        home=home,
+    settings = settings_of(
+        tiny_path,
+        home,
         serve_together=1,
         serve_patience_s=1.0,
     )
@@ -112,29 +108,4 @@ def test_a_body_that_does_not_come_is_told(one: Served) -> None:
             b" application/json\r\n"
         )
         line.sendall(head + b"content-length: 5000\r\n\r\n{")
-        assert b" 408 " in _dripping(line, b" ")
-
-
-def _dripping(line: socket.socket, piece: bytes) -> bytes:
-    """What the other side says while a byte comes now and then, until it ends the connection."""
-    ended = threading.Event()
-
-    def drip() -> None:
-        while not ended.wait(0.2):
-            try:
-                line.sendall(piece)
-            except OSError:
-                return
-
-    thread = threading.Thread(target=drip)
-    thread.start()
-    found = b""
-    try:
-        while piece := line.recv(1 << 16):
-            found += piece
-        return found
-    except ConnectionResetError:
-        return found
-    finally:
-        ended.set()
-        thread.join()
+        assert b" 408 " in all_of(line)

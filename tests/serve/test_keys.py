@@ -12,7 +12,15 @@ import pytest
 from ragfuse import Engine, InputError, Settings, SettingsError
 from ragfuse.admin.store_admin import EntryFilter, StoreAdmin
 from ragfuse.serve.keys import Keys, check_host, read_keys
-from tests.serve.kit import Served, access_lines, said, serving, wait_for, with_documents
+from tests.serve.kit import (
+    Served,
+    access_lines,
+    said,
+    serving,
+    settings_of,
+    wait_for,
+    with_documents,
+)
 from tests.tiny import CHUNKS
 
 BLUE, OTHER_BLUE, GREEN = "blue-key-of-a-test-1", "blue-key-of-a-test-2", "green-key-of-a-test-1"
@@ -26,56 +34,19 @@ def bearer(key: str) -> dict[str, str]:
 def locked(varied_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server for three keys of two tenants."""
     home = tmp_path_factory.mktemp("locked")
-    settings = Settings(
-        model=str(varied_path), dtype="float32", store=home / "store", home=home, max_tokens=3
-    )
+    settings = settings_of(varied_path, home, max_tokens=3)
     keys = Keys([f"salt-of-blue:{BLUE}", f"salt-of-blue:{OTHER_BLUE}", GREEN])
     with serving(settings, keys) as made:
         yield made
 
 
-def test_a_key_behind_a_colon_alone_is_the_tenants_without_a_salt(
-    varied_path: Path, tmp_path: Path
-) -> None:
-    settings = Settings(
-        model=str(varied_path),
-        dtype="float32",
-        store=tmp_path / "store",
-        home=tmp_path,
-        max_tokens=3,
-    )
-    with Engine(settings) as engine:
-        engine.ingest([(text, "book") for text in CHUNKS[:3]])
-    with serving(settings, Keys([f":{BLUE}", GREEN])) as served:
-        body = {
-            "model": served.service.model,
-            "messages": [{"role": "user", "content": "Who?"}],
-            **with_documents(),
-        }
-        hits = [
-            [each["hit"] for each in answer["ragfuse"]["segments"] if each["kind"] == "chunk"]
-            for answer in (
-                served.post("/v1/chat/completions", body, **bearer(key)).json()
-                for key in (BLUE, GREEN)
-            )
-        ]
-    assert hits == [[True] * 3, [False] * 3]
-
-
-@pytest.mark.parametrize(
-    "told", ["", "Bearer", f"Basic {BLUE}", f"Bearer {BLUE[:-1]}", "Bearer salt-of-blue"]
-)
-@pytest.mark.parametrize(
-    "path", ["/v1/models", "/v1/ragfuse/store", "/metrics", "/openapi.json", "/nope"]
-)
+@pytest.mark.parametrize("told", ["", f"Basic {BLUE}", f"Bearer {BLUE[:-1]}"])
+@pytest.mark.parametrize("path", ["/v1/ragfuse/store", "/metrics", "/openapi.json", "/nope"])
 def test_without_a_key_nothing_is_told(locked: Served, told: str, path: str) -> None:
     answer = locked.get(path, **({"authorization": told} if told else {}))
     assert answer.status_code == 401
     assert answer.json()["error"]["type"] == "authentication_error"
     assert answer.headers["www-authenticate"] == "Bearer"
-
-
-def test_whether_it_lives_is_told_to_all(locked: Served) -> None:
     assert locked.get("/health").json()["status"] == "ok"
 
 
@@ -111,30 +82,31 @@ def test_keys_of_one_tenant_share_what_is_stored_and_others_do_not_see_it(locked
     assert entries == {"memory": 4, "disk": 3}
 
 
-def test_a_named_salt_finds_what_was_ingested_under_it(
-    locked: Served, tmp_path: Path, varied_path: Path
+def test_a_key_finds_what_was_ingested_under_its_salt_alone(
+    varied_path: Path, tmp_path: Path
 ) -> None:
-    settings = Settings(
-        model=str(varied_path),
-        dtype="float32",
-        store=tmp_path / "store",
-        home=tmp_path,
-        salt="mine-3f1",
+    settings = settings_of(
+        varied_path,
+        tmp_path,
+        max_tokens=3,
     )
-    with Engine(settings) as engine:
-        engine.ingest([(CHUNKS[0], "book")])
-    with serving(settings.model_copy(update={"salt": ""}), Keys([f"mine-3f1:{BLUE}"])) as served:
-        told = served.post(
-            "/v1/ragfuse/explain", {"messages": [said(f"{CHUNKS[0]}\n\nWho?")]}, **bearer(BLUE)
-        ).json()
-    assert [each["hit"] for each in told["segments"]] == [True]
-
-
-def test_tenants_share_the_model_and_part_the_memory(locked: Served) -> None:
-    one, two = (locked.service.engine(tenant) for tenant in locked.service.keys.tenants)
-    assert one.model is two.model
-    assert one.digest != two.digest
-    assert one.settings.memory_bytes == locked.service.settings.memory_bytes // 2
+    for salt, text in (("mine-3f1", CHUNKS[0]), ("", CHUNKS[1])):
+        with Engine(settings.model_copy(update={"salt": salt})) as engine:
+            engine.ingest([(text, "book")])
+    body = {"messages": [said()], "documents": list(CHUNKS[:2])}
+    with serving(settings, Keys([f"mine-3f1:{BLUE}", f":{OTHER_BLUE}", GREEN])) as served:
+        hits = [
+            [each["hit"] for each in answer["segments"] if each["source"].startswith("document")]
+            for answer in (
+                served.post("/v1/ragfuse/explain", body, **bearer(key)).json()
+                for key in (BLUE, OTHER_BLUE, GREEN)
+            )
+        ]
+        one, two, _ = (served.service.engine(tenant) for tenant in served.service.keys.tenants)
+        assert one.model is two.model
+        assert one.digest != two.digest
+        assert one.settings.memory_bytes == settings.memory_bytes // 3
+    assert hits == [[True, False], [False, True], [False, False]]
 
 
 def test_nothing_of_a_key_or_a_salt_is_in_the_metrics(locked: Served) -> None:
@@ -163,15 +135,7 @@ def test_a_key_is_told_the_counts_of_its_own_tenant_and_of_all_requests(locked: 
         assert "ragfuse_requests_running " in text
 
 
-def test_where_no_key_is_needed_all_is_told(served: Served) -> None:
-    served.chat(max_tokens=1)
-    assert (
-        f'ragfuse_answers_total{{engine="{served.service.model}",how="full"}}'
-        in served.get("/metrics").text
-    )
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.0.5", "example.org", "::"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_a_host_that_others_reach_needs_a_key(host: str) -> None:
     with pytest.raises(SettingsError, match="API key"):
         check_host(host, Keys())
@@ -186,7 +150,7 @@ def test_loopback_needs_none_and_everybody_is_the_tenant_of_the_salt() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["", "short", "salt:short", "has a space in it somewhere", "ümlaut-in-the-key-of-a-test"]
+    "key", ["salt:short", "has a space in it somewhere", "ümlaut-in-the-key-of-a-test"]
 )
 def test_a_key_that_anybody_guesses_or_no_header_holds_is_told(key: str) -> None:
     with pytest.raises(SettingsError, match="16 ASCII characters"):
@@ -207,11 +171,9 @@ def test_keys_come_from_settings_and_files(tmp_path: Path, monkeypatch: pytest.M
 def test_the_log_names_tenants_as_the_store_does(
     varied_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = Settings(
-        model=str(varied_path),
-        dtype="float32",
-        store=tmp_path / "store",
-        home=tmp_path,
+    settings = settings_of(
+        varied_path,
+        tmp_path,
         max_tokens=3,
     )
     keys = [f"salt-of-blue:{BLUE}", GREEN, f":{OTHER_BLUE}"]

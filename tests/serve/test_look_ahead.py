@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from ragfuse import Engine, Settings
+from ragfuse import Engine
 from ragfuse.serve.keys import Keys
-from tests.serve.kit import Served, raw, said, serving, wait_for, writers
+from tests.serve.kit import Served, raw, said, serving, settings_of, wait_for, writers
 from tests.serve.test_gone import is_idle, long_request, send
 
 ROOM = 6
@@ -28,11 +28,9 @@ def narrow(
 ) -> Iterator[Served]:
     """A server that answers one request at a time, with little memory."""
     home = tmp_path_factory.mktemp("ahead")
-    settings = Settings(
-        model=str(varied_path),
-        dtype="float32",
-        store=home / "store",
-        home=home,
+    settings = settings_of(
+        varied_path,
+        home,
         serve_together=1,
         evict=request.param,
     )
@@ -114,9 +112,7 @@ def test_a_waiting_turn_s_conversation_comes_to_memory_before_it(narrow: Served)
 def test_tenants_conversations_of_one_name_are_told_apart(
     varied_path: Path, tmp_path: Path
 ) -> None:
-    settings = Settings(
-        model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path
-    )
+    settings = settings_of(varied_path, tmp_path)
     keys = Keys(["blue:blue-key-of-a-test-0", "green:green-key-of-a-test-0"])
     with serving(settings.model_copy(update={"serve_together": 1}), keys) as served:
         engines = {tenant.salt: served.service.engine(tenant) for tenant in keys.tenants}

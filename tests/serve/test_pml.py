@@ -13,10 +13,10 @@ from urllib.parse import quote
 import pytest
 
 from integrations.tests import pml
-from ragfuse import Engine, Settings
+from ragfuse import Engine
 from ragfuse.schemas.pml import parse_prompt
 from ragfuse.serve.keys import Keys
-from tests.serve.kit import Served, said, serving, wait_for, with_documents
+from tests.serve.kit import Served, said, serving, settings_of, wait_for, with_documents
 from tests.serve.test_keys import BLUE, GREEN, bearer
 
 openai = pytest.importorskip("openai", reason="the client is not installed")
@@ -34,11 +34,9 @@ PLAIN = (
 def served(varied_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server for two tenants, the first of which has the schemas above."""
     home = tmp_path_factory.mktemp("pml")
-    settings = Settings(
-        model=str(varied_path),
-        dtype="float32",
-        store=home / "store",
-        home=home,
+    settings = settings_of(
+        varied_path,
+        home,
         max_tokens=6,
         serve_schemas=4,
     )
@@ -120,9 +118,6 @@ def test_another_tenant_sees_and_uses_nothing_of_it(served: Served, model: str) 
             '<schema name="x">\n<modul name="y"/></schema>',
             "PML:2:1: found '<modul>' in '<schema>'; wanted 'module'",
         ),
-        ('<schema name="x">\n a < b</schema>', "PML:2:"),
-        (PROMPT, "found <prompt>; wanted <schema>"),
-        ("trip.xml", "wanted well-formed XML"),
         ("/etc/passwd", "wanted well-formed XML"),
         (
             '<!DOCTYPE x [<!ENTITY e SYSTEM "file:///etc/passwd">]><schema name="x">&e;</schema>',
@@ -132,7 +127,6 @@ def test_another_tenant_sees_and_uses_nothing_of_it(served: Served, model: str) 
             f'<schema name="long"><module name="m">{"word " * 1000}</module></schema>',
             "4,096 tokens",
         ),
-        ("", "at least 1 character"),
     ],
 )
 def test_what_is_no_schema_is_refused_with_its_line(served: Served, pml: str, told: str) -> None:
@@ -145,12 +139,6 @@ def test_what_is_no_schema_is_refused_with_its_line(served: Served, pml: str, to
     ]
 
 
-def test_no_name_of_a_schema_is_a_file_of_the_server(served: Served, tmp_path: Path) -> None:
-    (tmp_path / "secret.xml").write_text(PLAIN)
-    for name in (str(tmp_path / "secret.xml"), "../secret.xml"):
-        assert served.get(f"{SCHEMAS}/{quote(name, safe='')}", **bearer(BLUE)).status_code == 404
-
-
 def test_a_file_of_the_machine_is_not_told_to_whom_its_schema_fails(
     served: Served, tmp_path: Path
 ) -> None:
@@ -158,12 +146,9 @@ def test_a_file_of_the_machine_is_not_told_to_whom_its_schema_fails(
     path.parent.mkdir()
     path.write_text(TRIP)
     engine_of(served).schemas.register(path)
-    for answer in (
-        served.get(SCHEMAS, **bearer(BLUE)),
-        served.get(f"{SCHEMAS}/trip", **bearer(BLUE)),
-    ):
-        assert answer.status_code == 200
-        assert "secret" not in answer.text
+    shown = served.get(f"{SCHEMAS}/trip", **bearer(BLUE))
+    assert (shown.status_code, "secret" in shown.text) == (200, False)
+    assert served.get(f"{SCHEMAS}/{quote(str(path), safe='')}", **bearer(BLUE)).status_code == 404
 
 
 def test_a_tenant_has_as_many_schemas_as_it_may(served: Served) -> None:
@@ -186,9 +171,7 @@ def test_registering_ends_with_server_or_time_and_goes_on_where_it_stopped(
     is_late: bool, status: int, varied_path: Path, tmp_path: Path
 ) -> None:
     told = threading.Event()
-    settings = Settings(
-        model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path
-    )
+    settings = settings_of(varied_path, tmp_path)
     with serving(
         settings.model_copy(update={"serve_timeout_s": 2.0}) if is_late else settings
     ) as served:
@@ -289,15 +272,12 @@ def test_a_plan_over_it_is_explained(served: Served) -> None:
             "pml",
             "PML:2:1: found unknown module 'dite'",
         ),
-        ({"pml": '<prompt schema="tripp"/>'}, "pml", "'tripp', which is not registered; wanted"),
         (
             {"pml": '<prompt schema="tripp"/>'},
             "pml",
             "Register it first: POST /v1/ragfuse/schemas.",
         ),
         ({"pml": f'<prompt schema="trip"><plan days="{"d" * 40}"/></prompt>'}, "pml", "at most 12"),
-        ({"pml": TRIP}, "pml", "found <schema>; wanted <prompt>"),
-        ({"pml": ""}, "pml", "at least 1 character"),
         ({"pml": PROMPT, **with_documents(1)}, "documents", "cannot be used with documents"),
         ({"pml": PROMPT, "session_id": "s"}, "session", "cannot continue a session"),
         (
@@ -305,7 +285,6 @@ def test_a_plan_over_it_is_explained(served: Served) -> None:
             "messages",
             "cannot be used with tools",
         ),
-        ({"messages": []}, "messages", "at least one must contain text"),
     ],
 )
 def test_what_cannot_be_asked_over_a_schema_is_told(
@@ -316,10 +295,3 @@ def test_what_cannot_be_asked_over_a_schema_is_told(
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == named
     assert told in answer.json()["error"]["message"]
-
-
-def test_requests_for_a_schema_are_counted_under_one_path(served: Served) -> None:
-    served.get(f"{SCHEMAS}/trip", **bearer(BLUE))
-    text = served.get("/metrics", **bearer(BLUE)).text
-    assert f'path="{SCHEMAS}",status="200"' in text
-    assert "trip" not in text

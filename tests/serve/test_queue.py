@@ -21,7 +21,7 @@ from ragfuse.serve.admission import AdmissionControl
 from ragfuse.serve.keys import Keys
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.run import AnswerRequest, AnswerRun, Completed, TextDelta
-from tests.serve.kit import Served, said, serving, wait_for, with_documents, writers
+from tests.serve.kit import Served, said, serving, settings_of, wait_for, with_documents, writers
 from tests.serve.test_gone import is_idle, long_request, raw, send
 from tests.tiny import CHUNKS
 
@@ -32,11 +32,9 @@ BLUE, GREEN = "blue-key-of-a-test-0", "green-key-of-a-test-0"
 def narrow(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server that answers one request at a time and lets two wait."""
     home = tmp_path_factory.mktemp("narrow")
-    settings = Settings(
-        model=str(tiny_path),
-        dtype="float32",
-        store=home / "store",
-        home=home,
+    settings = settings_of(
+        tiny_path,
+        home,
         serve_together=1,
         serve_waiting=2,
     )
@@ -105,27 +103,6 @@ def test_an_answer_that_does_not_begin_in_time_is_told(tiny_settings: Settings) 
         wait_for(lambda: is_idle(served))
 
 
-async def test_an_answer_whose_time_is_over_is_what_was_written_until_then(
-    tiny_path: Path, tmp_path: Path
-) -> None:
-    settings = Settings(model=str(tiny_path), dtype="float32", store=tmp_path / "store")
-    ended = asyncio.Event()
-    with Engine(settings) as engine:
-        requests = [AnswerRequest([("user", "Who?")], Ask(max_tokens=3000))]
-        run = AnswerRun(requests, engine, asyncio.get_running_loop().time() + 600, ended.set)
-        items = run.read()
-        first = await anext(items)
-        run.finish()
-        *_, last = [item async for item in items]
-    assert isinstance(first, TextDelta)
-    assert isinstance(last, Completed)
-    assert last.is_late
-    assert 0 < len(last.answer.token_ids) < 3000
-    assert last.answer.text.startswith(first.text)
-    assert ended.is_set()
-    assert last.finish_reason == "length"
-
-
 async def test_a_turn_whose_time_is_over_is_kept_as_far_as_it_was_said(
     tiny_path: Path, tmp_path: Path
 ) -> None:
@@ -134,10 +111,14 @@ async def test_a_turn_whose_time_is_over_is_kept_as_far_as_it_was_said(
         requests = [AnswerRequest([("user", "Who?")], Ask(max_tokens=3000, session="one"))]
         run = AnswerRun(requests, engine, asyncio.get_running_loop().time() + 600, lambda: None)
         items = run.read()
-        await anext(items)
+        first = await anext(items)
         run.finish()
         *_, last = [item async for item in items]
+        assert isinstance(first, TextDelta)
         assert isinstance(last, Completed)
+        assert (last.is_late, last.finish_reason) == (True, "length")
+        assert 0 < len(last.answer.token_ids) < 3000
+        assert last.answer.text.startswith(first.text)
         (turn,) = engine.sessions.show("one").turns
         assert turn.messages[-1].text == last.answer.text
         answer = await asyncio.to_thread(
@@ -164,46 +145,14 @@ async def test_a_request_keeps_its_place_until_its_prefill_ends_however_often_it
     loop, engine = asyncio.get_running_loop(), Slow()
     run = AnswerRun([AnswerRequest("a", Ask())], engine, loop.time() + 600, ended.set)  # type: ignore[arg-type]
     await asyncio.to_thread(begun.wait, 60)
-    if late:
-        loop.call_soon(run.finish)
-        with pytest.raises(APIError, match="did not begin in time"):
-            await anext(run.read())
-    for _ in range(3):
-        run.cancel()
-        await asyncio.sleep(0.02)
+    reading = asyncio.ensure_future(anext(run.read()))
+    (run.finish if late else run.cancel)()
+    with pytest.raises(APIError, match="did not begin in time" if late else "server is stopping"):
+        await asyncio.wait_for(reading, 60)
+    run.cancel()
     assert not ended.is_set()
     prefilled.set()
     await asyncio.wait_for(ended.wait(), 60)
-
-
-async def test_who_waits_for_a_prefill_is_told_at_once_that_it_was_cancelled() -> None:
-    begun, prefilled = threading.Event(), threading.Event()
-
-    def write(say: Any, enough: threading.Event) -> Any:
-        begun.set()
-        prefilled.wait(60)
-        raise InputError("The stream was closed or finished before the answer began. Ask again.")
-
-    run = started(write, 600)
-    await asyncio.to_thread(begun.wait, 60)
-    reading = asyncio.ensure_future(anext(run.read()))
-    await asyncio.sleep(0.02)
-    run.cancel()
-    with pytest.raises(APIError, match="cancelled, because the server is stopping"):
-        await asyncio.wait_for(reading, 60)
-    prefilled.set()
-    await asyncio.wait_for(run._task, 60)
-
-
-def started(write: Any, seconds: float) -> AnswerRun:
-    """The run of one answer that `write` writes in place of an engine."""
-
-    class Given:
-        def stream(self, question: Any, ask: Ask, *, prefilled: object) -> AnswerStream:
-            return AnswerStream(write)
-
-    requests, until_s = [AnswerRequest("a", Ask())], asyncio.get_running_loop().time() + seconds
-    return AnswerRun(requests, Given(), until_s, lambda: None)  # type: ignore[arg-type]
 
 
 async def test_who_is_cancelled_in_the_moment_of_its_turn_gives_it_on() -> None:
@@ -224,11 +173,9 @@ async def test_who_is_cancelled_in_the_moment_of_its_turn_gives_it_on() -> None:
 def test_two_hundred_clients_at_once_all_get_their_own_answers(
     varied_path: Path, tmp_path: Path
 ) -> None:
-    settings = Settings(
-        model=str(varied_path),
-        dtype="float32",
-        store=tmp_path / "store",
-        home=tmp_path,
+    settings = settings_of(
+        varied_path,
+        tmp_path,
         max_tokens=6,
     )
     keys = Keys([f"blue:{BLUE}", f"green:{GREEN}"])

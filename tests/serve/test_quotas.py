@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ragfuse import Ask, Engine, Settings
+from ragfuse import Ask, Engine
 from ragfuse.admin.quotas import Quota, QuotaKeeper
 from ragfuse.serve.keys import Keys
-from tests.serve.kit import Served, said, serving, wait_for
+from tests.serve.kit import Served, said, serving, settings_of, wait_for
 from tests.serve.test_keys import BLUE, GREEN, bearer
 from tests.tiny import CHUNKS
 
@@ -20,9 +20,7 @@ from tests.tiny import CHUNKS
 @pytest.fixture
 def pair(varied_path: Path, tmp_path: Path) -> Iterator[tuple[Engine, Engine]]:
     """Two tenants on one store."""
-    settings = Settings(
-        model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path
-    )
+    settings = settings_of(varied_path, tmp_path)
     with Engine(settings) as one, Engine(settings.model_copy(update={"salt": "other"})) as other:
         yield one, other
 
@@ -101,9 +99,7 @@ def test_sessions_used_longest_ago_are_deleted(pair: tuple[Engine, Engine]) -> N
     assert {info.id for info in other.sessions.ls()} == {"a", "b", "c", "d"}
 
 
-def test_tenants_of_a_server_part_each_tier_unless_told_otherwise(
-    varied_path: Path, tmp_path: Path
-) -> None:
+def test_tenants_of_a_server_part_each_tier_unless_told_otherwise() -> None:
     assert Quota(parts=4).byte_limit(100) == 25
     assert Quota(parts=1).byte_limit(100) is None
     assert Quota(nbytes=7, parts=4).byte_limit(100) == 7
@@ -113,11 +109,9 @@ def test_a_server_keeps_its_tenants_within_their_quotas_and_shows_what_they_keep
     varied_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ragfuse.serve.service.UPKEEP_S", 0.05)
-    settings = Settings(
-        model=str(varied_path),
-        dtype="float32",
-        store=tmp_path / "store",
-        home=tmp_path,
+    settings = settings_of(
+        varied_path,
+        tmp_path,
         max_tokens=2,
         serve_tenant_texts=2,
         serve_tenant_sessions=3,
@@ -151,21 +145,3 @@ def asked(served: Served, key: str, **fields: object) -> None:
     wait_for(
         lambda: served.get("/v1/ragfuse/store", **bearer(key)).json()["waiting_to_be_encoded"] == 0
     )
-
-
-@pytest.mark.parametrize("n", [256, 257])
-def test_a_title_has_256_characters_at_most(served: Served, n: int) -> None:
-    title = "ü" * n
-    part = {"type": "text-plain", "text": CHUNKS[1]}
-    for fields in (
-        {"documents": [{"text": CHUNKS[1], "title": title}]},
-        {
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [{**part, "title": title}, {"type": "text", "text": "Who?"}],
-                }
-            ]
-        },
-    ):
-        assert served.chat(max_tokens=1, **fields).status_code == (200 if n <= 256 else 400)

@@ -19,8 +19,7 @@ import httpx
 import psutil
 import pytest
 
-from ragfuse import Settings
-from tests.serve.kit import process, said, wait_for
+from tests.serve.kit import process, said, settings_of, wait_for
 from tests.serve.test_ending import ended, model_of
 
 pytestmark = pytest.mark.slow
@@ -72,11 +71,9 @@ def watched(tiny_path: Path, tmp_path: Path) -> Iterator[Watched]:
     """One that lets 400 wait, and ends cleanly."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
-    settings = Settings(
-        model=str(tiny_path),
-        dtype="float32",
-        store=tmp_path / "store",
-        home=tmp_path,
+    settings = settings_of(
+        tiny_path,
+        tmp_path,
         max_tokens=64,
     )
     with process(settings, RAGFUSE_SERVE_WAITING="400", RAGFUSE_LEARN="off") as (run, root):
@@ -186,11 +183,9 @@ def test_clients_that_go_away_in_the_middle_of_anything_leave_nothing_behind(
 def test_a_signal_in_a_storm_answers_or_refuses_each_and_ends_cleanly(
     tiny_path: Path, tmp_path: Path
 ) -> None:
-    settings = Settings(
-        model=str(tiny_path),
-        dtype="float32",
-        store=tmp_path / "store",
-        home=tmp_path,
+    settings = settings_of(
+        tiny_path,
+        tmp_path,
         max_tokens=64,
     )
     statuses, begun = Counter[int](), threading.Semaphore(0)

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from ragfuse.transfer import TransferHandle
+
 CASES = ("full", "fused", "reused", "foreign")
 
 
@@ -105,9 +107,9 @@ def test_a_handle_that_is_wrong_costs_the_computation_alone(lie: str, pair: Any)
 
 def test_damaged_kv_is_computed(pair: Any) -> None:
     told = pair.request("foreign")
-    secret = told["params"]["ragfuse"]["secret"]
+    layout = TransferHandle.from_dict(told["params"]["ragfuse"]).key.layout
     files = (path for path in (Path(pair.prefills.url) / "chunks").rglob("*") if path.is_file())
-    path = next(path for path in files if secret.encode() in path.read_bytes()[:4096])
+    path = next(path for path in files if layout.encode() in path.read_bytes()[:4096])
     data = bytearray(path.read_bytes())
     data[-100] ^= 1
     path.write_bytes(data)

@@ -72,9 +72,8 @@ function state(each) {
   if (each.status === "failed") return each.error;
   if (each.status === "ready") {
     const parts = [many(each.passages, "passage")];
-    if (each.nbytes) parts.push(`${bytes(each.nbytes)} of KV`);
-    if (each.nbytes && each.stored_before < each.passages) parts.push(`encoded in ${seconds(each.seconds)}`);
-    if (each.note) parts.push(each.note);
+    if (each.nbytes) parts.push(`${bytes(each.nbytes)} of KV encoded in ${seconds(each.seconds)}`);
+    if (each.error) parts.push(each.error);
     return parts.join(", ");
   }
   if (each.status === "encoding") return `encoding ${each.encoded} of ${each.passages} passages`;

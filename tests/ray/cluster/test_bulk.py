@@ -14,11 +14,11 @@ import pytest
 import ray
 from typer.testing import CliRunner
 
-from ragfuse import Engine, InputError, Settings, SettingsError
+from ragfuse import Engine, InputError, Settings
 from ragfuse.cli.main import app
 from ragfuse.ray import encode
 from ragfuse.ray.bulk import BulkSummary
-from ragfuse.ray.cluster import connected, nodes, shared_settings
+from ragfuse.ray.cluster import connected, nodes
 from tests.ray.cluster.entries import contents, texts
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("two_ray_nodes")]
@@ -88,34 +88,6 @@ def test_the_command_encodes_on_the_cluster(
     told = json.loads((tmp_path / "r.json").read_text())
     assert told["encoded"] == told["ray"]["encoded"] > 0
     assert told["ray"]["tokens_per_s"] > 0
-
-
-def test_nodes_that_see_nothing_of_a_place_do_not_write_there(
-    settings: Settings, tmp_path: Path
-) -> None:
-    shared = shared_settings(settings.model_copy(update={"tiers": (f"file://{tmp_path}/objects",)}))
-    assert shared.tiers == (f"file://{tmp_path}/objects",)
-    assert shared.disk_bytes
-    assert shared.placement == "all"
-    gone = settings.model_copy(update={"tiers": ("redis://127.0.0.1:1",), "tier_timeout_s": 0.2})
-    assert shared_settings(gone).tiers == ()
-    with pytest.raises(SettingsError, match="Wanted a store that all 2 nodes"):
-        _blind(settings)
-
-
-def _blind(settings: Settings) -> None:
-    """As if the nodes were machines of their own: they look into a folder that is not the
-    caller's.
-    """
-    from ragfuse.ray import cluster
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            cluster,
-            "_seen",
-            lambda settings, places, name, members: [[False] * len(places)] * len(members),
-        )
-        shared_settings(settings)
 
 
 def test_what_is_no_dataset_of_texts_is_refused(settings: Settings) -> None:
