@@ -131,7 +131,7 @@ def shared_settings(settings: Settings) -> Settings:
     settings, places, name = settings.placed(), places_of(settings), secrets.token_hex(16)
     members = nodes()
     key = _key(name)
-    entry = as_entry(name, name.encode())
+    entry = as_entry(name.encode())
     written = [
         place
         for place in places

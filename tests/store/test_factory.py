@@ -77,7 +77,7 @@ def test_a_share_of_memory_is_left_free_for_what_is_fetched_next(tmp_path):
         for name in range(20):
             store.put(key(name), kv(), wait=True)
             assert store.tiers[0].nbytes == min(name + 1, 7) * unit
-        store.pin(*(key(name) for name in range(13, 20)))
+        store.pin([key(name) for name in range(13, 20)])
         store.put(key("more"), kv(), wait=True)
         assert store.tiers[0].nbytes == 8 * unit
 

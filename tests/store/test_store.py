@@ -302,7 +302,7 @@ def test_what_is_cleared_while_it_is_being_saved_does_not_come_back():
 def test_what_is_dropped_from_one_tier_while_it_is_being_saved_comes_back_there_in_no_way():
     slow, other = SlowTier(), SlowTier("other")
     with KVStore([MemoryTier(MB, lru), slow, other]) as store:
-        store.pin(A)
+        store.pin([A])
         store.put(A, kv())
         assert slow.started.wait(20)
         assert other.started.wait(20)
@@ -348,13 +348,13 @@ def test_a_layer_read_before_a_clear_is_not_kept_after_it(store, tmp_path):
 def test_a_pinned_chunk_is_not_evicted_from_any_tier(tmp_path):
     nbytes = encoded(kv())[0].nbytes
     with KVStore([MemoryTier(2 * nbytes, lru), DiskTier(tmp_path, 4 * nbytes, lru)]) as store:
-        store.pin(A)  # before it is there
+        store.pin([A])  # before it is there
         store.put(A, kv(1), wait=True)
         for i in range(6):
             store.put(key(i), kv(), wait=True)
         assert {entry.tier for entry in store.entries() if entry.key == A} == {"memory", "disk"}
         assert all(entry.pinned == (entry.key == A) for entry in store.entries())
-        store.unpin(A)
+        store.pin([A], False)
         for i in range(6):
             store.put(key(i), kv(), wait=True)
         assert A not in store.lookup([A])
