@@ -26,5 +26,6 @@ def as_entry(value: bytes) -> Whole:
 
 def value_of(tier: Tier, key: ChunkKey) -> bytes | None:
     """Read the value of such an entry; None if it cannot be read."""
-    found = tier.get(key, range(1))
-    return None if found is None else found[1][1:-1].numpy().tobytes()
+    for blob in (tier.get(key, range(1)) or ())[1:]:
+        return blob[1:-1].numpy().tobytes()
+    return None

@@ -15,10 +15,10 @@ from ragfuse.errors import PMLError
 from ragfuse.schemas.nodes import (
     Import,
     Item,
-    MessageNode,
     Module,
     Param,
     PMLPrompt,
+    PromptItem,
     Role,
     Scaffold,
     Schema,
@@ -88,7 +88,7 @@ def test_a_prompt_imports_by_element_names_with_arguments_as_attributes() -> Non
         " more</plan><user>Why?\n</user></prompt>"
     )
     plan = Import("plan", (("days", "a < b"),), (Import("oslo"), TextNode(" more")))
-    assert found == PMLPrompt("s", (plan, MessageNode("user", "Why?\n")), (("who", "me"),))
+    assert found == PMLPrompt("s", (plan, Role("user", (TextNode("Why?\n"),))), (("who", "me"),))
 
 
 def test_a_node_says_where_it_stands() -> None:
@@ -296,12 +296,19 @@ IMPORTS = some.recursive(
 
 @given(
     some.lists(
-        some.one_of(IMPORTS, some.builds(MessageNode, some.sampled_from(PML_ROLES), PLAIN)),
+        some.one_of(
+            IMPORTS,
+            some.builds(
+                Role,
+                some.sampled_from(PML_ROLES),
+                PLAIN.filter(bool).map(lambda text: (TextNode(text),)),
+            ),
+        ),
         max_size=5,
     ).map(parted)
 )
 def test_a_prompt_comes_back_from_its_text(
-    items: tuple[TextNode | Import | MessageNode, ...],
+    items: tuple[PromptItem, ...],
 ) -> None:
     request = PMLPrompt("s", items, (("who", "a \"b\" & 'c'"),))
     assert parse(to_pml(request)) == request

@@ -18,7 +18,7 @@ import pytest
 
 from ragfuse.errors import PMLError
 from ragfuse.schemas.layout import Encode, ModulePosition, SchemaLayout, lay_out
-from ragfuse.schemas.nodes import Import, MessageNode, PMLPrompt, Schema
+from ragfuse.schemas.nodes import Import, PMLPrompt, Role, Schema, TextNode
 from ragfuse.schemas.pml import parse, read
 from ragfuse.schemas.pml_writer import to_pml
 from tests.text.layouts import GAP, TURNS, Bound, encode
@@ -149,7 +149,9 @@ def test_a_published_file_parses_lays_out_and_binds_or_is_refused_with_its_line(
     assert parse(to_pml(found)) == found
     if isinstance(found, Schema):
         layout = layout_of(found)
-        request = PMLPrompt(found.name, (*everything(layout.root), MessageNode("user", "Why?")))
+        request = PMLPrompt(
+            found.name, (*everything(layout.root), Role("user", (TextNode("Why?"),)))
+        )
         all_bound = bound(request, layout)
         assert as_text(all_bound.prompt).endswith("{UWhy?}{A")
         assert sum(len(run.tokens) for run in layout.modules.values()) > 0
