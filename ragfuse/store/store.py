@@ -77,7 +77,7 @@ class KVStore:
     and logged.
 
     Args:
-        tiers: The tiers, fastest first.
+        tiers: The tiers, fastest first, of different names.
         codecs: Returns the codec of a level for a model. A level without a codec counts as not
             stored.
         levels: Codec levels that each tier is written at, by tier name; "raw" for a tier that is
@@ -90,9 +90,6 @@ class KVStore:
         report_every_s: Seconds between two reports of a chunk's use to the tiers that it was not
             read from. Without these reports, a chunk that is always read from memory would age, and
             be evicted, in the other tiers.
-
-    Raises:
-        StoreError: Two tiers have the same name.
     """
 
     def __init__(
@@ -107,10 +104,6 @@ class KVStore:
     ) -> None:
         self.tiers, self.expired, self._clock = tuple(tiers), expired, clock
         self.levels = TierLevels(codecs, levels)
-        if len({tier.name for tier in self.tiers}) < len(self.tiers):
-            raise StoreError(
-                f"Tiers need different names; found: {self._names()}. Give each its own."
-            )
         self._saves, self._closed = Saves(self.tiers, writer_queue, self.levels), False
         self.report_every_s = 600.0
 
@@ -266,7 +259,8 @@ class KVStore:
         for tier in self.tiers:
             if tier.name == name:
                 return tier
-        raise StoreError(f"The store has no tier {name!r}; it has: {self._names()}.")
+        names = ", ".join(tier.name for tier in self.tiers) or "none"
+        raise StoreError(f"The store has no tier {name!r}; it has: {names}.")
 
     # saving and forgetting
 
@@ -403,9 +397,6 @@ class KVStore:
         return list(self.expired(entries, self._clock())) if self.expired is not None else []
 
     # inside
-
-    def _names(self) -> str:
-        return ", ".join(tier.name for tier in self.tiers) or "none"
 
     def _was_read(self, found: EncodedLayers, epoch: int) -> None:
         if found.first == 0:

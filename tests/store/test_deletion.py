@@ -58,13 +58,6 @@ def test_it_is_no_known_chunk_any_more_here_and_in_later_engines(filled, tiny_se
             assert is_known(engine, CHUNKS[2])
 
 
-def test_texts_that_nobody_knows_free_nothing(filled):
-    before = filled.store.entries()
-    assert filled.forget(["", "A text that nobody has ever stored anywhere at all."]) == 0
-    assert filled.forget([]) == 0
-    assert {entry.key for entry in filled.store.entries()} == {entry.key for entry in before}
-
-
 def test_another_tenant_keeps_its_own(filled, tiny_settings):
     with Engine(tiny_settings.model_copy(update={"salt": "theirs"})) as other:
         ingest(other)

@@ -34,18 +34,6 @@ def where(store: KVStore, *keys) -> list[str]:
     return ["+".join(tier.name for tier in store.tiers if one in tier.stat([one])) for one in keys]
 
 
-# pinning and forgetting many
-
-
-def test_many_are_forgotten_everywhere_or_in_one_tier(store, tmp_path):
-    for one in KEYS[:4]:
-        store.put(one, kv(), wait=True)
-    assert len(store.forget(KEYS[:1]).entries) == 2
-    assert len(store.forget(KEYS[1:3], "memory").entries) == 2
-    assert where(store, *KEYS[:4]) == ["", "disk", "disk", "memory+disk"]
-    assert len(files(tmp_path)) == 3
-
-
 # too old
 
 
