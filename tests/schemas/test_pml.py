@@ -285,44 +285,11 @@ def test_what_xml_cannot_hold_is_replaced_when_written() -> None:
 
 
 PIECES = some.sampled_from(
-    [
-        *(f"<{tag}>" for tag in sorted(PML_TAGS)),
-        *(f"</{tag}>" for tag in sorted(PML_TAGS)),
-        *(
-            "<schema name='s'>",
-            "<module name='m'>",
-            "<module name='n' cache='false'>",
-            "<param name='p' len='2'/>",
-        ),
-        *(
-            "<prompt schema='s'>",
-            "<m/>",
-            "<m p='1'>",
-            "</m>",
-            "<![CDATA[",
-            "]]>",
-            "<!--",
-            "-->",
-            "<!DOCTYPE a [",
-            "]>",
-        ),
-        *(
-            "<?xml version='1.0'?>",
-            "<?a?>",
-            "&lt;",
-            "&x;",
-            "&#0;",
-            "&#xffff;",
-            "<",
-            "&",
-            "'",
-            '"',
-            "=",
-            "\0",
-            "\ufeff",
-            " ",
-        ),
-    ]
+    [f"<{slash}{tag}>" for tag in sorted(PML_TAGS) for slash in ("", "/")]
+    + ["<schema name='s'>", "<module name='m'>", "<module name='n' cache='false'>"]
+    + ["<param name='p' len='2'/>", "<prompt schema='s'>", "<m/>", "<m p='1'>", "</m>"]
+    + ["<![CDATA[", "]]>", "<!--", "-->", "<!DOCTYPE a [", "]>", "<?xml version='1.0'?>", "<?a?>"]
+    + ["&lt;", "&x;", "&#0;", "&#xffff;", "\ufeff", *"<&'\"=\0 "]
 )
 
 

@@ -57,16 +57,6 @@ def test_for_a_model_on_a_gpu_its_memory_comes_first(tmp_path):
         assert [tier.name for tier in store.tiers] == ["memory", "disk"]
 
 
-def test_a_further_folder_keeps_what_it_has_where_the_own_disk_is_off(tmp_path):
-    settings = Settings(
-        home=tmp_path, tiers=(str(tmp_path / "kept"),), disk_bytes=0, memory_bytes=0
-    )
-    for _ in range(2):
-        with open_store(settings, lru) as store:
-            store.put(key("a"), kv(), wait=True)
-            assert store.lookup([key("a")])
-
-
 def test_a_share_of_memory_is_left_free_for_what_is_fetched_next(tmp_path):
     with open_store(Settings(home=tmp_path, disk_bytes=0), lru) as store:
         store.put(key("unit"), kv(), wait=True)
