@@ -93,12 +93,7 @@ def bind(
         layout, encode, _sources(layout, imports), key_of, "chunk" if blend else "module"
     )
     placing.scope(layout.root, request.items, request.args, request.at)
-    ending = (
-        tuple(encode(request.ending, False))
-        if request.ending
-        else _generation_prompt(request, layout, encode)
-    )
-    placing.free(_Free(ending, request.at))
+    placing.free(_Free(_ending(request, layout, encode), request.at))
     unions = {layout.places[path].union for path in imports} - {0}
     others = dict.fromkeys(
         key_of(run)
@@ -159,14 +154,14 @@ def _sources(layout: SchemaLayout, imports: Mapping[str, SourcePosition]) -> dic
     return found
 
 
-def _generation_prompt(request: PMLPrompt, layout: SchemaLayout, encode: Encode) -> tuple[int, ...]:
-    """Return the ids of the generation prompt; none if the prompt has no messages or begins the
-    answer itself.
+def _ending(request: PMLPrompt, layout: SchemaLayout, encode: Encode) -> tuple[int, ...]:
+    """Return the ids of the request's ending, else of the generation prompt; none if the prompt has
+    no messages or begins the answer itself.
     """
-    items = _stripped(request.items)
-    adds_messages = any(isinstance(item, Role) for item in items)
-    is_open = adds_messages and isinstance(items[-1], Role) and items[-1].role == "assistant"
-    if is_open or not (adds_messages or has_messages(layout.schema.items)):
+    if request.ending:
+        return tuple(encode(request.ending, False))
+    roles = [item.role if isinstance(item, Role) else "" for item in _stripped(request.items)]
+    if roles[-1:] == ["assistant"] or not (any(roles) or has_messages(layout.schema.items)):
         return ()
     return tuple(encode(layout.wrapping.ask, True))
 
