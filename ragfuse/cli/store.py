@@ -209,7 +209,7 @@ def pin(
         rows = [row for row in rows if row.entry.tier in pinning]
         changing = [row for row in rows if row.entry.pinned is off]
         keys = {row.entry.key for row in changing}
-        (admin.store.unpin if off else admin.store.pin)(*keys)
+        admin.store.pin(keys, not off)
         silent = admin.silent(entry_filter)
     word = "unpinned" if off else "pinned"
     say(console, f"{describe(changing)} {word}, {len(rows) - len(changing):,} were so before.")

@@ -11,7 +11,7 @@ modules at the schema's end that are not imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -26,8 +26,9 @@ from ragfuse.schemas.layout import (
 )
 from ragfuse.schemas.nodes import (
     Import,
-    MessageNode,
     PMLPrompt,
+    PromptItem,
+    Role,
     SourcePosition,
     TextNode,
     has_messages,
@@ -40,7 +41,7 @@ KeyOf = Callable[[SchemaRun], ChunkKey]
 """Returns the key of a run's KV, encoded alone at its own positions; `ChunkKey.layout` is
 `SchemaRun.layout`.
 """
-Items = tuple[TextNode | Import | MessageNode, ...]
+Items = tuple[PromptItem, ...]
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,13 @@ def bind(
         layout, encode, _sources(layout, imports), key_of, "chunk" if blend else "module"
     )
     placing.scope(layout.root, request.items, request.args, request.at)
-    ending = (
-        tuple(encode(request.ending, False))
-        if request.ending
-        else _generation_prompt(request, layout, encode)
+    placing.free(_Free(_ending(request, layout, encode), request.at))
+    unions = {layout.places[path].union for path in imports} - {0}
+    others = dict.fromkeys(
+        key_of(run)
+        for path, run in layout.modules.items()
+        if layout.places[path].union in unions and path not in imports
     )
-    placing.free(_Free(ending, request.at))
-    others = dict.fromkeys(map(key_of, _others(layout, imports)))
     return placing.prompt(request.at, tuple(others))
 
 
@@ -153,21 +154,14 @@ def _sources(layout: SchemaLayout, imports: Mapping[str, SourcePosition]) -> dic
     return found
 
 
-def _others(layout: SchemaLayout, imports: Mapping[str, SourcePosition]) -> Iterator[SchemaRun]:
-    unions = {layout.places[path].union for path in imports} - {0}
-    for path, place in layout.places.items():
-        if place.union in unions and path not in imports and path in layout.modules:
-            yield layout.modules[path]
-
-
-def _generation_prompt(request: PMLPrompt, layout: SchemaLayout, encode: Encode) -> tuple[int, ...]:
-    """Return the ids of the generation prompt; none if the prompt has no messages or begins the
-    answer itself.
+def _ending(request: PMLPrompt, layout: SchemaLayout, encode: Encode) -> tuple[int, ...]:
+    """Return the ids of the request's ending, else of the generation prompt; none if the prompt has
+    no messages or begins the answer itself.
     """
-    items = _stripped(request.items)
-    adds_messages = any(isinstance(item, MessageNode) for item in items)
-    is_open = adds_messages and isinstance(items[-1], MessageNode) and items[-1].role == "assistant"
-    if is_open or not (adds_messages or has_messages(layout.schema.items)):
+    if request.ending:
+        return tuple(encode(request.ending, False))
+    roles = [item.role if isinstance(item, Role) else "" for item in _stripped(request.items)]
+    if roles[-1:] == ["assistant"] or not (any(roles) or has_messages(layout.schema.items)):
         return ()
     return tuple(encode(layout.wrapping.ask, True))
 
@@ -242,7 +236,7 @@ class _Placing:
                 imports[item.name] = item, [] if imports else texts, (texts := [])
                 at_end = []
                 continue
-            if i > last_import and isinstance(item, MessageNode):
+            if i > last_import and isinstance(item, Role):
                 texts = at_end
             if free := self._free(item, is_last=i == len(items) - 1):
                 texts.append(free)
@@ -287,7 +281,7 @@ class _Placing:
             found[name] = tokens
         return found
 
-    def _free(self, item: TextNode | MessageNode, is_last: bool) -> _Free | None:
+    def _free(self, item: TextNode | Role, is_last: bool) -> _Free | None:
         """Return the tokens of a text; None for white space. An assistant's message at the end is
         left open.
         """
@@ -296,10 +290,11 @@ class _Placing:
                 _Free(tuple(self.encode(item.text, False)), item.at) if item.text.strip() else None
             )
         before, after = self.layout.wrapping.around(item.role)
+        text = "".join(each.text for each in item.items if isinstance(each, TextNode))
         is_open = is_last and item.role == "assistant"
         ends = () if is_open else tuple(self.encode(after, True))
         return _Free(
-            (*opened(self.encode, before), *self.encode(item.text, False), *ends),
+            (*opened(self.encode, before), *self.encode(text, False), *ends),
             item.at,
             item.role,
         )

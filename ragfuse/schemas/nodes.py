@@ -87,7 +87,7 @@ class Union:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A message of a schema, wrapped as the model's chat template does."""
+    """A message, wrapped as the model's chat template does. One of a prompt holds only text."""
 
     role: RoleName
     items: tuple[Item, ...] = ()
@@ -134,17 +134,11 @@ class Import:
 
     name: str
     args: tuple[tuple[str, str], ...] = ()
-    items: tuple[TextNode | Import | MessageNode, ...] = ()
+    items: tuple[PromptItem, ...] = ()
     at: SourcePosition = field(default=NOWHERE, compare=False, repr=False)
 
 
-@dataclass(frozen=True, slots=True)
-class MessageNode:
-    """A message that a prompt adds, after or between its imports."""
-
-    role: RoleName
-    text: str = ""
-    at: SourcePosition = field(default=NOWHERE, compare=False, repr=False)
+PromptItem = TextNode | Import | Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +156,7 @@ class PMLPrompt:
     """
 
     schema: str
-    items: tuple[TextNode | Import | MessageNode, ...] = ()
+    items: tuple[PromptItem, ...] = ()
     args: tuple[tuple[str, str], ...] = ()
     at: SourcePosition = field(default=NOWHERE, compare=False, repr=False)
     ending: str = ""
@@ -170,7 +164,7 @@ class PMLPrompt:
 
     def asking(self, text: str, role: RoleName = "user") -> PMLPrompt:
         """Return a copy with one more message at its end."""
-        return replace(self, items=(*self.items, MessageNode(role, text)))
+        return replace(self, items=(*self.items, Role(role, (TextNode(text),))))
 
     def with_ending(self, text: str) -> PMLPrompt:
         """Return a copy with this text added to its ending, for the model to continue."""

@@ -20,10 +20,10 @@ from xml.parsers import expat
 from ragfuse.errors import PMLError
 from ragfuse.schemas.nodes import (
     Import,
-    MessageNode,
     Module,
     Param,
     PMLPrompt,
+    PromptItem,
     Role,
     RoleName,
     Scaffold,
@@ -243,20 +243,20 @@ def _node(element: _Element) -> Any:
             return Role(cast(RoleName, tag), items, at)
 
 
-def _imports(element: _Element) -> tuple[TextNode | Import | MessageNode, ...]:
+def _imports(element: _Element) -> tuple[PromptItem, ...]:
     """Return the items of a prompt, or of an import in it."""
 
-    def found() -> Iterator[TextNode | Import | MessageNode]:
+    def found() -> Iterator[PromptItem]:
         for child in element.items:
             if isinstance(child, TextNode):
                 yield child
             elif child.tag in PML_ROLES and element.tag == "prompt":
-                texts = [each.text for each in child.items if isinstance(each, TextNode)]
+                texts = [each for each in child.items if isinstance(each, TextNode)]
                 if child.attributes or len(texts) < len(child.items):
                     raise child.at.error(
                         f"'<{child.tag}>' with more than text", "only text in a message of a prompt"
                     )
-                yield MessageNode(cast(RoleName, child.tag), "".join(texts), child.at)
+                yield Role(cast(RoleName, child.tag), joined(texts), child.at)
             elif child.tag in PML_TAGS:
                 wanted = "modules to import; messages only directly in '<prompt>'"
                 raise child.at.error(f"'<{child.tag}>' in '<{element.tag}>'", wanted)

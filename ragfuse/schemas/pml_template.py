@@ -17,9 +17,9 @@ from ragfuse.errors import InputError
 from ragfuse.schemas.frontends.python import schema_of
 from ragfuse.schemas.frontends.templates import Part, Syntax, from_template, parsed
 from ragfuse.schemas.nodes import (
-    MessageNode,
     Param,
     PMLPrompt,
+    Role,
     Schema,
     SourcePosition,
     TextNode,
@@ -224,7 +224,9 @@ def _changed(node: Any, change: Change) -> Any:
     """Return a prompt or an item of it with `change` applied to its texts and to those of its
     arguments.
     """
-    if isinstance(node, TextNode | MessageNode):
+    if isinstance(node, TextNode):
         return replace(node, text=change(node.text, node.at))
-    args = tuple((name, change(value, node.at)) for name, value in node.args)
-    return replace(node, args=args, items=tuple(_changed(each, change) for each in node.items))
+    if not isinstance(node, Role):
+        args = tuple((name, change(value, node.at)) for name, value in node.args)
+        node = replace(node, args=args)
+    return replace(node, items=tuple(_changed(each, change) for each in node.items))

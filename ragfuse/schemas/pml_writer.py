@@ -10,7 +10,6 @@ from xml.sax.saxutils import escape, quoteattr
 from ragfuse.schemas.nodes import (
     Import,
     Item,
-    MessageNode,
     Module,
     Param,
     PMLPrompt,
@@ -26,7 +25,7 @@ NO_TEXT = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML cannot represent."""
 
 
-def to_pml(node: Schema | PMLPrompt | Import | MessageNode | Scaffold | Item) -> str:
+def to_pml(node: Schema | PMLPrompt | Import | Scaffold | Item) -> str:
     """Return a node as PML text that parses back to an equal node, with neighbouring texts merged.
 
     Texts are written as `whole_text` has them, and U+FFFD stands for characters that XML cannot
@@ -64,8 +63,6 @@ def _parts_of(node: Any) -> tuple[str, Iterable[tuple[str, str]], Iterable[Any]]
             return "scaffold", [("modules", " ".join(modules))], ()
         case Role(role, items):
             return role, (), items
-        case MessageNode(role, text):
-            return role, (), [TextNode(text)]
         case Import(name, args, items):
             return name, args, items
         case PMLPrompt(schema, items, args, ending=ending):

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -61,14 +60,12 @@ class StoredSchema:
     def from_dict(cls, data: Mapping[str, Any]) -> StoredSchema | None:
         """Return the schema of a catalog record; None if the record is not one."""
         try:
-            return _adapter().validate_python(dict(data))
+            return _STORED.validate_python(dict(data))
         except ValidationError:
             return None
 
 
-@cache
-def _adapter() -> TypeAdapter[StoredSchema]:
-    return TypeAdapter(StoredSchema)
+_STORED = TypeAdapter(StoredSchema)
 
 
 class SchemaRegistry:

@@ -7,8 +7,7 @@ depends on other messages is not detected.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 
 from ragfuse.schemas.layout import NO_WRAPPING, Wrapping
 
@@ -16,14 +15,6 @@ RenderMessages = Callable[[list[dict[str, str]], bool], str]
 """Renders messages, with the generation prompt if the second argument is True; may raise any
 exception.
 """
-
-PROBE_TEXTS: Mapping[str, Sequence[str]] = MappingProxyType(
-    {
-        "system": ("probed-rule",),
-        "user": ("probed-question", "probed-request"),
-        "assistant": ("probed-answer", "probed-reply"),
-    }
-)
 
 
 def wrapping_of(render: RenderMessages, bos: str = "") -> tuple[str, Wrapping]:
@@ -63,7 +54,7 @@ def _between(render: RenderMessages, roles: Sequence[str], ask: bool = False) ->
     """Return the text before, between and after messages of these roles; ValueError if one is not
     rendered.
     """
-    marks = [PROBE_TEXTS[role][roles[:at].count(role)] for at, role in enumerate(roles)]
+    marks = [f"probed-{at}-{role}" for at, role in enumerate(roles)]
     text = render(
         [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)], ask
     )

@@ -22,10 +22,6 @@ log = logging.getLogger("ragfuse.store")
 
 _OWN_FILE, _GROUP_FOLDER, _GROUP_FILE = 0o600, 0o2770, 0o660
 _SHARED = stat.S_ISGID | stat.S_IWGRP
-_OTHERS: tuple[tuple[SharedWith, int], ...] = (
-    ("nobody", stat.S_IRWXG | stat.S_IRWXO),
-    ("group", stat.S_IRWXO),
-)
 
 
 def make_root(path: Path, shared_with: SharedWith = "nobody") -> None:
@@ -48,7 +44,8 @@ def make_root(path: Path, shared_with: SharedWith = "nobody") -> None:
     if shared_with == "group" and not _is_shared(found.st_mode) and found.st_uid == os.geteuid():
         path.chmod(_GROUP_FOLDER)
         found = path.stat()
-    if stat.S_IMODE(found.st_mode) & dict(_OTHERS)[shared_with]:
+    others = stat.S_IRWXO if shared_with == "group" else stat.S_IRWXG | stat.S_IRWXO
+    if found.st_mode & others:
         _warn_once(str(path), stat.S_IMODE(found.st_mode))
 
 

@@ -13,20 +13,17 @@ from __future__ import annotations
 
 import json
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from ragfuse.errors import StoreError
 from ragfuse.process.shared import note
 from ragfuse.settings import SharedWith
 from ragfuse.store.breaker import Breaker
-from ragfuse.store.database import Database
+from ragfuse.store.database import Database, Queries, T, json_object
 from ragfuse.store.folder import open_folder
 from ragfuse.store.session_catalog import SESSION_SCHEMA, SessionQueries
-
-T = TypeVar("T")
 
 COOL_DOWN_S = 10.0
 """Seconds without another try after the file could not be read or written."""
@@ -61,57 +58,41 @@ class KnownText(NamedTuple):
     source: str
 
 
-class CatalogQueries(ABC):
+class CatalogQueries(Queries):
     """The queries of a catalog; a subclass decides what happens when its file cannot be used."""
-
-    @abstractmethod
-    def ask(self, query: Callable[[Database], T], default: T) -> T:
-        """Return the result of `query`, run on the database, or `default`."""
 
     @property
     def sessions(self) -> SessionQueries:
         """The queries of the sessions in this catalog."""
-        return SessionQueries(self.ask)
+        return SessionQueries(self)
 
     def get(self, name: str) -> dict[str, Any] | None:
         """Return the profile of that name, or None if there is none or it is damaged."""
-        return self.ask(lambda database: _profile(database, name), None)
+        for (text,) in self.query("SELECT profile FROM profiles WHERE name = ?", name):
+            return json_object(text)
+        return None
 
     def put(self, name: str, profile: Mapping[str, Any]) -> bool:
         """Save a profile of plain JSON types, replacing an earlier one, and return whether it was
         written.
         """
-        row = name, json.dumps(dict(profile))
-        return self.ask(
-            lambda database: (
-                database.change("INSERT OR REPLACE INTO profiles VALUES (?, ?)", row) > 0
-            ),
-            False,
-        )
+        replace = "INSERT OR REPLACE INTO profiles VALUES (?, ?)"
+        return self.change(replace, name, json.dumps(dict(profile))) > 0
 
     def settle(self, name: str, profile: Mapping[str, Any]) -> dict[str, Any]:
         """Return the profile of that name; if there is none, save `profile` first. Concurrent
         callers get the same.
         """
-
-        def settled(database: Database) -> dict[str, Any]:
-            row = name, json.dumps(dict(profile))
-            database.change("INSERT OR IGNORE INTO profiles VALUES (?, ?)", row)
-            return _profile(database, name) or dict(profile)
-
-        return self.ask(settled, dict(profile))
+        self.change("INSERT OR IGNORE INTO profiles VALUES (?, ?)", name, json.dumps(dict(profile)))
+        return self.get(name) or dict(profile)
 
     def delete(self, name: str) -> None:
         """Delete the profile of that name, if there is one."""
-        self.ask(
-            lambda database: database.change("DELETE FROM profiles WHERE name = ?", (name,)), 0
-        )
+        self.change("DELETE FROM profiles WHERE name = ?", name)
 
     def names(self) -> list[str]:
         """Return the names of all profiles, sorted."""
-        return self.ask(
-            lambda database: database.words("SELECT name FROM profiles ORDER BY name"), []
-        )
+        return self.words("SELECT name FROM profiles ORDER BY name")
 
     def add_texts(self, model: str, texts: Iterable[tuple[str, str, str]]) -> None:
         """Save (key, text, source) of chunks encoded for the model digest `model`; adding one again
@@ -129,34 +110,22 @@ class CatalogQueries(ABC):
         """Return the oldest `n` known texts of a model digest (-1: all), in order; one of two
         sources comes twice.
         """
-
-        def found(database: Database) -> list[KnownText]:
-            rows = database.query(_TEXTS, (model, n))
-            # else damaged
-            return [KnownText(*row) for row in rows if all(isinstance(word, str) for word in row)]
-
-        return self.ask(found, [])
+        rows = self.query(_TEXTS, model, n)
+        # else damaged
+        return [KnownText(*row) for row in rows if all(isinstance(word, str) for word in row)]
 
     def knows(self, model: str, keys: Collection[str]) -> bool:
         """Return whether a model digest has a known text for each of these keys."""
         wanted = set(keys)
-        arguments = model, json.dumps(list(wanted))
-        return self.ask(
-            lambda database: bool(database.number(_KNOWN, arguments) == len(wanted)), False
-        )
+        return self.number(_KNOWN, model, json.dumps(list(wanted))) == len(wanted)
 
     def count_texts(self, model: str) -> int:
         """Return how many known texts a model digest has; a text from two sources counts twice."""
-        return self.ask(
-            lambda database: database.number(
-                "SELECT count(*) FROM texts WHERE model = ?", (model,)
-            ),
-            0,
-        )
+        return self.number("SELECT count(*) FROM texts WHERE model = ?", model)
 
     def tenants(self) -> list[str]:
         """Return the model digests that have known texts or sessions, sorted."""
-        return self.ask(lambda database: database.words(_TENANTS), [])
+        return self.words(_TENANTS)
 
     def delete_texts(
         self,
@@ -178,7 +147,7 @@ class CatalogQueries(ABC):
             if value is not None:
                 sql += f" AND {test}"
                 arguments.append(value)
-        return self.ask(lambda database: database.change(sql, arguments), 0)
+        return self.change(sql, *arguments)
 
 
 class CatalogFile(CatalogQueries):
@@ -277,12 +246,3 @@ class Catalog(CatalogQueries):
     def close(self) -> None:
         """Close the file. From now on queries return their defaults, and nothing is saved."""
         self.strict.close()
-
-
-def _profile(database: Database, name: str) -> dict[str, Any] | None:
-    rows = database.query("SELECT profile FROM profiles WHERE name = ?", (name,))
-    try:
-        profile = json.loads(rows[0][0]) if rows else None
-    except ValueError:
-        return None
-    return profile if isinstance(profile, dict) else None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from struct import Struct
 
 from blake3 import blake3
@@ -85,7 +86,8 @@ class Header:
         try:
             fields = json.loads(text)
             meta = EntryMeta.from_json(fields["meta"])
-            return cls(ChunkKey.parse(fields["key"]), meta, offsets(end, meta))
+            offsets = accumulate((_aligned(layer.nbytes) for layer in meta.layers), initial=end)
+            return cls(ChunkKey.parse(fields["key"]), meta, list(offsets))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"its header cannot be read: {error!r}") from error
 
@@ -110,11 +112,3 @@ class Header:
                 raise ValueError(f"checksum of layer {at} does not match")
             blobs.append(blob)
         return blobs
-
-
-def offsets(header_nbytes: int, meta: EntryMeta) -> list[int]:
-    """Return the offset of each piece in bytes, and last the size of the whole entry."""
-    found = [_aligned(header_nbytes)]
-    for layer in meta.layers:
-        found.append(found[-1] + _aligned(layer.nbytes))
-    return found

@@ -91,11 +91,7 @@ class CodecRegistry:
         """
         key, value = _key(tables.digest), json.dumps(tables.as_dict()).encode()
         for tier in self.tiers:
-            if (
-                tier.slow
-                and key not in tier.stat([key])
-                and tier.put(key, *as_entry(tables.digest, value))
-            ):
+            if tier.slow and key not in tier.stat([key]) and tier.put(key, *as_entry(value)):
                 tier.pin([key], True)
 
     # inside

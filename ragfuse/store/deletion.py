@@ -132,8 +132,7 @@ class Freed:
 def gc(store: KVStore) -> dict[str, Freed]:
     """Collect garbage: delete expired entries, and what no entry needs.
 
-    An entry that has expired in one tier is kept while another tier of this store has a more recent
-    use of it. Remote tiers expire entries by themselves.
+    Remote tiers expire entries by themselves.
 
     Returns:
         What was freed since the store was opened, by tier name; tiers that do not answer are left
@@ -149,10 +148,7 @@ def gc(store: KVStore) -> dict[str, Freed]:
 
 
 def _delete_expired(store: KVStore, tier: Tier) -> tuple[int, int]:
-    old = set(store.too_old(tier.list()))
-    for other in store.tiers if old else ():
-        there = other.stat(old)  # also of this tier: one may have been used while listing
-        old -= there.keys() - set(store.too_old(there.values()))
-    nbytes = sum(entry.nbytes for entry in tier.stat(old).values())
-    n_deleted = tier.delete(old) if old else 0
-    return n_deleted, nbytes if n_deleted else 0
+    entries = tier.stat(store.too_old(tier.list()))
+    old = store.too_old(entries.values())  # one may have been used while listing
+    n_deleted = tier.delete(old)
+    return n_deleted, sum(entries[key].nbytes for key in old) if n_deleted else 0

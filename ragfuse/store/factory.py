@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from importlib import import_module
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +76,7 @@ def open_store(settings: Settings, evict: Evictor, codecs: Codecs = tableless) -
 
 
 def open_tier(
-    url: str, settings: Settings, evict: Evictor, names_in_use: list[str] | None = None
+    url: str, settings: Settings, evict: Evictor, names_in_use: Collection[str] = ()
 ) -> Tier:
     """Open the tier at a URL or in a folder.
 
@@ -100,7 +102,7 @@ def open_tier(
     return tier
 
 
-def free_name(kind: str, in_use: list[str] | None) -> str:
+def free_name(kind: str, in_use: Collection[str]) -> str:
     """Return the first name of `redis`, `redis-2`, `redis-3`, ... that is not in use."""
-    names = (kind, *(f"{kind}-{number}" for number in range(2, len(in_use or ()) + 3)))
-    return next(name for name in names if name not in (in_use or ()))
+    names = chain([kind], (f"{kind}-{number}" for number in count(2)))
+    return next(name for name in names if name not in in_use)

@@ -112,14 +112,16 @@ class MemoryTier(Tier):
         """Store an entry (`Tier.put`). Without `copies` the tensors are shared: do not write to
         them afterwards.
         """
-        nbytes = self._size(blobs)
+        nbytes = _ends(blobs)[-1] if self.copies else sum(blob.numel() for blob in blobs)
+        nbytes = self.occupied(nbytes)
         if not self._reserve(key, nbytes):
             self.counts.add("refused")
             return False
         try:
             blobs = self._stored_here(blobs)
         except BaseException as error:
-            self._release(nbytes)
+            with self._lock:
+                self._nbytes -= nbytes
             # out of memory, no such device
             if not isinstance(error, (RuntimeError, AssertionError)):
                 raise
@@ -162,12 +164,6 @@ class MemoryTier(Tier):
                 if key in self._slots:
                     slot = self._slots[key] = self._slots.pop(key)
                     slot.entry = replace(slot.entry, last_used=self._clock())
-
-    def _size(self, blobs: Sequence[Tensor]) -> int:
-        """Return the bytes that these pieces occupy in this tier."""
-        return self.occupied(
-            _ends(blobs)[-1] if self.copies else sum(blob.numel() for blob in blobs)
-        )
 
     def occupied(self, nbytes: int) -> int:
         """Return the bytes that an entry of `nbytes` occupies: if pinned, the next power of two."""
@@ -219,10 +215,6 @@ class MemoryTier(Tier):
         slot = self._slots.pop(key, None)
         self._nbytes -= slot.nbytes if slot else 0
         return slot is not None
-
-    def _release(self, nbytes: int) -> None:
-        with self._lock:
-            self._nbytes -= nbytes
 
 
 def _ends(blobs: Sequence[Tensor]) -> list[int]:

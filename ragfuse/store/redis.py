@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 from ragfuse.errors import StoreError
 from ragfuse.settings import Settings
@@ -159,12 +158,6 @@ def _connect(url: str, timeout_s: float) -> tuple[Any, tuple[type[Exception], ..
     # a connection that was idle may have been closed
     retry = Retry(NoBackoff(), 1, (redis.ConnectionError,))
     try:
-        parts = urlsplit(url)
-        database = parts.path.strip("/")
-        if parts.scheme != "unix" and not (
-            parts.hostname and (database.isdecimal() or not database)
-        ):
-            raise ValueError("no host, or the database is not a number")
         client = redis.Redis.from_url(
             url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=retry
         )

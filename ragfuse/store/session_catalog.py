@@ -7,15 +7,13 @@ version it replaces.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import inf
 from sqlite3 import Connection
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
-from ragfuse.store.database import Database
-
-T = TypeVar("T")
+from ragfuse.store.database import Database, Queries, json_object
 
 SESSION_TABLES = ("sessions", "session_keys")
 _GET = "SELECT version, used, state FROM sessions WHERE model = ? AND id = ?"
@@ -68,38 +66,24 @@ class SessionInfo:
         return asdict(self)
 
 
-class QueryRunner(Protocol):
-    """Runs a query on the database; returns the default if that cannot be used."""
-
-    def __call__(self, query: Callable[[Database], T], default: T) -> T:
-        """Return the result of `query`, or `default`."""
-        ...
-
-
 class SessionQueries:
     """Queries about the sessions in a catalog. Threads and processes may share them.
 
     Args:
-        ask: Runs a query.
+        catalog: Runs the queries.
     """
 
-    def __init__(self, ask: QueryRunner) -> None:
-        self._ask = ask
+    def __init__(self, catalog: Queries) -> None:
+        self._catalog = catalog
 
     def get(self, model: str, id: str) -> tuple[int, float, dict[str, Any]] | None:
         """Return version, last use and state of a session, or None if there is none or its state is
         damaged.
         """
-
-        def found(database: Database) -> tuple[int, float, dict[str, Any]] | None:
-            rows = database.query(_GET, (model, id))
-            try:
-                state = json.loads(rows[0][2]) if rows else None
-            except ValueError:
-                return None
-            return (*rows[0][:2], state) if isinstance(state, dict) else None
-
-        return self._ask(found, None)
+        for version, used, text in self._catalog.query(_GET, model, id):
+            if (state := json_object(text)) is not None:
+                return version, used, state
+        return None
 
     def put(self, row: SessionInfo, state: Mapping[str, Any], keys: Iterable[str]) -> bool | None:
         """Save a session, replacing version `row.version` of it (0: there is none yet).
@@ -133,32 +117,25 @@ class SessionQueries:
                 )
             return True
 
-        return self._ask(write, None)
+        return self._catalog.ask(write, None)
 
     def rows(self) -> list[SessionInfo]:
         """Return all sessions, most recently used first."""
-        return self._ask(lambda database: [SessionInfo(*row) for row in database.query(_ROWS)], [])
+        return [SessionInfo(*row) for row in self._catalog.query(_ROWS)]
 
     def count(self, model: str) -> int:
         """Return how many sessions a tenant has."""
-        return self._ask(
-            lambda database: database.number(
-                "SELECT count(*) FROM sessions WHERE model = ?", (model,)
-            ),
-            0,
-        )
+        return self._catalog.number("SELECT count(*) FROM sessions WHERE model = ?", model)
 
     def owned(self) -> list[tuple[str, str, str]]:
         """Return (tenant's digest, session, key) of all keys of all sessions, least recently used
         sessions first.
         """
-        return self._ask(
-            lambda database: [(model, id, key) for model, id, key in database.query(_OWNED)], []
-        )
+        return [(model, id, key) for model, id, key in self._catalog.query(_OWNED)]
 
     def in_use(self, keys: Sequence[str]) -> list[str]:
         """Return those of `keys` that belong to at least one session."""
-        return self._ask(lambda database: database.words(_IN_USE, (json.dumps(list(keys)),)), [])
+        return self._catalog.words(_IN_USE, json.dumps(list(keys)))
 
     def delete(self, model: str, id: str, before: float = inf) -> list[str] | None:
         """Delete a session if its last use is before `before` (seconds since the epoch).
@@ -175,7 +152,7 @@ class SessionQueries:
                 _drop(transaction, model, id)
                 return keys
 
-        return self._ask(remove, None)
+        return self._catalog.ask(remove, None)
 
 
 def _drop(transaction: Connection, model: str, id: str) -> None:

@@ -77,20 +77,19 @@ class KVStore:
     and logged.
 
     Args:
-        tiers: The tiers, fastest first.
+        tiers: The tiers, fastest first, of different names.
         codecs: Returns the codec of a level for a model. A level without a codec counts as not
             stored.
         levels: Codec levels that each tier is written at, by tier name; "raw" for a tier that is
             not named. An entry is stored at all levels of its tier, the least lossy first.
         writer_queue: Saves that may wait for each slow tier; further ones are dropped.
         expired: Returns the keys of the entries that are too old; None: entries never expire.
+        clock: Returns the time in seconds since the epoch.
+
+    Attributes:
         report_every_s: Seconds between two reports of a chunk's use to the tiers that it was not
             read from. Without these reports, a chunk that is always read from memory would age, and
             be evicted, in the other tiers.
-        clock: Returns the time in seconds since the epoch.
-
-    Raises:
-        StoreError: Two tiers have the same name.
     """
 
     def __init__(
@@ -101,17 +100,12 @@ class KVStore:
         *,
         writer_queue: int = 64,
         expired: Expired | None = None,
-        report_every_s: float = 600.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tiers, self.expired, self._clock = tuple(tiers), expired, clock
         self.levels = TierLevels(codecs, levels)
-        if len({tier.name for tier in self.tiers}) < len(self.tiers):
-            raise StoreError(
-                f"Tiers need different names; found: {self._names()}. Give each its own."
-            )
         self._saves, self._closed = Saves(self.tiers, writer_queue, self.levels), False
-        self.report_every_s = report_every_s
+        self.report_every_s = 600.0
 
     # finding and reading
 
@@ -265,7 +259,8 @@ class KVStore:
         for tier in self.tiers:
             if tier.name == name:
                 return tier
-        raise StoreError(f"The store has no tier {name!r}; it has: {self._names()}.")
+        names = ", ".join(tier.name for tier in self.tiers) or "none"
+        raise StoreError(f"The store has no tier {name!r}; it has: {names}.")
 
     # saving and forgetting
 
@@ -357,20 +352,15 @@ class KVStore:
         keys.update(entry.key for entry in self.entries())
         return self.forget(key for key in keys if model in (None, key.model))
 
-    def pin(self, *keys: ChunkKey) -> None:
-        """Protect chunks from eviction in every tier that has them or gets them later.
+    def pin(self, keys: Collection[ChunkKey], pinned: bool = True) -> None:
+        """Protect chunks from eviction in every tier that has them or gets them later, or allow
+        them to be evicted again.
 
         On disk a pin outlives the process: it holds until the chunk is unpinned or deleted.
         """
-        self._saves.pin(keys, True)
+        self._saves.pin(keys, pinned)
         for tier in self.tiers:
-            tier.pin(keys, True)
-
-    def unpin(self, *keys: ChunkKey) -> None:
-        """Allow chunks to be evicted again."""
-        self._saves.pin(keys, False)
-        for tier in self.tiers:
-            tier.pin(keys, False)
+            tier.pin(keys, pinned)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until everything put so far is written; return False if `timeout_s` ran out first
@@ -407,9 +397,6 @@ class KVStore:
         return list(self.expired(entries, self._clock())) if self.expired is not None else []
 
     # inside
-
-    def _names(self) -> str:
-        return ", ".join(tier.name for tier in self.tiers) or "none"
 
     def _was_read(self, found: EncodedLayers, epoch: int) -> None:
         if found.first == 0:

@@ -211,7 +211,7 @@ def test_what_is_pinned_leaves_it_less_room(old):
         ]
         for key in rest:
             engine.store.warm([key])
-        engine.store.pin(*rest)
+        engine.store.pin(rest)
         engine.prefetch(CHUNKS[:3])
         engine.flush()
         assert in_memory(engine).keys() == {*rest, first}

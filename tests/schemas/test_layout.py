@@ -161,25 +161,22 @@ def test_a_scaffold_is_one_run_of_its_modules_in_order_of_positions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("modules", "found", "wanted"),
+    ("modules", "found"),
     [
-        ("nn", "module 'nn' in a scaffold", "'n'"),
-        ("m/o", "'m/o' without 'm'", "both"),
-        ("x y", "'x' and 'y' of the same union", "only one of them"),
-        ("fresh", "module 'fresh' in a scaffold", "one of"),
-        ("void", "whose modules have no text", "at least one that has text"),
+        ("nn", "module 'nn' in a scaffold"),
+        ("m/o", "'m/o' without 'm'"),
+        ("x y", "'x' and 'y' of the same union"),
+        ("fresh", "module 'fresh' in a scaffold"),
+        ("void", "whose modules have no text"),
     ],
 )
-def test_a_scaffold_that_no_prompt_can_import_is_refused(
-    modules: str, found: str, wanted: str
-) -> None:
+def test_a_scaffold_that_no_prompt_can_import_is_refused(modules: str, found: str) -> None:
     inside = """<module name="m">a<module name="o">b</module></module><module name="n">c</module>
         <module name="fresh" cache="false">d</module><module name="void"/>
         <union><module name="x">e</module><module name="y">f</module></union>"""
     with pytest.raises(PMLError) as caught:
         laid(f'{inside}\n<scaffold modules="{modules}"/>')
     assert found in caught.value.found
-    assert wanted in caught.value.wanted
     assert caught.value.line == 4
 
 
@@ -208,11 +205,6 @@ def test_modules_of_few_tokens_have_no_run_and_parameters_do_not_count() -> None
 # keys
 
 
-def test_a_run_without_gaps_has_no_layout_wherever_it_stands() -> None:
-    layout = laid('ab<module name="m">cd</module>')
-    assert [layout.modules[path].layout() for path in ("", "m")] == ["", ""]
-
-
 def test_a_run_s_layout_is_the_digest_of_its_gaps_alone() -> None:
     one = laid('a<module name="m">bc</module>d').modules[""]
     two = laid(
@@ -234,13 +226,6 @@ def test_where_kv_cannot_be_moved_a_run_s_layout_says_where_it_stands() -> None:
 
 def _bytes(*numbers: int) -> tuple[bytes]:
     return (b"".join(number.to_bytes(4, "little") for number in numbers),)
-
-
-def test_an_edit_changes_only_the_runs_that_it_is_in_and_those_whose_gaps_it_widens() -> None:
-    before = laid('<module name="a">abc</module><module name="b">def</module>')
-    after = laid('<module name="a">abcX</module><module name="b">def</module>')
-    kept = {path: (run.tokens, run.layout()) for path, run in before.modules.items()}
-    assert [p for p, run in after.modules.items() if kept[p] != (run.tokens, run.layout())] == ["a"]
 
 
 # all of it
@@ -277,14 +262,3 @@ def test_every_token_stands_where_the_slow_twin_puts_it(schema: Schema) -> None:
     order = [(each.owner, each.position) for each in found]
     assert len(set(order)) == len(order)
     assert sorted(found, key=str) == sorted(twin(schema, TURNS), key=str)
-
-
-@given(SCHEMAS)
-def test_rows_of_a_run_are_its_ranges_and_positions_increase(schema: Schema) -> None:
-    for run in lay_out(schema, encode, GAP, TURNS, min_tokens=1).runs:
-        assert run.positions[0] == 0
-        assert all(a < b for a, b in zip(run.positions, run.positions[1:], strict=False))
-        for each in run.ranges:
-            lo = run.row_of(each.start)
-            assert run.tokens[lo : lo + len(each.tokens)] == each.tokens
-            assert run.positions[lo] + run.start == each.start

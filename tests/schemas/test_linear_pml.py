@@ -19,12 +19,8 @@ SCHEMAS: dict[str, Callable[[int], str]] = {
     "modules in a union": lambda n: (
         "<union>" + "".join(f'<module name="m{i}">t</module>' for i in range(n)) + "</union>"
     ),
-    "unions": lambda n: "".join(f'<union><module name="m{i}">t</module></union>' for i in range(n)),
     "parameters": lambda n: "".join(f'a<parameter name="p{i}" len="2"/>' for i in range(n)),
-    "messages": lambda n: "<user>a</user> " * n,
     "texts between comments": lambda n: "a<!-- b -->" * n,
-    "texts between lines": lambda n: "&#10;&lt;" * n,
-    "white space": lambda n: " \n" * n,
 }
 
 
@@ -38,16 +34,11 @@ def test_a_schema_is_read_and_laid_out_in_linear_work(make):
 
 
 PROMPTS: dict[str, Callable[[int], str]] = {
-    "imports": lambda n: "".join(f"<m{i}/>" for i in range(n)),
     "imports and texts": lambda n: "".join(f"<m{i}/>text " for i in range(n)),
-    "imports and messages": lambda n: "".join(f"<m{i}/><user>t</user>" for i in range(n)),
-    "texts in one import": lambda n: "<m0>" + "text<!-- -->" * n + "</m0>",
-    "messages": lambda n: "<user>a</user><assistant>b</assistant>" * n,
     "arguments": lambda n: "".join(f'<m{i} p="a"/>' for i in range(n)),
     "one module again and again": lambda n: "<m0/>" * n,
     "unknown modules": lambda n: "".join(f"<x{i}/>" for i in range(n)),
     "elements that never end": lambda n: "<m0>" * n,
-    "marks that are none": lambda n: "[[chunk:1::" * n,
 }
 
 

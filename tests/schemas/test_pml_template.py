@@ -13,7 +13,7 @@ import pytest
 from ragfuse import InputError, PMLTemplate
 from ragfuse.errors import PMLError
 from ragfuse.schemas.frontends.python import MaxTokens, program, user
-from ragfuse.schemas.nodes import Import, MessageNode, PMLPrompt, TextNode
+from ragfuse.schemas.nodes import Import, PMLPrompt, Role, TextNode
 from ragfuse.schemas.pml import parse_prompt, parse_schema
 from ragfuse.schemas.pml_writer import to_pml
 
@@ -41,9 +41,11 @@ def test_variables_stand_in_texts_messages_and_arguments() -> None:
     items = (
         Import("m", (("n", "3 of 3"),), (TextNode("{as is}"),)),
         TextNode(" then Jo\n"),
-        MessageNode("user", "Why?"),
+        Role("user", (TextNode("Why?"),)),
     )
-    assert found == PMLPrompt("s", (*items, MessageNode("user", "And how?")), (("who", "Jo"),))
+    assert found == PMLPrompt(
+        "s", (*items, Role("user", (TextNode("And how?"),))), (("who", "Jo"),)
+    )
 
 
 @pytest.mark.parametrize("variable", ["name", "n", "question", "what"])
@@ -61,7 +63,7 @@ def test_a_schema_alone_has_its_own_parameters_for_variables() -> None:
     template = PMLTemplate(parse_schema(SCHEMA), question="{question}")
     assert template.variables == ("who", "question")
     assert template.fill({"who": "{n}", "question": "Why?"}).request == PMLPrompt(
-        "s", (MessageNode("user", "Why?"),), (("who", "{n}"),)
+        "s", (Role("user", (TextNode("Why?"),)),), (("who", "{n}"),)
     )
 
 

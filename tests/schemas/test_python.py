@@ -114,14 +114,6 @@ def test_what_is_made_can_be_printed_saved_read_and_bound() -> None:
     assert text.endswith("A hotel of 5. stars. }{A}{UWhy?}{A")
 
 
-def test_a_function_keeps_its_name_parameters_and_words() -> None:
-    assert trip.__name__ == "trip"
-    assert trip.__doc__ == "What a trip is."
-    assert list(inspect.signature(trip).parameters) == ["days", "abroad", "town", "slow"]
-    with pytest.raises(TypeError, match="abroad"):
-        trip("a week")  # type: ignore[call-arg]
-
-
 def test_conditions_are_plain_python_over_the_names_around_the_function() -> None:
     most = 3
 
@@ -268,51 +260,34 @@ def number() -> None:
     1
 
 
-REFUSED: list[tuple[Callable[..., Any], int, str, str]] = [
-    (
-        no_length,
-        1,
-        "parameter 'days' without a maximum length",
-        "days: Annotated[str, MaxTokens(...)]",
-    ),
-    (loops, 2, "'for _ in days:'", "strings, f-strings"),
-    (assigns, 1, "'days = days.strip()'", "strings, f-strings"),
-    (formats, 1, "days:>3", "f-strings of parameters"),
-    (computes, 1, "days.strip()", "f-strings of parameters"),
-    (calls, 1, "a call of 'print'", "a prompt function defined before"),
-    (only_words, 0, "without text besides its docstring", "a string in it"),
-    (opens, 1, "'with open(path):'", "strings, f-strings"),
-    (returns, 1, "\"return 'a'\"", "strings, f-strings"),
-    (number, 1, "'1' in a prompt function", "strings, f-strings"),
+REFUSED: list[tuple[Callable[..., Any], int, str]] = [
+    (no_length, 1, "parameter 'days' without a maximum length"),
+    (loops, 2, "for _ in days:"),
+    (assigns, 1, "days = days.strip()"),
+    (formats, 1, "days:>3"),
+    (computes, 1, "days.strip()"),
+    (calls, 1, "a call of 'print'"),
+    (only_words, 0, "without text besides its docstring"),
+    (opens, 1, "with open(path):"),
+    (returns, 1, "return 'a'"),
+    (number, 1, "'1' in a prompt function"),
 ]
 
 
-@pytest.mark.parametrize(("function", "line", "found", "wanted"), REFUSED)
+@pytest.mark.parametrize(("function", "line", "found"), REFUSED)
 def test_what_cannot_be_compiled_is_refused_with_its_line(
-    function: Callable[..., Any], line: int, found: str, wanted: str
+    function: Callable[..., Any], line: int, found: str
 ) -> None:
     with pytest.raises(PMLError) as caught:
         program(function)
-    error = caught.value
-    assert Path(error.file) == Path(__file__)
-    assert error.line == function.__code__.co_firstlineno + line
-    assert found.strip("\"'") in error.found
-    assert wanted in error.wanted
+    assert Path(caught.value.file) == Path(__file__)
+    assert caught.value.line == function.__code__.co_firstlineno + line
+    assert found in caught.value.found
 
 
 def test_what_is_no_function_or_has_no_source_is_refused() -> None:
-    with pytest.raises(PMLError, match="written with def"):
-        program(len)
-    with pytest.raises(PMLError, match="written with def"):
-        program(lambda: "a")
-    lambdas = {
-        "a": lambda: "a",
-    }
-    with pytest.raises(
-        PMLError, match=r"found no readable source \(.*\); wanted a function written with def"
-    ):
-        program(lambdas["a"])
     made: dict[str, Any] = {}
     exec("def f():\n    'a'\n    'b'", made)
-    with pytest.raises(PMLError, match="found no readable source"):
-        program(made["f"])
+    for function in (len, lambda: "a", made["f"]):
+        with pytest.raises(PMLError, match="wanted a function written with def"):
+            program(function)

@@ -4,20 +4,17 @@ meant.
 
 from __future__ import annotations
 
-import logging
 import os
 import stat
 from contextlib import closing
 
 import pytest
 
-from ragfuse import Engine
 from ragfuse.plan.evict import lru
 from ragfuse.store import CatalogFile, DiskTier
 from ragfuse.store.access import make_root
 from ragfuse.store.objects import ObjectTier
 from tests.store.kit import encoded, key, kv
-from tests.tiny import CHUNKS, chunk_hits, messages
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o077], ids=oct)
@@ -93,27 +90,6 @@ def test_a_folder_that_lets_others_in_is_warned_about_once_and_its_files_are_for
     assert "RAGFUSE_SHARED_WITH=group" in told
     assert modes(place)[1] == {0o600}
     assert stat.S_IMODE(place.stat().st_mode) == mode, "it is the user's to change"
-
-
-def test_an_engine_makes_all_its_folders_for_this_user_or_for_the_group(
-    tiny_settings, tmp_path, caplog
-):
-    caplog.set_level(logging.WARNING)
-    for shared_with, wanted in (("nobody", ({0o700}, {0o600})), ("group", ({0o2770}, {0o660}))):
-        store, far = tmp_path / shared_with, tmp_path / f"{shared_with}-far"
-        change = {
-            "store": store,
-            "tiers": (far.as_uri(),),
-            "shared_with": shared_with,
-            "memory_bytes": 0,
-        }
-        with Engine(tiny_settings.model_copy(update=change)) as engine:
-            engine.ingest([(text, "book") for text in CHUNKS])
-            assert all(chunk_hits(engine.answer(messages()).trace))
-            engine.flush()
-            assert modes(store) == wanted
-            assert modes(far) == wanted
-    assert "have access to" not in caplog.text
 
 
 def test_an_index_of_documents_is_for_this_user_alone(tmp_path, umask):

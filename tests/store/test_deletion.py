@@ -58,13 +58,6 @@ def test_it_is_no_known_chunk_any_more_here_and_in_later_engines(filled, tiny_se
             assert is_known(engine, CHUNKS[2])
 
 
-def test_texts_that_nobody_knows_free_nothing(filled):
-    before = filled.store.entries()
-    assert filled.forget(["", "A text that nobody has ever stored anywhere at all."]) == 0
-    assert filled.forget([]) == 0
-    assert {entry.key for entry in filled.store.entries()} == {entry.key for entry in before}
-
-
 def test_another_tenant_keeps_its_own(filled, tiny_settings):
     with Engine(tiny_settings.model_copy(update={"salt": "theirs"})) as other:
         ingest(other)
@@ -91,25 +84,6 @@ def test_what_waits_to_be_encoded_is_not(engine):
     assert not forgetting.is_alive()
     engine.flush()
     assert [text for text in CHUNKS[:3] if entries_of(engine, text) or is_known(engine, text)] == []
-
-
-def test_what_is_still_being_saved_does_not_come_in(filled):
-    disk, gate = filled.store.tier("disk"), threading.Event()
-    write = disk.put
-    disk.put = lambda *given: gate.wait(60) and write(*given)
-    key = filled.runtime.encoder.key(
-        filled.tokens("A text that is on its way to the disk just now.")
-    )
-    kv = filled.model.encode(filled.tokens("A text that is on its way to the disk just now."))
-    filled.store.put(key, kv, tier="disk")
-    forgetting = threading.Thread(
-        target=lambda: filled.forget(["A text that is on its way to the disk just now."])
-    )
-    forgetting.start()
-    forgetting.join(60)
-    gate.set()
-    filled.flush()
-    assert key not in {entry.key for entry in filled.store.entries()}
 
 
 def test_a_question_meanwhile_is_answered_as_by_full_prefill(filled):

@@ -81,13 +81,6 @@ def test_a_level_that_is_nowhere_is_read_at_one_that_loses_less_and_never_more(m
     assert whole(mixed, rounded(kv()), tier="redis", level="int8")
 
 
-def test_layers_behind_the_last_of_a_level_are_no_layers(mixed):
-    mixed.put(A, kv(), wait=True)
-    assert mixed.read_layers(A, 3, 1, "redis", "raw") is None
-    assert mixed.read_layers(A, 2, 2, "redis", "raw") is None
-    assert mixed.stats().corrupt == 0
-
-
 def test_what_is_read_raw_enters_memory_at_memorys_own_levels(tmp_path):
     for levels, found in (({"memory": ["int8"]}, ["int8"]), ({}, ["raw"])):
         with KVStore([MemoryTier(MB, lru), DiskTier(tmp_path, MB, lru)], levels=levels) as store:

@@ -90,9 +90,9 @@ def refused(url: str, **options) -> str:
 def test_what_is_no_store_is_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
     for url in ("gopher://host/folder", f"file://{tmp_path}/file", f"file://{tmp_path}/file/below"):
-        message = refused(url)
-        assert url in message
-        assert "s3://" in message
+        assert url in refused(url)
+    for url in ("gopher://me:hunter2@host/folder", f"ftp://me:hunter2@127.0.0.1:{free_port()}/a"):
+        assert "hunter2" not in refused(url)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("gcsfs") is not None, reason="gcsfs is installed")
@@ -127,11 +127,6 @@ def test_a_store_that_goes_down_is_left_out_and_used_again_later(caplog):
     assert tier.is_out
     assert not tier.answers
     assert sum(record.levelname == "WARNING" for record in caplog.records) == 1
-
-
-def test_secrets_are_not_told():
-    assert "hunter2" not in refused(f"ftp://me:hunter2@127.0.0.1:{free_port()}/folder")
-    assert "hunter2" not in refused("gopher://me:hunter2@host/folder")
 
 
 def test_a_level_is_read_by_one_request_once_its_header_is_known():

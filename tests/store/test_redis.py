@@ -138,10 +138,7 @@ def test_a_writer_that_is_killed_leaves_no_entry(server):
     assert 0 < server.raw().ttl(rest) <= 60
 
 
-@pytest.mark.parametrize(
-    "url", ["redis://", "redis://host/words", "redis://me:hunter2@host:port/0"]
-)
-def test_a_url_that_is_none_is_refused_without_its_password(url):
+def test_a_url_that_is_none_is_refused_without_its_password():
     with pytest.raises(StoreError, match="RAGFUSE_TIERS") as caught:
-        RedisTier(url)
+        RedisTier("redis://me:hunter2@host:port/0")
     assert "hunter2" not in str(caught.value)

@@ -35,17 +35,3 @@ def test_a_full_tier_shows_the_evictor_the_oldest_few_and_more_only_if_they_do_n
     assert tier.put(key("a"), *encoded(kv()))
     assert sum(seen) <= 512
     assert set(tier.stat([nth(i) for i in range(3)])) == {nth(1), nth(2)}
-
-
-def test_an_evictor_that_wants_somebody_younger_is_shown_them(tier):
-    shown = []
-
-    def picky(entries):
-        shown.append(len(entries))
-        return [entry.key for entry in entries if entry.key in (nth(700), nth(2000))]
-
-    tier._evict = picky
-    assert tier.put(key("a"), *encoded(kv()))
-    assert set(tier.stat([nth(0), nth(700), nth(2000)])) == {nth(0), nth(2000)}
-    assert len(shown) == 2
-    assert sum(shown) < 2000

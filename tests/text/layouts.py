@@ -16,10 +16,10 @@ from ragfuse.schemas.layout import NO_WRAPPING, Encode, SchemaLayout, SchemaRun,
 from ragfuse.schemas.nodes import (
     Import,
     Item,
-    MessageNode,
     Module,
     Param,
     PMLPrompt,
+    PromptItem,
     Role,
     Scaffold,
     Schema,
@@ -271,9 +271,9 @@ def importing(paths: Sequence[str], inside: str = "") -> tuple[Import, ...]:
 @some.composite
 def requests(
     draw: some.DrawFn, items: tuple[Item, ...], is_root: bool = True
-) -> tuple[TextNode | Import | MessageNode, ...]:
+) -> tuple[PromptItem, ...]:
     """What a prompt may import of these items, with arguments and texts of its own."""
-    found: list[TextNode | Import | MessageNode] = []
+    found: list[PromptItem] = []
     for item in items:
         modules = (
             item.modules if isinstance(item, Union) else (item,) if isinstance(item, Module) else ()
@@ -290,7 +290,7 @@ def requests(
         elif draw(some.integers(0, 7)) == 0:
             found.append(TextNode(draw(some.sampled_from(["more", "  ", "much more of it"]))))
     if is_root and draw(some.booleans()):
-        found.append(MessageNode(draw(some.sampled_from(PML_ROLES)), "why?"))
+        found.append(Role(draw(some.sampled_from(PML_ROLES)), (TextNode("why?"),)))
     return tuple(found)
 
 

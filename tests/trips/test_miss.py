@@ -97,8 +97,8 @@ def cut(path):
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
-@pytest.mark.parametrize("strike", [flip, cut])
-def test_an_entry_that_is_corrupted_in_the_middle_is_a_miss_and_the_answer_is_right(
+@pytest.mark.parametrize("strike", [flip, cut, os.unlink])
+def test_an_entry_that_is_corrupted_or_deleted_in_the_middle_is_a_miss_and_the_answer_is_right(
     tiny_settings, layer, strike
 ):
     with on_disk_only(tiny_settings) as engine:
@@ -115,20 +115,6 @@ def test_an_entry_that_is_corrupted_in_the_middle_is_a_miss_and_the_answer_is_ri
         assert adds_up(answer.trace)
         engine.flush()
         assert chunk_hits(engine.answer(messages()).trace) == [True] * 6
-
-
-def test_a_file_that_is_deleted_between_lookup_and_read_is_a_miss(tiny_settings, engine):
-    ingest(engine)
-    engine.close()
-    with on_disk_only(tiny_settings) as again:
-        key = again.prompt(messages()).segments[3].keys[0]
-        path = file_of(again, CHUNKS[1], key.context)
-        done = struck(again.store, key, 0, path.unlink)
-        trace = again.answer(messages()).trace
-        assert done.is_set()
-        assert chunk_hits(trace) == [True, False, True, True, True, True]
-        again.flush()
-        assert chunk_hits(again.answer(messages()).trace) == [True] * 6
 
 
 def test_a_store_that_loses_everything_still_answers(tiny_settings):

@@ -21,7 +21,6 @@ from ragfuse.errors import SettingsError
 from ragfuse.schemas.nodes import (
     Import,
     Item,
-    MessageNode,
     Module,
     PMLPrompt,
     Role,
@@ -109,7 +108,7 @@ def over_all(schema: Schema, modules: int, question: str) -> PMLPrompt:
     its own.
     """
     imports = [Import(f"notes-{number}") for number in range(1, modules + 1)]
-    return PMLPrompt(schema.name, (*imports, MessageNode("user", question)))
+    return PMLPrompt(schema.name, (*imports, Role("user", (TextNode(question),))))
 
 
 def _plain(text: str) -> str:

@@ -279,23 +279,19 @@ class _Compiler:
             block.body += steps
             return [block]
 
-        def chosen(node: ast.If) -> ast.If:
-            body, other = taken(ast.unparse(node.test), node.body), list[ast.stmt]()
-            if len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If):
-                other = [chosen(node.orelse[0])]
-            elif node.orelse:
-                other = taken("else", node.orelse)
-            return ast.If(node.test, body, other)
-
-        if isinstance(node, ast.If):
-            statement: ast.stmt = chosen(node)
-            if len(modules) == 1:
-                return modules, [statement]
-        else:
-            branches = [(case, taken(ast.unparse(case.pattern), case.body)) for case in node.cases]
-            cases = [ast.match_case(case.pattern, case.guard, body) for case, body in branches]
-            statement = ast.Match(node.subject, cases)
-        return [Union(tuple(modules), at=self._spot(node))], [statement]
+        if isinstance(node, ast.Match):
+            for case in node.cases:
+                case.body = taken(ast.unparse(case.pattern), case.body)
+            return [Union(tuple(modules), at=self._spot(node))], [node]
+        branches: list[ast.stmt] = [node]
+        while len(branches) == 1 and isinstance(branch := branches[0], ast.If):
+            branch.body = taken(ast.unparse(branch.test), branch.body)
+            branches, last = branch.orelse, branch
+        if branches:
+            last.orelse = taken("else", branches)
+        if len(modules) == 1:
+            return modules, [node]
+        return [Union(tuple(modules), at=self._spot(node))], [node]
 
 
 def _unique(wanted: str, taken: set[str]) -> str:
