@@ -17,10 +17,11 @@ from typing import Any
 from ragfuse_bench.options import ControllerOptions
 from ragfuse_bench.presets import bench_model
 from ragfuse_bench.rig import Rig, foreseen
+from ragfuse_bench.rounds import Runner, thread_count
 from rich.console import Console
 from rich.table import Table
 
-from ragfuse.calibration.runner import Runner, circumstances, thread_count
+from ragfuse.calibration.runner import circumstances
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import ModelError
 from ragfuse.hf.model import HFModel

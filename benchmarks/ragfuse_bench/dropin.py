@@ -31,11 +31,12 @@ from typing import Any
 import torch
 from ragfuse_bench.chains.asks import MAKERS, Ask, Said
 from ragfuse_bench.options import DROPIN_CHUNKS, DropinOptions
+from ragfuse_bench.rounds import Times, speedup, thread_count
 from rich.console import Console
 from rich.table import Table
 
 from ragfuse.calibration.metrics import is_right, normalise
-from ragfuse.calibration.runner import Times, circumstances, speedup, thread_count
+from ragfuse.calibration.runner import circumstances
 from ragfuse.engine.engine import Engine
 from ragfuse.errors import InputError, RagFuseError, SettingsError
 from ragfuse.models import quietly

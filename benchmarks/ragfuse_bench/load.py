@@ -16,13 +16,14 @@ from typing import Any
 
 from ragfuse_bench.options import LoadOptions
 from ragfuse_bench.presets import bench_model
+from ragfuse_bench.rounds import Runner, Times, speedup, thread_count
 from ragfuse_bench.throttle import ThrottledTier
 from ragfuse_bench.workload import Workload
 from rich.console import Console
 from rich.table import Table
 
 from ragfuse.calibration.plots import model_in_title
-from ragfuse.calibration.runner import Runner, Times, circumstances, speedup, thread_count
+from ragfuse.calibration.runner import circumstances
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import ModelError
 from ragfuse.hf.model import HFModel

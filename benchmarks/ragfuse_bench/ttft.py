@@ -18,11 +18,12 @@ from typing import Any
 from ragfuse_bench.ideal import FORMULA, PREFIX_AWARE, Work
 from ragfuse_bench.options import HEADLINE_CHUNKS, TtftOptions
 from ragfuse_bench.presets import bench_model
+from ragfuse_bench.rounds import Runner, Times, speedup, thread_count
 from ragfuse_bench.workload import Workload
 from rich.console import Console
 from rich.table import Table
 
-from ragfuse.calibration.runner import Runner, Times, circumstances, speedup, thread_count
+from ragfuse.calibration.runner import circumstances
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import ModelError, SettingsError
 from ragfuse.fuse.fusor import CachedRun

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from ragfuse_bench.rounds import thread_count
 
-from ragfuse.calibration.runner import thread_count
 from ragfuse.models import threads
 
 BUSY = "print(1, flush=True)\nwhile True: pass"

@@ -15,11 +15,11 @@ from typing import Any
 
 from ragfuse_bench.codec.contexts import Question, Reading
 from ragfuse_bench.codec.kv import Continued, Said
+from ragfuse_bench.scores import difference_interval, f1
 from rich.console import Console
 
-from ragfuse.calibration.metrics import f1
 from ragfuse.calibration.prompts import NEW_TOKENS
-from ragfuse.calibration.stats import difference_interval, mean_interval
+from ragfuse.calibration.stats import mean_interval
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.rounding_error import kl
 from ragfuse.telemetry.progress import progress

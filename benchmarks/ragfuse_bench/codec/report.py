@@ -14,10 +14,11 @@ from ragfuse_bench.codec.levels import by_set, fidelities, rows_of
 from ragfuse_bench.codec.speed import Speeds, speeds
 from ragfuse_bench.options import CodecOptions
 from ragfuse_bench.presets import bench_model
+from ragfuse_bench.rounds import Runner
 from rich.console import Console
 from rich.table import Table
 
-from ragfuse.calibration.runner import Runner, circumstances
+from ragfuse.calibration.runner import circumstances
 from ragfuse.codec import Codec
 from ragfuse.errors import ModelError
 from ragfuse.hf.model import HFModel

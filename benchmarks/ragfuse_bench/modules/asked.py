@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 from ragfuse_bench.modules.cases import ModuleCase
 from ragfuse_bench.presets import bench_model
+from ragfuse_bench.rounds import Runner, speedup
+from ragfuse_bench.scores import f1, score
 
-from ragfuse.calibration.metrics import f1, rouge_l
-from ragfuse.calibration.runner import Runner, speedup
 from ragfuse.engine.engine import Ask, Engine, PreparedPrompt
 from ragfuse.errors import ModelError
 from ragfuse.hf.model import HFModel
@@ -117,7 +117,7 @@ def answered(engine: Engine, case: ModuleCase, ways: Mapping[str, Ask] = WAYS) -
     found["same"] = texts["full"] == texts["cached"]
     found["alike"] = f1(texts["cached"], [texts["full"]])
     for way, text in texts.items() if case.answers else ():
-        found[f"score_{way}"] = score(case, text)
+        found[f"score_{way}"] = score(case.task, text, case.answers)
     return found
 
 
@@ -125,11 +125,6 @@ def said(engine: Engine, case: ModuleCase, ask: Ask) -> str:
     """The answer's text."""
     wish = Ask(max_tokens=case.max_tokens, reuse=ask.reuse, blend=ask.blend)
     return engine.answer(case.request, wish).text.strip()
-
-
-def score(case: ModuleCase, text: str) -> float:
-    """F1 of an answer, ROUGE-L of a summary."""
-    return rouge_l(text, case.answers) if case.task == "summary" else f1(text, case.answers)
 
 
 def measured(engine: Engine, case: ModuleCase, runner: Runner) -> dict[str, Any]:

@@ -15,9 +15,10 @@ from ragfuse_bench.modules.lengths import slope
 from ragfuse_bench.modules.report import show_modules
 from ragfuse_bench.options import ModuleOptions
 from ragfuse_bench.quality.cases import Packing, set_name
+from ragfuse_bench.rounds import Runner, thread_count
 from rich.console import Console
 
-from ragfuse.calibration.runner import Runner, circumstances, thread_count
+from ragfuse.calibration.runner import circumstances
 from ragfuse.engine.engine import Engine
 from ragfuse.settings import Settings
 from ragfuse.telemetry.progress import progress

@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import Any
 
+from ragfuse_bench.quality.scored import ScoredRow
+from ragfuse_bench.scores import difference_interval
 from rich.console import Console
 from rich.table import Table
 
-from ragfuse.calibration.comparison import Row, prefill_speedup
-from ragfuse.calibration.stats import difference_interval, mean_interval, ratio_interval
+from ragfuse.calibration.comparison import prefill_speedup
+from ragfuse.calibration.stats import mean_interval, ratio_interval
 
 FULL_PREFILL = ("full", 1.0)
 REUSE = ("none", 0.0)
@@ -20,7 +22,7 @@ recomputed.
 """
 
 
-def results_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def results_of(rows: Sequence[ScoredRow]) -> list[dict[str, Any]]:
     """For each data set, method and ratio: n, the means, their 95% intervals, and the difference to
     full prefill.
 
@@ -28,20 +30,20 @@ def results_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
     answers is said of the questions that all methods of a data set answered, if any did: a run may
     answer some and only prefill others.
     """
-    groups: dict[tuple[str, str, float | None], dict[str, Row]] = defaultdict(dict)
+    groups: dict[tuple[str, str, float | None], dict[str, ScoredRow]] = defaultdict(dict)
     for row in rows:
         groups[row.by][row.case] = row
     return [_result(groups, key) for key in groups]
 
 
-def mean_of(rows: Sequence[Row], name: str) -> float | None:
+def mean_of(rows: Sequence[ScoredRow], name: str) -> float | None:
     """Return the mean of a column; None where a row lacks it."""
     values = [getattr(row, name) for row in rows]
     return None if any(value is None for value in values) else float(mean(values))
 
 
 def _answered(
-    groups: Mapping[tuple[str, str, float | None], Mapping[str, Row]], dataset: str
+    groups: Mapping[tuple[str, str, float | None], Mapping[str, ScoredRow]], dataset: str
 ) -> set[str]:
     """Return the cases of a data set that every method answered, of those methods that answered
     any.
@@ -55,7 +57,7 @@ def _answered(
 
 
 def _result(
-    groups: Mapping[tuple[str, str, float | None], Mapping[str, Row]], key: Any
+    groups: Mapping[tuple[str, str, float | None], Mapping[str, ScoredRow]], key: Any
 ) -> dict[str, Any]:
     dataset, method, ratio = key
     mine = groups[key]

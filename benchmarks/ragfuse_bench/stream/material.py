@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from ragfuse_bench.codec.contexts import Question, Reading, held_out, reading_of
 from ragfuse_bench.codec.kv import Continued, Said
+from ragfuse_bench.scores import f1
 
-from ragfuse.calibration.metrics import f1
 from ragfuse.calibration.prompts import NEW_TOKENS
 from ragfuse.errors import InputError
 from ragfuse.fuse.rope import angles, place

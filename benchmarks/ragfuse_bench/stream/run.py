@@ -20,13 +20,14 @@ from ragfuse_bench.codec.contexts import Reading
 from ragfuse_bench.line import constant, line_to
 from ragfuse_bench.options import StreamOptions
 from ragfuse_bench.presets import bench_model
+from ragfuse_bench.rounds import thread_count
 from ragfuse_bench.stream.lines import Course, PacedTier, Scale, drawn_by_piece, published
 from ragfuse_bench.stream.material import Cut, Judge, Worth, context_kv, long_readings
 from ragfuse_bench.stream.report import show
 from ragfuse_bench.stream.server import redis_server, require_redis
 from rich.console import Console
 
-from ragfuse.calibration.runner import circumstances, thread_count
+from ragfuse.calibration.runner import circumstances
 from ragfuse.codec import RAW, Codec
 from ragfuse.engine.engine import Ask, Engine, PreparedPrompt
 from ragfuse.errors import ModelError

@@ -5,12 +5,6 @@ made of.
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import threading
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,7 +18,6 @@ from ragfuse_bench.throughput.run import (
     Measured,
     better,
     compared,
-    grown,
     rate_at,
     run_throughput,
 )
@@ -32,8 +25,7 @@ from ragfuse_bench.throughput.served import serving
 from rich.console import Console
 
 from ragfuse import Settings
-from ragfuse.errors import RagFuseError
-from tests.tiny import CHUNKS, ROOT
+from tests.tiny import CHUNKS
 
 pytest.importorskip("uvicorn", reason="the server's extra is not installed")
 TINY = {
@@ -211,74 +203,3 @@ def test_methods_are_compared_where_full_recompute_takes_twice_its_time_without_
     }
     assert better(found["prefix"], found["full"]) is found["prefix"]
     assert better(Measured(1.1, 1.0, ()), found["full"]) is found["full"]
-
-
-def test_growth_is_the_last_sixth_over_the_second_one():
-    assert grown([(0.0, 1)] * 5) is None
-    sizes = [5000, 5000, 100, 100, 110, 110, 111, 112, 120, 120, 121, 121]
-    assert grown([(float(at), size) for at, size in enumerate(sizes)]) == pytest.approx(0.21)
-
-
-@pytest.mark.slow
-def test_a_server_that_cannot_begin_says_why_and_leaves_nothing(settings, tmp_path):
-    gone = settings.model_copy(update={"model": str(tmp_path / "nowhere")})
-    with pytest.raises(RagFuseError, match="did not begin"), serving(gone, 1, 60.0):
-        pass
-    assert servers() == []
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_the_server_and_leaves_no_folder(settings, questions, tmp_path):
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    told = {
-        "RAGFUSE_MODEL": settings.model,
-        "RAGFUSE_DTYPE": "float32",
-        "RAGFUSE_HOME": str(tmp_path),
-    }
-    everything = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "TMPDIR": str(temporary),
-        **told,
-    }
-    everything |= {"MALLOC_TOP_PAD_": "0"}  # as it is
-    command = "from ragfuse.cli import app; app()"
-    run = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            command,
-            "bench",
-            "throughput",
-            "--data",
-            str(questions),
-            "--seconds",
-            "600",
-        ],
-        env=everything,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        until_s = time.monotonic() + 240
-        while not any("serve" in child.cmdline() for child in psutil.Process(run.pid).children()):
-            assert run.poll() is None
-            assert time.monotonic() < until_s
-            time.sleep(0.1)
-        children = psutil.Process(run.pid).children()
-        run.send_signal(signal.SIGINT)
-        assert run.wait(120) == 130
-    finally:
-        run.kill()
-        run.wait()
-    assert not any(
-        child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children
-    )
-    assert list(temporary.iterdir()) == []
-
-
-def test_no_thread_is_left_of_a_load():
-    assert [
-        thread.name for thread in threading.enumerate() if thread.name.startswith("bench-")
-    ] == []
