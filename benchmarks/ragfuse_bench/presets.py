@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from ragfuse_bench.random_model import random_model
 
-from ragfuse.errors import SettingsError
+from ragfuse.errors import ModelError, SettingsError
 from ragfuse.hf.model import HFModel
 from ragfuse.models import quietly, resolve_llm
 from ragfuse.models.dtypes import auto_dtype
@@ -86,3 +86,20 @@ def bench_model(name: str, dtype: str, device: str, home: Path) -> HFModel:
     source = resolve_llm(name, home)
     with quietly(source):
         return load_model(source, dtype, device)
+
+
+def fusable_model(name: str, dtype: str, device: str, home: Path, reads: bool = False) -> HFModel:
+    """Return the model to measure; ModelError for one whose KV cannot be reused.
+
+    Args:
+        name: As `bench_model` takes it.
+        dtype: Name of the dtype.
+        device: Where it runs.
+        home: The folder of prepared models.
+        reads: Whether it has to read text; presets read none.
+    """
+    model = bench_model(name, dtype, device, home)
+    if model.profile.refusal or (reads and not model.has_tokenizer):
+        why = model.profile.refusal or "it has no tokenizer, so it reads no text."
+        raise ModelError(f"{name} cannot be measured: {why} Measure another model.")
+    return model

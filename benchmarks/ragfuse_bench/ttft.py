@@ -17,7 +17,7 @@ from typing import Any
 
 from ragfuse_bench.ideal import FORMULA, PREFIX_AWARE, Work
 from ragfuse_bench.options import HEADLINE_CHUNKS, TtftOptions
-from ragfuse_bench.presets import bench_model
+from ragfuse_bench.presets import fusable_model
 from ragfuse_bench.rounds import Runner, Times, speedup, thread_count
 from ragfuse_bench.workload import Workload
 from rich.console import Console
@@ -56,7 +56,7 @@ def run_ttft(options: TtftOptions, console: Console | None = None) -> dict[str, 
         console.print(
             f"Loading {options.model} in {options.dtype} on {options.device} ...", highlight=False
         )
-        model = bench_model(options.model, options.dtype, options.device, options.home)
+        model = fusable_model(options.model, options.dtype, options.device, options.home)
         _check(model, options)
         with _store(options) as store, Engine(Settings(), model, store) as engine:
             bench = _Bench(options, engine, Runner(options.rounds, model.device, console))
@@ -68,11 +68,6 @@ def run_ttft(options: TtftOptions, console: Console | None = None) -> dict[str, 
 
 def _check(model: HFModel, options: TtftOptions) -> None:
     """Say before the long work what would end it."""
-    if model.profile.refusal:
-        raise ModelError(
-            f"{options.model} cannot reuse the KV of chunks: {model.profile.refusal} Measure"
-            " another model."
-        )
     tokens = max(options.chunks) * options.chunk_tokens + options.question_tokens
     room = model.max_context
     if room is not None and tokens > room:

@@ -16,7 +16,7 @@ from ragfuse.cli.engine import given_for, is_local, open_answerer
 from ragfuse.cli.files import find_files
 from ragfuse.cli.ingest import add_documents
 from ragfuse.cli.options import ENGINE, DocsFirst, Index, Server, Session, option, screen
-from ragfuse.cli.show import WrappedOutput, say, show_trace, tell_sources
+from ragfuse.cli.show import say, show_trace, tell_sources, write
 from ragfuse.errors import InputError
 from ragfuse.settings import Settings
 
@@ -92,12 +92,11 @@ def ask(
         full = _full_prefill(engine, prompt, console, how) if compare else None
         if compare:
             console.print("[bold]ragfuse:[/] ", end="")
-        output = WrappedOutput(console, len("ragfuse: ") if compare else 0)
         with engine.stream(prompt, how) as stream:
             for text in stream:
-                output.write(text)
+                write(console, text)
             answer = stream.answer
-        output.write(_ttft_note(answer) if compare else "")
+        write(console, _ttft_note(answer) if compare else "")
         console.print()
     tell_sources(sources)
     trace = answer.trace

@@ -8,10 +8,11 @@ import io
 
 import pytest
 import torch
+from ragfuse_bench.codec.answers import Judge
 from ragfuse_bench.codec.kv import Continued
 from ragfuse_bench.options import StreamOptions
 from ragfuse_bench.stream.lines import PAPER_LOAD_OVER_TEXT, Scale, drawn_by_piece, published
-from ragfuse_bench.stream.material import Cut, Judge, context_kv, long_readings
+from ragfuse_bench.stream.material import Cut, Worth, context_kv, long_readings
 from ragfuse_bench.stream.run import METHODS, run_stream
 from rich.console import Console
 
@@ -79,7 +80,7 @@ def test_raw_kv_is_worth_what_it_is_compared_with(model):
     (reading,) = long_readings(model, 1000, 1, 2)
     kv = model.encode(reading.token_ids)
     judge = Judge(model, reading, kv)
-    found, raw = judge.worth(kv), judge.raw()
+    found, raw = Worth.of(judge.rows(kv)), Worth.of(judge.raw)
     assert (found.f1, found.top1) == (raw.f1, 1.0)
     assert found.kl == pytest.approx(0.0, abs=1e-6)
     assert Continued(model, kv).n_tokens == len(reading.token_ids)

@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -100,15 +99,6 @@ def test_what_is_not_there_is_told_before_a_model_is_loaded(command, said, tmp_p
     assert (run.returncode, run.stdout) == (1, "")
 
 
-def test_a_schema_that_is_not_registered_is_told_before_the_model_is_loaded(tmp_path, monkeypatch):
-    for name, value in (("HOME", tmp_path), ("MODEL", tmp_path)):  # a folder that is no model
-        monkeypatch.setenv(f"RAGFUSE_{name}", str(value))
-    (tmp_path / "config.json").write_text("{}")
-    result = CliRunner().invoke(app, ["schema", "show", "absent"])
-    assert "absent" in result.stderr, result.stderr
-    assert "ModelError" not in result.stderr
-
-
 def completed(shell, words, tmp_path):
     """What a shell would offer for a line that ends here."""
     kept = {**os.environ, "PYTHONPATH": str(ROOT), "RAGFUSE_HOME": str(tmp_path)}
@@ -129,47 +119,6 @@ def test_a_shell_completes_commands_and_options(shell, tmp_path):
     assert "chat" in completed(shell, ["ragfuse", "ch"], tmp_path)
     assert "--session" in completed(shell, ["ragfuse", "ask", "--se"], tmp_path)
     assert "--server" in completed(shell, ["ragfuse", "ask", "--se"], tmp_path)
-
-
-def test_bash_completes_by_the_script_that_is_shown(tmp_path):
-    """The script as bash runs it: its function is called as the Tab key calls it."""
-    program = tmp_path / "ragfuse"
-    code = (
-        f"#!{sys.executable}\nimport sys\nsys.argv[0] = 'ragfuse'\nfrom ragfuse.cli import"
-        " app\napp()\n"
-    )
-    program.write_text(code)
-    program.chmod(0o755)
-    kept = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    tab = """
-eval "$(ragfuse --show-completion)"
-complete -p ragfuse
-COMP_WORDS=(ragfuse sess); COMP_CWORD=1
-_ragfuse_completion ragfuse
-echo "${COMPREPLY[@]}"
-"""
-    run = subprocess.run(
-        ["bash", "-c", tab], env=kept, capture_output=True, text=True, cwd=tmp_path
-    )
-    assert run.stdout.split() == [
-        "complete",
-        "-o",
-        "default",
-        "-F",
-        "_ragfuse_completion",
-        "ragfuse",
-        "sessions",
-    ]
-
-
-def test_the_file_of_a_model_in_gguf_is_a_model(tmp_path, monkeypatch):
-    file = Path("nothing.gguf")
-    monkeypatch.chdir(tmp_path)
-    file.write_bytes(b"GGUF and nothing else")
-    result = CliRunner().invoke(app, ["verify", str(file)], env={"RAGFUSE_HOME": str(tmp_path)})
-    assert result.exit_code == 1
-    assert "nothing.gguf" in result.stderr
-    assert result.stderr.startswith("ModelError: ")
 
 
 def test_an_option_that_says_the_same_in_several_commands_is_declared_once() -> None:

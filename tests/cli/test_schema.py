@@ -103,13 +103,3 @@ def test_what_cannot_be_done_is_told_in_a_line(given, arguments, why, monkeypatc
     assert done.exit_code == 1
     assert why in " ".join(done.output.split())
     assert "Traceback" not in done.output
-
-
-def test_a_prompt_that_does_not_fit_its_schema_is_told_before_a_model_is_loaded(given, monkeypatch):
-    run("schema", "add", given / "trip.xml")
-    (given / "wrong.xml").write_text('<prompt schema="trip"><plann/></prompt>', "utf-8")
-    loaded = []
-    monkeypatch.setattr("ragfuse.engine.runtime._load", lambda *given: loaded.append(given))
-    done = run("ask", "--pml", given / "wrong.xml")
-    assert (done.exit_code, loaded) == (1, [])
-    assert "unknown module 'plann'" in " ".join(done.output.split())

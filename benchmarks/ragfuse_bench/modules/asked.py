@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from ragfuse_bench.modules.cases import ModuleCase
-from ragfuse_bench.presets import bench_model
 from ragfuse_bench.rounds import Runner, speedup
 from ragfuse_bench.scores import f1, score
 
@@ -32,17 +31,6 @@ WAYS: Mapping[str, Ask] = MappingProxyType({"full": Ask(reuse=False), "cached": 
 """All of the prompt computed, and its modules from the store."""
 ROOM = 3 << 30
 """Bytes of KV that are kept."""
-
-
-def model_of(settings: Settings) -> HFModel:
-    """The model to measure; ModelError for one that reads no text, or whose KV cannot be reused."""
-    model = bench_model(settings.model, settings.dtype, settings.device, settings.home)
-    if model.profile.refusal or not model.has_tokenizer:
-        why = model.profile.refusal or "it has no tokenizer, so it reads no text."
-        raise ModelError(
-            f"Modules of {settings.model} cannot be reused: {why} Measure another model."
-        )
-    return model
 
 
 @contextmanager

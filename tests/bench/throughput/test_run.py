@@ -80,11 +80,9 @@ def servers() -> list[int]:
 
 @pytest.mark.slow
 def test_a_tiny_load_has_the_wanted_keys_and_loses_nothing(settings, questions):
-    options = ThroughputOptions(sets=(str(questions),), minutes=2 / 60, **TINY)
+    options = ThroughputOptions(sets=(str(questions),), **TINY)
     result = run_throughput(settings, options, Console(quiet=True))
-    assert {"rate_x_vs_full", "rate_x_vs_prefix", "batch_x", "curve", "rss_growth", "lost"} <= set(
-        result
-    )
+    assert {"rate_x_vs_full", "rate_x_vs_prefix", "batch_x", "curve", "lost"} <= set(result)
     assert result["lost"] == 0
     assert all({"rate", "full", "prefix", "ragfuse"} <= set(row) for row in result["curve"])
     assert [row["rate"] for row in result["curve"]] == sorted(
@@ -94,7 +92,6 @@ def test_a_tiny_load_has_the_wanted_keys_and_loses_nothing(settings, questions):
         assert len([row for row in result["curve"] if row[name] is not None]) == 2
         assert [load["n"] > 0 for load in result["methods"][name]["loads"]] == [True, True]
     assert result["batch_x"] > 0
-    assert result["kept_busy"]["n"] > 0
     assert result["machine"]["cores"]
     json.dumps(result)
     assert servers() == []
