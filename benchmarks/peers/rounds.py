@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from ragfuse_bench.rounds import speedup
 from rich.console import Console
 
 from benchmarks.peers.offers import OFFERS
 from benchmarks.peers.process import Peer, PeerError
 from benchmarks.peers.prompts import Recurring
-from ragfuse.calibration.runner import speedup
 from ragfuse.telemetry.progress import progress
 
 YARDSTICK = next(iter(OFFERS))

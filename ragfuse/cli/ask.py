@@ -100,24 +100,12 @@ def ask(
         console.print()
     tell_sources(sources)
     trace = answer.trace
-    if trace.is_late:
-        late = (
-            f"Wanted the first token within {trace.deadline_s:g} s, got it after"
-            f" {trace.ttft_s:.3f} s."
-        )
-        say(Console(stderr=True), late, "yellow")
     if explain or compare:
         show_trace(console, trace)
+    elif trace.is_late:
+        say(Console(stderr=True), trace.summary, "yellow")
     result: dict[str, Any] = {"question": question, "answer": answer.text, "trace": trace.as_dict()}
     if full is not None:
-        speedup = full.trace.ttft_s / trace.ttft_s
-        faster = (
-            f"{speedup:.1f} times faster than"
-            if speedup >= 1
-            else f"{1 / speedup:.1f} times slower than"
-        )
-        why = "Nothing was reused, so both did the same work." if trace.fallback_reason else ""
-        say(console, why or f"First token {faster} full prefill, both in a warm process.")
         result |= {
             "answer_full": full.text,
             "ttft_full_s": full.trace.ttft_s,

@@ -26,7 +26,7 @@ from ragfuse.adapt.trainer import (
     kv_distance,
     layers_compared,
 )
-from ragfuse.errors import InputError, ModelError, RefusedError
+from ragfuse.errors import InputError, ModelError
 from ragfuse.hf.chunk_adapter import ADAPTER_WEIGHTS
 from ragfuse.hf.rounding_error import kl
 from ragfuse.models.adapters import CHUNK_ADAPTER
@@ -120,16 +120,6 @@ def test_it_learns_and_the_best_is_kept(run: Callable[..., Any], tmp_path: Path)
     assert same(adapter(tmp_path / "whole"), adapter(tmp_path / "until"))
 
 
-def test_what_gains_nothing_ends_early(
-    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "STALE_EVALUATIONS", 2)
-    monkeypatch.setattr(module, "kl_along", lambda wanted, found: kl_along(wanted, found) * 0 + 1)
-    state = run(limits=TrainingLimits(0, 50))
-    assert state.step == 4
-    assert "gained nothing" in state.finished
-
-
 def test_a_run_that_is_stopped_before_it_was_measured_leaves_what_it_learnt(
     run: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -179,18 +169,6 @@ def test_a_folder_of_another_training_is_refused(run: Callable[..., Any], tmp_pa
         run(given=documents(2, 20))
 
 
-def test_a_damaged_training_is_told_by_its_file_and_left_alone(
-    run: Callable[..., Any], tmp_path: Path
-) -> None:
-    run(stop_at=1)
-    file = tmp_path / "out" / TRAINING_FILE
-    damaged = file.read_bytes()[:-4]
-    file.write_bytes(damaged)
-    with pytest.raises(InputError, match=f"'{file}' damaged"):
-        run()
-    assert file.read_bytes() == damaged
-
-
 def test_a_student_that_is_not_the_engine_is_refused(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,16 +199,6 @@ def test_chunks_without_filler_are_refused(settings: Settings, tmp_path: Path) -
         adaptation.prepare(DOCUMENTS, tmp_path / "out", 2)
     adaptation.close()
     assert not (tmp_path / "out").exists()
-
-
-def test_what_cannot_be_read_apart_is_refused_at_once(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from ragfuse.hf import branches
-
-    monkeypatch.setattr(branches.probe, "is_alibi", lambda config: True)
-    with pytest.raises(RefusedError, match="ALiBi"):
-        Adaptation(settings)
 
 
 def test_a_place_that_cannot_have_an_adapter_is_told_and_not_made(

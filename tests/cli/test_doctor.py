@@ -168,14 +168,4 @@ def test_entries_that_cannot_be_read_are_counted_and_told(doctor, tmp_path):
     assert doctor("--quick")[0] == 0
 
 
-def test_a_store_that_is_a_file_and_one_that_cannot_be_written_are_red(doctor, tmp_path):
-    (tmp_path / "user" / "store").write_text("x")
-    status, rows, _ = doctor("--quick")
-    assert status == 1
-    assert "Not a directory" in rows["store"]["found"]
-    status, rows, _ = doctor("--quick", RAGFUSE_STORE="/proc/store")
-    assert "store" in bad(rows)
-    assert "RAGFUSE_STORE=" in rows["store"]["remedy"]
-
-
 # a bare install

@@ -1,6 +1,4 @@
-"""Help that leaves nothing out, completion in a shell, and mistakes that are told before anything
-is loaded.
-"""
+"""Help that leaves nothing out, and mistakes that are told before anything is loaded."""
 
 import ast
 import json
@@ -14,7 +12,6 @@ import numpy as np
 import pytest
 import typer.main
 from safetensors.numpy import save_file
-from typer.testing import CliRunner
 
 from ragfuse.cli.main import app
 from tests.tiny import ROOT
@@ -29,13 +26,6 @@ def walk(group, path=()):
 
 
 COMMANDS = dict(walk(typer.main.get_command(app)))
-
-
-@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
-def test_h_is_help_on_every_command(path):
-    short, long = (CliRunner().invoke(app, [*path, flag]) for flag in ("-h", "--help"))
-    assert short.exit_code == long.exit_code == 0
-    assert short.stdout == long.stdout != ""
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
@@ -97,28 +87,6 @@ def test_what_is_not_there_is_told_before_a_model_is_loaded(command, said, tmp_p
     )
     assert run.stderr.startswith(said), run.stdout + run.stderr
     assert (run.returncode, run.stdout) == (1, "")
-
-
-def completed(shell, words, tmp_path):
-    """What a shell would offer for a line that ends here."""
-    kept = {**os.environ, "PYTHONPATH": str(ROOT), "RAGFUSE_HOME": str(tmp_path)}
-    line = " ".join(words)
-    asked = {
-        "bash": {"COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)},
-        "zsh": {"_TYPER_COMPLETE_ARGS": line},
-    }
-    kept |= {"_RAGFUSE_COMPLETE": f"complete_{shell}", **asked[shell]}
-    code = "import sys; sys.argv = ['ragfuse']; from ragfuse.cli import app; app()"
-    run = subprocess.run([sys.executable, "-c", code], env=kept, capture_output=True, text=True)
-    assert run.stderr == ""
-    return run.stdout
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_a_shell_completes_commands_and_options(shell, tmp_path):
-    assert "chat" in completed(shell, ["ragfuse", "ch"], tmp_path)
-    assert "--session" in completed(shell, ["ragfuse", "ask", "--se"], tmp_path)
-    assert "--server" in completed(shell, ["ragfuse", "ask", "--se"], tmp_path)
 
 
 def test_an_option_that_says_the_same_in_several_commands_is_declared_once() -> None:

@@ -1,6 +1,5 @@
 """`ragfuse store` as an operator uses it, over a real store and without any model."""
 
-import errno
 import json
 import os
 import subprocess
@@ -224,23 +223,6 @@ def test_clear_tells_of_a_tier_that_goes_down_after_it_was_listed(filled, server
         assert len(admin.catalog.file.tenants()) == 2
 
 
-def test_clear_tells_of_a_folder_that_refuses(filled, monkeypatch):
-    def refused(self, missing_ok=False):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    with StoreAdmin(Settings(store=filled, home=filled.parent)) as admin:
-        lines = admin.list_entries(EntryFilter(source="light"))
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "unlink", refused)
-            done = admin.clear(lines, EntryFilter(source="light"))
-        assert (len(done.dropped), done.silent, done.texts) == (0, ["disk"], 0)
-        assert {line.source for line in admin.list_entries(EntryFilter(source="light"))} == {
-            "/docs/Lighthouse.md"
-        }
-        done = admin.clear(lines, EntryFilter(source="light"))
-        assert (len(done.dropped), done.silent, done.texts) == (2, [], 1)
-
-
 def test_pins_are_kept_and_taken_off(told, filled):
     assert told("pin", "--source", "lighthouse")["pinned"] == 2
     assert {entry["key"] for entry in told("ls")["entries"] if entry["pinned"]} == {
@@ -313,16 +295,6 @@ def test_no_command_loads_or_even_imports_a_model(environment, filled):
 
 
 # what stands behind the commands
-
-
-def test_a_bad_byte_in_the_book_costs_no_listing(filled):
-    with CatalogFile(filled) as book:
-        book.add_texts(OURS[0].model, [("no key at all", "A text.", "somewhere")])
-    with StoreAdmin(Settings(store=filled, home=filled.parent)) as admin:
-        lines = admin.list_entries()
-        assert {line.entry.key for line in lines} == {*OURS, FILLER, *THEIRS}
-        assert "somewhere" not in {line.source for line in lines}
-        assert admin.clear(lines, EntryFilter()).texts == 4
 
 
 def test_ls_tells_of_each_entry_its_owner_source_and_use(told, filled):
