@@ -45,9 +45,6 @@ def run_controller(options: ControllerOptions, console: Console) -> dict[str, An
     """The result as plain JSON types; `console` shows progress and the tables."""
     options.home.mkdir(parents=True, exist_ok=True)
     with thread_count(options.threads), ExitStack() as held:
-        console.print(
-            f"Loading {options.model} in {options.dtype} on {options.device} ...", highlight=False
-        )
         model = fusable_model(options.model, options.dtype, options.device, options.home)
         found = _Bench(options, model, console, held)
         plans, sweeps = found.plans(), found.sweeps()

@@ -39,9 +39,6 @@ HEADLINE_MBPS = 100.0
 def run_load(options: LoadOptions, console: Console) -> dict[str, Any]:
     """The result as plain JSON types; `console` shows progress and the table."""
     with thread_count(options.threads):
-        console.print(
-            f"Loading {options.model} in {options.dtype} on {options.device} ...", highlight=False
-        )
         model = fusable_model(options.model, options.dtype, options.device, options.home)
         rows, nbytes = _measured(options, model, console)
     result = _result(options, rows, nbytes, circumstances(model.device, options.threads))

@@ -30,7 +30,7 @@ Chunks = Sequence[tuple[str, str]]
 Encoder = Callable[["Engine", Chunks, Console], Mapping[str, Any]]
 """What encodes chunks, and returns what it did in JSON types."""
 RESUMES = "Run the same command again to continue."
-SAMPLED = 50
+SIZED_CHUNKS = 50
 """Chunks whose size is looked at, to tell how many fit the store."""
 NOTHING = MappingProxyType({"encoded": 0, "tokens": 0, "nbytes": 0, "seconds": 0.0})
 """What encoding says that did nothing."""
@@ -259,7 +259,7 @@ def _fitting_chunks(engine: Engine, chunks: Chunks, console: Console) -> Chunks:
     """Return as many of the first chunks as the store can hold: more of them would evict the first
     ones again.
     """
-    sample = chunks[:: max(1, len(chunks) // SAMPLED)]
+    sample = chunks[:: max(1, len(chunks) // SIZED_CHUNKS)]
     longest = max((engine.tokens(text) for text, _ in sample), key=len)
     encoder, slow = engine.runtime.encoder, [tier for tier in engine.store.tiers if tier.slow]
     home = encoder.home(len(longest), len(longest) * engine.model.nbytes_per_token)

@@ -10,7 +10,7 @@ import torch
 from ragfuse_bench.codec.answers import RAW, WORTH, ask_all, scores
 from ragfuse_bench.codec.coded import BASELINES, codecs_of, coded
 from ragfuse_bench.codec.contexts import read_contexts, read_questions
-from ragfuse_bench.codec.levels import by_set, fidelities, rows_of
+from ragfuse_bench.codec.levels import fidelities, rows_of
 from ragfuse_bench.codec.speed import Speeds, speeds
 from ragfuse_bench.options import CodecOptions
 from ragfuse_bench.presets import fusable_model
@@ -56,7 +56,6 @@ def run_codec(settings: Settings, options: CodecOptions, console: Console) -> Re
         "levels": levels,
         "baselines": [_level(base.name, rows, answered, fast) for base in BASELINES],
         "reached": reached(levels),
-        "by_set": by_set(found),
         "answers": answered,
         "piece": {"tokens": fast.tokens, "prefill_s": fast.prefill_s},
         "paper": PAPER,

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from statistics import median
 from types import MappingProxyType
 from typing import Any, Literal
 
 from ragfuse_bench.modules.cases import ModuleCase
 from ragfuse_bench.rounds import Runner, speedup
-from ragfuse_bench.scores import f1, score
+from ragfuse_bench.scores import score
 
 from ragfuse.engine.engine import Ask, Engine, PreparedPrompt
 from ragfuse.errors import ModelError
@@ -85,8 +84,6 @@ def timed(engine: Engine, request: PMLPrompt, runner: Runner, what: str) -> dict
         "full_s": full.median_s,
         "cached_s": kept.median_s,
         "ttft_x": speedup(full.seconds, kept.seconds),
-        "ttft_x_wall": speedup(full.of("wall"), kept.of("wall")),
-        "wall": {way: median(each.of("wall")) for way, each in times.items()},
     }
 
 
@@ -103,7 +100,6 @@ def answered(engine: Engine, case: ModuleCase, ways: Mapping[str, Ask] = WAYS) -
     texts = {way: said(engine, case, ask) for way, ask in ways.items()}
     found: dict[str, Any] = {f"answer_{way}": text for way, text in texts.items()}
     found["same"] = texts["full"] == texts["cached"]
-    found["alike"] = f1(texts["cached"], [texts["full"]])
     for way, text in texts.items() if case.answers else ():
         found[f"score_{way}"] = score(case.task, text, case.answers)
     return found

@@ -191,9 +191,6 @@ def run_stream(options: StreamOptions, console: Console) -> dict[str, Any]:
     """The result as plain JSON types; `console` shows progress and the table."""
     require_redis()
     with thread_count(options.threads), ExitStack() as held:
-        console.print(
-            f"Loading {options.model} in {options.dtype} on {options.device} ...", highlight=False
-        )
         model = fusable_model(options.model, options.dtype, options.device, options.home)
         rig = Rig(options, model, console, held)
         result = _result(rig, console)

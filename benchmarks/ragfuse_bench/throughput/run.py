@@ -76,12 +76,9 @@ class Measured:
 
 
 def run_throughput(
-    settings: Settings, options: ThroughputOptions, console: Console | None = None
+    settings: Settings, options: ThroughputOptions, console: Console
 ) -> dict[str, Any]:
-    """The result as plain JSON types; `console` shows progress and the table (standard error when
-    None).
-    """
-    console = console or Console(stderr=True)
+    """The result as plain JSON types; `console` shows progress and the table."""
     prepare_model(settings)
     cases = _cases(settings, options)
     found = dict[str, Measured]()

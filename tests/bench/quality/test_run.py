@@ -193,40 +193,6 @@ def test_results_are_worked_out_as_by_hand() -> None:
     assert (hkvd["ttft_x"], hkvd["identical"], hkvd["rouge_l"]) == (2.0, 0.5, None)
 
 
-def test_answers_count_on_the_questions_that_all_methods_answered() -> None:
-    rows = [
-        row(case, "full", 1.0, score=score, identical=True)
-        for case, score in (("a", 1.0), ("b", 0.5), ("c", 0.0))
-    ]
-    rows += [
-        row("a", "none", 0.0, score=0.0, identical=False, kl=1.0),
-        row("b", "none", 0.0, score=0.5, identical=True, kl=1.5),
-    ]
-    rows += [row("c", "none", 0.0, kl=2.0), *(row(case, "hkvd", 0.15, kl=0.3) for case in "abc")]
-    full, none, hkvd = results_of(rows)
-    assert (full["n"], full["n_answered"], full["f1"]) == (3, 2, 0.75)
-    assert (none["n"], none["n_answered"], none["f1"], none["to_full"], none["kl"]) == (
-        3,
-        2,
-        0.25,
-        -0.5,
-        1.5,
-    )
-    assert (
-        hkvd["n"],
-        hkvd["n_answered"],
-        hkvd["f1"],
-        hkvd["identical"],
-        hkvd["kl_over_reuse"],
-    ) == (
-        3,
-        0,
-        None,
-        None,
-        pytest.approx(0.2),
-    )
-
-
 def test_the_whole_command_prints_a_table_and_gives_plain_json(
     varied_path: Path, file: Path, tmp_path: Path
 ) -> None:
