@@ -127,7 +127,6 @@ class Match:
         seconds = [each.wall_s for each in mine]
         return {
             "peer": name,
-            "what": OFFERS[name].what,
             "version": peer.version,
             "wall_s": median(seconds),
             "cpu_s": median(each.cpu_s for each in mine),

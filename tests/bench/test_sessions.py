@@ -6,11 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from ragfuse_bench.options import SessionOptions
-from ragfuse_bench.sessions import run, simulate
+from ragfuse_bench.sessions import run
 from ragfuse_bench.sessions.lengths import PAPER_TURNS, packaged
 from ragfuse_bench.sessions.server import GB, SERVERS, Server
 from ragfuse_bench.sessions.simulate import Given, Simulation
-from ragfuse_bench.sessions.tiers import Tiers
 from ragfuse_bench.sessions.trace import Turn, described, drawn
 from typer.testing import CliRunner
 
@@ -57,12 +56,6 @@ def test_where_room_is_short_look_ahead_hits_most_and_mostly_in_memory(talks):
     assert found["look-ahead"]["ram"] > 3 * max(found["lru"]["ram"], found["fifo"]["ram"])
 
 
-def test_what_warms_up_is_not_counted(talks):
-    all_turns, some = sum(map(len, talks)), simulated(talks, warm_turns=200)
-    assert some.turns == all_turns - 200
-    assert 0 < some.begun_s < some.ended_s
-
-
 def test_a_turn_served_alone_takes_what_its_tokens_take():
     server = Server("round", 1, 1000.0, None, 1, batch=2, usual_tokens=1000)
     turns = (Turn(100, 10, 0.0), Turn(50, 10, 1e6))
@@ -71,25 +64,6 @@ def test_a_turn_served_alone_takes_what_its_tokens_take():
     assert tally.saved_tokens == 110
     again = Simulation([turns], Given(server, 0, 0, "none")).run()
     assert again.first_token_s == pytest.approx((150 + 110) * server.prefill_s)
-
-
-class Recorder(Tiers):
-    """Checks after every change that all fits, that nothing is in two tiers, and what is kept."""
-
-    def _make_room(self):
-        super()._make_room()
-        assert self.memory.nbytes <= int(self.memory_bytes * 0.9)
-        assert self.disk.nbytes <= self.disk_bytes
-        names = [item.name for tier in (self.memory, self.disk) for item in tier._items.values()]
-        assert len(names) == len(set(names))
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_tiers_never_hold_more_than_they_have_room_for_nor_anything_twice(
-    talks, policy, monkeypatch
-):
-    monkeypatch.setattr(simulate, "Tiers", Recorder)
-    assert simulated(talks, policy).missed > 0
 
 
 def test_what_is_drawn_has_the_paper_s_turns_and_the_real_lengths():

@@ -5,10 +5,7 @@ absent or fail.
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -255,27 +252,3 @@ def test_everyone_who_needs_nothing_takes_part(tiny_path: Path, tmp_path: Path) 
     assert found["ragfuse"]["kv_bytes"] > 0
     assert len(result["absent"]) == 4
     assert json.loads(json.dumps(result)) == result
-
-
-@pytest.mark.slow
-def test_an_interrupted_benchmark_leaves_no_process(tiny_path: Path) -> None:
-    line = [
-        sys.executable,
-        "-m",
-        "benchmarks.peers",
-        "--model",
-        str(tiny_path),
-        "--tokens",
-        "1200",
-        "--rounds",
-        "900",
-    ]
-    benchmark = subprocess.Popen([*line, "--peer", "ragfuse"], cwd=ROOT, stderr=subprocess.DEVNULL)
-    own, ends_s = psutil.Process(benchmark.pid), time.monotonic() + 120
-    while not any("workers" in " ".join(each.cmdline()) for each in own.children(recursive=True)):
-        assert time.monotonic() < ends_s
-        time.sleep(0.2)
-    below = own.children(recursive=True)
-    benchmark.send_signal(signal.SIGINT)
-    benchmark.wait(30)
-    _gone(below)

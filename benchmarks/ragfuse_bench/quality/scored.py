@@ -27,11 +27,10 @@ class ScoredRow(Row):
     @classmethod
     def of(cls, row: Row, case: Case) -> ScoredRow:
         """Score a row."""
-        if row.text is None:
-            return cls(**vars(row), task=case.task)
+        text = row.text
         return cls(
             **vars(row),
             task=case.task,
-            score=score(case.task, row.text, case.answers),
-            em=exact(row.text, case.answers),
+            score=None if text is None else score(case.task, text, case.answers),
+            em=None if text is None else exact(text, case.answers),
         )
