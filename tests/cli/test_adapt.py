@@ -128,17 +128,6 @@ def test_it_says_what_it_needs_what_it_does_and_what_came_of_it(
     assert "3 steps in" in again.output
 
 
-@pytest.mark.parametrize("place", ["file", "file/inside"])
-def test_a_place_that_cannot_have_an_adapter_is_told_before_the_model_is_loaded(
-    invoke: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
-) -> None:
-    (tmp_path / "file").write_text("mine")
-    monkeypatch.delattr(adapt, "prepare_model")
-    result = invoke("--steps", 1, "--out", tmp_path / place)
-    assert (result.exit_code, type(result.exception)) == (1, SystemExit)
-    assert "InputError: Wanted a new folder for the adapter" in " ".join(result.stderr.split())
-
-
 def test_ctrl_c_keeps_what_was_learnt_and_the_command_goes_on(
     environment: dict[str, str], invoke: Any, books: Path, tmp_path: Path
 ) -> None:

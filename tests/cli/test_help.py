@@ -60,11 +60,7 @@ app()
         ("ask Who? --pml /nowhere/at.all", "PMLError: /nowhere/at.all: found no readable file"),
         ("ask Who? --docs /nowhere", "InputError: Wanted a file or folder, found nothing"),
         ("ask Who? --index absent", "InputError: The index 'absent' is empty."),
-        ("chat --docs /nowhere", "InputError: Wanted a file or folder, found nothing"),
-        ("ingest /nowhere", "InputError: Wanted a file or folder, found nothing"),
-        ("schema add /nowhere/at.all", "PMLError: /nowhere/at.all: found no readable file"),
         ("calibrate --docs . --plot /nowhere/x.png", "InputError: Wanted a file to write to"),
-        ("calibrate --docs /nowhere", "InputError: Wanted a file or folder, found nothing"),
         ("adapt --docs /nowhere", "InputError: Wanted a file or folder, found nothing"),
         (
             "ask Who? --server nowhere",
