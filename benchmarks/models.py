@@ -24,7 +24,6 @@ from rich.console import Console
 
 from ragfuse.errors import ModelError, RagFuseError
 from ragfuse.settings import Settings
-from ragfuse.types.sizes import size_text
 
 PIECE_NBYTES = 1 << 20
 FOLDER = "benchmark-models"
@@ -183,24 +182,12 @@ def main(given: list[str]) -> int:
     Returns:
         0: all are there; 1: one could not be prepared; 2: a name is none of the list.
     """
-    listed = "\n".join(
-        f"  {model.name:20} {size_text(model.nbytes):>7}  {model.what}" for model in MODELS
-    )
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.models",
-        description=(
-            "Prepare further real models for benchmarks: download, join and check each as one GGUF"
-            " file, whose path is printed. One that is there already is not downloaded again."
-        ),
-        epilog=(
-            f"models:\n{listed}\n\nThey lie in '{Settings().home / FOLDER}' (RAGFUSE_HOME changes"
-            " it)."
-        ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Download and join models for benchmarks, and print the path of each.",
     )
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="a model of the list below; all without any"
-    )
+    known = ", ".join(model.name for model in MODELS)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{known}; all without any")
     names, console, failed = parser.parse_args(given).names, Console(), False
     try:
         models = [real_model(name) for name in names] or MODELS

@@ -27,10 +27,10 @@ from typing import Annotated
 import matplotlib.pyplot as plt
 from ragfuse_bench.modules.lengths import slope
 from ragfuse_bench.presets import bench_model
+from ragfuse_bench.rounds import Runner
 from rich.console import Console
 
 from ragfuse import Ask, Engine, Settings
-from ragfuse.calibration.runner import Runner
 from ragfuse.engine.schema_service import outline
 from ragfuse.schemas.frontends.python import MaxTokens, program, schema_of, user
 from ragfuse.schemas.pml import parse_prompt

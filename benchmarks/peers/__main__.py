@@ -18,6 +18,7 @@ from typing import Annotated, Any, TypeVar
 import torch
 import typer
 from ragfuse_bench.cli.report import Report
+from ragfuse_bench.rounds import thread_count
 from rich.console import Console
 from rich.table import Table
 
@@ -28,7 +29,7 @@ from benchmarks.peers.prompts import Recurring, prompts
 from benchmarks.peers.rounds import WARM_UP, YARDSTICK, Match
 from benchmarks.peers.setup import found_llama, found_vllm
 from benchmarks.peers.weights import bf16_gguf, own_gguf
-from ragfuse.calibration.runner import circumstances, thread_count, tune_malloc
+from ragfuse.calibration.runner import circumstances, tune_malloc
 from ragfuse.errors import InputError, RagFuseError
 from ragfuse.models import resolve_llm
 from ragfuse.settings import Settings

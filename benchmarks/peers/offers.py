@@ -98,7 +98,6 @@ class Offer:
 
     Args:
         name: Its name in results.
-        what: What it is.
         start: Starts it.
         absent: Why it cannot take part, without its name; "" where it can.
         keeps_many: Whether it keeps the beginnings of many prompts, so that all are asked once
@@ -106,7 +105,6 @@ class Offer:
     """
 
     name: str
-    what: str
     start: Callable[[Given], Peer]
     absent: Callable[[Given], str] = lambda given: ""
     keeps_many: bool = True
@@ -195,40 +193,34 @@ OFFERS = MappingProxyType(
     {
         offer.name: offer
         for offer in (
-            Offer("hf", "transformers' generate, nothing kept", _transformers, keeps_many=False),
+            Offer("hf", _transformers, keeps_many=False),
             Offer(
                 "hf-prefix",
-                "generate, the cache of the prompt before cropped",
                 lambda given: _transformers(given, "prefix"),
                 keeps_many=False,
             ),
             Offer(
                 "llama.cpp",
-                "llama-server on the GGUF as it is, prompts cached",
                 lambda given: given.server("llama.cpp", _own(given), reuse=False),
                 _no_own_gguf,
             ),
             Offer(
                 "llama.cpp-bf16",
-                "llama-server on a GGUF in bf16, prompts cached",
                 lambda given: given.server("llama.cpp-bf16", _bf16(given), reuse=False),
                 _no_bf16,
             ),
             Offer(
                 "llama.cpp-reuse",
-                "the same in bf16 with --cache-reuse",
                 lambda given: given.server("llama.cpp-reuse", _bf16(given), reuse=True),
                 _no_bf16,
             ),
-            Offer("vllm", "vLLM with prefix caching", _vllm, _no_vllm),
+            Offer("vllm", _vllm, _no_vllm),
             Offer(
                 "ragfuse",
-                "the default policy, chunks in memory",
                 lambda given: _ragfuse(given, "ragfuse"),
             ),
             Offer(
                 "ragfuse-disk",
-                "the same, chunks on disk and not in memory",
                 lambda given: _ragfuse(given, "ragfuse-disk", given.scratch / "store"),
             ),
         )

@@ -126,12 +126,7 @@ class PeerProcess:
         if code is not None:
             self._readers[1].join(1.0)
         said = "".join(f"\n  {line}" for line in self._last) or " nothing."
-        ended = (
-            f"exit code {code}"
-            if code is None or code >= 0
-            else f"killed by {signal.Signals(-code).name}"
-        )
-        how = "" if code is None else f" ({ended})"
+        how = "" if code is None else f" (exit code {code})"
         return PeerError(f"{self.name} {what}{how}. Its last lines:{said}")
 
     @property

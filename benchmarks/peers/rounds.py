@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from ragfuse_bench.rounds import speedup
 from rich.console import Console
 
 from benchmarks.peers.offers import OFFERS
 from benchmarks.peers.process import Peer, PeerError
 from benchmarks.peers.prompts import Recurring
-from ragfuse.calibration.runner import speedup
 from ragfuse.telemetry.progress import progress
 
 YARDSTICK = next(iter(OFFERS))
@@ -127,7 +127,6 @@ class Match:
         seconds = [each.wall_s for each in mine]
         return {
             "peer": name,
-            "what": OFFERS[name].what,
             "version": peer.version,
             "wall_s": median(seconds),
             "cpu_s": median(each.cpu_s for each in mine),

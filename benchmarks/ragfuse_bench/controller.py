@@ -15,14 +15,14 @@ from statistics import median
 from typing import Any
 
 from ragfuse_bench.options import ControllerOptions
-from ragfuse_bench.presets import bench_model
+from ragfuse_bench.presets import fusable_model
 from ragfuse_bench.rig import Rig, foreseen
+from ragfuse_bench.rounds import Runner, thread_count
 from rich.console import Console
 from rich.table import Table
 
-from ragfuse.calibration.runner import Runner, circumstances, thread_count
+from ragfuse.calibration.runner import circumstances
 from ragfuse.engine.engine import Ask, Engine
-from ragfuse.errors import ModelError
 from ragfuse.hf.model import HFModel
 from ragfuse.plan.controller import settle
 from ragfuse.telemetry.progress import progress
@@ -45,15 +45,7 @@ def run_controller(options: ControllerOptions, console: Console) -> dict[str, An
     """The result as plain JSON types; `console` shows progress and the tables."""
     options.home.mkdir(parents=True, exist_ok=True)
     with thread_count(options.threads), ExitStack() as held:
-        console.print(
-            f"Loading {options.model} in {options.dtype} on {options.device} ...", highlight=False
-        )
-        model = bench_model(options.model, options.dtype, options.device, options.home)
-        if model.profile.refusal:
-            raise ModelError(
-                f"{options.model} cannot reuse the KV of chunks: {model.profile.refusal} Measure"
-                " another model."
-            )
+        model = fusable_model(options.model, options.dtype, options.device, options.home)
         found = _Bench(options, model, console, held)
         plans, sweeps = found.plans(), found.sweeps()
     errors = sorted(abs(plan["predicted_s"] / plan["measured_s"] - 1) for plan in plans)

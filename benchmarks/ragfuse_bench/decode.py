@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from ragfuse_bench.options import DecodeOptions
 from ragfuse_bench.presets import bench_model, preset
+from ragfuse_bench.rounds import Runner, thread_count
 from rich.console import Console
 from rich.table import Table
 
-from ragfuse.calibration.runner import Runner, circumstances, thread_count
+from ragfuse.calibration.runner import circumstances
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel

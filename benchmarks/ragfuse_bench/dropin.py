@@ -22,7 +22,6 @@ from dataclasses import asdict
 from difflib import SequenceMatcher
 from importlib import import_module
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
@@ -31,29 +30,18 @@ from typing import Any
 import torch
 from ragfuse_bench.chains.asks import MAKERS, Ask, Said
 from ragfuse_bench.options import DROPIN_CHUNKS, DropinOptions
+from ragfuse_bench.rounds import Times, speedup, thread_count
 from rich.console import Console
 from rich.table import Table
 
 from ragfuse.calibration.metrics import is_right, normalise
-from ragfuse.calibration.runner import Times, circumstances, speedup, thread_count
+from ragfuse.calibration.runner import circumstances
 from ragfuse.engine.engine import Engine
-from ragfuse.errors import InputError, RagFuseError, SettingsError
+from ragfuse.errors import RagFuseError, SettingsError
 from ragfuse.models import quietly
 from ragfuse.settings import Settings
 from ragfuse.telemetry.progress import progress
 
-NEEDED = MappingProxyType(
-    {
-        "langchain_community": "ragfuse-kv[demo]",
-        "langchain_huggingface": "ragfuse-kv[demo]",
-        "langchain_ragfuse": "langchain-ragfuse",
-        "llama_index.core": "ragfuse-kv[llama-index]",
-        "llama_index.embeddings.huggingface": "ragfuse-kv[llama-index]",
-        "llama_index.llms.huggingface": "ragfuse-kv[llama-index]",
-        "llama_index.llms.ragfuse": "llama-index-llms-ragfuse",
-    }
-)
-"""What the four programs import, and what brings it."""
 FRAMEWORKS = ("langchain", "llama_index")
 NAMES = MappingProxyType({"langchain": "LangChain", "llama_index": "LlamaIndex"})
 THEIRS = MappingProxyType({"langchain": "HuggingFacePipeline", "llama_index": "HuggingFaceLLM"})
@@ -65,7 +53,6 @@ ROOM = 6 << 30
 
 def run_dropin(options: DropinOptions, console: Console) -> dict[str, Any]:
     """The result as plain JSON types; `console` shows progress and the tables."""
-    require_packages()
     options.home.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"model": options.model}
     with thread_count(options.threads), _quiet(), quietly(options.home):
@@ -105,24 +92,6 @@ def _swap_settings(options: DropinOptions, folder: Path) -> Settings:
     """
     named: dict[str, Any] = {"model": options.model, "dtype": options.dtype, "home": options.home}
     return Settings(**named, store=folder, memory_bytes=ROOM, prefix_cache=False)
-
-
-def require_packages() -> None:
-    """InputError that names what is missing and what brings it."""
-    missing = {extra: name for name, extra in NEEDED.items() if not _is_there(name)}
-    if missing:
-        raise InputError(
-            "Wanted both frameworks with Hugging Face's models and with ours, found no"
-            f" {', '.join(missing.values())}. Install: pip install"
-            f" {' '.join(repr(extra) for extra in missing)}"
-        )
-
-
-def _is_there(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:  # what it is in is missing
-        return False
 
 
 def _material(options: DropinOptions, engine: Engine) -> tuple[list[dict[str, Any]], list[str]]:

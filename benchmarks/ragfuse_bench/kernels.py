@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from ragfuse_bench.options import KernelOptions
 from ragfuse_bench.presets import bench_model
+from ragfuse_bench.rounds import thread_count
 from ragfuse_bench.workload import Workload
 from rich.console import Console
 from rich.table import Table
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ragfuse.calibration.runner import circumstances, thread_count
+from ragfuse.calibration.runner import circumstances
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.engine import Engine
 from ragfuse.hf.model import HFModel

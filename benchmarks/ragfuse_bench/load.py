@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from ragfuse_bench.options import LoadOptions
-from ragfuse_bench.presets import bench_model
+from ragfuse_bench.presets import fusable_model
+from ragfuse_bench.rounds import Runner, Times, speedup, thread_count
 from ragfuse_bench.throttle import ThrottledTier
 from ragfuse_bench.workload import Workload
 from rich.console import Console
 from rich.table import Table
 
 from ragfuse.calibration.plots import model_in_title
-from ragfuse.calibration.runner import Runner, Times, circumstances, speedup, thread_count
+from ragfuse.calibration.runner import circumstances
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import ModelError
 from ragfuse.hf.model import HFModel
@@ -38,15 +39,7 @@ HEADLINE_MBPS = 100.0
 def run_load(options: LoadOptions, console: Console) -> dict[str, Any]:
     """The result as plain JSON types; `console` shows progress and the table."""
     with thread_count(options.threads):
-        console.print(
-            f"Loading {options.model} in {options.dtype} on {options.device} ...", highlight=False
-        )
-        model = bench_model(options.model, options.dtype, options.device, options.home)
-        if model.profile.refusal:
-            raise ModelError(
-                f"{options.model} cannot reuse the KV of chunks: {model.profile.refusal} Measure"
-                " another model."
-            )
+        model = fusable_model(options.model, options.dtype, options.device, options.home)
         rows, nbytes = _measured(options, model, console)
     result = _result(options, rows, nbytes, circumstances(model.device, options.threads))
     _show(result, console)

@@ -27,10 +27,11 @@ import psutil
 import torch
 from ragfuse_bench.options import PASSAGES_OF_A_LONG_PROMPT, MatchingOptions
 from ragfuse_bench.presets import bench_model
+from ragfuse_bench.rounds import thread_count
 from rich.console import Console
 from rich.table import Table
 
-from ragfuse.calibration.runner import circumstances, thread_count
+from ragfuse.calibration.runner import circumstances
 from ragfuse.errors import InputError
 from ragfuse.hf.model import HFModel
 from ragfuse.telemetry.progress import progress

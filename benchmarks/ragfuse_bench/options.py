@@ -481,10 +481,6 @@ class ThroughputOptions:
     seconds: Annotated[
         float, typer.Option(help="Seconds of load at each rate, for each method.")
     ] = 120.0
-    minutes: Annotated[
-        float,
-        typer.Option(help="Minutes of steady load, to see whether memory or files grow; 0: none."),
-    ] = 30.0
     together: Annotated[int, typer.Option(min=1, help="Answers decoded in one batch.")] = 8
     together_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of each answer of the batch.")
@@ -493,10 +489,8 @@ class ThroughputOptions:
     seed: Seed = 0
 
     def quick(self) -> ThroughputOptions:
-        """Return the options of `--quick`: two rates for each of three methods, five minutes of
-        load.
-        """
-        return replace(self, shares=(0.5, 0.9), seconds=50.0, minutes=0.0)
+        """Return the options of `--quick`: two rates for each of three methods."""
+        return replace(self, shares=(0.5, 0.9), seconds=50.0)
 
 
 @dataclass(frozen=True)

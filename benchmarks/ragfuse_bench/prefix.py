@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from ragfuse_bench.options import PrefixOptions
+from ragfuse_bench.rounds import Runner, Times, speedup, thread_count
 from rich.console import Console
 from rich.table import Table
 
-from ragfuse.calibration.runner import Runner, Times, circumstances, speedup, thread_count
+from ragfuse.calibration.runner import circumstances
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.engine import Engine
 from ragfuse.settings import Settings

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from ragfuse_bench.random_model import random_model
 
-from ragfuse.errors import SettingsError
+from ragfuse.errors import ModelError, SettingsError
 from ragfuse.hf.model import HFModel
 from ragfuse.models import quietly, resolve_llm
 from ragfuse.models.dtypes import auto_dtype
@@ -24,18 +24,13 @@ DTYPES = ("bfloat16", "float32", "float16")
 
 @dataclass(frozen=True)
 class Preset:
-    """A shape with random weights: its name, what it is in words, and its config in transformers'
-    names.
-    """
+    """A shape with random weights: its name, and its config in transformers' names."""
 
     name: str
-    what: str
     shape: Mapping[str, object]
 
 
-def _preset(
-    name: str, what: str, model_type: str, sizes: tuple[int, ...], tied: bool = False
-) -> Preset:
+def _preset(name: str, model_type: str, sizes: tuple[int, ...], tied: bool = False) -> Preset:
     layers, hidden, heads, kv_heads, intermediate, vocabulary = sizes
     shape = {
         "model_type": model_type,
@@ -49,25 +44,16 @@ def _preset(
         "rope_theta": 500000.0,
         "tie_word_embeddings": tied,
     }
-    return Preset(name, what, MappingProxyType(shape))
+    return Preset(name, MappingProxyType(shape))
 
 
 PRESETS = (
-    _preset(
-        "q05",
-        "Qwen2-like, 0.4B: 24 layers, hidden 896",
-        "qwen2",
-        (24, 896, 14, 2, 4864, 32000),
-        tied=True,
-    ),
-    _preset(
-        "l1b", "Llama-like, 1.1B: 16 layers, hidden 2048", "llama", (16, 2048, 32, 8, 8192, 32000)
-    ),
-    _preset(
-        "l8b", "Llama-like, 8B: 32 layers, hidden 4096", "llama", (32, 4096, 32, 8, 14336, 128256)
-    ),
-    _preset("tiny", "Llama-like, to try the benchmark itself", "llama", (4, 64, 4, 2, 128, 512)),
+    _preset("q05", "qwen2", (24, 896, 14, 2, 4864, 32000), tied=True),
+    _preset("l1b", "llama", (16, 2048, 32, 8, 8192, 32000)),
+    _preset("l8b", "llama", (32, 4096, 32, 8, 14336, 128256)),
+    _preset("tiny", "llama", (4, 64, 4, 2, 128, 512)),
 )
+"""Shapes like Qwen2's with 0.4B parameters, like Llama's with 1.1B and 8B, and a tiny one."""
 
 
 def preset(name: str) -> Preset | None:
@@ -86,3 +72,20 @@ def bench_model(name: str, dtype: str, device: str, home: Path) -> HFModel:
     source = resolve_llm(name, home)
     with quietly(source):
         return load_model(source, dtype, device)
+
+
+def fusable_model(name: str, dtype: str, device: str, home: Path, reads: bool = False) -> HFModel:
+    """Return the model to measure; ModelError for one whose KV cannot be reused.
+
+    Args:
+        name: As `bench_model` takes it.
+        dtype: Name of the dtype.
+        device: Where it runs.
+        home: The folder of prepared models.
+        reads: Whether it has to read text; presets read none.
+    """
+    model = bench_model(name, dtype, device, home)
+    if model.profile.refusal or (reads and not model.has_tokenizer):
+        why = model.profile.refusal or "it has no tokenizer, so it reads no text."
+        raise ModelError(f"{name} cannot be measured: {why} Measure another model.")
+    return model

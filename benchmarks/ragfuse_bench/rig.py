@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+from ragfuse_bench.rounds import Runner
 from ragfuse_bench.throttle import ThrottledTier
 from ragfuse_bench.workload import Workload
 from rich.console import Console
 
-from ragfuse.calibration.runner import Runner
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import ModelError
 from ragfuse.hf.model import HFModel

@@ -17,17 +17,18 @@ from typing import Any
 
 from ragfuse_bench.ideal import FORMULA, PREFIX_AWARE, Work
 from ragfuse_bench.options import HEADLINE_CHUNKS, TtftOptions
-from ragfuse_bench.presets import bench_model
+from ragfuse_bench.presets import fusable_model
+from ragfuse_bench.rounds import Runner, Times, speedup, thread_count
 from ragfuse_bench.workload import Workload
 from rich.console import Console
 from rich.table import Table
 
-from ragfuse.calibration.runner import Runner, Times, circumstances, speedup, thread_count
+from ragfuse.calibration.runner import circumstances
 from ragfuse.engine.engine import Ask, Engine
-from ragfuse.errors import ModelError, SettingsError
+from ragfuse.errors import ModelError
 from ragfuse.fuse.fusor import CachedRun
 from ragfuse.fuse.select import Policy, policy_named
-from ragfuse.hf.model import HFModel, KVSource
+from ragfuse.hf.model import KVSource
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import DiskTier, KVStore, MemoryTier, Tier
@@ -46,39 +47,16 @@ PREFIX_WORDS = (
 )
 
 
-def run_ttft(options: TtftOptions, console: Console | None = None) -> dict[str, Any]:
-    """The result as plain JSON types; `console` shows progress and the tables (standard error when
-    None).
-    """
-    console = console or Console(stderr=True)
+def run_ttft(options: TtftOptions, console: Console) -> dict[str, Any]:
+    """The result as plain JSON types; `console` shows progress and the tables."""
     with thread_count(options.threads):
-        console.print(
-            f"Loading {options.model} in {options.dtype} on {options.device} ...", highlight=False
-        )
-        model = bench_model(options.model, options.dtype, options.device, options.home)
-        _check(model, options)
+        model = fusable_model(options.model, options.dtype, options.device, options.home)
         with _store(options) as store, Engine(Settings(), model, store) as engine:
             bench = _Bench(options, engine, Runner(options.rounds, model.device, console))
             rows = [bench.figures(count) for count in options.chunks]
     result = _result(options, rows, circumstances(model.device, options.threads))
     show_ttft(result, console)
     return result
-
-
-def _check(model: HFModel, options: TtftOptions) -> None:
-    """Say before the long work what would end it."""
-    if model.profile.refusal:
-        raise ModelError(
-            f"{options.model} cannot reuse the KV of chunks: {model.profile.refusal} Measure"
-            " another model."
-        )
-    tokens = max(options.chunks) * options.chunk_tokens + options.question_tokens
-    room = model.max_context
-    if room is not None and tokens > room:
-        raise SettingsError(
-            f"Wanted a prompt of {tokens} tokens, found room for {room} in {options.model}. "
-            "Take fewer or smaller chunks."
-        )
 
 
 @contextmanager

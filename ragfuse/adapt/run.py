@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import psutil
 import torch
 
 from ragfuse.adapt.checkpoint import AdapterFolder, AdaptRecipe
 from ragfuse.adapt.examples import DocumentExamples, Documents, NumberedExamples, split_documents
-from ragfuse.adapt.teacher import MAX_CONTEXT_TOKENS, Teacher, context_of, prompt_of
+from ragfuse.adapt.teacher import Teacher, context_of, prompt_of
 from ragfuse.adapt.trainer import Trainer
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.engine import Engine
@@ -176,30 +175,3 @@ def default_folder(settings: Settings, documents: Documents) -> Path:
 def documents_digest(documents: Documents) -> str:
     """Return the digest of all chunks of some documents."""
     return digest(*(chunk for _, chunks in documents for chunk in chunks))
-
-
-def training_nbytes(model: HFModel, rank: int) -> int:
-    """Return about how many bytes training needs besides the weights: adapter, optimizer, and what
-    backward needs.
-
-    It is counted for the longest context that is drawn, half as much again for its questions and
-    because chunks are padded to the longest one; most are half as long.
-    """
-    config = model.model.config.get_text_config()
-    hidden, inner = (
-        config.hidden_size,
-        getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-    )
-    itemsize, rows = model.dtype.itemsize, MAX_CONTEXT_TOKENS * 3 // 2
-    linear = [each for each in model.model.modules() if isinstance(each, torch.nn.Linear)]
-    adapter = sum(rank * (each.in_features + each.out_features) for each in linear)
-    kept = rows * model.n_layers * itemsize * (18 * hidden + 5 * inner)
-    logits = 4 * 4 * QUESTIONS * 16 * config.vocab_size
-    return int(6 * 4 * adapter + kept + logits)
-
-
-def free_nbytes(device: torch.device) -> int:
-    """Return the bytes of memory that are free on a device."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)

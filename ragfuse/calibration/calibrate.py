@@ -25,7 +25,7 @@ from rich.table import Table
 from ragfuse.calibration.case import Case
 from ragfuse.calibration.comparison import Row, ask, prefill_speedup
 from ragfuse.calibration.methods import Lab, Method
-from ragfuse.calibration.runner import Runner, circumstances
+from ragfuse.calibration.runner import Stopwatch, circumstances
 from ragfuse.calibration.stats import mean_interval, ratio_interval
 from ragfuse.errors import InputError, ModelError, SettingsError
 from ragfuse.hf.model import HFModel
@@ -224,7 +224,9 @@ def calibrate(
         ModelError: The model cannot be fused.
         SettingsError: `filler_tokens` is 0.
     """
-    began, lab, runner = time.perf_counter(), Lab(model), Runner(1, model.device, console)
+    began = time.perf_counter()
+    lab = Lab(model)
+    stopwatch = Stopwatch(model.device)
     if model.profile.refusal:
         raise ModelError(
             f"{name} cannot reuse the KV of chunks, so there is nothing to calibrate:"
@@ -246,7 +248,7 @@ def calibrate(
         with progress(console) as bar:
             task = bar.add_task("questions", total=len(cases))
             # unmeasured: first uses cost more
-            list(ask(lab, runner, cases[0], (REUSE, *LADDER), answers=False))
+            list(ask(lab, stopwatch, cases[0], (REUSE, *LADDER), answers=False))
             for index, case in enumerate((*cases, *more_cases)):
                 if index == len(cases):
                     tried = curve(rows, kept)
@@ -254,7 +256,7 @@ def calibrate(
                     if flaw or choose(tried) is not None or not close:
                         break
                     bar.update(task, total=len(cases) + len(more_cases))
-                rows += ask(lab, runner, case, (REUSE, *kept), answers=False)
+                rows += ask(lab, stopwatch, case, (REUSE, *kept), answers=False)
                 if index + 1 >= MIN_QUESTIONS:
                     kept = [method for method in kept if not is_hopeless(rows, method)]
                 bar.update(task, advance=1, description=f"questions, {len(kept)} choices")

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from ragfuse.calibration.case import Case
 from ragfuse.calibration.methods import Lab, Method
-from ragfuse.calibration.metrics import exact, f1, rouge_l
 from ragfuse.calibration.prompts import NEW_TOKENS
-from ragfuse.calibration.runner import Clock, Runner, Sample
+from ragfuse.calibration.runner import Clock, Sample, Stopwatch
 from ragfuse.engine.options import ends_of
 from ragfuse.engine.overflow import remaining_context
 from ragfuse.hf.model import Prefill
@@ -35,12 +34,9 @@ class Row:
         full_wall_s: Seconds of wall time of full prefill in the same round.
         kl: KL to full prefill in nats per token.
         top1: Share of tokens for which the most likely token is full prefill's.
-        score: F1 of an answer, ROUGE-L of a summary; None where no answer was generated.
-        em: Exact match; None like `score`.
-        identical: Whether the answer is full prefill's, token for token; None like `score`.
+        text: The answer; None where none was generated.
+        identical: Whether the answer is full prefill's, token for token; None like `text`.
         mean_ratio: Share of recomputed rows, on average over the layers.
-        task: The case's task.
-        text: The answer.
         clock: Which of the times counts.
     """
 
@@ -55,12 +51,9 @@ class Row:
     full_wall_s: float
     kl: float | None
     top1: float | None
-    score: float | None = None
-    em: float | None = None
+    text: str | None = None
     identical: bool | None = None
     mean_ratio: float = 0.0
-    task: str = "answer"
-    text: str = ""
     clock: Clock = "cpu"
 
     @property
@@ -71,7 +64,7 @@ class Row:
 
 def ask(
     lab: Lab,
-    runner: Runner,
+    stopwatch: Stopwatch,
     case: Case,
     methods: Sequence[Method],
     answers: bool,
@@ -80,7 +73,7 @@ def ask(
 
     Args:
         lab: The engines of one model.
-        runner: Measures the times.
+        stopwatch: Measures the times.
         case: The question.
         methods: The methods to compare.
         answers: Whether answers are generated, or prompts only prefilled.
@@ -95,7 +88,7 @@ def ask(
     }
     prompt, max_tokens = prompts[FULL.encoded], NEW_TOKENS[case.task]
     remaining_context(len(prompt) + max_tokens, lab.model, f"{case.dataset} {case.id}")
-    full, full_time = _timed(lab, runner, FULL, prompt)
+    full, full_time = _timed(lab, stopwatch, FULL, prompt)
     full_ids = lab.write(full.copy(), max_tokens)
     forced_ids = [*full_ids, *(ends_of(lab.model)[:1] or (0,))][:max_tokens]
     wanted = lab.model.score_continuation(full, forced_ids)
@@ -103,10 +96,10 @@ def ask(
         if method == FULL:
             prefill, time, found, ids = full, full_time, wanted, full_ids
         else:
-            prefill, time = _timed(lab, runner, method, prompts[method.encoded])
+            prefill, time = _timed(lab, stopwatch, method, prompts[method.encoded])
             ids = lab.write(prefill.copy(), max_tokens) if answers else []
             found = lab.model.score_continuation(prefill, forced_ids)
-        text = lab.model.text(ids)
+        has_answer = answers or method == FULL
         yield Row(
             dataset=case.dataset,
             case=case.id,
@@ -119,24 +112,19 @@ def ask(
             full_wall_s=full_time.wall_s,
             kl=max(0.0, kl(wanted, found)),
             top1=float((wanted.argmax(-1) == found.argmax(-1)).float().mean()),
-            score=_score(case, text) if answers or method == FULL else None,
-            em=exact(text, case.answers) if answers or method == FULL else None,
-            identical=ids == full_ids if answers or method == FULL else None,
+            text=lab.model.text(ids) if has_answer else None,
+            identical=ids == full_ids if has_answer else None,
             mean_ratio=prefill.mean_ratio,
-            task=case.task,
-            text=text,
-            clock=runner.clock,
+            clock=stopwatch.clock,
         )
 
 
-def _timed(lab: Lab, runner: Runner, method: Method, prompt: Prompt) -> tuple[Prefill, Sample]:
+def _timed(
+    lab: Lab, stopwatch: Stopwatch, method: Method, prompt: Prompt
+) -> tuple[Prefill, Sample]:
     prefills = list[Prefill]()
-    sample = runner.once(lambda: prefills.append(lab.prefill(method, prompt)))
+    sample = stopwatch.once(lambda: prefills.append(lab.prefill(method, prompt)))
     return prefills[0], sample
-
-
-def _score(case: Case, text: str) -> float:
-    return rouge_l(text, case.answers) if case.task == "summary" else f1(text, case.answers)
 
 
 def prefill_speedup(rows: Sequence[Row]) -> float:

@@ -1,6 +1,4 @@
-"""Bootstrap intervals of means, and of differences and ratios of methods that answered the same
-questions.
-"""
+"""Bootstrap intervals of means, and of ratios of methods that answered the same questions."""
 
 from __future__ import annotations
 
@@ -18,13 +16,6 @@ def mean_interval(values: Sequence[float]) -> Interval:
     no spread.
     """
     return _interval((np.asarray(values, float),), lambda x, axis: x.mean(axis))
-
-
-def difference_interval(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """Return the 95% interval of the mean of the differences ours - theirs, question by
-    question.
-    """
-    return mean_interval(np.subtract(ours, theirs).tolist())
 
 
 def ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> Interval:

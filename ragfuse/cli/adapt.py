@@ -28,9 +28,7 @@ from ragfuse.cli.options import (
     screen,
 )
 from ragfuse.cli.show import counted, progress_bar, say
-from ragfuse.errors import ModelError
 from ragfuse.settings import Settings
-from ragfuse.types.sizes import size_text
 
 
 @screen(*ENGINE)
@@ -85,7 +83,7 @@ def adapt_model(
     prepare_model(settings)
     with console.status("loading the model"):
         from ragfuse.adapt.picture import draw_training
-        from ragfuse.adapt.run import Adaptation, default_folder, free_nbytes, training_nbytes
+        from ragfuse.adapt.run import Adaptation, default_folder
         from ragfuse.adapt.trainer import TrainingLimits
         from ragfuse.calibration.calibrate import show_calibration
         from ragfuse.engine.engine import Engine
@@ -97,16 +95,6 @@ def adapt_model(
             split_documents(docs, settings, adaptation.plain.tokenizer, console)[0].items()
         )
         folder = (out or default_folder(settings, texts)).expanduser()
-        needed, free = training_nbytes(adaptation.plain, rank), free_nbytes(adaptation.plain.device)
-        memory = (
-            f"about {size_text(needed)} of memory besides the model; {size_text(free)} are free"
-        )
-        say(console, f"Training needs {memory}.")
-        if needed > free:
-            raise ModelError(
-                f"Training needs {memory}. End other programs, take a smaller --rank or model, or"
-                " another --device."
-            )
         with console.status("preparing"):
             trainer = adaptation.prepare(texts, folder, rank)
         if trainer.state.step:

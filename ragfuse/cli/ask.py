@@ -16,7 +16,7 @@ from ragfuse.cli.engine import given_for, is_local, open_answerer
 from ragfuse.cli.files import find_files
 from ragfuse.cli.ingest import add_documents
 from ragfuse.cli.options import ENGINE, DocsFirst, Index, Server, Session, option, screen
-from ragfuse.cli.show import WrappedOutput, say, show_trace, tell_sources
+from ragfuse.cli.show import say, show_trace, tell_sources, write
 from ragfuse.errors import InputError
 from ragfuse.settings import Settings
 
@@ -92,33 +92,20 @@ def ask(
         full = _full_prefill(engine, prompt, console, how) if compare else None
         if compare:
             console.print("[bold]ragfuse:[/] ", end="")
-        output = WrappedOutput(console, len("ragfuse: ") if compare else 0)
         with engine.stream(prompt, how) as stream:
             for text in stream:
-                output.write(text)
+                write(console, text)
             answer = stream.answer
-        output.write(_ttft_note(answer) if compare else "")
+        write(console, _ttft_note(answer) if compare else "")
         console.print()
     tell_sources(sources)
     trace = answer.trace
-    if trace.is_late:
-        late = (
-            f"Wanted the first token within {trace.deadline_s:g} s, got it after"
-            f" {trace.ttft_s:.3f} s."
-        )
-        say(Console(stderr=True), late, "yellow")
     if explain or compare:
         show_trace(console, trace)
+    elif trace.is_late:
+        say(Console(stderr=True), trace.summary, "yellow")
     result: dict[str, Any] = {"question": question, "answer": answer.text, "trace": trace.as_dict()}
     if full is not None:
-        speedup = full.trace.ttft_s / trace.ttft_s
-        faster = (
-            f"{speedup:.1f} times faster than"
-            if speedup >= 1
-            else f"{1 / speedup:.1f} times slower than"
-        )
-        why = "Nothing was reused, so both did the same work." if trace.fallback_reason else ""
-        say(console, why or f"First token {faster} full prefill, both in a warm process.")
         result |= {
             "answer_full": full.text,
             "ttft_full_s": full.trace.ttft_s,

@@ -4,7 +4,6 @@ server.
 
 from __future__ import annotations
 
-import os
 import secrets
 import signal
 import sys
@@ -24,7 +23,7 @@ from ragfuse.cli.engine import given_for, is_local, open_answerer
 from ragfuse.cli.files import find_files
 from ragfuse.cli.ingest import add_documents
 from ragfuse.cli.options import ENGINE, DocsFirst, Index, Server, Session, screen
-from ragfuse.cli.show import WrappedOutput, counted, say, show_trace, tell_sources
+from ragfuse.cli.show import counted, say, show_trace, tell_sources, write
 from ragfuse.errors import InputError, RagFuseError
 from ragfuse.settings import Settings
 
@@ -42,11 +41,6 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
             " it begin?"
         ),
         "/why": "show what the last answer reused, and why the rest was computed",
-        "/ratio": (
-            "/ratio 0.2 recomputes 20% of the reused tokens from now on; /ratio auto leaves it to"
-            " ragfuse"
-        ),
-        "/policy": "/policy NAME chooses how they are found; /policy auto leaves it to ragfuse",
         "/help": "show this list",
         "/quit": "end; so does Ctrl-D. Ctrl-C stops an answer",
     }
@@ -55,8 +49,6 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 SHORT_WORDS = 4
 """A question of so few words, such as "And when?", is searched for together with the one before it.
 """
-MAX_HISTORY = 1000
-"""Most lines of the history."""
 
 
 @screen(*ENGINE, "policy", "ratio", "top_k", "max_tokens", "api_key")
@@ -94,7 +86,7 @@ def chat(
             if docs is not None:
                 talk.add(docs)
             talk.begin(session)
-            for line in typed_lines("> ", settings.home / "chat_history"):
+            for line in typed_lines("> "):
                 if not talk.take(line.strip()):
                     break
         finally:
@@ -105,26 +97,17 @@ def chat(
         raise typer.Exit(1)
 
 
-def typed_lines(prompt: str, history: Path) -> Iterator[str]:
+def typed_lines(prompt: str) -> Iterator[str]:
     """Yield the lines of a terminal until Ctrl-D, or those of a pipe; Ctrl-C at the prompt gives an
     empty line.
 
-    On a terminal, arrow keys bring back earlier lines, those of earlier processes too.
-
-    Args:
-        prompt: What is shown before each line, on a terminal.
-        history: The file of earlier lines, readable by its owner alone.
+    On a terminal, arrow keys bring back earlier lines.
     """
     if not sys.stdin.isatty():
         yield from sys.stdin
         return
-    import readline
+    import readline  # noqa: F401 - `input` edits lines with it
 
-    from ragfuse.store.access import make_root, open_file
-
-    with suppress(OSError):
-        readline.read_history_file(history)
-    readline.set_history_length(MAX_HISTORY)
     try:
         while True:
             line = ""
@@ -135,11 +118,6 @@ def typed_lines(prompt: str, history: Path) -> Iterator[str]:
             yield line
     except EOFError:
         print()
-    finally:
-        with suppress(OSError):
-            make_root(history.parent)
-            os.close(open_file(history, os.O_WRONLY))
-            readline.write_history_file(history)
 
 
 @dataclass
@@ -205,8 +183,6 @@ class Talk:
                     self._compare()
                 case "/why":
                     show_trace(self.console, self._answered().trace)
-                case "/ratio" | "/policy":
-                    self._change(word[1:], rest)
                 case "/help":
                     for name, meaning in COMMANDS.items():
                         self._say(f"{name:9}{meaning}")
@@ -243,11 +219,10 @@ class Talk:
         searched = f"{self._question} {question}" if is_short else question
         self._question = self._question if is_short else question
         prompt, sources = prompt_for(self.answerer, self.library, question, self.console, searched)
-        output = WrappedOutput(self.console)
         try:
             with self.answerer.stream(prompt, self.how) as stream:
                 for text in stream:
-                    output.write(text)
+                    write(self.console, text)
                 answer = stream.answer
         except KeyboardInterrupt:
             self.console.print()
@@ -284,13 +259,6 @@ class Talk:
         same = "The answers are the same" if full.text == answer.text else "The answers differ"
         times = f"full prefill {full.trace.ttft_s:.2f} s, ragfuse {answer.trace.ttft_s:.2f} s"
         self._say(f"{same}. First token: {times}. A process's first question takes longer.")
-
-    def _change(self, name: str, given: str) -> None:
-        if given:
-            change: dict[str, Any] = {name: None if given == "auto" else given}
-            self.how = replace(self.how, **change)
-        value = getattr(self.how, name)
-        self._say(f"{name}: {'auto' if value is None else value}")
 
     def _answered(self) -> Answer:
         if self.answer is None:

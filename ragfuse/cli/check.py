@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -40,10 +39,5 @@ def guarded(what: str, check: Callable[[], Iterable[CheckResult]]) -> Iterator[C
             if type(error).__module__.startswith("ragfuse")
             else f"{type(error).__name__}: {message}"
         )
-        is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
-        remedy = (
-            "free some space there"
-            if is_full
-            else "what it says; if that does not help, report it with this line"
-        )
+        remedy = "what it says; if that does not help, report it with this line"
         yield CheckResult(what, "bad", found, remedy)

@@ -101,13 +101,6 @@ def _versions() -> Iterator[CheckResult]:
         "Python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     )
     yield CheckResult("packages", "ok", named)
-    own = found.get("ragfuse-kv", "")
-    for name, number in found.items():
-        if "ragfuse" in name and own and number.split(".")[:2] != own.split(".")[:2]:
-            remedy = f"pip install -U ragfuse-kv {name}"
-            yield CheckResult(
-                "frameworks", "bad", f"{name}: {number} beside ragfuse-kv {own}", remedy
-            )
 
 
 def _machine(settings: Settings) -> Iterator[CheckResult]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
@@ -31,6 +30,8 @@ Chunks = Sequence[tuple[str, str]]
 Encoder = Callable[["Engine", Chunks, Console], Mapping[str, Any]]
 """What encodes chunks, and returns what it did in JSON types."""
 RESUMES = "Run the same command again to continue."
+SIZED_CHUNKS = 50
+"""Chunks whose size is looked at, to tell how many fit the store."""
 NOTHING = MappingProxyType({"encoded": 0, "tokens": 0, "nbytes": 0, "seconds": 0.0})
 """What encoding says that did nothing."""
 
@@ -254,30 +255,17 @@ def _forget(
     say(console, f"left the index: {what}")
 
 
-def target_tiers(engine: Engine, n_tokens: int) -> list[str]:
-    """Return the names of the tiers that new chunks of `n_tokens` are written to: slow ones, or all
-    if none is slow.
-    """
-    slow = [tier.name for tier in engine.store.tiers if tier.slow]
-    chosen = engine.runtime.encoder.home(n_tokens, n_tokens * engine.model.nbytes_per_token)
-    return [chosen] if chosen is not None else slow or [tier.name for tier in engine.store.tiers]
-
-
 def _fitting_chunks(engine: Engine, chunks: Chunks, console: Console) -> Chunks:
     """Return as many of the first chunks as the store can hold: more of them would evict the first
     ones again.
     """
-    sample = [engine.tokens(text) for text, _ in chunks[:: max(1, len(chunks) // 50)]]
-    n_tokens = max(1.0, sum(map(len, sample)) / len(sample))
-    longest = max(sample, key=len)
-    fitting = 0
-    for name in target_tiers(engine, int(n_tokens)):  # each of them gets all chunks
-        tier = engine.store.tier(name)
-        room: float = tier.capacity
-        if isinstance(folder := getattr(tier, "path", None), Path):
-            room = min(room, tier.nbytes + shutil.disk_usage(folder).free)
-        token_nbytes = engine.runtime.encoder.nbytes_in(name, longest) / max(1, len(longest))
-        fitting = max(fitting, int(min(len(chunks), 0.95 * room / (token_nbytes * n_tokens))))
+    sample = chunks[:: max(1, len(chunks) // SIZED_CHUNKS)]
+    longest = max((engine.tokens(text) for text, _ in sample), key=len)
+    encoder, slow = engine.runtime.encoder, [tier for tier in engine.store.tiers if tier.slow]
+    home = encoder.home(len(longest), len(longest) * engine.model.nbytes_per_token)
+    tiers = [engine.store.tier(home)] if home is not None else slow or engine.store.tiers
+    room = max(tier.capacity / encoder.nbytes_in(tier.name, longest) for tier in tiers)
+    fitting = int(min(len(chunks), 0.95 * room))
     if fitting < len(chunks):
         say(
             console,

@@ -119,22 +119,17 @@ class Library:
         """Return (text, source) of the chunks that are nearest to a question, `top_k` of the
         settings at most.
 
-        A text that several documents have is found once, and the next best takes the place of its
-        copies.
+        A text that several documents have is found once.
         """
         saved, chunks = self._read()
         if not chunks:
             return []
-        store, most = self._open(saved, chunks), self.settings.top_k
-        n, found = most, dict[str, tuple[str, str]]()
-        while True:
-            for each in store.similarity_search(question, k=n):
-                found.setdefault(
-                    each.page_content.strip(), (each.page_content, each.metadata["source"])
-                )
-            if len(found) >= most or n >= store.index.ntotal:
-                return list(found.values())[:most]
-            n *= 2
+        sources = dict(reversed(self.chunks()))
+        copies = len(chunks) - len(sources)
+        most = self.settings.top_k
+        found = self._open(saved, chunks).similarity_search(question, k=most + copies)
+        texts = dict.fromkeys(each.page_content for each in found)
+        return [(text, sources[text]) for text in texts][:most]
 
     @cached_property
     def embeddings(self) -> Any:

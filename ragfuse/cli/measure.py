@@ -7,9 +7,8 @@ from typing import Any
 from rich.console import Console
 
 from ragfuse.cli.engine import loaded_engine
-from ragfuse.cli.ingest import target_tiers
 from ragfuse.cli.options import ENGINE, screen
-from ragfuse.cli.show import progress_bar, say, show_table
+from ragfuse.cli.show import counted, progress_bar, say, show_table
 from ragfuse.settings import Settings
 
 
@@ -27,11 +26,8 @@ def measure(console: Console, settings: Settings) -> dict[str, Any]:
                 (),
                 lambda what, done: report(done, 1.0, what),
             )
-        is_kept, n_tokens = engine.catalog.file is not None, settings.chunk_tokens
-        targets = target_tiers(engine, n_tokens)
-        levels = engine.runtime.encoder.levels(n_tokens, n_tokens * engine.model.nbytes_per_token)
-    threads = f"{machine.threads} thread{'s' if machine.threads > 1 else ''}"
-    say(console, f"Full prefill of {engine.model.name}, {threads}:")
+        is_kept = engine.catalog.file is not None
+    say(console, f"Full prefill of {engine.model.name}, {counted(machine.threads, 'thread')}:")
     points = [
         {"tokens": tokens, "measured s": seconds, "fitted s": machine.prefill_s(tokens)}
         for tokens, seconds in machine.prefill_points
@@ -62,7 +58,4 @@ def measure(console: Console, settings: Settings) -> dict[str, Any]:
         console,
         kept if is_kept else "Not saved: there is no disk tier to save it in (disk_bytes is 0).",
     )
-    say(console, f"New chunks of {n_tokens} tokens go to {', '.join(targets)}.")
-    for tier, (level,) in levels.items():
-        say(console, f"New chunks of {n_tokens} tokens are written into {tier} as {level}.")
     return machine.as_dict()

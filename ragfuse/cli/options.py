@@ -167,19 +167,14 @@ def prepare_model(settings: Settings) -> None:
 
 
 def write_json(data: Any, target: Path | None) -> None:
-    """Write a result to the target of `--json`, atomically."""
+    """Write a result to the target of `--json`."""
     if target is None:
         return
     text = json.dumps(data, ensure_ascii=False, indent=1)
     if str(target) == "-":
         print(text)
         return
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        partial.write_text(text + "\n", encoding="utf-8")
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    target.write_text(text + "\n", encoding="utf-8")
 
 
 def console_for(json_target: Path | None) -> Console:

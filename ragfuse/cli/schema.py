@@ -131,7 +131,6 @@ def show(
         "positions": layout.n_positions,
         "tokens": n_tokens,
         "nbytes_per_token": per_token,
-        "mb_per_token": per_token / 1e6,
         "parts": parts,
     }
 

@@ -4,7 +4,6 @@ as a strip.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -137,23 +136,7 @@ def show_trace(console: Console, trace: Trace) -> None:
     console.print(
         Text.assemble(*(piece for word, sign in parts.items() for piece in (sign, f" {word}")))
     )
-    chosen = (
-        f" ({trace.mean_ratio:.0%}, chosen by the policy {trace.policy})"
-        if trace.tokens_recomputed
-        else ""
-    )
-    summary = (
-        f"{trace.tokens} tokens: {trace.tokens_reused} reused, {trace.tokens_recomputed}"
-        f" recomputed{chosen}, {trace.tokens_fresh} computed"
-    )
-    if trace.fallback_reason:
-        summary = f"{trace.tokens} tokens, all computed: {trace.fallback_reason}"
-    in_time = ""
-    if trace.deadline_s is not None:
-        in_time = (
-            f", {'after' if trace.is_late else 'within'} the deadline of {trace.deadline_s:g} s"
-        )
-    console.print(Text(f"{summary}; first token after {trace.ttft_s:.2f} s{in_time}"))
+    console.print(Text(trace.summary))
 
 
 def strip(trace: Trace, width: int) -> Text:
@@ -203,29 +186,9 @@ def listed(sources: Iterable[str]) -> str:
     )
 
 
-class WrappedOutput:
-    """Prints streamed text with line breaks between words at the console's width; `column` is the
-    first column.
-    """
-
-    def __init__(self, console: Console, column: int = 0) -> None:
-        self._console, self._column = console, column
-
-    def write(self, text: str) -> None:
-        """Print the next piece."""
-        for word in re.findall(r"\n|[^\S\n]+|\S+", text):
-            if (
-                self._console.is_terminal
-                and self._column
-                and self._column + len(word) > self._console.width
-            ):
-                self._put("\n")
-            if word.strip() or word == "\n" or self._column:
-                self._put(word)
-
-    def _put(self, word: str) -> None:
-        self._console.print(word, end="", markup=False, highlight=False, soft_wrap=True)
-        self._column = 0 if word == "\n" else self._column + len(word)
+def write(console: Console, text: str) -> None:
+    """Print a piece of streamed text as it is."""
+    console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
 
 
 def tell_sources(sources: Iterable[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -93,10 +93,7 @@ def ls(
             "key": row.short + "*" * row.entry.pinned,
             "tier": row.entry.tier,
             "encoded": row.entry.key.encoded,
-            "source": (
-                short(Path(row.source).name)
-                + (f" +{len(row.sources) - 1}" if len(row.sources) > 1 else "")
-            ),
+            "source": short(Path(row.source).name),
             "tokens": row.entry.n_tokens,
             "nbytes": row.entry.nbytes,
             "hits": row.entry.hits,
@@ -121,13 +118,16 @@ def ls(
             }
         )
     show_table(console, [{**each, "capacity": capacity_text(each["capacity"])} for each in totals])
-    for owner, use in uses:
-        sizes = (
-            " and ".join(f"{size_text(nbytes)} in {name}" for name, nbytes in use.nbytes.items())
-            or "nothing"
-        )
-        kept = f"{sizes}, {counted(use.texts, 'text')}, {counted(use.sessions, 'session')}"
-        say(console, f"{plain(owner.name)} in all: {kept}")
+    owned = [
+        {
+            "tenant": owner.name,
+            "texts": use.texts,
+            "sessions": use.sessions,
+            "nbytes": sum(use.nbytes.values()),
+        }
+        for owner, use in uses
+    ]
+    show_table(console, owned)
     tenants = [
         {"model": owner.model, "tenant": owner.tenant, "digest": owner.digest, **use.as_dict()}
         for owner, use in uses
@@ -168,11 +168,7 @@ def rm(
     if dropped or cleared.texts:
         say(console, f"Deleted {describe(dropped)}, {counted(cleared.texts, 'text')}.")
     for name in cleared.silent:
-        say(
-            console,
-            f"Tier {name} does not answer: what it holds stays there, and all texts stay. Delete"
-            " again later.",
-        )
+        say(console, f"Tier {name} does not answer: what it holds stays, and so do all texts.")
     result = {
         "dropped": len(dropped),
         "nbytes": sum(row.entry.nbytes for row in dropped),
@@ -203,7 +199,7 @@ def pin(
     _require_choice(conditions, all_, "pin")
     with open_admin(settings, console) as admin:
         entry_filter = _entry_filter(admin, conditions)
-        rows = _select(admin, console, entry_filter, "nothing was changed")
+        rows = _select(admin, console, entry_filter)
         # other media decide what they keep
         pinning = {tier.name for tier in admin.store.tiers if tier.pins}
         rows = [row for row in rows if row.entry.tier in pinning]
@@ -243,13 +239,14 @@ def export(
     unchanged.
     """
     with open_admin(settings, console) as admin:
-        consequence = f"nothing was written to '{file}'"
         entry_filter = _entry_filter(admin, conditions)
-        rows = _select(admin, console, entry_filter, consequence)
+        rows = _select(admin, console, entry_filter)
         silent = admin.silent(entry_filter)
+        if silent and (file.is_file() or not rows):
+            from ragfuse.store.deletion import unanswered
+
+            raise StoreError(unanswered(silent, f"nothing was written to '{file}'"))
         if file.is_file():
-            if silent:
-                _refuse(silent, consequence)
             confirm(f"'{file}' exists already. Overwrite it?", yes)
         with progress_bar(
             console, "exporting", "Nothing was written; an existing file is unchanged."
@@ -325,23 +322,13 @@ def _entry_filter(admin: StoreAdmin, conditions: dict[str, Any]) -> EntryFilter:
     return admin.within_tenant(EntryFilter(**{**conditions, "keys": keys}))
 
 
-def _select(
-    admin: StoreAdmin, console: Console, entry_filter: EntryFilter, consequence: str = ""
-) -> list[EntryRow]:
-    """Return the selected entries; print which tiers do not answer.
-
-    Raises:
-        StoreError: Nothing was found, a selected tier does not answer, and that has a
-            `consequence`.
-    """
+def _select(admin: StoreAdmin, console: Console, entry_filter: EntryFilter) -> list[EntryRow]:
+    """Return the selected entries; print which tiers do not answer."""
     with console.status("reading the store"):
         rows = admin.list_entries(entry_filter)
-        silent = admin.silent(entry_filter)
-    if consequence and silent and not rows:
-        _refuse(silent, consequence)
     for name in admin.silent():
         say(console, f"Tier {name} does not answer: its entries are not listed.")
-    if not rows and not silent:
+    if not rows and not admin.silent(entry_filter):
         nothing = (
             "Nothing in the store matches; `ragfuse store ls` lists all, of one tenant if a salt is"
             " set."
@@ -349,12 +336,6 @@ def _select(
         empty = "The store is empty: ragfuse ingest PATH."
         say(console, empty if entry_filter.selects_all else nothing)
     return rows
-
-
-def _refuse(silent: Sequence[str], consequence: str) -> NoReturn:
-    from ragfuse.store.deletion import unanswered
-
-    raise StoreError(unanswered(silent, consequence))
 
 
 def describe(rows: Sequence[EntryRow]) -> str:
@@ -371,10 +352,8 @@ def _told(console: Console, outcome: Outcome, where: str) -> dict[str, Any]:
     nbytes = sum(outcome.done.values())
     done = f"{counted(len(outcome.done), 'entry', 'entries')} and {counted(outcome.texts, 'text')}"
     say(console, f"{done} ({size_text(nbytes)}) {where}.")
-    for what, why in outcome.troubles[:5]:
+    for what, why in outcome.troubles:
         say(console, f"left out: {what}: {why}")
-    if len(outcome.troubles) > 5:
-        say(console, f"left out: {len(outcome.troubles) - 5:,} more")
     counts = {
         "entries": len(outcome.done),
         "nbytes": nbytes,

@@ -31,8 +31,6 @@ CHUNK_TOKENS = 230
 
 LONG_CHUNK_TOKENS = 512
 """Most tokens of a chunk of the long prompt."""
-EMBEDDED_TOGETHER = 64
-"""Passages that are embedded between two steps of the bar."""
 LONG_TRIES = 3
 """How often the long prompt is asked; the middle one counts."""
 INTRODUCTION = (
@@ -63,18 +61,10 @@ def run(engine: Engine, console: Console) -> dict[str, Any]:
     done = short.ingest(
         [item["question"] for item in data["questions"]], "computing the KV of passages", console
     )
-    computed = (
-        f"was computed now: {done.tokens:,} tokens, {size_text(done.nbytes)},"
-        f" {duration_text(done.seconds)}"
-    )
-    if done.encoded < done.chunks:
-        computed = (
-            f"of {done.encoded} of them {computed}"
-            if done.encoded
-            else "is in the store from an earlier run"
-        )
     console.print(
-        f"The questions find {done.chunks} of these passages. Their KV {computed}.\n",
+        f"The questions find {done.chunks} of these passages. The KV of {done.encoded} was computed"
+        f" now ({done.tokens:,} tokens, {size_text(done.nbytes)}, {duration_text(done.seconds)});"
+        " that of the others is in the store.\n",
         highlight=False,
     )
     with console.status("warming up"):
@@ -94,13 +84,11 @@ def run(engine: Engine, console: Console) -> dict[str, Any]:
     long = Demo(engine, data["template"], LONG_CHUNK_TOKENS)
     long.index("indexing passages anew, in larger pieces", console)
     long.ingest([data["long"]["question"]], "computing the KV of longer passages", console)
-    tries = list[DemoAnswer]()
-    with progress(console) as bar:
-        task = bar.add_task("a long prompt, three times both ways", total=LONG_TRIES)
+    with console.status("a long prompt, three times both ways"):
         long.warm_up()
-        while len(tries) < LONG_TRIES:
-            tries.append(long.ask(data["long"]["question"], data["long"]["answers"]))
-            bar.update(task, completed=len(tries))
+        tries = [
+            long.ask(data["long"]["question"], data["long"]["answers"]) for _ in range(LONG_TRIES)
+        ]
     longest = sorted(tries, key=lambda answer: answer.speedup)[LONG_TRIES // 2]
     console.print(
         "One long prompt: six passages of up to 512 tokens. The middle one of three tries.",
@@ -158,9 +146,7 @@ class Demo:
         self.chain: Any = None
 
     def index(self, what: str, console: Console) -> None:
-        """Index all chunks with FAISS under a bar; vectors of an earlier run are taken from the
-        home folder.
-        """
+        """Index all chunks with FAISS; vectors of an earlier run are taken from the home folder."""
         from langchain_classic.embeddings import CacheBackedEmbeddings
         from langchain_classic.storage import LocalFileStore
         from langchain_community.vectorstores import FAISS
@@ -175,18 +161,8 @@ class Demo:
             embedder, kept, namespace=digest(str(source)), key_encoder="sha256"
         )
         texts = [text for text, _ in self.texts]
-        vectors = list[list[float]]()
-        with progress(console) as bar:
-            task = bar.add_task(what, total=len(texts))
-            while len(vectors) < len(texts):
-                vectors += embeddings.embed_documents(
-                    texts[len(vectors) : len(vectors) + EMBEDDED_TOGETHER]
-                )
-                bar.update(task, completed=len(vectors))
-        sources = [{"source": name} for _, name in self.texts]
-        found = FAISS.from_embeddings(
-            zip(texts, vectors, strict=True), embeddings, metadatas=sources
-        )
+        with console.status(what):
+            found = FAISS.from_texts(texts, embeddings)
         self.retriever = found.as_retriever(search_kwargs={"k": 6})
         inputs = {"context": self.retriever | _join_texts, "question": RunnablePassthrough()}
         self.chain = inputs | self.prompt

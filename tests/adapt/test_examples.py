@@ -4,8 +4,7 @@ on.
 
 import pytest
 
-from ragfuse.adapt.examples import HELD_CHUNKS, MIN_CHUNKS, DocumentExamples, split_documents
-from ragfuse.errors import InputError
+from ragfuse.adapt.examples import HELD_CHUNKS, DocumentExamples, split_documents
 
 
 def chunk(name: str, number: int) -> str:
@@ -36,15 +35,6 @@ def test_a_part_of_the_documents_is_held_out(count: int, size: int) -> None:
     if count >= 8:
         assert not {name for name, _ in train} & {name for name, _ in held}
     assert split_documents(given, 0) == (train, held)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [[], [("empty.txt", [])], documents(1, MIN_CHUNKS - 1), [("s.txt", ["too short"] * 99)]],
-)
-def test_too_few_chunks_are_told_with_what_is_wanted(given: list[tuple[str, list[str]]]) -> None:
-    with pytest.raises(InputError, match=f"at least {MIN_CHUNKS} chunks"):
-        split_documents(given, 0)
 
 
 def test_an_example_comes_by_its_number_and_asks_about_what_it_holds() -> None:

@@ -54,12 +54,6 @@ def test_a_slow_tier_hides_more_recomputing_than_a_fast_one(found: tuple[dict[st
     assert slow["chosen"] > fast["chosen"]
 
 
-@pytest.mark.slow
-def test_nothing_is_left_behind(found: tuple[dict[str, Any], Path]):
-    _, home = found
-    assert list(home.iterdir()) == []
-
-
 def test_the_best_ratio_is_the_last_before_the_first_delay():
     assert best_ratio([(0.15, 1.0), (0.17, 1.01), (0.19, 0.99), (0.21, 1.05), (0.23, 1.0)]) == 0.19
     assert best_ratio([(0.15, 1.0), (0.17, 1.03)]) == 0.15

@@ -10,12 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ragfuse_bench import dropin
-from ragfuse_bench.dropin import FRAMEWORKS, counted, lines, require_packages, run_dropin
+from ragfuse_bench.dropin import FRAMEWORKS, counted, lines, run_dropin
 from ragfuse_bench.options import DropinOptions
 from rich.console import Console
-
-from ragfuse.errors import InputError, RagFuseError
 
 BEFORE = ["from a import Theirs", "llm = Theirs(model)", "index = Index(llm)", "return index"]
 
@@ -38,12 +35,6 @@ def test_every_changed_line_is_counted() -> None:
     assert counted(BEFORE, after) == {"changed": 2, "imports": 1, "added": 1, "of": 3}
     assert counted(BEFORE, BEFORE) == {"changed": 0, "imports": 0, "added": 0, "of": 3}
     assert counted(BEFORE, BEFORE[:-1]) == {"changed": 1, "imports": 0, "added": 0, "of": 3}
-
-
-def test_a_missing_package_is_named_with_what_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dropin, "NEEDED", {"json": "nothing", "no_such.thing": "ragfuse-kv[demo]"})
-    with pytest.raises(InputError, match=r"no_such\.thing.*pip install 'ragfuse-kv\[demo\]'"):
-        require_packages()
 
 
 def small(model: Path, home: Path, **changes: Any) -> DropinOptions:
@@ -87,32 +78,3 @@ def test_both_models_of_a_framework_are_given_the_same_chunks_and_ours_takes_the
 def test_both_frameworks_ask_the_same_prompt(found: tuple[dict[str, Any], str, Path]) -> None:
     one, other = (found[0][name]["questions"][0] for name in FRAMEWORKS)
     assert one["tokens"] == other["tokens"]
-
-
-def test_conditions_are_in_the_result_and_lines_on_the_screen(
-    found: tuple[dict[str, Any], str, Path],
-) -> None:
-    result, said, _ = found
-    assert {"machine", "versions", "malloc", "threads", "date", "options", "timed", "clock"} <= set(
-        result
-    )
-    for words in ("LangChain", "LlamaIndex", "HuggingFacePipeline", "RagFuseLLM", "1 line of"):
-        assert words in said
-
-
-def test_nothing_is_left_in_the_home_folder(found: tuple[dict[str, Any], str, Path]) -> None:
-    assert list(found[2].glob("dropin-*")) == []
-
-
-def test_other_chunks_for_the_two_are_an_error(tmp_path: Path) -> None:
-    from ragfuse_bench.chains.asks import Said
-
-    from ragfuse.calibration.runner import Sample
-
-    said = [
-        Said("a", ("one",) * 6, 1, 2, Sample(1, 1)),
-        Said("a", ("other",) * 6, 1, 2, Sample(1, 1)),
-    ]
-    rows = [dropin.question_row({"question": "?", "answers": ["a"]}, [(said[0], said[1])])]
-    with pytest.raises(RagFuseError, match="same chunks"):
-        dropin.summary("langchain", rows)

@@ -29,11 +29,3 @@ def test_asking_the_query_costs_its_rows_once_more() -> None:
         layers=10, chunks=2, chunk_tokens=100, suffix=20, ratio=0.1, check_layer=0, look=True
     )
     assert query.ideal_speedup == pytest.approx(220 / (0.1 * 200 + 20 + 0.7 * 20))
-
-
-def test_ratio_one_is_at_best_as_soon_as_full_prefill() -> None:
-    assert Work(24, 6, 512, 32, 1.0).ideal_speedup == pytest.approx(1.0)
-
-
-def test_one_chunk_is_all_prefix() -> None:
-    assert Work(24, 1, 512, 32, 0.15).ideal_prefix_aware == pytest.approx(544 / 32)

@@ -35,21 +35,6 @@ def test_an_accelerator_reads_nothing_back_while_it_fuses(found: dict[str, Any])
     assert found["syncs"] == 0
 
 
-def test_operations_grow_with_the_layers_as_the_models_own_do(
-    found: dict[str, Any], tmp_path: Path
-) -> None:
-    deeper = run_kernels(
-        KernelOptions("q05", "bfloat16", 2, 24, 8, tmp_path), Console(file=io.StringIO())
-    )
-    layers = deeper["layers"] - found["layers"]
-    by_layer = {
-        name: (deeper["accelerator"][name] - found["accelerator"][name]) / layers
-        for name in PREFILLS
-    }
-    assert by_layer["none"] < 1.1 * by_layer["full"]
-    assert by_layer["lexical"] < 1.1 * by_layer["full"]
-
-
 @pytest.mark.parametrize(
     "reads",
     [

@@ -61,13 +61,6 @@ def test_a_slow_line_takes_as_long_as_its_bytes_do(found: tuple[dict[str, Any], 
     assert slow["threaded_s"] >= payload_s
 
 
-def test_nothing_is_left_behind(found: tuple[dict[str, Any], str, Path]):
-    _, text, home = found
-    assert list(home.iterdir()) == []
-    assert "read ahead" in text
-    assert "MB/s" in text
-
-
 def test_a_throttled_tier_gives_the_same_bytes(tmp_path: Path):
     disk = DiskTier(tmp_path, 1 << 20, lru)
     tier = ThrottledTier(disk, 1000.0)

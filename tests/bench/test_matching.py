@@ -7,14 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from ragfuse_bench.matching import FORMS, run_matching
 from ragfuse_bench.options import MatchingOptions
 from rich.console import Console
-from typer.testing import CliRunner
-
-from ragfuse.cli.main import app
-from ragfuse.errors import InputError
 
 
 def run(varied_path: Path, home: Path, **options: Any) -> tuple[dict[str, Any], str]:
@@ -44,14 +39,3 @@ def test_every_form_has_its_share_and_nothing_is_reused_wrongly(varied_path: Pat
     assert [row["known"] for row in result["ms_per_8k"]] == [14, 40]
     assert all(row["ms"] > 0 for row in result["ms_per_8k"])
     assert "Matched ids that differ: 0." in text
-
-
-def test_bounds_that_no_paragraph_keeps_are_told(varied_path: Path, tmp_path: Path):
-    with pytest.raises(InputError, match="0 paragraphs have 1 to 2 tokens"):
-        run(varied_path, tmp_path, least=1, longest=2)
-
-
-def test_numbers_that_are_none_are_told_on_the_command_line():
-    done = CliRunner().invoke(app, ["bench", "matching", "--known", "many"])
-    assert done.exit_code == 1
-    assert "--known is 'many'" in " ".join(done.output.split())

@@ -9,11 +9,10 @@ from collections import Counter
 
 from ragfuse_bench.options import RayOptions
 from ragfuse_bench.ray import run
-from ragfuse_bench.ray.simulate import POLICIES, SimulatedReplica, lookup_us, simulate
+from ragfuse_bench.ray.simulate import POLICIES, simulate
 from ragfuse_bench.ray.workload import (
     BLOCK,
     TOPIC_PASSAGES,
-    TimedRequest,
     conversations,
     questions,
 )
@@ -38,17 +37,6 @@ def test_questions_retrieve_most_passages_of_one_topic() -> None:
         assert len(request.chunks) in (5, 6)
 
 
-def test_a_replica_keeps_what_was_used_last_within_its_memory() -> None:
-    replica = SimulatedReplica(capacity=20)
-    assert replica.answer(TimedRequest(0.0, {1: 10, 2: 10}, 1), 1.0)[0] == 0
-    assert replica.answer(TimedRequest(1.0, {1: 10}, 1), 1.0)[0] == 10
-    assert replica.answer(TimedRequest(2.0, {3: 10}, 1), 1.0)[0] == 0
-    assert list(replica.memory) == [1, 3]
-    assert replica.tokens == 20
-    assert replica.queue(2.0) == 3
-    assert replica.queue(1e9) == 0
-
-
 def test_following_chunks_finds_more_than_turns_do_and_no_replica_has_far_more_work() -> None:
     trace = conversations(300, 1.0, seed=3)
     capacity = (
@@ -70,8 +58,3 @@ def test_the_result_is_plain_json() -> None:
     result = run.run_ray(SMALL, Console(quiet=True))
     assert json.loads(json.dumps(result)) == result
     assert [row["policy"] for row in result["corpus"]["policies"]] == list(POLICIES)
-
-
-def test_a_decision_is_timed() -> None:
-    taken = lookup_us(100, 4, 6, 20)
-    assert 0 < taken["p50"] <= taken["p99"] <= taken["max"]

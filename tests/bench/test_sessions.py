@@ -6,16 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from ragfuse_bench.options import SessionOptions
-from ragfuse_bench.sessions import run, simulate
+from ragfuse_bench.sessions import run
 from ragfuse_bench.sessions.lengths import PAPER_TURNS, packaged
 from ragfuse_bench.sessions.server import GB, SERVERS, Server
 from ragfuse_bench.sessions.simulate import Given, Simulation
-from ragfuse_bench.sessions.tiers import Tiers
 from ragfuse_bench.sessions.trace import Turn, described, drawn
 from typer.testing import CliRunner
 
 from ragfuse.cli.main import app
-from ragfuse.plan.evict import by_use
 
 SMALL = replace(SERVERS["LLaMA-13B"], window=None, batch=1)
 """A server on which people wait, and no conversation is cut."""
@@ -52,32 +50,10 @@ def test_with_memory_for_all_every_later_turn_hits_in_it(talks, policy):
     assert (tally.missed, tally.disk, tally.fetched) == (0, 0, 0)
 
 
-def test_without_anything_kept_all_is_missed_and_computed_again(talks):
-    tally = simulated(talks, "none")
-    assert (tally.ram, tally.disk, tally.saved_tokens) == (0, 0, 0)
-    assert tally.first_token_s > simulated(talks, memory=PLENTY).first_token_s
-
-
 def test_where_room_is_short_look_ahead_hits_most_and_mostly_in_memory(talks):
     found = {policy: simulated(talks, policy).rates() for policy in POLICIES}
     assert found["look-ahead"]["hit"] > max(found["lru"]["hit"], found["fifo"]["hit"]) + 0.05
     assert found["look-ahead"]["ram"] > 3 * max(found["lru"]["ram"], found["fifo"]["ram"])
-
-
-def test_who_knows_the_whole_queue_hits_no_less_than_who_knows_its_window(talks):
-    assert simulated(talks).rates()["hit"] >= simulated(talks, whole_queue=False).rates()["hit"]
-
-
-def test_what_warms_up_is_not_counted(talks):
-    all_turns, some = sum(map(len, talks)), simulated(talks, warm_turns=200)
-    assert some.turns == all_turns - 200
-    assert 0 < some.begun_s < some.ended_s
-
-
-def test_the_same_seed_gives_the_same_and_another_another():
-    first, again, other = (drawn(packaged(), 60, 1.0, seed=seed) for seed in (1, 1, 2))
-    assert first == again != other
-    assert simulated(first) == simulated(again)
 
 
 def test_a_turn_served_alone_takes_what_its_tokens_take():
@@ -88,38 +64,6 @@ def test_a_turn_served_alone_takes_what_its_tokens_take():
     assert tally.saved_tokens == 110
     again = Simulation([turns], Given(server, 0, 0, "none")).run()
     assert again.first_token_s == pytest.approx((150 + 110) * server.prefill_s)
-
-
-class Recorder(Tiers):
-    """Checks after every change that all fits, that nothing is in two tiers, and what is kept."""
-
-    def _make_room(self):
-        super()._make_room()
-        assert self.memory.nbytes <= int(self.memory_bytes * 0.9)
-        assert self.disk.nbytes <= self.disk_bytes
-        names = [item.name for tier in (self.memory, self.disk) for item in tier._items.values()]
-        assert len(names) == len(set(names))
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_tiers_never_hold_more_than_they_have_room_for_nor_anything_twice(
-    talks, policy, monkeypatch
-):
-    monkeypatch.setattr(simulate, "Tiers", Recorder)
-    assert simulated(talks, policy).missed > 0
-
-
-def test_conversations_of_one_tier_go_to_the_next_and_then_out():
-    tiers = Tiers(by_use, 20, 20, free_share=0.0)
-    for now, name in enumerate("abcde"):
-        tiers.save(name, 10, float(now))
-    assert [tiers.find(name) for name in "abcde"] == [None, "disk", "disk", "ram", "ram"]
-    tiers.fetch("b")
-    # least recently used: back
-    assert [tiers.find(name) for name in "bcde"] == ["disk", "disk", "ram", "ram"]
-    tiers.use("b", 9.0)
-    tiers.fetch("b")
-    assert [tiers.find(name) for name in "bcde"] == ["ram", "disk", "disk", "ram"]
 
 
 def test_what_is_drawn_has_the_paper_s_turns_and_the_real_lengths():

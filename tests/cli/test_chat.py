@@ -8,7 +8,6 @@ import re
 import signal
 import sys
 import time
-from pathlib import Path
 from urllib.request import Request, urlopen
 
 import pexpect
@@ -118,31 +117,12 @@ def test_turns_that_the_window_has_no_room_for_are_told_where_they_grow(run):
     )
 
 
-def test_ratio_and_policy_hold_from_then_on(run, book):
-    run("ingest", book)
-    question = "What was counted in 1812?"
-    typed = ["/policy hkvd", "/ratio 1", question, "/why", "/ratio auto", "/policy auto"]
-    result = run("chat", lines=typed)
-    assert re.search(r"policy: hkvd\nratio: 1\.0\n", result.stdout)
-    assert "chosen by the policy hkvd" in " ".join(result.stdout.split())
-    assert result.stdout.rstrip().endswith("ratio: auto\npolicy: auto")
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("/ratio much", "valid number"),
-        ("/ratio 2", "ratio: Input should be less than or equal to 1"),
-        ("/policy nope", "No selection policy 'nope'"),
-        ("/docs add /nowhere", "found nothing at '/nowhere'"),
-        ("/why", "There is no answer yet"),
-        ("/compare", "There is no answer yet"),
-        ("/dance", "There is no command '/dance'; there are /docs"),
-    ],
-)
-def test_a_line_that_fails_is_told_and_the_chat_goes_on(run, line, said):
-    result = run("chat", lines=[line, "/help"])
-    assert said in result.stdout
+def test_a_line_that_fails_is_told_and_the_chat_goes_on(run):
+    lines = ["/docs add /nowhere", "/why", "/compare", "/dance", "/help"]
+    result = run("chat", lines=lines)
+    said = re.findall(r"^InputError: .*", result.stdout, re.MULTILINE)
+    assert len(said) == 4
+    assert ("/nowhere" in said[0], "/dance" in said[3]) == (True, True)
     assert "Anything else is a question." in result.stdout
     assert result.exit_code == 1
 
@@ -158,21 +138,6 @@ def test_a_server_is_asked_with_the_documents_of_an_index_here(run, server, book
     here = json.loads(run("ask", "What was counted in 1812?", "--json", "-").stdout)
     assert all(segment["source"].endswith("lighthouses.txt") for segment in chunks)
     assert told["trace"]["tokens"] == here["trace"]["tokens"]
-
-
-def test_a_server_answers_over_a_folder_and_compares(run, server, book):
-    result = run(
-        "ask",
-        "What was counted in 1812?",
-        "--docs",
-        book,
-        "--compare",
-        "--server",
-        server.root,
-        RAGFUSE_API_KEY=BLUE,
-    )
-    assert result.exit_code == 0, result.stderr
-    assert re.search(r"^full prefill: .*^ragfuse: ", result.stdout, re.DOTALL | re.MULTILINE)
 
 
 def test_a_chat_at_a_server_keeps_its_turns_there(run, server, book):
@@ -254,7 +219,9 @@ def terminal(environment):
         child.close(force=True)
 
 
-def test_on_a_terminal_lines_have_a_history_and_ctrl_d_ends(terminal, environment, book, run):
+def test_on_a_terminal_arrow_up_brings_back_a_line_and_ctrl_d_ends(
+    terminal, environment, book, run
+):
     run("ingest", book)
     child = terminal("chat")
     child.expect("Model loaded in .* s")
@@ -271,13 +238,6 @@ def test_on_a_terminal_lines_have_a_history_and_ctrl_d_ends(terminal, environmen
     child.expect(pexpect.EOF)
     child.wait()
     assert child.exitstatus == 0
-    history = Path(environment["RAGFUSE_HOME"], "chat_history")
-    assert "What was counted in 1812?" in history.read_text(encoding="utf-8")
-    assert history.stat().st_mode & 0o077 == 0
-    later = terminal("chat")
-    later.expect("> $")
-    later.send("\x1b[A")
-    later.expect("What was counted in 1812")
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])

@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 
-from ragfuse.cli.files import encoding_of, find_files, texts_of
+from ragfuse.cli.files import find_files, texts_of
 from ragfuse.errors import InputError
 
 
@@ -62,19 +62,6 @@ def test_what_cannot_be_read_is_passed_over_with_the_reason(tmp_path):
     }
 
 
-def test_a_wrong_path_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"found nothing at '.*/nope'"):
-        find_files([tmp_path / "nope"])
-
-
-def test_a_folder_without_documents_says_what_is_in_it(tmp_path):
-    with pytest.raises(InputError, match="found none: no file"):
-        find_files([tmp_path])
-    (tmp_path / "x.bin").write_bytes(b"\0")
-    with pytest.raises(InputError, match=r"1 skipped \(x\.bin: not a supported type"):
-        find_files([tmp_path])
-
-
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "cp1252", "latin-1"])
 @pytest.mark.parametrize("name", ["a.txt", "a.html"])
 def test_text_in_other_encodings_is_read_right(tmp_path, encoding, name):
@@ -83,11 +70,6 @@ def test_text_in_other_encodings_is_read_right(tmp_path, encoding, name):
     file.write_bytes((said if name == "a.txt" else f"<p>{said}</p>").encode(encoding))
     assert find_files([file]).files == (file,)
     assert [text.strip() for text in texts_of(file)] == [said]
-
-
-def test_bytes_that_are_no_text_in_any_of_them_still_have_an_encoding():
-    data = bytes(range(256))
-    assert len(data.decode(encoding_of(data))) == 256
 
 
 def test_html_is_read_without_its_scripts_and_pdf_by_its_pages(tmp_path):
@@ -208,41 +190,6 @@ def test_a_docx_is_read_by_its_paragraphs_tables_and_notes(tmp_path):
     assert notes.strip() == "a note"
 
 
-@pytest.mark.parametrize(
-    ("name", "data"),
-    [
-        ("blank.html", b"<html><body><img src=x><script>var a=1</script></body></html>"),
-        ("empty.ipynb", b'{"cells": []}'),
-        ("spaces.md", " \u2003\u00a0 \n".encode()),
-    ],
-)
-def test_a_file_without_text_is_named(tmp_path, name, data):
-    (tmp_path / name).write_bytes(data)
-    with pytest.raises(InputError, match=f"{name}' contains no text; leave it out"):
-        texts_of(tmp_path / name)
-
-
-def test_halves_of_characters_are_replaced_and_told_once(tmp_path, caplog):
-    (tmp_path / "a.json").write_text('{"text": "a \\ud835 b \\ud83d\\ude00"}')
-    (text,) = texts_of(tmp_path / "a.json")
-    assert json.loads(text) == {"text": "a \ufffd b 😀"}
-    assert [record.message for record in caplog.records if "a.json" in record.message] != []
-    assert len(caplog.records) == 1
-
-
-def test_a_nul_behind_the_head_of_a_file_is_replaced_and_one_in_it_makes_a_file_binary(
-    tmp_path, caplog
-):
-    (tmp_path / "a.txt").write_text(f"{'The keeper counted ships. ' * 400}\0")
-    (tmp_path / "b.txt").write_text("The keeper\0 counted ships.")
-    found = find_files([tmp_path])
-    assert [file.name for file in found.files] == ["a.txt"]
-    assert [(file.name, why) for file, why in found.skipped] == [("b.txt", "binary, not text")]
-    (text,) = texts_of(tmp_path / "a.txt")
-    assert text.endswith("ships. \ufffd")
-    assert ["a.txt" in record.message for record in caplog.records] == [True]
-
-
 def test_what_an_index_had_at_a_path_may_be_gone(tmp_path):
     known = {str(tmp_path / "docs" / "a.txt")}
     assert find_files([tmp_path / "docs"], known).files == ()
@@ -250,9 +197,3 @@ def test_what_an_index_had_at_a_path_may_be_gone(tmp_path):
     assert find_files([tmp_path / "docs"], known).files == ()
     with pytest.raises(InputError, match="found nothing"):
         find_files([tmp_path / "others"], known)
-
-
-def test_a_text_that_is_no_utf_8_is_told_by_name(tmp_path, caplog):
-    (tmp_path / "a.txt").write_bytes("Müller's café.".encode("cp1252"))
-    assert texts_of(tmp_path / "a.txt") == ["Müller's café."]
-    assert "a.txt" in caplog.text

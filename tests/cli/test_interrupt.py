@@ -10,10 +10,8 @@ import sys
 import time
 
 import pytest
-from ragfuse_bench.quality import report
 from typer.testing import CliRunner
 
-from ragfuse.calibration import runner
 from ragfuse.cli.main import app
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, KVStore
@@ -116,26 +114,6 @@ def debris(tmp_path):
         if path.name.startswith(".") or "tmp" in path.name or path.parent.name == "writers"
     ]
     return [path for path in partial if path.parent.name != "models"]
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_ctrl_c_in_a_benchmark_promises_what_is_kept_alone(
-    environment, monkeypatch, tmp_path, named
-):
-    """What `--json` names has its measurements beside it; without it they are gone."""
-    rows = tmp_path / "found.rows.jsonl"
-
-    def stop(settings, options, console, rows_file):
-        (rows_file or tmp_path / "elsewhere").write_text("{}\n")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(report, "run_quality", stop)
-    monkeypatch.setattr(runner, "tune_malloc", lambda console: None)
-    where = ["--json", str(tmp_path / "found.json")] if named else []
-    result = CliRunner().invoke(app, ["bench", "quality", "--quick", *where], env=environment)
-    assert result.exit_code == 130
-    promise = f" What was measured is in {rows}, and the same command continues from there."
-    assert result.stderr.strip() == "Stopped." + promise * named
 
 
 @pytest.mark.slow

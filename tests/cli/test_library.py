@@ -109,17 +109,6 @@ def test_a_damaged_index_says_what_to_do(library, tmp_path):
         lib.sources()
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "..", "a b", "é/"])
-def test_an_index_has_a_plain_name(library, name):
-    with pytest.raises(SettingsError, match="letters"):
-        library(name)
-
-
-def test_an_overlap_as_long_as_a_chunk_is_refused(library):
-    with pytest.raises(SettingsError, match="chunk_overlap"):
-        library(chunk_overlap=160)
-
-
 def test_an_index_that_cannot_be_written_is_refused(library, tmp_path):
     (tmp_path / "indexes").write_text("a file")
     with pytest.raises(SettingsError, match="set RAGFUSE_HOME"):

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -52,45 +51,10 @@ def test_a_machine_is_measured_shown_and_kept(run, tmp_path):
     assert not list(tmp_path.rglob("measure-*"))
 
 
-def test_measuring_says_at_which_level_a_tier_is_written_whose_level_is_chosen(
-    run, tmp_path, monkeypatch
-):
+def test_all_levels_are_timed_where_a_tier_s_level_is_chosen(run, tmp_path, monkeypatch):
     monkeypatch.setenv("RAGFUSE_LEVELS", json.dumps({"disk": "auto"}))
     result = run("measure", "--store", tmp_path / "store", "--json", tmp_path / "machine.json")
-    said = words_of(result)
-    assert re.search(r"New chunks of 160 tokens are written into disk as (raw|int8|cg\d)", said)
+    assert result.exit_code == 0, result.output
     profile = CostModel.from_dict(json.loads((tmp_path / "machine.json").read_text()))
     assert set(profile.decode) == {"int8", "cg1", "cg2", "cg3", "cg4"}
     assert profile.packed["cg4"] < profile.packed["cg1"] < profile.packed["int8"]
-
-
-@pytest.mark.slow
-def test_measuring_says_which_slow_tiers_get_new_chunks(run, tmp_path, monkeypatch):
-    measured = ("measure", "--store", tmp_path / "store")
-    monkeypatch.setenv("RAGFUSE_TIERS", json.dumps([f"file://{tmp_path}/bucket"]))
-    assert re.search(r"160 tokens go to (disk|objects)[.]", words_of(run(*measured)))
-    monkeypatch.setenv("RAGFUSE_PLACEMENT", "all")
-    assert "New chunks of 160 tokens go to disk, objects." in words_of(run(*measured))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("measure", "--tiers", "://x"), "StoreError: Wanted a folder or a URL"),
-        (("measure", "--device", "abacus"), "ModelError: Wanted a device"),
-    ],
-)
-def test_what_cannot_be_done_is_one_sentence(run, arguments, said, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    result = run(*arguments)
-    assert result.exit_code == 1
-    assert said in " ".join(result.stderr.split())
-    assert "Traceback" not in result.output
-
-
-def test_a_store_that_is_a_file_is_refused(run, tmp_path):
-    (tmp_path / "file").write_text("x")
-    result = run("measure", "--store", tmp_path / "file")
-    assert result.exit_code == 1
-    assert "StoreError: " in result.stderr
-    assert Path(tmp_path / "file").read_text() == "x"

@@ -9,9 +9,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from ragfuse import Engine, ModelError
 from ragfuse.cli.main import app
-from ragfuse.models import resolve_llm
 from tests.tiny import ROOT
 
 
@@ -59,17 +57,3 @@ def test_nothing_moves_where_there_is_no_terminal(command, environment, book):
     assert result.exit_code == 0, result.output
     for moving in ("\x1b", "\r", "loading the model", "verifying", "encoding ", "looking around"):
         assert moving not in result.stdout + result.stderr
-
-
-def test_a_model_is_prepared_in_silence_where_there_is_no_terminal(tmp_path, monkeypatch, capfd):
-    monkeypatch.setitem(sys.modules, "gguf", None)  # which ends it before the long work
-    with pytest.raises(ModelError, match="pip install gguf"):
-        resolve_llm("smollm2-135m", tmp_path)  # as an engine does
-    assert capfd.readouterr() == ("", "")
-
-
-def test_verify_tells_of_each_check_when_it_is_made(tiny_settings):
-    told = []
-    with Engine(tiny_settings) as engine:
-        assert [check.name for check in engine.runtime.verify(told.append).checks] == told
-    assert len(told) > 5

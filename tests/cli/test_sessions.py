@@ -44,14 +44,6 @@ def test_sessions_are_listed_shown_exported_shortened_and_deleted(store, tmp_pat
     assert listed(store) == ["two"]
 
 
-@pytest.mark.parametrize("arguments", [("show", "none"), ("rm", "none", "--yes")])
-def test_what_cannot_be_done_is_told_in_a_line(store, arguments):
-    done = run(*arguments, "--store", store)
-    assert done.exit_code == 1
-    assert done.output.startswith("NoSessionError")
-    assert "Traceback" not in done.output
-
-
 def test_nothing_is_deleted_unless_somebody_says_so(store):
     run("rm", "one", "--store", store)
     assert listed(store) == ["two", "one"]

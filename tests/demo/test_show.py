@@ -2,15 +2,13 @@
 
 import io
 import re
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from docs.sample import README, sample, shown, with_sample
-from ragfuse.demo import questions
+from docs.sample import README, sample, shown
 from ragfuse.demo.answer import DemoAnswer
-from ragfuse.demo.show import ANSWER, BAR_CHARS, show_strip, show_summary
+from ragfuse.demo.show import BAR_CHARS, show_strip, show_summary
 
 TRACE = {
     "tokens": 100,
@@ -60,10 +58,6 @@ def test_a_slower_answer_is_called_so_and_no_time_is_divided_by(seconds):
     assert "First token 2.0 times as slow." in said
 
 
-def test_a_long_answer_is_cut():
-    assert "a" * (ANSWER + 1) not in sample(answered(answer_full="a" * 500))
-
-
 def test_the_strip_has_every_kind_of_token_and_a_legend():
     console = Console(file=io.StringIO(), width=102, force_terminal=True, color_system="truecolor")
     show_strip(console, DemoAnswer(**answered()))
@@ -85,13 +79,6 @@ def test_the_summary_is_a_picture_of_both_kinds_of_prompts():
     said = " ".join(lines)
     assert "Right answers of 2: full prefill 2, ragfuse 1." in said
     assert "both say the same to 1 of them" in said
-
-
-def test_the_first_question_is_the_one_of_the_readme_s_sample():
-    assert (
-        shown(README.read_text(encoding="utf-8")).splitlines()[0]
-        == questions()["questions"][0]["question"]
-    )
 
 
 def test_the_readme_s_sample_is_what_the_demo_prints():
@@ -121,11 +108,3 @@ def test_the_readme_s_sample_is_what_the_demo_prints():
         tokens_recomputed=recomputed,
     )
     assert sample(again) == text
-
-
-def test_another_run_takes_the_sample_s_place_and_nothing_else():
-    readme = README.read_text(encoding="utf-8")
-    changed = with_sample(readme, "Another?\n")
-    assert shown(changed) == "Another?\n"
-    assert with_sample(changed, shown(readme)) == readme
-    assert Path(README).name == "README.md"

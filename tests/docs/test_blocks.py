@@ -98,22 +98,6 @@ def run(block: Block, names: dict[str, Any], model: Path) -> str:
     return out.getvalue()
 
 
-def test_what_a_program_prints_can_be_written_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "```python\nprint(1)\nprint(2)\n```\n\n<!-- printed -->\n```text\nold\n```\n\nAnd on.\n"
-    )
-    monkeypatch.setattr("tests.docs.blocks.PAGES", {"page.md": page})
-    program, told = blocks("page.md")
-    assert not program.printed
-    assert told.printed
-    rewrite(told, run(program, {}, tmp_path))
-    assert [block.code for block in blocks("page.md")] == [program.code, "1\n2\n"]
-    assert page.read_text().endswith("1\n2\n```\n\nAnd on.\n")
-
-
 @pytest.mark.parametrize("page", PYTHON)
 def test_every_block_is_python_and_imports_what_there_is(page: str) -> None:
     for block in PYTHON[page]:
@@ -161,20 +145,6 @@ def understood(words: list[str], where: str) -> None:
         command.make_context(" ".join(path), list(words))
     except Exception as error:
         raise AssertionError(f"{where}: {' '.join(path)} does not take {words}: {error}") from error
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["explain"],
-        ["store", "sing"],
-        ["ask", "Who?", "--louder"],
-        ["ask", "Who?", "--deadline", "x"],
-    ],
-)
-def test_a_command_that_is_none_is_noticed(words: list[str]) -> None:
-    with pytest.raises(AssertionError, match="somewhere"):
-        understood(words, "somewhere")
 
 
 def test_nobody_is_told_to_install_a_strangers_package() -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from docs import made, matrix
 from docs._ext import book_files, book_reference
-from docs.check import broken
 from docs.pictures import draw
 from ragfuse import Settings
 from tests.docs.blocks import PAGES, ROOT
@@ -53,10 +52,6 @@ NAMED = [
 ]
 
 
-def test_papers_name_many_functions_and_tests() -> None:
-    assert sum(page.startswith("docs/papers/") for page, _, _ in NAMED) > 80
-
-
 @pytest.mark.parametrize("page", dict.fromkeys(page for page, _, _ in NAMED))
 def test_every_function_and_test_that_is_named_is_there(page: str) -> None:
     gone = [
@@ -65,28 +60,6 @@ def test_every_function_and_test_that_is_named_is_there(page: str) -> None:
         if of == page and not book_files.line_of(path, name)
     ]
     assert gone == []
-
-
-def test_every_test_of_the_papers_is_collected_by_its_name() -> None:
-    tests = [
-        (name, path)
-        for page, name, path in NAMED
-        if page.startswith("docs/papers/") and "tests" in path.parts
-    ]
-    assert len(tests) > 40
-    assert [
-        name
-        for name, path in tests
-        if not (name.startswith("test_") and path.name.startswith("test_"))
-    ] == []
-
-
-def test_a_name_is_found_on_its_line() -> None:
-    path = ROOT / "ragfuse" / "fuse" / "fusor.py"
-    lines = path.read_text(encoding="utf-8").splitlines()
-    assert "def choose" in lines[book_files.line_of(path, "Fusion.choose") - 1]
-    assert book_files.line_of(path, "Fusion.sing") == 0
-    assert book_files.line_of(ROOT / "ragfuse" / "fuse" / "select" / "__init__.py", "POLICIES") > 0
 
 
 # pictures
@@ -149,19 +122,6 @@ def test_every_public_name_gets_a_page(tmp_path: Path) -> None:
     assert set(made) == wanted == {path.name for path in tmp_path.iterdir()}
 
 
-def test_notebooks_are_copied_with_links_that_hold(tmp_path: Path) -> None:
-    source, target = tmp_path / "notebooks", tmp_path / "docs"
-    source.mkdir()
-    target.mkdir()
-    (source / "01_a.ipynb").write_text(
-        "see [x](../docs/quality.md) and [y](../ragfuse/types/kv.py)", encoding="utf-8"
-    )
-    (target / "02_old.ipynb").write_text("{}", encoding="utf-8")
-    assert book_files.copy_notebooks(source, target) == ["01_a.ipynb"]
-    assert [path.name for path in target.iterdir()] == ["01_a.ipynb"]
-    assert "(../quality.md)" in (target / "01_a.ipynb").read_text(encoding="utf-8")
-
-
 # the table of families
 
 
@@ -186,17 +146,3 @@ def test_every_family_has_a_row() -> None:
 
 
 # internal links
-
-
-def test_a_link_that_leads_nowhere_is_noticed(tmp_path: Path) -> None:
-    (tmp_path / "a.html").write_text(
-        '<p id="x"><a href="b.html#y">b</a><a href="#x">x</a></p>', encoding="utf-8"
-    )
-    (tmp_path / "b.html").write_text(
-        '<a href="a.html#z">z</a><img src="no.png"><a href="http://x.org">', encoding="utf-8"
-    )
-    assert list(broken(tmp_path)) == [
-        ("a.html", "b.html#y"),
-        ("b.html", "a.html#z"),
-        ("b.html", "no.png"),
-    ]

@@ -273,6 +273,4 @@ def test_people_are_shown_every_piece_and_whether_it_was_in_time(engine):
     show_trace(console, trace)
     said = console.file.getvalue()
     assert said.count("\nraw ") + said.count("\nint8 ") == len(trace.stream.pieces)
-    assert f"first token after {trace.ttft_s:.2f} s, within the deadline of 50 s" in " ".join(
-        said.split()
-    )
+    assert trace.summary in " ".join(said.split())

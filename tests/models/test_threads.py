@@ -6,8 +6,8 @@ import sys
 
 import pytest
 import torch
+from ragfuse_bench.rounds import thread_count
 
-from ragfuse.calibration.runner import thread_count
 from ragfuse.models import threads
 
 

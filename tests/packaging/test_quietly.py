@@ -3,7 +3,6 @@ pip.
 """
 
 import os
-import pty
 import re
 import signal
 import subprocess
@@ -46,39 +45,6 @@ def test_a_step_that_fails_shows_the_end_of_its_log_and_names_it(tmp_path):
     assert "no such index" in said.stderr
     assert "line 1\n" not in said.stderr
     assert said.stderr.endswith(f"Trying: exit status 1. All of it: {tmp_path / 'log'}\n")
-
-
-def test_pip_moves_the_bar_on_a_terminal(tmp_path):
-    """Pip looks at packages that are installed; nothing is changed."""
-    ours, theirs = pty.openpty()
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--dry-run",
-        "--no-deps",
-        "--progress-bar",
-        "off",
-        "rich",
-        "typer",
-    ]
-    asked = [*STEP, "Trying", str(tmp_path / "log"), "--of", "2", "--", *pip]
-    run = subprocess.Popen(asked, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    said = b""
-    while True:
-        try:
-            said += os.read(ours, 65536)
-        except OSError:  # the other end is closed
-            break
-    os.close(ours)
-    assert run.wait() == 0, said
-    text = said.decode()
-    assert "[" + "." * 30 + "]" in text
-    assert "[" + "#" * 15 + "." * 15 + "] rich" in text
-    assert "[" + "#" * 30 + "] typer" in text
-    assert re.search(r"\r\x1b\[KTrying: done in \d+ s\r\n$", text)
 
 
 @pytest.mark.parametrize("place", ["log", "new/folder/log"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from release import __main__ as command
-from release.check import Failed, Release, changed_files
+from release.check import Failed, Release
 from release.distributions import (
     IMPORTS,
     MAIN,
@@ -20,7 +19,6 @@ from release.distributions import (
     Distribution,
     distributions,
     open_questions,
-    ordered,
 )
 from release.environment import Environment, logged
 from release.sbom import made_public
@@ -49,25 +47,9 @@ def test_every_pyproject_of_the_repository_is_released_behind_what_it_stands_on(
     assert all(MAIN in each.needs for each in found if each.name != MAIN)
 
 
-def test_distributions_that_need_each_other_are_refused() -> None:
-    pair = [Distribution("a", "1", ROOT, ("b",)), Distribution("b", "1", ROOT, ("a",))]
-    with pytest.raises(ValueError, match="need each other: a, b"):
-        ordered(pair)
-
-
 def test_every_siblings_package_lies_where_its_name_says() -> None:
     for each in distributions():
         assert (each.source / each.imported.replace(".", "/") / "__init__.py").exists(), each.name
-
-
-def test_what_is_open_is_asked() -> None:
-    assert open_questions([ONE], "## [Unreleased]\n\n## [1.2] - 2030-01-01\n", []) == []
-    asked = open_questions(
-        [ONE, Distribution("x", "1.1", ROOT)], "## [Unreleased]\n", ["a.py", "b.py"]
-    )
-    assert [sentence.split()[0] for sentence in asked] == ["CHANGELOG.md", "ragfuse-kv", "2"]
-    assert "no heading with a date for 1.2" in asked[0]
-    assert "others are 1.1" in asked[1]
 
 
 @pytest.mark.parametrize(
@@ -105,45 +87,6 @@ def test_what_is_left_names_all_files_in_the_order_of_their_upload(tmp_path: Pat
     places = [lines.index(str(tmp_path / name)) for each in found for name in each.files]
     assert places == sorted(places)
     assert len(places) == 2 * len(IMPORTS)
-
-
-class Answers:
-    """An environment whose programs answer what the test says."""
-
-    def __init__(self, returncode: int = 0, stdout: str = "") -> None:
-        self.answer, self.ran = (returncode, stdout), list[tuple[str, ...]]()
-        self.python, self.folder = Path("/e/bin/python"), Path("/e/here")
-
-    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        self.ran.append(words)
-        return subprocess.CompletedProcess(words, self.answer[0], self.answer[1], "")
-
-
-def test_a_step_fails_on_what_it_should_not_find(tmp_path: Path) -> None:
-    made = release(tmp_path)
-    made.environment = Answers(stdout="ragfuse 9.9\n")  # type: ignore[assignment]
-    with pytest.raises(Failed, match=r"says 'ragfuse 9.9'; wanted 1.2"):
-        made.ask_version()
-    made.environment = Answers(stdout="/elsewhere/ragfuse/__init__.py\n")  # type: ignore[assignment]
-    with pytest.raises(Failed, match="imported from /elsewhere"):
-        made.import_all()
-    made.environment = Answers(1, "one\ntwo\n")  # type: ignore[assignment]
-    with pytest.raises(Failed, match=r"'ragfuse doctor \.\.\.' ended with status 1:\none\ntwo"):
-        made.ask_doctor()
-    made.tools = Answers(stdout="Checking x: PASSED\n")  # type: ignore[assignment]
-    with pytest.raises(Failed, match="twine passed 1 of 2 files"):
-        made.check_metadata()
-    (made.built / "other-1.0.tar.gz").touch()
-    with pytest.raises(Failed, match=r"built \['other-1.0.tar.gz'\] and not \['ragfuse_kv-1.2"):
-        made.build()
-
-
-def test_steps_say_what_they_found(tmp_path: Path) -> None:
-    made = release(tmp_path)
-    made.environment = Answers(stdout="ragfuse 1.2\n")  # type: ignore[assignment]
-    assert made.ask_version() == "ragfuse --version: ragfuse 1.2"
-    made.environment = Answers(stdout="/e/lib/ragfuse/__init__.py\n")  # type: ignore[assignment]
-    assert made.import_all() == "1 packages, each from its wheel"
 
 
 def test_a_failed_step_ends_the_check_names_the_log_and_leaves_dist(
@@ -250,9 +193,3 @@ def test_programs_run_in_an_empty_folder_without_this_processs_path(
     assert "['RAGFUSE_HOME']" in said.stdout
     assert said.stdout in log.getvalue()
     assert environment.run("python", "-c", "import ragfuse").returncode != 0
-
-
-def test_changed_files_are_those_that_git_names(tmp_path: Path) -> None:
-    logged(["git", "init", "-q"], tmp_path)
-    (tmp_path / "new.py").touch()
-    assert changed_files(tmp_path) == ["new.py"]

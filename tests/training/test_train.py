@@ -53,14 +53,6 @@ def test_the_loss_of_questions_asked_together_is_that_of_separate_prompts(
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_no_more_questions_are_asked_than_fit(coder: Coder) -> None:
-    context, branches = branches_of(
-        coder, AnsweredExample(TEMPLATE, ("Ann went home. ",), QUESTIONS), 1
-    )
-    assert len(branches) == 1
-    assert context.chunks == ()
-
-
 def test_a_prompt_is_pieces_tokenised_apart(coder: Coder) -> None:
     context, after = coder.context(TEMPLATE, ("one", "two"))
     text = coder.tokenizer.decode(context + coder.question(after, "Who?"))

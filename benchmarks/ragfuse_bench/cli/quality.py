@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +30,7 @@ def quality(
     """Compare answers and next-token distributions of methods with those of full prefill, on the
     same prompts.
     """
-    from ragfuse_bench.plots import NO_FRONTIER, plot_frontier
+    from ragfuse_bench.plots import plot_frontier
     from ragfuse_bench.quality.report import run_quality
 
     from ragfuse.calibration.plots import require_plotting
@@ -44,30 +42,15 @@ def quality(
         raise InputError(
             "Name a data set: --data held-out, --data demo or --data FILE; or say --quick."
         )
-    if plot is not None and "none" not in options.methods:
-        raise InputError(NO_FRONTIER)
     report, settings = begin("quality", json, model=model, dtype=dtype, device=device)
     if plot is not None:
         require_plotting()
     tune_malloc(report)
     rows = _rows_beside(json)
-    with _kept(rows):
-        result = run_quality(settings, options, report, rows)
+    result = run_quality(settings, options, report, rows)
     report.write(result)
     if plot is not None:
         plot_frontier(result, plot)
-
-
-@contextmanager
-def _kept(rows: Path | None) -> Iterator[None]:
-    """Let Ctrl-C say whether what was measured so far is kept."""
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        if rows is None or not rows.is_file():
-            raise
-        note = f"What was measured is in {rows}, and the same command continues from there."
-        raise KeyboardInterrupt(note) from stop
 
 
 def _rows_beside(result: Path | None) -> Path | None:

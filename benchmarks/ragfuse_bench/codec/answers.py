@@ -8,18 +8,18 @@ behind it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
 from ragfuse_bench.codec.contexts import Question, Reading
 from ragfuse_bench.codec.kv import Continued, Said
+from ragfuse_bench.scores import difference_interval, f1
 from rich.console import Console
 
-from ragfuse.calibration.metrics import f1
 from ragfuse.calibration.prompts import NEW_TOKENS
-from ragfuse.calibration.stats import difference_interval, mean_interval
+from ragfuse.calibration.stats import mean_interval
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.rounding_error import kl
 from ragfuse.telemetry.progress import progress
@@ -44,6 +44,36 @@ class Row:
     top1: float
 
 
+class Judge:
+    """Raw KV's answers to the questions on a reading, to compare other KV's with."""
+
+    def __init__(self, model: HFModel, reading: Reading, kv: ChunkKV) -> None:
+        self._model, self._questions = model, reading.questions
+        raw = Continued(model, kv)
+        self._told = [
+            raw.answer(question.token_ids, NEW_TOKENS["answer"]) for question in reading.questions
+        ]
+        self.raw = [self._row(*each) for each in self._asked(self._told)]
+
+    def rows(self, kv: ChunkKV) -> list[Row]:
+        """The answers over other KV of the same context."""
+        other = Continued(self._model, kv)
+        mine = [
+            other.answer(question.token_ids, NEW_TOKENS["answer"], wanted.token_ids)
+            for question, wanted in zip(self._questions, self._told, strict=True)
+        ]
+        return [self._row(*each) for each in self._asked(mine)]
+
+    def _asked(self, mine: Sequence[Said]) -> Iterator[tuple[Question, Said, Said]]:
+        return zip(self._questions, self._told, mine, strict=True)
+
+    def _row(self, question: Question, wanted: Said, mine: Said) -> Row:
+        same = (mine.along.argmax(-1) == wanted.along.argmax(-1)).float().mean()
+        score = f1(self._model.text(mine.token_ids), question.answers)
+        away = max(0.0, kl(wanted.along, mine.along))
+        return Row(question.id, score, mine.token_ids == wanted.token_ids, away, float(same))
+
+
 def ask_all(
     readings: Sequence[Reading], model: HFModel, ways: Mapping[str, Change], console: Console
 ) -> dict[str, list[Row]]:
@@ -52,30 +82,11 @@ def ask_all(
     with progress(console) as bar:
         for reading in bar.track(readings, description="questions"):
             kv = model.encode(reading.token_ids)
-            raw = Continued(model, kv)
-            told = [
-                raw.answer(question.token_ids, NEW_TOKENS["answer"])
-                for question in reading.questions
-            ]
-            asked = list(zip(reading.questions, told, strict=True))
-            found[RAW] += [_row(model, question, wanted, wanted) for question, wanted in asked]
+            judge = Judge(model, reading, kv)
+            found[RAW] += judge.raw
             for name, change in ways.items():
-                other = Continued(model, change(kv))
-                found[name] += [
-                    _row(model, q, wanted, _again(other, q, wanted)) for q, wanted in asked
-                ]
+                found[name] += judge.rows(change(kv))
     return dict(found)
-
-
-def _again(other: Continued, question: Question, wanted: Said) -> Said:
-    return other.answer(question.token_ids, NEW_TOKENS["answer"], wanted.token_ids)
-
-
-def _row(model: HFModel, question: Question, wanted: Said, mine: Said) -> Row:
-    same = (mine.along.argmax(-1) == wanted.along.argmax(-1)).float().mean()
-    score = f1(model.text(mine.token_ids), question.answers)
-    away = max(0.0, kl(wanted.along, mine.along))
-    return Row(question.id, score, mine.token_ids == wanted.token_ids, away, float(same))
 
 
 def scores(found: Mapping[str, Sequence[Row]]) -> dict[str, dict[str, Any]]:

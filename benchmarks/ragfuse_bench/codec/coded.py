@@ -4,16 +4,13 @@ compare.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from ragfuse_bench.codec.few_bits import FewBits
 
 from ragfuse.codec import Codec, LayerMeta, codec_for
 from ragfuse.codec.cachegen import CacheGenCodec
-from ragfuse.codec.profile import profile_tables
 from ragfuse.codec.tables import CodecTables
 from ragfuse.engine.codec_tables import made_tables
 from ragfuse.hf.model import HFModel
@@ -25,35 +22,24 @@ BASELINES = (FewBits(4), FewBits(3))
 """Uniform quantisation beside the level `int8`: what the paper compares itself with, and no levels
 of a store.
 """
-WORDS = 512
-"""How many different ones random ids are drawn from, and of how many tables are made where a model
-reads no text.
-"""
 
 
 @dataclass(frozen=True)
 class Coded:
-    """What a codec made of KV: what is decoded, bytes, and seconds of CPU time for both ways."""
+    """What a codec made of KV: what is decoded, and bytes."""
 
     kv: ChunkKV
     nbytes: int
-    encode_s: float
-    decode_s: float
 
 
 def coded(codec: Codec, kv: ChunkKV) -> Coded:
-    """Every layer encoded, then every layer decoded."""
-    start = time.process_time()
+    """Every layer encoded and decoded."""
     blobs = [codec.encode(layer, at) for at, layer in enumerate(kv.layers)]
-    between = time.process_time()
     layers = tuple(
         codec.decode(blob, LayerMeta.of(layer, blob))
         for layer, blob in zip(kv.layers, blobs, strict=True)
     )
-    end = time.process_time()
-    return Coded(
-        ChunkKV(layers), sum(blob.numel() for blob in blobs), between - start, end - between
-    )
+    return Coded(ChunkKV(layers), sum(blob.numel() for blob in blobs))
 
 
 def fp16_nbytes(kv: ChunkKV) -> int:
@@ -82,21 +68,7 @@ def codecs_of(model: HFModel) -> Codecs:
     there are none.
     """
     tables = CodecTables.from_dict(model.profile.codec) if model.profile.codec else None
-    tables = tables or (
-        made_tables(model) if model.has_tokenizer else profile_tables(_drawn(model))
-    )
+    tables = tables or made_tables(model)
     levels = {name: codec_for(name, tables) for name in LEVEL_NAMES if name != "raw"}
     ours = [name for name, codec in levels.items() if isinstance(codec, CacheGenCodec)]
     return Codecs(tables, levels, ours[(len(ours) - 1) // 2])
-
-
-def _drawn(model: HFModel) -> list[ChunkKV]:
-    """KV of random ids, for a model that reads no text."""
-    return [model.encode(random_ids(WORDS))]
-
-
-def random_ids(tokens: int) -> list[int]:
-    """Ids for a model without a tokenizer."""
-    drawn = torch.randint(0, WORDS, (tokens,), generator=torch.Generator().manual_seed(0))
-    ids: list[int] = drawn.tolist()
-    return ids

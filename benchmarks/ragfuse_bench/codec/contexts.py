@@ -62,17 +62,14 @@ def read_contexts(model: HFModel, per_set: int, tokens: int) -> list[Context]:
 
 def read_questions(model: HFModel, limit: int = 0) -> list[Reading]:
     """The questions that come along, by reading, worded as for every benchmark; 0: all of them."""
-    before, after = PROMPT_TEXTS["answer"]
     readings, asked = list[Reading](), 0
     for article in held_out():
         paragraphs = article["paragraphs"]
         for at in range(0, len(paragraphs), PASSAGES):
-            group = paragraphs[at : at + PASSAGES]
-            passages = "\n\n".join(paragraph["context"].strip() for paragraph in group)
-            head, tail = _in_template(model, f"{before}{passages}", after)
-            questions = tuple(_asked(model, tail, group))[: limit - asked if limit else None]
+            whole = reading_of(model, paragraphs[at : at + PASSAGES])
+            questions = whole.questions[: limit - asked if limit else None]
             asked += len(questions)
-            readings.append(Reading((*model.tokens(head, special=True),), questions))
+            readings.append(Reading(whole.token_ids, questions))
             if limit and asked >= limit:
                 return readings
     return readings

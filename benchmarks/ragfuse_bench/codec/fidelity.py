@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import mean
 
-import torch
 from ragfuse_bench.codec.kv import Continued
 from torch import Tensor
 
@@ -22,16 +20,10 @@ from ragfuse.types.kv import ChunkKV
 
 @dataclass(frozen=True)
 class Loss:
-    """What changed KV costs, over n tokens: mean KL in nats, share of equal first choices, and both
-    perplexities.
-
-    nll, raw_nll: mean nats of the text's own tokens over changed and over raw KV.
-    """
+    """What changed KV costs, over n tokens: mean KL in nats, and share of equal first choices."""
 
     kl: float
     top1: float
-    nll: float
-    raw_nll: float
     n: int
 
 
@@ -53,8 +45,7 @@ class Told:
         """Of other KV of the same context."""
         found = Continued(model, kv).logits(self.follow[:-1])
         same = (found.argmax(-1) == self.logits.argmax(-1)).float().mean()
-        nll, raw_nll = (_nll(logits, self.follow[1:]) for logits in (found, self.logits))
-        return Loss(max(0.0, kl(self.logits, found)), float(same), nll, raw_nll, len(found))
+        return Loss(max(0.0, kl(self.logits, found)), float(same), len(found))
 
 
 def mean_loss(losses: Sequence[Loss]) -> Loss:
@@ -64,9 +55,4 @@ def mean_loss(losses: Sequence[Loss]) -> Loss:
     def of(name: str) -> float:
         return float(sum(getattr(each, name) * each.n for each in losses) / n)
 
-    return Loss(of("kl"), of("top1"), of("nll"), of("raw_nll"), n)
-
-
-def _nll(logits: Tensor, ids: Sequence[int]) -> float:
-    logs = torch.log_softmax(logits, -1)
-    return -mean(float(logs[row, token]) for row, token in enumerate(ids))
+    return Loss(of("kl"), of("top1"), n)

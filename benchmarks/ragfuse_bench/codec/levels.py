@@ -21,15 +21,14 @@ from ragfuse.hf.model import HFModel
 class Found:
     """One way of coding one context: its loss, its bytes and those of fp16."""
 
-    dataset: str
     loss: Loss
     nbytes: int
     fp16: int
 
     @classmethod
-    def of(cls, context: Context, loss: Loss, done: Coded) -> Found:
+    def of(cls, loss: Loss, done: Coded) -> Found:
         """Of what came out."""
-        return cls(context.dataset, loss, done.nbytes, fp16_nbytes(done.kv))
+        return cls(loss, done.nbytes, fp16_nbytes(done.kv))
 
 
 def fidelities(
@@ -42,29 +41,16 @@ def fidelities(
         told = Told.of(model, kv, context.follow)
         for name, codec in codecs.items():
             done = coded(codec, kv)
-            found[name].append(Found.of(context, told.loss(model, done.kv), done))
+            found[name].append(Found.of(told.loss(model, done.kv), done))
     return dict(found)
 
 
 def rows_of(found: Mapping[str, Sequence[Found]]) -> list[dict[str, Any]]:
-    """A row for each codec: bytes over fp16 and how many times smaller than 8 bits, KL, top-1,
-    perplexities.
-    """
+    """A row for each codec: bytes over fp16 and how many times smaller than 8 bits, KL, top-1."""
     by_name = {name: _row(name, mine) for name, mine in found.items()}
     for row in by_name.values():
         row["x_vs_int8"] = by_name[INT8]["bytes_over_fp16"] / row["bytes_over_fp16"]
     return list(by_name.values())
-
-
-def by_set(found: Mapping[str, Sequence[Found]]) -> list[dict[str, Any]]:
-    """The same for each data set."""
-    rows = list[dict[str, Any]]()
-    for dataset in dict.fromkeys(each.dataset for mine in found.values() for each in mine):
-        mine = {
-            name: [each for each in all_ if each.dataset == dataset] for name, all_ in found.items()
-        }
-        rows += [{"dataset": dataset, **row} for row in rows_of(mine)]
-    return rows
 
 
 def _row(name: str, mine: Sequence[Found]) -> dict[str, Any]:
@@ -72,10 +58,8 @@ def _row(name: str, mine: Sequence[Found]) -> dict[str, Any]:
     return {
         "name": name,
         "bytes_over_fp16": sum(each.nbytes for each in mine) / sum(each.fp16 for each in mine),
-        "bits_a_value": 16 * sum(each.nbytes for each in mine) / sum(each.fp16 for each in mine),
         "kl": loss.kl,
         "top1": loss.top1,
-        "nats_more": loss.nll - loss.raw_nll,
         "contexts": len(mine),
         "tokens": loss.n,
     }

@@ -10,17 +10,16 @@ import torch
 from ragfuse_bench.codec.answers import RAW, WORTH, ask_all, scores
 from ragfuse_bench.codec.coded import BASELINES, codecs_of, coded
 from ragfuse_bench.codec.contexts import read_contexts, read_questions
-from ragfuse_bench.codec.levels import by_set, fidelities, rows_of
+from ragfuse_bench.codec.levels import fidelities, rows_of
 from ragfuse_bench.codec.speed import Speeds, speeds
 from ragfuse_bench.options import CodecOptions
-from ragfuse_bench.presets import bench_model
+from ragfuse_bench.presets import fusable_model
+from ragfuse_bench.rounds import Runner
 from rich.console import Console
 from rich.table import Table
 
-from ragfuse.calibration.runner import Runner, circumstances
+from ragfuse.calibration.runner import circumstances
 from ragfuse.codec import Codec
-from ragfuse.errors import ModelError
-from ragfuse.hf.model import HFModel
 from ragfuse.settings import Settings
 from ragfuse.telemetry.progress import progress
 from ragfuse.types.kv import ChunkKV
@@ -40,7 +39,9 @@ PAPER = (
 
 def run_codec(settings: Settings, options: CodecOptions, console: Console) -> Result:
     """Measure all of it and print it; the result as plain JSON types."""
-    model = _model(settings)
+    model = fusable_model(
+        settings.model, settings.dtype, settings.device, settings.home, reads=True
+    )
     codecs = codecs_of(model)
     contexts = read_contexts(model, options.contexts, options.context_tokens)
     with progress(console) as bar:
@@ -55,7 +56,6 @@ def run_codec(settings: Settings, options: CodecOptions, console: Console) -> Re
         "levels": levels,
         "baselines": [_level(base.name, rows, answered, fast) for base in BASELINES],
         "reached": reached(levels),
-        "by_set": by_set(found),
         "answers": answered,
         "piece": {"tokens": fast.tokens, "prefill_s": fast.prefill_s},
         "paper": PAPER,
@@ -69,17 +69,6 @@ def run_codec(settings: Settings, options: CodecOptions, console: Console) -> Re
     }
     _show(result, console)
     return result
-
-
-def _model(settings: Settings) -> HFModel:
-    """Load the model; ModelError for one that reads no text, or whose KV cannot be reused."""
-    model = bench_model(settings.model, settings.dtype, settings.device, settings.home)
-    if model.profile.refusal or not model.has_tokenizer:
-        why = model.profile.refusal or "it has no tokenizer, so it reads no text."
-        raise ModelError(
-            f"The KV of {settings.model} cannot be coded: {why} Measure another model."
-        )
-    return model
 
 
 def _through(codec: Codec) -> Any:

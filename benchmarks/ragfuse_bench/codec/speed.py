@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ragfuse_bench.codec.coded import fp16_nbytes
+from ragfuse_bench.rounds import Runner
 from torch import Tensor
 
-from ragfuse.calibration.runner import Runner
 from ragfuse.codec import Codec, LayerMeta
 from ragfuse.hf.model import HFModel
 from ragfuse.types.kv import ChunkKV

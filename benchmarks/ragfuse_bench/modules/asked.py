@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from statistics import median
 from types import MappingProxyType
 from typing import Any, Literal
 
 from ragfuse_bench.modules.cases import ModuleCase
-from ragfuse_bench.presets import bench_model
+from ragfuse_bench.rounds import Runner, speedup
+from ragfuse_bench.scores import score
 
-from ragfuse.calibration.metrics import f1, rouge_l
-from ragfuse.calibration.runner import Runner, speedup
 from ragfuse.engine.engine import Ask, Engine, PreparedPrompt
 from ragfuse.errors import ModelError
 from ragfuse.hf.model import HFModel
@@ -32,17 +30,6 @@ WAYS: Mapping[str, Ask] = MappingProxyType({"full": Ask(reuse=False), "cached": 
 """All of the prompt computed, and its modules from the store."""
 ROOM = 3 << 30
 """Bytes of KV that are kept."""
-
-
-def model_of(settings: Settings) -> HFModel:
-    """The model to measure; ModelError for one that reads no text, or whose KV cannot be reused."""
-    model = bench_model(settings.model, settings.dtype, settings.device, settings.home)
-    if model.profile.refusal or not model.has_tokenizer:
-        why = model.profile.refusal or "it has no tokenizer, so it reads no text."
-        raise ModelError(
-            f"Modules of {settings.model} cannot be reused: {why} Measure another model."
-        )
-    return model
 
 
 @contextmanager
@@ -97,8 +84,6 @@ def timed(engine: Engine, request: PMLPrompt, runner: Runner, what: str) -> dict
         "full_s": full.median_s,
         "cached_s": kept.median_s,
         "ttft_x": speedup(full.seconds, kept.seconds),
-        "ttft_x_wall": speedup(full.of("wall"), kept.of("wall")),
-        "wall": {way: median(each.of("wall")) for way, each in times.items()},
     }
 
 
@@ -115,9 +100,8 @@ def answered(engine: Engine, case: ModuleCase, ways: Mapping[str, Ask] = WAYS) -
     texts = {way: said(engine, case, ask) for way, ask in ways.items()}
     found: dict[str, Any] = {f"answer_{way}": text for way, text in texts.items()}
     found["same"] = texts["full"] == texts["cached"]
-    found["alike"] = f1(texts["cached"], [texts["full"]])
     for way, text in texts.items() if case.answers else ():
-        found[f"score_{way}"] = score(case, text)
+        found[f"score_{way}"] = score(case.task, text, case.answers)
     return found
 
 
@@ -125,11 +109,6 @@ def said(engine: Engine, case: ModuleCase, ask: Ask) -> str:
     """The answer's text."""
     wish = Ask(max_tokens=case.max_tokens, reuse=ask.reuse, blend=ask.blend)
     return engine.answer(case.request, wish).text.strip()
-
-
-def score(case: ModuleCase, text: str) -> float:
-    """F1 of an answer, ROUGE-L of a summary."""
-    return rouge_l(text, case.answers) if case.task == "summary" else f1(text, case.answers)
 
 
 def measured(engine: Engine, case: ModuleCase, runner: Runner) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from typing import Any
 from ragfuse_bench.modules.asked import registered, timed
 from ragfuse_bench.modules.cases import long_schema, over_all
 from ragfuse_bench.quality.cases import Packing, read_cases
+from ragfuse_bench.rounds import Runner
 
-from ragfuse.calibration.runner import Runner
 from ragfuse.engine.engine import Engine
 from ragfuse.errors import InputError
 from ragfuse.types.keys import digest

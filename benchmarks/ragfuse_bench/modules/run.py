@@ -9,15 +9,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ragfuse_bench.modules.asked import engine_over, mean_of, measured, model_of
+from ragfuse_bench.modules.asked import engine_over, mean_of, measured
 from ragfuse_bench.modules.cases import documents, uses
 from ragfuse_bench.modules.lengths import slope
 from ragfuse_bench.modules.report import show_modules
 from ragfuse_bench.options import ModuleOptions
+from ragfuse_bench.presets import fusable_model
 from ragfuse_bench.quality.cases import Packing, set_name
+from ragfuse_bench.rounds import Runner, thread_count
 from rich.console import Console
 
-from ragfuse.calibration.runner import Runner, circumstances, thread_count
+from ragfuse.calibration.runner import circumstances
 from ragfuse.engine.engine import Engine
 from ragfuse.settings import Settings
 from ragfuse.telemetry.progress import progress
@@ -27,7 +29,9 @@ def run_modules(settings: Settings, options: ModuleOptions, console: Console) ->
     """Measure it, show it, draw it; all of it in plain JSON types."""
     with thread_count(options.threads):
         with console.status("loading the model"):
-            model = model_of(settings)
+            model = fusable_model(
+                settings.model, settings.dtype, settings.device, settings.home, reads=True
+            )
         with engine_over(settings, model) as engine:
             runner = Runner(options.rounds, model.device, console)
             found = _rows(engine, runner, options)

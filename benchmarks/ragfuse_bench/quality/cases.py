@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ragfuse_bench.quality.made import CHUNK_TOKENS, RULES, made_cases
-from ragfuse_bench.quality.rows import Row, parsed, rows_of
+from ragfuse_bench.quality.rows import ROWS, ContextRow, parsed
 
 from ragfuse.calibration.case import Case, Task
 from ragfuse.errors import InputError
@@ -60,25 +60,9 @@ def read_cases(name: str | Path, packing: Packing) -> list[Case]:
     try:
         data = path.read_bytes()
         text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"The data set '{path}' cannot be read: {error}. Give a JSON or JSONL file."
-        ) from error
-    if packing.passages < 1:
-        raise InputError(
-            f"A prompt of {packing.passages} passages cannot be asked about; wanted 1 or more."
-        )
-    try:
-        cases = list(_cases(stem, path, *parsed(text), packing))
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        found = (
-            f"{error} is missing in it"
-            if isinstance(error, KeyError)
-            else "a value in it is of another kind"
-        )
-        raise InputError(f"'{path}' is JSON, but of no known shape: {found}. {_SHAPES}") from error
-    except ValueError as error:
-        raise InputError(f"'{path}' is no data set that can be read: {error}. {_SHAPES}") from error
+        cases = list(_cases(stem, parsed(text), packing))
+    except (OSError, EOFError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"'{path}' cannot be read as a data set: {error}. {_SHAPES}") from error
     if not cases:
         raise InputError(f"'{path}' holds no question that can be asked. {_SHAPES}")
     return cases
@@ -103,45 +87,28 @@ def _own(name: str) -> Path:
     return Path(str(files("ragfuse_bench"))) / "sets" / "squad_held_out.json"
 
 
-def _cases(name: str, path: Path, data: Any, places: list[str], packing: Packing) -> Iterator[Case]:
-    if isinstance(data, dict) and {"ctxs", "context", "question"} & set(data):
-        data = [data]
-    if packing.chunk_tokens and isinstance(data, dict):
-        raise InputError(
-            f"The chunks of {name} are paragraphs as they are: leave --chunk-tokens out."
-        )
-    if isinstance(data, dict) and "data" in data:
-        yield from _squad(name, data["data"], packing)
-    elif isinstance(data, dict) and "questions" in data:
-        yield from _on_demo_texts(name, data["questions"], packing)
-    elif isinstance(data, list) and data:
-        yield from _of_rows(name, rows_of(path, data, places), packing)
-    else:
-        raise ValueError("no known keys in it")
-
-
-def _of_rows(name: str, rows: Sequence[Row], packing: Packing) -> Iterator[Case]:
-    """One case a row; the first one tells the shape."""
-    first = rows[0].said
-    if "context" in first and "ctxs" not in first:
-        for index, row in enumerate(rows):
-            passages = _passages(row.text("context"))
-            case_id, question = (
-                str(row.said.get("_id", index)),
-                row.text("input") if "input" in row.said else "",
+def _cases(name: str, data: Any, packing: Packing) -> Iterator[Case]:
+    if isinstance(data, dict) and {"data", "questions"} & set(data):
+        if packing.chunk_tokens:
+            raise InputError(
+                f"The chunks of {name} are paragraphs as they are: leave --chunk-tokens out."
             )
-            task: Task = "answer" if question else "summary"
-            yield _apart(
-                name, case_id, question, row.texts("answers"), passages, packing, row, task
-            )
-    elif {"ctxs", "question"} & set(first):
-        for index, row in enumerate(rows):
-            case_id, passages = str(row.said.get("id", index)), row.passages()
-            yield _apart(
-                name, case_id, row.text("question"), row.texts("answers"), passages, packing, row
-            )
-    else:
-        raise ValueError("no known keys in it")
+        if "data" in data:
+            yield from _squad(name, data["data"], packing)
+        else:
+            yield from _on_demo_texts(name, data["questions"], packing)
+        return
+    for index, row in enumerate(ROWS.validate_python(data if isinstance(data, list) else [data])):
+        if isinstance(row, ContextRow):
+            question, passages = row.input, _passages(row.context)
+        else:
+            question, passages = row.question, [str(each) for each in row.ctxs if str(each).strip()]
+        chunks = tuple(pack(_fitting(passages, packing), packing))
+        if not chunks:
+            raise InputError(f"{name}, row {index + 1}: wanted a passage with text, found none.")
+        case_id = str(index if row.id is None else row.id)
+        task: Task = "answer" if question else "summary"
+        yield Case(name, case_id, question, tuple(row.answers), chunks, task)
 
 
 def _squad(name: str, articles: Sequence[Mapping[str, Any]], packing: Packing) -> Iterator[Case]:
@@ -207,26 +174,6 @@ def _quoted(documents: Mapping[str, Sequence[str]], article: str, quote: str) ->
     if len(found) != 1:
         raise ValueError(f"'{quote}' stands in {len(found)} paragraphs of {article}")
     return article, found[0]
-
-
-def _apart(
-    name: str,
-    case_id: str,
-    question: str,
-    answers: Sequence[str],
-    passages: Sequence[str],
-    packing: Packing,
-    row: Row,
-    task: Task = "answer",
-) -> Case:
-    """A case with the passages of its own, which `row` says."""
-    passages = [passage for passage in passages if passage.strip()]
-    chunks = tuple(pack(_fitting(passages, packing), packing))
-    if not chunks:
-        raise InputError(
-            f"{row.where}: wanted at least one passage with text, found none. Take the row out."
-        )
-    return Case(name, case_id, question, tuple(answers), chunks, task)
 
 
 def _passages(context: str) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from ragfuse_bench.options import QualityOptions
-from ragfuse_bench.presets import bench_model
+from ragfuse_bench.presets import fusable_model
 from ragfuse_bench.quality.cases import set_name
 from ragfuse_bench.quality.methods import default_method, methods_of
 from ragfuse_bench.quality.run import Plan, measure
@@ -17,7 +17,6 @@ from ragfuse_bench.quality.table import results_of, show_quality
 from rich.console import Console
 
 from ragfuse.calibration.runner import circumstances
-from ragfuse.errors import ModelError
 from ragfuse.models.dtypes import resolve_auto
 from ragfuse.settings import Settings
 
@@ -29,17 +28,9 @@ def run_quality(
     no text.
     """
     settings = resolve_auto(settings)
-    model = bench_model(settings.model, settings.dtype, settings.device, settings.home)
-    if model.profile.refusal:
-        raise ModelError(
-            f"{settings.model} cannot reuse the KV of chunks: {model.profile.refusal} Measure"
-            " another model."
-        )
-    if not model.has_tokenizer:
-        raise ModelError(
-            f"{settings.model} has no tokenizer: it cannot be asked questions. Measure a trained"
-            " model."
-        )
+    model = fusable_model(
+        settings.model, settings.dtype, settings.device, settings.home, reads=True
+    )
     methods = tuple(methods_of(options.methods, options.ratios, model))
     results = results_of(measure(Plan(options, methods, rows), model, console))
     show_quality(results, console)

@@ -17,12 +17,13 @@ import torch
 from ragfuse_bench.options import QualityOptions
 from ragfuse_bench.quality.cases import Packing, read_cases
 from ragfuse_bench.quality.methods import QualityLab
+from ragfuse_bench.quality.scored import ScoredRow
 from rich.console import Console
 
 from ragfuse.calibration.case import Case
-from ragfuse.calibration.comparison import FULL, Row, ask
+from ragfuse.calibration.comparison import FULL, ask
 from ragfuse.calibration.methods import Lab, Method
-from ragfuse.calibration.runner import Runner, malloc_setting, versions
+from ragfuse.calibration.runner import Stopwatch, malloc_setting, versions
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.packed_linear import can_pack
 from ragfuse.telemetry.progress import progress
@@ -40,7 +41,7 @@ class Plan:
     rows: Path | None = None
 
 
-def measure(plan: Plan, model: HFModel, console: Console) -> list[Row]:
+def measure(plan: Plan, model: HFModel, console: Console) -> list[ScoredRow]:
     """All rows of the plan, those that the rows file already has included."""
     options = plan.options
     packing = Packing(
@@ -54,7 +55,7 @@ def measure(plan: Plan, model: HFModel, console: Console) -> list[Row]:
         for name in plan.options.sets
         for case in drawn(read_cases(name, packing), plan.options.limit)
     ]
-    lab, runner = QualityLab(model), Runner(1, model.device, console)
+    lab, stopwatch = QualityLab(model), Stopwatch(model.device)
     methods = tuple(dict.fromkeys((FULL, *plan.methods)))
     kept, stamps = _read(plan.rows), {case: _stamp(plan, lab, case) for case in cases}
     rows = {
@@ -79,9 +80,10 @@ def measure(plan: Plan, model: HFModel, console: Console) -> list[Row]:
                 bar.update(task, description=f"{case.dataset}: {len(missing)} methods")
                 if missing:
                     if not warm:
-                        list(ask(lab, runner, case, methods, False))
+                        list(ask(lab, stopwatch, case, methods, False))
                         warm = True
-                    for row in ask(lab, runner, case, missing, plan.options.answers):
+                    for found in ask(lab, stopwatch, case, missing, plan.options.answers):
+                        row = ScoredRow.of(found, case)
                         rows[row.case, *row.by] = row
                         _append(plan.rows, stamps[case], row)
                 bar.advance(task)
@@ -100,7 +102,7 @@ def drawn(cases: Sequence[Case], limit: int) -> list[Case]:
     )
 
 
-def _is_done(row: Row | None, answers: bool) -> bool:
+def _is_done(row: ScoredRow | None, answers: bool) -> bool:
     return row is not None and (not answers or row.score is not None)
 
 
@@ -125,9 +127,9 @@ def _stamp(plan: Plan, lab: Lab, case: Case) -> str:
     return digest(model.fingerprint, str(where), str(how), *parts)[:16]
 
 
-def _read(path: Path | None) -> dict[str, dict[tuple[str, str, float | None], Row]]:
+def _read(path: Path | None) -> dict[str, dict[tuple[str, str, float | None], ScoredRow]]:
     """Kept rows by their stamp and by what they measure; of equal ones the last."""
-    kept: dict[str, dict[tuple[str, str, float | None], Row]] = defaultdict(dict)
+    kept: dict[str, dict[tuple[str, str, float | None], ScoredRow]] = defaultdict(dict)
     if path is None or not path.exists():
         return kept
     text = path.read_text("utf-8")
@@ -136,14 +138,14 @@ def _read(path: Path | None) -> dict[str, dict[tuple[str, str, float | None], Ro
     for line in text.splitlines():
         try:
             said = json.loads(line)
-            stamp, row = said.pop("stamp"), Row(**said)
+            stamp, row = said.pop("stamp"), ScoredRow(**said)
             kept[stamp][row.by] = row
         except (ValueError, TypeError, KeyError):
             continue  # a line that was cut off when the run was killed: measured again
     return kept
 
 
-def _append(path: Path | None, stamp: str, row: Row) -> None:
+def _append(path: Path | None, stamp: str, row: ScoredRow) -> None:
     if path is not None:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({**asdict(row), "stamp": stamp}, ensure_ascii=False) + "\n")

@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import Any
 
+from ragfuse_bench.quality.scored import ScoredRow
+from ragfuse_bench.scores import difference_interval
 from rich.console import Console
 from rich.table import Table
 
-from ragfuse.calibration.comparison import Row, prefill_speedup
-from ragfuse.calibration.stats import difference_interval, mean_interval, ratio_interval
+from ragfuse.calibration.comparison import prefill_speedup
+from ragfuse.calibration.stats import mean_interval, ratio_interval
 
 FULL_PREFILL = ("full", 1.0)
 REUSE = ("none", 0.0)
@@ -20,74 +22,55 @@ recomputed.
 """
 
 
-def results_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def results_of(rows: Sequence[ScoredRow]) -> list[dict[str, Any]]:
     """For each data set, method and ratio: n, the means, their 95% intervals, and the difference to
     full prefill.
 
-    kl_over_reuse is there where plain reuse was measured on the same questions. What is said of
-    answers is said of the questions that all methods of a data set answered, if any did: a run may
-    answer some and only prefill others.
+    kl_over_reuse is there where plain reuse was measured on the same questions.
     """
-    groups: dict[tuple[str, str, float | None], dict[str, Row]] = defaultdict(dict)
+    groups: dict[tuple[str, str, float | None], dict[str, ScoredRow]] = defaultdict(dict)
     for row in rows:
         groups[row.by][row.case] = row
     return [_result(groups, key) for key in groups]
 
 
-def mean_of(rows: Sequence[Row], name: str) -> float | None:
+def mean_of(rows: Sequence[ScoredRow], name: str) -> float | None:
     """Return the mean of a column; None where a row lacks it."""
     values = [getattr(row, name) for row in rows]
     return None if any(value is None for value in values) else float(mean(values))
 
 
-def _answered(
-    groups: Mapping[tuple[str, str, float | None], Mapping[str, Row]], dataset: str
-) -> set[str]:
-    """Return the cases of a data set that every method answered, of those methods that answered
-    any.
-    """
-    by_method = [
-        {case for case, row in rows.items() if row.score is not None}
-        for key, rows in groups.items()
-        if key[0] == dataset
-    ]
-    return set.intersection(*(cases for cases in by_method if cases)) if any(by_method) else set()
-
-
 def _result(
-    groups: Mapping[tuple[str, str, float | None], Mapping[str, Row]], key: Any
+    groups: Mapping[tuple[str, str, float | None], Mapping[str, ScoredRow]], key: Any
 ) -> dict[str, Any]:
     dataset, method, ratio = key
     mine = groups[key]
     rows = list(mine.values())
     kls = [row.kl for row in rows if row.kl is not None]
     summary = rows[0].task == "summary"
-    chosen = _answered(groups, dataset)
-    answered = [row for row in rows if row.case in chosen and row.score is not None]
-    score, low_high = mean_of(answered, "score") if answered else None, None
+    score, low_high = mean_of(rows, "score"), None
     said: dict[str, Any] = {
         "dataset": dataset,
         "method": method,
         "ratio": ratio,
         "n": len(rows),
-        "n_answered": len(answered),
     }
     if score is not None:
-        scores = [row.score or 0.0 for row in answered]
+        scores = [row.score or 0.0 for row in rows]
         low_high = list(mean_interval(scores))
-        full = [groups[dataset, *FULL_PREFILL][row.case] for row in answered]
+        full = [groups[dataset, *FULL_PREFILL][row.case] for row in rows]
         said["to_full"] = score - (mean_of(full, "score") or 0)
         said["to_full_ci"] = list(difference_interval(scores, [row.score or 0.0 for row in full]))
     said |= {
         "f1": None if summary else score,
         "f1_ci": None if summary else low_high,
-        "em": None if summary or not answered else mean_of(answered, "em"),
+        "em": None if summary else mean_of(rows, "em"),
         "rouge_l": score if summary else None,
         "rouge_l_ci": low_high if summary else None,
         "kl": mean_of(rows, "kl"),
         "kl_ci": list(mean_interval(kls)) if kls else None,
         "top1": mean_of(rows, "top1"),
-        "identical": mean_of(answered, "identical") if answered else None,
+        "identical": mean_of(rows, "identical"),
         "ttft_x": prefill_speedup(rows),
         "mean_ratio": mean_of(rows, "mean_ratio"),
         "tokens": mean_of(rows, "tokens"),
@@ -112,8 +95,6 @@ def show_quality(results: Sequence[Mapping[str, Any]], console: Console) -> None
             f"{dataset}: {mine[0]['n']} questions, {mine[0]['tokens']:,.0f} prompt tokens on"
             " average"
         )
-        if 0 < mine[0]["n_answered"] < mine[0]["n"]:
-            title += f"; {mine[0]['n_answered']} of them answered"
         table = Table(title=title, box=None)
         score = "ROUGE-L" if summary else "F1"
         for name in (

@@ -50,14 +50,6 @@ class Server:
 
 
 SERVERS: Mapping[str, Server] = MappingProxyType(
-    {
-        server.name: server
-        for server in (
-            Server("LLaMA-13B", 13, 0.78e6, 4096, 2),
-            Server("LLaMA-65B", 65, 2.5e6, 2048, 4, usual_tokens=1000),
-            Server("LLaMA-70B", 70, 0.31e6, 4096, 4),
-            Server("Falcon-40B", 40, 0.12e6, 2048, 4, usual_tokens=1000),
-        )
-    }
+    {server.name: server for server in (Server("LLaMA-13B", 13, 0.78e6, 4096, 2),)}
 )
 """Sections 4.1 and 4.2; Falcon's and LLaMA-1's windows are their own 2K, LLaMA-2's 4K."""

@@ -14,15 +14,12 @@ from statistics import mean
 from typing import Any
 
 import torch
-from ragfuse_bench.codec.contexts import Question, Reading, held_out, reading_of
-from ragfuse_bench.codec.kv import Continued, Said
+from ragfuse_bench.codec.answers import Row
+from ragfuse_bench.codec.contexts import Reading, held_out, reading_of
 
-from ragfuse.calibration.metrics import f1
-from ragfuse.calibration.prompts import NEW_TOKENS
 from ragfuse.errors import InputError
 from ragfuse.fuse.rope import angles, place
 from ragfuse.hf.model import HFModel, Prefill
-from ragfuse.hf.rounding_error import kl
 from ragfuse.types.keys import ChunkKey, token_digest
 from ragfuse.types.kv import ChunkKV, LayerKV
 from ragfuse.types.prompt import Prompt, Segment
@@ -124,33 +121,7 @@ class Worth:
     kl: float
     top1: float
 
-
-class Judge:
-    """Raw KV's answers to the questions on a reading, to compare other KV's with."""
-
-    def __init__(self, model: HFModel, reading: Reading, kv: ChunkKV) -> None:
-        self._model, self._questions = model, reading.questions
-        raw = Continued(model, kv)
-        self._told = [
-            raw.answer(question.token_ids, NEW_TOKENS["answer"]) for question in reading.questions
-        ]
-
-    def raw(self) -> Worth:
-        """Raw KV's own worth."""
-        return Worth(
-            mean(self._f1(*each) for each in zip(self._questions, self._told, strict=True)),
-            0.0,
-            1.0,
-        )
-
-    def worth(self, kv: ChunkKV) -> Worth:
-        """Other KV's of the same context."""
-        other, rows = Continued(self._model, kv), list[tuple[float, float, float]]()
-        for question, wanted in zip(self._questions, self._told, strict=True):
-            mine = other.answer(question.token_ids, NEW_TOKENS["answer"], wanted.token_ids)
-            same = float((mine.along.argmax(-1) == wanted.along.argmax(-1)).float().mean())
-            rows.append((self._f1(question, mine), max(0.0, kl(wanted.along, mine.along)), same))
-        return Worth(*(mean(column) for column in zip(*rows, strict=True)))
-
-    def _f1(self, question: Question, said: Said) -> float:
-        return f1(self._model.text(said.token_ids), question.answers)
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Worth:
+        """The means of a judge's rows."""
+        return cls(*(mean(getattr(row, name) for row in rows) for name in ("f1", "kl", "top1")))

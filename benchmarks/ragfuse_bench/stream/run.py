@@ -15,18 +15,20 @@ from itertools import chain, islice
 from statistics import mean, median
 from typing import Any
 
+from ragfuse_bench.codec.answers import Judge
 from ragfuse_bench.codec.coded import Codecs, codecs_of
 from ragfuse_bench.codec.contexts import Reading
 from ragfuse_bench.line import constant, line_to
 from ragfuse_bench.options import StreamOptions
-from ragfuse_bench.presets import bench_model
+from ragfuse_bench.presets import fusable_model
+from ragfuse_bench.rounds import thread_count
 from ragfuse_bench.stream.lines import Course, PacedTier, Scale, drawn_by_piece, published
-from ragfuse_bench.stream.material import Cut, Judge, Worth, context_kv, long_readings
+from ragfuse_bench.stream.material import Cut, Worth, context_kv, long_readings
 from ragfuse_bench.stream.report import show
 from ragfuse_bench.stream.server import redis_server, require_redis
 from rich.console import Console
 
-from ragfuse.calibration.runner import circumstances, thread_count
+from ragfuse.calibration.runner import circumstances
 from ragfuse.codec import RAW, Codec
 from ragfuse.engine.engine import Ask, Engine, PreparedPrompt
 from ragfuse.errors import ModelError
@@ -119,10 +121,11 @@ class Rig:
         steps = ((piece.segments, piece.level) for piece in _came(ready) if not piece.why)
         lossy = tuple(step for step in steps if step[1] not in ("text", RAW.name))
         if not lossy:
-            return text.judge.raw()
+            return Worth.of(text.judge.raw)
         name = (text.cut.keys[0], frozenset(lossy))
         if name not in self._worth:
-            self._worth[name] = text.judge.worth(context_kv(ready.prefill, text.cut.bounds[-1]))
+            rows = text.judge.rows(context_kv(ready.prefill, text.cut.bounds[-1]))
+            self._worth[name] = Worth.of(rows)
         return self._worth[name]
 
     def _store(self, codecs: Mapping[str, Codec]) -> KVStore:
@@ -188,15 +191,7 @@ def run_stream(options: StreamOptions, console: Console) -> dict[str, Any]:
     """The result as plain JSON types; `console` shows progress and the table."""
     require_redis()
     with thread_count(options.threads), ExitStack() as held:
-        console.print(
-            f"Loading {options.model} in {options.dtype} on {options.device} ...", highlight=False
-        )
-        model = bench_model(options.model, options.dtype, options.device, options.home)
-        if model.profile.refusal:
-            raise ModelError(
-                f"{options.model} cannot reuse the KV of chunks: {model.profile.refusal} Measure"
-                " another model."
-            )
+        model = fusable_model(options.model, options.dtype, options.device, options.home)
         rig = Rig(options, model, console, held)
         result = _result(rig, console)
     show(result, console)
@@ -265,7 +260,7 @@ def _row(
     text: Text,
 ) -> dict[str, Any]:
     """One stream as plain types; text is prefilled the same whatever the line does."""
-    worth = run.worth if run is not None else text.judge.raw()
+    worth = run.worth if run is not None else Worth.of(text.judge.raw)
     told = asdict(worth) if worth is not None else {}
     seconds = run.seconds if run is not None else scale.text_s
     common = {"trace": course.name, "kind": course.kind, "number": number, "method": method}

@@ -33,7 +33,7 @@ def _words(result: Mapping[str, Any]) -> list[str]:
         f"{words} {'at least ' if rates[name]['at_least'] else ''}{rates[name]['rate']:.2f}"
         for name, words in NAMES
     )
-    batch, growth = result["batch"], result["rss_growth"]
+    batch = result["batch"]
     lines = [
         (
             f"Requests a second with a first token in {result['at_ttft_s']:.2f} s on average:"
@@ -44,8 +44,7 @@ def _words(result: Mapping[str, Any]) -> list[str]:
             f"Answers together: {batch['together']:.1f} tokens a second, one by one"
             f" {batch['alone']:.1f}: {result['batch_x']:.2f}x."
         ),
-        f"Lost requests: {result['lost']}. Memory of the process under load: "
-        + ("too short to tell." if growth is None else f"{growth:+.1%}."),
+        f"Lost requests: {result['lost']}.",
     ]
     wrong = [
         each

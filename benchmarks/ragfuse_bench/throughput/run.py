@@ -2,8 +2,7 @@
 after the other.
 
 Each method's server starts empty, hears every question once, and is then asked at rates that are
-shares of what it can do. ragfuse's goes on under load for half an hour, to see whether it loses a
-request or grows.
+shares of what it can do.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from http.client import HTTPConnection
 from itertools import pairwise
 from json import loads
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from types import MappingProxyType
 from typing import Any
 
@@ -25,7 +24,7 @@ from ragfuse_bench.quality.cases import Packing, read_cases, set_name
 from ragfuse_bench.throughput.asked import Request, drawn, each_once
 from ragfuse_bench.throughput.load import SKIPPED, Heard, arrivals, offer, one_by_one, summed
 from ragfuse_bench.throughput.report import show_throughput
-from ragfuse_bench.throughput.served import Serving, require_server, serving
+from ragfuse_bench.throughput.served import Serving, serving
 from ragfuse_bench.throughput.together import tokens_a_second
 from rich.console import Console
 from rich.progress import Progress
@@ -33,14 +32,12 @@ from rich.progress import Progress
 from ragfuse.calibration.case import Case
 from ragfuse.calibration.runner import circumstances
 from ragfuse.cli.options import prepare_model
-from ragfuse.errors import RagFuseError, SettingsError
+from ragfuse.errors import RagFuseError
 from ragfuse.settings import Settings
 from ragfuse.telemetry.progress import progress
 
 SYSTEM = "Answer in a few words, from the passages alone."
 PATIENCE_S = 3600.0
-KEEPS_UP = 0.6
-"""Share of what it can do at which a server is kept busy to see whether it grows."""
 COMPARED_TTFT = 2.0
 """Methods are compared where their mean time to first token is this many times that of full
 recompute without load.
@@ -79,17 +76,12 @@ class Measured:
 
 
 def run_throughput(
-    settings: Settings, options: ThroughputOptions, console: Console | None = None
+    settings: Settings, options: ThroughputOptions, console: Console
 ) -> dict[str, Any]:
-    """The result as plain JSON types; `console` shows progress and the table (standard error when
-    None).
-    """
-    console = console or Console(stderr=True)
-    require_server(settings)
+    """The result as plain JSON types; `console` shows progress and the table."""
     prepare_model(settings)
     cases = _cases(settings, options)
-    found, rss = dict[str, Measured](), list[list[tuple[float, int]]]()
-    kept: dict[str, Any] = {}
+    found = dict[str, Measured]()
     with progress(console) as bar:
         for name, (_, told) in METHODS.items():
             task = bar.add_task(f"{name}: starting the server", total=None)
@@ -98,15 +90,11 @@ def run_throughput(
             ) as server:
                 bench = _Bench(server, name, Path(settings.model).name, cases, options, bar)
                 found[name] = bench.measured()
-                if name == "ragfuse":
-                    kept = (
-                        bench.kept_busy(found[name].capacity * KEEPS_UP) if options.minutes else {}
-                    )
-                    rss = [kept["rss"]] if kept else bench.rss
             bar.remove_task(task)
         found["prefix"] = better(found["prefix"], found["full"])
         batch = tokens_a_second(settings, [case.question for case in cases], options, bar)
-    result = {**compared(found), **batch, **_leaks(found, kept, rss), "kept_busy": kept.get("load")}
+    lost = sum(load["lost"] for each in found.values() for load in each.loads)
+    result = {**compared(found), **batch, "lost": lost}
     given = {**vars(options), "sets": ", ".join(map(set_name, options.sets))}
     result |= {
         "skipped": f"1/{SKIPPED}",
@@ -129,15 +117,11 @@ def _cases(settings: Settings, options: ThroughputOptions) -> list[Case]:
     cases = [
         case for name in options.sets for case in read_cases(name, packing) if case.task == "answer"
     ]
-    if not cases:
-        raise SettingsError(
-            "The data sets hold no question that is answered over passages. Name another --data."
-        )
     return Random(options.seed).sample(cases, min(options.cases, len(cases)))
 
 
 class _Bench:
-    """One method's server, and what it is asked. rss: of each load, (when, bytes)."""
+    """One method's server, and what it is asked."""
 
     def __init__(
         self,
@@ -148,7 +132,6 @@ class _Bench:
         options: ThroughputOptions,
         bar: Progress,
     ) -> None:
-        self.rss = list[list[tuple[float, int]]]()
         self._server, self._name, self._model, self._cases = server, name, model, cases
         self._options, self._bar = options, bar
 
@@ -178,19 +161,11 @@ class _Bench:
         due = arrivals(rate, seconds, seed) or [0.0]
         bodies = self._bodies(drawn(self._cases, len(due), seed))
         task = self._bar.add_task(f"{self._name}: {rate:.2f} requests a second", total=len(due))
-        self._server.rss.clear()
-        with self._server.watched():
-            found = offer(
-                self._server.place, bodies, due, PATIENCE_S, lambda one: self._bar.advance(task)
-            )
-        self.rss.append(list(self._server.rss))
+        found = offer(
+            self._server.place, bodies, due, PATIENCE_S, lambda one: self._bar.advance(task)
+        )
         self._bar.remove_task(task)
         return summed(rate, found)
-
-    def kept_busy(self, rate: float) -> dict[str, Any]:
-        """The load that goes on."""
-        load = self.load(rate, 60 * self._options.minutes, len(self._options.shares))
-        return {"load": load, "rss": self.rss[-1]}
 
     def _bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
         return [self._body(request) for request in requests]
@@ -281,27 +256,3 @@ def compared(found: Mapping[str, Measured]) -> dict[str, Any]:
 
 def _times(one: float, other: float) -> float | None:
     return one / other if other else None
-
-
-def grown(rss: Sequence[tuple[float, int]]) -> float | None:
-    """How much a process has grown, as a share: the middle of the last sixth of a load over that of
-    the second one.
-
-    None where too little was seen.
-    """
-    sixth = len(rss) // SKIPPED
-    if not sixth:
-        return None
-    sizes = [nbytes for _, nbytes in rss]
-    return median(sizes[-sixth:]) / median(sizes[sixth : 2 * sixth]) - 1
-
-
-def _leaks(
-    found: Mapping[str, Measured],
-    kept: Mapping[str, Any],
-    rss: Sequence[Sequence[tuple[float, int]]],
-) -> dict[str, Any]:
-    loads = [load for each in found.values() for load in each.loads]
-    loads += [kept["load"]] if kept else []
-    seen = [one for each in rss for one in each]
-    return {"rss_growth": grown(seen), "lost": sum(load["lost"] for load in loads)}

@@ -6,18 +6,14 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-from ragfuse_bench.presets import preset
-
-from ragfuse.errors import InputError, RagFuseError, SettingsError
+from ragfuse.errors import RagFuseError
 from ragfuse.settings import PREFIX, Settings
 
 SERVE = "from ragfuse.cli import app; app()"
@@ -27,58 +23,12 @@ WAITING = 100_000
 TOLD = " answers at "
 
 
+@dataclass(frozen=True)
 class Serving:
-    """A server that runs. place: its host and port. rss: bytes that the process had, (when, bytes),
-    once watched.
-    """
+    """A server that runs: the number of its process, its host and port."""
 
-    def __init__(self, process: subprocess.Popen[bytes], place: tuple[str, int]) -> None:
-        self.place, self.rss = place, list[tuple[float, int]]()
-        self._process = process
-
-    @property
-    def pid(self) -> int:
-        """The number of the process."""
-        return self._process.pid
-
-    @contextmanager
-    def watched(self, every_s: float = 1.0) -> Iterator[None]:
-        """Note how much memory the process has, again and again, by the monotonic clock."""
-        over, process = threading.Event(), psutil.Process(self._process.pid)
-
-        def look() -> None:
-            while not over.is_set():
-                try:
-                    self.rss.append((time.monotonic(), process.memory_info().rss))
-                except psutil.Error:
-                    return
-                over.wait(every_s)
-
-        thread = threading.Thread(target=look, name="bench-rss", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-
-
-def require_server(settings: Settings) -> None:
-    """SettingsError for a model without words; InputError where a server's packages are missing."""
-    if preset(settings.model) is not None:
-        raise SettingsError(
-            f"'{settings.model}' has no words to ask it with; name an embedded model, an id or a"
-            " folder."
-        )
-    missing = next(
-        (name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None),
-        None,
-    )
-    if missing is not None:
-        raise InputError(
-            f"A server needs the package {missing}, which is not installed: pip install"
-            " 'ragfuse-kv[serve]'"
-        )
+    pid: int
+    place: tuple[str, int]
 
 
 @contextmanager
@@ -121,7 +71,7 @@ def serving(
                 cwd=folder,  # no ragfuse.toml of anybody's
             )
         try:
-            yield Serving(process, _place(process, said))
+            yield Serving(process.pid, _place(process, said))
         finally:
             _end(process)
 

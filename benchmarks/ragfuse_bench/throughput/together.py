@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
+from ragfuse_bench.rounds import thread_count
 from rich.progress import Progress
 
-from ragfuse.calibration.runner import thread_count
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.settings import Settings
 

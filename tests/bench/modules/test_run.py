@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from ragfuse_bench.modules.asked import first_logits, measured, registered
 from ragfuse_bench.modules.cases import ModuleCase, uses
-from ragfuse_bench.modules.run import by_set, run_modules
+from ragfuse_bench.modules.run import run_modules
 from ragfuse_bench.options import ModuleOptions
+from ragfuse_bench.rounds import Runner
 from rich.console import Console
 
 from ragfuse import Ask, Engine, Settings
-from ragfuse.calibration.runner import Runner
 from ragfuse.schemas.pml import parse_prompt, parse_schema
 from tests.tiny import CHUNKS
 
@@ -82,54 +82,6 @@ def test_both_ways_hold_the_same_tokens_at_the_same_positions(
     assert full.plan.fallback_reason
     assert len(cached.plan.fetches) == 3
     assert engine.schemas.ls() == []
-
-
-def test_a_case_is_measured_with_its_answers_and_their_scores(
-    engine: Engine, doors: ModuleCase
-) -> None:
-    row = measured(engine, doors, Runner(1, engine.model.device, quiet()))
-    assert row["same"] == (row["answer_full"] == row["answer_cached"])
-    assert 0 <= row["score_cached"] <= 1
-    assert (row["modules"], row["cached_tokens"] < row["tokens"]) == (3, True)
-    texts = (
-        "All that is known of the doors of lighthouses:\n",
-        "The northern one is green.",
-        "The southern one is red.",
-    )
-    tokens = sum(len(engine.tokens(text)) for text in texts)
-    assert row["kv_mb"] == pytest.approx(tokens * engine.model.nbytes_per_token / 1e6)
-
-
-def test_a_set_s_time_is_of_all_its_questions() -> None:
-    rows = [
-        {
-            "dataset": "a",
-            "full_s": 3.0,
-            "cached_s": 1.0,
-            "tokens": 10,
-            "cached_share": 0.5,
-            "same": True,
-        },
-        {
-            "dataset": "",
-            "full_s": 9.0,
-            "cached_s": 1.0,
-            "tokens": 10,
-            "cached_share": 0.5,
-            "same": True,
-        },
-        {
-            "dataset": "a",
-            "full_s": 1.0,
-            "cached_s": 1.0,
-            "tokens": 20,
-            "cached_share": 0.9,
-            "same": False,
-        },
-    ]
-    (found,) = by_set(rows)
-    assert found["ttft_x"] == 2.0
-    assert (found["n"], found["tokens"], found["same"], found["score_full"]) == (2, 15, 0.5, None)
 
 
 @pytest.mark.slow

@@ -7,8 +7,6 @@ import re
 import pytest
 from ragfuse_bench.quality.cases import Packing, read_cases
 
-from ragfuse.errors import InputError
-
 
 def tokens(text: str) -> int:
     return len(text) // 4
@@ -56,8 +54,3 @@ def test_a_trail_leads_through_three_chunks_to_the_answer() -> None:
             found = hits[0][1]
         assert found == case.answers[0]
         assert len(places) == 3
-
-
-def test_prompts_too_short_for_the_sentences_are_refused_with_what_would_do() -> None:
-    with pytest.raises(InputError, match=r"found 500\. Change --context-tokens"):
-        read_cases("needle", Packing(tokens, context_tokens=500))

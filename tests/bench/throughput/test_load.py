@@ -20,8 +20,6 @@ from ragfuse_bench.throughput.load import (
     ask,
     counted,
     offer,
-    one_by_one,
-    percentile,
     summed,
 )
 
@@ -119,20 +117,6 @@ def test_what_is_not_answered_to_its_end_is_lost_and_says_why(kind, wrong):
     assert (right.wrong, right.tokens) == ("", 7)
 
 
-def test_a_server_that_is_not_there_is_a_lost_request():
-    with answering() as (place, _):
-        pass
-    assert "refused" in ask(place, {"kind": "right"}, time.monotonic(), 5).wrong
-
-
-def test_one_by_one_all_are_answered_and_so_many_at_a_time():
-    with answering() as (place, came):
-        assert [
-            each.wrong for each in one_by_one(place, [{"kind": "right"}] * 7, 30, together=3)
-        ] == [""] * 7
-        assert len(came) == 7
-
-
 def test_the_first_sixth_does_not_count_and_lost_requests_do():
     found = [Heard(float(at), 100.0 if at < 2 else float(at), 100.0 + at, 3) for at in range(11)]
     found.append(Heard(11.0, wrong="gone"))
@@ -144,7 +128,3 @@ def test_the_first_sixth_does_not_count_and_lost_requests_do():
     assert (told["rate"], told["n"], told["lost"], told["wrong"]) == (2.0, 12, 1, ["gone"])
     assert told["tokens_per_s"] == pytest.approx(33 / 120)
     assert summed(1.0, [Heard(0.0, wrong="gone")])["mean_s"] is None
-
-
-def test_the_percentile_of_one_value_is_that_value():
-    assert percentile([3.0], 95) == 3.0
