@@ -526,27 +526,19 @@ def uniform(tensor: Tensor, bits: int) -> Tensor:
     return out
 
 
-def binned(
-    tensor: Tensor, mean: Tensor, steps: Tensor, width: float, odd: Tensor, anchors: int = 0
-) -> Tensor:
-    """float32 [H, n, D] in bins, one value at a time; steps and mean [H, D]; `odd` [n] tokens and
-    anchors in 8 bits.
-
-    anchors: every how many tokens one stands that those after it are changes to; 0: none.
+def binned(tensor: Tensor, mean: Tensor, steps: Tensor, width: float, odd: Tensor) -> Tensor:
+    """float32 [H, n, D] in bins, one value at a time; steps and mean [H, D]; `odd` [n] tokens in 8
+    bits.
     """
     out = torch.zeros(tensor.shape)
     eight = uniform(tensor, 8)
     for token in range(tensor.shape[1]):
-        if bool(odd[token]) or (anchors and token % anchors == 0):
+        if bool(odd[token]):
             out[:, token] = eight[:, token]
             continue
         for head in range(tensor.shape[0]):
             for channel in range(tensor.shape[2]):
-                base = (
-                    out[head, token // anchors * anchors, channel]
-                    if anchors
-                    else mean[head, channel]
-                )
+                base = mean[head, channel]
                 size = steps[head, channel] * width
                 out[head, token, channel] = (
                     base + ((tensor[head, token, channel] - base) / size).round() * size

@@ -22,8 +22,7 @@ def measure(console: Console, settings: Settings) -> dict[str, Any]:
             machine = engine.timings.measure(
                 engine.model,
                 engine.store,
-                engine.settings,
-                (),
+                engine.digest,
                 lambda what, done: report(done, 1.0, what),
             )
         is_kept = engine.catalog.file is not None

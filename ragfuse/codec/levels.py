@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
-
-from ragfuse.codec.cachegen import CacheGenCodec, Level
+from ragfuse.codec.cachegen import CacheGenCodec
 from ragfuse.codec.codec import Codec
 from ragfuse.codec.raw import RAW
 from ragfuse.codec.tables import CodecTables
 from ragfuse.codec.uniform import INT8
 from ragfuse.types.levels import LEVEL_NAMES, LEVELS
-
-PAPER: Final = Level("paper", deltas=True, outlier_factor=0)
-"""CacheGen as in its paper: bins of 0.5, 1 and 1.5 (its C.2), with anchors and deltas to them."""
-PACKED: Final = tuple(
-    Level(level.name, level.bins) for level in LEVELS if level.codec == "cachegen"
-)
-"""The CacheGen levels, those with the narrowest bins first."""
 
 
 def codec_for(level: str, tables: CodecTables | None = None) -> Codec:
@@ -43,4 +34,4 @@ def codec_for(level: str, tables: CodecTables | None = None) -> Codec:
             f"Level {level!r} needs codec tables of the model, found none. Pass those of"
             " `profile_tables`."
         )
-    return CacheGenCodec(tables, next(each for each in PACKED if each.name == level))
+    return CacheGenCodec(tables, known)

@@ -11,14 +11,13 @@ from math import log
 import torch
 from torch import Tensor
 
-from ragfuse.codec.quantise import GROUP, MAX_CODE
+from ragfuse.codec.cachegen import OUTLIER_FACTOR
 from ragfuse.codec.tables import Channels, CodecTables, LayerTables, from_codes, to_codes
 from ragfuse.fuse.rope import rotate_in_place, rotated_pairs
 from ragfuse.types.kv import ChunkKV, RopeLayout
 
-OUTLIER_FACTOR = 4.0
-"""Tokens this many times larger or smaller than usual are left out: outliers are stored in 8 bits.
-"""
+MIN_TOKENS = 11
+"""Least tokens of a chunk that tables are made from."""
 MEDIAN = 0.6745
 """Median absolute value of a normal distribution, in standard deviations. A few tokens do not
 change a median.
@@ -55,10 +54,10 @@ def profile_tables(
     Raises:
         ValueError: No chunk is long enough.
     """
-    long_chunks = [chunk for chunk in chunks if chunk.n_tokens > GROUP]
+    long_chunks = [chunk for chunk in chunks if chunk.n_tokens >= MIN_TOKENS]
     if not long_chunks:
         raise ValueError(
-            f"Codec tables are made from chunks of more than {GROUP} tokens, found none. Give"
+            f"Codec tables are made from chunks of at least {MIN_TOKENS} tokens, found none. Give"
             " longer ones."
         )
     n_layers = len(long_chunks[0].layers)
@@ -93,28 +92,21 @@ class _Part:
     """Keys, or values, of one layer.
 
     Args:
-        chunks: Those of each chunk, float32 `[H, n, D]`.
+        tokens: Those of all chunks, float32 `[H, n, D]`.
         weights: Weights of the channels' errors, `[H, D]`.
         width: Factor on the width of its bins.
     """
 
-    chunks: list[Tensor]
+    tokens: Tensor
     weights: Tensor | None = None
     width: float = 1.0
 
     def __post_init__(self) -> None:
-        scale = (
-            torch.cat(self.chunks, 1).abs().median(1, keepdim=True).values.clamp_min(1e-30) / MEDIAN
-        )
-        plain = [~_is_outlier(chunk / scale) for chunk in self.chunks]
-        self.plain = (
-            plain
-            if any(bool(each.any()) for each in plain)
-            else [torch.ones_like(each) for each in plain]
-        )
-        every = torch.cat(
-            [chunk[:, is_plain] for chunk, is_plain in zip(self.chunks, self.plain, strict=True)], 1
-        )
+        tokens = self.tokens
+        scale = tokens.abs().median(1, keepdim=True).values.clamp_min(1e-30) / MEDIAN
+        # outliers are stored in 8 bits
+        plain = ~_is_outlier(tokens / scale)
+        every = tokens[:, plain] if bool(plain.any()) else tokens
         self.mean = every.mean(1, keepdim=True).clamp(-6e4, 6e4).half().float()
         spread = (every - self.mean).square().mean(1).sqrt()
         whole = spread.square().mean(-1, keepdim=True).sqrt()
@@ -124,46 +116,24 @@ class _Part:
         above = (
             ((every - self.mean) / self.step[:, None]).transpose(1, 2).reshape(spread.numel(), -1)
         )
-        self.spreads = [row.square().mean(1).sqrt() for row in (above, *self._changes())]
-
-    def _changes(self) -> tuple[Tensor, Tensor]:
-        """Return the changes from anchors, in steps, and the anchors' own 8-bit codes, `[H * D, n]`
-        each.
-        """
-        changes, codes = [], []
-        for chunk, is_plain in zip(self.chunks, self.plain, strict=True):
-            whole = chunk.shape[1] // GROUP * GROUP
-            groups = chunk[:, :whole].reshape(chunk.shape[0], -1, GROUP, chunk.shape[2])
-            anchors, rest = groups[:, :, :1], groups[:, :, 1:]
-            is_plain_rest = is_plain[:whole].view(-1, GROUP)[:, 1:].reshape(-1)
-            changes.append((rest - anchors).flatten(1, 2)[:, is_plain_rest] / self.step[:, None])
-            codes.append(
-                MAX_CODE
-                * anchors[:, :, 0]
-                / anchors[:, :, 0].abs().amax(-1, keepdim=True).clamp_min(1e-30)
-            )
-        change, anchor_codes = (
-            torch.cat(each, 1).mT.reshape(self.step.numel(), -1) for each in (changes, codes)
-        )
-        return change, anchor_codes
+        self.spread = above.square().mean(1).sqrt()
 
     def channels(self) -> Channels:
         """Return the statistics that the tables keep."""
         heads, _, dim = self.mean.shape
         mean = self.mean.numpy().astype("<f2").tobytes()
-        spread, change, anchor = (to_codes(each.numpy()) for each in self.spreads)
-        return Channels(heads, dim, mean, to_codes(self.step.numpy()), spread, change, anchor)
+        step, spread = to_codes(self.step.numpy()), to_codes(self.spread.numpy())
+        return Channels(heads, dim, mean, step, spread)
 
 
-def _values(
-    chunks: Sequence[ChunkKV], at: int, name: str, layout: RopeLayout | None
-) -> list[Tensor]:
+def _values(chunks: Sequence[ChunkKV], at: int, name: str, layout: RopeLayout | None) -> Tensor:
     rotation = layout if layout is not None and layout.part == name else None
     found = (getattr(chunk.layers[at], name) for chunk in chunks)
-    return [
+    rotated = [
         rotate_in_place(tensor.to("cpu", torch.float32, copy=True), rotation, -1)
         for tensor in found
     ]
+    return torch.cat(rotated, 1)
 
 
 def _weights(queries: Tensor, layout: RopeLayout | None) -> Tensor:

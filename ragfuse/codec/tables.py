@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +19,11 @@ from pydantic import ConfigDict, TypeAdapter
 
 from ragfuse.types.kv import RopeLayout
 
-TABLES_VERSION: Final = 3
+TABLES_VERSION: Final = 4
 STEPS_PER_OCTAVE: Final = 8
 """Steps per octave (factor of 2) of a number that is stored as one byte."""
 MIDDLE: Final = 128
 
-What = Literal["spread", "change", "anchor"]
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 
@@ -58,8 +57,6 @@ class Channels:
         mean: Means, float16.
         step: Width of a bin of size 1, one code (`to_codes`) per channel.
         spread: Root mean square distance of values to their mean, in steps, as codes.
-        change: The same of values to their anchor, in steps, as codes.
-        anchor: Root mean square of the anchors' 8-bit codes, as codes.
     """
 
     heads: int
@@ -67,8 +64,6 @@ class Channels:
     mean: bytes
     step: bytes
     spread: bytes
-    change: bytes
-    anchor: bytes
     __pydantic_config__ = _BASE64
 
     @cached_property
@@ -89,9 +84,10 @@ class Channels:
         rms: Floats = np.sqrt(np.square(self.means) + np.square(above))
         return rms
 
-    def codes(self, what: What) -> Ints:
-        """Return the code of one of the three statistics for each channel, int32 `[H * D]`."""
-        return np.frombuffer(getattr(self, what), dtype=np.uint8).astype(np.int32)
+    @property
+    def spreads(self) -> Ints:
+        """Codes of the spreads of the channels, int32 `[H * D]`."""
+        return np.frombuffer(self.spread, dtype=np.uint8).astype(np.int32)
 
 
 @dataclass(frozen=True)

@@ -56,23 +56,17 @@ def ensure_tables(registry: CodecRegistry, digest: str, model: HFModel, settings
     registry.share(found)
 
 
-def made_tables(model: HFModel, *, costs: bool = True) -> CodecTables:
+def made_tables(model: HFModel) -> CodecTables:
     """Return a model's codec tables, profiled on the sample texts of the package.
 
-    Args:
-        model: The loaded model.
-        costs: Whether bins depend on the cost of errors in each layer, which is measured with
-            tables made without it.
+    Bins depend on the cost of errors in each layer, which is measured with tables made without it.
     """
     began, chunks = time.perf_counter(), [*_chunks(model)]
     known = model.profile.rope, _queries(model)
     tables = profile_tables(chunks, *known)
-    found = (
-        rounding_costs(model, *_split_sample(model), _rounded(codec_for(COST_LEVEL, tables)))
-        if costs
-        else ()
-    )
-    if found:
+    if found := rounding_costs(
+        model, *_split_sample(model), _rounded(codec_for(COST_LEVEL, tables))
+    ):
         tables = profile_tables(chunks, *known, found)
     seconds = time.perf_counter() - began
     log.info(

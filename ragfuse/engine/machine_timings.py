@@ -10,7 +10,6 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -20,13 +19,10 @@ import torch
 from ragfuse.hf.model import HFModel
 from ragfuse.load.timings import Progress, measure
 from ragfuse.plan.cost import COST_VERSION, CostModel
-from ragfuse.plan.evict import lru
 from ragfuse.plan.observed import Observed
 from ragfuse.process.exit import at_work
-from ragfuse.settings import Settings
-from ragfuse.store import KVStore, Tier
+from ragfuse.store import KVStore
 from ragfuse.store.catalog import Catalog
-from ragfuse.store.factory import open_tier
 from ragfuse.types.keys import digest
 from ragfuse.types.plan import LoadPlan
 
@@ -95,34 +91,20 @@ class MachineTimings:
         self._catalog.strict.put(name, costs.as_dict())
 
     @at_work()
-    def measure(
-        self,
-        model: HFModel,
-        store: KVStore,
-        settings: Settings,
-        urls: Sequence[str],
-        progress: Progress,
-    ) -> CostModel:
-        """Time a model, the tiers of a store and those at `urls` on this machine, and use the
-        timings from now on.
+    def measure(self, model: HFModel, store: KVStore, tenant: str, progress: Progress) -> CostModel:
+        """Time a model and the tiers of a store on this machine, and use the timings from now on.
 
         Args:
             model: The loaded model.
             store: The store whose tiers are timed.
-            settings: Settings of the tiers at `urls`.
-            urls: URLs of tiers beside those of the store.
+            tenant: The digest of model and tenant in keys, whose codecs are timed.
             progress: Called with what is being timed, and the share that is done (0 to 1).
 
         Raises:
             StoreError: The timings cannot be written to the catalog.
         """
-        with ExitStack() as held:
-            tiers: list[Tier] = list(store.tiers)
-            for url in urls:
-                tiers.append(open_tier(url, settings, lru, [tier.name for tier in tiers]))
-                held.callback(getattr(tiers[-1], "close", tuple))
-            codecs = partial(store.levels.codecs, model=digest(model.fingerprint, settings.salt))
-            costs = measure(model, tiers, progress, codecs=codecs)
+        codecs = partial(store.levels.codecs, model=tenant)
+        costs = measure(model, store.tiers, progress, codecs=codecs)
         self.learn(costs)
         return costs
 

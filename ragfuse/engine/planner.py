@@ -7,7 +7,6 @@ The decisions themselves are in `ragfuse.plan` and `model_profiles.py`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 
 from ragfuse.engine.background import EncodeJob
@@ -121,28 +120,21 @@ class Planner:
         return replace(found.with_full_prefill(why), misses=found.misses)
 
     def _n_before(self, prompt: Prompt, model: HFModel) -> int:
-        states, kind = (
-            self._prefixes.kept_states() if prompt.schema_use is None else None,
-            model.profile.state,
-        )
-        state = (
-            states.longest_prefix(prompt.token_ids, kind)[0]
-            if states is not None and kind
-            else None
-        )
+        states, kind = self._prefixes.kept_states(), model.profile.state
+        if states is None or not kind or prompt.schema_use is not None:
+            return 0
+        state = states.longest_prefix(prompt.token_ids, kind)[0]
         return state.n_tokens if state is not None else 0
 
     def _explained(self, segment: Segment, why: str) -> str:
         """Return the precise reason of a miss: its entry may be undecodable here, or still being
         encoded.
         """
-        tokens, waiting = segment.stored or segment.tokens, self._runtime.jobs.names
-        if (
-            why == MISSING
-            and segment.kind == "chunk"
-            and any(_encodes(job, tokens) for job in waiting)
-        ):
-            return ENCODING
+        tokens = segment.stored or segment.tokens
+        if why == MISSING and segment.kind == "chunk":
+            for job in self._runtime.jobs.names:
+                if isinstance(job, EncodeJob) and job.kind == "chunk" and job.tokens == tokens:
+                    return ENCODING
         reasons = (self._store.why_not(key) for key in segment.keys if why == MISSING)
         return next(filter(None, reasons), why)
 
@@ -170,12 +162,6 @@ class Planner:
             chunks[0][0], [str(ChunkKey(*chunk)) for chunk in chunks]
         )
         return KNOWN_ONLY if is_known else NEW_OR_DELETED
-
-
-def _encodes(job: object, tokens: Sequence[int]) -> bool:
-    return (
-        isinstance(job, EncodeJob) and job.tokens == tokens and job.kind not in ("prefix", "learn")
-    )
 
 
 def _exactly(prompt: Prompt, profile: ModelProfile) -> ModelProfile:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from ragfuse.errors import SettingsError
-from ragfuse.plan.evict import Evict, expired, expired_first, lru
+from ragfuse.plan.evict import ConversationEvictor, Evict, expired, lru
 from ragfuse.settings import Settings
 from ragfuse.store import CatalogFile, KVStore, open_store
 from ragfuse.store.catalog import Catalog
@@ -55,7 +56,9 @@ def open_kept(
     """
     if settings.ttl_s is None:
         return open_store(settings, evict, codecs)
-    store = open_store(settings, expired_first(evict, settings.ttl_s, clock), codecs)
+    if isinstance(evict, ConversationEvictor):  # `lru` drops what is expired first anyway
+        evict = replace(evict, ttl_s=settings.ttl_s, now=clock)
+    store = open_store(settings, evict, codecs)
     store.expired = partial(expired, ttl_s=settings.ttl_s)
     store.report_every_s = min(store.report_every_s, settings.ttl_s / 8)
     return store

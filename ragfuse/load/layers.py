@@ -93,14 +93,10 @@ class LayerReader:
         self._thread = (
             threading.Thread(target=self._run, name="ragfuse-load", daemon=True) if ahead else None
         )
-        self._next = 0
 
     def __enter__(self) -> LayerReader:
-        try:
-            if self._thread is not None:
-                self._thread.start()
-        except RuntimeError:  # no thread can be started: each layer is read when it is used
-            self._thread = None
+        if self._thread is not None:
+            self._thread.start()
         return self
 
     def __exit__(
@@ -119,14 +115,8 @@ class LayerReader:
     def read(self, layer: int) -> Layer:
         """Return one layer's KV by segment, on the device; None for a segment that cannot be read.
 
-        Raises:
-            ValueError: `layer` is not the next layer: call this once per layer, in order.
+        Call this once per layer, in order.
         """
-        if layer != self._next:
-            raise ValueError(
-                f"Layers must be read in order: layer {self._next} is next, found {layer}."
-            )
-        self._next += 1
         if not self._ready_layers:
             began = time.perf_counter()
             sent = PendingCopy(self._load()) if self._thread is None else self._wait(self._thread)

@@ -284,12 +284,9 @@ class Stream:
                 return
 
     def _start(self, reading: PendingRead) -> PendingRead:
-        try:
-            threading.Thread(
-                target=self._run, args=(reading,), name="ragfuse-stream", daemon=True
-            ).start()
-        except RuntimeError:  # no thread can be started: read on this one
-            self._run(reading)
+        threading.Thread(
+            target=self._run, args=(reading,), name="ragfuse-stream", daemon=True
+        ).start()
         return reading
 
     def _wait(self, reading: PendingRead, remaining: Sequence[StreamPiece]) -> bool:

@@ -8,7 +8,7 @@ entries of a tier by it.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from math import inf
 
@@ -124,19 +124,3 @@ def expired(entries: Iterable[Entry], now_s: float, ttl_s: float) -> Iterator[Ch
     for entry in entries:
         if not entry.pinned and now_s - entry.last_used > ttl_s:
             yield entry.key
-
-
-def expired_first(evict: Evict, ttl_s: float, now: Callable[[], float]) -> Evict:
-    """Return `evict` with entries unused for more than `ttl_s` seconds dropped before all others.
-
-    For a `ConversationEvictor`, these are conversations of which no entry was used in that time.
-    """
-    if isinstance(evict, ConversationEvictor):
-        return replace(evict, ttl_s=ttl_s, now=now)
-
-    def choose(entries: Sequence[Entry]) -> Iterator[ChunkKey]:
-        expired_keys = dict.fromkeys(expired(entries, now(), ttl_s))
-        yield from expired_keys
-        yield from evict([entry for entry in entries if entry.key not in expired_keys])
-
-    return choose

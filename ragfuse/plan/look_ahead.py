@@ -8,6 +8,7 @@ them reads can be evicted. Decisions only: the queue is an argument, from head t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from math import ceil
 from typing import TypeVar
 
 from ragfuse.types.plan import LoadPlan
@@ -33,36 +34,15 @@ def to_prefetch(waiting: Iterable[tuple[T, int]], memory_bytes: int) -> Iterator
         yield conversation
 
 
-def read_buffer(
-    load_s: float, past_tokens: int, prefill_s: float, new_tokens: int, bytes_per_s: float
-) -> int:
-    """Return S_buf: bytes to read before a prefill begins, so that none of its layers waits for its
-    KV (section 3.2.1).
-
-    B(T_load L_hist - T_pref L_new), rounded up; 0 where loading hides behind the prefill anyway.
-
-    Args:
-        load_s: T_load, seconds to load a token.
-        past_tokens: L_hist, tokens to load.
-        prefill_s: T_pref, seconds to prefill a token.
-        new_tokens: L_new, tokens to prefill.
-        bytes_per_s: B, bytes loaded per second.
-    """
-    return max(0, -int(-bytes_per_s * (load_s * past_tokens - prefill_s * new_tokens) // 1))
-
-
 def layers_before(plan: LoadPlan, n_layers: int) -> int:
-    """Return how many layers of a plan to read before its prefill begins: those of `read_buffer`,
-    rounded up.
+    """Return how many layers of a plan to read before its prefill begins, so that no layer waits
+    for its KV.
 
-    0 where this machine was not measured, or loading hides behind the prefill anyway.
+    S_buf = B(T_load L_hist - T_pref L_new) of section 3.2.1, in layers, rounded up; 0 where this
+    machine was not measured, or loading hides behind the prefill anyway.
     """
-    forecast, nbytes = plan.forecast, sum(fetch.nbytes for fetch in plan.fetches)
-    past_tokens = sum(fetch.n_tokens for fetch in plan.fetches)
-    new_tokens = max(1, len(plan.prompt) - past_tokens)
-    if forecast is None or forecast.load_s <= 0 or not nbytes or not past_tokens:
+    forecast = plan.forecast
+    if forecast is None or not plan.fetches or forecast.load_s <= 0:
         return 0
-    bytes_per_s = nbytes / forecast.load_s
-    token_load_s, token_prefill_s = forecast.load_s / past_tokens, forecast.recompute_s / new_tokens
-    buffer_bytes = read_buffer(token_load_s, past_tokens, token_prefill_s, new_tokens, bytes_per_s)
-    return min(n_layers, -(-buffer_bytes * n_layers // nbytes))
+    share = 1 - forecast.recompute_s / forecast.load_s
+    return max(0, ceil(n_layers * share - 1e-9))

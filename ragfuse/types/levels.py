@@ -15,22 +15,22 @@ class CodecLevel:
     Args:
         name: Its name in settings, entries and traces.
         codec: The codec that packs it, as `codec.levels.codec_for` knows it.
-        bins: Bin widths of a `cachegen` level in the first, middle and last third of the layers, in
-            units of each channel's step (CacheGen 5.2).
+        width: Width of the bins of a `cachegen` level, in units of each channel's step
+            (CacheGen 5.2).
     """
 
     name: str
     codec: Literal["raw", "uniform", "cachegen"] | str
-    bins: tuple[float, float, float] = (0.5, 1.0, 1.5)
+    width: float = 1.0
 
 
 LEVELS = (
     CodecLevel("raw", "raw"),
     CodecLevel("int8", "uniform"),
-    CodecLevel("cg1", "cachegen", bins=(0.4, 0.4, 0.4)),
-    CodecLevel("cg2", "cachegen", bins=(1.0, 1.0, 1.0)),
-    CodecLevel("cg3", "cachegen", bins=(1.3, 1.3, 1.3)),
-    CodecLevel("cg4", "cachegen", bins=(1.9, 1.9, 1.9)),
+    CodecLevel("cg1", "cachegen", width=0.4),
+    CodecLevel("cg2", "cachegen", width=1.0),
+    CodecLevel("cg3", "cachegen", width=1.3),
+    CodecLevel("cg4", "cachegen", width=1.9),
 )
 """All levels, from the least to the most lossy; the first is lossless."""
 LEVEL_NAMES = tuple(level.name for level in LEVELS)

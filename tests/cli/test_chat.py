@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import time
+from pathlib import Path
 from urllib.request import Request, urlopen
 
 import pexpect

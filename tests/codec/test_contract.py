@@ -6,7 +6,6 @@ import os
 import resource
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,37 +15,23 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragfuse.codec import INT8, PACKED, PAPER, CacheGenCodec, LayerMeta, OtherTables, codec_for
+from ragfuse.codec import INT8, CacheGenCodec, LayerMeta, OtherTables, codec_for
+from ragfuse.codec.cachegen import OUTLIER_FACTOR
 from ragfuse.codec.codec import DTYPES
 from ragfuse.codec.container import LAYER_HEADER, SUM_NBYTES
 from ragfuse.codec.quantise import outlier_tokens
 from ragfuse.types.kv import LayerKV
-from ragfuse.types.levels import LEVEL_NAMES
+from ragfuse.types.levels import LEVEL_NAMES, LEVELS
 from tests import reference
 from tests.codec.kit import layer, resum, tables
 
 HALVES = (torch.float32, torch.float16, torch.bfloat16)
 SIZES = list(zip((1, 2, 9, 10, 11, 37, 300), (*HALVES, *HALVES, torch.float32), strict=True))
 TABLES, UNTURNED = tables(), tables(rope=False)
-SWITCHED = [
-    *PACKED,
-    PAPER,
-    replace(PAPER, layerwise=False),
-    replace(PAPER, outlier_factor=4.0),
-]
-PACKING = [*(CacheGenCodec(TABLES, level) for level in SWITCHED)]
-EVERY = [*(codec_for(level, TABLES) for level in LEVEL_NAMES), *PACKING]
-
-
-def called(codec):
-    level = getattr(codec, "level", None)
-    if not level:
-        return codec.name
-    return f"{level.name}-{level.outlier_factor}-{level.layerwise}"
-
-
-every = pytest.mark.parametrize("codec", EVERY, ids=called)
-not_raw = pytest.mark.parametrize("codec", EVERY[1:], ids=called)
+PACKED = [level for level in LEVELS if level.codec == "cachegen"]
+EVERY = [codec_for(level, TABLES) for level in LEVEL_NAMES]
+every = pytest.mark.parametrize("codec", EVERY, ids=LEVEL_NAMES)
+not_raw = pytest.mark.parametrize("codec", EVERY[1:], ids=LEVEL_NAMES[1:])
 
 
 def there_and_back(codec, before, at=0):
@@ -93,15 +78,13 @@ def test_encoding_changes_nothing_of_the_layer_and_shares_no_memory(codec):
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-@pytest.mark.parametrize("level", SWITCHED, ids=str)
+@pytest.mark.parametrize("level", PACKED, ids=str)
 def test_a_packed_layer_comes_back_as_its_slow_twin_bins_it(level, at):
     before, codec = layer(n=23, seed=5, like=at), CacheGenCodec(UNTURNED, level)
     after, own = there_and_back(codec, before, at), UNTURNED.layers[at]
-    odd = torch.zeros(23, dtype=torch.bool)
-    if level.outlier_factor:
-        odd = outlier_tokens(before.keys, own.keys, level.outlier_factor) | outlier_tokens(
-            before.values, own.values, level.outlier_factor
-        )
+    odd = outlier_tokens(before.keys, own.keys, OUTLIER_FACTOR) | outlier_tokens(
+        before.values, own.values, OUTLIER_FACTOR
+    )
     for found, given_, part in (
         (after.keys, before.keys, own.keys),
         (after.values, before.values, own.values),
@@ -110,9 +93,7 @@ def test_a_packed_layer_comes_back_as_its_slow_twin_bins_it(level, at):
             torch.from_numpy(part.means[:, 0]),
             torch.from_numpy(part.steps).view(part.heads, part.dim),
         )
-        # a layer for each third
-        width = float(np.float32(level.bins[at if level.layerwise else 1]))
-        twin = reference.binned(given_, mean, steps, width, odd, 10 if level.deltas else 0)
+        twin = reference.binned(given_, mean, steps, float(np.float32(level.width)), odd)
         assert torch.allclose(found, twin, rtol=0, atol=1e-4 * float(given_.abs().max()))
 
 
@@ -121,9 +102,9 @@ def test_turning_keys_back_and_forth_adds_no_loss_of_its_own(level):
     before = layer(n=50, seed=3, like=1)
     after = there_and_back(CacheGenCodec(TABLES, level), before, 1)
     own = TABLES.layers[1]
-    bins = torch.from_numpy(own.keys.steps).view(2, 1, 16) * level.width(1, 3)
+    bins = torch.from_numpy(own.keys.steps).view(2, 1, 16) * level.width
     plain = ~(
-        outlier_tokens(before.values, own.values, level.outlier_factor)
+        outlier_tokens(before.values, own.values, OUTLIER_FACTOR)
         | (before.keys.abs() > 40).any(-1).any(0)
     )
     assert (
@@ -279,9 +260,9 @@ def test_a_frame_that_says_it_is_enormous_asks_for_no_memory():
     before, codec = layer(n=30), codec_for("cg2", TABLES)
     blob = bytearray(codec.encode(before).numpy().tobytes())
     lengths = [
-        int.from_bytes(blob[LAYER_HEADER.size + 4 * part :][:4], "little") for part in range(7)
+        int.from_bytes(blob[LAYER_HEADER.size + 4 * part :][:4], "little") for part in range(6)
     ]
-    stream = LAYER_HEADER.size + 28 + SUM_NBYTES + sum(lengths[:5])
+    stream = LAYER_HEADER.size + 24 + SUM_NBYTES + sum(lengths[:4])
     first = blob.index(b"\x28\xb5\x2f\xfd", stream)
     frame = enormous(1 << 45)
     blob[first : first + len(frame)] = frame

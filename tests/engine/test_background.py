@@ -7,10 +7,8 @@ import torch
 
 from ragfuse import Engine, ModelError, Settings, SettingsError
 from ragfuse.engine.background import EncodeJob, jobs_after
-from ragfuse.engine.encoder import Encoder
 from ragfuse.hf import probe
 from ragfuse.hf.model import ENCODE_STEP_TOKENS
-from ragfuse.schemas.layout import SchemaRun
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import Fetch, LoadPlan
 from ragfuse.types.prompt import Prompt, Segment
@@ -18,42 +16,6 @@ from ragfuse.types.reasons import ENCODING
 from tests.tiny import CHUNKS, chunk_hits, messages
 
 KEY = ChunkKey("model", "tokens")
-
-
-@pytest.mark.parametrize(
-    ("job", "called"),
-    [
-        (EncodeJob("chunk", (3, 4), "text", "book"), ["wait_idle", "keep_chunk", "note"]),
-        (EncodeJob("run", (3, 4), run=SchemaRun(("m",), ())), ["wait_idle", "keep_run"]),
-        (EncodeJob("prefix", (3, 4), n_prefix=1), ["wait_idle", "extend"]),
-        (EncodeJob("copy", (3, 4), keys=(KEY,)), ["store"]),
-        (
-            EncodeJob("learn", plan=LoadPlan(Prompt((Segment((3, 4), 0),)), 0.1, "hkvd", ())),
-            ["learn"],
-        ),
-    ],
-    ids=lambda each: each.kind if isinstance(each, EncodeJob) else "",
-)
-def test_each_kind_of_job_does_its_own_work_alone(
-    engine: Engine, monkeypatch, job: EncodeJob, called: list[str]
-) -> None:
-    stage, seen = engine._remember, []
-
-    def record(name: str):
-        return lambda *args, **named: seen.append(name)
-
-    for where, method, name in (
-        (stage._runtime.model.batcher, "wait_idle", "wait_idle"),
-        (Encoder, "keep_chunk", "keep_chunk"),
-        (Encoder, "keep_run", "keep_run"),
-        (stage._prefixes, "extend", "extend"),
-        (stage._runtime.store, "warm", "store"),
-        (stage._prompts, "note", "note"),
-        (stage, "_learn", "learn"),
-    ):
-        monkeypatch.setattr(where, method, record(name))
-    stage._do(job)
-    assert seen == called
 
 
 def after(prompt: Prompt, *hits: int) -> list[EncodeJob]:

@@ -179,6 +179,3 @@ def test_tables_lie_in_a_slow_tier_by_their_digest_and_no_other(tmp_path, tiny_s
         fresh = CodecRegistry(Catalog(), (tier,))
         assert fresh("cg2", "", tables.digest).name == "cg2"
         assert fresh("cg2", "", "0" * 16) is None
-
-
-DIGEST = "ab" * 8

@@ -1,6 +1,5 @@
 """The quality gate: who is refused, and what is said once."""
 
-import logging
 import re
 import shlex
 from pathlib import Path
@@ -12,7 +11,6 @@ from transformers import LlamaConfig
 from ragfuse import Engine, Settings
 from ragfuse.engine.model_profiles import (
     calibrate_command,
-    hint,
     name_for_calibrate,
     options_for,
     refusal_of,
@@ -63,14 +61,6 @@ def with_units(monkeypatch: pytest.MonkeyPatch) -> None:
     given.
     """
     monkeypatch.setattr(dtypes.torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
-
-
-@pytest.mark.usefixtures("with_units")
-def test_the_hint_says_how_to_calibrate(caplog: pytest.LogCaptureFixture) -> None:
-    hint(KNOWN, Settings(model="m"), loaded())
-    (said,) = caplog.records
-    assert said.levelno == logging.WARNING
-    assert said.getMessage().endswith("is safe with it: ragfuse calibrate --model m --docs PATH")
 
 
 @pytest.mark.usefixtures("with_units")
@@ -150,11 +140,6 @@ def test_verify_s_verdict_is_kept(tiny_settings: Settings) -> None:
         assert engine.runtime.verify().passed
     with Engine(tiny_settings) as engine:
         assert engine.runtime.profile.verified is True
-
-
-def test_the_profile_survives_being_written() -> None:
-    profile = ModelProfile("m", verified=True).calibrated(True, "lego", 0.06)
-    assert ModelProfile.from_dict(profile.as_dict()) == profile
 
 
 def test_without_calibration_query_is_taken_where_the_question_s_attention_is_seen() -> None:

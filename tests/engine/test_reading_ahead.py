@@ -80,18 +80,6 @@ def test_all_is_read_once_and_ahead_and_the_answer_is_the_same(slow, reads, thre
     assert sorted(map(str, reads)) == wanted
 
 
-def test_with_the_model_at_hand_nothing_is_planned_twice(slow, monkeypatch):
-    plans, plan = [], type(slow._planner).plan
-
-    def spy(*given):
-        plans.append(given)
-        return plan(*given)
-
-    monkeypatch.setattr(type(slow._planner), "plan", spy)
-    slow.answer(messages())
-    assert len(plans) == 1
-
-
 def test_one_prompt_at_a_time_reads_ahead(slow, reads, threads):
     first_keys = {key for key, _ in _read_by(slow, reads, messages(CHUNKS[:3]))}
     last_keys = {key for key, _ in _read_by(slow, reads, messages(CHUNKS[3:]))} - first_keys

@@ -85,15 +85,6 @@ def test_nothing_to_fetch_is_no_work(store):
         assert loading() == []
 
 
-@pytest.mark.parametrize("tiers", [("memory",), ("disk",)])
-def test_layers_out_of_order_are_refused(store, tiers):
-    with (
-        LayerReader(store, fetches(*tiers), LAYERS) as reader,
-        pytest.raises(ValueError, match="layer 0 is next"),
-    ):
-        reader.read(1)
-
-
 @pytest.mark.parametrize(
     ("before", "a_read", "held"),
     [
@@ -209,16 +200,6 @@ def test_a_thread_that_dies_loses_the_segments_and_nothing_hangs(store, layer):
             assert reader.read(good)[0] is not None
         assert reader.read(layer) == {0: None, 2: None}
         assert reader.read(layer + 1) == {0: None, 2: None}
-
-
-def test_without_a_thread_to_be_had_layers_are_read_when_asked_for(store, monkeypatch):
-    def refused(self):
-        raise RuntimeError("can't start new thread")
-
-    reader = LayerReader(store, fetches("disk"), LAYERS)
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    with reader:
-        assert same(reader.read(0)[0], CHUNKS[0].layers[0])
 
 
 def test_a_chunk_that_is_gone_is_none_and_the_others_are_there(store):

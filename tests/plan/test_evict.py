@@ -1,6 +1,6 @@
 """Whom lru drops."""
 
-from ragfuse.plan.evict import expired, expired_first, lru
+from ragfuse.plan.evict import expired, lru
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
@@ -25,17 +25,3 @@ def test_expired_are_those_unused_for_longer_and_never_pinned():
     entries = [entry("a", 10.0), entry("b", 40.0), entry("c", 5.0, pinned=True), entry("d", 39.9)]
     assert [key.tokens for key in expired(entries, 100.0, 60.0)] == ["a", "d"]
     assert list(expired(entries, 100.0, 1000.0)) == []
-
-
-def test_what_is_too_old_goes_before_all_that_the_policy_names():
-    def newest_first(entries):
-        return [entry.key for entry in sorted(entries, key=lambda entry: -entry.last_used)]
-
-    entries = [entry("a", 1.0), entry("b", 50.0), entry("c", 60.0), entry("d", 2.0, pinned=True)]
-    choose = expired_first(newest_first, 30.0, lambda: 70.0)
-    assert [key.tokens for key in choose(entries)] == ["a", "c", "b", "d"]
-    assert [key.tokens for key in expired_first(lru, 1000.0, lambda: 70.0)(entries)] == [
-        "a",
-        "b",
-        "c",
-    ]

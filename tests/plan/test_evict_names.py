@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.plan.evict import ConversationEvictor, by_next_use, by_use, expired_first, rank_named
+from ragfuse.plan.evict import ConversationEvictor, by_next_use, by_use, rank_named
 from ragfuse.types.eviction import EVICTION_POLICIES
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
@@ -92,8 +92,8 @@ def test_a_conversation_of_which_something_was_used_is_not_too_old():
         entry(2, 1, 30.0),
         entry(3, 0, 90.0),
     ]
-    choose = expired_first(
-        ConversationEvictor(by_next_use, conversation_of, lambda: {"c2": 0.0}), 60.0, lambda: 100.0
+    choose = ConversationEvictor(
+        by_next_use, conversation_of, lambda: {"c2": 0.0}, 60.0, lambda: 100.0
     )
     assert [conversation_of(key) for key in choose(entries)] == ["c2", "c2", "c3", "c1", "c1"]
 

@@ -60,21 +60,6 @@ def test_what_a_policy_needs_first_is_said(policy):
     assert ["layer by layer" in line for line in needed] == [not all_first] * len(needed)
 
 
-@pytest.mark.parametrize(
-    ("tiers", "policy", "ratio"),
-    [
-        (["disk"], "hkvd", 0.2),
-        (["disk"] * 3, "hkvd", 0.0),
-        (["disk"] * 3, "none", None),
-        (["", ""], "hkvd", 0.2),
-    ],
-)
-def test_no_policy_is_named_where_none_chooses(tiers, policy, ratio):
-    lines = told(tiers, policy, ratio)
-    assert f"by {policy}" not in lines[0]
-    assert not [line for line in lines if line.startswith(("How ", "Rows by ", "Ratio "))]
-
-
 def test_an_entry_that_several_segments_use_is_read_once():
     prompt, entries = prompt_of(["disk"])
     first, second = (replace(prompt.segments[0], kind="module", start=200 * at) for at in range(2))
@@ -92,25 +77,6 @@ def test_what_is_there_and_not_read_says_where_and_why():
     full = told(["far"] * 2, far=1e-6)
     assert full[0].startswith("full prefill of 420 tokens: ")
     assert all("miss (full prefill is faster) in far, 4.8 MB" in line for line in full[1:3])
-
-
-@pytest.mark.parametrize(
-    ("times", "said"), [(4.0, "far is assumed to take 4.0 times"), (0.25, "take 0.25 times")]
-)
-def test_a_tier_of_another_speed_than_measured_is_said(times, said):
-    prompt, entries = prompt_of(["disk", "far", "disk"])
-    corrected = machine(far=1e-9).corrected({"far": times})
-    assert said in in_words(plan(prompt, entries, "hkvd", 0.2, costs=corrected))
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"), [("prefix", "beginning"), ("module", "module"), ("history", "turns")]
-)
-def test_what_has_no_source_is_called_by_what_it_is(kind, name):
-    prompt, entries = prompt_of(["disk", "disk"])
-    head = replace(prompt.segments[0], kind=kind, source="")
-    found = plan(Prompt((head, *prompt.segments[1:])), entries, "hkvd", 0.2, costs=machine())
-    assert f"{name}, 200 tokens: hit in disk" in in_words(found)
 
 
 def test_without_timings_the_plan_says_how_to_get_them():

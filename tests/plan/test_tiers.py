@@ -7,9 +7,7 @@ from hypothesis import strategies as st
 
 from ragfuse.plan.tiers import choose_tier, price_of, store_cost
 from ragfuse.settings import Settings
-from ragfuse.types.keys import ChunkKey
-from ragfuse.types.kv import Entry
-from tests.plan.kit import LAYERS, NBYTES_PER_TOKEN, machine
+from tests.plan.kit import NBYTES_PER_TOKEN, machine
 
 PRICES = Settings().prices.model_dump()
 ALL = ("memory", "redis", "disk", "objects")
@@ -18,10 +16,6 @@ N, NBYTES = 500, 500 * NBYTES_PER_TOKEN
 
 def chosen(ratio: float = 0.15, tiers: tuple[str, ...] = ALL, **byte_s: float) -> str | None:
     return choose_tier(N, NBYTES, machine(**byte_s), tiers, PRICES, ratio)
-
-
-def entry(name: str, tier: str, hits: int = 0, nbytes: int = NBYTES) -> Entry:
-    return Entry(ChunkKey("model", name), tier, N, LAYERS, {"raw": nbytes}, 0.0, hits)
 
 
 def test_the_cheapest_tier_that_hides_behind_recomputing_is_taken():

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from ragfuse.plan.evict import expired, expired_first, lru
+from ragfuse.plan.evict import expired, lru
 from ragfuse.store import DiskTier, KVStore, MemoryTier
 from ragfuse.store.deletion import gc
 from tests.store.kit import Clock, encoded, files, key, kv
@@ -23,8 +23,7 @@ def clock():
 @pytest.fixture
 def store(tmp_path, clock):
     """Memory and disk; entries are too old after a hundred seconds."""
-    evict = expired_first(lru, 100.0, clock)
-    tiers = [MemoryTier(MB, evict, clock=clock), DiskTier(tmp_path, MB, evict, clock=clock)]
+    tiers = [MemoryTier(MB, lru, clock=clock), DiskTier(tmp_path, MB, lru, clock=clock)]
     with KVStore(tiers, expired=partial(expired, ttl_s=100.0), clock=clock) as store:
         yield store
 
