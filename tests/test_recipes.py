@@ -106,7 +106,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _insert(
         folder / "ragfuse/types/levels.py",
         '    CodecLevel("cg1"',
-        '    CodecLevel("cg0", "cachegen", bins=(0.3, 0.3, 0.3)),\n',
+        '    CodecLevel("cg0", "cachegen", width=0.3),\n',
     )
     (folder / "ragfuse/store/toy.py").write_text(toy_code(), encoding="utf-8")
     line = '    TierKind("toy", ("toy",), "ragfuse.store.toy:ToyTier"),\n'
