@@ -13,7 +13,7 @@ from transformers import (
     GenerationConfig,
 )
 
-from ragfuse import Ask, Engine, Settings, SettingsError
+from ragfuse import Ask, Engine, Settings
 from tests.scripted import saying
 
 ASKED = [("user", "Go\n")]
@@ -120,8 +120,6 @@ def test_a_config_that_wants_token_healing_is_answered_without(
         assert engine.answer(ASKED, saying(engine, SAID)).text == SAID
         asked = {"generation_config": GenerationConfig(token_healing=True, max_new_tokens=30)}
         assert engine.answer(ASKED, saying(engine, SAID, options=asked)).text == SAID
-        with pytest.raises(SettingsError, match="token_healing"):
-            engine.answer(ASKED, Ask(options={"token_healing": True}))
 
 
 def test_pad_tokens_that_a_model_writes_are_counted(engine: Engine) -> None:

@@ -137,7 +137,7 @@ def test_a_generation_config_is_obeyed(filled):
 
 
 @pytest.mark.parametrize(
-    "options", [{"use_cache": False}, {"num_beams": 3}, {"num_return_sequences": 2}]
+    "options", [{"cache_implementation": "static"}, {"num_beams": 3}, {"num_return_sequences": 2}]
 )
 def test_another_cache_and_several_sequences_are_refused(filled, options):
     with pytest.raises(SettingsError, match=next(iter(options))):
@@ -409,12 +409,12 @@ def test_a_stream_that_is_cancelled_during_its_prefill_computes_no_further_layer
 
 
 def test_what_fails_in_a_stream_is_raised_to_the_reader_every_time(filled):
-    stream = filled.stream(messages(), Ask(options={"use_cache": False}))
+    stream = filled.stream(messages(), Ask(options={"cache_implementation": "static"}))
     for _ in range(2):
         with pytest.raises(SettingsError):
             _ = stream.answer
     with pytest.raises(SettingsError):
-        list(filled.stream(messages(), Ask(options={"use_cache": False})))
+        list(filled.stream(messages(), Ask(options={"cache_implementation": "static"})))
     assert filled.answer(messages()).text
 
 

@@ -80,7 +80,7 @@ def test_where_documents_are_left_out_already_no_one_is_told_to_leave_them_out(
     )
     told = narrow.post(*asked).json()["error"]
     assert told["code"] == "context_length_exceeded"
-    assert told["message"].endswith("Shorten the question, or the messages before it.")
+    assert "leave" not in told["message"]
 
 
 def test_clients_know_the_error_by_its_code(narrow: Served) -> None:
@@ -117,9 +117,6 @@ def test_an_answer_longer_than_the_window_is_refused_with_what_fits(
     assert told.status_code == 400
     error = told.json()["error"]
     assert error["code"] == OVERLONG
-    assert error["message"].startswith(
-        "An answer of 1,000,000 tokens does not fit behind a prompt of "
-    )
     most = int(
         re.findall(r"Ask for at most ([0-9,]+) tokens", error["message"])[0].replace(",", "")
     )
