@@ -56,7 +56,7 @@ BUDGETS = {
     "fuse": 9_800,
     "hf": 31_800,
     "load": 8_100,
-    "models": 7_000,
+    "models": 7_200,
     "plan": 8_700,
     "process": 2_600,
     "ray": 4_600,

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -33,7 +33,7 @@ from safetensors import SafetensorError
 from ragfuse.errors import ModelError
 from ragfuse.models import adapters
 from ragfuse.models.shipped_profile import ShippedProfile, write_shipped
-from ragfuse.process.folders import make_own_folder
+from ragfuse.process.folders import is_temporary, make_own_folder
 from ragfuse.settings import Settings
 from ragfuse.types.sizes import size_text
 
@@ -392,7 +392,32 @@ def _convert(embedded: EmbeddedModel, source: Path, target: Path) -> None:
         write_shipped(
             target, ShippedProfile(Settings.model_fields["filler_tokens"].default, *embedded.choice)
         )
-    model.save_pretrained(target)
+    if _has_room(embedded, target):
+        model.save_pretrained(target)
+    else:
+        _keep_in_memory(model, target)
+
+
+def _has_room(model: EmbeddedModel, folder: Path) -> bool:
+    return shutil.disk_usage(folder).free >= model.prepared_nbytes
+
+
+def _keep_in_memory(model: Any, target: Path) -> None:
+    """Save a model whose weights stay in memory as long as the process runs; in `target` is a link
+    to them.
+
+    In a container with a read-only root, the only folder that can be written may be too small for
+    weights.
+    """
+    from safetensors.torch import save
+
+    for config in (model.config, model.generation_config):
+        config.save_pretrained(target)
+    tied = model.all_tied_weights_keys
+    weights = save({name: value for name, value in model.state_dict().items() if name not in tied})
+    with open(os.memfd_create("ragfuse"), "wb", closefd=False) as file:
+        file.write(weights)
+        (target / "model.safetensors").symlink_to(f"/proc/{os.getpid()}/fd/{file.fileno()}")
 
 
 def _save_tokenizer(source: Path, target: Path, max_tokens: int) -> None:
@@ -424,11 +449,11 @@ def _require(model: EmbeddedModel, home: Path) -> None:
             f"Preparing '{model.name}' needs {' and '.join(missing)}: pip install"
             f" {' '.join(missing)}"
         )
-    free = shutil.disk_usage(home).free
-    if free < model.prepared_nbytes:
+    if not (_has_room(model, home) or (is_temporary(home) and hasattr(os, "memfd_create"))):
+        free = size_text(shutil.disk_usage(home).free)
         raise ModelError(
             f"Preparing '{model.name}' needs {size_text(model.prepared_nbytes)} in '{home}', found"
-            f" {size_text(free)} free. Free some, or set RAGFUSE_HOME to a folder on another disk."
+            f" {free} free. Free some, or set RAGFUSE_HOME to a folder on another disk."
         )
 
 

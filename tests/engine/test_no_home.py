@@ -14,7 +14,9 @@ import pytest
 from tests.models.test_gguf import write_gguf
 
 PROGRAM = """
-import sys
+import shutil, sys
+usage = shutil.disk_usage("/")
+shutil.disk_usage = lambda path: usage._replace(free=0)  # weights have no room in a temporary folder either
 from ragfuse import Engine, Settings
 from ragfuse.cli.main import app
 from ragfuse.serve.service import Service
