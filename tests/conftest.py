@@ -28,8 +28,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # the background of a shell ignores Ctrl-C; tests send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# a busy machine fails no property
-settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A busy machine fails no property, and every run draws the same examples. For other ones:
+# pytest --hypothesis-profile=drawn
+calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("drawn", calm)
+settings.register_profile("unhurried", calm, derandomize=True)
 settings.load_profile("unhurried")
 
 
