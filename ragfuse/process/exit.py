@@ -122,6 +122,9 @@ def _wait() -> None:
         if not _WORKING.wait(_SILENT_S):
             log.info("The program ends once the model's current step is over.")
             _WORKING.wait(AT_MOST_S - (time.monotonic() - began_s))
+        for thread in threading.enumerate():
+            if isinstance(thread, _OwnThread):
+                thread.join(1)  # its work is done
     except KeyboardInterrupt:
         sys.stdout.flush()
         sys.stderr.flush()
