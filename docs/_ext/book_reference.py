@@ -202,8 +202,8 @@ def _directive(value: Any) -> str:
 def resolve(
     app: Sphinx, env: BuildEnvironment, node: pending_xref, text: nodes.Element
 ) -> nodes.Element | None:
-    """A public name is told by its home module in signatures: lead to its page. Other names have
-    none, and no link.
+    """Link a public name to its page; signatures name it by the module that defines it. Other names
+    have no page and no link.
     """
     if node.get("refdomain") != "py":
         return None

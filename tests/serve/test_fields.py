@@ -44,7 +44,8 @@ BOTH: dict[str, tuple[Fields, Fields]] = {
     "stop_token_ids": (PLAIN, {"stop_token_ids": LETTERS}),
     "min_tokens": ({"stop_token_ids": LETTERS[:20]}, {"min_tokens": 8}),
     "seed": (WARM, {"seed": 8}),
-    "documents": (PLAIN, with_documents(1)),
+    # at ratio 1, as they are encoded after the first answer
+    "documents": ({**PLAIN, "ragfuse": {"ratio": 1}}, with_documents(1)),
     "session_id": (PLAIN, {"session_id": "fields"}),
     "pml": (PLAIN, {"pml": "<prompt schema='none'/>"}),
     # this server has no place
@@ -189,8 +190,7 @@ def test_a_field_makes_the_difference_that_it_is_for_streamed_too(
     with_it, without = asked(served, kind, common, more), asked(served, kind, common)
     assert without.status_code == 200, without.text
     assert shape(with_it) != shape(without)
-    # a session is another turn each time, and documents are encoded after the first answer
-    if name in ("session_id", "documents", "stream", "stream_options"):
+    if name in ("session_id", "stream", "stream_options"):  # the first is another turn each time
         return
     streamed = asked(served, kind, common, more, {"stream": True})
     if with_it.status_code != 200:
