@@ -45,7 +45,6 @@ settings = Settings(
     disk_bytes=0,
     tiers=[f"file://{folder}/far"],
     levels={"objects": LEVELS},
-    piece_tokens=SIZE,
 )
 model = bench_model(settings.model, settings.dtype, settings.device, settings.home)
 engine = Engine(settings, model)

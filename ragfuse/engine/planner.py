@@ -70,7 +70,7 @@ class Planner:
         """
         model, profile, ask, settings = (
             request.model,
-            request.profile,
+            self._runtime.profile,
             request.ask,
             self._runtime.settings,
         )

@@ -82,9 +82,11 @@ def prompts_of(prompts: Iterable[Question]) -> list[Question]:
     return list(prompts)
 
 
-def mended_question(question: ChatInput | Ids) -> ChatInput | Ids:
-    """Return a question with its texts as `whole_text` does; token ids are returned unchanged."""
-    if is_ids(question):
+def mended_question(question: Question) -> Question:
+    """Return a question with its texts as `whole_text` does; token ids and PML are returned
+    unchanged.
+    """
+    if isinstance(question, PMLPrompt) or is_ids(question):
         return question
     whole: ChatInput = whole_value(
         question if isinstance(question, str) else messages_of(question), "The prompt"
@@ -99,7 +101,7 @@ def is_bare_text(question: Any, ask: Ask, tools: Sequence[Mapping[str, Any]]) ->
     return isinstance(question, str) and not tools and not ask.continue_final_message
 
 
-def messages_of(question: ChatInput | Ids) -> list[ChatMessage]:
+def messages_of(question: Question) -> list[ChatMessage]:
     """Return a question's messages; a text is one message of the user.
 
     Raises:

@@ -4,10 +4,10 @@ its answer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from ragfuse.engine.background import IDLE_WAIT_S, EncodeJob, jobs_after
-from ragfuse.engine.generate import Generated
 from ragfuse.engine.history import ConversationHistory
 from ragfuse.engine.model_profiles import refusal_of
 from ragfuse.engine.prefetch import Prefetcher
@@ -18,6 +18,7 @@ from ragfuse.engine.request import PreparedPrompt
 from ragfuse.schemas.bind import SchemaUse
 from ragfuse.store.deletion import LEARNT
 from ragfuse.text.passages import is_code
+from ragfuse.types.answer import Answer
 from ragfuse.types.reasons import CODE
 
 
@@ -52,18 +53,21 @@ class RememberStage:
         if prepared.request.ask.reuse:
             self._prefixes.save(prepared)
 
-    def remember(self, generated: Generated) -> None:
+    def remember(self, prepared: PreparedPrompt, answer: Answer, ids: Sequence[int]) -> None:
         """Save a question's turn and the KV of its answer, and queue its missing chunks for
         encoding.
+
+        Args:
+            prepared: The prompt.
+            answer: Its answer; one that nobody reads is no part of its conversation.
+            ids: The ids that the answer was generated as.
         """
-        prepared = generated.prepared
-        reuses = prepared.request.ask.reuse
-        if reuses:
-            self._submit(prepared)
-        if generated.is_whole:
-            self._history.after(generated)
-            if reuses:
-                self._prefixes.save(prepared, generated.token_ids)
+        if not prepared.request.ask.reuse:
+            return
+        self._submit(prepared)
+        if not prepared.request.is_abandoned:
+            self._history.after(prepared, answer, ids)
+            self._prefixes.save(prepared, ids)
 
     def _submit(self, prepared: PreparedPrompt) -> None:
         """Queue the background jobs of an answered prompt: chunks to encode, passages to learn."""
@@ -109,7 +113,7 @@ class RememberStage:
         if self._runtime.settings.learn == "text" and not why:
             for run in runs:
                 if is_code(model.text(run)):
-                    self._prompts.note(self._runtime.digest, "", CODE, run)
+                    self._prompts.note("", CODE, run)
                 else:
                     self._queue(EncodeJob("chunk", run, source=LEARNT))
         elif runs and not job.plan.fetches and not self._runtime.profile.refusal:
@@ -125,7 +129,7 @@ class RememberStage:
             return
         text = job.text or self._text(job.tokens)
         encoder.keep_chunk(job.tokens, persistent=bool(text))
-        self._prompts.note(encoder.digest, text, job.source, job.tokens)
+        self._prompts.note(text, job.source, job.tokens)
 
     def _text(self, tokens: tuple[int, ...]) -> str:
         """The text of ids, where it is tokenised as these; else "": then later processes do not

@@ -119,13 +119,12 @@ class Replayed(Stream):
         self._line, self._time = line, time
 
     def _start(self, reading: PendingRead) -> PendingRead:
-        (segment,) = reading.piece.segments
+        (segment,) = reading.part.segments
         nbytes = round(INT8 / PIECES * OVER_INT8[reading.level])
 
         def came() -> None:
             reading.ended = self._time.now
-            if not reading.stop.is_set():
-                reading.received[segment] = Came(nbytes)  # type: ignore[assignment]
+            reading.received = Came(nbytes)  # type: ignore[assignment]
 
         self._time.now += ROUND_TRIP_S
         reading.began = self._time.now
@@ -164,7 +163,7 @@ def replayed(
             tuple(stored.items()),
         )
         parts.append(StreamPart(fetch, (at,), TOKENS, text_s if level is None else None))
-    terms = Terms(0.0, deadline_s, BASE_S, TOKENS)
+    terms = Terms(0.0, deadline_s, BASE_S)
     with Replayed(SharedLine(course, time), time, parts, terms) as stream:
         stream.run()
     return time.now + longer * (BASE_S + text_s * len(stream.text)), stream

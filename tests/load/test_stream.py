@@ -89,9 +89,9 @@ class Case:
 
     def run(self, deadline_s: float, **terms) -> Stream:
         """What came, decoded and compared."""
-        parts, given = parts_of(self.text_s), {"piece_tokens": TOKENS, **terms}
+        parts = parts_of(self.text_s)
         with Stream(
-            self.store, parts, LAYERS, self.link, Terms(0.0, deadline_s, **given), clock=Since()
+            self.store, parts, LAYERS, self.link, Terms(0.0, deadline_s, **terms), clock=Since()
         ) as s:
             s.run()
             for layer in range(LAYERS):
@@ -206,10 +206,10 @@ def test_a_slow_start_is_no_trouble(store):
     assert sorted(stream.received) == list(range(PIECES))
 
 
-def test_a_segment_that_is_gone_takes_none_of_its_piece_with_it(store):
+def test_a_segment_that_is_gone_takes_no_other_with_it(store):
     store.before = lambda number: store.tiers[0].delete([key(1)]) if number == 0 else None
     parts = parts_of(60.0)
-    with opened(store, parts, Terms(0.0, 30.0, piece_tokens=PIECES * TOKENS, prior=1e9)) as stream:
+    with opened(store, parts, Terms(0.0, 30.0, prior=1e9)) as stream:
         stream.run()
         assert set(stream.read(0)) == {0, 2, 3}
     assert stream.text == {1: BYTES_UNREADABLE}
@@ -218,7 +218,7 @@ def test_a_segment_that_is_gone_takes_none_of_its_piece_with_it(store):
 
 def test_an_entry_that_segments_share_crosses_the_line_once(store):
     parts = [part(0, 60.0, (0, 1)), part(2, 60.0)]
-    with opened(store, parts, Terms(0.0, 30.0, piece_tokens=TOKENS, prior=1e9)) as stream:
+    with opened(store, parts, Terms(0.0, 30.0, prior=1e9)) as stream:
         stream.run()
         found = stream.read(0)
         assert found[0] is found[1]
@@ -251,7 +251,7 @@ def test_what_came_is_held_until_it_is_closed_and_no_longer(store):
 def test_something_of_all_comes_first_and_better_levels_while_time_is_left(store):
     parts = parts_of(60.0)
     store.line.start(mbps(4))
-    with opened(store, parts, Terms(0.0, 30.0, piece_tokens=TOKENS, prior=1e4)) as stream:
+    with opened(store, parts, Terms(0.0, 30.0, prior=1e4)) as stream:
         stream.run()
         for layer in range(LAYERS):
             assert all(
@@ -265,7 +265,7 @@ def test_something_of_all_comes_first_and_better_levels_while_time_is_left(store
 def test_a_line_that_falls_while_better_levels_come_costs_no_time_and_nothing_that_was_there(store):
     parts = parts_of(60.0)
     store.line.start(mbps(0.5))
-    terms = Terms(0.0, 2 * PIECES * SIZES["raw"] / 0.5e6, piece_tokens=TOKENS)
+    terms = Terms(0.0, 2 * PIECES * SIZES["raw"] / 0.5e6)
     seen: list[int] = []
 
     def stands(number: int) -> None:

@@ -140,7 +140,6 @@ class Rig:
             home=self.options.home,
             model=self.options.model,
             store=self.options.home / "bench-stream",
-            piece_tokens=2 * self.options.piece_tokens - 1,  # a piece is one of ours, never two
         )
         return Engine(settings, self.model, store)
 
