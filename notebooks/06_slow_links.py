@@ -109,7 +109,7 @@ class Line:
     def set(self, *steps):
         """(from this second on, megabytes a second), the first from 0 on."""
         self.steps, self.began = steps, time.perf_counter()
-        engine.runtime.links.forget()  # what was seen of the line before
+        engine.runtime.links.clear()  # what was seen of the line before
 
     def mbps(self):
         since = time.perf_counter() - self.began

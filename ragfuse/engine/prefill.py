@@ -10,7 +10,7 @@ only what came. While another prompt uses the model, the first layers of the nex
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -23,7 +23,8 @@ from ragfuse.hf.kept_states import TenantStates
 from ragfuse.hf.lock import FairLock
 from ragfuse.hf.model import HFModel, KVSource, Prefill
 from ragfuse.load.layers import LayerReader
-from ragfuse.load.stream import BYTES_UNREADABLE, Stream, Terms
+from ragfuse.load.link import Link
+from ragfuse.load.stream import BYTES_UNREADABLE, Stream
 from ragfuse.plan.cost import Blend
 from ragfuse.plan.look_ahead import layers_before
 from ragfuse.plan.stream_level import parts_of
@@ -109,7 +110,6 @@ class Prefiller:
         runtime, model, left_s = request.runtime, request.model, request.left_s
         remote, far = {tier.name for tier in runtime.store.tiers if tier.remote}, list[Fetch]()
         if left_s is not None and request.ask.reuse:
-            plan = _revived(plan, left_s, remote)
             far = [fetch for fetch in plan.fetches if fetch.tier in remote]
         self._prefetcher.skip(fetch.key for fetch in plan.fetches)
         stream = None
@@ -142,7 +142,7 @@ class Prefiller:
         if stream is not None:
             load_s, wait_s = load_s + stream.load_s, wait_s + stream.load_s + stream.wait_s
             compute_s -= stream.wait_s
-            trace = StreamTrace(tuple(stream.pieces), stream.terms.prior)
+            trace = StreamTrace(tuple(stream.pieces), stream.prior)
         runtime.timings.note(
             model,
             plan,
@@ -177,14 +177,16 @@ def _stream(plan: LoadPlan, far: Sequence[Fetch], left_s: float, request: Reques
     """Return the stream of the fetches from remote tiers."""
     runtime, model, tier = request.runtime, request.model, far[0].tier
     costs = runtime.timings.costs(model)
-    terms = Terms(
-        began_s=time.perf_counter(),
-        deadline_s=left_s,
-        base_s=costs.fused_s(Blend.of(plan)) if costs is not None else 0.0,
-        prior=costs.throughput(tier) if costs is not None else None,
+    return Stream(
+        runtime.store,
+        parts_of(plan, far, costs),
+        model.n_layers,
+        runtime.links.setdefault(tier, Link(runtime.settings.streams)),
+        left_s,
+        costs.fused_s(Blend.of(plan)) if costs is not None else 0.0,
+        costs.throughput(tier) if costs is not None else None,
+        model.device,
     )
-    parts = parts_of(plan, far, costs)
-    return Stream(runtime.store, parts, model.n_layers, runtime.links.of(tier), terms, model.device)
 
 
 def _part(kv: LayerKV | None, rows: tuple[int, int] | None) -> LayerKV | None:
@@ -192,22 +194,6 @@ def _part(kv: LayerKV | None, rows: tuple[int, int] | None) -> LayerKV | None:
         return kv
     lo, hi = rows
     return LayerKV(kv.keys[:, lo:hi], kv.values[:, lo:hi])
-
-
-def _revived(plan: LoadPlan, left_s: float, remote: Collection[str]) -> LoadPlan:
-    """Return the plan with the entries of remote tiers that it did not read: at another level they
-    may be in time.
-
-    A full prefill that meets the deadline stays a full prefill.
-    """
-    revived = {fetch.segment: fetch for fetch in plan.unread if fetch.tier in remote}
-    is_late = plan.forecast is None or plan.forecast.full_s > left_s
-    if not revived or (plan.fallback_reason and not is_late):
-        return plan
-    fetches = sorted((*plan.fetches, *revived.values()), key=lambda fetch: fetch.segment)
-    misses = tuple((at, why) for at, why in plan.misses if at not in revived)
-    unread = tuple(fetch for fetch in plan.unread if fetch.segment not in revived)
-    return replace(plan, fallback_reason="", fetches=tuple(fetches), misses=misses, unread=unread)
 
 
 def _after(plan: LoadPlan, stream: Stream) -> LoadPlan:

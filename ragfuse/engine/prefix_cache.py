@@ -2,7 +2,7 @@
 it, not computed.
 
 All of it is found by token ids. Exact rows, those that a full prefill would give too, are nodes of
-one radix tree per tenant, which every prompt searches (prefix caching). A session has its own path
+one radix tree, which every prompt searches (prefix caching). A session has its own path
 (`Session.rows`): the exact nodes, and rows that only it may read, as they saw blended chunks or a
 truncated history. Entries keep the positions at which they were computed. The tree's are in memory,
 a session's in slow tiers as well; all are evicted like any other. Models whose state is
@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
@@ -50,14 +49,6 @@ Spans = Sequence[tuple[int, int]]
 """Ranges lo:hi of a prompt's rows, in order."""
 
 
-@dataclass
-class _Tenant:
-    """The known prefixes of one tenant's prompts."""
-
-    tree: RadixTree = field(default_factory=RadixTree)
-    sweep_at: int = SWEEP_NODES
-
-
 @dataclass(frozen=True)
 class _Run:
     """Rows lo:hi of a prompt: where their KV was read, or None where it was computed."""
@@ -68,8 +59,7 @@ class _Run:
 
 
 class PrefixCache:
-    """The beginnings that one engine knows: a radix tree of token ids per tenant, with entries in
-    the store.
+    """The beginnings that one engine knows: a radix tree of token ids, with entries in the store.
 
     Thread-safe.
 
@@ -81,7 +71,7 @@ class PrefixCache:
         self._settings, self._runtime, self._store = runtime.settings, runtime, runtime.store
         self._fast = [tier.name for tier in self._store.tiers if not tier.slow]
         self._changed = threading.Condition()
-        self._tenants = defaultdict[str, _Tenant](_Tenant)
+        self._tree, self._sweep_at = RadixTree(), SWEEP_NODES
         self._pending = runtime.saves
         self._computed = list[tuple[int, ...]]()  # prompts that are planned and not prefilled yet
         self._states = States(self._settings.memory_bytes)
@@ -90,13 +80,6 @@ class PrefixCache:
     def is_on(self) -> bool:
         """Whether prefix caching is enabled and there is a memory tier for it."""
         return self._settings.prefix_cache and bool(self._fast)
-
-    @property
-    def _tenant(self) -> _Tenant:
-        """What is known of this tenant's prompts; ask for it with `_changed` held, as the first one
-        makes it.
-        """
-        return self._tenants[self._runtime.encoder.digest]
 
     # before the prefill
 
@@ -111,15 +94,15 @@ class PrefixCache:
         placed = zip(prompt.segments, prompt.spans, strict=True)
         n_past = max((hi for segment, (_, hi) in placed if segment.kind == "history"), default=0)
         with self._changed:
-            tree = self._tenant.tree
-            found = [each.cut(n_past, len(prompt) - 1) for each in tree.match(prompt.token_ids)]
+            known = self._tree.match(prompt.token_ids)
+            found = [each.cut(n_past, len(prompt) - 1) for each in known]
             found = [each for each in found if each.lo < each.hi]
             keys = {each.key for each in found}
         pending = self._pending.names  # asked before the store: a save is there or was there
         entries = self._store.lookup(keys) if keys else {}
         if evicted := keys - pending - set(entries):
             with self._changed:
-                tree.discard(evicted)
+                self._tree.discard(evicted)
         # Entries of conversations may exist at lossy levels only, and would not be exact.
         found = [
             each
@@ -151,14 +134,13 @@ class PrefixCache:
         ids = prompt.token_ids
 
         def shares() -> bool:
-            at = _n_chained(tree.match(ids)) + self._settings.min_chunk_tokens
+            at = _n_chained(self._tree.match(ids)) + self._settings.min_chunk_tokens
             return at < len(ids) and any(ids[:at] == other[:at] for other in self._computed)
 
         with self._changed:
-            tree = self._tenant.tree
             self._changed.wait_for(lambda: not shares())
             self._computed.append(ids)
-            keys = {each.key for each in tree.match(ids)}
+            keys = {each.key for each in self._tree.match(ids)}
         try:
             self._pending.wait(keys, PREFIX_SAVE_WAIT_S)
             yield
@@ -187,8 +169,7 @@ class PrefixCache:
         ids, turn = (*prompt.token_ids, *written), prompt.conversation
         owns = isinstance(turn, PendingTurn) and not written
         with self._changed:
-            tree = self._tenant.tree
-            n_known = 0 if owns else _n_chained(tree.match(ids[:n_exact]))
+            n_known = 0 if owns else _n_chained(self._tree.match(ids[:n_exact]))
         kept = list[_Run]()
         for run in [_Run(n_known, n_exact)] if written else _runs(ready.plan, owns):
             lo = max(run.lo, n_known)
@@ -268,7 +249,7 @@ class PrefixCache:
         encoder, tier = self._runtime.encoder, self._fast[-1]
         before, run = token_ids[:n_exact], token_ids[n_exact:]
         with self._changed:
-            known = self._tenant.tree.match(before)
+            known = self._tree.match(before)
         if _n_chained(known) < n_exact:
             return  # no match would reach the new entry
         key = encoder.key(run, token_digest(before))
@@ -289,9 +270,8 @@ class PrefixCache:
         """
         self._states.forget(self._runtime.encoder.digest, runs)
         with self._changed:
-            tree = self._tenant.tree
-            keys = set().union(*map(tree.holding, runs)) if runs else set()
-            tree.discard(keys)
+            keys = set().union(*map(self._tree.holding, runs)) if runs else set()
+            self._tree.discard(keys)
         self._pending.wait(keys, PREFIX_SAVE_WAIT_S)
         self._store.forget(keys)
 
@@ -324,23 +304,21 @@ class PrefixCache:
         if not self.is_on or not parts:
             return set()
         with self._changed:
-            tenant = self._tenant
-            inserted = tenant.tree.insert(
-                token_ids, _chained([*tenant.tree.match(token_ids), *parts])
-            )
-            if tenant.tree.n_nodes >= tenant.sweep_at:
-                tenant.sweep_at = 2 * tenant.tree.n_nodes
-                self._pending.submit(partial(self._sweep, tenant), counts=False, is_awaited=True)
+            tree = self._tree
+            inserted = tree.insert(token_ids, _chained([*tree.match(token_ids), *parts]))
+            if tree.n_nodes >= self._sweep_at:
+                self._sweep_at = 2 * tree.n_nodes
+                self._pending.submit(self._sweep, counts=False, is_awaited=True)
         return inserted
 
-    def _sweep(self, tenant: _Tenant) -> None:
+    def _sweep(self) -> None:
         with self._changed:
-            keys = tenant.tree.keys
+            keys = self._tree.keys
         pending = self._pending.names
         evicted = keys - pending - set(self._store.lookup(keys))
         with self._changed:
-            tenant.tree.discard(evicted)
-            tenant.sweep_at = max(SWEEP_NODES, 2 * tenant.tree.n_nodes)
+            self._tree.discard(evicted)
+            self._sweep_at = max(SWEEP_NODES, 2 * self._tree.n_nodes)
 
     def _save(
         self,

@@ -50,24 +50,6 @@ BYTES_UNREADABLE = "its bytes could not be read"
 NOT_WAITED_FOR = "not waited for, as the deadline is near: what was read before is used"
 
 
-@dataclass(frozen=True)
-class Terms:
-    """The terms of a stream.
-
-    Args:
-        began_s: `clock()` when the deadline began to run.
-        deadline_s: Seconds from then to the first token.
-        base_s: Seconds that the prompt computes in any case after the last part.
-        prior: Assumed throughput of the link before anything was read, in bytes per second; None:
-            unknown.
-    """
-
-    began_s: float
-    deadline_s: float
-    base_s: float = 0.0
-    prior: float | None = None
-
-
 @dataclass
 class PendingRead:
     """A read of a part that is under way. Times are those of the stream's clock, in seconds.
@@ -110,12 +92,16 @@ class Stream:
         parts: The entries to read with their costs, in the order of streaming.
         n_layers: Layers of the model.
         link: The link to their tier.
-        terms: The deadline, and what is known before anything is read.
+        deadline_s: Seconds from now to the first token.
+        base_s: Seconds that the prompt computes in any case after the last part.
+        prior: Assumed throughput of the link before anything was read, in bytes per second; None:
+            unknown.
         device: The device that needs the layers.
-        clock: Returns the time in seconds; that of `terms.began_s`.
+        clock: Returns the time in seconds.
 
     Attributes:
         pieces: The trace of every read and decision, in order.
+        prior: See above.
         text: Segments that are to be computed instead, with the reason.
         load_s: Seconds until the last part had been read.
         wait_s: Seconds that `read` has waited for decoding.
@@ -127,17 +113,19 @@ class Stream:
         parts: Sequence[StreamPart],
         n_layers: int,
         link: Link,
-        terms: Terms,
+        deadline_s: float,
+        base_s: float = 0.0,
+        prior: float | None = None,
         device: torch.device = CPU,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.pieces: list[PieceTrace] = []
         self.text: dict[int, str] = {}
         self.load_s = self.wait_s = 0.0
-        self.terms = terms
+        self.prior = prior
         self._store, self._n_layers, self._link = store, n_layers, link
         self._parts, self._device, self._clock = parts, device, clock
-        self._compute_s = terms.base_s
+        self._began_s, self._deadline_s, self._compute_s = clock(), deadline_s, base_s
         self._decoders = ThreadPoolExecutor(DECODERS, "ragfuse-decode")
         self._arrived: dict[int, _Arrived] = {}  # by the first segment of a part
 
@@ -207,22 +195,24 @@ class Stream:
         computing decided so far.
         """
         return (
-            self.terms.began_s
-            + (1 - DEADLINE_MARGIN) * self.terms.deadline_s
+            self._began_s
+            + (1 - DEADLINE_MARGIN) * self._deadline_s
             - self._clock()
             - self._compute_s
         )
 
     @property
     def _throughput(self) -> float | None:
+        """Bytes per second that the link has for this stream (the paper's N_c share it)."""
         seen = self._link.throughput
-        return self.terms.prior if seen is None else seen
+        found = self.prior if seen is None else seen
+        return None if found is None else found / self._link.sharing
 
     def _compute(self, part: StreamPart, why: str) -> None:
         """Decide that a part is computed."""
         self._compute_s += COMPUTE_MARGIN * (part.text_s or 0.0)
         self.text |= dict.fromkeys(part.segments, why)
-        began_s = self._clock() - self.terms.began_s
+        began_s = self._clock() - self._began_s
         self.pieces.append(
             PieceTrace(part.segments, part.tokens, AS_TEXT, began_s=began_s, why=why)
         )
@@ -231,10 +221,8 @@ class Stream:
 
     def _stream_part(self, remaining: Sequence[StreamPart]) -> None:
         """Read the first of the remaining parts, or have it computed instead."""
-        part, sharing = remaining[0], self._link.sharing
-        level = first_level(
-            remaining, self._throughput, self._time_left_s(), sharing, not self._lossy()
-        )
+        part = remaining[0]
+        level = first_level(remaining, self._throughput, self._time_left_s(), not self._lossy())
         if level == AS_TEXT:
             self._compute(part, COMPUTED if part.sizes else BYTES_UNREADABLE)
             return
@@ -250,9 +238,7 @@ class Stream:
         while (remaining := self._lossy()) and (throughput := self._throughput) is not None:
             worst = loss(self._arrived[remaining[0].segments[0]].level)
             better = [level for level in remaining[0].sizes if loss(level) < worst]
-            level = better_level(
-                remaining, better, throughput, self._time_left_s(), self._link.sharing
-            )
+            level = better_level(remaining, better, throughput, self._time_left_s())
             if not level:
                 return
             reading = self._start(PendingRead(remaining[0], level, self._clock()))
@@ -268,7 +254,7 @@ class Stream:
 
     def _wait(self, reading: PendingRead, remaining: Sequence[StreamPart]) -> bool:
         """Wait for a read; return False if it is too slow and given up."""
-        wait_s = first_look_s(reading.part, reading.level, self._throughput, self._link.sharing)
+        wait_s = first_look_s(reading.part, reading.level, self._throughput)
         while not reading.done.wait(wait_s):
             waited_s = self._clock() - reading.requested
             if is_given_up(remaining, reading.level, waited_s, self._time_left_s()):
@@ -282,7 +268,7 @@ class Stream:
     def _run(self, reading: PendingRead) -> None:
         """Read a part, on a thread of its own."""
         try:
-            with self._link.slot():
+            with self._link.slot:
                 reading.began, fetch = self._clock(), reading.part.fetch
                 reading.received = self._store.read_encoded(
                     fetch.key, 0, self._n_layers, fetch.tier, reading.level
@@ -315,7 +301,7 @@ class Stream:
                 part.tokens,
                 reading.level,
                 nbytes,
-                reading.requested - self.terms.began_s,
+                reading.requested - self._began_s,
                 ended - reading.requested,
                 throughput,
                 sharing,

@@ -80,7 +80,6 @@ def first_level(
     remaining: Sequence[StreamPart],
     throughput: float | None,
     left_s: float,
-    sharing: int = 1,
     is_whole: bool = True,
 ) -> str:
     """Return how to send the first of the remaining parts, for which better levels may follow.
@@ -91,9 +90,8 @@ def first_level(
 
     Args:
         remaining: All remaining parts.
-        throughput: Bytes per second of the link; None: unknown.
+        throughput: Bytes per second that the link has for this stream; None: unknown.
         left_s: Seconds to the deadline, without those for what is computed in any case.
-        sharing: Streams on that link, this one included (the paper's N_c).
         is_whole: Whether nothing lossy was sent yet.
 
     Returns:
@@ -105,7 +103,7 @@ def first_level(
         return levels[-1]
     if AS_RAW not in levels or throughput is None or text_s is None:
         return AS_TEXT
-    return AS_RAW if delay_s(remaining, AS_RAW, throughput, sharing) < text_s else AS_TEXT
+    return AS_RAW if delay_s(remaining, AS_RAW, throughput) < text_s else AS_TEXT
 
 
 def better_level(
@@ -113,7 +111,6 @@ def better_level(
     better: Sequence[str],
     throughput: float,
     left_s: float,
-    sharing: int = 1,
 ) -> str:
     """Return the level at which to send the lossiest parts once more; "" for none.
 
@@ -122,20 +119,15 @@ def better_level(
         better: Levels of the first part that are less lossy than what was sent, the least lossy
             first. The first at which all parts meet the deadline is chosen; else the last, if the
             first part meets it.
-        throughput: Bytes per second of the link.
+        throughput: Bytes per second that the link has for this stream.
         left_s: Seconds to the deadline.
-        sharing: Streams on that link.
     """
-    in_time = (
-        level for level in better if delay_s(remaining, level, throughput, sharing) <= left_s
-    )
+    in_time = (level for level in better if delay_s(remaining, level, throughput) <= left_s)
     level = next(in_time, better[-1])
-    return level if delay_s(remaining[:1], level, throughput, sharing) <= left_s else ""
+    return level if delay_s(remaining[:1], level, throughput) <= left_s else ""
 
 
-def delay_s(
-    remaining: Sequence[StreamPart], level: str, throughput: float, sharing: int = 1
-) -> float:
+def delay_s(remaining: Sequence[StreamPart], level: str, throughput: float) -> float:
     """Return the seconds until all parts are read and decoded at one level; each is decoded while
     the next is read.
     """
@@ -143,14 +135,12 @@ def delay_s(
     read_s = done_s = 0.0
     for part in remaining:
         part_read_s, decode_s = part.seconds(level, rank, throughput)
-        read_s += sharing * part_read_s
+        read_s += part_read_s
         done_s = max(done_s, read_s) + decode_s
     return done_s
 
 
-def first_look_s(
-    part: StreamPart, level: str, throughput: float | None, sharing: int = 1
-) -> float | None:
+def first_look_s(part: StreamPart, level: str, throughput: float | None) -> float | None:
     """Return the seconds to wait for a part before checking whether it is late; None: until the
     tier's own timeout.
 
@@ -158,9 +148,7 @@ def first_look_s(
     """
     if throughput is None:
         return None if part.text_s is None else max(NEVER_LATE_S, part.text_s)
-    return max(
-        NEVER_LATE_S, PATIENCE * sharing * part.sizes[level] / max(throughput, MIN_THROUGHPUT)
-    )
+    return max(NEVER_LATE_S, PATIENCE * part.sizes[level] / max(throughput, MIN_THROUGHPUT))
 
 
 def is_given_up(

@@ -83,7 +83,7 @@ def test_the_time_of_a_stream_is_that_of_one_link_and_one_decoder(stream, throug
     left = as_parts(stream)
     for rank, level in enumerate(left[0].sizes):
         by_hand = streamed_at(stream, rank, level, throughput, others)
-        assert delay_s(left, level, throughput, 1 + others) == pytest.approx(by_hand)
+        assert delay_s(left, level, throughput / (1 + others)) == pytest.approx(by_hand)
 
 
 def test_all_pieces_are_recomputed_where_that_is_in_time_or_read_raw_where_that_is_faster():
@@ -92,7 +92,7 @@ def test_all_pieces_are_recomputed_where_that_is_in_time_or_read_raw_where_that_
     assert first_level(left, None, in_time) == AS_TEXT
     assert first_level(left, 7e6, in_time) == AS_TEXT
     assert first_level(left, 9e6, in_time) == "raw"
-    assert first_level(left, 9e6, in_time, sharing=2) == AS_TEXT
+    assert first_level(left, 9e6 / 2, in_time) == AS_TEXT
     assert first_level([piece(int8=1, cg1=1)], 1e12, in_time) == AS_TEXT
 
 
@@ -132,7 +132,7 @@ def test_a_piece_that_lacks_the_level_counts_at_its_own_of_that_rank():
 
 def test_a_piece_is_late_after_some_times_what_was_foreseen():
     assert first_look_s(piece(), "int8", 4e6) == pytest.approx(PATIENCE)
-    assert first_look_s(piece(), "int8", 4e6, sharing=3) == pytest.approx(3 * PATIENCE)
+    assert first_look_s(piece(), "int8", 4e6 / 3) == pytest.approx(3 * PATIENCE)
     assert first_look_s(piece(), "int8", 1e12) == NEVER_LATE_S
 
 

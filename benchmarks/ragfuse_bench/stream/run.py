@@ -105,7 +105,7 @@ class Rig:
     def run(self, method: str, text: Text, course: Course, deadline_s: float) -> Run:
         """One question over the line, which knows nothing of what it carried before."""
         engine, prompt = self.engines[method], text.cut.prompt(text.question)
-        engine.runtime.links.forget()
+        engine.runtime.links.clear()
         self.tier.go(self.line, course, text.cut.keys)
         began = time.perf_counter()
         due_s = deadline_s if method == "adaptive" else None
