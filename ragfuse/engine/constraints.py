@@ -4,8 +4,7 @@ penalties.
 
 from __future__ import annotations
 
-import threading
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from ragfuse.engine.draft import Draft
 from ragfuse.engine.options import ends_of, generate_options, n_logits
@@ -33,8 +32,9 @@ class ConstraintCompiler:
     """
 
     def __init__(self, prompts: PromptBuilder) -> None:
-        self._runtime, self._prompts, self._lock = prompts.runtime, prompts, threading.Lock()
-        self._grammars: dict[tuple[int, ...], GrammarCompiler] = {}
+        self._runtime, self._prompts = prompts.runtime, prompts
+        # one, as a caller with its own end tokens usually stays with them
+        self._over = lru_cache(maxsize=1)(_grammars)
 
     def draft(self, request: Request, prompt: Prompt) -> Draft:
         """Return an empty draft of the answer to a prompt, which has its constraints.
@@ -91,10 +91,6 @@ class ConstraintCompiler:
             getattr(tokenizer, "chat_template", None), {str(token) for token in added}
         )
 
-    def _over(self, model: HFModel, ends: tuple[int, ...]) -> GrammarCompiler:
-        with self._lock:
-            if ends not in self._grammars:
-                # keep one: a caller with its own end tokens usually stays with them
-                self._grammars.clear()
-                self._grammars[ends] = GrammarCompiler(model.tokenizer, n_logits(model), ends)
-            return self._grammars[ends]
+
+def _grammars(model: HFModel, ends: tuple[int, ...]) -> GrammarCompiler:
+    return GrammarCompiler(model.tokenizer, n_logits(model), ends)

@@ -12,7 +12,6 @@ not KV per token (such as recurrent ones) have their whole state kept instead (`
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -403,39 +402,23 @@ def with_rows(prompt: Prompt, found: Sequence[Rows], kind: Kind) -> Prompt:
     """Return a prompt with segments of a kind in place of the tokens that were found, which are in
     order.
     """
-    ends, segments, at = [hi for _, hi in prompt.spans], list[Segment](), 0
-    for rows in (*found, None):
-        lo = rows.lo if rows is not None else len(prompt)
-        for index in range(bisect_right(ends, at), len(ends)):
-            begin = prompt.spans[index][0]
-            if max(at, begin) >= lo:
-                break
-            segments.append(
-                _cut(prompt.segments[index], max(at, begin) - begin, min(lo, ends[index]) - begin)
-            )
-        if rows is not None:
-            tokens, span = (
-                prompt.token_ids[rows.lo : rows.hi],
-                (rows.row, rows.row + rows.hi - rows.lo),
-            )
-            start = prompt.segments[0].start + rows.lo
-            segments.append(
-                Segment(tokens, start, kind, (rows.key,), rows=span, origin=rows.origin)
-            )
-            at = rows.hi
+    segments, at, ids = list[Segment](), 0, prompt.token_ids
+    for each in found:
+        segments += _between(prompt, at, each.lo)
+        rows, at = (each.row, each.row + each.hi - each.lo), each.hi
+        start = prompt.segments[0].start + each.lo
+        tokens = ids[each.lo : each.hi]
+        segments.append(Segment(tokens, start, kind, (each.key,), rows=rows, origin=each.origin))
+    segments += _between(prompt, at, len(prompt))
     return replace(prompt, segments=tuple(segments)) if found else prompt
 
 
 def without_rows(prompt: Prompt, lo: int, hi: int) -> Prompt:
     """Return a prompt without rows lo:hi; what follows them moves up (AttentionStore 3.4)."""
-    count, segments = hi - lo, list[Segment]()
-    for segment, (begin, end) in zip(prompt.segments, prompt.spans, strict=True):
-        if begin < lo:
-            segments.append(_cut(segment, 0, min(end, lo) - begin))
-        if end > hi:
-            rest = _cut(segment, max(begin, hi) - begin, end - begin)
-            origin = rest.origin - count if rest.origin is not None else None
-            segments.append(replace(rest, start=rest.start - count, origin=origin))
+    count, segments = hi - lo, _between(prompt, 0, lo)
+    for rest in _between(prompt, hi, len(prompt)):
+        origin = rest.origin - count if rest.origin is not None else None
+        segments.append(replace(rest, start=rest.start - count, origin=origin))
     first, stop = prompt.last_user_rows
     return replace(
         prompt,
@@ -444,6 +427,16 @@ def without_rows(prompt: Prompt, lo: int, hi: int) -> Prompt:
         last_user_rows=(max(0, first - count), max(0, stop - count)),
         first_chunk=max(-1, prompt.first_chunk - count),
     )
+
+
+def _between(prompt: Prompt, lo: int, hi: int) -> list[Segment]:
+    """Return the segments of rows lo:hi of a prompt."""
+    placed = zip(prompt.segments, prompt.spans, strict=True)
+    return [
+        _cut(segment, max(lo, begin) - begin, min(hi, end) - begin)
+        for segment, (begin, end) in placed
+        if max(lo, begin) < min(hi, end)
+    ]
 
 
 def _cut(segment: Segment, lo: int, hi: int) -> Segment:

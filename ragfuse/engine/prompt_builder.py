@@ -11,7 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from numbers import Integral
 from types import MappingProxyType
@@ -64,7 +64,6 @@ class PromptBuilder:
         shortest = max(6, runtime.settings.min_chunk_tokens)
         self._spans = KnownSpans(shortest, max(MIN_ALTERED_TOKENS, shortest))
         self._read_texts: LRUCache[str, bool] = LRUCache(MAX_READ_TEXTS)  # by their digests
-        self._calls: CallFormat | None = None
         # by role, whether the template takes contents as lists of parts
         self._in_parts: dict[str, bool] = {}
 
@@ -166,12 +165,10 @@ class PromptBuilder:
 
     # prompts
 
-    @property
+    @cached_property
     def calls(self) -> CallFormat:
         """The format in which the model's chat template writes tool calls."""
-        if self._calls is None:
-            self._calls = call_format(self.render)
-        return self._calls
+        return call_format(self.render)
 
     def prompt(
         self,

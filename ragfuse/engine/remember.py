@@ -82,9 +82,10 @@ class RememberStage:
                 self._queue(EncodeJob("prefix", tuple(prefix), n_prefix=n_exact))
         if self._runtime.settings.learn != "off" and schema_use is None:
             self._queue(EncodeJob("learn", plan.prompt.token_ids, plan=plan))
-        if isinstance(schema_use, SchemaUse):
-            # of the unions used: the next prompt may want another one
-            self._prefetcher.submit_keys(schema_use.others)
+        # what loads too slowly from its tier, and the other modules of unions
+        others = schema_use.others if isinstance(schema_use, SchemaUse) else ()
+        if wanted := (*(fetch.key for fetch in plan.unread), *others):
+            self._prefetcher.submit_keys(wanted)
 
     def _queue(self, job: EncodeJob) -> None:
         """Queue a job; equal jobs wait only once."""
@@ -94,9 +95,7 @@ class RememberStage:
     # in the background
 
     def _do(self, job: EncodeJob) -> None:
-        if job.kind == "copy":
-            self._runtime.store.warm(job.keys)
-        elif job.kind == "learn":
+        if job.kind == "learn":
             self._learn(job)
         else:
             self._runtime.model.batcher.wait_idle(IDLE_WAIT_S)

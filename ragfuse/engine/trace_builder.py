@@ -86,7 +86,7 @@ def trace_of(ready: PreparedPrompt, first_s: float | None) -> Trace:
         modules=tuple(path for path, key in modules if key in read),
         tokens_prefix=sum(s.n_tokens for s in segments if s.hit and s.kind == "prefix"),
         tokens_chunks=sum(s.n_tokens for s in segments if s.hit and s.kind == "chunk") - recomputed,
-        tokens_to_encode=sum(len(job.tokens) for job in jobs_after(plan) if job.kind != "copy"),
+        tokens_to_encode=sum(len(job.tokens) for job in jobs_after(plan)),
     )
 
 

@@ -320,7 +320,7 @@ def prompter(kind: Kind, template: str) -> PromptBuilder:
         digest="digest",
     )
     made = PromptBuilder(runtime)
-    made._calls = replace(PLAIN_CALLS, native=True)  # results of tools are messages of their own
+    made.calls = replace(PLAIN_CALLS, native=True)  # results of tools are messages of their own
     return made
 
 
