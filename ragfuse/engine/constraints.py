@@ -43,7 +43,7 @@ class ConstraintCompiler:
             InputError: The tools, the grammar or an option cannot be used, or the chat template has
                 no variable of a name in `chat_template_kwargs`.
         """
-        ask, model, tools, form = request.ask, request.model, request.tools, request.ask.grammar
+        ask, model, form = request.ask, request.model, request.ask.grammar
         if ask.chat_template_kwargs and (name := self.template.unread(ask.chat_template_kwargs)):
             raise InputError(
                 f"chat_template_kwargs has '{name:.40}', which the chat template of {model.name}"
@@ -52,7 +52,7 @@ class ConstraintCompiler:
             )
         thoughts, is_thinking = None, False
         # answers to any other prompt have no reasoning
-        if request.is_chat and form is None and not tools.must_call:
+        if request.is_chat and form is None and not request.must_call:
             thoughts = self.template.thoughts
         if thoughts is not None:
             continues = ask.continue_final_message
@@ -60,20 +60,20 @@ class ConstraintCompiler:
             end = str(model.tokenizer.decode(last_ids, skip_special_tokens=False))
             is_thinking = thoughts.is_open(end, continues)
         calls, rules = None, list[GrammarProcessor]()
-        if form is not None or tools.offered:
+        if form is not None or request.tools:
             grammars = self._over(model, ends_of(model, ask.options))
             # The texts of any other form are never read as tool calls.
             if form is None or (
-                tools.offered and form.kind == "json" and self._prompts.calls.marker
+                request.tools and form.kind == "json" and self._prompts.calls.marker
             ):
                 calls = self._prompts.calls
                 tags = () if thoughts is None else (thoughts.open, thoughts.close)
-                schemas = {name: held_schema(each)[0] for name, each in tools.schemas.items()}
-                several = ask.parallel_tool_calls and tools.choice not in schemas
+                schemas = {name: held_schema(each)[0] for name, each in request.schemas.items()}
+                several = ask.parallel_tool_calls and ask.tool_choice not in schemas
                 either = "" if form is None else held_schema(form.source)[0]
                 form = Grammar.lark(
                     calls.rules(
-                        schemas, grammars.literal, not tools.must_call, several, tags, either
+                        schemas, grammars.literal, not request.must_call, several, tags, either
                     )
                 )
             with about("tools" if ask.grammar is None else "grammar"):

@@ -49,13 +49,13 @@ class Draft:
         tags: Thoughts | None,
         is_thinking: bool,
     ) -> None:
-        ask, model, tools = request.ask, request.model, request.tools
+        ask, model = request.ask, request.model
         self.options = options
         self.ids = list[int]()
         self.over = False
-        self._request, self._schemas, self._must_call = request, tools.schemas, tools.must_call
+        self._request, self._must_call = request, request.must_call
         stops: tuple[str, ...] = ()
-        if ask.grammar is None and not tools.must_call:
+        if ask.grammar is None and not request.must_call:
             stops = *ask.stop, *stop_strings_of(ask.options, model)
         shown = *stops, *(calls.texts if calls is not None else ())
         self._detokenizer = Detokenizer.of(
@@ -64,7 +64,7 @@ class Draft:
         self._ends, self._stops = ends_of(model, ask.options), StopFinder(stops)
         self._end_ids: tuple[int, ...] = ()
         self._format, self._max_calls = calls, None if ask.parallel_tool_calls else 1
-        self._reader = CallReader(calls, tools.schemas) if calls is not None else None
+        self._reader = CallReader(calls, request.schemas) if calls is not None else None
         self._tags, self._is_thinking, self._is_complete = tags, is_thinking, False
         self._thought = self._text = (0, 0)  # characters lo:hi that are final
         self._taken = [0, 0]  # characters of reasoning and text that `take` has yielded
@@ -126,7 +126,7 @@ class Draft:
         breaks.
         """
         form = self._request.ask.grammar
-        texts = [(self._schemas[call.name], json.dumps(call.arguments)) for call in calls]
+        texts = [(self._request.schemas[call.name], json.dumps(call.arguments)) for call in calls]
         if form is not None and form.kind == "json":
             texts.append((form.source, text))
         unheld = list[str]()

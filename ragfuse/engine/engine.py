@@ -35,7 +35,7 @@ from ragfuse.errors import StoreError, about
 from ragfuse.hf.model import HFModel
 from ragfuse.models.dtypes import resolve_auto
 from ragfuse.models.loader import Given, Tokens
-from ragfuse.process.exit import EXITING, at_work
+from ragfuse.process.exit import at_work
 from ragfuse.process.jobs import BackgroundJobs, close_at_exit, countdown
 from ragfuse.process.shared import OneProcess, collect_notes, forget, shared
 from ragfuse.schemas.nodes import PMLPrompt
@@ -143,7 +143,7 @@ class Engine(OneProcess):
             InputError: The prompt or an option is invalid.
         """
         self._check_open()
-        return self._answer(self._request(question_of(prompt, pml), ask, EXITING))
+        return self._answer(Request.of(question_of(prompt, pml), ask, self.runtime))
 
     def stream(
         self,
@@ -165,7 +165,9 @@ class Engine(OneProcess):
                 raises ends the stream.
         """
         self._check_open()
-        request = replace(self._request(question_of(prompt, pml), ask), prefilled=prefilled)
+        request = replace(
+            Request.of(question_of(prompt, pml), ask, self.runtime), prefilled=prefilled
+        )
         return AnswerStream(partial(self._say, request))
 
     def batch(
@@ -211,7 +213,7 @@ class Engine(OneProcess):
         self, prompts: Sequence[Question], ask: Ask, cancelled: threading.Event
     ) -> list[Answer]:
         failed = threading.Event()
-        requests = [self._request(prompt, ask, cancelled, failed, EXITING) for prompt in prompts]
+        requests = [Request.of(prompt, ask, self.runtime, cancelled, failed) for prompt in prompts]
         with counted("batch", self, ask) as answers, collect_notes() as unsaved:
             if len(requests) < 2 or self.model.lock.is_mine:
                 found = [self._run(request) for request in requests]
@@ -227,18 +229,15 @@ class Engine(OneProcess):
             answers += [_with_unsaved(answer, unsaved) for answer in found]
         return answers
 
-    def _request(self, question: Question, ask: Ask | None, *ends: threading.Event) -> Request:
-        return Request.of(question, ask, self.runtime, *ends)
-
     def _say(self, request: Request, say: Say, stop: threading.Event) -> Answer:
-        return self._answer(replace(request, say=say, ends=(stop, EXITING)))
+        return self._answer(replace(request, say=say, ends=(*request.ends, stop)))
 
     def plan(self, prompt: Question, ask: Ask | None = None) -> LoadPlan:
         """Return what would be read and computed for a prompt, and how long that would take,
         without doing it.
         """
         self._check_open()
-        request = self._request(prompt, ask)
+        request = Request.of(prompt, ask, self.runtime)
         return self._planner.plan(build(request, self.history, self.schemas), request)
 
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> PreparedPrompt:
@@ -246,7 +245,7 @@ class Engine(OneProcess):
         context.
         """
         self._check_open()
-        request = self._request(prompt.token_ids, ask)
+        request = Request.of(prompt.token_ids, ask, self.runtime)
         check_fits(prompt, request)
         with self._prefiller.prefilled(prompt, request) as prepared:
             return prepared
@@ -267,7 +266,7 @@ class Engine(OneProcess):
             ask: Variables of the chat template, and the documents that the prompt may contain.
         """
         self._check_open()
-        request = self._request(prompt, replace(ask or Ask(), tools=tools))
+        request = Request.of(prompt, replace(ask or Ask(), tools=tools), self.runtime)
         if isinstance(prompt, PMLPrompt):
             return self.schemas.prompt(prompt, request.ask)
         return self.prompts.prompt(request)

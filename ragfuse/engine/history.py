@@ -184,15 +184,14 @@ class ConversationHistory:
         answer_ids = self._text_ids(answer)
         n_written = min(_n_common(answer_ids, ids), ready.n_held(len(ids)) - len(prompt))
         tokens, rows = self._prefixes.keep(ready, pending, answer_ids[:n_written])
-        messages = [
-            replace(each, content=tuple(self._prompts.pieces(each.pieces)))
-            for each in pending.messages
-        ]
-        if not pending.keep_chunks:
-            own = ([piece for piece in each.pieces if piece.kind == "fresh"] for each in messages)
-            messages = [
-                replace(each, content=pieces) for each, pieces in zip(messages, own, strict=True)
-            ]
+        messages = list[ChatMessage]()
+        for each in pending.messages:
+            kept = (
+                piece
+                for piece in self._prompts.pieces(each.pieces)
+                if pending.keep_chunks or piece.kind == "fresh"
+            )
+            messages.append(replace(each, content=tuple(kept)))
         text, goes_on = answer.text, ask.continue_final_message
         if goes_on and messages:
             text = messages[-1].text + self._continuation(answer, answer_ids)

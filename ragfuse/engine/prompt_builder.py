@@ -187,7 +187,7 @@ class PromptBuilder:
             InputError: The question is not valid.
         """
         question, ask, model = request.question, request.ask, self.runtime.model
-        tools, goes_on = request.tools.offered, ask.continue_final_message
+        tools, goes_on = request.tools, ask.continue_final_message
         is_plain = messages is None and not tools and not goes_on
         render: Callable[..., str] | None = None
         if getattr(model.tokenizer, "chat_template", None):

@@ -13,7 +13,7 @@ from ragfuse.engine.model_profiles import refusal_of
 from ragfuse.engine.prefetch import Prefetcher
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.prompt_builder import PromptBuilder
-from ragfuse.engine.recurrence import RecurringPassages, hint_once
+from ragfuse.engine.recurrence import RecurringPassages
 from ragfuse.engine.request import PreparedPrompt
 from ragfuse.schemas.bind import SchemaUse
 from ragfuse.store.deletion import LEARNT
@@ -80,7 +80,9 @@ class RememberStage:
             prefix, n_exact = self._prefixes.prefix_to_encode(prepared)
             if prefix:
                 self._queue(EncodeJob("prefix", tuple(prefix), n_prefix=n_exact))
-        if self._runtime.settings.learn != "off" and schema_use is None:
+        settings = self._runtime.settings
+        learns = settings.learn == "text" and schema_use is None
+        if learns and not refusal_of(self._runtime.profile, settings.policy):
             self._queue(EncodeJob("learn", plan.prompt.token_ids, plan=plan))
         # what loads too slowly from its tier, and the other modules of unions
         others = schema_use.others if isinstance(schema_use, SchemaUse) else ()
@@ -95,30 +97,15 @@ class RememberStage:
     # in the background
 
     def _do(self, job: EncodeJob) -> None:
-        if job.kind == "learn":
-            self._learn(job)
-        else:
-            self._runtime.model.batcher.wait_idle(IDLE_WAIT_S)
-            self._encode(job)
-
-    def _learn(self, job: EncodeJob) -> None:
-        """Encode passages that an earlier prompt contained too; where that is off, log once that it
-        would help.
-        """
-        assert job.plan is not None
         model = self._runtime.model
-        runs = self._passages.met_again(job.plan, model.border)
-        why = refusal_of(self._runtime.profile, self._runtime.settings.policy)
-        if self._runtime.settings.learn == "text" and not why:
-            for run in runs:
+        if job.plan is not None:
+            for run in self._passages.met_again(job.plan, model.border):
                 if is_code(model.text(run)):
                     self._prompts.note("", CODE, run)
                 else:
                     self._queue(EncodeJob("chunk", run, source=LEARNT))
-        elif runs and not job.plan.fetches and not self._runtime.profile.refusal:
-            hint_once(len(runs), self._runtime.settings, model, why)
-
-    def _encode(self, job: EncodeJob) -> None:
+            return
+        model.batcher.wait_idle(IDLE_WAIT_S)
         if job.kind == "prefix":
             self._prefixes.extend(job.tokens, job.n_prefix)
             return

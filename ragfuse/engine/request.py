@@ -13,9 +13,10 @@ from functools import cached_property
 from ragfuse.engine.ask import NO_LIMIT, Ask
 from ragfuse.engine.question import Question, is_ids, mended_question, messages_of
 from ragfuse.engine.runtime import Runtime
-from ragfuse.engine.tools import Tools, tools_of
+from ragfuse.engine.tools import TOOLS_AUTO, Tool, schemas_of, tools_of
 from ragfuse.errors import InputError, about
 from ragfuse.hf.model import HFModel, Prefill
+from ragfuse.process.exit import EXITING
 from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.text.chat_messages import ChatMessage
 from ragfuse.types.answer import StreamTrace, Thought
@@ -36,7 +37,7 @@ class Request:
         question: A text, messages, token ids or a prompt in PML.
         ask: Options of the answer.
         runtime: The model and its tenant.
-        tools: Its tools.
+        tools: The tools that the prompt describes.
         ends: Events that end the generation once one of them is set.
         say: Callback for the answer's pieces as they are generated.
         prefilled: Callback for the prompt once it is prefilled.
@@ -47,7 +48,7 @@ class Request:
     question: Question
     ask: Ask
     runtime: Runtime
-    tools: Tools
+    tools: tuple[Tool, ...]
     ends: tuple[threading.Event, ...] = ()
     say: Say = None
     prefilled: Prefilled = None
@@ -58,14 +59,15 @@ class Request:
     def of(
         cls, question: Question, ask: Ask | None, runtime: Runtime, *ends: threading.Event
     ) -> Request:
-        """Return the request for the answer to a question that came now.
+        """Return the request for the answer to a question that came now; the end of the process
+        ends it, too.
 
         Raises:
             InputError: The question, a tool or the grammar cannot be used.
         """
         ask = ask or Ask()
         with about("prompt"):
-            return cls(mended_question(question), ask, runtime, tools_of(ask), ends)
+            return cls(mended_question(question), ask, runtime, tools_of(ask), (*ends, EXITING))
 
     @cached_property
     def messages(self) -> list[ChatMessage]:
@@ -73,6 +75,17 @@ class Request:
         if isinstance(self.question, PMLPrompt) or is_ids(self.question):
             return []
         return messages_of(self.question)
+
+    @cached_property
+    def schemas(self) -> dict[str, str]:
+        """The JSON schemas of the arguments of each tool that may be called, by the tool's name."""
+        named, choice = schemas_of(self.tools), self.ask.tool_choice
+        return {choice: named[choice]} if choice in named else named
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must be a tool call."""
+        return bool(self.tools) and self.ask.tool_choice != TOOLS_AUTO
 
     @property
     def is_chat(self) -> bool:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ragfuse.engine.ask import Ask
@@ -22,34 +20,9 @@ TOOLS_AUTO, TOOLS_NONE, TOOLS_REQUIRED = "auto", "none", "required"
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
-@dataclass(frozen=True)
-class Tools:
-    """The checked tools of one question.
-
-    Args:
-        offered: The tools that the prompt describes.
-        choice: "auto", "none", "required" or a tool's name.
-    """
-
-    offered: tuple[Tool, ...] = ()
-    choice: str = TOOLS_AUTO
-
-    @cached_property
-    def schemas(self) -> dict[str, str]:
-        """The JSON schemas (as text) of the arguments of each tool that may be called, by the
-        tool's name.
-        """
-        named = {tool["function"]["name"]: _schema(tool) for tool in self.offered}
-        return {self.choice: named[self.choice]} if self.choice in named else named
-
-    @property
-    def must_call(self) -> bool:
-        """Whether the answer must be a tool call."""
-        return bool(self.offered) and self.choice != TOOLS_AUTO
-
-
-def tools_of(ask: Ask) -> Tools:
-    """Check the tools and the grammar of a question, and return the tools.
+def tools_of(ask: Ask) -> tuple[Tool, ...]:
+    """Check the tools and the grammar of a question, and return the tools that its prompt
+    describes.
 
     Raises:
         InputError: A tool, the choice or the grammar cannot be used; the message names it.
@@ -64,9 +37,9 @@ def tools_of(ask: Ask) -> Tools:
             " (with tools), or the name of one of them.",
             "tool_choice",
         )
-    found = Tools(() if choice == TOOLS_NONE else tuple(ask.tools), choice)
+    offered = () if choice == TOOLS_NONE else tuple(ask.tools)
     if grammar is not None:
-        if found.must_call:
+        if offered and choice != TOOLS_AUTO:
             raise InputError(
                 "A grammar and a tool that must be called were both asked for; leave one of them"
                 " out.",
@@ -74,11 +47,15 @@ def tools_of(ask: Ask) -> Tools:
             )
         with about("grammar"):
             check(grammar, "The schema" if grammar.kind == "json" else "The grammar")
-    for tool in found.offered:
-        with about("tools"):
-            name = tool["function"]["name"]
-            check(Grammar("json", _schema(tool)), f"The parameters of the tool '{name}'")
-    return found
+    with about("tools"):
+        for name, schema in schemas_of(offered).items():
+            check(Grammar("json", schema), f"The parameters of the tool '{name}'")
+    return offered
+
+
+def schemas_of(tools: Sequence[Tool]) -> dict[str, str]:
+    """Return the JSON schemas (as text) of the arguments of tools, by the tools' names."""
+    return {tool["function"]["name"]: _schema(tool) for tool in tools}
 
 
 def _name(tool: Tool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -49,11 +50,12 @@ def trace_of(ready: PreparedPrompt, first_s: float | None) -> Trace:
             known,
             *(each for each in segments if each.start + each.n_tokens > prefill.n_before),
         )
-    cached = sum(s.n_tokens for s in segments if s.hit)
-    blendable_tokens = sum(
-        s.n_tokens for s in segments if s.hit and s.kind == "chunk" and not s.exact
-    )
-    recomputed = round(prefill.mean_ratio * blendable_tokens)
+    hits = Counter[str]()
+    for each in segments:
+        hits[each.kind] += each.n_tokens if each.hit else 0
+    cached = hits.total()
+    blended = (s.n_tokens for s in segments if s.hit and s.kind == "chunk" and not s.exact)
+    recomputed = round(prefill.mean_ratio * sum(blended))
     use, read = prompt.schema_use, {fetch.key for fetch in plan.fetches}
     modules = use.modules if isinstance(use, SchemaUse) else ()
     return Trace(
@@ -84,8 +86,8 @@ def trace_of(ready: PreparedPrompt, first_s: float | None) -> Trace:
         truncated=prompt.truncated,
         schema=use.schema if isinstance(use, SchemaUse) else "",
         modules=tuple(path for path, key in modules if key in read),
-        tokens_prefix=sum(s.n_tokens for s in segments if s.hit and s.kind == "prefix"),
-        tokens_chunks=sum(s.n_tokens for s in segments if s.hit and s.kind == "chunk") - recomputed,
+        tokens_prefix=hits["prefix"],
+        tokens_chunks=hits["chunk"] - recomputed,
         tokens_to_encode=sum(len(job.tokens) for job in jobs_after(plan)),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
@@ -62,23 +62,20 @@ UNMEASURED = (
 )
 
 
-def in_words(
-    plan: LoadPlan, unmeasured: str = UNMEASURED, name_of: Callable[[str], str] = str
-) -> str:
+def in_words(plan: LoadPlan, unmeasured: str = UNMEASURED) -> str:
     """Return a plan in words: each reusable segment with its hit or miss, the ratio with its bound,
     the times.
 
     Args:
         plan: The plan.
         unmeasured: What is said instead of times on a machine that was not measured.
-        name_of: Gives the name of a source.
     """
     found, lines = plan.forecast, [f"{plan.explain()}."]
     for row in _rows(plan):
         if row["tier"] or row["why"]:
-            lines.append(_line(plan, row, name_of))
+            lines.append(_line(plan, row))
     if plan.prompt.dropped:
-        named = ", ".join(name_of(source) or KIND_NAMES["chunk"] for source in plan.prompt.dropped)
+        named = ", ".join(source or KIND_NAMES["chunk"] for source in plan.prompt.dropped)
         lines.append(f"Left out, so that the prompt and an answer fit: {named}.")
     if found is not None and plan.chooses:
         quantity, bound = f"Ratio {plan.ratio:.2f}", BOUNDS[found.bound]
@@ -165,7 +162,7 @@ def _rows(plan: LoadPlan) -> Iterator[dict[str, Any]]:
         }
 
 
-def _line(plan: LoadPlan, row: Mapping[str, Any], name_of: Callable[[str], str]) -> str:
+def _line(plan: LoadPlan, row: Mapping[str, Any]) -> str:
     """Return a row in words: hit or miss, and how long it takes to load and to compute."""
     told = f"miss ({row['why']})" if row["why"] else "hit"
     if row["tier"]:
@@ -186,6 +183,4 @@ def _line(plan: LoadPlan, row: Mapping[str, Any], name_of: Callable[[str], str])
         else:
             exact = row["kind"] == "chunk" and is_exact(plan.prompt, read)
             told += f"{'exact here, so ' if exact else ''}nothing to recompute"
-    return (
-        f"- {name_of(row['source']) or KIND_NAMES[row['kind']]}, {row['n_tokens']} tokens: {told}"
-    )
+    return f"- {row['source'] or KIND_NAMES[row['kind']]}, {row['n_tokens']} tokens: {told}"

@@ -195,21 +195,21 @@ def parts_of(plan: LoadPlan, fetches: Sequence[Fetch], costs: CostModel | None) 
         fetches: Its fetches to stream.
         costs: What computing costs on this machine; None: nothing is known.
     """
-    blend, by_entry = Blend.of(plan), dict[tuple[ChunkKey, str], list[Fetch]]()
+    prompt, blend, by_entry = plan.prompt, Blend.of(plan), dict[tuple[ChunkKey, str], list[Fetch]]()
     for fetch in fetches:
         by_entry.setdefault((fetch.key, fetch.tier), []).append(fetch)
     parts = list[StreamPart]()
     for same in by_entry.values():
-        sizes = [len(plan.prompt.segments[fetch.segment].tokens) for fetch in same]
+        sizes = [len(prompt.segments[fetch.segment].tokens) for fetch in same]
         part = StreamPart(same[0], tuple(fetch.segment for fetch in same), sum(sizes))
         if costs is not None:
-            text_s = 0.0
-            for fetch, n in zip(same, sizes, strict=True):
-                candidates = n if is_blended(plan.prompt, fetch) else 0
-                as_text = replace(
-                    blend, forced=blend.forced + n, candidate_rows=blend.candidate_rows - candidates
-                )
-                text_s += costs.rows_s(as_text, -candidates, n)
+            as_text = replace(
+                blend,
+                forced=blend.forced + part.tokens,
+                candidate_rows=blend.candidate_rows
+                - sum(n for fetch, n in zip(same, sizes, strict=True) if is_blended(prompt, fetch)),
+            )
+            text_s = max(0.0, costs.fused_s(as_text) - costs.fused_s(blend))
             decode_s = {level: costs.decode_s(level, part.tokens) for level, _ in part.fetch.sizes}
             part = replace(part, text_s=text_s, decode_s=decode_s)
         parts.append(part)
