@@ -25,7 +25,7 @@ from ragfuse.engine.prefetch import Prefetcher
 from ragfuse.engine.prefill import Prefiller
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.prompt_builder import PromptBuilder
-from ragfuse.engine.question import Question, places_of, prompts_of, question_of
+from ragfuse.engine.question import Question, prompts_of, question_of, texts_of
 from ragfuse.engine.remember import RememberStage
 from ragfuse.engine.request import Prefilled, PreparedPrompt, Request, Say
 from ragfuse.engine.runtime import Runtime, handed_over
@@ -187,7 +187,23 @@ class Engine(OneProcess):
             cancelled: Ends the generation of all answers once it is set.
         """
         self._check_open()
-        return self._batch(prompts_of(prompts), ask or Ask(), cancelled or threading.Event())
+        failed, ask = threading.Event(), ask or Ask()
+        ends = failed, cancelled or threading.Event()
+        requests = [Request.of(prompt, ask, self.runtime, *ends) for prompt in prompts_of(prompts)]
+        with counted("batch", self, ask) as answers, collect_notes() as unsaved:
+            if len(requests) < 2 or self.model.lock.is_mine:
+                found = [self._run(request) for request in requests]
+            else:
+                together = [replace(request, has_company=True) for request in requests]
+                with ThreadPoolExecutor(
+                    min(len(requests), MAX_BATCH_ANSWERS), "ragfuse-batch"
+                ) as pool:
+                    found = answers_of(
+                        [pool.submit(copy_context().run, self._run, each) for each in together],
+                        failed,
+                    )
+            answers += [_with_unsaved(answer, unsaved) for answer in found]
+        return answers
 
     def _answer(self, request: Request) -> Answer:
         streams = request.say is not None
@@ -208,26 +224,6 @@ class Engine(OneProcess):
         answer, ids = generated(prepared, draft)
         self._remember.remember(prepared, answer, ids)
         return answer
-
-    def _batch(
-        self, prompts: Sequence[Question], ask: Ask, cancelled: threading.Event
-    ) -> list[Answer]:
-        failed = threading.Event()
-        requests = [Request.of(prompt, ask, self.runtime, cancelled, failed) for prompt in prompts]
-        with counted("batch", self, ask) as answers, collect_notes() as unsaved:
-            if len(requests) < 2 or self.model.lock.is_mine:
-                found = [self._run(request) for request in requests]
-            else:
-                with ThreadPoolExecutor(
-                    min(len(requests), MAX_BATCH_ANSWERS), "ragfuse-batch"
-                ) as pool:
-                    together = [replace(request, has_company=True) for request in requests]
-                    found = answers_of(
-                        [pool.submit(copy_context().run, self._run, each) for each in together],
-                        failed,
-                    )
-            answers += [_with_unsaved(answer, unsaved) for answer in found]
-        return answers
 
     def _say(self, request: Request, say: Say, stop: threading.Event) -> Answer:
         return self._answer(replace(request, say=say, ends=(*request.ends, stop)))
@@ -336,7 +332,9 @@ class Engine(OneProcess):
                 the smallest first.
         """
         self._check_open()
-        digest, places = self.digest, places_of(sessions)
+        digest, places = self.digest, sessions
+        if not isinstance(places, Mapping):
+            places = {name: place for place, name in enumerate(texts_of(places))}
         self.conversations.expect(digest, places)
         self.prefetcher.look_ahead(
             [(digest, name) for name in sorted(places, key=places.__getitem__)]

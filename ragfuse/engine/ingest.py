@@ -81,7 +81,7 @@ class Documents:
         bytes freed.
         """
         runtime = self.prompts.runtime
-        texts = [whole_text(text).strip() for text in texts_of(texts, "texts")]
+        texts = [whole_text(text).strip() for text in texts_of(texts)]
         runs = {tuple(runtime.model.tokens(text, False)) for text in texts}
         runtime.jobs.cancel(
             lambda job: isinstance(job, EncodeJob) and any(holds(job.tokens, run) for run in runs)

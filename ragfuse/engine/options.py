@@ -8,10 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from transformers import LogitsProcessor
-
 from ragfuse.engine.request import Request
 from ragfuse.errors import InputError
+from ragfuse.hf.grammar import GrammarProcessor
 from ragfuse.hf.handover import resolve_option
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.penalties import Penalties
@@ -21,7 +20,7 @@ RAGFUSE_OPTIONS = ("presence_penalty", "frequency_penalty", "logit_bias", "stop_
 
 
 def generate_options(
-    request: Request, n_prompt: int, rules: Sequence[LogitsProcessor] = ()
+    request: Request, n_prompt: int, rules: Sequence[GrammarProcessor] = ()
 ) -> dict[str, Any]:
     """Return the options for transformers' `generate`: greedy by default, and no longer than the
     model's context allows.

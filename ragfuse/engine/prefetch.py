@@ -54,7 +54,7 @@ class Prefetcher:
 
     def submit(self, texts: Iterable[str]) -> None:
         """Prefetch the KV of these texts, before all earlier requests. Returns at once."""
-        self.submit_keys(self._keys(texts_of(texts, "texts")))
+        self.submit_keys(self._keys(texts_of(texts)))
 
     def submit_keys(self, keys: Iterable[ChunkKey]) -> None:
         """Prefetch the entries of these keys, given with the likeliest first. Returns at once."""

@@ -255,13 +255,7 @@ class PrefixCache:
         if not self._store.lookup([key]):
             kv = encoder.model.encode(run, before)
             self._store.put(key, kv, tier=tier, levels={tier: LEVEL_NAMES[:1]})
-        self.note(token_ids, n_exact, key)
-
-    def note(self, token_ids: Sequence[int], lo: int, key: ChunkKey) -> None:
-        """Add an entry to the tree: the tokens from `lo` on are stored under `key`, at positions
-        from 0 on.
-        """
-        self._insert(token_ids, [Rows(lo, len(token_ids), key, 0, lo)])
+        self._insert(token_ids, [Rows(n_exact, len(token_ids), key, 0, n_exact)])
 
     def forget(self, runs: Collection[Sequence[int]]) -> None:
         """Drop every entry that holds one of these runs of tokens, and the entries that
@@ -534,14 +528,11 @@ def _n_chained(parts: Sequence[Rows]) -> int:
 
 def _copied(kv: ChunkKV, spans: Spans) -> ChunkKV:
     """Return a copy of these rows that shares no memory with the prompt's KV."""
-    return ChunkKV(tuple(_rows_of(layer, spans) for layer in kv.layers))
 
+    def rows_of(part: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part[:, lo:hi] for lo, hi in spans], 1)
 
-def _rows_of(layer: LayerKV, spans: Spans) -> LayerKV:
-    keys, values = (
-        torch.cat([part[:, lo:hi] for lo, hi in spans], 1) for part in (layer.keys, layer.values)
-    )
-    return LayerKV(keys, values)
+    return ChunkKV(tuple(LayerKV(rows_of(each.keys), rows_of(each.values)) for each in kv.layers))
 
 
 def _is_plain(prompt: Prompt) -> bool:

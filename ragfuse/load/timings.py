@@ -92,6 +92,7 @@ def measure(
     progress: Progress = lambda what, done: None,
     longest: int = MAX_TIMED_TOKENS,
     rounds: int = 3,
+    cool: Callable[[], object] | None = None,
     codecs: Callable[[str], Codec | None] = lambda level: None,
 ) -> CostModel:
     """Time a model on this machine, which takes minutes at most.
@@ -104,6 +105,8 @@ def measure(
         progress: Called as the timings proceed.
         longest: Tokens of the longest prompt to time.
         rounds: Rounds of each timing.
+        cool: Called before each read of a tier, to empty caches so that the read is cold. Disk
+            tiers do not need it.
         codecs: Returns the codec of a level, or None; decoding is timed for levels with a codec.
 
     Raises:
@@ -126,7 +129,7 @@ def measure(
     costs, sample = dict[str, TierCost](), model.encode([0])
     for index, tier in enumerate(tiers):
         try:
-            costs[tier.name] = tier_cost(tier, sample, rounds, part(3 + index), model.device)
+            costs[tier.name] = tier_cost(tier, sample, rounds, part(3 + index), cool, model.device)
         except StoreError as error:
             log.warning(
                 "Tier %s was not timed, so there are no timings of it: %s", tier.name, error
@@ -321,6 +324,7 @@ def tier_cost(
     sample: ChunkKV,
     rounds: int,
     progress: Progress,
+    cool: Callable[[], object] | None = None,
     device: torch.device = CPU,
 ) -> TierCost:
     """Time a tier with entries of several sizes, which are written, read in several ways and
@@ -331,6 +335,8 @@ def tier_cost(
         sample: One token's KV, for the shape.
         rounds: Rounds of each timing.
         progress: Called as the timings proceed.
+        cool: Called before each read, to empty caches so that the read is cold. Disk tiers do not
+            need it.
         device: The model's device.
 
     Raises:
@@ -352,7 +358,7 @@ def tier_cost(
             kv = _random(sample, n)
             for count in (min(count, n_layers) or n_layers for count in LAYERS):
                 name = f"tier {tier.name}, {n} tokens, {count} layers a read"
-                cases[name] = partial(_timed, timed_tier, kv, count, make_cold)
+                cases[name] = partial(_timed, timed_tier, kv, count, cool or make_cold)
                 table[name] = -(-n_layers // count), kv.nbytes
         next(iter(cases.values()))()  # to warm up
         seconds = _medians(cases, rounds, progress, TIER_BUDGET_S)

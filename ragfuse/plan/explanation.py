@@ -10,7 +10,6 @@ from typing import Any
 from ragfuse.types.keys import Encoded, Kind
 from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import LoadPlan, is_blended, is_exact
-from ragfuse.types.policy_cost import Needs
 from ragfuse.types.sizes import size_text
 
 BOUNDS = MappingProxyType(
@@ -26,20 +25,6 @@ RATIO_IS_FIXED = "what this policy always takes"
 LEAST_RATIO_DESPITE_DEADLINE = (
     "the least that keeps answers close, although the deadline asks for less"
 )
-NEEDS: Mapping[Needs, str] = MappingProxyType(
-    {
-        "nothing": "layer by layer: each is computed once it is read, while the next ones are read",
-        "all rows of a layer": (
-            "layer by layer: the first is computed whole, which shows which tokens differ most;"
-            " the others are computed as they are read"
-        ),
-        "attention": (
-            "three quarters of the layers are read first: the question's attention to them shows"
-            " which tokens to recompute, so nothing is computed before"
-        ),
-    }
-)
-"""What a policy needs before it can choose its rows, in words."""
 ENCODED: Mapping[Encoded, str] = MappingProxyType(
     {
         "alone": "encoded alone",
@@ -84,8 +69,6 @@ def in_words(plan: LoadPlan, unmeasured: str = UNMEASURED) -> str:
         elif found.bound == "deadline" and found.is_late:
             bound = LEAST_RATIO_DESPITE_DEADLINE
         lines.append(f"{quantity} by {plan.policy}: {bound}.")
-    if needed := needs(plan):
-        lines.append(f"How {plan.policy} goes: {needed}.")
     if found is None:
         return "\n".join((*lines, unmeasured))
     both = (
@@ -115,7 +98,6 @@ def as_dict(plan: LoadPlan) -> dict[str, Any]:
         del forecast["segments"]
     return {
         "policy": plan.policy,
-        "needs": needs(plan),
         "ratio": plan.ratio,
         "fallback_reason": plan.fallback_reason,
         "tokens": len(plan.prompt),
@@ -124,11 +106,6 @@ def as_dict(plan: LoadPlan) -> dict[str, Any]:
         ],
         "forecast": forecast,
     }
-
-
-def needs(plan: LoadPlan) -> str:
-    """Return what the plan's policy needs first, in words; "" where it has nothing to choose."""
-    return NEEDS[plan.cost.needs] if plan.chooses else ""
 
 
 def _rows(plan: LoadPlan) -> Iterator[dict[str, Any]]:
