@@ -19,7 +19,7 @@ from ragfuse.engine.prefetch import Prefetcher
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.request import PreparedPrompt, Request
 from ragfuse.fuse.fusor import CachedRun, LostRun
-from ragfuse.hf.kept_states import TenantStates
+from ragfuse.hf.kept_states import States
 from ragfuse.hf.lock import FairLock
 from ragfuse.hf.model import HFModel, KVSource, Prefill
 from ragfuse.load.layers import LayerReader
@@ -134,7 +134,7 @@ class Prefiller:
             held.enter_context(model.lock)
         request.check_open()
         began_s = time.perf_counter()
-        states = self._prefixes.kept_states() if request.ask.reuse and model.profile.state else None
+        states = self._prefixes.kept_states if request.ask.reuse and model.profile.state else None
         with model.before_layers(request.check_open):
             found = _computed(model, plan, _CachedKV(plan.prompt, reader, stream), states)
         load_s, wait_s, trace = reader.load_s, reader.wait_s, None
@@ -153,9 +153,7 @@ class Prefiller:
 
 
 @fused
-def _computed(
-    model: HFModel, plan: LoadPlan, cached: _CachedKV, states: TenantStates | None
-) -> Prefill:
+def _computed(model: HFModel, plan: LoadPlan, cached: _CachedKV, states: States | None) -> Prefill:
     """Compute what the plan does not load: the whole prompt, the tokens after a kept state, or the
     selected rows.
     """

@@ -23,7 +23,7 @@ import torch
 from ragfuse.engine.encoder import PACE_S
 from ragfuse.engine.request import PreparedPrompt
 from ragfuse.engine.runtime import Runtime
-from ragfuse.hf.kept_states import States, TenantStates
+from ragfuse.hf.kept_states import States
 from ragfuse.sessions.session import PendingTurn
 from ragfuse.store.radix import RadixTree, Rows, merged
 from ragfuse.types.keys import ChunkKey, Kind, digest, filler_context, token_digest
@@ -73,7 +73,7 @@ class PrefixCache:
         self._tree, self._sweep_at = RadixTree(), SWEEP_NODES
         self._pending = runtime.saves
         self._computed = list[tuple[int, ...]]()  # prompts that are planned and not prefilled yet
-        self._states = States(self._settings.memory_bytes)
+        self._states = States(self._settings.memory_bytes, self._settings.min_chunk_tokens)
 
     @property
     def is_on(self) -> bool:
@@ -110,15 +110,12 @@ class PrefixCache:
         ]
         return with_rows(prompt, found, "prefix")
 
-    def kept_states(self) -> TenantStates | None:
-        """Return the kept states of a model whose cache is not KV per token; None where prefix
-        caching is off.
+    @property
+    def kept_states(self) -> States | None:
+        """The kept states of a model whose cache is not KV per token; None where prefix caching is
+        off.
         """
-        if not self.is_on:
-            return None
-        return TenantStates(
-            self._states, self._runtime.encoder.digest, self._settings.min_chunk_tokens
-        )
+        return self._states if self.is_on else None
 
     @contextmanager
     def turn(self, prompt: Prompt) -> Iterator[None]:
@@ -261,7 +258,7 @@ class PrefixCache:
         """Drop every entry that holds one of these runs of tokens, and the entries that
         follow it.
         """
-        self._states.forget(self._runtime.encoder.digest, runs)
+        self._states.forget(runs)
         with self._changed:
             keys = set().union(*map(self._tree.holding, runs)) if runs else set()
             self._tree.discard(keys)
