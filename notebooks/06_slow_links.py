@@ -45,7 +45,6 @@ settings = Settings(
     disk_bytes=0,
     tiers=[f"file://{folder}/far"],
     levels={"objects": LEVELS},
-    piece_tokens=SIZE,
 )
 model = bench_model(settings.model, settings.dtype, settings.device, settings.home)
 engine = Engine(settings, model)
@@ -110,7 +109,7 @@ class Line:
     def set(self, *steps):
         """(from this second on, megabytes a second), the first from 0 on."""
         self.steps, self.began = steps, time.perf_counter()
-        engine.runtime.links.forget()  # what was seen of the line before
+        engine.runtime.links.clear()  # what was seen of the line before
 
     def mbps(self):
         since = time.perf_counter() - self.began

@@ -282,14 +282,6 @@ class Settings(BaseSettings):
             " for a policy that is named."
         ),
     )
-    piece_tokens: int = Field(
-        default=1500,
-        ge=16,
-        description=(
-            "Approximate tokens of a piece in which KV is streamed from a slow tier under a"
-            " deadline."
-        ),
-    )
     streams: int = Field(
         default=4, ge=1, description="Prompts that may stream from one tier at the same time."
     )

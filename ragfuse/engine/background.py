@@ -1,5 +1,4 @@
-"""Background jobs after an answer: encode chunks that it missed, and copy slowly loading ones to a
-faster tier.
+"""Background jobs after an answer: encode chunks that it missed.
 
 `remember.py` carries them out, one at a time, so that a question waits for at most one.
 """
@@ -12,7 +11,6 @@ from typing import Literal
 
 from ragfuse.schemas.bind import SchemaUse
 from ragfuse.schemas.layout import SchemaRun
-from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import LoadPlan
 
 IDLE_WAIT_S = 2.0
@@ -21,14 +19,12 @@ tokens of one.
 """
 
 
-JobKind = Literal["chunk", "run", "prefix", "copy", "learn"]
+JobKind = Literal["chunk", "run", "prefix", "learn"]
 """What a job does.
 
 - "chunk": encode a chunk.
 - "run": encode a run of a schema as a whole, at its positions.
 - "prefix": encode a prompt's first chunk into the prefix cache, after the cached prefix before it.
-- "copy": copy an entry, which was not read because it loads too slowly from its tier, to a faster
-  tier.
 - "learn": search a prompt for recurring passages.
 """
 
@@ -39,11 +35,10 @@ class EncodeJob:
 
     Args:
         kind: The work, which says which of the other fields are set.
-        tokens: Token ids of a "chunk", a "run", the entry of a "copy", or the prompt to "learn"
-            from; for "prefix", the ids of prefix and chunk.
+        tokens: Token ids of a "chunk", a "run", or the prompt to "learn" from; for "prefix", the
+            ids of prefix and chunk.
         text: The text of a "chunk"; "" where only its ids are known.
         source: Where the text of a "chunk" came from, for people.
-        keys: Key of the entry of a "copy".
         run: The run of a schema, for "run".
         plan: The plan of that prompt.
         n_prefix: For "prefix", how many of `tokens` are in the prefix cache already.
@@ -53,17 +48,14 @@ class EncodeJob:
     tokens: tuple[int, ...] = ()
     text: str = ""
     source: str = ""
-    keys: tuple[ChunkKey, ...] = ()
     run: SchemaRun | None = None
     plan: LoadPlan | None = field(default=None, compare=False)
     n_prefix: int = 0
 
 
 def jobs_after(plan: LoadPlan) -> Iterator[EncodeJob]:
-    """Yield a job for each chunk that a plan missed, and for each entry that loads too slowly."""
+    """Yield a job for each chunk that a plan missed."""
     segments = plan.prompt.segments
-    for fetch in plan.unread:
-        yield EncodeJob("copy", segments[fetch.segment].tokens, keys=(fetch.key,))
     hits = {fetch.key for fetch in (*plan.fetches, *plan.unread)}
     schema_use = plan.prompt.schema_use
     if isinstance(schema_use, SchemaUse):

@@ -1,76 +1,73 @@
-"""The parser of an answer while it is generated: it splits the tokens into reasoning, text and tool
-calls.
+"""An answer while it is generated: its tokens are split into reasoning, text and tool calls, and
+read as an `Answer` in the end.
 
 Streaming, stopping and the final answer all use it, so that they agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
+from ragfuse.engine.options import ends_of
+from ragfuse.engine.request import Request
+from ragfuse.hf.handover import resolve_option, stop_strings_of
+from ragfuse.hf.held_schema import broken, held_schema
 from ragfuse.hf.stream import Detokenizer, StopFinder
 from ragfuse.text.chat_template import Thoughts
 from ragfuse.text.tool_calls import CallFormat, CallReader, stripped_end
-from ragfuse.types.answer import Thought, ToolCall
+from ragfuse.types.answer import Answer, Ended, Thought, ToolCall, Trace
 from ragfuse.types.partial_match import partial_match
 
 
 class Draft:
     """One answer, parsed as its token ids arrive.
 
+    Stop strings end plain text only; tool calls, and text that follows a grammar, end by
+    themselves.
+
     Args:
-        detokenizer: Decodes the ids.
-        ends: Ids of end tokens.
-        stops: Stop strings; they end text only.
+        request: The request that it answers.
+        options: The options of `generate` that it is generated with.
         calls: The format of tool calls; None without tools.
-        schemas: JSON schemas of the tools' arguments, by tool name.
-        max_calls: Most tool calls; None for any number.
-        must_call: Whether the answer consists of tool calls only.
-        tags: The tags around reasoning; None for a model without.
+        tags: The tags around reasoning; None where the model writes none.
         is_thinking: Whether the answer begins inside reasoning.
 
     Attributes:
+        options: See above.
         ids: The ids before the end token.
-        end_ids: The end token, once it has come.
         over: Whether the answer has ended; later ids are ignored.
     """
 
     def __init__(
         self,
-        detokenizer: Detokenizer,
-        ends: Sequence[int] = (),
-        stops: Sequence[str] = (),
-        calls: CallFormat | None = None,
-        schemas: Mapping[str, str] | None = None,
-        max_calls: int | None = None,
-        must_call: bool = False,
-        tags: Thoughts | None = None,
-        is_thinking: bool = False,
+        request: Request,
+        options: Mapping[str, Any],
+        calls: CallFormat | None,
+        tags: Thoughts | None,
+        is_thinking: bool,
     ) -> None:
+        ask, model = request.ask, request.model
+        self.options = options
         self.ids = list[int]()
-        self.end_ids: tuple[int, ...] = ()
         self.over = False
-        self._detokenizer, self._ends, self._stops = detokenizer, frozenset(ends), StopFinder(stops)
-        self._format, self._max_calls, self._must_call = calls, max_calls, must_call
-        self._reader = CallReader(calls, schemas or {}) if calls is not None else None
+        self._request, self._must_call = request, request.must_call
+        stops: tuple[str, ...] = ()
+        if ask.grammar is None and not request.must_call:
+            stops = *ask.stop, *stop_strings_of(ask.options, model)
+        shown = *stops, *(calls.texts if calls is not None else ())
+        self._detokenizer = Detokenizer.of(
+            model.tokenizer, shown if tags is None else (*shown, tags.open, tags.close)
+        )
+        self._ends, self._stops = ends_of(model, ask.options), StopFinder(stops)
+        self._end_ids: tuple[int, ...] = ()
+        self._format, self._max_calls = calls, None if ask.parallel_tool_calls else 1
+        self._reader = CallReader(calls, request.schemas) if calls is not None else None
         self._tags, self._is_thinking, self._is_complete = tags, is_thinking, False
         self._thought = self._text = (0, 0)  # characters lo:hi that are final
         self._taken = [0, 0]  # characters of reasoning and text that `take` has yielded
-
-    @property
-    def text(self) -> str:
-        """The answer's text as far as it is final: more tokens will not change it."""
-        return self._detokenizer.visible(*self._text)
-
-    @property
-    def reasoning(self) -> str:
-        """The reasoning before the text, as far as it is final."""
-        return self._detokenizer.visible(*self._thought)
-
-    @property
-    def calls(self) -> tuple[ToolCall, ...]:
-        """All complete tool calls, each once; none in an answer that ended at a stop string."""
-        return () if self._reader is None else self._reader.calls[: self._max_calls]
 
     def add(self, ids: Iterable[int]) -> None:
         """Parse the next generated ids."""
@@ -79,7 +76,7 @@ class Draft:
                 return
             if id in self._ends:
                 self.over = True
-                self.end_ids = (id,)
+                self._end_ids = (id,)
                 return
             self.ids.append(id)
             self._detokenizer.add([id])
@@ -101,7 +98,41 @@ class Draft:
             self._taken[1] = hi
             yield piece
 
+    def answer(self, trace: Trace) -> Answer:
+        """Return the answer, which has ended."""
+        ask, model = self._request.ask, self._request.model
+        calls = () if self._reader is None else self._reader.calls[: self._max_calls]
+        text = self._detokenizer.visible(*self._text)
+        has_time_limit = bool(resolve_option("max_time", ask.options, model))
+        is_short = len(self.ids) < self.options.get("max_new_tokens", 0) and not has_time_limit
+        reason: Ended = "length"
+        if (self.over or is_short) and (calls or not self._must_call):
+            reason = "tool_calls" if calls else "stop"
+        unheld = self._unheld(text, calls)
+        return Answer(
+            text,
+            tuple(self.ids),
+            reason,
+            replace(trace, unheld=unheld),
+            calls,
+            self._detokenizer.visible(*self._thought),
+            self._end_ids,
+        )
+
     # inside
+
+    def _unheld(self, text: str, calls: Iterable[ToolCall]) -> tuple[str, ...]:
+        """Return what of the schemas was not held while decoding, and what of it the answer
+        breaks.
+        """
+        form = self._request.ask.grammar
+        texts = [(self._request.schemas[call.name], json.dumps(call.arguments)) for call in calls]
+        if form is not None and form.kind == "json":
+            texts.append((form.source, text))
+        unheld = list[str]()
+        for schema, written in texts:
+            unheld += (*held_schema(schema)[1], *broken(schema, written))
+        return tuple(unheld)
 
     def _read(self) -> None:
         """Find what of the text so far is reasoning, text and calls."""

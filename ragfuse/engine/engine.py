@@ -1,4 +1,4 @@
-"""The engine, the main class of the package. `Engine._run` shows the six stages of an answer, one
+"""The engine, the main class of the package. `Engine._run` shows the stages of an answer, one
 file each.
 """
 
@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import os
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
@@ -17,35 +15,27 @@ from pathlib import Path
 
 from ragfuse.engine.answer_stream import AnswerStream, answers_of
 from ragfuse.engine.ask import Ask
-from ragfuse.engine.build import build
-from ragfuse.engine.constraints import ConstraintCompiler, Tool, offered_tools
-from ragfuse.engine.fetch import FetchStage
+from ragfuse.engine.build import build, check_fits
+from ragfuse.engine.constraints import ConstraintCompiler
 from ragfuse.engine.generate import generated, share
 from ragfuse.engine.history import ConversationHistory
 from ragfuse.engine.ingest import Documents
-from ragfuse.engine.overflow import check_fits
 from ragfuse.engine.planner import Planner
 from ragfuse.engine.prefetch import Prefetcher
-from ragfuse.engine.prefill import prefill
+from ragfuse.engine.prefill import Prefiller
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.prompt_builder import PromptBuilder
-from ragfuse.engine.question import (
-    Question,
-    mended_question,
-    places_of,
-    prompts_of,
-    question_of,
-)
+from ragfuse.engine.question import Question, prompts_of, question_of, texts_of
 from ragfuse.engine.remember import RememberStage
 from ragfuse.engine.request import Prefilled, PreparedPrompt, Request, Say
 from ragfuse.engine.runtime import Runtime, handed_over
 from ragfuse.engine.schema_service import RegisteredSchema, SchemaService
+from ragfuse.engine.tools import Tool
 from ragfuse.errors import StoreError, about
-from ragfuse.fuse.fusor import LostRun
 from ragfuse.hf.model import HFModel
 from ragfuse.models.dtypes import resolve_auto
 from ragfuse.models.loader import Given, Tokens
-from ragfuse.process.exit import EXITING, at_work
+from ragfuse.process.exit import at_work
 from ragfuse.process.jobs import BackgroundJobs, close_at_exit, countdown
 from ragfuse.process.shared import OneProcess, collect_notes, forget, shared
 from ragfuse.schemas.nodes import PMLPrompt
@@ -113,7 +103,8 @@ class Engine(OneProcess):
         self.history = ConversationHistory(self.prompts, self.prefixes)
         self.sessions = self.history.sessions
         self.prefetcher = Prefetcher(runtime, self.history.keys_of)
-        self._planner, self._fetch = Planner(runtime, self.prefixes), FetchStage(self.prefetcher)
+        self._planner = Planner(runtime, self.prefixes)
+        self._prefiller = Prefiller(self._planner, self.prefixes, self.prefetcher)
         self._remember = RememberStage(self.prompts, self.history, self.prefixes, self.prefetcher)
         self._documents = Documents(self.prompts, self.prefixes)
         self.counters = AnswerCounters(lambda: len(runtime.jobs), lambda: runtime.catalog.failures)
@@ -152,7 +143,7 @@ class Engine(OneProcess):
             InputError: The prompt or an option is invalid.
         """
         self._check_open()
-        return self._answer(self._request(question_of(prompt, pml), ask))
+        return self._answer(Request.of(question_of(prompt, pml), ask, self.runtime))
 
     def stream(
         self,
@@ -174,9 +165,10 @@ class Engine(OneProcess):
                 raises ends the stream.
         """
         self._check_open()
-        question = question_of(prompt, pml)
-        offered_tools(ask or Ask())  # raises for invalid tools here, not while the stream is read
-        return AnswerStream(partial(self._say, question, ask, prefilled))
+        request = replace(
+            Request.of(question_of(prompt, pml), ask, self.runtime), prefilled=prefilled
+        )
+        return AnswerStream(partial(self._say, request))
 
     def batch(
         self,
@@ -195,7 +187,23 @@ class Engine(OneProcess):
             cancelled: Ends the generation of all answers once it is set.
         """
         self._check_open()
-        return self._batch(prompts_of(prompts), ask or Ask(), cancelled or threading.Event())
+        failed, ask = threading.Event(), ask or Ask()
+        ends = failed, cancelled or threading.Event()
+        requests = [Request.of(prompt, ask, self.runtime, *ends) for prompt in prompts_of(prompts)]
+        with counted("batch", self, ask) as answers, collect_notes() as unsaved:
+            if len(requests) < 2 or self.model.lock.is_mine:
+                found = [self._run(request) for request in requests]
+            else:
+                together = [replace(request, has_company=True) for request in requests]
+                with ThreadPoolExecutor(
+                    min(len(requests), MAX_BATCH_ANSWERS), "ragfuse-batch"
+                ) as pool:
+                    found = answers_of(
+                        [pool.submit(copy_context().run, self._run, each) for each in together],
+                        failed,
+                    )
+            answers += [_with_unsaved(answer, unsaved) for answer in found]
+        return answers
 
     def _answer(self, request: Request) -> Answer:
         streams = request.say is not None
@@ -205,80 +213,27 @@ class Engine(OneProcess):
 
     @at_work()
     def _run(self, request: Request) -> Answer:
-        """Take a question through the six stages to its answer."""
+        """Take a question through its stages to its answer."""
         prompt = build(request, self.history, self.schemas)
-        constraints = self.constraints.compile(request, prompt)
-        with self._prefilled(prompt, request) as prepared:
+        draft = self.constraints.draft(request, prompt)
+        with self._prefiller.prefilled(prompt, request) as prepared:
             if request.prefilled is not None:
                 request.prefilled(prepared)
             self._remember.begin(prepared)
             share(prepared)
-        found = generated(prepared, constraints)
-        self._remember.remember(found)
-        return found.answer
+        answer, ids = generated(prepared, draft)
+        self._remember.remember(prepared, answer, ids)
+        return answer
 
-    @contextmanager
-    def _prefilled(self, prompt: Prompt, request: Request) -> Iterator[PreparedPrompt]:
-        """Plan, fetch and prefill a prompt, and hold the model; again without an entry that turns
-        out unreadable.
-        """
-        lost = frozenset[int]()
-        waits = (
-            request.ask.reuse and request.ask.deadline_s is None and not request.model.lock.is_mine
-        )
-        with self.prefixes.turn(prompt) if waits else nullcontext():
-            while True:
-                plan = self._planner.plan(prompt, request, lost)
-                with self._fetch.fetch(plan, request) as fetched:
-                    try:
-                        prepared = prefill(fetched, self.prefixes)
-                    except LostRun as error:
-                        prompt, lost = plan.prompt, lost | {error.segment}
-                        continue
-                    yield prepared
-                    return
-
-    def _batch(
-        self, prompts: Sequence[Question], ask: Ask, cancelled: threading.Event
-    ) -> list[Answer]:
-        failed = threading.Event()
-        requests = [self._request(prompt, ask, cancelled, failed) for prompt in prompts]
-        with counted("batch", self, ask) as answers, collect_notes() as unsaved:
-            if len(requests) < 2 or self.model.lock.is_mine:
-                found = [self._run(request) for request in requests]
-            else:
-                with ThreadPoolExecutor(
-                    min(len(requests), MAX_BATCH_ANSWERS), "ragfuse-batch"
-                ) as pool:
-                    together = [replace(request, has_company=True) for request in requests]
-                    found = answers_of(
-                        [pool.submit(copy_context().run, self._run, each) for each in together],
-                        failed,
-                    )
-            answers += [_with_unsaved(answer, unsaved) for answer in found]
-        return answers
-
-    def _request(self, question: Question, ask: Ask | None, *ends: threading.Event) -> Request:
-        return Request(question, ask or Ask(), self.runtime, time.perf_counter(), (*ends, EXITING))
-
-    def _say(
-        self,
-        question: Question,
-        ask: Ask | None,
-        prefilled: Prefilled,
-        say: Say,
-        stop: threading.Event,
-    ) -> Answer:
-        return self._answer(
-            replace(self._request(question, ask, stop), say=say, prefilled=prefilled)
-        )
+    def _say(self, request: Request, say: Say, stop: threading.Event) -> Answer:
+        return self._answer(replace(request, say=say, ends=(*request.ends, stop)))
 
     def plan(self, prompt: Question, ask: Ask | None = None) -> LoadPlan:
         """Return what would be read and computed for a prompt, and how long that would take,
         without doing it.
         """
         self._check_open()
-        request = self._request(prompt, ask)
+        request = Request.of(prompt, ask, self.runtime)
         return self._planner.plan(build(request, self.history, self.schemas), request)
 
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> PreparedPrompt:
@@ -286,9 +241,9 @@ class Engine(OneProcess):
         context.
         """
         self._check_open()
-        request = self._request((), ask)
-        check_fits(prompt, request.ask, self.model, drops=False, may_shorten=False)
-        with self._prefilled(prompt, request) as prepared:
+        request = Request.of(prompt.token_ids, ask, self.runtime)
+        check_fits(prompt, request)
+        with self._prefiller.prefilled(prompt, request) as prepared:
             return prepared
 
     @about("prompt")
@@ -307,9 +262,10 @@ class Engine(OneProcess):
             ask: Variables of the chat template, and the documents that the prompt may contain.
         """
         self._check_open()
+        request = Request.of(prompt, replace(ask or Ask(), tools=tools), self.runtime)
         if isinstance(prompt, PMLPrompt):
-            return self.schemas.prompt(prompt, ask or Ask())
-        return self.prompts.prompt(mended_question(prompt), self.digest, tools, ask=ask)
+            return self.schemas.prompt(prompt, request.ask)
+        return self.prompts.prompt(request)
 
     def count_tokens(self, prompt: Question, tools: Sequence[Tool] = ()) -> int:
         """Return the number of tokens of a prompt, with chat template and tools."""
@@ -376,7 +332,9 @@ class Engine(OneProcess):
                 the smallest first.
         """
         self._check_open()
-        digest, places = self.digest, places_of(sessions)
+        digest, places = self.digest, sessions
+        if not isinstance(places, Mapping):
+            places = {name: place for place, name in enumerate(texts_of(places))}
         self.conversations.expect(digest, places)
         self.prefetcher.look_ahead(
             [(digest, name) for name in sorted(places, key=places.__getitem__)]

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
-from typing import Any
+from functools import cache
 
-from ragfuse.engine.ask import Ask
-from ragfuse.engine.generate import Generated
-from ragfuse.engine.overflow import drops, fitted, limit_of
+from ragfuse.engine.overflow import fitted
 from ragfuse.engine.prefix_cache import PrefixCache, with_rows, without_rows
 from ragfuse.engine.prompt_builder import PromptBuilder
-from ragfuse.engine.question import ChatInput, Ids, is_ids, messages_of
+from ragfuse.engine.question import is_ids, messages_of
+from ragfuse.engine.request import PreparedPrompt, Request
 from ragfuse.sessions.conversation_index import Name
 from ragfuse.sessions.session import (
     PendingTurn,
@@ -73,9 +71,7 @@ class ConversationHistory:
 
     # before the answer
 
-    def fitted(
-        self, question: ChatInput | Ids, ask: Ask, tools: Sequence[Mapping[str, Any]]
-    ) -> Prompt:
+    def fitted(self, request: Request) -> Prompt:
         """Return the prompt of a question, with the stored turns of its conversation as history
         segments.
 
@@ -83,25 +79,15 @@ class ConversationHistory:
         overflow is "drop".
 
         Args:
-            question: The new messages, or all messages of the conversation.
-            ask: Its options; `session` names the conversation.
-            tools: Tools that the prompt describes.
+            request: The new messages, or all messages of the conversation; `Ask.session` names it.
         """
-        settings, max_context = self._settings, self._runtime.model.max_context
-        limit = (
-            1 + limit_of(ask, settings, max_context)
-            if max_context and drops(ask, settings)
-            else None
-        )
-        make = partial(self._prompts.prompt, digest=self._runtime.digest, tools=tools, ask=ask)
-        pending = self._pending_turn(question, ask)
+        max_context = self._runtime.model.max_context
+        limit = 1 + request.limit(max_context) if max_context and request.drops else None
+        pending = self._pending_turn(request)
         if pending is None:
-            return fitted(lambda n: make(question, leave_out=n), limit)
-        messages = [*pending.session.messages, *pending.messages]
-        found = fitted(
-            lambda n: self._shortened(partial(make, leave_out=n), messages, pending, ask), limit
-        )
-        return found if ask.session is not None else replace(found, conversation=None)
+            return fitted(lambda n: self._prompts.prompt(request, leave_out=n), limit)
+        found = fitted(lambda n: self._shortened(request, pending, n), limit)
+        return found if request.ask.session is not None else replace(found, conversation=None)
 
     def keys_of(self, name: Name) -> Sequence[ChunkKey]:
         """Return the keys of a conversation's KV; a conversation that is not in the index is read
@@ -110,13 +96,13 @@ class ConversationHistory:
         index = self._runtime.conversations
         return index.keys(name) or (self.sessions.get(*name) and index.keys(name)) or ()
 
-    def _pending_turn(self, question: ChatInput | Ids, ask: Ask) -> PendingTurn | None:
+    def _pending_turn(self, request: Request) -> PendingTurn | None:
         """Return the turn that a question adds to its session; None for a text or ids without one.
 
         Messages that include one of the assistant are the whole conversation: only the turns that
         agree with them stay. Messages without a session have no stored turns.
         """
-        name = ask.session
+        question, name = request.question, request.ask.session
         if name is None and (isinstance(question, str) or is_ids(question)):
             return None
         given = messages_of(question)
@@ -136,32 +122,32 @@ class ConversationHistory:
             new = [each for each in given if each.role != "system" or not is_same(each, first)]
         return PendingTurn(kept, tuple(new), version, self._settings.history_chunks, session.keys)
 
-    def _shortened(
-        self,
-        make: Callable[[ChatInput | Ids], Prompt],
-        messages: Sequence[ChatMessage],
-        pending: PendingTurn,
-        ask: Ask,
-    ) -> Prompt:
+    def _shortened(self, request: Request, pending: PendingTurn, leave_out: int) -> Prompt:
         """Return the prompt with its history, shortened to fit the context window.
 
         First KV rows of the history are truncated. Where that is not enough, the fewest earliest
         turns that have to go are left out; such a prompt is computed without history.
         """
-        whole = make(messages)
-        placed = self._placed(whole, pending, ask)
-        shorter = () if self._fits(placed, ask) else LaterMessages(messages)
+        messages = [*pending.session.messages, *pending.messages]
+        whole = self._prompts.prompt(request, messages, leave_out)
+        placed = self._placed(whole, pending, request)
+        shorter = () if self._fits(placed, request) else LaterMessages(messages)
         if not shorter:
             return placed
-        without = lru_cache(maxsize=None)(
-            lambda n: _without_turns(whole, make(shorter[n]), pending)
-        )
+
+        @cache
+        def without(n: int) -> Prompt:
+            short = self._prompts.prompt(request, shorter[n], leave_out)
+            return _without_turns(whole, short, pending)
+
         shortest = without(
-            bisect_left(range(len(shorter) - 1), True, key=lambda n: self._fits(without(n), ask))
+            bisect_left(
+                range(len(shorter) - 1), True, key=lambda n: self._fits(without(n), request)
+            )
         )
         return shortest if len(shortest) < len(placed) else placed
 
-    def _placed(self, prompt: Prompt, pending: PendingTurn, ask: Ask) -> Prompt:
+    def _placed(self, prompt: Prompt, pending: PendingTurn, request: Request) -> Prompt:
         """Return the prompt with its first tokens replaced by history segments, truncated to the
         context window.
         """
@@ -171,15 +157,15 @@ class ConversationHistory:
         lo, hi = session.left_out if session.left_out[1] <= n_past else (0, 0)
         window, settings = self._window, self._settings
         if window is not None:
-            room = max(0, limit_of(ask, settings, window) - (len(prompt) - n_past))
+            room = max(0, request.limit(window) - (len(prompt) - n_past))
             step = max(1, int(settings.truncate_ratio * window))
             lo, hi = truncated((lo, hi), n_past, room, step, settings.sinks)
         short = without_rows(with_rows(prompt, known, "history"), lo, hi)
         return replace(short, conversation=replace(pending, left_out=(lo, ids[lo:hi])))
 
-    def _fits(self, prompt: Prompt, ask: Ask) -> bool:
+    def _fits(self, prompt: Prompt, request: Request) -> bool:
         window = self._window
-        return window is None or len(prompt) <= limit_of(ask, self._settings, window)
+        return window is None or len(prompt) <= request.limit(window)
 
     @property
     def _window(self) -> int | None:
@@ -189,25 +175,23 @@ class ConversationHistory:
 
     # after it
 
-    def after(self, generated: Generated) -> None:
+    def after(self, ready: PreparedPrompt, answer: Answer, ids: Sequence[int]) -> None:
         """Record the turn of a session that was answered, and save its KV in the background."""
-        ready, answer, ids = generated.prepared, generated.answer, generated.token_ids
         prompt, ask, encoder = ready.plan.prompt, ready.request.ask, self._runtime.encoder
         pending = prompt.conversation
-        if not isinstance(pending, PendingTurn) or not ask.reuse:
+        if not isinstance(pending, PendingTurn):
             return
         answer_ids = self._text_ids(answer)
         n_written = min(_n_common(answer_ids, ids), ready.n_held(len(ids)) - len(prompt))
         tokens, rows = self._prefixes.keep(ready, pending, answer_ids[:n_written])
-        messages = [
-            replace(each, content=tuple(self._prompts.pieces(each.pieces)))
-            for each in pending.messages
-        ]
-        if not pending.keep_chunks:
-            own = ([piece for piece in each.pieces if piece.kind == "fresh"] for each in messages)
-            messages = [
-                replace(each, content=pieces) for each, pieces in zip(messages, own, strict=True)
-            ]
+        messages = list[ChatMessage]()
+        for each in pending.messages:
+            kept = (
+                piece
+                for piece in self._prompts.pieces(each.pieces)
+                if pending.keep_chunks or piece.kind == "fresh"
+            )
+            messages.append(replace(each, content=tuple(kept)))
         text, goes_on = answer.text, ask.continue_final_message
         if goes_on and messages:
             text = messages[-1].text + self._continuation(answer, answer_ids)
@@ -253,11 +237,6 @@ class ConversationHistory:
         """
         text = self._runtime.encoder.model.encoder.decode(ids)
         return text if text.strip() == answer.text.strip() else answer.text
-
-
-def may_leave_out_turns(messages: Sequence[ChatMessage], ask: Ask) -> bool:
-    """Return whether earlier turns may be left out of a question that is too long."""
-    return ask.session is not None or len(LaterMessages(messages)) > 0
 
 
 def _without_turns(whole: Prompt, short: Prompt, pending: PendingTurn) -> Prompt:

@@ -55,7 +55,7 @@ class Documents:
                     continue
                 nbytes = encoder.keep_chunk(ids)
                 if len(ids) >= runtime.settings.min_chunk_tokens:
-                    self.prompts.note(runtime.digest, text, source, ids, must=True)
+                    self.prompts.note(text, source, ids, must=True)
             done = done.plus(
                 len(ids), nbytes, time.perf_counter() - began, len(ids) < encoder.shortest
             )
@@ -73,22 +73,20 @@ class Documents:
             if not may_fit(text, runtime.model):
                 continue
             ids = runtime.model.tokens(text, False)
-            if len(ids) >= runtime.settings.min_chunk_tokens and not prompts.knows(
-                runtime.digest, text, ids
-            ):
-                prompts.note(runtime.digest, text, source, ids)
+            if len(ids) >= runtime.settings.min_chunk_tokens and not prompts.knows(text, ids):
+                prompts.note(text, source, ids)
 
     def forget(self, texts: Iterable[str]) -> int:
         """Delete the KV of chunks, and of passages learned from them, from every tier; return the
         bytes freed.
         """
         runtime = self.prompts.runtime
-        texts = [whole_text(text).strip() for text in texts_of(texts, "texts")]
+        texts = [whole_text(text).strip() for text in texts_of(texts)]
         runs = {tuple(runtime.model.tokens(text, False)) for text in texts}
         runtime.jobs.cancel(
             lambda job: isinstance(job, EncodeJob) and any(holds(job.tokens, run) for run in runs)
         )
         self.prefixes.forget(runs)
-        runs |= self.prompts.forget(runtime.digest, texts)
+        runs |= self.prompts.forget(texts)
         chunks = {chunk_of(runtime.encoder.key(run)) for run in runs}
         return forget_chunks(runtime.store, runtime.catalog.strict, chunks).nbytes

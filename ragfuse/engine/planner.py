@@ -15,7 +15,6 @@ from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.request import Request
 from ragfuse.engine.runtime import Runtime
 from ragfuse.fuse.select import cost_of
-from ragfuse.hf.model import HFModel
 from ragfuse.plan.controller import Controller
 from ragfuse.store.deletion import chunk_of
 from ragfuse.telemetry.otel import planned
@@ -68,25 +67,23 @@ class Planner:
         Returns:
             The plan. Its prompt has segments of kind "prefix" where the prefix cache has a hit.
         """
-        model, profile, ask, settings = (
-            request.model,
-            request.profile,
-            request.ask,
-            self._runtime.settings,
-        )
+        profile, ask, settings = self._runtime.profile, request.ask, self._runtime.settings
         if ask.reuse and not lost:
             prompt = self._prefixes.placed(prompt)
-        policy = ask.policy or settings.policy
-        ratio = settings.ratio if ask.ratio is None else ask.ratio
-        costs = self._runtime.timings.costs(model)
+        policy, costs = ask.policy or settings.policy, self._runtime.timings.costs(request.model)
         controller = Controller(
-            cost_of, costs, profile.default_choice, policy, ratio, request.left_s
+            cost_of,
+            costs,
+            profile.default_choice,
+            policy,
+            settings.ratio if ask.ratio is None else ask.ratio,
+            request.left_s,
+            [tier.name for tier in self._store.tiers if tier.remote],
         )
-        if refusal := (
-            refusal_of(_exactly(prompt, profile), policy) if ask.reuse else FULL_PREFILL_ASKED
-        ):
-            full = controller.plan(prompt, {}).with_full_prefill(refusal)
-            return replace(full, n_before=self._n_before(prompt, model)) if ask.reuse else full
+        refusal = refusal_of(_exactly(prompt, profile), policy)
+        if refusal or not ask.reuse:
+            why = refusal if ask.reuse else FULL_PREFILL_ASKED
+            return controller.plan(prompt, {}).with_full_prefill(why)
         chunks = {at for at, segment in enumerate(prompt.segments) if segment.kind == "chunk"}
         # then exact segments are read alone
         unblended = refusal_of(profile, policy) if chunks else ""
@@ -111,20 +108,13 @@ class Planner:
             is_default = policy == AUTO and profile.choice is None
             if chunks and not unblended and is_default and not self._is_hinted:
                 self._is_hinted = True
-                hint(profile, settings, model)
+                hint(profile, settings, request.model)
             return found
-        if unblended:
-            return found.with_full_prefill(unblended)
-        is_pending = any(why == ENCODING for _, why in found.misses)
-        why = ENCODING if is_pending else self._why_nothing(prompt, bool(lost))
-        return replace(found.with_full_prefill(why), misses=found.misses)
-
-    def _n_before(self, prompt: Prompt, model: HFModel) -> int:
-        states, kind = self._prefixes.kept_states(), model.profile.state
-        if states is None or not kind or prompt.schema_use is not None:
-            return 0
-        state = states.longest_prefix(prompt.token_ids, kind)[0]
-        return state.n_tokens if state is not None else 0
+        why = unblended
+        if not why:
+            is_pending = any(why == ENCODING for _, why in found.misses)
+            why = ENCODING if is_pending else self._why_nothing(prompt, bool(lost))
+        return replace(found.with_full_prefill(why), misses=() if unblended else found.misses)
 
     def _explained(self, segment: Segment, why: str) -> str:
         """Return the precise reason of a miss: its entry may be undecodable here, or still being

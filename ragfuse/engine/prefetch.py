@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from threading import Lock
 
 from ragfuse.engine.overflow import may_fit
@@ -20,7 +19,6 @@ from ragfuse.engine.runtime import Runtime
 from ragfuse.plan.look_ahead import to_prefetch
 from ragfuse.process.jobs import BackgroundJobs, close_at_exit
 from ragfuse.sessions.conversation_index import Name
-from ragfuse.store import Tier
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
@@ -31,21 +29,6 @@ MAX_WAITING_REQUESTS = 8
 KeysOf = Callable[[Name], Sequence[ChunkKey]]
 MAX_TIER_SHARE = 0.5
 """Share of a fast tier's bytes, without pinned entries, that one request may fill."""
-
-
-@dataclass(eq=False)
-class _Request:
-    """One prefetch request.
-
-    Args:
-        what: A description of what it reads, for the log.
-        entries: What it reads; looked up lazily, in the background.
-        skipped: Keys that are not read here, as a question reads them by itself.
-    """
-
-    what: str
-    entries: Iterator[Entry]
-    skipped: set[ChunkKey] = field(default_factory=set)
 
 
 class Prefetcher:
@@ -63,35 +46,32 @@ class Prefetcher:
     def __init__(self, runtime: Runtime, keys_of: KeysOf) -> None:
         self._store, self._runtime, self._keys_of = runtime.store, runtime, keys_of
         self._jobs, self._lock = BackgroundJobs("prefetch", limit=1), Lock()
-        self._ahead: list[_Request] = []
-        self._requests: deque[_Request] = deque(maxlen=MAX_WAITING_REQUESTS)
+        # looked up in the background, one after the other
+        self._ahead: deque[Iterator[Entry]] = deque(maxlen=1)
+        self._requests: deque[Iterator[Entry]] = deque(maxlen=MAX_WAITING_REQUESTS)
+        self._skipped = set[ChunkKey]()
         close_at_exit(self)
 
     def submit(self, texts: Iterable[str]) -> None:
         """Prefetch the KV of these texts, before all earlier requests. Returns at once."""
-        texts = texts_of(texts, "texts")
-        self._submit(self._requests, f"{len(texts)} texts", self._of_keys(self._keys(texts)))
+        self.submit_keys(self._keys(texts_of(texts)))
 
     def submit_keys(self, keys: Iterable[ChunkKey]) -> None:
         """Prefetch the entries of these keys, given with the likeliest first. Returns at once."""
-        self._submit(self._requests, "modules", self._of_keys(keys))
+        self._submit(self._requests, self._of_keys(keys))
 
     def look_ahead(self, waiting: Sequence[Name]) -> None:
         """Prefetch the KV of these conversations in their order; they replace those of an earlier
         call.
         """
-        with self._lock:
-            self._ahead.clear()
-        entries = self._fitting(
-            self._store.lookup(self._keys_of(name)).values() for name in waiting
-        )
-        self._submit(self._ahead, "the conversations of waiting requests", entries)
+        groups = (self._store.lookup(self._keys_of(name)).values() for name in waiting)
+        self._submit(self._ahead, self._fitting(groups))
 
     def skip(self, keys: Iterable[ChunkKey]) -> None:
         """Skip these keys in waiting requests, as a question now reads them by itself."""
         with self._lock:
-            for request in (*self._requests, *self._ahead):
-                request.skipped.update(keys)
+            if self._requests or self._ahead:
+                self._skipped.update(keys)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all requests are done; return False if that takes longer than `timeout_s`
@@ -110,38 +90,34 @@ class Prefetcher:
 
     # inside
 
-    def _submit(
-        self, requests: list[_Request] | deque[_Request], what: str, entries: Iterator[Entry]
-    ) -> None:
+    def _submit(self, requests: deque[Iterator[Entry]], entries: Iterator[Entry]) -> None:
         with self._lock:
-            requests.append(_Request(what, entries))
+            requests.append(entries)
         self._jobs.submit(self._read_all, counts=False)
 
     def _read_all(self) -> None:
         """Read entry by entry; a request stays in the queue until its last entry is read."""
-        while (request := self._newest()) is not None:
+        while True:
+            with self._lock:
+                entries = next((each[-1] for each in (self._requests, self._ahead) if each), None)
+                if entries is None:
+                    self._skipped.clear()
+                    return
             entry = None
             try:
-                entry = next(request.entries, None)
-                if entry is not None and entry.key not in request.skipped:
+                entry = next(entries, None)
+                if entry is not None and entry.key not in self._skipped:
                     self._store.read_layers(entry.key, 0, entry.n_layers, entry.tier)
             except Exception as error:
                 log.warning(
-                    "Prefetching %s stopped early. Questions load the rest when they need it: %r",
-                    request.what,
+                    "Prefetching stopped early. Questions load the rest when they need it: %r",
                     error,
                 )
                 entry = None
             with self._lock:
                 for requests in (self._requests, self._ahead):
-                    if entry is None and request in requests:
-                        requests.remove(request)
-
-    def _newest(self) -> _Request | None:
-        with self._lock:
-            return next(
-                (requests[-1] for requests in (self._requests, self._ahead) if requests), None
-            )
+                    if entry is None and entries in requests:
+                        requests.remove(entries)
 
     def _keys(self, texts: Sequence[str]) -> Iterator[ChunkKey]:
         """Yield the key of each text that fits the model and is long enough to be stored."""
@@ -180,18 +156,15 @@ class Prefetcher:
         fast = {tier.name: tier for tier in self._store.tiers if not tier.slow}
         if not fast:
             return
+        kept_free, rooms = self._runtime.settings.memory_free, list[float]()
+        for tier in fast.values():
+            pinned = sum(tier.occupied(entry.nbytes) for entry in tier.list() if entry.pinned)
+            rooms.append(share * (tier.capacity - pinned) - kept_free * tier.capacity)
 
         def sized(group: Collection[Entry]) -> tuple[Collection[Entry], int]:
             return group, sum(
                 max(tier.occupied(entry.nbytes) for tier in fast.values()) for entry in group
             )
 
-        free_share = self._runtime.settings.memory_free
-        room = min(share * _free(tier) - free_share * tier.capacity for tier in fast.values())
-        for group in to_prefetch(map(sized, groups), int(room)):
+        for group in to_prefetch(map(sized, groups), int(min(rooms))):
             yield from (entry for entry in group if entry.tier not in fast)
-
-
-def _free(tier: Tier) -> int:
-    """Return a tier's capacity in bytes without its pinned entries."""
-    return tier.capacity - sum(tier.occupied(entry.nbytes) for entry in tier.list() if entry.pinned)

@@ -2,7 +2,7 @@
 it, not computed.
 
 All of it is found by token ids. Exact rows, those that a full prefill would give too, are nodes of
-one radix tree per tenant, which every prompt searches (prefix caching). A session has its own path
+one radix tree, which every prompt searches (prefix caching). A session has its own path
 (`Session.rows`): the exact nodes, and rows that only it may read, as they saw blended chunks or a
 truncated history. Entries keep the positions at which they were computed. The tree's are in memory,
 a session's in slow tiers as well; all are evicted like any other. Models whose state is
@@ -12,11 +12,9 @@ not KV per token (such as recurrent ones) have their whole state kept instead (`
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
@@ -25,7 +23,7 @@ import torch
 from ragfuse.engine.encoder import PACE_S
 from ragfuse.engine.request import PreparedPrompt
 from ragfuse.engine.runtime import Runtime
-from ragfuse.hf.kept_states import States, TenantStates
+from ragfuse.hf.kept_states import States
 from ragfuse.sessions.session import PendingTurn
 from ragfuse.store.radix import RadixTree, Rows, merged
 from ragfuse.types.keys import ChunkKey, Kind, digest, filler_context, token_digest
@@ -50,14 +48,6 @@ Spans = Sequence[tuple[int, int]]
 """Ranges lo:hi of a prompt's rows, in order."""
 
 
-@dataclass
-class _Tenant:
-    """The known prefixes of one tenant's prompts."""
-
-    tree: RadixTree = field(default_factory=RadixTree)
-    sweep_at: int = SWEEP_NODES
-
-
 @dataclass(frozen=True)
 class _Run:
     """Rows lo:hi of a prompt: where their KV was read, or None where it was computed."""
@@ -68,8 +58,7 @@ class _Run:
 
 
 class PrefixCache:
-    """The beginnings that one engine knows: a radix tree of token ids per tenant, with entries in
-    the store.
+    """The beginnings that one engine knows: a radix tree of token ids, with entries in the store.
 
     Thread-safe.
 
@@ -81,22 +70,15 @@ class PrefixCache:
         self._settings, self._runtime, self._store = runtime.settings, runtime, runtime.store
         self._fast = [tier.name for tier in self._store.tiers if not tier.slow]
         self._changed = threading.Condition()
-        self._tenants = defaultdict[str, _Tenant](_Tenant)
+        self._tree, self._sweep_at = RadixTree(), SWEEP_NODES
         self._pending = runtime.saves
         self._computed = list[tuple[int, ...]]()  # prompts that are planned and not prefilled yet
-        self._states = States(self._settings.memory_bytes)
+        self._states = States(self._settings.memory_bytes, self._settings.min_chunk_tokens)
 
     @property
     def is_on(self) -> bool:
         """Whether prefix caching is enabled and there is a memory tier for it."""
         return self._settings.prefix_cache and bool(self._fast)
-
-    @property
-    def _tenant(self) -> _Tenant:
-        """What is known of this tenant's prompts; ask for it with `_changed` held, as the first one
-        makes it.
-        """
-        return self._tenants[self._runtime.encoder.digest]
 
     # before the prefill
 
@@ -111,15 +93,15 @@ class PrefixCache:
         placed = zip(prompt.segments, prompt.spans, strict=True)
         n_past = max((hi for segment, (_, hi) in placed if segment.kind == "history"), default=0)
         with self._changed:
-            tree = self._tenant.tree
-            found = [each.cut(n_past, len(prompt) - 1) for each in tree.match(prompt.token_ids)]
+            known = self._tree.match(prompt.token_ids)
+            found = [each.cut(n_past, len(prompt) - 1) for each in known]
             found = [each for each in found if each.lo < each.hi]
             keys = {each.key for each in found}
         pending = self._pending.names  # asked before the store: a save is there or was there
         entries = self._store.lookup(keys) if keys else {}
         if evicted := keys - pending - set(entries):
             with self._changed:
-                tree.discard(evicted)
+                self._tree.discard(evicted)
         # Entries of conversations may exist at lossy levels only, and would not be exact.
         found = [
             each
@@ -128,15 +110,12 @@ class PrefixCache:
         ]
         return with_rows(prompt, found, "prefix")
 
-    def kept_states(self) -> TenantStates | None:
-        """Return the kept states of a model whose cache is not KV per token; None where prefix
-        caching is off.
+    @property
+    def kept_states(self) -> States | None:
+        """The kept states of a model whose cache is not KV per token; None where prefix caching is
+        off.
         """
-        if not self.is_on:
-            return None
-        return TenantStates(
-            self._states, self._runtime.encoder.digest, self._settings.min_chunk_tokens
-        )
+        return self._states if self.is_on else None
 
     @contextmanager
     def turn(self, prompt: Prompt) -> Iterator[None]:
@@ -151,14 +130,13 @@ class PrefixCache:
         ids = prompt.token_ids
 
         def shares() -> bool:
-            at = _n_chained(tree.match(ids)) + self._settings.min_chunk_tokens
+            at = _n_chained(self._tree.match(ids)) + self._settings.min_chunk_tokens
             return at < len(ids) and any(ids[:at] == other[:at] for other in self._computed)
 
         with self._changed:
-            tree = self._tenant.tree
             self._changed.wait_for(lambda: not shares())
             self._computed.append(ids)
-            keys = {each.key for each in tree.match(ids)}
+            keys = {each.key for each in self._tree.match(ids)}
         try:
             self._pending.wait(keys, PREFIX_SAVE_WAIT_S)
             yield
@@ -187,8 +165,7 @@ class PrefixCache:
         ids, turn = (*prompt.token_ids, *written), prompt.conversation
         owns = isinstance(turn, PendingTurn) and not written
         with self._changed:
-            tree = self._tenant.tree
-            n_known = 0 if owns else _n_chained(tree.match(ids[:n_exact]))
+            n_known = 0 if owns else _n_chained(self._tree.match(ids[:n_exact]))
         kept = list[_Run]()
         for run in [_Run(n_known, n_exact)] if written else _runs(ready.plan, owns):
             lo = max(run.lo, n_known)
@@ -268,30 +245,23 @@ class PrefixCache:
         encoder, tier = self._runtime.encoder, self._fast[-1]
         before, run = token_ids[:n_exact], token_ids[n_exact:]
         with self._changed:
-            known = self._tenant.tree.match(before)
+            known = self._tree.match(before)
         if _n_chained(known) < n_exact:
             return  # no match would reach the new entry
         key = encoder.key(run, token_digest(before))
         if not self._store.lookup([key]):
             kv = encoder.model.encode(run, before)
             self._store.put(key, kv, tier=tier, levels={tier: LEVEL_NAMES[:1]})
-        self.note(token_ids, n_exact, key)
-
-    def note(self, token_ids: Sequence[int], lo: int, key: ChunkKey) -> None:
-        """Add an entry to the tree: the tokens from `lo` on are stored under `key`, at positions
-        from 0 on.
-        """
-        self._insert(token_ids, [Rows(lo, len(token_ids), key, 0, lo)])
+        self._insert(token_ids, [Rows(n_exact, len(token_ids), key, 0, n_exact)])
 
     def forget(self, runs: Collection[Sequence[int]]) -> None:
         """Drop every entry that holds one of these runs of tokens, and the entries that
         follow it.
         """
-        self._states.forget(self._runtime.encoder.digest, runs)
+        self._states.forget(runs)
         with self._changed:
-            tree = self._tenant.tree
-            keys = set().union(*map(tree.holding, runs)) if runs else set()
-            tree.discard(keys)
+            keys = set().union(*map(self._tree.holding, runs)) if runs else set()
+            self._tree.discard(keys)
         self._pending.wait(keys, PREFIX_SAVE_WAIT_S)
         self._store.forget(keys)
 
@@ -324,23 +294,21 @@ class PrefixCache:
         if not self.is_on or not parts:
             return set()
         with self._changed:
-            tenant = self._tenant
-            inserted = tenant.tree.insert(
-                token_ids, _chained([*tenant.tree.match(token_ids), *parts])
-            )
-            if tenant.tree.n_nodes >= tenant.sweep_at:
-                tenant.sweep_at = 2 * tenant.tree.n_nodes
-                self._pending.submit(partial(self._sweep, tenant), counts=False, is_awaited=True)
+            tree = self._tree
+            inserted = tree.insert(token_ids, _chained([*tree.match(token_ids), *parts]))
+            if tree.n_nodes >= self._sweep_at:
+                self._sweep_at = 2 * tree.n_nodes
+                self._pending.submit(self._sweep, counts=False, is_awaited=True)
         return inserted
 
-    def _sweep(self, tenant: _Tenant) -> None:
+    def _sweep(self) -> None:
         with self._changed:
-            keys = tenant.tree.keys
+            keys = self._tree.keys
         pending = self._pending.names
         evicted = keys - pending - set(self._store.lookup(keys))
         with self._changed:
-            tenant.tree.discard(evicted)
-            tenant.sweep_at = max(SWEEP_NODES, 2 * tenant.tree.n_nodes)
+            self._tree.discard(evicted)
+            self._sweep_at = max(SWEEP_NODES, 2 * self._tree.n_nodes)
 
     def _save(
         self,
@@ -425,39 +393,23 @@ def with_rows(prompt: Prompt, found: Sequence[Rows], kind: Kind) -> Prompt:
     """Return a prompt with segments of a kind in place of the tokens that were found, which are in
     order.
     """
-    ends, segments, at = [hi for _, hi in prompt.spans], list[Segment](), 0
-    for rows in (*found, None):
-        lo = rows.lo if rows is not None else len(prompt)
-        for index in range(bisect_right(ends, at), len(ends)):
-            begin = prompt.spans[index][0]
-            if max(at, begin) >= lo:
-                break
-            segments.append(
-                _cut(prompt.segments[index], max(at, begin) - begin, min(lo, ends[index]) - begin)
-            )
-        if rows is not None:
-            tokens, span = (
-                prompt.token_ids[rows.lo : rows.hi],
-                (rows.row, rows.row + rows.hi - rows.lo),
-            )
-            start = prompt.segments[0].start + rows.lo
-            segments.append(
-                Segment(tokens, start, kind, (rows.key,), rows=span, origin=rows.origin)
-            )
-            at = rows.hi
+    segments, at, ids = list[Segment](), 0, prompt.token_ids
+    for each in found:
+        segments += _between(prompt, at, each.lo)
+        rows, at = (each.row, each.row + each.hi - each.lo), each.hi
+        start = prompt.segments[0].start + each.lo
+        tokens = ids[each.lo : each.hi]
+        segments.append(Segment(tokens, start, kind, (each.key,), rows=rows, origin=each.origin))
+    segments += _between(prompt, at, len(prompt))
     return replace(prompt, segments=tuple(segments)) if found else prompt
 
 
 def without_rows(prompt: Prompt, lo: int, hi: int) -> Prompt:
     """Return a prompt without rows lo:hi; what follows them moves up (AttentionStore 3.4)."""
-    count, segments = hi - lo, list[Segment]()
-    for segment, (begin, end) in zip(prompt.segments, prompt.spans, strict=True):
-        if begin < lo:
-            segments.append(_cut(segment, 0, min(end, lo) - begin))
-        if end > hi:
-            rest = _cut(segment, max(begin, hi) - begin, end - begin)
-            origin = rest.origin - count if rest.origin is not None else None
-            segments.append(replace(rest, start=rest.start - count, origin=origin))
+    count, segments = hi - lo, _between(prompt, 0, lo)
+    for rest in _between(prompt, hi, len(prompt)):
+        origin = rest.origin - count if rest.origin is not None else None
+        segments.append(replace(rest, start=rest.start - count, origin=origin))
     first, stop = prompt.last_user_rows
     return replace(
         prompt,
@@ -466,6 +418,16 @@ def without_rows(prompt: Prompt, lo: int, hi: int) -> Prompt:
         last_user_rows=(max(0, first - count), max(0, stop - count)),
         first_chunk=max(-1, prompt.first_chunk - count),
     )
+
+
+def _between(prompt: Prompt, lo: int, hi: int) -> list[Segment]:
+    """Return the segments of rows lo:hi of a prompt."""
+    placed = zip(prompt.segments, prompt.spans, strict=True)
+    return [
+        _cut(segment, max(lo, begin) - begin, min(hi, end) - begin)
+        for segment, (begin, end) in placed
+        if max(lo, begin) < min(hi, end)
+    ]
 
 
 def _cut(segment: Segment, lo: int, hi: int) -> Segment:
@@ -563,14 +525,11 @@ def _n_chained(parts: Sequence[Rows]) -> int:
 
 def _copied(kv: ChunkKV, spans: Spans) -> ChunkKV:
     """Return a copy of these rows that shares no memory with the prompt's KV."""
-    return ChunkKV(tuple(_rows_of(layer, spans) for layer in kv.layers))
 
+    def rows_of(part: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part[:, lo:hi] for lo, hi in spans], 1)
 
-def _rows_of(layer: LayerKV, spans: Spans) -> LayerKV:
-    keys, values = (
-        torch.cat([part[:, lo:hi] for lo, hi in spans], 1) for part in (layer.keys, layer.values)
-    )
-    return LayerKV(keys, values)
+    return ChunkKV(tuple(LayerKV(rows_of(each.keys), rows_of(each.values)) for each in kv.layers))
 
 
 def _is_plain(prompt: Prompt) -> bool:

@@ -11,7 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from numbers import Integral
 from types import MappingProxyType
@@ -21,7 +21,8 @@ from cachetools import LRUCache
 
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.overflow import may_fit
-from ragfuse.engine.question import ChatInput, Ids, is_bare_text, is_ids, messages_of
+from ragfuse.engine.question import Ids, is_ids, messages_of
+from ragfuse.engine.request import Request
 from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError
 from ragfuse.process.exit import EXITING, start_thread
@@ -63,27 +64,21 @@ class PromptBuilder:
         shortest = max(6, runtime.settings.min_chunk_tokens)
         self._spans = KnownSpans(shortest, max(MIN_ALTERED_TOKENS, shortest))
         self._read_texts: LRUCache[str, bool] = LRUCache(MAX_READ_TEXTS)  # by their digests
-        self._calls: CallFormat | None = None
         # by role, whether the template takes contents as lists of parts
         self._in_parts: dict[str, bool] = {}
 
-    def knows(self, digest: str, text: str, tokens: Sequence[int]) -> bool:
-        """Return whether prompts of a tenant are searched for this text, whose token ids
-        are given.
-        """
-        self._load(digest, text)
+    def knows(self, text: str, tokens: Sequence[int]) -> bool:
+        """Return whether prompts are searched for this text, whose token ids are given."""
+        self._load(text)
         return tokens in self._spans
 
-    def note(
-        self, digest: str, text: str, source: str, tokens: Sequence[int], must: bool = False
-    ) -> None:
+    def note(self, text: str, source: str, tokens: Sequence[int], must: bool = False) -> None:
         """Add a known chunk, in this process and, if it has text, in the catalog for other
         processes.
 
         A chunk that is known already keeps the source that brought it first.
 
         Args:
-            digest: The tenant's digest.
             text: The chunk's text; "" where only its ids are known.
             source: Where the text came from.
             tokens: Its token ids.
@@ -93,17 +88,18 @@ class PromptBuilder:
         Raises:
             StoreError: The catalog cannot be written, and `must` is True.
         """
-        self._load(digest, text)
+        self._load(text)
         self._spans.add(tokens, text, source)
         if text:
             catalog = self._catalog.strict if must else self._catalog
-            catalog.add_texts(digest, [(str(self.runtime.encoder.key(tokens)), text, source)])
+            key = str(self.runtime.encoder.key(tokens))
+            catalog.add_texts(self.runtime.digest, [(key, text, source)])
 
-    def forget(self, digest: str, texts: Iterable[str]) -> set[tuple[int, ...]]:
+    def forget(self, texts: Iterable[str]) -> set[tuple[int, ...]]:
         """Forget these texts and the passages learnt from them, in this process; return the
         passages' token ids.
         """
-        for each in self._catalog.texts(digest):
+        for each in self._catalog.texts(self.runtime.digest):
             if each.source == LEARNT:
                 self._index(each.text, LEARNT)
         forgotten = {text.strip(): self.runtime.model.tokens(text.strip()) for text in texts}
@@ -119,13 +115,15 @@ class PromptBuilder:
 
     # the index
 
-    def _load(self, digest: str, text: str) -> None:
+    def _load(self, text: str) -> None:
         """Fill the index from the catalog, once and in the background; at once with what this text
         may hold.
         """
         with self._lock:
             if not self._is_loaded:
-                self._is_loaded, texts = self._catalog.tried(lambda file: file.texts(digest))
+                self._is_loaded, texts = self._catalog.tried(
+                    lambda file: file.texts(self.runtime.digest)
+                )
                 unread = defaultdict[str, list[KnownText]](list)
                 for each in texts or ():
                     unread[each.text[:ANCHOR_CHARS]].append(each)
@@ -167,44 +165,39 @@ class PromptBuilder:
 
     # prompts
 
-    @property
+    @cached_property
     def calls(self) -> CallFormat:
         """The format in which the model's chat template writes tool calls."""
-        if self._calls is None:
-            self._calls = call_format(self.render)
-        return self._calls
+        return call_format(self.render)
 
     def prompt(
         self,
-        question: ChatInput | Ids,
-        digest: str,
-        tools: Sequence[Mapping[str, Any]] = (),
+        request: Request,
+        messages: Sequence[ChatMessage] | None = None,
         leave_out: int = 0,
-        ask: Ask | None = None,
     ) -> Prompt:
         """Build a prompt. Its chunks are all known ones that are found in its ids.
 
         Args:
-            question: A text, messages or token ids.
-            digest: The tenant's digest.
-            tools: Tools that the prompt describes.
+            request: The question, its options and tools.
+            messages: What is asked instead of its own messages.
             leave_out: How many of the last chunks are left out (`without_last_chunks`).
-            ask: The question's options.
 
         Raises:
             InputError: The question is not valid.
         """
-        ask, model = ask or Ask(), self.runtime.model
+        question, ask, model = request.question, request.ask, self.runtime.model
+        tools, goes_on = request.tools, ask.continue_final_message
+        is_plain = messages is None and not tools and not goes_on
         render: Callable[..., str] | None = None
         if getattr(model.tokenizer, "chat_template", None):
-            render = partial(
-                self.render, goes_on=ask.continue_final_message, more=ask.chat_template_kwargs
-            )
+            render = partial(self.render, goes_on=goes_on, more=ask.chat_template_kwargs)
         ids: list[int] | None = None
-        if is_ids(question) and not tools and not ask.continue_final_message:
-            ids = _checked(question, len(model.tokenizer))
-        messages = messages_of(question) if ids is None else []
-        documents = self._taken(messages, ask, digest) if ask.reuse else []
+        if is_plain and is_ids(question):
+            ids, messages = _checked(question, len(model.tokenizer)), []
+        elif messages is None:
+            messages = messages_of(question)
+        documents = self._taken(messages, ask) if ask.reuse else []
         sources = {text.strip(): source for text, source in documents}
         assembler = Assembler(
             tokenizer=model.encoder,
@@ -214,46 +207,42 @@ class PromptBuilder:
             context=self.runtime.encoder.context,
             calls=self.calls,
             find=partial(self._find, sources),
-            continues_last=ask.continue_final_message,
+            continues_last=goes_on,
             documents=documents,
         )
         if ids is not None:
             return assembler.ids(ids)
-        last_user = max(
-            (at for at, message in enumerate(messages) if message.role == "user"), default=-1
-        )
         dropped = list[str]()
         if leave_out:
+            last_user = max(
+                (at for at, message in enumerate(messages) if message.role == "user"), default=-1
+            )
             contents = [self.pieces(_split_at(message.pieces, sources)) for message in messages]
             kept, dropped = without_last_chunks(contents, leave_out, last_user)
             messages = [
                 replace(each, content=content) for each, content in zip(messages, kept, strict=True)
             ]
-        if ask.continue_final_message and (
-            messages[-1].role != "assistant" or not messages[-1].has_content
-        ):
+        if goes_on and (messages[-1].role != "assistant" or not messages[-1].has_content):
             raise InputError(
                 "continue_final_message needs a last message of role 'assistant' with text; the"
                 f" last one has role '{messages[-1].role}'. Add the begun answer, or leave the"
                 " option out.",
                 "continue_final_message",
             )
-        if is_bare_text(question, ask, tools):
+        if is_plain and isinstance(question, str):
             found = assembler.text(messages[0].text, model.bos)
         else:
             found = assembler.chat(messages, tools)
         return replace(found, dropped=tuple(dropped))
 
-    def _taken(
-        self, messages: Sequence[ChatMessage], ask: Ask, digest: str
-    ) -> list[tuple[str, str]]:
+    def _taken(self, messages: Sequence[ChatMessage], ask: Ask) -> list[tuple[str, str]]:
         """Put the chunks that are given with a question into the index, and return (text, source)
         of all of them.
 
         They are pieces of its messages and its documents, which are not learnt where `learn` is
         "off".
         """
-        self._load(digest, "\n".join(message.text for message in messages))
+        self._load("\n".join(message.text for message in messages))
         pieces = chain.from_iterable(message.pieces for message in messages)
         given = [(piece.text, piece.source) for piece in pieces if piece.kind == "chunk"]
         for text, source in [*given, *(ask.documents if self._settings.learn != "off" else ())]:

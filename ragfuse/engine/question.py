@@ -53,24 +53,9 @@ def mended_documents(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, st
         yield whole_text(each[0], f"'{source}'"), source
 
 
-def texts_of(texts: Iterable[str], argument: str) -> tuple[str, ...]:
-    """Return texts, or one that is given alone; raise InputError, about this argument, for anything
-    else.
-    """
-    found = (texts,) if isinstance(texts, str) or not isinstance(texts, Iterable) else tuple(texts)
-    strange = next((each for each in found if not isinstance(each, str)), None)
-    if strange is not None or texts is None:
-        raise InputError(
-            f"{argument} takes a list of texts; found {strange!r:.80}. Write ['a text'].", argument
-        )
-    return found
-
-
-def places_of(sessions: Iterable[str] | Mapping[str, float]) -> Mapping[str, float]:
-    """Return the places of sessions in the order in which they are expected, the smallest first."""
-    if isinstance(sessions, Mapping):
-        return sessions
-    return {name: place for place, name in enumerate(texts_of(sessions, "sessions"))}
+def texts_of(texts: Iterable[str]) -> tuple[str, ...]:
+    """Return texts, or one that is given alone."""
+    return (texts,) if isinstance(texts, str) else tuple(texts)
 
 
 def prompts_of(prompts: Iterable[Question]) -> list[Question]:
@@ -82,9 +67,11 @@ def prompts_of(prompts: Iterable[Question]) -> list[Question]:
     return list(prompts)
 
 
-def mended_question(question: ChatInput | Ids) -> ChatInput | Ids:
-    """Return a question with its texts as `whole_text` does; token ids are returned unchanged."""
-    if is_ids(question):
+def mended_question(question: Question) -> Question:
+    """Return a question with its texts as `whole_text` does; token ids and PML are returned
+    unchanged.
+    """
+    if isinstance(question, PMLPrompt) or is_ids(question):
         return question
     whole: ChatInput = whole_value(
         question if isinstance(question, str) else messages_of(question), "The prompt"
@@ -99,7 +86,7 @@ def is_bare_text(question: Any, ask: Ask, tools: Sequence[Mapping[str, Any]]) ->
     return isinstance(question, str) and not tools and not ask.continue_final_message
 
 
-def messages_of(question: ChatInput | Ids) -> list[ChatMessage]:
+def messages_of(question: Question) -> list[ChatMessage]:
     """Return a question's messages; a text is one message of the user.
 
     Raises:

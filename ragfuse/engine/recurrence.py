@@ -8,7 +8,6 @@ chunk from then on.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -16,15 +15,9 @@ from functools import partial
 
 from cachetools import TTLCache
 
-from ragfuse.engine.model_profiles import calibrate_command
-from ragfuse.hf.model import HFModel
-from ragfuse.process.shared import shared
-from ragfuse.settings import Settings
 from ragfuse.text.passages import BorderOf, last_paragraph, passages
 from ragfuse.types.keys import token_digest
 from ragfuse.types.plan import LoadPlan
-
-log = logging.getLogger("ragfuse")
 
 MAX_FINGERPRINTS = 65_536
 """Most fingerprints that are remembered, about 20 MB; the one seen longest ago is dropped first."""
@@ -36,20 +29,18 @@ class RecurringPassages:
     """Finds passages that recur in one tenant's prompts. Thread-safe.
 
     Args:
-        max_fingerprints: Most fingerprints that are remembered.
         ttl_s: Seconds that each is remembered.
         clock: Returns seconds.
     """
 
     def __init__(
         self,
-        max_fingerprints: int = MAX_FINGERPRINTS,
         ttl_s: float = TTL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lock = threading.Lock()
         # fingerprint of a line -> the prompt that held it first
-        self._met: TTLCache[str, str] = TTLCache(max_fingerprints, ttl_s, clock)
+        self._met: TTLCache[str, str] = TTLCache(MAX_FINGERPRINTS, ttl_s, clock)
 
     def met_again(self, plan: LoadPlan, border_of: BorderOf) -> list[tuple[int, ...]]:
         """Return the token ids of passages whose lines an earlier, different prompt had too;
@@ -81,29 +72,3 @@ class RecurringPassages:
                     for lo, hi in passages(segment.tokens, border_of, partial(recurs, begin))
                 ]
         return found
-
-
-def hint_once(n_passages: int, settings: Settings, model: HFModel, why: str) -> None:
-    """Log, once for a model in this process, that long passages recur while nothing is reused, and
-    what to do about it.
-
-    Args:
-        n_passages: How many passages recurred.
-        settings: The engine's settings.
-        model: The engine's model.
-        why: Why this model is not blended; "" where it may be.
-    """
-    if not shared(("recurs", settings.model), threading.Lock).acquire(blocking=False):
-        return
-    advice = (
-        f"set RAGFUSE_LEARN=text (now: {settings.learn}), or index them ahead with"
-        " engine.ingest(texts)"
-    )
-    if why:
-        advice = f"run {calibrate_command(settings, model)} ({why})"
-    log.warning(
-        "Nothing was reused, although %d long passages of this prompt were in earlier prompts. To"
-        " reuse them: %s.",
-        n_passages,
-        advice,
-    )

@@ -4,20 +4,21 @@ its answer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from ragfuse.engine.background import IDLE_WAIT_S, EncodeJob, jobs_after
-from ragfuse.engine.generate import Generated
 from ragfuse.engine.history import ConversationHistory
 from ragfuse.engine.model_profiles import refusal_of
 from ragfuse.engine.prefetch import Prefetcher
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.prompt_builder import PromptBuilder
-from ragfuse.engine.recurrence import RecurringPassages, hint_once
+from ragfuse.engine.recurrence import RecurringPassages
 from ragfuse.engine.request import PreparedPrompt
 from ragfuse.schemas.bind import SchemaUse
 from ragfuse.store.deletion import LEARNT
 from ragfuse.text.passages import is_code
+from ragfuse.types.answer import Answer
 from ragfuse.types.reasons import CODE
 
 
@@ -52,18 +53,21 @@ class RememberStage:
         if prepared.request.ask.reuse:
             self._prefixes.save(prepared)
 
-    def remember(self, generated: Generated) -> None:
+    def remember(self, prepared: PreparedPrompt, answer: Answer, ids: Sequence[int]) -> None:
         """Save a question's turn and the KV of its answer, and queue its missing chunks for
         encoding.
+
+        Args:
+            prepared: The prompt.
+            answer: Its answer; one that nobody reads is no part of its conversation.
+            ids: The ids that the answer was generated as.
         """
-        prepared = generated.prepared
-        reuses = prepared.request.ask.reuse
-        if reuses:
-            self._submit(prepared)
-        if generated.is_whole:
-            self._history.after(generated)
-            if reuses:
-                self._prefixes.save(prepared, generated.token_ids)
+        if not prepared.request.ask.reuse:
+            return
+        self._submit(prepared)
+        if not prepared.request.is_abandoned:
+            self._history.after(prepared, answer, ids)
+            self._prefixes.save(prepared, ids)
 
     def _submit(self, prepared: PreparedPrompt) -> None:
         """Queue the background jobs of an answered prompt: chunks to encode, passages to learn."""
@@ -76,11 +80,14 @@ class RememberStage:
             prefix, n_exact = self._prefixes.prefix_to_encode(prepared)
             if prefix:
                 self._queue(EncodeJob("prefix", tuple(prefix), n_prefix=n_exact))
-        if self._runtime.settings.learn != "off" and schema_use is None:
+        settings = self._runtime.settings
+        learns = settings.learn == "text" and schema_use is None
+        if learns and not refusal_of(self._runtime.profile, settings.policy):
             self._queue(EncodeJob("learn", plan.prompt.token_ids, plan=plan))
-        if isinstance(schema_use, SchemaUse):
-            # of the unions used: the next prompt may want another one
-            self._prefetcher.submit_keys(schema_use.others)
+        # what loads too slowly from its tier, and the other modules of unions
+        others = schema_use.others if isinstance(schema_use, SchemaUse) else ()
+        if wanted := (*(fetch.key for fetch in plan.unread), *others):
+            self._prefetcher.submit_keys(wanted)
 
     def _queue(self, job: EncodeJob) -> None:
         """Queue a job; equal jobs wait only once."""
@@ -90,32 +97,15 @@ class RememberStage:
     # in the background
 
     def _do(self, job: EncodeJob) -> None:
-        if job.kind == "copy":
-            self._runtime.store.warm(job.keys)
-        elif job.kind == "learn":
-            self._learn(job)
-        else:
-            self._runtime.model.batcher.wait_idle(IDLE_WAIT_S)
-            self._encode(job)
-
-    def _learn(self, job: EncodeJob) -> None:
-        """Encode passages that an earlier prompt contained too; where that is off, log once that it
-        would help.
-        """
-        assert job.plan is not None
         model = self._runtime.model
-        runs = self._passages.met_again(job.plan, model.border)
-        why = refusal_of(self._runtime.profile, self._runtime.settings.policy)
-        if self._runtime.settings.learn == "text" and not why:
-            for run in runs:
+        if job.plan is not None:
+            for run in self._passages.met_again(job.plan, model.border):
                 if is_code(model.text(run)):
-                    self._prompts.note(self._runtime.digest, "", CODE, run)
+                    self._prompts.note("", CODE, run)
                 else:
                     self._queue(EncodeJob("chunk", run, source=LEARNT))
-        elif runs and not job.plan.fetches and not self._runtime.profile.refusal:
-            hint_once(len(runs), self._runtime.settings, model, why)
-
-    def _encode(self, job: EncodeJob) -> None:
+            return
+        model.batcher.wait_idle(IDLE_WAIT_S)
         if job.kind == "prefix":
             self._prefixes.extend(job.tokens, job.n_prefix)
             return
@@ -125,7 +115,7 @@ class RememberStage:
             return
         text = job.text or self._text(job.tokens)
         encoder.keep_chunk(job.tokens, persistent=bool(text))
-        self._prompts.note(encoder.digest, text, job.source, job.tokens)
+        self._prompts.note(text, job.source, job.tokens)
 
     def _text(self, tokens: tuple[int, ...]) -> str:
         """The text of ids, where it is tokenised as these; else "": then later processes do not

@@ -24,7 +24,7 @@ from ragfuse.hf.probe import device_of
 from ragfuse.hf.scores import Score, scored
 from ragfuse.hf.shared_kv import SharedKV
 from ragfuse.hf.verify import Verdict, verify
-from ragfuse.load.link import Links
+from ragfuse.load.link import Link
 from ragfuse.models import quietly, resolve_llm
 from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.loader import Given, LoadedModel, Tokens, load_model
@@ -71,7 +71,7 @@ class Runtime:
             stored.
         store: Where encoded KV is stored.
         timings: Timings of this machine.
-        links: The links to remote tiers, with their throughput.
+        links: The links to remote tiers by name, with their throughput.
         saves: KV of prompts that waits in memory until it is saved.
         shared_kv: KV that several answers in memory share.
         jobs: What is done after answers: chunks to encode, passages to learn.
@@ -89,10 +89,8 @@ class Runtime:
         self._codecs = CodecRegistry(self.catalog)
         self.store = opened(settings, store, self._codecs, conversations.evict(settings))
         self._codecs.tiers = self.store.tiers
-        self.timings, self.links = (
-            MachineTimings(settings.tiers, self.catalog),
-            Links(settings.streams),
-        )
+        self.timings = MachineTimings(settings.tiers, self.catalog)
+        self.links = dict[str, Link]()
         self.saves = BackgroundJobs("kv", settings.writer_queue, settings.history_buffer_bytes)
         self.jobs = BackgroundJobs("encode", MAX_WAITING_JOBS, finishes=True)
         self.shared_kv = SharedKV()

@@ -39,7 +39,6 @@ a cut.
 """
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
-_Key = tuple[str, bytes]
 
 
 @dataclass(frozen=True)
@@ -52,15 +51,18 @@ class KeptCache:
 
 
 class States:
-    """The kept caches of one engine, with LRU eviction beyond `nbytes` bytes. Thread-safe.
+    """The kept caches of one engine (one model and tenant), with LRU eviction. Thread-safe.
 
-    In all methods `tenant` is the digest of model and tenant; caches of one are never found by
-    another.
+    Args:
+        nbytes: Most bytes of all of them.
+        min_tokens: The least tokens of a prefix that is worth keeping.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, min_tokens: int = 1) -> None:
+        self.min_tokens = min_tokens
         self._lock = threading.Lock()
-        self._kept: LRUCache[_Key, KeptCache] = LRUCache(
+        # by the tokens' ids, 8 bytes each
+        self._kept: LRUCache[bytes, KeptCache] = LRUCache(
             nbytes, getsizeof=lambda state: state.nbytes
         )
 
@@ -70,7 +72,7 @@ class States:
         with self._lock:
             return int(self._kept.currsize)
 
-    def longest_prefix(self, tenant: str, token_ids: Sequence[int]) -> tuple[KeptCache | None, int]:
+    def longest_prefix(self, token_ids: Sequence[int]) -> tuple[KeptCache | None, int]:
         """Find the longest kept prefix of a prompt.
 
         Returns:
@@ -78,36 +80,35 @@ class States:
             prompt, in tokens.
         """
         ids, n_shared = _array(token_ids), 0
-        longest: _Key | None = None
+        longest: bytes | None = None
         with self._lock:
             for key in self._kept:
-                kept = np.frombuffer(key[1], np.int64)
-                n = _n_shared(kept, ids) if key[0] == tenant else 0
+                kept = np.frombuffer(key, np.int64)
+                n = _n_shared(kept, ids)
                 n_shared = max(n_shared, n)
-                if 0 < n == len(kept) and (longest is None or len(key[1]) > len(longest[1])):
+                if 0 < n == len(kept) and (longest is None or len(key) > len(longest)):
                     longest = key
             return (self._kept[longest] if longest is not None else None), n_shared
 
-    def keep(self, tenant: str, token_ids: Sequence[int], cache: Any) -> None:
-        """Keep the cache of these tokens, unless it exceeds the limit; it must not be modified from
-        now on.
+    def keep(self, token_ids: Sequence[int], cache: Any) -> None:
+        """Keep a copy of the cache of these tokens, unless they are too few or it exceeds the
+        limit.
         """
+        if len(token_ids) < self.min_tokens:
+            return
+        cache = copied(cache)
         state = KeptCache(len(token_ids), cache, sum(each.nbytes for each in probe.tensors(cache)))
         with self._lock:
             if state.nbytes <= self._kept.maxsize:
-                self._kept[tenant, _array(token_ids).tobytes()] = state
+                self._kept[_array(token_ids).tobytes()] = state
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem()
 
-    def forget(self, tenant: str, runs: Collection[Sequence[int]]) -> None:
+    def forget(self, runs: Collection[Sequence[int]]) -> None:
         """Drop all caches whose tokens contain one of these runs."""
         doomed = [_array(run).tobytes() for run in runs if len(run)]
         with self._lock:
-            for key in [
-                key
-                for key in self._kept
-                if key[0] == tenant and any(_holds(key[1], run) for run in doomed)
-            ]:
+            for key in [key for key in self._kept if any(_holds(key, run) for run in doomed)]:
                 del self._kept[key]
 
     def clear(self) -> None:
@@ -116,39 +117,8 @@ class States:
             self._kept.clear()
 
 
-@dataclass(frozen=True)
-class TenantStates:
-    """The kept caches of one model and tenant.
-
-    Args:
-        states: All kept caches.
-        tenant: Digest of model and tenant.
-        min_tokens: The least tokens of a prefix that is worth keeping.
-    """
-
-    states: States
-    tenant: str
-    min_tokens: int
-
-    def longest_prefix(self, token_ids: Sequence[int], kind: Kind) -> tuple[KeptCache | None, int]:
-        """Return the kept cache that a model of this kind can continue from, or None, and the
-        common prefix in tokens.
-
-        The cache lies before the prompt's last token. The common prefix is the longest with any
-        kept prompt.
-        """
-        if kind != "run":
-            return None, 0
-        return self.states.longest_prefix(self.tenant, token_ids[:-1])
-
-    def keep(self, token_ids: Sequence[int], cache: Any) -> None:
-        """Keep a copy of the cache of these tokens, unless they are fewer than `min_tokens`."""
-        if len(token_ids) >= self.min_tokens:
-            self.states.keep(self.tenant, token_ids, copied(cache))
-
-
 def begin(
-    model: PreTrainedModel, token_ids: Sequence[int], kind: Kind, states: TenantStates | None
+    model: PreTrainedModel, token_ids: Sequence[int], kind: Kind, states: States | None
 ) -> tuple[Any, int]:
     """Compute a model's cache after all tokens of a prompt but the last, continuing from a kept one
     if possible.
@@ -168,7 +138,7 @@ def begin(
     end = len(token_ids) - 1
     if kind == "whole" or end < 1:
         return None, 0
-    state, n_shared = states.longest_prefix(token_ids, kind) if states is not None else (None, 0)
+    state, n_shared = (None, 0) if states is None else states.longest_prefix(token_ids[:-1])
     cache, n_before = (copied(state.cache), state.n_tokens) if state is not None else (None, 0)
     at, ids = n_before, torch.tensor([list(token_ids)], device=probe.device_of(model))
     parts = states is not None and n_shared - at >= states.min_tokens and n_shared < end

@@ -29,7 +29,7 @@ from ragfuse.hf.chunk_adapter import ChunkAdapter
 from ragfuse.hf.decode import Batcher
 from ragfuse.hf.fingerprint import fingerprint, weights_digest
 from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring
-from ragfuse.hf.kept_states import TenantStates, begin, kind_of
+from ragfuse.hf.kept_states import States, begin, kind_of
 from ragfuse.hf.lock import FairLock
 from ragfuse.hf.packed_linear import pack
 from ragfuse.hf.prefill import KVSource, Prefill, PromptPart
@@ -309,7 +309,7 @@ class HFModel(OneProcess):
             cache.adopt(found)
         return Prefill(tuple(token_ids), cache, out.logits[0, -1], at)
 
-    def prefill_state(self, token_ids: Sequence[int], states: TenantStates | None) -> Prefill:
+    def prefill_state(self, token_ids: Sequence[int], states: States | None) -> Prefill:
         """Prefill all but the last token of a prompt for a model whose state is not KV per token
         (`hf/kept_states.py`).
 

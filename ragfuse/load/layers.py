@@ -9,12 +9,10 @@ at a time (`plan.cost`), as on small models reading them one by one takes as lon
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
-from queue import Empty, Queue
-from types import TracebackType
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -26,9 +24,6 @@ from ragfuse.types.kv import LayerKV
 from ragfuse.types.plan import Fetch
 
 log = logging.getLogger("ragfuse.load")
-
-ALIVE_CHECK_S = 0.5
-"""Seconds between two checks that the reading thread is still alive."""
 
 CPU = torch.device("cpu")
 NEAR_LAYERS = 8
@@ -82,35 +77,25 @@ class LayerReader:
         if device.type != "cpu" and not ahead:
             max_layers = min(n_layers, NEAR_LAYERS)
         max_layers = max_layers or layers_a_read(nbytes, n_layers)
-        self._spans = deque(spans(n_layers, max_layers))
+        self._spans = spans(n_layers, max_layers)
         n_before = sum(first < before for first, _ in self._spans)
-        self._read_ahead: Queue[PendingCopy] = Queue(max(room(max_layers), n_before - 1))
+        self._n_ahead, self._n_begun = max(room(max_layers) + 1, n_before), 0
+        self._reads: deque[Future[PendingCopy]] = deque()
         self._ready_layers: deque[Layer] = deque()
-        self._stop = threading.Event()
         self._staging = StagingBuffer(
             device, sum(fetch.nbytes for fetch in fetches) * max_layers // n_layers + SPARE_NBYTES
         )
-        self._thread = (
-            threading.Thread(target=self._run, name="ragfuse-load", daemon=True) if ahead else None
-        )
+        self._thread = ThreadPoolExecutor(1, "ragfuse-load") if ahead else None
 
     def __enter__(self) -> LayerReader:
         if self._thread is not None:
-            self._thread.start()
+            self._thread.submit(self._expect, 0)
+            self._read_ahead(self._thread)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stop.set()
-        while self._thread is not None and self._thread.is_alive():
-            try:
-                self._read_ahead.get_nowait()
-            except Empty:
-                self._thread.join(0.01)
+    def __exit__(self, *_: object) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
 
     def read(self, layer: int) -> Layer:
         """Return one layer's KV by segment, on the device; None for a segment that cannot be read.
@@ -119,7 +104,12 @@ class LayerReader:
         """
         if not self._ready_layers:
             began = time.perf_counter()
-            sent = PendingCopy(self._load()) if self._thread is None else self._wait(self._thread)
+            if self._thread is None:
+                self._n_begun += 1
+                sent = PendingCopy(self._load(self._n_begun - 1))
+            else:
+                sent = self._reads.popleft().result()
+                self._read_ahead(self._thread)
             self._ready_layers.extend(self._staging.landed(sent))
             self.wait_s += time.perf_counter() - began
         return self._ready_layers.popleft()
@@ -130,55 +120,40 @@ class LayerReader:
         """
         return len(self._ready_layers)
 
-    def _wait(self, thread: threading.Thread) -> PendingCopy:
-        """Wait for the next layers that are read ahead; if the thread has died, every segment
-        counts as unreadable.
-        """
-        while True:
-            # before the queue is read, so that what a thread put last is not missed
-            alive = thread.is_alive()
-            try:
-                return self._read_ahead.get(timeout=ALIVE_CHECK_S if alive else 0)
-            except Empty:
-                if not alive:
-                    return PendingCopy([dict.fromkeys(fetch.segment for fetch in self._fetches)])
+    def _read_ahead(self, thread: ThreadPoolExecutor) -> None:
+        """Begin so many reads that `_n_ahead` are under way or wait to be used."""
+        while len(self._reads) < self._n_ahead and self._n_begun < len(self._spans):
+            self._reads.append(thread.submit(self._send, self._n_begun))
+            self._n_begun += 1
 
-    def _run(self) -> None:
-        self._expect()
-        while self._spans and not self._stop.is_set():
-            self._read_ahead.put(self._staging.send(self._load()))
+    def _send(self, number: int) -> PendingCopy:
+        self._expect(number + 1)
+        return self._staging.send(self._load(number))
 
-    def _load(self) -> list[Layer]:
+    def _load(self, number: int) -> list[Layer]:
         """Read the next layers, each entry once: segments that use rows of the same entry share the
         read.
         """
         began = time.perf_counter()
-        first, end = self._spans.popleft()
-        count = end - first
-        self._expect()
+        first, end = self._spans[number]
         reads = {_entry(fetch): fetch for fetch in self._fetches}
-        read = {entry: self._read(fetch, first, count) for entry, fetch in reads.items()}
+        read = {entry: self._read(fetch, first, end - first) for entry, fetch in reads.items()}
         found = {fetch.segment: read[_entry(fetch)] for fetch in self._fetches}
         self.last_s = time.perf_counter()
         self.load_s += self.last_s - began
         return [
             {at: None if layers is None else layers[i] for at, layers in found.items()}
-            for i in range(count)
+            for i in range(end - first)
         ]
 
-    def _expect(self) -> None:
-        """Hint to every tier which layers the next read takes, so that it can prefetch them all at
-        once.
-        """
-        if self._thread is None or not self._spans:
-            return
-        first, end = self._spans[0]
-        for tier, level in {(fetch.tier, fetch.level) for fetch in self._fetches}:
-            wanted = [
-                fetch.key for fetch in self._fetches if (fetch.tier, fetch.level) == (tier, level)
-            ]
-            keys = list(dict.fromkeys(wanted))
-            self._store.expect(tier, keys, first, end - first, level)
+    def _expect(self, number: int) -> None:
+        """Hint to every tier which layers a read takes, so that it may read them all at once."""
+        for first, end in self._spans[number : number + 1]:
+            wanted = defaultdict[tuple[str, str], dict[ChunkKey, None]](dict)
+            for fetch in self._fetches:
+                wanted[fetch.tier, fetch.level][fetch.key] = None
+            for (tier, level), keys in wanted.items():
+                self._store.expect(tier, keys, first, end - first, level)
 
     def _read(self, fetch: Fetch, first: int, count: int) -> tuple[LayerKV, ...] | None:
         """Read layers of one segment; any error makes only this segment unreadable (None)."""

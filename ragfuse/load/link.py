@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import BoundedSemaphore, Lock
 
-MAX_STREAMS = 4
-"""Most streams that read at the same time (B in the CacheGen paper)."""
 KNOWN_S = 10.0
 """Seconds for which a measured throughput is used. Then it counts as unknown, so that a slow link
 is tried again.
@@ -21,16 +19,19 @@ class Link:
     """The link to one tier. Threads may share it.
 
     Args:
-        max_streams: Streams that may read at the same time; others wait for their turn.
+        max_streams: Streams that may read at the same time (B in the CacheGen paper); others wait
+            for their turn.
         clock: Returns the time in seconds.
+
+    Attributes:
+        slot: To be held while a stream reads.
     """
 
-    def __init__(
-        self, max_streams: int = MAX_STREAMS, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, max_streams: int = 4, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_streams, self._clock = max_streams, clock
         self._seen: tuple[float, float] | None = None
-        self._streams, self._lock, self._slots = 0, Lock(), BoundedSemaphore(self._max_streams)
+        self.slot = BoundedSemaphore(max_streams)
+        self._streams, self._lock = 0, Lock()
 
     @property
     def throughput(self) -> float | None:
@@ -56,14 +57,6 @@ class Link:
             with self._lock:
                 self._streams -= 1
 
-    @contextmanager
-    def slot(self) -> Iterator[None]:
-        """Wait for a turn to read, and hold it while the block runs; at most `max_streams` streams
-        read at once.
-        """
-        with self._slots:
-            yield
-
     def record(self, nbytes: int, seconds: float) -> float:
         """Record that one stream read `nbytes` in `seconds`; return the link's throughput in bytes
         per second.
@@ -74,20 +67,3 @@ class Link:
             carried = nbytes / max(seconds, 1e-9) * max(1, min(self._streams, self._max_streams))
             self._seen = carried, self._clock()
             return carried
-
-
-class Links:
-    """The links to a store's tiers by name, each created at its first use."""
-
-    def __init__(self, max_streams: int = MAX_STREAMS) -> None:
-        self._max_streams, self._lock, self._links = max_streams, Lock(), dict[str, Link]()
-
-    def of(self, tier: str) -> Link:
-        """Return the link that all streams from a tier share."""
-        with self._lock:
-            return self._links.setdefault(tier, Link(self._max_streams))
-
-    def forget(self) -> None:
-        """Forget all links and their measured throughputs."""
-        with self._lock:
-            self._links = {}

@@ -1,11 +1,10 @@
-"""Stream KV over a link in pieces, each at the level that the deadline allows, or computed instead
-(CacheGen 5.3).
+"""Stream KV over a link, entry by entry, each at the level that the deadline allows, or computed
+instead (CacheGen 5.3).
 
-A piece is a run of segments of about 1,500 tokens. Pieces are read one after the other, each on its
-own thread, and other threads decode meanwhile. `plan.stream_level` decides from the measured
-throughput how the next piece comes. A piece that takes too long, or cannot be read, becomes text:
-it is recomputed in the prefill. Once every piece is there, the lossiest ones are read again at
-better levels while time is left.
+Entries are read one after the other, each on its own thread, and other threads decode meanwhile.
+`plan.stream_level` decides from the measured throughput how the next one comes. One that takes too
+long, or cannot be read, becomes text: it is recomputed in the prefill. Once all are there, the
+lossiest ones are read again at better levels while time is left.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -27,14 +26,11 @@ from ragfuse.plan.stream_level import (
     AS_TEXT,
     BACKOFF,
     COMPUTE_MARGIN,
-    PIECE_TOKENS,
     StreamPart,
-    StreamPiece,
     better_level,
     first_level,
     first_look_s,
     is_given_up,
-    pieces,
 )
 from ragfuse.store import EncodedLayers, KVStore
 from ragfuse.types.answer import PieceTrace
@@ -54,47 +50,25 @@ BYTES_UNREADABLE = "its bytes could not be read"
 NOT_WAITED_FOR = "not waited for, as the deadline is near: what was read before is used"
 
 
-@dataclass(frozen=True)
-class Terms:
-    """The terms of a stream.
-
-    Args:
-        began_s: `clock()` when the deadline began to run.
-        deadline_s: Seconds from then to the first token.
-        base_s: Seconds that the prompt computes in any case after the last piece.
-        piece_tokens: Tokens of a piece, about.
-        prior: Assumed throughput of the link before anything was read, in bytes per second; None:
-            unknown.
-    """
-
-    began_s: float
-    deadline_s: float
-    base_s: float = 0.0
-    piece_tokens: int = PIECE_TOKENS
-    prior: float | None = None
-
-
 @dataclass
 class PendingRead:
-    """A read of a piece that is under way. Times are those of the stream's clock, in seconds.
+    """A read of a part that is under way. Times are those of the stream's clock, in seconds.
 
     Args:
-        piece: What is read.
+        part: What is read.
         level: Codec level to read.
         requested: When the read was requested.
-        received: The parts that have arrived so far, by their first segment.
+        received: What arrived; None before, or where it cannot be read.
         done: Set when the read has ended.
-        stop: Set to end the read after the current part.
         began: When it got its turn on the link; None while it waits for it.
         ended: When the read ended.
     """
 
-    piece: StreamPiece
+    part: StreamPart
     level: str
     requested: float
-    received: dict[int, EncodedLayers] = field(default_factory=dict)
+    received: EncodedLayers | None = None
     done: threading.Event = field(default_factory=threading.Event)
-    stop: threading.Event = field(default_factory=threading.Event)
     began: float | None = None
     ended: float | None = None
 
@@ -103,6 +77,7 @@ class PendingRead:
 class _Arrived:
     """A part that has arrived: its level, the bytes of all its reads, and its layers."""
 
+    part: StreamPart
     level: str
     nbytes: int
     layers: list[Future[LayerKV]]
@@ -117,14 +92,18 @@ class Stream:
         parts: The entries to read with their costs, in the order of streaming.
         n_layers: Layers of the model.
         link: The link to their tier.
-        terms: The deadline, and what is known before anything is read.
+        deadline_s: Seconds from now to the first token.
+        base_s: Seconds that the prompt computes in any case after the last part.
+        prior: Assumed throughput of the link before anything was read, in bytes per second; None:
+            unknown.
         device: The device that needs the layers.
-        clock: Returns the time in seconds; that of `terms.began_s`.
+        clock: Returns the time in seconds.
 
     Attributes:
         pieces: The trace of every read and decision, in order.
+        prior: See above.
         text: Segments that are to be computed instead, with the reason.
-        load_s: Seconds until the last piece had been read.
+        load_s: Seconds until the last part had been read.
         wait_s: Seconds that `read` has waited for decoding.
     """
 
@@ -134,21 +113,19 @@ class Stream:
         parts: Sequence[StreamPart],
         n_layers: int,
         link: Link,
-        terms: Terms,
+        deadline_s: float,
+        base_s: float = 0.0,
+        prior: float | None = None,
         device: torch.device = CPU,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.pieces: list[PieceTrace] = []
         self.text: dict[int, str] = {}
         self.load_s = self.wait_s = 0.0
-        self.terms = terms
+        self.prior = prior
         self._store, self._n_layers, self._link = store, n_layers, link
-        self._pieces, self._parts = (
-            pieces(parts, terms.piece_tokens),
-            {part.segments[0]: part for part in parts},
-        )
-        self._device, self._clock = device, clock
-        self._compute_s = terms.base_s
+        self._parts, self._device, self._clock = parts, device, clock
+        self._began_s, self._deadline_s, self._compute_s = clock(), deadline_s, base_s
         self._decoders = ThreadPoolExecutor(DECODERS, "ragfuse-decode")
         self._arrived: dict[int, _Arrived] = {}  # by the first segment of a part
 
@@ -173,18 +150,18 @@ class Stream:
         """
         return {
             segment: (arrived.level, 0 if number else arrived.nbytes)
-            for at, arrived in self._arrived.items()
-            for number, segment in enumerate(self._parts[at].segments)
+            for arrived in self._arrived.values()
+            for number, segment in enumerate(arrived.part.segments)
         }
 
     def run(self) -> None:
-        """Read every piece, or decide that it is computed instead. The class's attributes hold the
+        """Read every part, or decide that it is computed instead. The class's attributes hold the
         outcome.
         """
         began = self._clock()
         with self._link.joined():
-            for number in range(len(self._pieces)):
-                self._stream_piece(self._pieces[number:])
+            for number in range(len(self._parts)):
+                self._stream_part(self._parts[number:])
             self._refine()
         self.load_s = self._clock() - began
 
@@ -196,91 +173,77 @@ class Stream:
         for at, arrived in self._arrived.items():
             if arrived.layers:
                 found |= dict.fromkeys(
-                    self._parts[at].segments, self._decoded(at, arrived.layers[layer])
+                    arrived.part.segments, self._decoded(at, arrived.layers[layer])
                 )
         self.wait_s += self._clock() - began
         return found
 
     # deciding
 
-    def _lossy(self) -> list[StreamPiece]:
-        """Return the parts that arrived with the worst loss, by piece, where a better level is
-        stored.
-        """
-        found = list[tuple[int, StreamPiece]]()
-        for piece in self._pieces:
-            best = next(iter(piece.sizes), "")
-            there = [part for part in piece.parts if part.segments[0] in self._arrived]
-            for level in {self._arrived[part.segments[0]].level for part in there} - {best}:
-                parts = tuple(
-                    part for part in there if self._arrived[part.segments[0]].level == level
-                )
-                found.append((loss(level), StreamPiece(parts)))
+    def _lossy(self) -> list[StreamPart]:
+        """Return the parts that arrived with the worst loss, where a better level is stored."""
+        found = [
+            (loss(arrived.level), arrived.part)
+            for arrived in self._arrived.values()
+            if arrived.level != next(iter(arrived.part.sizes))
+        ]
         worst = max((rank for rank, _ in found), default=0)
-        return [piece for rank, piece in found if rank == worst > 0]
+        return [part for rank, part in found if rank == worst > 0]
 
     def _time_left_s(self) -> float:
         """Return the seconds left for reading: until the deadline, less its margin and all
         computing decided so far.
         """
         return (
-            self.terms.began_s
-            + (1 - DEADLINE_MARGIN) * self.terms.deadline_s
+            self._began_s
+            + (1 - DEADLINE_MARGIN) * self._deadline_s
             - self._clock()
             - self._compute_s
         )
 
     @property
     def _throughput(self) -> float | None:
+        """Bytes per second that the link has for this stream (the paper's N_c share it)."""
         seen = self._link.throughput
-        return self.terms.prior if seen is None else seen
+        found = self.prior if seen is None else seen
+        return None if found is None else found / self._link.sharing
 
-    def _compute(self, piece: StreamPiece, why: str) -> None:
-        """Decide that a piece is computed."""
-        self._compute_s += COMPUTE_MARGIN * (piece.text_s or 0.0)
-        self.text |= dict.fromkeys(piece.segments, why)
-        began_s = self._clock() - self.terms.began_s
+    def _compute(self, part: StreamPart, why: str) -> None:
+        """Decide that a part is computed."""
+        self._compute_s += COMPUTE_MARGIN * (part.text_s or 0.0)
+        self.text |= dict.fromkeys(part.segments, why)
+        began_s = self._clock() - self._began_s
         self.pieces.append(
-            PieceTrace(piece.segments, piece.tokens, AS_TEXT, began_s=began_s, why=why)
+            PieceTrace(part.segments, part.tokens, AS_TEXT, began_s=began_s, why=why)
         )
 
     # reading
 
-    def _stream_piece(self, remaining: Sequence[StreamPiece]) -> None:
-        """Read the first of the remaining pieces, or have it computed instead."""
-        piece, sharing = remaining[0], self._link.sharing
-        level = first_level(
-            remaining, self._throughput, self._time_left_s(), sharing, not self._lossy()
-        )
+    def _stream_part(self, remaining: Sequence[StreamPart]) -> None:
+        """Read the first of the remaining parts, or have it computed instead."""
+        part = remaining[0]
+        level = first_level(remaining, self._throughput, self._time_left_s(), not self._lossy())
         if level == AS_TEXT:
-            self._compute(piece, COMPUTED if piece.sizes else BYTES_UNREADABLE)
+            self._compute(part, COMPUTED if part.sizes else BYTES_UNREADABLE)
             return
-        reading = self._start(PendingRead(piece, level, self._clock()))
-        in_time = self._wait(reading, remaining)
-        received = dict(reading.received) if in_time else {}
-        why = BYTES_UNREADABLE if in_time else GIVEN_UP
-        self._keep(reading, received, why)
-        if lost := tuple(part for part in piece.parts if part.segments[0] not in received):
-            self._compute(StreamPiece(lost), why)
+        reading = self._start(PendingRead(part, level, self._clock()))
+        why = BYTES_UNREADABLE if self._wait(reading, remaining) else GIVEN_UP
+        if not self._keep(reading, why):
+            self._compute(part, why)
 
     def _refine(self) -> None:
-        """While time is left, read the lossiest pieces again, one by one, at the best level for
+        """While time is left, read the lossiest parts again, one by one, at the best level for
         which all fit.
         """
         while (remaining := self._lossy()) and (throughput := self._throughput) is not None:
             worst = loss(self._arrived[remaining[0].segments[0]].level)
             better = [level for level in remaining[0].sizes if loss(level) < worst]
-            level = better_level(
-                remaining, better, throughput, self._time_left_s(), self._link.sharing
-            )
+            level = better_level(remaining, better, throughput, self._time_left_s())
             if not level:
                 return
             reading = self._start(PendingRead(remaining[0], level, self._clock()))
             is_done = reading.done.wait(max(0.0, self._time_left_s()))
-            reading.stop.set()
-            received = dict(reading.received)
-            self._keep(reading, received, BYTES_UNREADABLE if is_done else NOT_WAITED_FOR)
-            if len(received) < len(remaining[0].parts):
+            if not self._keep(reading, BYTES_UNREADABLE if is_done else NOT_WAITED_FOR):
                 return
 
     def _start(self, reading: PendingRead) -> PendingRead:
@@ -289,36 +252,27 @@ class Stream:
         ).start()
         return reading
 
-    def _wait(self, reading: PendingRead, remaining: Sequence[StreamPiece]) -> bool:
+    def _wait(self, reading: PendingRead, remaining: Sequence[StreamPart]) -> bool:
         """Wait for a read; return False if it is too slow and given up."""
-        wait_s = first_look_s(reading.piece, reading.level, self._throughput, self._link.sharing)
+        wait_s = first_look_s(reading.part, reading.level, self._throughput)
         while not reading.done.wait(wait_s):
             waited_s = self._clock() - reading.requested
             if is_given_up(remaining, reading.level, waited_s, self._time_left_s()):
-                reading.stop.set()
                 if reading.began is not None:
-                    nbytes = reading.piece.sizes[reading.level]
+                    nbytes = reading.part.sizes[reading.level]
                     self._link.record(nbytes, self._clock() - reading.began)
                 return False
             wait_s = waited_s * (BACKOFF - 1)
         return True
 
     def _run(self, reading: PendingRead) -> None:
-        """Read part after part, on a thread of its own; a missing one does not stop those
-        after it.
-        """
+        """Read a part, on a thread of its own."""
         try:
-            with self._link.slot():
-                reading.began = self._clock()
-                for part in reading.piece.parts:
-                    fetch = part.fetch
-                    found = self._store.read_encoded(
-                        fetch.key, 0, self._n_layers, fetch.tier, reading.level
-                    )
-                    if reading.stop.is_set():
-                        break
-                    if found is not None:
-                        reading.received[part.segments[0]] = found
+            with self._link.slot:
+                reading.began, fetch = self._clock(), reading.part.fetch
+                reading.received = self._store.read_encoded(
+                    fetch.key, 0, self._n_layers, fetch.tier, reading.level
+                )
         except Exception as error:
             log.warning(
                 "Stored KV could not be read at level %s, so its text is computed: %s",
@@ -329,44 +283,41 @@ class Stream:
             reading.ended = self._clock()
             reading.done.set()
 
-    def _keep(self, reading: PendingRead, received: Mapping[int, EncodedLayers], why: str) -> None:
-        """Keep what a read brought: its layers, to be decoded, its throughput, and its pieces for
-        the trace.
+    def _keep(self, reading: PendingRead, why: str) -> bool:
+        """Keep what a read brought: its layers, to be decoded, its throughput, and its trace.
+        Return whether it brought the part; one that was given up counts as not read.
 
         The throughput is counted from when the link was free for the read; the trace's seconds
-        include the wait for it. A read without a byte is not counted for the throughput. `why` is
-        the reason for parts that were not received.
+        include the wait for it. `why` is the reason where the part is not there.
         """
-        ended, sharing, throughput = self._clock(), self._link.sharing, None
-        nbytes = sum(encoded.nbytes for encoded in received.values())
-        if nbytes and reading.began is not None:
-            throughput = self._link.record(
-                nbytes, min(ended, reading.ended or ended) - reading.began
+        ended, sharing, throughput, nbytes = self._clock(), self._link.sharing, None, 0
+        part, found = reading.part, None if why == GIVEN_UP else reading.received
+        if found is not None and reading.began is not None:
+            nbytes, seconds = found.nbytes, min(ended, reading.ended or ended) - reading.began
+            throughput = self._link.record(nbytes, seconds)
+        self.pieces.append(
+            PieceTrace(
+                part.segments,
+                part.tokens,
+                reading.level,
+                nbytes,
+                reading.requested - self._began_s,
+                ended - reading.requested,
+                throughput,
+                sharing,
+                why if found is None else "",
             )
-        present = StreamPiece(
-            tuple(part for part in reading.piece.parts if part.segments[0] in received)
         )
-        missing = StreamPiece(
-            tuple(part for part in reading.piece.parts if part.segments[0] not in received)
+        if found is None:
+            return False
+        before = self._arrived.get(part.segments[0])
+        for layer in before.layers if before is not None else ():
+            layer.cancel()
+        total = nbytes + (before.nbytes if before is not None else 0)
+        self._arrived[part.segments[0]] = _Arrived(
+            part, reading.level, total, self._decode_later(found)
         )
-        for piece, rate, size, reason in (
-            (present, throughput, nbytes, ""),
-            (missing, None, 0, why),
-        ):
-            if piece.parts:
-                began_s, seconds = reading.requested - self.terms.began_s, ended - reading.requested
-                level, tokens = reading.level, piece.tokens
-                self.pieces.append(
-                    PieceTrace(
-                        piece.segments, tokens, level, size, began_s, seconds, rate, sharing, reason
-                    )
-                )
-        for at, encoded in received.items():
-            before = self._arrived.get(at)
-            for layer in before.layers if before is not None else ():
-                layer.cancel()
-            total = encoded.nbytes + (before.nbytes if before is not None else 0)
-            self._arrived[at] = _Arrived(reading.level, total, self._decode_later(encoded))
+        return True
 
     # decoding
 

@@ -8,7 +8,7 @@ cost. Nothing here reads a clock, a file or a tensor.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import floor
@@ -65,6 +65,8 @@ class Controller:
             here.
         deadline_s: Seconds from now until the first token is wanted. It bounds the ratio from
             above; where even the smallest ratio is too slow, the forecast says so.
+        streamed: Tiers from which entries are streamed under a deadline. They are read where a full
+            prefill is late: at another level they may be in time.
     """
 
     cost_of: Callable[[str], PolicyCost]
@@ -73,6 +75,7 @@ class Controller:
     policy: str = AUTO
     ratio: float | None = None
     deadline_s: float | None = None
+    streamed: Collection[str] = ()
 
     def plan(
         self,
@@ -103,15 +106,21 @@ class Controller:
                 way for way in ways if costs.knows([way]) and way.n_tokens == ways[0].n_tokens
             ]
         timed = self._at_best_levels(costs, prompt, found, misses)
-        by_caller = self.policy != AUTO or self.ratio is not None
-        if not by_caller and timed.is_loading:
+        full_s = costs.prefill_s(len(prompt))
+        is_streamed = (
+            self.deadline_s is not None
+            and full_s > self.deadline_s
+            and any(fetch.tier in self.streamed for fetch in timed.plan.fetches)
+        )
+        keeps_all = is_streamed or self.policy != AUTO or self.ratio is not None
+        if not keeps_all and timed.is_loading:
             timed = self._without_slow(timed, misses)
-        base_s, full_s = timed.ttft_s, costs.prefill_s(len(prompt))
+        base_s = timed.ttft_s
         chosen: tuple[float, Bound] = (
             (self.ratio, "asked") if self.ratio is not None else widest(timed, self.deadline_s)
         )
         planned = timed.at(chosen[0]).foretold(chosen[1], self.deadline_s)
-        if by_caller or not found or base_s < full_s:
+        if keeps_all or not found or base_s < full_s:
             return planned
         unread = tuple(sorted((*planned.fetches, *planned.unread), key=_segment_of))
         all_misses = misses | {fetch.segment: "full prefill is faster" for fetch in unread}

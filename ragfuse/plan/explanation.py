@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 from ragfuse.types.keys import Encoded, Kind
 from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import LoadPlan, is_blended, is_exact
-from ragfuse.types.policy_cost import Needs
 from ragfuse.types.sizes import size_text
 
 BOUNDS = MappingProxyType(
@@ -26,20 +25,6 @@ RATIO_IS_FIXED = "what this policy always takes"
 LEAST_RATIO_DESPITE_DEADLINE = (
     "the least that keeps answers close, although the deadline asks for less"
 )
-NEEDS: Mapping[Needs, str] = MappingProxyType(
-    {
-        "nothing": "layer by layer: each is computed once it is read, while the next ones are read",
-        "all rows of a layer": (
-            "layer by layer: the first is computed whole, which shows which tokens differ most;"
-            " the others are computed as they are read"
-        ),
-        "attention": (
-            "three quarters of the layers are read first: the question's attention to them shows"
-            " which tokens to recompute, so nothing is computed before"
-        ),
-    }
-)
-"""What a policy needs before it can choose its rows, in words."""
 ENCODED: Mapping[Encoded, str] = MappingProxyType(
     {
         "alone": "encoded alone",
@@ -62,23 +47,20 @@ UNMEASURED = (
 )
 
 
-def in_words(
-    plan: LoadPlan, unmeasured: str = UNMEASURED, name_of: Callable[[str], str] = str
-) -> str:
+def in_words(plan: LoadPlan, unmeasured: str = UNMEASURED) -> str:
     """Return a plan in words: each reusable segment with its hit or miss, the ratio with its bound,
     the times.
 
     Args:
         plan: The plan.
         unmeasured: What is said instead of times on a machine that was not measured.
-        name_of: Gives the name of a source.
     """
     found, lines = plan.forecast, [f"{plan.explain()}."]
     for row in _rows(plan):
         if row["tier"] or row["why"]:
-            lines.append(_line(plan, row, name_of))
+            lines.append(_line(plan, row))
     if plan.prompt.dropped:
-        named = ", ".join(name_of(source) or KIND_NAMES["chunk"] for source in plan.prompt.dropped)
+        named = ", ".join(source or KIND_NAMES["chunk"] for source in plan.prompt.dropped)
         lines.append(f"Left out, so that the prompt and an answer fit: {named}.")
     if found is not None and plan.chooses:
         quantity, bound = f"Ratio {plan.ratio:.2f}", BOUNDS[found.bound]
@@ -87,8 +69,6 @@ def in_words(
         elif found.bound == "deadline" and found.is_late:
             bound = LEAST_RATIO_DESPITE_DEADLINE
         lines.append(f"{quantity} by {plan.policy}: {bound}.")
-    if needed := needs(plan):
-        lines.append(f"How {plan.policy} goes: {needed}.")
     if found is None:
         return "\n".join((*lines, unmeasured))
     both = (
@@ -118,7 +98,6 @@ def as_dict(plan: LoadPlan) -> dict[str, Any]:
         del forecast["segments"]
     return {
         "policy": plan.policy,
-        "needs": needs(plan),
         "ratio": plan.ratio,
         "fallback_reason": plan.fallback_reason,
         "tokens": len(plan.prompt),
@@ -127,11 +106,6 @@ def as_dict(plan: LoadPlan) -> dict[str, Any]:
         ],
         "forecast": forecast,
     }
-
-
-def needs(plan: LoadPlan) -> str:
-    """Return what the plan's policy needs first, in words; "" where it has nothing to choose."""
-    return NEEDS[plan.cost.needs] if plan.chooses else ""
 
 
 def _rows(plan: LoadPlan) -> Iterator[dict[str, Any]]:
@@ -165,7 +139,7 @@ def _rows(plan: LoadPlan) -> Iterator[dict[str, Any]]:
         }
 
 
-def _line(plan: LoadPlan, row: Mapping[str, Any], name_of: Callable[[str], str]) -> str:
+def _line(plan: LoadPlan, row: Mapping[str, Any]) -> str:
     """Return a row in words: hit or miss, and how long it takes to load and to compute."""
     told = f"miss ({row['why']})" if row["why"] else "hit"
     if row["tier"]:
@@ -186,6 +160,4 @@ def _line(plan: LoadPlan, row: Mapping[str, Any], name_of: Callable[[str], str])
         else:
             exact = row["kind"] == "chunk" and is_exact(plan.prompt, read)
             told += f"{'exact here, so ' if exact else ''}nothing to recompute"
-    return (
-        f"- {name_of(row['source']) or KIND_NAMES[row['kind']]}, {row['n_tokens']} tokens: {told}"
-    )
+    return f"- {row['source'] or KIND_NAMES[row['kind']]}, {row['n_tokens']} tokens: {told}"

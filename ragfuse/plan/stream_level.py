@@ -1,9 +1,10 @@
-"""How each piece of a stream is sent: as text to recompute, or at a codec level (CacheGen 5.3).
+"""How each part of a stream is sent: as text to recompute, or at a codec level (CacheGen 5.3).
 
 CacheGen sends a piece at the best level that meets the deadline at the last throughput, so a link
-that becomes slower leaves no time for the rest. Here every piece first comes at its most lossy
-level, which takes a small part of the time, and the lossiest pieces are read again at better levels
-while time is left. Where all pieces can be recomputed in time, they are: that is lossless.
+that becomes slower leaves no time for the rest. Here every part, which is a stored entry, first
+comes at its most lossy level, which takes little of the time, and the lossiest ones are read again
+at better levels while time is left. Where all can be recomputed in time, they are: that is
+lossless.
 Arithmetic only: throughput and seconds are arguments, nothing here waits or reads.
 """
 
@@ -19,22 +20,18 @@ from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import Fetch, LoadPlan, is_blended
 
 AS_TEXT, AS_RAW = "text", "raw"
-"""A piece sent as text is recomputed. A piece sent raw is used as it is, without decoding."""
-PIECE_TOKENS = 1500
-"""Approximate tokens of a piece: few enough to react to a changing throughput, enough to compute
-efficiently.
-"""
+"""A part sent as text is recomputed. A part sent raw is used as it is, without decoding."""
 COMPUTE_MARGIN = 1.15
 """Safety factor for computing: assume that it takes this many times as long as predicted."""
 PATIENCE = 2.0
-"""A piece is checked for lateness once it took this many times as long as predicted."""
+"""A part is checked for lateness once it took this many times as long as predicted."""
 BACKOFF = 1.5
 """Back-off factor: the next check for lateness comes after this many times the time already waited.
 """
 MIN_THROUGHPUT = 1e-9
 """Stands for a throughput of zero, in bytes per second."""
 NEVER_LATE_S = 0.02
-"""Seconds within which no piece counts as late: shorter waits depend on the machine rather than on
+"""Seconds within which no part counts as late: shorter waits depend on the machine rather than on
 the link.
 """
 
@@ -58,166 +55,113 @@ class StreamPart:
     text_s: float | None = None
     decode_s: Mapping[str, float] = field(default_factory=dict)
 
-
-@dataclass(frozen=True)
-class StreamPiece:
-    """Parts that are sent together, in the order of the prompt."""
-
-    parts: tuple[StreamPart, ...]
-
-    @property
-    def segments(self) -> tuple[int, ...]:
-        """The segments of all parts."""
-        return tuple(segment for part in self.parts for segment in part.segments)
-
-    @property
-    def tokens(self) -> int:
-        """The tokens of all parts."""
-        return sum(part.tokens for part in self.parts)
-
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Bytes at each level that all parts have, the least lossy first."""
-        first, *others = (dict(part.fetch.sizes) for part in self.parts)
-        return {
-            level: size + sum(other[level] for other in others)
-            for level, size in first.items()
-            if all(level in other for other in others)
-        }
-
-    @cached_property
-    def text_s(self) -> float | None:
-        """Seconds to recompute all parts; None: unknown."""
-        return _sum(part.text_s for part in self.parts)
+        """Bytes at each level, the least lossy first."""
+        return dict(self.fetch.sizes)
 
     def seconds(self, level: str, rank: int, throughput: float) -> tuple[float, float]:
-        """Return the seconds to read the piece, and to decode it.
+        """Return the seconds to read the part, and to decode it.
 
         Args:
-            level: The codec level. A piece that lacks it uses its own level of the same rank; one
+            level: The codec level. A part that lacks it uses its own level of the same rank; one
                 without any level is recomputed.
-            rank: The index of that level among the levels of the first piece.
+            rank: The index of that level among the levels of the first part.
             throughput: Bytes per second.
         """
         levels = list(self.sizes)
         if not levels:
             return 0.0, self.text_s or 0.0
         own = level if level in levels else levels[min(rank, len(levels) - 1)]
-        decode_s = sum(part.decode_s.get(own, 0.0) for part in self.parts)
-        return self.sizes[own] / max(throughput, MIN_THROUGHPUT), decode_s
-
-
-def pieces(parts: Sequence[StreamPart], max_tokens: int = PIECE_TOKENS) -> list[StreamPiece]:
-    """Group parts, in order, into pieces of at most `max_tokens` with the same levels; a longer
-    part stands alone.
-    """
-    groups: list[list[StreamPart]] = []
-    for part in parts:
-        alike = bool(groups) and [*dict(part.fetch.sizes)] == [*dict(groups[-1][-1].fetch.sizes)]
-        if not alike or sum(each.tokens for each in groups[-1]) + part.tokens > max_tokens:
-            groups.append([])
-        groups[-1].append(part)
-    return [StreamPiece(tuple(each)) for each in groups]
+        return self.sizes[own] / max(throughput, MIN_THROUGHPUT), self.decode_s.get(own, 0.0)
 
 
 def first_level(
-    remaining: Sequence[StreamPiece],
+    remaining: Sequence[StreamPart],
     throughput: float | None,
     left_s: float,
-    sharing: int = 1,
     is_whole: bool = True,
 ) -> str:
-    """Return how to send the first of the remaining pieces, for which better levels may follow.
+    """Return how to send the first of the remaining parts, for which better levels may follow.
 
-    While nothing lossy was sent and all pieces can be recomputed in time, they are, or are read raw
-    where that is faster. Else the piece comes at its most lossy level; without levels it is
+    While nothing lossy was sent and all parts can be recomputed in time, they are, or are read raw
+    where that is faster. Else the part comes at its most lossy level; without levels it is
     recomputed.
 
     Args:
-        remaining: All remaining pieces.
-        throughput: Bytes per second of the link; None: unknown.
+        remaining: All remaining parts.
+        throughput: Bytes per second that the link has for this stream; None: unknown.
         left_s: Seconds to the deadline, without those for what is computed in any case.
-        sharing: Streams on that link, this one included (the paper's N_c).
         is_whole: Whether nothing lossy was sent yet.
 
     Returns:
-        `AS_TEXT`, `AS_RAW` or another codec level of the first piece.
+        `AS_TEXT`, `AS_RAW` or another codec level of the first part.
     """
     levels = list(remaining[0].sizes)
-    text_s = _sum(piece.text_s for piece in remaining)
+    text_s = _sum(part.text_s for part in remaining)
     if levels and not (is_whole and text_s is not None and COMPUTE_MARGIN * text_s <= left_s):
         return levels[-1]
     if AS_RAW not in levels or throughput is None or text_s is None:
         return AS_TEXT
-    return AS_RAW if delay_s(remaining, AS_RAW, throughput, sharing) < text_s else AS_TEXT
+    return AS_RAW if delay_s(remaining, AS_RAW, throughput) < text_s else AS_TEXT
 
 
 def better_level(
-    remaining: Sequence[StreamPiece],
+    remaining: Sequence[StreamPart],
     better: Sequence[str],
     throughput: float,
     left_s: float,
-    sharing: int = 1,
 ) -> str:
-    """Return the level at which to send the lossiest pieces once more; "" for none.
+    """Return the level at which to send the lossiest parts once more; "" for none.
 
     Args:
-        remaining: These pieces.
-        better: Levels of the first piece that are less lossy than what was sent, the least lossy
-            first. The first at which all pieces meet the deadline is chosen; else the last, if the
-            first piece meets it.
-        throughput: Bytes per second of the link.
+        remaining: These parts.
+        better: Levels of the first part that are less lossy than what was sent, the least lossy
+            first. The first at which all parts meet the deadline is chosen; else the last, if the
+            first part meets it.
+        throughput: Bytes per second that the link has for this stream.
         left_s: Seconds to the deadline.
-        sharing: Streams on that link.
     """
-    in_time = (
-        level for level in better if delay_s(remaining, level, throughput, sharing) <= left_s
-    )
+    in_time = (level for level in better if delay_s(remaining, level, throughput) <= left_s)
     level = next(in_time, better[-1])
-    return level if delay_s(remaining[:1], level, throughput, sharing) <= left_s else ""
+    return level if delay_s(remaining[:1], level, throughput) <= left_s else ""
 
 
-def delay_s(
-    remaining: Sequence[StreamPiece], level: str, throughput: float, sharing: int = 1
-) -> float:
-    """Return the seconds until all pieces are read and decoded at one level; each is decoded while
+def delay_s(remaining: Sequence[StreamPart], level: str, throughput: float) -> float:
+    """Return the seconds until all parts are read and decoded at one level; each is decoded while
     the next is read.
     """
     rank = list(remaining[0].sizes).index(level)
     read_s = done_s = 0.0
-    for piece in remaining:
-        piece_read_s, decode_s = piece.seconds(level, rank, throughput)
-        read_s += sharing * piece_read_s
+    for part in remaining:
+        part_read_s, decode_s = part.seconds(level, rank, throughput)
+        read_s += part_read_s
         done_s = max(done_s, read_s) + decode_s
     return done_s
 
 
-def first_look_s(
-    piece: StreamPiece, level: str, throughput: float | None, sharing: int = 1
-) -> float | None:
-    """Return the seconds to wait for a piece before checking whether it is late; None: until the
+def first_look_s(part: StreamPart, level: str, throughput: float | None) -> float | None:
+    """Return the seconds to wait for a part before checking whether it is late; None: until the
     tier's own timeout.
 
-    With an unknown throughput, wait as long as recomputing the piece takes.
+    With an unknown throughput, wait as long as recomputing the part takes.
     """
     if throughput is None:
-        return None if piece.text_s is None else max(NEVER_LATE_S, piece.text_s)
-    return max(
-        NEVER_LATE_S, PATIENCE * sharing * piece.sizes[level] / max(throughput, MIN_THROUGHPUT)
-    )
+        return None if part.text_s is None else max(NEVER_LATE_S, part.text_s)
+    return max(NEVER_LATE_S, PATIENCE * part.sizes[level] / max(throughput, MIN_THROUGHPUT))
 
 
 def is_given_up(
-    remaining: Sequence[StreamPiece], level: str, waited_s: float, left_s: float
+    remaining: Sequence[StreamPart], level: str, waited_s: float, left_s: float
 ) -> bool:
-    """Return whether to recompute the current piece, which is late, instead of waiting for it.
+    """Return whether to recompute the current part, which is late, instead of waiting for it.
 
-    A piece that can still meet the deadline is waited for. It is assumed to need as long again as
+    A part that can still meet the deadline is waited for. It is assumed to need as long again as
     it was waited for, and the link to stay as slow.
 
     Args:
-        remaining: The current piece and those after it.
-        level: The codec level of the current piece.
+        remaining: The current part and those after it.
+        level: The codec level of the current part.
         waited_s: Seconds that it was waited for.
         left_s: Seconds to the deadline.
     """
@@ -228,11 +172,11 @@ def is_given_up(
     return waited_s + rest_s > left_s and text_s < waited_s
 
 
-def _fastest_s(remaining: Sequence[StreamPiece], throughput: float) -> float:
-    """Return the least seconds until all pieces are read, at any level, or recomputed."""
+def _fastest_s(remaining: Sequence[StreamPart], throughput: float) -> float:
+    """Return the least seconds until all parts are read, at any level, or recomputed."""
     if not remaining:
         return 0.0
-    text_s = _sum(piece.text_s for piece in remaining)
+    text_s = _sum(part.text_s for part in remaining)
     delays = (delay_s(remaining, level, throughput) for level in remaining[0].sizes)
     return min((*delays, inf if text_s is None else text_s))
 
@@ -251,21 +195,21 @@ def parts_of(plan: LoadPlan, fetches: Sequence[Fetch], costs: CostModel | None) 
         fetches: Its fetches to stream.
         costs: What computing costs on this machine; None: nothing is known.
     """
-    blend, by_entry = Blend.of(plan), dict[tuple[ChunkKey, str], list[Fetch]]()
+    prompt, blend, by_entry = plan.prompt, Blend.of(plan), dict[tuple[ChunkKey, str], list[Fetch]]()
     for fetch in fetches:
         by_entry.setdefault((fetch.key, fetch.tier), []).append(fetch)
     parts = list[StreamPart]()
     for same in by_entry.values():
-        sizes = [len(plan.prompt.segments[fetch.segment].tokens) for fetch in same]
+        sizes = [len(prompt.segments[fetch.segment].tokens) for fetch in same]
         part = StreamPart(same[0], tuple(fetch.segment for fetch in same), sum(sizes))
         if costs is not None:
-            text_s = 0.0
-            for fetch, n in zip(same, sizes, strict=True):
-                candidates = n if is_blended(plan.prompt, fetch) else 0
-                as_text = replace(
-                    blend, forced=blend.forced + n, candidate_rows=blend.candidate_rows - candidates
-                )
-                text_s += costs.rows_s(as_text, -candidates, n)
+            as_text = replace(
+                blend,
+                forced=blend.forced + part.tokens,
+                candidate_rows=blend.candidate_rows
+                - sum(n for fetch, n in zip(same, sizes, strict=True) if is_blended(prompt, fetch)),
+            )
+            text_s = max(0.0, costs.fused_s(as_text) - costs.fused_s(blend))
             decode_s = {level: costs.decode_s(level, part.tokens) for level, _ in part.fetch.sizes}
             part = replace(part, text_s=text_s, decode_s=decode_s)
         parts.append(part)

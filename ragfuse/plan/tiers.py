@@ -12,11 +12,11 @@ from ragfuse.types.levels import LEVEL_NAMES
 RAW_ALONE: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
-def store_cost(nbytes: int, price: float, months: float = 1.0) -> float:
-    """Return C_store of CacheBlend 5.1: the cost of storing `nbytes`, at a price per gigabyte
-    (10^9) and month.
+def store_cost(nbytes: int, price: float) -> float:
+    """Return C_store of CacheBlend 5.1: the cost of storing `nbytes` for a month, at a price per
+    gigabyte (10^9) and month.
     """
-    return nbytes / 1e9 * price * months
+    return nbytes / 1e9 * price
 
 
 def price_of(tier: str, prices: Mapping[str, float]) -> float:

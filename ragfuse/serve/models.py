@@ -9,8 +9,6 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from ragfuse.engine.ask import Ask
-from ragfuse.engine.constraints import offered_tools
 from ragfuse.engine.engine import Engine
 from ragfuse.serve.body import BodyRoute
 from ragfuse.serve.refusals import unusable
@@ -72,4 +70,4 @@ def _tokens(engine: Engine, body: TokensRequest) -> list[int]:
     if body.text is not None:
         return engine.tokens(body.text, body.special)
     question = question_of(body.pml, body.messages or ())
-    return [*engine.prompt(question, offered_tools(Ask(tools=body.tools or ()))).token_ids]
+    return [*engine.prompt(question, body.tools or ()).token_ids]

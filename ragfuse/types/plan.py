@@ -118,8 +118,6 @@ class LoadPlan:
         layers_a_read: Layers that are read together; 0: `ragfuse.load` decides (this machine was
             not measured).
         forecast: Predicted times; None: this machine was not measured.
-        n_before: For a model whose KV cannot be reused: tokens whose state an earlier prompt left
-            (`hf.kept_states`).
         cost: The cost of the policy.
     """
 
@@ -132,7 +130,6 @@ class LoadPlan:
     unread: tuple[Fetch, ...] = ()
     layers_a_read: int = 0
     forecast: Forecast | None = None
-    n_before: int = 0
     cost: PolicyCost = BY_RATIO
 
     @property
@@ -156,10 +153,7 @@ class LoadPlan:
     def explain(self) -> str:
         """Return the plan in one readable line; `plan.explanation.in_words` has all of it."""
         if self.fallback_reason:
-            known = (
-                f", {self.n_before} of them from an earlier prompt's state" if self.n_before else ""
-            )
-            return f"full prefill of {len(self.prompt)} tokens{known}: {self.fallback_reason}"
+            return f"full prefill of {len(self.prompt)} tokens: {self.fallback_reason}"
         missing = f"{len(self.misses)} missing"
         if not self.fetches:
             return f"nothing from the store, {missing}"

@@ -248,12 +248,11 @@ def test_of_prompts_that_begin_alike_and_come_together_the_second_reads_what_the
 
 def test_entries_that_were_evicted_are_swept_from_the_tree(cached, monkeypatch):
     monkeypatch.setattr("ragfuse.engine.prefix_cache.SWEEP_NODES", 1)
-    tenant = cached.prefixes._tenants[cached.digest]
     asked(cached, "Once there was a harbour in which forty ships lay, and ")
     cached.store.clear()
-    tenant.sweep_at = 1
+    cached.prefixes._sweep_at = 1
     asked(cached, "Nobody saw the ships of the other harbour come in this year.")
-    assert len(tenant.tree.keys) < 3
+    assert len(cached.prefixes._tree.keys) < 3
 
 
 def test_a_long_beginning_is_not_computed_again_for_the_sake_of_its_first_chunk(
@@ -276,7 +275,7 @@ def test_a_long_beginning_is_not_computed_again_for_the_sake_of_its_first_chunk(
 def test_what_follows_a_beginning_that_is_not_kept_is_not_encoded(cached):
     ids = cached.tokens("Once there was a harbour in which forty ships lay.")
     cached.prefixes.extend(ids, 20)
-    assert len(cached.prefixes._tenants[cached.digest].tree.keys) == 0
+    assert len(cached.prefixes._tree.keys) == 0
     assert cached.store.lookup([cached.runtime.encoder.key(ids[20:], token_digest(ids[:20]))]) == {}
 
 

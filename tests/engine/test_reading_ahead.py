@@ -29,7 +29,7 @@ def loading() -> list[threading.Thread]:
     return [
         thread
         for thread in threading.enumerate()
-        if thread.name == "ragfuse-load" and thread.is_alive()
+        if thread.name.startswith("ragfuse-load") and thread.is_alive()
     ]
 
 

@@ -10,9 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from ragfuse import Ask, Engine, Settings
-from ragfuse.engine.model_profiles import calibrate_command
-from ragfuse.engine.recurrence import RecurringPassages, hint_once
-from ragfuse.process.shared import forget, shared
+from ragfuse.engine.recurrence import RecurringPassages
 from ragfuse.types.plan import LoadPlan
 from ragfuse.types.prompt import Prompt, Segment
 from ragfuse.types.reasons import CODE
@@ -223,29 +221,3 @@ def record(engine):
         submit(run, names),
     )
     return kinds
-
-
-def test_it_is_said_once_where_long_passages_recur_and_are_not_reused(tiny_settings, caplog):
-    # another test may have had it said
-    forget(shared(("recurs", tiny_settings.model), threading.Lock))
-    with Engine(tiny_settings.model_copy(update={"learn": "retrieved", "salt": "said"})) as engine:
-        for question in ("Who?", "When?", "Where?", "Why?"):
-            ask(engine, CHUNKS[:3], question)
-    told = [
-        record.getMessage()
-        for record in caplog.records
-        if "in earlier prompts" in record.getMessage()
-    ]
-    assert len(told) == 1
-    assert "RAGFUSE_LEARN=text" in told[0]
-
-
-def test_where_reuse_is_off_the_command_that_is_told_is_for_this_very_model(engine, caplog):
-    forget(shared(("recurs", engine.settings.model), threading.Lock))
-    for _ in range(2):
-        hint_once(2, engine.settings, engine.model, "no choice was safe")
-    (told,) = (record.getMessage() for record in caplog.records)
-    assert (
-        f"To reuse them: run {calibrate_command(engine.settings, engine.model)} (no choice was"
-        " safe)." in told
-    )

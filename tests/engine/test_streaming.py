@@ -57,7 +57,7 @@ def settings(tiny_settings, server, line):
         "disk_bytes": 0,
         "filler_tokens": 0,
     }
-    return tiny_settings.model_copy(update={**given, "piece_tokens": 32, "tier_timeout_s": 3.0})
+    return tiny_settings.model_copy(update={**given, "tier_timeout_s": 3.0})
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from ragfuse_bench.line import constant
 from ragfuse_bench.stream.lines import Course, Scale
 
 from ragfuse.load.link import Link
-from ragfuse.load.stream import PendingRead, Stream, Terms
+from ragfuse.load.stream import PendingRead, Stream
 from ragfuse.plan.stream_level import StreamPart
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import Fetch
@@ -114,18 +114,17 @@ class Came:
 class Replayed(Stream):
     """A stream over a simulated line."""
 
-    def __init__(self, line: SharedLine, time: Time, parts: Any, terms: Terms) -> None:
-        super().__init__(None, parts, LAYERS, Link(clock=time), terms, clock=time)  # type: ignore[arg-type]
+    def __init__(self, line: SharedLine, time: Time, parts: Any, deadline_s: float) -> None:
+        super().__init__(None, parts, LAYERS, Link(clock=time), deadline_s, BASE_S, clock=time)  # type: ignore[arg-type]
         self._line, self._time = line, time
 
     def _start(self, reading: PendingRead) -> PendingRead:
-        (segment,) = reading.piece.segments
+        (segment,) = reading.part.segments
         nbytes = round(INT8 / PIECES * OVER_INT8[reading.level])
 
         def came() -> None:
             reading.ended = self._time.now
-            if not reading.stop.is_set():
-                reading.received[segment] = Came(nbytes)  # type: ignore[assignment]
+            reading.received = Came(nbytes)  # type: ignore[assignment]
 
         self._time.now += ROUND_TRIP_S
         reading.began = self._time.now
@@ -164,7 +163,6 @@ def replayed(
             tuple(stored.items()),
         )
         parts.append(StreamPart(fetch, (at,), TOKENS, text_s if level is None else None))
-    terms = Terms(0.0, deadline_s, BASE_S, TOKENS)
-    with Replayed(SharedLine(course, time), time, parts, terms) as stream:
+    with Replayed(SharedLine(course, time), time, parts, deadline_s) as stream:
         stream.run()
     return time.now + longer * (BASE_S + text_s * len(stream.text)), stream

@@ -41,7 +41,7 @@ def loading() -> list[threading.Thread]:
     return [
         thread
         for thread in threading.enumerate()
-        if thread.name == "ragfuse-load" and thread.is_alive()
+        if thread.name.startswith("ragfuse-load") and thread.is_alive()
     ]
 
 
@@ -188,18 +188,6 @@ def test_every_tier_is_told_of_the_next_layers_before_they_are_read(store, monke
     ]
     for span in spans:
         assert told.index(("disk", 2, *span, "raw")) < told.index(("read", *span))
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("layer", [0, 1, AHEAD + 2])
-def test_a_thread_that_dies_loses_the_segments_and_nothing_hangs(store, layer):
-    with LayerReader(
-        Wrong(store, layer, KeyboardInterrupt()), fetches("disk", "disk"), LAYERS
-    ) as reader:
-        for good in range(layer):
-            assert reader.read(good)[0] is not None
-        assert reader.read(layer) == {0: None, 2: None}
-        assert reader.read(layer + 1) == {0: None, 2: None}
 
 
 def test_a_chunk_that_is_gone_is_none_and_the_others_are_there(store):

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import pytest
 from ragfuse_bench.line import Line, Trace, constant, drawn, line_to
 
-from ragfuse.load.link import Link, Links
-from ragfuse.load.stream import BYTES_UNREADABLE, COMPUTED, GIVEN_UP, NOT_WAITED_FOR, Stream, Terms
+from ragfuse.load.link import Link
+from ragfuse.load.stream import BYTES_UNREADABLE, COMPUTED, GIVEN_UP, NOT_WAITED_FOR, Stream
 from ragfuse.plan.stream_level import AS_TEXT, StreamPart
 from ragfuse.store import KVStore, Tier
 from ragfuse.store.redis import RedisTier
@@ -89,10 +89,8 @@ class Case:
 
     def run(self, deadline_s: float, **terms) -> Stream:
         """What came, decoded and compared."""
-        parts, given = parts_of(self.text_s), {"piece_tokens": TOKENS, **terms}
-        with Stream(
-            self.store, parts, LAYERS, self.link, Terms(0.0, deadline_s, **given), clock=Since()
-        ) as s:
+        parts = parts_of(self.text_s)
+        with Stream(self.store, parts, LAYERS, self.link, deadline_s, **terms, clock=Since()) as s:
             s.run()
             for layer in range(LAYERS):
                 found = s.read(layer)
@@ -122,9 +120,16 @@ def parts_of(text_s: float | None) -> list[StreamPart]:
 
 
 def opened(
-    store: Watched, parts: list[StreamPart], terms: Terms, link: Link | None = None, clock=None
+    store: Watched,
+    parts: list[StreamPart],
+    deadline_s: float,
+    prior: float | None = None,
+    link: Link | None = None,
+    clock=None,
 ) -> Stream:
-    return Stream(store, parts, LAYERS, link or Link(), terms, clock=clock or Since())
+    return Stream(
+        store, parts, LAYERS, link or Link(), deadline_s, prior=prior, clock=clock or Since()
+    )
 
 
 class Since:
@@ -206,10 +211,10 @@ def test_a_slow_start_is_no_trouble(store):
     assert sorted(stream.received) == list(range(PIECES))
 
 
-def test_a_segment_that_is_gone_takes_none_of_its_piece_with_it(store):
+def test_a_segment_that_is_gone_takes_no_other_with_it(store):
     store.before = lambda number: store.tiers[0].delete([key(1)]) if number == 0 else None
     parts = parts_of(60.0)
-    with opened(store, parts, Terms(0.0, 30.0, piece_tokens=PIECES * TOKENS, prior=1e9)) as stream:
+    with opened(store, parts, 30.0, 1e9) as stream:
         stream.run()
         assert set(stream.read(0)) == {0, 2, 3}
     assert stream.text == {1: BYTES_UNREADABLE}
@@ -218,7 +223,7 @@ def test_a_segment_that_is_gone_takes_none_of_its_piece_with_it(store):
 
 def test_an_entry_that_segments_share_crosses_the_line_once(store):
     parts = [part(0, 60.0, (0, 1)), part(2, 60.0)]
-    with opened(store, parts, Terms(0.0, 30.0, piece_tokens=TOKENS, prior=1e9)) as stream:
+    with opened(store, parts, 30.0, 1e9) as stream:
         stream.run()
         found = stream.read(0)
         assert found[0] is found[1]
@@ -230,9 +235,9 @@ def test_an_entry_that_segments_share_crosses_the_line_once(store):
 
 def test_waiting_for_its_turn_says_nothing_of_the_line(store):
     now, link, parts = [0.0], Link(1), [part(0, 60.0)]
-    with opened(store, parts, Terms(0.0, 1.0), link, lambda: now[0]) as stream:
+    with opened(store, parts, 1.0, None, link, lambda: now[0]) as stream:
         thread = threading.Thread(target=stream.run)
-        with link.slot():
+        with link.slot:
             thread.start()
             until(lambda: any(each.name == "ragfuse-stream" for each in threading.enumerate()))
             now[0] = 100.0
@@ -242,7 +247,7 @@ def test_waiting_for_its_turn_says_nothing_of_the_line(store):
 
 
 def test_what_came_is_held_until_it_is_closed_and_no_longer(store):
-    with opened(store, [part(0, 60.0)], Terms(0.0, 30.0, prior=1e9)) as stream:
+    with opened(store, [part(0, 60.0)], 30.0, 1e9) as stream:
         stream.run()
         assert stream.read(0)
     assert stream.read(1) == {}
@@ -251,7 +256,7 @@ def test_what_came_is_held_until_it_is_closed_and_no_longer(store):
 def test_something_of_all_comes_first_and_better_levels_while_time_is_left(store):
     parts = parts_of(60.0)
     store.line.start(mbps(4))
-    with opened(store, parts, Terms(0.0, 30.0, piece_tokens=TOKENS, prior=1e4)) as stream:
+    with opened(store, parts, 30.0, 1e4) as stream:
         stream.run()
         for layer in range(LAYERS):
             assert all(
@@ -265,7 +270,7 @@ def test_something_of_all_comes_first_and_better_levels_while_time_is_left(store
 def test_a_line_that_falls_while_better_levels_come_costs_no_time_and_nothing_that_was_there(store):
     parts = parts_of(60.0)
     store.line.start(mbps(0.5))
-    terms = Terms(0.0, 2 * PIECES * SIZES["raw"] / 0.5e6, piece_tokens=TOKENS)
+    deadline_s = 2 * PIECES * SIZES["raw"] / 0.5e6
     seen: list[int] = []
 
     def stands(number: int) -> None:
@@ -274,7 +279,7 @@ def test_a_line_that_falls_while_better_levels_come_costs_no_time_and_nothing_th
             store.line.start(constant(0.0))
 
     store.before = stands
-    with opened(store, parts, terms) as stream:
+    with opened(store, parts, deadline_s) as stream:
         stream.run()
         assert set(stream.read(0)) == set(range(PIECES))
     assert stream.pieces[-1].why == NOT_WAITED_FOR
@@ -313,7 +318,7 @@ def test_a_link_lets_so_many_read_at_once_and_no_more():
     link, inside, most = Link(2), list[int](), list[int]()
 
     def read() -> None:
-        with link.slot():
+        with link.slot:
             inside.append(1)
             most.append(len(inside))
             threading.Event().wait(0.01)
@@ -336,8 +341,3 @@ def test_what_a_link_carried_counts_for_all_who_share_it_and_not_for_ever():
     assert link.throughput == 1000.0
     now[0] = 1e6
     assert link.throughput is None
-
-
-def test_a_tier_has_one_link():
-    links = Links()
-    assert links.of("redis") is links.of("redis") is not links.of("objects")

@@ -4,9 +4,6 @@ token comes.
 
 from dataclasses import replace
 
-import pytest
-
-from ragfuse.fuse.select import POLICIES
 from ragfuse.plan.explanation import UNMEASURED, in_words
 from ragfuse.types.prompt import Prompt
 from tests.plan.kit import machine, plan, prompt_of
@@ -28,7 +25,7 @@ def test_every_chunk_has_a_line_with_tier_bytes_and_times():
         "- book-1, 200 tokens: hit in memory, 4.8 MB, encoded alone; 0.000 s to load, 0."
     )
     assert three.startswith("- book-2, 200 tokens: miss (not in the store); 0.")
-    assert [line.split()[0] for line in rest] == ["Ratio", "How", "First"]
+    assert [line.split()[0] for line in rest] == ["Ratio", "First"]
 
 
 def test_what_the_ratio_stopped_at_is_said():
@@ -46,18 +43,6 @@ def test_what_the_ratio_stopped_at_is_said():
     assert len({line.partition(": ")[2] for (line,) in said.values()}) == len(said)
     late = [name for name, lines in asked.items() if "cannot be met" in lines[-1]]
     assert late == ["late", "fixed"]
-
-
-@pytest.mark.parametrize("policy", [policy.name for policy in POLICIES])
-def test_what_a_policy_needs_first_is_said(policy):
-    needed = [
-        line
-        for line in told(["memory"] * 3, policy, 0.2)
-        if line.startswith(f"How {policy} goes: ")
-    ]
-    assert bool(needed) == (policy != "none")
-    all_first = policy in ("query", "query-gradual")
-    assert ["layer by layer" in line for line in needed] == [not all_first] * len(needed)
 
 
 def test_an_entry_that_several_segments_use_is_read_once():

@@ -15,13 +15,11 @@ from ragfuse.plan.stream_level import (
     NEVER_LATE_S,
     PATIENCE,
     StreamPart,
-    StreamPiece,
     better_level,
     delay_s,
     first_level,
     first_look_s,
     is_given_up,
-    pieces,
 )
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import Fetch
@@ -47,8 +45,8 @@ def part(
 
 def piece(
     segment: int = 0, tokens: int = 1500, text_s: float | None = 1.0, **sizes: int
-) -> StreamPiece:
-    return StreamPiece((part(segment, tokens, sizes or SIZES, text_s),))
+) -> StreamPart:
+    return part(segment, tokens, sizes or SIZES, text_s)
 
 
 @some.composite
@@ -67,18 +65,14 @@ def streams(draw) -> list[Sent]:
     return made
 
 
-def as_pieces(stream: Sequence[Sent]) -> list[StreamPiece]:
+def as_parts(stream: Sequence[Sent]) -> list[StreamPart]:
     return [
-        StreamPiece(
-            (
-                part(
-                    at,
-                    1500,
-                    {name: nbytes for name, nbytes, _ in sent.levels},
-                    sent.text_s,
-                    {name: seconds for name, _, seconds in sent.levels},
-                ),
-            )
+        part(
+            at,
+            1500,
+            {name: nbytes for name, nbytes, _ in sent.levels},
+            sent.text_s,
+            {name: seconds for name, _, seconds in sent.levels},
         )
         for at, sent in enumerate(stream)
     ]
@@ -86,10 +80,10 @@ def as_pieces(stream: Sequence[Sent]) -> list[StreamPiece]:
 
 @given(stream=streams(), throughput=some.floats(1e3, 1e9), others=some.integers(0, 4))
 def test_the_time_of_a_stream_is_that_of_one_link_and_one_decoder(stream, throughput, others):
-    left = as_pieces(stream)
+    left = as_parts(stream)
     for rank, level in enumerate(left[0].sizes):
         by_hand = streamed_at(stream, rank, level, throughput, others)
-        assert delay_s(left, level, throughput, 1 + others) == pytest.approx(by_hand)
+        assert delay_s(left, level, throughput / (1 + others)) == pytest.approx(by_hand)
 
 
 def test_all_pieces_are_recomputed_where_that_is_in_time_or_read_raw_where_that_is_faster():
@@ -98,7 +92,7 @@ def test_all_pieces_are_recomputed_where_that_is_in_time_or_read_raw_where_that_
     assert first_level(left, None, in_time) == AS_TEXT
     assert first_level(left, 7e6, in_time) == AS_TEXT
     assert first_level(left, 9e6, in_time) == "raw"
-    assert first_level(left, 9e6, in_time, sharing=2) == AS_TEXT
+    assert first_level(left, 9e6 / 2, in_time) == AS_TEXT
     assert first_level([piece(int8=1, cg1=1)], 1e12, in_time) == AS_TEXT
 
 
@@ -114,7 +108,7 @@ def test_once_something_lossy_came_the_rest_is_read_too():
 
 
 def test_a_piece_without_levels_is_recomputed():
-    assert first_level([StreamPiece((part(0, 10, {}, None),))], 1e9, 0.0) == AS_TEXT
+    assert first_level([part(0, 10, {}, None)], 1e9, 0.0) == AS_TEXT
 
 
 def test_the_lossiest_pieces_come_again_at_the_best_level_for_which_there_is_time():
@@ -126,18 +120,9 @@ def test_the_lossiest_pieces_come_again_at_the_best_level_for_which_there_is_tim
 
 
 def test_decoding_counts_and_hides_behind_what_is_still_on_its_way():
-    slow = [
-        StreamPiece((part(at, 1500, {"cg1": 1_000_000}, None, {"cg1": 0.5}),)) for at in range(3)
-    ]
+    slow = [part(at, 1500, {"cg1": 1_000_000}, None, {"cg1": 0.5}) for at in range(3)]
     assert delay_s(slow, "cg1", 1e6) == pytest.approx(3.5)
     assert delay_s(slow, "cg1", 1e7) == pytest.approx(1.6)
-
-
-def test_levels_of_a_piece_are_those_that_all_its_parts_have():
-    both = StreamPiece(
-        (part(0, 10, {"raw": 4, "int8": 2, "cg1": 1}), part(1, 10, {"raw": 4, "cg1": 1}))
-    )
-    assert both.sizes == {"raw": 8, "cg1": 2}
 
 
 def test_a_piece_that_lacks_the_level_counts_at_its_own_of_that_rank():
@@ -145,19 +130,9 @@ def test_a_piece_that_lacks_the_level_counts_at_its_own_of_that_rank():
     assert delay_s(left, "cg1", 1.0) == 10 + 6 + 50
 
 
-@given(some.lists(some.integers(1, 4000), max_size=30), some.integers(1, 3000))
-def test_pieces_are_whole_segments_in_order_and_as_long_as_allowed(tokens, most):
-    parts = [part(at, n, {}) for at, n in enumerate(tokens)]
-    cut = pieces(parts, most)
-    assert [part for each in cut for part in each.parts] == parts
-    for each, after in zip(cut, [*cut[1:], None], strict=False):
-        assert each.tokens <= most or len(each.parts) == 1
-        assert after is None or each.tokens + after.parts[0].tokens > most
-
-
 def test_a_piece_is_late_after_some_times_what_was_foreseen():
     assert first_look_s(piece(), "int8", 4e6) == pytest.approx(PATIENCE)
-    assert first_look_s(piece(), "int8", 4e6, sharing=3) == pytest.approx(3 * PATIENCE)
+    assert first_look_s(piece(), "int8", 4e6 / 3) == pytest.approx(3 * PATIENCE)
     assert first_look_s(piece(), "int8", 1e12) == NEVER_LATE_S
 
 

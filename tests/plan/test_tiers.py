@@ -51,4 +51,4 @@ def test_a_tier_s_price_is_that_of_its_name_or_its_kind():
     assert price_of("disk", PRICES) == PRICES["disk"]
     assert price_of("objects-2", PRICES) == PRICES["objects"]
     assert price_of("tape", PRICES) == float("inf")
-    assert store_cost(2_000_000_000, 0.5, 3) == 3.0
+    assert store_cost(2_000_000_000, 0.5) == 1.0

@@ -11,6 +11,7 @@ import torch
 
 from ragfuse import Answer, Ask, Engine
 from ragfuse.engine.build import build
+from ragfuse.engine.request import Request
 from ragfuse.types.kv import ChunkKV
 
 QUESTIONS = (
@@ -67,4 +68,4 @@ def is_full_prefill(engine: Engine, ready: Any, bound: float = 1e-4) -> bool:
 
 def built(engine, question, ask):
     """The prompt of a question, with what is known of its conversation."""
-    return build(engine._request(question, ask), engine.history, engine.schemas)
+    return build(Request.of(question, ask, engine.runtime), engine.history, engine.schemas)

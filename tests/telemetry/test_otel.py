@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from ragfuse import Ask, InputError
+from ragfuse import Ask, SettingsError
 from ragfuse.text import Piece
 from tests.plan.kit import timings
 from tests.tiny import ROOT
@@ -178,13 +178,13 @@ def test_a_batch_has_one_span_with_all_its_tokens(warm, spans):
 
 
 def test_what_fails_is_recorded_where_it_failed_and_above(warm, spans):
-    with pytest.raises(InputError):
-        warm.answer("Who?", Ask(options={"stop_token_ids": [10**9]}))
+    with pytest.raises(SettingsError):
+        warm.answer("Who?", Ask(options={"num_beams": 2}))
     found = named(spans())
     failed = {name for name, span in found.items() if span.status.status_code is StatusCode.ERROR}
     assert failed == {"ragfuse.decode", "ragfuse.answer"}
     for name in failed:
-        assert found[name].events[0].attributes["exception.type"] == "ragfuse.errors.InputError"
+        assert found[name].events[0].attributes["exception.type"] == "ragfuse.errors.SettingsError"
 
 
 def test_no_text_is_ever_in_a_span(warm, spans):

@@ -105,7 +105,7 @@ class Rig:
     def run(self, method: str, text: Text, course: Course, deadline_s: float) -> Run:
         """One question over the line, which knows nothing of what it carried before."""
         engine, prompt = self.engines[method], text.cut.prompt(text.question)
-        engine.runtime.links.forget()
+        engine.runtime.links.clear()
         self.tier.go(self.line, course, text.cut.keys)
         began = time.perf_counter()
         due_s = deadline_s if method == "adaptive" else None
@@ -140,7 +140,6 @@ class Rig:
             home=self.options.home,
             model=self.options.model,
             store=self.options.home / "bench-stream",
-            piece_tokens=2 * self.options.piece_tokens - 1,  # a piece is one of ours, never two
         )
         return Engine(settings, self.model, store)
 
