@@ -17,7 +17,6 @@ from ragfuse.settings import Settings
 
 DEMO_NEEDS = (
     "faiss",
-    "langchain_classic",
     "langchain_community",
     "langchain_huggingface",
     "langchain_ragfuse",
@@ -49,7 +48,7 @@ def demo(
         raise InputError(f"The demo needs more packages ({', '.join(missing)}): {wanted}")
     from ragfuse.demo.picture import draw
     from ragfuse.demo.run import run
-    from ragfuse.demo.show import show_summary
+    from ragfuse.demo.show import summary_text
 
     memory = settings.memory_bytes if "memory_bytes" in settings.model_fields_set else DEMO_MEMORY
     settings = settings.model_copy(
@@ -61,6 +60,6 @@ def demo(
         report = run(engine, console)
     write_json(report, out)
     draw(report, picture)
-    show_summary(console, report)
+    say(console, summary_text(report))
     say(console, f"Written: {out} and, as a picture, {picture}.")
     say(console, 'Your own documents: ragfuse ingest PATH, then ragfuse ask "..." --compare')
