@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ragfuse.adapt.checkpoint import Evaluation
+from ragfuse.adapt.trainer import Evaluation
 from ragfuse.calibration.plots import saved
 
 

@@ -77,7 +77,7 @@ def adapt_model(
     find_files(docs)
     tune_malloc(console)
     if out is not None:
-        from ragfuse.adapt.checkpoint import require_place
+        from ragfuse.adapt.folder import require_place
 
         require_place(out.expanduser())
     prepare_model(settings)
@@ -97,27 +97,26 @@ def adapt_model(
         folder = (out or default_folder(settings, texts)).expanduser()
         with console.status("preparing"):
             trainer = adaptation.prepare(texts, folder, rank)
-        if trainer.state.step:
-            say(console, f"Going on at step {trainer.state.step:,}.")
+        if trainer.state.global_step:
+            say(console, f"Going on at step {trainer.state.global_step:,}.")
         with progress_bar(console, "measuring") as bar, _stopped_by_signal(console) as stop:
 
             def show(done: float) -> None:
-                known = trainer.state.evaluations
+                known = trainer.evaluations
                 held = f"held-out KL {known[-1].kl:.3f} (was {known[0].kl:.3f})"
-                bar(done, 1.0, f"step {trainer.state.step:,}, {held}")
+                bar(done, 1.0, f"step {trainer.state.global_step:,}, {held}")
 
-            state = trainer.run(TrainingLimits(60 * minutes, steps), show, stop)
+            trainer.run(TrainingLimits(60 * minutes, steps), show, stop)
         # pressed during the last step or measurement, it ends the command too
-        if stop() or not state.finished:
+        if stop():
             raise KeyboardInterrupt(f"What was learnt is in '{folder}'. {RESUMES}")
-        made = f"{counted(state.step, 'step')} in {counted(round(state.seconds / 60), 'minute')}"
-        fell = (
-            f"fell from {state.evaluations[0].kl:.3f} to {state.best.kl:.3f}, at step"
-            f" {state.best.step:,}"
-        )
-        say(console, f"{made} ({state.finished}): on held-out documents KL at ratio 0 {fell}.")
+        step, found = trainer.state.global_step, trainer.evaluations
+        best = min(found, key=lambda each: each.kl)
+        made = f"{counted(step, 'step')} in {counted(round(trainer.seconds / 60), 'minute')}"
+        fell = f"fell from {found[0].kl:.3f} to {best.kl:.3f}, at step {best.step:,}"
+        say(console, f"{made} ({trainer.finished}): on held-out documents KL at ratio 0 {fell}.")
         if plot is not None:
-            draw_training(state.evaluations, plot)
+            draw_training(found, plot)
             say(console, f"Written: {plot}")
         with Engine(settings.model_copy(update={"model": str(folder)})) as engine:
             calibrated = calibrate_engine(engine, adaptation.held, questions, console, str(folder))
@@ -129,9 +128,9 @@ def adapt_model(
     say(console, f"Use it: ragfuse ask --model {shlex.quote(str(folder))} ...")
     result = {
         "folder": str(folder),
-        "steps": state.step,
-        "seconds": state.seconds,
-        "evaluations": [vars(each) for each in state.evaluations],
+        "steps": step,
+        "seconds": trainer.seconds,
+        "evaluations": [vars(each) for each in found],
         "calibration": calibrated,
     }
     return result, calibrated["safe"]

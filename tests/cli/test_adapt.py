@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from ragfuse import Settings
 from ragfuse.adapt import examples, run, teacher
-from ragfuse.adapt.checkpoint import TRAINING_FILE
+from ragfuse.adapt.folder import RECIPE_FILE
 from ragfuse.calibration import runner
 from ragfuse.cli import adapt
 from ragfuse.cli.main import app
@@ -146,7 +146,7 @@ def test_ctrl_c_keeps_what_was_learnt_and_the_command_goes_on(
     everything = {**os.environ, **environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process: Any = subprocess.Popen(list(map(str, command)), env=everything, **pipes)  # type: ignore[call-overload]
-    while not (tmp_path / "out" / TRAINING_FILE).is_file():
+    while not (tmp_path / "out" / RECIPE_FILE).is_file():
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
