@@ -12,7 +12,6 @@ from pathlib import Path
 
 from ragfuse.adapt.examples import Example
 from ragfuse.adapt.run import Adaptation
-from ragfuse.adapt.trainer import TrainingLimits
 from ragfuse.settings import Settings
 from ragfuse.types.keys import digest
 from training.data import Examples, Source, split, squad, wikipedia
@@ -63,13 +62,13 @@ def main() -> None:
     def say(done: float) -> None:
         step, found = trainer.state.global_step, trainer.evaluations
         if step % 10 == 0:
-            held_out = f"held-out KL {found[-1].kl:.4f} (was {found[0].kl:.4f})"
+            held_out = f"held-out KL {found[-1]['kl']:.4f} (was {found[0]['kl']:.4f})"
             print(f"step {step}, {held_out}: {done:.0%} done", flush=True)
 
-    trainer.run(TrainingLimits(60 * chosen.minutes), say)
+    trainer.run(60 * chosen.minutes, report=say)
     print(
-        f"{trainer.state.global_step} steps ({trainer.finished}): "
-        + ", ".join(f"{each.step}: {each.kl:.4f}" for each in trainer.evaluations)
+        f"{trainer.state.global_step} steps: "
+        + ", ".join(f"{each['step']}: {each['kl']:.4f}" for each in trainer.evaluations)
     )
     adaptation.close()
 

@@ -49,18 +49,14 @@ def require_place(path: Path) -> None:
     Args:
         path: The folder; it is not made.
     """
-    if path.is_dir() and any(path.iterdir()) and not (path / RECIPE_FILE).is_file():
-        found = "other files in it"
-    elif any(place.is_file() for place in (path, *path.parents)):
-        found = "a file there"
-    elif not can_be_written(path):
-        found = "one that cannot be written to"
-    else:
-        return
-    raise InputError(
-        f"Wanted a new folder for the adapter or one that `ragfuse adapt` began, found {found}:"
-        f" '{path}'. Name another folder with --out."
-    )
+    is_file = any(place.is_file() for place in (path, *path.parents))
+    has_others = path.is_dir() and any(path.iterdir()) and not (path / RECIPE_FILE).is_file()
+    if is_file or has_others or not can_be_written(path):
+        found = "a file there" if is_file else "other files in it" if has_others else "no right"
+        raise InputError(
+            "Wanted a new folder for the adapter or one that `ragfuse adapt` began, found"
+            f" {found}: '{path}'. Name another folder with --out."
+        )
 
 
 class AdapterFolder:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,31 +48,6 @@ EVALUATE_STEPS = 25
 STALE_EVALUATIONS = 6
 """Measurements without a lower KL after which the training ends."""
 UNLIMITED_STEPS = 10**9
-
-
-@dataclass(frozen=True)
-class TrainingLimits:
-    """How long is trained: for so many seconds, or for so many steps if these are given."""
-
-    seconds: float
-    steps: int | None = None
-
-    def done(self, seconds: float, step: int) -> float:
-        """Return the share of the training that is done, from 0."""
-        return seconds / self.seconds if self.steps is None else step / self.steps
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """One measurement on held-out documents.
-
-    Args:
-        step: Steps before it.
-        kl: KL to the teacher at ratio 0, in nats per token.
-    """
-
-    step: int
-    kl: float
 
 
 def layers_compared(n_layers: int) -> tuple[int, ...]:
@@ -124,10 +98,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         train: Examples to train on.
         held: Examples of held-out documents.
         folder: Where everything is kept.
-
-    Attributes:
-        seconds: Seconds that all steps took, measurements included.
-        finished: Why the training ended; "" while it goes on.
     """
 
     def __init__(
@@ -139,7 +109,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         held: NumberedExamples,
         folder: AdapterFolder,
     ) -> None:
-        self.finished = ""
         self._branches = model
         self._adapter = adapter
         self._teacher = teacher
@@ -179,48 +148,57 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._begun = folder.checkpoint()
         if self._begun is not None:
             self.state = transformers.TrainerState.load_from_json(str(self._begun / STATE_FILE))
-        self.seconds = max((each.get("seconds", 0.0) for each in self.state.log_history), default=0)
 
     @property
-    def evaluations(self) -> list[Evaluation]:
-        """All measurements, the first before the first step."""
+    def evaluations(self) -> list[dict[str, float]]:
+        """The KL to the teacher at ratio 0 on held-out documents, in nats per token, after so many
+        steps: {"step", "kl"}, the first before the first step.
+        """
         logs = [each for each in self.state.log_history if "eval_kl" in each]
-        return [Evaluation(each["step"], each["eval_kl"]) for each in logs]
+        return [{"step": each["step"], "kl": each["eval_kl"]} for each in logs]
 
     def run(
         self,
-        limits: TrainingLimits,
+        seconds: float,
+        steps: int | None = None,
         report: Callable[[float], object] = lambda done: None,
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Train until the limit is reached, nothing is gained any more, or `stop` says so; write
-        the best adapter.
+        """Train until a limit is reached, nothing is gained any more, or `stop` says so; write the
+        best adapter.
 
         Args:
-            limits: How long.
+            seconds: How long, unless it is said in steps.
+            steps: Number of steps, those of earlier calls included; None: as many as the time
+                allows.
             report: Called after every step with the share of the training that is done.
-            stop: Asked after every step; `finished` is "" if it ended the training.
+            stop: Asked after every step.
         """
-        self.finished = "the time is over" if limits.steps is None else "all steps are made"
-        if limits.done(self.seconds, self.state.global_step) >= 1:
+        if steps is not None and self.state.global_step >= steps:
             return
         self._folder.begin()
-        self.args.max_steps = limits.steps or UNLIMITED_STEPS
+        began_s = time.monotonic()
+
+        def done(step: int) -> float:
+            return (time.monotonic() - began_s) / seconds if steps is None else step / steps
+
+        def step_end(step: int, control: transformers.TrainerControl) -> None:
+            is_over = done(step) >= 1
+            control.should_evaluate |= is_over
+            if is_over or stop():
+                control.should_save = control.should_training_stop = True
+            report(done(step))
+
+        self.add_callback(_StepEnd(step_end))
+        self.args.max_steps = steps or UNLIMITED_STEPS
         self.args.eval_on_start = self._begun is None
         weights = self._adapter.weights.values()
         self.optimizer = AdamW(weights, LEARNING_RATE, weight_decay=0.0, betas=(0.9, 0.98))
         self.lr_scheduler = LambdaLR(
             self.optimizer,
-            lambda step: min(
-                (step + 1) / WARM_UP_STEPS, max(LEAST_SHARE, 1 - limits.done(self.seconds, step))
-            ),
+            lambda step: min((step + 1) / WARM_UP_STEPS, max(LEAST_SHARE, 1 - done(step))),
         )
-        self.add_callback(_StepEnd(self, limits, report, stop))
         self.train(resume_from_checkpoint=self._begun and str(self._begun))
-        if stop():
-            self.finished = ""
-        elif limits.done(self.seconds, self.state.global_step) < 1:
-            self.finished = f"{STALE_EVALUATIONS} measurements in a row gained nothing"
         self._folder.put(self._adapter)
 
     def compute_loss(self, model: Any, inputs: dict[str, int], *_: Any, **__: Any) -> Tensor:
@@ -255,40 +233,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def _save_checkpoint(self, *given: Any) -> None:
-        self.log({"seconds": self.seconds})
-        super()._save_checkpoint(*given)
-
     def _save(self, output_dir: str, state_dict: Any = None) -> None:
         self._adapter.save(Path(output_dir))
 
-    def _load_from_checkpoint(self, folder: str, model: Any = None) -> None:
-        self._adapter.read(Path(folder))
-
-    def _load_best_model(self) -> None:
-        self._adapter.read(Path(self.state.best_model_checkpoint))
-
 
 class _StepEnd(transformers.TrainerCallback):  # type: ignore[misc]
-    """Looks after each step whether the training ends."""
+    """Calls a function after each step."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        limits: TrainingLimits,
-        report: Callable[[float], object],
-        stop: Callable[[], bool],
-    ) -> None:
-        self._trainer, self._limits, self._report, self._stop = trainer, limits, report, stop
-        self._before = time.monotonic()
+    def __init__(self, call: Callable[[int, transformers.TrainerControl], None]) -> None:
+        self._call = call
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Count the time, and have the state saved where the training ends."""
-        now = time.monotonic()
-        self._trainer.seconds += now - self._before
-        self._before = now
-        done = self._limits.done(self._trainer.seconds, state.global_step)
-        control.should_evaluate |= done >= 1
-        if done >= 1 or self._stop():
-            control.should_training_stop = control.should_save = True
-        self._report(done)
+        """Call it with the number of steps and what may be controlled."""
+        self._call(state.global_step, control)

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,7 +46,7 @@ def adapt_model(
         ),
     ] = None,
     minutes: Annotated[
-        float, typer.Option(min=0.01, help="Minutes of training; more at a later call go on.")
+        float, typer.Option(min=0.01, help="Minutes of training, until nothing is gained any more.")
     ] = 60,
     steps: Annotated[
         int | None,
@@ -84,7 +85,6 @@ def adapt_model(
     with console.status("loading the model"):
         from ragfuse.adapt.picture import draw_training
         from ragfuse.adapt.run import Adaptation, default_folder
-        from ragfuse.adapt.trainer import TrainingLimits
         from ragfuse.calibration.calibrate import show_calibration
         from ragfuse.engine.engine import Engine
         from ragfuse.models.shipped_profile import ShippedProfile, write_shipped
@@ -103,18 +103,18 @@ def adapt_model(
 
             def show(done: float) -> None:
                 known = trainer.evaluations
-                held = f"held-out KL {known[-1].kl:.3f} (was {known[0].kl:.3f})"
+                held = f"held-out KL {known[-1]['kl']:.3f} (was {known[0]['kl']:.3f})"
                 bar(done, 1.0, f"step {trainer.state.global_step:,}, {held}")
 
-            trainer.run(TrainingLimits(60 * minutes, steps), show, stop)
+            trainer.run(60 * minutes, steps, show, stop)
         # pressed during the last step or measurement, it ends the command too
         if stop():
             raise KeyboardInterrupt(f"What was learnt is in '{folder}'. {RESUMES}")
         step, found = trainer.state.global_step, trainer.evaluations
-        best = min(found, key=lambda each: each.kl)
-        made = f"{counted(step, 'step')} in {counted(round(trainer.seconds / 60), 'minute')}"
-        fell = f"fell from {found[0].kl:.3f} to {best.kl:.3f}, at step {best.step:,}"
-        say(console, f"{made} ({trainer.finished}): on held-out documents KL at ratio 0 {fell}.")
+        best = min(found, key=itemgetter("kl"))
+        fell = f"fell from {found[0]['kl']:.3f} to {best['kl']:.3f}, at step {best['step']:,}"
+        made = counted(step, "step")
+        say(console, f"{made}: on held-out documents KL at ratio 0 {fell}.")
         if plot is not None:
             draw_training(found, plot)
             say(console, f"Written: {plot}")
@@ -129,8 +129,7 @@ def adapt_model(
     result = {
         "folder": str(folder),
         "steps": step,
-        "seconds": trainer.seconds,
-        "evaluations": [vars(each) for each in found],
+        "evaluations": found,
         "calibration": calibrated,
     }
     return result, calibrated["safe"]

@@ -111,10 +111,7 @@ def test_it_says_what_it_needs_what_it_does_and_what_came_of_it(
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert result.exit_code == 0, (result.output, result.exception)
     out = " ".join(result.output.split())
-    assert (
-        "2 steps in 0 minutes (all steps are made): on held-out documents KL at ratio 0 fell from"
-        in out
-    )
+    assert "2 steps: on held-out documents KL at ratio 0 fell from" in out
     assert "Blend." in out
     said = json.loads((tmp_path / "result.json").read_text())
     assert said["steps"] == 2
@@ -125,7 +122,7 @@ def test_it_says_what_it_needs_what_it_does_and_what_came_of_it(
     again = invoke("--steps", 3)
     assert again.exit_code == 0, again.output
     assert "Going on at step 2." in again.output
-    assert "3 steps in" in again.output
+    assert "3 steps:" in again.output
 
 
 def test_ctrl_c_keeps_what_was_learnt_and_the_command_goes_on(
