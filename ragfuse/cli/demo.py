@@ -24,12 +24,6 @@ DEMO_NEEDS = (
 )
 
 
-DEMO_MEMORY = 3 << 30
-"""Bytes of the demo's memory tier: it holds only part of the KV, so that the rest is read from
-disk.
-"""
-
-
 @screen("model", "dtype", "device", "policy", "ratio")
 def demo(
     console: Console,
@@ -50,10 +44,7 @@ def demo(
     from ragfuse.demo.run import run
     from ragfuse.demo.show import summary_text
 
-    memory = settings.memory_bytes if "memory_bytes" in settings.model_fields_set else DEMO_MEMORY
-    settings = settings.model_copy(
-        update={"store": settings.home / "demo-store", "memory_bytes": memory}
-    )
+    settings = settings.model_copy(update={"store": settings.home / "demo-store"})
     picture = out.with_suffix(".png")
     require_writable(out, picture)
     with loaded_engine(settings, console) as engine:
