@@ -4,7 +4,6 @@ demo-report.json`.
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import sys
@@ -12,21 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from ragfuse.demo.answer import DemoAnswer
-from ragfuse.demo.show import show_question
+from ragfuse.demo.show import question_text
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- made: python -m docs.sample -->\n```text\n", "```\n"
 
 
 def sample(answer: Mapping[str, Any]) -> str:
-    """What the demo prints of a question of its report, without colours."""
-    console = Console(file=io.StringIO(), width=200, color_system=None)
-    show_question(console, DemoAnswer(**answer))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue().rstrip() + "\n"
+    """What the demo prints of a question of its report."""
+    return question_text(answer) + "\n"
 
 
 def shown(readme: str) -> str:

@@ -33,11 +33,10 @@ from pydantic_settings import (
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
-from pydantic_settings import SettingsError as PydanticSettingsError
 
 from ragfuse.errors import SettingsError
 from ragfuse.process.folders import can_be_written, make_own_folder, temporary_folder
-from ragfuse.types.arguments import meant, refused_arguments
+from ragfuse.types.arguments import refused_arguments
 from ragfuse.types.eviction import EVICTION_POLICIES
 from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.load_options import LOADING, LoadingOptions
@@ -604,21 +603,11 @@ def _in_words(init: Callable[..., None]) -> Callable[..., None]:
         try:
             init(self, **given)
         except ValidationError as error:
-            for each in error.errors():
-                if each["type"] == "extra_forbidden" and each["loc"][0] not in given:
-                    raise _unknown_in_file(str(each["loc"][0]), each["input"]) from None
             raise refused_arguments(error, Settings, partial(_place, given)) from None
-        except PydanticSettingsError as error:
-            name = next(
-                (name for name in Settings.model_fields if f'"{name}"' in str(error)), "a setting"
-            )
+        except (ValueError, OSError) as error:
             raise SettingsError(
-                f"Wanted JSON in {PREFIX}{name.upper()}, found something else. Correct the variable"
-                " or remove it."
-            ) from None
-        except (ValueError, OSError) as error:  # ragfuse.toml itself
-            raise SettingsError(
-                f"ragfuse.toml in this folder cannot be read: {error}. Correct it or remove it."
+                f"A variable {PREFIX}... or ragfuse.toml in this folder cannot be read: {error}."
+                " Correct it or remove it."
             ) from error
 
     return checked
@@ -634,18 +623,6 @@ def _place(given: Mapping[str, Any], name: str) -> str:
         if any(each.upper() == variable for each in os.environ)
         else "ragfuse.toml"
     )
-
-
-def _unknown_in_file(name: str, value: object) -> SettingsError:
-    """Return the error for a name in ragfuse.toml that is no setting."""
-    if isinstance(value, dict):
-        return SettingsError(
-            f"ragfuse.toml has a table [{name}]; wanted settings alone, above any table: leave out"
-            " its heading.",
-            name,
-        )
-    told = meant(name, list(Settings.model_fields), "The settings are")
-    return SettingsError(f"There is no setting '{name}' (ragfuse.toml). {told}", name)
 
 
 Settings.__init__ = _in_words(Settings.__init__)  # type: ignore[method-assign]

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from ragfuse.adapt.examples import Example
 from ragfuse.adapt.run import Adaptation
-from ragfuse.adapt.trainer import TrainingLimits
 from ragfuse.settings import Settings
 from ragfuse.types.keys import digest
 from training.data import Examples, Source, split, squad, wikipedia
@@ -61,17 +60,15 @@ def main() -> None:
     trainer = adaptation.trainer(*examples, source, chosen.out, chosen.rank, seed=chosen.seed)
 
     def say(done: float) -> None:
-        state = trainer.state
-        if state.step % 10 == 0:
-            held_out = (
-                f"held-out KL {state.evaluations[-1].kl:.4f} (was {state.evaluations[0].kl:.4f})"
-            )
-            print(f"step {state.step}, {held_out}: {done:.0%} done", flush=True)
+        step, found = trainer.state.global_step, trainer.evaluations
+        if step % 10 == 0:
+            held_out = f"held-out KL {found[-1]['kl']:.4f} (was {found[0]['kl']:.4f})"
+            print(f"step {step}, {held_out}: {done:.0%} done", flush=True)
 
-    state = trainer.run(TrainingLimits(60 * chosen.minutes), say)
+    trainer.run(60 * chosen.minutes, report=say)
     print(
-        f"{state.step} steps ({state.finished}): "
-        + ", ".join(f"{each.step}: {each.kl:.4f}" for each in state.evaluations)
+        f"{trainer.state.global_step} steps: "
+        + ", ".join(f"{each['step']}: {each['kl']:.4f}" for each in trainer.evaluations)
     )
     adaptation.close()
 

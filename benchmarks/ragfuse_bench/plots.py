@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ragfuse.calibration import palette
+from ragfuse_bench.palette import method_style
+
 from ragfuse.calibration.plots import model_in_title, saved
 from ragfuse.errors import SettingsError
 
@@ -34,7 +35,7 @@ def plot_frontier(result: Mapping[str, Any], path: Path) -> None:
         raise SettingsError(NO_FRONTIER)
     sets = list(dict.fromkeys(row["dataset"] for row in drawn))
     names = dict.fromkeys(row["method"] for row in drawn)
-    styles = {method: palette.method_style(method, at) for at, method in enumerate(names)}
+    styles = {method: method_style(method, at) for at, method in enumerate(names)}
     with saved(path, (7.5, 5.0 * len(sets))) as figure:
         for at, dataset in enumerate(sets):
             axes = figure.add_subplot(len(sets), 1, at + 1)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from ragfuse.adapt.checkpoint import AdapterFolder, AdaptRecipe
 from ragfuse.adapt.examples import DocumentExamples, Documents, NumberedExamples, split_documents
+from ragfuse.adapt.folder import AdapterFolder, AdaptRecipe
 from ragfuse.adapt.teacher import Teacher, context_of, prompt_of
 from ragfuse.adapt.trainer import Trainer
 from ragfuse.engine.ask import Ask
@@ -133,15 +133,14 @@ class Adaptation:
             )
         recipe = AdaptRecipe(self.plain.fingerprint, source, encoder.filler_tokens, rank, seed)
         folder = AdapterFolder(out, recipe)
-        state, tensors = folder.load()
-        if not state.step:
+        if folder.checkpoint() is None:
             self._require_same(BranchModel(self.plain.model, self.plain.profile, filler), train)
         path = Path(self.settings.model).expanduser()
         base = str(path.resolve()) if path.exists() else self.settings.model
         adapter = LoraAdapter(self.plain.model, rank, seed, base)
         branches = BranchModel(self.plain.model, self.plain.profile, filler, adapter)
-        teacher = Teacher(self.engine, branches, state.answers)
-        return Trainer(branches, adapter, teacher, train, held, folder, state, tensors)
+        teacher = Teacher(self.engine, branches)
+        return Trainer(branches, adapter, teacher, train, held, folder)
 
     @torch.no_grad()
     def _require_same(self, branches: BranchModel, examples: NumberedExamples) -> None:

@@ -68,16 +68,13 @@ class Teacher:
     Args:
         engine: An engine over the model; it makes the prompts.
         model: The model's forwards over contexts.
-        known: Answers by the name of their example, to which new ones are added: none is written
-            twice.
     """
 
-    def __init__(
-        self, engine: Engine, model: BranchModel, known: dict[str, list[tuple[int, ...]]]
-    ) -> None:
+    def __init__(self, engine: Engine, model: BranchModel) -> None:
         self._engine = engine
         self._model = model
-        self._known = known
+        # answers by the name of their example: none is written twice
+        self._known: dict[str, list[tuple[int, ...]]] = {}
 
     def lesson(self, name: str, example: Example, layers: Sequence[int] = ()) -> Lesson:
         """Return the lesson of an example, whose answers are kept under its name.

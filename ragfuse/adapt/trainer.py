@@ -4,22 +4,26 @@ nothing.
 The loss of a step has three parts: the KL divergence from the teacher, which is the plain model's
 full prefill, along the teacher's answers; the relative distance of the hidden states of the
 questions' rows; and that of the chunks' KV, which says something of every row. Its gradient flows
-through the KV of the chunks into the adapter. Examples come by number, so a training that goes on
-makes the very steps that one without a break makes.
+through the KV of the chunks into the adapter. transformers' `Trainer` has the loop, the checkpoints
+and the way back to them; examples come by number, so a training that goes on makes the very steps
+that one without a break makes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import mean
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
 
-from ragfuse.adapt.checkpoint import AdapterFolder, Evaluation, TrainingState
 from ragfuse.adapt.examples import NumberedExamples
+from ragfuse.adapt.folder import STATE_FILE, AdapterFolder
 from ragfuse.adapt.teacher import Lesson, Teacher
 from ragfuse.hf.branches import BranchModel
 from ragfuse.hf.lora import LoraAdapter
@@ -40,25 +44,10 @@ HIDDEN_LAYERS = 7
 """Number of layers whose hidden states are compared."""
 HELD_EXAMPLES = 5
 EVALUATE_STEPS = 25
-"""Steps between two measurements on held-out documents."""
+"""Steps between two measurements on held-out documents, each of which is saved."""
 STALE_EVALUATIONS = 6
 """Measurements without a lower KL after which the training ends."""
-SAVE_S = 120.0
-"""Seconds between two savings of the state."""
-
-
-@dataclass(frozen=True)
-class TrainingLimits:
-    """How long is trained: for so many seconds, or for so many steps if these are given."""
-
-    seconds: float
-    steps: int | None = None
-
-    def done(self, state: TrainingState) -> float:
-        """Return the share of the training that is done, from 0."""
-        if self.steps is not None:
-            return state.step / max(1, self.steps)
-        return state.seconds / max(1e-9, self.seconds)
+UNLIMITED_STEPS = 10**9
 
 
 def layers_compared(n_layers: int) -> tuple[int, ...]:
@@ -99,7 +88,7 @@ def kv_distance(
     return torch.stack(parts).mean()
 
 
-class Trainer:
+class Trainer(transformers.Trainer):  # type: ignore[misc]
     """One training of an adapter.
 
     Args:
@@ -109,8 +98,6 @@ class Trainer:
         train: Examples to train on.
         held: Examples of held-out documents.
         folder: Where everything is kept.
-        state: Where the training stands.
-        tensors: What was saved with it; none for a new training.
     """
 
     def __init__(
@@ -121,130 +108,141 @@ class Trainer:
         train: NumberedExamples,
         held: NumberedExamples,
         folder: AdapterFolder,
-        state: TrainingState,
-        tensors: Mapping[str, Tensor],
     ) -> None:
-        self.state = state
-        self._model = model
+        self._branches = model
         self._adapter = adapter
         self._teacher = teacher
         self._train = train
         self._held = held
         self._folder = folder
         self._layers = layers_compared(model.model.config.get_text_config().num_hidden_layers)
-        weights = adapter.weights.values()
-        self._optimizer = torch.optim.AdamW(weights, weight_decay=0.0, betas=(0.9, 0.98))
         self._held_lessons: list[Lesson] = []
-        if tensors:
-            adapter.load({name: tensors[f"weight.{name}"] for name in adapter.weights})
-            kept = self._optimizer.state_dict()
-            kept["state"] = {
-                index: {
-                    part: tensors[f"{part}.{index}"] for part in ("step", "exp_avg", "exp_avg_sq")
-                }
-                for index in range(len(adapter.weights))
-                if f"step.{index}" in tensors
-            }
-            self._optimizer.load_state_dict(kept)
+        arguments = transformers.TrainingArguments(
+            str(folder.checkpoints),
+            per_device_train_batch_size=1,
+            train_sampling_strategy="sequential",
+            eval_strategy="steps",
+            eval_steps=EVALUATE_STEPS,
+            save_steps=EVALUATE_STEPS,
+            save_total_limit=2,
+            load_best_model_at_end=True,
+            metric_for_best_model="kl",
+            greater_is_better=False,
+            logging_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            use_cache=True,
+            use_cpu=model.device.type == "cpu",
+            restore_callback_states_from_checkpoint=True,
+        )
+        super().__init__(
+            adapter.module,
+            arguments,
+            data_collator=lambda numbers: {"number": numbers[0]},
+            train_dataset=range(POOL),
+            eval_dataset=range(HELD_EXAMPLES),
+            callbacks=[transformers.EarlyStoppingCallback(STALE_EVALUATIONS)],
+        )
+        self.remove_callback(transformers.PrinterCallback)
+        self._begun = folder.checkpoint()
+        if self._begun is not None:
+            self.state = transformers.TrainerState.load_from_json(str(self._begun / STATE_FILE))
+
+    @property
+    def evaluations(self) -> list[dict[str, float]]:
+        """The KL to the teacher at ratio 0 on held-out documents, in nats per token, after so many
+        steps: {"step", "kl"}, the first before the first step.
+        """
+        logs = [each for each in self.state.log_history if "eval_kl" in each]
+        return [{"step": each["step"], "kl": each["eval_kl"]} for each in logs]
 
     def run(
         self,
-        limits: TrainingLimits,
+        seconds: float,
+        steps: int | None = None,
         report: Callable[[float], object] = lambda done: None,
         stop: Callable[[], bool] = lambda: False,
-    ) -> TrainingState:
-        """Train until the limit is reached, nothing is gained any more, or `stop` says so; write
-        the best adapter.
+    ) -> None:
+        """Train until a limit is reached, nothing is gained any more, or `stop` says so; write the
+        best adapter.
 
         Args:
-            limits: How long.
+            seconds: How long, unless it is said in steps.
+            steps: Number of steps, those of earlier calls included; None: as many as the time
+                allows.
             report: Called after every step with the share of the training that is done.
             stop: Asked after every step.
-
-        Returns:
-            The state, whose `finished` is "" if `stop` ended it.
         """
-        state = self.state
-        state.finished = ""
-        saved = before = time.monotonic()
-        while not state.finished and not stop():
-            done = limits.done(state)
-            if done >= 1:
-                state.finished = (
-                    "the time is over" if limits.steps is None else "all steps are made"
-                )
-            elif state.evaluations:
-                self._step(done)
-            if not state.evaluations or self._is_due():
-                self._evaluate()
-                saved = time.monotonic()
-            elif time.monotonic() - saved > SAVE_S:
-                self._save()
-                saved = time.monotonic()
-            state.seconds += time.monotonic() - before
-            before = time.monotonic()
-            report(limits.done(state))
-        if state.step and not self._folder.has_adapter:
-            # stopped before it was measured: what was learnt so far
-            self._folder.put(self._adapter)
-        self._save()
-        return state
+        if steps is not None and self.state.global_step >= steps:
+            return
+        self._folder.begin()
+        began_s = time.monotonic()
 
-    def _is_due(self) -> bool:
-        """Return whether the weights are to be measured on held-out documents."""
-        last = self.state.evaluations[-1].step
-        return self.state.step != last and (
-            bool(self.state.finished) or self.state.step % EVALUATE_STEPS == 0
+        def done(step: int) -> float:
+            return (time.monotonic() - began_s) / seconds if steps is None else step / steps
+
+        def step_end(step: int, control: transformers.TrainerControl) -> None:
+            is_over = done(step) >= 1
+            control.should_evaluate |= is_over
+            if is_over or stop():
+                control.should_save = control.should_training_stop = True
+            report(done(step))
+
+        self.add_callback(_StepEnd(step_end))
+        self.args.max_steps = steps or UNLIMITED_STEPS
+        self.args.eval_on_start = self._begun is None
+        weights = self._adapter.weights.values()
+        self.optimizer = AdamW(weights, LEARNING_RATE, weight_decay=0.0, betas=(0.9, 0.98))
+        self.lr_scheduler = LambdaLR(
+            self.optimizer,
+            lambda step: min((step + 1) / WARM_UP_STEPS, max(LEAST_SHARE, 1 - done(step))),
         )
+        self.train(resume_from_checkpoint=self._begun and str(self._begun))
+        self._folder.put(self._adapter)
 
-    def _step(self, done: float) -> None:
-        step = self.state.step
-        share = min((step + 1) / WARM_UP_STEPS, max(LEAST_SHARE, 1 - done))
-        self._optimizer.param_groups[0]["lr"] = LEARNING_RATE * share
-        number = step % POOL
+    def compute_loss(self, model: Any, inputs: dict[str, int], *_: Any, **__: Any) -> Tensor:
+        """Return the loss of the example of a number."""
+        model.eval()
+        number = inputs["number"]
         lesson = self._teacher.lesson(str(number), self._train.example(number), self._layers)
-        found = self._model.blockwise(lesson.context, lesson.branches, self._layers)
-        loss: Tensor = (
+        found = self._branches.blockwise(lesson.context, lesson.branches, self._layers)
+        return (
             kl_along(lesson.states.logits, found.logits)
             + HIDDEN_WEIGHT * hidden_distance(lesson.states.hidden, found.hidden)
             + KV_WEIGHT * kv_distance(lesson.states.chunks, found.chunks)
         )
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(list(self._adapter.weights.values()), 1.0)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        self.state.step += 1
 
     @torch.no_grad()
-    def _evaluate(self) -> None:
-        """Measure the weights on held-out documents, keep the best ones, and note where nothing is
-        gained.
-        """
-        state = self.state
-        if not self._held_lessons:
-            self._held_lessons = [
-                self._teacher.lesson(f"held {number}", self._held.example(number))
-                for number in range(HELD_EXAMPLES)
-            ]
-        found = mean(
-            float(
-                kl_along(
-                    lesson.states.logits,
-                    self._model.blockwise(lesson.context, lesson.branches).logits,
-                )
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """Measure the weights on held-out documents."""
+        self.model.eval()
+        self._held_lessons = self._held_lessons or [
+            self._teacher.lesson(f"held {number}", self._held.example(number))
+            for number in range(HELD_EXAMPLES)
+        ]
+        distances = [
+            kl_along(
+                lesson.states.logits,
+                self._branches.blockwise(lesson.context, lesson.branches).logits,
             )
             for lesson in self._held_lessons
-        )
-        state.evaluations.append(Evaluation(state.step, found))
-        if state.step and state.best.step == state.step:
-            self._folder.put(self._adapter)
-        elif state.step - state.best.step >= STALE_EVALUATIONS * EVALUATE_STEPS:
-            state.finished = f"{STALE_EVALUATIONS} measurements in a row gained nothing"
-        self._save()
+        ]
+        metrics = {"eval_kl": float(torch.stack(distances).mean())}
+        self.log(metrics)
+        self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
 
-    def _save(self) -> None:
-        weights = self._adapter.weights
-        tensors: dict[str, Tensor] = {f"weight.{name}": weight for name, weight in weights.items()}
-        for index, parts in self._optimizer.state_dict()["state"].items():
-            tensors |= {f"{part}.{index}": value for part, value in parts.items()}
-        self._folder.save(self.state, tensors)
+    def _save(self, output_dir: str, state_dict: Any = None) -> None:
+        self._adapter.save(Path(output_dir))
+
+
+class _StepEnd(transformers.TrainerCallback):  # type: ignore[misc]
+    """Calls a function after each step."""
+
+    def __init__(self, call: Callable[[int, transformers.TrainerControl], None]) -> None:
+        self._call = call
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Call it with the number of steps and what may be controlled."""
+        self._call(state.global_step, control)

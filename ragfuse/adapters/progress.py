@@ -25,6 +25,6 @@ def shown(
     if not progress or callable(progress):
         yield progress or None
         return
-    with LineProgress(console=Console(file=sys.stderr, quiet=not sys.stderr.isatty())) as bar:
+    with LineProgress(Console(file=sys.stderr, quiet=not sys.stderr.isatty())) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.update(task, completed=done.chunks)

@@ -420,7 +420,7 @@ def show_calibration(result: Mapping[str, Any], console: Console) -> None:
         chosen = (each["policy"], each["ratio"]) == (result["policy"], result["ratio"])
         outcome = "[bold green]chosen[/]" if chosen else each["outcome"]
         table.add_row(
-            _shown(each["policy"]),
+            each["policy"],
             f"{each['ratio']:.0%}",
             f"{each['ttft_x']:.1f}x",
             f"{each['kl_over_reuse']:.2f}",
@@ -440,57 +440,32 @@ def show_calibration(result: Mapping[str, Any], console: Console) -> None:
     console.print(f"[bold]{result['advice']}[/]", highlight=False)
 
 
-def _shown(policy: str) -> str:
-    """Return a policy as `ragfuse bench quality` names it over chunks encoded behind filler
-    text.
-    """
-    return "none@filler" if policy == "none" else policy
-
-
 def draw_calibration(result: Mapping[str, Any], path: Any) -> None:
-    """Draw KL over plain reuse's against speed as a picture at `path`: safe choices filled, the one
+    """Draw KL over plain reuse's against speed as a picture at `path`, with the choice that is
     taken in a ring.
     """
-    from ragfuse.calibration import palette
     from ragfuse.calibration.plots import model_in_title, saved
 
-    policies = list(dict.fromkeys(each["policy"] for each in result["tried"]))
     with saved(path, (7.5, 5)) as figure:
         axes = figure.add_subplot()
-        for at, policy in enumerate(policies):
-            words, color, mark = palette.method_style(_shown(policy), at)
-            for n, each in enumerate(each for each in result["tried"] if each["policy"] == policy):
-                point = each["ttft_x"], each["kl_over_reuse"]
-                axes.vlines(point[0], each["low"], each["high"], color=color, alpha=0.35)
-                face = color if each["is_safe"] else "white"
-                axes.plot(
-                    *point,
-                    mark,
-                    color=color,
-                    markerfacecolor=face,
-                    label=None if n else words,
-                    markersize=6,
-                )
+        for policy in dict.fromkeys(each["policy"] for each in result["tried"]):
+            mine = [each for each in result["tried"] if each["policy"] == policy]
+            x, y, low, high = (
+                [each[name] for each in mine] for name in ("ttft_x", "kl_over_reuse", "low", "high")
+            )
+            (line,) = axes.plot(x, y, "o-", label=policy)
+            axes.vlines(x, low, high, color=line.get_color(), alpha=0.35)
+            for each, *at in zip(mine, x, y, strict=True):
+                share = f"{each['ratio']:.0%}"
+                axes.annotate(share, at, (5, 3), textcoords="offset points", fontsize=7)
                 if (policy, each["ratio"]) == (result["policy"], result["ratio"]):
-                    axes.plot(
-                        *point,
-                        "o",
-                        color="black",
-                        markerfacecolor="none",
-                        markersize=14,
-                        label="taken",
-                    )
-                if each["ratio"]:
-                    share = f"{each['ratio']:.0%}"
-                    axes.annotate(
-                        share, point, (5, 3), textcoords="offset points", fontsize=7, color=color
-                    )
+                    axes.plot(*at, "ko", markerfacecolor="none", markersize=14, label="taken")
         bound = f"a safe choice lies below, and agrees on {MIN_AGREEMENT:.0%} of the tokens"
         axes.axhline(MAX_KL_OVER_REUSE, color="black", linewidth=0.8, linestyle="--", label=bound)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("first token, times faster than full prefill")
         axes.set_ylabel("KL to full prefill (plain reuse = 1), 95% interval")
         title = f"{model_in_title(result['model'])}, {result['questions']} questions"
-        axes.set_title(f"{title} (filled: safe; lower right is better)", fontsize=11)
+        axes.set_title(f"{title} (lower right is better)", fontsize=11)
         axes.grid(True, alpha=0.3)
         figure.legend(fontsize=8, loc="outside lower center", ncols=2)

@@ -29,16 +29,9 @@ def model_in_title(model: str) -> str:
 
 @contextmanager
 def saved(path: Path, size: tuple[float, float]) -> Iterator[Any]:
-    """Yield a figure of `size` inches to draw on, and save it at `path` atomically afterwards."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    """Yield a figure of `size` inches to draw on, and save it at `path` afterwards."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
     yield figure
-    partial = path.with_name(f".{path.name}.partial.png")
-    try:
-        figure.savefig(partial, dpi=150)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    figure.savefig(path, dpi=150)

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,7 +46,7 @@ def adapt_model(
         ),
     ] = None,
     minutes: Annotated[
-        float, typer.Option(min=0.01, help="Minutes of training; more at a later call go on.")
+        float, typer.Option(min=0.01, help="Minutes of training, until nothing is gained any more.")
     ] = 60,
     steps: Annotated[
         int | None,
@@ -77,14 +78,13 @@ def adapt_model(
     find_files(docs)
     tune_malloc(console)
     if out is not None:
-        from ragfuse.adapt.checkpoint import require_place
+        from ragfuse.adapt.folder import require_place
 
         require_place(out.expanduser())
     prepare_model(settings)
     with console.status("loading the model"):
         from ragfuse.adapt.picture import draw_training
         from ragfuse.adapt.run import Adaptation, default_folder
-        from ragfuse.adapt.trainer import TrainingLimits
         from ragfuse.calibration.calibrate import show_calibration
         from ragfuse.engine.engine import Engine
         from ragfuse.models.shipped_profile import ShippedProfile, write_shipped
@@ -97,27 +97,26 @@ def adapt_model(
         folder = (out or default_folder(settings, texts)).expanduser()
         with console.status("preparing"):
             trainer = adaptation.prepare(texts, folder, rank)
-        if trainer.state.step:
-            say(console, f"Going on at step {trainer.state.step:,}.")
+        if trainer.state.global_step:
+            say(console, f"Going on at step {trainer.state.global_step:,}.")
         with progress_bar(console, "measuring") as bar, _stopped_by_signal(console) as stop:
 
             def show(done: float) -> None:
-                known = trainer.state.evaluations
-                held = f"held-out KL {known[-1].kl:.3f} (was {known[0].kl:.3f})"
-                bar(done, 1.0, f"step {trainer.state.step:,}, {held}")
+                known = trainer.evaluations
+                held = f"held-out KL {known[-1]['kl']:.3f} (was {known[0]['kl']:.3f})"
+                bar(done, 1.0, f"step {trainer.state.global_step:,}, {held}")
 
-            state = trainer.run(TrainingLimits(60 * minutes, steps), show, stop)
+            trainer.run(60 * minutes, steps, show, stop)
         # pressed during the last step or measurement, it ends the command too
-        if stop() or not state.finished:
+        if stop():
             raise KeyboardInterrupt(f"What was learnt is in '{folder}'. {RESUMES}")
-        made = f"{counted(state.step, 'step')} in {counted(round(state.seconds / 60), 'minute')}"
-        fell = (
-            f"fell from {state.evaluations[0].kl:.3f} to {state.best.kl:.3f}, at step"
-            f" {state.best.step:,}"
-        )
-        say(console, f"{made} ({state.finished}): on held-out documents KL at ratio 0 {fell}.")
+        step, found = trainer.state.global_step, trainer.evaluations
+        best = min(found, key=itemgetter("kl"))
+        fell = f"fell from {found[0]['kl']:.3f} to {best['kl']:.3f}, at step {best['step']:,}"
+        made = counted(step, "step")
+        say(console, f"{made}: on held-out documents KL at ratio 0 {fell}.")
         if plot is not None:
-            draw_training(state.evaluations, plot)
+            draw_training(found, plot)
             say(console, f"Written: {plot}")
         with Engine(settings.model_copy(update={"model": str(folder)})) as engine:
             calibrated = calibrate_engine(engine, adaptation.held, questions, console, str(folder))
@@ -129,9 +128,8 @@ def adapt_model(
     say(console, f"Use it: ragfuse ask --model {shlex.quote(str(folder))} ...")
     result = {
         "folder": str(folder),
-        "steps": state.step,
-        "seconds": state.seconds,
-        "evaluations": [vars(each) for each in state.evaluations],
+        "steps": step,
+        "evaluations": found,
         "calibration": calibrated,
     }
     return result, calibrated["safe"]

@@ -9,14 +9,13 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from ragfuse.cli.ask import library_for, prompt_for
 from ragfuse.cli.engine import given_for, is_local, open_answerer
@@ -36,10 +35,6 @@ if TYPE_CHECKING:
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "/docs": "list the documents of the index; /docs add PATH adds a file or folder",
-        "/compare": (
-            "answer the last question by full prefill, too: is it the same, and how much later does"
-            " it begin?"
-        ),
         "/why": "show what the last answer reused, and why the rest was computed",
         "/help": "show this list",
         "/quit": "end; so does Ctrl-D. Ctrl-C stops an answer",
@@ -131,7 +126,6 @@ class Talk:
         library: The index that chunks are retrieved from.
         how: The options of the next answer; they name the session, for a model that has a chat
             template.
-        messages: What was said: (role, content) of each message.
         answer: The last answer; None before the first.
         failed: How many lines failed.
         truncated: Tokens of the oldest turns that the last prompt left out.
@@ -141,22 +135,16 @@ class Talk:
     answerer: Answerer
     library: Library
     how: Ask
-    messages: list[tuple[str, Any]] = field(default_factory=list)
     answer: Answer | None = None
     failed: int = 0
     truncated: int = 0
-    _prompt: Any = None
     _question: str = ""
 
     def begin(self, session: str | None) -> None:
         """Say with what one talks, and how; `session` is one that goes on."""
-        if (
-            session
-            and is_local(self.answerer)
-            and session in {info.id for info in self.answerer.sessions.ls()}
+        if is_local(self.answerer) and any(
+            each.id == session for each in self.answerer.sessions.ls()
         ):
-            kept = self.answerer.sessions.show(session).messages
-            self.messages = [(message.role, message.text) for message in kept]
             self._say(f"Going on with '{session}'.")
         sources = self.library.sources()
         over = (
@@ -179,10 +167,10 @@ class Talk:
                     return False
                 case "/docs":
                     self._docs(rest)
-                case "/compare":
-                    self._compare()
                 case "/why":
-                    show_trace(self.console, self._answered().trace)
+                    if self.answer is None:
+                        raise InputError("There is no answer yet. Ask something first.")
+                    show_trace(self.console, self.answer.trace)
                 case "/help":
                     for name, meaning in COMMANDS.items():
                         self._say(f"{name:9}{meaning}")
@@ -228,8 +216,7 @@ class Talk:
             self.console.print()
             self._say("Stopped: this question and its answer are not part of the conversation.")
             return
-        self.answer, self._prompt = answer, prompt
-        self.messages += [*(prompt if isinstance(prompt, list) else []), ("assistant", answer.text)]
+        self.answer = answer
         self.console.print()
         tell_sources(sources)
         self._say(answer.trace.summary)
@@ -248,22 +235,6 @@ class Talk:
         for source, n in self.library.sources().items():
             say(self.console, f"{counted(n, 'chunk'):>12}  {source}")
         self._say("/docs add PATH adds a file or folder.")
-
-    def _compare(self) -> None:
-        answer = self._answered()
-        everything = self.messages[:-1] if isinstance(self._prompt, list) else self._prompt
-        with self.console.status("full prefill"):
-            full = self.answerer.answer(everything, replace(self.how, reuse=False, session=None))
-        for name, each in (("full prefill: ", full), ("ragfuse: ", answer)):
-            self.console.print(Text.assemble((name, "bold"), each.text.strip()), soft_wrap=True)
-        same = "The answers are the same" if full.text == answer.text else "The answers differ"
-        times = f"full prefill {full.trace.ttft_s:.2f} s, ragfuse {answer.trace.ttft_s:.2f} s"
-        self._say(f"{same}. First token: {times}. A process's first question takes longer.")
-
-    def _answered(self) -> Answer:
-        if self.answer is None:
-            raise InputError("There is no answer yet. Ask something first.")
-        return self.answer
 
     def _say(self, text: str) -> None:
         say(self.console, text, "dim")

@@ -27,17 +27,10 @@ class CheckResult:
 
 
 def guarded(what: str, check: Callable[[], Iterable[CheckResult]]) -> Iterator[CheckResult]:
-    """Yield the results of a check; an exception becomes one more result, and ragfuse's own say
-    what to do.
-    """
+    """Yield the results of a check; an exception becomes one more result."""
     try:
         yield from check()
     except Exception as error:
-        message = str(error) or type(error).__name__
-        found = (
-            message
-            if type(error).__module__.startswith("ragfuse")
-            else f"{type(error).__name__}: {message}"
-        )
+        found = f"{type(error).__name__}: {error}"
         remedy = "what it says; if that does not help, report it with this line"
         yield CheckResult(what, "bad", found, remedy)

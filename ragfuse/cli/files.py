@@ -1,6 +1,4 @@
-"""Files on disk that can be ingested, and their texts by LangChain's loaders. Chunks and vectors:
-see `library`.
-"""
+"""Files on disk that can be ingested, and their texts. Chunks and vectors: see `library`."""
 
 from __future__ import annotations
 
@@ -160,11 +158,11 @@ def texts_of(file: Path) -> list[str]:
 
 def _read(file: Path, suffix: str) -> Iterator[str]:
     if suffix == PDF_TYPE:
-        from langchain_community.document_loaders import PyPDFLoader
+        from pypdf import PdfReader
 
         # errors are reported once, by `texts_of`
         logging.getLogger("pypdf").setLevel(logging.CRITICAL)
-        yield from (page.page_content for page in PyPDFLoader(str(file)).lazy_load())
+        yield from (page.extract_text() for page in PdfReader(file).pages)
         return
     if suffix == WORD_TYPE:
         with zipfile.ZipFile(file) as packed:

@@ -52,10 +52,8 @@ class CommandGroup(TyperGroup):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from error
         except ImportError as error:
-            message = (
-                f"{error.msg}. This needs a package that is missing: pip install 'ragfuse-kv[demo]'"
-            )
-            self._fail("ImportError", message, error)
+            extras = "pip install 'ragfuse-kv[demo,serve]'"
+            self._fail("ImportError", f"{error.msg}. A package is missing: {extras}", error)
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
             self._fail(

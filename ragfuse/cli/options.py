@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from ragfuse.cli.files import READABLE_TYPES
-from ragfuse.errors import InputError, SettingsError
+from ragfuse.errors import InputError
 from ragfuse.settings import Settings
 
 ENGINE = ("model", "dtype", "device", "model_kwargs", "store")
@@ -143,20 +143,8 @@ def screen(*settings: str, **shared: Any) -> Callable[[Callable[..., Any]], Call
 
 
 def settings_of(**given: Any) -> Settings:
-    """Return the settings with the options of the command line (None: not given).
-
-    Raises:
-        SettingsError: One is invalid; the message has the reason in words.
-    """
-    try:
-        return Settings(**{name: value for name, value in given.items() if value is not None})
-    except SettingsError as error:
-        name = error.argument
-        if given.get(name) is None:
-            raise
-        raise SettingsError(
-            f"{str(error).removesuffix('.')} (--{name.replace('_', '-')}).", name
-        ) from None
+    """Return the settings with the options of the command line (None: not given)."""
+    return Settings(**{name: value for name, value in given.items() if value is not None})
 
 
 def prepare_model(settings: Settings) -> None:
@@ -196,11 +184,4 @@ def require_writable(*targets: Path | None) -> None:
         if target is not None and (
             target.is_dir() or not os.access(target.expanduser().parent, os.W_OK)
         ):
-            found = (
-                "a folder"
-                if target.is_dir()
-                else "a folder that does not exist or cannot be written to"
-            )
-            raise InputError(
-                f"Wanted a file to write to, found {found}: '{target}'. Name another file."
-            )
+            raise InputError(f"'{target}' cannot be written. Name another file.")

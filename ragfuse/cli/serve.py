@@ -13,7 +13,6 @@ from rich.console import Console
 
 from ragfuse.cli.options import ENGINE, Ray, RayCPUs, option, prepare_model, screen
 from ragfuse.cli.show import say
-from ragfuse.errors import InputError
 from ragfuse.settings import Settings
 
 
@@ -50,15 +49,9 @@ def serve(
     writes.
     """
     settings = settings.usable()
-    try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise InputError(
-            f"A server needs the package {error.name}, which is not installed: pip install"
-            " 'ragfuse-kv[serve]'"
-        ) from error
+    import fastapi  # noqa: F401 - what is missing is told before the model is prepared
+    import uvicorn  # noqa: F401
+
     from ragfuse.serve.keys import Keys, check_host, read_keys
 
     accepted = [*settings.api_keys, *(read_keys(api_keys_file) if api_keys_file else ())]

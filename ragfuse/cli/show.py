@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -73,13 +72,7 @@ def progress_bar(console: Console, label: str, stopped: str = "") -> Iterator[Ca
         label: What is being done, until `what` says it more exactly.
         stopped: What Ctrl-C says of the work's state.
     """
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(20),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-    )
-    with progress(console, *columns) as bar:
+    with progress(console) as bar:
         task = bar.add_task(label, total=None)
 
         def update(done: float, total: float | None, what: str = label) -> None:
@@ -93,32 +86,18 @@ def progress_bar(console: Console, label: str, stopped: str = "") -> Iterator[Ca
 
 def show_trace(console: Console, trace: Trace) -> None:
     """Print a trace: what was reused from which tier, and why the rest was not."""
-    rows = list[dict[str, Any]]()
+    rows = []
     for segment in trace.segments:
-        level = f" as {segment.level}" if segment.level not in ("", "raw") else ""
-        where = (
-            f"{segment.tier}{level}, {size_text(segment.nbytes)}" if segment.hit else "not stored"
-        )
-        if segment.hit and not segment.nbytes:
-            # a state that is in memory has no bytes to read
-            where = "read above" if trace.nbytes else segment.tier
-        name = (
-            Path(segment.source).name
-            if segment.source
-            else KIND_WORDS.get(segment.kind, segment.kind)
-        )
+        level = "" if segment.level in ("", "raw") else f" as {segment.level}"
+        size = f", {size_text(segment.nbytes)}" if segment.nbytes else ""  # a state is in memory
+        named = Path(segment.source).name or KIND_WORDS.get(segment.kind, segment.kind)
+        recomputed = "none: exact" if segment.exact else str(segment.recomputed)
         rows.append(
             {
-                "part of the prompt": short(name),
+                "part of the prompt": short(named),
                 "tokens": segment.n_tokens,
-                "from": where,
-                "recomputed": (
-                    "none: exact"
-                    if segment.exact
-                    else str(segment.recomputed)
-                    if segment.hit
-                    else "all"
-                ),
+                "from": f"{segment.tier}{level}{size}" if segment.hit else "not stored",
+                "recomputed": recomputed if segment.hit or segment.exact else "all",
                 "why": segment.why,
             }
         )

@@ -8,21 +8,20 @@ how it is answered.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from functools import partial
+from operator import itemgetter
 from statistics import mean
 from typing import Any
 
 from rich.console import Console
 
-from ragfuse.calibration.fidelity import fidelity
 from ragfuse.calibration.metrics import is_right
 from ragfuse.demo import corpus_path, questions
-from ragfuse.demo.answer import DemoAnswer
-from ragfuse.demo.show import show_question, show_strip
+from ragfuse.demo.show import question_text
 from ragfuse.engine.engine import Engine, Ingested
 from ragfuse.models import quietly, resolve_embedder
 from ragfuse.telemetry.progress import progress
-from ragfuse.types.keys import digest
+from ragfuse.text.splits import split_text
 from ragfuse.types.sizes import duration_text, size_text
 
 DEMO_ANSWER_TOKENS = 24
@@ -51,36 +50,28 @@ def run(engine: Engine, console: Console) -> dict[str, Any]:
     """Ingest the corpus, ask all questions, and return the report, which becomes
     demo-report.json.
     """
-    data = questions()
+    data, say = questions(), partial(console.print, highlight=False, markup=False, soft_wrap=True)
     short = Demo(engine, data["template"], CHUNK_TOKENS)
     n_articles = len({source for _, source in short.texts})
-    console.print(
-        INTRODUCTION.format(articles=n_articles, passages=len(short.texts)), highlight=False
-    )
+    say(INTRODUCTION.format(articles=n_articles, passages=len(short.texts)))
     short.index("indexing passages", console)
     done = short.ingest(
         [item["question"] for item in data["questions"]], "computing the KV of passages", console
     )
-    console.print(
+    say(
         f"The questions find {done.chunks} of these passages. The KV of {done.encoded} was computed"
         f" now ({done.tokens:,} tokens, {size_text(done.nbytes)}, {duration_text(done.seconds)});"
-        " that of the others is in the store.\n",
-        highlight=False,
+        " that of the others is in the store.\n"
     )
     with console.status("warming up"):
         short.warm_up()
-    answers = list[DemoAnswer]()
+    answers = list[dict[str, Any]]()
     for number, item in enumerate(data["questions"], 1):
         with console.status(f"question {number} of {len(data['questions'])}, both ways"):
             answers.append(short.ask(item["question"], item["answers"]))
-        show_question(console, answers[-1])
+        say(question_text(answers[-1]) + "\n")
         if number == 1:
-            console.print("Its prompt, token by token:", highlight=False)
-            show_strip(console, answers[-1])
-            console.print(
-                f"{len(data['questions']) - 1} more questions. {data['chosen_how']}\n",
-                highlight=False,
-            )
+            say(f"{len(data['questions']) - 1} more questions. {data['chosen_how']}\n")
     long = Demo(engine, data["template"], LONG_CHUNK_TOKENS)
     long.index("indexing passages anew, in larger pieces", console)
     long.ingest([data["long"]["question"]], "computing the KV of longer passages", console)
@@ -89,38 +80,27 @@ def run(engine: Engine, console: Console) -> dict[str, Any]:
         tries = [
             long.ask(data["long"]["question"], data["long"]["answers"]) for _ in range(LONG_TRIES)
         ]
-    longest = sorted(tries, key=lambda answer: answer.speedup)[LONG_TRIES // 2]
-    console.print(
-        "One long prompt: six passages of up to 512 tokens. The middle one of three tries.",
-        highlight=False,
-    )
-    show_question(console, longest)
+    longest = sorted(tries, key=itemgetter("speedup"))[LONG_TRIES // 2]
+    say("One long prompt: six passages of up to 512 tokens. The middle one of three tries.")
+    say(question_text(longest) + "\n")
     return report(answers, longest, engine)
 
 
-def report(answers: Sequence[DemoAnswer], longest: DemoAnswer, engine: Engine) -> dict[str, Any]:
+def report(
+    answers: Sequence[dict[str, Any]], longest: dict[str, Any], engine: Engine
+) -> dict[str, Any]:
     """Return the averages and all answers in plain JSON types."""
+    full, fused = (mean(each[f"ttft_{of}_s"] for each in answers) for of in ("full", "fused"))
+    chosen = {f"{each['trace']['policy']} {each['trace']['ratio']:g}" for each in answers}
     return {
-        "mean_speedup": (
-            mean(answer.ttft_full_s for answer in answers)
-            / mean(answer.ttft_fused_s for answer in answers)
-        ),
-        "long_speedup": longest.speedup,
-        "right_full": sum(answer.right_full for answer in answers),
-        "right_fused": sum(answer.right_fused for answer in answers),
-        "kl_over_reuse": (
-            mean(answer.kl_fused for answer in answers)
-            / mean(answer.kl_reuse for answer in answers)
-        ),
-        "policies": sorted(
-            {
-                f"{answer.trace['policy']} {answer.trace['ratio']:g}"
-                for answer in (*answers, longest)
-            }
-        ),
+        "mean_speedup": full / fused,
+        "long_speedup": longest["speedup"],
+        "right_full": sum(each["right_full"] for each in answers),
+        "right_fused": sum(each["right_fused"] for each in answers),
+        "policies": sorted(chosen),
         "model": engine.settings.model,
-        "questions": [asdict(answer) for answer in answers],
-        "long": asdict(longest),
+        "questions": answers,
+        "long": longest,
     }
 
 
@@ -146,23 +126,15 @@ class Demo:
         self.chain: Any = None
 
     def index(self, what: str, console: Console) -> None:
-        """Index all chunks with FAISS; vectors of an earlier run are taken from the home folder."""
-        from langchain_classic.embeddings import CacheBackedEmbeddings
-        from langchain_classic.storage import LocalFileStore
+        """Index all chunks with FAISS."""
         from langchain_community.vectorstores import FAISS
         from langchain_core.runnables import RunnablePassthrough
         from langchain_huggingface import HuggingFaceEmbeddings
 
         source = resolve_embedder(self.engine.settings.embedder, self.engine.settings.home)
-        with quietly(source):
+        with console.status(what), quietly(source):
             embedder = HuggingFaceEmbeddings(model_name=str(source))
-        kept = LocalFileStore(self.engine.settings.store_path / "vectors")
-        embeddings = CacheBackedEmbeddings.from_bytes_store(
-            embedder, kept, namespace=digest(str(source)), key_encoder="sha256"
-        )
-        texts = [text for text, _ in self.texts]
-        with console.status(what):
-            found = FAISS.from_texts(texts, embeddings)
+            found = FAISS.from_texts([text for text, _ in self.texts], embedder)
         self.retriever = found.as_retriever(search_kwargs={"k": 6})
         inputs = {"context": self.retriever | _join_texts, "question": RunnablePassthrough()}
         self.chain = inputs | self.prompt
@@ -197,67 +169,40 @@ class Demo:
             self._invoke(WARM_UP, reuse)
         self.engine.flush()
 
-    def ask(self, question: str, golds: Sequence[str]) -> DemoAnswer:
-        """Answer a question both ways, and measure the KL of fused and of plainly reused KV to full
-        prefill.
-
-        The KL is measured before the fused answer, which leaves the first chunk exact for the next
-        prompt like it.
+    def ask(self, question: str, golds: Sequence[str]) -> dict[str, Any]:
+        """Answer a question both ways, and return both answers, their times to the first token and
+        what was reused, in plain JSON types.
         """
-        full = self._invoke(question, reuse=False)
-        messages = self.chain.invoke(question).to_messages()
-        roles = {"human": "user", "system": "system"}
-        prompt = self.engine.prompt(
-            [(roles[message.type], str(message.content)) for message in messages]
-        )
-        kl = fidelity(self.engine, prompt, self.engine.tokens(full.content))
-        fused = self._invoke(question, reuse=True)
-        fused_trace, full_trace = (
-            fused.response_metadata["ragfuse"],
-            full.response_metadata["ragfuse"],
-        )
-        return DemoAnswer(
-            question=question,
-            gold=golds[0],
-            answer_full=_line(full.content),
-            answer_fused=_line(fused.content),
-            right_full=is_right(full.content, golds),
-            right_fused=is_right(fused.content, golds),
-            ttft_full_s=full_trace["ttft_s"],
-            ttft_fused_s=fused_trace["ttft_s"],
-            speedup=full_trace["ttft_s"] / fused_trace["ttft_s"],
-            tokens=fused_trace["tokens"],
-            tokens_reused=fused_trace["tokens_reused"],
-            tokens_recomputed=fused_trace["tokens_recomputed"],
-            kl_fused=kl.fused,
-            kl_reuse=kl.reuse,
-            trace=fused_trace,
-        )
+        full, fused = (self._invoke(question, reuse) for reuse in (False, True))
+        trace = fused.response_metadata["ragfuse"]
+        full_s, fused_s = full.response_metadata["ragfuse"]["ttft_s"], trace["ttft_s"]
+        return {
+            "question": question,
+            "gold": golds[0],
+            "answer_full": " ".join(full.content.split()),
+            "answer_fused": " ".join(fused.content.split()),
+            "right_full": is_right(full.content, golds),
+            "right_fused": is_right(fused.content, golds),
+            "ttft_full_s": full_s,
+            "ttft_fused_s": fused_s,
+            "speedup": full_s / fused_s,
+            **{name: trace[name] for name in ("tokens", "tokens_reused", "tokens_recomputed")},
+            "trace": trace,
+        }
 
     def _invoke(self, question: str, reuse: bool) -> Any:
         return (self.chain | self.llm.bind(reuse=reuse)).invoke(question)
 
 
 def _split_corpus(engine: Engine, chunk_tokens: int) -> list[tuple[str, str]]:
-    """Split the corpus with LangChain's splitter; return (text, source) of chunks of at most
-    `chunk_tokens` tokens.
-    """
-    from langchain_text_splitters import RecursiveCharacterTextSplitter
-
-    splitter = RecursiveCharacterTextSplitter.from_huggingface_tokenizer(
-        engine.model.tokenizer, chunk_size=chunk_tokens, chunk_overlap=0
-    )
-    files = sorted(corpus_path().glob("*.md"))
+    """Return (text, source) of the corpus' chunks of at most `chunk_tokens` tokens."""
+    settings = engine.settings.model_copy(update={"chunk_tokens": chunk_tokens, "chunk_overlap": 0})
     return [
         (text.strip(), file.name)
-        for file in files
-        for text in splitter.split_text(file.read_text("utf-8"))
+        for file in sorted(corpus_path().glob("*.md"))
+        for text in split_text(file.read_text("utf-8"), settings, engine.model.tokenizer)
     ]
 
 
 def _join_texts(documents: Sequence[Any]) -> str:
     return "\n\n".join(document.page_content for document in documents)
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())

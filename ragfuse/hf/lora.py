@@ -5,13 +5,13 @@ and read.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from ragfuse.errors import ModelError
@@ -55,10 +55,10 @@ class LoraAdapter:
             torch.manual_seed(seed)
             for weight in model.parameters():
                 weight.requires_grad_(False)
-            self._peft = get_peft_model(model, config)
-        self._peft.peft_config[ADAPTER_NAME].base_model_name_or_path = base
+            self.module = get_peft_model(model, config)
+        self.module.peft_config[ADAPTER_NAME].base_model_name_or_path = base
         self.weights: dict[str, nn.Parameter] = {
-            name: weight for name, weight in self._peft.named_parameters() if weight.requires_grad
+            name: weight for name, weight in self.module.named_parameters() if weight.requires_grad
         }
         """The trained weights, float32, by name."""
         for weight in self.weights.values():
@@ -69,20 +69,15 @@ class LoraAdapter:
         """Switch the adapter off in this context, so that the model computes as it did
         without it.
         """
-        with self._peft.disable_adapter():
+        with self.module.disable_adapter():
             yield
-
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over weights by name, as `weights` has them."""
-        for name, weight in self.weights.items():
-            weight.data.copy_(weights[name])
 
     def read(self, folder: Path) -> None:
         """Take over the weights that `save` wrote into a folder."""
         from peft import load_peft_weights, set_peft_model_state_dict
 
-        set_peft_model_state_dict(self._peft, load_peft_weights(str(folder), device="cpu"))
+        set_peft_model_state_dict(self.module, load_peft_weights(str(folder), device="cpu"))
 
     def save(self, folder: Path) -> None:
         """Write the adapter into a folder, in PEFT's form."""
-        self._peft.save_pretrained(str(folder), save_embedding_layers=False)
+        self.module.save_pretrained(str(folder), save_embedding_layers=False)

@@ -80,7 +80,7 @@ class BackgroundJobs:
 
         Args:
             run: Does the job.
-            names: What `among` and `wait` know it by.
+            names: What `wait` and `cancel` know it by.
             nbytes: Bytes that stay in memory until it is done.
             counts: Whether `dropped` counts it if it is dropped.
             is_awaited: Whether the caller waits for it. The limits do not apply then: there cannot

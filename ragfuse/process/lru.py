@@ -23,9 +23,6 @@ class LRU(Generic[K, V]):
         self._lock = threading.Lock()
         self._values: LRUCache[K, V] = LRUCache(limit)
 
-    def __len__(self) -> int:
-        return len(self._values)
-
     def __contains__(self, key: K) -> bool:
         return key in self._values
 
@@ -45,8 +42,3 @@ class LRU(Generic[K, V]):
         with self._lock:
             for key in keys:
                 self._values.pop(key, None)
-
-    def clear(self) -> None:
-        """Remove everything."""
-        with self._lock:
-            self._values.clear()

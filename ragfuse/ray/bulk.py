@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
-from ragfuse.errors import InputError, SettingsError
 from ragfuse.ray.cluster import (
     LOCAL_CLUSTER,
     Node,
@@ -108,8 +107,8 @@ def encode(
 
     Raises:
         SettingsError: Ray is missing, or the cluster's nodes do not share the store.
-        InputError: The dataset has no column `text`, or no rows.
-        ray.exceptions.RayError: The cluster does not answer, or a worker cannot load the model.
+        ray.exceptions.RayError: The cluster does not answer, or a worker cannot load the model or
+            finds no column `text`.
     """
     settings = (settings or Settings()).placed()
     check_cluster(settings)
@@ -125,17 +124,8 @@ def encode(
         n_workers, n_cpus = worker_size(members, on_gpu, workers, cpus)
         if not isinstance(dataset, ray.data.Dataset):
             rows = [{"text": text, "source": source} for text, source in dataset]
-            if not rows:
-                raise InputError("Wanted (text, source) pairs to encode, found none.")
             n_blocks = max(1, min(len(rows), n_workers * BLOCKS_A_WORKER))
             dataset = ray.data.from_items(rows, override_num_blocks=n_blocks)
-        columns = dataset.columns() or []
-        if "text" not in columns:
-            found = ", ".join(map(str, columns)) or "no rows"
-            raise InputError(
-                f"Wanted a dataset with a column 'text', found: {found}. Rename the column of the"
-                " chunks."
-            )
         began = perf_counter()
         counted = dataset.map_batches(
             EncodeWorker,
@@ -156,17 +146,7 @@ def worker_size(
     members: list[Node], on_gpu: bool, workers: int | None, cpus: float | None
 ) -> tuple[int, float]:
     """Return how many workers there are, and the CPUs of each."""
-    n_gpus = int(sum(node.gpus for node in members))
-    if on_gpu and not n_gpus:
-        raise SettingsError(
-            "Wanted a GPU for a model on CUDA, found none in the cluster. Set --device cpu."
-        )
-    n_workers = workers or (n_gpus if on_gpu else max(1, sum(node.cpus >= 1 for node in members)))
-    n_cpus = cpus or (1.0 if on_gpu else cpus_each(members, n_workers))
-    total = sum(node.cpus for node in members)
-    if n_workers * n_cpus > total:
-        raise SettingsError(
-            f"Wanted {n_workers} workers with {n_cpus:g} CPUs each, found a cluster of {total:g}"
-            " CPUs. Ask for fewer workers, or fewer CPUs for each."
-        )
-    return n_workers, n_cpus
+    if on_gpu:
+        return workers or int(sum(node.gpus for node in members)), cpus or 1.0
+    n_workers = workers or max(1, sum(node.cpus >= 1 for node in members))
+    return n_workers, cpus or cpus_each(members, n_workers)

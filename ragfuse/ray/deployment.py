@@ -9,7 +9,6 @@ Ray Serve loads this file by its name.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -32,8 +31,6 @@ from ragfuse.settings import Settings
 
 REPLICA_HEADER = b"x-ragfuse-replica"
 """The response header that names the replica that answered."""
-LOST = "replica_lost"
-"""The code of the error of a request whose replica died."""
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -68,23 +65,14 @@ class ChunkFront:
                 APIError(429, "Too many requests wait already. Retry later.", "busy", None, RETRY_S)
             )
         except RayActorError:
-            return refusal(_lost())
-        is_events = any(
-            name == b"content-type" and value.startswith(b"text/event-stream")
-            for name, value in found_headers
-        )
-        response = StreamingResponse(_pieces(answer, is_events), status)
+            message = (
+                "The replica that answered this request has died. Send the request again: another"
+                " replica takes it."
+            )
+            return refusal(APIError(503, message, "replica_lost", None, RETRY_S))
+        response = StreamingResponse(_pieces(answer), status)
         response.raw_headers = list(found_headers)
         return response
-
-
-def _lost() -> APIError:
-    """Return the error of a request whose replica died."""
-    message = (
-        "The replica that answered this request has died. Send the request again: another replica"
-        " takes it."
-    )
-    return APIError(503, message, LOST, None, RETRY_S)
 
 
 def _log_beside_ray() -> None:
@@ -97,21 +85,13 @@ def _log_beside_ray() -> None:
         mine.addHandler(handler)
 
 
-async def _pieces(answer: Any, is_events: bool) -> AsyncIterator[bytes]:
-    """Yield the body of an answer; cancel it where the client is gone.
-
-    Args:
-        answer: What the replica yields.
-        is_events: Whether the body is server-sent events: the last one says so where the replica
-            dies. Any other body then breaks off.
+async def _pieces(answer: Any) -> AsyncIterator[bytes]:
+    """Yield the body of an answer, which breaks off where the replica dies; cancel it where the
+    client is gone.
     """
     try:
         async for piece in answer:
             yield piece
-    except RayActorError:
-        if not is_events:
-            raise
-        yield b"data: " + json.dumps(_lost().as_dict()).encode() + b"\n\n"
     except (asyncio.CancelledError, GeneratorExit):
         answer.cancel()
         raise

@@ -31,13 +31,13 @@ def text_of(data: bytes, suffix: str, most_chars: int) -> str:
     Args:
         data: The content of the file; of a text, in UTF-8.
         suffix: Its type, such as ".html"; one that is neither a PDF nor in `READERS` is plain text.
-        most_chars: Most characters of the result.
+        most_chars: Most characters of the result of a type that is not plain text.
 
     Raises:
         InputError: It cannot be read, has more characters or too many pages, or takes too long.
     """
     if suffix != PDF and suffix not in READERS:
-        return "".join(texts_in(data.decode("utf-8", "surrogatepass"), suffix, most_chars))
+        return data.decode("utf-8", "surrogatepass")
     what = f"The {suffix[1:]} document"
     command = [sys.executable, "-P", "-m", "ragfuse.serve.upload_text", suffix, str(most_chars)]
     try:
@@ -61,10 +61,12 @@ def read(data: bytes, suffix: str, most_chars: int) -> dict[str, str]:
     """Return {"text": ...} or {"error": ...} for a file of this type."""
     try:
         if suffix == PDF:
-            return {"text": _pdf_text(data)[: most_chars + 1]}
-        return {
-            "text": "\n\n".join(texts_in(data.decode("utf-8", "surrogatepass"), suffix, most_chars))
-        }
+            text = _pdf_text(data)
+        else:
+            text = "\n\n".join(texts_in(data.decode("utf-8", "surrogatepass"), suffix))
+        if len(text) > most_chars:
+            return {"error": f"it has more than {most_chars:,} characters when it is read"}
+        return {"text": text}
     except InputError as error:
         return {"error": str(error)[:200]}
     except Exception as error:

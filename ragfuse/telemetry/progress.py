@@ -9,10 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     TaskID,
+    TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
 )
@@ -27,29 +26,20 @@ SPEED_OVER_S = 600.0
 
 class LineProgress(Progress):
     """A progress bar that prints one plain line every `LINE_EVERY_S` seconds where no bar can be
-    shown.
+    shown, and disappears when the work is done.
 
     Args:
-        columns: The columns of the bar; those of steps if there are none.
         console: Where it is shown. A quiet console shows nothing.
         get_time: A clock in seconds.
     """
 
-    def __init__(
-        self,
-        *columns: ProgressColumn,
-        console: Console,
-        get_time: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, console: Console, get_time: Callable[[], float] = time.monotonic) -> None:
         shown = console.is_terminal
-        steps = (
+        super().__init__(
             TextColumn("{task.description}"),
             BarColumn(24),
-            MofNCompleteColumn(),
+            TaskProgressColumn(),
             TimeRemainingColumn(),
-        )
-        super().__init__(
-            *(columns or steps),
             console=console,
             transient=True,
             disable=not shown,
@@ -80,8 +70,6 @@ class LineProgress(Progress):
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def progress(console: Console, *columns: ProgressColumn) -> Progress:
-    """Return a progress bar that disappears when the work is done; without `columns` it counts
-    steps.
-    """
-    return LineProgress(*columns, console=console)
+def progress(console: Console) -> Progress:
+    """Return a progress bar that disappears when the work is done."""
+    return LineProgress(console)

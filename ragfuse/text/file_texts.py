@@ -10,77 +10,57 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from itertools import zip_longest
 from types import MappingProxyType
-from typing import Any
 
 from ragfuse.errors import InputError
 
 HTML_TYPES = (".html", ".htm")
 NOTEBOOK, JSON, JSON_LINES_TYPES, TABLE = ".ipynb", ".json", (".jsonl", ".ndjson"), ".csv"
 
-_Pieces = Iterator[str]
 
-
-def texts_in(text: str, suffix: str, most_chars: float = math.inf) -> Iterator[str]:
+def texts_in(text: str, suffix: str) -> Iterator[str]:
     """Yield the texts in the content of a file, one by one.
 
     Args:
         text: The content of the file.
         suffix: What its name ends with, such as ".html", in lower case; others than `READERS` has
             are plain text.
-        most_chars: Most characters of all texts together.
 
     Raises:
-        InputError: It holds more characters, or a line of JSON lines is not JSON.
+        InputError: A line of JSON lines is not JSON.
         ValueError: It is not JSON.
     """
-    n_chars = 0
-    for pieces in READERS.get(suffix, _plain)(text):
-        whole = list[str]()
-        for piece in pieces:
-            n_chars += len(piece)
-            if n_chars > most_chars:
-                raise InputError(f"it has more than {most_chars:,} characters when it is read")
-            whole.append(piece)
-        yield "".join(whole)
+    reader = READERS.get(suffix)
+    return iter((text,)) if reader is None else reader(text)
 
 
-def _plain(text: str) -> Iterator[_Pieces]:
-    yield iter((text,))
-
-
-def _html(text: str) -> Iterator[_Pieces]:
+def _html(text: str) -> Iterator[str]:
     """Yield what a page shows, without its scripts and styles."""
     from bs4 import BeautifulSoup
 
-    yield iter((BeautifulSoup(text, "html.parser").get_text("\n"),))
+    yield BeautifulSoup(text, "html.parser").get_text("\n")
 
 
-def _json(text: str) -> Iterator[_Pieces]:
+def _json(text: str) -> Iterator[str]:
     """Yield the JSON with one value per line and with letters instead of their escapes."""
-    yield _encoded(json.loads(text))
+    yield json.dumps(json.loads(text), ensure_ascii=False, indent=1)
 
 
-def _encoded(value: Any) -> _Pieces:
-    return json.JSONEncoder(ensure_ascii=False, indent=1).iterencode(value)
-
-
-def _lines(text: str) -> Iterator[_Pieces]:
+def _lines(text: str) -> Iterator[str]:
     """Yield a text for each line of JSON. Only LF ends a line, as strings may contain other line
     separators.
     """
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
-                yield _encoded(json.loads(line))
+                yield from _json(line)
             except ValueError as error:
                 raise InputError(f"line {number} is not valid JSON: {error}") from error
 
 
-def _table(text: str) -> Iterator[_Pieces]:
+def _table(text: str) -> Iterator[str]:
     """Yield a table as text: a line "column: value" per cell, an empty line between rows.
 
     The delimiter is the candidate that the first line contains most often.
@@ -93,26 +73,19 @@ def _table(text: str) -> Iterator[_Pieces]:
     rendered = (
         "\n".join(f"{name}: {value}" if name else value for name, value in row) for row in records
     )
-    yield _with_gaps(rendered, ", ".join(names))
+    yield "\n\n".join(rendered) or ", ".join(names)
 
 
-def _with_gaps(rows: Iterator[str], default: str) -> _Pieces:
-    """Yield rows with an empty line between them; `default` where there is none."""
-    yield next(rows, default)
-    for row in rows:
-        yield f"\n\n{row}"
-
-
-def _notebook(text: str) -> Iterator[_Pieces]:
+def _notebook(text: str) -> Iterator[str]:
     """Yield the cells of a Jupyter notebook of any version, without their outputs."""
     data = json.loads(text)
     sheets = data.get("worksheets") or [data]
     for cell in (cell for sheet in sheets for cell in sheet.get("cells", ())):
         source = cell.get("source", cell.get("input", ""))
-        yield iter((source if isinstance(source, str) else "".join(map(str, source)),))
+        yield source if isinstance(source, str) else "".join(map(str, source))
 
 
-READERS: Mapping[str, Callable[[str], Iterator[_Pieces]]] = MappingProxyType(
+READERS: Mapping[str, Callable[[str], Iterator[str]]] = MappingProxyType(
     {
         **dict.fromkeys(HTML_TYPES, _html),
         **dict.fromkeys(JSON_LINES_TYPES, _lines),
@@ -121,4 +94,4 @@ READERS: Mapping[str, Callable[[str], Iterator[_Pieces]]] = MappingProxyType(
         TABLE: _table,
     }
 )
-"""What reads a type: a function that yields its texts, each in pieces."""
+"""What reads a type: a function that yields its texts."""

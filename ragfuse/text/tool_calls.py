@@ -153,13 +153,6 @@ class CallFormat:
         is_lead = self.lead and self.lead.startswith(begun[: len(self.lead)])
         return len(text) - lo if not begun or begun[0] == self.opener or is_lead else 0
 
-    def read(self, text: str, schemas: Schemas = MappingProxyType({})) -> tuple[ToolCall, ...]:
-        """Parse the calls of an answer; incomplete calls and repetitions of an earlier call are
-        left out.
-        """
-        at, reader = self.opens(text), CallReader(self, schemas)
-        return reader.read(text, at) if at >= 0 else ()
-
     def one(self, text: str, at: int, schemas: Schemas) -> tuple[ToolCall | None, int]:
         """Parse the call whose slots begin at `at`.
 

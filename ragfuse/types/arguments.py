@@ -98,7 +98,8 @@ def refused_arguments(
     )
     if strange is not None:
         aliases = [field.alias for field in known_fields.values() if field.alias]
-        return unknown_argument(cls.__name__, str(strange["loc"][0]), [*known_fields, *aliases])
+        name = str(strange["loc"][0])
+        return unknown_argument(place(name) or cls.__name__, name, [*known_fields, *aliases])
     first = errors[0]
     name = str(first["loc"][0]) if first["loc"] else ""
     field = next(

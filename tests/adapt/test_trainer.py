@@ -16,11 +16,10 @@ from ragfuse import Engine, Settings
 from ragfuse.adapt import examples, teacher
 from ragfuse.adapt import run as adapt_run
 from ragfuse.adapt import trainer as module
-from ragfuse.adapt.checkpoint import TRAINING_FILE, require_place
 from ragfuse.adapt.examples import Documents
+from ragfuse.adapt.folder import CHECKPOINTS, RECIPE_FILE, require_place
 from ragfuse.adapt.run import Adaptation
 from ragfuse.adapt.trainer import (
-    TrainingLimits,
     hidden_distance,
     kl_along,
     kv_distance,
@@ -34,17 +33,17 @@ from ragfuse.models.loader import load_model
 from ragfuse.models.shipped_profile import SHIPPED_FILE, ShippedProfile, write_shipped
 from tests.adapt.test_examples import documents
 
-STEPS = TrainingLimits(0, 6)
+STEPS = 6
 DOCUMENTS = documents(3, 12)
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask little, measure often, and save after each step."""
+    """Ask little, and measure and save often."""
     monkeypatch.setattr(adapt_run, "QUESTIONS", 3)
     monkeypatch.setattr(teacher, "ANSWER_TOKENS", 3)
     monkeypatch.setattr(examples, "SIZES", (2, 3))
-    for name, value in {"EVALUATE_STEPS": 2, "HELD_EXAMPLES": 2, "SAVE_S": 0.0}.items():
+    for name, value in {"EVALUATE_STEPS": 2, "HELD_EXAMPLES": 2}.items():
         monkeypatch.setattr(module, name, value)
 
 
@@ -57,11 +56,12 @@ def settings(varied_path: Path, tmp_path: Path) -> Settings:
 
 @pytest.fixture
 def run(settings: Settings, tmp_path: Path) -> Callable[..., Any]:
-    """Trains into a folder of the test, as a process of its own would; gives the state."""
+    """Trains into a folder of the test, as a process of its own would; gives the trainer."""
 
     def run(
         name: str = "out",
-        limits: TrainingLimits = STEPS,
+        steps: int | None = STEPS,
+        seconds: float = 0,
         stop_at: int | None = None,
         killed_at: int | None = None,
         given: Documents = DOCUMENTS,
@@ -72,10 +72,11 @@ def run(settings: Settings, tmp_path: Path) -> Callable[..., Any]:
             trainer = adaptation.prepare(given, tmp_path / name, rank)
 
             def report(done: float) -> None:
-                if trainer.state.step == killed_at:
+                if trainer.state.global_step == killed_at:
                     raise ChildProcessError
 
-            return trainer.run(limits, report, lambda: trainer.state.step == stop_at)
+            trainer.run(seconds, steps, report, lambda: trainer.state.global_step == stop_at)
+            return trainer
         finally:
             adaptation.close()
 
@@ -86,8 +87,10 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / CHUNK_ADAPTER / ADAPTER_WEIGHTS)
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {n: w for n, w in load_file(folder / TRAINING_FILE).items() if n.startswith("weight.")}
+def last(folder: Path) -> dict[str, torch.Tensor]:
+    checkpoints = (folder / CHECKPOINTS).iterdir()
+    newest = max(checkpoints, key=lambda each: int(each.name.partition("-")[2]))
+    return load_file(newest / ADAPTER_WEIGHTS)
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -98,25 +101,25 @@ def test_a_run_that_was_stopped_or_killed_ends_with_the_weights_of_one_that_was_
     run: Callable[..., Any], tmp_path: Path
 ) -> None:
     whole = run("whole")
-    assert (whole.step, whole.finished) == (6, "all steps are made")
+    assert whole.state.global_step == 6
     stopped = run("parts", stop_at=3)
-    assert (stopped.step, stopped.finished) == (3, "")
+    assert stopped.state.global_step == 3
     with pytest.raises(ChildProcessError):
         run("parts", killed_at=5)
     (tmp_path / "parts" / ".partial").mkdir()
-    (tmp_path / "parts" / f".{TRAINING_FILE}").write_bytes(b"half")
+    (tmp_path / "parts" / CHECKPOINTS / "checkpoint-5").mkdir()  # killed while it was saved
     ended = run("parts")
-    assert same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+    assert same(last(tmp_path / "whole"), last(tmp_path / "parts"))
     assert same(adapter(tmp_path / "whole"), adapter(tmp_path / "parts"))
-    assert [each.kl for each in ended.evaluations] == [each.kl for each in whole.evaluations]
+    assert ended.evaluations == whole.evaluations
     assert not list((tmp_path / "parts").rglob(".*"))
 
 
 def test_it_learns_and_the_best_is_kept(run: Callable[..., Any], tmp_path: Path) -> None:
-    limits = TrainingLimits(0, 30)
-    state = run("whole", limits, rank=16)
-    assert state.best.kl < 0.9 * state.evaluations[0].kl
-    run("until", limits, rank=16, stop_at=state.best.step)
+    found = run("whole", 30, rank=16).evaluations
+    best = min(found, key=lambda each: each["kl"])
+    assert best["kl"] < 0.9 * found[0]["kl"]
+    run("until", 30, rank=16, stop_at=best["step"])
     assert same(adapter(tmp_path / "whole"), adapter(tmp_path / "until"))
 
 
@@ -127,17 +130,22 @@ def test_a_run_that_is_stopped_before_it_was_measured_leaves_what_it_learnt(
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         CHUNK_ADAPTER,
         SHIPPED_FILE,
-        TRAINING_FILE,
+        CHECKPOINTS,
+        RECIPE_FILE,
     }
     assert any(
         bool(weight.any()) for name, weight in adapter(tmp_path / "out").items() if "lora_B" in name
     )
 
 
+def test_time_that_is_over_ends_a_run_with_a_measurement(run: Callable[..., Any]) -> None:
+    assert [each["step"] for each in run(steps=None, seconds=1e-9).evaluations] == [0, 1]
+
+
 def test_the_encoding_of_an_adapter_is_honoured_but_for_a_setting_by_hand(
     run: Callable[..., Any], tmp_path: Path, settings: Settings
 ) -> None:
-    run(limits=TrainingLimits(0, 1))
+    run(steps=1)
     write_shipped(tmp_path / "out", ShippedProfile(40, "lexical", 0.2))
     named = {
         "model": str(tmp_path / "out"),
@@ -216,7 +224,7 @@ def test_a_place_that_cannot_have_an_adapter_is_told_and_not_made(
     ):
         with pytest.raises(InputError, match=f"found {found}"):
             require_place(place)
-    monkeypatch.setattr("ragfuse.adapt.checkpoint.can_be_written", lambda path: False)
-    with pytest.raises(InputError, match="cannot be written to"):
+    monkeypatch.setattr("ragfuse.adapt.folder.can_be_written", lambda path: False)
+    with pytest.raises(InputError, match="found no right"):
         require_place(new)
     assert list(tmp_path.iterdir()) == [mine.parent]

@@ -280,8 +280,8 @@ def test_the_explanation_fits_eighty_columns_and_names_everything():
 @pytest.mark.parametrize(
     ("arguments", "kind", "word"),
     [
-        (("--policy", "nope"), "SettingsError", "--policy"),
-        (("--ratio", "2"), "SettingsError", "--ratio"),
+        (("--policy", "nope"), "SettingsError", "policy"),
+        (("--ratio", "2"), "SettingsError", "ratio"),
         (("--device", "toaster"), "ModelError", "--device cpu"),
         (("--model", "/nowhere/at/all"), "ModelError", "nothing there"),
         (("--json", "/nowhere/at/all.json"), "InputError", "Name another file"),

@@ -60,7 +60,10 @@ app()
         ("ask Who? --pml /nowhere/at.all", "PMLError: /nowhere/at.all: found no readable file"),
         ("ask Who? --docs /nowhere", "InputError: Wanted a file or folder, found nothing"),
         ("ask Who? --index absent", "InputError: The index 'absent' is empty."),
-        ("calibrate --docs . --plot /nowhere/x.png", "InputError: Wanted a file to write to"),
+        (
+            "calibrate --docs . --plot /nowhere/x.png",
+            "InputError: '/nowhere/x.png' cannot be written",
+        ),
         ("adapt --docs /nowhere", "InputError: Wanted a file or folder, found nothing"),
         (
             "ask Who? --server nowhere",

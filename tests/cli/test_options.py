@@ -64,7 +64,8 @@ def test_an_invalid_variable_is_named_without_its_password(name, given, monkeypa
     monkeypatch.setenv(f"RAGFUSE_{name.upper()}", given)
     with pytest.raises(SettingsError) as error:
         settings_of()
-    assert f"RAGFUSE_{name.upper()}" in str(error.value)
+    assert name in str(error.value)
+    assert "RAGFUSE_" in str(error.value)
     assert "secret" not in str(error.value)
 
 
@@ -73,7 +74,7 @@ def test_an_invalid_variable_is_named_without_its_password(name, given, monkeypa
     [
         ('top_k = "many"', "top_k"),
         ("topk = 3", "top_k"),
-        ("[ragfuse]\ntop_k = 3", "[ragfuse]"),
+        ("[ragfuse]\ntop_k = 3", "'ragfuse'"),
         ('policy = "hkdv"', "hkvd"),
         ("nonsense =", "ragfuse.toml"),
     ],

@@ -1,14 +1,10 @@
 """What the demo prints, and that the README's sample is just that."""
 
-import io
 import re
 
-import pytest
-from rich.console import Console
-
 from docs.sample import README, sample, shown
-from ragfuse.demo.answer import DemoAnswer
-from ragfuse.demo.show import BAR_CHARS, show_strip, show_summary
+from ragfuse.demo.picture import draw, strip_of
+from ragfuse.demo.show import BAR_CHARS, summary_text
 
 TRACE = {
     "tokens": 100,
@@ -34,8 +30,6 @@ def answered(**changes):
         "tokens": 100,
         "tokens_reused": 54,
         "tokens_recomputed": 6,
-        "kl_fused": 0.1,
-        "kl_reuse": 0.4,
         "trace": TRACE,
     }
     return {**found, **changes}
@@ -52,33 +46,38 @@ def test_bars_are_as_long_as_the_times_and_answers_stand_below_each_other():
     assert last.endswith(" 6 recomputed, 40 computed.")
 
 
-@pytest.mark.parametrize("seconds", [0.0, 2.0])
-def test_a_slower_answer_is_called_so_and_no_time_is_divided_by(seconds):
-    said = sample(answered(ttft_full_s=seconds, ttft_fused_s=2 * seconds, speedup=0.5))
-    assert "First token 2.0 times as slow." in said
+def test_a_slower_answer_is_called_so_and_no_time_is_divided_by():
+    assert "First token 0.5 times as fast." in sample(answered(ttft_fused_s=2.0, speedup=0.5))
+    assert "0.00 s" in sample(answered(ttft_full_s=0.0, ttft_fused_s=0.0, speedup=0.5))
 
 
-def test_the_strip_has_every_kind_of_token_and_a_legend():
-    console = Console(file=io.StringIO(), width=102, force_terminal=True, color_system="truecolor")
-    show_strip(console, DemoAnswer(**answered()))
-    strip, legend = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue()).splitlines()[:2]
-    assert strip.count("\u2588") == 100
-    assert [word in legend for word in ("reused", "recomputed", "computed")] == [True] * 3
-
-
-def test_the_summary_is_a_picture_of_both_kinds_of_prompts():
-    console = Console(file=io.StringIO(), width=200)
+def test_the_summary_is_a_table_of_both_kinds_of_prompts():
     report = {
-        "questions": [answered(), answered(answer_fused="Nobody")],
+        "questions": [answered(), answered(answer_fused="Nobody", ttft_fused_s=0.35)],
         "long": answered(ttft_full_s=4.0),
+        "right_full": 2,
+        "right_fused": 1,
     }
-    show_summary(console, {**report, "right_full": 2, "right_fused": 1, "kl_over_reuse": 0.25})
-    lines = console.file.getvalue().splitlines()
-    bars = [line.count("\u2588") for line in lines if "\u2588" in line]
-    assert bars == [6, 2, 24, 2]
-    said = " ".join(lines)
+    _, on_average, long, said = summary_text(report).splitlines()
+    assert on_average.split()[-3:] == ["1.00", "0.30", "3.3x"]
+    assert long.split()[-3:] == ["4.00", "0.25", "16.0x"]
     assert "Right answers of 2: full prefill 2, ragfuse 1." in said
     assert "both say the same to 1 of them" in said
+
+
+def test_the_picture_shows_what_became_of_every_token(tmp_path):
+    kinds = strip_of(TRACE).tolist()
+    assert [kinds.count(kind) / len(kinds) for kind in range(3)] == [0.54, 0.06, 0.4]
+    report = {
+        "questions": [answered()],
+        "long": answered(),
+        "mean_speedup": 4.0,
+        "long_speedup": 4.0,
+        "right_full": 1,
+        "right_fused": 0,
+    }
+    draw(report, tmp_path / "demo.png")
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_readme_s_sample_is_what_the_demo_prints():

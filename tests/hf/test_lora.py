@@ -16,12 +16,8 @@ def model_at(path: Path) -> PreTrainedModel:
 def filled(adapter: LoraAdapter, seed: int = 2) -> LoraAdapter:
     """The adapter with random weights, as one that has learnt."""
     generator = torch.Generator().manual_seed(seed)
-    adapter.load(
-        {
-            name: 0.1 * torch.randn(w.shape, generator=generator)
-            for name, w in adapter.weights.items()
-        }
-    )
+    for weight in adapter.weights.values():
+        weight.data.copy_(0.1 * torch.randn(weight.shape, generator=generator))
     return adapter
 
 

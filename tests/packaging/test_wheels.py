@@ -175,7 +175,7 @@ def test_the_doctor_answers_without_any_extra(place: Place) -> None:
 def test_what_needs_an_extra_names_it_instead_of_failing(place: Place) -> None:
     said = place.run("ragfuse", "demo")
     assert said.returncode != 0
-    assert "ragfuse-kv[demo]" in said.stdout + said.stderr
+    assert "ragfuse-kv[demo" in said.stdout + said.stderr
     assert "Traceback" not in said.stdout + said.stderr
 
 

@@ -14,6 +14,13 @@ from ragfuse.text.chat_messages import ChatMessage, Piece
 from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT, CallFormat, CallReader, spelled
 from ragfuse.types.answer import ToolCall
 
+
+def read(format, text, schemas=None):
+    """All complete calls in an answer."""
+    at = format.opens(text)
+    return CallReader(format, schemas or {}).read(text, at) if at >= 0 else ()
+
+
 HERMES = """{% if tools %}<|im_start|>system
 Tools: {% for tool in tools %}{{ tool | tojson }}
 {% endfor %}<|im_end|>
@@ -152,7 +159,7 @@ def test_a_template_is_known_by_the_calls_that_it_writes(source: str, wanted: Ca
 def test_a_token_before_bare_json_belongs_to_the_call():
     found = format_of(LLAMA)
     for lead in ("", "<|python_tag|>"):
-        (call,) = found.read(lead + found.write((A,)))
+        (call,) = read(found, lead + found.write((A,)))
         assert (call.name, call.arguments) == (A.name, A.arguments)
         assert found.opens(f"{lead} See") == -1
     assert ready(found, "<|pyth") == 0 == ready(found, "<|python_tag|>")
@@ -199,9 +206,9 @@ def test_values_that_stand_as_they_are_are_read_by_their_schema(source: str):
         False,
     )
     assert text in rendered  # as the template itself writes it
-    (call,) = found.read(text, {"walk": json.dumps(schema)})
+    (call,) = read(found, text, {"walk": json.dumps(schema)})
     assert call.arguments == arguments
-    (python,) = found.read(text.replace("true", "True"), {"walk": json.dumps(schema)})
+    (python,) = read(found, text.replace("true", "True"), {"walk": json.dumps(schema)})
     assert python.arguments["sure"] is True
 
 
@@ -212,7 +219,7 @@ def test_a_call_without_the_white_space_of_its_format_is_read_too(source: str):
         line.strip()
         for line in found.write((ToolCall("walk", {"to": "Rome", "by": "bus"}),)).splitlines()
     )
-    (call,) = found.read(tight)
+    (call,) = read(found, tight)
     assert (call.name, call.arguments) == ("walk", {"to": "Rome", "by": "bus"})
 
 
@@ -232,19 +239,19 @@ IDS = ["plain", "hermes", "llama", "mistral", "deep", "coder", "glm", "tight", "
 @pytest.mark.parametrize("format", FORMATS, ids=IDS)
 def test_what_is_written_is_read_back_with_new_ids(format: CallFormat):
     calls = (A, B) if format.again is not None else (A,)
-    read = format.read(format.write(calls), TYPES)
-    assert [(call.name, call.arguments) for call in read] == [
+    found = read(format, format.write(calls), TYPES)
+    assert [(call.name, call.arguments) for call in found] == [
         (call.name, call.arguments) for call in calls
     ]
-    assert len({call.id for call in read}) == len(calls)
-    assert all(call.id.startswith("call_") for call in read)
+    assert len({call.id for call in found}) == len(calls)
+    assert all(call.id.startswith("call_") for call in found)
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=IDS)
 def test_a_call_that_is_cut_off_is_none_and_its_markup_no_text(format: CallFormat):
     whole = format.write((A,))
     for size in range(len(format.head), len(whole) - len(format.tail)):
-        assert format.read(whole[:size]) == ()
+        assert read(format, whole[:size]) == ()
         assert format.opens(whole[:size]) == 0
 
 
@@ -260,7 +267,7 @@ def test_text_is_ready_only_where_no_call_can_begin(format: CallFormat):
 
 def test_a_call_made_twice_is_made_once():
     text = DEFAULT_CALL_FORMAT.write((A, B, A))
-    assert [call.name for call in DEFAULT_CALL_FORMAT.read(text)] == ["weather", "walk.to"]
+    assert [call.name for call in read(DEFAULT_CALL_FORMAT, text)] == ["weather", "walk.to"]
     for calls, repeats in (((A, B, A), True), ((A, B), False)):
         reader = CallReader(DEFAULT_CALL_FORMAT)
         reader.read(DEFAULT_CALL_FORMAT.write(calls), 0)
@@ -279,7 +286,7 @@ def test_plain_words_tell_of_tools_calls_and_results_and_keep_chunks():
     told = spelled(turns, [{"type": "function", "function": {"name": "weather"}}])
     assert [turn.role for turn in told] == ["system", "user", "assistant", "user"]
     assert '{"name": "weather"}' in told[0].content[0].text
-    assert DEFAULT_CALL_FORMAT.read(told[2].text)[0].arguments == {"city": "Rome"}
+    assert read(DEFAULT_CALL_FORMAT, told[2].text)[0].arguments == {"city": "Rome"}
     assert chunk in told[3].content
     said = told[3].text
     assert said.count("<tool_response>") == 2

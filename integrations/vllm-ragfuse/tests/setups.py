@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
-from vllm.v1.request import Request
 from vllm_ragfuse import checks
 
 from ragfuse import Settings, SettingsError
@@ -50,23 +49,21 @@ def main() -> None:
         "good": "".join(
             said(check)
             for check in (
-                lambda: checks.check_options({"load": "sync", "model": "x"}),
+                lambda: checks.Options(load="sync", model="x"),
                 lambda: checks.check_version("0.32.7", False),
                 lambda: checks.check_version("0.99.0", True),
                 lambda: checks.check_roles("kv_consumer", "recompute"),
                 lambda: checks.check_parallel(config(tensor_parallel_size=4)),
-                lambda: checks.check_salts(Request),
                 lambda: checks.check_groups(config(), groups(full)),
             )
         ),
-        "option": said(lambda: checks.check_options({"lode": "sync"})),
-        "other weights": said(lambda: checks.check_options({"other_weights": "no"})),
-        "load": said(lambda: checks.check_options({"load": "later"})),
+        "option": said(lambda: checks.Options(lode="sync")),
+        "other weights": said(lambda: checks.Options(other_weights="no")),
+        "load": said(lambda: checks.Options(load="later")),
         "version": said(lambda: checks.check_version("0.320.0", False)),
         "role": said(lambda: checks.check_roles("kv_both", "recompute")),
         "policy": said(lambda: checks.check_roles("kv_consumer", "fail")),
         "parallel": said(lambda: checks.check_parallel(config(pipeline_parallel_size=2))),
-        "salts": said(lambda: checks.check_salts(object)),
         "window": said(lambda: checks.check_groups(config(), groups(full, window))),
         "one window": said(lambda: checks.check_groups(config(), groups(window))),
         "layers": said(lambda: checks.check_groups(config(n_layers=3), groups(full))),

@@ -6,21 +6,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Literal, Self
 
 import vllm
 from huggingface_hub import try_to_load_from_cache
+from pydantic import BaseModel, StrictBool
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
-from vllm.v1.request import Request
 
 from ragfuse import Settings, SettingsError
 from ragfuse.transfer import UNKNOWN, TransferError, TransferModel, TransferPlace, sample_weights
+from ragfuse.types.arguments import checks_arguments
 
 TESTED = ("0.32",)
 """The versions of vLLM that this connector was tested with: major and minor."""
-OPTIONS = ("transfer_url", "model", "salt", "load", "other_weights", "untested_vllm")
-"""What `kv_connector_extra_config` may hold."""
+
+
+@checks_arguments
+class Options(BaseModel, extra="forbid"):
+    """What `kv_connector_extra_config` may hold."""
+
+    transfer_url: str | None = None
+    model: str | None = None
+    salt: str | None = None
+    load: Literal["async", "sync"] = "async"
+    other_weights: StrictBool = False
+    untested_vllm: StrictBool = False
 
 
 @dataclass(frozen=True)
@@ -51,24 +62,19 @@ class Setup:
         Raises:
             SettingsError: KV cannot be handed over so; the message says what to change.
         """
-        transfer, options = (
-            config.kv_transfer_config,
-            dict(config.kv_transfer_config.kv_connector_extra_config),
-        )
-        check_options(options)
-        check_version(vllm.__version__, options.get("untested_vllm", False))
+        transfer = config.kv_transfer_config
+        options = Options(**transfer.kv_connector_extra_config)
+        check_version(vllm.__version__, options.untested_vllm)
         check_roles(transfer.kv_role, transfer.kv_load_failure_policy)
         check_parallel(config)
-        check_salts(Request)
-        block_size = check_groups(config, caches)
-        url = options.get("transfer_url")
+        url = options.transfer_url
         return cls(
-            model_of(config, options.get("model")),
-            block_size,
-            options.get("load", "async") == "async",
-            options.get("salt"),
+            model_of(config, options.model),
+            check_groups(config, caches),
+            options.load == "async",
+            options.salt,
             Settings(transfer_url=url) if url else Settings(),
-            UNKNOWN if options.get("other_weights", False) else weights_of(config),
+            UNKNOWN if options.other_weights else weights_of(config),
         )
 
     def place(self) -> TransferPlace:
@@ -84,25 +90,6 @@ class Setup:
                 f"{error} For vLLM it is the option transfer_url of kv_connector_extra_config, or"
                 " RAGFUSE_TRANSFER_URL."
             ) from error
-
-
-def check_options(options: dict[str, Any]) -> None:
-    """Raise SettingsError for an option that there is not, or a value that it cannot have."""
-    strange = next((name for name in options if name not in OPTIONS), None)
-    if strange is not None:
-        raise SettingsError(
-            f"Wanted options of kv_connector_extra_config among {', '.join(OPTIONS)}, found"
-            f" {strange!r:.40}: leave it out."
-        )
-    if options.get("load", "async") not in ("async", "sync"):
-        raise SettingsError(
-            f"Wanted load to be 'async' or 'sync', found {options['load']!r:.40}: use one of them."
-        )
-    for name in ("other_weights", "untested_vllm"):
-        if not isinstance(options.get(name, False), bool):
-            raise SettingsError(
-                f"Wanted {name} to be true or false, found {options[name]!r:.40}: write it in JSON."
-            )
 
 
 def check_version(found: str, untested: bool) -> None:
@@ -146,15 +133,6 @@ def check_parallel(config: VllmConfig) -> None:
                 f"Wanted {name} 1, found {getattr(parallel, name)}: divide the model by"
                 " tensor_parallel_size."
             )
-
-
-def check_salts(request: type[Any]) -> None:
-    """Raise SettingsError where vLLM cannot keep fused KV out of its prefix cache."""
-    if not hasattr(request, "update_block_hashes"):
-        raise SettingsError(
-            "Wanted a vLLM whose prefix cache takes a salt for each request, found one without:"
-            f" install a version that was tested ({', '.join(TESTED)})."
-        )
 
 
 def check_groups(config: VllmConfig, caches: KVCacheConfig) -> int:

@@ -4,7 +4,9 @@ hand.
 
 import io
 import json
-from dataclasses import asdict, replace
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,12 @@ from rich.console import Console
 
 from ragfuse import Settings
 from ragfuse.calibration.case import Case
-from ragfuse.calibration.fidelity import plain_reuse
 from ragfuse.calibration.methods import Lab, Method
-from ragfuse.hf.model import HFModel
+from ragfuse.fuse.fusor import CachedRun
+from ragfuse.hf.model import HFModel, Prefill
 from ragfuse.models.loader import load_model
+from ragfuse.types.kv import ChunkKV, LayerKV
+from ragfuse.types.prompt import Prompt
 from tests.tiny import CHUNKS
 
 TEXTS = tuple(f"{chunk} {chunk[::-1]}" for chunk in CHUNKS)
@@ -105,6 +109,30 @@ def test_a_base_model_is_asked_in_one_text(model: HFModel, monkeypatch: pytest.M
     assert text.endswith(f"Question: {CASE.question}\nAnswer:")
     assert lab.prompt(CASE, "alone").token_ids == prompt.token_ids
     lab.close()
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A source of KV in memory, by segment."""
+
+    chunks: Mapping[int, ChunkKV]
+
+    def read(self, layer: int) -> Mapping[int, LayerKV]:
+        return {index: chunk.layers[layer] for index, chunk in self.chunks.items()}
+
+    def ready(self) -> int:
+        return sys.maxsize
+
+
+def plain_reuse(model: HFModel, prompt: Prompt) -> Prefill:
+    """Each module and chunk encoded alone, moved to its position, nothing recomputed."""
+    cached = [index for index, segment in enumerate(prompt.segments) if segment.kind != "fresh"]
+    source = Encoded({index: model.encode(prompt.segments[index].tokens) for index in cached})
+    runs = [
+        CachedRun(index, *prompt.spans[index], prompt.segments[index].start, blend=True)
+        for index in cached
+    ]
+    return model.fuse(prompt.token_ids, prompt.positions, runs, source, "none", 0.0)
 
 
 def test_plain_reuse_is_its_slow_twin(model: HFModel) -> None:

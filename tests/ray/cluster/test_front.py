@@ -67,17 +67,9 @@ def test_before_an_answer_begins_it_is_an_error_of_the_api_that_says_to_repeat(
     assert "Send the request again" in error["message"]
 
 
+@pytest.mark.parametrize("kind", [b"text/event-stream; charset=utf-8", b"application/json"])
 @pytest.mark.parametrize("death", DEATHS)
-def test_a_stream_ends_with_the_error_as_its_last_event(death: RayActorError) -> None:
-    head = 200, [(b"content-type", b"text/event-stream; charset=utf-8")]
-    response, body = asyncio.run(asked(DyingReplicas(death, head, b"data: {}\n\n")))
-    assert response.status_code == 200
-    first, last = body.strip().split(b"\n\n")
-    assert first == b"data: {}"
-    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "replica_lost"
-
-
-def test_any_other_body_breaks_off() -> None:
-    head = 200, [(b"content-type", b"application/json")]
-    with pytest.raises(ActorDiedError):
-        asyncio.run(asked(DyingReplicas(ActorDiedError(), head, b"{")))
+def test_a_body_that_has_begun_breaks_off(death: RayActorError, kind: bytes) -> None:
+    head = 200, [(b"content-type", kind)]
+    with pytest.raises(RayActorError):
+        asyncio.run(asked(DyingReplicas(death, head, b"{")))

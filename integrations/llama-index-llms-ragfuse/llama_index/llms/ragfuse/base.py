@@ -55,129 +55,79 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         arbitrary_types_allowed=True, extra="forbid", populate_by_name=True, protected_namespaces=()
     )
 
-    model: Any = Field(
-        default=None,
-        alias="model_name",
-        description=(
-            "Name of an embedded model, Hugging Face id, folder (also of an adapter) or GGUF file;"
-            " or a loaded model: a PreTrainedModel together with `tokenizer`, a pipeline, a PEFT"
-            " model. None: as in the settings."
-        ),
-    )
-    tokenizer: Any = Field(
-        default=None, exclude=True, repr=False, description="The tokenizer of a loaded model."
-    )
-    model_kwargs: dict[str, Any] = Field(
-        default_factory=dict,
-        repr=False,
-        description=(
-            "Options for loading the model: revision, trust_remote_code, attn_implementation,"
-            " device_map, token, torch_dtype, quantization_config ..."
-        ),
-    )
-    dtype: str | None = Field(
-        default=None, description="The dtype of weights and KV; None: as in the settings."
-    )
-    device: str | None = Field(
-        default=None, description="cpu, cuda or cuda:N; None: as in the settings."
-    )
-    store: str | None = Field(
-        default=None, description="Folder of the chunk store; None: as in the settings."
-    )
-    settings: Settings | None = Field(
-        default=None, exclude=True, repr=False, description="All other settings."
-    )
-    engine: Any = Field(
-        default=None, exclude=True, repr=False, description="An existing engine to use."
-    )
-    base_url: str | None = Field(
-        default=None,
-        description=(
-            "Address of a `ragfuse serve` that answers instead of an engine in this process."
-        ),
-    )
-    api_key: SecretStr | None = Field(
-        default=None,
-        exclude=True,
-        repr=False,
-        description="The server's API key; None: RAGFUSE_API_KEY.",
-    )
-    max_retries: int | None = Field(
-        default=None,
-        ge=0,
-        description=(
-            "How often a request is sent again that found no server or a busy one; None: twice."
-        ),
-    )
+    model: Any = Field(default=None, alias="model_name")
+    """Name of an embedded model, Hugging Face id, folder (also of an adapter) or GGUF file; or a
+    loaded model: a PreTrainedModel together with `tokenizer`, a pipeline, a PEFT model. None:
+    as in the settings.
+    """
+    tokenizer: Any = Field(default=None, exclude=True, repr=False)
+    """The tokenizer of a loaded model."""
+    model_kwargs: dict[str, Any] = Field(default_factory=dict, repr=False)
+    """Options for loading the model: revision, trust_remote_code, attn_implementation,
+    device_map, token, torch_dtype, quantization_config ...
+    """
+    dtype: str | None = None
+    """The dtype of weights and KV; None: as in the settings."""
+    device: str | None = None
+    """cpu, cuda or cuda:N; None: as in the settings."""
+    store: str | None = None
+    """Folder of the chunk store; None: as in the settings."""
+    settings: Settings | None = Field(default=None, exclude=True, repr=False)
+    """All other settings."""
+    engine: Any = Field(default=None, exclude=True, repr=False)
+    """An existing engine to use."""
+    base_url: str | None = None
+    """Address of a `ragfuse serve` that answers instead of an engine in this process."""
+    api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
+    """The server's API key; None: RAGFUSE_API_KEY."""
+    max_retries: int | None = Field(default=None, ge=0)
+    """How often a request is sent again that found no server or a busy one; None: twice."""
 
-    policy: str | None = Field(
-        default=None, description="How tokens of cached nodes are chosen to recompute."
-    )
-    ratio: float | None = Field(
-        default=None, ge=0, le=1, description="Share of tokens to recompute, 0 to 1."
-    )
-    reuse: bool = Field(
-        default=True, description="False: full prefill by the model itself, for comparison."
-    )
-    overflow: Literal["error", "drop"] | None = Field(
-        default=None,
-        description=(
-            "For a prompt longer than the context window: raise an error, or drop its last"
-            " documents."
-        ),
-    )
+    policy: str | None = None
+    """How tokens of cached nodes are chosen to recompute."""
+    ratio: float | None = Field(default=None, ge=0, le=1)
+    """Share of tokens to recompute, 0 to 1."""
+    reuse: bool = True
+    """False: full prefill by the model itself, for comparison."""
+    overflow: Literal["error", "drop"] | None = None
+    """For a prompt longer than the context window: raise an error, or drop its last documents.
+    """
 
-    temperature: float | None = Field(default=None, ge=0, description="None or 0: greedy decoding.")
+    temperature: float | None = Field(default=None, ge=0)
+    """None or 0: greedy decoding."""
     top_p: float | None = None
     top_k: int | None = None
-    min_p: float | None = Field(
-        default=None, description="Least probability, as a share of the most likely token's."
-    )
-    presence_penalty: float | None = Field(
-        default=None, description="Subtracted from logits of tokens in the answer."
-    )
-    frequency_penalty: float | None = Field(
-        default=None, description="Subtracted once for each time in the answer."
-    )
-    repetition_penalty: float | None = Field(
-        default=None, description="Divides logits of tokens in prompt or answer."
-    )
-    logit_bias: dict[int, float] | None = Field(
-        default=None, description="Added to the logits of these token ids."
-    )
-    max_tokens: int | None = Field(default=None, description="Most tokens of an answer.")
-    stop: list[str] | None = Field(default=None, description="Strings before which an answer ends.")
+    min_p: float | None = None
+    """Least probability, as a share of the most likely token's."""
+    presence_penalty: float | None = None
+    """Subtracted from logits of tokens in the answer."""
+    frequency_penalty: float | None = None
+    """Subtracted once for each time in the answer."""
+    repetition_penalty: float | None = None
+    """Divides logits of tokens in prompt or answer."""
+    logit_bias: dict[int, float] | None = None
+    """Added to the logits of these token ids."""
+    max_tokens: int | None = None
+    """Most tokens of an answer."""
+    stop: list[str] | None = None
+    """Strings before which an answer ends."""
     seed: int | None = None
-    timeout: float | None = Field(
-        default=None, description="Seconds of generation, after which an answer ends unfinished."
-    )
-    deadline_s: float | None = Field(
-        default=None,
-        ge=0,
-        description=(
-            "Seconds until the first token is wanted: KV from a slow store is then loaded at a"
-            " smaller level or recomputed."
-        ),
-    )
-    context_window: int | None = Field(
-        default=None, description="Most tokens of prompt and answer; None: the model's."
-    )
-    generate_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Further options of transformers' generate."
-    )
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Variables for the chat template."
-    )
-    enable_thinking: bool | None = Field(
-        default=None,
-        description=(
-            "Whether a reasoning model thinks before it answers; None: as its chat template does."
-        ),
-    )
-    continue_final_message: bool = Field(
-        default=False,
-        description="Treat the last message as the beginning of the answer, which continues it.",
-    )
+    timeout: float | None = None
+    """Seconds of generation, after which an answer ends unfinished."""
+    deadline_s: float | None = Field(default=None, ge=0)
+    """Seconds until the first token is wanted: KV from a slow store is then loaded at a smaller
+    level or recomputed.
+    """
+    context_window: int | None = None
+    """Most tokens of prompt and answer; None: the model's."""
+    generate_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further options of transformers' generate."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables for the chat template."""
+    enable_thinking: bool | None = None
+    """Whether a reasoning model thinks before it answers; None: as its chat template does."""
+    continue_final_message: bool = False
+    """Treat the last message as the beginning of the answer, which continues it."""
 
     _place: Place = PrivateAttr()
 

@@ -1,17 +1,10 @@
-"""The colours and words of all pictures: a thing has the same ones wherever it is drawn."""
+"""The colours and words of methods in pictures."""
 
 from __future__ import annotations
 
 from types import MappingProxyType
 
 RAGFUSE = "tab:orange"
-FULL_PREFILL = "tab:grey"
-"""Full prefill, and everything that ragfuse is held against without reuse."""
-PREFIX_CACHING = "tab:blue"
-"""Prefix caching, vLLM's too."""
-TOKEN_COLOURS = ("#2a9d8f", RAGFUSE, "#bab0ac")
-"""Of a prompt: tokens that are reused, recomputed and fresh."""
-
 METHODS = MappingProxyType(
     {
         "none": ("plain reuse: chunks encoded alone", "black", "o"),
@@ -23,7 +16,7 @@ METHODS = MappingProxyType(
         "hkvd-flat": ("the same, chosen once (hkvd-flat)", "tab:pink", "v"),
         "lego": ("first rows of each chunk (lego)", "tab:brown", "P"),
         "hybrid": ("first rows and those that change most (hybrid)", "tab:cyan", "X"),
-        "random": ("rows by chance", FULL_PREFILL, "x"),
+        "random": ("rows by chance", "tab:grey", "x"),
     }
 )
 """Of a method of `bench quality`: what it is in words, its colour, its mark."""
