@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ragfuse.admin.quotas import TenantUse
-from ragfuse.engine.store_opener import open_kept
 from ragfuse.errors import InputError, SettingsError, StoreError
 from ragfuse.plan.evict import lru
 from ragfuse.schemas.registry import SchemaRegistry
 from ragfuse.sessions.session_store import SessionStore
 from ragfuse.settings import Settings
-from ragfuse.store import CatalogFile, KVStore, archive, deletion
+from ragfuse.store import KVStore, archive, deletion, open_catalog, open_store
 from ragfuse.store.archive import Outcome, Progress
-from ragfuse.store.catalog import Catalog, KnownText
-from ragfuse.store.codec_registry import CodecRegistry
+from ragfuse.store.catalog import KnownText
 from ragfuse.store.deletion import (
     Chunk,
     chunk_named,
@@ -228,15 +226,8 @@ class StoreAdmin:
             )
         settings = settings.placed()
         self.path, self._salt = settings.store_path, settings.salt
-        file = (
-            CatalogFile(settings.store_path, settings.shared_with) if settings.disk_bytes else None
-        )
-        self.catalog = Catalog(file)
-        codecs = CodecRegistry(self.catalog)
-        self.store = open_kept(
-            settings.model_copy(update={"gpu_bytes": 0, "memory_bytes": 0}), codecs=codecs
-        )
-        codecs.tiers = self.store.tiers
+        self.catalog = open_catalog(settings)
+        self.store = open_store(settings.model_copy(update={"gpu_bytes": 0, "memory_bytes": 0}))
 
     def within_tenant(self, entry_filter: EntryFilter) -> EntryFilter:
         """Restrict a filter to the tenant of the settings' salt, if a salt is set and the filter
@@ -289,7 +280,7 @@ class StoreAdmin:
                 TenantUse(
                     nbytes.get(digest, {}),
                     catalog.count_texts(digest),
-                    catalog.sessions.count(digest),
+                    catalog.count_sessions(digest),
                 ),
             )
             for digest in named

@@ -14,9 +14,8 @@ from pathlib import Path
 from ragfuse.engine.codec_tables import ensure_tables
 from ragfuse.engine.encoder import Encoder
 from ragfuse.engine.machine_timings import MachineTimings
-from ragfuse.engine.model_profiles import ProfileStore
+from ragfuse.engine.model_profiles import judged_profile, profile_name, stored_profile
 from ragfuse.engine.overflow import remaining_context
-from ragfuse.engine.store_opener import open_catalog, opened
 from ragfuse.errors import ModelError, SettingsError
 from ragfuse.hf.fingerprint import weights_digest
 from ragfuse.hf.model import HFModel
@@ -27,7 +26,7 @@ from ragfuse.hf.verify import Verdict, verify
 from ragfuse.load.link import Links
 from ragfuse.models import quietly, resolve_llm
 from ragfuse.models.adapters import CHUNK_ADAPTER
-from ragfuse.models.loader import Given, LoadedModel, Tokens, load_model
+from ragfuse.models.loader import Given, LoadedModel, ProfileOf, Tokens, load_model
 from ragfuse.models.threads import limit_threads
 from ragfuse.models.weight_files import identity
 from ragfuse.plan.controller import settle
@@ -36,8 +35,7 @@ from ragfuse.process.jobs import BackgroundJobs
 from ragfuse.process.shared import shared, shared_while_used
 from ragfuse.sessions.conversation_index import ConversationIndex
 from ragfuse.settings import Settings
-from ragfuse.store import KVStore
-from ragfuse.store.codec_registry import CodecRegistry
+from ragfuse.store import Catalog, CatalogFile, KVStore, open_catalog, open_store
 from ragfuse.store.tenants import remember_tenant
 from ragfuse.types.keys import digest
 from ragfuse.types.profiles import ModelProfile
@@ -85,18 +83,19 @@ class Runtime:
         conversations: ConversationIndex,
     ) -> None:
         self.settings, self.conversations, self._given = settings, conversations, given
-        self.catalog = open_catalog(settings, store)
-        self._codecs = CodecRegistry(self.catalog)
-        self.store = opened(settings, store, self._codecs, conversations.evict(settings))
-        self._codecs.tiers = self.store.tiers
-        self.timings, self.links = (
-            MachineTimings(settings.tiers, self.catalog),
-            Links(settings.streams),
-        )
+        if not isinstance(store, KVStore | None):
+            raise SettingsError(
+                f"store= takes an open KVStore, found {store!r:.60}. Give a folder as"
+                " Settings(store=...)."
+            )
+        self.catalog = open_catalog(settings) if store is None else Catalog(CatalogFile(None))
+        self.store = store or open_store(settings, conversations.evict(settings))
+        self.timings = MachineTimings(settings.tiers, self.catalog)
+        self.links = Links(settings.streams)
         self.saves = BackgroundJobs("kv", settings.writer_queue, settings.history_buffer_bytes)
         self.jobs = BackgroundJobs("encode", MAX_WAITING_JOBS, finishes=True)
         self.shared_kv = SharedKV()
-        self._profiles, self._lock = ProfileStore(self.catalog), threading.Lock()
+        self._lock = threading.Lock()
         self._model: HFModel | None = None
         self._loading_s = (0.0, 0.0)
         self._profile: ModelProfile | None = None
@@ -111,15 +110,23 @@ class Runtime:
                 model = (
                     given
                     if isinstance(given, HFModel)
-                    else loaded(self.settings, self._profiles, given)
+                    else loaded(self.settings, self._probed, given)
                 )
                 tenant = digest(model.fingerprint, self.settings.salt)
                 if model is not given:
-                    self._profiles.remember(model.profile)
+                    profile = model.profile.probed
+                    self.catalog.put(profile_name(profile.model), profile, replaces=False)
                     remember_tenant(self.catalog, tenant, self.settings)
-                ensure_tables(self._codecs, tenant, model, self.settings)
+                ensure_tables(self.store.tables, tenant, model, self.settings)
                 self._model, self._loading_s = model, (began_s, time.perf_counter())
             return self._model
+
+    def _probed(self, fingerprint: str) -> ModelProfile | None:
+        """Return a model's stored profile without the verdicts of this store, as engines share the
+        model.
+        """
+        found = stored_profile(self.catalog, fingerprint)
+        return found.probed if found else None
 
     def without_loading(self, began_s: float) -> float:
         """Return a time that a request came, later by what it then waited for the model to be
@@ -159,13 +166,13 @@ class Runtime:
         model = self.model
         with self._lock:
             if self._profile is None:
-                self._profile = self._profiles.joined(model.profile)
+                self._profile = judged_profile(self.catalog, model.profile)
             return self._profile
 
     def learn(self, profile: ModelProfile) -> None:
         """Use this profile from now on, here and in later processes on this store."""
         self._profile, self._encoder = profile, None
-        self._profiles.put(profile)
+        self.catalog.strict.put(profile_name(profile.model), profile)
 
     def score(
         self, ids: Sequence[int], n_top: int = 0, check: Callable[[], object] = ignore
@@ -192,7 +199,9 @@ class Runtime:
         """
         how = settle(self.settings.policy, self.settings.ratio, self.profile.default_choice)
         verdict = verify(self.model, *how, progress)
-        self._profiles.judge(self.model.profile, verdict.passed)
+        own, catalog = self.model.profile, self.catalog.strict
+        kept = stored_profile(catalog, own.model) or own.probed  # no other verdict of its own
+        catalog.put(profile_name(own.model), replace(kept, verified=verdict.passed))
         self._profile = replace(self.profile, verified=verdict.passed)
         return verdict
 
@@ -210,7 +219,7 @@ def filler_tokens(settings: Settings, profile: ModelProfile) -> int:
     )
 
 
-def loaded(settings: Settings, profiles: ProfileStore, given: LoadedModel | None = None) -> HFModel:
+def loaded(settings: Settings, profile_of: ProfileOf, given: LoadedModel | None = None) -> HFModel:
     """Return the model in the settings, or a given one; probed, unless its profile is stored.
 
     It is shared in the process by all that name it with the same options, or give the same model
@@ -221,7 +230,7 @@ def loaded(settings: Settings, profiles: ProfileStore, given: LoadedModel | None
     if given is not None:
         weights = weights_digest(given.model)
         name = "handed over", id(given.model), id(given.tokenizer), weights
-        return shared_while_used(name, lambda: given.probed(weights, profiles.probed))
+        return shared_while_used(name, lambda: given.probed(weights, profile_of))
     named = (
         settings.model,
         settings.dtype,
@@ -230,7 +239,7 @@ def loaded(settings: Settings, profiles: ProfileStore, given: LoadedModel | None
     )
     return shared(
         ("model", *named),
-        lambda: _load(settings, profiles),
+        lambda: _load(settings, profile_of),
         _version_of(Path(settings.model).expanduser()),
     )
 
@@ -304,7 +313,7 @@ def _check_same(settings: Settings, name: str, found: str) -> None:
         )
 
 
-def _load(settings: Settings, profiles: ProfileStore) -> HFModel:
+def _load(settings: Settings, profile_of: ProfileOf) -> HFModel:
     """Load the model in the settings, and log how long it took."""
     began = time.perf_counter()
     source = resolve_llm(settings.model, settings.home)
@@ -319,7 +328,7 @@ def _load(settings: Settings, profiles: ProfileStore) -> HFModel:
             source,
             settings.dtype,
             settings.device,
-            profiles.probed,
+            profile_of,
             model_kwargs=options,
             home=settings.home,
         )

@@ -8,8 +8,10 @@ Eviction and prefetching use it. It is kept in memory, so that a tier that makes
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from math import inf
 from types import MappingProxyType
 
 from ragfuse.plan.evict import ConversationEvictor, Evict, lru, rank_named
@@ -84,7 +86,9 @@ class ConversationIndex:
         """
         if settings.evict == "lru":
             return lru
-        return ConversationEvictor(rank_named(settings.evict), self.conversation_of, self.places)
+        ttl_s = inf if settings.ttl_s is None else settings.ttl_s
+        rank = rank_named(settings.evict)
+        return ConversationEvictor(rank, self.conversation_of, self.places, ttl_s, time.time)
 
     def conversation_of(self, key: ChunkKey) -> Hashable:
         """Return the conversation that a key belongs to; None where none is known.

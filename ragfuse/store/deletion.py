@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 
-from ragfuse.store.catalog import CatalogQueries
+from ragfuse.store.catalog import CatalogFile
 from ragfuse.store.store import Forgotten, KVStore
 from ragfuse.store.tier import Tier
 from ragfuse.types.keys import ChunkKey
@@ -53,7 +53,7 @@ def unanswered(names: Sequence[str], consequence: str) -> str:
     )
 
 
-def forget_texts(catalog: CatalogQueries, chunks: Iterable[Chunk]) -> int:
+def forget_texts(catalog: CatalogFile, chunks: Iterable[Chunk]) -> int:
     """Delete the texts of chunks from the catalog, whatever their source, and return how many there
     were.
     """
@@ -63,7 +63,7 @@ def forget_texts(catalog: CatalogQueries, chunks: Iterable[Chunk]) -> int:
     return sum(catalog.delete_texts(model, keys=keys) for model, keys in by_model.items())
 
 
-def forget_chunks(store: KVStore, catalog: CatalogQueries, chunks: Set[Chunk]) -> Forgotten:
+def forget_chunks(store: KVStore, catalog: CatalogFile, chunks: Set[Chunk]) -> Forgotten:
     """Delete chunks everywhere: stored KV, pending saves and texts.
 
     If a tier does not answer, the texts stay in the catalog, so that `ragfuse store rm` still finds
@@ -86,7 +86,7 @@ def forget_chunks(store: KVStore, catalog: CatalogQueries, chunks: Set[Chunk]) -
 
 
 def leave_source(
-    catalog: CatalogQueries, model: str, texts: Collection[str], is_left: Callable[[str], bool]
+    catalog: CatalogFile, model: str, texts: Collection[str], is_left: Callable[[str], bool]
 ) -> set[str]:
     """Forget that texts came from some sources, where another one holds them too; the only source
     of a text stays.

@@ -1,4 +1,4 @@
-"""Open the store that the settings describe, or a single tier from its URL."""
+"""Open the store and the catalog that the settings describe, or a single tier from its URL."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ragfuse.errors import StoreError
+from ragfuse.plan.evict import lru
 from ragfuse.settings import AUTO_LEVEL, Settings
+from ragfuse.store.catalog import Catalog, CatalogFile
 from ragfuse.store.disk import DiskTier
-from ragfuse.store.levels import Codecs, tableless
 from ragfuse.store.memory import MemoryTier
 from ragfuse.store.store import KVStore
 from ragfuse.store.tier import Evictor, Tier
@@ -20,7 +21,15 @@ from ragfuse.store.urls import shown
 from ragfuse.types.tiers import kind_of_scheme
 
 
-def open_store(settings: Settings, evict: Evictor, codecs: Codecs = tableless) -> KVStore:
+def open_catalog(settings: Settings) -> Catalog:
+    """Open the catalog beside the store that the settings describe; without bytes for the disk it
+    keeps nothing.
+    """
+    folder = settings.store_path if settings.disk_bytes else None
+    return Catalog(CatalogFile(folder, settings.shared_with))
+
+
+def open_store(settings: Settings, evict: Evictor = lru) -> KVStore:
     """Open the store that the settings describe: memory, then disk, then `settings.tiers` in their
     order.
 
@@ -30,7 +39,6 @@ def open_store(settings: Settings, evict: Evictor, codecs: Codecs = tableless) -
     Args:
         settings: Sizes, paths, URLs and codec levels.
         evict: The eviction policy of the tiers that do not evict by themselves.
-        codecs: Returns the codec of a level for a model.
 
     Raises:
         StoreError: A tier cannot be used, or two tiers are at the same place.
@@ -72,7 +80,7 @@ def open_store(settings: Settings, evict: Evictor, codecs: Codecs = tableless) -
             tier.close()
         raise
     levels = {tier: chosen for tier, chosen in settings.written.items() if chosen != (AUTO_LEVEL,)}
-    return KVStore(opened, codecs, levels, writer_queue=settings.writer_queue)
+    return KVStore(opened, levels=levels, writer_queue=settings.writer_queue, ttl_s=settings.ttl_s)
 
 
 def open_tier(

@@ -18,9 +18,11 @@ from typing import Any
 
 from ragfuse.codec import RAW
 from ragfuse.errors import StoreError
-from ragfuse.store.levels import Codecs, EncodedLayers, TierLevels, loss_of, tableless
+from ragfuse.plan.evict import expired
+from ragfuse.store.codec_registry import OWNER, CodecRegistry
+from ragfuse.store.levels import Codecs, EncodedLayers, TierLevels, loss_of
 from ragfuse.store.saves import Saves
-from ragfuse.store.tier import EntryMeta, Expired, Tier
+from ragfuse.store.tier import EntryMeta, Tier
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import ChunkKV, Entry, LayerKV
 
@@ -78,15 +80,16 @@ class KVStore:
 
     Args:
         tiers: The tiers, fastest first, of different names.
-        codecs: Returns the codec of a level for a model. A level without a codec counts as not
-            stored.
+        codecs: Returns the codec of a level for a model; None: with the tables that its tiers have.
+            A level without a codec counts as not stored.
         levels: Codec levels that each tier is written at, by tier name; "raw" for a tier that is
             not named. An entry is stored at all levels of its tier, the least lossy first.
         writer_queue: Saves that may wait for each slow tier; further ones are dropped.
-        expired: Returns the keys of the entries that are too old; None: entries never expire.
+        ttl_s: Seconds without a use after which an entry has expired; None: never.
         clock: Returns the time in seconds since the epoch.
 
     Attributes:
+        tables: The codec tables in its tiers.
         report_every_s: Seconds between two reports of a chunk's use to the tiers that it was not
             read from. Without these reports, a chunk that is always read from memory would age, and
             be evicted, in the other tiers.
@@ -95,17 +98,18 @@ class KVStore:
     def __init__(
         self,
         tiers: Sequence[Tier],
-        codecs: Codecs = tableless,
+        codecs: Codecs | None = None,
         levels: Mapping[str, Sequence[str]] | None = None,
         *,
         writer_queue: int = 64,
-        expired: Expired | None = None,
+        ttl_s: float | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.tiers, self.expired, self._clock = tuple(tiers), expired, clock
-        self.levels = TierLevels(codecs, levels)
+        self.tiers, self._ttl_s, self._clock = tuple(tiers), ttl_s, clock
+        self.tables = CodecRegistry(self.tiers)
+        self.levels = TierLevels(codecs or self.tables, levels)
         self._saves, self._closed = Saves(self.tiers, writer_queue, self.levels), False
-        self.report_every_s = 600.0
+        self.report_every_s = 600.0 if ttl_s is None else min(600.0, ttl_s / 8)
 
     # finding and reading
 
@@ -318,7 +322,7 @@ class KVStore:
         Raises:
             StoreError: There is no tier of that name.
         """
-        doomed = set(keys)
+        doomed = {key for key in keys if key.model != OWNER}  # tables, which later entries need
         targets = self.tiers if tier is None else (self.tier(tier),)
         failed = {target.name: target.counts["failed"] for target in targets}
         self._saves.cancel(doomed, tier)  # first, or they would come back
@@ -394,7 +398,7 @@ class KVStore:
 
     def too_old(self, entries: Collection[Entry]) -> list[ChunkKey]:
         """Return the keys of those entries that have expired."""
-        return list(self.expired(entries, self._clock())) if self.expired is not None else []
+        return [] if self._ttl_s is None else [*expired(entries, self._clock(), self._ttl_s)]
 
     # inside
 

@@ -31,11 +31,6 @@ and none of them pinned, and further ones only while too few bytes came free. A 
 all entries at once, pinned ones too; the tier never evicts these.
 """
 
-Expired = Callable[[Iterable[Entry], float], Iterable[ChunkKey]]
-"""Returns the keys of the entries that are too old at a time (seconds since the epoch); never of a
-pinned one.
-"""
-
 _WINDOW = 256
 
 
