@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from math import inf
 from types import MappingProxyType
 
-from ragfuse.plan.evict import ConversationEvictor, Evict, lru, rank_named
+from ragfuse.plan.evict import ConversationEvictor, Evictor, lru, rank_named
 from ragfuse.settings import Settings
 from ragfuse.types.keys import ChunkKey
 
@@ -80,7 +80,7 @@ class ConversationIndex:
 
     # what tiers ask
 
-    def evict(self, settings: Settings) -> Evict:
+    def evict(self, settings: Settings) -> Evictor:
         """Return the eviction policy that the settings name; it looks up conversations and places
         in this index.
         """

@@ -2,13 +2,14 @@
 no model.
 """
 
+from ragfuse.plan.evict import Evictor
 from ragfuse.store.catalog import Catalog, CatalogFile, KnownText, SessionInfo
 from ragfuse.store.disk import DiskTier
 from ragfuse.store.factory import open_catalog, open_store, open_tier
 from ragfuse.store.levels import EncodedLayers
 from ragfuse.store.memory import MemoryTier
 from ragfuse.store.store import KVStore, StoreStats
-from ragfuse.store.tier import EntryMeta, Evictor, Tier
+from ragfuse.store.tier import EntryMeta, Tier
 
 __all__ = [
     "Catalog",

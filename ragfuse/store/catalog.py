@@ -170,7 +170,8 @@ class CatalogFile:
         """Save a record, replacing an earlier one if it `replaces`; return whether it was
         written.
         """
-        text = json.dumps(_adapter(type(record)).dump_python(record))
+        kind: Any = type(record)
+        text = json.dumps(_adapter(kind).dump_python(record))
         way = "REPLACE" if replaces else "IGNORE"
         return self._change(f"INSERT OR {way} INTO profiles VALUES (?, ?)", name, text) > 0
 

@@ -19,13 +19,14 @@ from typing import Self
 import torch
 
 from ragfuse.errors import StoreError
+from ragfuse.plan.evict import Evictor
 from ragfuse.settings import Settings, SharedWith
 from ragfuse.store.access import make_folder, open_file
 from ragfuse.store.blobs import BlobTier
 from ragfuse.store.chunkfile import MAX_HEADER_NBYTES, Header
 from ragfuse.store.folder import fsync_folder, locked, open_folder, refusal
 from ragfuse.store.index import Index
-from ragfuse.store.tier import EntryMeta, Evictor, ReadLayers, victims
+from ragfuse.store.tier import EntryMeta, ReadLayers, victims
 from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.kv import Entry
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ragfuse.errors import StoreError
-from ragfuse.plan.evict import lru
+from ragfuse.plan.evict import Evictor, lru
 from ragfuse.settings import AUTO_LEVEL, Settings
 from ragfuse.store.catalog import Catalog, CatalogFile
 from ragfuse.store.disk import DiskTier
 from ragfuse.store.memory import MemoryTier
 from ragfuse.store.store import KVStore
-from ragfuse.store.tier import Evictor, Tier
+from ragfuse.store.tier import Tier
 from ragfuse.store.urls import shown
 from ragfuse.types.tiers import kind_of_scheme
 

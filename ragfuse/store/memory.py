@@ -12,7 +12,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from ragfuse.store.tier import LAYER_ALIGNMENT, EntryMeta, Evictor, ReadLayers, Tier, victims
+from ragfuse.plan.evict import Evictor
+from ragfuse.store.tier import LAYER_ALIGNMENT, EntryMeta, ReadLayers, Tier, victims
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 

@@ -24,10 +24,11 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import get_protocol
 
 from ragfuse.errors import StoreError
+from ragfuse.plan.evict import Evictor
 from ragfuse.settings import Settings, SharedWith
 from ragfuse.store.access import make_root, open_file
 from ragfuse.store.blobs import BlobTier
-from ragfuse.store.tier import EntryMeta, Evictor
+from ragfuse.store.tier import EntryMeta
 from ragfuse.store.urls import shown
 from ragfuse.types.keys import ChunkKey
 

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from ragfuse.errors import StoreError
+from ragfuse.plan.evict import Evictor
 from ragfuse.settings import Settings
 from ragfuse.store.blobs import BlobTier
-from ragfuse.store.tier import EntryMeta, Evictor
+from ragfuse.store.tier import EntryMeta
 from ragfuse.store.urls import shown
 from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
 

@@ -11,39 +11,16 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from threading import Lock
-from typing import Protocol, runtime_checkable
 
 from pydantic import TypeAdapter
 from torch import Tensor
 
 from ragfuse.codec import LayerMeta
+from ragfuse.plan.evict import Evictor
 from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
 from ragfuse.types.kv import ChunkKV, Entry
 from ragfuse.types.sizes import UNLIMITED
-
-Evictor = Callable[[Sequence[Entry]], Iterable[ChunkKey]]
-"""Eviction policy: takes entries and yields the keys to evict, in that order.
-
-A tier stops reading once there is room. It passes a few hundred entries, the least recently used
-and none of them pinned, and further ones only while too few bytes came free. A `WholeEvictor` gets
-all entries at once, pinned ones too; the tier never evicts these.
-"""
-
-_WINDOW = 256
-
-
-@runtime_checkable
-class WholeEvictor(Protocol):
-    """An evictor that evicts groups of entries as a whole, such as all entries of a session.
-
-    A tier that has enough room after some entries of a group evicts the rest of the group, too.
-    """
-
-    def together(self, one: ChunkKey, other: ChunkKey) -> bool:
-        """Return whether two entries belong to the same group."""
-        ...
 
 
 def victims(
@@ -57,37 +34,27 @@ def victims(
     Args:
         evict: The eviction policy.
         candidates: Entries that may be evicted, least recently used first; pinned ones are never
-            chosen.
+            chosen. No more of them are taken than the policy looks at.
         excess: Bytes to free.
         nbytes_of: Returns the bytes that an entry occupies in the tier.
 
     Returns:
         The keys to evict, or None if the policy does not free enough.
     """
-    chosen: list[ChunkKey] = []
-    together = evict.together if isinstance(evict, WholeEvictor) else None
-    for window in _windows(candidates, whole=together is not None) if excess > 0 else ():
-        nbytes = {entry.key: nbytes_of(entry) for entry in window if not entry.pinned}
-        for key in evict(window):
-            if excess <= 0 and (together is None or not together(chosen[-1], key)):
-                return chosen
-            if key in nbytes:
-                chosen.append(key)
-                excess -= nbytes.pop(key)
+    chosen, nbytes = list[ChunkKey](), dict[ChunkKey, int]()
+
+    def noted() -> Iterator[Entry]:
+        for entry in candidates:
+            nbytes[entry.key] = 0 if entry.pinned else nbytes_of(entry)
+            yield entry
+
+    for group in evict(noted()) if excess > 0 else ():
+        doomed = [key for key in group if nbytes.get(key)]
+        chosen += doomed
+        excess -= sum(nbytes.pop(key) for key in doomed)
         if excess <= 0:
             break
     return chosen if excess <= 0 else None
-
-
-def _windows(candidates: Iterable[Entry], *, whole: bool) -> Iterator[list[Entry]]:
-    """Yield all candidates at once, or the unpinned ones in windows of growing size, lazily."""
-    if whole:
-        yield list(candidates)
-        return
-    unpinned, size = (entry for entry in candidates if not entry.pinned), _WINDOW
-    while window := list(islice(unpinned, size)):
-        yield window
-        size *= 4
 
 
 @dataclass(frozen=True, slots=True)
