@@ -1,7 +1,7 @@
 """A small SQLite file that threads and processes share: WAL mode, one connection to read and one to
 write.
 
-`index.py`, `catalog.py` and those who have a `record_file` define the tables.
+`disk.py`, `catalog.py` and those who have a `record_file` define the tables.
 """
 
 from __future__ import annotations
@@ -86,10 +86,6 @@ class Database:
         """Return all rows of a query. Never waits for a writer of a file."""
         with store_errors(*self._where), self._read_lock:
             return self._reader.execute(sql, arguments).fetchall()
-
-    def number(self, sql: str, arguments: Sequence[Any] = ()) -> int:
-        """Return the only number that a query gives."""
-        return int(self.query(sql, arguments)[0][0])
 
     def change(self, sql: str, arguments: Sequence[Any] = ()) -> int:
         """Run one statement as a transaction, and return how many rows it changed."""
