@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from ragfuse.engine import ingest
 from ragfuse.engine.answer_stream import AnswerStream, answers_of
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.build import build
@@ -22,7 +23,6 @@ from ragfuse.engine.constraints import ConstraintCompiler, Tool, offered_tools
 from ragfuse.engine.fetch import FetchStage
 from ragfuse.engine.generate import generated, share
 from ragfuse.engine.history import ConversationHistory
-from ragfuse.engine.ingest import Documents
 from ragfuse.engine.overflow import check_fits
 from ragfuse.engine.planner import Planner
 from ragfuse.engine.prefetch import Prefetcher
@@ -46,7 +46,7 @@ from ragfuse.hf.model import HFModel
 from ragfuse.models.dtypes import resolve_auto
 from ragfuse.models.loader import Given, Tokens
 from ragfuse.process.exit import EXITING, at_work
-from ragfuse.process.jobs import BackgroundJobs, close_at_exit, countdown
+from ragfuse.process.jobs import BackgroundJobs, countdown
 from ragfuse.process.shared import OneProcess, collect_notes, forget, shared
 from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.sessions.conversation_index import ConversationIndex
@@ -106,16 +106,13 @@ class Engine(OneProcess):
         self.runtime = runtime = Runtime(self.settings, given, store, self.conversations)
         self.catalog, self.store, self.timings = runtime.catalog, runtime.store, runtime.timings
         self.prompts, self.prefixes = PromptBuilder(runtime), PrefixCache(runtime)
-        self.constraints, self.schemas = (
-            ConstraintCompiler(self.prompts),
-            SchemaService(self.prompts),
-        )
+        self.constraints = ConstraintCompiler(self.prompts)
+        self.schemas = SchemaService(self.prompts)
         self.history = ConversationHistory(self.prompts, self.prefixes)
         self.sessions = self.history.sessions
         self.prefetcher = Prefetcher(runtime, self.history.keys_of)
         self._planner, self._fetch = Planner(runtime, self.prefixes), FetchStage(self.prefetcher)
         self._remember = RememberStage(self.prompts, self.history, self.prefixes, self.prefetcher)
-        self._documents = Documents(self.prompts, self.prefixes)
         self.counters = AnswerCounters(lambda: len(runtime.jobs), lambda: runtime.catalog.failures)
 
     @staticmethod
@@ -124,12 +121,12 @@ class Engine(OneProcess):
     ) -> Engine:
         """Return the process-wide engine for these settings and this model, made at the first call.
 
-        It is closed when the process ends. After an earlier `close`, the next call makes a new
-        engine.
+        What it has to save is saved when the process ends. After an earlier `close`, the next call
+        makes a new engine.
         """
         given, chosen = handed_over(model, tokenizer, settings or Settings())
         settings = resolve_auto(chosen.usable())
-        return shared(("engine", settings, given), partial(_closed_at_exit, settings, given))
+        return shared(("engine", settings, given), partial(Engine, settings, given))
 
     # one question, from its prompt to its answer
 
@@ -344,7 +341,7 @@ class Engine(OneProcess):
             The totals: chunks, encoded chunks, tokens, bytes, seconds.
         """
         self._check_open()
-        return self._documents.ingest(texts, prefix, progress)
+        return ingest.ingest(self.prompts, texts, prefix, progress)
 
     def know(self, texts: Iterable[tuple[str, str]]) -> None:
         """Recognise chunks, given as (text, source), in prompts from now on, without encoding them
@@ -354,7 +351,7 @@ class Engine(OneProcess):
         chunks first.
         """
         self._check_open()
-        self._documents.know(texts)
+        ingest.know(self.prompts, texts)
 
     def prefetch(self, texts: Iterable[str]) -> None:
         """Start copying the stored KV of these chunks to memory, for the next prompt.
@@ -390,7 +387,7 @@ class Engine(OneProcess):
         the memory of other processes stay.
         """
         self._check_open()
-        return self._documents.forget(texts)
+        return ingest.forget(self.prompts, self.prefixes, texts)
 
     # the model, this machine, the store
 
@@ -490,9 +487,3 @@ def _with_unsaved(answer: Answer, unsaved: Sequence[str]) -> Answer:
     return (
         replace(answer, trace=replace(answer.trace, unsaved=tuple(unsaved))) if unsaved else answer
     )
-
-
-def _closed_at_exit(settings: Settings, model: Given) -> Engine:
-    engine = Engine(settings, model)
-    close_at_exit(engine)
-    return engine

@@ -317,19 +317,13 @@ def _load(settings: Settings, profile_of: ProfileOf) -> HFModel:
     """Load the model in the settings, and log how long it took."""
     began = time.perf_counter()
     source = resolve_llm(settings.model, settings.home)
-    options = dict(settings.model_kwargs)
-    if options.get("gguf_file") and isinstance(source, Path):
-        raise ModelError(
-            "gguf_file is for a file of a Hugging Face id. For a local model, give the file's path"
-            " as model."
-        )
     with quietly(source):
         model = load_model(
             source,
             settings.dtype,
             settings.device,
             profile_of,
-            model_kwargs=options,
+            model_kwargs=dict(settings.model_kwargs),
             home=settings.home,
         )
     model.name = settings.model
