@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ragfuse.engine import ingest
 from ragfuse.engine.answer_stream import AnswerStream, answers_of
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.build import build
@@ -23,6 +22,7 @@ from ragfuse.engine.constraints import ConstraintCompiler, Tool, offered_tools
 from ragfuse.engine.fetch import FetchStage
 from ragfuse.engine.generate import generated, share
 from ragfuse.engine.history import ConversationHistory
+from ragfuse.engine.ingest import Documents
 from ragfuse.engine.overflow import check_fits
 from ragfuse.engine.planner import Planner
 from ragfuse.engine.prefetch import Prefetcher
@@ -113,6 +113,7 @@ class Engine(OneProcess):
         self.prefetcher = Prefetcher(runtime, self.history.keys_of)
         self._planner, self._fetch = Planner(runtime, self.prefixes), FetchStage(self.prefetcher)
         self._remember = RememberStage(self.prompts, self.history, self.prefixes, self.prefetcher)
+        self._documents = Documents(self.prompts, self.prefixes)
         self.counters = AnswerCounters(lambda: len(runtime.jobs), lambda: runtime.catalog.failures)
 
     @staticmethod
@@ -341,7 +342,7 @@ class Engine(OneProcess):
             The totals: chunks, encoded chunks, tokens, bytes, seconds.
         """
         self._check_open()
-        return ingest.ingest(self.prompts, texts, prefix, progress)
+        return self._documents.ingest(texts, prefix, progress)
 
     def know(self, texts: Iterable[tuple[str, str]]) -> None:
         """Recognise chunks, given as (text, source), in prompts from now on, without encoding them
@@ -351,7 +352,7 @@ class Engine(OneProcess):
         chunks first.
         """
         self._check_open()
-        ingest.know(self.prompts, texts)
+        self._documents.know(texts)
 
     def prefetch(self, texts: Iterable[str]) -> None:
         """Start copying the stored KV of these chunks to memory, for the next prompt.
@@ -387,7 +388,7 @@ class Engine(OneProcess):
         the memory of other processes stay.
         """
         self._check_open()
-        return ingest.forget(self.prompts, self.prefixes, texts)
+        return self._documents.forget(texts)
 
     # the model, this machine, the store
 

@@ -254,7 +254,11 @@ class KVStore:
         That is: a slow tier has it, it is being saved, or there is no slow tier that answers.
         """
         slow = [tier for tier in self.tiers if tier.slow and not tier.is_out]
-        return not slow or key in self.under_way() or any(key in tier.stat([key]) for tier in slow)
+        return (
+            not slow
+            or key in self._saves.under_way()
+            or any(key in tier.stat([key]) for tier in slow)
+        )
 
     def tier(self, name: str) -> Tier:
         """Return the tier of that name; raise StoreError, which lists the tiers there are, if there
@@ -336,11 +340,12 @@ class KVStore:
         ]
         return Forgotten([entry for entry in entries if entry.tier not in silent], silent)
 
-    def under_way(self) -> set[ChunkKey]:
-        """Return the keys of chunks that are being saved or were read in part: they may not be in
-        every tier yet.
+    def all_keys(self) -> set[ChunkKey]:
+        """Return the keys of all chunks, also of those that are being saved or were read in
+        part.
         """
-        return self._saves.keys()
+        under_way = self._saves.under_way()  # before listing: a save may end meanwhile
+        return under_way | {entry.key for entry in self.entries()}
 
     def silent(self) -> list[str]:
         """Return the names of tiers that do not answer now; what they hold is unknown and not in
@@ -352,9 +357,7 @@ class KVStore:
         """Delete every chunk of a model digest (which is one tenant's, if salted), or all
         chunks.
         """
-        keys = self.under_way()
-        keys.update(entry.key for entry in self.entries())
-        return self.forget(key for key in keys if model in (None, key.model))
+        return self.forget(key for key in self.all_keys() if model in (None, key.model))
 
     def pin(self, keys: Collection[ChunkKey], pinned: bool = True) -> None:
         """Protect chunks from eviction in every tier that has them or gets them later, or allow

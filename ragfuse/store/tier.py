@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
 
-from pydantic import TypeAdapter
 from torch import Tensor
 
 from ragfuse.codec import LayerMeta
 from ragfuse.plan.evict import Evictor
-from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
+from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import ChunkKV, Entry
 from ragfuse.types.sizes import UNLIMITED
 
@@ -68,13 +67,11 @@ class EntryMeta:
         n_tokens: Tokens of the chunk.
         levels: Names of the codec levels, in the order of the pieces.
         layers: The description of every piece.
-        version: Format version of what was written.
     """
 
     n_tokens: int
     levels: tuple[str, ...]
     layers: tuple[LayerMeta, ...]
-    version: int = FORMAT_VERSION
 
     @property
     def n_layers(self) -> int:
@@ -133,24 +130,7 @@ class EntryMeta:
         sizes[self.levels[0]] += nbytes - self.nbytes
         return Entry(key, tier, self.n_tokens, self.n_layers, sizes, last_used)
 
-    def to_json(self) -> str:
-        """Return the description as one line of JSON."""
-        return _META.dump_json(self).decode()
 
-    @classmethod
-    def from_json(cls, text: str | bytes) -> EntryMeta:
-        """Return the description that `to_json` wrote.
-
-        Raises:
-            ValueError: The text is no such description, or one of another format version.
-        """
-        meta: EntryMeta = _META.validate_json(text)
-        if meta.version != FORMAT_VERSION:
-            raise ValueError(f"not an entry of format version {FORMAT_VERSION}")
-        return meta
-
-
-_META = TypeAdapter(EntryMeta)
 ReadLayers = tuple[EntryMeta, *tuple[Tensor, ...]]
 """The description of a whole entry, then some of its layers, each uint8 `[nbytes]` and not to be
 written to.
