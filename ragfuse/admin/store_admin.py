@@ -28,7 +28,7 @@ from ragfuse.store.deletion import (
     forget_texts,
     sources_in_order,
 )
-from ragfuse.store.factory import free_name, open_tier
+from ragfuse.store.factory import free_name, kept_places, open_tier
 from ragfuse.store.tenants import Tenant, tenants_in
 from ragfuse.store.urls import shown
 from ragfuse.types.keys import ChunkKey
@@ -166,20 +166,18 @@ def tier_statuses(settings: Settings) -> Iterator[TierStatus]:
     created.
     """
     settings = settings.placed()
-    places = [(str(settings.store_path), settings.disk_bytes)] if settings.disk_bytes else []
-    places += [(url, settings.tier_bytes) for url in settings.tiers]
     names: list[str] = []
-    for url, capacity in places:
+    for url, own in kept_places(settings):
         where = shown(url)
         path = url.removeprefix("file://")
         if "://" not in path and not Path(path).exists():
             status = TierStatus(
-                free_name("disk" if path == url else "objects", names), where, capacity=capacity
+                free_name("disk" if path == url else "objects", names),
+                where,
+                capacity=own.tier_bytes,
             )
         else:
-            status = _tier_status(
-                url, where, settings.model_copy(update={"tier_bytes": capacity}), names
-            )
+            status = _tier_status(url, where, own, names)
         names.append(status.name)
         yield status
 

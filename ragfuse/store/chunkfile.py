@@ -85,13 +85,10 @@ class Header:
         text = bytes(data[_FIXED.size : _FIXED.size + nbytes])
         if blake3(text).digest() != digest:
             raise ValueError("checksum of the header does not match")
-        try:
-            fields = json.loads(text)
-            meta = _META.validate_json(fields["meta"])
-            offsets = accumulate((_aligned(layer.nbytes) for layer in meta.layers), initial=end)
-            return cls(ChunkKey.parse(fields["key"]), meta, list(offsets))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"its header cannot be read: {error!r}") from error
+        fields = json.loads(text)
+        meta = _META.validate_json(fields["meta"])
+        offsets = accumulate((_aligned(layer.nbytes) for layer in meta.layers), initial=end)
+        return cls(ChunkKey.parse(fields["key"]), meta, list(offsets))
 
     @property
     def nbytes(self) -> int:

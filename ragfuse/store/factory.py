@@ -13,7 +13,6 @@ from ragfuse.errors import StoreError
 from ragfuse.plan.evict import Evictor, lru
 from ragfuse.settings import AUTO_LEVEL, Settings
 from ragfuse.store.catalog import Catalog, CatalogFile
-from ragfuse.store.disk import DiskTier
 from ragfuse.store.memory import MemoryTier
 from ragfuse.store.store import KVStore
 from ragfuse.store.tier import Tier
@@ -27,6 +26,13 @@ def open_catalog(settings: Settings) -> Catalog:
     """
     folder = settings.store_path if settings.disk_bytes else None
     return Catalog(CatalogFile(folder, settings.shared_with))
+
+
+def kept_places(settings: Settings) -> list[tuple[str, Settings]]:
+    """Return the place of each tier that outlives the process, with settings of its capacity."""
+    disk = settings.model_copy(update={"tier_bytes": settings.disk_bytes})
+    own = [(str(settings.store_path), disk)] if settings.disk_bytes else []
+    return [*own, *((url, settings) for url in settings.tiers)]
 
 
 def open_store(settings: Settings, evict: Evictor = lru) -> KVStore:
@@ -43,10 +49,9 @@ def open_store(settings: Settings, evict: Evictor = lru) -> KVStore:
     Raises:
         StoreError: A tier cannot be used, or two tiers are at the same place.
     """
-    places = [str(settings.store_path.resolve())] if settings.disk_bytes else []
-    places += [
+    places = [
         url.rstrip("/") if "://" in url else str(Path(url).expanduser().resolve())
-        for url in settings.tiers
+        for url, _ in kept_places(settings)
     ]
     twice = next((shown(place) for place in places if places.count(place) > 1), None)
     if twice is not None:
@@ -64,17 +69,8 @@ def open_store(settings: Settings, evict: Evictor = lru) -> KVStore:
             opened.append(
                 MemoryTier(settings.memory_bytes, evict, pin_memory=on_gpu, free_bytes=free)
             )
-        if settings.disk_bytes:
-            opened.append(
-                DiskTier(
-                    settings.store_path,
-                    settings.disk_bytes,
-                    evict,
-                    shared_with=settings.shared_with,
-                )
-            )
-        for url in settings.tiers:
-            opened.append(open_tier(url, settings, evict, [tier.name for tier in opened]))
+        for url, own in kept_places(settings):
+            opened.append(open_tier(url, own, evict, [tier.name for tier in opened]))
     except BaseException:
         for tier in opened:
             tier.close()
