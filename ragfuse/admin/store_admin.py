@@ -321,9 +321,9 @@ class StoreAdmin:
         no existing file.
         """
         entries = [row.entry for row in rows]
-        return archive.export(
-            self.store, path, entries, self._texts(entries) if texts else (), progress
-        )
+        known = self._texts(entries) if texts else ()
+        tables = self.store.tables.entries()  # without which some could not be decoded elsewhere
+        return archive.export(self.store, path, [*entries, *tables], known, progress)
 
     def import_(self, path: Path, tier: str | None, progress: Progress | None = None) -> Outcome:
         """Import the entries and texts of an archive."""

@@ -91,22 +91,10 @@ def options_for(settings: Settings, model: HFModel, has_store: bool = True) -> l
 
 
 def calibrate_command(settings: Settings, model: HFModel) -> str:
-    """Return the command that calibrates a model as it is here, for documents at PATH.
-
-    A model that was given as an object may come from no folder, or from one that is gone: it is
-        saved first.
-    """
-    name = name_for_calibrate(settings.model, model.name)
-    is_nowhere = not Path(name).exists() and (
-        Path(name).is_absolute() or not model.model.config._name_or_path
-    )
-    named = ["--model", "FOLDER" if is_nowhere else name, *options_for(settings, model)]
-    first = (
-        "model.save_pretrained('FOLDER'), tokenizer.save_pretrained('FOLDER'), then "
-        if is_nowhere
-        else ""
-    )
-    return first + shlex.join(["ragfuse", "calibrate", *named, "--docs", "PATH"])
+    """Return the command that calibrates a model as it is here, for documents at PATH."""
+    named = "--model", name_for_calibrate(settings.model, model.name)
+    options = options_for(settings, model)
+    return shlex.join(["ragfuse", "calibrate", *named, *options, "--docs", "PATH"])
 
 
 def hint(profile: ModelProfile, settings: Settings, model: HFModel) -> None:

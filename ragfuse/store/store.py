@@ -234,8 +234,9 @@ class KVStore:
         self.tier(tier).expect(keys, range(first, first + count), level)
 
     def entries(self) -> list[Entry]:
-        """Return all entries of all tiers; a chunk that is stored in two tiers appears twice."""
-        return [entry for tier in self.tiers for entry in tier.list()]
+        """Return all entries of chunks; a chunk that is stored in two tiers appears twice."""
+        listed = (entry for tier in self.tiers for entry in tier.list())
+        return [entry for entry in listed if entry.key.model != OWNER]
 
     def stats(self) -> StoreStats:
         """Return the counters since opening and the current sizes."""
@@ -326,7 +327,7 @@ class KVStore:
         Raises:
             StoreError: There is no tier of that name.
         """
-        doomed = {key for key in keys if key.model != OWNER}  # tables, which later entries need
+        doomed = set(keys)
         targets = self.tiers if tier is None else (self.tier(tier),)
         failed = {target.name: target.counts["failed"] for target in targets}
         self._saves.cancel(doomed, tier)  # first, or they would come back

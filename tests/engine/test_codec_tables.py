@@ -185,4 +185,5 @@ def test_tables_lie_in_a_slow_tier_by_their_digest_and_no_other(tmp_path, tiny_s
         assert fresh("cg2", "", "0" * 16) is None
         assert fresh("cg2", "model").name == "cg2"
         KVStore([tier]).clear()  # later entries of other processes need them
+        assert KVStore([tier]).entries() == []
         assert CodecRegistry([tier]).tables("model") == tables
