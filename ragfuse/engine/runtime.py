@@ -98,28 +98,43 @@ class Runtime:
         self._lock = threading.Lock()
         self._model: HFModel | None = None
         self._loading_s = (0.0, 0.0)
-        self._profile: ModelProfile | None = None
-        self._encoder: Encoder | None = None
+        self._profile: ModelProfile
+        self._encoder: Encoder
 
     @property
     def model(self) -> HFModel:
         """The model, loaded at first use."""
         with self._lock:
             if self._model is None:
-                began_s, given = time.perf_counter(), self._given
-                model = (
-                    given
-                    if isinstance(given, HFModel)
-                    else loaded(self.settings, self._probed, given)
-                )
-                tenant = digest(model.fingerprint, self.settings.salt)
-                if model is not given:
-                    profile = model.profile.probed
-                    self.catalog.put(profile_name(profile.model), profile, replaces=False)
-                    remember_tenant(self.catalog, tenant, self.settings)
-                ensure_tables(self.store.tables, tenant, model, self.settings)
-                self._model, self._loading_s = model, (began_s, time.perf_counter())
+                began_s = time.perf_counter()
+                self._model = self._opened()
+                self._loading_s = began_s, time.perf_counter()
             return self._model
+
+    def _opened(self) -> HFModel:
+        """Load the model; note its profile and tenant, make its codec tables and its encoder."""
+        settings, given = self.settings, self._given
+        model = given if isinstance(given, HFModel) else loaded(settings, self._probed, given)
+        tenant = digest(model.fingerprint, settings.salt)
+        if model is not given:
+            profile = model.profile.probed
+            self.catalog.put(profile_name(profile.model), profile, replaces=False)
+            remember_tenant(self.catalog, tenant, settings)
+        ensure_tables(self.store.tables, tenant, model, settings)
+        self._profile = judged_profile(self.catalog, model.profile)
+        filler = model.profile.filler_tokens  # as it was trained
+        if filler is None or "filler_tokens" in settings.model_fields_set:
+            filler = settings.filler_tokens
+        self._encoder = Encoder(
+            model,
+            self.store,
+            settings,
+            self.timings,
+            tenant,
+            filler,
+            lambda: settle(settings.policy, settings.ratio, self._profile.default_choice)[1],
+        )
+        return model
 
     def _probed(self, fingerprint: str) -> ModelProfile | None:
         """Return a model's stored profile without the verdicts of this store, as engines share the
@@ -146,32 +161,18 @@ class Runtime:
     @property
     def encoder(self) -> Encoder:
         """The encoder that computes the KV of runs of tokens and stores it."""
-        model, profile = self.model, self.profile
-        with self._lock:
-            if self._encoder is None:
-                self._encoder = Encoder(
-                    model,
-                    self.store,
-                    self.settings,
-                    self.timings,
-                    digest(model.fingerprint, self.settings.salt),
-                    filler_tokens(self.settings, model.profile),
-                    settle(self.settings.policy, self.settings.ratio, profile.default_choice)[1],
-                )
-            return self._encoder
+        _ = self.model
+        return self._encoder
 
     @property
     def profile(self) -> ModelProfile:
         """The model's profile: the one it came with, or one learned on this store."""
-        model = self.model
-        with self._lock:
-            if self._profile is None:
-                self._profile = judged_profile(self.catalog, model.profile)
-            return self._profile
+        _ = self.model
+        return self._profile
 
     def learn(self, profile: ModelProfile) -> None:
         """Use this profile from now on, here and in later processes on this store."""
-        self._profile, self._encoder = profile, None
+        self._profile = profile
         self.catalog.strict.put(profile_name(profile.model), profile)
 
     def score(
@@ -204,19 +205,6 @@ class Runtime:
         catalog.put(profile_name(own.model), replace(kept, verified=verdict.passed))
         self._profile = replace(self.profile, verified=verdict.passed)
         return verdict
-
-
-def filler_tokens(settings: Settings, profile: ModelProfile) -> int:
-    """Return the tokens of filler text that chunks are encoded behind.
-
-    A number that was set decides, then that which the model was trained with, then the default.
-    """
-    trained = profile.filler_tokens
-    return (
-        settings.filler_tokens
-        if trained is None or "filler_tokens" in settings.model_fields_set
-        else trained
-    )
 
 
 def loaded(settings: Settings, profile_of: ProfileOf, given: LoadedModel | None = None) -> HFModel:

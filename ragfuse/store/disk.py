@@ -124,14 +124,11 @@ class DiskTier(BlobTier):
         """Return the entries with these keys, as the index lists them; the file of one may be
         missing.
         """
-        sql, named = _ENTRIES + _WITH_KEYS, (_json(keys),)
-        rows = self._ask("look up entries", lambda: self._index.query(sql, named), [])
-        return {entry.key: entry for entry in self._entries(rows)}
+        return {entry.key: entry for entry in self._found(_WITH_KEYS, (_json(keys),))}
 
     def list(self) -> Sequence[Entry]:
         """Return all entries, least recently used first."""
-        rows = self._ask("list entries", lambda: self._index.query(_ENTRIES + _OLDEST), [])
-        return [*self._entries(rows)]
+        return self._found(_OLDEST)
 
     def get(self, key: ChunkKey, layers: range, level: str | None = None) -> ReadLayers | None:
         """Return an entry's description and some layers (`Tier.get`). A damaged entry is dropped
@@ -221,6 +218,13 @@ class DiskTier(BlobTier):
 
     def _weigh(self) -> int:
         return int(self._index.query(_NBYTES)[0][0])
+
+    def _found(self, which: str, named: Sequence[str] = ()) -> Sequence[Entry]:
+        """Return the entries that the rest of a query names; none while the index fails."""
+        none: Sequence[Row] = ()
+        sql = _ENTRIES + which
+        rows = self._ask("look up entries", lambda: self._index.query(sql, named), none)
+        return [*self._entries(rows)]
 
     def _entries(self, rows: Iterable[Row]) -> Iterator[Entry]:
         """Yield the entries of rows; a damaged row is skipped."""
