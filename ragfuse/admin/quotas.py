@@ -102,7 +102,7 @@ class QuotaKeeper:
                 sessions = self._kept(
                     "sessions",
                     self.quota.sessions,
-                    lambda: catalog.sessions.count(digest),
+                    lambda: catalog.count_sessions(digest),
                     lambda _, target: owner.sessions.keep_latest(target),
                 )
                 self.use = replace(self.use, texts=texts, sessions=sessions)

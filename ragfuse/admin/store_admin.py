@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ragfuse.admin.quotas import TenantUse
-from ragfuse.engine.store_opener import open_kept
 from ragfuse.errors import InputError, SettingsError, StoreError
 from ragfuse.plan.evict import lru
 from ragfuse.schemas.registry import SchemaRegistry
 from ragfuse.sessions.session_store import SessionStore
 from ragfuse.settings import Settings
-from ragfuse.store import CatalogFile, KVStore, archive, deletion
+from ragfuse.store import KVStore, archive, deletion, open_catalog, open_store
 from ragfuse.store.archive import Outcome, Progress
-from ragfuse.store.catalog import Catalog, KnownText
-from ragfuse.store.codec_registry import CodecRegistry
+from ragfuse.store.catalog import KnownText
 from ragfuse.store.deletion import (
     Chunk,
     chunk_named,
@@ -30,7 +28,7 @@ from ragfuse.store.deletion import (
     forget_texts,
     sources_in_order,
 )
-from ragfuse.store.factory import free_name, open_tier
+from ragfuse.store.factory import free_name, kept_places, open_tier
 from ragfuse.store.tenants import Tenant, tenants_in
 from ragfuse.store.urls import shown
 from ragfuse.types.keys import ChunkKey
@@ -168,20 +166,18 @@ def tier_statuses(settings: Settings) -> Iterator[TierStatus]:
     created.
     """
     settings = settings.placed()
-    places = [(str(settings.store_path), settings.disk_bytes)] if settings.disk_bytes else []
-    places += [(url, settings.tier_bytes) for url in settings.tiers]
     names: list[str] = []
-    for url, capacity in places:
+    for url, own in kept_places(settings):
         where = shown(url)
         path = url.removeprefix("file://")
         if "://" not in path and not Path(path).exists():
             status = TierStatus(
-                free_name("disk" if path == url else "objects", names), where, capacity=capacity
+                free_name("disk" if path == url else "objects", names),
+                where,
+                capacity=own.tier_bytes,
             )
         else:
-            status = _tier_status(
-                url, where, settings.model_copy(update={"tier_bytes": capacity}), names
-            )
+            status = _tier_status(url, where, own, names)
         names.append(status.name)
         yield status
 
@@ -228,15 +224,8 @@ class StoreAdmin:
             )
         settings = settings.placed()
         self.path, self._salt = settings.store_path, settings.salt
-        file = (
-            CatalogFile(settings.store_path, settings.shared_with) if settings.disk_bytes else None
-        )
-        self.catalog = Catalog(file)
-        codecs = CodecRegistry(self.catalog)
-        self.store = open_kept(
-            settings.model_copy(update={"gpu_bytes": 0, "memory_bytes": 0}), codecs=codecs
-        )
-        codecs.tiers = self.store.tiers
+        self.catalog = open_catalog(settings)
+        self.store = open_store(settings.model_copy(update={"gpu_bytes": 0, "memory_bytes": 0}))
 
     def within_tenant(self, entry_filter: EntryFilter) -> EntryFilter:
         """Restrict a filter to the tenant of the settings' salt, if a salt is set and the filter
@@ -289,7 +278,7 @@ class StoreAdmin:
                 TenantUse(
                     nbytes.get(digest, {}),
                     catalog.count_texts(digest),
-                    catalog.sessions.count(digest),
+                    catalog.count_sessions(digest),
                 ),
             )
             for digest in named
@@ -332,9 +321,9 @@ class StoreAdmin:
         no existing file.
         """
         entries = [row.entry for row in rows]
-        return archive.export(
-            self.store, path, entries, self._texts(entries) if texts else (), progress
-        )
+        known = self._texts(entries) if texts else ()
+        tables = self.store.tables.entries()  # without which some could not be decoded elsewhere
+        return archive.export(self.store, path, [*entries, *tables], known, progress)
 
     def import_(self, path: Path, tier: str | None, progress: Progress | None = None) -> Outcome:
         """Import the entries and texts of an archive."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,11 +19,10 @@ from ragfuse.cli.engine import loaded_engine
 from ragfuse.cli.prompts import prefix_of, rag_prompt
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.engine.machine_timings import MachineTimings
-from ragfuse.engine.model_profiles import ProfileStore, calibrate_command, options_for
+from ragfuse.engine.model_profiles import calibrate_command, judged_profile, options_for
 from ragfuse.process.jobs import EXIT_S
 from ragfuse.settings import Settings
-from ragfuse.store import CatalogFile
-from ragfuse.store.catalog import Catalog
+from ragfuse.store import Catalog, CatalogFile
 
 SOURCE = "almanac.txt"
 TRIAL_PASSAGES = (
@@ -83,8 +82,9 @@ def _check_catalog(settings: Settings, engine: Engine) -> Iterator[CheckResult]:
     model = engine.model
     # none is created
     has_file = settings.disk_bytes and (settings.store_path / "catalog.sqlite").is_file()
-    with closing(Catalog(CatalogFile(settings.store_path) if has_file else None)) as catalog:
-        profile = ProfileStore(catalog).joined(model.profile)
+    file = CatalogFile(settings.store_path if has_file else None)
+    with Catalog(file) as catalog:
+        profile = judged_profile(catalog, model.profile)
         machine = MachineTimings(settings.tiers, catalog).machine(model)
     verify = ["ragfuse", "verify", settings.model, *options_for(settings, model, has_store=False)]
     measure = ["ragfuse", "measure", "--model", settings.model, *options_for(settings, model)]

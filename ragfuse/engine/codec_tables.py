@@ -42,7 +42,7 @@ def ensure_tables(registry: CodecRegistry, digest: str, model: HFModel, settings
     """Set a model's codec tables if a tier needs them: the known ones, or ones that are made now.
 
     Args:
-        registry: Where tables are kept.
+        registry: The codecs of the store, which keeps tables.
         digest: The digest of model and tenant in keys.
         model: The loaded model; its profile receives the tables.
         settings: The levels at which the tiers are written.
@@ -50,10 +50,9 @@ def ensure_tables(registry: CodecRegistry, digest: str, model: HFModel, settings
     if model.profile.refusal or not wants_tables(settings):
         return
     found = CodecTables.from_dict(model.profile.codec) or registry.tables(digest)
-    if found is None or registry.tables(digest) != found:
-        registry.learn(digest, found := found or made_tables(model))
+    found = found or made_tables(model)
+    registry.learn(digest, found)
     model.profile = replace(model.profile, codec=found.as_dict())
-    registry.share(found)
 
 
 def made_tables(model: HFModel) -> CodecTables:

@@ -42,7 +42,7 @@ class Encoder:
         timings: Timings of this machine, by which tiers and levels are chosen.
         digest: Digest of model and tenant in keys.
         filler_tokens: Tokens of filler text before a chunk; 0: chunks are encoded alone.
-        ratio: The default recompute ratio.
+        ratio: Returns the default recompute ratio.
         pace_s: Most seconds to wait for a save; None: wait until all tiers have it.
     """
 
@@ -52,7 +52,7 @@ class Encoder:
     timings: MachineTimings
     digest: str
     filler_tokens: int
-    ratio: float
+    ratio: Callable[[], float]
     pace_s: float | None = None
 
     def in_background(self) -> Encoder:
@@ -89,17 +89,15 @@ class Encoder:
 
         None means all of them: by the settings, or because this machine was not measured.
         """
-        costs, slow = (
-            self.timings.costs(self.model),
-            [tier.name for tier in self.store.tiers if tier.slow],
-        )
+        costs = self.timings.costs(self.model)
+        slow = [tier.name for tier in self.store.tiers if tier.slow]
         if costs is None or len(slow) < 2 or self.settings.placement == "all":
             return None
         written = {tier: self.store.levels.of(tier) for tier in slow} | self.levels(
             n_tokens, nbytes
         )
         return choose_tier(
-            n_tokens, nbytes, costs, slow, self.settings.prices.model_dump(), self.ratio, written
+            n_tokens, nbytes, costs, slow, self.settings.prices.model_dump(), self.ratio(), written
         )
 
     def levels(self, n_tokens: int, nbytes: int) -> dict[str, tuple[str, ...]]:
@@ -110,7 +108,8 @@ class Encoder:
         costs = self.timings.costs(self.model) if chosen else None
         if costs is None or not costs.tiers:
             return {}
-        return {tier: (choose_level(n_tokens, nbytes, costs, tier, self.ratio),) for tier in chosen}
+        ratio = self.ratio()
+        return {tier: (choose_level(n_tokens, nbytes, costs, tier, ratio),) for tier in chosen}
 
     @property
     def context(self) -> str:

@@ -36,7 +36,7 @@ from ragfuse.hf.model import HFModel
 from ragfuse.models.dtypes import resolve_auto
 from ragfuse.models.loader import Given, Tokens
 from ragfuse.process.exit import at_work
-from ragfuse.process.jobs import BackgroundJobs, close_at_exit, countdown
+from ragfuse.process.jobs import BackgroundJobs, countdown
 from ragfuse.process.shared import OneProcess, collect_notes, forget, shared
 from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.sessions.conversation_index import ConversationIndex
@@ -96,10 +96,8 @@ class Engine(OneProcess):
         self.runtime = runtime = Runtime(self.settings, given, store, self.conversations)
         self.catalog, self.store, self.timings = runtime.catalog, runtime.store, runtime.timings
         self.prompts, self.prefixes = PromptBuilder(runtime), PrefixCache(runtime)
-        self.constraints, self.schemas = (
-            ConstraintCompiler(self.prompts),
-            SchemaService(self.prompts),
-        )
+        self.constraints = ConstraintCompiler(self.prompts)
+        self.schemas = SchemaService(self.prompts)
         self.history = ConversationHistory(self.prompts, self.prefixes)
         self.sessions = self.history.sessions
         self.prefetcher = Prefetcher(runtime, self.history.keys_of)
@@ -115,12 +113,12 @@ class Engine(OneProcess):
     ) -> Engine:
         """Return the process-wide engine for these settings and this model, made at the first call.
 
-        It is closed when the process ends. After an earlier `close`, the next call makes a new
-        engine.
+        What it has to save is saved when the process ends. After an earlier `close`, the next call
+        makes a new engine.
         """
         given, chosen = handed_over(model, tokenizer, settings or Settings())
         settings = resolve_auto(chosen.usable())
-        return shared(("engine", settings, given), partial(_closed_at_exit, settings, given))
+        return shared(("engine", settings, given), partial(Engine, settings, given))
 
     # one question, from its prompt to its answer
 
@@ -448,9 +446,3 @@ def _with_unsaved(answer: Answer, unsaved: Sequence[str]) -> Answer:
     return (
         replace(answer, trace=replace(answer.trace, unsaved=tuple(unsaved))) if unsaved else answer
     )
-
-
-def _closed_at_exit(settings: Settings, model: Given) -> Engine:
-    engine = Engine(settings, model)
-    close_at_exit(engine)
-    return engine

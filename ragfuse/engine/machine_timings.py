@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import platform
 import threading
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 
@@ -26,21 +25,13 @@ from ragfuse.store.catalog import Catalog
 from ragfuse.types.keys import digest
 from ragfuse.types.plan import LoadPlan
 
-TIMINGS_RECHECK_S = 60.0
-"""Seconds after which the catalog is asked for timings again, as another process may have measured
-since.
-"""
-
 
 @dataclass
 class _Known:
-    """The timings under one name: those measured, when the catalog was last asked for them, and
-    what was observed.
-    """
+    """The timings under one name: those measured, and what was observed."""
 
     measured: CostModel | None
-    checked_s: float
-    observed: Observed
+    observed: Observed = field(default_factory=Observed)
 
 
 class MachineTimings:
@@ -49,21 +40,16 @@ class MachineTimings:
     Args:
         tiers: URLs of tiers beside memory and disk; timings are valid for these only.
         catalog: The store's catalog, where timings are kept.
-        clock: Returns seconds.
     """
 
-    def __init__(
-        self, tiers: Sequence[str], catalog: Catalog, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._catalog, self._clock, self._lock = catalog, clock, threading.Lock()
+    def __init__(self, tiers: Sequence[str], catalog: Catalog) -> None:
+        self._catalog, self._lock = catalog, threading.Lock()
         self._known: dict[str, _Known] = {}
         self._environment = version("torch"), version("transformers"), *tiers
 
     def machine(self, model: HFModel) -> CostModel | None:
-        """Return what was measured for torch's current number of threads; None where nothing was.
-
-        The catalog is asked again after a minute, so that timings measured by another process count
-        here too.
+        """Return what was measured for torch's current number of threads, also by another process;
+        None where nothing was.
         """
         with self._lock:
             return self._of(model).measured
@@ -87,8 +73,8 @@ class MachineTimings:
         """
         name = self.name(costs.model, costs.device, costs.threads)
         with self._lock:
-            self._known[name] = _Known(costs, self._clock(), Observed())
-        self._catalog.strict.put(name, costs.as_dict())
+            self._known[name] = _Known(costs)
+        self._catalog.strict.put(name, costs)
 
     @at_work()
     def measure(self, model: HFModel, store: KVStore, tenant: str, progress: Progress) -> CostModel:
@@ -134,10 +120,7 @@ class MachineTimings:
     def _of(self, model: HFModel) -> _Known:
         """Return the timings of a model on this machine; call it with the lock held."""
         name = self.name(model.fingerprint, str(model.device), torch.get_num_threads())
-        known, now = self._known.get(name), self._clock()
-        if known is None or now - known.checked_s >= TIMINGS_RECHECK_S:
-            found = CostModel.from_dict(self._catalog.get(name))
-            if known is None or found not in (None, known.measured):
-                known = self._known[name] = _Known(found, now, Observed())
-            known.checked_s = now
+        known, found = self._known.get(name), self._catalog.get(name, CostModel)
+        if known is None or found not in (None, known.measured):
+            known = self._known[name] = _Known(found)
         return known

@@ -13,17 +13,15 @@ import shlex
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeVar
 
 from ragfuse.hf.model import HFModel
 from ragfuse.models.dtypes import auto_dtype
 from ragfuse.settings import Settings
-from ragfuse.store.catalog import Catalog
+from ragfuse.store.catalog import CatalogFile
 from ragfuse.types.policy_cost import AUTO
 from ragfuse.types.profiles import PROFILE_VERSION, ModelProfile
 from ragfuse.types.reasons import NOT_EXACT, NOT_SAFE
 
-T = TypeVar("T")
 log = logging.getLogger("ragfuse")
 
 
@@ -38,56 +36,21 @@ def refusal_of(profile: ModelProfile, policy: str) -> str:
     return NOT_EXACT if profile.verified is False else NOT_SAFE if profile.safe is False else ""
 
 
-class ProfileStore:
-    """The model profiles in one store's catalog, by fingerprint of the model."""
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-
-    def get(self, fingerprint: str) -> ModelProfile | None:
-        """Return a model's stored profile; None where there is none."""
-        found = self._catalog.get(_name(fingerprint))
-        return ModelProfile.from_dict(found) if found else None
-
-    def probed(self, fingerprint: str) -> ModelProfile | None:
-        """Return a model's stored profile without the verdicts of this store, for a model that
-        engines share.
-        """
-        found = self.get(fingerprint)
-        return found.probed if found else None
-
-    def joined(self, own: ModelProfile) -> ModelProfile:
-        """Return the model's own profile, overridden by the verdicts of this store."""
-        stored = self.get(own.model)
-        if stored is None:
-            return own
-        judged = stored if stored.safe is not None else replace(own, verified=stored.verified)
-        return replace(judged, filler_tokens=own.filler_tokens)
-
-    def judge(self, own: ModelProfile, verified: bool) -> None:
-        """Store the verdict of `verify` on a model, without other verdicts that its own profile
-        has.
-
-        Raises:
-            StoreError: The catalog cannot be read or written.
-        """
-        found = self._catalog.strict.get(_name(own.model))
-        stored = ModelProfile.from_dict(found) if found else None
-        self.put(replace(stored or own.probed, verified=verified))
-
-    def remember(self, profile: ModelProfile) -> None:
-        """Store the probe's findings about a model, unless a profile is stored already."""
-        found = profile.probed.as_dict()
-        self._catalog.settle(_name(profile.model), found)
-
-    def put(self, profile: ModelProfile) -> None:
-        """Store a profile in place of an earlier one; raise StoreError where the catalog cannot be
-        written.
-        """
-        self._catalog.strict.put(_name(profile.model), profile.as_dict())
+def stored_profile(catalog: CatalogFile, fingerprint: str) -> ModelProfile | None:
+    """Return the profile of a model that a catalog has; None where it has none."""
+    return catalog.get(profile_name(fingerprint), ModelProfile)
 
 
-def _name(fingerprint: str) -> str:
+def judged_profile(catalog: CatalogFile, own: ModelProfile) -> ModelProfile:
+    """Return the model's own profile, overridden by the verdicts in a catalog."""
+    stored = stored_profile(catalog, own.model)
+    if stored is None:
+        return own
+    judged = stored if stored.safe is not None else replace(own, verified=stored.verified)
+    return replace(judged, filler_tokens=own.filler_tokens)
+
+
+def profile_name(fingerprint: str) -> str:
     """Return a profile's name in the catalog; it has the library versions, since a profile is valid
     for these only.
     """
@@ -128,22 +91,10 @@ def options_for(settings: Settings, model: HFModel, has_store: bool = True) -> l
 
 
 def calibrate_command(settings: Settings, model: HFModel) -> str:
-    """Return the command that calibrates a model as it is here, for documents at PATH.
-
-    A model that was given as an object may come from no folder, or from one that is gone: it is
-        saved first.
-    """
-    name = name_for_calibrate(settings.model, model.name)
-    is_nowhere = not Path(name).exists() and (
-        Path(name).is_absolute() or not model.model.config._name_or_path
-    )
-    named = ["--model", "FOLDER" if is_nowhere else name, *options_for(settings, model)]
-    first = (
-        "model.save_pretrained('FOLDER'), tokenizer.save_pretrained('FOLDER'), then "
-        if is_nowhere
-        else ""
-    )
-    return first + shlex.join(["ragfuse", "calibrate", *named, "--docs", "PATH"])
+    """Return the command that calibrates a model as it is here, for documents at PATH."""
+    named = "--model", name_for_calibrate(settings.model, model.name)
+    options = options_for(settings, model)
+    return shlex.join(["ragfuse", "calibrate", *named, *options, "--docs", "PATH"])
 
 
 def hint(profile: ModelProfile, settings: Settings, model: HFModel) -> None:

@@ -14,9 +14,8 @@ from pathlib import Path
 from ragfuse.engine.codec_tables import ensure_tables
 from ragfuse.engine.encoder import Encoder
 from ragfuse.engine.machine_timings import MachineTimings
-from ragfuse.engine.model_profiles import ProfileStore
+from ragfuse.engine.model_profiles import judged_profile, profile_name, stored_profile
 from ragfuse.engine.overflow import remaining_context
-from ragfuse.engine.store_opener import open_catalog, opened
 from ragfuse.errors import ModelError, SettingsError
 from ragfuse.hf.fingerprint import weights_digest
 from ragfuse.hf.model import HFModel
@@ -27,7 +26,7 @@ from ragfuse.hf.verify import Verdict, verify
 from ragfuse.load.link import Link
 from ragfuse.models import quietly, resolve_llm
 from ragfuse.models.adapters import CHUNK_ADAPTER
-from ragfuse.models.loader import Given, LoadedModel, Tokens, load_model
+from ragfuse.models.loader import Given, LoadedModel, ProfileOf, Tokens, load_model
 from ragfuse.models.threads import limit_threads
 from ragfuse.models.weight_files import identity
 from ragfuse.plan.controller import settle
@@ -36,8 +35,7 @@ from ragfuse.process.jobs import BackgroundJobs
 from ragfuse.process.shared import shared, shared_while_used
 from ragfuse.sessions.conversation_index import ConversationIndex
 from ragfuse.settings import Settings
-from ragfuse.store import KVStore
-from ragfuse.store.codec_registry import CodecRegistry
+from ragfuse.store import Catalog, CatalogFile, KVStore, open_catalog, open_store
 from ragfuse.store.tenants import remember_tenant
 from ragfuse.types.keys import digest
 from ragfuse.types.profiles import ModelProfile
@@ -85,39 +83,65 @@ class Runtime:
         conversations: ConversationIndex,
     ) -> None:
         self.settings, self.conversations, self._given = settings, conversations, given
-        self.catalog = open_catalog(settings, store)
-        self._codecs = CodecRegistry(self.catalog)
-        self.store = opened(settings, store, self._codecs, conversations.evict(settings))
-        self._codecs.tiers = self.store.tiers
+        if not isinstance(store, KVStore | None):
+            raise SettingsError(
+                f"store= takes an open KVStore, found {store!r:.60}. Give a folder as"
+                " Settings(store=...)."
+            )
+        self.catalog = open_catalog(settings) if store is None else Catalog(CatalogFile(None))
+        self.store = store or open_store(settings, conversations.evict(settings))
         self.timings = MachineTimings(settings.tiers, self.catalog)
         self.links = dict[str, Link]()
         self.saves = BackgroundJobs("kv", settings.writer_queue, settings.history_buffer_bytes)
         self.jobs = BackgroundJobs("encode", MAX_WAITING_JOBS, finishes=True)
         self.shared_kv = SharedKV()
-        self._profiles, self._lock = ProfileStore(self.catalog), threading.Lock()
+        self._lock = threading.Lock()
         self._model: HFModel | None = None
         self._loading_s = (0.0, 0.0)
-        self._profile: ModelProfile | None = None
-        self._encoder: Encoder | None = None
+        self._profile: ModelProfile
+        self._encoder: Encoder
 
     @property
     def model(self) -> HFModel:
         """The model, loaded at first use."""
         with self._lock:
             if self._model is None:
-                began_s, given = time.perf_counter(), self._given
-                model = (
-                    given
-                    if isinstance(given, HFModel)
-                    else loaded(self.settings, self._profiles, given)
-                )
-                tenant = digest(model.fingerprint, self.settings.salt)
-                if model is not given:
-                    self._profiles.remember(model.profile)
-                    remember_tenant(self.catalog, tenant, self.settings)
-                ensure_tables(self._codecs, tenant, model, self.settings)
-                self._model, self._loading_s = model, (began_s, time.perf_counter())
+                began_s = time.perf_counter()
+                self._model = self._opened()
+                self._loading_s = began_s, time.perf_counter()
             return self._model
+
+    def _opened(self) -> HFModel:
+        """Load the model; note its profile and tenant, make its codec tables and its encoder."""
+        settings, given = self.settings, self._given
+        model = given if isinstance(given, HFModel) else loaded(settings, self._probed, given)
+        tenant = digest(model.fingerprint, settings.salt)
+        if model is not given:
+            profile = model.profile.probed
+            self.catalog.put(profile_name(profile.model), profile, replaces=False)
+            remember_tenant(self.catalog, tenant, settings)
+        ensure_tables(self.store.tables, tenant, model, settings)
+        self._profile = judged_profile(self.catalog, model.profile)
+        filler = model.profile.filler_tokens  # as it was trained
+        if filler is None or "filler_tokens" in settings.model_fields_set:
+            filler = settings.filler_tokens
+        self._encoder = Encoder(
+            model,
+            self.store,
+            settings,
+            self.timings,
+            tenant,
+            filler,
+            lambda: settle(settings.policy, settings.ratio, self._profile.default_choice)[1],
+        )
+        return model
+
+    def _probed(self, fingerprint: str) -> ModelProfile | None:
+        """Return a model's stored profile without the verdicts of this store, as engines share the
+        model.
+        """
+        found = stored_profile(self.catalog, fingerprint)
+        return found.probed if found else None
 
     def without_loading(self, began_s: float) -> float:
         """Return a time that a request came, later by what it then waited for the model to be
@@ -137,33 +161,19 @@ class Runtime:
     @property
     def encoder(self) -> Encoder:
         """The encoder that computes the KV of runs of tokens and stores it."""
-        model, profile = self.model, self.profile
-        with self._lock:
-            if self._encoder is None:
-                self._encoder = Encoder(
-                    model,
-                    self.store,
-                    self.settings,
-                    self.timings,
-                    digest(model.fingerprint, self.settings.salt),
-                    filler_tokens(self.settings, model.profile),
-                    settle(self.settings.policy, self.settings.ratio, profile.default_choice)[1],
-                )
-            return self._encoder
+        _ = self.model
+        return self._encoder
 
     @property
     def profile(self) -> ModelProfile:
         """The model's profile: the one it came with, or one learned on this store."""
-        model = self.model
-        with self._lock:
-            if self._profile is None:
-                self._profile = self._profiles.joined(model.profile)
-            return self._profile
+        _ = self.model
+        return self._profile
 
     def learn(self, profile: ModelProfile) -> None:
         """Use this profile from now on, here and in later processes on this store."""
-        self._profile, self._encoder = profile, None
-        self._profiles.put(profile)
+        self._profile = profile
+        self.catalog.strict.put(profile_name(profile.model), profile)
 
     def score(
         self, ids: Sequence[int], n_top: int = 0, check: Callable[[], object] = ignore
@@ -190,25 +200,14 @@ class Runtime:
         """
         how = settle(self.settings.policy, self.settings.ratio, self.profile.default_choice)
         verdict = verify(self.model, *how, progress)
-        self._profiles.judge(self.model.profile, verdict.passed)
+        own, catalog = self.model.profile, self.catalog.strict
+        kept = stored_profile(catalog, own.model) or own.probed  # no other verdict of its own
+        catalog.put(profile_name(own.model), replace(kept, verified=verdict.passed))
         self._profile = replace(self.profile, verified=verdict.passed)
         return verdict
 
 
-def filler_tokens(settings: Settings, profile: ModelProfile) -> int:
-    """Return the tokens of filler text that chunks are encoded behind.
-
-    A number that was set decides, then that which the model was trained with, then the default.
-    """
-    trained = profile.filler_tokens
-    return (
-        settings.filler_tokens
-        if trained is None or "filler_tokens" in settings.model_fields_set
-        else trained
-    )
-
-
-def loaded(settings: Settings, profiles: ProfileStore, given: LoadedModel | None = None) -> HFModel:
+def loaded(settings: Settings, profile_of: ProfileOf, given: LoadedModel | None = None) -> HFModel:
     """Return the model in the settings, or a given one; probed, unless its profile is stored.
 
     It is shared in the process by all that name it with the same options, or give the same model
@@ -219,7 +218,7 @@ def loaded(settings: Settings, profiles: ProfileStore, given: LoadedModel | None
     if given is not None:
         weights = weights_digest(given.model)
         name = "handed over", id(given.model), id(given.tokenizer), weights
-        return shared_while_used(name, lambda: given.probed(weights, profiles.probed))
+        return shared_while_used(name, lambda: given.probed(weights, profile_of))
     named = (
         settings.model,
         settings.dtype,
@@ -228,7 +227,7 @@ def loaded(settings: Settings, profiles: ProfileStore, given: LoadedModel | None
     )
     return shared(
         ("model", *named),
-        lambda: _load(settings, profiles),
+        lambda: _load(settings, profile_of),
         _version_of(Path(settings.model).expanduser()),
     )
 
@@ -302,23 +301,17 @@ def _check_same(settings: Settings, name: str, found: str) -> None:
         )
 
 
-def _load(settings: Settings, profiles: ProfileStore) -> HFModel:
+def _load(settings: Settings, profile_of: ProfileOf) -> HFModel:
     """Load the model in the settings, and log how long it took."""
     began = time.perf_counter()
     source = resolve_llm(settings.model, settings.home)
-    options = dict(settings.model_kwargs)
-    if options.get("gguf_file") and isinstance(source, Path):
-        raise ModelError(
-            "gguf_file is for a file of a Hugging Face id. For a local model, give the file's path"
-            " as model."
-        )
     with quietly(source):
         model = load_model(
             source,
             settings.dtype,
             settings.device,
-            profiles.probed,
-            model_kwargs=options,
+            profile_of,
+            model_kwargs=dict(settings.model_kwargs),
             home=settings.home,
         )
     model.name = settings.model

@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cachetools import LRUCache
-
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.overflow import remaining_context
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.errors import InputError, PMLError
+from ragfuse.process.lru import LRU
 from ragfuse.schemas.bind import bind
 from ragfuse.schemas.layout import NO_WRAPPING, SchemaLayout, Wrapping, lay_out, outline
 from ragfuse.schemas.nodes import (
@@ -87,9 +86,9 @@ class SchemaService(SchemaRegistry):
         runtime = prompts.runtime
         super().__init__(runtime.store, runtime.catalog, runtime.settings.salt)
         self._prompts, self._runtime = prompts, runtime
-        self._laying_out, self._ensuring = threading.Lock(), threading.Lock()
+        self._ensuring = threading.Lock()
         # by text, with the keys
-        self._layouts: LRUCache[str, tuple[SchemaLayout, list[str]]] = LRUCache(MAX_LAYOUTS)
+        self._layouts = LRU[str, tuple[SchemaLayout, list[str]]](MAX_LAYOUTS)
         self._template: tuple[str, Wrapping] | None = None
 
     def register(
@@ -225,14 +224,12 @@ class SchemaService(SchemaRegistry):
 
     def _laid_out(self, stored: StoredSchema) -> tuple[SchemaLayout, list[str]]:
         """Return the layout of a schema, and the keys of its runs."""
-        with self._laying_out:
-            found = self._layouts.get(stored.pml)
-        if found is None:
-            layout, encoder = self._lay_out(stored), self._runtime.encoder
-            found = layout, [str(encoder.key_of(run)) for run in layout.runs]
-            with self._laying_out:
-                self._layouts[stored.pml] = found
-        return found
+        found = self._layouts.get(stored.pml)
+        if found is not None:
+            return found
+        layout, encoder = self._lay_out(stored), self._runtime.encoder
+        keys = [str(encoder.key_of(run)) for run in layout.runs]
+        return self._layouts.add(stored.pml, (layout, keys))
 
     def _lay_out(self, stored: StoredSchema) -> SchemaLayout:
         model, schema = self._runtime.encoder.model, parse_schema(stored.pml, stored.file)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 
 from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import Fetch, LoadPlan, is_blended
@@ -210,18 +210,6 @@ class CostModel:
     def as_dict(self) -> dict[str, Any]:
         """Return the model in plain JSON types."""
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Any) -> CostModel | None:
-        """Return the model that `as_dict` wrote; None for other data, or data of another
-        version.
-        """
-        if not isinstance(data, Mapping) or data.get("version") != COST_VERSION:
-            return None
-        try:
-            return TypeAdapter(cls).validate_python(dict(data))
-        except ValidationError:
-            return None
 
     def corrected(self, times: Mapping[str, float]) -> CostModel:
         """Return the model with the times of all tiers multiplied."""

@@ -7,7 +7,7 @@ entries of a tier by it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from math import inf
@@ -17,8 +17,12 @@ from ragfuse.types.eviction import EVICTION_POLICIES
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
-Evict = Callable[[Sequence[Entry]], Iterable[ChunkKey]]
-"""A function from the entries of a tier to the keys to drop, in order."""
+Evictor = Callable[[Iterable[Entry]], Iterable[Iterable[ChunkKey]]]
+"""A function from the entries of a tier, least recently used first, to the keys to drop, in order.
+
+Keys come in groups, each of which is dropped whole; a tier stops once there is room. It never drops
+a pinned entry.
+"""
 
 ConversationOf = Callable[[ChunkKey], Hashable]
 """A function from a key to the name of its conversation; None for a key that belongs to none."""
@@ -70,10 +74,10 @@ def items(entries: Iterable[Entry], conversation_of: ConversationOf) -> list[Evi
 
 @dataclass(frozen=True, slots=True)
 class ConversationEvictor:
-    """An `Evict` that drops whole conversations, one after the other, in the order of a policy.
+    """An `Evictor` that drops whole conversations, one after the other, in the order of a policy.
 
-    The tier must pass all of its entries, not only the least recently used ones, because look-ahead
-    ranks the others too. `together` tells which keys must be dropped with a given key.
+    It looks at all entries of the tier, not only at the least recently used ones, because
+    look-ahead ranks the others too.
 
     Args:
         rank: The policy.
@@ -89,8 +93,8 @@ class ConversationEvictor:
     ttl_s: float = inf
     now: Callable[[], float] = lambda: 0.0
 
-    def __call__(self, entries: Sequence[Entry]) -> Iterator[ChunkKey]:
-        """Yield keys to drop, in order; none of a conversation with a pinned entry."""
+    def __call__(self, entries: Iterable[Entry]) -> Iterator[Iterable[ChunkKey]]:
+        """Yield the keys of each conversation to drop, in order; of none with a pinned entry."""
         oldest_s, places = self.now() - self.ttl_s, self.places()
 
         def order(item: EvictionItem) -> tuple[bool, tuple[float, float]]:
@@ -98,23 +102,14 @@ class ConversationEvictor:
             return not is_expired, (0, 0) if is_expired else self.rank(item, places.get(item.name))
 
         for item in sorted(items(entries, self.conversation_of), key=order):
-            yield from item.keys
-
-    def together(self, one: ChunkKey, other: ChunkKey) -> bool:
-        """Return whether two keys belong to one conversation, so that both are dropped or
-        neither.
-        """
-        name = self.conversation_of(one)
-        return name is not None and name == self.conversation_of(other)
+            yield item.keys
 
 
-def lru(entries: Iterable[Entry]) -> Iterator[ChunkKey]:
-    """Yield keys to drop, least recently used first, equal ones in the order given; never pinned
-    ones.
-    """
-    evictable = (entry for entry in entries if not entry.pinned)
-    for entry in sorted(evictable, key=lambda entry: entry.last_used):
-        yield entry.key
+def lru(entries: Iterable[Entry]) -> Iterator[Iterable[ChunkKey]]:
+    """Yield keys to drop, one by one in the order given; never pinned ones."""
+    for entry in entries:
+        if not entry.pinned:
+            yield (entry.key,)
 
 
 def expired(entries: Iterable[Entry], now_s: float, ttl_s: float) -> Iterator[ChunkKey]:

@@ -10,10 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
-
-from pydantic import TypeAdapter, ValidationError
+from dataclasses import dataclass, field, replace
 
 from ragfuse.errors import InputError, StoreError
 from ragfuse.schemas.pml import one_of
@@ -56,17 +53,6 @@ class StoredSchema:
         known = dict.fromkeys((*keys, *self.keys.get(model, ())))
         return replace(self, keys={**self.keys, model: list(known)})
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> StoredSchema | None:
-        """Return the schema of a catalog record; None if the record is not one."""
-        try:
-            return _STORED.validate_python(dict(data))
-        except ValidationError:
-            return None
-
-
-_STORED = TypeAdapter(StoredSchema)
-
 
 class SchemaRegistry:
     """The registered schemas of a tenant. Threads and processes may share it; the last write of a
@@ -81,7 +67,7 @@ class SchemaRegistry:
     def __init__(self, store: KVStore, catalog: Catalog, salt: str = "") -> None:
         self._store, self._catalog = store, catalog
         self._prefix, self._lock = f"schema-{digest('schemas', salt)}-", threading.Lock()
-        self._in_process: dict[str, dict[str, Any]] = {}
+        self._in_process: dict[str, StoredSchema] = {}
         self._unwritten = set[str]()  # names that could not be written to the catalog
 
     def put(
@@ -132,13 +118,7 @@ class SchemaRegistry:
 
     def names(self) -> list[str]:
         """Return the names of all schemas, sorted."""
-        catalog_names = self._catalog.strict.names()
-        known = {
-            name.removeprefix(self._prefix)
-            for name in catalog_names
-            if name.startswith(self._prefix)
-        }
-        return sorted(known | self._unwritten)
+        return sorted({*self._catalog.strict.names(self._prefix), *self._unwritten})
 
     def describe_names(self) -> str:
         """Return the names of all schemas as text for an error message."""
@@ -173,19 +153,20 @@ class SchemaRegistry:
         return done.nbytes
 
     def _write(self, schema: StoredSchema, required: bool = False) -> None:
-        data = self._in_process[schema.name] = asdict(schema)
+        self._in_process[schema.name] = schema
         self._unwritten.add(schema.name)
 
         catalog = self._catalog.strict if required else self._catalog
-        if catalog.put(self._prefix + schema.name, data):
+        if catalog.put(self._prefix + schema.name, schema):
             self._unwritten.discard(schema.name)
 
     def _get(self, name: str) -> StoredSchema | None:
-        answered, found = self._catalog.tried(lambda file: file.get(self._prefix + name))
-        data = (
-            found if answered and name not in self._unwritten else self._in_process.get(name, found)
+        answered, found = self._catalog.tried(
+            lambda file: file.get(self._prefix + name, StoredSchema)
         )
-        return StoredSchema.from_dict(data) if data else None
+        if answered and name not in self._unwritten:
+            return found
+        return self._in_process.get(name, found)
 
 
 def _keys(schema: StoredSchema) -> set[ChunkKey]:

@@ -8,11 +8,13 @@ Eviction and prefetching use it. It is kept in memory, so that a tier that makes
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from math import inf
 from types import MappingProxyType
 
-from ragfuse.plan.evict import ConversationEvictor, Evict, lru, rank_named
+from ragfuse.plan.evict import ConversationEvictor, Evictor, lru, rank_named
 from ragfuse.settings import Settings
 from ragfuse.types.keys import ChunkKey
 
@@ -78,13 +80,15 @@ class ConversationIndex:
 
     # what tiers ask
 
-    def evict(self, settings: Settings) -> Evict:
+    def evict(self, settings: Settings) -> Evictor:
         """Return the eviction policy that the settings name; it looks up conversations and places
         in this index.
         """
         if settings.evict == "lru":
             return lru
-        return ConversationEvictor(rank_named(settings.evict), self.conversation_of, self.places)
+        ttl_s = inf if settings.ttl_s is None else settings.ttl_s
+        rank = rank_named(settings.evict)
+        return ConversationEvictor(rank, self.conversation_of, self.places, ttl_s, time.time)
 
     def conversation_of(self, key: ChunkKey) -> Hashable:
         """Return the conversation that a key belongs to; None where none is known.

@@ -206,7 +206,7 @@ class SessionStore:
 
         Of two processes that continue a session, the one that wrote its turn first is right.
         """
-        answered, found = self._catalog.tried(lambda file: file.sessions.get(*name))
+        answered, found = self._catalog.tried(lambda file: file.session(*name))
         version, used, state = found or (0, 0.0, {})
         if held is not None and (not answered or held.info.version == version):
             return held
@@ -223,7 +223,7 @@ class SessionStore:
         """
         now, name = self._clock(), (model, session.id)
         keys = [str(key) for key in session.keys]
-        is_written: bool | None = self._catalog.sessions.put(
+        is_written = self._catalog.put_session(
             _info(name, session, version, now), session.as_dict(), keys
         )
         with self._lock:
@@ -270,7 +270,7 @@ class SessionStore:
         """Return all tenants' sessions, the most recently used first; raise StoreError for an
         unreadable catalog.
         """
-        rows: list[SessionInfo] = self._catalog.strict.sessions.rows()
+        rows = self._catalog.strict.sessions()
         with self._lock:
             alone = [
                 replace(held.info, persistent=False)
@@ -281,8 +281,7 @@ class SessionStore:
 
     def _owned(self) -> Known:
         """Return the (session, key) pairs in the catalog; none while it does not answer."""
-        rows: list[tuple[str, str, str]] = self._catalog.sessions.owned()
-        return (((model, id), ChunkKey.parse(key)) for model, id, key in rows)
+        return (((model, id), ChunkKey.parse(key)) for model, id, key in self._catalog.owned())
 
     def _one(self, id: str) -> SessionInfo:
         found = [info for info in self.ls() if info.id == id]
@@ -308,7 +307,7 @@ class SessionStore:
                     if held is not None and held.info.used < before
                     else None
                 )
-            written: list[str] | None = self._catalog.strict.sessions.delete(*name, before)
+            written = self._catalog.strict.delete_session(*name, before)
             if held is None and written is None:
                 continue
             self._index.note(name, ())
@@ -326,7 +325,7 @@ class SessionStore:
         with self._lock:
             alone = (held.session.keys for held in self._in_memory.values() if held.is_alone)
             unused = keys.difference(*alone)
-        found: list[str] = self._catalog.strict.sessions.in_use([str(key) for key in unused])
+        found = self._catalog.strict.in_use([str(key) for key in unused])
         return unused - {ChunkKey.parse(name) for name in found}
 
 

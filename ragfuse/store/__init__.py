@@ -2,14 +2,14 @@
 no model.
 """
 
-from ragfuse.store.catalog import Catalog, CatalogFile, KnownText
+from ragfuse.plan.evict import Evictor
+from ragfuse.store.catalog import Catalog, CatalogFile, KnownText, SessionInfo
 from ragfuse.store.disk import DiskTier
-from ragfuse.store.factory import open_store, open_tier
+from ragfuse.store.factory import open_catalog, open_store, open_tier
 from ragfuse.store.levels import EncodedLayers
 from ragfuse.store.memory import MemoryTier
-from ragfuse.store.session_catalog import SessionInfo
 from ragfuse.store.store import KVStore, StoreStats
-from ragfuse.store.tier import EntryMeta, Evictor, Tier
+from ragfuse.store.tier import EntryMeta, Tier
 
 __all__ = [
     "Catalog",
@@ -24,6 +24,7 @@ __all__ = [
     "SessionInfo",
     "StoreStats",
     "Tier",
+    "open_catalog",
     "open_store",
     "open_tier",
 ]

@@ -64,9 +64,7 @@ def open_file(path: Path, flags: int) -> int:
     of `os.open`.
     """
     fd = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, _OWN_FILE)
-    if _is_shared(os.stat(path.parent).st_mode):
-        with suppress(PermissionError):  # another of the group made it
-            os.fchmod(fd, _GROUP_FILE)
+    share_file(path)
     return fd
 
 

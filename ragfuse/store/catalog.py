@@ -1,8 +1,10 @@
-"""The catalog of a store: profiles by name, texts of known chunks, and sessions
-(`session_catalog.py`).
+"""The catalog of a store: records by name, texts of known chunks, and sessions.
 
-The texts let a later process find the same chunks in a prompt. They are stored per model digest, so
-that a salted tenant has its own, and are as private as the folder.
+A record is a value of one type: what was found out about a model, timed on a machine, or
+registered. The texts let a later process find the same chunks in a prompt. They are stored per
+model digest, so that a salted tenant has its own, and are as private as the folder.
+`sessions/session.py` defines what a session is. Here its state is opaque; a write must name the
+version it replaces.
 
 An answer must not fail because the catalog does, so `Catalog` returns defaults when its file cannot
 be read or written. `Catalog.strict`, a `CatalogFile`, raises instead, for callers who ask for the
@@ -13,24 +15,40 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from sqlite3 import Connection
+from typing import Any, NamedTuple, Self
+
+from pydantic import TypeAdapter
 
 from ragfuse.errors import StoreError
 from ragfuse.process.shared import note
 from ragfuse.settings import SharedWith
 from ragfuse.store.breaker import Breaker
-from ragfuse.store.database import Database, Queries, T, json_object
+from ragfuse.store.database import Database, Row, T
 from ragfuse.store.folder import open_folder
-from ragfuse.store.session_catalog import SESSION_SCHEMA, SessionQueries
 
 COOL_DOWN_S = 10.0
 """Seconds without another try after the file could not be read or written."""
 LOCK_WAIT_S = 3.0
 """Most seconds that a query waits for another process that is writing the file."""
 _NAME = "catalog.sqlite"
-_SCHEMA = f"""{SESSION_SCHEMA}
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS sessions(
+    model TEXT NOT NULL, id TEXT NOT NULL, version INTEGER NOT NULL, used REAL NOT NULL,
+    turns INTEGER NOT NULL,
+    tokens INTEGER NOT NULL, state TEXT NOT NULL, PRIMARY KEY(model, id)
+);
+CREATE INDEX IF NOT EXISTS sessions_by_use ON sessions(used);
+CREATE TABLE IF NOT EXISTS session_keys(
+    key TEXT NOT NULL, model TEXT NOT NULL, id TEXT NOT NULL, PRIMARY KEY(key, model, id)
+);
+CREATE INDEX IF NOT EXISTS session_keys_of ON session_keys(model, id);
 CREATE TABLE IF NOT EXISTS profiles(name TEXT PRIMARY KEY, profile TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS texts(
     id INTEGER PRIMARY KEY, model TEXT NOT NULL, key TEXT NOT NULL, source TEXT NOT NULL,
@@ -43,11 +61,17 @@ INSERT INTO texts(model, key, text, source) VALUES (?, ?, ?, ?)
 ON CONFLICT(model, key, source) DO UPDATE SET text = excluded.text WHERE text != excluded.text
 """
 _TEXTS = "SELECT key, text, source FROM texts WHERE model = ? ORDER BY id LIMIT ?"
-_KNOWN = (
-    "SELECT count(DISTINCT key) FROM texts WHERE model = ? AND key IN (SELECT value FROM"
-    " json_each(?))"
-)
+_AMONG = "key IN (SELECT value FROM json_each(?))"
+_KNOWN = f"SELECT count(DISTINCT key) FROM texts WHERE model = ? AND {_AMONG}"
 _TENANTS = "SELECT model FROM texts UNION SELECT model FROM sessions ORDER BY 1"
+_SESSION = "SELECT version, used, state FROM sessions WHERE model = ? AND id = ?"
+_SESSIONS = "SELECT model, id, version, used, turns, tokens FROM sessions ORDER BY used DESC"
+_OWNED = (
+    "SELECT model, id, key FROM session_keys JOIN sessions USING(model, id) ORDER BY used,"
+    " session_keys.rowid"
+)
+_OVERDUE = "SELECT 1 FROM sessions WHERE model = ? AND id = ? AND used < ?"
+_KEYS = "SELECT key FROM session_keys WHERE model = ? AND id = ?"
 
 
 class KnownText(NamedTuple):
@@ -58,99 +82,34 @@ class KnownText(NamedTuple):
     source: str
 
 
-class CatalogQueries(Queries):
-    """The queries of a catalog; a subclass decides what happens when its file cannot be used."""
+@dataclass(frozen=True)
+class SessionInfo:
+    """A summary of a session.
 
-    @property
-    def sessions(self) -> SessionQueries:
-        """The queries of the sessions in this catalog."""
-        return SessionQueries(self)
+    Args:
+        model: The digest of its model and tenant.
+        id: Its name.
+        version: Number of the version in the catalog; 0: none.
+        used: When it was last used, in seconds since the epoch.
+        turns: Number of turns.
+        tokens: Number of tokens.
+        persistent: Whether it belongs into the catalog.
+    """
 
-    def get(self, name: str) -> dict[str, Any] | None:
-        """Return the profile of that name, or None if there is none or it is damaged."""
-        for (text,) in self.query("SELECT profile FROM profiles WHERE name = ?", name):
-            return json_object(text)
-        return None
+    model: str
+    id: str
+    version: int
+    used: float
+    turns: int
+    tokens: int
+    persistent: bool = True
 
-    def put(self, name: str, profile: Mapping[str, Any]) -> bool:
-        """Save a profile of plain JSON types, replacing an earlier one, and return whether it was
-        written.
-        """
-        replace = "INSERT OR REPLACE INTO profiles VALUES (?, ?)"
-        return self.change(replace, name, json.dumps(dict(profile))) > 0
-
-    def settle(self, name: str, profile: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the profile of that name; if there is none, save `profile` first. Concurrent
-        callers get the same.
-        """
-        self.change("INSERT OR IGNORE INTO profiles VALUES (?, ?)", name, json.dumps(dict(profile)))
-        return self.get(name) or dict(profile)
-
-    def delete(self, name: str) -> None:
-        """Delete the profile of that name, if there is one."""
-        self.change("DELETE FROM profiles WHERE name = ?", name)
-
-    def names(self) -> list[str]:
-        """Return the names of all profiles, sorted."""
-        return self.words("SELECT name FROM profiles ORDER BY name")
-
-    def add_texts(self, model: str, texts: Iterable[tuple[str, str, str]]) -> None:
-        """Save (key, text, source) of chunks encoded for the model digest `model`; adding one again
-        changes nothing.
-        """
-        rows = [(model, *text) for text in texts]
-
-        def add(database: Database) -> None:
-            with database.write() as transaction:
-                transaction.executemany(_ADD, rows)
-
-        self.ask(add, None)
-
-    def texts(self, model: str, n: int = -1) -> list[KnownText]:
-        """Return the oldest `n` known texts of a model digest (-1: all), in order; one of two
-        sources comes twice.
-        """
-        rows = self.query(_TEXTS, model, n)
-        # else damaged
-        return [KnownText(*row) for row in rows if all(isinstance(word, str) for word in row)]
-
-    def knows(self, model: str, keys: Collection[str]) -> bool:
-        """Return whether a model digest has a known text for each of these keys."""
-        wanted = set(keys)
-        return self.number(_KNOWN, model, json.dumps(list(wanted))) == len(wanted)
-
-    def count_texts(self, model: str) -> int:
-        """Return how many known texts a model digest has; a text from two sources counts twice."""
-        return self.number("SELECT count(*) FROM texts WHERE model = ?", model)
-
-    def tenants(self) -> list[str]:
-        """Return the model digests that have known texts or sessions, sorted."""
-        return self.words(_TENANTS)
-
-    def delete_texts(
-        self,
-        model: str | None = None,
-        *,
-        source: str | None = None,
-        keys: Iterable[str] | None = None,
-    ) -> int:
-        """Delete the texts that match all given arguments (without any: all texts), and return how
-        many there were.
-        """
-        sql, arguments = "DELETE FROM texts WHERE 1", list[str]()
-        given = None if keys is None else json.dumps(list(keys))
-        for test, value in (
-            ("model = ?", model),
-            ("source = ?", source),
-            ("key IN (SELECT value FROM json_each(?))", given),
-        ):
-            if value is not None:
-                sql += f" AND {test}"
-                arguments.append(value)
-        return self.change(sql, *arguments)
+    def as_dict(self) -> dict[str, Any]:
+        """Return the summary in plain JSON types."""
+        return asdict(self)
 
 
-class CatalogFile(CatalogQueries):
+class CatalogFile:
     """The catalog in a store's folder. Threads and processes may share it.
 
     Every query raises StoreError if the file cannot be read or written: unlike a KV entry, what is
@@ -162,11 +121,11 @@ class CatalogFile(CatalogQueries):
     """
 
     def __init__(self, path: str | Path | None, shared_with: SharedWith = "nobody") -> None:
+        self.path: Path | None = None
         self._database: Database | None = None
-        if path is None:
-            return
-        self.path = open_folder(Path(path).expanduser(), shared_with)
-        self._database = Database(self.path, _NAME, _SCHEMA, LOCK_WAIT_S)
+        if path is not None:
+            self.path = open_folder(Path(path).expanduser(), shared_with)
+            self._database = Database(self.path, _NAME, _SCHEMA, LOCK_WAIT_S)
 
     @property
     def is_open(self) -> bool:
@@ -190,14 +149,202 @@ class CatalogFile(CatalogQueries):
         if database is not None:
             database.close()
 
-    def __enter__(self) -> CatalogFile:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    # records
 
-class Catalog(CatalogQueries):
+    def get(self, name: str, kind: type[T]) -> T | None:
+        """Return the record of that name; None if there is none, or it is damaged or no `kind`."""
+        for (text,) in self._query("SELECT profile FROM profiles WHERE name = ?", name):
+            with suppress(ValueError):
+                reader = _adapter(kind)  # type: ignore[arg-type]  # classes can be hashed
+                found: T = reader.validate_python(json.loads(text))
+                return found
+        return None
+
+    def put(self, name: str, record: Any, replaces: bool = True) -> bool:
+        """Save a record, replacing an earlier one if it `replaces`; return whether it was
+        written.
+        """
+        kind: Any = type(record)
+        text = json.dumps(_adapter(kind).dump_python(record))
+        way = "REPLACE" if replaces else "IGNORE"
+        return self._change(f"INSERT OR {way} INTO profiles VALUES (?, ?)", name, text) > 0
+
+    def delete(self, name: str) -> None:
+        """Delete the record of that name, if there is one."""
+        self._change("DELETE FROM profiles WHERE name = ?", name)
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Return the names of all records that begin with a prefix, without it, sorted."""
+        found = self._words("SELECT name FROM profiles ORDER BY name")
+        return [name.removeprefix(prefix) for name in found if name.startswith(prefix)]
+
+    # texts
+
+    def add_texts(self, model: str, texts: Iterable[tuple[str, str, str]]) -> None:
+        """Save (key, text, source) of chunks encoded for the model digest `model`; adding one again
+        changes nothing.
+        """
+        rows = [(model, *text) for text in texts]
+
+        def add(database: Database) -> None:
+            with database.write() as transaction:
+                transaction.executemany(_ADD, rows)
+
+        self.ask(add, None)
+
+    def texts(self, model: str, n: int = -1) -> list[KnownText]:
+        """Return the oldest `n` known texts of a model digest (-1: all), in order; one of two
+        sources comes twice.
+        """
+        rows = self._query(_TEXTS, model, n)
+        # else damaged
+        return [KnownText(*row) for row in rows if all(isinstance(word, str) for word in row)]
+
+    def knows(self, model: str, keys: Collection[str]) -> bool:
+        """Return whether a model digest has a known text for each of these keys."""
+        wanted = set(keys)
+        return self._number(_KNOWN, model, json.dumps(list(wanted))) == len(wanted)
+
+    def count_texts(self, model: str) -> int:
+        """Return how many known texts a model digest has; a text from two sources counts twice."""
+        return self._number("SELECT count(*) FROM texts WHERE model = ?", model)
+
+    def tenants(self) -> list[str]:
+        """Return the model digests that have known texts or sessions, sorted."""
+        return self._words(_TENANTS)
+
+    def delete_texts(
+        self,
+        model: str | None = None,
+        *,
+        source: str | None = None,
+        keys: Iterable[str] | None = None,
+    ) -> int:
+        """Delete the texts that match all given arguments (without any: all texts), and return how
+        many there were.
+        """
+        given = None if keys is None else json.dumps(list(keys))
+        tests = {"model = ?": model, "source = ?": source, _AMONG: given}
+        used = {test: value for test, value in tests.items() if value is not None}
+        return self._change(" AND ".join(("DELETE FROM texts WHERE 1", *used)), *used.values())
+
+    # sessions
+
+    def session(self, model: str, id: str) -> tuple[int, float, dict[str, Any]] | None:
+        """Return version, last use and state of a session, or None if there is none or its state is
+        damaged.
+        """
+        for version, used, text in self._query(_SESSION, model, id):
+            with suppress(ValueError):
+                return version, used, _adapter(dict).validate_python(json.loads(text))
+        return None
+
+    def put_session(
+        self, row: SessionInfo, state: Mapping[str, Any], keys: Iterable[str]
+    ) -> bool | None:
+        """Save a session, replacing version `row.version` of it (0: there is none yet).
+
+        A session whose last use lies after `row.used`, which is now, gets now as its last use: a
+            clock ran ahead.
+
+        Args:
+            row: The session.
+            state: Its state, plain JSON types.
+            keys: Keys of its KV.
+
+        Returns:
+            True if it was written, False if another writer replaced that version first, None if the
+            catalog has no file or cannot use it.
+        """
+        who = (row.model, row.id)
+        values = (*who, row.version + 1, row.used, row.turns, row.tokens, json.dumps(dict(state)))
+
+        def write(database: Database) -> bool | None:
+            with database.write() as transaction:
+                stored = transaction.execute(_SESSION, who).fetchone()
+                if (stored[0] if stored else 0) != row.version:
+                    return False
+                _drop(transaction, who)
+                transaction.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+                transaction.execute("UPDATE sessions SET used = ?1 WHERE used > ?1", (row.used,))
+                transaction.executemany(
+                    "INSERT OR IGNORE INTO session_keys(key, model, id) VALUES (?, ?, ?)",
+                    [(name, *who) for name in dict.fromkeys(keys)],
+                )
+            return True
+
+        return self.ask(write, None)
+
+    def sessions(self) -> list[SessionInfo]:
+        """Return all sessions, most recently used first."""
+        return [SessionInfo(*row) for row in self._query(_SESSIONS)]
+
+    def count_sessions(self, model: str) -> int:
+        """Return how many sessions a tenant has."""
+        return self._number("SELECT count(*) FROM sessions WHERE model = ?", model)
+
+    def owned(self) -> list[Row]:
+        """Return (tenant's digest, session, key) of all keys of all sessions, least recently used
+        sessions first.
+        """
+        return self._query(_OWNED)
+
+    def in_use(self, keys: Sequence[str]) -> list[str]:
+        """Return those of `keys` that belong to at least one session."""
+        return self._words(
+            f"SELECT DISTINCT key FROM session_keys WHERE {_AMONG}", json.dumps(keys)
+        )
+
+    def delete_session(self, model: str, id: str, before: float = inf) -> list[str] | None:
+        """Delete a session if its last use is before `before` (seconds since the epoch).
+
+        Returns:
+            Its keys, or None if no session was deleted.
+        """
+
+        def remove(database: Database) -> list[str] | None:
+            with database.write() as transaction:
+                if transaction.execute(_OVERDUE, (model, id, before)).fetchone() is None:
+                    return None
+                keys = [key for (key,) in transaction.execute(_KEYS, (model, id))]
+                _drop(transaction, (model, id))
+                return keys
+
+        return self.ask(remove, None)
+
+    # inside
+
+    def _query(self, sql: str, *arguments: Any) -> list[Row]:
+        return self.ask(lambda database: database.query(sql, arguments), [])
+
+    def _number(self, sql: str, *arguments: Any) -> int:
+        return sum(number for (number,) in self._query(sql, *arguments))
+
+    def _words(self, sql: str, *arguments: Any) -> list[str]:
+        """Return the texts of a query's only column; a damaged one is left out."""
+        return [word for (word,) in self._query(sql, *arguments) if isinstance(word, str)]
+
+    def _change(self, sql: str, *arguments: Any) -> int:
+        return self.ask(lambda database: database.change(sql, arguments), 0)
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _drop(transaction: Connection, session: tuple[str, str]) -> None:
+    for table in ("sessions", "session_keys"):
+        transaction.execute(f"DELETE FROM {table} WHERE model = ? AND id = ?", session)
+
+
+class Catalog(CatalogFile):
     """A store's catalog for callers that can do without it. Threads may share it.
 
     A query returns its default if there is no file, or if the file cannot be read or written. Such
@@ -205,22 +352,21 @@ class Catalog(CatalogQueries):
     affects. The file is then not tried again for `COOL_DOWN_S`.
 
     Args:
-        file: The file; None for a store without a disk, whose catalog stays empty.
+        file: The file; one without a path for a store without a disk, whose catalog stays empty.
     """
 
-    def __init__(self, file: CatalogFile | None = None) -> None:
-        self.strict, self.failures = file or CatalogFile(None), 0
+    def __init__(self, file: CatalogFile) -> None:
+        super().__init__(None)
+        self.strict, self.failures = file, 0
         self._lock, self._why = threading.Lock(), ""
-        self._breaker = Breaker(
-            f"The catalog of {file.path}" if file is not None else "", COOL_DOWN_S
-        )
+        self._breaker = Breaker(f"The catalog of {file.path}", COOL_DOWN_S)
 
     @property
     def file(self) -> CatalogFile | None:
         """The file while it is open."""
         return self.strict if self.strict.is_open else None
 
-    def tried(self, query: Callable[[CatalogQueries], T]) -> tuple[bool, T | None]:
+    def tried(self, query: Callable[[CatalogFile], T]) -> tuple[bool, T | None]:
         """Return whether the file could be used, and the result of a query."""
         if not self.strict.is_open:
             return False, None

@@ -17,6 +17,7 @@ from itertools import accumulate
 from struct import Struct
 
 from blake3 import blake3
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from ragfuse.codec import checksum
@@ -25,6 +26,7 @@ from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
 
 FILE_MAGIC = b"RAGFUSE\0"
 _FIXED = Struct("<8sII32s")
+_META = TypeAdapter(EntryMeta)
 MAX_HEADER_NBYTES = 1 << 22
 
 
@@ -34,7 +36,7 @@ def _aligned(nbytes: int) -> int:
 
 def pack_header(key: ChunkKey, meta: EntryMeta) -> bytes:
     """Return all bytes before the first layer, padded."""
-    text = json.dumps({"key": str(key), "meta": meta.to_json()}).encode()
+    text = json.dumps({"key": str(key), "meta": _META.dump_json(meta).decode()}).encode()
     head = _FIXED.pack(FILE_MAGIC, FORMAT_VERSION, len(text), blake3(text).digest()) + text
     return head.ljust(_aligned(len(head)), b"\0")
 
@@ -83,13 +85,10 @@ class Header:
         text = bytes(data[_FIXED.size : _FIXED.size + nbytes])
         if blake3(text).digest() != digest:
             raise ValueError("checksum of the header does not match")
-        try:
-            fields = json.loads(text)
-            meta = EntryMeta.from_json(fields["meta"])
-            offsets = accumulate((_aligned(layer.nbytes) for layer in meta.layers), initial=end)
-            return cls(ChunkKey.parse(fields["key"]), meta, list(offsets))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"its header cannot be read: {error!r}") from error
+        fields = json.loads(text)
+        meta = _META.validate_json(fields["meta"])
+        offsets = accumulate((_aligned(layer.nbytes) for layer in meta.layers), initial=end)
+        return cls(ChunkKey.parse(fields["key"]), meta, list(offsets))
 
     @property
     def nbytes(self) -> int:

@@ -1,18 +1,16 @@
 """A small SQLite file that threads and processes share: WAL mode, one connection to read and one to
 write.
 
-`index.py`, `catalog.py` and those who have a `record_file` define the tables.
+`disk.py`, `catalog.py` and those who have a `record_file` define the tables.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sqlite3
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from threading import RLock
 from typing import Any, TypeVar
@@ -88,10 +86,6 @@ class Database:
         """Return all rows of a query. Never waits for a writer of a file."""
         with store_errors(*self._where), self._read_lock:
             return self._reader.execute(sql, arguments).fetchall()
-
-    def number(self, sql: str, arguments: Sequence[Any] = ()) -> int:
-        """Return the only number that a query gives."""
-        return int(self.query(sql, arguments)[0][0])
 
     def change(self, sql: str, arguments: Sequence[Any] = ()) -> int:
         """Run one statement as a transaction, and return how many rows it changed."""
@@ -186,40 +180,6 @@ class Database:
         os.replace(self._path, self._path.with_name(self._path.name + ".bad"))
         for suffix in ("-wal", "-shm"):
             self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
-
-
-class Queries(ABC):
-    """Queries of a database that may be missing; a subclass decides what happens when it cannot be
-    used.
-    """
-
-    @abstractmethod
-    def ask(self, query: Callable[[Database], T], default: T) -> T:
-        """Return the result of `query`, run on the database, or `default`."""
-
-    def query(self, sql: str, *arguments: Any) -> list[Row]:
-        """Return all rows of a query; by default none."""
-        return self.ask(lambda database: database.query(sql, arguments), [])
-
-    def number(self, sql: str, *arguments: Any) -> int:
-        """Return the only number that a query gives; by default 0."""
-        return self.ask(lambda database: database.number(sql, arguments), 0)
-
-    def words(self, sql: str, *arguments: Any) -> list[str]:
-        """Return the texts of a query's only column; a damaged one is left out."""
-        return [word for (word,) in self.query(sql, *arguments) if isinstance(word, str)]
-
-    def change(self, sql: str, *arguments: Any) -> int:
-        """Run one statement as a transaction, and return how many rows it changed; by default 0."""
-        return self.ask(lambda database: database.change(sql, arguments), 0)
-
-
-def json_object(text: str) -> dict[str, Any] | None:
-    """Return the JSON object that a column has; None if it is damaged."""
-    with suppress(ValueError):
-        found = json.loads(text)
-        return found if isinstance(found, dict) else None
-    return None
 
 
 def _text(data: bytes) -> str | bytes:

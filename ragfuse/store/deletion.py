@@ -11,9 +11,8 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 
-from ragfuse.store.catalog import CatalogQueries
+from ragfuse.store.catalog import CatalogFile
 from ragfuse.store.store import Forgotten, KVStore
-from ragfuse.store.tier import Tier
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.whole_text import whole_text
 
@@ -46,24 +45,17 @@ def chunk_named(text: str) -> Chunk:
 
 def unanswered(names: Sequence[str], consequence: str) -> str:
     """Return a message that these tiers do not answer, with the consequence and what to do."""
-    subject = f"Tier {names[0]} does" if len(names) == 1 else f"Tiers {' and '.join(names)} do"
-    return (
-        f"{subject} not answer: {consequence}. Try again once"
-        f" {'it answers' if len(names) == 1 else 'they answer'}."
-    )
+    return f"Tier {' and '.join(names)} does not answer: {consequence}. Try again once it does."
 
 
-def forget_texts(catalog: CatalogQueries, chunks: Iterable[Chunk]) -> int:
+def forget_texts(catalog: CatalogFile, chunks: Iterable[Chunk]) -> int:
     """Delete the texts of chunks from the catalog, whatever their source, and return how many there
     were.
     """
-    by_model: dict[str, list[str]] = {}
-    for model, tokens in chunks:
-        by_model.setdefault(model, []).append(str(ChunkKey(model, tokens)))
-    return sum(catalog.delete_texts(model, keys=keys) for model, keys in by_model.items())
+    return catalog.delete_texts(keys=[str(ChunkKey(*chunk)) for chunk in chunks])
 
 
-def forget_chunks(store: KVStore, catalog: CatalogQueries, chunks: Set[Chunk]) -> Forgotten:
+def forget_chunks(store: KVStore, catalog: CatalogFile, chunks: Set[Chunk]) -> Forgotten:
     """Delete chunks everywhere: stored KV, pending saves and texts.
 
     If a tier does not answer, the texts stay in the catalog, so that `ragfuse store rm` still finds
@@ -71,9 +63,7 @@ def forget_chunks(store: KVStore, catalog: CatalogQueries, chunks: Set[Chunk]) -
     """
     if not chunks:
         return Forgotten((), ())
-    keys = store.under_way()  # before listing: a save may end meanwhile
-    keys.update(entry.key for entry in store.entries())
-    done = store.forget(key for key in keys if chunk_of(key) in chunks)
+    done = store.forget(key for key in store.all_keys() if chunk_of(key) in chunks)
     if done.silent:
         log.warning(
             unanswered(
@@ -86,7 +76,7 @@ def forget_chunks(store: KVStore, catalog: CatalogQueries, chunks: Set[Chunk]) -
 
 
 def leave_source(
-    catalog: CatalogQueries, model: str, texts: Collection[str], is_left: Callable[[str], bool]
+    catalog: CatalogFile, model: str, texts: Collection[str], is_left: Callable[[str], bool]
 ) -> set[str]:
     """Forget that texts came from some sources, where another one holds them too; the only source
     of a text stays.
@@ -140,15 +130,12 @@ def gc(store: KVStore) -> dict[str, Freed]:
     """
     freed = dict[str, Freed]()
     for tier in store.tiers:
-        n_expired, nbytes = (0, 0) if tier.remote else _delete_expired(store, tier)
+        entries = tier.stat([] if tier.remote else store.too_old(tier.list()))
+        old = store.too_old(entries.values())  # one may have been used while listing
+        n_deleted = tier.delete(old)
+        nbytes = sum(entries[key].nbytes for key in old) if n_deleted else 0
         tier.tidy()
-        freed[tier.name] = Freed(n_expired, tier.counts["leftovers"], nbytes + tier.counts["freed"])
-    silent = store.silent()
-    return {name: tier_freed for name, tier_freed in freed.items() if name not in silent}
-
-
-def _delete_expired(store: KVStore, tier: Tier) -> tuple[int, int]:
-    entries = tier.stat(store.too_old(tier.list()))
-    old = store.too_old(entries.values())  # one may have been used while listing
-    n_deleted = tier.delete(old)
-    return n_deleted, sum(entries[key].nbytes for key in old) if n_deleted else 0
+        if tier.answers:
+            counts = tier.counts
+            freed[tier.name] = Freed(n_deleted, counts["leftovers"], nbytes + counts["freed"])
+    return freed

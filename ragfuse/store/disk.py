@@ -1,17 +1,18 @@
 """A tier that stores each entry as a file in one folder, which threads and processes may share.
 
-`chunkfile.py` has the file format, `index.py` the table of entries. A file appears by a rename
+`chunkfile.py` has the file format; an SQLite file has a row per entry. A file appears by a rename
 inside the transaction that makes room for it and adds its row, so a process that is killed leaves
 an entry whole or absent; what else it leaves is put right when the folder is opened next.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -19,16 +20,40 @@ from typing import Self
 import torch
 
 from ragfuse.errors import StoreError
+from ragfuse.plan.evict import Evictor
 from ragfuse.settings import Settings, SharedWith
 from ragfuse.store.access import make_folder, open_file
 from ragfuse.store.blobs import BlobTier
 from ragfuse.store.chunkfile import MAX_HEADER_NBYTES, Header
+from ragfuse.store.database import Database, Row
 from ragfuse.store.folder import fsync_folder, locked, open_folder, refusal
-from ragfuse.store.index import Index
-from ragfuse.store.tier import EntryMeta, Evictor, ReadLayers, victims
+from ragfuse.store.tier import EntryMeta, ReadLayers, victims
 from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.kv import Entry
 
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS entries(
+    key TEXT PRIMARY KEY, sizes TEXT NOT NULL, n_tokens INTEGER NOT NULL, n_layers INTEGER NOT NULL,
+    nbytes INTEGER NOT NULL, last_used REAL NOT NULL,
+    hits INTEGER NOT NULL DEFAULT 0, pinned INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX IF NOT EXISTS by_use ON entries(last_used);
+CREATE INDEX IF NOT EXISTS by_size ON entries(nbytes);
+"""
+_ENTRIES = "SELECT key, sizes, n_tokens, n_layers, last_used, hits, pinned FROM entries"
+_OLDEST = " ORDER BY last_used, rowid"
+_WITH_KEYS = " WHERE key IN (SELECT value FROM json_each(?))"
+_PUBLISH = """
+INSERT INTO entries(key, sizes, n_tokens, n_layers, nbytes, last_used) VALUES (?, ?, ?, ?, ?, ?)
+ON CONFLICT(key) DO UPDATE SET sizes = excluded.sizes, n_tokens = excluded.n_tokens,
+n_layers = excluded.n_layers,
+    nbytes = excluded.nbytes, last_used = excluded.last_used
+"""
+_NBYTES = "SELECT coalesce(sum(nbytes), 0) FROM entries"
+_OTHERS = f"SELECT ({_NBYTES}) - coalesce((SELECT nbytes FROM entries WHERE key = ?), 0)"
+_TOUCH = f"UPDATE entries SET last_used = max(last_used, ?), hits = hits + ?{_WITH_KEYS}"
+_PIN = f"UPDATE entries SET pinned = ?{_WITH_KEYS}"
+_REMOVE = f"DELETE FROM entries{_WITH_KEYS}"
 _ABANDONED_S = 3600.0
 """Seconds after which a temporary file belongs to a writer that was killed."""
 
@@ -74,7 +99,7 @@ class DiskTier(BlobTier):
         self._evict, self._clock = evict, clock
         try:
             make_folder(self.path / "chunks")
-            self._index = Index(self.path, name)
+            self._index = Database(self.path, "index.sqlite", _SCHEMA)
             with locked(self.path / "lock"):
                 self._reconcile()
         except OSError as error:
@@ -88,26 +113,22 @@ class DiskTier(BlobTier):
     @property
     def nbytes(self) -> int:
         """Bytes of all entries."""
-        return self._ask("be weighed", self._index.nbytes, 0)
+        return self._ask("be weighed", self._weigh, 0)
 
     @property
     def answers(self) -> bool:
         """Whether the index can be read."""
-        return self._ask("be read", lambda: self._index.nbytes() >= 0, False)
+        return self._ask("be read", lambda: self._weigh() >= 0, False)
 
     def stat(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Entry]:
         """Return the entries with these keys, as the index lists them; the file of one may be
         missing.
         """
-        none: Sequence[Entry] = ()
-        return {
-            entry.key: entry
-            for entry in self._ask("look up entries", lambda: self._index.entries(keys), none)
-        }
+        return {entry.key: entry for entry in self._found(_WITH_KEYS, (_json(keys),))}
 
     def list(self) -> Sequence[Entry]:
         """Return all entries, least recently used first."""
-        return self._ask("list entries", self._index.entries, ())
+        return self._found(_OLDEST)
 
     def get(self, key: ChunkKey, layers: range, level: str | None = None) -> ReadLayers | None:
         """Return an entry's description and some layers (`Tier.get`). A damaged entry is dropped
@@ -132,12 +153,8 @@ class DiskTier(BlobTier):
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
         """Protect entries from eviction, or stop protecting them. Pins outlive the process."""
-
-        def write() -> None:
-            with self._index.write() as transaction:
-                self._index.pin(transaction, keys, pinned)
-
-        self._ask("pin entries", write, None)
+        values = int(pinned), _json(keys)
+        self._ask("pin entries", lambda: self._index.change(_PIN, values), 0)
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
         """Set the last use of these entries to now, without counting a hit."""
@@ -178,7 +195,7 @@ class DiskTier(BlobTier):
                 if not self._make_room(transaction, key, nbytes):
                     self.counts.add("refused")
                     return False
-                self._index.publish(transaction, meta.entry(key, self.name, nbytes, self._clock()))
+                _publish(transaction, meta.entry(key, self.name, nbytes, self._clock()))
                 os.replace(temp, path)
         finally:
             temp.unlink(missing_ok=True)
@@ -194,24 +211,43 @@ class DiskTier(BlobTier):
         meanwhile.
         """
         with self._index.write() as transaction:
-            if not chunk_path(self.path, key).exists() and self._index.remove(transaction, [key]):
+            if not chunk_path(self.path, key).exists() and _remove(transaction, [key]):
                 self._corrupt(key, "its file is gone")
 
     # inside
+
+    def _weigh(self) -> int:
+        return int(self._index.query(_NBYTES)[0][0])
+
+    def _found(self, which: str, named: Sequence[str] = ()) -> Sequence[Entry]:
+        """Return the entries that the rest of a query names; none while the index fails."""
+        none: Sequence[Row] = ()
+        sql = _ENTRIES + which
+        rows = self._ask("look up entries", lambda: self._index.query(sql, named), none)
+        return [*self._entries(rows)]
+
+    def _entries(self, rows: Iterable[Row]) -> Iterator[Entry]:
+        """Yield the entries of rows; a damaged row is skipped."""
+        for key, sizes, n_tokens, n_layers, last_used, hits, pinned in rows:
+            with suppress(ValueError, TypeError):
+                parsed = ChunkKey.parse(key), self.name, n_tokens, n_layers, json.loads(sizes)
+                yield Entry(*parsed, last_used, hits, bool(pinned))
 
     def _use(self, keys: Iterable[ChunkKey], hits: int) -> None:
         """Record a use in the index, unless another thread or process is writing it: no reader
         waits.
         """
         with suppress(StoreError), self._index.write(0.0) as transaction:
-            self._index.touch(transaction, keys, self._clock(), hits)
+            transaction.execute(_TOUCH, (self._clock(), hits, _json(keys)))
 
     def _make_room(self, transaction: sqlite3.Connection, key: ChunkKey, nbytes: int) -> bool:
         """Evict entries until `nbytes` fit; return False, and evict nothing, if they cannot fit."""
-        excess = self._index.excess(transaction, key, nbytes, self.capacity)
+        (held,) = transaction.execute(_OTHERS, (str(key),)).fetchone()
+        excess = held + nbytes - self.capacity
         if excess <= 0:
             return True
-        others = (entry for entry in self._index.oldest(transaction) if entry.key != key)
+        entries = self._entries(transaction.execute(_ENTRIES + _OLDEST))
+        others = (entry for entry in entries if entry.key != key)
         doomed = victims(self._evict, others, excess)
         self.counts.add("evicted", self._delete(transaction, doomed or ()))
         return doomed is not None
@@ -222,7 +258,7 @@ class DiskTier(BlobTier):
         """
         for key in keys:
             chunk_path(self.path, key).unlink(missing_ok=True)
-        return self._index.remove(transaction, keys)
+        return _remove(transaction, keys)
 
     def _reconcile(self) -> None:
         """Make rows and files agree: add a row for a file without one, remove a row whose file is
@@ -230,7 +266,8 @@ class DiskTier(BlobTier):
 
         Others may write meanwhile, so every mismatch is checked again inside a transaction.
         """
-        rows = {chunk_path(self.path, key): (key, nbytes) for key, nbytes in self._index.names()}
+        named = self._index.query("SELECT key, nbytes FROM entries")
+        rows = {chunk_path(self.path, key): (key, nbytes) for key, nbytes in named}
         stray = set[Path]()
         for path in (self.path / "chunks").glob("*/*"):
             with suppress(FileNotFoundError):  # deleted or written to its end meanwhile
@@ -248,7 +285,7 @@ class DiskTier(BlobTier):
                 self._settle(transaction, path)
             for path, (key, _) in rows.items():
                 # or it was evicted
-                is_removed = not path.exists() and self._index.remove(transaction, [key])
+                is_removed = not path.exists() and _remove(transaction, [key])
                 if is_removed and path not in stray:  # or its damaged file was counted
                     self._corrupt(key, "its file is gone")
                     self._freed(0)
@@ -261,7 +298,7 @@ class DiskTier(BlobTier):
             if chunk_path(self.path, header.key) != path or path.stat().st_size != header.nbytes:
                 raise ValueError(f"it is no whole file of {header.key}")
             entry = header.meta.entry(header.key, self.name, header.nbytes, path.stat().st_mtime)
-            self._index.publish(transaction, entry)
+            _publish(transaction, entry)
         except FileNotFoundError:
             return
         except ValueError as error:
@@ -269,3 +306,20 @@ class DiskTier(BlobTier):
                 self._corrupt(path.name, error)
             self._freed(path.stat().st_size)
             path.unlink()
+
+
+def _publish(transaction: sqlite3.Connection, entry: Entry) -> None:
+    """Add the row of an entry, visible from the commit on; hits and pin of an older entry of that
+    key stay.
+    """
+    row = (entry.n_tokens, entry.n_layers, entry.nbytes, entry.last_used)
+    transaction.execute(_PUBLISH, (str(entry.key), json.dumps(dict(entry.sizes)), *row))
+
+
+def _remove(transaction: sqlite3.Connection, keys: Iterable[ChunkKey | str]) -> int:
+    """Remove the rows of entries, and return how many there were."""
+    return transaction.execute(_REMOVE, (_json(keys),)).rowcount
+
+
+def _json(keys: Iterable[ChunkKey | str]) -> str:
+    return json.dumps([str(key) for key in keys])

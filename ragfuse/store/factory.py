@@ -1,4 +1,4 @@
-"""Open the store that the settings describe, or a single tier from its URL."""
+"""Open the store and the catalog that the settings describe, or a single tier from its URL."""
 
 from __future__ import annotations
 
@@ -10,17 +10,32 @@ from pathlib import Path
 from typing import Any
 
 from ragfuse.errors import StoreError
+from ragfuse.plan.evict import Evictor, lru
 from ragfuse.settings import AUTO_LEVEL, Settings
-from ragfuse.store.disk import DiskTier
-from ragfuse.store.levels import Codecs, tableless
+from ragfuse.store.catalog import Catalog, CatalogFile
 from ragfuse.store.memory import MemoryTier
 from ragfuse.store.store import KVStore
-from ragfuse.store.tier import Evictor, Tier
+from ragfuse.store.tier import Tier
 from ragfuse.store.urls import shown
 from ragfuse.types.tiers import kind_of_scheme
 
 
-def open_store(settings: Settings, evict: Evictor, codecs: Codecs = tableless) -> KVStore:
+def open_catalog(settings: Settings) -> Catalog:
+    """Open the catalog beside the store that the settings describe; without bytes for the disk it
+    keeps nothing.
+    """
+    folder = settings.store_path if settings.disk_bytes else None
+    return Catalog(CatalogFile(folder, settings.shared_with))
+
+
+def kept_places(settings: Settings) -> list[tuple[str, Settings]]:
+    """Return the place of each tier that outlives the process, with settings of its capacity."""
+    disk = settings.model_copy(update={"tier_bytes": settings.disk_bytes})
+    own = [(str(settings.store_path), disk)] if settings.disk_bytes else []
+    return [*own, *((url, settings) for url in settings.tiers)]
+
+
+def open_store(settings: Settings, evict: Evictor = lru) -> KVStore:
     """Open the store that the settings describe: memory, then disk, then `settings.tiers` in their
     order.
 
@@ -30,15 +45,13 @@ def open_store(settings: Settings, evict: Evictor, codecs: Codecs = tableless) -
     Args:
         settings: Sizes, paths, URLs and codec levels.
         evict: The eviction policy of the tiers that do not evict by themselves.
-        codecs: Returns the codec of a level for a model.
 
     Raises:
         StoreError: A tier cannot be used, or two tiers are at the same place.
     """
-    places = [str(settings.store_path.resolve())] if settings.disk_bytes else []
-    places += [
+    places = [
         url.rstrip("/") if "://" in url else str(Path(url).expanduser().resolve())
-        for url in settings.tiers
+        for url, _ in kept_places(settings)
     ]
     twice = next((shown(place) for place in places if places.count(place) > 1), None)
     if twice is not None:
@@ -56,23 +69,14 @@ def open_store(settings: Settings, evict: Evictor, codecs: Codecs = tableless) -
             opened.append(
                 MemoryTier(settings.memory_bytes, evict, pin_memory=on_gpu, free_bytes=free)
             )
-        if settings.disk_bytes:
-            opened.append(
-                DiskTier(
-                    settings.store_path,
-                    settings.disk_bytes,
-                    evict,
-                    shared_with=settings.shared_with,
-                )
-            )
-        for url in settings.tiers:
-            opened.append(open_tier(url, settings, evict, [tier.name for tier in opened]))
+        for url, own in kept_places(settings):
+            opened.append(open_tier(url, own, evict, [tier.name for tier in opened]))
     except BaseException:
         for tier in opened:
             tier.close()
         raise
     levels = {tier: chosen for tier, chosen in settings.written.items() if chosen != (AUTO_LEVEL,)}
-    return KVStore(opened, codecs, levels, writer_queue=settings.writer_queue)
+    return KVStore(opened, levels=levels, writer_queue=settings.writer_queue, ttl_s=settings.ttl_s)
 
 
 def open_tier(

@@ -136,9 +136,7 @@ class TierLevels:
         written: Levels by tier name; tiers that are not named are written raw.
     """
 
-    def __init__(
-        self, codecs: Codecs = tableless, written: Mapping[str, Sequence[str]] | None = None
-    ) -> None:
+    def __init__(self, codecs: Codecs, written: Mapping[str, Sequence[str]] | None = None) -> None:
         self.codecs, self._written = (
             codecs,
             {tier: by_loss(levels) for tier, levels in (written or {}).items()},

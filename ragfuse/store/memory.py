@@ -12,7 +12,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from ragfuse.store.tier import LAYER_ALIGNMENT, EntryMeta, Evictor, ReadLayers, Tier, victims
+from ragfuse.plan.evict import Evictor
+from ragfuse.store.tier import LAYER_ALIGNMENT, EntryMeta, ReadLayers, Tier, victims
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
@@ -119,12 +120,9 @@ class MemoryTier(Tier):
             return False
         try:
             blobs = self._stored_here(blobs)
-        except BaseException as error:
+        except (RuntimeError, AssertionError) as error:  # out of memory, no such device
             with self._lock:
                 self._nbytes -= nbytes
-            # out of memory, no such device
-            if not isinstance(error, (RuntimeError, AssertionError)):
-                raise
             self.counts.add("failed")
             log.warning(
                 "Could not store %s in tier %s; it is computed again when needed: %s",

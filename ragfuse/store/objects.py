@@ -24,10 +24,11 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import get_protocol
 
 from ragfuse.errors import StoreError
+from ragfuse.plan.evict import Evictor
 from ragfuse.settings import Settings, SharedWith
 from ragfuse.store.access import make_root, open_file
 from ragfuse.store.blobs import BlobTier
-from ragfuse.store.tier import EntryMeta, Evictor
+from ragfuse.store.tier import EntryMeta
 from ragfuse.store.urls import shown
 from ragfuse.types.keys import ChunkKey
 
@@ -72,12 +73,8 @@ class ObjectTier(BlobTier):
             self._is_local = isinstance(getattr(self._fs, "sync_fs", None), LocalFileSystem)
             if self._is_local:
                 make_root(Path(self._root), shared_with)
-        except ImportError as error:
-            raise self._refused(
-                f"the driver of {get_protocol(url)}:// is not installed ({error})"
-            ) from error
-        except (ValueError, OSError) as error:
-            raise self._refused(str(error)) from error
+        except (ImportError, ValueError, OSError) as error:
+            raise self._refused(error) from error
         self._ask("be opened", self._check, None)
 
     @classmethod
@@ -116,18 +113,15 @@ class ObjectTier(BlobTier):
                 return
             if self._is_store:
                 self._call(self._fs._ls(self._root.split("/")[0], detail=False), extra_s=_OPENING_S)
-        except FileNotFoundError as error:
-            raise self._refused("there is no such bucket") from error
-        except PermissionError as error:
-            raise self._refused(f"access is refused ({error})") from error
         except Exception as error:
-            if "Credential" in type(error).__name__:
-                raise self._refused(f"there are no credentials ({error})") from error
+            known = isinstance(error, FileNotFoundError | PermissionError)
+            if known or "Credential" in type(error).__name__:
+                raise self._refused(error) from error
             raise
 
-    def _refused(self, why: str) -> StoreError:
+    def _refused(self, why: Exception) -> StoreError:
         return StoreError(
-            f"The tier at {self._url} cannot be opened: {why}. Wanted a URL like"
+            f"The tier at {self._url} cannot be opened ({why}). Wanted a URL like"
             " s3://bucket/folder, gs://bucket/folder or file:///folder, its driver (pip install"
             " 'ragfuse-kv[objects]'), and the right to list, read, write and delete there."
         )

@@ -149,17 +149,13 @@ class RadixTree:
         `holds`).
         """
         wanted, found = _array(_inner(run)).tobytes(), set[ChunkKey]()
-        if not wanted:
-            return found
-        stack: list[tuple[_Node, bytes, bool]] = [(self._root, b"", False)]
+        stack = [(self._root, b"")]
         while stack:
-            node, before, held = stack.pop()
-            text = before + node.tokens.tobytes()
-            held = held or _contains(wanted, text)
-            if held and node.key is not None:
+            node, before = stack.pop()
+            path = before + node.tokens.tobytes()
+            if node.key is not None and wanted and _contains(wanted, path):
                 found.add(node.key)
-            tail = text[-(len(wanted) - 4) :] if len(wanted) > 4 else b""
-            stack += [(child, tail, held) for child in node.children.values()]
+            stack += [(child, path) for child in node.children.values()]
         return found
 
     def _path(self, ids: Ids) -> Iterator[tuple[_Node, int]]:
@@ -222,15 +218,9 @@ def merged(found: Sequence[Rows]) -> list[Rows]:
     """Join adjacent spans that are consecutive rows of the same entry."""
     merged: list[Rows] = []
     for each in found:
-        last = merged[-1] if merged else None
-        follows = last is not None and last.key == each.key and last.origin == each.origin
-        if (
-            last is not None
-            and follows
-            and last.hi == each.lo
-            and last.row + last.hi - last.lo == each.row
-        ):
-            merged[-1] = replace(last, hi=each.hi)
+        longer = replace(merged[-1], hi=each.hi) if merged else each
+        if merged and merged[-1].hi == each.lo and longer.cut(each.lo, each.hi) == each:
+            merged[-1] = longer
         else:
             merged.append(each)
     return merged

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from ragfuse.errors import StoreError
+from ragfuse.plan.evict import Evictor
 from ragfuse.settings import Settings
 from ragfuse.store.blobs import BlobTier
-from ragfuse.store.tier import EntryMeta, Evictor
+from ragfuse.store.tier import EntryMeta
 from ragfuse.store.urls import shown
 from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
 
@@ -127,21 +128,15 @@ class RedisTier(BlobTier):
         """Return the last uses; a server that does not tell idle times, as with an LFU policy, has
         used all now.
         """
-        cursor, now, used = 0, time.time(), dict[str, float]()
-        while True:
-            cursor, found = self._client.scan(
-                cursor, match=f"{_PREFIX}*", count=_SCAN, _type="string"
-            )
-            with self._client.pipeline(transaction=False) as pipeline:
-                for name in found:
-                    pipeline.object("idletime", name)
-                idle_s = pipeline.execute(raise_on_error=False)
-            for name, idle in zip(found, idle_s, strict=True):
-                used[name.decode().removeprefix(_PREFIX)] = (
-                    now - idle if isinstance(idle, int) else now
-                )
-            if not cursor:
-                return used
+        now, found = time.time(), [*self._client.scan_iter(f"{_PREFIX}*", _SCAN, "string")]
+        with self._client.pipeline(transaction=False) as pipeline:
+            for name in found:
+                pipeline.object("idletime", name)
+            idle_s = pipeline.execute(raise_on_error=False)
+        return {
+            name.decode().removeprefix(_PREFIX): now - (idle if isinstance(idle, int) else 0)
+            for name, idle in zip(found, idle_s, strict=True)
+        }
 
 
 def _connect(url: str, timeout_s: float) -> tuple[Any, tuple[type[Exception], ...]]:

@@ -112,7 +112,7 @@ class Saves:
         """Saves that were dropped or that failed."""
         return sum(writer.dropped for writer in self._writers.values())
 
-    def keys(self) -> set[ChunkKey]:
+    def under_way(self) -> set[ChunkKey]:
         """Return the keys of chunks that are being saved or were read in part."""
         with self._changed:
             return {save.key for save in self._under_way} | set(self._partials)

@@ -18,9 +18,11 @@ from typing import Any
 
 from ragfuse.codec import RAW
 from ragfuse.errors import StoreError
-from ragfuse.store.levels import Codecs, EncodedLayers, TierLevels, loss_of, tableless
+from ragfuse.plan.evict import expired
+from ragfuse.store.codec_registry import OWNER, CodecRegistry
+from ragfuse.store.levels import Codecs, EncodedLayers, TierLevels, loss_of
 from ragfuse.store.saves import Saves
-from ragfuse.store.tier import EntryMeta, Expired, Tier
+from ragfuse.store.tier import EntryMeta, Tier
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import ChunkKV, Entry, LayerKV
 
@@ -78,15 +80,16 @@ class KVStore:
 
     Args:
         tiers: The tiers, fastest first, of different names.
-        codecs: Returns the codec of a level for a model. A level without a codec counts as not
-            stored.
+        codecs: Returns the codec of a level for a model; None: with the tables that its tiers have.
+            A level without a codec counts as not stored.
         levels: Codec levels that each tier is written at, by tier name; "raw" for a tier that is
             not named. An entry is stored at all levels of its tier, the least lossy first.
         writer_queue: Saves that may wait for each slow tier; further ones are dropped.
-        expired: Returns the keys of the entries that are too old; None: entries never expire.
+        ttl_s: Seconds without a use after which an entry has expired; None: never.
         clock: Returns the time in seconds since the epoch.
 
     Attributes:
+        tables: The codec tables in its tiers.
         report_every_s: Seconds between two reports of a chunk's use to the tiers that it was not
             read from. Without these reports, a chunk that is always read from memory would age, and
             be evicted, in the other tiers.
@@ -95,17 +98,18 @@ class KVStore:
     def __init__(
         self,
         tiers: Sequence[Tier],
-        codecs: Codecs = tableless,
+        codecs: Codecs | None = None,
         levels: Mapping[str, Sequence[str]] | None = None,
         *,
         writer_queue: int = 64,
-        expired: Expired | None = None,
+        ttl_s: float | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.tiers, self.expired, self._clock = tuple(tiers), expired, clock
-        self.levels = TierLevels(codecs, levels)
+        self.tiers, self._ttl_s, self._clock = tuple(tiers), ttl_s, clock
+        self.tables = CodecRegistry(self.tiers)
+        self.levels = TierLevels(codecs or self.tables, levels)
         self._saves, self._closed = Saves(self.tiers, writer_queue, self.levels), False
-        self.report_every_s = 600.0
+        self.report_every_s = 600.0 if ttl_s is None else min(600.0, ttl_s / 8)
 
     # finding and reading
 
@@ -230,8 +234,9 @@ class KVStore:
         self.tier(tier).expect(keys, range(first, first + count), level)
 
     def entries(self) -> list[Entry]:
-        """Return all entries of all tiers; a chunk that is stored in two tiers appears twice."""
-        return [entry for tier in self.tiers for entry in tier.list()]
+        """Return all entries of chunks; a chunk that is stored in two tiers appears twice."""
+        listed = (entry for tier in self.tiers for entry in tier.list())
+        return [entry for entry in listed if entry.key.model != OWNER]
 
     def stats(self) -> StoreStats:
         """Return the counters since opening and the current sizes."""
@@ -250,7 +255,11 @@ class KVStore:
         That is: a slow tier has it, it is being saved, or there is no slow tier that answers.
         """
         slow = [tier for tier in self.tiers if tier.slow and not tier.is_out]
-        return not slow or key in self.under_way() or any(key in tier.stat([key]) for tier in slow)
+        return (
+            not slow
+            or key in self._saves.under_way()
+            or any(key in tier.stat([key]) for tier in slow)
+        )
 
     def tier(self, name: str) -> Tier:
         """Return the tier of that name; raise StoreError, which lists the tiers there are, if there
@@ -332,11 +341,12 @@ class KVStore:
         ]
         return Forgotten([entry for entry in entries if entry.tier not in silent], silent)
 
-    def under_way(self) -> set[ChunkKey]:
-        """Return the keys of chunks that are being saved or were read in part: they may not be in
-        every tier yet.
+    def all_keys(self) -> set[ChunkKey]:
+        """Return the keys of all chunks, also of those that are being saved or were read in
+        part.
         """
-        return self._saves.keys()
+        under_way = self._saves.under_way()  # before listing: a save may end meanwhile
+        return under_way | {entry.key for entry in self.entries()}
 
     def silent(self) -> list[str]:
         """Return the names of tiers that do not answer now; what they hold is unknown and not in
@@ -348,9 +358,7 @@ class KVStore:
         """Delete every chunk of a model digest (which is one tenant's, if salted), or all
         chunks.
         """
-        keys = self.under_way()
-        keys.update(entry.key for entry in self.entries())
-        return self.forget(key for key in keys if model in (None, key.model))
+        return self.forget(key for key in self.all_keys() if model in (None, key.model))
 
     def pin(self, keys: Collection[ChunkKey], pinned: bool = True) -> None:
         """Protect chunks from eviction in every tier that has them or gets them later, or allow
@@ -394,7 +402,7 @@ class KVStore:
 
     def too_old(self, entries: Collection[Entry]) -> list[ChunkKey]:
         """Return the keys of those entries that have expired."""
-        return list(self.expired(entries, self._clock())) if self.expired is not None else []
+        return [] if self._ttl_s is None else [*expired(entries, self._clock(), self._ttl_s)]
 
     # inside
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ragfuse.settings import Settings
-from ragfuse.store.catalog import CatalogQueries
+from ragfuse.store.catalog import CatalogFile
 from ragfuse.types.keys import digest as digest_of
 
 _PREFIX = "tenant-"
@@ -16,10 +16,9 @@ NAME_CHARS = 8
 """Characters of the digest of a salt that are a tenant's name."""
 
 
-def remember_tenant(catalog: CatalogQueries, digest: str, settings: Settings) -> None:
-    """Save the model, dtype and tenant behind a model digest, so that people can be shown names."""
-    fields = {"model": settings.model, "dtype": settings.dtype, "tenant": hidden(settings.salt)}
-    catalog.settle(f"{_PREFIX}{digest}", fields)
+def remember_tenant(catalog: CatalogFile, digest: str, settings: Settings) -> None:
+    """Save the model and tenant behind a model digest, so that people can be shown names."""
+    catalog.put(_PREFIX + digest, Tenant(digest, settings.model, hidden(settings.salt)))
 
 
 def hidden(salt: str) -> str:
@@ -41,20 +40,14 @@ class Tenants(dict[str, "Tenant"]):
         return Tenant(digest)
 
 
-def tenants_in(catalog: CatalogQueries) -> Tenants:
+def tenants_in(catalog: CatalogFile) -> Tenants:
     """Return the tenants that a catalog has.
 
     Raises:
         StoreError: The catalog is strict, and cannot be read.
     """
-    found = Tenants()
-    for name in catalog.names():
-        if name.startswith(_PREFIX):
-            saved, digest = catalog.get(name) or {}, name.removeprefix(_PREFIX)
-            found[digest] = Tenant(
-                digest, str(saved.get("model", "")), str(saved.get("tenant", ""))
-            )
-    return found
+    saved = {digest: catalog.get(_PREFIX + digest, Tenant) for digest in catalog.names(_PREFIX)}
+    return Tenants({digest: tenant for digest, tenant in saved.items() if tenant is not None})
 
 
 @dataclass(frozen=True)

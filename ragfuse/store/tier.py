@@ -11,44 +11,15 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from threading import Lock
-from typing import Protocol, runtime_checkable
 
-from pydantic import TypeAdapter
 from torch import Tensor
 
 from ragfuse.codec import LayerMeta
-from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
+from ragfuse.plan.evict import Evictor
+from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import ChunkKV, Entry
 from ragfuse.types.sizes import UNLIMITED
-
-Evictor = Callable[[Sequence[Entry]], Iterable[ChunkKey]]
-"""Eviction policy: takes entries and yields the keys to evict, in that order.
-
-A tier stops reading once there is room. It passes a few hundred entries, the least recently used
-and none of them pinned, and further ones only while too few bytes came free. A `WholeEvictor` gets
-all entries at once, pinned ones too; the tier never evicts these.
-"""
-
-Expired = Callable[[Iterable[Entry], float], Iterable[ChunkKey]]
-"""Returns the keys of the entries that are too old at a time (seconds since the epoch); never of a
-pinned one.
-"""
-
-_WINDOW = 256
-
-
-@runtime_checkable
-class WholeEvictor(Protocol):
-    """An evictor that evicts groups of entries as a whole, such as all entries of a session.
-
-    A tier that has enough room after some entries of a group evicts the rest of the group, too.
-    """
-
-    def together(self, one: ChunkKey, other: ChunkKey) -> bool:
-        """Return whether two entries belong to the same group."""
-        ...
 
 
 def victims(
@@ -62,37 +33,27 @@ def victims(
     Args:
         evict: The eviction policy.
         candidates: Entries that may be evicted, least recently used first; pinned ones are never
-            chosen.
+            chosen. No more of them are taken than the policy looks at.
         excess: Bytes to free.
         nbytes_of: Returns the bytes that an entry occupies in the tier.
 
     Returns:
         The keys to evict, or None if the policy does not free enough.
     """
-    chosen: list[ChunkKey] = []
-    together = evict.together if isinstance(evict, WholeEvictor) else None
-    for window in _windows(candidates, whole=together is not None) if excess > 0 else ():
-        nbytes = {entry.key: nbytes_of(entry) for entry in window if not entry.pinned}
-        for key in evict(window):
-            if excess <= 0 and (together is None or not together(chosen[-1], key)):
-                return chosen
-            if key in nbytes:
-                chosen.append(key)
-                excess -= nbytes.pop(key)
+    chosen, nbytes = list[ChunkKey](), dict[ChunkKey, int]()
+
+    def noted() -> Iterator[Entry]:
+        for entry in candidates:
+            nbytes[entry.key] = 0 if entry.pinned else nbytes_of(entry)
+            yield entry
+
+    for group in evict(noted()) if excess > 0 else ():
+        doomed = [key for key in group if nbytes.get(key)]
+        chosen += doomed
+        excess -= sum(nbytes.pop(key) for key in doomed)
         if excess <= 0:
             break
     return chosen if excess <= 0 else None
-
-
-def _windows(candidates: Iterable[Entry], *, whole: bool) -> Iterator[list[Entry]]:
-    """Yield all candidates at once, or the unpinned ones in windows of growing size, lazily."""
-    if whole:
-        yield list(candidates)
-        return
-    unpinned, size = (entry for entry in candidates if not entry.pinned), _WINDOW
-    while window := list(islice(unpinned, size)):
-        yield window
-        size *= 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +67,11 @@ class EntryMeta:
         n_tokens: Tokens of the chunk.
         levels: Names of the codec levels, in the order of the pieces.
         layers: The description of every piece.
-        version: Format version of what was written.
     """
 
     n_tokens: int
     levels: tuple[str, ...]
     layers: tuple[LayerMeta, ...]
-    version: int = FORMAT_VERSION
 
     @property
     def n_layers(self) -> int:
@@ -171,24 +130,7 @@ class EntryMeta:
         sizes[self.levels[0]] += nbytes - self.nbytes
         return Entry(key, tier, self.n_tokens, self.n_layers, sizes, last_used)
 
-    def to_json(self) -> str:
-        """Return the description as one line of JSON."""
-        return _META.dump_json(self).decode()
 
-    @classmethod
-    def from_json(cls, text: str | bytes) -> EntryMeta:
-        """Return the description that `to_json` wrote.
-
-        Raises:
-            ValueError: The text is no such description, or one of another format version.
-        """
-        meta: EntryMeta = _META.validate_json(text)
-        if meta.version != FORMAT_VERSION:
-            raise ValueError(f"not an entry of format version {FORMAT_VERSION}")
-        return meta
-
-
-_META = TypeAdapter(EntryMeta)
 ReadLayers = tuple[EntryMeta, *tuple[Tensor, ...]]
 """The description of a whole entry, then some of its layers, each uint8 `[nbytes]` and not to be
 written to.

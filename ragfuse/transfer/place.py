@@ -182,6 +182,6 @@ class TransferPlace:
         self._tier.close()
 
 
-def _evict_expired(entries: Sequence[Entry]) -> Iterable[ChunkKey]:
+def _evict_expired(entries: Iterable[Entry]) -> Iterable[Iterable[ChunkKey]]:
     """Make room by what has expired only: what still waits for its engine is never evicted."""
-    return expired((entry.key for entry in entries), time.time())
+    return [expired((entry.key for entry in entries), time.time())]

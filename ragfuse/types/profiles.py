@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from pydantic import TypeAdapter
-
 from ragfuse.types.kv import RopeLayout
 
 PROFILE_VERSION = 6
@@ -102,10 +100,3 @@ class ModelProfile:
     def as_dict(self) -> dict[str, Any]:
         """Return the profile in plain JSON types."""
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> ModelProfile | None:
-        """Return the profile that `as_dict` wrote; None where another version wrote it."""
-        if data.get("version") != PROFILE_VERSION:
-            return None
-        return TypeAdapter(cls).validate_python(data)

@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from pydantic import TypeAdapter
 from typer.testing import CliRunner
 
 from ragfuse.cli.main import app
@@ -44,7 +45,7 @@ def test_a_machine_is_measured_shown_and_kept(run, tmp_path):
     assert "reading MB/s" in words_of(result)
     assert f"Saved in {tmp_path / 'store'}" in result.output.replace("\n", "")
     assert re.search(r"int8 +[\d,.]+ +0\.\d", result.output)
-    profile = CostModel.from_dict(json.loads((tmp_path / "machine.json").read_text()))
+    profile = TypeAdapter(CostModel).validate_json((tmp_path / "machine.json").read_text())
     assert set(profile.tiers) == {"memory", "disk"}
     assert (set(profile.decode), set(profile.packed)) == ({"int8"}, {"int8"})
     assert 0.1 < profile.packed["int8"] < 0.6
@@ -55,6 +56,6 @@ def test_all_levels_are_timed_where_a_tier_s_level_is_chosen(run, tmp_path, monk
     monkeypatch.setenv("RAGFUSE_LEVELS", json.dumps({"disk": "auto"}))
     result = run("measure", "--store", tmp_path / "store", "--json", tmp_path / "machine.json")
     assert result.exit_code == 0, result.output
-    profile = CostModel.from_dict(json.loads((tmp_path / "machine.json").read_text()))
+    profile = TypeAdapter(CostModel).validate_json((tmp_path / "machine.json").read_text())
     assert set(profile.decode) == {"int8", "cg1", "cg2", "cg3", "cg4"}
     assert profile.packed["cg4"] < profile.packed["cg1"] < profile.packed["int8"]

@@ -13,9 +13,9 @@ from ragfuse.codec import CodecTables
 from ragfuse.plan.evict import lru
 from ragfuse.plan.explanation import in_words
 from ragfuse.process.shared import forget
-from ragfuse.store import CatalogFile, DiskTier
-from ragfuse.store.catalog import Catalog
-from ragfuse.store.codec_registry import TABLES_RECHECK_S, CodecRegistry, wants_tables
+from ragfuse.store import DiskTier, KVStore
+from ragfuse.store.codec_registry import OWNER, TABLES_RECHECK_S, CodecRegistry, wants_tables
+from ragfuse.types.keys import ChunkKey, digest
 from tests.plan.kit import timings
 from tests.store.kit import Clock
 from tests.tiny import CHUNKS, ingest, messages
@@ -100,6 +100,9 @@ def test_what_another_machine_packed_with_its_own_tables_is_read_with_these(
     with Engine(second) as same:
         assert read(same) == {("objects", "cg1")}
         expected = same.answer(messages()).text
+        assert same.model.profile.codec == ours
+        # as if another machine had made its own at the same time
+        same.store.tier("objects").delete([ChunkKey(OWNER, digest("tables", same.digest))])
     model.profile = replace(model.profile, codec=None)  # which engines of one process share
     monkeypatch.setattr(
         "ragfuse.engine.codec_tables.sample",
@@ -126,7 +129,8 @@ def test_without_the_tables_it_is_a_miss_that_says_so_and_nothing_is_dropped(tin
         engine.store.tier("memory").delete(
             [each.key for each in engine.store.tier("memory").list()]
         )
-        engine.runtime._codecs._known = dict.fromkeys(engine.runtime._codecs._known, (None, 1e18))
+        known = engine.store.tables._known
+        engine.store.tables._known = dict.fromkeys(known, (None, 1e18))
         plan = engine.plan(messages())
         assert plan.fetches == ()
         assert "it cannot be decoded: this store has no codec tables for level cg2" in in_words(
@@ -139,13 +143,13 @@ def test_without_the_tables_it_is_a_miss_that_says_so_and_nothing_is_dropped(tin
 def test_tables_that_are_not_there_are_asked_for_again_only_after_a_while(tmp_path):
     asked, clock = [], Clock()
 
-    class Counting(Catalog):
-        def tried(self, query):
-            asked.append(query)
-            return super().tried(query)
+    class Counting(DiskTier):
+        def get(self, *what):
+            asked.append(what)
+            return super().get(*what)
 
-    with CatalogFile(tmp_path) as file:
-        coding = CodecRegistry(Counting(file), (), clock)
+    with closing(Counting(tmp_path, 1 << 30, lru)) as tier:
+        coding = CodecRegistry([tier], clock)
         assert coding("cg1", "model") is None
         n = len(asked)
         assert coding("cg2", "model") is None
@@ -175,7 +179,11 @@ def test_tables_lie_in_a_slow_tier_by_their_digest_and_no_other(tmp_path, tiny_s
     with Engine(at(tiny_settings, disk=["cg2"])) as engine:
         tables = CodecTables.from_dict(engine.model.profile.codec)
     with closing(DiskTier(tmp_path / "tier", 1 << 30, lru)) as tier:
-        CodecRegistry(Catalog(), (tier,)).share(tables)
-        fresh = CodecRegistry(Catalog(), (tier,))
+        CodecRegistry([tier]).learn("model", tables)
+        fresh = CodecRegistry([tier])
         assert fresh("cg2", "", tables.digest).name == "cg2"
         assert fresh("cg2", "", "0" * 16) is None
+        assert fresh("cg2", "model").name == "cg2"
+        KVStore([tier]).clear()  # later entries of other processes need them
+        assert KVStore([tier]).entries() == []
+        assert CodecRegistry([tier]).tables("model") == tables

@@ -113,7 +113,7 @@ def test_what_the_book_did_not_take_is_written_with_the_next_turn(engine, tiny_s
     talk(engine, QUESTIONS[:1])
     with unwritable(engine.catalog.file):
         talk(engine, QUESTIONS[1:2])
-    assert len(CatalogFile(tiny_settings.store).sessions.get(engine.digest, "one")[2]["turns"]) == 1
+    assert len(CatalogFile(tiny_settings.store).session(engine.digest, "one")[2]["turns"]) == 1
     mended(engine)
     (last,) = talk(engine, QUESTIONS[2:3])
     assert last.trace.unsaved == ()
@@ -156,7 +156,7 @@ def test_a_locked_book_is_waited_for_once_and_then_left_alone(
     assert all("locked" in answer.trace.unsaved[0] for answer in (first, second, third))
     clock.now += COOL_DOWN_S + 1
     assert talk(engine, QUESTIONS[3:])[0].trace.unsaved == ()
-    assert len(CatalogFile(tiny_settings.store).sessions.get(engine.digest, "one")[2]["turns"]) == 4
+    assert len(CatalogFile(tiny_settings.store).session(engine.digest, "one")[2]["turns"]) == 4
 
 
 def test_chunks_that_were_met_while_the_book_fails_are_reused_in_this_process(engine, caplog):

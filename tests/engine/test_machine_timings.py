@@ -1,62 +1,40 @@
-"""Timings of this machine, as the book of a running engine's store keeps them: asked for seldom,
-never a hindrance.
-"""
+"""Timings of this machine, as the book of a running engine's store keeps them."""
 
 import pytest
 
 from ragfuse import Ask, Engine
-from ragfuse.engine.machine_timings import TIMINGS_RECHECK_S, MachineTimings
+from ragfuse.engine.machine_timings import MachineTimings
 from ragfuse.store.catalog import Catalog
 from tests.plan.kit import timings
-from tests.store.kit import Clock
 from tests.tiny import messages
 
 
 @pytest.fixture
-def server(engine):
-    """Timings over an engine's store that has run for a while, its clock, and the names it asked
-    the book for.
-    """
-    clock, asked = Clock(1000.0), []
-
-    class Counting(Catalog):
-        def tried(self, query):
-            asked.append(query)
-            return super().tried(query)
-
-    known = MachineTimings(engine.settings.tiers, Counting(engine.catalog.file), clock)
+def known(engine):
+    """Timings over an engine's store, asked before any were taken."""
+    known = MachineTimings(engine.settings.tiers, Catalog(engine.catalog.file))
     assert known.machine(engine.model) is None
-    return known, clock, asked
+    return known
 
 
-def test_what_another_process_measures_counts_after_a_minute(engine, tiny_settings, server):
-    known, clock, asked = server
+def test_what_another_process_measures_counts(engine, tiny_settings, known):
     for byte_s in (1e-9, 2e-9):
         with Engine(tiny_settings) as other:
             other.timings.learn(timings(other, memory=0.0, disk=byte_s))
-        before, asked[:] = known.machine(engine.model), []
-        assert known.machine(engine.model) == before
-        assert asked == []
-        clock.now += TIMINGS_RECHECK_S
         assert known.machine(engine.model).tiers["disk"].byte_s == byte_s
-        assert len(asked) == 1
 
 
-def test_a_book_that_says_nothing_or_cannot_be_read_takes_no_timings_away(engine, server, caplog):
-    found, clock, _ = server
-    found.learn(known := timings(engine, memory=0.0, disk=1e-9))
-    engine.catalog.file.put(found.name(known.model, known.device, known.threads), {"version": 0})
-    clock.now += TIMINGS_RECHECK_S
-    assert found.machine(engine.model) == known
+def test_a_book_that_says_nothing_or_cannot_be_read_takes_no_timings_away(engine, known, caplog):
+    known.learn(taken := timings(engine, memory=0.0, disk=1e-9))
+    engine.catalog.file.put(known.name(taken.model, taken.device, taken.threads), {"version": 0})
+    assert known.machine(engine.model) == taken
     engine.catalog.file._database.close()
-    clock.now += TIMINGS_RECHECK_S
-    assert found.machine(engine.model) == known
+    assert known.machine(engine.model) == taken
     assert "book" in caplog.text
     assert "goes on without it" in caplog.text
 
 
-def test_where_nothing_was_measured_computing_goes_by_what_it_took(engine, server):
-    known, _, _ = server
+def test_where_nothing_was_measured_computing_goes_by_what_it_took(engine, known):
     plan = engine.plan(messages(), Ask(reuse=False))
     assert known.costs(engine.model) is None
     known.note(engine.model, plan, None, 2.0)

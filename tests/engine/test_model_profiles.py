@@ -1,6 +1,5 @@
 """The quality gate: who is refused, and what is said once."""
 
-import re
 import shlex
 from pathlib import Path
 
@@ -88,25 +87,6 @@ def test_a_command_that_is_told_is_about_the_model_as_it_is_here(tmp_path: Path)
         *("--dtype", "float16", "--device", "cuda:1"),
     ]
     assert options_for(Settings(), loaded()) == []
-
-
-def test_the_command_for_a_model_that_came_from_no_folder_can_be_run_once_it_is_saved(
-    tiny_settings: Settings, tmp_path: Path
-) -> None:
-    tiny = load_model(Path(tiny_settings.model), "float32", "cpu")
-    tiny.model.config._name_or_path = ""
-    with Engine(
-        Settings(home=tmp_path, dtype="float32"), tiny.model, tokenizer=tiny.tokenizer
-    ) as engine:
-        steps = calibrate_command(engine.settings, engine.model).split(", ")
-        digest = engine.model.fingerprint
-    for step in steps[:-1]:
-        name, folder = re.fullmatch(r"(\w+)\.save_pretrained\('(.+)'\)", step).groups()
-        getattr(tiny, name).save_pretrained(tmp_path / folder)
-    told = shlex.split(steps[-1].removeprefix("then "))
-    assert told[told.index("--model") + 1] == folder
-    with Engine(Settings(model=str(tmp_path / folder), home=tmp_path, dtype="float32")) as engine:
-        assert engine.model.fingerprint == digest
 
 
 def test_an_uncalibrated_model_answers_at_the_default_and_says_so(

@@ -4,6 +4,7 @@ still answered.
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 
 from ragfuse.errors import RefusedError
 from ragfuse.hf.handover import generate
@@ -165,4 +166,4 @@ def test_windows_are_found_per_layer(name: str) -> None:
 def test_a_profile_survives_being_written() -> None:
     for name in FAMILIES:
         profile = kit.family(name).profile
-        assert type(profile).from_dict(profile.as_dict()) == profile
+        assert TypeAdapter(type(profile)).validate_python(profile.as_dict()) == profile

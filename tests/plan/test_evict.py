@@ -9,16 +9,9 @@ def entry(name: str, last_used: float, *, pinned: bool = False) -> Entry:
     return Entry(ChunkKey("m", name), "memory", 4, 2, {"raw": 8}, last_used, pinned=pinned)
 
 
-def test_lru_yields_the_least_recently_used_first():
-    entries = [
-        entry("b", 2.0),
-        entry("z", 1.0),
-        entry("c", 3.0),
-        entry("p", 0.0, pinned=True),
-        entry("a", 1.0),
-    ]
-    # equal ones in the order given
-    assert [key.tokens for key in lru(entries)] == ["z", "a", "b", "c"]
+def test_lru_yields_one_by_one_in_the_order_of_use_and_never_pinned_ones():
+    entries = [entry("a", 1.0), entry("p", 1.5, pinned=True), entry("b", 2.0)]
+    assert [[key.tokens for key in group] for group in lru(entries)] == [["a"], ["b"]]
 
 
 def test_expired_are_those_unused_for_longer_and_never_pinned():

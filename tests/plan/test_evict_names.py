@@ -2,7 +2,7 @@
 whoever waits.
 """
 
-from itertools import groupby
+from itertools import chain, groupby
 
 import pytest
 from hypothesis import given
@@ -67,21 +67,22 @@ def slow_order(name: str, entries: list[Entry], queue: list[str]) -> list[str]:
 @given(entries=SOME, queue=QUEUES)
 def test_each_policy_drops_in_the_order_that_looking_again_and_again_gives(name, entries, queue):
     choose = ConversationEvictor(rank_named(name), conversation_of, lambda: places(queue))
-    dropped = [conversation_of(key) for key in choose(entries)]
+    dropped = [conversation_of(key) for key in chain.from_iterable(choose(entries))]
     assert [name for name, _ in groupby(dropped)] == slow_order(name, entries, queue)
 
 
 @pytest.mark.parametrize("name", EVICTION_POLICIES)
 @given(entries=SOME, queue=QUEUES)
 def test_a_conversation_goes_whole_and_one_with_something_pinned_stays_whole(name, entries, queue):
-    dropped = list(
-        ConversationEvictor(rank_named(name), conversation_of, lambda: places(queue))(entries)
-    )
+    evict = ConversationEvictor(rank_named(name), conversation_of, lambda: places(queue))
+    groups = [list(group) for group in evict(entries)]
+    dropped = list(chain.from_iterable(groups))
     kept = {conversation_of(each.key) for each in entries if each.pinned}
     assert sorted(map(str, dropped)) == sorted(
         str(e.key) for e in entries if conversation_of(e.key) not in kept
     )
-    assert len(list(groupby(dropped, conversation_of))) == len(set(map(conversation_of, dropped)))
+    assert all(len(set(map(conversation_of, group))) == 1 for group in groups)
+    assert len(groups) == len(set(map(conversation_of, dropped)))
 
 
 def test_a_conversation_of_which_something_was_used_is_not_too_old():
@@ -95,7 +96,13 @@ def test_a_conversation_of_which_something_was_used_is_not_too_old():
     choose = ConversationEvictor(
         by_next_use, conversation_of, lambda: {"c2": 0.0}, 60.0, lambda: 100.0
     )
-    assert [conversation_of(key) for key in choose(entries)] == ["c2", "c2", "c3", "c1", "c1"]
+    assert [conversation_of(key) for key in chain.from_iterable(choose(entries))] == [
+        "c2",
+        "c2",
+        "c3",
+        "c1",
+        "c1",
+    ]
 
 
 def test_entries_of_no_conversation_go_one_by_one():
@@ -104,11 +111,8 @@ def test_entries_of_no_conversation_go_one_by_one():
 
     entries = [entry(1, 0, 1.0), entry(2, 0, 2.0), entry(2, 1, 0.0), entry(1, 1, 3.0)]
     choose = ConversationEvictor(by_use, lone)
-    assert [(key.tokens, key.context) for key in choose(entries)] == [
-        ("c2", "t1"),
-        ("c2", "t0"),
-        ("c1", "t0"),
-        ("c1", "t1"),
+    assert [[(key.tokens, key.context) for key in group] for group in choose(entries)] == [
+        [("c2", "t1")],
+        [("c2", "t0")],
+        [("c1", "t0"), ("c1", "t1")],
     ]
-    assert choose.together(entries[0].key, entries[3].key)
-    assert not choose.together(entries[1].key, entries[2].key)

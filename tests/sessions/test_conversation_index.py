@@ -80,8 +80,7 @@ def test_the_policy_is_named_by_a_setting(tmp_path):
     ahead = conversations.evict(Settings(home=tmp_path))
     assert isinstance(ahead, ConversationEvictor)
     conversations.note(NAMES[0], KEYS[:2])
-    assert ahead.together(KEYS[0], KEYS[1])
-    assert not ahead.together(KEYS[0], KEYS[2])
+    assert ahead.conversation_of(KEYS[1]) == NAMES[0]
     for name in ("random", "fifo", ""):  # fifo is for simulations: tiers do not record arrivals
         with pytest.raises(SettingsError, match="evict"):
             Settings(home=tmp_path, evict=name)

@@ -18,12 +18,12 @@ def book(tmp_path):
 
 def test_a_profile_comes_back_and_a_later_one_replaces_it(book):
     profile = {"ratio": 0.15, "layers": [1, 2], "name": "é", "none": None}
-    assert book.get("model/x") is None
+    assert book.get("model/x", dict) is None
     book.put("model/x", profile)
     book.put("machine", {"a": 1})
-    assert book.get("model/x") == profile
+    assert book.get("model/x", dict) == profile
     book.put("model/x", {"ratio": 0.2})
-    assert book.get("model/x") == {"ratio": 0.2}
+    assert book.get("model/x", dict) == {"ratio": 0.2}
     assert book.names() == ["machine", "model/x"]
 
 
@@ -78,12 +78,12 @@ def test_another_process_reads_what_was_written(book, tmp_path):
         from ragfuse.store import CatalogFile
 
         with CatalogFile(Path(sys.argv[1])) as other:
-            print(other.get("p"), next(iter(other.texts("m"))).text)
+            print(other.get("p", dict), next(iter(other.texts("m"))).text)
             other.put("p", {"x": 2})
     """
     out, err = child(code, tmp_path).communicate(timeout=300)
     assert out == "{'x': 1} text\n", err
-    assert book.get("p") == {"x": 2}
+    assert book.get("p", dict) == {"x": 2}
 
 
 def test_a_damaged_book_is_set_aside_and_a_new_one_begun(tmp_path, caplog):

@@ -1,11 +1,10 @@
 """Many chunks at once: pinned, forgotten, and freed when they are too old."""
 
 import os
-from functools import partial
 
 import pytest
 
-from ragfuse.plan.evict import expired, lru
+from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, KVStore, MemoryTier
 from ragfuse.store.deletion import gc
 from tests.store.kit import Clock, encoded, files, key, kv
@@ -24,7 +23,7 @@ def clock():
 def store(tmp_path, clock):
     """Memory and disk; entries are too old after a hundred seconds."""
     tiers = [MemoryTier(MB, lru, clock=clock), DiskTier(tmp_path, MB, lru, clock=clock)]
-    with KVStore(tiers, expired=partial(expired, ttl_s=100.0), clock=clock) as store:
+    with KVStore(tiers, ttl_s=100.0, clock=clock) as store:
         yield store
 
 
@@ -71,9 +70,7 @@ def test_what_is_used_in_memory_does_not_grow_old_on_disk_for_other_processes(
         assert store.read_layers(KEYS[0], 0) is not None  # from memory
         assert store.flush()
     assert store.tiers[1].stat([KEYS[0]])[KEYS[0]].hits == 0
-    with KVStore(
-        [DiskTier(tmp_path, MB, lru, clock=clock)], expired=store.expired, clock=clock
-    ) as other:
+    with KVStore([DiskTier(tmp_path, MB, lru, clock=clock)], ttl_s=100.0, clock=clock) as other:
         assert gc(other)["disk"].expired == 1
         assert set(other.lookup(KEYS)) == {KEYS[0]}
 

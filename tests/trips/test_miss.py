@@ -8,6 +8,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from ragfuse import Ask, Engine, Settings
+from ragfuse.engine.model_profiles import stored_profile
 from ragfuse.store import KVStore
 from ragfuse.types.keys import filler_context
 from ragfuse.types.reasons import NEW_OR_DELETED
@@ -197,4 +198,4 @@ def test_the_refusal_is_remembered_and_the_next_process_does_not_probe(gpt2_path
     with Engine(settings) as engine:
         refusal = engine.model.profile.refusal
     with Engine(settings) as again:
-        assert again.runtime._profiles.probed(engine.model.fingerprint).refusal == refusal != ""
+        assert stored_profile(again.catalog, engine.model.fingerprint).refusal == refusal != ""
