@@ -5,13 +5,13 @@ the book does not take is remembered by the process, counted, told once and name
 from __future__ import annotations
 
 import sqlite3
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from unittest.mock import Mock
 
 import pytest
 
-from ragfuse import Engine, StoreError
+from ragfuse import Engine, InputError, StoreError
 from ragfuse.store import CatalogFile
 from ragfuse.store.catalog import COOL_DOWN_S
 from tests.sessions.kit import QUESTIONS, talk
@@ -179,7 +179,7 @@ def test_a_call_that_needs_the_book_fails_clearly(engine):
     assert [info.id for info in engine.sessions.ls()] == ["one"]
 
 
-def test_kv_whose_owner_cannot_be_asked_is_not_dropped(engine):
+def test_kv_of_sessions_is_kept_while_the_book_cannot_be_read(engine):
     talk(engine, QUESTIONS[:2])
     engine.flush()
     keys = engine.sessions.show("one").keys
@@ -194,3 +194,11 @@ def test_answers_of_a_batch_name_what_was_not_saved(engine):
     assert [bool(answer.trace.unsaved) for answer in answers] == [True, True]
     mended(engine)
     assert [answer.trace.unsaved for answer in engine.batch([messages()])] == [()]
+
+
+def test_a_source_that_the_book_refuses_is_not_known_in_memory_either(engine):
+    for learn in (engine.know, engine.ingest):
+        with suppress(UnicodeEncodeError, InputError):
+            learn([(CHUNKS[0], "half of a character: \ud800")])
+        for piece in engine.prompts.pieces(f"{CHUNKS[0]}\n\nWho?"):
+            assert piece.source.encode() is not None

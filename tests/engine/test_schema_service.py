@@ -105,24 +105,14 @@ def test_a_schema_is_encoded_once(engine: Engine) -> None:
 def test_an_edit_encodes_what_it_changes_and_the_text_around_what_it_moves(trip: Engine) -> None:
     before = trip.schemas.show("trip")
     assert trip.schemas.register(EDITED).done.encoded == 1
-    longer = (
-        "Lisbon and its trams, which are yellow, and its seven hills, and the river that is as wide"
-        " as a sea"
-    )
-    changed = trip.schemas.register(TRIP.replace("Lisbon and its trams, which are yellow", longer))
+    longer = "yellow, and its seven hills, and the river that is as wide as a sea"
+    changed = trip.schemas.register(TRIP.replace("yellow", longer))
     assert changed.layout.places["diet"].start > before.places["diet"].start
-    keys, had = (
-        [trip.runtime.encoder.key_of(run) for run in layout.runs]
-        for layout in (changed.layout, before)
-    )
-    new = {
-        place
-        for run, key in zip(changed.layout.runs, keys, strict=True)
-        if key not in had
-        for place in run.members
-    }
-    assert new == {"", "plan", "plan/abroad", "plan/abroad/lisbon"}
-    assert changed.done.encoded == len(set(keys) - set(had))
+    had = {trip.runtime.encoder.key_of(run) for run in before.runs}
+    new = [run for run in changed.layout.runs if trip.runtime.encoder.key_of(run) not in had]
+    places = {place for run in new for place in run.members}
+    assert places == {"", "plan", "plan/abroad", "plan/abroad/lisbon"}
+    assert changed.done.encoded == len(new)
 
 
 def test_another_process_on_the_store_has_it(trip: Engine, tiny_settings) -> None:
@@ -171,10 +161,10 @@ def test_what_another_process_removed_is_there_no_more(trip: Engine, tiny_settin
 
 
 def test_a_schema_that_is_not_registered_is_told_with_those_that_are(trip: Engine) -> None:
-    with pytest.raises(PMLError, match=r"'tripp', which is not registered; wanted 'trip'"):
+    with pytest.raises(PMLError, match="'tripp'.*'trip'"):
         trip.answer(parse_prompt(PROMPT.replace("trip", "tripp")))
     for ask in (trip.schemas.show, trip.schemas.remove):
-        with pytest.raises(InputError, match=r"no schema 'voyage'.*wanted 'trip'"):
+        with pytest.raises(InputError, match="'voyage'.*'trip'"):
             ask("voyage")
 
 
@@ -360,12 +350,9 @@ def test_a_prompt_may_be_given_as_pml_or_its_file(trip: Engine, tmp_path) -> Non
             assert "".join(stream) == wanted.text
     assert trip.answer(PROMPT).trace.schema == ""  # a text that is asked stays one
     for ask in (trip.answer, trip.stream):
-        with pytest.raises(InputError, match="found both"):
-            ask("And now?", pml=PROMPT)
-        with pytest.raises(InputError, match="found neither"):
-            ask()
-        with pytest.raises(PMLError, match="wanted <prompt>"):
-            ask(pml=TRIP)
+        for asked, pml in (("And now?", PROMPT), (None, None), (None, TRIP)):
+            with pytest.raises(InputError, match="both|neither|<prompt>"):
+                ask(asked, pml=pml)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import pytest
@@ -67,8 +67,9 @@ def streams(draw) -> list[Sent]:
     return made
 
 
-def as_pieces(stream: Sequence[Sent]) -> list[StreamPiece]:
-    return [
+@given(stream=streams(), throughput=some.floats(1e3, 1e9), others=some.integers(0, 4))
+def test_the_time_of_a_stream_is_that_of_one_link_and_one_decoder(stream, throughput, others):
+    left = [
         StreamPiece(
             (
                 part(
@@ -82,11 +83,6 @@ def as_pieces(stream: Sequence[Sent]) -> list[StreamPiece]:
         )
         for at, sent in enumerate(stream)
     ]
-
-
-@given(stream=streams(), throughput=some.floats(1e3, 1e9), others=some.integers(0, 4))
-def test_the_time_of_a_stream_is_that_of_one_link_and_one_decoder(stream, throughput, others):
-    left = as_pieces(stream)
     for rank, level in enumerate(left[0].sizes):
         by_hand = streamed_at(stream, rank, level, throughput, others)
         assert delay_s(left, level, throughput, 1 + others) == pytest.approx(by_hand)
@@ -101,20 +97,15 @@ def test_all_pieces_are_recomputed_where_that_is_in_time_or_read_raw_where_that_
     assert first_level(left, 9e6, in_time, sharing=2) == AS_TEXT
     assert first_level([piece(int8=1, cg1=1)], 1e12, in_time) == AS_TEXT
 
+    assert first_level([StreamPiece((part(0, 10, {}, None),))], 1e9, 0.0) == AS_TEXT
 
-def test_else_a_piece_first_comes_at_its_most_lossy_level():
+
+def test_a_late_piece_first_comes_at_its_most_lossy_level():
     late = 2 * COMPUTE_MARGIN - 0.01
     assert first_level([piece(0), piece(1)], 1e12, late) == "cg3"
     assert first_level([piece(0), piece(1)], None, late) == "cg3"
     assert first_level([piece(text_s=None)], 1e3, 1e9) == "cg3"
-
-
-def test_once_something_lossy_came_the_rest_is_read_too():
-    assert first_level([piece()], 1.0, 9.0, is_whole=False) == "cg3"
-
-
-def test_a_piece_without_levels_is_recomputed():
-    assert first_level([StreamPiece((part(0, 10, {}, None),))], 1e9, 0.0) == AS_TEXT
+    assert first_level([piece()], 1.0, 9.0, is_whole=False) == "cg3"  # others came so before it
 
 
 def test_the_lossiest_pieces_come_again_at_the_best_level_for_which_there_is_time():
@@ -159,10 +150,7 @@ def test_a_piece_is_late_after_some_times_what_was_foreseen():
     assert first_look_s(piece(), "int8", 4e6) == pytest.approx(PATIENCE)
     assert first_look_s(piece(), "int8", 4e6, sharing=3) == pytest.approx(3 * PATIENCE)
     assert first_look_s(piece(), "int8", 1e12) == NEVER_LATE_S
-
-
-def test_on_an_unknown_line_a_piece_is_late_when_it_would_be_computed():
-    assert first_look_s(piece(text_s=0.7), "int8", None) == 0.7
+    assert first_look_s(piece(text_s=0.7), "int8", None) == 0.7  # an unknown line
     assert first_look_s(piece(text_s=None), "int8", None) is None
 
 
@@ -171,11 +159,8 @@ def test_a_late_piece_is_given_up_once_waiting_as_long_again_is_worse_than_compu
     assert not is_given_up(left, "int8", 0.9, 0.0)
     assert is_given_up(left, "int8", 1.1, 0.0)
     assert not is_given_up([piece(text_s=None)], "int8", 100.0, 0.0)
-
-
-def test_what_may_still_be_in_time_is_waited_for():
-    assert is_given_up([piece(text_s=1.0)], "int8", 1.1, 1.0)
-    assert not is_given_up([piece(text_s=1.0)], "int8", 1.1, 1.2)
+    assert is_given_up(left[:1], "int8", 1.1, 1.0)
+    assert not is_given_up(left[:1], "int8", 1.1, 1.2)  # it may still be in time
 
 
 def test_a_late_piece_is_waited_for_where_the_rest_can_come_at_a_lesser_level():
