@@ -86,7 +86,7 @@ def test_the_rows_of_a_shared_prefix_are_those_of_full_prefill(cached):
     assert is_full_prefill(cached, ready)
 
 
-def test_what_was_computed_behind_a_blended_row_is_never_kept(cached):
+def test_rows_computed_behind_a_blended_row_are_never_saved(cached):
     asked(cached, messages())  # all of it is computed, and kept
     first = asked(cached, messages(CHUNKS[::-1]))
     assert any(chunk_hits(first.trace))
