@@ -161,10 +161,10 @@ def test_what_another_process_removed_is_there_no_more(trip: Engine, tiny_settin
 
 
 def test_a_schema_that_is_not_registered_is_told_with_those_that_are(trip: Engine) -> None:
-    with pytest.raises(PMLError, match="'tripp'.*'trip'"):
+    with pytest.raises(PMLError, match=r"'tripp'.*'trip'"):
         trip.answer(parse_prompt(PROMPT.replace("trip", "tripp")))
     for ask in (trip.schemas.show, trip.schemas.remove):
-        with pytest.raises(InputError, match="'voyage'.*'trip'"):
+        with pytest.raises(InputError, match=r"'voyage'.*'trip'"):
             ask("voyage")
 
 
@@ -351,7 +351,7 @@ def test_a_prompt_may_be_given_as_pml_or_its_file(trip: Engine, tmp_path) -> Non
     assert trip.answer(PROMPT).trace.schema == ""  # a text that is asked stays one
     for ask in (trip.answer, trip.stream):
         for asked, pml in (("And now?", PROMPT), (None, None), (None, TRIP)):
-            with pytest.raises(InputError, match="both|neither|<prompt>"):
+            with pytest.raises(InputError, match=r"both|neither|<prompt>"):
                 ask(asked, pml=pml)
 
 
