@@ -105,15 +105,11 @@ def test_what_comes_from_the_prefix_cache_is_exact_also_where_it_is_part_of_an_e
     )
 
 
-def test_behind_a_gap_nothing_is_exact_and_a_prompt_that_starts_late_is_no_gap():
-    gap = Prompt(
-        (Segment(PREFIX, 0, "prefix", (key(PREFIX),)), chunk(ONE, 4), Segment(QUESTION, 6))
-    )
-    late = Prompt(
-        (Segment(PREFIX, 7, "prefix", (key(PREFIX),)), chunk(ONE, 10), Segment(QUESTION, 12))
-    )
-    assert not is_exact(gap, fetch(1, key(ONE, PREFIX)))
-    assert is_exact(late, fetch(1, key(ONE, PREFIX)))
+@pytest.mark.parametrize(("begin", "start", "exact"), [(0, 4, False), (7, 10, True)])
+def test_behind_a_gap_nothing_is_exact_and_a_prompt_that_starts_late_is_no_gap(begin, start, exact):
+    prefix = Segment(PREFIX, begin, "prefix", (key(PREFIX),))
+    prompt = Prompt((prefix, chunk(ONE, start), Segment(QUESTION, start + 2)))
+    assert is_exact(prompt, fetch(1, key(ONE, PREFIX))) is exact
 
 
 def amidst(tokens: tuple[int, ...]) -> ChunkKey:
