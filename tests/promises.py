@@ -56,7 +56,7 @@ PROMISES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "tests/store/test_processes.py",
         ),
         "tenants are apart": (
-            "tests/engine/test_engine.py::test_one_salt_never_hits_what_another_kept",
+            "tests/engine/test_engine.py::test_a_tenant_never_hits_an_entry_of_another",
             "tests/serve/test_documents.py::test_no_tenant_sees_or_finds_another_ones_documents",
             "tests/serve/test_keys.py",
         ),

@@ -9,23 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import (
-    GenerationConfig,
-)
+from transformers import GenerationConfig
 
 from ragfuse import Ask, Engine, Settings
 from tests.scripted import saying
 
 ASKED = [("user", "Go\n")]
 SAID = "Hi 😀é世-end of it."
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 1024,
-}
 
 
 def wanted(stop: str) -> tuple[str, str]:

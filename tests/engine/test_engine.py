@@ -2,19 +2,17 @@
 leaves behind.
 """
 
-import asyncio
 import copy
-import gc
 import random
 import shutil
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GenerationConfig
 
 from ragfuse import Ask, Engine, InputError, ModelError, SettingsError, StoreError
 from ragfuse.engine import runtime
@@ -22,9 +20,10 @@ from ragfuse.engine.runtime import MAX_WAITING_JOBS
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.probe import decoder_layers
 from ragfuse.plan.evict import lru
-from ragfuse.store import DiskTier, KVStore, MemoryTier
+from ragfuse.store import DiskTier, KVStore
 from ragfuse.types.keys import filler_context
 from ragfuse.types.kv import ChunkKV, LayerKV
+from tests.store.kit import HeldTier
 from tests.store.redis_server import until
 from tests.tiny import CHUNKS, INSTRUCTION, QUESTION, adds_up, chunk_hits, ingest, messages, python
 
@@ -53,7 +52,7 @@ def test_ratio_one_is_full_prefill_token_for_token(engine, policy, missing):
     )
 
 
-def test_a_prompt_of_which_only_the_beginning_is_stored_is_exact_at_ratio_zero(engine):
+def test_a_stored_prefix_alone_is_exact_at_ratio_zero(engine):
     engine.ingest([], engine.prefix(messages()))
     one = messages(CHUNKS[3:4])
     answer = engine.answer(one, Ask(ratio=0.0))
@@ -82,38 +81,16 @@ def test_rows_in_the_trace_lie_in_chunks_that_are_not_exact(filled):
 
 
 def test_the_time_to_the_first_token_is_from_the_call(filled):
-    answers: list = []
-    thread = threading.Thread(target=lambda: answers.append(filled.answer(messages())))
     began = time.perf_counter()
-    with filled.model.lock:
-        thread.start()
-        until(lambda: filled.model.lock.waiting)
-        time.sleep(0.2)
-    thread.join()
-    passed = time.perf_counter() - began
-    trace = answers[0].trace
-    assert 0.2 <= trace.ttft_s < trace.total_s < passed
-    assert trace.compute_s + 0.1 < trace.ttft_s
-
-
-def test_an_answer_ends_at_its_length(filled):
-    answer = filled.answer(messages(), Ask(max_tokens=5))
-    assert (len(answer.token_ids), answer.finish_reason) == (5, "length")
-
-
-def test_an_answer_ends_at_a_stop_string_and_does_not_show_it(filled):
-    whole = filled.answer(messages()).text
-    stop = whole[4:6]
-    answer = filled.answer(messages(), Ask(stop=[stop, "never said"]))
-    assert (answer.text, answer.finish_reason) == (whole[: whole.index(stop)], "stop")
-    assert filled.answer(messages(), Ask(stop=stop)).text == answer.text
-
-
-def test_an_answer_ends_at_the_end_token(filled):
-    ids = filled.answer(messages()).token_ids
-    answer = filled.answer(messages(), Ask(options={"eos_token_id": ids[3]}))
-    assert answer.token_ids == ids[: ids.index(ids[3])]
-    assert answer.finish_reason == "stop"
+    with ThreadPoolExecutor(1) as pool:
+        with filled.model.lock:
+            asked = pool.submit(filled.answer, messages())
+            until(lambda: filled.model.lock.waiting)
+            held = time.perf_counter()
+            time.sleep(0.2)
+            held = time.perf_counter() - held
+        trace = asked.result(60).trace
+    assert trace.compute_s + held < trace.ttft_s < trace.total_s < time.perf_counter() - began
 
 
 def test_a_seed_makes_sampling_repeat_and_leaves_other_random_numbers_alone(filled):
@@ -126,16 +103,6 @@ def test_a_seed_makes_sampling_repeat_and_leaves_other_random_numbers_alone(fill
     assert torch.equal(torch.rand(1), wanted)
 
 
-def test_a_generation_config_is_obeyed(filled):
-    config = GenerationConfig(do_sample=True, temperature=2.0, max_new_tokens=4)
-    answers = {
-        filled.answer(messages(), Ask(options={"generation_config": config})).token_ids
-        for _ in range(5)
-    }
-    assert {len(ids) for ids in answers} == {4}
-    assert len(answers) > 1
-
-
 @pytest.mark.parametrize(
     "options", [{"cache_implementation": "static"}, {"num_beams": 3}, {"num_return_sequences": 2}]
 )
@@ -144,37 +111,16 @@ def test_another_cache_and_several_sequences_are_refused(filled, options):
         filled.answer(messages(), Ask(options=options))
 
 
-@pytest.mark.parametrize("ratio", [-0.1, 1.01, float("nan"), float("inf")])
-def test_a_ratio_out_of_bounds_is_refused(ratio):
-    with pytest.raises(SettingsError, match=r"^ratio"):
-        Ask(ratio=ratio)
-
-
-def test_a_policy_that_is_none_is_refused(tiny_settings):
-    with pytest.raises(SettingsError, match="'nothing-such'"):
-        Ask(policy="nothing-such")
-    with pytest.raises(SettingsError, match=r"'hkdv'\. Did you mean hkvd\?"):
-        Ask(policy="hkdv")
-    with pytest.raises(SettingsError, match="'nothing-such'"):
-        Engine(tiny_settings.model_copy(update={"policy": "nothing-such"}))
-
-
-@pytest.mark.parametrize("prompt", ["", [("user", "")]])
-def test_an_empty_prompt_is_refused_or_answered_but_nothing_else(engine, prompt):
-    if prompt == "":
-        with pytest.raises(InputError, match="empty"):
-            engine.answer(prompt)
-    else:
-        assert engine.answer(prompt).trace.fallback_reason
-
-
-def test_a_prompt_longer_than_the_model_is_refused(engine):
-    with pytest.raises(InputError, match=r"at most 4,096 tokens.*found 4,1\d\d"):
-        engine.answer([("user", "x" * 4100)])
-    with pytest.raises(InputError, match="at most"):
-        engine.batch([[("user", "x" * 4100)]])
-    with pytest.raises(InputError, match="at most"):
-        _ = engine.stream([("user", "x" * 4100)]).answer
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        *(({"ratio": ratio}, "ratio") for ratio in (-0.1, 1.01, float("nan"), float("inf"))),
+        ({"policy": "hkdv"}, "hkvd"),
+    ],
+)
+def test_a_ratio_out_of_bounds_and_an_unknown_policy_are_refused(given, told):
+    with pytest.raises(SettingsError, match=told):
+        Ask(**given)
 
 
 # prompts
@@ -185,21 +131,6 @@ def test_an_answer_to_text_is_that_to_messages_without_a_template(filled):
     prompt = filled.prompt(said)
     assert [s.kind for s in prompt.segments].count("chunk") == 6
     assert filled.answer(said, Ask(ratio=1.0)).token_ids == full(filled, said).token_ids
-
-
-def test_a_bos_token_is_put_before_a_text_where_the_tokenizer_does_so(filled):
-    tokenizer = filled.model.tokenizer
-    ids = filled.prompt("Hello there").token_ids
-    assert list(ids) == tokenizer("Hello there").input_ids
-
-
-def test_documents_of_a_question_are_chunks_that_are_not_known(engine):
-    asked = [("user", f"{INSTRUCTION}{CHUNKS[0]}\n\n{QUESTION}")]
-    prompt = engine.prompt(asked, ask=Ask(documents=[(CHUNKS[0], "by hand")]))
-    found = [segment for segment in prompt.segments if segment.kind == "chunk"]
-    assert [(engine.model.text(s.tokens), s.source, s.text) for s in found] == [
-        (CHUNKS[0], "by hand", CHUNKS[0])
-    ]
 
 
 def test_special_tokens_inside_a_document_stay_text(engine):
@@ -213,20 +144,6 @@ def test_special_tokens_inside_a_document_stay_text(engine):
     assert chunk_hits(engine.answer(said).trace) == [True]
 
 
-def test_a_prefix_before_a_chunk_is_what_ingest_keeps_beside_chunks(engine):
-    prefix = engine.prefix(messages())
-    prompt = engine.prompt(messages())
-    assert prompt.segments[0].tokens == prefix
-    assert prompt.segments[0].keys == (engine.runtime.encoder.key(prefix),)
-    assert prompt.segments[1].keys == (
-        engine.runtime.encoder.key(engine.tokens(CHUNKS[0]), filler_context("")),
-    )
-    engine.ingest([(CHUNKS[0], "")], prefix)
-    wanted = {*prompt.segments[0].keys, *prompt.segments[1].keys}
-    assert {entry.key for entry in engine.store.entries()} == wanted
-    assert engine.prefix([("user", "no chunk in it")]) == ()
-
-
 def test_a_chunk_is_found_behind_any_prefix(engine):
     engine.ingest([(text, "") for text in CHUNKS])
     for head in (INSTRUCTION, "Some other, longer beginning of a prompt.\n\n"):
@@ -238,7 +155,7 @@ def test_a_chunk_is_found_behind_any_prefix(engine):
         assert trace.tokens_recomputed > 0
 
 
-def test_chunks_shorter_than_the_least_are_fresh_and_their_number_is_a_setting(tiny_settings):
+def test_chunks_shorter_than_min_chunk_tokens_are_fresh(tiny_settings):
     short = ["Seven t.", "Eight to", CHUNKS[0]]
     with Engine(tiny_settings.model_copy(update={"min_chunk_tokens": 9})) as engine:
         kinds = [s.kind for s in engine.prompt(messages(short)).segments]
@@ -249,42 +166,31 @@ def test_chunks_shorter_than_the_least_are_fresh_and_their_number_is_a_setting(t
 
 
 def test_loading_the_model_is_no_part_of_the_time_to_the_first_token(
-    tiny_settings, tmp_path, monkeypatch, caplog
+    tiny_settings, tmp_path, monkeypatch
 ):
     folder = shutil.copytree(tiny_settings.model, tmp_path / "model")  # no other test has loaded it
-    loaded = runtime.load_model
+    load, loads = runtime.load_model, []
 
-    loads = []
-
-    def slowly(*given, **options):
+    def timed(*given, **options):
         began = time.perf_counter()
-        time.sleep(1.0)
-        found = loaded(*given, **options)
+        found = load(*given, **options)
         loads.append(time.perf_counter() - began)
         return found
 
-    monkeypatch.setattr(runtime, "load_model", slowly)
-    caplog.set_level("INFO", logger="ragfuse")
+    monkeypatch.setattr(runtime, "load_model", timed)
     with Engine(tiny_settings.model_copy(update={"model": str(folder)})) as engine:
         began = time.perf_counter()
         trace = engine.answer([("user", "Who?")]).trace
         assert trace.ttft_s + sum(loads) < time.perf_counter() - began
-        assert [
-            each.getMessage() for each in caplog.records if "Model loaded in" in each.getMessage()
-        ]
+    assert loads
 
 
-def test_one_chunk_twice_in_a_prompt_is_right_in_both_places(filled):
+def test_a_chunk_that_stands_twice_in_a_prompt_is_reused_in_both_places(filled):
     twice = messages([CHUNKS[0], CHUNKS[1], CHUNKS[0], CHUNKS[0]])
     answer = filled.answer(twice, Ask(ratio=1.0))
     assert chunk_hits(answer.trace) == [True] * 4
-    assert [segment.exact for segment in answer.trace.segments] == [
-        True,
-        False,
-        False,
-        False,
-        False,
-    ]
+    assert [segment.exact for segment in answer.trace.segments] == [True] + [False] * 4
+    assert "4 of 4 chunks" in answer.trace.summary
     assert answer.token_ids == full(filled, twice).token_ids
 
 
@@ -302,7 +208,7 @@ def test_known_texts_are_the_original_ones_also_when_the_tokenizer_changes_them(
         engine.model.tokenizer.clean_up_tokenization_spaces = False
 
 
-def test_a_known_chunk_wears_its_source(filled):
+def test_a_known_chunk_has_its_source(filled):
     prompt = filled.prompt([("user", f"{INSTRUCTION}{CHUNKS[4]}\n\n{QUESTION}")])
     assert [segment.source for segment in prompt.segments if segment.kind == "chunk"] == ["book-4"]
 
@@ -310,7 +216,7 @@ def test_a_known_chunk_wears_its_source(filled):
 # tenants
 
 
-def test_one_salt_never_hits_what_another_kept(tiny_settings, filled):
+def test_a_tenant_never_hits_an_entry_of_another(tiny_settings, filled):
     with Engine(tiny_settings.model_copy(update={"salt": "b"})) as other:
         trace = other.answer(messages()).trace
         assert chunk_hits(trace) == [False] * 6
@@ -329,7 +235,7 @@ def test_another_dtype_is_another_model(tiny_settings, filled):
 # streams
 
 
-def test_a_stream_says_what_an_answer_is(filled):
+def test_a_stream_gives_the_text_of_the_answer(filled):
     with filled.stream(messages(), Ask(max_tokens=80)) as stream:
         said = list(stream)
         assert (
@@ -341,42 +247,21 @@ def test_a_stream_says_what_an_answer_is(filled):
     assert stream.answer.trace.ttft_s > 0
 
 
-def test_a_stream_never_says_what_comes_after_a_stop_string(filled):
-    whole = filled.answer(messages()).text
-    stop = whole[5:7]
-    with filled.stream(messages(), Ask(stop=[stop])) as stream:
-        assert "".join(stream) == whole[: whole.index(stop)] == stream.answer.text
-
-
 def test_a_stream_that_is_closed_half_way_ends_and_frees_the_model(filled):
     with filled.stream(messages(), Ask(max_tokens=3000)) as stream:
         next(iter(stream))
-    assert not stream._thread.is_alive()
     with filled.model.lock:
         assert filled.model.lock.waiting == 0
-    with pytest.raises(InputError, match="closed before"):
+    with pytest.raises(InputError, match="closed"):
         _ = stream.answer
-
-
-def test_a_stream_that_is_dropped_half_way_ends(filled):
-    stream = filled.stream(messages(), Ask(max_tokens=3000))
-    next(iter(stream))
-    thread = stream._thread
-    del stream
-    gc.collect()
-    thread.join(60)
-    assert not thread.is_alive()
 
 
 def test_streams_that_are_closed_while_they_wait_for_the_model_compute_nothing(filled, monkeypatch):
     filled.answer(messages())
     computed, fuse = [], filled.model.fuse
-
-    def counted(*given, **options):
-        computed.append(given)
-        return fuse(*given, **options)
-
-    monkeypatch.setattr(filled.model, "fuse", counted)
+    monkeypatch.setattr(
+        filled.model, "fuse", lambda *given, **more: computed.append(1) or fuse(*given, **more)
+    )
     filled.answer(messages())
     assert len(computed) == 1
     with filled.model.lock:
@@ -408,33 +293,6 @@ def test_a_stream_that_is_cancelled_during_its_prefill_computes_no_further_layer
     assert filled.answer(messages(), Ask(reuse=reuse)).text
 
 
-def test_what_fails_in_a_stream_is_raised_to_the_reader_every_time(filled):
-    stream = filled.stream(messages(), Ask(options={"cache_implementation": "static"}))
-    for _ in range(2):
-        with pytest.raises(SettingsError):
-            _ = stream.answer
-    with pytest.raises(SettingsError):
-        list(filled.stream(messages(), Ask(options={"cache_implementation": "static"})))
-    assert filled.answer(messages()).text
-
-
-async def test_a_stream_is_read_by_an_event_loop_that_goes_on_meanwhile(filled):
-    ticks = 0
-
-    async def tick():
-        nonlocal ticks
-        while True:
-            await asyncio.sleep(0)
-            ticks += 1
-
-    ticking = asyncio.create_task(tick())
-    stream = filled.stream(messages())
-    said = [text async for text in stream]
-    ticking.cancel()
-    assert "".join(said) == stream.answer.text == filled.answer(messages()).text
-    assert ticks > len(said)
-
-
 # batches and threads
 
 
@@ -455,15 +313,13 @@ def test_a_batch_says_what_each_prompt_alone_says(filled):
     assert filled.batch([]) == []
 
 
-def test_in_a_batch_each_answer_ends_for_itself(filled):
+def test_each_answer_of_a_batch_ends_at_its_own_end_token(filled):
     ids = filled.answer(messages()).token_ids
     ask = Ask(options={"eos_token_id": ids[3]})
-    alone = [filled.answer(messages(chunks), ask) for chunks in (CHUNKS, CHUNKS[:1])]
-    together = filled.batch([messages(), messages(CHUNKS[:1])], ask)
-    assert [(a.token_ids, a.finish_reason) for a in together] == [
-        (a.token_ids, a.finish_reason) for a in alone
-    ]
-    assert together[0].finish_reason == "stop"
+    alone = filled.answer(messages(CHUNKS[:1]), ask)
+    ended, other = filled.batch([messages(), messages(CHUNKS[:1])], ask)
+    assert (ended.token_ids, ended.finish_reason) == (ids[: ids.index(ids[3])], "stop")
+    assert (other.token_ids, other.finish_reason) == (alone.token_ids, alone.finish_reason)
 
 
 def test_threads_that_ask_at_once_get_their_own_answers(filled):
@@ -471,26 +327,20 @@ def test_threads_that_ask_at_once_get_their_own_answers(filled):
         messages(random.Random(seed).sample(CHUNKS, 4), f"Question {seed}?") for seed in range(8)
     ]
     wanted = [filled.answer(prompt).token_ids for prompt in prompts]
-    found: dict[int, tuple[int, ...]] = {}
 
     def ask(number):
         if number % 2:
-            found[number] = filled.answer(prompts[number]).token_ids
-        else:
-            found[number] = filled.stream(prompts[number]).answer.token_ids
+            return filled.answer(prompts[number]).token_ids
+        return filled.stream(prompts[number]).answer.token_ids
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[number] for number in range(8)] == wanted
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(8))) == wanted
 
 
 # what is left behind
 
 
-def test_closing_finishes_what_waits_to_be_saved(tiny_settings):
+def test_closing_an_engine_finishes_waiting_saves(tiny_settings):
     with Engine(tiny_settings) as engine:
         engine.answer(messages())
     with Engine(tiny_settings) as again:
@@ -499,25 +349,16 @@ def test_closing_finishes_what_waits_to_be_saved(tiny_settings):
 
 def test_closing_while_others_still_ask_neither_hangs_nor_fails(tiny_settings, monkeypatch):
     engine = Engine(tiny_settings)
-    answers, begun, check = [], threading.Semaphore(0), engine._check_open
+    begun, check = threading.Semaphore(0), engine._check_open
     monkeypatch.setattr(engine, "_check_open", lambda: (check(), begun.release()))
-    threads = [
-        threading.Thread(target=lambda: answers.append(engine.answer(messages()).text))
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for _ in threads:
-        assert begun.acquire(timeout=60)
-    engine.close()
-    for thread in threads:
-        thread.join(60)
-    assert len(set(answers)) == 1
-    assert len(answers) == 4
-    engine.close()
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(engine.answer, messages()) for _ in range(4)]
+        assert all(begun.acquire(timeout=60) for _ in asked)
+        engine.close()
+        assert len({each.result(60).text for each in asked}) == 1
 
 
-def test_a_block_that_fails_drops_what_waits(tiny_settings):
+def test_a_with_block_that_fails_drops_waiting_saves(tiny_settings):
     engine = Engine(tiny_settings)
 
     def ask_and_fail():
@@ -530,7 +371,7 @@ def test_a_block_that_fails_drops_what_waits(tiny_settings):
     assert engine.runtime.jobs.dropped >= 6
 
 
-def test_the_same_miss_waits_once(engine):
+def test_a_chunk_that_several_prompts_miss_is_encoded_once(engine):
     with engine.model.lock:
         for _ in range(3):
             engine.answer(messages())
@@ -560,14 +401,6 @@ def test_engines_of_equal_settings_are_one_until_it_is_closed(tiny_settings):
     again.close()
 
 
-def test_models_of_one_name_are_loaded_once(tiny_settings, tmp_path):
-    with (
-        Engine(tiny_settings) as one,
-        Engine(tiny_settings.model_copy(update={"store": tmp_path / "b"})) as two,
-    ):
-        assert one.model is two.model
-
-
 def test_a_folder_that_changed_is_loaded_anew_by_the_next_engine(
     tiny_settings, tiny_path, tmp_path
 ):
@@ -582,12 +415,6 @@ def test_a_folder_that_changed_is_loaded_anew_by_the_next_engine(
     with Engine(settings) as engine, Engine(settings) as other:
         assert engine.model.weights != before
         assert other.model is engine.model
-
-
-def test_a_store_folder_that_is_a_file_is_refused(tiny_settings, tmp_path):
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(StoreError, match="a file"):
-        Engine(tiny_settings.model_copy(update={"store": tmp_path / "file"}))
 
 
 def test_a_model_without_a_tokenizer_takes_no_text(tiny_settings, engine):
@@ -626,55 +453,23 @@ def test_entries_of_another_shape_under_the_right_key_are_computed_anew(engine, 
     assert engine.answer(messages(), Ask(ratio=1.0)).text == expected
 
 
-class HungTier(MemoryTier):
-    """A slow tier whose writes wait for `go`."""
-
-    slow = True
-
-    def __init__(self) -> None:
-        super().__init__(1 << 30, lru, name="hung")
-        self.go = threading.Event()
-
-    def put(self, *arguments):
-        assert self.go.wait(60)
-        return super().put(*arguments)
-
-
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_tier_that_hangs_keeps_no_missed_chunk_from_the_disk(tiny_settings, tmp_path, order):
-    hung, disk = HungTier(), DiskTier(tmp_path / "kv", 1 << 30, lru)
-    with Engine(tiny_settings, store=KVStore([hung, disk][::order])) as engine:
-        try:
-            engine.answer(messages(), Ask(max_tokens=2))
-            assert engine.runtime.jobs.flush(60)
-            until(lambda: len(disk.list()) >= len(CHUNKS))
-            assert hung.list() == []
-        finally:
-            hung.go.set()
-        engine.flush()
-        assert {entry.key for entry in hung.list()} == {entry.key for entry in disk.list()}
-
-
-def test_closing_an_engine_waits_for_a_tier_that_hangs_no_longer_than_told(tiny_settings):
-    hung = HungTier()
-    engine = Engine(tiny_settings, store=KVStore([MemoryTier(1 << 30, lru), hung]))
-    engine.answer(messages(), Ask(max_tokens=2))
-    until(lambda: len(engine.store.tiers[0].list()) >= 1)
-    closing = threading.Thread(target=engine.close, args=(0.0,), daemon=True)
-    closing.start()
-    closing.join(30)
-    ended = not closing.is_alive()
-    hung.go.set()
-    assert ended
-
-
-def test_ingest_ends_when_every_slow_tier_has_everything(tiny_settings, tmp_path):
-    tiers = [DiskTier(tmp_path / name, 1 << 30, lru, name=name) for name in ("one", "two")]
-    with Engine(tiny_settings, store=KVStore(tiers, writer_queue=1)) as engine:
-        ingest(engine)
-        assert len(tiers[0].list()) == len(CHUNKS) + 1
-        assert {entry.key for entry in tiers[0].list()} == {entry.key for entry in tiers[1].list()}
-        assert engine.store.stats().dropped_writes == 0
+def test_a_tier_that_hangs_keeps_nothing_from_the_disk_and_closing_waits_no_longer_than_told(
+    tiny_settings, tmp_path, order
+):
+    hung, disk = HeldTier("hung"), DiskTier(tmp_path / "kv", 1 << 30, lru)
+    engine = Engine(tiny_settings, store=KVStore([hung, disk][::order]))
+    try:
+        engine.answer(messages(), Ask(max_tokens=2))
+        assert engine.runtime.jobs.flush(60)
+        until(lambda: len(disk.list()) >= len(CHUNKS))
+        closing = threading.Thread(target=engine.close, args=(0.0,), daemon=True)
+        closing.start()
+        closing.join(30)
+        assert not closing.is_alive()
+        assert hung.list() == []
+    finally:
+        hung.go.set()
 
 
 def test_pieces_of_one_altered_chunk_count_as_one(engine):
@@ -691,27 +486,20 @@ def test_pieces_of_one_altered_chunk_count_as_one(engine):
     )
 
 
-def test_one_chunk_twice_counts_twice(engine):
-    engine.ingest([(CHUNKS[0], "a.txt")])
-    trace = engine.answer(
-        [("user", f"{INSTRUCTION}{CHUNKS[0]}\n\n{CHUNKS[0]}\n\n{QUESTION}")]
-    ).trace
-    assert "2 of 2 chunks" in trace.summary
-
-
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ([("user", None)], "A message is a pair such as"),
-        ([""], "A message is a pair such as"),
-        ([3.5], "A message is a pair such as"),
-        ([("user", [1])], "A message is a pair such as"),
+        ([("user", None)], "message"),
+        ([""], "message"),
+        ([3.5], "message"),
+        ([("user", [1])], "message"),
         (None, "found neither|found None"),
-        (7, "A question is a text, a list of messages or token ids; found 7"),
-        ([], "There are no messages"),
+        (7, "found 7"),
+        ([], "no messages"),
+        ("", "empty"),
     ],
 )
-def test_what_is_no_question_is_refused_by_what_was_found(engine, given, told):
+def test_what_is_no_question_is_refused(engine, given, told):
     for ask in (engine.answer, engine.plan, engine.prompt):
         with pytest.raises(InputError, match=told):
             ask(given)
@@ -726,7 +514,7 @@ def test_an_engine_stays_in_its_process(engine):
 @pytest.mark.parametrize(
     "given", ["a long text", ["a long text"], [("a", None)], [("a", "b", "c")], [3]]
 )
-def test_what_is_no_document_is_refused_by_what_was_found(engine, given):
+def test_what_is_no_document_is_refused(engine, given):
     for take in (
         engine.know,
         engine.ingest,
@@ -737,11 +525,11 @@ def test_what_is_no_document_is_refused_by_what_was_found(engine, given):
 
 
 @pytest.mark.parametrize("field", ["stop", "tools", "documents", "options", "chat_template_kwargs"])
-def test_none_stands_for_nothing(field):
+def test_none_stands_for_the_default_of_a_field(field):
     assert Ask(**{field: None}) == Ask()
 
 
-def test_a_closed_engine_says_so_and_not_what_it_no_longer_has(tiny_settings):
+def test_every_call_of_a_closed_engine_is_one_clear_error(tiny_settings):
     with Engine(tiny_settings) as engine:
         assert engine.answer("Who?").token_ids
     calls = [

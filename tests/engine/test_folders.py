@@ -32,49 +32,42 @@ def gone(here):
     return here.parent / "there"
 
 
-NAMED = ("kv", "./kv", "deep/er/kv", "../here/kv", "~/kv")
-
-
-@pytest.mark.parametrize("named", NAMED)
-def test_a_store_stays_where_it_was_when_it_was_named(here, tiny_settings, named):
-    settings = Settings(**{**tiny_settings.model_dump(), "store": named, "home": "house"})
+@pytest.mark.parametrize("named", ["kv", "./kv", "deep/er/kv", "../here/kv", "~/kv"])
+def test_settings_mean_the_folder_that_was_named_where_they_were_made(here, named):
+    settings = Settings(store=named, home="house", tiers=(named, f"file://{named}"))
     wanted = os.path.abspath(os.path.expanduser(named))
-    there = gone(here)
-    assert str(settings.store_path) == wanted
-    assert str(settings.home) == str(here / "house")
-    with Engine(settings) as engine:
-        engine.answer(messages(CHUNKS[:2]))
-        engine.flush()
-        os.chdir(here)
-        engine.answer(messages(CHUNKS[2:4]))
-        engine.flush()
-        os.chdir(there)
-        engine.answer(messages(CHUNKS[4:]))
-    with Engine(settings) as engine:
-        assert chunk_hits(engine.answer(messages()).trace) == [True] * len(CHUNKS)
-    assert list(there.iterdir()) == []
-    assert os.path.isdir(wanted)
+    gone(here)
+    assert (str(settings.store_path), settings.home) == (wanted, here / "house")
+    assert settings.tiers[0].removeprefix("file://") == wanted
 
 
-@pytest.mark.parametrize("url", ["far", "./far", "file://far", "file://./far", "~/far"])
-def test_a_tier_in_a_folder_stays_where_it_was(here, tiny_settings, url):
-    settings = Settings(
-        **{**tiny_settings.model_dump(), "tiers": (url,), "memory_bytes": 0, "disk_bytes": 0}
+def test_settings_from_the_environment_and_from_toml_mean_the_folder_where_they_were_read(
+    here, monkeypatch
+):
+    monkeypatch.delenv("RAGFUSE_HOME", raising=False)
+    monkeypatch.setenv("RAGFUSE_STORE", "kv")
+    (here / "ragfuse.toml").write_text(
+        'home = "house"\ntiers = ["file://far", "redis://cache:6379/0", "s3://a/b"]\n'
     )
+    settings = Settings()
+    gone(here)
+    assert (settings.store, settings.home) == (here / "kv", here / "house")
+    assert settings.tiers == (f"file://{here / 'far'}", "redis://cache:6379/0", "s3://a/b")
+
+
+@pytest.mark.parametrize(
+    "place", [{"store": "kv"}, {"tiers": ("far",), "memory_bytes": 0, "disk_bytes": 0}]
+)
+def test_an_engine_keeps_its_store_and_tiers_wherever_its_process_goes(here, tiny_settings, place):
+    settings = Settings(**{**tiny_settings.model_dump(), **place})
     there = gone(here)
-    with Engine(settings) as engine:
-        engine.ingest([(text, "a") for text in CHUNKS[:3]])
-        os.chdir(here)
-        assert chunk_hits(engine.answer(messages(CHUNKS[:3])).trace) == [True] * 3
-        os.chdir(there)
-        engine.ingest([(text, "a") for text in CHUNKS[3:]])
-    os.chdir(here)
-    with Engine(
-        Settings(
-            **{**tiny_settings.model_dump(), "tiers": (url,), "memory_bytes": 0, "disk_bytes": 0}
-        )
-    ) as engine:
-        assert chunk_hits(engine.answer(messages()).trace) == [True] * len(CHUNKS)
+    for n_new in (3, 0):
+        with Engine(settings) as engine:
+            assert engine.ingest([(text, "a") for text in CHUNKS[:3]]).encoded == n_new
+            os.chdir(here)
+            assert engine.ingest([(text, "a") for text in CHUNKS[3:]]).encoded == n_new
+            os.chdir(there)
+            assert chunk_hits(engine.answer(messages()).trace) == [True] * len(CHUNKS)
     assert list(there.iterdir()) == []
 
 
@@ -103,19 +96,6 @@ def test_engines_that_were_named_from_different_folders_are_shared_only_where_th
         other.close()
     finally:
         one.close()
-
-
-def test_settings_from_the_environment_and_from_toml_are_meant_as_they_are_read(here, monkeypatch):
-    monkeypatch.delenv("RAGFUSE_HOME", raising=False)
-    monkeypatch.setenv("RAGFUSE_STORE", "kv")
-    (here / "ragfuse.toml").write_text(
-        'home = "house"\ntiers = ["file://far", "redis://cache:6379/0", "s3://a/b"]\n'
-    )
-    settings = Settings()
-    gone(here)
-    assert settings.store == here / "kv"
-    assert settings.home == here / "house"
-    assert settings.tiers == (f"file://{here / 'far'}", "redis://cache:6379/0", "s3://a/b")
 
 
 def test_a_models_folder_is_meant_as_it_is_and_other_names_stay(here, tiny_settings):

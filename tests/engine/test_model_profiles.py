@@ -20,29 +20,40 @@ from ragfuse.models.loader import load_model
 from ragfuse.types.profiles import UNCALIBRATED, UNCALIBRATED_DENSE, ModelProfile
 from tests.tiny import CHUNKS, messages
 
-KNOWN = ModelProfile("m")
+KNOWN, INEXACT = ModelProfile("m"), ModelProfile("m", verified=False)
 
 
-def test_a_model_of_which_nothing_is_known_may_be_blended() -> None:
-    assert refusal_of(KNOWN, "auto") == ""
-    assert refusal_of(KNOWN.calibrated(True, "lego", 0.1), "auto") == ""
+@pytest.mark.parametrize(
+    ("profile", "policy", "refused"),
+    [
+        (KNOWN, "auto", ""),
+        (KNOWN.calibrated(True, "lego", 0.1), "auto", ""),
+        (INEXACT, "auto", "verify"),
+        (INEXACT, "hkvd", ""),
+        (KNOWN.calibrated(False), "auto", "calibrate"),
+        (KNOWN.calibrated(False), "lego", ""),
+        (ModelProfile("m", refusal="no KV"), "hkvd", "no KV"),
+    ],
+)
+def test_a_failed_verdict_refuses_what_was_not_asked_for_and_the_probe_refuses_all(
+    profile, policy, refused
+) -> None:
+    found = refusal_of(profile, policy)
+    assert refused in found
+    assert bool(refused) == bool(found)
 
 
-def test_a_failed_verdict_refuses_what_was_not_asked_for() -> None:
-    inexact, unsafe = ModelProfile("m", verified=False), KNOWN.calibrated(False)
-    assert "verify" in refusal_of(inexact, "auto")
-    assert "calibrate" in refusal_of(unsafe, "auto")
-    assert refusal_of(inexact, "hkvd") == refusal_of(unsafe, "lego") == ""
-
-
-def test_what_the_probe_refuses_stays_refused() -> None:
-    assert refusal_of(ModelProfile("m", refusal="no KV"), "hkvd") == "no KV"
-
-
-def test_only_a_safe_calibration_is_a_choice() -> None:
-    assert KNOWN.choice is None
-    assert KNOWN.calibrated(False, "lego", 0.1).choice is None
-    assert KNOWN.calibrated(True, "lego", 0.1).choice == ("lego", 0.1)
+@pytest.mark.parametrize(
+    ("profile", "choice", "default"),
+    [
+        (KNOWN, None, UNCALIBRATED),
+        (ModelProfile("m", mode="dense"), None, UNCALIBRATED_DENSE),
+        (KNOWN.calibrated(False, "lego", 0.1), None, UNCALIBRATED),
+        (KNOWN.calibrated(True, "lego", 0.1), ("lego", 0.1), ("lego", 0.1)),
+    ],
+)
+def test_a_safe_calibration_is_the_choice_else_the_default(profile, choice, default) -> None:
+    assert (profile.choice, profile.default_choice) == (choice, default)
 
 
 def loaded(name: str = "m", dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> HFModel:
@@ -89,28 +100,15 @@ def test_a_command_that_is_told_is_about_the_model_as_it_is_here(tmp_path: Path)
     assert options_for(Settings(), loaded()) == []
 
 
-def test_an_uncalibrated_model_answers_at_the_default_and_says_so(
-    tiny_settings: Settings, caplog: pytest.LogCaptureFixture
-) -> None:
-    with Engine(tiny_settings) as engine:
-        engine.ingest([(chunk, "book") for chunk in CHUNKS], engine.prefix(messages()))
-        traces = [engine.answer(messages()).trace for _ in range(2)]
-    assert [(trace.policy, trace.ratio) for trace in traces] == [UNCALIBRATED] * 2
-    assert sum("not calibrated" in record.getMessage() for record in caplog.records) == 1
-
-
-def test_the_hint_names_the_model_that_answers(
+def test_an_uncalibrated_model_answers_at_the_default_and_a_hint_names_it_once(
     tiny_settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
     tiny = load_model(Path(tiny_settings.model), "float32", "cpu")
     with Engine(Settings(home=tiny_settings.home, dtype="float32"), tiny) as engine:
         engine.ingest([(chunk, "book") for chunk in CHUNKS], engine.prefix(messages()))
-        engine.answer(messages())
-    (text,) = [
-        each.getMessage() for each in caplog.records if "not calibrated" in each.getMessage()
-    ]
-    assert "smollm2" not in text
-    assert f"ragfuse calibrate --model {shlex.quote(tiny.name)} --" in text
+        traces = [engine.answer(messages()).trace for _ in range(2)]
+    assert [(trace.policy, trace.ratio) for trace in traces] == [UNCALIBRATED] * 2
+    assert caplog.text.count(f"ragfuse calibrate --model {shlex.quote(tiny.name)} --") == 1
     assert name_for_calibrate("/models/q", "q") == "/models/q"
 
 
@@ -120,9 +118,3 @@ def test_verify_s_verdict_is_kept(tiny_settings: Settings) -> None:
         assert engine.runtime.verify().passed
     with Engine(tiny_settings) as engine:
         assert engine.runtime.profile.verified is True
-
-
-def test_without_calibration_query_is_taken_where_the_question_s_attention_is_seen() -> None:
-    assert ModelProfile("m").default_choice == UNCALIBRATED
-    assert ModelProfile("m", mode="dense").default_choice == UNCALIBRATED_DENSE
-    assert ModelProfile("m").calibrated(True, "lego", 0.1).default_choice == ("lego", 0.1)

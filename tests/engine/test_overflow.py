@@ -46,47 +46,42 @@ def tight(narrow, engine):
     return narrow(length(engine, 4) + 11)
 
 
-def test_without_a_wish_it_is_an_error_with_the_numbers_and_the_way_out(tight):
+def test_unless_chunks_may_be_left_out_too_long_a_prompt_is_refused_with_the_numbers(tight):
     longest, found = length(tight, 4) + 11, length(tight, 6)
-    with pytest.raises(
-        InputError, match=f"at most {longest:,} tokens.*found {found:,}.*overflow='drop'"
-    ):
+    with pytest.raises(InputError, match=f"{longest:,} tokens.*{found:,}.*overflow='drop'"):
         tight.answer(messages())
 
 
-def test_the_last_chunks_are_left_out_and_told(tight):
-    answer = tight.answer(messages(), Ask(overflow="drop"))
-    assert answer.trace.dropped == SOURCES[4:]
-    assert answer.trace.as_dict()["dropped"] == [*SOURCES[4:]]
-    assert answer.trace.tokens == length(tight, 4)
-    assert len(answer.token_ids) == 12
-
-
-def test_it_is_the_prompt_that_the_remaining_chunks_make(tight):
+def test_the_last_chunks_are_left_out_and_told_by_plans_answers_streams_and_batches(tight):
     ingest(tight)
-    lean, wanted = (
-        tight.answer(*asked)
-        for asked in ((messages(), Ask(overflow="drop")), (messages(CHUNKS[:4]),))
-    )
-    assert lean.token_ids == wanted.token_ids
-    assert chunk_hits(lean.trace) == [True] * 4
+    ask, fitting = Ask(overflow="drop"), messages(CHUNKS[:4])
+    assert "book-4, book-5" in in_words(tight.plan(messages(), ask))
+    assert "book-" not in in_words(tight.plan(fitting, ask)).splitlines()[-1]
+    wanted = tight.answer(fitting)
+    with tight.stream(messages(), ask) as stream:
+        "".join(stream)
+    batch = tight.batch([messages(), fitting], ask)
+    for answer in (tight.answer(messages(), ask), stream.answer, batch[0]):
+        assert (answer.trace.dropped, answer.trace.tokens) == (SOURCES[4:], length(tight, 4))
+        assert chunk_hits(answer.trace) == [True] * 4
+        assert len(answer.token_ids) == 12
+        assert answer.token_ids == wanted.token_ids
+    assert batch[1].trace.dropped == ()
 
 
-def test_one_token_more_to_say_costs_one_chunk_more(tight):
-    assert (
-        tight.answer(messages(), Ask(overflow="drop", max_tokens=13)).trace.dropped == SOURCES[3:]
-    )
-    assert (
-        tight.answer(messages(), Ask(overflow="drop", options={"max_new_tokens": 13})).trace.dropped
-        == SOURCES[3:]
-    )
+@pytest.mark.parametrize("given", [{"max_tokens": 13}, {"options": {"max_new_tokens": 13}}])
+def test_one_token_more_to_say_costs_one_chunk_more(tight, given):
+    assert tight.answer(messages(), Ask(overflow="drop", **given)).trace.dropped == SOURCES[3:]
 
 
 def test_a_long_answer_claims_a_quarter_of_the_room_at_most(tight):
     longest = length(tight, 4) + 11
-    trace = tight.answer(messages(), Ask(overflow="drop", max_tokens=longest)).trace
-    kept = len(CHUNKS) - len(trace.dropped)
-    assert trace.tokens <= longest + 1 - longest // 4 < length(tight, kept + 1)
+    answer = tight.answer(messages(), Ask(overflow="drop", max_tokens=longest))
+    kept = len(CHUNKS) - len(answer.trace.dropped)
+    assert answer.trace.tokens <= longest + 1 - longest // 4 < length(tight, kept + 1)
+    assert len(answer.token_ids) >= longest // 4
+    with pytest.raises(OverlongError, match=f"at most {longest:,} tokens"):
+        tight.answer(messages(), Ask(overflow="drop", max_tokens=longest + 1))
 
 
 def test_the_settings_may_say_so_and_a_question_otherwise(narrow, engine):
@@ -126,16 +121,11 @@ def test_chunks_too_short_to_be_reused_are_left_out_as_well(narrow, engine):
     assert tight.answer(short(40), Ask(overflow="drop")).trace.tokens == len(tight.prompt(short(7)))
 
 
-def test_where_even_the_question_is_too_long_it_is_an_error_that_says_what_was_tried(
-    narrow, engine
-):
+def test_a_question_that_is_too_long_by_itself_is_refused(narrow, engine):
     tight = narrow(length(engine, 0) - 1)
-    with pytest.raises(InputError, match="does not fit"):
-        tight.answer(messages(), Ask(overflow="drop"))
-    with pytest.raises(InputError, match=r"Shorten it\.$"):
-        tight.answer(messages([]), Ask(overflow="drop"))
-    with pytest.raises(InputError, match=r"Shorten it\.$"):
-        tight.answer(messages([]))
+    for chunks in (CHUNKS, ()):
+        with pytest.raises(InputError, match="does not fit"):
+            tight.answer(messages(chunks), Ask(overflow="drop"))
 
 
 def test_without_chunks_the_answer_takes_what_room_there_is(narrow, engine):
@@ -144,42 +134,11 @@ def test_without_chunks_the_answer_takes_what_room_there_is(narrow, engine):
     assert (answer.trace.dropped, len(answer.token_ids)) == (SOURCES, 5)
 
 
-def test_streams_and_batches_are_fitted_alike(tight):
-    ask = Ask(overflow="drop")
-    with tight.stream(messages(), ask) as stream:
-        "".join(stream)
-        assert stream.answer.trace.dropped == SOURCES[4:]
-    batch = tight.batch([messages(), messages(CHUNKS[:2])], ask)
-    assert [answer.trace.dropped for answer in batch] == [SOURCES[4:], ()]
-
-
-def test_a_plan_says_what_is_left_out(tight):
-    ingest(tight)
-    plan = tight.plan(messages(), Ask(overflow="drop"))
-    assert "Left out, so that the prompt and an answer fit: book-4, book-5." in in_words(plan)
-    assert "Left out" not in in_words(tight.plan(messages(CHUNKS[:4]), Ask(overflow="drop")))
-
-
 def test_an_answer_that_does_not_fit_behind_its_prompt_is_refused_with_the_numbers(tight):
     asked = messages(CHUNKS[:4])
     whole = tight.answer(asked, Ask(max_tokens=12))
     assert len(whole.token_ids) == 12
     for ask in (Ask(max_tokens=13), Ask(options={"max_new_tokens": 13})):
-        with pytest.raises(OverlongError) as error:
-            tight.answer(asked, ask)
-        behind = f"An answer of 13 tokens does not fit behind a prompt of {length(tight, 4):,}: "
-        assert str(error.value).startswith(behind)
-        assert error.value.advice == "Ask for at most 12 tokens, or shorten the prompt."
-    with pytest.raises(OverlongError, match="An answer of 13 tokens"):
-        tight.plan(asked, Ask(max_tokens=13))
-
-
-def test_where_chunks_may_be_left_out_an_answer_gets_the_room_that_they_leave(tight):
-    longest = length(tight, 4) + 11
-    answer = tight.answer(messages(CHUNKS), Ask(overflow="drop", max_tokens=longest))
-    assert len(answer.token_ids) >= longest // 4
-    with pytest.raises(
-        OverlongError,
-        match=rf"fit: .* at most {longest:,} tokens.*Ask for at most {longest:,} tokens\.",
-    ):
-        tight.answer(messages(CHUNKS), Ask(overflow="drop", max_tokens=longest + 1))
+        for door in (tight.answer, tight.plan):
+            with pytest.raises(OverlongError, match=f"13 tokens.*{length(tight, 4):,}.*at most 12"):
+                door(asked, ask)

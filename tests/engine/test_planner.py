@@ -5,23 +5,21 @@ later ones.
 from dataclasses import replace
 
 import pytest
-import torch
 from ragfuse_bench.throttle import ThrottledTier
 
 from ragfuse import Ask, Engine, Settings
-from ragfuse.plan.cost import TierCost
 from ragfuse.plan.evict import lru
-from ragfuse.plan.explanation import in_words
 from ragfuse.store import DiskTier, KVStore
-from ragfuse.types.plan import LoadPlan
 from ragfuse.types.reasons import KNOWN_ONLY, NEW_OR_DELETED
-from tests.plan.kit import machine, timings
+from tests.plan.kit import timings
 from tests.store.kit import leave_only_in
 from tests.tiny import CHUNKS, ingest, messages, on_disk_only
 
 
-def test_without_timings_nothing_is_foretold(engine):
+def test_without_timings_or_with_those_of_other_threads_nothing_is_predicted(engine):
     ingest(engine)
+    other = timings(engine, memory=0.0, disk=1e-9)
+    engine.timings.learn(replace(other, threads=other.threads + 1))
     assert engine.plan(messages()).forecast is None
     trace = engine.answer(messages()).trace
     assert (trace.predicted_ttft_s, trace.predicted_load_s) == (None, None)
@@ -41,20 +39,6 @@ def test_timings_are_kept_for_later_processes_and_stand_in_the_trace(tiny_settin
     assert trace.predicted_load_s > 0
 
 
-def test_timings_of_other_threads_are_not_used(engine):
-    ingest(engine)
-    other = timings(engine, memory=0.0, disk=1e-9)
-    engine.timings.learn(replace(other, threads=other.threads + 1))
-    assert engine.plan(messages()).forecast is None
-
-
-def test_every_chunk_that_is_missed_is_told_also_where_all_are(engine):
-    found = engine.plan(messages())
-    assert found.fallback_reason == NEW_OR_DELETED
-    assert in_words(found).count("miss (not in the store)") == len(found.misses) == len(CHUNKS)
-    assert not in_words(engine.plan(messages(), Ask(reuse=False))).count("miss")
-
-
 def test_documents_whose_kv_is_gone_are_not_told_as_new(engine):
     ingest(engine)
     engine.flush()
@@ -62,43 +46,15 @@ def test_documents_whose_kv_is_gone_are_not_told_as_new(engine):
     # as eviction does: the catalog keeps the texts
     engine.store.forget([entry.key for entry in rows])
     assert engine.plan(messages()).fallback_reason == KNOWN_ONLY
-    assert (
-        engine.plan(
-            messages((*CHUNKS, "A passage that nobody has sent before. " * 12))
-        ).fallback_reason
-        == NEW_OR_DELETED
-    )
+    asked = messages((*CHUNKS, "A passage that nobody has sent before. " * 12))
+    assert engine.plan(asked).fallback_reason == NEW_OR_DELETED
 
 
 def test_where_nothing_is_found_tiers_that_do_not_answer_are_named(tiny_settings):
     pytest.importorskip("redis", reason="the package redis is not installed: pip install redis")
     with Engine(tiny_settings.model_copy(update={"tiers": ("redis://127.0.0.1:1/0",)})) as engine:
         found = engine.plan(messages())
-    assert (
-        found.fallback_reason
-        == "none of this text is stored yet, as far as is known: redis does not answer"
-    )
-
-
-def test_of_an_entry_in_several_levels_the_one_that_is_read_counts(engine, monkeypatch):
-    ingest(engine)
-    fetches, lookup = engine.plan(messages()).fetches, engine.store.lookup
-
-    def several(keys, counts=True):
-        return {
-            key: replace(entry, sizes={**entry.sizes, "int8": 1})
-            for key, entry in lookup(keys).items()
-        }
-
-    monkeypatch.setattr(engine.store, "lookup", several)
-    assert engine.plan(messages()).fetches == fetches
-
-
-def test_a_plan_reads_and_computes_nothing(engine):
-    ingest(engine)
-    before = engine.store.stats()
-    assert isinstance(engine.plan(messages()), LoadPlan)
-    assert engine.store.stats().nbytes == before.nbytes
+    assert "redis does not answer" in found.fallback_reason
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -110,8 +66,7 @@ def test_a_slow_disk_is_read_in_the_steps_that_the_plan_says_and_answers_the_sam
     with on_disk_only(tiny_settings) as engine:
         ask = Ask(policy="hkvd", ratio=0.2)
         expected = engine.answer(messages(), ask).text
-        counts = []
-        read = engine.store.read_layers
+        counts, read = [], engine.store.read_layers
         monkeypatch.setattr(
             engine.store,
             "read_layers",
@@ -173,7 +128,7 @@ def test_a_tier_of_another_speed_than_measured_is_planned_as_it_is_after_three_a
     assert (times < 0.5) if slower < 1 else (times > 5)
     assert planned.forecast.load_s == pytest.approx(times * wrong.load_s)
     assert planned.forecast.load_s >= 0.09
-    assert "Reading line is assumed to take " in in_words(planned)
+
     assert engine.answer(messages(), ask).trace.corrections
     engine.timings.learn(timings(engine, line=1e-6 / tier.mbps))
     assert engine.plan(messages(), ask).forecast.corrections == ()
@@ -217,34 +172,9 @@ def test_a_new_chunk_goes_to_the_cheapest_tier_that_is_fast_enough_or_to_all(
         assert {entry.tier for entry in entries} - {"memory"} == homes
 
 
-def test_a_deadline_that_cannot_be_met_is_said(engine):
+def test_what_was_measured_is_planned_by(engine, monkeypatch):
     ingest(engine)
-    engine.timings.learn(timings(engine, memory=0.0, disk=1e-9))
-    assert engine.plan(messages(), Ask(deadline_s=1e-9)).forecast.is_late
-    assert not engine.plan(messages(), Ask(deadline_s=60.0)).forecast.is_late
-
-
-def test_measuring_is_learned(tiny_settings, monkeypatch):
-    monkeypatch.setattr(
-        "ragfuse.engine.machine_timings.measure",
-        lambda model, tiers, progress, codecs: _all(model, tiers),
-    )
-    with Engine(tiny_settings) as engine:
-        ingest(engine)
-        found = engine.timings.measure(
-            engine.model, engine.store, engine.digest, lambda *what: None
-        )
-        assert set(found.tiers) == {"memory", "disk"}
-        assert engine.plan(messages()).forecast is not None
-
-
-def _all(model, tiers):
-    speeds = {tier.name: TierCost(0.0, 1e-9) for tier in tiers}
-    return replace(
-        machine(),
-        model=model.fingerprint,
-        n_layers=3,
-        threads=torch.get_num_threads(),
-        tiers=speeds,
-        device=str(model.device),
-    )
+    known = timings(engine, memory=0.0, disk=1e-9)
+    monkeypatch.setattr("ragfuse.engine.machine_timings.measure", lambda *given, **more: known)
+    assert engine.timings.measure(engine.model, engine.store, engine.digest, print) == known
+    assert engine.plan(messages()).forecast is not None

@@ -11,8 +11,6 @@ from ragfuse.engine.prefetch import MAX_TIER_SHARE, MAX_WAITING_REQUESTS
 from ragfuse.types.keys import filler_context
 from tests.tiny import CHUNKS, chunk_hits, file_of, ingest, messages
 
-ALL = ["memory"] * len(CHUNKS)
-
 
 def again(settings, **given) -> Engine:
     """A new engine over the same store, which has met one prompt."""
@@ -38,6 +36,10 @@ def in_memory(engine):
     return {entry.key: entry for entry in engine.store.tier("memory").list()}
 
 
+def own_key(engine, text):
+    return engine.runtime.encoder.key(engine.tokens(text), filler_context(""))
+
+
 def size_of(engine):
     """Bytes of the largest entry."""
     return max(entry.nbytes for entry in engine.store.entries())
@@ -51,50 +53,34 @@ def threads():
     ]
 
 
-def test_what_is_prefetched_is_read_from_memory_by_the_question(old):
+def test_prefetched_chunks_are_read_from_memory_and_change_no_answer(old):
+    ask = Ask(policy="hkvd", ratio=0.2)
     with again(old) as engine:
-        assert set(tiers(engine.answer(messages()).trace)) == {"disk"}
-    with Engine(old) as engine:  # in another order, and in an engine that met no prompt yet
-        engine.prefetch([f"\n {text}\t" for text in CHUNKS])
+        plain = engine.answer(messages(), ask)
+        assert set(tiers(plain.trace)) == {"disk"}
+    with Engine(old) as engine:  # one that met no prompt yet
+        engine.prefetch([f"\n {text}\t" for text in CHUNKS[::-1]])
         engine.flush()
-        assert tiers(engine.answer(messages(CHUNKS[::-1])).trace) == ALL
+        answer = engine.answer(messages(), ask)
+        assert tiers(answer.trace) == ["memory"] * len(CHUNKS)
+        assert answer.token_ids == plain.token_ids
 
 
-def test_an_answer_is_the_same_with_and_without(old):
+def test_texts_that_are_not_in_the_store_are_no_trouble_and_not_encoded(old, caplog):
     with again(old) as engine:
-        plain = engine.answer(messages(), Ask(policy="hkvd", ratio=0.2)).token_ids
-    with again(old) as engine:
-        engine.prefetch(CHUNKS)
+        before = {entry.key for entry in engine.store.entries()}
+        engine.prefetch([])
+        engine.prefetch(["", "short", "A text that nobody has ever stored anywhere at all."])
         engine.flush()
-        assert engine.answer(messages(), Ask(policy="hkvd", ratio=0.2)).token_ids == plain
-
-
-def test_what_was_encoded_after_an_answer_is_brought_too(tiny_settings):
-    with Engine(tiny_settings) as engine:
-        engine.answer(messages())
-    with Engine(tiny_settings) as engine:
-        engine.prefetch(CHUNKS)
+        assert not in_memory(engine)
+        engine.prefetch(CHUNKS[3])
         engine.flush()
-        assert tiers(engine.answer(messages()).trace) == ALL
+        assert in_memory(engine).keys() == {own_key(engine, CHUNKS[3])}
+        assert {entry.key for entry in engine.store.entries()} == before
+        assert not caplog.records
 
 
-def test_chunks_are_in_memory_whatever_a_prompt_begins_with(tiny_settings):
-    heads = [f"Instruction number {number}, which is long enough.\n\n" for number in range(5)]
-    with Engine(tiny_settings) as engine:
-        for head in heads:
-            engine.ingest([(CHUNKS[0], "")], engine.prefix(messages(head=head)))
-    with Engine(tiny_settings) as engine:
-        engine.prefetch(CHUNKS[:1])
-        engine.flush()
-        plans = [
-            engine.plan(messages(CHUNKS[:1], head=head))
-            for head in [*heads, "A new one, and long enough.\n\n"]
-        ]
-        found = [[fetch.tier for fetch in plan.fetches] for plan in plans]
-        assert found == [["disk", "memory"]] * 5 + [["memory"]]
-
-
-def test_another_tenant_s_chunks_are_not_brought(old):
+def test_a_prefetch_brings_no_chunk_of_another_tenant(old):
     with Engine(old.model_copy(update={"salt": "theirs"})) as engine:
         engine.prefetch(CHUNKS)
         engine.flush()
@@ -102,7 +88,9 @@ def test_another_tenant_s_chunks_are_not_brought(old):
 
 
 @pytest.mark.parametrize(("filler_tokens", "context"), [(256, filler_context("")), (0, "")])
-def test_it_brings_each_text_s_own_entry_and_nothing_else(tiny_settings, filler_tokens, context):
+def test_a_prefetch_brings_each_text_s_own_entry_and_nothing_else(
+    tiny_settings, filler_tokens, context
+):
     settings = tiny_settings.model_copy(update={"filler_tokens": filler_tokens})
     with Engine(settings) as engine:
         ingest(engine)
@@ -111,33 +99,6 @@ def test_it_brings_each_text_s_own_entry_and_nothing_else(tiny_settings, filler_
         engine.flush()
         assert set(in_memory(engine)) == {
             engine.runtime.encoder.key(engine.tokens(text), context) for text in CHUNKS
-        }
-
-
-def test_nothing_is_encoded(old):
-    with again(old) as engine:
-        before = {entry.key for entry in engine.store.entries()}
-        engine.prefetch([*CHUNKS, "A text that nobody has ever stored anywhere at all."])
-        engine.flush()
-        assert {entry.key for entry in engine.store.entries()} == before
-        assert in_memory(engine)
-
-
-def test_texts_that_are_not_there_are_no_trouble(engine, caplog):
-    engine.prefetch(["", "short", "A text that nobody has ever stored anywhere at all."])
-    engine.prefetch([])
-    engine.prefetch(CHUNKS)
-    engine.flush()
-    assert not in_memory(engine)
-    assert not caplog.records
-
-
-def test_one_text_is_one_text(old):
-    with again(old) as engine:
-        engine.prefetch(CHUNKS[3])
-        engine.flush()
-        assert {key.tokens for key in in_memory(engine)} >= {
-            engine.runtime.encoder.key(engine.tokens(CHUNKS[3])).tokens
         }
 
 
@@ -151,7 +112,7 @@ def test_an_entry_whose_file_is_lost_costs_itself_alone(old):
         assert chunk_hits(trace) == [True, True, False, True, True, True]
 
 
-def test_it_takes_no_more_than_its_share_and_evicts_nothing_that_it_brought(old):
+def test_a_prefetch_takes_no_more_than_its_share_and_evicts_nothing_that_it_brought(old):
     with again(old) as engine:
         room = 6 * size_of(engine)
     with again(old, memory_bytes=room) as engine:
@@ -165,15 +126,12 @@ def test_it_takes_no_more_than_its_share_and_evicts_nothing_that_it_brought(old)
         assert not any(there[4:])
 
 
-def test_what_is_pinned_leaves_it_less_room(old):
+def test_pinned_entries_leave_a_prefetch_less_room(old):
     with again(old) as engine:
         room = 6 * size_of(engine)
     with again(old, memory_bytes=room) as engine:
         first = engine.prompt(messages()).segments[1].keys[0]
-        rest = [
-            engine.runtime.encoder.key(engine.tokens(text), filler_context(""))
-            for text in CHUNKS[3:]
-        ]
+        rest = [own_key(engine, text) for text in CHUNKS[3:]]
         for key in rest:
             engine.store.warm([key])
         engine.store.pin(rest)
@@ -183,7 +141,7 @@ def test_what_is_pinned_leaves_it_less_room(old):
         assert engine.store.tier("memory").counts["evicted"] == 0
 
 
-def test_what_the_next_prompt_needs_and_memory_has_is_not_evicted_for_it(old):
+def test_a_prefetch_evicts_nothing_that_the_next_prompt_needs(old):
     with again(old) as engine:
         room = 4 * size_of(engine)
     with again(old, memory_bytes=room) as engine:
@@ -196,7 +154,7 @@ def test_what_the_next_prompt_needs_and_memory_has_is_not_evicted_for_it(old):
         assert keys[3] in in_memory(engine)
 
 
-def test_without_a_memory_tier_it_does_nothing_that_fails(old, caplog):
+def test_without_a_memory_tier_a_prefetch_does_nothing(old, caplog):
     with again(old, memory_bytes=0) as engine:
         engine.prefetch(CHUNKS)
         engine.flush()
@@ -221,7 +179,7 @@ class Gate:
         monkeypatch.setattr(tier, "get", held)
 
 
-def test_a_question_does_not_wait_for_it_and_what_it_reads_is_not_read_again(old, monkeypatch):
+def test_a_question_does_not_wait_for_a_prefetch_and_reads_its_chunks_once(old, monkeypatch):
     with again(old) as engine:
         plain = engine.answer(messages(), Ask(ratio=0.2)).token_ids
     with again(old) as engine:
@@ -233,12 +191,10 @@ def test_a_question_does_not_wait_for_it_and_what_it_reads_is_not_read_again(old
         assert set(tiers(answer.trace)) == {"disk"}
         gate.open.set()
         engine.flush()
-        assert gate.keys == [
-            engine.runtime.encoder.key(engine.tokens(CHUNKS[0]), filler_context(""))
-        ]  # the one at hand
+        assert gate.keys == [own_key(engine, CHUNKS[0])]  # the one at hand
 
 
-def test_the_newest_wish_comes_first_and_the_oldest_is_dropped(old, monkeypatch):
+def test_the_newest_prefetch_comes_first_and_the_oldest_is_dropped(old, monkeypatch):
     with again(old) as engine:
         gate = Gate(engine.store.tier("disk"), monkeypatch)
         engine.prefetch(CHUNKS[:1])
@@ -248,19 +204,11 @@ def test_the_newest_wish_comes_first_and_the_oldest_is_dropped(old, monkeypatch)
         engine.prefetch(CHUNKS[5:])
         gate.open.set()
         engine.flush()
-        newest = engine.runtime.encoder.key(engine.tokens(CHUNKS[5])).tokens
-        assert gate.keys[1].tokens == newest
+        assert gate.keys[1] == own_key(engine, CHUNKS[5])
         assert len(set(gate.keys)) == len(gate.keys)
 
 
-def test_its_thread_ends_with_the_work(old):
-    with again(old) as engine:
-        engine.prefetch(CHUNKS)
-        engine.flush()
-        assert not threads()
-
-
-def test_closing_an_engine_ends_it_and_what_waits_is_dropped(old, monkeypatch):
+def test_closing_an_engine_ends_its_prefetch_and_drops_what_waits(old, monkeypatch):
     engine = again(old)
     gate = Gate(engine.store.tier("disk"), monkeypatch)
     engine.prefetch(CHUNKS)

@@ -4,8 +4,6 @@ full prefill gives.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,6 +21,9 @@ SYSTEM = (
     "system",
     "You keep the book of a harbour. Say what stands in it, and nothing else, in a few words.",
 )
+FIRST = [SYSTEM, ("user", "Which ship came first?")]
+OTHER = [SYSTEM, ("user", "And who saw it?")]
+ONCE = "Once there was a harbour in which forty ships lay."
 
 
 @pytest.fixture
@@ -43,20 +44,28 @@ def asked(engine, question, **ask):
     return answer
 
 
-def test_of_an_identical_prompt_all_but_the_last_token_is_reused(cached):
-    first = asked(cached, [SYSTEM, ("user", "Which ship came first?")])
-    again = asked(cached, [SYSTEM, ("user", "Which ship came first?")])
+def is_full_prefill(engine, ready, n=None, atol=2e-5):
+    """The first n rows of a prepared prompt are those of full prefill."""
+    full = engine.model.full_prefill(ready.plan.prompt.token_ids)
+    for mine, theirs in zip(ready.prefill.kv.layers, full.kv.layers, strict=True):
+        torch.testing.assert_close(mine.keys[:, :n], theirs.keys[:, :n], atol=atol, rtol=0)
+        torch.testing.assert_close(mine.values[:, :n], theirs.values[:, :n], atol=atol, rtol=0)
+    return True
+
+
+def test_all_but_the_last_token_of_an_identical_prompt_is_reused(cached):
+    first = asked(cached, FIRST)
+    again = asked(cached, FIRST)
     assert first.trace.tokens_reused == 0
     assert again.trace.tokens_reused == again.trace.tokens_prefix == again.trace.tokens - 1
     assert again.token_ids == first.token_ids
 
 
 def test_a_system_prompt_is_reused_under_another_question(cached):
-    asked(cached, [SYSTEM, ("user", "Which ship came first?")])
-    second = asked(cached, [SYSTEM, ("user", "And who saw it?")])
+    asked(cached, FIRST)
+    second = asked(cached, OTHER)
     assert second.trace.tokens_prefix > len(SYSTEM[1])  # tokens are bytes
-    full = cached.answer([SYSTEM, ("user", "And who saw it?")], Ask(reuse=False))
-    assert second.token_ids == full.token_ids
+    assert second.token_ids == cached.answer(OTHER, Ask(reuse=False)).token_ids
 
 
 def test_messages_without_a_session_are_reused_with_what_was_answered(cached):
@@ -70,29 +79,14 @@ def test_messages_without_a_session_are_reused_with_what_was_answered(cached):
     assert {entry.tier for entry in cached.store.entries()} == {"memory"}
 
 
-def test_switched_off_nothing_is_reused(tiny_settings):
-    with Engine(tiny_settings) as engine:
-        asked(engine, "Once there was a harbour in which forty ships lay.")
-        assert (
-            asked(engine, "Once there was a harbour in which forty ships lay.").trace.tokens_reused
-            == 0
-        )
-
-
-def test_rows_are_full_prefills_own(cached):
-    asked(cached, [SYSTEM, ("user", "Which ship came first?")])
-    prompt = cached.prompt(
-        [SYSTEM, ("user", "And who saw it? Nobody did, as far as the book says.")]
-    )
-    ready = cached.prepare(prompt)
-    full = cached.model.full_prefill(prompt.token_ids)
+def test_the_rows_of_a_shared_prefix_are_those_of_full_prefill(cached):
+    asked(cached, FIRST)
+    ready = cached.prepare(cached.prompt(OTHER))
     assert ready.plan.fetches
-    for mine, theirs in zip(ready.prefill.kv.layers, full.kv.layers, strict=True):
-        torch.testing.assert_close(mine.keys, theirs.keys, atol=2e-5, rtol=0)
-        torch.testing.assert_close(mine.values, theirs.values, atol=2e-5, rtol=0)
+    assert is_full_prefill(cached, ready)
 
 
-def test_what_was_computed_behind_a_blended_row_is_never_kept(cached):
+def test_rows_computed_behind_a_blended_row_are_never_saved(cached):
     asked(cached, messages())  # all of it is computed, and kept
     first = asked(cached, messages(CHUNKS[::-1]))
     assert any(chunk_hits(first.trace))
@@ -101,7 +95,7 @@ def test_what_was_computed_behind_a_blended_row_is_never_kept(cached):
     assert begun.trace.tokens_prefix <= len(cached.prefix(messages())) + len(CHUNKS[-1])
 
 
-def test_it_comes_before_chunks_and_is_followed_by_them(cached):
+def test_a_shared_prefix_comes_before_chunks(cached):
     asked(cached, messages())
     trace = asked(cached, messages(CHUNKS[1:], "Question: When?")).trace
     kinds = [segment.kind for segment in trace.segments]
@@ -120,28 +114,22 @@ def test_a_chunk_that_an_exact_beginning_ends_in_is_reused_from_there_on(cached)
 
 
 def test_an_entry_that_memory_dropped_is_computed_again_and_kept_again(cached):
-    first = asked(cached, [SYSTEM, ("user", "Which ship came first?")])
+    first = asked(cached, FIRST)
     cached.store.clear()
-    second = asked(cached, [SYSTEM, ("user", "Which ship came first?")])
-    third = asked(cached, [SYSTEM, ("user", "Which ship came first?")])
+    second = asked(cached, FIRST)
+    third = asked(cached, FIRST)
     assert (second.trace.tokens_reused, third.trace.tokens_reused) == (0, third.trace.tokens - 1)
     assert first.token_ids == second.token_ids == third.token_ids
 
 
-def test_in_a_memory_that_is_too_small_answers_stay_right(on):
-    with Engine(on.model_copy(update={"memory_bytes": 150_000})) as engine:
-        for number in range(12):
-            question = [
-                SYSTEM,
-                ("user", f"What happened in year {number % 4}? {'Say more. ' * (number % 3)}"),
-            ]
-            full = engine.answer(question, Ask(reuse=False))
-            assert asked(engine, question).token_ids == full.token_ids
-
-
-def test_prompts_of_a_batch_share_what_they_begin_with(cached, monkeypatch):
-    # on a busy machine, too
+@pytest.fixture
+def patient(monkeypatch):
+    """Prompts wait for what others save, also on a busy machine."""
     monkeypatch.setattr("ragfuse.engine.prefix_cache.PREFIX_SAVE_WAIT_S", 60.0)
+
+
+@pytest.mark.usefixtures("patient")
+def test_prompts_of_a_batch_share_what_they_begin_with(cached):
     questions = [[SYSTEM, ("user", f"What happened in year {number}?")] for number in range(4)]
     answers = cached.batch(questions)
     shared = [answer.trace.tokens_prefix > len(SYSTEM[1]) for answer in answers]
@@ -155,27 +143,21 @@ def test_two_tenants_never_share_a_beginning(on):
         Engine(on) as mine,
         Engine(on.model_copy(update={"salt": "theirs"}), mine.model, mine.store) as theirs,
     ):
-        asked(mine, [SYSTEM, ("user", "Which ship came first?")])
-        assert asked(theirs, [SYSTEM, ("user", "Which ship came first?")]).trace.tokens_reused == 0
+        asked(mine, FIRST)
+        assert asked(theirs, FIRST).trace.tokens_reused == 0
 
 
-def test_a_chunk_that_is_forgotten_is_in_no_beginning_any_more(cached):
+@pytest.mark.parametrize("beside", [(CHUNKS[0],), ("x", CHUNKS[0][1:-1], "x")])
+def test_a_forgotten_chunk_is_in_no_prefix_also_where_its_ends_were_joined_with_others(
+    cached, beside
+):
     question = [("user", f"{INSTRUCTION}{CHUNKS[0]}\n\n{QUESTION}")]
     asked(cached, question)
-    cached.forget([CHUNKS[0]])
-    trace = asked(cached, question).trace
-    assert trace.tokens_reused == 0
-
-
-def test_a_chunk_is_forgotten_whose_ends_were_tokenised_with_what_stood_beside_it(cached):
-    question = [("user", f"{INSTRUCTION}{CHUNKS[0]}\n\n{QUESTION}")]
-    asked(cached, question)
-    # as where a token joins its first letter and what stands before it
-    cached.forget([f"x{CHUNKS[0][1:-1]}x"])
+    cached.forget(["".join(beside)])
     assert asked(cached, question).trace.tokens_reused == 0
 
 
-def test_where_disk_keeps_conversations_in_fewer_bits_beginnings_are_exact_all_the_same(on):
+def test_a_shared_prefix_is_exact_also_where_disk_keeps_conversations_in_fewer_bits(on):
     said = [SYSTEM, ("user", "Which ship came first, and who of the keepers saw it come in?")]
     levels = (("disk", ("int8",)),)
     with Engine(on.model_copy(update={"levels": levels})) as engine:
@@ -186,9 +168,18 @@ def test_where_disk_keeps_conversations_in_fewer_bits_beginnings_are_exact_all_t
         ready = engine.prepare(engine.prompt(said))
         assert ready.plan.fetches
         assert {fetch.level for fetch in ready.plan.fetches} == {"raw"}
-        full = engine.model.full_prefill(ready.plan.prompt.token_ids)
-        for mine, theirs in zip(ready.prefill.kv.layers, full.kv.layers, strict=True):
-            torch.testing.assert_close(mine.keys, theirs.keys, atol=2e-5, rtol=0)
+        assert is_full_prefill(engine, ready)
+
+
+@pytest.mark.parametrize("session", [None, "one"])
+def test_the_first_chunk_becomes_exact_behind_a_short_beginning(cached, session):
+    cached.ingest([(text, "") for text in CHUNKS])
+    question = [("user", f"To: {CHUNKS[0]}\n\n{CHUNKS[1]}\n\n{QUESTION}")]
+    for name in (session, None):
+        asked(cached, question, session=name)
+    prompt = cached.prompt(question)
+    first = [segment.kind for segment in prompt.segments].index("chunk")
+    assert cached.answer(question).trace.tokens_prefix >= prompt.spans[first][1]
 
 
 def test_what_a_conversation_keeps_is_not_kept_twice(cached):
@@ -200,28 +191,8 @@ def test_what_a_conversation_keeps_is_not_kept_twice(cached):
     assert rows <= len(cached.prompt(said)) + 40
 
 
-@pytest.mark.parametrize("start", ["", "To: "])
-def test_the_first_chunk_becomes_exact_behind_a_short_beginning_and_in_a_conversation(on, start):
-    for session in (None, "one"):
-        with Engine(on) as engine:
-            engine.ingest([(text, "") for text in CHUNKS])
-            text = f"{start}{CHUNKS[0]}\n\n{CHUNKS[1]}\n\n{QUESTION}"
-            question = [("user", text)] if session else text
-            for name in (session, None):
-                asked(engine, question, session=name)
-            prompt = engine.prompt(question)
-            first = prompt.spans[
-                next(i for i, s in enumerate(prompt.segments) if s.kind == "chunk")
-            ]
-            if first[0] == 0:
-                # a chunk that stands first is exact as it is, or read as a prompt's beginning
-                continue
-            trace = engine.answer(question).trace
-            assert trace.tokens_prefix >= first[1]
-
-
 def test_an_answer_behind_a_beginning_that_grew_by_a_few_tokens_is_reused(cached):
-    text = "Once there was a harbour in which forty ships lay, and"
+    text = f"{ONCE[:-1]}, and"
     asked(cached, text)
     more = asked(cached, f"{text} one")
     rows = sum(entry.n_tokens for entry in cached.store.entries())
@@ -230,16 +201,13 @@ def test_an_answer_behind_a_beginning_that_grew_by_a_few_tokens_is_reused(cached
     assert rows <= 3 * len(text) + 60
 
 
-def test_of_prompts_that_begin_alike_and_come_together_the_second_reads_what_the_first_computes(
-    cached,
-):
-    text = "Once there was a harbour in which forty ships lay, and "
+@pytest.mark.usefixtures("patient")
+def test_a_prompt_waits_for_the_prefix_that_another_one_computes(cached):
+    text = f"{ONCE[:-1]}, and "
     with ThreadPoolExecutor(2) as pool, cached.model.lock:
         first = pool.submit(cached.answer, f"{text}one of them")
         until(lambda: cached.model.lock.waiting)
         second = pool.submit(cached.answer, f"{text}two of them")
-        time.sleep(0.05)
-        assert cached.model.lock.waiting == 1
         cached.model.lock.release()
         assert first.result(60).trace.tokens_prefix == 0
         assert second.result(60).trace.tokens_prefix >= len(text)
@@ -248,7 +216,7 @@ def test_of_prompts_that_begin_alike_and_come_together_the_second_reads_what_the
 
 def test_entries_that_were_evicted_are_swept_from_the_tree(cached, monkeypatch):
     monkeypatch.setattr("ragfuse.engine.prefix_cache.SWEEP_NODES", 1)
-    asked(cached, "Once there was a harbour in which forty ships lay, and ")
+    asked(cached, ONCE)
     cached.store.clear()
     cached.prefixes._sweep_at = 1
     asked(cached, "Nobody saw the ships of the other harbour come in this year.")
@@ -273,17 +241,15 @@ def test_a_long_beginning_is_not_computed_again_for_the_sake_of_its_first_chunk(
 
 
 def test_what_follows_a_beginning_that_is_not_kept_is_not_encoded(cached):
-    ids = cached.tokens("Once there was a harbour in which forty ships lay.")
+    ids = cached.tokens(ONCE)
     cached.prefixes.extend(ids, 20)
     assert len(cached.prefixes._tree.keys) == 0
     assert cached.store.lookup([cached.runtime.encoder.key(ids[20:], token_digest(ids[:20]))]) == {}
 
 
 def test_with_reuse_false_nothing_is_read_and_nothing_kept(cached):
-    asked(cached, "Once there was a harbour in which forty ships lay.", reuse=False)
-    assert (
-        asked(cached, "Once there was a harbour in which forty ships lay.").trace.tokens_reused == 0
-    )
+    asked(cached, ONCE, reuse=False)
+    assert asked(cached, ONCE).trace.tokens_reused == 0
 
 
 trees = st.lists(
@@ -296,32 +262,26 @@ trees = st.lists(
 )
 
 
-def answer_as_full_prefill_does(engine, prompts):
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
+@given(trees)
+def test_trees_of_prompts_answer_as_full_prefill_does_in_a_memory_that_drops_the_oldest(
+    forgetful, prompts
+):
     grown = ["Once upon a time. "]
     for where, what in prompts:
         text = grown[where % len(grown)] + what
         grown.append(text)
-        full = engine.answer(text, Ask(reuse=False, max_tokens=4))
-        assert engine.answer(text, Ask(max_tokens=4)).token_ids == full.token_ids
-
-
-@settings(max_examples=20, suppress_health_check=list(HealthCheck))
-@given(trees)
-def test_trees_of_prompts_answer_token_for_token(shared_engine, prompts):
-    answer_as_full_prefill_does(shared_engine, prompts)
+        full = forgetful.answer(text, Ask(reuse=False, max_tokens=4))
+        assert forgetful.answer(text, Ask(max_tokens=4)).token_ids == full.token_ids
 
 
 @pytest.fixture(scope="module")
-def shared_engine(varied_path, tmp_path_factory):
-    """One engine for all trees, with a memory that drops what is old."""
+def forgetful(varied_path, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trees")
-    named = {
-        "model": str(varied_path),
-        "dtype": "float32",
-        "store": folder,
-        "home": folder,
-    }
-    with Engine(Settings(**named, learn="off", memory_bytes=600_000, disk_bytes=0)) as engine:
+    small = {"memory_bytes": 600_000, "disk_bytes": 0, "learn": "off"}
+    with Engine(
+        Settings(model=str(varied_path), dtype="float32", store=folder, home=folder, **small)
+    ) as engine:
         yield engine
 
 
@@ -331,17 +291,8 @@ def test_threads_that_share_beginnings_answer_as_full_prefill_does(cached):
         for number in range(16)
     ]
     wanted = [cached.answer(question, Ask(reuse=False)).token_ids for question in questions]
-    found = [()] * len(questions)
-
-    def ask(at):
-        found[at] = cached.answer(questions[at]).token_ids
-
-    threads = [threading.Thread(target=ask, args=(at,)) for at in range(len(questions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == wanted
+    with ThreadPoolExecutor(len(questions)) as pool:
+        assert [answer.token_ids for answer in pool.map(cached.answer, questions)] == wanted
 
 
 def test_only_the_first_chunk_becomes_exact_however_often_a_question_is_asked(cached):
@@ -355,18 +306,8 @@ def test_the_first_chunk_of_a_prompt_is_exact_where_its_beginning_recurred(cache
     cached.ingest([(text, "") for text in CHUNKS])
     for _ in range(2):
         asked(cached, messages())
-    prompt = cached.prompt(messages())
-    ready, full = cached.prepare(prompt), cached.model.full_prefill(prompt.token_ids)
+    ready = cached.prepare(cached.prompt(messages()))
     n_exact = len(cached.prefix(messages())) + len(CHUNKS[0])
-    assert ready.plan.prompt.segments[0].stop >= len(cached.prefix(messages()))
-    assert (
-        sum(len(each.tokens) for each in ready.plan.prompt.segments if each.kind == "prefix")
-        == n_exact
-    )
-    for mine, theirs in zip(ready.prefill.kv.layers, full.kv.layers, strict=True):
-        torch.testing.assert_close(
-            mine.keys[:, :n_exact], theirs.keys[:, :n_exact], atol=5e-5, rtol=0
-        )
-        torch.testing.assert_close(
-            mine.values[:, :n_exact], theirs.values[:, :n_exact], atol=5e-5, rtol=0
-        )
+    prefix = [each for each in ready.plan.prompt.segments if each.kind == "prefix"]
+    assert sum(len(each.tokens) for each in prefix) == n_exact
+    assert is_full_prefill(cached, ready, n_exact, atol=5e-5)

@@ -4,8 +4,8 @@ tenants.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -37,7 +37,7 @@ def ask(engine, passages, question, **how):
     return answer
 
 
-def test_what_two_prompts_hold_is_reused_by_the_third(learner):
+def test_a_passage_of_two_prompts_is_reused_by_the_third(learner):
     assert not ask(learner, CHUNKS[:3], "Question: Who?").trace.tokens_reused
     assert not ask(learner, CHUNKS[2::-1], "Question: When?").trace.tokens_reused
     third = ask(learner, (CHUNKS[1], CHUNKS[2], CHUNKS[0]), "Question: Where?").trace
@@ -59,22 +59,17 @@ def test_a_setting_switches_it_off(tiny_settings, learn):
         assert not last.trace.tokens_reused
 
 
-def test_the_question_itself_is_never_learnt(learner):
-    question = (
-        "Question: " + "and what did the keeper of the lighthouse count in that one night? " * 3
-    )
-    for passages in (CHUNKS[:1], CHUNKS[1:2], CHUNKS[2:3], CHUNKS[3:4]):
-        last = ask(learner, passages, question)
-    assert not last.trace.tokens_reused
-
-
-def test_a_whole_message_that_is_the_question_is_never_learnt(learner):
-    question = (
-        "Count all the ships that the keeper of the northern lighthouse has seen in any night of"
-        " any year."
-    )
-    for role in ("One", "Two", "Three", "Four"):
-        answer = learner.answer([("system", f"You are keeper {role}."), ("user", question)])
+@pytest.mark.parametrize("in_message", [True, False])
+def test_the_question_is_never_learnt_after_passages_or_as_a_message_of_its_own(
+    learner, in_message
+):
+    question = "What did the keeper of the lighthouse count in that one night of that year? " * 3
+    for passage in CHUNKS[:4]:
+        if in_message:
+            asked = [SYSTEM, ("user", f"{passage}\n\n{question}")]
+        else:
+            asked = [("system", passage), ("user", question)]
+        answer = learner.answer(asked)
         learner.flush()
     assert not answer.trace.tokens_reused
 
@@ -94,19 +89,12 @@ def test_two_tenants_never_learn_from_each_other(learns):
         assert ask(mine, CHUNKS[:3], "Question: Why?").trace.tokens_chunks > 0
 
 
-def test_what_was_learnt_is_known_by_later_processes(learns):
+def test_learnt_passages_are_known_to_later_processes(learns):
     with Engine(learns) as engine:
         for question in ("Question: Who?", "Question: When?"):
             ask(engine, CHUNKS[:3], question)
     with Engine(learns) as engine:
         assert chunk_hits(ask(engine, CHUNKS[:3], "Question: Why?").trace) == [True] * 3
-
-
-def test_what_was_learnt_is_forgotten_by_name(learner):
-    for question in ("Question: Who?", "Question: When?"):
-        ask(learner, CHUNKS[:3], question)
-    assert learner.forget(CHUNKS[:3]) > 0
-    assert not ask(learner, CHUNKS[:3], "Question: Why?").trace.tokens_reused
 
 
 def test_a_passage_that_is_there_twice_is_reused_in_both_places(learner):
@@ -121,23 +109,13 @@ def test_a_passage_that_is_there_twice_is_reused_in_both_places(learner):
 
 
 def test_threads_that_learn_at_the_same_time_answer_and_learn(learner):
-    failed = []
-
-    def run(number):
-        try:
-            learner.answer(
-                [SYSTEM, ("user", "\n\n".join([*CHUNKS[number % 4 :], f"Question {number}: Who?"]))]
-            )
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    asked = [
+        [SYSTEM, ("user", "\n\n".join([*CHUNKS[number % 4 :], f"Question {number}: Who?"]))]
+        for number in range(16)
+    ]
+    with ThreadPoolExecutor(16) as pool:
+        assert all(answer.token_ids for answer in pool.map(learner.answer, asked))
     learner.flush()
-    assert not failed
     assert all(chunk_hits(ask(learner, CHUNKS[2:], "Question: At last?").trace))
 
 

@@ -42,6 +42,7 @@ PROMPT = """
   <user>What do I pack?</user>
 </prompt>
 """
+EDITED = TRIP.replace("Oslo and its fjords", "Oslo and the sea")
 LINES = """
 <schema name="lines">The first line stands by itself, and is long enough.
 <module name="two">The second line is a module of its own, which comes next.
@@ -49,6 +50,9 @@ LINES = """
 </module><scaffold modules=". two three"/></schema>
 """
 ALL_LINES = '<prompt schema="lines"><two/><three/>What is said here?</prompt>'
+ONE = '<schema name="one"><module name="m">The only module of all stands right here.</module></schema>'
+FIRST = '<prompt schema="one"><m/>And a question.</prompt>'
+CHOSEN = (".", "plan", "plan/abroad", "plan/abroad/oslo")
 
 
 @pytest.fixture
@@ -75,8 +79,13 @@ def off(one, other) -> float:
     return max(float(((a - b).norm(dim=-1) / b.norm(dim=-1)).max()) for a, b in pairs)
 
 
-def logits_off(one, other) -> float:
-    return float((one.logits - other.logits).abs().max() / other.logits.abs().max())
+def equal_full_prefill(engine, pml: str):
+    """The keys that a prompt is read by; its KV and logits equal those of full prefill."""
+    prompt = engine.prompt(parse_prompt(pml))
+    ready, whole = engine.prepare(prompt), engine.prepare(prompt, Ask(reuse=False)).prefill
+    assert off(states(ready.prefill), states(whole)) < 1e-4
+    assert (ready.prefill.logits - whole.logits).abs().max() < 1e-4 * whole.logits.abs().max()
+    return {fetch.key for fetch in ready.plan.fetches}
 
 
 # registering
@@ -93,35 +102,17 @@ def test_a_schema_is_encoded_once(engine: Engine) -> None:
     assert engine.schemas.register(TRIP).done.encoded == 0
 
 
-def test_an_edit_encodes_what_it_changes_alone(trip: Engine) -> None:
+def test_an_edit_encodes_what_it_changes_and_the_text_around_what_it_moves(trip: Engine) -> None:
     before = trip.schemas.show("trip")
-    changed = trip.schemas.register(TRIP.replace("Oslo and its fjords", "Oslo and the sea"))
-    assert changed.done.encoded == 1
-    assert changed.layout.places["diet"] == before.places["diet"]
-
-
-def test_an_edit_that_moves_what_comes_behind_it_encodes_the_text_around_it_anew(
-    trip: Engine,
-) -> None:
-    before = trip.schemas.show("trip")
-    longer = (
-        "Lisbon and its trams, which are yellow, and its seven hills, and the river that is as wide"
-        " as a sea"
-    )
-    changed = trip.schemas.register(TRIP.replace("Lisbon and its trams, which are yellow", longer))
+    assert trip.schemas.register(EDITED).done.encoded == 1
+    longer = "yellow, and its seven hills, and the river that is as wide as a sea"
+    changed = trip.schemas.register(TRIP.replace("yellow", longer))
     assert changed.layout.places["diet"].start > before.places["diet"].start
-    keys, had = (
-        [trip.runtime.encoder.key_of(run) for run in layout.runs]
-        for layout in (changed.layout, before)
-    )
-    new = {
-        place
-        for run, key in zip(changed.layout.runs, keys, strict=True)
-        if key not in had
-        for place in run.members
-    }
-    assert new == {"", "plan", "plan/abroad", "plan/abroad/lisbon"}
-    assert changed.done.encoded == len(set(keys) - set(had))
+    had = {trip.runtime.encoder.key_of(run) for run in before.runs}
+    new = [run for run in changed.layout.runs if trip.runtime.encoder.key_of(run) not in had]
+    places = {place for run in new for place in run.members}
+    assert places == {"", "plan", "plan/abroad", "plan/abroad/lisbon"}
+    assert changed.done.encoded == len(new)
 
 
 def test_another_process_on_the_store_has_it(trip: Engine, tiny_settings) -> None:
@@ -130,11 +121,7 @@ def test_another_process_on_the_store_has_it(trip: Engine, tiny_settings) -> Non
     with Engine(tiny_settings) as later:
         again = later.answer(parse_prompt(PROMPT))
         assert again.token_ids == answer.token_ids
-        assert (
-            again.trace.modules
-            == answer.trace.modules
-            == (".", "plan", "plan/abroad", "plan/abroad/oslo")
-        )
+        assert again.trace.modules == answer.trace.modules == CHOSEN
 
 
 def test_a_file_and_nodes_are_taken_as_well_as_text(engine: Engine, tmp_path) -> None:
@@ -148,14 +135,18 @@ def test_a_file_and_nodes_are_taken_as_well_as_text(engine: Engine, tmp_path) ->
     assert runs[1:] == [runs[0]] * 3
 
 
-def test_what_is_registered_is_listed_shown_and_removed_with_its_kv(trip: Engine) -> None:
+def test_a_schema_is_removed_with_the_kv_that_no_other_schema_has(trip: Engine) -> None:
     trip.schemas.register(LINES)
-    assert [info.name for info in trip.schemas.ls()] == ["lines", "trip"]
+    trip.schemas.register(TRIP.replace('name="trip"', 'name="voyage"'))
+    assert [info.name for info in trip.schemas.ls()] == ["lines", "trip", "voyage"]
     assert trip.schemas.show("lines").places["two"].start > 0
     trip.flush()
     keys = {trip.runtime.encoder.key_of(run) for run in trip.schemas.show("trip").runs}
     assert set(trip.store.lookup(keys)) == keys
-    assert trip.schemas.remove("trip") > 0
+    trip.schemas.remove("trip")
+    assert trip.answer(parse_prompt(PROMPT.replace("trip", "voyage"))).trace.modules == CHOSEN
+    trip.flush()  # what is brought to memory for the next prompt is there
+    assert trip.schemas.remove("voyage") > 0
     assert trip.store.lookup(keys) == {}
     assert [info.name for info in trip.schemas.ls()] == ["lines"]
     assert trip.answer(parse_prompt(ALL_LINES)).trace.modules == (".", "two", "three")
@@ -170,30 +161,12 @@ def test_what_another_process_removed_is_there_no_more(trip: Engine, tiny_settin
         trip.answer(parse_prompt(PROMPT))
 
 
-def test_what_two_schemas_share_stays_with_the_one_that_is_left(trip: Engine) -> None:
-    trip.schemas.register(TRIP.replace('name="trip"', 'name="voyage"'))
-    trip.flush()
-    trip.schemas.remove("trip")
-    assert (
-        trip.answer(parse_prompt(PROMPT.replace("trip", "voyage"))).trace.modules[-1]
-        == "plan/abroad/oslo"
-    )
-
-
 def test_a_schema_that_is_not_registered_is_told_with_those_that_are(trip: Engine) -> None:
-    with pytest.raises(PMLError, match=r"'tripp', which is not registered; wanted 'trip'"):
+    with pytest.raises(PMLError, match=r"'tripp'.*'trip'"):
         trip.answer(parse_prompt(PROMPT.replace("trip", "tripp")))
     for ask in (trip.schemas.show, trip.schemas.remove):
-        with pytest.raises(InputError, match=r"no schema 'voyage'.*wanted 'trip'"):
+        with pytest.raises(InputError, match=r"'voyage'.*'trip'"):
             ask("voyage")
-
-
-def test_a_schema_that_the_model_cannot_take_is_refused(engine: Engine) -> None:
-    with pytest.raises(InputError, match=r"'long' does not fit: .* takes at most 4,096 tokens"):
-        engine.schemas.register(
-            f'<schema name="long"><module name="m">{"word " * 1000}</module></schema>'
-        )
-    assert engine.schemas.ls() == []
 
 
 def test_a_salt_has_schemas_of_its_own(trip: Engine, tiny_settings) -> None:
@@ -215,8 +188,7 @@ def test_without_a_book_schemas_live_in_the_process(tiny_settings) -> None:
 def test_a_prompt_takes_its_modules_from_the_store_at_the_schemas_positions(trip: Engine) -> None:
     prompt, layout = trip.prompt(parse_prompt(PROMPT)), trip.schemas.show("trip")
     trace = trip.answer(parse_prompt(PROMPT)).trace
-    assert trace.schema == "trip"
-    assert trace.modules == (".", "plan", "plan/abroad", "plan/abroad/oslo")
+    assert (trace.schema, trace.modules) == ("trip", CHOSEN)
     assert adds_up(trace)
     assert trace.tokens_fresh == sum(len(s.tokens) for s in prompt.segments if s.kind == "fresh")
     oslo = next(segment for segment in trace.segments if segment.source == "trip: plan/abroad/oslo")
@@ -224,64 +196,34 @@ def test_a_prompt_takes_its_modules_from_the_store_at_the_schemas_positions(trip
     assert trace.tokens_recomputed == 0
 
 
-def test_a_scaffold_that_covers_the_prompt_equals_full_prefill(engine: Engine) -> None:
-    engine.schemas.register(LINES)
-    prompt = engine.prompt(parse_prompt(ALL_LINES))
-    ready, whole = engine.prepare(prompt), engine.prepare(prompt, Ask(reuse=False))
-    assert {fetch.key for fetch in ready.plan.fetches} == {
-        engine.runtime.encoder.key_of(engine.schemas.show("lines").scaffolds[0])
-    }
-    assert off(states(ready.prefill), states(whole.prefill)) < 1e-4
-    assert logits_off(ready.prefill, whole.prefill) < 1e-4
-    assert (
-        engine.answer(parse_prompt(ALL_LINES)).token_ids
-        == full(engine, parse_prompt(ALL_LINES)).token_ids
-    )
-    assert all(segment.exact for segment in engine.answer(parse_prompt(ALL_LINES)).trace.segments)
-
-
-def test_a_single_module_at_the_start_equals_full_prefill(engine: Engine) -> None:
-    engine.schemas.register(
-        '<schema name="one"><module name="m">The only module of all stands right'
-        " here.</module></schema>"
-    )
-    prompt = parse_prompt('<prompt schema="one"><m/>And a question.</prompt>')
-    ready = engine.prepare(engine.prompt(prompt))
-    assert len(ready.plan.fetches) == 1
-    whole = engine.prepare(engine.prompt(prompt), Ask(reuse=False))
-    assert off(states(ready.prefill), states(whole.prefill)) < 1e-4
-    assert logits_off(ready.prefill, whole.prefill) < 1e-4
-    assert engine.answer(prompt).token_ids == full(engine, prompt).token_ids
+def test_a_scaffold_over_the_prompt_and_a_first_module_equal_full_prefill(engine: Engine) -> None:
+    for schema, pml in ((LINES, ALL_LINES), (ONE, FIRST)):
+        layout = engine.schemas.register(schema).layout
+        run = (layout.scaffolds or layout.runs)[0]
+        assert equal_full_prefill(engine, pml) == {engine.runtime.encoder.key_of(run)}
+        answer, whole = engine.answer(parse_prompt(pml)), full(engine, parse_prompt(pml))
+        assert answer.token_ids == whole.token_ids
+        assert all(segment.exact for segment in answer.trace.segments)
 
 
 @pytest.mark.slow
 @pytest.mark.embedded
-def test_a_scaffold_and_a_first_module_equal_full_prefill_on_a_trained_model(
+def test_a_trained_model_over_a_scaffold_and_a_first_module_equals_full_prefill(
     smollm_path, tmp_path
 ) -> None:
     with Engine(Settings(model="smollm2-135m-reader", dtype="float32", store=tmp_path)) as engine:
-        engine.schemas.register(LINES)
-        engine.schemas.register(
-            '<schema name="one"><module name="m">The only module of all stands'
-            " here.</module></schema>"
-        )
-        for text in (ALL_LINES, '<prompt schema="one"><m/>And a question.</prompt>'):
-            prompt = engine.prompt(parse_prompt(text))
-            ready, whole = engine.prepare(prompt), engine.prepare(prompt, Ask(reuse=False))
-            assert ready.plan.fetches
-            assert off(states(ready.prefill), states(whole.prefill)) < 1e-4
-            assert logits_off(ready.prefill, whole.prefill) < 1e-4
+        for schema, pml in ((LINES, ALL_LINES), (ONE, FIRST)):
+            engine.schemas.register(schema)
+            assert equal_full_prefill(engine, pml)
 
 
 def test_the_order_of_imports_does_not_matter(trip: Engine) -> None:
-    one = parse_prompt(
-        '<prompt schema="trip"><diet/><plan days="a week"/><user>What now?</user></prompt>'
+    orders = ('<diet/><plan days="a week"/>', '<plan days="a week"/><diet/>')
+    one, other = (
+        trip.prompt(parse_prompt(f'<prompt schema="trip">{order}<user>What?</user></prompt>'))
+        for order in orders
     )
-    other = parse_prompt(
-        '<prompt schema="trip"><plan days="a week"/><diet/><user>What now?</user></prompt>'
-    )
-    assert trip.prompt(one) == trip.prompt(other)
-    assert trip.answer(one).token_ids == trip.answer(other).token_ids
+    assert one == other
 
 
 def test_kv_placed_by_hand_is_what_a_prompt_is_answered_over(trip: Engine) -> None:
@@ -315,12 +257,7 @@ def test_what_is_missing_is_computed_and_encoded_as_a_whole_afterwards(trip: Eng
     assert {s.why for s in answer.trace.segments if not s.hit} == {"not in the store"}
     trip.flush()
     assert trip.store.lookup([trip.runtime.encoder.key_of(run)])
-    assert trip.answer(parse_prompt(PROMPT)).trace.modules == (
-        ".",
-        "plan",
-        "plan/abroad",
-        "plan/abroad/oslo",
-    )
+    assert trip.answer(parse_prompt(PROMPT)).trace.modules == CHOSEN
 
 
 def test_full_prefill_of_a_prompt_with_gaps_stands_at_its_positions(trip: Engine) -> None:
@@ -343,7 +280,6 @@ def test_streams_batches_and_plans_take_prompts_of_modules(trip: Engine) -> None
     ]
     plan = trip.plan(prompt)
     assert len(plan.fetches) == len([s for s in plan.prompt.segments if s.keys])
-    assert trip.answer(prompt, Ask(seed=1)).trace.schema == "trip"
 
 
 def test_a_prompt_is_answered_over_the_very_schema_that_it_was_made_for(engine: Engine) -> None:
@@ -354,15 +290,11 @@ def test_a_prompt_is_answered_over_the_very_schema_that_it_was_made_for(engine: 
         assert engine.schemas.ensure(each.schema) is not None
         alone.append(engine.answer(parse_prompt(PROMPT)))
     engine.flush()
-    beside = engine.batch([each.request for each in (*filled, *filled)])
-    assert [answer.token_ids for answer in beside] == [answer.token_ids for answer in alone] * 2
-    assert [answer.trace.tokens for answer in beside] == [
-        answer.trace.tokens for answer in alone
-    ] * 2
     assert alone[0].trace.tokens < alone[1].trace.tokens
-    assert {answer.trace.modules for answer in beside} == {
-        (".", "plan", "plan/abroad", "plan/abroad/oslo")
-    }
+    beside = engine.batch([each.request for each in (*filled, *filled)])
+    for answer, wanted in zip(beside, alone * 2, strict=True):
+        assert (answer.token_ids, answer.trace.tokens) == (wanted.token_ids, wanted.trace.tokens)
+        assert answer.trace.modules == CHOSEN
     engine.schemas.remove("trip")
     with pytest.raises(PMLError, match="which is not registered"):
         engine.answer(filled[0].request)
@@ -393,14 +325,10 @@ def test_an_entry_that_several_segments_take_rows_from_is_read_once(
     monkeypatch.setattr(trip.store, "read_layers", counted)
     prompt = trip.prompt(parse_prompt(PROMPT))
     keys = [segment.keys[0] for segment in prompt.segments if segment.keys]
-    ready = trip.prepare(prompt)
+    trip.prepare(prompt)
     assert len(set(keys)) < len(keys)
     assert len(reads) == len(set(reads))
     assert {key for key, _ in reads} == set(keys)
-    entries = trip.store.lookup(keys)
-    assert sum(fetch.nbytes for fetch in ready.plan.fetches) == sum(
-        entry.nbytes for entry in entries.values()
-    )
 
 
 def test_the_other_modules_of_a_union_are_brought_to_memory(trip: Engine, tiny_settings) -> None:
@@ -408,12 +336,9 @@ def test_the_other_modules_of_a_union_are_brought_to_memory(trip: Engine, tiny_s
     with Engine(tiny_settings) as later:
         later.answer(parse_prompt(PROMPT))
         later.flush()
-        lisbon = later.runtime.encoder.key_of(
-            later.schemas.show("trip").modules["plan/abroad/lisbon"]
-        )
-        assert later.store.lookup([lisbon])[lisbon].tier == "memory"
-        diet = later.runtime.encoder.key_of(later.schemas.show("trip").modules["diet"])
-        assert later.store.lookup([diet])[diet].tier == "disk"
+        for module, tier in (("plan/abroad/lisbon", "memory"), ("diet", "disk")):
+            key = later.runtime.encoder.key_of(later.schemas.show("trip").modules[module])
+            assert later.store.lookup([key])[key].tier == tier
 
 
 def test_a_prompt_may_be_given_as_pml_or_its_file(trip: Engine, tmp_path) -> None:
@@ -426,12 +351,9 @@ def test_a_prompt_may_be_given_as_pml_or_its_file(trip: Engine, tmp_path) -> Non
             assert "".join(stream) == wanted.text
     assert trip.answer(PROMPT).trace.schema == ""  # a text that is asked stays one
     for ask in (trip.answer, trip.stream):
-        with pytest.raises(InputError, match="found both"):
-            ask("And now?", pml=PROMPT)
-        with pytest.raises(InputError, match="found neither"):
-            ask()
-        with pytest.raises(PMLError, match="wanted <prompt>"):
-            ask(pml=TRIP)
+        for asked, pml in (("And now?", PROMPT), (None, None), (None, TRIP)):
+            with pytest.raises(InputError, match=r"both|neither|<prompt>"):
+                ask(asked, pml=pml)
 
 
 @pytest.mark.parametrize(
@@ -444,18 +366,15 @@ def test_what_a_prompt_of_modules_cannot_do_is_told(trip: Engine, ask: Ask) -> N
 
 def test_messages_are_wrapped_as_the_models_template_does(engine: Engine) -> None:
     """All modules together are what the template makes of the same messages."""
-    engine.schemas.register(
-        '<schema name="talk"><system>Be brief, as ever.</system><user>What is this?</user>'
-        "<assistant>A harbour, I think.</assistant></schema>"
-    )
     said = [
         ("system", "Be brief, as ever."),
         ("user", "What is this?"),
         ("assistant", "A harbour, I think."),
     ]
+    modules = "".join(f"<{role}>{text}</{role}>" for role, text in said)
+    engine.schemas.register(f'<schema name="talk">{modules}</schema>')
     mine = engine.prompt(parse_prompt('<prompt schema="talk"><user>And that?</user></prompt>'))
     assert mine.token_ids == engine.prompt([*said, ("user", "And that?")]).token_ids
-    assert engine.model.text(mine.token_ids).startswith("Be brief")
 
 
 def test_a_chat_begins_as_the_template_does_whatever_stands_before_a_text(
@@ -503,15 +422,10 @@ def test_in_every_family_a_scaffold_over_all_is_full_prefill_and_modules_are_rea
     engine = of(name)
     engine.schemas.register(LINES)
     engine.flush()
-    prompt = parse_prompt(ALL_LINES)
-    ready = engine.prepare(engine.prompt(prompt))
-    assert {fetch.tier for fetch in ready.plan.fetches} == {"disk"}
-    whole = engine.prepare(engine.prompt(prompt), Ask(reuse=False)).prefill
-    assert off(states(ready.prefill), states(whole)) < 1e-4
+    assert equal_full_prefill(engine, ALL_LINES)
     engine.schemas.register(TRIP)
     trace = engine.answer(parse_prompt(PROMPT)).trace
-    assert trace.modules == (".", "plan", "plan/abroad", "plan/abroad/oslo")
-    assert trace.fallback_reason == ""
+    assert (trace.modules, trace.fallback_reason) == (CHOSEN, "")
 
 
 def test_a_refused_model_answers_by_full_prefill(of) -> None:
@@ -539,8 +453,6 @@ def test_kv_that_cannot_be_moved_is_used_in_place_alone(of) -> None:
 
 
 # several models on one store
-
-EDITED = TRIP.replace("Oslo and its fjords", "Oslo and the sea")
 
 
 def test_what_another_model_encoded_after_an_answer_goes_with_the_schema(trip: Engine, of) -> None:

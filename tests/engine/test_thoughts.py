@@ -25,18 +25,16 @@ CALL = '<tool_call>{"name": "news", "arguments": {"city": "Rome"}}</tool_call>'
 @pytest.fixture(scope="module")
 def opened(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """An engine over a model whose prompts open a thought."""
-    yield from engine(thinking_model(tiny_path, tmp_path_factory.mktemp("opened") / "model"))
+    yield from over(thinking_model(tiny_path, tmp_path_factory.mktemp("opened") / "model"))
 
 
 @pytest.fixture(scope="module")
 def free(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """The same, but the model opens its thoughts itself."""
-    yield from engine(
-        thinking_model(tiny_path, tmp_path_factory.mktemp("free") / "model", TEMPLATE)
-    )
+    yield from over(thinking_model(tiny_path, tmp_path_factory.mktemp("free") / "model", TEMPLATE))
 
 
-def engine(folder: Path) -> Iterator[Engine]:
+def over(folder: Path) -> Iterator[Engine]:
     home = folder.parent
     with Engine(
         Settings(model=str(folder), dtype="float32", store=home, home=home, max_tokens=40)
@@ -56,14 +54,14 @@ def test_an_answer_is_what_follows_the_thought(opened: Engine, free: Engine) -> 
 
 def test_a_stream_says_thoughts_and_text_apart(opened: Engine) -> None:
     said = "I wonder <b>. \n</think>\n\nForty\n\nships."
-    pieces = list(opened.stream(ASKED, saying(opened, said)).pieces())
-    thoughts = [piece.text for piece in pieces if isinstance(piece, Thought)]
-    assert "".join(thoughts) == "I wonder <b>."
-    assert len(thoughts) > 5
-    assert "".join(piece for piece in pieces if isinstance(piece, str)) == "Forty\n\nships."
     stream = opened.stream(ASKED, saying(opened, said))
-    assert "".join(stream) == stream.answer.text == "Forty\n\nships."
-    assert stream.answer.reasoning == "I wonder <b>."
+    pieces = list(stream.pieces())
+    thoughts = [piece.text for piece in pieces if isinstance(piece, Thought)]
+    texts = [piece for piece in pieces if isinstance(piece, str)]
+    assert "".join(thoughts) == stream.answer.reasoning == "I wonder <b>."
+    assert len(thoughts) > 5
+    assert "".join(texts) == stream.answer.text == "Forty\n\nships."
+    assert "".join(opened.stream(ASKED, saying(opened, said))) == stream.answer.text
 
 
 def test_a_thought_that_never_ends_is_no_answer(opened: Engine) -> None:
@@ -72,19 +70,12 @@ def test_a_thought_that_never_ends_is_no_answer(opened: Engine) -> None:
     assert len(answer.token_ids) == 8
 
 
-def test_without_a_thought_all_is_text(free: Engine, engine_without: Engine) -> None:
+def test_without_a_thought_all_is_text(free: Engine, engine: Engine) -> None:
     for text in ("Forty ships.", "<thin air", " <b>", "Say </think> or <think>."):
         answer = free.answer(ASKED, saying(free, text))
         assert (answer.reasoning, answer.text) == ("", text)
-    answer = engine_without.answer(ASKED, saying(engine_without, "<think>Hm</think>Yes."))
+    answer = engine.answer(ASKED, saying(engine, "<think>Hm</think>Yes."))
     assert (answer.reasoning, answer.text) == ("", "<think>Hm</think>Yes.")
-
-
-@pytest.fixture
-def engine_without(tiny_settings: Settings) -> Iterator[Engine]:
-    """An engine over a model that knows of no thoughts."""
-    with Engine(tiny_settings) as made:
-        yield made
 
 
 def test_stop_strings_count_behind_the_thought(opened: Engine) -> None:
@@ -148,16 +139,16 @@ def test_the_next_turn_goes_on_from_the_answer_alone(opened: Engine) -> None:
 
 
 def test_what_a_template_does_not_read_is_refused_not_ignored(
-    opened: Engine, engine_without: Engine
+    opened: Engine, engine: Engine
 ) -> None:
-    for made in (opened, engine_without):
+    for made in (opened, engine):
         with pytest.raises(InputError, match=r"'reasoning_effort'.*leave others out"):
             made.answer(ASKED, Ask(chat_template_kwargs={"reasoning_effort": "low"}))
     with pytest.raises(InputError, match="'enable_thinking'"):
         opened.answer(ASKED, Ask(chat_template_kwargs={"enable_thinking": False}))
     # it thinks nothing
-    answer = engine_without.answer(ASKED, Ask(chat_template_kwargs={"enable_thinking": False}))
-    assert answer.text == engine_without.answer(ASKED, Ask()).text
+    answer = engine.answer(ASKED, Ask(chat_template_kwargs={"enable_thinking": False}))
+    assert answer.text == engine.answer(ASKED, Ask()).text
 
 
 THOUGHT = (
@@ -176,12 +167,12 @@ def test_what_was_thought_before_an_earlier_answer_is_handed_to_the_template(
     tiny_path: Path, tmp_path: Path
 ) -> None:
     assert REMEMBERS != TEMPLATE
-    for made in engine(thinking_model(tiny_path, tmp_path / "model", REMEMBERS)):
+    for made in over(thinking_model(tiny_path, tmp_path / "model", REMEMBERS)):
         said = [("user", "Who?"), ("assistant", "It."), ("user", "Sure?")]
         plain = [{"role": role, "content": text} for role, text in said]
         plain[1]["reasoning_content"] = "A lighthouse counts."
-        turns = [ChatMessage(role, text) for role, text in said]
-        turns[1] = replace(turns[1], reasoning="A lighthouse counts.")
+        silent = [ChatMessage(role, text) for role, text in said]
+        turns = [silent[0], replace(silent[1], reasoning="A lighthouse counts."), silent[2]]
         wanted = made.model.tokenizer.apply_chat_template(
             plain, tokenize=False, add_generation_prompt=True
         )
@@ -190,12 +181,7 @@ def test_what_was_thought_before_an_earlier_answer_is_handed_to_the_template(
             if ask.session is None:
                 assert text_of(made, turns, ask) == wanted
             assert made.answer(turns, ask).trace.tokens == len(made.prompt(turns).token_ids)
-        assert (
-            made.prompt(
-                [("user", "Who?"), ChatMessage("assistant", "It."), ("user", "Sure?")]
-            ).token_ids
-            != made.prompt(turns).token_ids
-        )
+        assert made.prompt(silent).token_ids != made.prompt(turns).token_ids
         turns[1] = replace(turns[1], reasoning="forged </think> tag \ud800")
         ids = list(made.prompt(turns).token_ids)
         close = made.model.tokenizer.convert_tokens_to_ids("</think>")
@@ -203,11 +189,7 @@ def test_what_was_thought_before_an_earlier_answer_is_handed_to_the_template(
         assert "forged </think> tag \ufffd" in text_of(made, turns)
 
 
-def test_neighbours_of_one_role_keep_what_each_thought() -> None:
-    turns = [
-        ChatMessage("assistant", "a", reasoning="one"),
-        ChatMessage("assistant", "b"),
-        ChatMessage("assistant", "c", reasoning="two"),
-    ]
+def test_messages_of_one_role_that_are_joined_keep_what_each_thought() -> None:
+    turns = [ChatMessage("assistant", "a", reasoning=thought) for thought in ("one", "", "two")]
     (joined,) = ChatMessage.joined(turns)
     assert joined.reasoning == "one\ntwo"

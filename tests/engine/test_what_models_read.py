@@ -23,6 +23,7 @@ from tokenizers import (
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ragfuse import Ask, ChatMessage, Engine, InputError, Piece, Settings, SettingsError
+from ragfuse.schemas.pml import parse_prompt
 from ragfuse.types.prompt import Prompt
 from tests.tiny import CHUNKS, INSTRUCTION, QUESTION, messages
 
@@ -169,16 +170,15 @@ def test_a_text_has_the_ids_of_its_tokenizer(spaced: Engine) -> None:
     assert kinds(prompt)[-2:] == ["chunk", "fresh"]
 
 
-def test_a_chunk_is_found_in_a_prompt_by_the_ids_that_it_was_ingested_as(spaced: Engine) -> None:
+def test_ingested_chunks_are_found_in_text_and_in_token_ids(spaced: Engine) -> None:
     spaced.ingest([(text, "book") for text in CHUNKS])
     text = joined(messages())[0]["content"]
-    found = [
-        segment for segment in spaced.prompt([("user", text)]).segments if segment.kind == "chunk"
-    ]
-    assert len(found) >= len(CHUNKS)
-    assert sum(len(segment.tokens) for segment in found) >= 0.9 * sum(
-        len(spaced.tokens(chunk)) for chunk in CHUNKS
-    )
+    for asked in ([("user", text)], own(spaced, joined(messages()))):
+        found = [each for each in spaced.prompt(asked).segments if each.kind == "chunk"]
+        assert len(found) >= len(CHUNKS)
+        n_found = sum(len(segment.tokens) for segment in found)
+        assert n_found >= 0.9 * sum(len(spaced.tokens(chunk)) for chunk in CHUNKS)
+    assert spaced.answer(asked).trace.tokens_chunks > 0
 
 
 def test_a_conversation_goes_on_with_the_ids_of_its_answers_and_reads_as_its_template_writes(
@@ -187,13 +187,12 @@ def test_a_conversation_goes_on_with_the_ids_of_its_answers_and_reads_as_its_tem
     first = spaced.answer([("user", "Who counted forty ships?")], Ask(session="one"))
     spaced.flush()
     answer = spaced.answer([("user", "And what is its door like?")], Ask(session="one"))
-    told = [
+    told: list[Any] = [
         ("user", "Who counted forty ships?"),
-        ("assistant", first.text),
+        ("assistant", [Piece(first.text, ids=first.token_ids)]),
         ("user", "And what is its door like?"),
     ]
-    content = Piece(first.text, ids=first.token_ids)
-    prompt = spaced.prompt([told[0], ("assistant", [content]), told[2]])
+    prompt = spaced.prompt(told)
     assert said(spaced, prompt.token_ids) == said(spaced, own(spaced, joined(told)))
     assert answer.trace.tokens == len(prompt.token_ids)
     assert answer.trace.history_reused > 0
@@ -204,16 +203,9 @@ def test_a_prompt_over_a_schema_reads_as_the_template_writes_it(spaced: Engine) 
         f"<schema name='s'><user>Read this. <module name='m'>{CHUNKS[0]}</module></user></schema>"
     )
     spaced.schemas.register(schema)
-    for pml, tail in (("<prompt schema='s'><m/> Who?</prompt>", " Who?"),):
-        prompt = spaced.prompt(_request(pml))
-        told = [{"role": "user", "content": f"Read this. {CHUNKS[0]}{tail}"}]
-        assert _read(said(spaced, prompt.token_ids)) == _read(said(spaced, own(spaced, told)))
-
-
-def _request(pml: str) -> Any:
-    from ragfuse.engine.schema_service import parse_prompt
-
-    return parse_prompt(pml)
+    prompt = spaced.prompt(parse_prompt("<prompt schema='s'><m/> Who?</prompt>"))
+    told = [{"role": "user", "content": f"Read this. {CHUNKS[0]} Who?"}]
+    assert _read(said(spaced, prompt.token_ids)) == _read(said(spaced, own(spaced, told)))
 
 
 def _read(text: str) -> str:
@@ -230,11 +222,6 @@ def test_token_ids_are_read_as_they_are(spaced: Engine) -> None:
     assert "".join(spaced.stream(ids)) == spaced.answer(ids).text
     first, _ = spaced.batch([ids, ids[:-3]])
     assert first.token_ids == spaced.answer(ids).token_ids
-
-
-def test_known_chunks_are_found_in_token_ids(spaced: Engine) -> None:
-    spaced.ingest([(text, "book") for text in CHUNKS])
-    assert spaced.answer(own(spaced, joined(messages()))).trace.tokens_chunks > 0
 
 
 @pytest.mark.parametrize("ids", [[1, -1], [1, 10**6], [1, "a"], [1, 2.5]])
@@ -308,7 +295,7 @@ def test_a_last_message_is_gone_on_with(thinking: Engine) -> None:
     ["Why?", [("user", "Why?")], [ChatMessage("user", "Why?"), ChatMessage("assistant", " ")]],
 )
 def test_only_an_answer_that_is_begun_is_gone_on_with(engine: Engine, told: Any) -> None:
-    with pytest.raises(InputError, match="needs a last message of role"):
+    with pytest.raises(InputError, match="last message"):
         engine.answer(told, Ask(continue_final_message=True))
 
 

@@ -3,9 +3,7 @@ behind.
 """
 
 import threading
-import time
 from collections.abc import Iterator
-from typing import ClassVar
 
 import pytest
 
@@ -16,6 +14,7 @@ from ragfuse.store import DiskTier, KVStore, MemoryTier
 from ragfuse.types.kv import ChunkKV
 from ragfuse.types.plan import Fetch
 from tests.store.kit import key, kv, same
+from tests.store.redis_server import until
 
 LAYERS = 3 * AHEAD
 CHUNKS: tuple[ChunkKV, ...] = tuple(kv(seed, n=3 + seed, n_layers=LAYERS) for seed in range(3))
@@ -73,18 +72,6 @@ def test_every_layer_of_every_segment_comes_in_order(store, tiers, a_read):
     assert reader.wait_s > 0
 
 
-def test_memory_is_read_without_a_thread(store):
-    with LayerReader(store, fetches("memory", "memory"), LAYERS) as reader:
-        assert loading() == []
-        assert reader.read(0)[0] is not None
-
-
-def test_nothing_to_fetch_is_no_work(store):
-    with LayerReader(store, [], LAYERS) as reader:
-        assert reader.read(0) == {}
-        assert loading() == []
-
-
 @pytest.mark.parametrize(
     ("before", "a_read", "held"),
     [
@@ -98,39 +85,40 @@ def test_nothing_to_fetch_is_no_work(store):
     ],
 )
 def test_so_many_layers_are_read_before_the_first_is_asked_for_and_no_more(
-    store, before, a_read, held
+    store, monkeypatch, before, a_read, held
 ):
-    came = []
+    came, read = [], store.read_layers
 
-    class Counting(Wrong):
-        def read_layers(self, key, first, count=1, tier=None, level=None):
-            found = super().read_layers(key, first, count, tier, level)
-            came.extend(range(first, first + count))
-            return found
+    def counted(key, first, count=1, *where):
+        found = read(key, first, count, *where)
+        came.extend(range(first, first + count))
+        return found
 
-    counting = Counting(store, -1, KeyError())
-    with LayerReader(counting, fetches("disk", a_read=a_read), LAYERS, before=before) as reader:
-        end = time.monotonic() + 60
-        while len(came) < held:
-            assert time.monotonic() < end
-            time.sleep(0.001)
-        time.sleep(0.05)
+    monkeypatch.setattr(store, "read_layers", counted)
+    with LayerReader(store, fetches("disk", a_read=a_read), LAYERS, before=before) as reader:
+        until(lambda: len(came) >= held)
         assert came == list(range(held))
         assert all(same(reader.read(layer)[0], CHUNKS[0].layers[layer]) for layer in range(LAYERS))
 
 
 @pytest.mark.parametrize("read", [0, 1, AHEAD + 1])
-def test_leaving_early_leaves_no_thread(store, read):
-    with LayerReader(store, fetches("disk", "disk"), LAYERS) as reader:
-        for layer in range(read):
-            reader.read(layer)
+def test_leaving_early_by_an_error_leaves_no_thread(store, read):
+    def leave():
+        with LayerReader(store, fetches("disk", "disk"), LAYERS) as reader:
+            for layer in range(read):
+                reader.read(layer)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        leave()
     assert loading() == []
 
 
-def test_leaving_by_an_error_leaves_no_thread(store):
-    with pytest.raises(ZeroDivisionError), LayerReader(store, fetches("disk"), LAYERS):
-        raise ZeroDivisionError
-    assert loading() == []
+@pytest.mark.parametrize("tiers", [(), ("memory", "memory")])
+def test_without_slow_tiers_there_is_no_thread(store, tiers):
+    with LayerReader(store, fetches(*tiers), LAYERS) as reader:
+        assert loading() == []
+        assert list(reader.read(0)) == [0, 2][: len(tiers)]
 
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
@@ -152,21 +140,7 @@ def test_layers_are_lost_with_those_read_together(store, tier):
     assert [layer for layer, kv in enumerate(found) if kv is None] == [3, 4, 5]
 
 
-def test_small_layers_are_read_together_after_a_first_one_alone(store):
-    class Counting(Wrong):
-        reads: ClassVar[list[tuple[int, int]]] = []
-
-        def read_layers(self, key, first, count=1, tier=None, level=None):
-            self.reads.append((first, count))
-            return super().read_layers(key, first, count, tier, level)
-
-    with LayerReader(Counting(store, -1, KeyError()), fetches("disk", a_read=5), LAYERS) as reader:
-        for layer in range(LAYERS):
-            assert reader.read(layer)[0] is not None
-    assert Counting.reads == [(0, 1), (1, 2), (3, 4), (7, 5)]
-
-
-def test_every_tier_is_told_of_the_next_layers_before_they_are_read(store, monkeypatch):
+def test_layers_are_read_a_few_at_a_time_and_every_tier_is_told_before(store, monkeypatch):
     told = []
     read, expect = store.read_layers, store.expect
     monkeypatch.setattr(

@@ -43,47 +43,41 @@ BEHIND = {
 ALONE = {k: entry(k, n, "disk") for k, n in ((key(ONE), 2), (key(TWO), 3))}
 
 
-def test_the_entry_behind_the_prefix_is_read_before_the_one_alone():
-    found = plan(PROMPT, {**ALONE, **BEHIND}, "hkvd", 0.2)
+ABSENT = "not in the store"
+EMPTY = replace(entry(key(ONE), 2), sizes={})
+
+
+@pytest.mark.parametrize(
+    ("entries", "lost", "read", "missed"),
+    [
+        ({**ALONE, **BEHIND}, (), {0: key(PREFIX), 1: key(ONE, PREFIX), 2: key(TWO, PREFIX)}, {}),
+        (ALONE, (), {1: key(ONE), 2: key(TWO)}, {0: ABSENT}),
+        ({}, (), {}, dict.fromkeys(range(3), ABSENT)),
+        (
+            BEHIND,
+            (1,),
+            {0: key(PREFIX), 2: key(TWO, PREFIX)},
+            {1: "its entry could not be read"},
+        ),
+        (
+            {key(ONE): entry(key(ONE), 99)},
+            (),
+            {},
+            {0: ABSENT, 1: "its entry has 99 tokens", 2: ABSENT},
+        ),
+        ({key(ONE): EMPTY}, (), {}, {0: ABSENT, 1: "its entry is empty", 2: ABSENT}),
+    ],
+)
+def test_the_entry_behind_the_prefix_is_read_else_the_one_alone_else_the_miss_has_a_reason(
+    entries, lost, read, missed
+):
+    found = plan(PROMPT, entries, "hkvd", 0.2, frozenset(lost))
     assert found.fetches == tuple(
-        Fetch(index, k, "memory", "raw", 10 * n, n)
-        for index, (k, n) in enumerate(
-            ((key(PREFIX), 3), (key(ONE, PREFIX), 2), (key(TWO, PREFIX), 3))
-        )
+        Fetch(at, k, entries[k].tier, "raw", entries[k].nbytes, entries[k].n_tokens)
+        for at, k in read.items()
     )
-    assert (found.misses, found.policy, found.ratio, found.prompt) == ((), "hkvd", 0.2, PROMPT)
-
-
-def test_the_entry_alone_is_read_when_there_is_no_other():
-    found = plan(PROMPT, ALONE, "hkvd", 0.2)
-    assert [(f.segment, f.key, f.tier) for f in found.fetches] == [
-        (1, key(ONE), "disk"),
-        (2, key(TWO), "disk"),
-    ]
-    assert found.misses == ((0, "not in the store"),)
-
-
-def test_nothing_in_the_store_is_all_misses():
-    found = plan(PROMPT, {}, "hkvd", 0.2)
-    assert found.fetches == ()
-    assert found.misses == tuple((index, "not in the store") for index in range(3))
-
-
-def test_a_lost_segment_is_not_read_again():
-    found = plan(PROMPT, BEHIND, "hkvd", 0.2, frozenset({1}))
-    assert [fetch.segment for fetch in found.fetches] == [0, 2]
-    assert found.misses == ((1, "its entry could not be read"),)
-
-
-def test_an_entry_of_another_length_is_not_read():
-    found = plan(PROMPT, {key(ONE): entry(key(ONE), 99)}, "hkvd", 0.2)
-    assert (1, "its entry has 99 tokens") in found.misses
-
-
-@pytest.mark.parametrize("sizes", [{}, {"raw": 0}])
-def test_an_entry_of_no_bytes_is_not_read(sizes):
-    found = plan(PROMPT, {key(ONE): replace(entry(key(ONE), 2), sizes=sizes)}, "hkvd", 0.2)
-    assert (found.fetches, dict(found.misses)[1]) == ((), "its entry is empty")
+    assert dict(found.misses) == missed
+    assert (found.policy, found.ratio, found.prompt) == ("hkvd", 0.2, PROMPT)
 
 
 def fetch(index: int, key: ChunkKey) -> Fetch:
@@ -111,15 +105,11 @@ def test_what_comes_from_the_prefix_cache_is_exact_also_where_it_is_part_of_an_e
     )
 
 
-def test_behind_a_gap_nothing_is_exact_and_a_prompt_that_starts_late_is_no_gap():
-    gap = Prompt(
-        (Segment(PREFIX, 0, "prefix", (key(PREFIX),)), chunk(ONE, 4), Segment(QUESTION, 6))
-    )
-    late = Prompt(
-        (Segment(PREFIX, 7, "prefix", (key(PREFIX),)), chunk(ONE, 10), Segment(QUESTION, 12))
-    )
-    assert not is_exact(gap, fetch(1, key(ONE, PREFIX)))
-    assert is_exact(late, fetch(1, key(ONE, PREFIX)))
+@pytest.mark.parametrize(("begin", "start", "exact"), [(0, 4, False), (7, 10, True)])
+def test_behind_a_gap_nothing_is_exact_and_a_prompt_that_starts_late_is_no_gap(begin, start, exact):
+    prefix = Segment(PREFIX, begin, "prefix", (key(PREFIX),))
+    prompt = Prompt((prefix, chunk(ONE, start), Segment(QUESTION, start + 2)))
+    assert is_exact(prompt, fetch(1, key(ONE, PREFIX))) is exact
 
 
 def amidst(tokens: tuple[int, ...]) -> ChunkKey:
@@ -142,39 +132,30 @@ AMIDST = {**BEHIND, amidst(TWO): entry(amidst(TWO), 3), amidst(THREE): entry(ami
 CHOICE = ("lego", 0.06)
 
 
-def test_auto_takes_the_model_s_own_choice_where_all_blended_chunks_were_encoded_amid_their_documents():
+def test_auto_takes_the_model_s_own_choice_where_all_blended_chunks_were_encoded_amid_text():
     found = plan(LONGER, AMIDST, choice=CHOICE)
     assert [fetch.key.encoded for fetch in found.fetches] == ["alone", "prefix", "filler", "filler"]
     assert (found.policy, found.ratio) == CHOICE
+    uncalibrated = plan(LONGER, AMIDST)
+    assert (uncalibrated.policy, uncalibrated.ratio) == MEASURED
 
 
-@pytest.mark.parametrize("gone", [amidst(TWO), amidst(THREE), key(ONE, PREFIX)])
-def test_auto_measures_deviations_where_one_chunk_was_not(gone):
-    others = {
-        key(ONE): entry(key(ONE), 2),
-        key(TWO): entry(key(TWO), 3),
-        key(THREE): entry(key(THREE), 4),
-    }
-    entries = {k: e for k, e in {**others, **AMIDST}.items() if k != gone}
-    found = plan(LONGER, entries, choice=CHOICE)
-    assert len(found.fetches) == 4
-    assert (found.policy, found.ratio) == MEASURED
-
-
-def test_auto_with_nothing_to_blend_is_as_without_amid():
-    assert (
-        plan(LONGER, {}, choice=CHOICE).policy,
-        plan(LONGER, {}, choice=CHOICE).ratio,
-    ) == MEASURED
-    only = {k: e for k, e in BEHIND.items() if k != key(TWO, PREFIX)}
-    assert (
-        plan(LONGER, only, choice=CHOICE).policy,
-        plan(LONGER, only, choice=CHOICE).ratio,
-    ) == MEASURED
-
-
-def test_auto_is_conservative_with_a_model_that_is_not_calibrated():
-    found = plan(LONGER, AMIDST)
+@pytest.mark.parametrize(
+    ("gone", "n_read"),
+    [
+        ({amidst(TWO)}, 4),
+        ({amidst(THREE)}, 4),
+        ({key(ONE, PREFIX)}, 4),
+        (set(AMIDST) - {key(PREFIX), key(ONE, PREFIX)}, 4),
+        (set(AMIDST), 3),
+    ],
+)
+def test_auto_measures_deviations_where_a_chunk_was_not_encoded_amid_text(gone, n_read):
+    others = {key(tokens): entry(key(tokens), len(tokens)) for tokens in (ONE, TWO, THREE)}
+    found = plan(
+        LONGER, {k: e for k, e in {**others, **AMIDST}.items() if k not in gone}, choice=CHOICE
+    )
+    assert len(found.fetches) == n_read
     assert (found.policy, found.ratio) == MEASURED
 
 

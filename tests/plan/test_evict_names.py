@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.plan.evict import ConversationEvictor, by_next_use, by_use, rank_named
+from ragfuse.plan.evict import ConversationEvictor, by_next_use, by_use, expired, lru, rank_named
 from ragfuse.types.eviction import EVICTION_POLICIES
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
@@ -116,3 +116,19 @@ def test_entries_of_no_conversation_go_one_by_one():
         [("c2", "t0")],
         [("c1", "t0"), ("c1", "t1")],
     ]
+
+
+def test_lru_drops_the_least_recently_used_first_and_nothing_pinned():
+    used = [2.0, 1.0, 3.0, 0.0, 1.0]
+    entries = [entry(at, 0, when, pinned=when == 0) for at, when in enumerate(used)]
+    # equal ones in the order given
+    assert [[key.tokens for key in group] for group in lru(entries)] == [
+        [name] for name in ("c1", "c4", "c0", "c2")
+    ]
+
+
+def test_expired_are_those_unused_for_longer_and_nothing_pinned():
+    used = [10.0, 40.0, 5.0, 39.9]
+    entries = [entry(at, 0, when, pinned=when == 5) for at, when in enumerate(used)]
+    assert [key.tokens for key in expired(entries, 100.0, 60.0)] == ["c0", "c3"]
+    assert list(expired(entries, 100.0, 1000.0)) == []

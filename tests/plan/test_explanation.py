@@ -16,16 +16,14 @@ def told(tiers, policy="auto", ratio=None, deadline_s=None, **byte_s) -> list[st
 
 
 def test_every_chunk_has_a_line_with_tier_bytes_and_times():
-    first, one, two, three, *rest = told(["disk", "memory", ""], "hkvd", 0.2)
-    assert first == "2 segments from the store (9.6 MB), 1 missing, ratio 0.20 by hkvd."
-    assert one.startswith(
-        "- book-0, 200 tokens: hit in disk, 4.8 MB, encoded alone; 0.005 s to load, exact here"
-    )
-    assert two.startswith(
-        "- book-1, 200 tokens: hit in memory, 4.8 MB, encoded alone; 0.000 s to load, 0."
-    )
-    assert three.startswith("- book-2, 200 tokens: miss (not in the store); 0.")
-    assert [line.split()[0] for line in rest] == ["Ratio", "First"]
+    first, *lines = told(["disk", "memory", ""], "hkvd", 0.2)
+    wanted = [
+        (first, ("9.6 MB", "0.20", "hkvd")),
+        (lines[0], ("book-0", "200", "disk", "4.8 MB", "0.005 s", "exact")),
+        (lines[1], ("book-1", "200", "memory", "4.8 MB", "0.000 s")),
+        (lines[2], ("book-2", "200", "miss")),
+    ]
+    assert [word for line, words in wanted for word in words if word not in line] == []
 
 
 def test_what_the_ratio_stopped_at_is_said():
@@ -58,10 +56,10 @@ def test_an_entry_that_several_segments_use_is_read_once():
 def test_what_is_there_and_not_read_says_where_and_why():
     lines = told(["disk", "disk", "disk", "far", "disk"], far=1e-7)
     (line,) = [line for line in lines if "book-3" in line]
-    assert "miss (slower to load than to compute) in far, 4.8 MB, encoded alone; 0.480 s" in line
+    assert all(word in line for word in ("slower to load", "far", "4.8 MB", "0.480 s"))
     full = told(["far"] * 2, far=1e-6)
-    assert full[0].startswith("full prefill of 420 tokens: ")
-    assert all("miss (full prefill is faster) in far, 4.8 MB" in line for line in full[1:3])
+    assert "420 tokens" in full[0]
+    assert all("full prefill is faster" in line and "4.8 MB" in line for line in full[1:3])
 
 
 def test_without_timings_the_plan_says_how_to_get_them():

@@ -29,14 +29,6 @@ def timed_at(found: LoadPlan, ratio: float, byte_s: float) -> float:
     return Timed(machine(far=byte_s), replace(found, ratio=LEAST)).at(ratio).ttft_s
 
 
-@pytest.mark.parametrize("tiers", [["memory"] * 3, ["", "disk"], ["disk", "elsewhere"]])
-def test_without_timings_the_plan_is_as_it_was(tiers):
-    prompt, entries = prompt_of(tiers)
-    assert plan(prompt, entries, costs=None) == plan(prompt, entries)
-    if "elsewhere" in tiers:
-        assert plan(prompt, entries, costs=machine()) == plan(prompt, entries)
-
-
 def test_in_memory_the_ratio_is_the_least_that_is_safe():
     found = planned(["memory"] * 6)
     assert (found.ratio, found.policy, found.forecast.bound) == (LEAST, "hkvd", "floor")
@@ -95,20 +87,12 @@ def test_full_prefill_is_planned_only_where_fusing_is_no_sooner(tiers, far, fart
     assume(fused.fetches)
     if found.fallback_reason:
         assert found.forecast.full_s <= fused.forecast.ttft_s
+        assert f"{found.forecast.full_s:.3f} s" in found.fallback_reason
         assert dict(found.misses).keys() == set(range(len(tiers)))
         assert (found.fetches, found.forecast.ttft_s) == ((), found.forecast.full_s)
     else:
         assert found.forecast.ttft_s <= found.forecast.full_s * (1 + TIE)
         assert found.forecast.ttft_s <= fused.forecast.ttft_s * (1 + TIE) + 1e-12
-
-
-def test_full_prefill_says_both_figures():
-    prompt, entries = prompt_of(["far"] * 3)
-    found = plan(prompt, entries, costs=machine(far=1e-6))
-    full_s = found.forecast.full_s
-    assert found.fallback_reason.startswith(f"full prefill {full_s:.3f} s is predicted, fusing ")
-    assert dict(found.misses) == dict.fromkeys(range(3), "full prefill is faster")
-    assert len(found.unread) == 3
 
 
 def test_a_short_prompt_that_fusing_would_hold_up_is_prefilled():
@@ -130,12 +114,6 @@ def test_a_chunk_that_is_slower_to_load_than_to_compute_is_computed():
     )
 
 
-def test_what_loads_sooner_than_it_computes_is_loaded_and_more_is_recomputed_instead():
-    found = planned(["far"] * 6, 1.5e-8)
-    assert len(found.fetches) == 6
-    assert found.ratio > LEAST
-
-
 def test_what_is_in_the_store_and_not_read_is_not_saved_again():
     prompt, entries = prompt_of(["disk", "disk", "", "far", "disk"])
     for byte_s in (1e-7, 1e-4):
@@ -149,13 +127,8 @@ def test_what_is_in_the_store_and_not_read_is_not_saved_again():
 
 def test_what_was_asked_for_is_done_and_foretold():
     found = planned(["far"] * 3, 1e-6, "hkvd", 0.3)
-    assert (found.policy, found.ratio, len(found.fetches), found.fallback_reason) == (
-        "hkvd",
-        0.3,
-        3,
-        "",
-    )
-    assert found.forecast.bound == "asked"
+    assert (found.policy, found.ratio, len(found.fetches)) == ("hkvd", 0.3, 3)
+    assert (found.fallback_reason, found.forecast.bound) == ("", "asked")
     assert found.forecast.ttft_s > found.forecast.full_s
     assert planned(["far"] * 3, 1e-6, ratio=0.3).ratio == 0.3
 

@@ -24,10 +24,6 @@ def test_the_cheapest_tier_that_hides_behind_recomputing_is_taken():
     assert chosen(redis=1e-9, objects=1e-7, disk=1e-7) == "memory"
 
 
-def test_where_none_hides_the_fastest_is_taken():
-    assert chosen(0.0, ("disk", "objects"), objects=1e-7) == "disk"
-
-
 def test_more_recomputing_lets_cheaper_tiers_in():
     assert (chosen(0.1, objects=3e-9), chosen(0.5, objects=3e-9)) == ("disk", "objects")
 

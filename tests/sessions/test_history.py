@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from ragfuse import Ask, Engine, Piece, Settings
-from ragfuse.store import DiskTier
+from ragfuse import Ask, Engine, Piece
 from tests.hf import kit
 from tests.sessions.kit import QUESTIONS, built, is_full_prefill, resent, talk
 from tests.tiny import CHUNKS, INSTRUCTION, adds_up, ingest, messages, python
@@ -25,34 +24,35 @@ def prepared(engine, question, **ask):
     return engine.prepare(built(engine, question, ask), ask)
 
 
-def test_a_second_turn_reuses_all_of_the_first_but_its_last_token(engine):
-    first, second = talk(engine, QUESTIONS[:2])
-    assert not history(first.trace)
-    held = first.trace.tokens + len(first.token_ids) - 1
-    assert second.trace.history_reused == held
-    assert second.trace.session == "one"
-    assert all(segment.hit and segment.exact for segment in history(second.trace))
-    assert adds_up(second.trace)
+def held(answer):
+    """Tokens that the next turn reuses: all but the last one."""
+    return answer.trace.tokens + len(answer.token_ids) - 1
 
 
-@pytest.mark.parametrize("turns", [1, 2, 3])
-def test_a_prompt_with_its_history_is_full_prefill(engine, turns):
-    talk(engine, QUESTIONS[:turns])
-    ready = prepared(engine, [("user", QUESTIONS[turns])], session="one")
-    assert len(ready.plan.fetches) == 2 * turns
-    assert is_full_prefill(engine, ready)
-
-
-def test_four_turns_answer_as_full_prefill_does_token_for_token(engine):
-    for question in QUESTIONS:
+def test_each_turn_reuses_all_earlier_ones_and_equals_full_prefill_token_for_token(engine):
+    reused = 0
+    for turn, question in enumerate(QUESTIONS):
         asked = [("user", question)]
         full = engine.answer(asked, Ask(session="one", reuse=False))
-        assert engine.answer(asked, Ask(session="one")).token_ids == full.token_ids
+        assert len(engine.sessions.ls()) == bool(turn)  # which was no turn
+        ready = prepared(engine, asked, session="one")
+        assert len(ready.plan.fetches) == 2 * turn
+        assert is_full_prefill(engine, ready)
+        answer = engine.answer(asked, Ask(session="one"))
+        assert answer.token_ids == full.token_ids
+        assert (answer.trace.session, answer.trace.history_reused) == ("one", reused)
+        assert all(segment.hit and segment.exact for segment in history(answer.trace))
+        assert adds_up(answer.trace)
+        reused = held(answer)
 
 
-def test_an_answer_by_full_prefill_for_comparison_is_no_turn(engine):
-    engine.answer([("user", QUESTIONS[0])], Ask(session="one", reuse=False))
-    assert engine.sessions.ls() == []
+@pytest.mark.parametrize("without", ["disk_bytes", "memory_bytes"])
+def test_a_session_goes_on_without_disk_or_without_memory(tiny_settings, without):
+    with Engine(tiny_settings.model_copy(update={without: 0})) as engine:
+        first, second = talk(engine, QUESTIONS[:2])
+        assert second.trace.history_reused == held(first)
+        (info,) = engine.sessions.ls()
+        assert (info.turns, info.persistent) == (2, without == "memory_bytes")
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_a_session_is_gone_on_with_in_another_process(engine, tiny_settings):
         tiny_settings.model_dump_json(include={"model", "dtype", "store", "home", "max_tokens"}),
         QUESTIONS[1],
     )
-    assert found == [first.trace.tokens + len(first.token_ids) - 1, True, ["disk", "disk"]]
+    assert found == [held(first), True, ["disk", "disk"]]
     third = talk(engine, QUESTIONS[2:3])[0]
     assert len(engine.sessions.show("one").turns) == 3
     assert len(history(third.trace)) == 4
@@ -85,7 +85,7 @@ def test_an_edited_question_reuses_what_stands_before_it(engine):
     edited = resent([QUESTIONS[0], "Which oil?", QUESTIONS[2]], answers[:2])
     assert is_full_prefill(engine, prepared(engine, edited, session="one"))
     answer = engine.answer(edited, Ask(session="one"))
-    assert answer.trace.history_reused == answers[0].trace.tokens + len(answers[0].token_ids) - 1
+    assert answer.trace.history_reused == held(answers[0])
     assert answer.token_ids == engine.answer(edited, Ask(reuse=False)).token_ids
     assert len(engine.sessions.show("one").turns) == 2
 
@@ -93,7 +93,7 @@ def test_an_edited_question_reuses_what_stands_before_it(engine):
 def test_a_turn_asked_again_reuses_what_stands_before_it_and_replaces_it_in_a_named_session(engine):
     answers = talk(engine, QUESTIONS[:3])
     again = engine.answer(resent(QUESTIONS[:3], answers[:2]), Ask(session="one", max_tokens=3))
-    assert again.trace.history_reused == answers[1].trace.tokens + len(answers[1].token_ids) - 1
+    assert again.trace.history_reused == held(answers[1])
     session = engine.sessions.show("one")
     assert [turn.messages[-1].text for turn in session.turns] == [
         a.text for a in (*answers[:2], again)
@@ -149,7 +149,7 @@ def test_a_damaged_entry_is_computed_anew(engine, tiny_settings):
         assert other.answer(asked, Ask(session="one")).token_ids == full.token_ids
 
 
-def test_the_salt_of_another_tenant_meets_nothing(engine, tiny_settings):
+def test_a_session_is_unknown_to_another_tenant(engine, tiny_settings):
     talk(engine, QUESTIONS[:2])
     engine.flush()
     with Engine(tiny_settings.model_copy(update={"salt": "theirs"})) as other:
@@ -168,13 +168,10 @@ def test_chunks_of_earlier_turns_stay_and_what_was_blended_is_never_taken_for_ex
     assert ready.plan.prompt.token_ids[: first.trace.tokens] == engine.prompt(messages()).token_ids
     assert [rows.key.encoded for rows in engine.sessions.show("one").rows] == ["alone", "filler"]
     second = engine.answer([("user", QUESTIONS[0])], Ask(session="one"))
-    assert second.trace.history_reused == first.trace.tokens + len(first.token_ids) - 1
+    assert second.trace.history_reused == held(first)
     assert [segment.exact for segment in history(second.trace)] == [True, False]
-    assert [rows.key.encoded for rows in engine.sessions.show("one").rows] == [
-        "alone",
-        "filler",
-        "filler",
-    ]
+    kinds = [rows.key.encoded for rows in engine.sessions.show("one").rows]
+    assert kinds == ["alone", "filler", "filler"]
 
 
 def test_chunks_of_earlier_turns_leave_when_they_shall(tiny_settings):
@@ -189,18 +186,8 @@ def test_chunks_of_earlier_turns_leave_when_they_shall(tiny_settings):
         assert INSTRUCTION.strip() in said
         assert "And what colour?" in said
         n_chunks = sum(len(engine.tokens(chunk)) for chunk in CHUNKS)
-        assert (
-            second.trace.history_reused == first.trace.tokens - n_chunks + len(first.token_ids) - 1
-        )
+        assert second.trace.history_reused == held(first) - n_chunks
         assert [segment.kind for segment in second.trace.segments].count("chunk") == 2
-
-
-def test_a_stream_that_is_dropped_is_no_turn(engine):
-    with engine.stream([("user", QUESTIONS[0])], Ask(session="one", max_tokens=200)) as stream:
-        next(iter(stream))
-    assert engine.sessions.ls() == []
-    talk(engine, QUESTIONS[:1])
-    assert len(engine.sessions.show("one").turns) == 1
 
 
 def test_a_system_message_that_comes_with_every_turn_is_said_once(engine):
@@ -212,27 +199,12 @@ def test_a_system_message_that_comes_with_every_turn_is_said_once(engine):
     ]  # fmt: skip
 
 
-def test_a_store_without_disk_keeps_sessions_while_it_lives(tiny_settings: Settings):
-    with Engine(tiny_settings.model_copy(update={"disk_bytes": 0})) as engine:
-        talk(engine, QUESTIONS[:2])
-        assert [(info.id, info.persistent, info.turns) for info in engine.sessions.ls()] == [
-            ("one", False, 2)
-        ]
-
-
-def test_a_store_without_memory_reads_its_history_from_disk(tiny_settings: Settings):
-    with Engine(tiny_settings.model_copy(update={"memory_bytes": 0})) as engine:
-        first, second = talk(engine, QUESTIONS[:2])
-        assert second.trace.history_reused == first.trace.tokens + len(first.token_ids) - 1
-        assert {type(tier) for tier in engine.store.tiers} == {DiskTier}
-
-
 def test_a_model_that_must_not_be_blended_still_has_its_history_and_nothing_is_said_of_it(
     engine, caplog
 ):
     engine.runtime.learn(replace(engine.runtime.profile, safe=False))
     first, second = talk(engine, QUESTIONS[:2])
-    assert second.trace.history_reused == first.trace.tokens + len(first.token_ids) - 1
+    assert second.trace.history_reused == held(first)
     assert "calibrate" not in caplog.text
 
 
@@ -264,29 +236,25 @@ def test_messages_resent_without_their_documents_go_on_from_what_was_stored(engi
         answers.append(engine.answer(asked, Ask(session="one")))
         assert answers[-1].token_ids == full.token_ids
     reused = [answer.trace.history_reused for answer in answers]
-    held = [answer.trace.tokens + len(answer.token_ids) - 1 for answer in answers]
-    assert reused == [0, *held[:-1]]
+    assert reused == [0, *map(held, answers[:-1])]
     assert len(engine.sessions.show("one").turns) == 3
 
 
 @pytest.mark.parametrize("documents", [CHUNKS[:1], CHUNKS[1::-1], CHUNKS[2:4], CHUNKS[:3]])
-def test_other_documents_that_are_resent_are_another_question(engine, documents):
+def test_other_documents_are_another_question_and_no_session_gets_those_of_another(
+    engine, documents
+):
     first = engine.answer([over(CHUNKS[:2], QUESTIONS[0])], Ask(session="one"))
     asked = [over(documents, QUESTIONS[0]), ("assistant", first.text), ("user", QUESTIONS[1])]
     prompt = built(engine, asked, Ask(session="one"))
     assert prompt.token_ids == engine.prompt(asked).token_ids
     assert "history" not in [segment.kind for segment in prompt.segments]
+    asked[0] = ("user", QUESTIONS[0])  # without documents, in another session
+    other = built(engine, asked, Ask(session="two"))
+    assert other.token_ids == engine.prompt(asked).token_ids
 
 
-def test_documents_of_a_session_never_come_into_another(engine):
-    first = engine.answer([over(CHUNKS[:2], QUESTIONS[0])], Ask(session="one"))
-    asked = [("user", QUESTIONS[0]), ("assistant", first.text), ("user", QUESTIONS[1])]
-    prompt = built(engine, asked, Ask(session="two"))
-    assert prompt.token_ids == engine.prompt(asked).token_ids
-    assert prompt.conversation.session.turns == ()
-
-
-def test_messages_resent_without_documents_that_left_are_recognised(tiny_settings):
+def test_a_message_is_recognised_without_the_documents_that_left(tiny_settings):
     with Engine(tiny_settings.model_copy(update={"history_chunks": False})) as engine:
         first = engine.answer([over(CHUNKS[:2], QUESTIONS[0])], Ask(session="one"))
         asked = [("user", QUESTIONS[0]), ("assistant", first.text), over(CHUNKS[2:3], QUESTIONS[1])]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -19,6 +20,7 @@ from ragfuse.admin.store_admin import StoreAdmin
 from ragfuse.engine.history import ConversationHistory
 from tests.sessions.kit import QUESTIONS, is_full_prefill, resent, talk
 from tests.sessions.test_history import prepared
+from tests.store.kit import Clock
 from tests.tiny import ROOT, ingest
 
 GIVEN = {"model", "dtype", "store", "home", "max_tokens"}
@@ -31,15 +33,6 @@ def keys_kept(engine):
 
 def keys_of(engine, name):
     return set(engine.sessions.show(name).keys)
-
-
-def test_sessions_are_listed_used_last_first(engine):
-    talk(engine, QUESTIONS[:1], session="one")
-    talk(engine, QUESTIONS[:2], session="two")
-    assert [(info.id, info.turns, info.persistent) for info in engine.sessions.ls()] == [
-        ("two", 2, True),
-        ("one", 1, True),
-    ]
 
 
 def test_an_export_is_plain_json_and_says_all(engine):
@@ -123,34 +116,24 @@ def test_a_session_that_is_not_there_is_told(engine):
             do("none")
 
 
-def test_sessions_that_are_not_used_expire_with_their_kv(engine, monkeypatch):
-    now = [1000.0]
-    engine.sessions._clock, engine.sessions._ttl_s = lambda: now[0], 60.0
-    talk(engine, QUESTIONS[:1], session="one")
-    now[0] += 50
-    talk(engine, QUESTIONS[1:2], session="two")
-    engine.flush()
-    now[0] += 30
-    talk(engine, QUESTIONS[2:3], session="three")
-    engine.flush()  # what is overdue is deleted behind the saves
-    assert [info.id for info in engine.sessions.ls()] == ["three", "two"]
-    assert keys_kept(engine) == keys_of(engine, "two") | keys_of(engine, "three")
-
-
-def test_a_session_that_was_not_used_for_too_long_is_gone_when_it_is_asked_for(engine):
-    now = [1000.0]
-    engine.sessions._clock, engine.sessions._ttl_s = lambda: now[0], 60.0
+def test_sessions_that_are_not_used_expire_with_the_kv_that_is_theirs_alone(engine):
+    clock = engine.sessions._clock = Clock(1000.0)
+    engine.sessions._ttl_s = 60.0
+    talk(engine, QUESTIONS[3:], session="old")
     talk(engine, QUESTIONS[:1], session="one")
     engine.flush()
     before = keys_of(engine, "one")
-    now[0] += 59
+    clock.now += 31
     assert talk(engine, QUESTIONS[:2], session="two")[1].trace.history_reused > 0
     engine.flush()
-    now[0] += 2
+    clock.now += 30
     again = engine.answer([("user", QUESTIONS[2])], Ask(session="one"))
     assert again.trace.history_reused == 0
-    assert len(engine.sessions.show("one").turns) == 1
-    engine.flush()
+    engine.flush()  # overdue sessions are deleted behind the saves
+    assert [(info.id, info.turns, info.persistent) for info in engine.sessions.ls()] == [
+        ("one", 1, True),
+        ("two", 2, True),
+    ]
     assert keys_kept(engine) == keys_of(engine, "one") | keys_of(engine, "two")
     assert before & keys_of(engine, "two")
 
@@ -188,13 +171,8 @@ def test_of_two_questions_that_go_on_at_once_one_is_the_next_turn(engine, caplog
         at_once.wait(60),
         ConversationHistory.after(engine.history, *given),
     )[1]
-    threads = [
-        threading.Thread(target=talk, args=(engine, [question])) for question in QUESTIONS[1:3]
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(lambda question: talk(engine, [question]), QUESTIONS[1:3]))
     del engine.history.after
     session = engine.sessions.show("one")
     assert len(session.turns) == 2

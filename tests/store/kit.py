@@ -8,17 +8,20 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from ragfuse.codec import INT8, RAW, Codec, LayerMeta
-from ragfuse.store import EntryMeta
+from ragfuse.plan.evict import lru
+from ragfuse.store import EntryMeta, MemoryTier
 from ragfuse.store.archive import read_whole
 from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.kv import ChunkKV, LayerKV
@@ -103,6 +106,21 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+class HeldTier(MemoryTier):
+    """A slow tier whose writes wait for `go`."""
+
+    slow = True
+
+    def __init__(self, name: str = "slow") -> None:
+        super().__init__(1 << 30, lru, name=name)
+        self.started, self.go = threading.Event(), threading.Event()
+
+    def put(self, *arguments: Any) -> bool:
+        self.started.set()
+        assert self.go.wait(60)
+        return super().put(*arguments)
 
 
 def files(path: Path) -> list[Path]:

@@ -23,9 +23,13 @@ TEXTS = [
 ]
 
 
+def over(path):
+    return KVStore([MemoryTier(MB, lru), DiskTier(path, MB, lru)])
+
+
 @pytest.fixture
 def store(tmp_path):
-    with KVStore([MemoryTier(MB, lru), DiskTier(tmp_path / "from", MB, lru)]) as store:
+    with over(tmp_path / "from") as store:
         for i, one in enumerate(KEYS):
             store.put(one, kv(i, n=5 + i), wait=True)
         yield store
@@ -33,7 +37,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def empty(tmp_path):
-    with KVStore([MemoryTier(MB, lru), DiskTier(tmp_path / "to", MB, lru)]) as store:
+    with over(tmp_path / "to") as store:
         yield store
 
 
@@ -113,7 +117,7 @@ def test_a_damaged_archive_gives_what_is_whole_and_says_what_is_not_and_a_cut_on
     for round_ in range(60):
         at = chance.randrange(len(whole))
         bad.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
-        with KVStore([MemoryTier(MB, lru), DiskTier(tmp_path / f"to{round_}", MB, lru)]) as store:
+        with over(tmp_path / f"to{round_}") as store:
             try:
                 done = import_(store, bad)
             except StoreError:

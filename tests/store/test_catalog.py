@@ -7,7 +7,6 @@ import pytest
 
 from ragfuse.errors import StoreError
 from ragfuse.store import CatalogFile
-from tests.store.kit import child
 
 
 @pytest.fixture
@@ -66,24 +65,6 @@ def test_concurrent_writers_lose_nothing(book, tmp_path):
             )
         )
     assert {text.key for text in book.texts("m")} == {f"k{i}" for i in range(60)}
-
-
-def test_another_process_reads_what_was_written(book, tmp_path):
-    book.put("p", {"x": 1})
-    book.add_texts("m", [("k", "text", "source")])
-
-    code = """
-        import sys
-        from pathlib import Path
-        from ragfuse.store import CatalogFile
-
-        with CatalogFile(Path(sys.argv[1])) as other:
-            print(other.get("p", dict), next(iter(other.texts("m"))).text)
-            other.put("p", {"x": 2})
-    """
-    out, err = child(code, tmp_path).communicate(timeout=300)
-    assert out == "{'x': 1} text\n", err
-    assert book.get("p", dict) == {"x": 2}
 
 
 def test_a_damaged_book_is_set_aside_and_a_new_one_begun(tmp_path, caplog):

@@ -3,7 +3,7 @@ nothing else is.
 """
 
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -36,22 +36,18 @@ def is_known(engine, text):
     return any(segment.text == text for segment in engine.prompt(plain(text)).segments)
 
 
-def test_it_leaves_every_tier_in_all_company_and_the_bytes_are_told(filled):
+def test_a_forgotten_chunk_leaves_every_tier_and_is_known_to_no_engine(filled, tiny_settings):
     filled.answer(messages())
+    assert is_known(filled, CHUNKS[1])
     filled.ingest([], filled.tokens(CHUNKS[1]))  # alone, too
     before = entries_of(filled, CHUNKS[1])
     assert {entry.tier for entry in before} == {"memory", "disk"}
     assert {entry.key.encoded for entry in before} == {"alone", "filler"}
     held = filled.store.stats().nbytes
-    freed = filled.forget([CHUNKS[1]])
+    freed = filled.forget([f" {CHUNKS[1]}\n"])
     assert entries_of(filled, CHUNKS[1]) == []
     assert freed == sum(entry.nbytes for entry in before)
     assert sum(held.values()) - sum(filled.store.stats().nbytes.values()) >= freed
-
-
-def test_it_is_no_known_chunk_any_more_here_and_in_later_engines(filled, tiny_settings):
-    assert is_known(filled, CHUNKS[1])
-    filled.forget([f" {CHUNKS[1]}\n"])
     with Engine(tiny_settings) as other:
         for engine in (filled, other):
             assert not is_known(engine, CHUNKS[1])
@@ -65,42 +61,28 @@ def test_another_tenant_keeps_its_own(filled, tiny_settings):
             entry.key for entry in entries_of(other, CHUNKS[1]) if entry.key.model == other.digest
         }
         assert filled.forget([CHUNKS[1]]) > 0
-        left = {
-            entry.key
-            for entry in other.store.entries()
-            if entry.key.tokens == chunk(other, CHUNKS[1])
-        }
-        assert left == theirs
+        assert {entry.key for entry in entries_of(other, CHUNKS[1])} == theirs
         assert is_known(other, CHUNKS[1])
 
 
-def test_what_waits_to_be_encoded_is_not(engine):
+def test_a_forgotten_chunk_that_waits_to_be_encoded_is_not_encoded(engine):
     prompt = messages(CHUNKS[:3])
-    with engine.model.lock:  # the saver cannot encode meanwhile
+    with ThreadPoolExecutor(1) as pool, engine.model.lock:  # the saver cannot encode meanwhile
         engine.answer(prompt, Ask(max_tokens=1))
-        forgetting = threading.Thread(target=lambda: engine.forget(CHUNKS[:3]))
-        forgetting.start()
-    forgetting.join(60)
-    assert not forgetting.is_alive()
+        forgetting = pool.submit(engine.forget, CHUNKS[:3])
+    forgetting.result(60)
     engine.flush()
     assert [text for text in CHUNKS[:3] if entries_of(engine, text) or is_known(engine, text)] == []
 
 
-def test_a_question_meanwhile_is_answered_as_by_full_prefill(filled):
+def test_a_question_asked_while_chunks_are_forgotten_equals_full_prefill(filled):
     wanted = filled.answer(messages(), Ask(reuse=False)).token_ids
-    answers, done = [], threading.Event()
-
-    def forget() -> None:
-        for text in CHUNKS:
-            filled.forget([text])
-        done.set()
-
-    thread = threading.Thread(target=forget)
-    thread.start()
-    while not done.is_set() or not answers:
-        answers.append(filled.answer(messages(), Ask(policy="hkvd", ratio=1.0)).token_ids)
-    thread.join()
-    assert set(answers) == {wanted}
+    with ThreadPoolExecutor(1) as pool:
+        forgetting = pool.map(lambda text: filled.forget([text]), CHUNKS)
+        for _ in range(len(CHUNKS)):
+            answer = filled.answer(messages(), Ask(policy="hkvd", ratio=1.0))
+            assert answer.token_ids == wanted
+        assert all(forgetting)
 
 
 def test_while_a_tier_is_down_the_rest_is_forgotten_and_the_text_stays_written_down(
@@ -168,11 +150,4 @@ def test_what_memory_alone_has_is_written_to_disk_when_it_is_ingested_or_kept(en
     ids = engine.tokens(CHUNKS[2])
     engine.store.put(engine.runtime.encoder.key(ids), engine.model.encode(ids), tier="memory")
     engine.ingest([], prefix=ids)
-    assert {
-        entry.tier
-        for entry in engine.store.entries()
-        if entry.key == engine.runtime.encoder.key(ids)
-    } == {
-        "memory",
-        "disk",
-    }
+    assert {entry.tier for entry in entries_of(engine, CHUNKS[2])} == {"memory", "disk"}

@@ -7,7 +7,6 @@ import resource
 import shutil
 import sqlite3
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -150,15 +149,11 @@ def test_a_file_size_limit_of_the_system_stores_nothing_and_raises_nothing(tmp_p
     def work():
         tier = DiskTier(tmp_path, 1 << 30, lru)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-        refused = (
-            tier.put(key("big"), *big),
-            tier.nbytes,
-            len(files(tier.path)),
-            tier.counts["failed"],
-        )
-        return refused, (tier.put(key("small"), *small), len(tier.list()))
+        kept = tier.put(key("big"), *big)
+        left = (tier.nbytes, len(files(tier.path)), tier.counts["failed"])
+        return kept, left, tier.put(key("small"), *small), len(tier.list())
 
-    assert asked(work) == ((False, 0, 0, 1), (True, 1))
+    assert asked(work) == (False, (0, 0, 1), True, 1)
 
 
 # folders
@@ -191,26 +186,12 @@ def test_a_folder_without_permission_is_refused(tmp_path):
         assert "permission" in message.lower()
 
 
-def test_files_of_others_in_the_folder_are_left_alone(tier):
+def test_foreign_files_in_the_folder_are_left_alone(tier):
     stranger = files(tier.path)[0].parent / "notes.txt"
     stranger.write_text("mine")
     with closing(again(tier)) as opened:
         assert stranger.read_text() == "mine"
         assert opened.counts["corrupt"] == 0
-
-
-def test_temp_files_of_the_dead_go_an_hour_later_and_those_of_the_living_stay(tier):
-    folder = files(tier.path)[0].parent
-    for name, age_s in (("dead", 4000), ("living", 0)):
-        temp = folder / f"{name}.0123456789abcdef.tmp"
-        temp.write_bytes(b"half")
-        os.utime(temp, (time.time() - age_s, time.time() - age_s))
-    other = DiskTier(tier.path, tier.capacity, lru)
-    assert [path.name for path in files(tier.path) if path.suffix == ".tmp"] == [
-        "living.0123456789abcdef.tmp"
-    ]
-    assert other.counts["leftovers"] == 1
-    other.close()
 
 
 # closing
@@ -233,20 +214,14 @@ def test_a_use_is_noted_and_the_tier_closed_while_another_process_writes_and_wri
 
 
 def test_closing_while_others_read_is_safe(tier):
-    done, failed = threading.Event(), []
+    begun = threading.Event()
 
     def read():
-        try:
-            while tier.get(A, range(1)) is not None:
-                done.set()
-        except Exception as error:
-            failed.append(error)
+        while tier.get(A, range(1)) is not None:
+            begun.set()
 
-    readers = [threading.Thread(target=read) for _ in range(3)]
-    for reader in readers:
-        reader.start()
-    assert done.wait(60)
-    tier.close()
-    for reader in readers:
-        reader.join()
-    assert failed == []
+    with ThreadPoolExecutor(3) as pool:
+        reading = [pool.submit(read) for _ in range(3)]
+        assert begun.wait(60)
+        tier.close()
+        assert [each.result(60) for each in reading] == [None] * 3

@@ -26,17 +26,21 @@ def folder(tmp_path):
     return tmp_path / "bucket"
 
 
+def opened(folder):
+    return ObjectTier(f"file://{folder}", timeout_s=30)
+
+
 @pytest.fixture
 def tier(folder):
-    return ObjectTier(f"file://{folder}", timeout_s=30)
+    return opened(folder)
 
 
 def first(tier, of=A):
     return tier.get(of, range(1))
 
 
-def test_what_others_delete_or_write_anew_is_read_as_it_is_now(tier, folder):
-    other = ObjectTier(f"file://{folder}", timeout_s=30)
+def test_an_entry_that_others_delete_or_overwrite_is_read_as_it_is_now(tier, folder):
+    other = opened(folder)
     assert tier.put(A, *encoded(kv()))
     assert first(other) is not None
     meta, blobs = encoded(kv(5, n=90))
@@ -57,7 +61,7 @@ def test_other_files_in_the_folder_are_left_alone(tier, folder):
 
 def test_a_writer_that_is_killed_leaves_no_entry_and_its_rest_is_tidied_away_an_hour_later(folder):
     def work(pipe):
-        tier = ObjectTier(f"file://{folder}", timeout_s=30)
+        tier = opened(folder)
 
         async def stopping(*_):
             pipe.send("stopped")
@@ -70,7 +74,7 @@ def test_a_writer_that_is_killed_leaves_no_entry_and_its_rest_is_tidied_away_an_
     assert pipe.recv() == "stopped"
     process.kill()
     process.join()
-    tier = ObjectTier(f"file://{folder}", timeout_s=30)
+    tier = opened(folder)
     assert (tier.stat([A]), first(tier), list(tier.list())) == ({}, None, [])
     tier.tidy()
     assert tier.counts["leftovers"] == 0
@@ -87,7 +91,7 @@ def refused(url: str, **options) -> str:
     return str(caught.value)
 
 
-def test_what_is_no_store_is_refused(tmp_path):
+def test_a_url_of_no_object_store_is_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
     for url in ("gopher://host/folder", f"file://{tmp_path}/file", f"file://{tmp_path}/file/below"):
         assert url in refused(url)
