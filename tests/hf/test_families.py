@@ -7,18 +7,14 @@ import torch
 
 from ragfuse.errors import RefusedError
 from ragfuse.hf.handover import generate
-from tests import reference
 from tests.hf import kit
 from tests.hf.families import FAMILIES, REFUSED, all_when_slow
 
-EXACT = 5e-6
-"""Relative error in float32; what is wrong is off by percents."""
 families = pytest.mark.parametrize("name", FAMILIES)
 some = pytest.mark.parametrize("name", all_when_slow(FAMILIES))
 both_paths = pytest.mark.parametrize(
     "accelerated", [False, True], ids=["CPU's path", "accelerator's path"]
 )
-refused = pytest.mark.parametrize("name", REFUSED)
 CHECKING = "hkvd"
 
 
@@ -31,9 +27,8 @@ def test_enough_families_are_covered() -> None:
 def test_ratio_one_equals_full_prefill(name: str, accelerated: bool) -> None:
     model, scene = kit.family(name, accelerated=accelerated), kit.usual()
     assert model.profile.refusal == ""
-    fused, full = kit.fuse(model, scene, CHECKING, 1.0), model.full_prefill(scene.token_ids)
-    assert kit.off(fused.logits, full.logits) < EXACT
-    assert kit.worst(kit.states(fused), kit.states(full)) < EXACT
+    fused = kit.fuse(model, scene, CHECKING, 1.0)
+    kit.assert_same(fused, model.full_prefill(scene.token_ids))
     assert fused.mean_ratio == 1.0
 
 
@@ -42,9 +37,7 @@ def test_ratio_one_equals_full_prefill(name: str, accelerated: bool) -> None:
 def test_ratio_zero_equals_reuse_placed_by_hand(name: str, accelerated: bool) -> None:
     model, scene = kit.family(name, accelerated=accelerated), kit.usual()
     fused = kit.fuse(model, scene, CHECKING, 0.0)
-    logits, states = reference.prefill_by_hand(model.model, scene.by_hand, scene.positions.tolist())
-    assert kit.off(fused.logits, logits) < EXACT
-    assert kit.worst(kit.states(fused), states) < EXACT
+    kit.assert_reuse(fused, model, scene)
     assert kit.off(fused.logits, model.full_prefill(scene.token_ids).logits) > 1e-3
     assert fused.mean_ratio == 0.0
 
@@ -71,27 +64,18 @@ def test_a_later_token_never_changes_an_earlier_row(name: str) -> None:
 @some
 def test_the_answer_goes_on_as_after_the_models_own_prefill(name: str) -> None:
     model, scene = kit.family(name), kit.usual()
-    ids = kit.tensor([scene.token_ids])
-    options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
-    wanted = model.model.generate(ids, **options)[0, ids.shape[1] :].tolist()
+    options = kit.greedy(16)
+    wanted = kit.theirs(model, scene.token_ids, options)
     assert generate(model, kit.fuse(model, scene, CHECKING, 1.0), options) == wanted
 
 
-@refused
-def test_what_cannot_be_moved_is_refused_with_the_reason(name: str) -> None:
-    model, scene = kit.family(name), kit.usual()
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_moved_is_refused_with_the_reason_and_still_answers_right(name: str) -> None:
+    model, tokens, options = kit.family(name), kit.ids(40), kit.greedy(12)
     assert REFUSED[name][2] in model.profile.refusal
-    with pytest.raises(RefusedError, match=r"\w"):
-        model.fuse(scene.token_ids, scene.positions, [], kit.KVSource([]), CHECKING, 0.5)
-
-
-@refused
-def test_a_refused_model_still_answers_right(name: str) -> None:
-    model = kit.family(name)
-    tokens = kit.ids(40)
-    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    wanted = model.model.generate(kit.tensor([tokens]), **options)[0, 40:].tolist()
-    prefill = model.full_prefill(tokens)
+    with pytest.raises(RefusedError):
+        model.fuse(tokens, torch.arange(40), [], kit.KVSource([]), CHECKING, 0.5)
+    wanted, prefill = kit.theirs(model, tokens, options), model.full_prefill(tokens)
     assert int(prefill.logits.argmax()) == wanted[0]
     assert generate(model, prefill, options) == wanted
 
@@ -149,8 +133,7 @@ def test_the_layout_is_found_per_layer(
 
 
 def test_two_rotations_in_one_model_are_told_apart() -> None:
-    layouts = kit.family("gemma3-two-ropes").profile.rope
-    assert len({rope.inv_freq for rope in layouts if rope}) == 2
+    assert len({rope.inv_freq for rope in kit.family("gemma3-two-ropes").profile.rope}) == 2
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ragfuse.fuse.fusor import LostRun
+from ragfuse.hf.model import KVSource
 from ragfuse.hf.probe import decoder_layers
 from ragfuse.types.kv import ChunkKV, LayerKV
 from tests import reference
 from tests.hf import kit
 from tests.hf.kit import Scene
 
-EXACT = 5e-6
 POLICIES = list(reference.POLICIES)
 
 
@@ -34,8 +34,10 @@ def agrees_with_its_twin(
     wanted = twin.fuse(
         scene.token_ids, scene.positions.tolist(), runs, policy if ratio else "none", ratio
     )
-    assert kit.off(fused.logits, wanted.logits) < EXACT
-    assert kit.worst(kit.states(fused), list(zip(wanted.keys, wanted.values, strict=True))) < EXACT
+    assert kit.off(fused.logits, wanted.logits) < kit.EXACT
+    assert (
+        kit.worst(kit.states(fused), list(zip(wanted.keys, wanted.values, strict=True))) < kit.EXACT
+    )
 
 
 @pytest.mark.parametrize("accelerated", [False, True], ids=["CPU's path", "accelerator's path"])
@@ -179,10 +181,7 @@ def test_misses_in_any_pattern_equal_reuse_by_hand(name: str, kinds: str) -> Non
     words = {"c": "chunk", "m": "miss", "f": "fresh", "p": "prefix"}
     scene = kit.scene([13, 19, 11, 8][: len(kinds)], [words[kind] for kind in kinds])
     model = kit.family(name)
-    fused = kit.fuse(model, scene, "none", 0.0)
-    logits, states = reference.prefill_by_hand(model.model, scene.by_hand, scene.positions.tolist())
-    assert kit.off(fused.logits, logits) < EXACT
-    assert kit.worst(kit.states(fused), states) < EXACT
+    kit.assert_reuse(kit.fuse(model, scene, "none", 0.0), model, scene)
 
 
 @families
@@ -191,39 +190,28 @@ def test_misses_in_any_pattern_equal_reuse_by_hand(name: str, kinds: str) -> Non
 )
 def test_a_fully_cached_prompt_has_its_last_row_computed(name: str, policy: str) -> None:
     model, scene = kit.family(name), kit.scene([9, 20, 15], ["prefix", "chunk", "chunk"])
-    fused = kit.fuse(model, scene, policy, 0.0)
-    logits, states = reference.prefill_by_hand(model.model, scene.by_hand, scene.positions.tolist())
-    if policy != "full":
-        assert kit.off(fused.logits, logits) < EXACT
-        assert kit.worst(kit.states(fused), states) < EXACT
-    full = kit.fuse(model, scene, "full", 1.0)
-    assert kit.off(full.logits, model.full_prefill(scene.token_ids).logits) < EXACT
+    if policy == "full":
+        full = model.full_prefill(scene.token_ids)
+        assert kit.off(kit.fuse(model, scene, policy, 1.0).logits, full.logits) < kit.EXACT
+    else:
+        kit.assert_reuse(kit.fuse(model, scene, policy, 0.0), model, scene)
 
 
 @families
 def test_one_chunk_may_stand_twice_and_in_any_order(name: str) -> None:
     model = kit.family(name)
-    a, b = (tuple(kit.ids(count, seed)) for count, seed in ((14, 1), (21, 2)))
-    question = tuple(kit.ids(6, 3))
-    encoded = {a: model.encode(a), b: model.encode(b)}
+    a, b, question = (tuple(kit.ids(count, seed)) for count, seed in ((14, 1), (21, 2), (6, 3)))
+    encoded = {part: model.encode(part) for part in (a, b)}
     before = {part: kit.copied(chunk) for part, chunk in encoded.items()}
     for order in ([a, b, a], [b, a], [a, a, a], [b, b, a, b]):
         parts = (*((part, "chunk") for part in order), (question, "fresh"))
         starts = tuple(sum(len(part) for part, _ in parts[:index]) for index in range(len(parts)))
         scene = Scene(parts, starts)
-        kv = kit.KVSource([encoded.get(part, encoded[a]) for part, _ in parts])
-        fused = kit.fuse(model, scene, "none", 0.0, kv)
-        logits, states = reference.prefill_by_hand(
-            model.model, scene.by_hand, scene.positions.tolist()
-        )
-        assert kit.off(fused.logits, logits) < EXACT
-        assert kit.worst(kit.states(fused), states) < EXACT
+        kv = KVSource([encoded.get(part, encoded[a]) for part, _ in parts])
+        kit.assert_reuse(kit.fuse(model, scene, "none", 0.0, kv), model, scene)
         full = kit.fuse(model, scene, "hkvd", 1.0, kv)
-        assert kit.off(full.logits, model.full_prefill(scene.token_ids).logits) < EXACT
-    for part, chunk in encoded.items():
-        for layer, (keys, values) in zip(chunk.layers, before[part], strict=True):
-            assert torch.equal(layer.keys, keys)
-            assert torch.equal(layer.values, values)
+        assert kit.off(full.logits, model.full_prefill(scene.token_ids).logits) < kit.EXACT
+    assert all(kit.worst(kit.states(encoded[part]), before[part]) == 0.0 for part in encoded)
 
 
 def test_a_chunk_behind_its_own_prefix_is_exact() -> None:
@@ -232,11 +220,8 @@ def test_a_chunk_behind_its_own_prefix_is_exact() -> None:
     """
     model, scene = kit.family("llama"), kit.scene([9, 25, 6], ["prefix", "prefix", "fresh"])
     prefix, chunk = scene.parts[0][0], scene.parts[1][0]
-    kv = kit.KVSource([model.encode(prefix), model.encode(chunk, context=prefix)])
-    fused = kit.fuse(model, scene, "none", 0.0, kv)
-    full = model.full_prefill(scene.token_ids)
-    assert kit.off(fused.logits, full.logits) < EXACT
-    assert kit.worst(kit.states(fused), kit.states(full)) < EXACT
+    kv = KVSource([model.encode(prefix), model.encode(chunk, context=prefix)])
+    kit.assert_same(kit.fuse(model, scene, "none", 0.0, kv), model.full_prefill(scene.token_ids))
 
 
 @pytest.mark.parametrize("layer", [0, 2])
@@ -245,35 +230,29 @@ def test_a_run_lost_on_the_way_is_named_and_nothing_stays_behind(layer: int, pol
     model, scene = kit.family("llama"), kit.usual()
     kv = kit.source(model, scene)
 
-    class Losing:
+    class Losing(KVSource):
         def read(self, at: int) -> dict[int, LayerKV | None]:
-            found = dict(kv.read(at))
+            found = dict(super().read(at))
             return {**found, 2: None if at >= layer else found[2]}
 
-        def ready(self) -> int:
-            return 0
-
     with pytest.raises(LostRun) as caught:
-        model.fuse(scene.token_ids, scene.positions, scene.runs, Losing(), policy, 0.3)
+        kit.fuse(model, scene, policy, 0.3, Losing(kv.chunks))
     assert caught.value.segment == 2
     again = kit.fuse(model, scene, policy, 1.0, kv)
-    assert kit.off(again.logits, model.full_prefill(scene.token_ids).logits) < EXACT
+    assert kit.off(again.logits, model.full_prefill(scene.token_ids).logits) < kit.EXACT
 
 
 def test_kv_of_views_and_other_strides_is_taken_as_it_is() -> None:
     model, scene = kit.family("llama"), kit.usual()
     kv = kit.source(model, scene)
-
-    def strided(layer: LayerKV) -> LayerKV:
-        return LayerKV(
-            *(
-                part.transpose(0, 1).contiguous().transpose(0, 1)
-                for part in (layer.keys, layer.values)
+    turned = [
+        ChunkKV(
+            tuple(
+                LayerKV(*(part.transpose(0, 1).contiguous().transpose(0, 1) for part in pair))
+                for pair in kit.states(chunk)
             )
         )
-
-    other = kit.KVSource(
-        [ChunkKV(tuple(strided(layer) for layer in chunk.layers)) for chunk in kv.chunks]
-    )
-    one, two = (kit.fuse(model, scene, "hkvd", 0.3, each) for each in (kv, other))
+        for chunk in kv.chunks
+    ]
+    one, two = (kit.fuse(model, scene, "hkvd", 0.3, each) for each in (kv, KVSource(turned)))
     assert torch.equal(one.logits, two.logits)
