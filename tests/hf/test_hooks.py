@@ -1,6 +1,6 @@
 """A fused prefill leaves the model as it found it, whatever happens on the way."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -58,17 +58,14 @@ def test_nothing_stays_behind_when_a_layer_or_the_store_raises(name: str, layer:
     assert kit.off(kit.fuse(model, scene, "hkvd", 1.0, kv).logits, full.logits) < 5e-6
     assert traces(model) == before
 
-    class Broken:
-        def read(self, at: int) -> dict[int, LayerKV | None]:
+    class Broken(KVSource):
+        def read(self, at: int) -> Mapping[int, LayerKV | None]:
             if at == layer:
                 raise Sudden
-            return dict(kv.read(at))
-
-        def ready(self) -> int:
-            return 0
+            return super().read(at)
 
     with pytest.raises(Sudden):
-        model.fuse(scene.token_ids, scene.positions, scene.runs, Broken(), "hkvd", 0.3)
+        kit.fuse(model, scene, "hkvd", 0.3, Broken(kv.chunks))
     assert traces(model) == before
     assert not model.lock.is_mine
 
@@ -80,12 +77,12 @@ def test_nothing_stays_behind_when_an_answer_breaks_off(layer: int) -> None:
     prefill = kit.fuse(model, scene, "hkvd", 0.3)
     stop = failing_at(model, layer)
     with pytest.raises(Sudden):
-        generate(model, prefill, {"max_new_tokens": 4, "do_sample": False})
+        generate(model, prefill, kit.greedy(4))
     stop()
     assert traces(model) == before
     prefill = kit.fuse(model, scene, "hkvd", 0.3)
     with pytest.raises(ValueError, match="max_new_tokens"):
-        generate(model, prefill, {"max_new_tokens": -1, "do_sample": False})
+        generate(model, prefill, kit.greedy(-1))
     assert traces(model) == before
 
 
@@ -101,7 +98,7 @@ def test_a_forward_of_somebody_else_stays_in_place() -> None:
     theirs.__wrapped__ = plain
     model.model.forward = theirs
     scene = kit.usual()
-    generate(model, kit.fuse(model, scene, "hkvd", 0.3), {"max_new_tokens": 4, "do_sample": False})
+    generate(model, kit.fuse(model, scene, "hkvd", 0.3), kit.greedy(4))
     assert model.model.forward is theirs
     assert len(calls) >= 4
 

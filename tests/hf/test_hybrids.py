@@ -12,22 +12,7 @@ from ragfuse.hf.model import HFModel
 from ragfuse.hf.probe import is_whole
 from ragfuse.hf.verify import verify
 from tests.hf import kit
-from tests.hf.families import HYBRIDS
-
-LATENT = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 16,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-    "num_key_value_heads": 4,
-}
+from tests.hf.families import HYBRIDS, MLA
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -37,16 +22,8 @@ def test_a_hybrid_is_answered_by_full_prefill_with_the_reason(name: str) -> None
     assert reason in model.profile.refusal
     assert not verify(model).passed
     ids = kit.ids(40)
-    given = kit.tensor([ids])
-    with torch.no_grad():
-        own = model.model.generate(
-            input_ids=given,
-            attention_mask=torch.ones_like(given),
-            max_new_tokens=8,
-            do_sample=False,
-        )
-    answer = generate(model, model.full_prefill(ids), {"max_new_tokens": 8, "do_sample": False})
-    assert answer == own[0, 40:].tolist()
+    answer = generate(model, model.full_prefill(ids), kit.greedy(8))
+    assert answer == kit.theirs(model, ids, kit.greedy(8))
 
 
 def test_a_layer_with_kv_and_a_state_is_not_taken_for_kv_alone() -> None:
@@ -62,6 +39,6 @@ def test_a_layer_with_kv_and_a_state_is_not_taken_for_kv_alone() -> None:
 
 
 def test_latent_attention_with_experts_passes_verify() -> None:
-    model = HFModel(kit.build("deepseek_v2", LATENT), kit.tokenizer())
+    model = HFModel(kit.build("deepseek_v2", MLA), kit.tokenizer())
     verdict = verify(model)
     assert verdict.passed, [check for check in verdict.checks if not check.passed]

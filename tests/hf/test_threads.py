@@ -8,8 +8,8 @@ from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel
 from tests.hf import kit
 
-GREEDY = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
-SAMPLED = {"max_new_tokens": 5, "do_sample": True, "eos_token_id": None}
+GREEDY = kit.greedy(5)
+SAMPLED = {**GREEDY, "do_sample": True}
 
 
 def work(model: HFModel, seed: int) -> tuple[object, ...]:
