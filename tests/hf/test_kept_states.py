@@ -4,8 +4,8 @@ tenant's own.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,7 +16,6 @@ from transformers import DynamicCache
 
 from ragfuse import Answer, Ask, Engine, Settings
 from ragfuse.hf.kept_states import MAX_KEPT, States
-from ragfuse.hf.model import HFModel
 from ragfuse.hf.probe import tensors
 from tests.hf import kit
 from tests.hf.families import HYBRIDS, REFUSED
@@ -27,6 +26,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3-next": (*REFUSED["qwen3-next"][:2], "run"),
     "mamba-alone": (*REFUSED["mamba"][:2], "whole"),
 }
+OTHER = "Something else, which is quite as long as that was."
 SYSTEM = "You keep the book of a harbour. Say what stands in it, and nothing else, in a few words. "
 WHO = f"{SYSTEM}Which ship came first?"
 
@@ -58,36 +58,24 @@ def engine(on: Settings) -> Iterator[Engine]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_a_model_goes_on_with_is_found_on_its_weights(name: str) -> None:
-    kind, options, wanted = MODELS[name]
-    model = HFModel(kit.build(kind, options), kit.tokenizer())
-    assert model.profile.refusal
-    assert model.profile.state == wanted
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_of_the_same_prompt_again_all_but_the_last_token_is_reused(name: str, on: Settings) -> None:
+def test_a_prompt_that_comes_again_or_shares_its_beginning_reuses_all_that_its_family_allows(
+    name: str, on: Settings
+) -> None:
+    """Of the same prompt all but the last token; of what prompts share all, from the third on."""
     with engine_of(name, on) as engine:
+        profile = engine.model.profile
+        assert profile.refusal
+        assert profile.state == MODELS[name][2]
+        runs = profile.state == "run"
         first, again = asked(engine, WHO), asked(engine, WHO)
         assert first.trace.tokens_reused == 0
-        wanted = 0 if MODELS[name][2] == "whole" else again.trace.tokens - 1
+        wanted = again.trace.tokens - 1 if runs else 0
         assert again.trace.tokens_reused == again.trace.tokens_prefix == wanted
         assert again.token_ids == first.token_ids
-        assert again.trace.fallback_reason == engine.model.profile.refusal
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if MODELS[name][2] == "run"])
-def test_what_prompts_begin_with_alike_is_reused_from_the_third_on(name: str, on: Settings) -> None:
-    with engine_of(name, on) as engine:
-        reused = [
-            asked(engine, SYSTEM + end).trace.tokens_prefix
-            for end in (
-                "Which ship came first?",
-                "And who saw it come?",
-                "Are there any more ships in the harbour?",
-            )
-        ]
-        assert reused == [0, 0, len(SYSTEM)]
+        assert again.trace.fallback_reason == profile.refusal
+        ends = ("And who saw it come?", "Are there any more ships in the harbour?")
+        reused = [asked(engine, SYSTEM + end).trace.tokens_prefix for end in ends]
+        assert reused == [0, len(SYSTEM) if runs else 0]
 
 
 def test_a_prompt_that_grew_goes_on_from_where_it_was_as_the_plan_says(engine: Engine) -> None:
@@ -130,21 +118,14 @@ def test_no_tenant_finds_anothers_state(on: Settings) -> None:
         asked(one, WHO)
         assert asked(two, WHO).trace.tokens_reused == 0
         assert asked(one, WHO).trace.tokens_reused == len(WHO) - 1
-    states, cache = States(1 << 20), DynamicCache()
-    states.keep("a", [1, 2, 3], cache)
-    assert states.longest_prefix("b", [1, 2, 3, 4]) == (None, 0)
-    assert states.longest_prefix("a", [1, 2, 3, 4])[1] == 3
 
 
 def test_what_is_forgotten_is_in_no_beginning(engine: Engine) -> None:
-    said = "the book of a harbour."
     asked(engine, WHO)
-    asked(engine, "Something else, which is quite as long as that was.")
-    engine.forget([said])
+    asked(engine, OTHER)
+    engine.forget(["the book of a harbour."])
     assert asked(engine, WHO).trace.tokens_reused == 0
-    assert (
-        asked(engine, "Something else, which is quite as long as that was.").trace.tokens_reused > 0
-    )
+    assert asked(engine, OTHER).trace.tokens_reused > 0
 
 
 def test_memory_is_bounded_and_what_was_used_longest_ago_goes_first() -> None:
@@ -154,24 +135,22 @@ def test_memory_is_bounded_and_what_was_used_longest_ago_goes_first() -> None:
     size = 2 * one.nbytes
     assert sum(each.nbytes for each in tensors(cache)) == size
     states = States(3 * size)
+
+    def known() -> list[bool]:
+        return [states.longest_prefix("a", [n, 5, 6, 7])[1] == 3 for n in range(4)]
+
     for first in range(3):
         states.keep("a", [first, 5, 6], cache)
-    assert states.longest_prefix("a", [0, 5, 6, 7])[0] is not None
+    assert states.longest_prefix("b", [0, 5, 6, 7]) == (None, 0)
+    assert states.longest_prefix("a", [0, 5, 6, 7])[1] == 3
     states.keep("a", [3, 5, 6], cache)
-    assert [states.longest_prefix("a", [first, 5, 6, 7])[0] is not None for first in range(4)] == [
-        True,
-        False,
-        True,
-        True,
-    ]
+    assert known() == [True, False, True, True]
     assert states.nbytes == 3 * size
-    tight = States(size - 1)
-    tight.keep("a", [1, 2, 3], cache)
-    assert tight.nbytes == 0
-    many = States(1 << 30)
-    for first in range(MAX_KEPT + 9):
-        many.keep("a", [first, 5, 6], cache)
-    assert many.nbytes == MAX_KEPT * size
+    for limit, wanted in ((size - 1, 0), (1 << 30, MAX_KEPT * size)):
+        states = States(limit)
+        for first in range(MAX_KEPT + 9):
+            states.keep("a", [first, 5, 6], cache)
+        assert states.nbytes == wanted
 
 
 def test_a_run_is_found_where_tokens_begin_alone() -> None:
@@ -196,7 +175,7 @@ words = st.sampled_from(
     name=st.sampled_from(["qwen3-next", "granite-hybrid"]),
     threads=st.sampled_from([1, 3]),
 )
-def test_prompts_that_share_what_they_please_are_answered_as_by_full_prefill(
+def test_prompts_that_share_any_beginnings_are_answered_as_by_full_prefill(
     tmp_path_factory: pytest.TempPathFactory,
     prompts: list[str],
     nbytes: int,
@@ -212,18 +191,7 @@ def test_prompts_that_share_what_they_please_are_answered_as_by_full_prefill(
     )
     with engine_of(name, told) as engine:
         wanted = {prompt: engine.answer(prompt, Ask(reuse=False)).token_ids for prompt in prompts}
-        wrong = list[str]()
-
-        def work() -> None:
-            wrong.extend(
-                each
-                for each in [*prompts, *prompts]
-                if engine.answer(each).token_ids != wanted[each]
-            )
-
-        running = [threading.Thread(target=work) for _ in range(threads)]
-        for each in running:
-            each.start()
-        for each in running:
-            each.join()
-        assert not wrong
+        with ThreadPoolExecutor(threads) as pool:
+            again = [*prompts] * (2 * threads)
+            said = zip(again, pool.map(engine.answer, again), strict=True)
+            assert all(answer.token_ids == wanted[prompt] for prompt, answer in said)
