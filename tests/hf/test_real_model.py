@@ -65,28 +65,18 @@ def test_ratio_one_writes_what_transformers_writes(
 ) -> None:
     """In bfloat16 near-equal logits may swap by a rounding, so there the first tokens count."""
     ids, options = prompt[0], {"max_new_tokens": 24, **options}
-    torch.manual_seed(3)
-    wanted = model.model.generate(torch.tensor([ids], device=model.device), **options)[
-        0, len(ids) :
-    ].tolist()
-    found = generate(model, fused(model, prompt), options, seed=3)
+    wanted = kit.theirs(model, ids, options, seed=3)
     count = None if model.dtype == torch.float32 else 3
-    assert found[:count] == wanted[:count]
-    full = generate(model, model.full_prefill(ids), options, seed=3)
-    assert full[:count] == wanted[:count]
+    for prefill in (fused(model, prompt), model.full_prefill(ids)):
+        assert generate(model, prefill, options, seed=3)[:count] == wanted[:count]
 
 
 def test_two_prompts_are_answered_together(model: HFModel, prompt) -> None:
-    ids, options = prompt[0], {"max_new_tokens": 16, "do_sample": False}
-    short = ids[-len(model.tokens(TAIL, special=True)) :]
-    alone = [
-        generate(model, each, options) for each in (model.full_prefill(short), fused(model, prompt))
-    ]
-    asked = [
-        (model.full_prefill(short), {"options": options}),
-        (fused(model, prompt), {"options": options}),
-    ]
-    together = kit.together(model, asked)
+    options = {"max_new_tokens": 16, "do_sample": False}
+    short = prompt[0][-len(model.tokens(TAIL, special=True)) :]
+    each = [model.full_prefill(short), fused(model, prompt)]
+    alone = [generate(model, prefill.copy(), options) for prefill in each]
+    together = kit.together(model, [(prefill, {"options": options}) for prefill in each])
     ends = model.model.generation_config.eos_token_id
     for one, other in zip(alone, together, strict=True):
         count = len(one) if model.dtype == torch.float32 else 3

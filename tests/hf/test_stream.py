@@ -123,26 +123,31 @@ def text_of(words):
     return lambda ids: str(words.decode(list(ids), skip_special_tokens=True))
 
 
-class Told:
-    """Text as a sink takes it."""
+class Sink:
+    """A sequence that tells its text, and is over at the first stop string in it."""
 
-    def __init__(self, spelling):
-        self.spelling, self.told, self.over = spelling, 0, False
+    def __init__(self, words, stops=()):
+        self._spelling, self._stops, self._told = Detokenizer.of(words, stops), StopFinder(stops), 0
+
+    @property
+    def over(self):
+        return self._stops.at >= 0
 
     def add(self, ids):
-        self.spelling.add(ids)
+        for id in ids:
+            self._stops.look(self._spelling.add([id]))
 
     def end(self):
-        self.spelling.end()
+        self._spelling.end()
 
     def take(self):
-        piece, self.told = self.spelling.text[self.told :], len(self.spelling.text)
+        piece, self._told = self._spelling.text[self._told :], len(self._spelling.text)
         return iter([piece] if piece else [])
 
 
 def spoken(words, ids):
     said: list[str] = []
-    follower = Follower(Told(Detokenizer.of(words)), said.append)
+    follower = Follower(Sink(words), said.append)
     for count in range(1, len(ids) + 1):
         follower(torch.tensor([[5, 6, 7, *ids[:count]]]), None)
     follower.end()
@@ -165,38 +170,18 @@ def test_each_token_is_said_at_once(words):
     assert spoken(words, ids) == ["One", " two", " three"]
 
 
-class Until:
-    """A sequence that is over at the first stop string in its text."""
-
-    def __init__(self, words, stops):
-        self._text, self._stops = Detokenizer.of(words, stops), StopFinder(stops)
-
-    @property
-    def over(self):
-        return self._stops.at >= 0
-
-    def add(self, ids):
-        for id in ids:
-            self._stops.look(self._text.add([id]))
-
-
 def test_an_answer_ends_where_its_own_text_says_so_or_nobody_hears_it(words):
     """A stop string that begins in the prompt is none."""
     prompt, answer = (
         words(text, add_special_tokens=False).input_ids for text in ("assistant\n", "Obs now")
     )
-    gone, ends = threading.Event(), []
-    for stops in (["\nObs", "assistant"], ["now"]):
-        stop = Follower(Until(words, stops), ends=[gone])
-        ends.append(
-            [
-                bool(stop(torch.tensor([[*prompt, *answer[: at + 1]]]), None))
-                for at in range(len(answer))
-            ]
-        )
-    assert ends == [[False] * len(answer), [False] * (len(answer) - 1) + [True]]
+    gone, ids = threading.Event(), [prompt + answer[: at + 1] for at in range(len(answer))]
+    for stops, wanted in ((["\nObs", "assistant"], len(ids)), (["now"], len(ids) - 1)):
+        stop = Follower(Sink(words, stops), ends=[gone])
+        ends = [bool(stop(torch.tensor([each]), None)) for each in ids]
+        assert ends == [at >= wanted for at in range(len(ids))]
     gone.set()
-    assert Follower(Until(words, []), ends=[gone])(torch.tensor([prompt]), None)
+    assert Follower(Sink(words), ends=[gone])(torch.tensor([prompt]), None)
 
 
 @given(st.text(alphabet=LETTERS, min_size=1, max_size=30), st.data())
@@ -208,7 +193,7 @@ def test_a_stop_string_is_met_with_the_token_that_makes_it_whole(kind, text, dat
         return
     lo = data.draw(st.integers(0, len(whole) - 1))
     stop = whole[lo : data.draw(st.integers(lo + 1, len(whole)))]
-    watch, spelling = Until(kind, [stop]), Detokenizer.of(kind)
+    watch, spelling = Sink(kind, [stop]), Detokenizer.of(kind)
     for at, id in enumerate(ids):
         spelling.add([id])
         watch.add([id])
@@ -226,7 +211,7 @@ def test_a_stop_string_that_is_a_special_token_is_met_and_no_text():
     ]
     assert spelling.add(ids) == "ab<|end|>c"
     assert spelling.visible(0, len(spelling.text)) == hidden.add(ids) == "abc"
-    watch = Until(words, ["<|end|>"])
+    watch = Sink(words, ["<|end|>"])
     watch.add(ids)
     assert watch.over
 
