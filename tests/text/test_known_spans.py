@@ -33,15 +33,17 @@ def known_with(*spans: Ids, **options: int) -> KnownSpans:
     return known
 
 
+def agrees(match: Match, ids: Ids) -> bool:
+    n = match.hi - match.lo
+    return tuple(ids[match.lo : match.hi]) == match.span.tokens[match.row : match.row + n]
+
+
 def checked(known: KnownSpans, ids: Ids) -> list[Match]:
     """What is found, once it keeps what every match promises."""
     found = known.find(ids)
     for match in found:
         assert match.hi - match.lo >= 4
-        assert (
-            tuple(ids[match.lo : match.hi])
-            == match.span.tokens[match.row : match.row + match.hi - match.lo]
-        )
+        assert agrees(match, ids)
         assert match.span.tokens in known
     assert all(first.hi <= second.lo for first, second in pairwise(found))
     return found
@@ -177,19 +179,6 @@ def test_a_span_that_is_only_given_gives_way_to_stored_ones_that_cover_most_of_i
     assert [each.span.text for each in known.find(prompt)] == ["rest", "part"]
     known.add(given)
     assert [each.span.text for each in known.find(prompt)] == ["given", "part"]
-
-
-def test_discarded_spans_are_gone_and_may_come_back():
-    a, b = drawn(50, "a"), drawn(50, "b")
-    known = known_with(a, b)
-    known.find(a)
-    known.discard(a)
-    known.discard(a)
-    known.discard([1, 2, 3])
-    assert (a in known, b in known, len(known)) == (False, True, 1)
-    assert places(known.find([*a, *b])) == [(50, 100, 0)]
-    known.add(a)
-    assert places(known.find([*a, *b])) == [(0, 50, 0), (50, 100, 0)]
 
 
 def test_of_more_spans_than_the_most_those_matched_longest_ago_go_first():
@@ -346,7 +335,9 @@ def test_spans_may_be_added_and_discarded_while_others_seek():
             span = spans[(thread * 50 + step) % 400]
             known.add(span, source=str(thread))
             prompt = [1, *span, 2, *spans[step], 3]
-            found += sum(match.lo == 1 for match in checked_ids(known, prompt))
+            matches = known.find(prompt)
+            assert all(agrees(match, prompt) for match in matches)
+            found += sum(match.lo == 1 for match in matches)
             if step % 5 == 0:
                 known.discard(span)
         return found
@@ -354,14 +345,3 @@ def test_spans_may_be_added_and_discarded_while_others_seek():
     with ThreadPoolExecutor(8) as pool:
         assert min(pool.map(work, range(8))) > 80
     assert len(known) <= 300
-
-
-def checked_ids(known: KnownSpans, ids: Ids) -> list[Match]:
-    """As `checked`, where others may have discarded a span meanwhile."""
-    found = known.find(ids)
-    for match in found:
-        assert (
-            tuple(ids[match.lo : match.hi])
-            == match.span.tokens[match.row : match.row + match.hi - match.lo]
-        )
-    return found
