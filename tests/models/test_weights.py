@@ -4,8 +4,6 @@ they answer.
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,20 +23,11 @@ MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 
 
 @pytest.fixture
-def folder(varied_path: Path, tmp_path: Path) -> Path:
-    shutil.copytree(varied_path, tmp_path / "model")
-    return tmp_path / "model"
-
-
-@pytest.fixture
-def adapter(folder: Path, tmp_path: Path) -> Path:
+def adapter(folder: Path, tmp_path: Path, retell: Callable[..., None]) -> Path:
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     get_peft_model(plain, config).save_pretrained(tmp_path / "adapter")
-    written = tmp_path / "adapter" / "adapter_config.json"
-    written.write_text(
-        json.dumps(json.loads(written.read_text()) | {"base_model_name_or_path": str(folder)})
-    )
+    retell(tmp_path / "adapter" / "adapter_config.json", base_model_name_or_path=str(folder))
     return tmp_path / "adapter"
 
 
@@ -98,11 +87,10 @@ def test_further_weights_do_no_harm(folder: Path) -> None:
     "change", [{"r": 8}, {"target_modules": ["nothing"]}, {"target_modules": ["q_proj", "o_proj"]}]
 )
 def test_an_adapter_that_does_not_fit_is_an_error_with_its_folder(
-    adapter: Path, change: dict[str, Any]
+    adapter: Path, change: dict[str, Any], retell: Callable[..., None]
 ) -> None:
     load_model(adapter, "float32")
-    written = adapter / "adapter_config.json"
-    written.write_text(json.dumps(json.loads(written.read_text()) | change))
+    retell(adapter / "adapter_config.json", **change)
     with pytest.raises(ModelError, match=f"'{adapter}'"):
         load_model(adapter, "float32")
 
