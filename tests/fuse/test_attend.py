@@ -1,5 +1,7 @@
 """Few queries over all keys, compared with one weight at a time."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import pytest
@@ -12,6 +14,8 @@ from ragfuse.fuse.attend import Ragged, RowMask, Watch, attend, attend_ragged
 from tests import reference
 
 SCALING = 0.4
+GAPS = [0, 3, 4, 9, 11], [0, 1, 2, 10, 11, 12, 13, 40, 41, 42, 50, 51]
+"""Rows, and positions with gaps."""
 
 
 both_paths = pytest.mark.parametrize(
@@ -31,9 +35,23 @@ class Case:
     keys: Tensor
     values: Tensor
 
-    def found(self, whole: bool = False, **options: object) -> Tensor:
-        mask = RowMask(torch.tensor(self.rows), torch.tensor(self.positions), whole)
-        return attend(self.query, self.keys, self.values, mask, SCALING, **options)[0]
+    def mask(self, whole: bool = False, watch: Watch | None = None) -> RowMask:
+        return RowMask(torch.tensor(self.rows), torch.tensor(self.positions), whole, watch=watch)
+
+    def found(
+        self, whole: bool = False, mask: RowMask | None = None, window: int | None = None, **options
+    ) -> Tensor:
+        mask = mask or self.mask(whole)
+        return attend(self.query, self.keys, self.values, mask, SCALING, window, **options)[0]
+
+    def to(self, dtype: torch.dtype) -> Case:
+        """A copy in that dtype."""
+        tensors = (self.query, self.keys, self.values)
+        return Case(self.rows, self.positions, *(each.to(dtype, copy=True) for each in tensors))
+
+    def check(self, whole: bool = False, mask: RowMask | None = None, **options: object) -> None:
+        """Attention is what its slow twin has."""
+        agree(self.found(whole, mask, **options), self.wanted(**options))
 
     def wanted(self, **options: object) -> Tensor:
         at = [self.positions[row] for row in self.rows]
@@ -80,7 +98,7 @@ def test_rows_see_exactly_the_positions_up_to_their_own(
     rows: list[int], options: dict[str, object], whole: bool
 ) -> None:
     given_case = case(rows, list(range(30)))
-    agree(given_case.found(whole, **options), given_case.wanted(**options))
+    given_case.check(whole, **options)
 
 
 def some(total: int, count: int) -> list[int]:
@@ -103,7 +121,7 @@ def test_rows_in_blocks_see_what_is_before_them(
     total: int, rows: list[int], options: dict[str, object]
 ) -> None:
     given_case = case(rows, list(range(total)))
-    agree(given_case.found(**options), given_case.wanted(**options))
+    given_case.check(**options)
 
 
 @both_paths
@@ -111,16 +129,15 @@ def test_rows_in_blocks_see_what_is_before_them(
 def test_gaps_in_positions_count_for_order_and_window(
     options: dict[str, object], whole: bool
 ) -> None:
-    given_case = case([0, 3, 4, 9, 11], [0, 1, 2, 10, 11, 12, 13, 40, 41, 42, 50, 51])
-    agree(given_case.found(whole, **options), given_case.wanted(**options))
+    given_case = case(*GAPS)
+    given_case.check(whole, **options)
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 1), (1, 6), (3, 2)])
 def test_query_heads_share_keys_in_groups(heads: int, groups: int) -> None:
     given_case = case([2, 7, 8], list(range(9)), heads, groups)
-    agree(given_case.found(), given_case.wanted())
-    sinks = torch.randn(heads * groups)
-    agree(given_case.found(sinks=sinks), given_case.wanted(sinks=sinks))
+    given_case.check()
+    given_case.check(sinks=torch.randn(heads * groups))
 
 
 @settings(max_examples=60)
@@ -132,38 +149,27 @@ def test_any_rows_at_any_positions(data: st.DataObject) -> None:
     window = data.draw(st.none() | st.integers(1, 30))
     softcap = data.draw(st.none() | st.floats(0.5, 5))
     given_case = case(rows, positions, 1, 2, seed=total)
-    chosen = {"window": window, "softcap": softcap}
-    agree(given_case.found(**chosen), given_case.wanted(**chosen))
+    given_case.check(window=window, softcap=softcap)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @options
 def test_what_stands_later_leaves_no_trace(options: dict[str, object], dtype: torch.dtype) -> None:
-    early = case([3, 10, 12], list(range(30)))
-    early = Case(
-        early.rows,
-        early.positions,
-        *(part.to(dtype) for part in (early.query, early.keys, early.values)),
-    )
-    poisoned = Case(
-        early.rows, early.positions, early.query, early.keys.clone(), early.values.clone()
-    )
+    early = case([3, 10, 12], list(range(30))).to(dtype)
+    poisoned = early.to(dtype)
     poisoned.keys[:, :, 13:], poisoned.values[:, :, 13:] = 1e4, -1e4
     assert torch.equal(early.found(**options), poisoned.found(**options))
 
 
 @pytest.mark.parametrize("window", [None, 1, 7])
 def test_the_dense_mask_says_the_same(window: int | None) -> None:
-    rows, positions = (
-        torch.tensor([0, 3, 4, 9, 11]),
-        torch.tensor([0, 1, 2, 10, 11, 12, 13, 40, 41, 42, 50, 51]),
-    )
-    dense = RowMask(rows, positions).dense(torch.float32, window)
-    assert dense.shape == (1, 1, 5, 12)
-    for row, at in enumerate(positions[rows].tolist()):
-        for key, p in enumerate(positions.tolist()):
-            seen = p <= at and (window is None or p > at - window)
-            assert (dense[0, 0, row, key] == 0) == seen
+    rows, positions = GAPS
+    dense = RowMask(torch.tensor(rows), torch.tensor(positions)).dense(torch.float32, window)
+    seen = [
+        [p <= positions[row] and (window is None or p > positions[row] - window) for p in positions]
+        for row in rows
+    ]
+    assert torch.equal(dense == 0, torch.tensor([[seen]]))
 
 
 @both_paths
@@ -179,23 +185,17 @@ def test_low_precision_is_off_by_rounding_only(
     low = case(list(range(0, 60, 3)), list(range(60)))
     low.query[..., 0] += bias
     low.keys[..., 0] += bias
-    low = Case(
-        low.rows, low.positions, low.query.to(dtype), low.keys.to(dtype), low.values.to(dtype)
-    )
-    found = low.found(whole, **options)
-    wanted = low.wanted(**options)
+    low = low.to(dtype)
+    found, wanted = low.found(whole, **options), low.wanted(**options)
     assert found.dtype == dtype
     assert float((found.double() - wanted).norm() / wanted.norm()) < 8 * torch.finfo(dtype).eps
 
 
 def test_a_mask_serves_layers_with_and_without_a_window() -> None:
     given_case = case([5, 20, 29], list(range(30)))
-    mask = RowMask(torch.tensor(given_case.rows), torch.tensor(given_case.positions))
+    mask = given_case.mask()
     for window in (None, 6, None, 11, 6):
-        found = attend(given_case.query, given_case.keys, given_case.values, mask, SCALING, window)[
-            0
-        ]
-        agree(found, given_case.wanted(window=window))
+        given_case.check(mask=mask, window=window)
 
 
 @both_paths
@@ -205,13 +205,7 @@ def test_chosen_queries_are_watched_over_the_keys_that_they_see(
 ) -> None:
     given_case = case([1, 5, 8], list(range(9)))
     watch = Watch(torch.tensor([0.0, 1.0, 1.0]), torch.zeros(9))
-    mask = RowMask(
-        torch.tensor(given_case.rows), torch.tensor(given_case.positions), whole, watch=watch
-    )
-    agree(
-        attend(given_case.query, given_case.keys, given_case.values, mask, SCALING, window)[0],
-        given_case.wanted(window=window),
-    )
+    given_case.check(mask=given_case.mask(whole, watch), window=window)
     wanted = torch.zeros(9, dtype=torch.float64)
     for head in range(4):
         for index, row in ((1, 5), (2, 8)):

@@ -115,20 +115,18 @@ def test_layers_that_are_opened_together_are_those_opened_one_by_one(
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-def test_a_lost_run_is_named(layer: int) -> None:
-    shelf = Shelf({0: kv(3, 0), 4: kv(4, 1)}, lost=(4, layer))
-    buffers = Buffers(10, [run(0, 0, 3), run(4, 3, 7)], shelf, ROPE, CPU)
+def test_a_run_that_is_gone_or_of_another_length_is_lost_and_named(layer: int) -> None:
+    runs, whole = [run(0, 0, 3), run(4, 3, 7)], {0: kv(3, 0), 4: kv(4, 1)}
+    buffers = Buffers(10, runs, Shelf(whole, lost=(4, layer)), ROPE, CPU)
     for before in range(layer):
         buffers.open(before)
     with pytest.raises(LostRun) as caught:
         buffers.open(layer)
     assert caught.value.segment == 4
-
-
-@pytest.mark.parametrize("n_tokens", [2, 4])
-def test_a_run_of_another_length_is_lost(n_tokens: int) -> None:
-    with pytest.raises(LostRun):
-        Buffers(10, [run(0, 0, 3)], Shelf({0: kv(n_tokens, 0)}), ROPE, CPU).open(0)
+    for n_tokens in (3, 5):
+        other = Shelf({**whole, 4: kv(n_tokens, 1)})
+        with pytest.raises(LostRun):
+            Buffers(10, runs, other, ROPE, CPU).open(0)
 
 
 def test_stored_tensors_are_never_changed() -> None:
@@ -150,14 +148,12 @@ def test_fresh_rows_land_in_their_places_and_nowhere_else(rows: list[int]) -> No
     buffers = Buffers(10, [run(0, 0, 8)], Shelf({0: kv(8, 0)}), ROPE, CPU, room=5)
     buffers.open(1)
     before = [part.clone() for part in buffers.get(1)]
-    keys, values = torch.randn(2, 1, 2, len(rows), 6)
-    buffers.write(1, torch.tensor(rows), keys, values)
-    found_keys, found_values = buffers.get(1)
+    fresh = torch.randn(2, 1, 2, len(rows), 6)
+    buffers.write(1, torch.tensor(rows), *fresh)
     others = [row for row in range(8) if row not in rows]
-    assert torch.equal(found_keys[:, :, rows], keys)
-    assert torch.equal(found_values[:, :, rows], values)
-    assert torch.equal(found_keys[:, :, others], before[0][:, :, others])
-    assert torch.equal(found_values[:, :, others], before[1][:, :, others])
+    for found, wanted, old in zip(buffers.get(1), fresh, before, strict=True):
+        assert torch.equal(found[:, :, rows], wanted)
+        assert torch.equal(found[:, :, others], old[:, :, others])
 
 
 def test_layers_may_differ_in_heads_and_dims() -> None:
@@ -241,12 +237,9 @@ def test_the_chosen_rows_deviate_most() -> None:
     assert steps.chosen.tolist() == [candidate_rows[index] for index in reference.top(scores, 15)]
 
 
-def test_the_last_row_is_computed_though_it_is_cached() -> None:
+def test_the_last_row_is_computed_though_it_is_cached_and_all_rows_where_nothing_is() -> None:
     steps, _ = fusion("none", 0.0, [run(0, 0, 10, blend=False), run(1, 10, 30)], 30)
     assert drive(steps) == [[29]] * N_LAYERS
-
-
-def test_rows_of_a_prompt_without_runs_all_flow() -> None:
     steps, shelf = fusion("hkvd", 0.3, [], 9)
     assert drive(steps) == [list(range(9))] * N_LAYERS
     assert shelf.reads == []

@@ -54,17 +54,11 @@ def test_low_precision_keys_are_turned_in_float32_and_rounded_once(
     assert torch.equal(found, wanted)
 
 
-def test_keys_without_position_are_copied() -> None:
-    original = keys()
-    found = shifted(original, 100, None)
-    assert torch.equal(found, original)
-    assert found.data_ptr() != original.data_ptr()
-
-
-def test_a_move_by_nothing_changes_no_bit() -> None:
-    assert torch.equal(
-        shifted(keys(dtype=torch.bfloat16), 0, LAYOUTS["half"]), keys(dtype=torch.bfloat16)
-    )
+def test_keys_without_position_are_copied_and_a_move_by_nothing_changes_no_bit() -> None:
+    original = keys(dtype=torch.bfloat16)
+    for layout, delta in ((None, 100), (LAYOUTS["half"], 0)):
+        assert torch.equal(shifted(original, delta, layout), original)
+    assert shifted(original, 100, None).data_ptr() != original.data_ptr()
 
 
 @named
