@@ -85,13 +85,8 @@ def test_what_is_not_cached_is_fresh_and_so_is_what_is_short() -> None:
 
 
 def test_modules_are_on_offer_to_be_recomputed_where_that_is_asked() -> None:
-    kinds = [
-        segment.kind
-        for segment in bound(
-            laid('<module name="m">ab</module>cd'), "<m/>", blend=True
-        ).prompt.segments
-    ]
-    assert kinds == ["chunk", "chunk", "fresh"]
+    found = bound(laid('<module name="m">ab</module>cd'), "<m/>", blend=True).prompt
+    assert [segment.kind for segment in found.segments] == ["chunk", "chunk", "fresh"]
 
 
 # arguments
@@ -202,57 +197,51 @@ def test_where_kv_cannot_be_moved_such_a_text_is_refused_with_the_room() -> None
         bound(layout, "<s/>WXYZ")
 
 
-def test_a_text_before_all_imports_stands_behind_what_is_before_the_next() -> None:
-    layout = laid('ab<module name="m">cd</module>ef<module name="n">gh</module>i')
-    assert read(bound(layout, "XY<n/>").prompt) == "ab..efXYghi"
+# messages
+
+ROOM = 'ab<module name="m">cd</module>ef<module name="n">gh</module>i'
+NESTED = '<module name="m">a<module name="n">bc</module>d<module name="o">ef</module></module>g'
+CHAT = '<system>be</system><user>q<module name="m">rs</module></user><assistant>ok</assistant>'
+APART = '<module name="m"><user>a</user></module><module name="n"><assistant>b</assistant></module>'
+TALK = "<user>1</user><assistant>2</assistant><user>3</user>"
+SO = "<assistant>so</assistant>"
 
 
-def test_a_text_in_a_module_stands_in_it() -> None:
-    layout = laid(
-        '<module name="m">a<module name="n">bc</module>d<module name="o">ef</module></module>g'
-    )
-    assert read(bound(layout, "<m><n/>XY</m>").prompt) == "abcXYd..g"
-    assert read(bound(layout, "<m>XY</m>").prompt) == "a..dXYg"
+@pytest.mark.parametrize(
+    ("inside", "asked", "wanted"),
+    [
+        pytest.param(ROOM, "XY<n/>", "ab..efXYghi", id="behind what is before the next import"),
+        pytest.param(NESTED, "<m><n/>XY</m>", "abcXYd..g", id="in a module"),
+        pytest.param(NESTED, "<m>XY</m>", "a..dXYg", id="in a module, behind no import"),
+    ],
+)
+def test_a_text_stands_where_the_prompt_has_it(inside: str, asked: str, wanted: str) -> None:
+    assert read(bound(laid(inside), asked).prompt) == wanted
 
 
 # messages
 
-CHAT = '<system>be</system><user>q<module name="m">rs</module></user><assistant>ok</assistant>'
+
+@pytest.mark.parametrize(
+    ("inside", "asked", "wanted"),
+    [
+        (CHAT, "<m/>\n<user>why?</user>", "{Sbe}{Uqrs}{Aok}{Uwhy?}{A"),
+        (CHAT, "<m/>!<user>why?</user>...", "{Sbe}{Uqrs!}{Aok}{Uwhy?}...{A"),
+        ("ab", TALK, "ab{U1}{A2}{U3}{A"),
+        ("ab", TALK + SO, "ab{U1}{A2}{U3}{Aso"),
+        ("ab", f"\n{TALK}\n{SO}\n", "ab{U1}{A2}{U3}{Aso"),
+        ("ab", f"{TALK}{SO} and so on", "ab{U1}{A2}{U3}{Aso} and so on{A"),
+        (APART, "<m/><user>c</user><n/>", "{Ua}{Uc}{Ab}{A"),
+    ],
+)
+def test_messages_stand_where_the_prompt_has_them_and_an_answer_at_the_end_goes_on(
+    inside: str, asked: str, wanted: str
+) -> None:
+    assert read(bound(laid(inside, TURNS), asked).prompt) == wanted
 
 
-def test_messages_behind_all_imports_stand_at_the_end_and_the_model_is_made_to_answer() -> None:
-    found = bound(laid(CHAT, TURNS), "<m/>\n<user>why?</user>")
-    assert read(found.prompt) == "{Sbe}{Uqrs}{Aok}{Uwhy?}{A"
-    assert shown(found.prompt)[-1] == ("fresh", 16, "{Uwhy?}{A")
-
-
-def test_a_text_behind_an_import_stands_in_the_schema_s_message_and_one_behind_messages_at_the_end() -> (
-    None
-):
-    found = bound(laid(CHAT, TURNS), "<m/>!<user>why?</user>...")
-    assert read(found.prompt) == "{Sbe}{Uqrs!}{Aok}{Uwhy?}...{A"
-
-
-def test_a_whole_talk_may_follow_and_an_answer_at_its_end_goes_on() -> None:
-    layout = laid("ab", TURNS)
-    talk = "<user>1</user><assistant>2</assistant><user>3</user>"
-    assert read(bound(layout, talk).prompt) == "ab{U1}{A2}{U3}{A"
-    assert read(bound(layout, talk + "<assistant>so</assistant>").prompt) == "ab{U1}{A2}{U3}{Aso"
-    assert bound(layout, f"\n{talk}\n<assistant>so</assistant>\n") == bound(
-        layout, talk + "<assistant>so</assistant>"
-    )
-    ended = bound(layout, f"{talk}<assistant>so</assistant> and so on")
-    assert read(ended.prompt) == "ab{U1}{A2}{U3}{Aso} and so on{A"
-
-
-def test_a_message_may_stand_between_imports_but_not_in_a_message() -> None:
-    inside = (
-        '<module name="m"><user>a</user></module><module name="n"><assistant>b</assistant></module>'
-    )
-    assert read(bound(laid(inside, TURNS), "<m/><user>c</user><n/>").prompt) == "{Ua}{Uc}{Ab}{A"
-    with pytest.raises(
-        PMLError, match="found '<user>' next to module 'm', which is inside a message"
-    ):
+def test_a_message_may_not_stand_in_a_message() -> None:
+    with pytest.raises(PMLError, match=r"'<user>' next to module 'm'"):
         bound(laid(CHAT + '<module name="n">x</module>', TURNS), "<m/><user>c</user><n/>")
 
 
@@ -283,7 +272,6 @@ def test_a_prompt_that_ends_with_a_module_computes_its_last_token() -> None:
 IMPORTS = [
     ("<rom/>", "", "unknown module 'rom' in 's'"),
     ("<plan><rom/></plan>", "", "unknown module 'rom' in 'plan'"),
-    ("<rome/>", "", "unknown module 'rome' in 's'"),
     ("<plan><plan/></plan>", "", "unknown module 'plan' in 'plan'"),
     ("<plan><rome/><oslo/></plan>", "", "'plan/rome' and 'plan/oslo' of the same union"),
     ("<plan/><plan/>", "", "module 'plan' imported twice"),
@@ -295,25 +283,21 @@ IMPORTS = [
 
 @pytest.mark.parametrize(("inside", "args", "found"), IMPORTS)
 def test_what_the_schema_does_not_have_is_refused(inside: str, args: str, found: str) -> None:
-    layout = laid(CITIES)
     with pytest.raises(PMLError) as caught:
-        bound(layout, "\n" + inside, args)
+        bound(laid(CITIES), "\n" + inside, args)
     assert found in caught.value.found
     assert caught.value.line == (2 if inside else 1)
 
 
 def test_what_is_missing_names_what_is_like_it() -> None:
-    with pytest.raises(PMLError, match="wanted 'plan/rome'"):
+    with pytest.raises(PMLError, match="'plan/rome'"):
         bound(laid(CITIES), "<rome/>")
 
 
-def test_a_prompt_of_another_schema_is_refused() -> None:
-    with pytest.raises(PMLError, match="found a prompt for schema 't'; wanted one for 's'"):
+def test_a_prompt_of_another_schema_or_without_a_token_is_refused() -> None:
+    with pytest.raises(PMLError, match="'t'"):
         bind(PMLPrompt("t"), laid("a"), encode, key_of)
-
-
-def test_a_prompt_without_a_token_is_refused() -> None:
-    with pytest.raises(PMLError, match="an empty prompt"):
+    with pytest.raises(PMLError, match="empty"):
         bound(laid(""), "")
 
 
@@ -354,21 +338,14 @@ def check_scaffolds(layout: SchemaLayout, found: Bound) -> None:
     alone.
     """
     there = {"", *found.imported}
-    taken = {
-        "" if path == "." else path: key
-        for path, key in found.prompt.schema_use.modules
-        if key is not None
-    }
-    of_scaffolds = {key_of(run): len(run.tokens) for run in layout.scaffolds}
+    taken = {"" if path == "." else path: key for path, key in found.prompt.schema_use.modules}
+    sizes = {key_of(run): len(run.tokens) for run in layout.scaffolds}
     for run in layout.scaffolds:
         if not there.issuperset(run.members):
             assert run not in found.runs
             continue
-        others = [
-            of_scaffolds.get(taken[path], 0)
-            for path in run.members
-            if taken.get(path, key_of(run)) != key_of(run)
-        ]
+        keys = [taken[path] for path in run.members if taken.get(path) is not None]
+        others = [sizes.get(key, 0) for key in keys if key != key_of(run)]
         assert not others or max(others) >= len(run.tokens)
 
 

@@ -78,16 +78,13 @@ def test_the_tokenizer_s_first_ids_stand_first() -> None:
 # messages
 
 
-def test_messages_are_wrapped_as_the_template_does() -> None:
+def test_messages_are_wrapped_as_the_template_does_and_white_space_beside_them_is_no_text() -> None:
     layout = laid("<system>be</system><user>hi</user>", TURNS)
     assert told(layout, "") == ("{Sbe}{Uhi}", span((0, 10)))
     special = [token >= 1000 for token in layout.modules[""].tokens]
     assert special == [True, True, False, False, True] * 2
-
-
-def test_white_space_beside_messages_is_no_text_but_all_other_is() -> None:
-    layout = laid("\n <system> be\n</system>\n\n<user>hi</user>\n x \n<user/>\n", TURNS)
-    assert told(layout, "")[0] == "{S be\n}{Uhi}\n x \n{U}"
+    spaced = laid("\n <system> be\n</system>\n\n<user>hi</user>\n x \n<user/>\n", TURNS)
+    assert told(spaced, "")[0] == "{S be\n}{Uhi}\n x \n{U}"
 
 
 # what contradicts itself
@@ -183,23 +180,18 @@ def test_a_scaffold_that_no_prompt_can_import_is_refused(modules: str, found: st
 def test_a_small_schema_of_many_tokens_is_refused_before_they_are_there() -> None:
     modules = "".join(f'<module name="m{i}">a</module>' for i in range(9))
     scaffolds = "\n".join(f'<scaffold modules=". m{i}"/>' for i in range(9))
-    with pytest.raises(
-        PMLError, match="found 4000041 tokens in a schema; wanted at most 4000000"
-    ) as caught:
+    with pytest.raises(PMLError, match="4000041 tokens") as caught:
         laid(f'b<param name="p" len="1000000"/>{modules}\n{scaffolds}')
     assert caught.value.line == 3
     layout = laid(f'b<param name="p" len="1000000"/>{modules}<scaffold modules=". m1"/>')
     assert not any("tokens" in vars(run) for run in layout.runs)
 
 
-def test_what_is_not_cached_has_no_run_and_what_stands_in_it_has() -> None:
+def test_what_is_not_cached_or_short_has_no_run_and_parameters_do_not_count() -> None:
     layout = laid('a<module name="m" cache="false">b<module name="n">c</module></module>')
     assert set(layout.modules) == {"", "m/n"}
-
-
-def test_modules_of_few_tokens_have_no_run_and_parameters_do_not_count() -> None:
-    inside = '<module name="s">ab<param name="p" len="9"/></module><module name="l">abc</module>'
-    assert set(laid(inside, min_tokens=3).modules) == {"l"}
+    short = '<module name="s">ab<param name="p" len="9"/></module><module name="l">abc</module>'
+    assert set(laid(short, min_tokens=3).modules) == {"l"}
 
 
 # keys

@@ -60,14 +60,9 @@ def test_lengths_and_tags_of_parameters_have_two_spellings() -> None:
     assert found.items == (Param("a", 3), Param("b", 4, "x y"))
 
 
-def test_comments_are_no_text_and_do_not_part_it() -> None:
-    assert schema("a<!-- <module> -->b").items == (TextNode("ab"),)
-
-
-def test_entities_character_references_and_cdata_are_text() -> None:
-    assert schema("&lt;&amp;&gt;&quot;&apos;&#233;&#xE9;<![CDATA[<a & b>]]>").items == (
-        TextNode("<&>\"'éé<a & b>"),
-    )
+def test_entities_character_references_and_cdata_are_text_and_comments_are_none() -> None:
+    found = schema("a<!-- <module> -->b&lt;&amp;&gt;&quot;&apos;&#233;&#xE9;<![CDATA[<a & b>]]>")
+    assert found.items == (TextNode("ab<&>\"'éé<a & b>"),)
 
 
 def test_a_union_holds_modules_and_white_space_in_it_is_no_text() -> None:
@@ -108,12 +103,9 @@ def test_a_file_is_read_and_named_in_errors(tmp_path: Path) -> None:
     path.write_text('<schema name="s">é</schema>', encoding="utf-8")
     assert read(path) == schema("é")
     path.write_bytes(b"<schema name='s'>\n ab\xff</schema>")
-    with pytest.raises(
-        PMLError, match=r"a\.xml: found no readable file .*; wanted a schema or prompt in UTF-8"
-    ):
-        read(path)
-    with pytest.raises(PMLError, match="found no readable file"):
-        read(tmp_path / "none.xml")
+    for broken in (path, tmp_path / "none.xml"):
+        with pytest.raises(PMLError, match=broken.name):
+            read(broken)
 
 
 # what is refused, and where
@@ -195,10 +187,10 @@ def test_depth_is_limited() -> None:
         parse("<schema name='s'>" + "<module name='m'>" * 100_000)
 
 
-def test_half_a_character_and_nul_are_replaced_as_in_any_text() -> None:
-    assert parse("<schema name='s'>\ud800 \0</schema>") == parse(
-        "<schema name='s'>\ufffd \ufffd</schema>"
-    )
+def test_what_xml_cannot_hold_is_replaced_as_in_any_text() -> None:
+    assert schema("\ud800 \0") == schema("\ufffd \ufffd")
+    for char in "\1\0":
+        assert parse(to_pml(Schema("s", (TextNode(f"a{char}"),)))) == schema("a\ufffd")
 
 
 NAMES = some.sampled_from(["a", "b", "c.py", "d-1", "é"])
@@ -259,29 +251,19 @@ IMPORTS = some.recursive(
 )
 
 
-@given(
-    some.lists(
-        some.one_of(
-            IMPORTS,
-            some.builds(
-                Role,
-                some.sampled_from(PML_ROLES),
-                PLAIN.filter(bool).map(lambda text: (TextNode(text),)),
-            ),
-        ),
-        max_size=5,
-    ).map(parted)
+TURNS = some.builds(
+    Role,
+    some.sampled_from(PML_ROLES),
+    some.builds(TextNode, PLAIN.filter(bool)).map(lambda t: (t,)),
 )
+
+
+@given(some.lists(some.one_of(IMPORTS, TURNS), max_size=5).map(parted))
 def test_a_prompt_comes_back_from_its_text(
     items: tuple[PromptItem, ...],
 ) -> None:
     request = PMLPrompt("s", items, (("who", "a \"b\" & 'c'"),))
     assert parse(to_pml(request)) == request
-
-
-def test_what_xml_cannot_hold_is_replaced_when_written() -> None:
-    assert parse(to_pml(Schema("s", (TextNode("a\1"),)))) == Schema("s", (TextNode("a\ufffd"),))
-    assert parse(to_pml(Schema("s", (TextNode("a\0"),)))) == Schema("s", (TextNode("a\ufffd"),))
 
 
 PIECES = some.sampled_from(

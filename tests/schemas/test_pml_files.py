@@ -65,17 +65,6 @@ def test_a_file_comes_back_from_what_it_says(name: str) -> None:
     assert parse(to_pml(found)) == found
 
 
-def test_a_trip_is_bound_as_it_is_read() -> None:
-    found = bound(read(HERE / "trip_prompt.xml"), layout_of(read(HERE / "trip.xml")))
-    assert found.imported == ("plan", "plan/abroad", "plan/abroad/oslo")
-    text = re.sub(r"[.\s]+", " ", as_text(found.prompt))
-    assert (
-        text
-        == "{S You plan journeys; be brief }{U I havea weekfor it I cross the border Oslo: fjords"
-        " <and> saunas }{AI have read all of it }{U What do I pack? }{A"
-    )
-
-
 def test_every_tag_does_what_it_says() -> None:
     layout = layout_of(read(HERE / "every_tag.xml"))
     found = bound(read(HERE / "every_tag_prompt.xml"), layout)
@@ -101,8 +90,7 @@ def test_every_tag_does_what_it_says() -> None:
 def test_modules_of_unions_stand_in_until_others_are_imported() -> None:
     found = bound(read(HERE / "traits_prompt.xml"), layout_of(read(HERE / "traits.xml")))
     text = as_text(found.prompt)
-    assert "Outgoing, and glad of company." in text
-    assert "Hunches." in text
+    assert all(each in text for each in ("Outgoing, and glad of company.", "Hunches."))
     assert "Outgoing or not." not in text
 
 
@@ -112,8 +100,7 @@ def test_modules_of_unions_stand_in_until_others_are_imported() -> None:
 def test_a_file_that_is_no_xml_is_refused_with_its_line(name: str, line: int, column: int) -> None:
     with pytest.raises(PMLError, match=r"&lt; for < and &amp; for &") as caught:
         read(HERE / f"{name}.xml")
-    assert (caught.value.line, caught.value.column) == (line, column)
-    assert str(caught.value).startswith(str(HERE / f"{name}.xml"))
+    assert str(caught.value).startswith(f"{HERE / name}.xml:{line}:{column}")
 
 
 # published ones

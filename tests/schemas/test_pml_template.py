@@ -113,9 +113,7 @@ def test_what_cannot_be_read_is_refused_when_it_is_made(schema, prompt, told: st
 
 
 def test_a_variable_that_is_missing_is_named() -> None:
-    with pytest.raises(
-        InputError, match=r"'question' is missing\. Wanted: who, question; found: who"
-    ):
+    with pytest.raises(InputError, match="'question'"):
         PMLTemplate(asked, question="{question}").fill({"who": "Jo"})
 
 
@@ -130,15 +128,8 @@ def test_filled_templates_of_which_anything_differs_are_different_texts() -> Non
 def test_a_filled_template_is_sent_to_other_processes_as_it_is() -> None:
     found = PMLTemplate(SCHEMA).fill({"who": "Jo"}, progress=True)
     again = pickle.loads(pickle.dumps(found))  # our own bytes
-    assert (again, again.request, again.schema, again.progress) == (
-        found,
-        found.request,
-        found.schema,
-        True,
-    )
-    assert (
-        again.request.over
-        == found.request.over
-        == found.asking("Why?").request.over
-        == found.schema
-    )
+    for name in ("request", "schema", "progress"):
+        assert getattr(again, name) == getattr(found, name)
+    assert again == found
+    for request in (again.request, found.request, found.asking("Why?").request):
+        assert request.over == found.schema

@@ -212,11 +212,6 @@ def test_names_that_pml_keeps_for_itself_are_changed() -> None:
     assert parse(to_pml(schema_of(odd))) == schema_of(odd)
 
 
-def test_other_functions_have_no_schema() -> None:
-    with pytest.raises(PMLError, match="decorated with `program`"):
-        schema_of(len)
-
-
 def no_length(days: str) -> None:
     f"For {days}."
 
@@ -286,6 +281,8 @@ def test_what_cannot_be_compiled_is_refused_with_its_line(
 
 
 def test_what_is_no_function_or_has_no_source_is_refused() -> None:
+    with pytest.raises(PMLError, match="decorated with `program`"):
+        schema_of(len)
     made: dict[str, Any] = {}
     exec("def f():\n    'a'\n    'b'", made)
     for function in (len, lambda: "a", made["f"]):

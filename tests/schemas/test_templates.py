@@ -20,25 +20,18 @@ WANTED = (
 ROOMS = {"topic": 8, "question": 30}
 
 
-def test_pairs_become_messages_and_variables_parameters() -> None:
-    pairs = [("system", "You know {topic}."), ("human", "{question}\n{{in JSON}}"), ("ai", "So:")]
-    assert from_template("t", pairs, ROOMS) == Schema("t", WANTED)
+PAIRS = [("system", "You know {topic}."), ("human", "{question}\n{{in JSON}}"), ("ai", "So:")]
 
 
-def test_a_text_becomes_the_schema_s_own_and_one_room_counts_for_all() -> None:
-    assert from_template("t", "a{x}b{x}", 3).items == (
-        TextNode("a"),
-        Param("x", 3),
-        TextNode("b"),
-        Param("x", 3),
-    )
+def test_pairs_become_messages_a_text_the_schema_s_own_and_variables_parameters() -> None:
+    assert from_template("t", PAIRS, ROOMS) == Schema("t", WANTED)
+    x = Param("x", 3)
+    assert from_template("t", "a{x}b{x}", 3).items == (TextNode("a"), x, TextNode("b"), x)
 
 
 def test_langchain_s_prompts_are_taken() -> None:
     prompts = pytest.importorskip("langchain_core.prompts")
-    chat = prompts.ChatPromptTemplate.from_messages(
-        [("system", "You know {topic}."), ("human", "{question}\n{{in JSON}}"), ("ai", "So:")]
-    )
+    chat = prompts.ChatPromptTemplate.from_messages(PAIRS)
     assert from_template("t", chat, ROOMS).items == WANTED
     plain = prompts.PromptTemplate.from_template("a{topic}")
     assert from_template("t", plain, ROOMS).items == (TextNode("a"), Param("topic", 8))
