@@ -14,11 +14,9 @@ from hypothesis import strategies as some
 from ragfuse.errors import PMLError
 from ragfuse.schemas.nodes import (
     Import,
-    Item,
     Module,
     Param,
     PMLPrompt,
-    PromptItem,
     Role,
     Scaffold,
     Schema,
@@ -27,7 +25,6 @@ from ragfuse.schemas.nodes import (
 )
 from ragfuse.schemas.pml import (
     MAX_DEPTH,
-    PML_ROLES,
     PML_TAGS,
     is_name,
     parse,
@@ -36,6 +33,7 @@ from ragfuse.schemas.pml import (
     read,
 )
 from ragfuse.schemas.pml_writer import to_pml
+from tests.text.layouts import SCHEMAS, requests
 
 
 def schema(inside: str) -> Schema:
@@ -193,76 +191,15 @@ def test_what_xml_cannot_hold_is_replaced_as_in_any_text() -> None:
         assert parse(to_pml(Schema("s", (TextNode(f"a{char}"),)))) == schema("a\ufffd")
 
 
-NAMES = some.sampled_from(["a", "b", "c.py", "d-1", "é"])
-PLAIN = some.text(
-    some.characters(
-        codec="utf-8", exclude_categories=["Cc", "Cs"], exclude_characters="\ufffe\uffff"
-    )
-)
-TEXTS = some.builds(TextNode, some.one_of(PLAIN, some.text("<&>\"'\r\n\t ]")).filter(bool))
-
-
-def parted(items: list[Item]) -> tuple[Item, ...]:
-    """Without texts beside texts, and without names that stand there already."""
-    kept: list[Item] = []
-    seen: set[str] = set()
-    for item in items:
-        names = {m.name for m in item.modules} if isinstance(item, Union) else set()
-        names |= {item.name} if isinstance(item, Module) else set()
-        if names & seen or (isinstance(item, TextNode) and kept and isinstance(kept[-1], TextNode)):
-            continue
-        seen |= names
-        kept.append(item)
-    return tuple(kept)
-
-
-def modules(inner: some.SearchStrategy[Item]) -> some.SearchStrategy[Module]:
-    return some.builds(Module, NAMES, some.lists(inner, max_size=4).map(parted), some.booleans())
-
-
-PARAMS = some.builds(Param, NAMES, some.just(5), PLAIN)
-ITEMS = some.recursive(
-    some.one_of(TEXTS, PARAMS),
-    lambda inner: some.one_of(
-        modules(inner),
-        some.builds(
-            Union,
-            some.lists(modules(inner), max_size=3, unique_by=lambda m: m.name).map(tuple),
-            PLAIN,
-        ),
-    ),
-    max_leaves=12,
-)
-
-
-@given(
-    some.text(min_size=1).filter(lambda s: s.isalnum()), some.lists(ITEMS, max_size=5).map(parted)
-)
-def test_a_schema_comes_back_from_its_text(name: str, items: tuple[Item, ...]) -> None:
-    given_schema = Schema(name, items, (Scaffold(("a", "a/b")),))
+@given(SCHEMAS)
+def test_a_schema_comes_back_from_its_text(given_schema: Schema) -> None:
     assert parse(to_pml(given_schema), "f") == given_schema
 
 
-IMPORTS = some.recursive(
-    some.one_of(TEXTS, some.builds(Import, NAMES, some.just((("x", "1 < \n2"),)))),
-    lambda inner: some.builds(
-        Import, NAMES, some.just(()), some.lists(inner, max_size=3).map(parted)
-    ),
-)
-
-
-TURNS = some.builds(
-    Role,
-    some.sampled_from(PML_ROLES),
-    some.builds(TextNode, PLAIN.filter(bool)).map(lambda t: (t,)),
-)
-
-
-@given(some.lists(some.one_of(IMPORTS, TURNS), max_size=5).map(parted))
-def test_a_prompt_comes_back_from_its_text(
-    items: tuple[PromptItem, ...],
-) -> None:
-    request = PMLPrompt("s", items, (("who", "a \"b\" & 'c'"),))
+@given(some.data(), SCHEMAS)
+def test_a_prompt_comes_back_from_its_text(data: some.DataObject, given_schema: Schema) -> None:
+    items = data.draw(requests(given_schema.items))
+    request = PMLPrompt("s", items, (("who", "a \"b\" & 'c'\n"),))
     assert parse(to_pml(request)) == request
 
 
