@@ -39,15 +39,6 @@ def test_off_a_terminal_a_line_now_and_then_says_how_long_it_will_take() -> None
     assert lines[-1] == "questions: 100% done"
 
 
-def test_items_that_are_tracked_are_told_off_a_terminal() -> None:
-    output, clock = io.StringIO(), Clock()
-    with LineProgress(console=Console(file=output), get_time=clock) as bar:
-        for _ in bar.track([1, 2, 3], description="questions"):
-            clock.seconds += LINE_EVERY_S
-    told = ["33% done", "67% done, about 10 seconds left", "100% done"]
-    assert output.getvalue().splitlines() == [f"questions: {each}" for each in told]
-
-
 def test_what_was_done_before_does_not_make_the_rest_look_short() -> None:
     output, clock = io.StringIO(), Clock()
     with LineProgress(console=Console(file=output), get_time=clock) as bar:
