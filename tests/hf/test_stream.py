@@ -2,14 +2,14 @@
 alone.
 """
 
+import copy
 import threading
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from ragfuse.hf.stream import (
     CONTEXT_TOKENS_BEFORE,
@@ -18,94 +18,21 @@ from ragfuse.hf.stream import (
     Follower,
     StopFinder,
 )
+from tests.text.test_reading import KINDS, tokenizer
 
-SPECIAL = ["<pad>", "<s>", "</s>", "<|end|>"]
 LETTERS = " \n\t.,'néß漢🙂a"
 
 
-def made(tokenizer: Tokenizer, **more: object) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="</s>",
-        extra_special_tokens=["<|end|>"],
-        **more,
-    )
+NAMES = ("byte-level", "legacy", "wordpiece", "unigram", "wordpiece that cleans up")
 
 
-def byte_level() -> PreTrainedTokenizerFast:
-    alphabet = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE({token: id for id, token in enumerate(alphabet)}, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    return made(core)
-
-
-def byte_fallback() -> PreTrainedTokenizerFast:
-    """As Llama 2 has it: the first space is taken off, bytes stand for what is no word."""
-    words = [
-        *SPECIAL,
-        "<unk>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "▁",
-        *"abcnst",
-        "▁a",
-        "▁stop",
-    ]
-    core = Tokenizer(
-        models.BPE(
-            {word: id for id, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True
-        )
-    )
-    core.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    core.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return made(core, unk_token="<unk>")
-
-
-def word_piece(cleans: bool = False) -> PreTrainedTokenizerFast:
-    words = [
-        *SPECIAL,
-        "[UNK]",
-        *"abcdefghijklmnopqrstuvwxyz.,'!?",
-        *(f"##{letter}" for letter in "abcnst"),
-        "do",
-        "n't",
-    ]
-    core = Tokenizer(
-        models.WordPiece({word: id for id, word in enumerate(words)}, unk_token="[UNK]")
-    )
-    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    core.decoder = decoders.WordPiece(cleanup=False)
-    return made(core, unk_token="[UNK]", clean_up_tokenization_spaces=cleans)
-
-
-def metaspace() -> PreTrainedTokenizerFast:
-    words = [
-        (word, -float(at))
-        for at, word in enumerate([*SPECIAL, "<unk>", "▁", *"abcnst", "▁a", "▁stop", "é"])
-    ]
-    core = Tokenizer(models.Unigram(words, unk_id=4))
-    core.pre_tokenizer = pre_tokenizers.Metaspace()
-    core.decoder = decoders.Metaspace()
-    return made(core, unk_token="<unk>")
-
-
-KINDS = {
-    "byte level": byte_level,
-    "byte fallback": byte_fallback,
-    "word piece": word_piece,
-    "word piece that cleans up": lambda: word_piece(True),
-    "metaspace": metaspace,
-}
+def small(name):
+    """A small tokenizer of a kind."""
+    words = tokenizer(next(kind for kind in KINDS if kind.name == name.split(" that")[0]))
+    if "cleans" in name:
+        words = copy.deepcopy(words)
+        words.clean_up_tokenization_spaces = True
+    return words
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +40,9 @@ def words(smollm_path):
     return AutoTokenizer.from_pretrained(smollm_path)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=NAMES)
 def kind(request):
-    """A small tokenizer of each kind."""
-    return KINDS[request.param]()
+    return small(request.param)
 
 
 def text_of(words):
@@ -202,16 +128,16 @@ def test_a_stop_string_is_met_with_the_token_that_makes_it_whole(kind, text, dat
 
 
 def test_a_stop_string_that_is_a_special_token_is_met_and_no_text():
-    words = byte_level()
-    spelling, hidden = Detokenizer.of(words, ["<|end|>"]), Detokenizer.of(words)
+    words = small("byte-level")
+    spelling, hidden = Detokenizer.of(words, ["<|im_end|>"]), Detokenizer.of(words)
     ids = [
         *words("ab", add_special_tokens=False).input_ids,
-        3,
+        words.convert_tokens_to_ids("<|im_end|>"),
         *words("c", add_special_tokens=False).input_ids,
     ]
-    assert spelling.add(ids) == "ab<|end|>c"
+    assert spelling.add(ids) == "ab<|im_end|>c"
     assert spelling.visible(0, len(spelling.text)) == hidden.add(ids) == "abc"
-    watch = Sink(words, ["<|end|>"])
+    watch = Sink(words, ["<|im_end|>"])
     watch.add(ids)
     assert watch.over
 
@@ -243,7 +169,7 @@ def test_work_for_a_token_does_not_grow_with_the_answer():
 
 
 def test_bytes_that_never_become_a_character_do_not_pile_up():
-    decoded, words = list[int](), byte_level()
+    decoded, words = list[int](), small("byte-level")
 
     def text_of(ids):
         decoded.append(len(ids))
