@@ -94,9 +94,7 @@ options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys(
     [[0], [29], [4, 5, 17, 28], list(range(30)), [0, 29], list(range(20, 30))],
     ids=["the first", "the last", "a few", "all", "both ends", "a suffix"],
 )
-def test_rows_see_exactly_the_positions_up_to_their_own(
-    rows: list[int], options: dict[str, object], whole: bool
-) -> None:
+def test_rows_see_exactly_the_positions_up_to_their_own(rows, options, whole):
     given_case = case(rows, list(range(30)))
     given_case.check(whole, **options)
 
@@ -117,24 +115,20 @@ def some(total: int, count: int) -> list[int]:
         pytest.param(360, some(360, 133), id="several blocks", marks=pytest.mark.slow),
     ],
 )
-def test_rows_in_blocks_see_what_is_before_them(
-    total: int, rows: list[int], options: dict[str, object]
-) -> None:
+def test_rows_in_blocks_see_what_is_before_them(total, rows, options):
     given_case = case(rows, list(range(total)))
     given_case.check(**options)
 
 
 @both_paths
 @options
-def test_gaps_in_positions_count_for_order_and_window(
-    options: dict[str, object], whole: bool
-) -> None:
+def test_gaps_in_positions_count_for_order_and_window(options, whole):
     given_case = case(*GAPS)
     given_case.check(whole, **options)
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 1), (1, 6), (3, 2)])
-def test_query_heads_share_keys_in_groups(heads: int, groups: int) -> None:
+def test_query_heads_share_keys_in_groups(heads, groups):
     given_case = case([2, 7, 8], list(range(9)), heads, groups)
     given_case.check()
     given_case.check(sinks=torch.randn(heads * groups))
@@ -142,7 +136,7 @@ def test_query_heads_share_keys_in_groups(heads: int, groups: int) -> None:
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_any_rows_at_any_positions(data: st.DataObject) -> None:
+def test_any_rows_at_any_positions(data):
     total = data.draw(st.integers(1, 24))
     positions = sorted(data.draw(st.sets(st.integers(0, 60), min_size=total, max_size=total)))
     rows = sorted(data.draw(st.sets(st.integers(0, total - 1), min_size=1)))
@@ -154,7 +148,7 @@ def test_any_rows_at_any_positions(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @options
-def test_what_stands_later_leaves_no_trace(options: dict[str, object], dtype: torch.dtype) -> None:
+def test_what_stands_later_leaves_no_trace(options, dtype):
     early = case([3, 10, 12], list(range(30))).to(dtype)
     poisoned = early.to(dtype)
     poisoned.keys[:, :, 13:], poisoned.values[:, :, 13:] = 1e4, -1e4
@@ -162,7 +156,7 @@ def test_what_stands_later_leaves_no_trace(options: dict[str, object], dtype: to
 
 
 @pytest.mark.parametrize("window", [None, 1, 7])
-def test_the_dense_mask_says_the_same(window: int | None) -> None:
+def test_the_dense_mask_says_the_same(window):
     rows, positions = GAPS
     dense = RowMask(torch.tensor(rows), torch.tensor(positions)).dense(torch.float32, window)
     seen = [
@@ -176,9 +170,7 @@ def test_the_dense_mask_says_the_same(window: int | None) -> None:
 @pytest.mark.parametrize("bias", [0.0, 30.0], ids=["", "a bias in the keys"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @options
-def test_low_precision_is_off_by_rounding_only(
-    dtype: torch.dtype, options: dict[str, object], bias: float, whole: bool
-) -> None:
+def test_low_precision_is_off_by_rounding_only(dtype, options, bias, whole):
     """Scores of hundreds, as of models whose keys are mostly a constant bias, lose nothing that a
     softmax needs.
     """
@@ -191,7 +183,7 @@ def test_low_precision_is_off_by_rounding_only(
     assert float((found.double() - wanted).norm() / wanted.norm()) < 8 * torch.finfo(dtype).eps
 
 
-def test_a_mask_serves_layers_with_and_without_a_window() -> None:
+def test_a_mask_serves_layers_with_and_without_a_window():
     given_case = case([5, 20, 29], list(range(30)))
     mask = given_case.mask()
     for window in (None, 6, None, 11, 6):
@@ -200,9 +192,7 @@ def test_a_mask_serves_layers_with_and_without_a_window() -> None:
 
 @both_paths
 @pytest.mark.parametrize("window", [None, 4])
-def test_chosen_queries_are_watched_over_the_keys_that_they_see(
-    window: int | None, whole: bool
-) -> None:
+def test_chosen_queries_are_watched_over_the_keys_that_they_see(window, whole):
     given_case = case([1, 5, 8], list(range(9)))
     watch = Watch(torch.tensor([0.0, 1.0, 1.0]), torch.zeros(9))
     given_case.check(mask=given_case.mask(whole, watch), window=window)
@@ -217,7 +207,7 @@ def test_chosen_queries_are_watched_over_the_keys_that_they_see(
 
 
 @options
-def test_newest_rows_see_each_its_own_prompt(options: dict[str, object]) -> None:
+def test_newest_rows_see_each_its_own_prompt(options):
     """Prompts of one row, of some and of many."""
     cases = [case([n - 1], list(range(n)), seed=n) for n in (1, 5, 90, 40)]
     held = [[(each.keys, each.values)] for each in cases]
@@ -227,7 +217,7 @@ def test_newest_rows_see_each_its_own_prompt(options: dict[str, object]) -> None
     agree(found, torch.stack([each.wanted(**options) for each in cases]))
 
 
-def test_stretches_that_prompts_share_are_seen_by_each_of_them() -> None:
+def test_stretches_that_prompts_share_are_seen_by_each_of_them():
     """Three prompts hold one stretch, two of them another one; a fourth holds all in one."""
     whole = [case([n - 1], list(range(n)), seed=n) for n in (90, 120, 60, 33)]
     wide = [
@@ -245,7 +235,7 @@ def test_stretches_that_prompts_share_are_seen_by_each_of_them() -> None:
         agree(one, last.wanted())
 
 
-def test_stretches_come_together_where_no_kernel_tells_its_sums() -> None:
+def test_stretches_come_together_where_no_kernel_tells_its_sums():
     """Values narrower than keys, and a cap on the scores."""
     whole = case([59], list(range(60)))
     parts = [(whole.keys[:, :, at], whole.values[:, :, at]) for at in (slice(0, 25), slice(25, 60))]

@@ -64,7 +64,7 @@ def same(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found.double(), wanted.double(), atol=1e-6, rtol=1e-5)
 
 
-def test_runs_stand_turned_in_their_rows() -> None:
+def test_runs_stand_turned_in_their_rows():
     """The last is the first once more, elsewhere; each layer is read once."""
     chunk = kv(5, 1)
     shelf = Shelf({1: chunk, 3: kv(7, 3), 4: chunk})
@@ -84,9 +84,7 @@ def test_runs_stand_turned_in_their_rows() -> None:
 
 @pytest.mark.parametrize("spaced", [True, False])
 @pytest.mark.parametrize("layers", [1, 2, 3, 4])
-def test_layers_that_are_opened_together_are_those_opened_one_by_one(
-    spaced: bool, layers: int
-) -> None:
+def test_layers_that_are_opened_together_are_those_opened_one_by_one(spaced, layers):
     chunks = {1: kv(5, 1), 3: kv(7, 3), 6: kv(1, 4)}
     if spaced:
         chunks = {
@@ -115,7 +113,7 @@ def test_layers_that_are_opened_together_are_those_opened_one_by_one(
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-def test_a_run_that_is_gone_or_of_another_length_is_lost_and_named(layer: int) -> None:
+def test_a_run_that_is_gone_or_of_another_length_is_lost_and_named(layer):
     runs, whole = [run(0, 0, 3), run(4, 3, 7)], {0: kv(3, 0), 4: kv(4, 1)}
     buffers = Buffers(10, runs, Shelf(whole, lost=(4, layer)), ROPE, CPU)
     for before in range(layer):
@@ -129,7 +127,7 @@ def test_a_run_that_is_gone_or_of_another_length_is_lost_and_named(layer: int) -
             Buffers(10, runs, other, ROPE, CPU).open(0)
 
 
-def test_stored_tensors_are_never_changed() -> None:
+def test_stored_tensors_are_never_changed():
     chunk = kv(8, 0)
     before = [(layer.keys.clone(), layer.values.clone()) for layer in chunk.layers]
     buffers = Buffers(
@@ -144,7 +142,7 @@ def test_stored_tensors_are_never_changed() -> None:
 
 
 @pytest.mark.parametrize("rows", [[0, 3, 9], [9], list(range(10))], ids=["some", "the last", "all"])
-def test_fresh_rows_land_in_their_places_and_nowhere_else(rows: list[int]) -> None:
+def test_fresh_rows_land_in_their_places_and_nowhere_else(rows):
     buffers = Buffers(10, [run(0, 0, 8)], Shelf({0: kv(8, 0)}), ROPE, CPU, room=5)
     buffers.open(1)
     before = [part.clone() for part in buffers.get(1)]
@@ -156,7 +154,7 @@ def test_fresh_rows_land_in_their_places_and_nowhere_else(rows: list[int]) -> No
         assert torch.equal(found[:, :, others], old[:, :, others])
 
 
-def test_layers_may_differ_in_heads_and_dims() -> None:
+def test_layers_may_differ_in_heads_and_dims():
     chunk = ChunkKV(
         (
             LayerKV(torch.randn(2, 3, 4), torch.randn(2, 3, 8)),
@@ -201,7 +199,7 @@ RUNS = [run(0, 0, 10, blend=False), run(1, 10, 40), run(3, 45, 75)]
 @pytest.mark.parametrize(
     "policy", ["hkvd", "hkvd-flat", "lego", "random", "hybrid", "none", "full"]
 )
-def test_forced_rows_flow_through_every_layer_and_the_prefix_through_none(policy: str) -> None:
+def test_forced_rows_flow_through_every_layer_and_the_prefix_through_none(policy):
     steps, _ = fusion(policy, 0.2, RUNS, 82)
     for rows in drive(steps):
         assert rows == sorted(set(rows))
@@ -209,7 +207,7 @@ def test_forced_rows_flow_through_every_layer_and_the_prefix_through_none(policy
         assert not set(range(10)) & set(rows)
 
 
-def test_the_check_layer_sees_every_offered_row() -> None:
+def test_the_check_layer_sees_every_offered_row():
     steps, _ = fusion("hkvd", 0.2, RUNS, 82)
     assert [steps.needs_check(layer) for layer in range(N_LAYERS)] == [False, True, False, False]
     assert len(drive(steps)[0]) == 72
@@ -218,7 +216,7 @@ def test_the_check_layer_sees_every_offered_row() -> None:
     assert len(steps.chosen) == 18
 
 
-def test_the_chosen_rows_deviate_most() -> None:
+def test_the_chosen_rows_deviate_most():
     steps, _ = fusion("hkvd-flat", 0.25, RUNS, 82)
     steps.buffers.open(0)
     steps.choose(0)
@@ -237,7 +235,7 @@ def test_the_chosen_rows_deviate_most() -> None:
     assert steps.chosen.tolist() == [candidate_rows[index] for index in reference.top(scores, 15)]
 
 
-def test_the_last_row_is_computed_though_it_is_cached_and_all_rows_where_nothing_is() -> None:
+def test_the_last_row_is_computed_though_it_is_cached_and_all_rows_where_nothing_is():
     steps, _ = fusion("none", 0.0, [run(0, 0, 10, blend=False), run(1, 10, 30)], 30)
     assert drive(steps) == [[29]] * N_LAYERS
     steps, shelf = fusion("hkvd", 0.3, [], 9)
@@ -246,7 +244,7 @@ def test_the_last_row_is_computed_though_it_is_cached_and_all_rows_where_nothing
     assert steps.mean_ratio == 0.0
 
 
-def test_only_the_last_row_goes_on_when_the_rest_is_done() -> None:
+def test_only_the_last_row_goes_on_when_the_rest_is_done():
     steps, _ = fusion("hkvd", 0.3, RUNS, 82)
     drive(steps)
     before = steps.rows

@@ -31,7 +31,7 @@ def near(words: list[int], asked: list[int], candidates: list[int]) -> list[floa
     cut=st.floats(0.1, 0.9),
     skip=st.integers(1, 4),
 )
-def test_it_agrees_with_its_twin(words: list[int], cut: float, skip: int) -> None:
+def test_it_agrees_with_its_twin(words, cut, skip):
     stop = max(1, round(cut * len(words)))
     candidates, asked = list(range(0, stop, skip)), list(range(stop, len(words)))
     assert near(words, asked, candidates) == pytest.approx(
@@ -39,7 +39,7 @@ def test_it_agrees_with_its_twin(words: list[int], cut: float, skip: int) -> Non
     )
 
 
-def test_a_rare_word_weighs_more_and_what_is_far_weighs_nothing() -> None:
+def test_a_rare_word_weighs_more_and_what_is_far_weighs_nothing():
     words = [1, *[-1] * 29, 1, *[-1] * 39, 2, *[-1] * 60, 1, 2, 3]
     found = near(words, [131, 132, 133], list(range(131)))
     assert found[70] > found[0] == found[30] > found[1] > 0
@@ -60,16 +60,14 @@ def byte_level(smollm_path: Path) -> HFModel:
     ("first", "second"),
     [(" Paris", "Paris"), (" was", "Was"), ("THE", " the"), ("7", "7"), (" \u00c9", " \u00e9")],
 )
-def test_a_word_is_the_same_in_any_case_and_at_the_start_of_a_text(
-    first: str, second: str, byte_level: HFModel
-) -> None:
+def test_a_word_is_the_same_in_any_case_and_at_the_start_of_a_text(first, second, byte_level):
     one, other = (byte_level.tokens(said)[-1] for said in (first, second))
     assert byte_level._number(one) == byte_level._number(other) >= 0
 
 
 def test_special_tokens_are_no_words_and_letters_that_look_alike_in_bytes_are_two(
-    byte_level: HFModel,
-) -> None:
+    byte_level,
+):
     assert {byte_level._number(token) for token in byte_level.tokenizer.all_special_ids} == {-1}
     one, other = ([*map(byte_level._number, byte_level.tokens(each))] for each in "\u0442\u0443")
     assert one != other
@@ -97,9 +95,7 @@ def chosen(model: HFModel, ids: list[int], chunks: list[tuple[int, int]], **more
 
 
 @pytest.mark.parametrize("behind", [True, False])
-def test_rows_near_words_of_the_question_are_chosen_wherever_it_stands(
-    behind: bool, byte_level: HFModel
-) -> None:
+def test_rows_near_words_of_the_question_are_chosen_wherever_it_stands(behind, byte_level):
     question = " How many sheep were sold?"
     parts = [FIRST, SECOND, question] if behind else [question, FIRST, SECOND, " Answer:"]
     ids, spans = said(byte_level, *parts)
@@ -109,7 +105,7 @@ def test_rows_near_words_of_the_question_are_chosen_wherever_it_stands(
     assert all(chunks[1][0] <= row < chunks[1][1] for row in rows)
 
 
-def test_a_missed_chunk_before_the_question_is_no_part_of_it(byte_level: HFModel) -> None:
+def test_a_missed_chunk_before_the_question_is_no_part_of_it(byte_level):
     missed = " The mill by the river was built of stone, and so was the bridge."
     ids, spans = said(byte_level, FIRST, SECOND, missed, " How many sheep were sold?")
     kinds = ["chunk", "chunk", "chunk", "fresh"]

@@ -85,7 +85,7 @@ def assert_close(found: object, wanted: object, error: float = 1e-4) -> None:
     torch.testing.assert_close(found, wanted, rtol=error, atol=error)
 
 
-def test_the_student_is_reuse_and_the_teacher_is_full_prefill(tiny_path: Path) -> None:
+def test_the_student_is_reuse_and_the_teacher_is_full_prefill(tiny_path):
     with opened(tiny_path) as engine:
         prompts, context, each = asked(engine)
         LoraAdapter(engine.model.model, 4, 0, "tiny")  # a new one, which changes nothing
@@ -97,9 +97,7 @@ def test_the_student_is_reuse_and_the_teacher_is_full_prefill(tiny_path: Path) -
         assert states.hidden.shape == (2, sum(len(branch.tokens) for branch in each), 64)
 
 
-def test_with_a_chunk_adapter_the_student_is_the_engine_that_has_it(
-    tiny_path: Path, tmp_path: Path
-) -> None:
+def test_with_a_chunk_adapter_the_student_is_the_engine_that_has_it(tiny_path, tmp_path):
     with opened(tiny_path, filler_tokens=40) as engine:
         _, context, each = asked(engine)
         before = engine.model.full_prefill(context.token_ids).logits
@@ -137,7 +135,7 @@ def test_with_a_chunk_adapter_the_student_is_the_engine_that_has_it(
     assert_close(student.chunks, of_chunks(wanted[0].kv))
 
 
-def test_answers_are_written_side_by_side_as_apart(varied_path: Path) -> None:
+def test_answers_are_written_side_by_side_as_apart(varied_path):
     with opened(varied_path) as engine:
         prompts, context, each = asked(engine)
         model = BranchModel(engine.model.model, engine.model.profile, ())
@@ -157,7 +155,7 @@ def test_answers_are_written_side_by_side_as_apart(varied_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if not name.endswith(REFUSED_HERE)])
-def test_the_student_is_reuse_in_other_families(family: str) -> None:
+def test_the_student_is_reuse_in_other_families(family):
     hf, ids = kit.family(family), kit.ids(90, 1)
     context, filler = ContextTokens(tuple(ids[:70]), ((5, 30), (33, 70))), ids[:20]
     model = BranchModel(hf.model, hf.profile, filler)
@@ -181,9 +179,7 @@ def test_the_student_is_reuse_in_other_families(family: str) -> None:
         ("deepseek-latent", "MLA"),
     ],
 )
-def test_a_family_whose_attention_a_mask_over_chunks_cannot_hold_is_refused(
-    family: str, found: str
-) -> None:
+def test_a_family_whose_attention_a_mask_over_chunks_cannot_hold_is_refused(family, found):
     hf = kit.family(family)
     with pytest.raises(RefusedError, match=found):
         BranchModel(hf.model, hf.profile, ())

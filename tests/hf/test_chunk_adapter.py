@@ -34,9 +34,7 @@ def folder(tiny_path: Path, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_chunks_are_those_of_the_adapted_model_and_all_else_is_the_plain_one(
-    folder: Path, tiny_path: Path
-) -> None:
+def test_chunks_are_those_of_the_adapted_model_and_all_else_is_the_plain_one(folder, tiny_path):
     model, plain = load_model(folder, "float32"), load_model(tiny_path, "float32")
     adapted = PeftModel.from_pretrained(model_at(tiny_path), folder / CHUNK_ADAPTER)
     wanted = HFModel(adapted.merge_and_unload()).encode(CHUNK, FILLER)
@@ -51,7 +49,7 @@ def test_chunks_are_those_of_the_adapted_model_and_all_else_is_the_plain_one(
 
 
 @packs
-def test_packed_layers_take_it_too(folder: Path, tiny_path: Path) -> None:
+def test_packed_layers_take_it_too(folder, tiny_path):
     packed, loose = load_model(folder, "bfloat16"), load_model(folder, "bfloat16", pack=False)
     assert any(isinstance(module, PackedLinear) for module in packed.model.modules())
     one, other = (each.encode_with_filler(CHUNK, FILLER).layers[-1] for each in (packed, loose))
@@ -60,7 +58,7 @@ def test_packed_layers_take_it_too(folder: Path, tiny_path: Path) -> None:
     assert not torch.allclose(one.values, plain.values, rtol=0.05, atol=0.05)
 
 
-def test_it_is_part_of_the_fingerprint(folder: Path, tiny_path: Path) -> None:
+def test_it_is_part_of_the_fingerprint(folder, tiny_path):
     def name_of(path: Path) -> str:
         return load_model(path, "float32").fingerprint
 
@@ -74,7 +72,7 @@ def test_it_is_part_of_the_fingerprint(folder: Path, tiny_path: Path) -> None:
     assert len(prints | {name_of(folder)}) == 4
 
 
-def test_an_adapter_that_is_damaged_or_does_not_fit_is_an_error(folder: Path) -> None:
+def test_an_adapter_that_is_damaged_or_does_not_fit_is_an_error(folder):
     file, config = (folder / CHUNK_ADAPTER / name for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG))
     weights = load_file(file)
     cut = {n: weight for n, weight in weights.items() if "layers.0.mlp.up_proj.lora_B" not in n}

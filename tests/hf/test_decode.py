@@ -155,9 +155,7 @@ def waited(event: threading.Event) -> None:
 
 
 @pytest.mark.parametrize("name", all_when_slow([*FAMILIES, *REFUSED]))
-def test_every_family_says_together_what_each_says_alone(
-    name: str, patient: Callable[[str], HFModel]
-) -> None:
+def test_every_family_says_together_what_each_says_alone(name, patient):
     model = patient(name)
     # which changes what its cache returns
     shares = model.shared_wiring is not None and name != "deepseek-latent"
@@ -170,9 +168,7 @@ def test_every_family_says_together_what_each_says_alone(
 @pytest.mark.parametrize(
     "name", ["llama", "gemma3-two-ropes", "gpt-oss-sinks-window", "gemma2-softcap-window"]
 )
-def test_logits_of_a_shared_step_are_those_of_the_whole_text(
-    name: str, patient: Callable[[str], HFModel]
-) -> None:
+def test_logits_of_a_shared_step_are_those_of_the_whole_text(name, patient):
     """The twin reads prompt and answer anew for every token, without a cache of ours."""
     model = patient(name)
     notes, before = [Noting() for _ in SIZES], (model.batcher.steps, model.batcher.rows)
@@ -187,7 +183,7 @@ def test_logits_of_a_shared_step_are_those_of_the_whole_text(
     assert model.batcher.rows - before[1] == (LENGTH - 1) * len(SIZES)
 
 
-def test_requests_join_and_leave_in_the_middle(model: HFModel) -> None:
+def test_requests_join_and_leave_in_the_middle(model):
     """One comes late and ends early, another is cancelled and leaves at its next token."""
     each = prefills(model)
     wanted, gone = alone(model, [one.copy() for one in each], [way()] * 4), threading.Event()
@@ -201,7 +197,7 @@ def test_requests_join_and_leave_in_the_middle(model: HFModel) -> None:
     assert len(cancelled.ids) < 400
 
 
-def test_all_ways_to_write_go_beside_each_other(model: HFModel) -> None:
+def test_all_ways_to_write_go_beside_each_other(model):
     words = bytes_tokenizer()
     grammars = GrammarCompiler(words, 256, [])
 
@@ -224,7 +220,7 @@ def test_all_ways_to_write_go_beside_each_other(model: HFModel) -> None:
     assert beside(model, each, ways()) == wanted
 
 
-def test_a_seed_draws_the_same_alone_and_among_others(model: HFModel) -> None:
+def test_a_seed_draws_the_same_alone_and_among_others(model):
     each = prefills(model, (30, 14, 22, 8, 45))
     mine, *others = [{"options": SAMPLED, "seed": 9 + number} for number in range(5)]
     (wanted,) = alone(model, [each[0].copy()], [mine])
@@ -238,7 +234,7 @@ def test_a_seed_draws_the_same_alone_and_among_others(model: HFModel) -> None:
 
 
 @pytest.mark.parametrize("companions", [0, 1])
-def test_the_lock_is_free_while_a_token_is_chosen(model: HFModel, companions: int) -> None:
+def test_the_lock_is_free_while_a_token_is_chosen(model, companions):
     encoded, began = threading.Event(), threading.Event()
 
     def hold_up() -> None:
@@ -253,7 +249,7 @@ def test_the_lock_is_free_while_a_token_is_chosen(model: HFModel, companions: in
     assert all(len(each.ids) == LENGTH for each in jobs)
 
 
-def test_who_is_slow_is_not_waited_for(model: HFModel) -> None:
+def test_who_is_slow_is_not_waited_for(model):
     model.batcher.patience_s = 0.02
     over = threading.Event()
     one, two, three = prefills(model, SIZES[:3])
@@ -265,7 +261,7 @@ def test_who_is_slow_is_not_waited_for(model: HFModel) -> None:
     assert slow.ids == wanted
 
 
-def test_who_holds_the_lock_goes_on_under_it(model: HFModel) -> None:
+def test_who_holds_the_lock_goes_on_under_it(model):
     one, two, three = prefills(model, SIZES[:3])
     wanted = generate(model, two.copy(), GREEDY)
     began, done = threading.Event(), threading.Event()
@@ -281,7 +277,7 @@ def test_who_holds_the_lock_goes_on_under_it(model: HFModel) -> None:
     assert all(len(job.ids) < 400 for job in jobs)
 
 
-def test_the_model_is_as_it_was_and_nothing_is_active(model: HFModel) -> None:
+def test_the_model_is_as_it_was_and_nothing_is_active(model):
     before = dict(model.model.__dict__), model.model.config._attn_implementation
     seen: list[int] = []
     look = Said(3, lambda: seen.append(model.batcher.active))
@@ -293,9 +289,7 @@ def test_the_model_is_as_it_was_and_nothing_is_active(model: HFModel) -> None:
     assert not any(len(layer._forward_pre_hooks) for layer in model.model.modules())
 
 
-def test_what_fails_together_is_done_one_by_one_and_shared_no_more(
-    own_model: HFModel, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_fails_together_is_done_one_by_one_and_shared_no_more(own_model, caplog):
     def refuse(module: object, args: tuple[Any, ...]) -> None:
         if args[0].shape[0] > 1:
             raise RuntimeError("too many")
@@ -308,7 +302,7 @@ def test_what_fails_together_is_done_one_by_one_and_shared_no_more(
     assert len(caplog.records) == 3
 
 
-def test_a_request_that_fails_in_a_shared_step_fails_alone(own_model: HFModel) -> None:
+def test_a_request_that_fails_in_a_shared_step_fails_alone(own_model):
     bad, model = 77, own_model
 
     class Forced(LogitsProcessor):
@@ -332,7 +326,7 @@ def test_a_request_that_fails_in_a_shared_step_fails_alone(own_model: HFModel) -
     assert model.batcher.steps > LENGTH // 2
 
 
-def test_a_window_shorter_than_the_prompt_is_decoded_as_by_the_model() -> None:
+def test_a_window_shorter_than_the_prompt_is_decoded_as_by_the_model():
     """Keys of a window do not begin where their buffer does: in bfloat16 no step fails for it, in
     float32 the answer is the model's.
     """

@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_it_is_added_to_chunks_amid_other_text_and_to_no_others(folder: Path) -> None:
+def test_it_is_added_to_chunks_amid_other_text_and_to_no_others(folder):
     plain = load_model(folder, "float32")
     drift = drift_of(plain)
     write_drift(folder, drift, plain.model)
@@ -46,7 +46,7 @@ def test_it_is_added_to_chunks_amid_other_text_and_to_no_others(folder: Path) ->
     assert kit.apart(found, encoded) > 0.01
 
 
-def test_a_model_with_a_drift_is_another_and_is_the_same_again(folder: Path) -> None:
+def test_a_model_with_a_drift_is_another_and_is_the_same_again(folder):
     plain = load_model(folder, "float32")
     seen = {plain.fingerprint}
     for size in (0.1, 0.2):
@@ -56,7 +56,7 @@ def test_a_model_with_a_drift_is_another_and_is_the_same_again(folder: Path) -> 
     assert len(seen) == 3
 
 
-def test_a_cut_off_file_is_an_error(folder: Path) -> None:
+def test_a_cut_off_file_is_an_error(folder):
     plain = load_model(folder, "float32")
     write_drift(folder, drift_of(plain), plain.model)
     (folder / DRIFT_FILE).write_bytes((folder / DRIFT_FILE).read_bytes()[:100])
@@ -65,9 +65,7 @@ def test_a_cut_off_file_is_an_error(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_the_same_weights_take_it_in_every_dtype_and_others_do_not(
-    folder: Path, dtype: str
-) -> None:
+def test_the_same_weights_take_it_in_every_dtype_and_others_do_not(folder, dtype):
     plain = load_model(folder, dtype)
     write_drift(folder, drift_of(plain), plain.model)
     assert all(

@@ -21,7 +21,7 @@ from tests.hf.families import FAMILIES
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_run_behind_a_context_equals_the_rows_of_a_longer_prefill(name: str) -> None:
+def test_a_run_behind_a_context_equals_the_rows_of_a_longer_prefill(name):
     model, context, run = kit.family(name), kit.ids(11, 1), kit.ids(26, 2)
     encoded = model.encode(run, context=context)
     whole = kit.states(model.full_prefill([*context, *run]))
@@ -33,7 +33,7 @@ def test_a_run_behind_a_context_equals_the_rows_of_a_longer_prefill(name: str) -
 
 
 @pytest.mark.parametrize("context", [[], [5, 9, 77]])
-def test_encoded_kv_owns_just_its_bytes_and_no_graph(context: list[int]) -> None:
+def test_encoded_kv_owns_just_its_bytes_and_no_graph(context):
     for layer in kit.family("llama").encode(kit.ids(12), context).layers:
         for part in (layer.keys, layer.values):
             assert part.is_contiguous()
@@ -48,7 +48,7 @@ def fresh(seed: int = 0, dtype: torch.dtype = torch.float32, **options: object) 
     return fingerprint(kit.build("llama", dict(options), seed, dtype), kit.tokenizer())
 
 
-def test_fingerprints_tell_models_apart() -> None:
+def test_fingerprints_tell_models_apart():
     prints = [
         fresh(),
         fresh(seed=1),
@@ -64,7 +64,7 @@ def test_fingerprints_tell_models_apart() -> None:
     assert fresh() == prints[0] == kit.family("llama").fingerprint
 
 
-def test_another_tokenizer_is_another_model_and_using_it_makes_none() -> None:
+def test_another_tokenizer_is_another_model_and_using_it_makes_none():
     model, words = kit.build("llama", {}), kit.tokenizer()
     other = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0, "other": 1}, unk_token="<pad>"))
@@ -76,7 +76,7 @@ def test_another_tokenizer_is_another_model_and_using_it_makes_none() -> None:
 
 
 @pytest.mark.slow
-def test_a_fingerprint_is_the_same_in_another_process() -> None:
+def test_a_fingerprint_is_the_same_in_another_process():
     code = "from tests.hf.test_encode import fresh; print(fresh())"
     root = Path(__file__).resolve().parents[2]
     run = subprocess.run(
@@ -85,7 +85,7 @@ def test_a_fingerprint_is_the_same_in_another_process() -> None:
     assert run.stdout.strip() == fresh()
 
 
-def test_a_model_keeps_its_fingerprint_on_its_way_through_files(tmp_path: Path) -> None:
+def test_a_model_keeps_its_fingerprint_on_its_way_through_files(tmp_path):
     """Another dtype is another model, another attention is none."""
     folder, moved = tmp_path / "a", tmp_path / "b"
     kit.build("llama", {}).save_pretrained(folder)
@@ -107,7 +107,7 @@ def test_a_model_keeps_its_fingerprint_on_its_way_through_files(tmp_path: Path) 
     assert eager.config._attn_implementation == "eager"
 
 
-def test_a_known_profile_is_taken_and_not_measured_again() -> None:
+def test_a_known_profile_is_taken_and_not_measured_again():
     model = kit.build("llama", {})
 
     def known(name: str) -> ModelProfile:
@@ -119,12 +119,12 @@ def test_a_known_profile_is_taken_and_not_measured_again() -> None:
 
 
 @pytest.mark.parametrize("where", ["nowhere", "empty"])
-def test_a_model_that_is_not_there_says_what_to_do(tmp_path: Path, where: str) -> None:
+def test_a_model_that_is_not_there_says_what_to_do(tmp_path, where):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match=rf"{where}.*models ls"):
         load_model(tmp_path / where)
 
 
-def test_without_a_tokenizer_there_are_no_words() -> None:
+def test_without_a_tokenizer_there_are_no_words():
     with pytest.raises(ModelError, match="token ids only"):
         _ = HFModel(kit.build("llama", {})).tokenizer

@@ -18,13 +18,13 @@ both_paths = pytest.mark.parametrize(
 CHECKING = "hkvd"
 
 
-def test_enough_families_are_covered() -> None:
+def test_enough_families_are_covered():
     assert len({kind for kind, _ in FAMILIES.values()}) >= 28
 
 
 @both_paths
 @some
-def test_ratio_one_equals_full_prefill(name: str, accelerated: bool) -> None:
+def test_ratio_one_equals_full_prefill(name, accelerated):
     model, scene = kit.family(name, accelerated=accelerated), kit.usual()
     assert model.profile.refusal == ""
     fused = kit.fuse(model, scene, CHECKING, 1.0)
@@ -34,7 +34,7 @@ def test_ratio_one_equals_full_prefill(name: str, accelerated: bool) -> None:
 
 @both_paths
 @families
-def test_ratio_zero_equals_reuse_placed_by_hand(name: str, accelerated: bool) -> None:
+def test_ratio_zero_equals_reuse_placed_by_hand(name, accelerated):
     model, scene = kit.family(name, accelerated=accelerated), kit.usual()
     fused = kit.fuse(model, scene, CHECKING, 0.0)
     kit.assert_reuse(fused, model, scene)
@@ -43,7 +43,7 @@ def test_ratio_zero_equals_reuse_placed_by_hand(name: str, accelerated: bool) ->
 
 
 @families
-def test_a_later_token_never_changes_an_earlier_row(name: str) -> None:
+def test_a_later_token_never_changes_an_earlier_row(name):
     model, scene = kit.family(name), kit.usual()
     row = 40
     other = list(scene.token_ids)
@@ -62,7 +62,7 @@ def test_a_later_token_never_changes_an_earlier_row(name: str) -> None:
 
 
 @some
-def test_the_answer_goes_on_as_after_the_models_own_prefill(name: str) -> None:
+def test_the_answer_goes_on_as_after_the_models_own_prefill(name):
     model, scene = kit.family(name), kit.usual()
     options = kit.greedy(16)
     wanted = kit.theirs(model, scene.token_ids, options)
@@ -70,7 +70,7 @@ def test_the_answer_goes_on_as_after_the_models_own_prefill(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_moved_is_refused_with_the_reason_and_still_answers_right(name: str) -> None:
+def test_what_cannot_be_moved_is_refused_with_the_reason_and_still_answers_right(name):
     model, tokens, options = kit.family(name), kit.ids(40), kit.greedy(12)
     assert REFUSED[name][2] in model.profile.refusal
     with pytest.raises(RefusedError):
@@ -80,7 +80,7 @@ def test_what_cannot_be_moved_is_refused_with_the_reason_and_still_answers_right
     assert generate(model, prefill, options) == wanted
 
 
-def test_the_probe_looks_at_the_weights_and_not_at_the_name() -> None:
+def test_the_probe_looks_at_the_weights_and_not_at_the_name():
     """Queries and keys that are normalised after their rotation can be moved only if the norm
     scales all dims alike.
     """
@@ -93,7 +93,7 @@ def test_the_probe_looks_at_the_weights_and_not_at_the_name() -> None:
     assert "rotation" in kit.family("hunyuan").profile.refusal
 
 
-def test_a_deep_model_in_bfloat16_is_not_refused_for_its_rounding() -> None:
+def test_a_deep_model_in_bfloat16_is_not_refused_for_its_rounding():
     """What rounds differs between two positions by more than 6e-2 in the last layers; float32 finds
     the same layout.
     """
@@ -120,9 +120,7 @@ def test_a_deep_model_in_bfloat16_is_not_refused_for_its_rounding() -> None:
         ("bloom-alibi", {None}),
     ],
 )
-def test_the_layout_is_found_per_layer(
-    name: str, wanted: set[tuple[int, int, str, str] | None]
-) -> None:
+def test_the_layout_is_found_per_layer(name, wanted):
     layouts = kit.family(name).profile.rope
     found = {
         (rope.lo, len(rope.inv_freq), rope.pairing, rope.part) if rope else None for rope in layouts
@@ -132,20 +130,20 @@ def test_the_layout_is_found_per_layer(
     assert (None in found) == (None in wanted)
 
 
-def test_two_rotations_in_one_model_are_told_apart() -> None:
+def test_two_rotations_in_one_model_are_told_apart():
     assert len({rope.inv_freq for rope in kit.family("gemma3-two-ropes").profile.rope}) == 2
 
 
 @pytest.mark.parametrize(
     "name", ["mistral-window", "qwen2-window", "gemma2-softcap-window", "gpt-oss-sinks-window"]
 )
-def test_windows_are_found_per_layer(name: str) -> None:
+def test_windows_are_found_per_layer(name):
     windows = kit.family(name).profile.windows
     assert 20 in windows
     assert set(windows) <= {20, None}
 
 
-def test_a_profile_survives_being_written() -> None:
+def test_a_profile_survives_being_written():
     for name in FAMILIES:
         profile = kit.family(name).profile
         assert type(profile).from_dict(profile.as_dict()) == profile

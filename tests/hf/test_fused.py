@@ -43,7 +43,7 @@ def agrees_with_its_twin(
 @pytest.mark.parametrize("accelerated", [False, True], ids=["CPU's path", "accelerator's path"])
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 0.6, 1.0])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_agrees_with_its_twin(policy: str, ratio: float, accelerated: bool) -> None:
+def test_every_policy_agrees_with_its_twin(policy, ratio, accelerated):
     agrees_with_its_twin(kit.usual(seed=4), policy, ratio, accelerated)
 
 
@@ -58,9 +58,7 @@ def test_every_policy_agrees_with_its_twin(policy: str, ratio: float, accelerate
     ids=["a short prefix", "one token", "nothing cached", "padding of rows and keys alike"],
 )
 @pytest.mark.parametrize("policy", ["hkvd", "full"])
-def test_padded_shapes_that_happen_to_be_alike_agree_with_their_twin(
-    sizes: list[int], kinds: list[str], policy: str
-) -> None:
+def test_padded_shapes_that_happen_to_be_alike_agree_with_their_twin(sizes, kinds, policy):
     agrees_with_its_twin(
         kit.scene(sizes, kinds), policy, 1.0 if policy == "full" else 0.3, accelerated=True
     )
@@ -107,7 +105,7 @@ def dispatched_in_layers(
 
 
 @pytest.mark.parametrize("policy", ["none", "lexical", "query", "hkvd"])
-def test_layers_of_an_accelerator_can_be_captured(policy: str) -> None:
+def test_layers_of_an_accelerator_can_be_captured(policy):
     """Prompts of one bucket dispatch the same operations on the same shapes, and no layer reads a
     value back.
     """
@@ -128,9 +126,7 @@ def test_layers_of_an_accelerator_can_be_captured(policy: str) -> None:
     ("sizes", "gaps", "ratio"),
     [((5, 12, 14, 6), (0, 3, 50, 9), 0.3), ((3, 70, 80, 5), (0, 0, 0, 0), 0.5)],
 )
-def test_positions_may_have_gaps_and_budgets_fill_tiles(
-    sizes: tuple[int, ...], gaps: tuple[int, ...], ratio: float, policy: str
-) -> None:
+def test_positions_may_have_gaps_and_budgets_fill_tiles(sizes, gaps, ratio, policy):
     kinds = ["prefix", "chunk", "chunk", "fresh"]
     agrees_with_its_twin(kit.scene(list(sizes), kinds, gaps=list(gaps)), policy, ratio)
 
@@ -146,9 +142,7 @@ def test_positions_may_have_gaps_and_budgets_fill_tiles(
     ratio=st.floats(0, 1),
     seed=st.integers(0, 5),
 )
-def test_any_prompt_agrees_with_its_twin(
-    parts: list[tuple[int, str]], gaps: list[int], policy: str, ratio: float, seed: int
-) -> None:
+def test_any_prompt_agrees_with_its_twin(parts, gaps, policy, ratio, seed):
     """Misses, prefixes and chunks in any order, the last part cached too. A chunk that stands first
     has nothing to deviate from, so its rows may be ranked either way: it stands as a prefix.
     """
@@ -177,7 +171,7 @@ families = pytest.mark.parametrize(
 @pytest.mark.parametrize(
     "kinds", ["cmcf", "mccf", "ccmf", "mmcf", "mcmf", "mmmf", "pmcc", "pccc", "fcfc", "c"]
 )
-def test_misses_in_any_pattern_equal_reuse_by_hand(name: str, kinds: str) -> None:
+def test_misses_in_any_pattern_equal_reuse_by_hand(name, kinds):
     words = {"c": "chunk", "m": "miss", "f": "fresh", "p": "prefix"}
     scene = kit.scene([13, 19, 11, 8][: len(kinds)], [words[kind] for kind in kinds])
     model = kit.family(name)
@@ -188,7 +182,7 @@ def test_misses_in_any_pattern_equal_reuse_by_hand(name: str, kinds: str) -> Non
 @pytest.mark.parametrize(
     "policy", ["hkvd", "hkvd-flat", "lego", "lexical", "random", "hybrid", "none", "full"]
 )
-def test_a_fully_cached_prompt_has_its_last_row_computed(name: str, policy: str) -> None:
+def test_a_fully_cached_prompt_has_its_last_row_computed(name, policy):
     model, scene = kit.family(name), kit.scene([9, 20, 15], ["prefix", "chunk", "chunk"])
     if policy == "full":
         full = model.full_prefill(scene.token_ids)
@@ -198,7 +192,7 @@ def test_a_fully_cached_prompt_has_its_last_row_computed(name: str, policy: str)
 
 
 @families
-def test_one_chunk_may_stand_twice_and_in_any_order(name: str) -> None:
+def test_one_chunk_may_stand_twice_and_in_any_order(name):
     model = kit.family(name)
     a, b, question = (tuple(kit.ids(count, seed)) for count, seed in ((14, 1), (21, 2), (6, 3)))
     encoded = {part: model.encode(part) for part in (a, b)}
@@ -214,7 +208,7 @@ def test_one_chunk_may_stand_twice_and_in_any_order(name: str) -> None:
     assert all(kit.worst(kit.states(encoded[part]), before[part]) == 0.0 for part in encoded)
 
 
-def test_a_chunk_behind_its_own_prefix_is_exact() -> None:
+def test_a_chunk_behind_its_own_prefix_is_exact():
     """Encoded with the prompt's prefix as context, and placed right behind it: nothing needs
     computing.
     """
@@ -226,7 +220,7 @@ def test_a_chunk_behind_its_own_prefix_is_exact() -> None:
 
 @pytest.mark.parametrize("layer", [0, 2])
 @pytest.mark.parametrize("policy", ["hkvd", "query"])
-def test_a_run_lost_on_the_way_is_named_and_nothing_stays_behind(layer: int, policy: str) -> None:
+def test_a_run_lost_on_the_way_is_named_and_nothing_stays_behind(layer, policy):
     model, scene = kit.family("llama"), kit.usual()
     kv = kit.source(model, scene)
 
@@ -242,7 +236,7 @@ def test_a_run_lost_on_the_way_is_named_and_nothing_stays_behind(layer: int, pol
     assert kit.off(again.logits, model.full_prefill(scene.token_ids).logits) < kit.EXACT
 
 
-def test_kv_of_views_and_other_strides_is_taken_as_it_is() -> None:
+def test_kv_of_views_and_other_strides_is_taken_as_it_is():
     model, scene = kit.family("llama"), kit.usual()
     kv = kit.source(model, scene)
     turned = [

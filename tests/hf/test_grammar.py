@@ -53,7 +53,7 @@ class Held:
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-def test_text_cannot_spell_the_token_that_begins_a_call() -> None:
+def test_text_cannot_spell_the_token_that_begins_a_call():
     held, written = Held(DEFAULT_CALL_FORMAT, "<tool_call>"), DEFAULT_CALL_FORMAT.write
     assert held.allows("It is <tool_cal.\n\n" + written(CALL), spelled=False)
     assert held.allows("One writes <tool_call.", spelled=True)
@@ -67,7 +67,7 @@ def test_text_cannot_spell_the_token_that_begins_a_call() -> None:
 
 @pytest.mark.parametrize("format", [BARE, LISTED], ids=["an object", "a list"])
 @pytest.mark.parametrize("before", ["", "\n", " \n "])
-def test_bare_json_is_a_call_of_a_tool_or_not_written(format: CallFormat, before: str) -> None:
+def test_bare_json_is_a_call_of_a_tool_or_not_written(format, before):
     held = Held(format)
     assert held.allows(format.write(CALL), spelled=True)
     assert not held.allows(before + format.write(FORGED), spelled=True)
@@ -76,7 +76,7 @@ def test_bare_json_is_a_call_of_a_tool_or_not_written(format: CallFormat, before
     assert held.allows(before + "It rains { [ there.", spelled=True)
 
 
-def test_properties_that_are_named_in_two_places_are_all_allowed() -> None:
+def test_properties_that_are_named_in_two_places_are_all_allowed():
     one = {"properties": {"b": {"type": "string"}}, "required": ["b"]}
     schema = {
         "type": "object",
@@ -88,7 +88,7 @@ def test_properties_that_are_named_in_two_places_are_all_allowed() -> None:
     check(Grammar.json({"type": "object", "properties": {"deep": schema}, "required": ["deep"]}))
 
 
-def test_a_schema_that_is_no_json_is_an_error() -> None:
+def test_a_schema_that_is_no_json_is_an_error():
     looped: dict[str, object] = {"type": "object"}
     looped["properties"] = {"again": looped}
     with pytest.raises(InputError, match="cannot be written as JSON"):
@@ -117,12 +117,12 @@ ENDING = {
 
 
 @pytest.mark.parametrize("schema", ENDING.values(), ids=ENDING)
-def test_a_schema_that_refers_to_itself_and_can_end_is_taken(schema: dict[str, object]) -> None:
+def test_a_schema_that_refers_to_itself_and_can_end_is_taken(schema):
     check(Grammar.json(schema))
     assert Held(DEFAULT_CALL_FORMAT).grammars.matcher(Grammar.json(schema))
 
 
-def test_an_answer_that_can_neither_go_on_nor_end_is_an_error() -> None:
+def test_an_answer_that_can_neither_go_on_nor_end_is_an_error():
     grammars = Held(DEFAULT_CALL_FORMAT).grammars
     process = GrammarProcessor(grammars, Grammar.lark('start: "x" | "ab" more\nmore: "c" more'))
     ids = torch.tensor([[0, *grammars.tokens.tokenize_str("abc")]])

@@ -68,7 +68,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "name", ["llama", pytest.param("gemma3-two-ropes", marks=pytest.mark.slow)]
 )
-def test_options_work_as_in_transformers(name: str, options: dict[str, Any]) -> None:
+def test_options_work_as_in_transformers(name, options):
     model = kit.family(name)
     if "generation_config" not in options:
         options = {"max_new_tokens": LENGTH, **options}
@@ -77,7 +77,7 @@ def test_options_work_as_in_transformers(name: str, options: dict[str, Any]) -> 
     assert generate(model, model.full_prefill(kit.usual().token_ids), options, seed=11) == wanted
 
 
-def test_a_stopping_criterion_sees_every_token_as_it_comes() -> None:
+def test_a_stopping_criterion_sees_every_token_as_it_comes():
     seen: list[list[int]] = []
 
     class After(StoppingCriteria):
@@ -93,7 +93,7 @@ def test_a_stopping_criterion_sees_every_token_as_it_comes() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3])
-def test_a_fused_prompt_goes_on_from_its_own_kv(ratio: float) -> None:
+def test_a_fused_prompt_goes_on_from_its_own_kv(ratio):
     """Step by step through the model's forward, over the KV that the prefill left."""
     model, scene = kit.family("llama"), kit.usual()
     cache, written = DynamicCache(), []
@@ -112,7 +112,7 @@ def test_a_fused_prompt_goes_on_from_its_own_kv(ratio: float) -> None:
 
 
 @pytest.mark.parametrize("companion", [False, True])
-def test_an_answer_stands_right_behind_a_prompt_with_gaps(companion: bool) -> None:
+def test_an_answer_stands_right_behind_a_prompt_with_gaps(companion):
     """The first new token's position is the last one's plus one, not the number of tokens."""
     model = kit.family("llama")
     scene = kit.scene([6, 18, 8], ["prefix", "chunk", "fresh"], gaps=[0, 40, 25])
@@ -144,7 +144,7 @@ def test_an_answer_stands_right_behind_a_prompt_with_gaps(companion: bool) -> No
     ],
     ids=lambda options: "-".join(options),
 )
-def test_another_cache_and_several_sequences_are_refused(options: dict[str, Any]) -> None:
+def test_another_cache_and_several_sequences_are_refused(options):
     model = kit.family("llama")
     prefill = fused(model)
     with pytest.raises(SettingsError, match="option"):
@@ -152,7 +152,7 @@ def test_another_cache_and_several_sequences_are_refused(options: dict[str, Any]
     assert generate(model, prefill, GREEDY) == kit.theirs(model, kit.usual().token_ids, GREEDY)
 
 
-def test_a_models_own_wish_for_another_cache_or_beams_is_overruled() -> None:
+def test_a_models_own_wish_for_another_cache_or_beams_is_overruled():
     model = kit.HFModel(kit.build("llama", {}), kit.tokenizer())
     wanted = kit.theirs(model, kit.usual().token_ids, GREEDY)
     own = {"cache_implementation": "static", "use_cache": False, "num_beams": 2}
@@ -162,14 +162,14 @@ def test_a_models_own_wish_for_another_cache_or_beams_is_overruled() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_the_shortest_prompts_work(count: int) -> None:
+def test_the_shortest_prompts_work(count):
     model, scene = kit.family("llama"), kit.scene([count], ["chunk"])
     wanted = kit.theirs(model, scene.token_ids, GREEDY)
     for prefill in (model.full_prefill(scene.token_ids), kit.fuse(model, scene, "hkvd", 1.0)):
         assert generate(model, prefill, GREEDY) == wanted
 
 
-def test_a_long_answer_outgrows_its_buffers() -> None:
+def test_a_long_answer_outgrows_its_buffers():
     model, options = kit.family("mistral-window"), kit.greedy(150)
     wanted = kit.theirs(model, kit.usual().token_ids, options)
     assert generate(model, fused(model), options) == wanted

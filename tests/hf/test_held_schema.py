@@ -112,9 +112,7 @@ def written(schema: Mapping[str, Any], prefers: str, n: int = 400) -> str:
 
 @pytest.mark.parametrize("kind", TYPES, ids=str)
 @pytest.mark.parametrize("prefers", ['"}]', "1"])
-def test_an_answer_under_the_schema_of_a_type_is_read_back_as_that_type(
-    kind: Any, prefers: str
-) -> None:
+def test_an_answer_under_the_schema_of_a_type_is_read_back_as_that_type(kind, prefers):
     adapter = TypeAdapter(kind)
     schema = adapter.json_schema()
     text = written(schema, prefers)
@@ -125,14 +123,14 @@ def test_an_answer_under_the_schema_of_a_type_is_read_back_as_that_type(
 
 
 @pytest.mark.parametrize("prefers", ['"', "1"])
-def test_an_alternative_that_cannot_be_held_is_left_out_where_another_can(prefers: str) -> None:
+def test_an_alternative_that_cannot_be_held_is_left_out_where_another_can(prefers):
     schema = {"type": "object", "properties": {"total": DECIMAL}, "required": ["total"]}
     text = written(schema, prefers)
     assert isinstance(json.loads(text)["total"], int | float)
     assert held_schema(json.dumps(schema))[1] == ()
 
 
-def test_a_pattern_that_cannot_be_held_is_named_with_its_field_and_checked_afterwards() -> None:
+def test_a_pattern_that_cannot_be_held_is_named_with_its_field_and_checked_afterwards():
     total = {"anyOf": [{"type": "string", "pattern": LOOK}, {"type": "null"}]}
     source = json.dumps({"type": "object", "properties": {"total": total}, "required": ["total"]})
     (note,) = held_schema(source)[1]

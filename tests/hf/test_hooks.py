@@ -45,7 +45,7 @@ families = pytest.mark.parametrize("name", ["llama", "gpt-oss-sinks-window", "st
 
 @families
 @pytest.mark.parametrize("layer", [0, 1, 3])
-def test_nothing_stays_behind_when_a_layer_or_the_store_raises(name: str, layer: int) -> None:
+def test_nothing_stays_behind_when_a_layer_or_the_store_raises(name, layer):
     model, scene = kit.family(name), kit.usual()
     kv, before = kit.source(model, scene), traces(model)
     full = model.full_prefill(scene.token_ids)
@@ -71,7 +71,7 @@ def test_nothing_stays_behind_when_a_layer_or_the_store_raises(name: str, layer:
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-def test_nothing_stays_behind_when_an_answer_breaks_off(layer: int) -> None:
+def test_nothing_stays_behind_when_an_answer_breaks_off(layer):
     model, scene = kit.family("llama"), kit.usual()
     before = traces(model)
     prefill = kit.fuse(model, scene, "hkvd", 0.3)
@@ -86,7 +86,7 @@ def test_nothing_stays_behind_when_an_answer_breaks_off(layer: int) -> None:
     assert traces(model) == before
 
 
-def test_a_forward_of_somebody_else_stays_in_place() -> None:
+def test_a_forward_of_somebody_else_stays_in_place():
     """Libraries that spread a model over devices put their own forward on it."""
     model = kit.HFModel(kit.build("llama", {}))
     calls, plain = [], model.model.forward
@@ -104,7 +104,7 @@ def test_a_forward_of_somebody_else_stays_in_place() -> None:
 
 
 @families
-def test_a_look_is_the_attention_of_the_question_and_runs_nothing_behind_it(name: str) -> None:
+def test_a_look_is_the_attention_of_the_question_and_runs_nothing_behind_it(name):
     model, scene = kit.family(name), kit.usual()
     ids, profile = kit.tensor([list(scene.token_ids)]), model.profile
     positions = torch.arange(ids.shape[1], device=ids.device)

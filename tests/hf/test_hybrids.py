@@ -2,8 +2,6 @@
 reason.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -16,7 +14,7 @@ from tests.hf.families import HYBRIDS, MLA
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_a_hybrid_is_answered_by_full_prefill_with_the_reason(name: str) -> None:
+def test_a_hybrid_is_answered_by_full_prefill_with_the_reason(name):
     kind, options, reason, _ = HYBRIDS[name]
     model = HFModel(kit.build(kind, options), kit.tokenizer())
     assert reason in model.profile.refusal
@@ -26,7 +24,7 @@ def test_a_hybrid_is_answered_by_full_prefill_with_the_reason(name: str) -> None
     assert answer == kit.theirs(model, ids, kit.greedy(8))
 
 
-def test_a_layer_with_kv_and_a_state_is_not_taken_for_kv_alone() -> None:
+def test_a_layer_with_kv_and_a_state_is_not_taken_for_kv_alone():
     """All its keys are there, and dropping the state beside them would change the answer."""
     kind, options = HYBRIDS["falcon-h1-both-in-a-layer"][:2]
     model, ids = kit.build(kind, options), kit.tensor([kit.ids(12)])
@@ -38,7 +36,7 @@ def test_a_layer_with_kv_and_a_state_is_not_taken_for_kv_alone() -> None:
     assert is_whole(plain, 4, 12)
 
 
-def test_latent_attention_with_experts_passes_verify() -> None:
+def test_latent_attention_with_experts_passes_verify():
     model = HFModel(kit.build("deepseek_v2", MLA), kit.tokenizer())
     verdict = verify(model)
     assert verdict.passed, [check for check in verdict.checks if not check.passed]

@@ -59,8 +59,8 @@ def engine(on: Settings) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_prompt_that_comes_again_or_shares_its_beginning_reuses_all_that_its_family_allows(
-    name: str, on: Settings
-) -> None:
+    name, on
+):
     """Of the same prompt all but the last token; of what prompts share all, from the third on."""
     with engine_of(name, on) as engine:
         profile = engine.model.profile
@@ -78,7 +78,7 @@ def test_a_prompt_that_comes_again_or_shares_its_beginning_reuses_all_that_its_f
         assert reused == [0, len(SYSTEM) if runs else 0]
 
 
-def test_a_prompt_that_grew_goes_on_from_where_it_was_as_the_plan_says(engine: Engine) -> None:
+def test_a_prompt_that_grew_goes_on_from_where_it_was_as_the_plan_says(engine):
     more = f"{WHO} And which came last, and why?"
     assert engine.plan(more).n_before == 0
     n_first = asked(engine, WHO).trace.tokens
@@ -87,12 +87,12 @@ def test_a_prompt_that_grew_goes_on_from_where_it_was_as_the_plan_says(engine: E
     assert asked(engine, more).trace.tokens_prefix == n_first - 1
 
 
-def test_switched_off_nothing_is_kept(on: Settings) -> None:
+def test_switched_off_nothing_is_kept(on):
     with engine_of("qwen3-next", on.model_copy(update={"prefix_cache": False})) as engine:
         assert [asked(engine, WHO).trace.tokens_reused for _ in range(2)] == [0, 0]
 
 
-def test_a_prompt_is_computed_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_computed_once(engine, monkeypatch):
     """Also where nothing is reused: `generate` goes on from the prefill."""
     rows, forward = [], engine.model.model.forward
 
@@ -107,7 +107,7 @@ def test_a_prompt_is_computed_once(engine: Engine, monkeypatch: pytest.MonkeyPat
         assert sum(rows) == wanted + len(answer.token_ids) - 1
 
 
-def test_no_tenant_finds_anothers_state(on: Settings) -> None:
+def test_no_tenant_finds_anothers_state(on):
     kind, options, _ = MODELS["qwen3-next"]
     model = kit.build(kind, options)
     salted = on.model_copy(update={"salt": "another"})
@@ -120,7 +120,7 @@ def test_no_tenant_finds_anothers_state(on: Settings) -> None:
         assert asked(one, WHO).trace.tokens_reused == len(WHO) - 1
 
 
-def test_what_is_forgotten_is_in_no_beginning(engine: Engine) -> None:
+def test_what_is_forgotten_is_in_no_beginning(engine):
     asked(engine, WHO)
     asked(engine, OTHER)
     engine.forget(["the book of a harbour."])
@@ -128,7 +128,7 @@ def test_what_is_forgotten_is_in_no_beginning(engine: Engine) -> None:
     assert asked(engine, OTHER).trace.tokens_reused > 0
 
 
-def test_memory_is_bounded_and_what_was_used_longest_ago_goes_first() -> None:
+def test_memory_is_bounded_and_what_was_used_longest_ago_goes_first():
     one = torch.zeros(1, 1, 8, 32)
     cache = DynamicCache()
     cache.update(one, one, 0)
@@ -153,7 +153,7 @@ def test_memory_is_bounded_and_what_was_used_longest_ago_goes_first() -> None:
         assert states.nbytes == wanted
 
 
-def test_a_run_is_found_where_tokens_begin_alone() -> None:
+def test_a_run_is_found_where_tokens_begin_alone():
     """In 8 bytes a token, 256 stands across the border of 1 and 0 as bytes, not as a token."""
     states = States(1 << 20)
     states.keep("a", [1 << 8, 1 << 16, 7], DynamicCache())
@@ -176,12 +176,12 @@ words = st.sampled_from(
     threads=st.sampled_from([1, 3]),
 )
 def test_prompts_that_share_any_beginnings_are_answered_as_by_full_prefill(
-    tmp_path_factory: pytest.TempPathFactory,
-    prompts: list[str],
-    nbytes: int,
-    name: str,
-    threads: int,
-) -> None:
+    tmp_path_factory,
+    prompts,
+    nbytes,
+    name,
+    threads,
+):
     told = Settings(
         store=tmp_path_factory.mktemp("store"),
         max_tokens=4,

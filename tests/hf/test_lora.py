@@ -29,7 +29,7 @@ def ids() -> torch.Tensor:
     return torch.randint(3, 90, (1, 40), generator=torch.Generator().manual_seed(0))
 
 
-def test_a_new_adapter_changes_nothing_and_one_that_is_off_neither(tiny_path: Path) -> None:
+def test_a_new_adapter_changes_nothing_and_one_that_is_off_neither(tiny_path):
     model = model_at(tiny_path)
     with torch.no_grad():
         wanted = model(ids()).logits
@@ -43,7 +43,7 @@ def test_a_new_adapter_changes_nothing_and_one_that_is_off_neither(tiny_path: Pa
     assert all(weight.requires_grad for weight in adapter.weights.values())
 
 
-def test_the_first_weights_come_of_the_seed_alone(tiny_path: Path) -> None:
+def test_the_first_weights_come_of_the_seed_alone(tiny_path):
     torch.manual_seed(5)
     one = LoraAdapter(model_at(tiny_path), 4, 0, "tiny").weights
     torch.rand(7)
@@ -52,7 +52,7 @@ def test_the_first_weights_come_of_the_seed_alone(tiny_path: Path) -> None:
     assert not all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_what_is_saved_peft_reads_and_another_adapter_too(tiny_path: Path, tmp_path: Path) -> None:
+def test_what_is_saved_peft_reads_and_another_adapter_too(tiny_path, tmp_path):
     model = model_at(tiny_path)
     adapter = filled(LoraAdapter(model, 4, 0, str(tiny_path)))
     adapter.save(tmp_path)

@@ -44,8 +44,8 @@ def built(family: str) -> HFModel:
 @pytest.mark.parametrize(("n_in", "n_out"), [(96, 160), (64, 1), (100, 37), (7, 640)])
 @pytest.mark.parametrize("shape", [(1, 1), (2, 40), (1, 333), (1, 0)])
 def test_a_packed_layer_multiplies_as_exactly_as_the_plain_one_and_gives_its_weight_back(
-    shape: tuple[int, int], n_in: int, n_out: int, bias: bool
-) -> None:
+    shape, n_in, n_out, bias
+):
     torch.manual_seed(n_in + n_out)
     plain = nn.Linear(n_in, n_out, bias=bias, dtype=torch.bfloat16)
     x = torch.randn(shape[0], n_in, 2 * shape[1], dtype=torch.bfloat16).transpose(1, 2)[:, ::2]
@@ -63,7 +63,7 @@ def test_a_packed_layer_multiplies_as_exactly_as_the_plain_one_and_gives_its_wei
 
 @packs
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2-softcap-window"])
-def test_a_packed_model_prefills_fuses_and_writes_as_before(family: str) -> None:
+def test_a_packed_model_prefills_fuses_and_writes_as_before(family):
     plain, model = built(family), built(family)
     pack(model.model)
     before, after = plain.model.state_dict(), model.model.state_dict()
@@ -85,7 +85,7 @@ def test_a_packed_model_prefills_fuses_and_writes_as_before(family: str) -> None
     not Path("/proc/self/maps").exists(),
     reason="this system does not list what a process has mapped",
 )
-def test_the_file_that_weights_came_from_is_let_go(tmp_path: Path) -> None:
+def test_the_file_that_weights_came_from_is_let_go(tmp_path):
     AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**SHAPE), dtype=torch.bfloat16
     ).save_pretrained(tmp_path)
@@ -100,7 +100,7 @@ def test_the_file_that_weights_came_from_is_let_go(tmp_path: Path) -> None:
 
 
 @packs
-def test_decoder_layers_are_found_in_a_packed_model_among_other_lists_of_that_length() -> None:
+def test_decoder_layers_are_found_in_a_packed_model_among_other_lists_of_that_length():
     model = kit.build("llama", {}, dtype=torch.bfloat16)
     layers = decoder_layers(model)
     model.other = nn.ModuleList(nn.Linear(4, 4, dtype=torch.bfloat16) for _ in layers)
@@ -112,7 +112,7 @@ def test_decoder_layers_are_found_in_a_packed_model_among_other_lists_of_that_le
 
 
 @packs
-def test_loaded_and_random_models_come_packed(varied_path: Path) -> None:
+def test_loaded_and_random_models_come_packed(varied_path):
     for model in (load_model(varied_path, "bfloat16"), random_model(SHAPE, "bfloat16")):
         assert any(isinstance(module, PackedLinear) for module in model.model.modules())
         assert not any(
@@ -120,7 +120,7 @@ def test_loaded_and_random_models_come_packed(varied_path: Path) -> None:
         )
 
 
-def test_other_dtypes_and_devices_stay_as_they_are(varied_path: Path) -> None:
+def test_other_dtypes_and_devices_stay_as_they_are(varied_path):
     assert not can_pack(CPU, torch.float32)
     assert not can_pack(torch.device("cuda"), torch.bfloat16)
     for model in (load_model(varied_path, "float32"), random_model(SHAPE, "float32")):

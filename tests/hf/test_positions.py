@@ -41,7 +41,7 @@ def own(name: str, ids: list[int], positions: list[int]) -> list[tuple[torch.Ten
 
 
 @pytest.mark.parametrize("name", UNMARKED)
-def test_biases_count_keys_so_that_gaps_are_closed(name: str) -> None:
+def test_biases_count_keys_so_that_gaps_are_closed(name):
     model, ids = kit.family(name), kit.ids(len(GAPPED))
     plain = model.full_prefill(ids)
     assert kit.apart(model.encode_at(ids, at(7)), model.encode(ids)) < kit.EXACT
@@ -53,7 +53,7 @@ def test_biases_count_keys_so_that_gaps_are_closed(name: str) -> None:
 @pytest.mark.parametrize(
     "name", [name for name in (*ROTATED, *UNMARKED) if name != "gemma3-two-ropes"]
 )
-def test_what_follows_is_predicted_behind_the_last_position(name: str) -> None:
+def test_what_follows_is_predicted_behind_the_last_position(name):
     model, ids = kit.family(name), kit.ids(len(GAPPED))
     follow = model.score_continuation(model.full_prefill(ids, torch.tensor(at(3))), [5, 9, 2])
     whole = model.full_prefill([*ids, 5, 9], torch.tensor([*at(3), 47, 48]))
@@ -61,7 +61,7 @@ def test_what_follows_is_predicted_behind_the_last_position(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*ROTATED, *FIXED])
-def test_a_run_with_gaps_equals_the_models_own_forward_there(name: str) -> None:
+def test_a_run_with_gaps_equals_the_models_own_forward_there(name):
     model, ids = kit.family(name), kit.ids(len(GAPPED))
     encoded = model.encode_at(ids, at(7))
     windowed = any(window is not None for window in model.profile.windows)
@@ -72,7 +72,7 @@ def test_a_run_with_gaps_equals_the_models_own_forward_there(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*ROTATED, *UNMARKED, *FIXED])
-def test_a_prompt_from_one_run_with_gaps_equals_its_full_prefill(name: str) -> None:
+def test_a_prompt_from_one_run_with_gaps_equals_its_full_prefill(name):
     """Encoded from 0 on and turned to where it stands; where nothing can be turned, encoded
     there.
     """
@@ -91,8 +91,8 @@ def test_a_prompt_from_one_run_with_gaps_equals_its_full_prefill(name: str) -> N
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_right_at_its_own_positions_alone_stays_there_and_is_never_blended(
-    name: str,
-) -> None:
+    name,
+):
     model, ids = kit.family(name), kit.ids(30)
     assert model.profile.fixed == (name in FIXED)
     if model.profile.fixed:

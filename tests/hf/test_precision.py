@@ -29,7 +29,7 @@ families = pytest.mark.parametrize(
 
 @dtypes
 @families
-def test_both_ends_are_right_within_rounding(name: str, dtype: torch.dtype) -> None:
+def test_both_ends_are_right_within_rounding(name, dtype):
     model, scene = kit.family(name, dtype), kit.usual()
     assert model.profile.refusal == ""
     kv, full = kit.source(model, scene), model.full_prefill(scene.token_ids)
@@ -39,7 +39,7 @@ def test_both_ends_are_right_within_rounding(name: str, dtype: torch.dtype) -> N
     kit.assert_reuse(kit.fuse(model, scene, "none", 0.0, kv), model, scene, BOUNDS[dtype])
 
 
-def test_keys_that_are_mostly_a_constant_bias_are_moved_all_the_same() -> None:
+def test_keys_that_are_mostly_a_constant_bias_are_moved_all_the_same():
     dtype = torch.bfloat16
     built = kit.build(
         "qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, dtype=dtype
@@ -66,7 +66,7 @@ def test_keys_that_are_mostly_a_constant_bias_are_moved_all_the_same() -> None:
 
 
 @dtypes
-def test_layers_without_positions_are_not_moved(dtype: torch.dtype) -> None:
+def test_layers_without_positions_are_not_moved(dtype):
     of_dtype, exact = (
         kit.family("smollm3-some-nope", each).profile.rope for each in (dtype, torch.float32)
     )
@@ -81,9 +81,7 @@ def test_layers_without_positions_are_not_moved(dtype: torch.dtype) -> None:
         ("jetmoe", torch.float16),
     ],
 )
-def test_experts_are_not_refused_for_a_token_that_went_elsewhere(
-    name: str, dtype: torch.dtype
-) -> None:
+def test_experts_are_not_refused_for_a_token_that_went_elsewhere(name, dtype):
     model, scene = kit.family(name, dtype), kit.usual()
     assert model.profile.refusal == ""
     fused, full = kit.fuse(model, scene, "hkvd", 1.0), model.full_prefill(scene.token_ids)

@@ -52,7 +52,7 @@ def fused(
     return model.fuse(ids, torch.arange(len(ids)), runs, source, policy, ratio)
 
 
-def test_it_passes_its_verification(model: HFModel) -> None:
+def test_it_passes_its_verification(model):
     verdict = verify(model)
     assert [check for check in verdict.checks if not check.passed] == []
 
@@ -60,9 +60,7 @@ def test_it_passes_its_verification(model: HFModel) -> None:
 @pytest.mark.parametrize(
     "options", [{"do_sample": False}, {"do_sample": True}], ids=["greedy", "sampled"]
 )
-def test_ratio_one_writes_what_transformers_writes(
-    model: HFModel, prompt, options: dict[str, object]
-) -> None:
+def test_ratio_one_writes_what_transformers_writes(model, prompt, options):
     """In bfloat16 near-equal logits may swap by a rounding, so there the first tokens count."""
     ids, options = prompt[0], {"max_new_tokens": 24, **options}
     wanted = kit.theirs(model, ids, options, seed=3)
@@ -71,7 +69,7 @@ def test_ratio_one_writes_what_transformers_writes(
         assert generate(model, prefill, options, seed=3)[:count] == wanted[:count]
 
 
-def test_two_prompts_are_answered_together(model: HFModel, prompt) -> None:
+def test_two_prompts_are_answered_together(model, prompt):
     options = {"max_new_tokens": 16, "do_sample": False}
     short = prompt[0][-len(model.tokens(TAIL, special=True)) :]
     each = [model.full_prefill(short), fused(model, prompt)]
@@ -85,9 +83,7 @@ def test_two_prompts_are_answered_together(model: HFModel, prompt) -> None:
 
 
 @pytest.mark.parametrize("policy", ["hkvd", "hkvd-flat", "query-gradual", "hybrid"])
-def test_fifteen_percent_come_nearer_to_full_prefill_than_reuse(
-    model: HFModel, prompt, policy: str
-) -> None:
+def test_fifteen_percent_come_nearer_to_full_prefill_than_reuse(model, prompt, policy):
     full = model.full_prefill(prompt[0]).logits.float().log_softmax(-1)
 
     def divergence(policy: str, ratio: float) -> float:

@@ -24,7 +24,7 @@ def drawn_after(seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", [5, None])
-def test_a_seed_gives_the_samples_of_torchs_own(seed: int | None) -> None:
+def test_a_seed_gives_the_samples_of_torchs_own(seed):
     wanted = [drawn_after(5), drawn()]
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
@@ -41,8 +41,8 @@ def in_a_thread(draw: Callable[[], Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("way", [in_a_thread, undrawn])
 def test_other_threads_and_what_is_said_to_draw_nothing_go_past_it(
-    way: Callable[..., Tensor],
-) -> None:
+    way,
+):
     wanted, first = drawn_after(8), drawn_after(3)
     torch.manual_seed(8)
     with seeded(3):

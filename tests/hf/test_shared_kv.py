@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -57,7 +56,7 @@ def held(prefills: list[Prefill]) -> int:
     return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
-def test_a_module_stands_in_memory_once(model: HFModel) -> None:
+def test_a_module_stands_in_memory_once(model):
     common = SharedKV()
     each = prompts(model, 8, common)
     own, token = sum(SIZES) - 2 * MIN_SHARED_ROWS - 6, each[0].kv.nbytes // sum(SIZES)
@@ -67,7 +66,7 @@ def test_a_module_stands_in_memory_once(model: HFModel) -> None:
 
 
 @pytest.mark.slow  # with them, as what measures coverage keeps frames, and so what they held
-def test_what_nobody_holds_any_more_is_gone(model: HFModel) -> None:
+def test_what_nobody_holds_any_more_is_gone(model):
     common = SharedKV()
     each = prompts(model, 2, common)
     for layer in (layer for prefill in each for layer in prefill.cache.layers):
@@ -76,7 +75,7 @@ def test_what_nobody_holds_any_more_is_gone(model: HFModel) -> None:
     assert len(common) == 0
 
 
-def test_all_rows_are_where_they_were(model: HFModel) -> None:
+def test_all_rows_are_where_they_were(model):
     """Also of a copy, and where the last row was taken back: `generate` begins without it, and a
     step that cannot be shared gathers the KV.
     """
@@ -93,9 +92,7 @@ def test_all_rows_are_where_they_were(model: HFModel) -> None:
 @pytest.mark.parametrize(
     "name", ["llama", "gemma3-two-ropes", "gpt-oss-sinks-window", "gemma2-softcap-window"]
 )
-def test_every_answer_has_the_logits_that_it_has_alone(
-    name: str, patient: Callable[[str], HFModel]
-) -> None:
+def test_every_answer_has_the_logits_that_it_has_alone(name, patient):
     model, common = patient(name), SharedKV()
     notes = [[Noting() for _ in range(4)] for _ in range(2)]
     ways = [[way(note) for note in row] for row in notes]
@@ -108,7 +105,7 @@ def test_every_answer_has_the_logits_that_it_has_alone(
             assert float((scores - same).abs().max() / scores.std()) < 1e-4
 
 
-def test_who_goes_on_alone_beside_others_or_last_says_the_same(model: HFModel) -> None:
+def test_who_goes_on_alone_beside_others_or_last_says_the_same(model):
     """Some end sooner, one goes on when nobody is left."""
     ways = [way(max_new_tokens=length) for length in (10, 3, 10, 14)]
     wanted = alone(model, prompts(model), ways)
@@ -117,8 +114,8 @@ def test_who_goes_on_alone_beside_others_or_last_says_the_same(model: HFModel) -
 
 
 def test_a_stretch_that_reaches_the_last_row_leaves_it_and_a_short_one_is_not_shared(
-    model: HFModel,
-) -> None:
+    model,
+):
     """The last row is taken back before an answer begins."""
     ids, common = kit.ids(MIN_SHARED_ROWS + 1), SharedKV()
     wanted = generate(model, model.full_prefill(ids), GREEDY)
@@ -129,7 +126,7 @@ def test_a_stretch_that_reaches_the_last_row_leaves_it_and_a_short_one_is_not_sh
         assert generate(model, prefill, GREEDY) == wanted
 
 
-def test_layers_that_see_a_window_alone_keep_their_rows() -> None:
+def test_layers_that_see_a_window_alone_keep_their_rows():
     model = kit.family("gemma3-two-ropes")
     first, _ = prompts(model, 2, SharedKV())
     windows = model.profile.windows

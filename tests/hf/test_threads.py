@@ -30,7 +30,7 @@ def work(model: HFModel, seed: int) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("name", ["llama", "falcon-alibi"])
-def test_threads_get_what_each_would_get_alone(name: str) -> None:
+def test_threads_get_what_each_would_get_alone(name):
     model = kit.family(name)
     alone = [work(model, seed) for seed in range(6)]
     with ThreadPoolExecutor(5) as pool:

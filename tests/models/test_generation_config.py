@@ -1,14 +1,10 @@
 """A model's generation config is completed where it has no end."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from ragfuse.engine.options import ends_of
 from ragfuse.models.loader import load_model
 
 
-def test_the_tokenizers_end_ends_an_answer_where_the_config_has_none(folder: Path) -> None:
+def test_the_tokenizers_end_ends_an_answer_where_the_config_has_none(folder):
     config = folder / "generation_config.json"
     config.write_text("{}")
     model = load_model(folder, "float32")

@@ -65,7 +65,7 @@ def write_gguf(path: Path, seed: int = 0, left_out: str = "-") -> LlamaForCausal
     return model.eval()
 
 
-def test_a_gguf_file_is_turned_into_a_folder_once_and_answers_as_its_model(tmp_path: Path) -> None:
+def test_a_gguf_file_is_turned_into_a_folder_once_and_answers_as_its_model(tmp_path):
     model = write_gguf(tmp_path / "tiny.gguf")
     folder = resolve_llm(str(tmp_path / "tiny.gguf"), tmp_path / "home")
     made = (Path(folder) / "model.safetensors").stat().st_mtime_ns
@@ -87,14 +87,14 @@ def test_a_gguf_file_is_turned_into_a_folder_once_and_answers_as_its_model(tmp_p
     )
 
 
-def test_weights_that_a_gguf_file_lacks_are_not_filled_with_random_ones(tmp_path: Path) -> None:
+def test_weights_that_a_gguf_file_lacks_are_not_filled_with_random_ones(tmp_path):
     write_gguf(tmp_path / "part.gguf", left_out="layers.1.mlp")
     with pytest.raises(ModelError, match=r"part\.gguf.*layers\.1\.mlp"):
         resolve_llm(str(tmp_path / "part.gguf"), tmp_path / "home")
     assert not [*(tmp_path / "home" / "models").glob("*part*/")]
 
 
-def test_a_gguf_file_that_was_cut_off_is_told_in_one_sentence(tmp_path: Path) -> None:
+def test_a_gguf_file_that_was_cut_off_is_told_in_one_sentence(tmp_path):
     write_gguf(tmp_path / "whole.gguf")
     whole = (tmp_path / "whole.gguf").read_bytes()
     for left in (8, 500, len(whole) // 2, len(whole) - 40):

@@ -111,13 +111,13 @@ def engine_of(tiny_settings: Settings) -> Iterator[Any]:
 
 @pytest.mark.parametrize(("name", "other"), [("dtype", "bfloat16"), ("device", "meta")])
 def test_a_setting_that_contradicts_a_loaded_model_is_refused_by_name(
-    name: str,
-    other: str,
-    loaded: Any,
-    words: Any,
-    engine_of: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    name,
+    other,
+    loaded,
+    words,
+    engine_of,
+    monkeypatch,
+):
     with pytest.raises(SettingsError, match=name) as refused:
         engine_of(loaded, words, **{name: other})
     assert refused.value.argument == name
@@ -127,8 +127,8 @@ def test_a_setting_that_contradicts_a_loaded_model_is_refused_by_name(
 
 @pytest.mark.parametrize("kind", ["model", "named", "pipeline", "compiled"])
 def test_a_loaded_model_answers_as_its_folder_does_from_the_same_chunks(
-    kind: str, loaded: Any, words: Any, engine_of: Any, tiny_settings: Settings
-) -> None:
+    kind, loaded, words, engine_of, tiny_settings
+):
     named = engine_of()
     wanted = own(named.model.model, named)
     answers(named)
@@ -144,9 +144,7 @@ def test_a_loaded_model_answers_as_its_folder_does_from_the_same_chunks(
     assert (engine.settings.dtype, engine.settings.device) == ("float32", "cpu")
 
 
-def test_a_loaded_model_that_is_changed_is_another_one_to_the_next_engine(
-    loaded: Any, words: Any, engine_of: Any
-) -> None:
+def test_a_loaded_model_that_is_changed_is_another_one_to_the_next_engine(loaded, words, engine_of):
     first = engine_of(loaded, words)
     assert engine_of(loaded, words).model is first.model
     loaded.model.embed_tokens.weight.data[70] += 1.0
@@ -154,8 +152,8 @@ def test_a_loaded_model_that_is_changed_is_another_one_to_the_next_engine(
 
 
 def test_what_is_no_model_that_writes_is_refused_with_what_was_found(
-    loaded: Any, words: Any, varied_path: Path, engine_of: Any
-) -> None:
+    loaded, words, varied_path, engine_of
+):
     small = T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=32)
     for given, tokenizer, said in (
         (loaded, None, "Give tokenizer="),
@@ -172,9 +170,7 @@ def test_what_is_no_model_that_writes_is_refused_with_what_was_found(
 
 
 @pytest.mark.parametrize("door", [ChatRagFuse, RagFuseLLM])
-def test_both_integrations_take_a_loaded_model(
-    door: Any, loaded: Any, words: Any, tiny_settings: Settings
-) -> None:
+def test_both_integrations_take_a_loaded_model(door, loaded, words, tiny_settings):
     llm = door(model=loaded, tokenizer=words, settings=tiny_settings)
     engine = llm.get_engine()
     try:
@@ -192,7 +188,7 @@ def test_both_integrations_take_a_loaded_model(
 # options of loading
 
 
-def test_loading_options_reach_the_model(tiny_settings: Settings) -> None:
+def test_loading_options_reach_the_model(tiny_settings):
     llm = ChatRagFuse(
         settings=tiny_settings,
         model_kwargs={"attn_implementation": "eager", "torch_dtype": "bfloat16"},
@@ -205,21 +201,21 @@ def test_loading_options_reach_the_model(tiny_settings: Settings) -> None:
     engine.close()
 
 
-def test_a_name_that_is_no_option_is_refused_with_the_one_that_is_meant() -> None:
+def test_a_name_that_is_no_option_is_refused_with_the_one_that_is_meant():
     with pytest.raises(SettingsError, match=r"'revison'.*revision"):
         Settings(model_kwargs={"revison": "main"})
     with pytest.raises(SettingsError, match="JSON object"):
         Settings(model_kwargs="[1]")
 
 
-def test_settings_with_loading_options_can_be_compared_hashed_and_made_again() -> None:
+def test_settings_with_loading_options_can_be_compared_hashed_and_made_again():
     one = Settings(model_kwargs={"device_map": {"": "cpu"}, "revision": "a"})
     two = Settings(model_kwargs=json.dumps({"revision": "a", "device_map": {"": "cpu"}}))
     assert one == two == Settings(**one.model_dump())
     assert hash(one) == hash(two) != hash(Settings())
 
 
-def test_a_token_is_never_shown_and_neither_it_nor_an_object_is_written_down() -> None:
+def test_a_token_is_never_shown_and_neither_it_nor_an_object_is_written_down():
     told = {"token": "hf_secret"}
     llm = RagFuseLLM(model_kwargs=told)
     assert (
@@ -235,8 +231,8 @@ def test_a_token_is_never_shown_and_neither_it_nor_an_object_is_written_down() -
 
 
 def test_code_that_comes_with_weights_is_run_only_where_that_is_said(
-    folder: Path, tmp_path: Path, retell: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    folder, tmp_path, retell, monkeypatch
+):
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     ran, code, trusted = tmp_path / "ran", folder / "own.py", {"trust_remote_code": True}
     code.write_text(
@@ -259,8 +255,8 @@ def test_code_that_comes_with_weights_is_run_only_where_that_is_said(
 
 
 def test_pickled_weights_are_refused_with_what_to_do(
-    folder: Path, varied_path: Path, tmp_path: Path, adapted: Any, retell: Any
-) -> None:
+    folder, varied_path, tmp_path, adapted, retell
+):
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
     with pytest.raises(ModelError, match=r"model\.safetensors"):
@@ -274,12 +270,12 @@ def test_pickled_weights_are_refused_with_what_to_do(
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "mps", "tpu9"])
-def test_a_device_that_is_not_there_says_what_to_do(tiny_settings: Settings, device: str) -> None:
+def test_a_device_that_is_not_there_says_what_to_do(tiny_settings, device):
     with pytest.raises(ModelError, match=f"found '{device}'"):
         load_model(tiny_settings.model, "float32", device)
 
 
-def test_weights_on_disk_answer_as_those_in_memory(tmp_path: Path, engine_of: Any) -> None:
+def test_weights_on_disk_answer_as_those_in_memory(tmp_path, engine_of):
     parts = ("model.embed_tokens", "model.layers", "model.norm", "lm_head", "model.rotary_emb")
     options = {
         "device_map": {**dict.fromkeys(parts, "cpu"), "model.layers": "disk"},
@@ -292,9 +288,7 @@ def test_weights_on_disk_answer_as_those_in_memory(tmp_path: Path, engine_of: An
     assert list(answers(away).token_ids) == own(plain.model.model, plain)
 
 
-def test_the_command_line_takes_loading_options(
-    tiny_settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_line_takes_loading_options(tiny_settings, monkeypatch):
     for name in ("home", "store", "dtype"):
         monkeypatch.setenv(f"RAGFUSE_{name.upper()}", str(getattr(tiny_settings, name)))
 
@@ -314,9 +308,7 @@ def test_the_command_line_takes_loading_options(
 
 
 @pytest.mark.parametrize("way", ["object", "merged", "in place"])
-def test_an_adapter_answers_as_its_model_does(
-    way: str, adapted: Any, words: Any, tmp_path: Path, engine_of: Any
-) -> None:
+def test_an_adapter_answers_as_its_model_does(way, adapted, words, tmp_path, engine_of):
     plain = engine_of()
     if way == "object":
         engine = engine_of(adapted, words)
@@ -347,8 +339,8 @@ OUTSIDE: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_adapters_that_work_outside_the_layers_are_refused(
-    name: str, adapted: Any, varied_path: Path, words: Any, engine_of: Any, tmp_path: Path
-) -> None:
+    name, adapted, varied_path, words, engine_of, tmp_path
+):
     adapted.save_pretrained(tmp_path / "lora")
     model = AutoModelForCausalLM.from_pretrained(varied_path, dtype=torch.float32)
     model.config.use_cache = False  # X-LoRA wants it so
@@ -371,9 +363,7 @@ def unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("inner", ["", CHUNK_ADAPTER], ids=["ordinary", "for chunks"])
 @pytest.mark.usefixtures("unreachable")
-def test_an_adapter_whose_base_is_gone_is_told_at_once(
-    adapted: Any, tmp_path: Path, inner: str, retell: Any
-) -> None:
+def test_an_adapter_whose_base_is_gone_is_told_at_once(adapted, tmp_path, inner, retell):
     adapter = tmp_path / "adapter"
     adapted.save_pretrained(adapter / inner)
     retell(adapter / inner / "adapter_config.json", base_model_name_or_path="nosuch")
@@ -383,9 +373,7 @@ def test_an_adapter_whose_base_is_gone_is_told_at_once(
 
 
 @pytest.mark.parametrize("beside", ["ragfuse_profile.json", "config.json"])
-def test_the_inner_folder_of_a_chunk_adapter_is_no_model(
-    adapted: Any, tmp_path: Path, engine_of: Any, beside: str
-) -> None:
+def test_the_inner_folder_of_a_chunk_adapter_is_no_model(adapted, tmp_path, engine_of, beside):
     out, link = tmp_path / "out", tmp_path / "link"
     adapted.save_pretrained(out / CHUNK_ADAPTER)
     (out / beside).write_text("{}")
@@ -396,7 +384,7 @@ def test_the_inner_folder_of_a_chunk_adapter_is_no_model(
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "ragfuse_profile.json"])
-def test_damaged_json_of_a_folder_is_an_error_with_its_folder(folder: Path, name: str) -> None:
+def test_damaged_json_of_a_folder_is_an_error_with_its_folder(folder, name):
     (folder / name).write_bytes(b"{")
     with pytest.raises(ModelError, match=str(folder)):
         load_model(folder, "float32")
@@ -412,9 +400,7 @@ def renamed_token(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(data))
 
 
-def test_weights_from_files_are_hashed_once(
-    folder: Path, varied_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_from_files_are_hashed_once(folder, varied_path, tmp_path, monkeypatch):
     counted, home = [], tmp_path / "home"
     for module, name in ((hf_model, "weights_digest"), (loader, "tokenizer_digest")):
         digest = getattr(module, name)
@@ -446,8 +432,8 @@ def test_weights_from_files_are_hashed_once(
 
 
 def test_files_that_change_while_they_are_read_or_changed_just_now_are_hashed_again(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    folder, tmp_path, monkeypatch
+):
     """A clock's tick may hide a change that comes right after another."""
     home = tmp_path / "home"
     load_model(folder, "float32", home=home)
@@ -467,17 +453,15 @@ def test_files_that_change_while_they_are_read_or_changed_just_now_are_hashed_ag
 
 
 def test_layers_on_several_devices_are_answered_by_full_prefill(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr("ragfuse.hf.probe.devices_of", lambda model: ("cuda:0", "cuda:1"))
     model = hf_model.HFModel(kit.build("llama", {}), kit.tokenizer())
     assert "spread over cuda:0, cuda:1" in model.profile.refusal
     assert model.full_prefill(kit.ids(20)).logits.shape == (256,)
 
 
-def test_products_quantised_over_all_rows_are_answered_by_full_prefill(
-    loaded: Any, words: Any, engine_of: Any
-) -> None:
+def test_products_quantised_over_all_rows_are_answered_by_full_prefill(loaded, words, engine_of):
     given = torch.ao.quantization.quantize_dynamic(loaded, {torch.nn.Linear}, dtype=torch.qint8)
     engine = engine_of(given, words)
     answer = answers(engine)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,14 +47,14 @@ def quantised(model: Any, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_weights_that_torchao_quantised_are_fused_exactly(name: str) -> None:
+def test_weights_that_torchao_quantised_are_fused_exactly(name):
     model = HFModel(quantised(kit.build("llama", {}), name), kit.tokenizer())
     assert model.profile.refusal == ""
     verdict = verify(model)
     assert verdict.passed, [check for check in verdict.checks if not check.passed]
 
 
-def test_products_in_eight_bits_are_fused_exactly_or_refused_with_the_reason() -> None:
+def test_products_in_eight_bits_are_fused_exactly_or_refused_with_the_reason():
     """What flows through is rounded too, by the range of each row: more than weights alone
     explain.
     """
@@ -65,7 +64,7 @@ def test_products_in_eight_bits_are_fused_exactly_or_refused_with_the_reason() -
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_any_changed_quantisation_state_is_another_key(name: str) -> None:
+def test_any_changed_quantisation_state_is_another_key(name):
     def made(change: str = "") -> str:
         model = kit.build("llama", {})
         if change == "weight":
@@ -78,7 +77,7 @@ def test_any_changed_quantisation_state_is_another_key(name: str) -> None:
     assert len({made(), made("weight"), made("scale"), weights_digest(kit.build("llama", {}))}) == 4
 
 
-def test_a_folder_is_quantised_while_it_is_loaded(varied_path: Path) -> None:
+def test_a_folder_is_quantised_while_it_is_loaded(varied_path):
     torchao = torchao_or_skip()
     from transformers import TorchAoConfig
 
@@ -90,9 +89,7 @@ def test_a_folder_is_quantised_while_it_is_loaded(varied_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_folder_of_packed_weights_is_fused_exactly(
-    bits: int, varied_path: Path, tmp_path: Path
-) -> None:
+def test_a_folder_of_packed_weights_is_fused_exactly(bits, varied_path, tmp_path):
     """As compressed-tensors packs them: what vLLM's tools write."""
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     from compressed_tensors.compressors import ModelCompressor
@@ -130,7 +127,7 @@ def test_a_folder_of_packed_weights_is_fused_exactly(
     assert found.fingerprint != load_model(varied_path, "float32").fingerprint
 
 
-def test_a_quantisation_whose_package_is_missing_says_what_to_install(varied_path: Path) -> None:
+def test_a_quantisation_whose_package_is_missing_says_what_to_install(varied_path):
     with pytest.raises(ModelError, match=r"No model could be loaded from .*(gptq|optimum|GPTQ)"):
         load_model(
             varied_path,
@@ -160,8 +157,8 @@ ASKED = [
 @pytest.mark.embedded
 @pytest.mark.parametrize("variant", ["int8", "peft"])
 def test_variants_of_the_embedded_model_pass_verify_and_compute_fewer_rows(
-    variant: str, smollm_path: Path, tmp_path: Path
-) -> None:
+    variant, smollm_path, tmp_path
+):
     """Rows computed before the first token stand for time."""
     words = AutoTokenizer.from_pretrained(smollm_path)
     model = AutoModelForCausalLM.from_pretrained(smollm_path, dtype=torch.float32)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -34,9 +33,7 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "command", [["ingest", "FILE", "--ray", "local"], ["serve", "--ray", "local"]]
 )
-def test_the_commands_say_so_before_a_model_is_loaded(
-    command: list[str], without_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands_say_so_before_a_model_is_loaded(command, without_ray, tmp_path, monkeypatch):
     (tmp_path / "notes.md").write_text("A text.")
     monkeypatch.setenv("RAGFUSE_HOME", str(tmp_path))
     monkeypatch.setenv("RAGFUSE_MODEL", "nothing-is-loaded")
@@ -47,9 +44,7 @@ def test_the_commands_say_so_before_a_model_is_loaded(
     assert "pip install 'ragfuse-kv[ray]'" in said.output
 
 
-def test_a_store_that_not_all_machines_share_is_refused(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_not_all_machines_share_is_refused(settings, monkeypatch):
     monkeypatch.setattr(cluster, "find_spec", lambda name: object())
     alone = settings.model_copy(update={"disk_bytes": 0})
     far = settings.model_copy(update={"tiers": ("redis://cache",)})
@@ -65,12 +60,12 @@ def test_a_store_that_not_all_machines_share_is_refused(
 
 
 @pytest.mark.parametrize("text", ["0", "3:2", "1:", "1:x"])
-def test_numbers_of_replicas_that_make_no_sense_are_refused(text: str) -> None:
+def test_numbers_of_replicas_that_make_no_sense_are_refused(text):
     with pytest.raises(SettingsError, match="--replicas"):
         ReplicaOptions.parse(text)
 
 
-def test_numbers_of_replicas_are_read() -> None:
+def test_numbers_of_replicas_are_read():
     assert ReplicaOptions.parse("2") == ReplicaOptions(2, 2)
     assert ReplicaOptions.parse("1:4", 2.0) == ReplicaOptions(1, 4, 2.0)
 
@@ -84,14 +79,12 @@ def test_numbers_of_replicas_are_read() -> None:
         ([8.0], False, 4, 2.0, (4, 2.0)),
     ],
 )
-def test_workers_are_sized_by_the_nodes(
-    members: list[float], on_gpu: bool, workers: int | None, cpus: float | None, wanted: Any
-) -> None:
+def test_workers_are_sized_by_the_nodes(members, on_gpu, workers, cpus, wanted):
     found = [Node(str(at), each, 0.0) for at, each in enumerate(members)]
     assert bulk.worker_size(found, on_gpu, workers, cpus) == wanted
 
 
-def test_more_workers_than_the_cluster_has_room_for_are_refused() -> None:
+def test_more_workers_than_the_cluster_has_room_for_are_refused():
     with pytest.raises(SettingsError, match=r"found a cluster of 4 CPUs"):
         bulk.worker_size([Node("a", 4.0, 0.0)], False, 3, 2.0)
     with pytest.raises(SettingsError, match="Wanted a GPU"):
@@ -99,7 +92,7 @@ def test_more_workers_than_the_cluster_has_room_for_are_refused() -> None:
     assert bulk.worker_size([Node("a", 4.0, 2.0)], True, None, None) == (2, 1.0)
 
 
-def test_a_summary_adds_up_what_workers_say() -> None:
+def test_a_summary_adds_up_what_workers_say():
     row = {"chunks": 4, "nbytes": 100, "work_s": 2.0, "unsaved": 0, "short": 1, "pid": 7}
     done = BulkSummary()
     for more in ({"encoded": 4, "tokens": 40}, {"encoded": 2, "tokens": 80, "unsaved": 1}):

@@ -5,7 +5,6 @@ do.
 from __future__ import annotations
 
 import string
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -43,7 +42,7 @@ def schema(inside: str) -> Schema:
 # what is read
 
 
-def test_a_schema_is_its_items_in_order_with_all_white_space() -> None:
+def test_a_schema_is_its_items_in_order_with_all_white_space():
     found = schema(' a\n<module name="m">\n b </module>\t<system> c </system>')
     assert found.items == (
         TextNode(" a\n"),
@@ -53,29 +52,29 @@ def test_a_schema_is_its_items_in_order_with_all_white_space() -> None:
     )
 
 
-def test_lengths_and_tags_of_parameters_have_two_spellings() -> None:
+def test_lengths_and_tags_of_parameters_have_two_spellings():
     found = schema('<param name="a" len="3"/><parameter name="b" length=" 4 " scaffold="x y"/>')
     assert found.items == (Param("a", 3), Param("b", 4, "x y"))
 
 
-def test_entities_character_references_and_cdata_are_text_and_comments_are_none() -> None:
+def test_entities_character_references_and_cdata_are_text_and_comments_are_none():
     found = schema("a<!-- <module> -->b&lt;&amp;&gt;&quot;&apos;&#233;&#xE9;<![CDATA[<a & b>]]>")
     assert found.items == (TextNode("ab<&>\"'éé<a & b>"),)
 
 
-def test_a_union_holds_modules_and_white_space_in_it_is_no_text() -> None:
+def test_a_union_holds_modules_and_white_space_in_it_is_no_text():
     found = schema(
         '<union scaffold="b">\n <module name="a"/>\n <module name="b" cache="False"/>\n</union>'
     )
     assert found.items == (Union((Module("a"), Module("b", cache=False)), "b"),)
 
 
-def test_scaffolds_stand_beside_the_items_and_part_no_text() -> None:
+def test_scaffolds_stand_beside_the_items_and_part_no_text():
     found = schema('a<scaffold modules=". m\n m/n"/>b')
     assert (found.items, found.scaffolds) == ((TextNode("ab"),), (Scaffold((".", "m", "m/n")),))
 
 
-def test_a_prompt_imports_by_element_names_with_arguments_as_attributes() -> None:
+def test_a_prompt_imports_by_element_names_with_arguments_as_attributes():
     found = parse_prompt(
         '<prompt schema="s" who="me"><plan days="a &lt; b"><oslo/>'
         " more</plan><user>Why?\n</user></prompt>"
@@ -84,19 +83,19 @@ def test_a_prompt_imports_by_element_names_with_arguments_as_attributes() -> Non
     assert found == PMLPrompt("s", (plan, Role("user", (TextNode("Why?\n"),))), (("who", "me"),))
 
 
-def test_a_node_says_where_it_stands() -> None:
+def test_a_node_says_where_it_stands():
     found = parse_schema('<!-- -->\n<schema name="é">\n é<module name="m"/></schema>', "f.xml")
     assert (found.at.file, found.at.line, found.at.column) == ("f.xml", 2, 1)
     assert [(item.at.line, item.at.column) for item in found.items] == [(2, 18), (3, 3)]
 
 
-def test_a_declaration_of_another_encoding_does_not_count_for_text() -> None:
+def test_a_declaration_of_another_encoding_does_not_count_for_text():
     assert parse_schema(
         '<?xml version="1.0" encoding="latin-1"?><schema name="s">é</schema>'
     ).items == (TextNode("é"),)
 
 
-def test_a_file_is_read_and_named_in_errors(tmp_path: Path) -> None:
+def test_a_file_is_read_and_named_in_errors(tmp_path):
     path = tmp_path / "a.xml"
     path.write_text('<schema name="s">é</schema>', encoding="utf-8")
     assert read(path) == schema("é")
@@ -134,23 +133,21 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("text", "line", "column", "found"), REFUSED)
-def test_what_is_no_pml_is_refused_with_its_place(
-    text: str, line: int, column: int, found: str
-) -> None:
+def test_what_is_no_pml_is_refused_with_its_place(text, line, column, found):
     with pytest.raises(PMLError) as caught:
         parse(text, "a.xml")
     assert str(caught.value).startswith(f"a.xml:{line}:{column}: found {caught.value.found}")
     assert found in caught.value.found
 
 
-def test_a_schema_is_no_prompt_and_a_prompt_no_schema() -> None:
+def test_a_schema_is_no_prompt_and_a_prompt_no_schema():
     with pytest.raises(PMLError, match="found <schema>; wanted <prompt>"):
         parse_prompt("<schema name='s'/>")
     with pytest.raises(PMLError, match="found <prompt>; wanted <schema>"):
         parse_schema("<prompt schema='s'/>")
 
 
-def test_names_are_what_xml_allows() -> None:
+def test_names_are_what_xml_allows():
     for name in ("a", "_", "unit.py", "user-1", "été", "N"):
         assert is_name(name)
         assert parse_prompt(f"<prompt schema='s'><{name}/></prompt>").items == (Import(name),)
@@ -173,31 +170,31 @@ BOMB = "<!DOCTYPE a [<!ENTITY a 'aaaaaaaaaa'>" + "".join(
         "<!DOCTYPE a [<!ENTITY x SYSTEM 'file:///etc/passwd'>]><schema name='s'>&x;</schema>",
     ],
 )
-def test_entities_and_whatever_would_be_fetched_are_refused(text: str) -> None:
+def test_entities_and_whatever_would_be_fetched_are_refused(text):
     with pytest.raises(PMLError, match="found a DTD"):
         parse(text)
 
 
-def test_depth_is_limited() -> None:
+def test_depth_is_limited():
     nested = "".join(f"<module name='m{i}'>" for i in range(MAX_DEPTH - 1))
     assert schema(nested + "</module>" * (MAX_DEPTH - 1)).items
     with pytest.raises(PMLError, match=f"nested in at most {MAX_DEPTH}"):
         parse("<schema name='s'>" + "<module name='m'>" * 100_000)
 
 
-def test_what_xml_cannot_hold_is_replaced_as_in_any_text() -> None:
+def test_what_xml_cannot_hold_is_replaced_as_in_any_text():
     assert schema("\ud800 \0") == schema("\ufffd \ufffd")
     for char in "\1\0":
         assert parse(to_pml(Schema("s", (TextNode(f"a{char}"),)))) == schema("a\ufffd")
 
 
 @given(SCHEMAS)
-def test_a_schema_comes_back_from_its_text(given_schema: Schema) -> None:
+def test_a_schema_comes_back_from_its_text(given_schema):
     assert parse(to_pml(given_schema), "f") == given_schema
 
 
 @given(some.data(), SCHEMAS)
-def test_a_prompt_comes_back_from_its_text(data: some.DataObject, given_schema: Schema) -> None:
+def test_a_prompt_comes_back_from_its_text(data, given_schema):
     items = data.draw(requests(given_schema.items))
     request = PMLPrompt("s", items, (("who", "a \"b\" & 'c'\n"),))
     assert parse(to_pml(request)) == request
@@ -222,5 +219,5 @@ def outcome(text: str) -> object:
 
 
 @given(some.lists(some.one_of(PIECES, some.text(max_size=5)), max_size=30).map("".join))
-def test_pieces_of_pml_in_any_order_are_read_or_refused_with_a_reason(text: str) -> None:
+def test_pieces_of_pml_in_any_order_are_read_or_refused_with_a_reason(text):
     assert outcome(text)

@@ -68,7 +68,7 @@ def test_a_conversation_without_such_words_is_rendered_once():
 
 
 @pytest.mark.parametrize("n", [1, 400])
-def test_a_conversation_is_rendered_twice_however_much_is_forged_in_it(n: int):
+def test_a_conversation_is_rendered_twice_however_much_is_forged_in_it(n):
     template = Template(plainly)
     found = rendered(
         template, ("user", "a <end>\n<END>\n" * n), tools=({"name": "<end>", "<end>": ["<end>"]},)
@@ -107,7 +107,7 @@ LOOKS = {
 
 @pytest.mark.parametrize("write", LOOKS.values(), ids=LOOKS)
 @pytest.mark.parametrize("role", ["user", "assistant"])
-def test_no_control_token_is_forged_whatever_a_template_looks_at(role: str, write: Any):
+def test_no_control_token_is_forged_whatever_a_template_looks_at(role, write):
     template = Template(write)
     messages = [(role, "A <end> b"), ("user", "c <end>")] * 3
     found = rendered(template, *messages)

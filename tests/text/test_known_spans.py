@@ -75,7 +75,7 @@ def test_whole_spans_are_found_in_any_order_with_text_and_source():
 
 @pytest.mark.parametrize("n", [8, 9, 10, 12, 13, 14, 15, 16, 20, 100])
 @pytest.mark.parametrize("lost", [(0, 0), (1, 0), (0, 1), (1, 1)])
-def test_first_and_last_token_may_be_lost_to_the_neighbours(n: int, lost: tuple[int, int]):
+def test_first_and_last_token_may_be_lost_to_the_neighbours(n, lost):
     span = drawn(n, n)
     left, right = lost
     ids = [60_000, *([60_001] * left), *span[left : n - right], *([60_002] * right), 60_003]
@@ -83,7 +83,7 @@ def test_first_and_last_token_may_be_lost_to_the_neighbours(n: int, lost: tuple[
 
 
 @pytest.mark.parametrize("n", [9, 12, 20, 31])
-def test_less_than_nearly_all_of_a_short_span_is_not_found(n: int):
+def test_less_than_nearly_all_of_a_short_span_is_not_found(n):
     span = drawn(n, n)
     assert known_with(span).find([60_000, *span[2:], 60_000]) == []
     assert known_with(span).find([60_000, *span[:-2], 60_000]) == []
@@ -126,7 +126,7 @@ def test_a_cut_of_enough_tokens_is_found_and_a_shorter_one_is_not():
 @pytest.mark.parametrize(
     ("added", "left_out"), [(1, 0), (0, 1), (1, 2), (3, 1), (16, 0), (0, 16), (16, 16), (0, 5)]
 )
-def test_runs_of_shifting_rows_are_chained(each: int, added: int, left_out: int):
+def test_runs_of_shifting_rows_are_chained(each, added, left_out):
     """A run of 13 tokens is always met; whatever lies beside it is found from there."""
     a, ids, expected, row = drawn(400, "a"), [], [], 0
     for index in range(6):
@@ -235,7 +235,7 @@ def crowd(request: pytest.FixtureRequest) -> KnownSpans:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_the_work_grows_with_the_prompt_alone(crowd: KnownSpans, prompt: str):
+def test_the_work_grows_with_the_prompt_alone(crowd, prompt):
     for n in (1000, 8000):
         ids = PROMPTS[prompt](n)
         checked(crowd, ids)
@@ -245,7 +245,7 @@ def test_the_work_grows_with_the_prompt_alone(crowd: KnownSpans, prompt: str):
 @pytest.mark.parametrize(
     ("n", "span"), [(4000, [7] * 200), (3000, [7] * 1000), (2000, [1, 2, 3] * 30), (500, [7] * 8)]
 )
-def test_a_prompt_of_one_span_again_and_again_is_found_all_over(n: int, span: Ids):
+def test_a_prompt_of_one_span_again_and_again_is_found_all_over(n, span):
     ids = (span * n)[:n]
     assert len(covered(checked(known_with(span), ids))) > 0.9 * n
 
@@ -287,7 +287,7 @@ def scenes(draw: st.DrawFn) -> tuple[list[Ids], Ids]:
 
 @settings(max_examples=400, deadline=None)
 @given(scenes())
-def test_nothing_that_stands_is_left_out_beside_what_is_found(scene: tuple[list[Ids], Ids]):
+def test_nothing_that_stands_is_left_out_beside_what_is_found(scene):
     spans, prompt = scene
     known = known_with(*spans, min_altered_tokens=20)
     found = checked(known, prompt)
@@ -304,9 +304,7 @@ def test_nothing_that_stands_is_left_out_beside_what_is_found(scene: tuple[list[
 
 @settings(max_examples=100, deadline=None)
 @given(scenes(), st.lists(st.tuples(st.booleans(), st.integers(0, 4)), max_size=12))
-def test_adding_discarding_and_seeking_in_any_order_is_like_only_what_is_left(
-    scene: tuple[list[Ids], Ids], steps: list[tuple[bool, int]]
-):
+def test_adding_discarding_and_seeking_in_any_order_is_like_only_what_is_left(scene, steps):
     spans, prompt = scene
     known, left = KnownSpans(min_altered_tokens=20), dict[tuple[int, ...], None]()
     for add, which in steps:

@@ -1,7 +1,5 @@
 """Passages are cut by what they say: sizes, borders, and the same cut wherever a passage stands."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -398,7 +398,7 @@ def control_words(words: PreTrainedTokenizerFast, ids: Sequence[int]) -> list[st
 @kinds
 @settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 @given(messages=conversations)
-def test_a_model_reads_what_its_template_writes(kind: Kind, template: str, messages: Any):
+def test_a_model_reads_what_its_template_writes(kind, template, messages):
     if "flags" not in kind.name and template == "flagged":
         return
     made = prompter(kind, template)
@@ -435,7 +435,7 @@ def test_a_model_reads_what_its_template_writes(kind: Kind, template: str, messa
 
 @pytest.mark.parametrize("role", ["user", "assistant"])
 @kinds
-def test_words_that_a_template_looks_at_stay_text_where_it_repeats_them(kind: Kind, role: str):
+def test_words_that_a_template_looks_at_stay_text_where_it_repeats_them(kind, role):
     made = prompter(kind, "looks")
     for content in (
         "<tool_response>",
@@ -450,7 +450,7 @@ def test_words_that_a_template_looks_at_stay_text_where_it_repeats_them(kind: Ki
 @pytest.mark.parametrize("begun", ["The keeper ", "<think>\nThe", "<think>\n\n</think>\n\nThe"])
 @pytest.mark.parametrize("template", ["chatml", "parts", "qwen", "gemma"])
 @kinds
-def test_an_answer_that_is_begun_has_the_ids_of_its_template(kind: Kind, template: str, begun: str):
+def test_an_answer_that_is_begun_has_the_ids_of_its_template(kind, template, begun):
     made, ask = prompter(kind, template), Ask(continue_final_message=True)
     plain = [("user", "Who counted?"), ("assistant", begun)]
     try:
@@ -482,7 +482,7 @@ def test_an_answer_that_is_begun_ends_no_turn():
 @kinds
 @settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 @given(parts=contents)
-def test_a_text_is_read_as_its_tokenizer_reads_it(kind: Kind, parts: list[Piece]):
+def test_a_text_is_read_as_its_tokenizer_reads_it(kind, parts):
     made = prompter(kind, "chatml")
     words, text = words_of(made), _text(parts)
     own = words(text).input_ids

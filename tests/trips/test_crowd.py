@@ -76,7 +76,7 @@ STEPS_OF: tuple[tuple[Callable[[Engine, random.Random], object], int], ...] = (
 )
 
 
-def test_every_answer_is_right_whatever_others_do(crowded: Engine) -> None:
+def test_every_answer_is_right_whatever_others_do(crowded):
     def acts(seed: int) -> None:
         draw = random.Random(seed)
         for act in draw.choices(

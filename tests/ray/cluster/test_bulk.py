@@ -44,8 +44,8 @@ def alone(settings: Settings) -> dict[Any, str]:
 
 
 def test_a_worker_killed_in_the_middle_loses_nothing_and_a_second_run_encodes_nothing(
-    settings: Settings, alone: dict[Any, str]
-) -> None:
+    settings, alone
+):
     killed, told = list[int](), list[int]()
 
     def kill(pid: int, done: BulkSummary) -> None:
@@ -66,9 +66,7 @@ def test_a_worker_killed_in_the_middle_loses_nothing_and_a_second_run_encodes_no
     assert contents(settings) == alone
 
 
-def test_the_command_encodes_on_the_cluster(
-    settings: Settings, two_ray_nodes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_encodes_on_the_cluster(settings, two_ray_nodes, tmp_path, monkeypatch):
     (tmp_path / "notes.md").write_text("\n\n".join(text for text, _ in texts(6)))
     for name in ("model", "dtype", "home"):
         monkeypatch.setenv(f"RAGFUSE_{name.upper()}", str(getattr(settings, name)))
@@ -90,7 +88,7 @@ def test_the_command_encodes_on_the_cluster(
     assert told["ray"]["tokens_per_s"] > 0
 
 
-def test_what_is_no_dataset_of_texts_is_refused(settings: Settings) -> None:
+def test_what_is_no_dataset_of_texts_is_refused(settings):
     for wrong, message in (
         (ray.data.from_items([{"words": "x"}]), "column 'text'"),
         ([], "found none"),
@@ -99,12 +97,12 @@ def test_what_is_no_dataset_of_texts_is_refused(settings: Settings) -> None:
             encode(wrong, settings, **SIZE)
 
 
-def test_a_text_that_the_model_cannot_read_is_left_out(settings: Settings) -> None:
+def test_a_text_that_the_model_cannot_read_is_left_out(settings):
     done = encode([("word " * 5000, "long"), CHUNKS[0]], settings, **SIZE)
     assert (done.chunks, done.unsaved) == (1, 0)
 
 
-def test_a_connected_process_stays_connected(two_ray_nodes: str) -> None:
+def test_a_connected_process_stays_connected(two_ray_nodes):
     with connected("local"):
         assert len(nodes()) == 2
     assert ray.is_initialized()

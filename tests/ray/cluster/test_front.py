@@ -57,8 +57,8 @@ async def asked(replicas: DyingReplicas) -> tuple[Response, bytes]:
 
 @pytest.mark.parametrize("death", DEATHS)
 def test_before_an_answer_begins_it_is_an_error_of_the_api_that_says_to_repeat(
-    death: RayActorError,
-) -> None:
+    death,
+):
     response, body = asyncio.run(asked(DyingReplicas(death)))
     assert response.status_code == 503
     assert int(response.headers["retry-after"]) > 0
@@ -68,7 +68,7 @@ def test_before_an_answer_begins_it_is_an_error_of_the_api_that_says_to_repeat(
 
 
 @pytest.mark.parametrize("death", DEATHS)
-def test_a_stream_ends_with_the_error_as_its_last_event(death: RayActorError) -> None:
+def test_a_stream_ends_with_the_error_as_its_last_event(death):
     head = 200, [(b"content-type", b"text/event-stream; charset=utf-8")]
     response, body = asyncio.run(asked(DyingReplicas(death, head, b"data: {}\n\n")))
     assert response.status_code == 200
@@ -77,7 +77,7 @@ def test_a_stream_ends_with_the_error_as_its_last_event(death: RayActorError) ->
     assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "replica_lost"
 
 
-def test_any_other_body_breaks_off() -> None:
+def test_any_other_body_breaks_off():
     head = 200, [(b"content-type", b"application/json")]
     with pytest.raises(ActorDiedError):
         asyncio.run(asked(DyingReplicas(ActorDiedError(), head, b"{")))
