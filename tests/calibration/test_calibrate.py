@@ -4,7 +4,6 @@ process.
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,12 +73,8 @@ def tried(
 
 
 def test_the_fastest_of_those_near_the_closest_safe_one_is_chosen():
-    quick, close, slow = (
-        tried("lego", 0.10, 5.0),
-        tried("hkvd", 0.09, 3.0),
-        tried("query", 0.2, 6.0),
-    )
-    assert choose([quick, close, slow]) == quick
+    close, quick = tried("hkvd", 0.09, 3.0), tried("lego", 0.10, 5.0)
+    assert choose([quick, close, tried("query", 0.2, 6.0)]) == quick
     assert choose([close, tried("lego", 0.15, 5.0)]) == close
 
 
@@ -153,7 +148,7 @@ def test_only_what_is_clearly_out_is_measured_no_longer():
 
 
 @pytest.fixture(scope="module")
-def random_weights(varied_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Settings:
+def random_weights(varied_path, tmp_path_factory):
     """A model of random weights over a store that remembers what its calibration said."""
     home = tmp_path_factory.mktemp("calibrated")
     return Settings(
@@ -162,7 +157,7 @@ def random_weights(varied_path: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="module")
-def unsafe(random_weights: Settings) -> dict[str, Any]:
+def unsafe(random_weights):
     """What that said."""
     with Engine(random_weights) as engine:
         result = calibrate(engine.model, make_cases(DOCUMENTS, 5), Console(quiet=True), "random")

@@ -153,7 +153,7 @@ def test_bytes_and_decoded_values_are_the_same_in_another_process():
 
 @not_raw
 @pytest.mark.parametrize("foul", [float("nan"), float("inf")])
-def test_what_is_no_number_is_refused(codec, foul):
+def test_nan_and_infinity_are_refused(codec, foul):
     before = layer()
     before.keys[1, 3, 2] = foul
     with pytest.raises(ValueError, match="only level raw can store"):

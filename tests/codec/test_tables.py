@@ -49,7 +49,7 @@ def test_numbers_of_one_byte_are_within_a_sixteenth_of_an_octave(number):
 
 
 @pytest.mark.parametrize("data", [None, {}, {"version": 1}, {**TABLES.as_dict(), "version": 0}])
-def test_what_is_nothing_of_the_kind_is_none(data):
+def test_tables_of_another_version_or_form_are_none(data):
     assert CodecTables.from_dict(data) is None
 
 

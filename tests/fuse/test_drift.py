@@ -63,7 +63,7 @@ def test_every_row_gets_the_drift_as_it_stands_at_its_place(
 
 
 @roped
-def test_it_is_the_mean_over_all_rows_of_all_prompts_before_rotation(
+def test_a_measured_drift_is_the_mean_over_all_rows_before_rotation(
     rope,
 ):
     pairs = [

@@ -20,10 +20,11 @@ ROPE = (LAYOUT, None, RopeLayout((0.5,), lo=4, part="values"), LAYOUT)
 CPU = torch.device("cpu")
 
 
-def kv(n_tokens: int, seed: int) -> ChunkKV:
+def kv(n_tokens: int, seed: int, in_one: bool = False) -> ChunkKV:
+    """Random KV, each layer's in tensors of its own, or all in one."""
     made = torch.Generator().manual_seed(seed)
-    draw = [torch.randn(2, 2, n_tokens, 6, generator=made) for _ in range(N_LAYERS)]
-    return ChunkKV(tuple(LayerKV(keys, values) for keys, values in draw))
+    draw = torch.randn(N_LAYERS, 2, 2, n_tokens, 6, generator=made)
+    return ChunkKV(tuple(LayerKV(*(pair if in_one else pair.clone())) for pair in draw))
 
 
 @dataclass
@@ -64,7 +65,7 @@ def same(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found.double(), wanted.double(), atol=1e-6, rtol=1e-5)
 
 
-def test_runs_stand_turned_in_their_rows():
+def test_runs_are_rotated_into_their_rows():
     """The last is the first once more, elsewhere; each layer is read once."""
     chunk = kv(5, 1)
     shelf = Shelf({1: chunk, 3: kv(7, 3), 4: chunk})
@@ -82,34 +83,22 @@ def test_runs_stand_turned_in_their_rows():
     assert shelf.reads == list(range(N_LAYERS))
 
 
-@pytest.mark.parametrize("spaced", [True, False])
+@pytest.mark.parametrize("in_one", [True, False])
 @pytest.mark.parametrize("layers", [1, 2, 3, 4])
-def test_layers_that_are_opened_together_are_those_opened_one_by_one(spaced, layers):
-    chunks = {1: kv(5, 1), 3: kv(7, 3), 6: kv(1, 4)}
-    if spaced:
-        chunks = {
-            segment: ChunkKV(
-                tuple(LayerKV(*pair) for pair in torch.randn(N_LAYERS, 2, 2, chunk.n_tokens, 6))
-            )
-            for segment, chunk in chunks.items()
-        }
+@pytest.mark.parametrize("rope", [ROPE, (LAYOUT,) * N_LAYERS, (LAYOUT, LAYOUT, None, LAYOUT)])
+def test_layers_that_are_opened_together_are_those_opened_one_by_one(in_one, layers, rope):
+    shelf = Shelf({segment: kv(n, segment, in_one) for segment, n in ((1, 5), (3, 7), (6, 1))})
     runs = [run(1, 2, 7), run(3, 10, 17, start=40), run(6, 17, 18, start=0)]
-    nbytes = layers * 2 * 20 * 6 * 4
-    for rope in (ROPE, (LAYOUT,) * N_LAYERS, (LAYOUT, LAYOUT, None, LAYOUT)):
-        one, together = (
-            Buffers(20, runs, Shelf(chunks), rope, CPU, 3, at_once) for at_once in (0, nbytes)
-        )
-        for layer in range(N_LAYERS):
-            one.open(layer)
-            together.open(layer)
-            assert sum(keys is not None for keys in together.keys) == min(
-                N_LAYERS, layers * (layer // layers + 1)
-            )
-            for found, wanted in zip(together.get(layer), one.get(layer), strict=True):
-                for each in runs:
-                    assert torch.equal(
-                        found[0, :, each.lo : each.hi], wanted[0, :, each.lo : each.hi]
-                    )
+    rows = [row for each in runs for row in range(each.lo, each.hi)]
+    sizes = (0, layers * 2 * 20 * 6 * 4)
+    one, together = (Buffers(20, runs, shelf, rope, CPU, 3, at_once) for at_once in sizes)
+    for layer in range(N_LAYERS):
+        one.open(layer)
+        together.open(layer)
+        n_open = sum(keys is not None for keys in together.keys)
+        assert n_open == min(N_LAYERS, layers * (layer // layers + 1))
+        for found, wanted in zip(together.get(layer), one.get(layer), strict=True):
+            assert torch.equal(found[0, :, rows], wanted[0, :, rows])
 
 
 @pytest.mark.parametrize("layer", [0, 2])

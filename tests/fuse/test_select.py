@@ -1,6 +1,5 @@
-"""Every policy keeps to its budget, and picks what its name says."""
+"""Every policy keeps to its budget; what it picks is compared with its twin in tests/hf/test_fused.py."""
 
-from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import pytest
@@ -143,46 +142,6 @@ def test_hkvd_takes_the_highest_deviations_and_if_gradual_ranks_anew_in_every_la
     found = policy_named("hkvd").choose(seen, 3, alive, deviation)
     assert found.tolist() == alive[-len(found) :].tolist()
     assert policy_named("hkvd-flat").choose(seen, 3, alive, deviation).tolist() == alive.tolist()
-
-
-def test_lego_takes_the_first_tokens_of_every_chunk():
-    seen = view([30, 20, 2, 48], 0.2)
-    rows = run(policy_named("lego-3"), seen)
-    assert all(kept.tolist() == [0, 1, 2, 30, 31, 32, 50, 51, 52, 53, 54] for kept in rows)
-    offsets = seen.offset[run(policy_named("lego"), seen)[0]]
-    assert len(offsets) == 20
-    assert offsets.max() == 5
-
-
-def test_hybrid_takes_half_from_the_edges():
-    seen = view([40, 40], 0.2)
-    deviation = (seen.offset > 30).float() + torch.rand(
-        80, generator=torch.Generator().manual_seed(0)
-    ) / 2
-    found = set(policy_named("hybrid").choose(seen, 1, torch.arange(80), deviation).tolist())
-    assert len(found) == 24
-    assert {0, 1, 2, 3, 4, 5, 40, 41, 42, 43, 44, 45} <= found
-    assert sum(int(seen.offset[row]) > 30 for row in found) == 12
-
-
-def test_query_takes_what_the_question_looks_at():
-    seen = view([30, 30], 0.25)
-    assert seen.score is not None
-    wanted = reference.top(seen.score.tolist(), 15)
-    assert all(kept.tolist() == wanted for kept in run(policy_named("query"), seen))
-    first, *_, last = run(policy_named("query-gradual"), seen)
-    assert set(last.tolist()) < set(wanted) < set(first.tolist())
-
-
-def test_lexical_takes_the_nearest_and_then_the_first_of_every_chunk():
-    seen = view([30, 30], 0.25)
-    assert seen.score is not None
-    wanted = reference.top(seen.score.tolist(), 15)
-    assert all(kept.tolist() == wanted for kept in run(policy_named("lexical"), seen))
-    score = torch.zeros(60)
-    score[[20, 21, 50]] = torch.tensor([1.0, 2.0, 0.5])
-    few = run(policy_named("lexical"), replace(seen, score=score))[-1]
-    assert few.tolist() == [*range(6), 20, 21, *range(30, 36), 50]
 
 
 def test_random_draws_the_same_rows_again_but_no_pattern():

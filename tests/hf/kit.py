@@ -73,11 +73,18 @@ def family(name: str, dtype: torch.dtype = torch.float32, accelerated: bool = Fa
         accelerated: Whether it fuses prompts as on an accelerator.
     """
     if accelerated:
-        model = copy.copy(family(name, dtype))
+        model = twin(family(name, dtype))
         model.accelerated = True
         return model
     kind, options = (FAMILIES.get(name) or REFUSED.get(name) or HYBRIDS[name])[:2]
     return HFModel(build(kind, options, dtype=dtype), tokenizer())
+
+
+def twin(model: HFModel) -> HFModel:
+    """A second object over the same model, whose attributes may be changed."""
+    made: HFModel = object.__new__(HFModel)
+    vars(made).update(vars(model))
+    return made
 
 
 @cache

@@ -27,7 +27,7 @@ CHUNK, FILLER = list(range(5, 45)), list(range(60, 80))
 
 
 @pytest.fixture
-def folder(tiny_path: Path, tmp_path: Path) -> Path:
+def folder(tiny_path, tmp_path):
     """A folder to give as a model: the tiny model with a chunk adapter."""
     adapter = filled(LoraAdapter(model_at(tiny_path), 4, 0, str(tiny_path)))
     adapter.save(tmp_path / "model" / CHUNK_ADAPTER)
@@ -49,7 +49,7 @@ def test_chunks_are_those_of_the_adapted_model_and_all_else_is_the_plain_one(fol
 
 
 @packs
-def test_packed_layers_take_it_too(folder, tiny_path):
+def test_packed_layers_apply_a_chunk_adapter(folder, tiny_path):
     packed, loose = load_model(folder, "bfloat16"), load_model(folder, "bfloat16", pack=False)
     assert any(isinstance(module, PackedLinear) for module in packed.model.modules())
     one, other = (each.encode_with_filler(CHUNK, FILLER).layers[-1] for each in (packed, loose))
@@ -58,7 +58,7 @@ def test_packed_layers_take_it_too(folder, tiny_path):
     assert not torch.allclose(one.values, plain.values, rtol=0.05, atol=0.05)
 
 
-def test_it_is_part_of_the_fingerprint(folder, tiny_path):
+def test_a_chunk_adapter_is_part_of_the_fingerprint(folder, tiny_path):
     def name_of(path: Path) -> str:
         return load_model(path, "float32").fingerprint
 

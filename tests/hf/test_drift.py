@@ -2,8 +2,6 @@
 filler text only.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -27,13 +25,13 @@ def drift_of(model: HFModel, size: float = 0.1) -> ChunkKV:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     kit.build("llama", {}).save_pretrained(tmp_path)
     kit.tokenizer().save_pretrained(tmp_path)
     return tmp_path
 
 
-def test_it_is_added_to_chunks_amid_other_text_and_to_no_others(folder):
+def test_a_drift_is_added_to_chunks_behind_filler_text_alone(folder):
     plain = load_model(folder, "float32")
     drift = drift_of(plain)
     write_drift(folder, drift, plain.model)
@@ -46,7 +44,7 @@ def test_it_is_added_to_chunks_amid_other_text_and_to_no_others(folder):
     assert kit.apart(found, encoded) > 0.01
 
 
-def test_a_model_with_a_drift_is_another_and_is_the_same_again(folder):
+def test_a_drift_is_part_of_the_fingerprint(folder):
     plain = load_model(folder, "float32")
     seen = {plain.fingerprint}
     for size in (0.1, 0.2):
@@ -56,7 +54,7 @@ def test_a_model_with_a_drift_is_another_and_is_the_same_again(folder):
     assert len(seen) == 3
 
 
-def test_a_cut_off_file_is_an_error(folder):
+def test_a_truncated_drift_file_is_an_error(folder):
     plain = load_model(folder, "float32")
     write_drift(folder, drift_of(plain), plain.model)
     (folder / DRIFT_FILE).write_bytes((folder / DRIFT_FILE).read_bytes()[:100])
@@ -65,7 +63,7 @@ def test_a_cut_off_file_is_an_error(folder):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_the_same_weights_take_it_in_every_dtype_and_others_do_not(folder, dtype):
+def test_a_drift_loads_in_every_dtype_but_not_with_other_weights(folder, dtype):
     plain = load_model(folder, dtype)
     write_drift(folder, drift_of(plain), plain.model)
     assert all(

@@ -18,10 +18,6 @@ both_paths = pytest.mark.parametrize(
 CHECKING = "hkvd"
 
 
-def test_enough_families_are_covered():
-    assert len({kind for kind, _ in FAMILIES.values()}) >= 28
-
-
 @both_paths
 @some
 def test_ratio_one_equals_full_prefill(name, accelerated):

@@ -103,9 +103,8 @@ def test_weights_that_are_offloaded_are_read_where_they_lie(tmp_path, where):
 
 
 def test_weights_without_data_are_refused_by_name():
-    config = kit.build("llama", {}).config
     with torch.device("meta"):
-        empty = kit.AutoModelForCausalLM.from_config(config)
+        empty = AutoModelForCausalLM.from_config(kit.build("llama", {}).config)
     with pytest.raises(ModelError, match=r"'.*weight' has no data"):
         weights_digest(empty)
 

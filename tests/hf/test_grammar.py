@@ -97,31 +97,6 @@ def test_a_schema_that_is_no_json_is_an_error():
         Grammar.json({"type": "number", "minimum": float("nan")})
 
 
-ENDING = {
-    "null": {
-        "type": "object",
-        "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
-        "required": ["next"],
-    },
-    "an optional property": {"type": "object", "properties": {"next": {"$ref": "#"}}},
-    "an empty list": {"type": "array", "items": {"$ref": "#"}},
-    "another type": {"type": ["array", "integer"], "items": {"$ref": "#"}, "minItems": 1},
-    "a chain": {
-        "$ref": "#/$defs/n0",
-        "$defs": {
-            **{f"n{i}": {"$ref": f"#/$defs/n{i + 1}"} for i in range(40)},
-            "n40": {"type": "null"},
-        },
-    },
-}
-
-
-@pytest.mark.parametrize("schema", ENDING.values(), ids=ENDING)
-def test_a_schema_that_refers_to_itself_and_can_end_is_taken(schema):
-    check(Grammar.json(schema))
-    assert Held(DEFAULT_CALL_FORMAT).grammars.matcher(Grammar.json(schema))
-
-
 def test_an_answer_that_can_neither_go_on_nor_end_is_an_error():
     grammars = Held(DEFAULT_CALL_FORMAT).grammars
     process = GrammarProcessor(grammars, Grammar.lark('start: "x" | "ab" more\nmore: "c" more'))

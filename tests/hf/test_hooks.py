@@ -104,18 +104,17 @@ def test_a_forward_of_somebody_else_stays_in_place():
 
 
 @families
-def test_a_look_is_the_attention_of_the_question_and_runs_nothing_behind_it(name):
+def test_a_look_returns_the_question_s_attention_and_runs_no_later_layer(name):
     model, scene = kit.family(name), kit.usual()
     ids, profile = kit.tensor([list(scene.token_ids)]), model.profile
-    positions = torch.arange(ids.shape[1], device=ids.device)
-    buffers = Buffers(len(positions), (), KVSource(), profile.rope, model.device)
-    before = traces(model)
-    watched = watched_layers(model.n_layers)
-    asking = torch.arange(len(positions) - 3, len(positions))
+    n_tokens, before, watched = len(scene.token_ids), traces(model), watched_layers(model.n_layers)
+    positions = torch.arange(n_tokens, device=ids.device)
+    asking = torch.arange(n_tokens - 3, n_tokens)
+    buffers = Buffers(n_tokens, (), KVSource(), profile.rope, model.device)
+    places = Places.of((), n_tokens, model.device)
+    reuse = Fusion(buffers, positions, places, policy_named("none"), 0.0)
     unwanted = failing_at(model, watched[-1]) if profile.mode == "rows" else lambda: None
     with torch.no_grad():
-        places = Places.of((), len(positions), model.device)
-        reuse = Fusion(buffers, positions, places, policy_named("none"), 0.0)
         found = FusedPrefill(model._wiring(profile), reuse).look(ids, asking)
     unwanted()
     assert traces(model) == before

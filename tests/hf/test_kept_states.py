@@ -4,7 +4,6 @@ tenant's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -32,8 +31,7 @@ WHO = f"{SYSTEM}Which ship came first?"
 
 
 def engine_of(name: str, told: Settings) -> Engine:
-    kind, options, _ = MODELS[name]
-    return Engine(told, kit.build(kind, options), tokenizer=kit.tokenizer())
+    return Engine(told, kit.build(*MODELS[name][:2]), tokenizer=kit.tokenizer())
 
 
 def asked(engine: Engine, question: str, **ask: Any) -> Answer:
@@ -45,14 +43,14 @@ def asked(engine: Engine, question: str, **ask: Any) -> Answer:
 
 
 @pytest.fixture
-def on(tmp_path: Any) -> Settings:
+def on(tmp_path):
     return Settings(
         store=tmp_path / "store", max_tokens=8, learn="off", dtype="float32", memory_bytes=1 << 26
     )
 
 
 @pytest.fixture
-def engine(on: Settings) -> Iterator[Engine]:
+def engine(on):
     with engine_of("qwen3-next", on) as engine:
         yield engine
 
@@ -78,7 +76,7 @@ def test_a_prompt_that_comes_again_or_shares_its_beginning_reuses_all_that_its_f
         assert reused == [0, len(SYSTEM) if runs else 0]
 
 
-def test_a_prompt_that_grew_goes_on_from_where_it_was_as_the_plan_says(engine):
+def test_a_longer_prompt_goes_on_from_the_kept_state_as_the_plan_says(engine):
     more = f"{WHO} And which came last, and why?"
     assert engine.plan(more).n_before == 0
     n_first = asked(engine, WHO).trace.tokens
@@ -87,7 +85,7 @@ def test_a_prompt_that_grew_goes_on_from_where_it_was_as_the_plan_says(engine):
     assert asked(engine, more).trace.tokens_prefix == n_first - 1
 
 
-def test_switched_off_nothing_is_kept(on):
+def test_without_prefix_cache_no_state_is_kept(on):
     with engine_of("qwen3-next", on.model_copy(update={"prefix_cache": False})) as engine:
         assert [asked(engine, WHO).trace.tokens_reused for _ in range(2)] == [0, 0]
 
@@ -108,9 +106,7 @@ def test_a_prompt_is_computed_once(engine, monkeypatch):
 
 
 def test_no_tenant_finds_anothers_state(on):
-    kind, options, _ = MODELS["qwen3-next"]
-    model = kit.build(kind, options)
-    salted = on.model_copy(update={"salt": "another"})
+    model, salted = kit.build(*MODELS["qwen3-next"][:2]), on.model_copy(update={"salt": "another"})
     with (
         Engine(on, model, tokenizer=kit.tokenizer()) as one,
         Engine(salted, model, tokenizer=kit.tokenizer()) as two,
@@ -120,7 +116,7 @@ def test_no_tenant_finds_anothers_state(on):
         assert asked(one, WHO).trace.tokens_reused == len(WHO) - 1
 
 
-def test_what_is_forgotten_is_in_no_beginning(engine):
+def test_a_forgotten_text_is_in_no_kept_state(engine):
     asked(engine, WHO)
     asked(engine, OTHER)
     engine.forget(["the book of a harbour."])
@@ -153,7 +149,7 @@ def test_memory_is_bounded_and_what_was_used_longest_ago_goes_first():
         assert states.nbytes == wanted
 
 
-def test_a_run_is_found_where_tokens_begin_alone():
+def test_a_run_to_forget_matches_whole_tokens_alone():
     """In 8 bytes a token, 256 stands across the border of 1 and 0 as bytes, not as a token."""
     states = States(1 << 20)
     states.keep("a", [1 << 8, 1 << 16, 7], DynamicCache())

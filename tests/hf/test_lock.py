@@ -43,11 +43,11 @@ def taken_by(lock: FairLock, takers: Sequence[tuple[str, int]]) -> list[str]:
     return order
 
 
-def test_those_who_wait_get_it_in_turn_before_who_lets_go_of_it():
+def test_waiting_threads_get_the_lock_in_turn_before_its_last_holder():
     assert taken_by(FairLock(), [(name, 1) for name in "ABCDE"]) == [*"ABCDE", "HOLDER"]
 
 
-def test_short_steps_that_wait_go_before_the_next_long_one_each_once():
+def test_each_waiting_short_step_runs_once_before_the_next_long_one():
     takers = [("A", 1), ("B", 1), ("C", 1), ("a", 3), ("b", 1)]
     order = [name for name in taken_by(FairLock(), takers) if name != "HOLDER"]
     assert order[:3] == ["a", "b", "A"]
@@ -58,7 +58,7 @@ def test_short_steps_that_wait_go_before_the_next_long_one_each_once():
     assert before_c in ("", "a")
 
 
-def test_one_thread_holds_it_as_often_as_it_likes():
+def test_one_thread_may_take_the_lock_several_times():
     lock, order = FairLock(), list[str]()
 
     def take() -> None:
@@ -78,7 +78,7 @@ def test_one_thread_holds_it_as_often_as_it_likes():
     assert not lock.is_mine
 
 
-def test_only_its_holder_lets_go_of_it():
+def test_only_its_holder_may_release_the_lock():
     lock = FairLock()
     with pytest.raises(RuntimeError):
         lock.release()
@@ -87,7 +87,7 @@ def test_only_its_holder_lets_go_of_it():
         assert lock.is_mine
 
 
-def test_nobody_is_in_it_with_another():
+def test_two_threads_never_hold_the_lock_at_once():
     lock, inside, most = FairLock(), [0], [0]
 
     def work() -> None:

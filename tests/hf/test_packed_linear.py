@@ -120,7 +120,7 @@ def test_loaded_and_random_models_come_packed(varied_path):
         )
 
 
-def test_other_dtypes_and_devices_stay_as_they_are(varied_path):
+def test_other_dtypes_and_devices_are_not_packed(varied_path):
     assert not can_pack(CPU, torch.float32)
     assert not can_pack(torch.device("cuda"), torch.bfloat16)
     for model in (load_model(varied_path, "float32"), random_model(SHAPE, "float32")):

@@ -53,7 +53,7 @@ def test_biases_count_keys_so_that_gaps_are_closed(name):
 @pytest.mark.parametrize(
     "name", [name for name in (*ROTATED, *UNMARKED) if name != "gemma3-two-ropes"]
 )
-def test_what_follows_is_predicted_behind_the_last_position(name):
+def test_a_continuation_is_scored_behind_the_last_position(name):
     model, ids = kit.family(name), kit.ids(len(GAPPED))
     follow = model.score_continuation(model.full_prefill(ids, torch.tensor(at(3))), [5, 9, 2])
     whole = model.full_prefill([*ids, 5, 9], torch.tensor([*at(3), 47, 48]))
@@ -90,7 +90,7 @@ def test_a_prompt_from_one_run_with_gaps_equals_its_full_prefill(name):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_right_at_its_own_positions_alone_stays_there_and_is_never_blended(
+def test_a_family_whose_kv_cannot_be_moved_uses_it_in_place_and_never_blends(
     name,
 ):
     model, ids = kit.family(name), kit.ids(30)

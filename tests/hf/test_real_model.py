@@ -2,8 +2,6 @@
 template.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -25,12 +23,12 @@ TAIL = "When did the Brooklyn Bridge open?<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def model(smollm_path: Path, request: pytest.FixtureRequest) -> HFModel:
+def model(smollm_path, request):
     return load_model(smollm_path, request.param)
 
 
 @pytest.fixture(scope="module")
-def prompt(model: HFModel) -> tuple[list[int], list[CachedRun], KVSource]:
+def prompt(model):
     parts = [model.tokens(HEAD, special=True), *(model.tokens(text) for text in PASSAGES)]
     starts = [sum(len(part) for part in parts[:index]) for index in range(len(parts))]
     spans = zip(starts, parts, strict=True)
@@ -52,7 +50,7 @@ def fused(
     return model.fuse(ids, torch.arange(len(ids)), runs, source, policy, ratio)
 
 
-def test_it_passes_its_verification(model):
+def test_the_embedded_model_passes_verify(model):
     verdict = verify(model)
     assert [check for check in verdict.checks if not check.passed] == []
 
@@ -83,7 +81,7 @@ def test_two_prompts_are_answered_together(model, prompt):
 
 
 @pytest.mark.parametrize("policy", ["hkvd", "hkvd-flat", "query-gradual", "hybrid"])
-def test_fifteen_percent_come_nearer_to_full_prefill_than_reuse(model, prompt, policy):
+def test_recomputing_fifteen_percent_is_nearer_to_full_prefill_than_reuse(model, prompt, policy):
     full = model.full_prefill(prompt[0]).logits.float().log_softmax(-1)
 
     def divergence(policy: str, ratio: float) -> float:

@@ -50,7 +50,7 @@ def test_every_layers_keys_and_values_cost_what_they_do_alone(name):
         assert values > 0
 
 
-def test_what_changes_nothing_costs_nothing_and_a_cost_that_cannot_be_told_is_none():
+def test_unchanged_kv_costs_nothing_and_nan_or_no_words_give_no_costs():
     model = family("llama")
 
     def lost(kv: ChunkKV) -> ChunkKV:

@@ -66,7 +66,7 @@ def test_a_module_stands_in_memory_once(model):
 
 
 @pytest.mark.slow  # with them, as what measures coverage keeps frames, and so what they held
-def test_what_nobody_holds_any_more_is_gone(model):
+def test_shared_rows_are_freed_with_their_last_prompt(model):
     common = SharedKV()
     each = prompts(model, 2, common)
     for layer in (layer for prefill in each for layer in prefill.cache.layers):
@@ -75,7 +75,7 @@ def test_what_nobody_holds_any_more_is_gone(model):
     assert len(common) == 0
 
 
-def test_all_rows_are_where_they_were(model):
+def test_sharing_changes_no_row(model):
     """Also of a copy, and where the last row was taken back: `generate` begins without it, and a
     step that cannot be shared gathers the KV.
     """
@@ -105,7 +105,7 @@ def test_every_answer_has_the_logits_that_it_has_alone(name, patient):
             assert float((scores - same).abs().max() / scores.std()) < 1e-4
 
 
-def test_who_goes_on_alone_beside_others_or_last_says_the_same(model):
+def test_answers_of_different_lengths_over_shared_rows_are_the_same_as_alone(model):
     """Some end sooner, one goes on when nobody is left."""
     ways = [way(max_new_tokens=length) for length in (10, 3, 10, 14)]
     wanted = alone(model, prompts(model), ways)

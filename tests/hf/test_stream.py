@@ -81,7 +81,7 @@ def spoken(words, ids):
 
 
 @given(data=st.data())
-def test_whatever_the_tokenizer_what_is_said_is_what_is_read(kind, data):
+def test_streamed_pieces_join_to_the_decoded_text_for_every_tokenizer(kind, data):
     ids = data.draw(st.lists(st.integers(0, len(kind) - 1), max_size=60))
     assert "".join(spoken(kind, ids)) == text_of(kind)(ids) or "\ufffd" in text_of(kind)(ids)
     text = data.draw(st.text(alphabet=LETTERS, max_size=60))
@@ -96,7 +96,7 @@ def test_each_token_is_said_at_once(words):
     assert spoken(words, ids) == ["One", " two", " three"]
 
 
-def test_an_answer_ends_where_its_own_text_says_so_or_nobody_hears_it(words):
+def test_an_answer_ends_at_a_stop_string_of_its_own_text_or_when_its_reader_is_gone(words):
     """A stop string that begins in the prompt is none."""
     prompt, answer = (
         words(text, add_special_tokens=False).input_ids for text in ("assistant\n", "Obs now")

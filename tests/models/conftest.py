@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,13 @@ import pytest
 
 
 @pytest.fixture
-def folder(varied_path: Path, tmp_path: Path) -> Path:
+def folder(varied_path, tmp_path):
     shutil.copytree(varied_path, tmp_path / "model")
     return tmp_path / "model"
 
 
 @pytest.fixture
-def retell() -> Callable[..., None]:
+def retell():
     """Change fields of a JSON file."""
 
     def changed(file: Path, **fields: Any) -> None:

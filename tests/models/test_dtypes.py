@@ -20,12 +20,12 @@ def test_bfloat16_is_taken_where_the_cpu_has_units_for_it(capabilities, dtype):
     assert auto_dtype("cpu", capabilities) == dtype
 
 
-def test_what_is_named_stays():
+def test_a_named_dtype_stays():
     settings = Settings(dtype="float16")
     assert resolve_auto(settings) == settings
 
 
-def test_who_leaves_it_open_shares_the_engine_of_who_names_it(tmp_path):
+def test_settings_with_dtype_auto_share_the_engine_of_those_that_name_it(tmp_path):
     named = {"home": tmp_path, "disk_bytes": 0}
     left_open, said = Settings(**named), Settings(**named, dtype=auto_dtype("cpu"))
     assert left_open.dtype == "auto"

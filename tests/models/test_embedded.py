@@ -35,7 +35,7 @@ PREPARE = (
 
 
 @pytest.fixture
-def home(smollm_path: Path, tmp_path: Path) -> Path:
+def home(smollm_path, tmp_path):
     """A home of its own with the prepared LLM in it, as links to the shared one."""
     folder = tmp_path / "home" / "models" / LLM
     folder.mkdir(parents=True)

@@ -22,7 +22,7 @@ MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 
 
 @pytest.fixture
-def adapter(folder: Path, tmp_path: Path, retell: Callable[..., None]) -> Path:
+def adapter(folder, tmp_path, retell):
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     get_peft_model(plain, config).save_pretrained(tmp_path / "adapter")
@@ -41,7 +41,7 @@ def named(weights: Weights, end: str) -> str:
 
 
 @pytest.mark.parametrize("name", [MODEL, ADAPTER])
-def test_a_file_that_was_cut_off_is_an_error(folder, adapter, name):
+def test_a_truncated_weights_file_is_an_error(folder, adapter, name):
     file = (folder if name == MODEL else adapter) / name
     file.write_bytes(file.read_bytes()[:5000])
     with pytest.raises(ModelError, match=str(folder if name == MODEL else adapter)):

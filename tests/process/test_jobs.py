@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -30,7 +29,7 @@ class Gate:
 
 
 @pytest.fixture
-def gate() -> Iterator[Gate]:
+def gate():
     gate = Gate()
     yield gate
     gate.open.set()

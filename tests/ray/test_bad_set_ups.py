@@ -2,10 +2,7 @@
 store, the numbers.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -19,12 +16,12 @@ from ragfuse.ray.cluster import Node, check_cluster
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
+def settings(tmp_path):
     return Settings(store=tmp_path / "store", home=tmp_path, model="nothing-is-loaded")
 
 
 @pytest.fixture
-def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_ray(monkeypatch):
     monkeypatch.setattr(
         cluster, "find_spec", lambda name: None if name == "ray" else find_spec(name)
     )
@@ -33,13 +30,14 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "command", [["ingest", "FILE", "--ray", "local"], ["serve", "--ray", "local"]]
 )
-def test_the_commands_say_so_before_a_model_is_loaded(command, without_ray, tmp_path, monkeypatch):
+def test_without_ray_the_commands_name_the_package_before_a_model_is_loaded(
+    command, without_ray, tmp_path, monkeypatch
+):
     (tmp_path / "notes.md").write_text("A text.")
     monkeypatch.setenv("RAGFUSE_HOME", str(tmp_path))
     monkeypatch.setenv("RAGFUSE_MODEL", "nothing-is-loaded")
-    said = CliRunner().invoke(
-        app, [str(tmp_path / "notes.md") if word == "FILE" else word for word in command]
-    )
+    notes = str(tmp_path / "notes.md")
+    said = CliRunner().invoke(app, [notes if word == "FILE" else word for word in command])
     assert said.exit_code == 1
     assert "pip install 'ragfuse-kv[ray]'" in said.output
 
@@ -59,15 +57,12 @@ def test_a_store_that_not_all_machines_share_is_refused(settings, monkeypatch):
         cluster.shared_settings(settings)
 
 
-@pytest.mark.parametrize("text", ["0", "3:2", "1:", "1:x"])
-def test_numbers_of_replicas_that_make_no_sense_are_refused(text):
-    with pytest.raises(SettingsError, match="--replicas"):
-        ReplicaOptions.parse(text)
-
-
-def test_numbers_of_replicas_are_read():
+def test_numbers_of_replicas_are_read_and_refused_where_they_make_no_sense():
     assert ReplicaOptions.parse("2") == ReplicaOptions(2, 2)
     assert ReplicaOptions.parse("1:4", 2.0) == ReplicaOptions(1, 4, 2.0)
+    for text in ("0", "3:2", "1:", "1:x"):
+        with pytest.raises(SettingsError, match="--replicas"):
+            ReplicaOptions.parse(text)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_a_new_replica_is_not_flooded_and_one_that_is_gone_is_forgotten():
     )
 
 
-def test_what_is_believed_is_bounded():
+def test_a_router_remembers_a_bounded_number_of_chunks():
     router, first = ChunkRouter([A, B]), RoutedRequest({0: 1})
     router.send(A, first)
     assert router.rank(first)[0] == A

@@ -41,17 +41,10 @@ def test_documents_and_the_conversation_of_a_request_are_its_chunks():
 
 
 def test_what_is_no_request_has_no_chunks():
-    for body in (
-        b"",
-        b"{",
-        b"[1]",
-        b"null",
-        b"\xff",
-        b'{"documents": {"text": "x"}, "messages": [3, {"content": 4}]}',
-    ):
-        assert routed_request("s", body).chunks == {}
-    assert routed_request("s", b"[" * 100_000).chunks == {}
-    assert routed_request("s", b'{"documents": ["' + b"x" * MAX_ROUTED_BYTES + b'"]}').chunks == {}
+    bodies = [b"", b"{", b"[1]", b"null", b"\xff", b"[" * 100_000]
+    bodies.append(b'{"documents": {"text": "x"}, "messages": [3, {"content": 4}]}')
+    bodies.append(b'{"documents": ["' + b"x" * MAX_ROUTED_BYTES + b'"]}')
+    assert not any(routed_request("s", body).chunks for body in bodies)
 
 
 def test_what_a_replica_got_of_one_tenant_says_nothing_to_the_request_of_another():

@@ -139,7 +139,7 @@ DEFAULT = """a<union scaffold="y"><module name="x">123</module><module name="y">
 >6</module>c"""
 
 
-def test_what_stands_in_for_a_union_is_taken_from_the_run_around_it_when_imported():
+def test_an_imported_stand_in_is_taken_from_the_run_around_it():
     layout = laid(DEFAULT)
     found = bound(layout, "<y/>")
     assert found.runs == (layout.modules[""],)

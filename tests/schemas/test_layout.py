@@ -127,7 +127,7 @@ def test_what_stands_in_for_a_union_is_encoded_with_the_text_around_it():
     assert told(layout, "x") == ("123", span((1, 4)))
 
 
-def test_what_stands_in_stands_in_with_what_stands_in_for_its_own_unions():
+def test_a_stand_in_brings_the_stand_ins_of_its_own_unions():
     inner = '<union scaffold="d"><module name="c">1</module><module name="d">23</module></union>'
     layout = laid(
         f'<union scaffold="a"><module name="a">x{inner}y<param name="p" len="2"/></module></union>z'

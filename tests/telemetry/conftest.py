@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from ragfuse import Engine
 from ragfuse.text import Piece
 
 SECRET = (
@@ -23,7 +22,7 @@ def asking(question: str) -> list[Any]:
 
 
 @pytest.fixture
-def ingested(engine: Engine) -> Engine:
+def ingested(engine):
     prompt = asking("Who?")
     chunks = [(piece.text, piece.source) for piece in prompt[0][1] if piece.kind == "chunk"]
     engine.ingest(chunks, engine.prefix(prompt))
@@ -32,7 +31,7 @@ def ingested(engine: Engine) -> Engine:
 
 
 @pytest.fixture
-def warm(ingested: Engine) -> Engine:
+def warm(ingested):
     """The same with the chunks on disk alone."""
     memory = ingested.store.tier("memory")
     memory.delete([entry.key for entry in memory.list()])

@@ -183,7 +183,7 @@ def test_no_text_and_no_source_is_in_a_scrape(ingested, registry):
         assert text not in said
 
 
-def test_without_the_client_it_says_what_to_install(engine, monkeypatch):
+def test_without_prometheus_client_the_error_names_the_package(engine, monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(InputError, match=r"pip install 'ragfuse-kv\[telemetry\]'"):
         metrics(engine)

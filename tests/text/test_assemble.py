@@ -34,9 +34,6 @@ CHATML = (
 DROPS_SYSTEM = CHATML.replace(
     "{% for m in messages %}", "{% for m in messages if m['role'] != 'system' %}"
 )
-DROPS_USER = CHATML.replace(
-    "{% for m in messages %}", "{% for m in messages if m['role'] != 'user' %}"
-)
 TWICE = CHATML.replace("m['content']", "m['content'] + '\n' + m['content']")
 ESCAPES = CHATML.replace("m['content']", "m['content'] | tojson")
 LATE_SYSTEM = """{% for m in messages if m['role'] != 'system' %}[INST] {% if loop.last %}{{ messages[0]['content'] }}
@@ -219,11 +216,6 @@ def test_a_template_may_repeat_a_message():
 def test_what_is_left_of_a_chunk_that_a_template_escapes_is_found():
     found = chunks(assembler(ESCAPES).chat([("user", f'"{A}" said\n{B}\n?')]))
     assert [segment.source for segment in found] == ["The.txt", "Nob.txt"]
-
-
-def test_a_message_that_a_template_leaves_out_is_an_error():
-    with pytest.raises(InputError, match="messages of role user"):
-        assembler(DROPS_USER).chat([("user", "a"), ("assistant", "a b"), ("tool", A)])
 
 
 def test_a_template_that_refuses_the_roles_is_an_error_with_its_reason():

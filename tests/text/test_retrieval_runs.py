@@ -39,7 +39,7 @@ def told(runs: RetrievalRuns, *ids: str, prompt: str = ALL) -> list[str]:
 
 
 @pytest.fixture
-def runs() -> RetrievalRuns:
+def runs():
     return RetrievalRuns("test", outlasts=False)
 
 
@@ -67,22 +67,20 @@ def test_what_a_model_was_asked_about_is_dropped_with_its_run_and_the_rest_kept_
 
 
 def test_a_run_that_may_outlast_its_parent_keeps_its_texts_until_it_ends():
-    ends_with_parent, outlasts = (
-        RetrievalRuns("first", outlasts=False),
-        RetrievalRuns("second", outlasts=True),
-    )
-    for each in (ends_with_parent, outlasts):
+    both = [RetrievalRuns("test", outlasts=outlasts) for outlasts in (False, True)]
+    for each in both:
         each.begin("query", None, [letter("mill")])
         each.begin("stream", "query")
         told(each, "stream")
         each.end("query")
-    assert (len(ends_with_parent), len(outlasts)) == (0, 1)
-    assert (told(ends_with_parent, "stream"), told(outlasts, "stream")) == ([], ["mill.txt"])
+    assert [len(each) for each in both] == [0, 1]
+    assert [told(each, "stream") for each in both] == [[], ["mill.txt"]]
+    outlasts = both[1]
     outlasts.end("stream", unread=True)
     assert told(outlasts) == ["mill.txt"]  # the stream may still be read
 
 
-def test_a_text_is_told_in_the_form_in_which_the_prompt_has_it(runs):
+def test_a_text_is_returned_as_the_prompt_has_it(runs):
     whole, bare = "file: a.txt\n\nIt's dug\nin 1847.", "It's dug\nin 1847."
     runs.record(None, [(whole, "a.txt", bare)])
     for prompt, form in (
@@ -118,7 +116,7 @@ def test_a_text_that_stands_in_a_prompt_altered_is_told_as_it_was_retrieved(runs
     )
 
 
-def test_a_thread_that_serves_several_tenants_tells_none_what_was_retrieved_for_another(
+def test_a_thread_that_serves_several_tenants_shows_none_the_texts_of_another(
     runs,
 ):
     runs.record(None, [letter("harbour")])
@@ -143,13 +141,8 @@ def test_runs_that_never_end_are_given_up(runs, monkeypatch):
     for number in range(5):
         runs.begin(f"chain {number}", None, [letter(str(number))])
         runs.begin(f"retriever {number}", f"chain {number}")
-    assert [bool(told(runs, f"chain {number}")) for number in range(5)] == [
-        False,
-        False,
-        True,
-        True,
-        True,
-    ]
+    known = [bool(told(runs, f"chain {number}")) for number in range(5)]
+    assert known == [False, False, True, True, True]
     assert len(runs) == 6
 
 

@@ -32,7 +32,7 @@ def left(n, *pieces):
         (9, "Say.\n\nWho?", ("a.md", "b.md", "c.md")),
     ],
 )
-def test_the_last_goes_first_with_the_space_that_parted_it(n, wanted, sources):
+def test_the_last_chunk_is_dropped_first_with_the_space_before_it(n, wanted, sources):
     pieces = ("Say.\n\n", C[0], "\n\n", C[1], "\n\n", C[2], "\n\n", "Who?")
     assert left(n, *pieces) == (wanted, sources)
 

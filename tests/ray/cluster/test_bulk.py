@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ CHUNKS = texts(32)
 
 
 @pytest.fixture(scope="module")
-def settings(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Settings:
+def settings(tiny_path, tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     return Settings(
         model=str(tiny_path), dtype="float32", store=home / "store", home=home, threads=1
@@ -35,7 +34,7 @@ def settings(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Setti
 
 
 @pytest.fixture(scope="module")
-def alone(settings: Settings) -> dict[Any, str]:
+def alone(settings):
     """What one process stores."""
     mine = settings.model_copy(update={"store": settings.home / "alone"})
     with Engine(mine) as engine:

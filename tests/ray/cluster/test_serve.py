@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -55,9 +53,7 @@ class Replicas:
 
 
 @pytest.fixture(scope="module")
-def replicas(
-    tiny_path: Path, tmp_path_factory: pytest.TempPathFactory, two_ray_nodes: str
-) -> Iterator[Replicas]:
+def replicas(tiny_path, tmp_path_factory, two_ray_nodes):
     home = tmp_path_factory.mktemp("served")
     settings = Settings(
         model=str(tiny_path),
