@@ -90,7 +90,7 @@ def test_only_its_holder_may_release_the_lock():
 def test_two_threads_never_hold_the_lock_at_once():
     lock, inside, most = FairLock(), [0], [0]
 
-    def work() -> None:
+    def work(_: int) -> None:
         for turn in range(200):
             with lock if turn % 3 else lock.short():
                 inside[0] += 1
@@ -98,7 +98,6 @@ def test_two_threads_never_hold_the_lock_at_once():
                 inside[0] -= 1
 
     with ThreadPoolExecutor(6) as pool:
-        for _ in range(6):
-            pool.submit(work)
+        list(pool.map(work, range(6)))
     assert most == [1]
     assert lock.waiting == 0
