@@ -27,7 +27,7 @@ def texts(found: object) -> list[str]:
 
 
 @pytest.mark.parametrize(("count", "size"), [(1, 40), (3, 12), (8, 10), (5, 300), (10, 3)])
-def test_a_part_of_the_documents_is_held_out(count: int, size: int) -> None:
+def test_a_part_of_the_documents_is_held_out(count, size):
     given = documents(count, size)
     train, held = split_documents(given, 0)
     assert sorted(texts(train) + texts(held)) == sorted(texts(given))
@@ -37,7 +37,7 @@ def test_a_part_of_the_documents_is_held_out(count: int, size: int) -> None:
     assert split_documents(given, 0) == (train, held)
 
 
-def test_an_example_comes_by_its_number_and_asks_about_what_it_holds() -> None:
+def test_an_example_comes_by_its_number_and_asks_about_what_it_holds():
     given = documents(4, 12)
     one, other = (DocumentExamples(given, 0, 8) for _ in range(2))
     found = [one.example(number) for number in range(40)]

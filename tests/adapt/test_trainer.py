@@ -97,9 +97,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_run_that_was_stopped_or_killed_ends_with_the_weights_of_one_that_was_not(
-    run: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_run_that_was_stopped_or_killed_ends_with_the_weights_of_one_that_was_not(run, tmp_path):
     whole = run("whole")
     assert whole.state.global_step == 6
     stopped = run("parts", stop_at=3)
@@ -123,9 +121,7 @@ def test_it_learns_and_the_best_is_kept(run: Callable[..., Any], tmp_path: Path)
     assert same(adapter(tmp_path / "whole"), adapter(tmp_path / "until"))
 
 
-def test_a_run_that_is_stopped_before_it_was_measured_leaves_what_it_learnt(
-    run: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_run_that_is_stopped_before_it_was_measured_leaves_what_it_learnt(run, tmp_path):
     run(stop_at=1)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         CHUNK_ADAPTER,
@@ -169,7 +165,7 @@ def test_the_encoding_of_an_adapter_is_honoured_but_for_a_setting_by_hand(
         load_model(tmp_path / "out", "float32", home=tmp_path / "home")
 
 
-def test_a_folder_of_another_training_is_refused(run: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_folder_of_another_training_is_refused(run, tmp_path):
     run(stop_at=1)
     with pytest.raises(InputError, match="another rank"):
         run(rank=3)
@@ -177,9 +173,7 @@ def test_a_folder_of_another_training_is_refused(run: Callable[..., Any], tmp_pa
         run(given=documents(2, 20))
 
 
-def test_a_student_that_is_not_the_engine_is_refused(
-    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_student_that_is_not_the_engine_is_refused(run, monkeypatch):
     from ragfuse.hf import branches
 
     monkeypatch.setattr(branches, "_placed", lambda keys, starts, layout: keys)
@@ -187,7 +181,7 @@ def test_a_student_that_is_not_the_engine_is_refused(
         run()
 
 
-def test_distances() -> None:
+def test_distances():
     torch.manual_seed(0)
     wanted, found = torch.randn(2, 5, 9).unbind()
     assert float(kl_along(wanted, found)) == pytest.approx(kl(wanted, found), abs=1e-6)
@@ -201,7 +195,7 @@ def test_distances() -> None:
     assert layers_compared(3) == (1, 2, 3)
 
 
-def test_chunks_without_filler_are_refused(settings: Settings, tmp_path: Path) -> None:
+def test_chunks_without_filler_are_refused(settings, tmp_path):
     adaptation = Adaptation(settings.model_copy(update={"filler_tokens": 0}))
     with pytest.raises(InputError, match="Wanted filler text"):
         adaptation.prepare(DOCUMENTS, tmp_path / "out", 2)
@@ -209,9 +203,7 @@ def test_chunks_without_filler_are_refused(settings: Settings, tmp_path: Path) -
     assert not (tmp_path / "out").exists()
 
 
-def test_a_place_that_cannot_have_an_adapter_is_told_and_not_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_place_that_cannot_have_an_adapter_is_told_and_not_made(tmp_path, monkeypatch):
     (tmp_path / "others").mkdir()
     mine = tmp_path / "others" / "mine.txt"
     mine.write_text("mine")

@@ -43,17 +43,17 @@ FOUND = [("A letter.", "a.txt", ""), ("Another.", "b.txt", "")]
         [A, Letter(" \n"), B],
     ],
 )
-def test_documents_are_found_in_any_nesting(value: Any) -> None:
+def test_documents_are_found_in_any_nesting(value):
     assert read(value) == FOUND
     assert read(A, [B]) == FOUND
 
 
 @pytest.mark.parametrize("value", [None, "A letter.", 3, [1.0, A], [[[[[[A]]]]]], Envelope("x")])
-def test_what_holds_none_is_passed_over(value: Any) -> None:
+def test_what_holds_none_is_passed_over(value):
     assert read(value) == []
 
 
-def test_a_source_is_for_people() -> None:
+def test_a_source_is_for_people():
     assert source_of({"title": "T", "url": "http://x"}, "", "7") == "http://x"
     assert source_of({}, "A letter.", None, "7") == "7"
     assert source_of({}, "A letter.").startswith("document ")

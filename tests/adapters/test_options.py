@@ -63,13 +63,11 @@ def asked(fields: dict[str, Any] | None = None, /, **call: Any) -> Ask:
     ],
     ids=str,
 )
-def test_an_option_means_the_same_as_a_field_and_in_a_call(
-    given: dict[str, Any], expected: Ask
-) -> None:
+def test_an_option_means_the_same_as_a_field_and_in_a_call(given, expected):
     assert asked(given) == asked({}, **given) == expected
 
 
-def test_a_call_goes_before_its_model() -> None:
+def test_a_call_goes_before_its_model():
     fields = {
         "ratio": 0.1,
         "stop": ["."],
@@ -81,7 +79,7 @@ def test_a_call_goes_before_its_model() -> None:
     assert ask.chat_template_kwargs == {"mood": "good", "date": "today"}
 
 
-def test_tools_and_documents_come_along() -> None:
+def test_tools_and_documents_come_along():
     ask = ask_of(
         "Model",
         {},
@@ -103,7 +101,7 @@ def test_tools_and_documents_come_along() -> None:
         ("stop", [""]),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(name: str, value: Any) -> None:
+def test_what_cannot_be_is_refused_by_name(name, value):
     """Also what changes nothing at temperature 0."""
     with pytest.raises(SettingsError, match=name):
         asked({}, **{name: value})
@@ -113,6 +111,6 @@ def test_what_cannot_be_is_refused_by_name(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("form", ["xml", {"type": "xml"}, {"type": "json_schema"}])
-def test_a_form_that_cannot_be_followed_is_refused(form: Any) -> None:
+def test_a_form_that_cannot_be_followed_is_refused(form):
     with pytest.raises(InputError, match="response_format"):
         asked({}, response_format=form)

@@ -4,7 +4,6 @@ process.
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +37,7 @@ DOCUMENTS = [
 ]
 
 
-def test_questions_are_made_from_the_documents_and_the_same_each_time() -> None:
+def test_questions_are_made_from_the_documents_and_the_same_each_time():
     cases = make_cases(DOCUMENTS, 9)
     assert cases == make_cases(DOCUMENTS, 9)
     assert len({case.question for case in cases}) > 3
@@ -49,7 +48,7 @@ def test_questions_are_made_from_the_documents_and_the_same_each_time() -> None:
         assert any(topic in chunk for chunk in case.chunks)
 
 
-def test_prompts_share_a_pool_of_chunks_and_each_chunk_is_asked_about_once() -> None:
+def test_prompts_share_a_pool_of_chunks_and_each_chunk_is_asked_about_once():
     names = [f"document {number}" for number in range(9)]
     documents = [
         (name, [f"{name} has a part {i} with words of its own, {name}-{i} " * 3 for i in range(20)])
@@ -73,23 +72,19 @@ def tried(
     )
 
 
-def test_the_fastest_of_those_near_the_closest_safe_one_is_chosen() -> None:
-    quick, close, slow = (
-        tried("lego", 0.10, 5.0),
-        tried("hkvd", 0.09, 3.0),
-        tried("query", 0.2, 6.0),
-    )
-    assert choose([quick, close, slow]) == quick
+def test_the_fastest_of_those_near_the_closest_safe_one_is_chosen():
+    close, quick = tried("hkvd", 0.09, 3.0), tried("lego", 0.10, 5.0)
+    assert choose([quick, close, tried("query", 0.2, 6.0)]) == quick
     assert choose([close, tried("lego", 0.15, 5.0)]) == close
 
 
-def test_what_is_not_certainly_close_or_does_not_agree_is_not_safe() -> None:
+def test_what_is_not_certainly_close_or_does_not_agree_is_not_safe():
     assert choose([tried("lego", 0.2, 5.0, high=MAX_KL_OVER_REUSE + 0.01)]) is None
     assert choose([tried("lego", 0.1, 5.0, top1=MIN_AGREEMENT - 0.01)]) is None
     assert choose([]) is None
 
 
-def test_the_advice_is_one_sentence_that_says_why() -> None:
+def test_the_advice_is_one_sentence_that_says_why():
     far = tried("hkvd", 0.8, 3.0)
     assert "hkvd at 10%" in advice("m", None, [far])
     assert "verify" in advice("m", None, [far], flaw_of(False, 1.0, 5.0))
@@ -100,11 +95,11 @@ def test_the_advice_is_one_sentence_that_says_why() -> None:
     ("spread", "asked"), [((0.05, 0.05), 12), ((0.08, 0.32), 36), ((0.5, 0.6), 8)]
 )
 def test_more_questions_are_asked_once_where_the_first_do_not_decide(
-    spread: tuple[float, float],
-    asked: int,
-    random_weights: Settings,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    spread,
+    asked,
+    random_weights,
+    monkeypatch,
+):
     """Of one choice the KL is given, as a share of plain reuse's; of all others it is far."""
 
     def given(
@@ -125,7 +120,7 @@ def test_more_questions_are_asked_once_where_the_first_do_not_decide(
     assert result["safe"] is (sum(spread) < 1)
 
 
-def test_the_curve_is_worked_out_on_the_same_questions() -> None:
+def test_the_curve_is_worked_out_on_the_same_questions():
     rows = [row(case, "none", 0.0, kl) for case, kl in (("a", 1.0), ("b", 3.0))]
     rows += [row(case, method.name, method.ratio or 0.0, 0.5) for case in "ab" for method in LADDER]
     found = curve(rows)
@@ -141,7 +136,7 @@ def measured(method: Method, kls: list[float], top1: float, speed: float) -> lis
     ]
 
 
-def test_only_what_is_clearly_out_is_measured_no_longer() -> None:
+def test_only_what_is_clearly_out_is_measured_no_longer():
     far, rude, unsure = (Method("lexical", ratio) for ratio in (0.01, 0.02, 0.03))
     spread = [0.9, 1.1] * 5
     rows = measured(Method("none", 0.0, "alone"), [10 * each for each in spread], 0.5, 20.0)
@@ -153,7 +148,7 @@ def test_only_what_is_clearly_out_is_measured_no_longer() -> None:
 
 
 @pytest.fixture(scope="module")
-def random_weights(varied_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Settings:
+def random_weights(varied_path, tmp_path_factory):
     """A model of random weights over a store that remembers what its calibration said."""
     home = tmp_path_factory.mktemp("calibrated")
     return Settings(
@@ -162,7 +157,7 @@ def random_weights(varied_path: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="module")
-def unsafe(random_weights: Settings) -> dict[str, Any]:
+def unsafe(random_weights):
     """What that said."""
     with Engine(random_weights) as engine:
         result = calibrate(engine.model, make_cases(DOCUMENTS, 5), Console(quiet=True), "random")
@@ -171,7 +166,7 @@ def unsafe(random_weights: Settings) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_model_of_random_weights_is_called_unsafe(unsafe: dict[str, Any]) -> None:
+def test_a_model_of_random_weights_is_called_unsafe(unsafe):
     assert unsafe["safe"] is False
     assert (unsafe["policy"], unsafe["ratio"]) == ("full", 1.0)
     assert "learned nothing" in unsafe["advice"]
@@ -179,9 +174,7 @@ def test_a_model_of_random_weights_is_called_unsafe(unsafe: dict[str, Any]) -> N
     assert json.loads(json.dumps(unsafe)) == unsafe
 
 
-def test_an_unsafe_model_answers_by_full_prefill_in_the_next_process_too(
-    unsafe: dict[str, Any], random_weights: Settings
-) -> None:
+def test_an_unsafe_model_answers_by_full_prefill_in_the_next_process_too(unsafe, random_weights):
     with Engine(random_weights) as engine:
         engine.ingest([(chunk, "book") for chunk in CHUNKS])
         answer = engine.answer(messages())
@@ -192,7 +185,7 @@ def test_an_unsafe_model_answers_by_full_prefill_in_the_next_process_too(
         assert asked.trace.tokens_reused > 0
 
 
-def test_a_choice_is_kept_and_used(tiny_settings: Settings) -> None:
+def test_a_choice_is_kept_and_used(tiny_settings):
     with Engine(tiny_settings) as engine:
         engine.runtime.learn(engine.runtime.profile.calibrated(True, "lego", 0.25))
     with Engine(tiny_settings) as engine:
@@ -201,7 +194,7 @@ def test_a_choice_is_kept_and_used(tiny_settings: Settings) -> None:
         assert (trace.policy, trace.ratio) == ("lego", 0.25)
 
 
-def test_the_picture_shows_every_rung(unsafe: dict[str, Any], tmp_path: Path) -> None:
+def test_the_picture_shows_every_rung(unsafe, tmp_path):
     from ragfuse.calibration.calibrate import draw_calibration
 
     draw_calibration(unsafe, tmp_path / "curve.png")

@@ -18,12 +18,12 @@ from ragfuse.calibration.metrics import is_right, normalise
         ("the", ""),
     ],
 )
-def test_case_punctuation_articles_and_spaces_do_not_count(text: str, normal: str) -> None:
+def test_case_punctuation_articles_and_spaces_do_not_count(text, normal):
     assert normalise(text) == normal
 
 
 @given(st.text())
-def test_normalised_text_is_in_single_spaces(text: str) -> None:
+def test_normalised_text_is_in_single_spaces(text):
     assert normalise(text) == " ".join(normalise(text).split())
 
 
@@ -39,7 +39,5 @@ def test_normalised_text_is_in_single_spaces(text: str) -> None:
         ("anything the !", ["", "the", "!"], False),
     ],
 )
-def test_a_known_answer_is_right_as_whole_words_in_order(
-    text: str, golds: list[str], right: bool
-) -> None:
+def test_a_known_answer_is_right_as_whole_words_in_order(text, golds, right):
     assert is_right(text, golds) is right

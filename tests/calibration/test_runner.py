@@ -32,14 +32,14 @@ def tuned(*arguments: str, **extra: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_cpu_is_judged_by_cpu_time_and_a_gpu_by_the_wall() -> None:
+def test_a_cpu_is_judged_by_cpu_time_and_a_gpu_by_the_wall():
     assert Stopwatch(torch.device("cpu")).clock == "cpu"
     assert Stopwatch(torch.device("cuda")).clock == "wall"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not runner.is_glibc(), reason="only glibc's allocator reads these settings")
-def test_the_process_starts_again_once_and_ctrl_c_reaches_it() -> None:
+def test_the_process_starts_again_once_and_ctrl_c_reaches_it():
     process = tuned("100", "--an", "option")
     assert process.stdout is not None
     lines = [process.stdout.readline()]
@@ -55,7 +55,7 @@ def test_the_process_starts_again_once_and_ctrl_c_reaches_it() -> None:
     assert "False ['0']" in out
 
 
-def test_what_is_said_of_the_machine_is_plain_json() -> None:
+def test_what_is_said_of_the_machine_is_plain_json():
     around = runner.circumstances(torch.device("cpu"), 1)
     assert json.loads(json.dumps(around)) == around
     assert around["machine"]["cpu"]

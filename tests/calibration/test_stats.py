@@ -18,12 +18,12 @@ def by_hand(statistic, n: int, draws: int = 4000) -> tuple[float, float]:
     return found[int(0.025 * draws)], found[int(0.975 * draws)]
 
 
-def test_the_mean_s_interval_is_the_bootstrap_s() -> None:
+def test_the_mean_s_interval_is_the_bootstrap_s():
     wanted = by_hand(lambda rows: mean(VALUES[i] for i in rows), len(VALUES))
     assert mean_interval(VALUES) == pytest.approx(wanted, abs=0.03)
 
 
-def test_differences_and_ratios_are_drawn_in_pairs() -> None:
+def test_differences_and_ratios_are_drawn_in_pairs():
     wanted = by_hand(lambda rows: mean(OTHERS[i] - VALUES[i] for i in rows), len(VALUES))
     assert difference_interval(OTHERS, VALUES) == pytest.approx(wanted, abs=0.03)
     wanted = by_hand(
@@ -32,7 +32,7 @@ def test_differences_and_ratios_are_drawn_in_pairs() -> None:
     assert ratio_interval(VALUES, OTHERS) == pytest.approx(wanted, abs=0.01)
 
 
-def test_what_does_not_vary_has_no_width() -> None:
+def test_what_does_not_vary_has_no_width():
     assert mean_interval([0.5]) == (0.5, 0.5)
     assert mean_interval([0.25] * 9) == (0.25, 0.25)
     assert ratio_interval([1.0, 1.0], [2.0, 2.0]) == (0.5, 0.5)

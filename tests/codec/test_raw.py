@@ -45,29 +45,32 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 )  # fmt: skip
 def test_raw_gives_back_every_bit_of_any_shape_and_dtype(heads, n, dim, value_dim, dtype, seed):
     before = layer(heads, n, dim, value_dim, dtype, seed)
-    blob = RAW.encode(before)
-    after = RAW.decode(blob, LayerMeta.of(before, blob))
+    blob, after = there_and_back(before)
     assert same_bits(before.keys, after.keys)
     assert same_bits(before.values, after.values)
     assert (blob.dtype, blob.dim(), blob.numel()) == (torch.uint8, 1, before.nbytes)
 
 
+def there_and_back(before):
+    blob = RAW.encode(before)
+    return blob, RAW.decode(blob, LayerMeta.of(before, blob))
+
+
 def test_raw_takes_tensors_that_are_not_contiguous():
     whole = layer(2, 12, 8, 8, torch.bfloat16)
     part = LayerKV(whole.keys[:, 3:9], whole.values.transpose(0, 1)[3:9].transpose(0, 1))
-    blob = RAW.encode(part)
-    after = RAW.decode(blob, LayerMeta.of(part, blob))
+    blob, after = there_and_back(part)
     assert same_bits(after.keys, part.keys)
     assert same_bits(after.values, part.values)
     assert blob.numel() == part.nbytes
 
 
-def test_raw_decode_copies_nothing():
+def test_raw_puts_keys_before_values_and_decoding_copies_nothing():
     before = layer(2, 5, 4, 6, torch.float16)
-    blob = RAW.encode(before)
-    after = RAW.decode(blob, LayerMeta.of(before, blob))
+    blob, after = there_and_back(before)
     assert after.keys.data_ptr() == blob.data_ptr()
     assert after.values.data_ptr() == blob.data_ptr() + before.keys.nbytes
+    assert torch.equal(blob[: before.keys.nbytes], before.keys.reshape(-1).view(torch.uint8))
 
 
 @pytest.mark.parametrize(
@@ -85,12 +88,6 @@ def test_layers_of_one_block_are_decoded_together_as_each_alone(chosen):
         assert kv.keys.data_ptr() == blobs[at].data_ptr()
         assert same_bits(kv.keys, layers[at].keys)
         assert same_bits(kv.values, layers[at].values)
-
-
-def test_raw_puts_keys_before_values():
-    before = layer(1, 3, 4, 4, torch.float32)
-    blob = RAW.encode(before)
-    assert torch.equal(blob[: before.keys.nbytes], before.keys.reshape(-1).view(torch.uint8))
 
 
 @pytest.mark.parametrize(

@@ -36,12 +36,8 @@ def test_a_layer_takes_a_byte_a_value_and_a_scale_a_token():
 
 def test_the_largest_values_of_a_dtype_do_not_become_infinite():
     for dtype in DTYPES.values():
-        most = torch.finfo(dtype).max
-        before = LayerKV(
-            torch.full((1, 2, 4), most).to(dtype), torch.full((1, 2, 4), -most).to(dtype)
-        )
-        if dtype in (torch.float32, torch.bfloat16):
-            before = LayerKV(before.keys / 2, before.values / 2)
+        most = torch.finfo(dtype).max / (2 if dtype in (torch.float32, torch.bfloat16) else 1)
+        before = LayerKV(*(torch.full((1, 2, 4), sign * most).to(dtype) for sign in (1, -1)))
         blob = INT8.encode(before)
         assert INT8.decode(blob, LayerMeta.of(before, blob)).keys.float().isfinite().all()
 

@@ -14,14 +14,14 @@ ASKED = [*SAID["questions"], SAID["long"]]
 
 
 @pytest.mark.parametrize("item", ASKED, ids=lambda item: item["id"])
-def test_known_answers_stand_in_their_article_and_not_in_the_question(item: dict) -> None:
+def test_known_answers_stand_in_their_article_and_not_in_the_question(item):
     article = (corpus_path() / f"{item['article']}.md").read_text(encoding="utf-8")
     assert item["answers"]
     assert item["answers"][0] in article
     assert not is_right(item["question"], item["answers"])
 
 
-def test_questions_are_twelve_on_the_articles_that_the_reader_was_not_trained_on() -> None:
+def test_questions_are_twelve_on_the_articles_that_the_reader_was_not_trained_on():
     asked = SAID["questions"]
     articles = json.loads(
         (Path(str(files("ragfuse_bench"))) / "sets" / "squad_held_out.json").read_text()
@@ -33,7 +33,7 @@ def test_questions_are_twelve_on_the_articles_that_the_reader_was_not_trained_on
     assert SAID["long"] not in asked
 
 
-def test_every_article_names_its_origin_and_licence() -> None:
+def test_every_article_names_its_origin_and_licence():
     articles = sorted(corpus_path().glob("*.md"))
     assert len(articles) == 12
     for article in articles:

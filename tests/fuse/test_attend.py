@@ -1,5 +1,7 @@
 """Few queries over all keys, compared with one weight at a time."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import pytest
@@ -12,6 +14,8 @@ from ragfuse.fuse.attend import Ragged, RowMask, Watch, attend, attend_ragged
 from tests import reference
 
 SCALING = 0.4
+GAPS = [0, 3, 4, 9, 11], [0, 1, 2, 10, 11, 12, 13, 40, 41, 42, 50, 51]
+"""Rows, and positions with gaps."""
 
 
 both_paths = pytest.mark.parametrize(
@@ -31,9 +35,23 @@ class Case:
     keys: Tensor
     values: Tensor
 
-    def found(self, whole: bool = False, **options: object) -> Tensor:
-        mask = RowMask(torch.tensor(self.rows), torch.tensor(self.positions), whole)
-        return attend(self.query, self.keys, self.values, mask, SCALING, **options)[0]
+    def mask(self, whole: bool = False, watch: Watch | None = None) -> RowMask:
+        return RowMask(torch.tensor(self.rows), torch.tensor(self.positions), whole, watch=watch)
+
+    def found(
+        self, whole: bool = False, mask: RowMask | None = None, window: int | None = None, **options
+    ) -> Tensor:
+        mask = mask or self.mask(whole)
+        return attend(self.query, self.keys, self.values, mask, SCALING, window, **options)[0]
+
+    def to(self, dtype: torch.dtype) -> Case:
+        """A copy in that dtype."""
+        tensors = (self.query, self.keys, self.values)
+        return Case(self.rows, self.positions, *(each.to(dtype, copy=True) for each in tensors))
+
+    def check(self, whole: bool = False, mask: RowMask | None = None, **options: object) -> None:
+        """Attention is what its slow twin has."""
+        agree(self.found(whole, mask, **options), self.wanted(**options))
 
     def wanted(self, **options: object) -> Tensor:
         at = [self.positions[row] for row in self.rows]
@@ -76,11 +94,9 @@ options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys(
     [[0], [29], [4, 5, 17, 28], list(range(30)), [0, 29], list(range(20, 30))],
     ids=["the first", "the last", "a few", "all", "both ends", "a suffix"],
 )
-def test_rows_see_exactly_the_positions_up_to_their_own(
-    rows: list[int], options: dict[str, object], whole: bool
-) -> None:
+def test_rows_see_exactly_the_positions_up_to_their_own(rows, options, whole):
     given_case = case(rows, list(range(30)))
-    agree(given_case.found(whole, **options), given_case.wanted(**options))
+    given_case.check(whole, **options)
 
 
 def some(total: int, count: int) -> list[int]:
@@ -99,119 +115,77 @@ def some(total: int, count: int) -> list[int]:
         pytest.param(360, some(360, 133), id="several blocks", marks=pytest.mark.slow),
     ],
 )
-def test_rows_in_blocks_see_what_is_before_them(
-    total: int, rows: list[int], options: dict[str, object]
-) -> None:
+def test_rows_in_blocks_see_what_is_before_them(total, rows, options):
     given_case = case(rows, list(range(total)))
-    agree(given_case.found(**options), given_case.wanted(**options))
-
-
-@both_paths
-@options
-def test_gaps_in_positions_count_for_order_and_window(
-    options: dict[str, object], whole: bool
-) -> None:
-    given_case = case([0, 3, 4, 9, 11], [0, 1, 2, 10, 11, 12, 13, 40, 41, 42, 50, 51])
-    agree(given_case.found(whole, **options), given_case.wanted(**options))
-
-
-@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 1), (1, 6), (3, 2)])
-def test_query_heads_share_keys_in_groups(heads: int, groups: int) -> None:
-    given_case = case([2, 7, 8], list(range(9)), heads, groups)
-    agree(given_case.found(), given_case.wanted())
-    sinks = torch.randn(heads * groups)
-    agree(given_case.found(sinks=sinks), given_case.wanted(sinks=sinks))
+    given_case.check(**options)
 
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_any_rows_at_any_positions(data: st.DataObject) -> None:
+def test_any_heads_see_any_positions_up_to_their_own(data):
     total = data.draw(st.integers(1, 24))
     positions = sorted(data.draw(st.sets(st.integers(0, 60), min_size=total, max_size=total)))
     rows = sorted(data.draw(st.sets(st.integers(0, total - 1), min_size=1)))
-    window = data.draw(st.none() | st.integers(1, 30))
-    softcap = data.draw(st.none() | st.floats(0.5, 5))
-    given_case = case(rows, positions, 1, 2, seed=total)
-    chosen = {"window": window, "softcap": softcap}
-    agree(given_case.found(**chosen), given_case.wanted(**chosen))
+    heads, groups = data.draw(st.sampled_from([(1, 1), (4, 1), (1, 6), (3, 2)]))
+    given_case = case(rows, positions, heads, groups, seed=total)
+    given_case.check(
+        whole=data.draw(st.booleans()),
+        window=data.draw(st.none() | st.integers(1, 30)),
+        softcap=data.draw(st.none() | st.floats(0.5, 5)),
+        sinks=data.draw(st.none() | st.just(torch.linspace(-2.0, 4.0, heads * groups))),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @options
-def test_what_stands_later_leaves_no_trace(options: dict[str, object], dtype: torch.dtype) -> None:
-    early = case([3, 10, 12], list(range(30)))
-    early = Case(
-        early.rows,
-        early.positions,
-        *(part.to(dtype) for part in (early.query, early.keys, early.values)),
-    )
-    poisoned = Case(
-        early.rows, early.positions, early.query, early.keys.clone(), early.values.clone()
-    )
+def test_later_keys_leave_no_trace(options, dtype):
+    early = case([3, 10, 12], list(range(30))).to(dtype)
+    poisoned = early.to(dtype)
     poisoned.keys[:, :, 13:], poisoned.values[:, :, 13:] = 1e4, -1e4
     assert torch.equal(early.found(**options), poisoned.found(**options))
 
 
 @pytest.mark.parametrize("window", [None, 1, 7])
-def test_the_dense_mask_says_the_same(window: int | None) -> None:
-    rows, positions = (
-        torch.tensor([0, 3, 4, 9, 11]),
-        torch.tensor([0, 1, 2, 10, 11, 12, 13, 40, 41, 42, 50, 51]),
-    )
-    dense = RowMask(rows, positions).dense(torch.float32, window)
-    assert dense.shape == (1, 1, 5, 12)
-    for row, at in enumerate(positions[rows].tolist()):
-        for key, p in enumerate(positions.tolist()):
-            seen = p <= at and (window is None or p > at - window)
-            assert (dense[0, 0, row, key] == 0) == seen
+def test_the_dense_mask_says_the_same(window):
+    rows, positions = GAPS
+    dense = RowMask(torch.tensor(rows), torch.tensor(positions)).dense(torch.float32, window)
+    seen = [
+        [p <= positions[row] and (window is None or p > positions[row] - window) for p in positions]
+        for row in rows
+    ]
+    assert torch.equal(dense == 0, torch.tensor([[seen]]))
 
 
 @both_paths
 @pytest.mark.parametrize("bias", [0.0, 30.0], ids=["", "a bias in the keys"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @options
-def test_low_precision_is_off_by_rounding_only(
-    dtype: torch.dtype, options: dict[str, object], bias: float, whole: bool
-) -> None:
+def test_low_precision_is_off_by_rounding_only(dtype, options, bias, whole):
     """Scores of hundreds, as of models whose keys are mostly a constant bias, lose nothing that a
     softmax needs.
     """
     low = case(list(range(0, 60, 3)), list(range(60)))
     low.query[..., 0] += bias
     low.keys[..., 0] += bias
-    low = Case(
-        low.rows, low.positions, low.query.to(dtype), low.keys.to(dtype), low.values.to(dtype)
-    )
-    found = low.found(whole, **options)
-    wanted = low.wanted(**options)
+    low = low.to(dtype)
+    found, wanted = low.found(whole, **options), low.wanted(**options)
     assert found.dtype == dtype
     assert float((found.double() - wanted).norm() / wanted.norm()) < 8 * torch.finfo(dtype).eps
 
 
-def test_a_mask_serves_layers_with_and_without_a_window() -> None:
+def test_a_mask_serves_layers_with_and_without_a_window():
     given_case = case([5, 20, 29], list(range(30)))
-    mask = RowMask(torch.tensor(given_case.rows), torch.tensor(given_case.positions))
+    mask = given_case.mask()
     for window in (None, 6, None, 11, 6):
-        found = attend(given_case.query, given_case.keys, given_case.values, mask, SCALING, window)[
-            0
-        ]
-        agree(found, given_case.wanted(window=window))
+        given_case.check(mask=mask, window=window)
 
 
 @both_paths
 @pytest.mark.parametrize("window", [None, 4])
-def test_chosen_queries_are_watched_over_the_keys_that_they_see(
-    window: int | None, whole: bool
-) -> None:
+def test_chosen_queries_are_watched_over_the_keys_that_they_see(window, whole):
     given_case = case([1, 5, 8], list(range(9)))
     watch = Watch(torch.tensor([0.0, 1.0, 1.0]), torch.zeros(9))
-    mask = RowMask(
-        torch.tensor(given_case.rows), torch.tensor(given_case.positions), whole, watch=watch
-    )
-    agree(
-        attend(given_case.query, given_case.keys, given_case.values, mask, SCALING, window)[0],
-        given_case.wanted(window=window),
-    )
+    given_case.check(mask=given_case.mask(whole, watch), window=window)
     wanted = torch.zeros(9, dtype=torch.float64)
     for head in range(4):
         for index, row in ((1, 5), (2, 8)):
@@ -223,7 +197,7 @@ def test_chosen_queries_are_watched_over_the_keys_that_they_see(
 
 
 @options
-def test_newest_rows_see_each_its_own_prompt(options: dict[str, object]) -> None:
+def test_newest_rows_see_each_its_own_prompt(options):
     """Prompts of one row, of some and of many."""
     cases = [case([n - 1], list(range(n)), seed=n) for n in (1, 5, 90, 40)]
     held = [[(each.keys, each.values)] for each in cases]
@@ -233,7 +207,7 @@ def test_newest_rows_see_each_its_own_prompt(options: dict[str, object]) -> None
     agree(found, torch.stack([each.wanted(**options) for each in cases]))
 
 
-def test_stretches_that_prompts_share_are_seen_by_each_of_them() -> None:
+def test_stretches_that_prompts_share_are_seen_by_each_of_them():
     """Three prompts hold one stretch, two of them another one; a fourth holds all in one."""
     whole = [case([n - 1], list(range(n)), seed=n) for n in (90, 120, 60, 33)]
     wide = [
@@ -251,7 +225,7 @@ def test_stretches_that_prompts_share_are_seen_by_each_of_them() -> None:
         agree(one, last.wanted())
 
 
-def test_stretches_come_together_where_no_kernel_tells_its_sums() -> None:
+def test_stretches_come_together_where_no_kernel_tells_its_sums():
     """Values narrower than keys, and a cap on the scores."""
     whole = case([59], list(range(60)))
     parts = [(whole.keys[:, :, at], whole.values[:, :, at]) for at in (slice(0, 25), slice(25, 60))]

@@ -49,8 +49,8 @@ def slowly(states: Tensor, delta: int, layout: RopeLayout | None) -> Tensor:
 
 @roped
 def test_every_row_gets_the_drift_as_it_stands_at_its_place(
-    rope: tuple[RopeLayout | None, ...],
-) -> None:
+    rope,
+):
     chunk, drift = kv(7, 0), kv(1, 1)
     for (found, _), (old, layout), (one, _) in zip(
         parts(added(chunk, drift, rope), rope), parts(chunk, rope), parts(drift, rope), strict=True
@@ -63,9 +63,9 @@ def test_every_row_gets_the_drift_as_it_stands_at_its_place(
 
 
 @roped
-def test_it_is_the_mean_over_all_rows_of_all_prompts_before_rotation(
-    rope: tuple[RopeLayout | None, ...],
-) -> None:
+def test_a_measured_drift_is_the_mean_over_all_rows_before_rotation(
+    rope,
+):
     pairs = [
         (kv(9, 2), kv(9, 3), torch.tensor([4, 6])),
         (kv(5, 4), kv(5, 5), torch.tensor([1, 2, 4])),
@@ -84,7 +84,7 @@ def test_it_is_the_mean_over_all_rows_of_all_prompts_before_rotation(
         torch.testing.assert_close(drift.double(), torch.stack(rows).mean(0), atol=1e-5, rtol=1e-5)
 
 
-def test_the_dtype_stays_and_the_chunk_is_left_alone() -> None:
+def test_the_dtype_stays_and_the_chunk_is_left_alone():
     chunk, drift, rope = kv(4, 0, torch.bfloat16), kv(1, 1), (RopeLayout(FREQUENCIES),) * 2
     before = [tensor.clone() for tensor, _ in parts(chunk, rope)]
     done = added(chunk, drift, rope)

@@ -20,10 +20,11 @@ ROPE = (LAYOUT, None, RopeLayout((0.5,), lo=4, part="values"), LAYOUT)
 CPU = torch.device("cpu")
 
 
-def kv(n_tokens: int, seed: int) -> ChunkKV:
+def kv(n_tokens: int, seed: int, in_one: bool = False) -> ChunkKV:
+    """Random KV, each layer's in tensors of its own, or all in one."""
     made = torch.Generator().manual_seed(seed)
-    draw = [torch.randn(2, 2, n_tokens, 6, generator=made) for _ in range(N_LAYERS)]
-    return ChunkKV(tuple(LayerKV(keys, values) for keys, values in draw))
+    draw = torch.randn(N_LAYERS, 2, 2, n_tokens, 6, generator=made)
+    return ChunkKV(tuple(LayerKV(*(pair if in_one else pair.clone())) for pair in draw))
 
 
 @dataclass
@@ -64,7 +65,7 @@ def same(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found.double(), wanted.double(), atol=1e-6, rtol=1e-5)
 
 
-def test_runs_stand_turned_in_their_rows() -> None:
+def test_runs_are_rotated_into_their_rows():
     """The last is the first once more, elsewhere; each layer is read once."""
     chunk = kv(5, 1)
     shelf = Shelf({1: chunk, 3: kv(7, 3), 4: chunk})
@@ -82,56 +83,40 @@ def test_runs_stand_turned_in_their_rows() -> None:
     assert shelf.reads == list(range(N_LAYERS))
 
 
-@pytest.mark.parametrize("spaced", [True, False])
+@pytest.mark.parametrize("in_one", [True, False])
 @pytest.mark.parametrize("layers", [1, 2, 3, 4])
-def test_layers_that_are_opened_together_are_those_opened_one_by_one(
-    spaced: bool, layers: int
-) -> None:
-    chunks = {1: kv(5, 1), 3: kv(7, 3), 6: kv(1, 4)}
-    if spaced:
-        chunks = {
-            segment: ChunkKV(
-                tuple(LayerKV(*pair) for pair in torch.randn(N_LAYERS, 2, 2, chunk.n_tokens, 6))
-            )
-            for segment, chunk in chunks.items()
-        }
+@pytest.mark.parametrize("rope", [ROPE, (LAYOUT,) * N_LAYERS, (LAYOUT, LAYOUT, None, LAYOUT)])
+def test_layers_that_are_opened_together_are_those_opened_one_by_one(in_one, layers, rope):
+    shelf = Shelf({segment: kv(n, segment, in_one) for segment, n in ((1, 5), (3, 7), (6, 1))})
     runs = [run(1, 2, 7), run(3, 10, 17, start=40), run(6, 17, 18, start=0)]
-    nbytes = layers * 2 * 20 * 6 * 4
-    for rope in (ROPE, (LAYOUT,) * N_LAYERS, (LAYOUT, LAYOUT, None, LAYOUT)):
-        one, together = (
-            Buffers(20, runs, Shelf(chunks), rope, CPU, 3, at_once) for at_once in (0, nbytes)
-        )
-        for layer in range(N_LAYERS):
-            one.open(layer)
-            together.open(layer)
-            assert sum(keys is not None for keys in together.keys) == min(
-                N_LAYERS, layers * (layer // layers + 1)
-            )
-            for found, wanted in zip(together.get(layer), one.get(layer), strict=True):
-                for each in runs:
-                    assert torch.equal(
-                        found[0, :, each.lo : each.hi], wanted[0, :, each.lo : each.hi]
-                    )
+    rows = [row for each in runs for row in range(each.lo, each.hi)]
+    sizes = (0, layers * 2 * 20 * 6 * 4)
+    one, together = (Buffers(20, runs, shelf, rope, CPU, 3, at_once) for at_once in sizes)
+    for layer in range(N_LAYERS):
+        one.open(layer)
+        together.open(layer)
+        n_open = sum(keys is not None for keys in together.keys)
+        assert n_open == min(N_LAYERS, layers * (layer // layers + 1))
+        for found, wanted in zip(together.get(layer), one.get(layer), strict=True):
+            assert torch.equal(found[0, :, rows], wanted[0, :, rows])
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-def test_a_lost_run_is_named(layer: int) -> None:
-    shelf = Shelf({0: kv(3, 0), 4: kv(4, 1)}, lost=(4, layer))
-    buffers = Buffers(10, [run(0, 0, 3), run(4, 3, 7)], shelf, ROPE, CPU)
+def test_a_run_that_is_gone_or_of_another_length_is_lost_and_named(layer):
+    runs, whole = [run(0, 0, 3), run(4, 3, 7)], {0: kv(3, 0), 4: kv(4, 1)}
+    buffers = Buffers(10, runs, Shelf(whole, lost=(4, layer)), ROPE, CPU)
     for before in range(layer):
         buffers.open(before)
     with pytest.raises(LostRun) as caught:
         buffers.open(layer)
     assert caught.value.segment == 4
+    for n_tokens in (3, 5):
+        other = Shelf({**whole, 4: kv(n_tokens, 1)})
+        with pytest.raises(LostRun):
+            Buffers(10, runs, other, ROPE, CPU).open(0)
 
 
-@pytest.mark.parametrize("n_tokens", [2, 4])
-def test_a_run_of_another_length_is_lost(n_tokens: int) -> None:
-    with pytest.raises(LostRun):
-        Buffers(10, [run(0, 0, 3)], Shelf({0: kv(n_tokens, 0)}), ROPE, CPU).open(0)
-
-
-def test_stored_tensors_are_never_changed() -> None:
+def test_stored_tensors_are_never_changed():
     chunk = kv(8, 0)
     before = [(layer.keys.clone(), layer.values.clone()) for layer in chunk.layers]
     buffers = Buffers(
@@ -146,21 +131,19 @@ def test_stored_tensors_are_never_changed() -> None:
 
 
 @pytest.mark.parametrize("rows", [[0, 3, 9], [9], list(range(10))], ids=["some", "the last", "all"])
-def test_fresh_rows_land_in_their_places_and_nowhere_else(rows: list[int]) -> None:
+def test_fresh_rows_land_in_their_places_and_nowhere_else(rows):
     buffers = Buffers(10, [run(0, 0, 8)], Shelf({0: kv(8, 0)}), ROPE, CPU, room=5)
     buffers.open(1)
     before = [part.clone() for part in buffers.get(1)]
-    keys, values = torch.randn(2, 1, 2, len(rows), 6)
-    buffers.write(1, torch.tensor(rows), keys, values)
-    found_keys, found_values = buffers.get(1)
+    fresh = torch.randn(2, 1, 2, len(rows), 6)
+    buffers.write(1, torch.tensor(rows), *fresh)
     others = [row for row in range(8) if row not in rows]
-    assert torch.equal(found_keys[:, :, rows], keys)
-    assert torch.equal(found_values[:, :, rows], values)
-    assert torch.equal(found_keys[:, :, others], before[0][:, :, others])
-    assert torch.equal(found_values[:, :, others], before[1][:, :, others])
+    for found, wanted, old in zip(buffers.get(1), fresh, before, strict=True):
+        assert torch.equal(found[:, :, rows], wanted)
+        assert torch.equal(found[:, :, others], old[:, :, others])
 
 
-def test_layers_may_differ_in_heads_and_dims() -> None:
+def test_layers_may_differ_in_heads_and_dims():
     chunk = ChunkKV(
         (
             LayerKV(torch.randn(2, 3, 4), torch.randn(2, 3, 8)),
@@ -205,7 +188,7 @@ RUNS = [run(0, 0, 10, blend=False), run(1, 10, 40), run(3, 45, 75)]
 @pytest.mark.parametrize(
     "policy", ["hkvd", "hkvd-flat", "lego", "random", "hybrid", "none", "full"]
 )
-def test_forced_rows_flow_through_every_layer_and_the_prefix_through_none(policy: str) -> None:
+def test_forced_rows_flow_through_every_layer_and_the_prefix_through_none(policy):
     steps, _ = fusion(policy, 0.2, RUNS, 82)
     for rows in drive(steps):
         assert rows == sorted(set(rows))
@@ -213,7 +196,7 @@ def test_forced_rows_flow_through_every_layer_and_the_prefix_through_none(policy
         assert not set(range(10)) & set(rows)
 
 
-def test_the_check_layer_sees_every_offered_row() -> None:
+def test_the_check_layer_sees_every_offered_row():
     steps, _ = fusion("hkvd", 0.2, RUNS, 82)
     assert [steps.needs_check(layer) for layer in range(N_LAYERS)] == [False, True, False, False]
     assert len(drive(steps)[0]) == 72
@@ -222,7 +205,7 @@ def test_the_check_layer_sees_every_offered_row() -> None:
     assert len(steps.chosen) == 18
 
 
-def test_the_chosen_rows_deviate_most() -> None:
+def test_the_chosen_rows_deviate_most():
     steps, _ = fusion("hkvd-flat", 0.25, RUNS, 82)
     steps.buffers.open(0)
     steps.choose(0)
@@ -241,19 +224,16 @@ def test_the_chosen_rows_deviate_most() -> None:
     assert steps.chosen.tolist() == [candidate_rows[index] for index in reference.top(scores, 15)]
 
 
-def test_the_last_row_is_computed_though_it_is_cached() -> None:
+def test_the_last_row_is_computed_though_it_is_cached_and_all_rows_where_nothing_is():
     steps, _ = fusion("none", 0.0, [run(0, 0, 10, blend=False), run(1, 10, 30)], 30)
     assert drive(steps) == [[29]] * N_LAYERS
-
-
-def test_rows_of_a_prompt_without_runs_all_flow() -> None:
     steps, shelf = fusion("hkvd", 0.3, [], 9)
     assert drive(steps) == [list(range(9))] * N_LAYERS
     assert shelf.reads == []
     assert steps.mean_ratio == 0.0
 
 
-def test_only_the_last_row_goes_on_when_the_rest_is_done() -> None:
+def test_only_the_last_row_goes_on_when_the_rest_is_done():
     steps, _ = fusion("hkvd", 0.3, RUNS, 82)
     drive(steps)
     before = steps.rows

@@ -28,7 +28,7 @@ def keys(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @named
 @pytest.mark.parametrize("delta", [1, 37, 10_000_000, -12])
-def test_moved_keys_equal_those_turned_pair_by_pair(layout: RopeLayout, delta: int) -> None:
+def test_moved_keys_equal_those_turned_pair_by_pair(layout, delta):
     wanted = reference.shifted(keys(), delta, layout)
     torch.testing.assert_close(
         shifted(keys(), delta, layout).double(), wanted, atol=1e-6, rtol=1e-6
@@ -37,16 +37,14 @@ def test_moved_keys_equal_those_turned_pair_by_pair(layout: RopeLayout, delta: i
 
 @named
 @given(first=st.integers(-5000, 5000), second=st.integers(-5000, 5000))
-def test_two_moves_equal_their_sum(layout: RopeLayout, first: int, second: int) -> None:
+def test_two_moves_equal_their_sum(layout, first, second):
     twice = shifted(shifted(keys(), first, layout), second, layout)
     torch.testing.assert_close(twice, shifted(keys(), first + second, layout), atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @named
-def test_low_precision_keys_are_turned_in_float32_and_rounded_once(
-    layout: RopeLayout, dtype: torch.dtype
-) -> None:
+def test_low_precision_keys_are_turned_in_float32_and_rounded_once(layout, dtype):
     low = keys(dtype=dtype)
     wanted = shifted(low.float(), 1234, layout).to(dtype)
     found = shifted(low, 1234, layout)
@@ -54,21 +52,15 @@ def test_low_precision_keys_are_turned_in_float32_and_rounded_once(
     assert torch.equal(found, wanted)
 
 
-def test_keys_without_position_are_copied() -> None:
-    original = keys()
-    found = shifted(original, 100, None)
-    assert torch.equal(found, original)
-    assert found.data_ptr() != original.data_ptr()
-
-
-def test_a_move_by_nothing_changes_no_bit() -> None:
-    assert torch.equal(
-        shifted(keys(dtype=torch.bfloat16), 0, LAYOUTS["half"]), keys(dtype=torch.bfloat16)
-    )
+def test_keys_without_position_are_copied_and_a_move_by_nothing_changes_no_bit():
+    original = keys(dtype=torch.bfloat16)
+    for layout, delta in ((None, 100), (LAYOUTS["half"], 0)):
+        assert torch.equal(shifted(original, delta, layout), original)
+    assert shifted(original, 100, None).data_ptr() != original.data_ptr()
 
 
 @named
-def test_the_original_is_never_touched(layout: RopeLayout) -> None:
+def test_the_original_is_never_touched(layout):
     original = keys()
     shifted(original, 77, layout)
     out = torch.zeros_like(original)

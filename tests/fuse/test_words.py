@@ -1,6 +1,6 @@
 """How near rows are to words of the question."""
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,11 +26,11 @@ def near(words: list[int], asked: list[int], candidates: list[int]) -> list[floa
 
 
 @given(
-    words=st.lists(st.integers(-1, 6), min_size=3, max_size=90),
+    words=st.lists(st.integers(-1, 6), min_size=1, max_size=90),
     cut=st.floats(0.1, 0.9),
     skip=st.integers(1, 4),
 )
-def test_it_agrees_with_its_twin(words: list[int], cut: float, skip: int) -> None:
+def test_nearness_agrees_with_its_twin(words, cut, skip):
     stop = max(1, round(cut * len(words)))
     candidates, asked = list(range(0, stop, skip)), list(range(stop, len(words)))
     assert near(words, asked, candidates) == pytest.approx(
@@ -38,23 +38,8 @@ def test_it_agrees_with_its_twin(words: list[int], cut: float, skip: int) -> Non
     )
 
 
-def test_a_rare_word_weighs_more_and_what_is_far_weighs_nothing() -> None:
-    words = [1, *[-1] * 29, 1, *[-1] * 39, 2, *[-1] * 60, 1, 2, 3]
-    found = near(words, [131, 132, 133], list(range(131)))
-    assert found[70] > found[0] == found[30] > found[1] > 0
-    assert found[100] == 0
-    assert (
-        found[69] == pytest.approx(found[71]) == pytest.approx(found[70] * 2.718281828 ** (-1 / 6))
-    )
-
-
-def test_no_shared_word_is_no_nearness() -> None:
-    assert near([1, 2, 3, 4], [3], [0, 1, 2]) == [0.0] * 4
-    assert near([-1, -1, -1], [2], [0, 1]) == [0.0] * 3
-
-
 @pytest.fixture(scope="module")
-def byte_level(smollm_path: Path) -> HFModel:
+def byte_level(smollm_path):
     """A small model that reads with the tokenizer of the embedded one."""
     words = AutoTokenizer.from_pretrained(smollm_path)
     return HFModel(kit.build("llama", {"vocab_size": len(words)}), words)
@@ -64,23 +49,18 @@ def byte_level(smollm_path: Path) -> HFModel:
     ("first", "second"),
     [(" Paris", "Paris"), (" was", "Was"), ("THE", " the"), ("7", "7"), (" \u00c9", " \u00e9")],
 )
-def test_a_word_is_the_same_in_any_case_and_at_the_start_of_a_text(
-    first: str, second: str, byte_level: HFModel
-) -> None:
+def test_a_word_is_the_same_in_any_case_and_at_the_start_of_a_text(first, second, byte_level):
     one, other = (byte_level.tokens(said)[-1] for said in (first, second))
     assert byte_level._number(one) == byte_level._number(other) >= 0
 
 
 def test_special_tokens_are_no_words_and_letters_that_look_alike_in_bytes_are_two(
-    byte_level: HFModel,
-) -> None:
+    byte_level,
+):
     assert {byte_level._number(token) for token in byte_level.tokenizer.all_special_ids} == {-1}
-    names = {
-        letter: [byte_level._number(token) for token in byte_level.tokens(letter)]
-        for letter in "\u0442\u0443"
-    }
-    assert names["\u0442"] != names["\u0443"]
-    assert -1 not in names["\u0442"]
+    one, other = ([*map(byte_level._number, byte_level.tokens(each))] for each in "\u0442\u0443")
+    assert one != other
+    assert -1 not in one
 
 
 def said(model: HFModel, *parts: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -96,22 +76,25 @@ FIRST = " The mill by the river was built of stone." * 4
 SECOND = " Nobody counted the sheep in winter, but forty were sold in spring." * 4
 
 
+def chosen(model: HFModel, ids: list[int], chunks: list[tuple[int, int]], **more: Any) -> list[int]:
+    """Rows that the policy by words computes of these chunks."""
+    runs = [CachedRun(index, lo, hi, lo, blend=True) for index, (lo, hi) in enumerate(chunks)]
+    kv = KVSource([model.encode(ids[lo:hi]) for lo, hi in chunks])
+    return model.fuse(ids, torch.arange(len(ids)), runs, kv, "lexical", 0.2, **more).chosen.tolist()
+
+
 @pytest.mark.parametrize("behind", [True, False])
-def test_rows_near_words_of_the_question_are_chosen_wherever_it_stands(
-    behind: bool, byte_level: HFModel
-) -> None:
+def test_rows_near_words_of_the_question_are_chosen_wherever_it_stands(behind, byte_level):
     question = " How many sheep were sold?"
     parts = [FIRST, SECOND, question] if behind else [question, FIRST, SECOND, " Answer:"]
     ids, spans = said(byte_level, *parts)
     chunks = spans[:2] if behind else spans[1:3]
-    runs = [CachedRun(index, lo, hi, lo, blend=True) for index, (lo, hi) in enumerate(chunks)]
-    kv = KVSource([byte_level.encode(ids[lo:hi]) for lo, hi in chunks])
-    fused = byte_level.fuse(ids, torch.arange(len(ids)), runs, kv, "lexical", 0.2)
-    assert len(fused.chosen)
-    assert all(chunks[1][0] <= row < chunks[1][1] for row in fused.chosen.tolist())
+    rows = chosen(byte_level, ids, chunks)
+    assert rows
+    assert all(chunks[1][0] <= row < chunks[1][1] for row in rows)
 
 
-def test_a_missed_chunk_before_the_question_is_no_part_of_it(byte_level: HFModel) -> None:
+def test_a_missed_chunk_before_the_question_is_no_part_of_it(byte_level):
     missed = " The mill by the river was built of stone, and so was the bridge."
     ids, spans = said(byte_level, FIRST, SECOND, missed, " How many sheep were sold?")
     kinds = ["chunk", "chunk", "chunk", "fresh"]
@@ -121,14 +104,6 @@ def test_a_missed_chunk_before_the_question_is_no_part_of_it(byte_level: HFModel
         for k, (lo, hi) in zip(kinds, spans, strict=True)
     ]
     prompt = Prompt(tuple(segments))
-    assert (
-        prompt.question_rows[0].tolist()
-        == prompt.question_rows[1].tolist()
-        == list(range(*spans[3]))
-    )
-    runs = [CachedRun(index, lo, hi, lo, blend=True) for index, (lo, hi) in enumerate(spans[:2])]
-    kv = KVSource([byte_level.encode(ids[lo:hi]) for lo, hi in spans[:2]])
-    fused = byte_level.fuse(
-        ids, torch.arange(len(ids)), runs, kv, "lexical", 0.2, question_rows=prompt.question_rows
-    )
-    assert all(spans[1][0] <= row < spans[1][1] for row in fused.chosen.tolist())
+    assert [rows.tolist() for rows in prompt.question_rows[:2]] == [list(range(*spans[3]))] * 2
+    rows = chosen(byte_level, ids, spans[:2], question_rows=prompt.question_rows)
+    assert all(spans[1][0] <= row < spans[1][1] for row in rows)

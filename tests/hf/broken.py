@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +19,7 @@ from ragfuse.fuse.rope import shifted
 from ragfuse.hf.hooks import ATTENTION
 from ragfuse.hf.model import HFModel, KVSource
 from ragfuse.types.kv import ChunkKV, LayerKV
+from tests.hf import kit
 
 Break = Callable[[HFModel], Any]
 
@@ -72,20 +73,13 @@ def _bottom_right(rows: Tensor, at: Tensor, keys: Tensor, window: int | None) ->
     return torch.arange(total)[None] > torch.arange(total - count, total)[:, None]
 
 
-class Twin(HFModel):
-    """The same model object under the same profile, to be broken by overriding."""
-
-    def __init__(self, model: HFModel) -> None:
-        self.__dict__.update(model.__dict__)
-
-
-def overriding(**changed: Callable[[HFModel], Any]) -> Break:
-    """A twin some of whose attributes are others, made for the model."""
+def overriding(change: Callable[[HFModel], Mapping[str, Any]]) -> Break:
+    """A copy of the model some of whose attributes are others, made for it."""
 
     @contextmanager
     def broken(model: HFModel) -> Iterator[HFModel]:
-        twin = Twin(model)
-        twin.__dict__.update({name: make(model) for name, make in changed.items()})
+        twin = kit.twin(model)
+        vars(twin).update(change(model))
         yield twin
 
     return broken
@@ -93,53 +87,38 @@ def overriding(**changed: Callable[[HFModel], Any]) -> Break:
 
 def with_profile(change: Callable[[HFModel], dict[str, Any]]) -> Break:
     """A profile that is wrong."""
-    return overriding(profile=lambda model: replace(model.profile, **change(model)))
+    return overriding(lambda model: {"profile": replace(model.profile, **change(model))})
 
 
 def with_kv(change: Callable[[HFModel, LayerKV], LayerKV]) -> Break:
     """Stored KV that is wrong."""
-    return overriding(
-        encode=lambda model: (
-            lambda ids: ChunkKV(tuple(change(model, layer) for layer in model.encode(ids).layers))
-        )
-    )
+
+    def encode(model: HFModel, ids: list[int]) -> ChunkKV:
+        return ChunkKV(tuple(change(model, layer) for layer in model.encode(ids).layers))
+
+    return overriding(lambda model: {"encode": partial(encode, model)})
 
 
-def with_runs(change: Callable[[list[CachedRun]], list[CachedRun]]) -> Break:
-    """Runs that are placed wrongly."""
-    return overriding(
-        fuse=lambda model: (
-            lambda ids, positions, runs, *rest: model.fuse(
-                ids, positions, change(list(runs)), *rest
-            )
-        )
-    )
+def with_fused(change: Callable[[HFModel, list[CachedRun], KVSource], tuple[Any, Any]]) -> Break:
+    """Runs that are placed wrongly, or a source that hands out something else."""
+
+    def fuse(model: HFModel, ids: Any, at: Any, runs: Any, source: KVSource, *rest: Any) -> Any:
+        return model.fuse(ids, at, *change(model, list(runs), source), *rest)
+
+    return overriding(lambda model: {"fuse": partial(fuse, model)})
 
 
 class MutatingSource:
     """Hands out stored tensors that it turns in place."""
 
     def __init__(self, model: HFModel, source: KVSource) -> None:
-        self.model, self.source = model, source
+        self.model, self.read_of, self.ready = model, source.read, source.ready
 
     def read(self, layer: int) -> Mapping[int, LayerKV | None]:
-        found = self.source.read(layer)
-        for kv in found.values():
-            if kv is not None:
-                kv.keys.copy_(shifted(kv.keys, 1, self.model.profile.rope[layer]))
+        found = self.read_of(layer)
+        for kv in filter(None, found.values()):
+            kv.keys.copy_(shifted(kv.keys, 1, self.model.profile.rope[layer]))
         return found
-
-    def ready(self) -> int:
-        return 0
-
-
-mutating = overriding(
-    fuse=lambda model: (
-        lambda ids, positions, runs, source, *rest: model.fuse(
-            ids, positions, runs, MutatingSource(model, source), *rest
-        )
-    )
-)
 
 
 def _one_further(model: HFModel, layer: LayerKV) -> LayerKV:
@@ -149,12 +128,8 @@ def _one_further(model: HFModel, layer: LayerKV) -> LayerKV:
 
 def _other_pairing(model: HFModel) -> dict[str, Any]:
     swap = {"half": "interleaved", "interleaved": "half"}
-    return {
-        "rope": tuple(
-            layout and dataclasses.replace(layout, pairing=swap[layout.pairing])
-            for layout in model.profile.rope
-        )
-    }
+    turned = (each and replace(each, pairing=swap[each.pairing]) for each in model.profile.rope)
+    return {"rope": tuple(turned)}
 
 
 # What is broken -> how; all are run on a rotary model that attends through our function.
@@ -179,11 +154,18 @@ BREAKS: Mapping[str, Break] = MappingProxyType(
         ),
         "the rotation pairs other dims": with_profile(_other_pairing),
         "keys are not rotated": with_profile(lambda model: {"rope": (None,) * model.n_layers}),
-        "chunks are placed one position too early": with_runs(
-            lambda runs: [replace(run, shift=max(run.shift - 1, 0)) for run in runs]
+        "chunks are placed one position too early": with_fused(
+            lambda _, runs, source: (
+                [replace(run, shift=max(run.shift - 1, 0)) for run in runs],
+                source,
+            )
         ),
-        "the last run is dropped from the runs": with_runs(lambda runs: runs[:-1]),
-        "stored tensors are turned in place": mutating,
+        "the last run is dropped from the runs": with_fused(
+            lambda _, runs, source: (runs[:-1], source)
+        ),
+        "stored tensors are turned in place": with_fused(
+            lambda model, runs, source: (runs, MutatingSource(model, source))
+        ),
     }
 )
 WINDOW_BREAKS: Mapping[str, Break] = MappingProxyType(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,9 +28,12 @@ from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, KVSource, Prefill
 from ragfuse.types.kv import ChunkKV
 from tests.hf.families import BASE, FAMILIES, HYBRIDS, REFUSED, VOCABULARY
+from tests.reference import prefill_by_hand
 
 DEVICE = torch.device(os.environ.get("RAGFUSE_DEVICE", "cpu"))
 """Where the tests of models run: `make test-gpu` runs them on a GPU."""
+EXACT = 5e-6
+"""Relative error in float32; what is wrong is off by percents."""
 
 
 def build(
@@ -70,11 +73,18 @@ def family(name: str, dtype: torch.dtype = torch.float32, accelerated: bool = Fa
         accelerated: Whether it fuses prompts as on an accelerator.
     """
     if accelerated:
-        model = copy.copy(family(name, dtype))
+        model = twin(family(name, dtype))
         model.accelerated = True
         return model
     kind, options = (FAMILIES.get(name) or REFUSED.get(name) or HYBRIDS[name])[:2]
     return HFModel(build(kind, options, dtype=dtype), tokenizer())
+
+
+def twin(model: HFModel) -> HFModel:
+    """A second object over the same model, whose attributes may be changed."""
+    made: HFModel = object.__new__(HFModel)
+    vars(made).update(vars(model))
+    return made
 
 
 @cache
@@ -196,12 +206,10 @@ def together(model: HFModel, calls: Sequence[tuple[Prefill, dict[str, Any]]]) ->
         return list(pool.map(lambda call: generate(model, call[0], **call[1]), calls))
 
 
-def states(prefill: Prefill) -> list[tuple[Tensor, Tensor]]:
+def states(of: Prefill | ChunkKV) -> list[tuple[Tensor, Tensor]]:
     """Keys and values [H, T, D] of every layer."""
-    length = prefill.cache.length
-    return [
-        (layer.keys[0, :, :length], layer.values[0, :, :length]) for layer in prefill.cache.layers
-    ]
+    kv = of.kv if isinstance(of, Prefill) else of
+    return [(layer.keys, layer.values) for layer in kv.layers]
 
 
 def off(found: Tensor, wanted: Tensor) -> float:
@@ -218,6 +226,39 @@ def worst(found: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[tuple[Tensor,
     )
 
 
+def apart(found: Prefill | ChunkKV, wanted: Prefill | ChunkKV) -> float:
+    """Largest relative error over the KV of two prefills or runs; 0.0 if they are equal."""
+    return worst(states(found), states(wanted))
+
+
+def assert_same(found: Prefill, wanted: Prefill, bound: float = EXACT) -> None:
+    """Logits and KV of two prefills are the same."""
+    assert off(found.logits, wanted.logits) < bound
+    assert apart(found, wanted) < bound
+
+
+def assert_reuse(found: Prefill, model: HFModel, scene: Scene, bound: float = EXACT) -> None:
+    """A prefill is what the slow twin has, which places the scene's cached parts by hand."""
+    logits, kv = prefill_by_hand(model.model, scene.by_hand, scene.positions.tolist())
+    assert off(found.logits, logits) < bound
+    assert worst(states(found), kv) < bound
+
+
 def copied(chunk: ChunkKV) -> list[tuple[Tensor, Tensor]]:
     """A snapshot of stored tensors."""
     return [(layer.keys.clone(), layer.values.clone()) for layer in chunk.layers]
+
+
+def greedy(length: int, **options: Any) -> dict[str, Any]:
+    """Options of an answer of that many of the likeliest tokens."""
+    told = {"max_new_tokens": length, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return {**told, **options}
+
+
+def theirs(
+    model: HFModel, tokens: Sequence[int], options: Mapping[str, Any], seed: int = 0
+) -> list[int]:
+    """What transformers writes by itself behind these tokens."""
+    torch.manual_seed(seed)
+    told = {"pad_token_id": 0, **options}
+    return model.model.generate(tensor([list(tokens)]), **told)[0, len(tokens) :].tolist()

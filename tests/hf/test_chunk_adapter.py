@@ -19,6 +19,7 @@ from ragfuse.hf.model import HFModel
 from ragfuse.hf.packed_linear import PackedLinear
 from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.loader import load_model
+from tests.hf import kit
 from tests.hf.test_lora import filled, model_at
 from tests.hf.test_packed_linear import packs
 
@@ -26,35 +27,29 @@ CHUNK, FILLER = list(range(5, 45)), list(range(60, 80))
 
 
 @pytest.fixture
-def folder(tiny_path: Path, tmp_path: Path) -> Path:
+def folder(tiny_path, tmp_path):
     """A folder to give as a model: the tiny model with a chunk adapter."""
     adapter = filled(LoraAdapter(model_at(tiny_path), 4, 0, str(tiny_path)))
     adapter.save(tmp_path / "model" / CHUNK_ADAPTER)
     return tmp_path / "model"
 
 
-def test_chunks_are_those_of_the_adapted_model_and_all_else_is_the_plain_one(
-    folder: Path, tiny_path: Path
-) -> None:
+def test_chunks_are_those_of_the_adapted_model_and_all_else_is_the_plain_one(folder, tiny_path):
     model, plain = load_model(folder, "float32"), load_model(tiny_path, "float32")
-    merged = PeftModel.from_pretrained(
-        model_at(tiny_path), folder / CHUNK_ADAPTER
-    ).merge_and_unload()
-    wanted, found = HFModel(merged).encode(CHUNK, FILLER), model.encode_with_filler(CHUNK, FILLER)
-    for one, other in zip(found.layers, wanted.layers, strict=True):
-        torch.testing.assert_close(one.keys, other.keys, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(one.values, other.values, rtol=1e-4, atol=1e-4)
-    for encode in (lambda each: each.encode(CHUNK), lambda each: each.encode(CHUNK, FILLER)):
-        for one, other in zip(encode(model).layers, encode(plain).layers, strict=True):
-            assert torch.equal(one.keys, other.keys)
-            assert torch.equal(one.values, other.values)
+    adapted = PeftModel.from_pretrained(model_at(tiny_path), folder / CHUNK_ADAPTER)
+    wanted = HFModel(adapted.merge_and_unload()).encode(CHUNK, FILLER)
+    found = model.encode_with_filler(CHUNK, FILLER)
+    torch.testing.assert_close(kit.states(found), kit.states(wanted), rtol=1e-4, atol=1e-4)
+    with pytest.raises(IndexError):  # and a failed encoding leaves the model plain
+        model.encode_with_filler([10**6], FILLER)
+    for behind in ([], FILLER):
+        assert kit.apart(model.encode(CHUNK, behind), plain.encode(CHUNK, behind)) == 0.0
     assert torch.equal(model.full_prefill(CHUNK).logits, plain.full_prefill(CHUNK).logits)
-    again = model.encode_with_filler(CHUNK, FILLER)
-    assert torch.equal(again.layers[-1].values, found.layers[-1].values)
+    assert kit.apart(model.encode_with_filler(CHUNK, FILLER), found) == 0.0
 
 
 @packs
-def test_packed_layers_take_it_too(folder: Path, tiny_path: Path) -> None:
+def test_packed_layers_apply_a_chunk_adapter(folder, tiny_path):
     packed, loose = load_model(folder, "bfloat16"), load_model(folder, "bfloat16", pack=False)
     assert any(isinstance(module, PackedLinear) for module in packed.model.modules())
     one, other = (each.encode_with_filler(CHUNK, FILLER).layers[-1] for each in (packed, loose))
@@ -63,32 +58,21 @@ def test_packed_layers_take_it_too(folder: Path, tiny_path: Path) -> None:
     assert not torch.allclose(one.values, plain.values, rtol=0.05, atol=0.05)
 
 
-def test_it_is_part_of_the_fingerprint(folder: Path, tiny_path: Path) -> None:
-    prints = {
-        load_model(folder, "float32").fingerprint,
-        load_model(tiny_path, "float32").fingerprint,
-    }
-    file = folder / CHUNK_ADAPTER / ADAPTER_WEIGHTS
+def test_a_chunk_adapter_is_part_of_the_fingerprint(folder, tiny_path):
+    def name_of(path: Path) -> str:
+        return load_model(path, "float32").fingerprint
+
+    prints = {name_of(folder), name_of(tiny_path)}
+    file, config = (folder / CHUNK_ADAPTER / name for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG))
     weights = load_file(file)
-    name = next(name for name in weights if "lora_B" in name)
-    weights[name][0, 0] += 1
+    weights[next(name for name in weights if "lora_B" in name)][0, 0] += 1
     save_file(weights, file)
-    prints.add(load_model(folder, "float32").fingerprint)
-    told = folder / CHUNK_ADAPTER / ADAPTER_CONFIG
-    told.write_text(json.dumps({**json.loads(told.read_text()), "lora_alpha": 1}))
-    prints.add(load_model(folder, "float32").fingerprint)
-    assert len(prints) == 4
+    prints.add(name_of(folder))
+    config.write_text(json.dumps({**json.loads(config.read_text()), "lora_alpha": 1}))
+    assert len(prints | {name_of(folder)}) == 4
 
 
-def test_a_failed_encoding_leaves_the_model_plain(folder: Path, tiny_path: Path) -> None:
-    model = load_model(folder, "float32")
-    with pytest.raises(IndexError):
-        model.encode_with_filler([10**6], FILLER)
-    wanted = load_model(tiny_path, "float32").full_prefill(CHUNK).logits
-    assert torch.equal(model.full_prefill(CHUNK).logits, wanted)
-
-
-def test_what_is_damaged_or_does_not_fit_is_told(folder: Path) -> None:
+def test_an_adapter_that_is_damaged_or_does_not_fit_is_an_error(folder):
     file, config = (folder / CHUNK_ADAPTER / name for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG))
     weights = load_file(file)
     cut = {n: weight for n, weight in weights.items() if "layers.0.mlp.up_proj.lora_B" not in n}

@@ -5,7 +5,7 @@ get alone.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -22,19 +22,17 @@ from tests.hf.families import FAMILIES, REFUSED, all_when_slow
 from tests.hf.test_grammar import bytes_tokenizer
 
 LENGTH = 10
-GREEDY: dict[str, Any] = {
-    "max_new_tokens": LENGTH,
-    "do_sample": False,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+GREEDY = kit.greedy(LENGTH)
+LONG = kit.greedy(400)
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 1.5}
 SIZES = (33, 9, 60, 21)
 WAIT_S = 60.0
+Way = dict[str, Any]
+"""Arguments of `generate`."""
 
 
 @pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
+def no_thread_is_left():
     yield
     for thread in threading.enumerate():
         if thread.name == "ragfuse-decode":
@@ -43,9 +41,7 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_failed(
-    caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
-) -> Iterator[None]:
+def nothing_failed(caplog, request):
     """No step of several failed and was done one by one, unless that is the test."""
     yield
     if "fails" not in request.node.name:
@@ -53,10 +49,27 @@ def nothing_failed(
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> HFModel:
-    """Whose steps wait for all."""
-    model = kit.family("llama")
-    monkeypatch.setattr(model.batcher, "patience_s", WAIT_S)
+def patient(monkeypatch):
+    """The model of a family, whose steps wait for all."""
+
+    def made(name: str) -> HFModel:
+        model = kit.family(name)
+        monkeypatch.setattr(model.batcher, "patience_s", WAIT_S)
+        return model
+
+    return made
+
+
+@pytest.fixture
+def model(patient):
+    return patient("llama")
+
+
+@pytest.fixture
+def own_model():
+    """One that a test may break; its steps wait for all."""
+    model = HFModel(kit.build("llama", {}), kit.tokenizer())
+    model.batcher.patience_s = WAIT_S
     return model
 
 
@@ -94,9 +107,11 @@ class Noting(LogitsProcessor):
 class Job(threading.Thread):
     """One `generate` in a thread; `ids` is what it wrote, or raises what ended it."""
 
-    def __init__(self, model: HFModel, prefill: Prefill, **arguments: Any) -> None:
+    def __init__(
+        self, model: HFModel, prefill: Prefill, *stopping: Said, options: Way = GREEDY
+    ) -> None:
         super().__init__(daemon=True)
-        self._call = lambda: generate(model, prefill, **arguments)
+        self._call = lambda: generate(model, prefill, options, stopping=list(stopping))
         self._found: Any = None
         self.start()
 
@@ -115,8 +130,22 @@ class Job(threading.Thread):
         return self._found
 
 
-def prefills(model: HFModel, sizes: tuple[int, ...] = SIZES) -> list[Prefill]:
+def prefills(model: HFModel, sizes: Sequence[int] = SIZES) -> list[Prefill]:
     return [model.full_prefill(kit.ids(size, seed)) for seed, size in enumerate(sizes)]
+
+
+def way(*processors: LogitsProcessor, **options: Any) -> Way:
+    """Greedy decoding with these options."""
+    held = {"logits_processor": LogitsProcessorList(processors)} if processors else {}
+    return {"options": {**GREEDY, **held, **options}}
+
+
+def alone(model: HFModel, each: Sequence[Prefill], ways: Sequence[Way]) -> list[list[int]]:
+    return [generate(model, prefill, **way) for prefill, way in zip(each, ways, strict=True)]
+
+
+def beside(model: HFModel, each: Sequence[Prefill], ways: Sequence[Way]) -> list[list[int]]:
+    return kit.together(model, list(zip(each, ways, strict=True)))
 
 
 def waited(event: threading.Event) -> None:
@@ -124,42 +153,25 @@ def waited(event: threading.Event) -> None:
 
 
 @pytest.mark.parametrize("name", all_when_slow([*FAMILIES, *REFUSED]))
-def test_every_family_says_together_what_each_says_alone(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = kit.family(name)
-    monkeypatch.setattr(model.batcher, "patience_s", WAIT_S)
+def test_every_family_says_together_what_each_says_alone(name, patient):
+    model = patient(name)
     # which changes what its cache returns
     shares = model.shared_wiring is not None and name != "deepseek-latent"
-    ways = [GREEDY, {**GREEDY, "max_new_tokens": LENGTH // 2}, GREEDY, GREEDY]
-    wanted = [
-        generate(model, prefill, options, seed=3)
-        for prefill, options in zip(prefills(model), ways, strict=True)
-    ]
-    before = model.batcher.steps
-    asked = [
-        (prefill, {"options": options, "seed": 3})
-        for prefill, options in zip(prefills(model), ways, strict=True)
-    ]
-    assert kit.together(model, asked) == wanted
+    ways = [{**way(max_new_tokens=n), "seed": 3} for n in (LENGTH, LENGTH // 2, LENGTH, LENGTH)]
+    wanted, before = alone(model, prefills(model), ways), model.batcher.steps
+    assert beside(model, prefills(model), ways) == wanted
     assert (model.batcher.steps > before) == shares
 
 
 @pytest.mark.parametrize(
     "name", ["llama", "gemma3-two-ropes", "gpt-oss-sinks-window", "gemma2-softcap-window"]
 )
-def test_logits_of_a_shared_step_are_those_of_the_whole_text(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_of_a_shared_step_are_those_of_the_whole_text(name, patient):
     """The twin reads prompt and answer anew for every token, without a cache of ours."""
-    model = kit.family(name)
-    monkeypatch.setattr(model.batcher, "patience_s", WAIT_S)
+    model = patient(name)
     notes, before = [Noting() for _ in SIZES], (model.batcher.steps, model.batcher.rows)
-    asked = [
-        (prefill, {"options": {**GREEDY, "logits_processor": LogitsProcessorList([note])}})
-        for prefill, note in zip(prefills(model), notes, strict=True)
-    ]
-    for prefill, note, row in zip(prefills(model), notes, kit.together(model, asked), strict=True):
+    said = beside(model, prefills(model), [way(note) for note in notes])
+    for prefill, note, row in zip(prefills(model), notes, said, strict=True):
         for count, scores in enumerate(note.scores):
             text = kit.tensor([[*prefill.token_ids, *row[:count]]])
             with torch.no_grad():
@@ -169,76 +181,58 @@ def test_logits_of_a_shared_step_are_those_of_the_whole_text(
     assert model.batcher.rows - before[1] == (LENGTH - 1) * len(SIZES)
 
 
-def test_a_request_joins_and_leaves_in_the_middle(model: HFModel) -> None:
-    one, two, three = prefills(model, SIZES[:3])
-    wanted = [generate(model, prefill.copy(), GREEDY) for prefill in (one, two, three)]
-    late, short = [], {**GREEDY, "max_new_tokens": 3}
-    join = Said(4, lambda: late.append(Job(model, two, options=short)))
-    first, other = (
-        Job(model, one, options=GREEDY, stopping=[join]),
-        Job(model, three, options=GREEDY),
-    )
+def test_requests_join_and_leave_in_the_middle(model):
+    """One comes late and ends early, another is cancelled and leaves at its next token."""
+    each = prefills(model)
+    wanted, gone = alone(model, [one.copy() for one in each], [way()] * 4), threading.Event()
+    late: list[Job] = []
+    short = kit.greedy(3)
+    join = Said(4, lambda: late.append(Job(model, each[1], options=short)))
+    cancelled = Job(model, each[3], Said(end=gone), options=LONG)
+    first, other = Job(model, each[0], join), Job(model, each[2], Said(5, gone.set))
     assert [first.ids, other.ids] == [wanted[0], wanted[2]]
     assert late[0].ids == wanted[1][:3]
-
-
-def test_a_cancelled_request_leaves_at_its_next_token(model: HFModel) -> None:
-    one, two = prefills(model, SIZES[:2])
-    wanted, gone = generate(model, one.copy(), GREEDY), threading.Event()
-    much = {**GREEDY, "max_new_tokens": 400}
-    stay = Said(5, gone.set)
-    cancelled = Job(model, two, options=much, stopping=[Said(end=gone)])
-    assert Job(model, one, options=GREEDY, stopping=[stay]).ids == wanted
     assert len(cancelled.ids) < 400
 
 
-def test_all_ways_to_write_go_beside_each_other(model: HFModel) -> None:
+def test_all_ways_to_write_go_beside_each_other(model):
     words = bytes_tokenizer()
     grammars = GrammarCompiler(words, 256, [])
 
-    def ways() -> list[dict[str, Any]]:
-        held = GrammarProcessor(grammars, Grammar.regex("[ab]{4}c[de]{9}"))
+    def ways() -> list[Way]:
         return [
-            {"options": GREEDY},
+            way(),
             {"options": SAMPLED, "seed": 5},
-            {"options": {**GREEDY, "output_hidden_states": True}},
-            {"options": {**GREEDY, "guidance_scale": 1.5}},
-            {"options": {**GREEDY, "repetition_penalty": 1.7}},
+            way(output_hidden_states=True),
+            way(guidance_scale=1.5),
+            way(repetition_penalty=1.7),
             {"options": SAMPLED, "seed": 7},
-            {"options": {**GREEDY, "logits_processor": LogitsProcessorList([held])}},
+            way(GrammarProcessor(grammars, Grammar.regex("[ab]{4}c[de]{9}"))),
         ]
 
-    each = prefills(model, tuple(range(11, 18)))
-    wanted = [
-        generate(model, prefill.copy(), **way) for prefill, way in zip(each, ways(), strict=True)
-    ]
+    each = prefills(model, range(11, 18))
+    wanted = alone(model, [one.copy() for one in each], ways())
     assert set(words.decode(wanted[-1][:4])) <= set("ab")
     # what asks for hidden states shares no step, and would be waited for
     model.batcher.patience_s = 0.02
-    assert kit.together(model, list(zip(each, ways(), strict=True))) == wanted
+    assert beside(model, each, ways()) == wanted
 
 
-def test_a_seed_draws_the_same_alone_and_among_others(model: HFModel) -> None:
+def test_a_seed_gives_the_same_samples_alone_and_in_a_batch(model):
     each = prefills(model, (30, 14, 22, 8, 45))
-    alone = generate(model, each[0].copy(), SAMPLED, seed=9)
+    mine, *others = [{"options": SAMPLED, "seed": 9 + number} for number in range(5)]
+    (wanted,) = alone(model, [each[0].copy()], [mine])
     state = kit.random_state()
-    ways = [{"options": SAMPLED, "seed": 9 + number} for number in range(5)]
-    assert (
-        kit.together(model, [(p.copy(), way) for p, way in zip(each, ways, strict=True)])[0]
-        == alone
-    )
-    assert torch.equal(kit.random_state(), state)
-    ways = [ways[0], *({"options": SAMPLED} for _ in range(4))]
-    assert (
-        kit.together(model, [(p.copy(), way) for p, way in zip(each, ways, strict=True)])[0]
-        == alone
-    )
+    for companions in (others, [{"options": SAMPLED}] * 4):
+        assert torch.equal(kit.random_state(), state)
+        copies = [one.copy() for one in each]
+        assert beside(model, copies, [mine, *companions])[0] == wanted
     assert not torch.equal(kit.random_state(), state)
-    assert generate(model, each[0].copy(), SAMPLED, seed=10) != alone
+    assert alone(model, each[:1], others[:1]) != [wanted]
 
 
 @pytest.mark.parametrize("companions", [0, 1])
-def test_the_lock_is_free_while_a_token_is_chosen(model: HFModel, companions: int) -> None:
+def test_the_lock_is_free_while_a_token_is_chosen(model, companions):
     encoded, began = threading.Event(), threading.Event()
 
     def hold_up() -> None:
@@ -246,38 +240,32 @@ def test_the_lock_is_free_while_a_token_is_chosen(model: HFModel, companions: in
         waited(encoded)
 
     one, two = prefills(model, SIZES[:2])
-    job = Job(model, one, options=GREEDY, stopping=[Said(4, hold_up)])
-    beside = [Job(model, two, options=GREEDY) for _ in range(companions)]
+    jobs = [Job(model, one, Said(4, hold_up)), *(Job(model, two) for _ in range(companions))]
     waited(began)
     model.encode(kit.ids(12))
     encoded.set()
-    assert all(len(each.ids) == LENGTH for each in (job, *beside))
+    assert all(len(each.ids) == LENGTH for each in jobs)
 
 
-def test_who_is_slow_is_not_waited_for(model: HFModel) -> None:
+def test_a_step_does_not_wait_for_a_slow_request(model):
     model.batcher.patience_s = 0.02
     over = threading.Event()
     one, two, three = prefills(model, SIZES[:3])
     wanted = generate(model, one.copy(), GREEDY)
-    slow = Job(model, one, options=GREEDY, stopping=[Said(2, lambda: waited(over))])
-    quick = [Job(model, prefill, options=GREEDY) for prefill in (two, three)]
+    slow = Job(model, one, Said(2, lambda: waited(over)))
+    quick = [Job(model, prefill) for prefill in (two, three)]
     assert all(len(job.ids) == LENGTH for job in quick)
     over.set()
     assert slow.ids == wanted
 
 
-def test_who_holds_the_lock_goes_on_under_it(model: HFModel) -> None:
+def test_a_thread_that_holds_the_lock_can_generate(model):
     one, two, three = prefills(model, SIZES[:3])
     wanted = generate(model, two.copy(), GREEDY)
     began, done = threading.Event(), threading.Event()
     jobs = [
-        Job(
-            model,
-            one,
-            options={**GREEDY, "max_new_tokens": 400},
-            stopping=[Said(2, began.set, done)],
-        ),
-        Job(model, three, options={**GREEDY, "max_new_tokens": 400}, stopping=[Said(end=done)]),
+        Job(model, one, Said(2, began.set, done), options=LONG),
+        Job(model, three, Said(end=done), options=LONG),
     ]
     waited(began)
     model.batcher.patience_s = 0.02  # who holds the lock is waited for, and never there
@@ -287,84 +275,59 @@ def test_who_holds_the_lock_goes_on_under_it(model: HFModel) -> None:
     assert all(len(job.ids) < 400 for job in jobs)
 
 
-def test_the_model_is_as_it_was_and_nothing_is_active(model: HFModel) -> None:
-    before = dict(model.model.__dict__), model.model.config._attn_implementation
+def test_requests_are_active_while_they_decode_and_not_afterwards(model):
     seen: list[int] = []
-    each = prefills(model, SIZES[:2])
     look = Said(3, lambda: seen.append(model.batcher.active))
-    kit.together(
-        model, [(each[0], {"options": GREEDY, "stopping": [look]}), (each[1], {"options": GREEDY})]
-    )
+    beside(model, prefills(model, SIZES[:2]), [{**way(), "stopping": [look]}, way()])
     assert seen == [2]
     assert model.batcher.active == 0
     assert model.batcher.wait_idle(0)
-    assert (dict(model.model.__dict__), model.model.config._attn_implementation) == before
-    assert not any(len(layer._forward_pre_hooks) for layer in model.model.modules())
 
 
-def test_what_fails_together_is_done_one_by_one_and_shared_no_more(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model = kit.HFModel(kit.build("llama", {}), kit.tokenizer())
-    model.batcher.patience_s = WAIT_S
-
+def test_after_failed_shared_steps_requests_run_one_by_one(own_model, caplog):
     def refuse(module: object, args: tuple[Any, ...]) -> None:
         if args[0].shape[0] > 1:
             raise RuntimeError("too many")
 
-    wanted = [generate(model, prefill, GREEDY) for prefill in prefills(model)]
-    model.model.model.layers[2].mlp.register_forward_pre_hook(refuse)
+    wanted = alone(own_model, prefills(own_model), [way()] * 4)
+    own_model.model.model.layers[2].mlp.register_forward_pre_hook(refuse)
     for _ in range(2):
-        assert (
-            kit.together(model, [(prefill, {"options": GREEDY}) for prefill in prefills(model)])
-            == wanted
-        )
-    assert model.batcher.steps == 0
+        assert beside(own_model, prefills(own_model), [way()] * 4) == wanted
+    assert own_model.batcher.steps == 0
     assert len(caplog.records) == 3
-    assert all("too many" in record.message for record in caplog.records)
 
 
-def test_a_window_shorter_than_the_prompt_is_decoded_as_by_the_model(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Keys of a window do not begin where their buffer does."""
-    model = kit.HFModel(
-        kit.build(
-            "mistral",
-            {"sliding_window": 520, "max_position_embeddings": 2048},
-            dtype=torch.bfloat16,
-        ),
-        kit.tokenizer(),
-    )
-    ids = kit.ids(700)
-    assert len(generate(model, model.full_prefill(ids), GREEDY)) > 1
-    assert caplog.records == []
-
-
-def test_a_request_that_fails_in_a_shared_step_fails_alone() -> None:
-    model = kit.HFModel(kit.build("llama", {}), kit.tokenizer())
-    model.batcher.patience_s = WAIT_S
-    bad = 77
+def test_a_request_that_fails_in_a_shared_step_fails_alone(own_model):
+    bad, model = 77, own_model
 
     class Forced(LogitsProcessor):
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-            return (
-                scores.index_fill(1, kit.tensor([bad]), 1e9)
-                if input_ids.shape[1] == SIZES[1] + 4
-                else scores
-            )
+            is_its_turn = input_ids.shape[1] == SIZES[1] + 4
+            return scores.index_fill(1, kit.tensor([bad]), 1e9) if is_its_turn else scores
 
     def refuse(module: object, args: tuple[Any, ...]) -> None:
         if args[0].shape[1] == 1 and bool((args[0] == bad).any()):
             raise ZeroDivisionError
 
-    options = [{**GREEDY, "suppress_tokens": [bad]} for _ in SIZES]
-    options[1] = {**GREEDY, "logits_processor": LogitsProcessorList([Forced()])}
-    wanted = [generate(model, p, way) for p, way in zip(prefills(model), options, strict=True)]
+    ways = [way(suppress_tokens=[bad])] * 4
+    ways[1] = way(Forced())
+    wanted = alone(model, prefills(model), ways)
     assert wanted[1][4] == bad
     model.model.get_input_embeddings().register_forward_pre_hook(refuse)
-    jobs = [Job(model, p, options=way) for p, way in zip(prefills(model), options, strict=True)]
+    jobs = [Job(model, p, **way) for p, way in zip(prefills(model), ways, strict=True)]
     assert [jobs[number].ids for number in (0, 2, 3)] == [wanted[number] for number in (0, 2, 3)]
     with pytest.raises(ZeroDivisionError):
         _ = jobs[1].ids
     assert model.batcher.steps > LENGTH // 2
+
+
+def test_a_window_shorter_than_the_prompt_is_decoded_as_by_the_model():
+    """Keys of a window do not begin where their buffer does: in bfloat16 no step fails for it, in
+    float32 the answer is the model's.
+    """
+    options, ids = {"sliding_window": 520, "max_position_embeddings": 2048}, kit.ids(700)
+    for dtype in (torch.bfloat16, torch.float32):
+        model = HFModel(kit.build("mistral", options, dtype=dtype), kit.tokenizer())
+        said = generate(model, model.full_prefill(ids), GREEDY)
+        assert len(said) == LENGTH
+    assert said == kit.theirs(model, ids, GREEDY)

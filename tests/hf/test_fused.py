@@ -10,13 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ragfuse.fuse.fusor import LostRun
+from ragfuse.hf.model import KVSource
 from ragfuse.hf.probe import decoder_layers
 from ragfuse.types.kv import ChunkKV, LayerKV
 from tests import reference
 from tests.hf import kit
 from tests.hf.kit import Scene
 
-EXACT = 5e-6
 POLICIES = list(reference.POLICIES)
 
 
@@ -34,14 +34,16 @@ def agrees_with_its_twin(
     wanted = twin.fuse(
         scene.token_ids, scene.positions.tolist(), runs, policy if ratio else "none", ratio
     )
-    assert kit.off(fused.logits, wanted.logits) < EXACT
-    assert kit.worst(kit.states(fused), list(zip(wanted.keys, wanted.values, strict=True))) < EXACT
+    assert kit.off(fused.logits, wanted.logits) < kit.EXACT
+    assert (
+        kit.worst(kit.states(fused), list(zip(wanted.keys, wanted.values, strict=True))) < kit.EXACT
+    )
 
 
 @pytest.mark.parametrize("accelerated", [False, True], ids=["CPU's path", "accelerator's path"])
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 0.6, 1.0])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_agrees_with_its_twin(policy: str, ratio: float, accelerated: bool) -> None:
+def test_every_policy_agrees_with_its_twin(policy, ratio, accelerated):
     agrees_with_its_twin(kit.usual(seed=4), policy, ratio, accelerated)
 
 
@@ -56,9 +58,7 @@ def test_every_policy_agrees_with_its_twin(policy: str, ratio: float, accelerate
     ids=["a short prefix", "one token", "nothing cached", "padding of rows and keys alike"],
 )
 @pytest.mark.parametrize("policy", ["hkvd", "full"])
-def test_padded_shapes_that_happen_to_be_alike_agree_with_their_twin(
-    sizes: list[int], kinds: list[str], policy: str
-) -> None:
+def test_padded_shapes_that_happen_to_be_alike_agree_with_their_twin(sizes, kinds, policy):
     agrees_with_its_twin(
         kit.scene(sizes, kinds), policy, 1.0 if policy == "full" else 0.3, accelerated=True
     )
@@ -105,7 +105,7 @@ def dispatched_in_layers(
 
 
 @pytest.mark.parametrize("policy", ["none", "lexical", "query", "hkvd"])
-def test_layers_of_an_accelerator_can_be_captured(policy: str) -> None:
+def test_layers_of_an_accelerator_can_be_captured(policy):
     """Prompts of one bucket dispatch the same operations on the same shapes, and no layer reads a
     value back.
     """
@@ -126,9 +126,7 @@ def test_layers_of_an_accelerator_can_be_captured(policy: str) -> None:
     ("sizes", "gaps", "ratio"),
     [((5, 12, 14, 6), (0, 3, 50, 9), 0.3), ((3, 70, 80, 5), (0, 0, 0, 0), 0.5)],
 )
-def test_positions_may_have_gaps_and_budgets_fill_tiles(
-    sizes: tuple[int, ...], gaps: tuple[int, ...], ratio: float, policy: str
-) -> None:
+def test_positions_may_have_gaps_and_budgets_fill_tiles(sizes, gaps, ratio, policy):
     kinds = ["prefix", "chunk", "chunk", "fresh"]
     agrees_with_its_twin(kit.scene(list(sizes), kinds, gaps=list(gaps)), policy, ratio)
 
@@ -144,9 +142,7 @@ def test_positions_may_have_gaps_and_budgets_fill_tiles(
     ratio=st.floats(0, 1),
     seed=st.integers(0, 5),
 )
-def test_any_prompt_agrees_with_its_twin(
-    parts: list[tuple[int, str]], gaps: list[int], policy: str, ratio: float, seed: int
-) -> None:
+def test_any_prompt_agrees_with_its_twin(parts, gaps, policy, ratio, seed):
     """Misses, prefixes and chunks in any order, the last part cached too. A chunk that stands first
     has nothing to deviate from, so its rows may be ranked either way: it stands as a prefix.
     """
@@ -175,105 +171,82 @@ families = pytest.mark.parametrize(
 @pytest.mark.parametrize(
     "kinds", ["cmcf", "mccf", "ccmf", "mmcf", "mcmf", "mmmf", "pmcc", "pccc", "fcfc", "c"]
 )
-def test_misses_in_any_pattern_equal_reuse_by_hand(name: str, kinds: str) -> None:
+def test_misses_in_any_pattern_equal_reuse_by_hand(name, kinds):
     words = {"c": "chunk", "m": "miss", "f": "fresh", "p": "prefix"}
     scene = kit.scene([13, 19, 11, 8][: len(kinds)], [words[kind] for kind in kinds])
     model = kit.family(name)
-    fused = kit.fuse(model, scene, "none", 0.0)
-    logits, states = reference.prefill_by_hand(model.model, scene.by_hand, scene.positions.tolist())
-    assert kit.off(fused.logits, logits) < EXACT
-    assert kit.worst(kit.states(fused), states) < EXACT
+    kit.assert_reuse(kit.fuse(model, scene, "none", 0.0), model, scene)
 
 
 @families
 @pytest.mark.parametrize(
     "policy", ["hkvd", "hkvd-flat", "lego", "lexical", "random", "hybrid", "none", "full"]
 )
-def test_a_fully_cached_prompt_has_its_last_row_computed(name: str, policy: str) -> None:
+def test_a_fully_cached_prompt_has_its_last_row_computed(name, policy):
     model, scene = kit.family(name), kit.scene([9, 20, 15], ["prefix", "chunk", "chunk"])
-    fused = kit.fuse(model, scene, policy, 0.0)
-    logits, states = reference.prefill_by_hand(model.model, scene.by_hand, scene.positions.tolist())
-    if policy != "full":
-        assert kit.off(fused.logits, logits) < EXACT
-        assert kit.worst(kit.states(fused), states) < EXACT
-    full = kit.fuse(model, scene, "full", 1.0)
-    assert kit.off(full.logits, model.full_prefill(scene.token_ids).logits) < EXACT
+    if policy == "full":
+        full = model.full_prefill(scene.token_ids)
+        assert kit.off(kit.fuse(model, scene, policy, 1.0).logits, full.logits) < kit.EXACT
+    else:
+        kit.assert_reuse(kit.fuse(model, scene, policy, 0.0), model, scene)
 
 
 @families
-def test_one_chunk_may_stand_twice_and_in_any_order(name: str) -> None:
+def test_one_chunk_may_stand_twice_and_in_any_order(name):
     model = kit.family(name)
-    a, b = (tuple(kit.ids(count, seed)) for count, seed in ((14, 1), (21, 2)))
-    question = tuple(kit.ids(6, 3))
-    encoded = {a: model.encode(a), b: model.encode(b)}
+    a, b, question = (tuple(kit.ids(count, seed)) for count, seed in ((14, 1), (21, 2), (6, 3)))
+    encoded = {part: model.encode(part) for part in (a, b)}
     before = {part: kit.copied(chunk) for part, chunk in encoded.items()}
     for order in ([a, b, a], [b, a], [a, a, a], [b, b, a, b]):
         parts = (*((part, "chunk") for part in order), (question, "fresh"))
         starts = tuple(sum(len(part) for part, _ in parts[:index]) for index in range(len(parts)))
         scene = Scene(parts, starts)
-        kv = kit.KVSource([encoded.get(part, encoded[a]) for part, _ in parts])
-        fused = kit.fuse(model, scene, "none", 0.0, kv)
-        logits, states = reference.prefill_by_hand(
-            model.model, scene.by_hand, scene.positions.tolist()
-        )
-        assert kit.off(fused.logits, logits) < EXACT
-        assert kit.worst(kit.states(fused), states) < EXACT
+        kv = KVSource([encoded.get(part, encoded[a]) for part, _ in parts])
+        kit.assert_reuse(kit.fuse(model, scene, "none", 0.0, kv), model, scene)
         full = kit.fuse(model, scene, "hkvd", 1.0, kv)
-        assert kit.off(full.logits, model.full_prefill(scene.token_ids).logits) < EXACT
-    for part, chunk in encoded.items():
-        for layer, (keys, values) in zip(chunk.layers, before[part], strict=True):
-            assert torch.equal(layer.keys, keys)
-            assert torch.equal(layer.values, values)
+        assert kit.off(full.logits, model.full_prefill(scene.token_ids).logits) < kit.EXACT
+    assert all(kit.worst(kit.states(encoded[part]), before[part]) == 0.0 for part in encoded)
 
 
-def test_a_chunk_behind_its_own_prefix_is_exact() -> None:
+def test_a_chunk_behind_its_own_prefix_is_exact():
     """Encoded with the prompt's prefix as context, and placed right behind it: nothing needs
     computing.
     """
     model, scene = kit.family("llama"), kit.scene([9, 25, 6], ["prefix", "prefix", "fresh"])
     prefix, chunk = scene.parts[0][0], scene.parts[1][0]
-    kv = kit.KVSource([model.encode(prefix), model.encode(chunk, context=prefix)])
-    fused = kit.fuse(model, scene, "none", 0.0, kv)
-    full = model.full_prefill(scene.token_ids)
-    assert kit.off(fused.logits, full.logits) < EXACT
-    assert kit.worst(kit.states(fused), kit.states(full)) < EXACT
+    kv = KVSource([model.encode(prefix), model.encode(chunk, context=prefix)])
+    kit.assert_same(kit.fuse(model, scene, "none", 0.0, kv), model.full_prefill(scene.token_ids))
 
 
 @pytest.mark.parametrize("layer", [0, 2])
 @pytest.mark.parametrize("policy", ["hkvd", "query"])
-def test_a_run_lost_on_the_way_is_named_and_nothing_stays_behind(layer: int, policy: str) -> None:
+def test_a_run_lost_on_the_way_is_named_and_nothing_stays_behind(layer, policy):
     model, scene = kit.family("llama"), kit.usual()
     kv = kit.source(model, scene)
 
-    class Losing:
+    class Losing(KVSource):
         def read(self, at: int) -> dict[int, LayerKV | None]:
-            found = dict(kv.read(at))
+            found = dict(super().read(at))
             return {**found, 2: None if at >= layer else found[2]}
 
-        def ready(self) -> int:
-            return 0
-
     with pytest.raises(LostRun) as caught:
-        model.fuse(scene.token_ids, scene.positions, scene.runs, Losing(), policy, 0.3)
+        kit.fuse(model, scene, policy, 0.3, Losing(kv.chunks))
     assert caught.value.segment == 2
     again = kit.fuse(model, scene, policy, 1.0, kv)
-    assert kit.off(again.logits, model.full_prefill(scene.token_ids).logits) < EXACT
+    assert kit.off(again.logits, model.full_prefill(scene.token_ids).logits) < kit.EXACT
 
 
-def test_kv_of_views_and_other_strides_is_taken_as_it_is() -> None:
+def test_kv_of_views_and_other_strides_is_taken_as_it_is():
     model, scene = kit.family("llama"), kit.usual()
     kv = kit.source(model, scene)
-
-    def strided(layer: LayerKV) -> LayerKV:
-        return LayerKV(
-            *(
-                part.transpose(0, 1).contiguous().transpose(0, 1)
-                for part in (layer.keys, layer.values)
+    turned = [
+        ChunkKV(
+            tuple(
+                LayerKV(*(part.transpose(0, 1).contiguous().transpose(0, 1) for part in pair))
+                for pair in kit.states(chunk)
             )
         )
-
-    other = kit.KVSource(
-        [ChunkKV(tuple(strided(layer) for layer in chunk.layers)) for chunk in kv.chunks]
-    )
-    one, two = (kit.fuse(model, scene, "hkvd", 0.3, each) for each in (kv, other))
+        for chunk in kv.chunks
+    ]
+    one, two = (kit.fuse(model, scene, "hkvd", 0.3, each) for each in (kv, KVSource(turned)))
     assert torch.equal(one.logits, two.logits)

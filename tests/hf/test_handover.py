@@ -2,7 +2,6 @@
 for.
 """
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from ragfuse.hf.model import HFModel, Prefill
 from tests.hf import kit
 
 LENGTH = 14
+GREEDY = kit.greedy(LENGTH)
 
 
 class Shifted(LogitsProcessor):
@@ -30,16 +30,6 @@ class Shifted(LogitsProcessor):
         return scores.scatter_add(
             1, (input_ids[:, -1:] + 1) % 256, torch.full_like(scores[:, :1], 3.0)
         )
-
-
-def theirs(
-    model: HFModel, tokens: Sequence[int], options: Mapping[str, Any], seed: int = 0
-) -> list[int]:
-    """What transformers writes by itself."""
-    torch.manual_seed(seed)
-    return model.model.generate(kit.tensor([list(tokens)]), pad_token_id=0, **options)[
-        0, len(tokens) :
-    ].tolist()
 
 
 def fused(model: HFModel, seed: int = 0) -> Prefill:
@@ -78,16 +68,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "name", ["llama", pytest.param("gemma3-two-ropes", marks=pytest.mark.slow)]
 )
-def test_options_work_as_in_transformers(name: str, options: dict[str, Any]) -> None:
+def test_options_work_as_in_transformers(name, options):
     model = kit.family(name)
     if "generation_config" not in options:
         options = {"max_new_tokens": LENGTH, **options}
-    wanted = theirs(model, kit.usual().token_ids, options, seed=11)
+    wanted = kit.theirs(model, kit.usual().token_ids, options, seed=11)
     assert generate(model, fused(model), options, seed=11) == wanted
     assert generate(model, model.full_prefill(kit.usual().token_ids), options, seed=11) == wanted
 
 
-def test_a_stopping_criterion_sees_every_token_as_it_comes() -> None:
+def test_a_stopping_criterion_sees_every_token_as_it_comes():
     seen: list[list[int]] = []
 
     class After(StoppingCriteria):
@@ -98,18 +88,16 @@ def test_a_stopping_criterion_sees_every_token_as_it_comes() -> None:
             return torch.full((1,), len(seen) == 5, device=input_ids.device)
 
     model, prompt = kit.family("llama"), kit.usual().token_ids
-    found = generate(
-        model, fused(model), {"max_new_tokens": LENGTH, "eos_token_id": None}, stopping=[After()]
-    )
+    found = generate(model, fused(model), GREEDY, stopping=[After()])
     assert seen == [prompt + found[:count] for count in range(1, 6)]
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3])
-def test_a_fused_prompt_goes_on_from_its_own_kv(ratio: float) -> None:
+def test_a_fused_prompt_goes_on_from_its_own_kv(ratio):
     """Step by step through the model's forward, over the KV that the prefill left."""
     model, scene = kit.family("llama"), kit.usual()
-    kv, cache, written = kit.source(model, scene), DynamicCache(), []
-    prefill = kit.fuse(model, scene, "hkvd", ratio, kv)
+    cache, written = DynamicCache(), []
+    prefill = kit.fuse(model, scene, "hkvd", ratio)
     for index, (keys, values) in enumerate(kit.states(prefill)):
         cache.update(keys[None].clone(), values[None].clone(), index)
     logits = prefill.logits
@@ -120,12 +108,11 @@ def test_a_fused_prompt_goes_on_from_its_own_kv(ratio: float) -> None:
             logits = model.model(
                 kit.tensor([written[-1:]]), past_key_values=cache, position_ids=at
             ).logits[0, -1]
-    options = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None}
-    assert generate(model, kit.fuse(model, scene, "hkvd", ratio, kv), options) == written
+    assert generate(model, prefill, GREEDY) == written
 
 
 @pytest.mark.parametrize("companion", [False, True])
-def test_an_answer_stands_right_behind_a_prompt_with_gaps(companion: bool) -> None:
+def test_an_answer_stands_right_behind_a_prompt_with_gaps(companion):
     """The first new token's position is the last one's plus one, not the number of tokens."""
     model = kit.family("llama")
     scene = kit.scene([6, 18, 8], ["prefix", "chunk", "fresh"], gaps=[0, 40, 25])
@@ -133,19 +120,15 @@ def test_an_answer_stands_right_behind_a_prompt_with_gaps(companion: bool) -> No
     for _ in range(LENGTH):
         tokens, at = kit.tensor([ids + written]), kit.tensor([positions])
         with torch.no_grad():
-            logits = model.model(tokens, position_ids=at, past_key_values=DynamicCache()).logits[
-                0, -1
-            ]
-        written.append(int(logits.argmax()))
+            logits = model.model(tokens, position_ids=at, past_key_values=DynamicCache()).logits
+        written.append(int(logits[0, -1].argmax()))
         positions.append(positions[-1] + 1)
-    options = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None}
-    prefills = [kit.fuse(model, scene, "hkvd", 1.0)]
+    prompt = kit.usual().token_ids
+    prefills, wanted = [kit.fuse(model, scene, "hkvd", 1.0)], [written]
     if companion:
-        prefills.append(model.full_prefill(kit.usual().token_ids))
-    found = kit.together(model, [(prefill, {"options": options}) for prefill in prefills])
-    assert found[0] == written
-    if companion:
-        assert found[1] == theirs(model, kit.usual().token_ids, options)
+        prefills.append(model.full_prefill(prompt))
+        wanted.append(kit.theirs(model, prompt, GREEDY))
+    assert kit.together(model, [(each, {"options": GREEDY}) for each in prefills]) == wanted
 
 
 @pytest.mark.parametrize(
@@ -161,45 +144,32 @@ def test_an_answer_stands_right_behind_a_prompt_with_gaps(companion: bool) -> No
     ],
     ids=lambda options: "-".join(options),
 )
-def test_another_cache_and_several_sequences_are_refused(options: dict[str, Any]) -> None:
+def test_another_cache_and_several_sequences_are_refused(options):
     model = kit.family("llama")
     prefill = fused(model)
     with pytest.raises(SettingsError, match="option"):
         generate(model, prefill, {"max_new_tokens": 3, **options})
-    wanted = theirs(model, kit.usual().token_ids, {"max_new_tokens": 3, "do_sample": False})
-    assert generate(model, prefill, {"max_new_tokens": 3, "do_sample": False}) == wanted
+    assert generate(model, prefill, GREEDY) == kit.theirs(model, kit.usual().token_ids, GREEDY)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("cache_implementation", "static"), ("use_cache", False), ("num_beams", 2)]
-)
-def test_a_models_own_wish_for_another_cache_or_beams_is_overruled(
-    name: str, value: object
-) -> None:
-    model, options = (
-        kit.HFModel(kit.build("llama", {}), kit.tokenizer()),
-        {"max_new_tokens": 6, "do_sample": False},
-    )
-    wanted = theirs(model, kit.usual().token_ids, options)
-    setattr(model.model.generation_config, name, value)
-    assert generate(model, fused(model), options) == wanted
-    assert getattr(model.model.generation_config, name) == value
+def test_a_models_own_wish_for_another_cache_or_beams_is_overruled():
+    model = kit.HFModel(kit.build("llama", {}), kit.tokenizer())
+    wanted = kit.theirs(model, kit.usual().token_ids, GREEDY)
+    own = {"cache_implementation": "static", "use_cache": False, "num_beams": 2}
+    model.model.generation_config.update(**own)
+    assert generate(model, fused(model), GREEDY) == wanted
+    assert own.items() <= model.model.generation_config.to_dict().items()
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_the_shortest_prompts_work(count: int) -> None:
-    model, tokens = kit.family("llama"), kit.ids(count)
-    options = {"max_new_tokens": 5, "do_sample": False}
-    wanted = theirs(model, tokens, options)
-    assert generate(model, model.full_prefill(tokens), options) == wanted
-    scene = kit.scene([count], ["chunk"])
-    assert scene.token_ids == tokens
-    assert generate(model, kit.fuse(model, scene, "hkvd", 1.0), options) == wanted
+def test_the_shortest_prompts_work(count):
+    model, scene = kit.family("llama"), kit.scene([count], ["chunk"])
+    wanted = kit.theirs(model, scene.token_ids, GREEDY)
+    for prefill in (model.full_prefill(scene.token_ids), kit.fuse(model, scene, "hkvd", 1.0)):
+        assert generate(model, prefill, GREEDY) == wanted
 
 
-def test_a_long_answer_outgrows_its_buffers() -> None:
-    model, options = (
-        kit.family("mistral-window"),
-        {"max_new_tokens": 150, "do_sample": False, "eos_token_id": None},
-    )
-    assert generate(model, fused(model), options) == theirs(model, kit.usual().token_ids, options)
+def test_a_long_answer_outgrows_its_buffers():
+    model, options = kit.family("mistral-window"), kit.greedy(150)
+    wanted = kit.theirs(model, kit.usual().token_ids, options)
+    assert generate(model, fused(model), options) == wanted

@@ -1,6 +1,6 @@
 """A fused prefill leaves the model as it found it, whatever happens on the way."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ families = pytest.mark.parametrize("name", ["llama", "gpt-oss-sinks-window", "st
 
 @families
 @pytest.mark.parametrize("layer", [0, 1, 3])
-def test_nothing_stays_behind_when_a_layer_or_the_store_raises(name: str, layer: int) -> None:
+def test_nothing_stays_behind_when_a_layer_or_the_store_raises(name, layer):
     model, scene = kit.family(name), kit.usual()
     kv, before = kit.source(model, scene), traces(model)
     full = model.full_prefill(scene.token_ids)
@@ -58,38 +58,35 @@ def test_nothing_stays_behind_when_a_layer_or_the_store_raises(name: str, layer:
     assert kit.off(kit.fuse(model, scene, "hkvd", 1.0, kv).logits, full.logits) < 5e-6
     assert traces(model) == before
 
-    class Broken:
-        def read(self, at: int) -> dict[int, LayerKV | None]:
+    class Broken(KVSource):
+        def read(self, at: int) -> Mapping[int, LayerKV | None]:
             if at == layer:
                 raise Sudden
-            return dict(kv.read(at))
-
-        def ready(self) -> int:
-            return 0
+            return super().read(at)
 
     with pytest.raises(Sudden):
-        model.fuse(scene.token_ids, scene.positions, scene.runs, Broken(), "hkvd", 0.3)
+        kit.fuse(model, scene, "hkvd", 0.3, Broken(kv.chunks))
     assert traces(model) == before
     assert not model.lock.is_mine
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-def test_nothing_stays_behind_when_an_answer_breaks_off(layer: int) -> None:
+def test_nothing_stays_behind_when_an_answer_breaks_off(layer):
     model, scene = kit.family("llama"), kit.usual()
     before = traces(model)
     prefill = kit.fuse(model, scene, "hkvd", 0.3)
     stop = failing_at(model, layer)
     with pytest.raises(Sudden):
-        generate(model, prefill, {"max_new_tokens": 4, "do_sample": False})
+        generate(model, prefill, kit.greedy(4))
     stop()
     assert traces(model) == before
     prefill = kit.fuse(model, scene, "hkvd", 0.3)
     with pytest.raises(ValueError, match="max_new_tokens"):
-        generate(model, prefill, {"max_new_tokens": -1, "do_sample": False})
+        generate(model, prefill, kit.greedy(-1))
     assert traces(model) == before
 
 
-def test_a_forward_of_somebody_else_stays_in_place() -> None:
+def test_a_forward_of_somebody_else_stays_in_place():
     """Libraries that spread a model over devices put their own forward on it."""
     model = kit.HFModel(kit.build("llama", {}))
     calls, plain = [], model.model.forward
@@ -101,24 +98,23 @@ def test_a_forward_of_somebody_else_stays_in_place() -> None:
     theirs.__wrapped__ = plain
     model.model.forward = theirs
     scene = kit.usual()
-    generate(model, kit.fuse(model, scene, "hkvd", 0.3), {"max_new_tokens": 4, "do_sample": False})
+    generate(model, kit.fuse(model, scene, "hkvd", 0.3), kit.greedy(4))
     assert model.model.forward is theirs
     assert len(calls) >= 4
 
 
 @families
-def test_a_look_is_the_attention_of_the_question_and_runs_nothing_behind_it(name: str) -> None:
+def test_a_look_returns_the_question_s_attention_and_runs_no_later_layer(name):
     model, scene = kit.family(name), kit.usual()
     ids, profile = kit.tensor([list(scene.token_ids)]), model.profile
-    positions = torch.arange(ids.shape[1], device=ids.device)
-    buffers = Buffers(len(positions), (), KVSource(), profile.rope, model.device)
-    before = traces(model)
-    watched = watched_layers(model.n_layers)
-    asking = torch.arange(len(positions) - 3, len(positions))
+    n_tokens, before, watched = len(scene.token_ids), traces(model), watched_layers(model.n_layers)
+    positions = torch.arange(n_tokens, device=ids.device)
+    asking = torch.arange(n_tokens - 3, n_tokens)
+    buffers = Buffers(n_tokens, (), KVSource(), profile.rope, model.device)
+    places = Places.of((), n_tokens, model.device)
+    reuse = Fusion(buffers, positions, places, policy_named("none"), 0.0)
     unwanted = failing_at(model, watched[-1]) if profile.mode == "rows" else lambda: None
     with torch.no_grad():
-        places = Places.of((), len(positions), model.device)
-        reuse = Fusion(buffers, positions, places, policy_named("none"), 0.0)
         found = FusedPrefill(model._wiring(profile), reuse).look(ids, asking)
     unwanted()
     assert traces(model) == before

@@ -2,8 +2,6 @@
 reason.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -12,44 +10,21 @@ from ragfuse.hf.model import HFModel
 from ragfuse.hf.probe import is_whole
 from ragfuse.hf.verify import verify
 from tests.hf import kit
-from tests.hf.families import HYBRIDS
-
-LATENT = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 16,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-    "num_key_value_heads": 4,
-}
+from tests.hf.families import HYBRIDS, MLA
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_a_hybrid_is_answered_by_full_prefill_with_the_reason(name: str) -> None:
+def test_a_hybrid_is_answered_by_full_prefill_with_the_reason(name):
     kind, options, reason, _ = HYBRIDS[name]
     model = HFModel(kit.build(kind, options), kit.tokenizer())
     assert reason in model.profile.refusal
     assert not verify(model).passed
     ids = kit.ids(40)
-    given = kit.tensor([ids])
-    with torch.no_grad():
-        own = model.model.generate(
-            input_ids=given,
-            attention_mask=torch.ones_like(given),
-            max_new_tokens=8,
-            do_sample=False,
-        )
-    answer = generate(model, model.full_prefill(ids), {"max_new_tokens": 8, "do_sample": False})
-    assert answer == own[0, 40:].tolist()
+    answer = generate(model, model.full_prefill(ids), kit.greedy(8))
+    assert answer == kit.theirs(model, ids, kit.greedy(8))
 
 
-def test_a_layer_with_kv_and_a_state_is_not_taken_for_kv_alone() -> None:
+def test_a_layer_with_kv_and_a_state_is_not_taken_for_kv_alone():
     """All its keys are there, and dropping the state beside them would change the answer."""
     kind, options = HYBRIDS["falcon-h1-both-in-a-layer"][:2]
     model, ids = kit.build(kind, options), kit.tensor([kit.ids(12)])
@@ -61,7 +36,7 @@ def test_a_layer_with_kv_and_a_state_is_not_taken_for_kv_alone() -> None:
     assert is_whole(plain, 4, 12)
 
 
-def test_latent_attention_with_experts_passes_verify() -> None:
-    model = HFModel(kit.build("deepseek_v2", LATENT), kit.tokenizer())
+def test_latent_attention_with_experts_passes_verify():
+    model = HFModel(kit.build("deepseek_v2", MLA), kit.tokenizer())
     verdict = verify(model)
     assert verdict.passed, [check for check in verdict.checks if not check.passed]

@@ -4,8 +4,7 @@ tenant's own.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from transformers import DynamicCache
 
 from ragfuse import Answer, Ask, Engine, Settings
 from ragfuse.hf.kept_states import MAX_KEPT, States
-from ragfuse.hf.model import HFModel
 from ragfuse.hf.probe import tensors
 from tests.hf import kit
 from tests.hf.families import HYBRIDS, REFUSED
@@ -27,13 +25,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3-next": (*REFUSED["qwen3-next"][:2], "run"),
     "mamba-alone": (*REFUSED["mamba"][:2], "whole"),
 }
+OTHER = "Something else, which is quite as long as that was."
 SYSTEM = "You keep the book of a harbour. Say what stands in it, and nothing else, in a few words. "
 WHO = f"{SYSTEM}Which ship came first?"
 
 
 def engine_of(name: str, told: Settings) -> Engine:
-    kind, options, _ = MODELS[name]
-    return Engine(told, kit.build(kind, options), tokenizer=kit.tokenizer())
+    return Engine(told, kit.build(*MODELS[name][:2]), tokenizer=kit.tokenizer())
 
 
 def asked(engine: Engine, question: str, **ask: Any) -> Answer:
@@ -45,63 +43,51 @@ def asked(engine: Engine, question: str, **ask: Any) -> Answer:
 
 
 @pytest.fixture
-def on(tmp_path: Any) -> Settings:
+def on(tmp_path):
     return Settings(
         store=tmp_path / "store", max_tokens=8, learn="off", dtype="float32", memory_bytes=1 << 26
     )
 
 
 @pytest.fixture
-def engine(on: Settings) -> Iterator[Engine]:
+def engine(on):
     with engine_of("qwen3-next", on) as engine:
         yield engine
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_a_model_goes_on_with_is_found_on_its_weights(name: str) -> None:
-    kind, options, wanted = MODELS[name]
-    model = HFModel(kit.build(kind, options), kit.tokenizer())
-    assert model.profile.refusal
-    assert model.profile.state == wanted
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_of_the_same_prompt_again_all_but_the_last_token_is_reused(name: str, on: Settings) -> None:
+def test_a_prompt_that_comes_again_or_shares_its_beginning_reuses_all_that_its_family_allows(
+    name, on
+):
+    """Of the same prompt all but the last token; of what prompts share all, from the third on."""
     with engine_of(name, on) as engine:
+        profile = engine.model.profile
+        assert profile.refusal
+        assert profile.state == MODELS[name][2]
+        runs = profile.state == "run"
         first, again = asked(engine, WHO), asked(engine, WHO)
         assert first.trace.tokens_reused == 0
-        wanted = 0 if MODELS[name][2] == "whole" else again.trace.tokens - 1
+        wanted = again.trace.tokens - 1 if runs else 0
         assert again.trace.tokens_reused == again.trace.tokens_prefix == wanted
         assert again.token_ids == first.token_ids
-        assert again.trace.fallback_reason == engine.model.profile.refusal
+        assert again.trace.fallback_reason == profile.refusal
+        ends = ("And who saw it come?", "Are there any more ships in the harbour?")
+        reused = [asked(engine, SYSTEM + end).trace.tokens_prefix for end in ends]
+        assert reused == [0, len(SYSTEM) if runs else 0]
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if MODELS[name][2] == "run"])
-def test_what_prompts_begin_with_alike_is_reused_from_the_third_on(name: str, on: Settings) -> None:
-    with engine_of(name, on) as engine:
-        reused = [
-            asked(engine, SYSTEM + end).trace.tokens_prefix
-            for end in (
-                "Which ship came first?",
-                "And who saw it come?",
-                "Are there any more ships in the harbour?",
-            )
-        ]
-        assert reused == [0, 0, len(SYSTEM)]
-
-
-def test_a_prompt_that_grew_goes_on_from_where_it_was(engine: Engine) -> None:
+def test_a_longer_prompt_goes_on_from_the_kept_state_as_the_plan_says(engine):
     more = f"{WHO} And which came last, and why?"
     n_first = asked(engine, WHO).trace.tokens
     assert asked(engine, more).trace.tokens_prefix == n_first - 1
 
 
-def test_switched_off_nothing_is_kept(on: Settings) -> None:
+def test_without_prefix_cache_no_state_is_kept(on):
     with engine_of("qwen3-next", on.model_copy(update={"prefix_cache": False})) as engine:
         assert [asked(engine, WHO).trace.tokens_reused for _ in range(2)] == [0, 0]
 
 
-def test_a_prompt_is_computed_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_computed_once(engine, monkeypatch):
     """Also where nothing is reused: `generate` goes on from the prefill."""
     rows, forward = [], engine.model.model.forward
 
@@ -116,10 +102,8 @@ def test_a_prompt_is_computed_once(engine: Engine, monkeypatch: pytest.MonkeyPat
         assert sum(rows) == wanted + len(answer.token_ids) - 1
 
 
-def test_no_tenant_finds_anothers_state(on: Settings) -> None:
-    kind, options, _ = MODELS["qwen3-next"]
-    model = kit.build(kind, options)
-    salted = on.model_copy(update={"salt": "another"})
+def test_no_tenant_finds_anothers_state(on):
+    model, salted = kit.build(*MODELS["qwen3-next"][:2]), on.model_copy(update={"salt": "another"})
     with (
         Engine(on, model, tokenizer=kit.tokenizer()) as one,
         Engine(salted, model, tokenizer=kit.tokenizer()) as two,
@@ -129,45 +113,39 @@ def test_no_tenant_finds_anothers_state(on: Settings) -> None:
         assert asked(one, WHO).trace.tokens_reused == len(WHO) - 1
 
 
-def test_what_is_forgotten_is_in_no_beginning(engine: Engine) -> None:
-    said = "the book of a harbour."
+def test_a_forgotten_text_is_in_no_kept_state(engine):
     asked(engine, WHO)
-    asked(engine, "Something else, which is quite as long as that was.")
-    engine.forget([said])
+    asked(engine, OTHER)
+    engine.forget(["the book of a harbour."])
     assert asked(engine, WHO).trace.tokens_reused == 0
-    assert (
-        asked(engine, "Something else, which is quite as long as that was.").trace.tokens_reused > 0
-    )
+    assert asked(engine, OTHER).trace.tokens_reused > 0
 
 
-def test_memory_is_bounded_and_what_was_used_longest_ago_goes_first() -> None:
+def test_memory_is_bounded_and_what_was_used_longest_ago_goes_first():
     one = torch.zeros(1, 1, 8, 32)
     cache = DynamicCache()
     cache.update(one, one, 0)
     size = 2 * one.nbytes
     assert sum(each.nbytes for each in tensors(cache)) == size
     states = States(3 * size)
+
+    def known() -> list[bool]:
+        return [states.longest_prefix([n, 5, 6, 7])[1] == 3 for n in range(4)]
+
     for first in range(3):
         states.keep([first, 5, 6], cache)
-    assert states.longest_prefix([0, 5, 6, 7])[0] is not None
+    assert states.longest_prefix([0, 5, 6, 7])[1] == 3
     states.keep([3, 5, 6], cache)
-    assert [states.longest_prefix([first, 5, 6, 7])[0] is not None for first in range(4)] == [
-        True,
-        False,
-        True,
-        True,
-    ]
+    assert known() == [True, False, True, True]
     assert states.nbytes == 3 * size
-    tight = States(size - 1)
-    tight.keep([1, 2, 3], cache)
-    assert tight.nbytes == 0
-    many = States(1 << 30)
-    for first in range(MAX_KEPT + 9):
-        many.keep([first, 5, 6], cache)
-    assert many.nbytes == MAX_KEPT * size
+    for limit, wanted in ((size - 1, 0), (1 << 30, MAX_KEPT * size)):
+        states = States(limit)
+        for first in range(MAX_KEPT + 9):
+            states.keep([first, 5, 6], cache)
+        assert states.nbytes == wanted
 
 
-def test_a_run_is_found_where_tokens_begin_alone() -> None:
+def test_a_run_to_forget_matches_whole_tokens_alone():
     """In 8 bytes a token, 256 stands across the border of 1 and 0 as bytes, not as a token."""
     states = States(1 << 20)
     states.keep([1 << 8, 1 << 16, 7], DynamicCache())
@@ -189,13 +167,13 @@ words = st.sampled_from(
     name=st.sampled_from(["qwen3-next", "granite-hybrid"]),
     threads=st.sampled_from([1, 3]),
 )
-def test_prompts_that_share_what_they_please_are_answered_as_by_full_prefill(
-    tmp_path_factory: pytest.TempPathFactory,
-    prompts: list[str],
-    nbytes: int,
-    name: str,
-    threads: int,
-) -> None:
+def test_prompts_that_share_any_beginnings_are_answered_as_by_full_prefill(
+    tmp_path_factory,
+    prompts,
+    nbytes,
+    name,
+    threads,
+):
     told = Settings(
         store=tmp_path_factory.mktemp("store"),
         max_tokens=4,
@@ -205,18 +183,7 @@ def test_prompts_that_share_what_they_please_are_answered_as_by_full_prefill(
     )
     with engine_of(name, told) as engine:
         wanted = {prompt: engine.answer(prompt, Ask(reuse=False)).token_ids for prompt in prompts}
-        wrong = list[str]()
-
-        def work() -> None:
-            wrong.extend(
-                each
-                for each in [*prompts, *prompts]
-                if engine.answer(each).token_ids != wanted[each]
-            )
-
-        running = [threading.Thread(target=work) for _ in range(threads)]
-        for each in running:
-            each.start()
-        for each in running:
-            each.join()
-        assert not wrong
+        with ThreadPoolExecutor(threads) as pool:
+            again = [*prompts] * (2 * threads)
+            said = zip(again, pool.map(engine.answer, again), strict=True)
+            assert all(answer.token_ids == wanted[prompt] for prompt, answer in said)

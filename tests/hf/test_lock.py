@@ -4,6 +4,8 @@ it likes.
 
 import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -19,42 +21,35 @@ def until_waiting(lock: FairLock, count: int) -> None:
         time.sleep(0.001)
 
 
-def test_those_who_wait_get_it_in_turn_before_who_lets_go_of_it() -> None:
-    lock, order = FairLock(), []
-
-    def take(name: int) -> None:
-        with lock:
-            order.append(name)
-
-    threads = []
-    with lock:
-        for name in range(5):
-            threads.append(threading.Thread(target=take, args=(name,)))
-            threads[-1].start()
-            until_waiting(lock, name + 1)
-    with lock:
-        order.append(-1)
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert order == [0, 1, 2, 3, 4, -1]
-
-
-def test_short_steps_that_wait_go_before_the_next_long_one_each_once() -> None:
-    lock, order = FairLock(), list[str]()
+def taken_by(lock: FairLock, takers: Sequence[tuple[str, int]]) -> list[str]:
+    """The order in which threads that wait get the lock, each so many times; small letters for
+    short steps. The last is who holds it first.
+    """
+    order, threads = list[str](), list[threading.Thread]()
 
     def take(name: str, times: int) -> None:
         for _ in range(times):
             with lock.short() if name.islower() else lock:
                 order.append(name)
 
-    threads = []
     with lock:
-        for name, times in (("A", 1), ("B", 1), ("C", 1), ("a", 3), ("b", 1)):
-            threads.append(threading.Thread(target=take, args=(name, times)))
+        for taker in takers:
+            threads.append(threading.Thread(target=take, args=taker))
             threads[-1].start()
             until_waiting(lock, len(threads))
+    take("HOLDER", 1)
     for thread in threads:
         thread.join(WAIT_S)
+    return order
+
+
+def test_waiting_threads_get_the_lock_in_turn_before_its_last_holder():
+    assert taken_by(FairLock(), [(name, 1) for name in "ABCDE"]) == [*"ABCDE", "HOLDER"]
+
+
+def test_each_waiting_short_step_runs_once_before_the_next_long_one():
+    takers = [("A", 1), ("B", 1), ("C", 1), ("a", 3), ("b", 1)]
+    order = [name for name in taken_by(FairLock(), takers) if name != "HOLDER"]
     assert order[:3] == ["a", "b", "A"]
     assert sorted(order) == sorted("ABCaaab")
     assert [name for name in order if name.isupper()] == ["A", "B", "C"]
@@ -63,12 +58,12 @@ def test_short_steps_that_wait_go_before_the_next_long_one_each_once() -> None:
     assert before_c in ("", "a")
 
 
-def test_one_thread_holds_it_as_often_as_it_likes() -> None:
-    lock, taken = FairLock(), threading.Event()
+def test_one_thread_may_take_the_lock_several_times():
+    lock, order = FairLock(), list[str]()
 
     def take() -> None:
         with lock:
-            taken.set()
+            order.append("other")
 
     thread = threading.Thread(target=take)
     with lock:
@@ -77,46 +72,32 @@ def test_one_thread_holds_it_as_often_as_it_likes() -> None:
             thread.start()
             until_waiting(lock, 1)
         assert lock.is_mine
-        assert not taken.wait(0.05)
-    assert taken.wait(WAIT_S)
+        order.append("mine")
     thread.join(WAIT_S)
+    assert order == ["mine", "other"]
     assert not lock.is_mine
 
 
-def test_only_its_holder_lets_go_of_it() -> None:
+def test_only_its_holder_may_release_the_lock():
     lock = FairLock()
-    with pytest.raises(RuntimeError, match="does not hold"):
+    with pytest.raises(RuntimeError):
         lock.release()
-    held, over = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with lock:
-            held.set()
-            over.wait(WAIT_S)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    assert held.wait(WAIT_S)
-    with pytest.raises(RuntimeError, match="does not hold"):
-        lock.release()
-    over.set()
-    thread.join(WAIT_S)
+    with lock, ThreadPoolExecutor(1) as pool:
+        assert isinstance(pool.submit(lock.release).exception(WAIT_S), RuntimeError)
+        assert lock.is_mine
 
 
-def test_nobody_is_in_it_with_another() -> None:
+def test_two_threads_never_hold_the_lock_at_once():
     lock, inside, most = FairLock(), [0], [0]
 
-    def work() -> None:
+    def work(_: int) -> None:
         for turn in range(200):
             with lock if turn % 3 else lock.short():
                 inside[0] += 1
                 most[0] = max(most[0], inside[0])
                 inside[0] -= 1
 
-    threads = [threading.Thread(target=work) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(6)))
     assert most == [1]
     assert lock.waiting == 0

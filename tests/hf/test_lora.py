@@ -1,9 +1,8 @@
-"""An adapter changes nothing at first, can be switched off, and is saved as PEFT reads it."""
+"""An adapter changes nothing at first, can be switched off, and is saved."""
 
 from pathlib import Path
 
 import torch
-from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ragfuse.hf.lora import LoraAdapter
@@ -25,7 +24,7 @@ def ids() -> torch.Tensor:
     return torch.randint(3, 90, (1, 40), generator=torch.Generator().manual_seed(0))
 
 
-def test_a_new_adapter_changes_nothing_and_one_that_is_off_neither(tiny_path: Path) -> None:
+def test_a_new_adapter_and_one_that_is_off_change_nothing(tiny_path):
     model = model_at(tiny_path)
     with torch.no_grad():
         wanted = model(ids()).logits
@@ -39,7 +38,7 @@ def test_a_new_adapter_changes_nothing_and_one_that_is_off_neither(tiny_path: Pa
     assert all(weight.requires_grad for weight in adapter.weights.values())
 
 
-def test_the_first_weights_come_of_the_seed_alone(tiny_path: Path) -> None:
+def test_the_first_weights_come_of_the_seed_alone(tiny_path):
     torch.manual_seed(5)
     one = LoraAdapter(model_at(tiny_path), 4, 0, "tiny").weights
     torch.rand(7)
@@ -48,14 +47,9 @@ def test_the_first_weights_come_of_the_seed_alone(tiny_path: Path) -> None:
     assert not all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_what_is_saved_peft_reads_and_another_adapter_too(tiny_path: Path, tmp_path: Path) -> None:
-    model = model_at(tiny_path)
-    adapter = filled(LoraAdapter(model, 4, 0, str(tiny_path)))
-    adapter.save(tmp_path)
+def test_what_is_saved_is_read_again(tiny_path, tmp_path):
+    model, fresh = model_at(tiny_path), model_at(tiny_path)
+    filled(LoraAdapter(model, 4, 0, str(tiny_path))).save(tmp_path)
+    LoraAdapter(fresh, 4, 7, str(tiny_path)).read(tmp_path)
     with torch.no_grad():
-        wanted = model(ids()).logits
-        merged = PeftModel.from_pretrained(model_at(tiny_path), tmp_path).merge_and_unload()
-        torch.testing.assert_close(merged(ids()).logits, wanted, rtol=1e-4, atol=1e-4)
-        fresh = model_at(tiny_path)
-        LoraAdapter(fresh, 4, 7, str(tiny_path)).read(tmp_path)
-        torch.testing.assert_close(fresh(ids()).logits, wanted, rtol=0, atol=0)
+        torch.testing.assert_close(fresh(ids()).logits, model(ids()).logits, rtol=0, atol=0)

@@ -10,9 +10,8 @@ from ragfuse_bench.random_model import random_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ragfuse.fuse.fusor import CachedRun
 from ragfuse.hf.handover import generate
-from ragfuse.hf.model import HFModel, KVSource, Prefill, fingerprint
+from ragfuse.hf.model import HFModel, fingerprint
 from ragfuse.hf.packed_linear import PackedLinear, can_pack, pack
 from ragfuse.hf.probe import decoder_layers
 from ragfuse.models.loader import load_model
@@ -35,67 +34,50 @@ SHAPE = {
 }
 
 
-def linear(n_in: int = 96, n_out: int = 160, bias: bool = True) -> nn.Linear:
-    torch.manual_seed(n_in + n_out)
-    return nn.Linear(n_in, n_out, bias=bias, dtype=torch.bfloat16)
-
-
 def built(family: str) -> HFModel:
     kind, options = FAMILIES[family][:2]
     return HFModel(kit.build(kind, options, dtype=torch.bfloat16), kit.tokenizer())
-
-
-def fused(model: HFModel, ids: list[int], policy: str, ratio: float) -> Prefill:
-    runs = [CachedRun(0, 10, 30, 10, True), CachedRun(1, 30, 50, 30, True)]
-    source = KVSource([model.encode(ids[run.lo : run.hi]) for run in runs])
-    return model.fuse(ids, torch.arange(len(ids)), runs, source, policy, ratio)
 
 
 @packs
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("n_in", "n_out"), [(96, 160), (64, 1), (100, 37), (7, 640)])
 @pytest.mark.parametrize("shape", [(1, 1), (2, 40), (1, 333), (1, 0)])
-def test_a_packed_layer_multiplies_as_exactly_as_the_plain_one(
-    shape: tuple[int, int], n_in: int, n_out: int, bias: bool
-) -> None:
-    plain = linear(n_in, n_out, bias)
+def test_a_packed_layer_multiplies_as_exactly_as_the_plain_one_and_gives_its_weight_back(
+    shape, n_in, n_out, bias
+):
+    torch.manual_seed(n_in + n_out)
+    plain = nn.Linear(n_in, n_out, bias=bias, dtype=torch.bfloat16)
     x = torch.randn(shape[0], n_in, 2 * shape[1], dtype=torch.bfloat16).transpose(1, 2)[:, ::2]
     exact = x.double() @ plain.weight.double().T + (plain.bias.double() if bias else 0.0)
-    found = PackedLinear(plain)(x)
+    packed = PackedLinear(plain)
+    found = packed(x)
     assert found.shape == exact.shape
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.double(), exact, rtol=2**-7, atol=2**-8)
-
-
-@packs
-def test_the_weight_comes_back_as_it_was_and_no_other_copy_is_held() -> None:
-    plain = linear()
-    packed = PackedLinear(plain)
-    assert torch.equal(packed.weight, plain.weight)
+    # the weight comes back as it was, and no other copy is held
     assert not list(packed.parameters())
-    state = packed.state_dict()
-    assert list(state) == ["weight", "bias"]
-    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    assert all(map(torch.equal, packed.state_dict().values(), plain.state_dict().values()))
+    assert list(packed.state_dict()) == list(plain.state_dict())
 
 
 @packs
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2-softcap-window"])
-def test_a_packed_model_prefills_fuses_and_writes_as_before(family: str) -> None:
+def test_a_packed_model_prefills_fuses_and_writes_as_before(family):
     plain, model = built(family), built(family)
     pack(model.model)
     before, after = plain.model.state_dict(), model.model.state_dict()
     assert sorted(before) == sorted(after)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert fingerprint(model.model, model.tokenizer) == plain.fingerprint
-    ids = [3 + (7 * index) % 200 for index in range(60)]
-    for wanted, found in (
-        (plain.full_prefill(ids), model.full_prefill(ids)),
-        (fused(plain, ids, "lego", 0.3), fused(model, ids, "lego", 0.3)),
-    ):
+    scene = kit.usual()
+    for policy, ratio in (("lego", 0.3), ("full", 1.0)):
+        wanted, found = (kit.fuse(each, scene, policy, ratio) for each in (plain, model))
         torch.testing.assert_close(found.logits, wanted.logits, rtol=0.05, atol=0.05)
-    options = {"max_new_tokens": 4, "do_sample": False}
-    said = [generate(each, fused(each, ids, "hkvd", 1.0), options) for each in (plain, model)]
-    assert len(said[1]) == len(said[0]) == 4
+        said = [generate(each, of, kit.greedy(4)) for each, of in ((plain, wanted), (model, found))]
+        assert len(said[0]) == len(said[1]) == 4
+    wanted, found = (each.full_prefill(scene.token_ids) for each in (plain, model))
+    torch.testing.assert_close(found.logits, wanted.logits, rtol=0.05, atol=0.05)
 
 
 @packs
@@ -103,7 +85,7 @@ def test_a_packed_model_prefills_fuses_and_writes_as_before(family: str) -> None
     not Path("/proc/self/maps").exists(),
     reason="this system does not list what a process has mapped",
 )
-def test_the_file_that_weights_came_from_is_let_go(tmp_path: Path) -> None:
+def test_the_file_that_weights_came_from_is_let_go(tmp_path):
     AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**SHAPE), dtype=torch.bfloat16
     ).save_pretrained(tmp_path)
@@ -118,7 +100,7 @@ def test_the_file_that_weights_came_from_is_let_go(tmp_path: Path) -> None:
 
 
 @packs
-def test_decoder_layers_are_found_in_a_packed_model_among_other_lists_of_that_length() -> None:
+def test_decoder_layers_are_found_in_a_packed_model_among_other_lists_of_that_length():
     model = kit.build("llama", {}, dtype=torch.bfloat16)
     layers = decoder_layers(model)
     model.other = nn.ModuleList(nn.Linear(4, 4, dtype=torch.bfloat16) for _ in layers)
@@ -130,7 +112,7 @@ def test_decoder_layers_are_found_in_a_packed_model_among_other_lists_of_that_le
 
 
 @packs
-def test_loaded_and_random_models_come_packed(varied_path: Path) -> None:
+def test_loaded_and_random_models_come_packed(varied_path):
     for model in (load_model(varied_path, "bfloat16"), random_model(SHAPE, "bfloat16")):
         assert any(isinstance(module, PackedLinear) for module in model.model.modules())
         assert not any(
@@ -138,7 +120,7 @@ def test_loaded_and_random_models_come_packed(varied_path: Path) -> None:
         )
 
 
-def test_other_dtypes_and_devices_stay_as_they_are(varied_path: Path) -> None:
+def test_other_dtypes_and_devices_are_not_packed(varied_path):
     assert not can_pack(CPU, torch.float32)
     assert not can_pack(torch.device("cuda"), torch.bfloat16)
     for model in (load_model(varied_path, "float32"), random_model(SHAPE, "float32")):

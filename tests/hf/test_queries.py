@@ -15,28 +15,19 @@ def projected(model, runs) -> list[torch.Tensor]:
     """Sums over tokens of squared outputs of q_proj, [Hq * D] a layer: rotation, which is later,
     keeps a pair's.
     """
-    sums = {}
-
-    def note(at):
-        return lambda module, args, out: sums.__setitem__(
-            at, sums.get(at, 0) + out[0].double().square().sum(0)
-        )
-
-    handles = [
-        layer.self_attn.q_proj.register_forward_hook(note(at))
-        for at, layer in enumerate(model.model.model.layers)
-    ]
+    outputs = [[] for _ in range(model.n_layers)]
+    for layer, found in zip(model.model.model.layers, outputs, strict=True):
+        add = lambda module, args, out, found=found: found.append(out[0].double())  # noqa: E731
+        layer.self_attn.q_proj.register_forward_hook(add)
     for run in runs:
         with torch.no_grad():
             model.model(input_ids=kit.tensor([run]))
-    for handle in handles:
-        handle.remove()
-    return [sums[at] for at in sorted(sums)]
+    return [torch.cat(found).square().sum(0) for found in outputs]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "llama-one-kv-head"])
 def test_sizes_are_what_the_projections_give_head_by_head(name):
-    model = family(name)
+    model = kit.HFModel(kit.build(*FAMILIES[name]), kit.tokenizer())
     before = model.model.config._attn_implementation
     found, wanted = query_sizes(model, RUNS), projected(model, RUNS)
     assert model.model.config._attn_implementation == before
@@ -50,7 +41,7 @@ def test_sizes_are_what_the_projections_give_head_by_head(name):
         )
 
 
-def test_of_nothing_and_of_families_that_attend_by_themselves_nothing_is_known():
+def test_query_sizes_are_empty_without_text_and_for_families_with_their_own_attention():
     assert query_sizes(family("llama"), []) == ()
     own = next(name for name in FAMILIES if family(name).profile.mode == "dense")
     assert query_sizes(family(own), RUNS) == ()

@@ -2,8 +2,6 @@
 template.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -25,12 +23,12 @@ TAIL = "When did the Brooklyn Bridge open?<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def model(smollm_path: Path, request: pytest.FixtureRequest) -> HFModel:
+def model(smollm_path, request):
     return load_model(smollm_path, request.param)
 
 
 @pytest.fixture(scope="module")
-def prompt(model: HFModel) -> tuple[list[int], list[CachedRun], KVSource]:
+def prompt(model):
     parts = [model.tokens(HEAD, special=True), *(model.tokens(text) for text in PASSAGES)]
     starts = [sum(len(part) for part in parts[:index]) for index in range(len(parts))]
     spans = zip(starts, parts, strict=True)
@@ -52,7 +50,7 @@ def fused(
     return model.fuse(ids, torch.arange(len(ids)), runs, source, policy, ratio)
 
 
-def test_it_passes_its_verification(model: HFModel) -> None:
+def test_the_embedded_model_passes_verify(model):
     verdict = verify(model)
     assert [check for check in verdict.checks if not check.passed] == []
 
@@ -60,33 +58,21 @@ def test_it_passes_its_verification(model: HFModel) -> None:
 @pytest.mark.parametrize(
     "options", [{"do_sample": False}, {"do_sample": True}], ids=["greedy", "sampled"]
 )
-def test_ratio_one_writes_what_transformers_writes(
-    model: HFModel, prompt, options: dict[str, object]
-) -> None:
+def test_ratio_one_writes_what_transformers_writes(model, prompt, options):
     """In bfloat16 near-equal logits may swap by a rounding, so there the first tokens count."""
     ids, options = prompt[0], {"max_new_tokens": 24, **options}
-    torch.manual_seed(3)
-    wanted = model.model.generate(torch.tensor([ids], device=model.device), **options)[
-        0, len(ids) :
-    ].tolist()
-    found = generate(model, fused(model, prompt), options, seed=3)
+    wanted = kit.theirs(model, ids, options, seed=3)
     count = None if model.dtype == torch.float32 else 3
-    assert found[:count] == wanted[:count]
-    full = generate(model, model.full_prefill(ids), options, seed=3)
-    assert full[:count] == wanted[:count]
+    for prefill in (fused(model, prompt), model.full_prefill(ids)):
+        assert generate(model, prefill, options, seed=3)[:count] == wanted[:count]
 
 
-def test_two_prompts_are_answered_together(model: HFModel, prompt) -> None:
-    ids, options = prompt[0], {"max_new_tokens": 16, "do_sample": False}
-    short = ids[-len(model.tokens(TAIL, special=True)) :]
-    alone = [
-        generate(model, each, options) for each in (model.full_prefill(short), fused(model, prompt))
-    ]
-    asked = [
-        (model.full_prefill(short), {"options": options}),
-        (fused(model, prompt), {"options": options}),
-    ]
-    together = kit.together(model, asked)
+def test_two_prompts_are_answered_together(model, prompt):
+    options = {"max_new_tokens": 16, "do_sample": False}
+    short = prompt[0][-len(model.tokens(TAIL, special=True)) :]
+    each = [model.full_prefill(short), fused(model, prompt)]
+    alone = [generate(model, prefill.copy(), options) for prefill in each]
+    together = kit.together(model, [(prefill, {"options": options}) for prefill in each])
     ends = model.model.generation_config.eos_token_id
     for one, other in zip(alone, together, strict=True):
         count = len(one) if model.dtype == torch.float32 else 3
@@ -95,9 +81,7 @@ def test_two_prompts_are_answered_together(model: HFModel, prompt) -> None:
 
 
 @pytest.mark.parametrize("policy", ["hkvd", "hkvd-flat", "query-gradual", "hybrid"])
-def test_fifteen_percent_come_nearer_to_full_prefill_than_reuse(
-    model: HFModel, prompt, policy: str
-) -> None:
+def test_recomputing_fifteen_percent_is_nearer_to_full_prefill_than_reuse(model, prompt, policy):
     full = model.full_prefill(prompt[0]).logits.float().log_softmax(-1)
 
     def divergence(policy: str, ratio: float) -> float:

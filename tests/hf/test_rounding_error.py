@@ -50,19 +50,17 @@ def test_every_layers_keys_and_values_cost_what_they_do_alone(name):
         assert values > 0
 
 
-def test_what_changes_nothing_costs_nothing_and_without_words_nothing_is_known():
+def test_unchanged_kv_costs_nothing_and_nan_or_no_words_give_no_costs():
     model = family("llama")
-    assert all(max(both) < 1e-9 for both in rounding_costs(model, BEFORE, FOLLOW, lambda kv: kv))
-    assert rounding_costs(model, BEFORE, FOLLOW[:1], halved) == ()
 
-
-def test_costs_that_are_no_numbers_are_none():
     def lost(kv: ChunkKV) -> ChunkKV:
         return ChunkKV(
             tuple(LayerKV(layer.keys, layer.values * float("nan")) for layer in kv.layers)
         )
 
-    assert rounding_costs(family("llama"), BEFORE, FOLLOW, lost) == ()
+    assert all(max(both) < 1e-9 for both in rounding_costs(model, BEFORE, FOLLOW, lambda kv: kv))
+    assert rounding_costs(model, BEFORE, FOLLOW[:1], halved) == ()
+    assert rounding_costs(model, BEFORE, FOLLOW, lost) == ()
 
 
 @pytest.mark.parametrize("name", all_when_slow(sorted(FAMILIES)))

@@ -2,14 +2,14 @@
 alone.
 """
 
+import copy
 import threading
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from ragfuse.hf.stream import (
     CONTEXT_TOKENS_BEFORE,
@@ -18,94 +18,21 @@ from ragfuse.hf.stream import (
     Follower,
     StopFinder,
 )
+from tests.text.test_reading import KINDS, tokenizer
 
-SPECIAL = ["<pad>", "<s>", "</s>", "<|end|>"]
 LETTERS = " \n\t.,'néß漢🙂a"
 
 
-def made(tokenizer: Tokenizer, **more: object) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="</s>",
-        extra_special_tokens=["<|end|>"],
-        **more,
-    )
+NAMES = ("byte-level", "legacy", "wordpiece", "unigram", "wordpiece that cleans up")
 
 
-def byte_level() -> PreTrainedTokenizerFast:
-    alphabet = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE({token: id for id, token in enumerate(alphabet)}, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    return made(core)
-
-
-def byte_fallback() -> PreTrainedTokenizerFast:
-    """As Llama 2 has it: the first space is taken off, bytes stand for what is no word."""
-    words = [
-        *SPECIAL,
-        "<unk>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "▁",
-        *"abcnst",
-        "▁a",
-        "▁stop",
-    ]
-    core = Tokenizer(
-        models.BPE(
-            {word: id for id, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True
-        )
-    )
-    core.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    core.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return made(core, unk_token="<unk>")
-
-
-def word_piece(cleans: bool = False) -> PreTrainedTokenizerFast:
-    words = [
-        *SPECIAL,
-        "[UNK]",
-        *"abcdefghijklmnopqrstuvwxyz.,'!?",
-        *(f"##{letter}" for letter in "abcnst"),
-        "do",
-        "n't",
-    ]
-    core = Tokenizer(
-        models.WordPiece({word: id for id, word in enumerate(words)}, unk_token="[UNK]")
-    )
-    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    core.decoder = decoders.WordPiece(cleanup=False)
-    return made(core, unk_token="[UNK]", clean_up_tokenization_spaces=cleans)
-
-
-def metaspace() -> PreTrainedTokenizerFast:
-    words = [
-        (word, -float(at))
-        for at, word in enumerate([*SPECIAL, "<unk>", "▁", *"abcnst", "▁a", "▁stop", "é"])
-    ]
-    core = Tokenizer(models.Unigram(words, unk_id=4))
-    core.pre_tokenizer = pre_tokenizers.Metaspace()
-    core.decoder = decoders.Metaspace()
-    return made(core, unk_token="<unk>")
-
-
-KINDS = {
-    "byte level": byte_level,
-    "byte fallback": byte_fallback,
-    "word piece": word_piece,
-    "word piece that cleans up": lambda: word_piece(True),
-    "metaspace": metaspace,
-}
+def small(name):
+    """A small tokenizer of a kind."""
+    words = tokenizer(next(kind for kind in KINDS if kind.name == name.split(" that")[0]))
+    if "cleans" in name:
+        words = copy.deepcopy(words)
+        words.clean_up_tokenization_spaces = True
+    return words
 
 
 @pytest.fixture(scope="module")
@@ -113,36 +40,40 @@ def words(smollm_path):
     return AutoTokenizer.from_pretrained(smollm_path)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=NAMES)
 def kind(request):
-    """A small tokenizer of each kind."""
-    return KINDS[request.param]()
+    return small(request.param)
 
 
 def text_of(words):
     return lambda ids: str(words.decode(list(ids), skip_special_tokens=True))
 
 
-class Told:
-    """Text as a sink takes it."""
+class Sink:
+    """A sequence that tells its text, and is over at the first stop string in it."""
 
-    def __init__(self, spelling):
-        self.spelling, self.told, self.over = spelling, 0, False
+    def __init__(self, words, stops=()):
+        self._spelling, self._stops, self._told = Detokenizer.of(words, stops), StopFinder(stops), 0
+
+    @property
+    def over(self):
+        return self._stops.at >= 0
 
     def add(self, ids):
-        self.spelling.add(ids)
+        for id in ids:
+            self._stops.look(self._spelling.add([id]))
 
     def end(self):
-        self.spelling.end()
+        self._spelling.end()
 
     def take(self):
-        piece, self.told = self.spelling.text[self.told :], len(self.spelling.text)
+        piece, self._told = self._spelling.text[self._told :], len(self._spelling.text)
         return iter([piece] if piece else [])
 
 
 def spoken(words, ids):
     said: list[str] = []
-    follower = Follower(Told(Detokenizer.of(words)), said.append)
+    follower = Follower(Sink(words), said.append)
     for count in range(1, len(ids) + 1):
         follower(torch.tensor([[5, 6, 7, *ids[:count]]]), None)
     follower.end()
@@ -150,7 +81,7 @@ def spoken(words, ids):
 
 
 @given(data=st.data())
-def test_whatever_the_tokenizer_what_is_said_is_what_is_read(kind, data):
+def test_streamed_pieces_join_to_the_decoded_text_for_every_tokenizer(kind, data):
     ids = data.draw(st.lists(st.integers(0, len(kind) - 1), max_size=60))
     assert "".join(spoken(kind, ids)) == text_of(kind)(ids) or "\ufffd" in text_of(kind)(ids)
     text = data.draw(st.text(alphabet=LETTERS, max_size=60))
@@ -165,38 +96,18 @@ def test_each_token_is_said_at_once(words):
     assert spoken(words, ids) == ["One", " two", " three"]
 
 
-class Until:
-    """A sequence that is over at the first stop string in its text."""
-
-    def __init__(self, words, stops):
-        self._text, self._stops = Detokenizer.of(words, stops), StopFinder(stops)
-
-    @property
-    def over(self):
-        return self._stops.at >= 0
-
-    def add(self, ids):
-        for id in ids:
-            self._stops.look(self._text.add([id]))
-
-
-def test_an_answer_ends_where_its_own_text_says_so_or_nobody_hears_it(words):
+def test_an_answer_ends_at_a_stop_string_of_its_own_text_or_when_its_reader_is_gone(words):
     """A stop string that begins in the prompt is none."""
     prompt, answer = (
         words(text, add_special_tokens=False).input_ids for text in ("assistant\n", "Obs now")
     )
-    gone, ends = threading.Event(), []
-    for stops in (["\nObs", "assistant"], ["now"]):
-        stop = Follower(Until(words, stops), ends=[gone])
-        ends.append(
-            [
-                bool(stop(torch.tensor([[*prompt, *answer[: at + 1]]]), None))
-                for at in range(len(answer))
-            ]
-        )
-    assert ends == [[False] * len(answer), [False] * (len(answer) - 1) + [True]]
+    gone, ids = threading.Event(), [prompt + answer[: at + 1] for at in range(len(answer))]
+    for stops, wanted in ((["\nObs", "assistant"], len(ids)), (["now"], len(ids) - 1)):
+        stop = Follower(Sink(words, stops), ends=[gone])
+        ends = [bool(stop(torch.tensor([each]), None)) for each in ids]
+        assert ends == [at >= wanted for at in range(len(ids))]
     gone.set()
-    assert Follower(Until(words, []), ends=[gone])(torch.tensor([prompt]), None)
+    assert Follower(Sink(words), ends=[gone])(torch.tensor([prompt]), None)
 
 
 @given(st.text(alphabet=LETTERS, min_size=1, max_size=30), st.data())
@@ -208,7 +119,7 @@ def test_a_stop_string_is_met_with_the_token_that_makes_it_whole(kind, text, dat
         return
     lo = data.draw(st.integers(0, len(whole) - 1))
     stop = whole[lo : data.draw(st.integers(lo + 1, len(whole)))]
-    watch, spelling = Until(kind, [stop]), Detokenizer.of(kind)
+    watch, spelling = Sink(kind, [stop]), Detokenizer.of(kind)
     for at, id in enumerate(ids):
         spelling.add([id])
         watch.add([id])
@@ -217,16 +128,16 @@ def test_a_stop_string_is_met_with_the_token_that_makes_it_whole(kind, text, dat
 
 
 def test_a_stop_string_that_is_a_special_token_is_met_and_no_text():
-    words = byte_level()
-    spelling, hidden = Detokenizer.of(words, ["<|end|>"]), Detokenizer.of(words)
+    words = small("byte-level")
+    spelling, hidden = Detokenizer.of(words, ["<|im_end|>"]), Detokenizer.of(words)
     ids = [
         *words("ab", add_special_tokens=False).input_ids,
-        3,
+        words.convert_tokens_to_ids("<|im_end|>"),
         *words("c", add_special_tokens=False).input_ids,
     ]
-    assert spelling.add(ids) == "ab<|end|>c"
+    assert spelling.add(ids) == "ab<|im_end|>c"
     assert spelling.visible(0, len(spelling.text)) == hidden.add(ids) == "abc"
-    watch = Until(words, ["<|end|>"])
+    watch = Sink(words, ["<|im_end|>"])
     watch.add(ids)
     assert watch.over
 
@@ -258,7 +169,7 @@ def test_work_for_a_token_does_not_grow_with_the_answer():
 
 
 def test_bytes_that_never_become_a_character_do_not_pile_up():
-    decoded, words = list[int](), byte_level()
+    decoded, words = list[int](), small("byte-level")
 
     def text_of(ids):
         decoded.append(len(ids))

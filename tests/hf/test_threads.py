@@ -8,8 +8,8 @@ from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel
 from tests.hf import kit
 
-GREEDY = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
-SAMPLED = {"max_new_tokens": 5, "do_sample": True, "eos_token_id": None}
+GREEDY = kit.greedy(5)
+SAMPLED = {**GREEDY, "do_sample": True}
 
 
 def work(model: HFModel, seed: int) -> tuple[object, ...]:
@@ -30,7 +30,7 @@ def work(model: HFModel, seed: int) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("name", ["llama", "falcon-alibi"])
-def test_threads_get_what_each_would_get_alone(name: str) -> None:
+def test_threads_get_what_each_would_get_alone(name):
     model = kit.family(name)
     alone = [work(model, seed) for seed in range(6)]
     with ThreadPoolExecutor(5) as pool:

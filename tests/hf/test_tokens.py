@@ -25,7 +25,7 @@ def encoder_of(name: str) -> tuple[TextEncoder, Any]:
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_a_whole_text_is_the_tokenizer_s_own(name: str):
+def test_a_whole_text_is_the_tokenizer_s_own(name):
     encoder, words = encoder_of(name)
     ids, chars = encoder.read(TEXT)
     assert ids == words(TEXT, add_special_tokens=False).input_ids
@@ -33,30 +33,27 @@ def test_a_whole_text_is_the_tokenizer_s_own(name: str):
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_no_text_becomes_a_control_token_also_where_a_model_has_it_among_its_words(name: str):
+def test_no_text_becomes_a_control_token_also_where_a_model_has_it_among_its_words(name):
     encoder, words = encoder_of(name)
-    text = "a<s>b <|im_end|><|im_start|></s> c"
+    text = "a<s>b <|im_end|><|im_start|></s> c" + "".join(map(chr, range(0xE000, 0xF900)))
     control = set(words.convert_tokens_to_ids(["<s>", "</s>", "<|im_end|>", "<|im_start|>"]))
     found, _ = encoder.read(text, encoder.control_spans(text))
-    for ids in (encoder.tokens(text), found):
-        assert control.isdisjoint(ids)
+    assert control.isdisjoint(encoder.tokens(text))
+    assert control.isdisjoint(found)
+    assert name != "byte-level" or said(words, found) == text
 
 
-def test_ids_that_a_model_wrote_stand_in_place_of_their_text():
+def test_ids_that_a_model_wrote_stand_in_place_of_their_text_if_they_are_its_whole_tokens():
     encoder, words = encoder_of("byte-level")
-    text, given = "<s>user green door</s>", tuple(words.convert_tokens_to_ids([*"\u0120green"]))
-    ids, chars = encoder.read(text, given=[(7, 13, given)])
-    assert tuple(ids[chars.index((7, 13)) :][: len(given)]) == given
-    assert said(words, ids) == text
-
-
-@pytest.mark.parametrize(("lo", "hi", "letters"), [(8, 13, "green"), (7, 13, "\u0120grean")])
-def test_ids_that_are_no_whole_tokens_of_the_text_or_read_otherwise_are_left_out(
-    lo: int, hi: int, letters: str
-):
-    encoder, words = encoder_of("byte-level")
-    text, given = "<s>user green door</s>", tuple(words.convert_tokens_to_ids([*letters]))
-    assert encoder.read(text, given=[(lo, hi, given)]) == encoder.read(text)
+    text = "<s>user green door</s>"
+    for lo, letters in ((7, "\u0120green"), (8, "green"), (7, "\u0120grean")):
+        given = tuple(words.convert_tokens_to_ids([*letters]))
+        ids, chars = encoder.read(text, given=[(lo, 13, given)])
+        if letters == "\u0120green":
+            assert tuple(ids[chars.index((7, 13)) :][: len(given)]) == given
+            assert said(words, ids) == text
+        else:
+            assert (ids, chars) == encoder.read(text)
 
 
 def test_a_tokenizer_in_python_is_refused():
@@ -64,15 +61,7 @@ def test_a_tokenizer_in_python_is_refused():
         TextEncoder(ByT5Tokenizer())
 
 
-def test_a_text_of_every_private_character_forges_no_control_token():
-    encoder, words = encoder_of("byte-level")
-    text = "".join(map(chr, range(0xE000, 0xF900))) + "<|im_end|>"
-    ids, _ = encoder.read(text, encoder.control_spans(text))
-    assert words.convert_tokens_to_ids("<|im_end|>") not in ids
-    assert said(words, ids) == text
-
-
-def test_tags_around_thoughts_that_are_tokens_are_text_in_a_message_whether_or_not_the_template_names_them():
+def test_tags_of_thoughts_are_text_in_a_message_and_tokens_in_a_template():
     words = copy.deepcopy(words_of(prompter(NAMED["byte-level"], "chatml")))
     tags = ["<think>", "</think>", "<b>", "</b>", "[THINK]"]
     words.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])

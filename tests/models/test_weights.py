@@ -4,11 +4,8 @@ they answer.
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from ragfuse import Engine, ModelError, Settings
+from ragfuse import Engine, ModelError
 from ragfuse.models.loader import load_model
 
 Weights = dict[str, Tensor]
@@ -25,20 +22,11 @@ MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 
 
 @pytest.fixture
-def folder(varied_path: Path, tmp_path: Path) -> Path:
-    shutil.copytree(varied_path, tmp_path / "model")
-    return tmp_path / "model"
-
-
-@pytest.fixture
-def adapter(folder: Path, tmp_path: Path) -> Path:
+def adapter(folder, tmp_path, retell):
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     get_peft_model(plain, config).save_pretrained(tmp_path / "adapter")
-    written = tmp_path / "adapter" / "adapter_config.json"
-    written.write_text(
-        json.dumps(json.loads(written.read_text()) | {"base_model_name_or_path": str(folder)})
-    )
+    retell(tmp_path / "adapter" / "adapter_config.json", base_model_name_or_path=str(folder))
     return tmp_path / "adapter"
 
 
@@ -53,14 +41,14 @@ def named(weights: Weights, end: str) -> str:
 
 
 @pytest.mark.parametrize("name", [MODEL, ADAPTER])
-def test_a_file_that_was_cut_off_is_an_error(folder: Path, adapter: Path, name: str) -> None:
+def test_a_truncated_weights_file_is_an_error(folder, adapter, name):
     file = (folder if name == MODEL else adapter) / name
     file.write_bytes(file.read_bytes()[:5000])
     with pytest.raises(ModelError, match=str(folder if name == MODEL else adapter)):
         load_model(adapter, "float32")
 
 
-def test_a_shard_that_is_missing_is_named(folder: Path) -> None:
+def test_a_shard_that_is_missing_is_named(folder):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     (folder / MODEL).unlink()
     model.save_pretrained(folder, max_shard_size="50KB")
@@ -81,15 +69,13 @@ def halve(weights: Weights) -> None:
 
 
 @pytest.mark.parametrize("damage", [remove, halve])
-def test_weights_that_are_missing_or_of_another_shape_are_named(
-    folder: Path, damage: Callable[..., None]
-) -> None:
+def test_weights_that_are_missing_or_of_another_shape_are_named(folder, damage):
     rewrite(folder / MODEL, damage)
     with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp\.up_proj\.weight"):
         load_model(folder, "float32")
 
 
-def test_further_weights_do_no_harm(folder: Path) -> None:
+def test_further_weights_do_no_harm(folder):
     rewrite(folder / MODEL, lambda weights: weights.update({"vision_tower.weight": torch.ones(3)}))
     assert load_model(folder, "float32").n_layers
 
@@ -97,17 +83,14 @@ def test_further_weights_do_no_harm(folder: Path) -> None:
 @pytest.mark.parametrize(
     "change", [{"r": 8}, {"target_modules": ["nothing"]}, {"target_modules": ["q_proj", "o_proj"]}]
 )
-def test_an_adapter_that_does_not_fit_is_an_error_with_its_folder(
-    adapter: Path, change: dict[str, Any]
-) -> None:
+def test_an_adapter_that_does_not_fit_is_an_error_with_its_folder(adapter, change, retell):
     load_model(adapter, "float32")
-    written = adapter / "adapter_config.json"
-    written.write_text(json.dumps(json.loads(written.read_text()) | change))
+    retell(adapter / "adapter_config.json", **change)
     with pytest.raises(ModelError, match=f"'{adapter}'"):
         load_model(adapter, "float32")
 
 
-def test_a_model_that_computes_nan_says_so(folder: Path, tiny_settings: Settings) -> None:
+def test_a_model_that_computes_nan_says_so(folder, tiny_settings):
     def spoil(weights: Weights) -> None:
         weights[named(weights, "up_proj.weight")].fill_(float("nan"))
 

@@ -45,7 +45,7 @@ def run(program: str, settings: Settings | None = None) -> subprocess.CompletedP
     )
 
 
-def test_the_end_waits_for_own_threads_and_for_callers_that_compute() -> None:
+def test_the_end_waits_for_own_threads_and_for_callers_that_compute():
     done = run("""
         from ragfuse.process.exit import EXITING, at_work, start_thread
 
@@ -69,7 +69,7 @@ def test_the_end_waits_for_own_threads_and_for_callers_that_compute() -> None:
     assert done.stdout.splitlines()[2:] == ["alive: []"]
 
 
-def test_nothing_more_is_computed_after_that() -> None:
+def test_nothing_more_is_computed_after_that():
     done = run("""
         @atexit.register
         def late():
@@ -93,9 +93,7 @@ def test_nothing_more_is_computed_after_that() -> None:
         ("for piece in kept.pieces():", "sys.exit(3)"),
     ],
 )
-def test_an_answer_that_is_half_read_ends_before_the_process(
-    tiny_settings: Settings, how: str, end: str
-) -> None:
+def test_an_answer_that_is_half_read_ends_before_the_process(tiny_settings, how, end):
     done = run(
         f"""
         from ragfuse import Engine
@@ -112,7 +110,7 @@ def test_an_answer_that_is_half_read_ends_before_the_process(
     assert "terminate" not in done.stderr
 
 
-def test_a_callers_thread_gets_no_answer_that_was_cut_off(tiny_settings: Settings) -> None:
+def test_a_callers_thread_gets_no_answer_that_was_cut_off(tiny_settings):
     done = run(
         """
         from ragfuse import Ask, Engine
@@ -138,7 +136,7 @@ def test_a_callers_thread_gets_no_answer_that_was_cut_off(tiny_settings: Setting
     assert len(set(lines[:-1])) <= 1
 
 
-def test_a_callers_ingest_is_waited_for_up_to_its_chunk(tiny_settings: Settings) -> None:
+def test_a_callers_ingest_is_waited_for_up_to_its_chunk(tiny_settings):
     done = run(
         """
         from ragfuse import Engine
@@ -158,7 +156,7 @@ def test_a_callers_ingest_is_waited_for_up_to_its_chunk(tiny_settings: Settings)
     assert done.stdout.splitlines()[-1] == "alive: []"
 
 
-def test_work_may_be_nested_and_threads_leave_it() -> None:
+def test_work_may_be_nested_and_threads_leave_it():
     with at_work(), at_work():
         thread = start_thread("nested", lambda: None)
     thread.join(10)

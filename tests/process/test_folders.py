@@ -1,4 +1,4 @@
-from __future__ import annotations
+"""Folders of ragfuse's own are for this user alone."""
 
 import os
 import stat
@@ -15,34 +15,17 @@ def umask(request):
     os.umask(before)
 
 
-def mode(path):
-    return stat.S_IMODE(path.stat().st_mode)
-
-
-def test_all_missing_folders_are_for_this_user_alone(tmp_path, umask):
+def test_all_missing_folders_are_for_this_user_alone_and_others_keep_their_mode(tmp_path, umask):
     tmp_path.chmod(0o755)
+    make_own_folder(tmp_path)
     make_own_folder(tmp_path / "home" / "models" / "reader")
-    assert [
-        mode(tmp_path / part) for part in (".", "home", "home/models", "home/models/reader")
-    ] == [
-        0o755,
-        0o700,
-        0o700,
-        0o700,
-    ]
+    folders = (".", "home", "home/models", "home/models/reader")
+    modes = [stat.S_IMODE((tmp_path / folder).stat().st_mode) for folder in folders]
+    assert modes == [0o755, 0o700, 0o700, 0o700]
 
 
-def test_a_folder_that_is_there_keeps_its_mode(tmp_path):
-    (tmp_path / "home").mkdir(mode=0o755)
-    (tmp_path / "home").chmod(0o755)
-    make_own_folder(tmp_path / "home")
-    make_own_folder(tmp_path / "home" / "store")
-    assert (mode(tmp_path / "home"), mode(tmp_path / "home" / "store")) == (0o755, 0o700)
-
-
-def test_a_file_in_the_way_is_told(tmp_path):
+def test_a_file_where_a_folder_is_wanted_is_an_error(tmp_path):
     (tmp_path / "home").write_text("")
-    with pytest.raises(OSError, match="home"):
-        make_own_folder(tmp_path / "home")
-    with pytest.raises(OSError, match="home"):
-        make_own_folder(tmp_path / "home" / "store")
+    for folder in (tmp_path / "home", tmp_path / "home" / "store"):
+        with pytest.raises(OSError, match="home"):
+            make_own_folder(folder)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -30,7 +29,7 @@ class Gate:
 
 
 @pytest.fixture
-def gate() -> Iterator[Gate]:
+def gate():
     gate = Gate()
     yield gate
     gate.open.set()
@@ -44,7 +43,7 @@ def threads() -> list[threading.Thread]:
     ]
 
 
-def test_many_threads_submit_while_it_is_closed_and_nobody_hangs() -> None:
+def test_many_threads_submit_while_it_is_closed_and_nobody_hangs():
     for _ in range(50):
         queue, gate, done = BackgroundJobs("test", limit=1000), threading.Barrier(5), list[int]()
 
@@ -69,8 +68,8 @@ def test_many_threads_submit_while_it_is_closed_and_nobody_hangs() -> None:
 
 
 def test_a_full_queue_drops_and_counts_without_waiting_but_not_what_somebody_waits_for(
-    gate: Gate,
-) -> None:
+    gate,
+):
     queue = BackgroundJobs("test", limit=2)
     gate.hold(queue)
     assert [queue.submit(gate.job(number)) for number in range(4)] == [True, True, False, False]
@@ -82,7 +81,7 @@ def test_a_full_queue_drops_and_counts_without_waiting_but_not_what_somebody_wai
     assert (gate.ran, queue.dropped) == ([0, 1, 9], 2)
 
 
-def test_what_holds_too_many_bytes_is_dropped_unless_it_is_alone(gate: Gate) -> None:
+def test_what_holds_too_many_bytes_is_dropped_unless_it_is_alone(gate):
     queue = BackgroundJobs("test", max_nbytes=10)
     gate.hold(queue, nbytes=30)
     assert not queue.submit(gate.job(0), nbytes=1)
@@ -95,8 +94,8 @@ def test_what_holds_too_many_bytes_is_dropped_unless_it_is_alone(gate: Gate) -> 
 
 
 def test_a_job_that_fails_is_told_and_counted_and_the_next_one_runs(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     queue, ran = BackgroundJobs("test"), list[int]()
     queue.submit(lambda: 1 / 0)
     queue.submit(lambda: ran.append(1))
@@ -105,7 +104,7 @@ def test_a_job_that_fails_is_told_and_counted_and_the_next_one_runs(
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_jobs_are_waited_for_and_cancelled_by_their_names(gate: Gate) -> None:
+def test_jobs_are_waited_for_and_cancelled_by_their_names(gate):
     queue = BackgroundJobs("test")
     gate.hold(queue, names=["at hand"])
     for number in range(3):
@@ -127,7 +126,7 @@ def test_jobs_are_waited_for_and_cancelled_by_their_names(gate: Gate) -> None:
     assert queue.flush(60)
 
 
-def test_jobs_run_in_order_in_another_thread_and_closing_finishes_what_waits() -> None:
+def test_jobs_run_in_order_in_another_thread_and_closing_finishes_what_waits():
     queue, ran, where = BackgroundJobs("test"), list[int](), set[int]()
     for number in range(10):
         assert queue.submit(
@@ -142,7 +141,7 @@ def test_jobs_run_in_order_in_another_thread_and_closing_finishes_what_waits() -
 
 
 @pytest.mark.parametrize("finishes", [True, False])
-def test_closing_with_a_bound_drops_and_counts_what_waits(gate: Gate, finishes: bool) -> None:
+def test_closing_with_a_bound_drops_and_counts_what_waits(gate, finishes):
     queue = BackgroundJobs("test", finishes=finishes)
     gate.hold(queue)
     queue.submit(gate.job(1))
@@ -162,7 +161,7 @@ def test_closing_with_a_bound_drops_and_counts_what_waits(gate: Gate, finishes: 
     assert (gate.ran, queue.dropped) == ([], 1)
 
 
-def test_an_idle_queue_holds_nobody() -> None:
+def test_an_idle_queue_holds_nobody():
     class Owner:
         def __init__(self) -> None:
             self.queue = BackgroundJobs("test")
@@ -181,8 +180,8 @@ def test_an_idle_queue_holds_nobody() -> None:
 
 
 def test_where_no_thread_can_be_started_it_says_so_and_the_next_job_starts_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     queue, done = BackgroundJobs("test"), list[int]()
 
     def refused(self: threading.Thread) -> None:
@@ -196,7 +195,7 @@ def test_where_no_thread_can_be_started_it_says_so_and_the_next_job_starts_one(
     assert done == [2]
 
 
-def test_an_owner_is_closed_when_the_interpreter_ends() -> None:
+def test_an_owner_is_closed_when_the_interpreter_ends():
     program = """
 from ragfuse.process.jobs import close_at_exit
 class Owner:

@@ -3,7 +3,7 @@
 from ragfuse.process.lru import LRU
 
 
-def test_it_drops_the_value_that_was_used_longest_ago():
+def test_an_lru_drops_the_least_recently_used_value():
     lru = LRU[str, int](2)
     assert [lru.add(key, at) for at, key in enumerate("ab")] == [0, 1]
     assert lru.get("a") == 0

@@ -2,11 +2,7 @@
 store, the numbers.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -20,12 +16,12 @@ from ragfuse.ray.cluster import Node, check_cluster
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
+def settings(tmp_path):
     return Settings(store=tmp_path / "store", home=tmp_path, model="nothing-is-loaded")
 
 
 @pytest.fixture
-def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_ray(monkeypatch):
     monkeypatch.setattr(
         cluster, "find_spec", lambda name: None if name == "ray" else find_spec(name)
     )
@@ -34,22 +30,19 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "command", [["ingest", "FILE", "--ray", "local"], ["serve", "--ray", "local"]]
 )
-def test_the_commands_say_so_before_a_model_is_loaded(
-    command: list[str], without_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_ray_the_commands_name_the_package_before_a_model_is_loaded(
+    command, without_ray, tmp_path, monkeypatch
+):
     (tmp_path / "notes.md").write_text("A text.")
     monkeypatch.setenv("RAGFUSE_HOME", str(tmp_path))
     monkeypatch.setenv("RAGFUSE_MODEL", "nothing-is-loaded")
-    said = CliRunner().invoke(
-        app, [str(tmp_path / "notes.md") if word == "FILE" else word for word in command]
-    )
+    notes = str(tmp_path / "notes.md")
+    said = CliRunner().invoke(app, [notes if word == "FILE" else word for word in command])
     assert said.exit_code == 1
     assert "pip install 'ragfuse-kv[ray]'" in said.output
 
 
-def test_a_store_that_not_all_machines_share_is_refused(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_not_all_machines_share_is_refused(settings, monkeypatch):
     monkeypatch.setattr(cluster, "find_spec", lambda name: object())
     alone = settings.model_copy(update={"disk_bytes": 0})
     far = settings.model_copy(update={"tiers": ("redis://cache",)})
@@ -64,15 +57,12 @@ def test_a_store_that_not_all_machines_share_is_refused(
         cluster.shared_settings(settings)
 
 
-@pytest.mark.parametrize("text", ["0", "3:2", "1:", "1:x"])
-def test_numbers_of_replicas_that_make_no_sense_are_refused(text: str) -> None:
-    with pytest.raises(SettingsError, match="--replicas"):
-        ReplicaOptions.parse(text)
-
-
-def test_numbers_of_replicas_are_read() -> None:
+def test_numbers_of_replicas_are_read_and_refused_where_they_make_no_sense():
     assert ReplicaOptions.parse("2") == ReplicaOptions(2, 2)
     assert ReplicaOptions.parse("1:4", 2.0) == ReplicaOptions(1, 4, 2.0)
+    for text in ("0", "3:2", "1:", "1:x"):
+        with pytest.raises(SettingsError, match="--replicas"):
+            ReplicaOptions.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -85,9 +75,7 @@ def test_numbers_of_replicas_are_read() -> None:
         ([4.0, 4.0], True, None, None, (2, 1.0)),
     ],
 )
-def test_workers_are_sized_by_the_nodes(
-    members: list[float], on_gpu: bool, workers: int | None, cpus: float | None, wanted: Any
-) -> None:
+def test_workers_are_sized_by_the_nodes(members, on_gpu, workers, cpus, wanted):
     found = [Node(str(at), each, float(on_gpu)) for at, each in enumerate(members)]
     assert bulk.worker_size(found, on_gpu, workers, cpus) == wanted
 

@@ -2,8 +2,6 @@
 apart.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections import Counter
@@ -16,7 +14,7 @@ from ragfuse.ray.chunk_router import HORIZON, MAX_SENT, ChunkRouter, RoutedReque
 A, B, C = "a", "b", "c"
 
 
-def test_the_replica_that_got_most_bytes_comes_first() -> None:
+def test_the_replica_that_got_most_bytes_comes_first():
     router = ChunkRouter([A, B, C])
     router.send(A, RoutedRequest({1: 1, 2: 1}, 5))
     router.send(B, RoutedRequest({3: 1}, 4))
@@ -27,14 +25,14 @@ def test_the_replica_that_got_most_bytes_comes_first() -> None:
     )
 
 
-def test_a_replica_with_a_long_queue_comes_last_although_it_got_all() -> None:
+def test_a_replica_with_a_long_queue_comes_last_although_it_got_all():
     router, request = ChunkRouter([A, B, C]), RoutedRequest({1: 1})
     router.send(A, request)
     assert router.rank(request, {A: 2, B: 0, C: 0})[0] == A
     assert router.rank(request, {A: 9, B: 1, C: 1})[-1] == A
 
 
-def test_one_hot_chunk_does_not_bring_all_work_to_one_replica() -> None:
+def test_one_hot_chunk_does_not_bring_all_work_to_one_replica():
     names = [str(number) for number in range(8)]
     router, work = ChunkRouter(names), Counter[str]()
     for number in range(4000):
@@ -45,7 +43,7 @@ def test_one_hot_chunk_does_not_bring_all_work_to_one_replica() -> None:
     assert max(work.values()) <= 1.5 * sum(work.values()) / len(names)
 
 
-def test_old_work_is_forgotten() -> None:
+def test_old_work_is_forgotten():
     router = ChunkRouter([A, B])
     for _ in range(20 * HORIZON):
         router.send(A, RoutedRequest())
@@ -54,7 +52,7 @@ def test_old_work_is_forgotten() -> None:
     assert router.rank(RoutedRequest()) == [A, B]
 
 
-def test_a_new_replica_is_not_flooded_and_one_that_is_gone_is_forgotten() -> None:
+def test_a_new_replica_is_not_flooded_and_one_that_is_gone_is_forgotten():
     router, request = ChunkRouter([A, B]), RoutedRequest({1: 1}, 10)
     for name in (A, B, B):
         router.send(name, request)
@@ -66,7 +64,7 @@ def test_a_new_replica_is_not_flooded_and_one_that_is_gone_is_forgotten() -> Non
     )
 
 
-def test_what_is_believed_is_bounded() -> None:
+def test_a_router_remembers_a_bounded_number_of_chunks():
     router, first = ChunkRouter([A, B]), RoutedRequest({0: 1})
     router.send(A, first)
     assert router.rank(first)[0] == A
@@ -74,7 +72,7 @@ def test_what_is_believed_is_bounded() -> None:
     assert router.rank(first)[0] == B
 
 
-def test_a_digest_of_one_tenant_is_none_of_another() -> None:
+def test_a_digest_of_one_tenant_is_none_of_another():
     assert chunk_digest("s", "chunk", "text") == chunk_digest("s", "chunk", "text")
     others = [
         ("t", "chunk", "text"),
@@ -93,9 +91,7 @@ def test_a_digest_of_one_tenant_is_none_of_another() -> None:
         max_size=60,
     ),
 )
-def test_every_ranking_has_every_replica_once(
-    n: int, asked: list[tuple[dict[int, int], int]]
-) -> None:
+def test_every_ranking_has_every_replica_once(n, asked):
     names = [str(number) for number in range(n)]
     router = ChunkRouter(names)
     for chunks, cost in asked:
@@ -105,7 +101,7 @@ def test_every_ranking_has_every_replica_once(
         router.send(ranked[0], request)
 
 
-def test_the_router_needs_neither_ray_nor_torch() -> None:
+def test_the_router_needs_neither_ray_nor_torch():
     code = "import sys, ragfuse.ray.chunk_router; print({'ray', 'torch'} & set(sys.modules))"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == "set()"

@@ -30,7 +30,7 @@ def digest(text: str, salt: str = "s") -> int:
     return chunk_digest(salt, "chunk", text)
 
 
-def test_documents_and_the_conversation_of_a_request_are_its_chunks() -> None:
+def test_documents_and_the_conversation_of_a_request_are_its_chunks():
     body = json.dumps({**BODY, "session_id": "talk"}).encode()
     found = routed_request("s", body)
     session = found.chunks[chunk_digest("s", "session", "talk")]
@@ -40,21 +40,14 @@ def test_documents_and_the_conversation_of_a_request_are_its_chunks() -> None:
     assert found.cost == len(body)
 
 
-def test_what_is_no_request_has_no_chunks() -> None:
-    for body in (
-        b"",
-        b"{",
-        b"[1]",
-        b"null",
-        b"\xff",
-        b'{"documents": {"text": "x"}, "messages": [3, {"content": 4}]}',
-    ):
-        assert routed_request("s", body).chunks == {}
-    assert routed_request("s", b"[" * 100_000).chunks == {}
-    assert routed_request("s", b'{"documents": ["' + b"x" * MAX_ROUTED_BYTES + b'"]}').chunks == {}
+def test_what_is_no_request_has_no_chunks():
+    bodies = [b"", b"{", b"[1]", b"null", b"\xff", b"[" * 100_000]
+    bodies.append(b'{"documents": {"text": "x"}, "messages": [3, {"content": 4}]}')
+    bodies.append(b'{"documents": ["' + b"x" * MAX_ROUTED_BYTES + b'"]}')
+    assert not any(routed_request("s", body).chunks for body in bodies)
 
 
-def test_what_a_replica_got_of_one_tenant_says_nothing_to_the_request_of_another() -> None:
+def test_what_a_replica_got_of_one_tenant_says_nothing_to_the_request_of_another():
     router, body = ChunkRouter(["a", "b"]), json.dumps(BODY).encode()
     router.send("b", routed_request("mine", body))
     router.send("a", RoutedRequest(cost=len(body) - 1))

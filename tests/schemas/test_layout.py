@@ -9,7 +9,6 @@ from hypothesis import given
 
 from ragfuse.errors import PMLError
 from ragfuse.schemas.layout import SchemaLayout, TokenRange, lay_out, outline
-from ragfuse.schemas.nodes import Schema
 from ragfuse.schemas.pml import parse_schema
 from ragfuse.types.keys import digest
 from tests.text.layouts import GAP, SCHEMAS, TURNS, Told, encode, laid, said, twin
@@ -32,34 +31,34 @@ def span(*ranges: tuple[int, int]) -> tuple[int, ...]:
 # positions
 
 
-def test_a_module_begins_where_all_before_it_ends() -> None:
+def test_a_module_begins_where_all_before_it_ends():
     layout = laid('ab<module name="m">cde</module>f<module name="n">gh</module>')
     assert places(layout) == {"": (0, 8), "m": (2, 5), "n": (6, 8)}
     assert told(layout, "m") == ("cde", span((2, 5)))
     assert told(layout, "n") == ("gh", span((6, 8)))
 
 
-def test_a_union_starts_all_at_one_position_and_takes_the_room_of_its_longest() -> None:
+def test_a_union_starts_all_at_one_position_and_takes_the_room_of_its_longest():
     layout = laid('a<union><module name="s">b</module><module name="l">cdef</module></union>g')
     assert places(layout) == {"": (0, 6), "s": (1, 2), "l": (1, 5)}
     assert told(layout, "") == ("ag", span((0, 1), (5, 6)))
 
 
-def test_a_parameter_takes_as_many_positions_as_its_len() -> None:
+def test_a_parameter_takes_as_many_positions_as_its_len():
     layout = laid('<module name="m">for <param name="days" len="3"/>!</module>z')
     assert places(layout) == {"": (0, 9), "m": (0, 8)}
     assert told(layout, "m") == ("for ___!", span((0, 8)))
     assert layout.places["m"].ranges[1] == TokenRange("m", 4, (GAP,) * 3, "days")
 
 
-def test_a_scaffold_of_a_parameter_stands_in_and_is_cut_to_its_room() -> None:
+def test_a_scaffold_of_a_parameter_stands_in_and_is_cut_to_its_room():
     layout = laid('<module name="m">a<param name="p" len="4" scaffold="xy"/></module>')
     assert told(layout, "m")[0] == "axy__"
     cut = laid('<module name="m">a<param name="p" len="2" scaffold="xyz"/></module>')
     assert told(cut, "m")[0] == "axy"
 
 
-def test_a_module_in_a_module_leaves_a_gap_in_its_run() -> None:
+def test_a_module_in_a_module_leaves_a_gap_in_its_run():
     layout = laid(
         '<module name="m">ab<module name="n">cd<module name="o">e</module></module>f</module>'
     )
@@ -68,7 +67,7 @@ def test_a_module_in_a_module_leaves_a_gap_in_its_run() -> None:
     assert told(layout, "m/n") == ("cd", span((2, 4)))
 
 
-def test_the_tokenizer_s_first_ids_stand_first() -> None:
+def test_the_tokenizer_s_first_ids_stand_first():
     schema = parse_schema('<schema name="s">ab<module name="m">c</module></schema>')
     layout = lay_out(schema, encode, GAP, bos=(7, 8), min_tokens=1)
     assert layout.modules[""].tokens == (7, 8, ord("a"), ord("b"))
@@ -78,16 +77,13 @@ def test_the_tokenizer_s_first_ids_stand_first() -> None:
 # messages
 
 
-def test_messages_are_wrapped_as_the_template_does() -> None:
+def test_messages_are_wrapped_as_the_template_does_and_white_space_beside_them_is_no_text():
     layout = laid("<system>be</system><user>hi</user>", TURNS)
     assert told(layout, "") == ("{Sbe}{Uhi}", span((0, 10)))
     special = [token >= 1000 for token in layout.modules[""].tokens]
     assert special == [True, True, False, False, True] * 2
-
-
-def test_white_space_beside_messages_is_no_text_but_all_other_is() -> None:
-    layout = laid("\n <system> be\n</system>\n\n<user>hi</user>\n x \n<user/>\n", TURNS)
-    assert told(layout, "")[0] == "{S be\n}{Uhi}\n x \n{U}"
+    spaced = laid("\n <system> be\n</system>\n\n<user>hi</user>\n x \n<user/>\n", TURNS)
+    assert told(spaced, "")[0] == "{S be\n}{Uhi}\n x \n{U}"
 
 
 # what contradicts itself
@@ -111,9 +107,7 @@ def test_white_space_beside_messages_is_no_text_but_all_other_is() -> None:
         ("<user><module name='m'>\n<system/></module></user>", 2, "'<system>' in another message"),
     ],
 )
-def test_a_schema_that_contradicts_itself_is_refused_with_its_line(
-    inside: str, line: int, found: str
-) -> None:
+def test_a_schema_that_contradicts_itself_is_refused_with_its_line(inside, line, found):
     with pytest.raises(PMLError) as caught:
         laid(inside)
     assert caught.value.line == line
@@ -123,7 +117,7 @@ def test_a_schema_that_contradicts_itself_is_refused_with_its_line(
 # what is encoded together
 
 
-def test_what_stands_in_for_a_union_is_encoded_with_the_text_around_it() -> None:
+def test_what_stands_in_for_a_union_is_encoded_with_the_text_around_it():
     layout = laid(
         'a<union scaffold="y"><module name="x">123</module><module name="y">45</module></union>b'
     )
@@ -133,7 +127,7 @@ def test_what_stands_in_for_a_union_is_encoded_with_the_text_around_it() -> None
     assert told(layout, "x") == ("123", span((1, 4)))
 
 
-def test_what_stands_in_stands_in_with_what_stands_in_for_its_own_unions() -> None:
+def test_a_stand_in_brings_the_stand_ins_of_its_own_unions():
     inner = '<union scaffold="d"><module name="c">1</module><module name="d">23</module></union>'
     layout = laid(
         f'<union scaffold="a"><module name="a">x{inner}y<param name="p" len="2"/></module></union>z'
@@ -142,14 +136,14 @@ def test_what_stands_in_stands_in_with_what_stands_in_for_its_own_unions() -> No
     assert layout.modules[""].members == ("", "a", "a/d")
 
 
-def test_a_scaffold_that_no_module_is_called_counts_for_none_and_is_logged(caplog) -> None:
+def test_a_scaffold_that_no_module_is_called_counts_for_none_and_is_logged(caplog):
     layout = laid('a\n<union scaffold="DOC"><module name="Doc1">b</module></union>')
     assert told(layout, "")[0] == "a\n"
     assert "Line 2" in caplog.text
     assert "'DOC'" in caplog.text
 
 
-def test_a_scaffold_is_one_run_of_its_modules_in_order_of_positions() -> None:
+def test_a_scaffold_is_one_run_of_its_modules_in_order_of_positions():
     layout = laid(
         'a<module name="m">bc</module>d<module name="n">ef</module><scaffold modules="n . m"/>'
     )
@@ -170,7 +164,7 @@ def test_a_scaffold_is_one_run_of_its_modules_in_order_of_positions() -> None:
         ("void", "whose modules have no text"),
     ],
 )
-def test_a_scaffold_that_no_prompt_can_import_is_refused(modules: str, found: str) -> None:
+def test_a_scaffold_that_no_prompt_can_import_is_refused(modules, found):
     inside = """<module name="m">a<module name="o">b</module></module><module name="n">c</module>
         <module name="fresh" cache="false">d</module><module name="void"/>
         <union><module name="x">e</module><module name="y">f</module></union>"""
@@ -180,32 +174,27 @@ def test_a_scaffold_that_no_prompt_can_import_is_refused(modules: str, found: st
     assert caught.value.line == 4
 
 
-def test_a_small_schema_of_many_tokens_is_refused_before_they_are_there() -> None:
+def test_a_small_schema_of_many_tokens_is_refused_before_they_are_there():
     modules = "".join(f'<module name="m{i}">a</module>' for i in range(9))
     scaffolds = "\n".join(f'<scaffold modules=". m{i}"/>' for i in range(9))
-    with pytest.raises(
-        PMLError, match="found 4000041 tokens in a schema; wanted at most 4000000"
-    ) as caught:
+    with pytest.raises(PMLError, match="4000041 tokens") as caught:
         laid(f'b<param name="p" len="1000000"/>{modules}\n{scaffolds}')
     assert caught.value.line == 3
     layout = laid(f'b<param name="p" len="1000000"/>{modules}<scaffold modules=". m1"/>')
     assert not any("tokens" in vars(run) for run in layout.runs)
 
 
-def test_what_is_not_cached_has_no_run_and_what_stands_in_it_has() -> None:
+def test_what_is_not_cached_or_short_has_no_run_and_parameters_do_not_count():
     layout = laid('a<module name="m" cache="false">b<module name="n">c</module></module>')
     assert set(layout.modules) == {"", "m/n"}
-
-
-def test_modules_of_few_tokens_have_no_run_and_parameters_do_not_count() -> None:
-    inside = '<module name="s">ab<param name="p" len="9"/></module><module name="l">abc</module>'
-    assert set(laid(inside, min_tokens=3).modules) == {"l"}
+    short = '<module name="s">ab<param name="p" len="9"/></module><module name="l">abc</module>'
+    assert set(laid(short, min_tokens=3).modules) == {"l"}
 
 
 # keys
 
 
-def test_a_run_s_layout_is_the_digest_of_its_gaps_alone() -> None:
+def test_a_run_s_layout_is_the_digest_of_its_gaps_alone():
     one = laid('a<module name="m">bc</module>d').modules[""]
     two = laid(
         '<module name="n">xyz</module><module name="k">a<module name="m">bc</module>d</module>'
@@ -216,7 +205,7 @@ def test_a_run_s_layout_is_the_digest_of_its_gaps_alone() -> None:
     assert one.tokens == two.tokens == other.tokens
 
 
-def test_where_kv_cannot_be_moved_a_run_s_layout_says_where_it_stands() -> None:
+def test_where_kv_cannot_be_moved_a_run_s_layout_says_where_it_stands():
     layout = laid('ab<module name="m">cd</module><module name="n">cd</module>')
     first, at_two, at_four = (layout.modules[path] for path in ("", "m", "n"))
     assert first.layout(fixed=True) == ""
@@ -231,7 +220,7 @@ def _bytes(*numbers: int) -> tuple[bytes]:
 # all of it
 
 
-def test_the_outline_names_everything_in_order() -> None:
+def test_the_outline_names_everything_in_order():
     layout = laid(
         't<module name="m"><param name="p" len="2"/></module><union><module'
         ' name="x">y</module></union>'
@@ -251,7 +240,7 @@ def test_the_outline_names_everything_in_order() -> None:
 
 
 @given(SCHEMAS)
-def test_every_token_stands_where_the_slow_twin_puts_it(schema: Schema) -> None:
+def test_every_token_stands_where_the_slow_twin_puts_it(schema):
     layout = lay_out(schema, encode, GAP, TURNS, min_tokens=1)
     found = [
         Told(part.owner, part.start + i, token, part.param)

@@ -11,7 +11,7 @@ from ragfuse.errors import PMLError
 from ragfuse.schemas.bind import bind
 from ragfuse.schemas.layout import lay_out
 from ragfuse.schemas.pml import parse, parse_prompt, parse_schema
-from ragfuse.types.keys import ChunkKey
+from tests.text.layouts import key_of
 from tests.text.operations import MOST_GROWTH, lines
 
 SCHEMAS: dict[str, Callable[[int], str]] = {
@@ -53,12 +53,7 @@ def test_a_prompt_is_read_and_bound_in_linear_work(make):
 
         def ask() -> None:
             with suppress(PMLError):
-                bind(
-                    parse_prompt(text),
-                    layout,
-                    encode,
-                    lambda run: ChunkKey("a", str(run.start), "", ""),
-                )
+                bind(parse_prompt(text), layout, encode, key_of)
 
         return lines(ask)
 

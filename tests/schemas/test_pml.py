@@ -5,7 +5,6 @@ do.
 from __future__ import annotations
 
 import string
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,11 +13,9 @@ from hypothesis import strategies as some
 from ragfuse.errors import PMLError
 from ragfuse.schemas.nodes import (
     Import,
-    Item,
     Module,
     Param,
     PMLPrompt,
-    PromptItem,
     Role,
     Scaffold,
     Schema,
@@ -27,7 +24,6 @@ from ragfuse.schemas.nodes import (
 )
 from ragfuse.schemas.pml import (
     MAX_DEPTH,
-    PML_ROLES,
     PML_TAGS,
     is_name,
     parse,
@@ -36,6 +32,7 @@ from ragfuse.schemas.pml import (
     read,
 )
 from ragfuse.schemas.pml_writer import to_pml
+from tests.text.layouts import SCHEMAS, requests
 
 
 def schema(inside: str) -> Schema:
@@ -45,7 +42,7 @@ def schema(inside: str) -> Schema:
 # what is read
 
 
-def test_a_schema_is_its_items_in_order_with_all_white_space() -> None:
+def test_a_schema_is_its_items_in_order_with_all_white_space():
     found = schema(' a\n<module name="m">\n b </module>\t<system> c </system>')
     assert found.items == (
         TextNode(" a\n"),
@@ -55,34 +52,29 @@ def test_a_schema_is_its_items_in_order_with_all_white_space() -> None:
     )
 
 
-def test_lengths_and_tags_of_parameters_have_two_spellings() -> None:
+def test_lengths_and_tags_of_parameters_have_two_spellings():
     found = schema('<param name="a" len="3"/><parameter name="b" length=" 4 " scaffold="x y"/>')
     assert found.items == (Param("a", 3), Param("b", 4, "x y"))
 
 
-def test_comments_are_no_text_and_do_not_part_it() -> None:
-    assert schema("a<!-- <module> -->b").items == (TextNode("ab"),)
+def test_entities_character_references_and_cdata_are_text_and_comments_are_none():
+    found = schema("a<!-- <module> -->b&lt;&amp;&gt;&quot;&apos;&#233;&#xE9;<![CDATA[<a & b>]]>")
+    assert found.items == (TextNode("ab<&>\"'éé<a & b>"),)
 
 
-def test_entities_character_references_and_cdata_are_text() -> None:
-    assert schema("&lt;&amp;&gt;&quot;&apos;&#233;&#xE9;<![CDATA[<a & b>]]>").items == (
-        TextNode("<&>\"'éé<a & b>"),
-    )
-
-
-def test_a_union_holds_modules_and_white_space_in_it_is_no_text() -> None:
+def test_a_union_holds_modules_and_white_space_in_it_is_no_text():
     found = schema(
         '<union scaffold="b">\n <module name="a"/>\n <module name="b" cache="False"/>\n</union>'
     )
     assert found.items == (Union((Module("a"), Module("b", cache=False)), "b"),)
 
 
-def test_scaffolds_stand_beside_the_items_and_part_no_text() -> None:
+def test_scaffolds_stand_beside_the_items_and_part_no_text():
     found = schema('a<scaffold modules=". m\n m/n"/>b')
     assert (found.items, found.scaffolds) == ((TextNode("ab"),), (Scaffold((".", "m", "m/n")),))
 
 
-def test_a_prompt_imports_by_element_names_with_arguments_as_attributes() -> None:
+def test_a_prompt_imports_by_element_names_with_arguments_as_attributes():
     found = parse_prompt(
         '<prompt schema="s" who="me"><plan days="a &lt; b"><oslo/>'
         " more</plan><user>Why?\n</user></prompt>"
@@ -91,29 +83,26 @@ def test_a_prompt_imports_by_element_names_with_arguments_as_attributes() -> Non
     assert found == PMLPrompt("s", (plan, Role("user", (TextNode("Why?\n"),))), (("who", "me"),))
 
 
-def test_a_node_says_where_it_stands() -> None:
+def test_a_node_says_where_it_stands():
     found = parse_schema('<!-- -->\n<schema name="é">\n é<module name="m"/></schema>', "f.xml")
     assert (found.at.file, found.at.line, found.at.column) == ("f.xml", 2, 1)
     assert [(item.at.line, item.at.column) for item in found.items] == [(2, 18), (3, 3)]
 
 
-def test_a_declaration_of_another_encoding_does_not_count_for_text() -> None:
+def test_a_declaration_of_another_encoding_does_not_count_for_text():
     assert parse_schema(
         '<?xml version="1.0" encoding="latin-1"?><schema name="s">é</schema>'
     ).items == (TextNode("é"),)
 
 
-def test_a_file_is_read_and_named_in_errors(tmp_path: Path) -> None:
+def test_a_file_is_read_and_named_in_errors(tmp_path):
     path = tmp_path / "a.xml"
     path.write_text('<schema name="s">é</schema>', encoding="utf-8")
     assert read(path) == schema("é")
     path.write_bytes(b"<schema name='s'>\n ab\xff</schema>")
-    with pytest.raises(
-        PMLError, match=r"a\.xml: found no readable file .*; wanted a schema or prompt in UTF-8"
-    ):
-        read(path)
-    with pytest.raises(PMLError, match="found no readable file"):
-        read(tmp_path / "none.xml")
+    for broken in (path, tmp_path / "none.xml"):
+        with pytest.raises(PMLError, match=broken.name):
+            read(broken)
 
 
 # what is refused, and where
@@ -144,23 +133,21 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("text", "line", "column", "found"), REFUSED)
-def test_what_is_no_pml_is_refused_with_its_place(
-    text: str, line: int, column: int, found: str
-) -> None:
+def test_what_is_no_pml_is_refused_with_its_place(text, line, column, found):
     with pytest.raises(PMLError) as caught:
         parse(text, "a.xml")
     assert str(caught.value).startswith(f"a.xml:{line}:{column}: found {caught.value.found}")
     assert found in caught.value.found
 
 
-def test_a_schema_is_no_prompt_and_a_prompt_no_schema() -> None:
+def test_a_schema_is_no_prompt_and_a_prompt_no_schema():
     with pytest.raises(PMLError, match="found <schema>; wanted <prompt>"):
         parse_prompt("<schema name='s'/>")
     with pytest.raises(PMLError, match="found <prompt>; wanted <schema>"):
         parse_schema("<prompt schema='s'/>")
 
 
-def test_names_are_what_xml_allows() -> None:
+def test_names_are_what_xml_allows():
     for name in ("a", "_", "unit.py", "user-1", "été", "N"):
         assert is_name(name)
         assert parse_prompt(f"<prompt schema='s'><{name}/></prompt>").items == (Import(name),)
@@ -183,105 +170,34 @@ BOMB = "<!DOCTYPE a [<!ENTITY a 'aaaaaaaaaa'>" + "".join(
         "<!DOCTYPE a [<!ENTITY x SYSTEM 'file:///etc/passwd'>]><schema name='s'>&x;</schema>",
     ],
 )
-def test_entities_and_whatever_would_be_fetched_are_refused(text: str) -> None:
+def test_entities_and_whatever_would_be_fetched_are_refused(text):
     with pytest.raises(PMLError, match="found a DTD"):
         parse(text)
 
 
-def test_depth_is_limited() -> None:
+def test_depth_is_limited():
     nested = "".join(f"<module name='m{i}'>" for i in range(MAX_DEPTH - 1))
     assert schema(nested + "</module>" * (MAX_DEPTH - 1)).items
     with pytest.raises(PMLError, match=f"nested in at most {MAX_DEPTH}"):
         parse("<schema name='s'>" + "<module name='m'>" * 100_000)
 
 
-def test_half_a_character_and_nul_are_replaced_as_in_any_text() -> None:
-    assert parse("<schema name='s'>\ud800 \0</schema>") == parse(
-        "<schema name='s'>\ufffd \ufffd</schema>"
-    )
+def test_what_xml_cannot_hold_is_replaced_as_in_any_text():
+    assert schema("\ud800 \0") == schema("\ufffd \ufffd")
+    for char in "\1\0":
+        assert parse(to_pml(Schema("s", (TextNode(f"a{char}"),)))) == schema("a\ufffd")
 
 
-NAMES = some.sampled_from(["a", "b", "c.py", "d-1", "é"])
-PLAIN = some.text(
-    some.characters(
-        codec="utf-8", exclude_categories=["Cc", "Cs"], exclude_characters="\ufffe\uffff"
-    )
-)
-TEXTS = some.builds(TextNode, some.one_of(PLAIN, some.text("<&>\"'\r\n\t ]")).filter(bool))
-
-
-def parted(items: list[Item]) -> tuple[Item, ...]:
-    """Without texts beside texts, and without names that stand there already."""
-    kept: list[Item] = []
-    seen: set[str] = set()
-    for item in items:
-        names = {m.name for m in item.modules} if isinstance(item, Union) else set()
-        names |= {item.name} if isinstance(item, Module) else set()
-        if names & seen or (isinstance(item, TextNode) and kept and isinstance(kept[-1], TextNode)):
-            continue
-        seen |= names
-        kept.append(item)
-    return tuple(kept)
-
-
-def modules(inner: some.SearchStrategy[Item]) -> some.SearchStrategy[Module]:
-    return some.builds(Module, NAMES, some.lists(inner, max_size=4).map(parted), some.booleans())
-
-
-PARAMS = some.builds(Param, NAMES, some.just(5), PLAIN)
-ITEMS = some.recursive(
-    some.one_of(TEXTS, PARAMS),
-    lambda inner: some.one_of(
-        modules(inner),
-        some.builds(
-            Union,
-            some.lists(modules(inner), max_size=3, unique_by=lambda m: m.name).map(tuple),
-            PLAIN,
-        ),
-    ),
-    max_leaves=12,
-)
-
-
-@given(
-    some.text(min_size=1).filter(lambda s: s.isalnum()), some.lists(ITEMS, max_size=5).map(parted)
-)
-def test_a_schema_comes_back_from_its_text(name: str, items: tuple[Item, ...]) -> None:
-    given_schema = Schema(name, items, (Scaffold(("a", "a/b")),))
+@given(SCHEMAS)
+def test_a_schema_comes_back_from_its_text(given_schema):
     assert parse(to_pml(given_schema), "f") == given_schema
 
 
-IMPORTS = some.recursive(
-    some.one_of(TEXTS, some.builds(Import, NAMES, some.just((("x", "1 < \n2"),)))),
-    lambda inner: some.builds(
-        Import, NAMES, some.just(()), some.lists(inner, max_size=3).map(parted)
-    ),
-)
-
-
-@given(
-    some.lists(
-        some.one_of(
-            IMPORTS,
-            some.builds(
-                Role,
-                some.sampled_from(PML_ROLES),
-                PLAIN.filter(bool).map(lambda text: (TextNode(text),)),
-            ),
-        ),
-        max_size=5,
-    ).map(parted)
-)
-def test_a_prompt_comes_back_from_its_text(
-    items: tuple[PromptItem, ...],
-) -> None:
-    request = PMLPrompt("s", items, (("who", "a \"b\" & 'c'"),))
+@given(some.data(), SCHEMAS)
+def test_a_prompt_comes_back_from_its_text(data, given_schema):
+    items = data.draw(requests(given_schema.items))
+    request = PMLPrompt("s", items, (("who", "a \"b\" & 'c'\n"),))
     assert parse(to_pml(request)) == request
-
-
-def test_what_xml_cannot_hold_is_replaced_when_written() -> None:
-    assert parse(to_pml(Schema("s", (TextNode("a\1"),)))) == Schema("s", (TextNode("a\ufffd"),))
-    assert parse(to_pml(Schema("s", (TextNode("a\0"),)))) == Schema("s", (TextNode("a\ufffd"),))
 
 
 PIECES = some.sampled_from(
@@ -303,5 +219,5 @@ def outcome(text: str) -> object:
 
 
 @given(some.lists(some.one_of(PIECES, some.text(max_size=5)), max_size=30).map("".join))
-def test_pieces_of_pml_in_any_order_are_read_or_refused_with_a_reason(text: str) -> None:
+def test_pieces_of_pml_in_any_order_are_read_or_refused_with_a_reason(text):
     assert outcome(text)

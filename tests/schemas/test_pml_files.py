@@ -60,23 +60,12 @@ def everything(place: ModulePosition) -> tuple[Import, ...]:
 @pytest.mark.parametrize(
     "name", ["trip", "every_tag", "traits", "trip_prompt", "every_tag_prompt", "traits_prompt"]
 )
-def test_a_file_comes_back_from_what_it_says(name: str) -> None:
+def test_a_file_comes_back_from_what_it_says(name):
     found = read(HERE / f"{name}.xml")
     assert parse(to_pml(found)) == found
 
 
-def test_a_trip_is_bound_as_it_is_read() -> None:
-    found = bound(read(HERE / "trip_prompt.xml"), layout_of(read(HERE / "trip.xml")))
-    assert found.imported == ("plan", "plan/abroad", "plan/abroad/oslo")
-    text = re.sub(r"[.\s]+", " ", as_text(found.prompt))
-    assert (
-        text
-        == "{S You plan journeys; be brief }{U I havea weekfor it I cross the border Oslo: fjords"
-        " <and> saunas }{AI have read all of it }{U What do I pack? }{A"
-    )
-
-
-def test_every_tag_does_what_it_says() -> None:
+def test_every_tag_does_what_it_says():
     layout = layout_of(read(HERE / "every_tag.xml"))
     found = bound(read(HERE / "every_tag_prompt.xml"), layout)
     assert found.imported == (
@@ -98,22 +87,20 @@ def test_every_tag_does_what_it_says() -> None:
     )
 
 
-def test_modules_of_unions_stand_in_until_others_are_imported() -> None:
+def test_modules_of_unions_stand_in_until_others_are_imported():
     found = bound(read(HERE / "traits_prompt.xml"), layout_of(read(HERE / "traits.xml")))
     text = as_text(found.prompt)
-    assert "Outgoing, and glad of company." in text
-    assert "Hunches." in text
+    assert all(each in text for each in ("Outgoing, and glad of company.", "Hunches."))
     assert "Outgoing or not." not in text
 
 
 @pytest.mark.parametrize(
     ("name", "line", "column"), [("bad_less", 3, 19), ("bad_ampersand", 3, 25)]
 )
-def test_a_file_that_is_no_xml_is_refused_with_its_line(name: str, line: int, column: int) -> None:
+def test_a_file_that_is_no_xml_is_refused_with_its_line(name, line, column):
     with pytest.raises(PMLError, match=r"&lt; for < and &amp; for &") as caught:
         read(HERE / f"{name}.xml")
-    assert (caught.value.line, caught.value.column) == (line, column)
-    assert str(caught.value).startswith(str(HERE / f"{name}.xml"))
+    assert str(caught.value).startswith(f"{HERE / name}.xml:{line}:{column}")
 
 
 # published ones
@@ -128,8 +115,8 @@ def manifest() -> list[dict[str, Any]]:
 @published
 @pytest.mark.parametrize("known", manifest(), ids=lambda known: known["file"])
 def test_a_published_file_parses_lays_out_and_binds_or_is_refused_with_its_line(
-    known: dict[str, Any],
-) -> None:
+    known,
+):
     path = THERE / known["file"]
     if not known["xml_wellformed"]:
         where = re.search(r"line (\d+), column (\d+)", known["xml_error"])
@@ -157,8 +144,8 @@ def prompts() -> list[str]:
 @published
 @pytest.mark.parametrize("name", prompts())
 def test_a_published_prompt_binds_to_a_schema_of_its_name_or_is_refused_with_its_line(
-    name: str,
-) -> None:
+    name,
+):
     request = read(THERE / name)
     assert isinstance(request, PMLPrompt)
     outcomes: list[tuple[str, ...] | PMLError] = []

@@ -57,7 +57,7 @@ def trip(
         pass
 
 
-def test_a_function_is_compiled_to_modules_unions_and_parameters() -> None:
+def test_a_function_is_compiled_to_modules_unions_and_parameters():
     schema = schema_of(trip)
     towns = Union(
         (
@@ -89,7 +89,7 @@ def test_a_function_is_compiled_to_modules_unions_and_parameters() -> None:
     )
 
 
-def test_a_call_imports_what_its_conditions_say() -> None:
+def test_a_call_imports_what_its_conditions_say():
     assert trip("a week", True) == PMLPrompt(
         "trip",
         (Import("abroad", (), (Import("oslo"),)), Import("hotel", (("stars", "5"),))),
@@ -104,7 +104,7 @@ def test_a_call_imports_what_its_conditions_say() -> None:
     assert trip("x", True, "paris").items[0] == Import("abroad", (), (Import("case"),))
 
 
-def test_what_is_made_can_be_printed_saved_read_and_bound() -> None:
+def test_what_is_made_can_be_printed_saved_read_and_bound():
     schema = parse(to_pml(schema_of(trip)))
     assert schema == schema_of(trip)
     layout = lay_out(schema_of(trip), encode, GAP, TURNS, min_tokens=1)
@@ -114,7 +114,7 @@ def test_what_is_made_can_be_printed_saved_read_and_bound() -> None:
     assert text.endswith("A hotel of 5. stars. }{A}{UWhy?}{A")
 
 
-def test_conditions_are_plain_python_over_the_names_around_the_function() -> None:
+def test_conditions_are_plain_python_over_the_names_around_the_function():
     most = 3
 
     def many(n: int) -> bool:
@@ -148,7 +148,7 @@ def test_conditions_are_plain_python_over_the_names_around_the_function() -> Non
     assert inner == Import("n-2", (), (Import("hotel", (("stars", "4"),)),))
 
 
-def test_conditions_see_the_names_around_the_function_as_they_are_when_it_is_called() -> None:
+def test_conditions_see_the_names_around_the_function_as_they_are_when_it_is_called():
     most = 1
 
     @program
@@ -173,7 +173,7 @@ def test_conditions_see_the_names_around_the_function_as_they_are_when_it_is_cal
     ]
 
 
-def test_texts_of_a_function_in_another_block_keep_their_white_space() -> None:
+def test_texts_of_a_function_in_another_block_keep_their_white_space():
     @program
     def letter() -> None:
         """What a letter is."""
@@ -187,7 +187,7 @@ Yours"""
     assert (text.at.line, text.at.column) == (first + 3, 9)
 
 
-def test_names_that_pml_keeps_for_itself_are_changed() -> None:
+def test_names_that_pml_keeps_for_itself_are_changed():
     @program
     def odd(user: bool, kind: int) -> None:
         if user:
@@ -210,11 +210,6 @@ def test_names_that_pml_keeps_for_itself_are_changed() -> None:
         "x",
     ]
     assert parse(to_pml(schema_of(odd))) == schema_of(odd)
-
-
-def test_other_functions_have_no_schema() -> None:
-    with pytest.raises(PMLError, match="decorated with `program`"):
-        schema_of(len)
 
 
 def no_length(days: str) -> None:
@@ -275,9 +270,7 @@ REFUSED: list[tuple[Callable[..., Any], int, str]] = [
 
 
 @pytest.mark.parametrize(("function", "line", "found"), REFUSED)
-def test_what_cannot_be_compiled_is_refused_with_its_line(
-    function: Callable[..., Any], line: int, found: str
-) -> None:
+def test_what_cannot_be_compiled_is_refused_with_its_line(function, line, found):
     with pytest.raises(PMLError) as caught:
         program(function)
     assert Path(caught.value.file) == Path(__file__)
@@ -285,7 +278,9 @@ def test_what_cannot_be_compiled_is_refused_with_its_line(
     assert found in caught.value.found
 
 
-def test_what_is_no_function_or_has_no_source_is_refused() -> None:
+def test_what_is_no_function_or_has_no_source_is_refused():
+    with pytest.raises(PMLError, match="decorated with `program`"):
+        schema_of(len)
     made: dict[str, Any] = {}
     exec("def f():\n    'a'\n    'b'", made)
     for function in (len, lambda: "a", made["f"]):

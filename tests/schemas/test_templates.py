@@ -2,9 +2,7 @@
 installed.
 """
 
-from __future__ import annotations
-
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 
@@ -20,25 +18,18 @@ WANTED = (
 ROOMS = {"topic": 8, "question": 30}
 
 
-def test_pairs_become_messages_and_variables_parameters() -> None:
-    pairs = [("system", "You know {topic}."), ("human", "{question}\n{{in JSON}}"), ("ai", "So:")]
-    assert from_template("t", pairs, ROOMS) == Schema("t", WANTED)
+PAIRS = [("system", "You know {topic}."), ("human", "{question}\n{{in JSON}}"), ("ai", "So:")]
 
 
-def test_a_text_becomes_the_schema_s_own_and_one_room_counts_for_all() -> None:
-    assert from_template("t", "a{x}b{x}", 3).items == (
-        TextNode("a"),
-        Param("x", 3),
-        TextNode("b"),
-        Param("x", 3),
-    )
+def test_pairs_become_messages_a_text_the_schema_s_own_and_variables_parameters():
+    assert from_template("t", PAIRS, ROOMS) == Schema("t", WANTED)
+    x = Param("x", 3)
+    assert from_template("t", "a{x}b{x}", 3).items == (TextNode("a"), x, TextNode("b"), x)
 
 
-def test_langchain_s_prompts_are_taken() -> None:
+def test_langchain_s_prompts_are_taken():
     prompts = pytest.importorskip("langchain_core.prompts")
-    chat = prompts.ChatPromptTemplate.from_messages(
-        [("system", "You know {topic}."), ("human", "{question}\n{{in JSON}}"), ("ai", "So:")]
-    )
+    chat = prompts.ChatPromptTemplate.from_messages(PAIRS)
     assert from_template("t", chat, ROOMS).items == WANTED
     plain = prompts.PromptTemplate.from_template("a{topic}")
     assert from_template("t", plain, ROOMS).items == (TextNode("a"), Param("topic", 8))
@@ -60,7 +51,7 @@ def test_langchain_s_prompts_are_taken() -> None:
         from_template("t", history, ROOMS)
 
 
-def test_llama_index_s_prompts_are_taken() -> None:
+def test_llama_index_s_prompts_are_taken():
     prompts = pytest.importorskip("llama_index.core.prompts")
     rich = prompts.RichPromptTemplate(
         """{% chat role="system" %}You know {{ topic }}.{% endchat %}
@@ -99,13 +90,13 @@ def test_llama_index_s_prompts_are_taken() -> None:
         ([("tool", "a")], "f-string", "role 'tool'"),
     ],
 )
-def test_what_no_schema_can_hold_is_refused(template: Any, syntax: Any, found: str) -> None:
+def test_what_no_schema_can_hold_is_refused(template, syntax, found):
     with pytest.raises(PMLError, match=found):
         from_template("t", template, {"x": 3}, syntax)
 
 
 @pytest.mark.parametrize("text", ["a{{ x }}\n", ' {"a": {{x}}} }', "{{ x }}-{{ x }}\n\n"])
-def test_jinja_s_variables_are_read_as_jinja_does(text: str) -> None:
+def test_jinja_s_variables_are_read_as_jinja_does(text):
     items = from_template("t", text, 3, "jinja2").items
     said = "".join(
         "X" if isinstance(item, Param) else item.text

@@ -14,13 +14,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from ragfuse import Ask, SettingsError
-from ragfuse.text import Piece
 from tests.plan.kit import timings
+from tests.telemetry.conftest import SECRET, asking
 from tests.tiny import ROOT
-
-SECRET = (
-    "Agnes Worth kept the book of ships in the harbour of Port Elling until her death in 1881. "
-)
 
 
 @pytest.fixture(scope="module")
@@ -45,26 +41,6 @@ def spans(exporter):
 
     taken()
     return taken
-
-
-def asking(question, n=2):
-    chunks = [
-        Piece(f"{SECRET * 3}Volume {number}.", "chunk", f"letters-{number}.txt")
-        for number in range(n)
-    ]
-    return [("user", (Piece("Read this.\n"), *chunks, Piece(question)))]
-
-
-@pytest.fixture
-def warm(engine):
-    """An engine whose store has the chunks, on disk alone."""
-    prompt = asking("Who?")
-    chunks = [(piece.text, piece.source) for piece in prompt[0][1] if piece.kind == "chunk"]
-    engine.ingest(chunks, engine.prefix(prompt))
-    engine.flush()
-    memory = engine.store.tier("memory")
-    memory.delete([entry.key for entry in memory.list()])
-    return engine
 
 
 def named(found):
@@ -119,36 +95,28 @@ def test_names_of_generative_ai_are_those_of_the_semantic_conventions(warm, span
     }
 
 
-def test_loading_stands_beside_fusing_and_ends_with_its_last_read(warm, spans):
-    warm.answer(asking("Who?"))
-    found = named(spans())
-    load, fuse = found["ragfuse.load"], found["ragfuse.fuse"]
-    assert load.parent.span_id == fuse.parent.span_id
-    assert found["ragfuse.plan"].end_time <= load.start_time <= fuse.start_time
-    assert load.start_time < load.end_time <= fuse.end_time
-    assert load.attributes["ragfuse.tiers"] == ("disk",)
-    assert load.attributes["ragfuse.load_s"] > 0
-
-
-def test_a_plan_and_an_answer_tell_what_was_foreseen_on_a_measured_machine(warm, spans):
+def test_loading_stands_beside_fusing_and_a_measured_machine_tells_what_was_foreseen(warm, spans):
     warm.timings.learn(timings(warm, memory=0.0, disk=1e-9))
     answer = warm.answer(asking("Who?"))
     found = named(spans())
+    load, fuse, plan = (found[f"ragfuse.{name}"] for name in ("load", "fuse", "plan"))
+    assert load.parent.span_id == fuse.parent.span_id
+    assert plan.end_time <= load.start_time <= fuse.start_time
+    assert load.start_time < load.end_time <= fuse.end_time
+    assert load.attributes["ragfuse.tiers"] == ("disk",)
+    assert load.attributes["ragfuse.load_s"] > 0
     assert answer.trace.predicted_ttft_s is not None
-    for name in ("ragfuse.plan", "ragfuse.answer"):
-        assert found[name].attributes["ragfuse.predicted_ttft_s"] == answer.trace.predicted_ttft_s
+    for span in (plan, found["ragfuse.answer"]):
+        assert span.attributes["ragfuse.predicted_ttft_s"] == answer.trace.predicted_ttft_s
 
 
 def test_full_prefill_says_why_and_loads_nothing(warm, spans):
     answer = warm.answer(asking("Who?"), Ask(reuse=False))
     found = named(spans())
     assert "ragfuse.load" not in found
-    assert (
-        found["ragfuse.answer"].attributes["ragfuse.fallback_reason"]
-        == answer.trace.fallback_reason
-        != ""
-    )
-    assert found["ragfuse.answer"].attributes["gen_ai.usage.cache_read.input_tokens"] == 0
+    told = found["ragfuse.answer"].attributes
+    assert told["ragfuse.fallback_reason"] == answer.trace.fallback_reason != ""
+    assert told["gen_ai.usage.cache_read.input_tokens"] == 0
 
 
 async def test_streams_of_several_tasks_keep_to_their_own_requests(warm, spans):

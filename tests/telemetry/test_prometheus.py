@@ -1,20 +1,18 @@
 """What Prometheus is told of engines: by the real client, through the text that a scrape gets."""
 
 import sys
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ragfuse import Ask, Engine, InputError, Piece, metrics
+from ragfuse import Ask, Engine, InputError, metrics
 from ragfuse.telemetry.counters import FALLBACK_KINDS, TTFT_S, fallback_kind
 from ragfuse.types.reasons import FULL_PREFILL_ASKED, PROMPT_TOO_SHORT
 from tests.store.kit import key, kv
 from tests.store.redis_server import RedisServer
-
-TEXT = (
-    "Agnes Worth kept the book of ships in the harbour of Port Elling until her death in 1881. " * 3
-)
+from tests.telemetry.conftest import SECRET, asking
 
 
 @pytest.fixture
@@ -40,19 +38,6 @@ def scraped(registry):
         return found
 
     return scraped
-
-
-def asking(question, n=2):
-    chunks = [
-        Piece(f"{TEXT}Volume {number}.", "chunk", f"letters-{number}.txt") for number in range(n)
-    ]
-    return [("user", (Piece("Read this.\n"), *chunks, Piece(question)))]
-
-
-def ingested(engine, prompt):
-    chunks = [(piece.text, piece.source) for piece in prompt[0][1] if piece.kind == "chunk"]
-    engine.ingest(chunks, engine.prefix(prompt))
-    engine.flush()
 
 
 def test_answers_tokens_and_times_are_those_of_the_traces(engine, registry, scraped):
@@ -96,28 +81,27 @@ def test_a_tier_hits_what_it_gave_and_misses_what_slower_ones_or_none_gave(
     engine, registry, scraped
 ):
     metrics(engine, registry)
-    prompt = asking("Who?")
-    first = engine.answer(prompt)
+    prompt, memory = asking("Who?"), engine.store.tier("memory")
+    segments = len(engine.answer(prompt).trace.segments)
     engine.flush()
-    memory = engine.store.tier("memory")
     memory.delete([entry.key for entry in memory.list()])
     second = engine.answer(prompt)
-    segments, found = len(first.trace.segments), scraped()
     assert {segment.tier for segment in second.trace.segments} == {"disk"}
-    assert found["ragfuse_tier_hits_total", "disk"] == segments
-    assert found["ragfuse_tier_hits_total", "memory"] == 0
-    assert found["ragfuse_tier_misses_total", "disk"] == segments
-    assert found["ragfuse_tier_misses_total", "memory"] == 2 * segments
     engine.flush()
     engine.answer(prompt, Ask(reuse=False))  # asks no tier
-    assert scraped()["ragfuse_tier_misses_total", "memory"] == 2 * segments
-
-
-def test_tiers_are_as_full_as_the_store_says(engine, registry, scraped):
-    metrics(engine, registry)
-    ingested(engine, asking("Who?"))
     found = scraped()
-    for tier in engine.store.tiers:
+    told = [
+        found[f"ragfuse_tier_{kind}_total", tier]
+        for kind in ("hits", "misses")
+        for tier in ("disk", "memory")
+    ]
+    assert told == [segments, 0, segments, 2 * segments]
+
+
+def test_tiers_are_as_full_as_the_store_says(ingested, registry, scraped):
+    metrics(ingested, registry)
+    found = scraped()
+    for tier in ingested.store.tiers:
         assert found["ragfuse_tier_bytes", tier.name] == tier.nbytes > 0
         assert found["ragfuse_tier_capacity_bytes", tier.name] == tier.capacity
         assert found["ragfuse_tier_entries", tier.name] == len(tier.list()) > 0
@@ -174,7 +158,7 @@ def test_several_engines_share_a_registry_until_each_is_closed(
     for engine in engines:
         metrics(engine, registry)
         metrics(engine, registry)  # changes nothing
-    model = tmp_path.__class__(tiny_settings.model).name
+    model = Path(tiny_settings.model).name
     engines[1].answer("Who?")
     assert [
         scraped(name)["ragfuse_ttft_seconds_count",] for name in (model, f"{model}-2", f"{model}-3")
@@ -191,16 +175,15 @@ def test_several_engines_share_a_registry_until_each_is_closed(
     assert generate_latest(registry) == b""
 
 
-def test_no_text_and_no_source_is_in_a_scrape(engine, registry):
-    metrics(engine, registry)
-    ingested(engine, asking("Who?"))
-    answer = engine.answer(asking("A secret question?"))
+def test_no_text_and_no_source_is_in_a_scrape(ingested, registry):
+    metrics(ingested, registry)
+    answer = ingested.answer(asking("A secret question?"))
     said = generate_latest(registry).decode()
-    for text in ("Agnes", "secret", "letters-", answer.text, engine.settings.model):
+    for text in (SECRET[:5], "secret", "letters-", answer.text, ingested.settings.model):
         assert text not in said
 
 
-def test_without_the_client_it_says_what_to_install(engine, monkeypatch):
+def test_without_prometheus_client_the_error_names_the_package(engine, monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(InputError, match=r"pip install 'ragfuse-kv\[telemetry\]'"):
         metrics(engine)

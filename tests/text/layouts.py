@@ -180,25 +180,23 @@ def _is_markup(items: Sequence[Item], i: int) -> bool:
 
 # schemas made up
 
-NAMES = some.sampled_from("abcdef")
-TEXTS = some.builds(
-    TextNode, some.one_of(some.text("xyz .", min_size=1, max_size=12), some.just(" \n "))
-)
+NAMES = some.sampled_from(["a", "b", "c.py", "d-1", "é", "f"])
+WRITTEN = some.text("xyz .<&>\"'\r\n\t]é🦊", min_size=1, max_size=12)
+TEXTS = some.builds(TextNode, some.one_of(WRITTEN, some.just(" \n ")))
 PARAMS = some.builds(
-    Param, some.sampled_from("pq"), some.just(4), some.sampled_from(["", "uv", "uvwxyz"])
+    Param, some.sampled_from("pq"), some.just(4), some.sampled_from(["", "uv", 'uvw<&"xyz'])
 )
 
 
 def apart(items: Sequence[Item]) -> tuple[Item, ...]:
-    """Without what has a name that stands there already."""
+    """Without texts beside texts, and without what has a name that stands there already."""
     kept: list[Item] = []
     seen: set[str] = set()
     for item in items:
-        named = [each for each in inner((item,)) if isinstance(each, Module)]
-        if not seen & {each.name for each in named} and len({each.name for each in named}) == len(
-            named
-        ):
-            seen |= {each.name for each in named}
+        names = [each.name for each in inner((item,)) if isinstance(each, Module)]
+        is_more = isinstance(item, TextNode) and kept and isinstance(kept[-1], TextNode)
+        if not is_more and not seen & {*names} and len({*names}) == len(names):
+            seen |= {*names}
             kept.append(item)
     return tuple(kept)
 
@@ -288,10 +286,10 @@ def requests(
                 )
             )
         elif draw(some.integers(0, 7)) == 0:
-            found.append(TextNode(draw(some.sampled_from(["more", "  ", "much more of it"]))))
+            found.append(TextNode(draw(some.sampled_from(["more", "  ", "much <more> of it"]))))
     if is_root and draw(some.booleans()):
         found.append(Role(draw(some.sampled_from(PML_ROLES)), (TextNode("why?"),)))
-    return tuple(found)
+    return apart(found)
 
 
 @some.composite

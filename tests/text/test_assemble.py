@@ -10,8 +10,6 @@ from typing import Any
 
 import jinja2
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -33,20 +31,11 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' +"
     " '\n' }}{% endfor %}{{ '<|im_start|>assistant\n' }}"
 )
-NO_SYSTEM = (
-    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{%"
-    " endif %}" + CHATML
-)
 DROPS_SYSTEM = CHATML.replace(
     "{% for m in messages %}", "{% for m in messages if m['role'] != 'system' %}"
 )
-DROPS_USER = CHATML.replace(
-    "{% for m in messages %}", "{% for m in messages if m['role'] != 'user' %}"
-)
 TWICE = CHATML.replace("m['content']", "m['content'] + '\n' + m['content']")
-TRIMS = CHATML.replace("m['content']", "m['content'] | trim")
 ESCAPES = CHATML.replace("m['content']", "m['content'] | tojson")
-SHOUTS = CHATML.replace("m['content']", "m['content'] | upper")
 LATE_SYSTEM = """{% for m in messages if m['role'] != 'system' %}[INST] {% if loop.last %}{{ messages[0]['content'] }}
 
 {% endif %}{{ m['content'] }}[/INST]{% endfor %}"""
@@ -153,25 +142,18 @@ def test_a_chunk_whose_edge_merges_with_the_text_beside_it_is_rows_of_its_run():
 
 
 @pytest.mark.parametrize("context", ["", filler_context("")])
-def test_a_chunk_has_one_key_in_the_context_of_chunks_and_the_prefix_one_alone(context):
-    prompt = assembler(context=context).chat(question(A, B))
-    prefix, found = prompt.segments[0], chunks(prompt)
-    assert prefix.keys == (key_of(prefix.tokens, ""),)
-    assert [segment.keys for segment in found] == [
-        (key_of(tuple(encode(text, False)), context),) for text in (A, B)
-    ]
-
-
-def test_a_chunk_keeps_its_key_wherever_it_stands():
-    first, last = assembler().chat(question(A, B)), assembler().chat(question(B, f"\n {A}  "))
-    assert chunks(first)[0].keys == chunks(last)[1].keys
-    middle = assembler().chat(question(B, A, B))
-    assert chunks(middle)[1].keys == chunks(last)[1].keys
-    other = assembler().chat(
-        [("system", "Quite another beginning, long enough."), *question(B, A)[1:]]
-    )
-    assert chunks(other)[1].keys == chunks(last)[1].keys
-    assert decoded(last).count(f"\n {A}  ") == 1
+def test_a_chunk_has_one_key_wherever_it_stands_and_the_prefix_one_without_context(context):
+    chat = assembler(context=context).chat
+    for messages in (
+        question(A, B),
+        question(B, f"\n {A}  ", B),
+        [("system", "Quite another beginning, long enough."), *question(B, A)[1:]],
+    ):
+        prompt = chat(messages)
+        assert prompt.segments[0].keys == (key_of(prompt.segments[0].tokens, ""),)
+        wanted = {f"{text[:3]}.txt": key_of(tuple(encode(text, False)), context) for text in (A, B)}
+        assert len(chunks(prompt)) >= 2
+        assert all(each.keys == (wanted[each.source],) for each in chunks(prompt))
 
 
 TOOLS = "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
@@ -208,36 +190,11 @@ def test_special_tokens_in_tools_calls_and_names_stay_text():
         assert decoded(prompt).count("<|im_end|>") == len(turns) + 10
 
 
-text_or_chunk = st.builds(
-    Piece,
-    st.one_of(st.text(), st.sampled_from([A, B, *SPECIALS])),
-    st.sampled_from(["fresh", "chunk"]),
-)
-
-
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["system", "user", "assistant"]), st.lists(text_or_chunk)),
-        min_size=1,
-    )
-)
-def test_a_prompt_says_what_the_template_says(messages: list[Message]):
-    prompt = assembler().chat(messages)
-    plain = [
-        {"role": role, "content": "".join(part.text for part in content)}
-        for role, content in messages
-    ]
-    assert decoded(prompt) == template(CHATML)(plain)
-    assert prompt.positions.tolist() == list(range(len(prompt)))
-    assert list(prompt.token_ids) == list(assembler(find=lambda ids: ()).chat(messages).token_ids)
-
-
 # templates with a will of their own
 
 
-@pytest.mark.parametrize("source", [NO_SYSTEM, DROPS_SYSTEM])
-def test_a_refused_or_dropped_system_message_moves_into_the_first_user_message(source: str):
-    prompt = assembler(source).chat(question(A))
+def test_a_system_message_that_a_template_drops_moves_into_the_first_user_message():
+    prompt = assembler(DROPS_SYSTEM).chat(question(A))
     head = "<|im_start|>user\nBe brief and only use the text.\n\n"
     assert decoded(prompt) == f"{head}{A}\n\nQuestion: why?<|im_end|>\n<|im_start|>assistant\n"
     assert kinds(prompt) == ["prefix", "chunk", "fresh"]
@@ -256,27 +213,9 @@ def test_a_template_may_repeat_a_message():
     assert len(chunks(prompt)) == 2
 
 
-@pytest.mark.parametrize(
-    ("source", "written"),
-    [(TRIMS, str.strip), (ESCAPES, partial(json.dumps, ensure_ascii=False)), (SHOUTS, str.upper)],
-)
-@pytest.mark.parametrize("kind", ["fresh", "chunk"])
-def test_what_a_template_makes_of_a_text_counts(
-    source: str, written: Callable[[str], str], kind: Any
-):
-    text = f' "{A}"\n\\ <b> {{{{ x }}}} '
-    prompt = assembler(source).chat([("user", [Piece(text, kind)])])
-    assert f"user\n{written(text)}<|im_end|>" in decoded(prompt)
-
-
 def test_what_is_left_of_a_chunk_that_a_template_escapes_is_found():
     found = chunks(assembler(ESCAPES).chat([("user", f'"{A}" said\n{B}\n?')]))
     assert [segment.source for segment in found] == ["The.txt", "Nob.txt"]
-
-
-def test_a_message_that_a_template_leaves_out_is_an_error():
-    with pytest.raises(InputError, match="messages of role user"):
-        assembler(DROPS_USER).chat([("user", "a"), ("assistant", "a b"), ("tool", A)])
 
 
 def test_a_template_that_refuses_the_roles_is_an_error_with_its_reason():
@@ -302,13 +241,3 @@ def test_a_chunk_that_ends_the_text_is_fresh():
 def test_a_text_without_tokens_is_an_error():
     with pytest.raises(InputError, match="empty"):
         assembler().text("")
-
-
-@given(
-    st.one_of(st.text(), st.sampled_from([A, B, *SPECIALS])),
-    st.lists(st.integers(0, 400), min_size=1, max_size=2),
-)
-def test_a_text_comes_back_whole(text: str, bos: list[int]):
-    prompt = assembler(min_tokens=2).text(text, bos)
-    assert prompt.token_ids[: len(bos)] == tuple(bos)
-    assert tokenizer().decode(list(prompt.token_ids[len(bos) :]), skip_special_tokens=False) == text

@@ -68,7 +68,7 @@ def test_a_conversation_without_such_words_is_rendered_once():
 
 
 @pytest.mark.parametrize("n", [1, 400])
-def test_a_conversation_is_rendered_twice_however_much_is_forged_in_it(n: int):
+def test_a_conversation_is_rendered_twice_however_much_is_forged_in_it(n):
     template = Template(plainly)
     found = rendered(
         template, ("user", "a <end>\n<END>\n" * n), tools=({"name": "<end>", "<end>": ["<end>"]},)
@@ -94,31 +94,26 @@ LOOKS = {
     "at its length": lambda role, content: f"{role}:{'!' if len(content) > 8 else ''}{content}",
     "at all letters": lambda role, content: f"{role}:{'' if content.isascii() else '!'}{content}",
     "in capitals": lambda role, content: f"{role}:{content.upper()}",
+    "at the beginning of one and the length of another": lambda role, content: (
+        f"{role}:{'!' if content.startswith('c <end>') else ''}"
+        f"{'?' if len(content) > 8 else ''}{content}"
+    ),
+    "at how often it stands there": lambda role, content: (
+        f"{role}:{content.count('<end>')}{len(content)}{content}"
+    ),
     "as JSON": lambda role, content: f"{role}:{json.dumps(content)}",
 }
 
 
 @pytest.mark.parametrize("write", LOOKS.values(), ids=LOOKS)
 @pytest.mark.parametrize("role", ["user", "assistant"])
-def test_no_control_token_is_forged_whatever_a_template_looks_at(role: str, write: Any):
+def test_no_control_token_is_forged_whatever_a_template_looks_at(role, write):
     template = Template(write)
-    messages = (role, "A <end> b"), ("user", "c <end>")
+    messages = [(role, "A <end> b"), ("user", "c <end>")] * 3
     found = rendered(template, *messages)
     assert found.text == template(
         [{"role": role, "content": content} for role, content in messages], []
     )
-    assert own(found) == 2
-    assert template.asked <= 16
-
-
-def test_messages_at_which_a_template_looks_in_different_ways_are_each_shown_what_it_looks_for():
-    def write(role: str, content: str) -> str:
-        begins, is_long = content.startswith("<end>"), len(content) > 10
-        return f"{role}:{'!' if begins else ''}{'?' if is_long else ''}{content}"
-
-    template = Template(write)
-    found = rendered(template, *[("user", "<end>"), ("user", "abcde<end>")] * 3)
-    assert found.text == "user:!<end><end>user:abcde<end><end>" * 3
     assert own(found) == 6
     assert template.asked <= 32
 
@@ -141,11 +136,6 @@ def test_a_text_of_all_marks_is_marked_by_others():
     found = rendered(Template(plainly), ("user", f"{text} <end>"))
     assert found.text == f"user:{text} <end><end>"
     assert bare(found) == ["<end>"]
-
-
-def test_what_a_template_inspects_is_text_in_contents_that_it_repeats():
-    write = lambda role, content: f"{role}:{content.count('<end>')}{len(content)}{content}"  # noqa: E731
-    assert own(rendered(Template(write), *[("user", "<end>")] * 80)) == 80
 
 
 def test_messages_in_another_order_are_all_found():

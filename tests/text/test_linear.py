@@ -36,15 +36,3 @@ WORK: dict[str, tuple[Callable[[int], object], Callable[[object], object]]] = {
 def test_leaving_out_and_joining_is_linear(make, use):
     short, long = make(200), make(1600)
     assert lines(lambda: use(long)) <= MOST_GROWTH * lines(lambda: use(short))
-
-
-def test_joining_copies_each_part_once():
-    class Parts(list):
-        copied = 0
-
-        def __iter__(self):
-            Parts.copied += len(self)
-            return super().__iter__()
-
-    ChatMessage.joined([ChatMessage("user", Parts(["a"])) for _ in range(500)])
-    assert Parts.copied <= 2 * 500

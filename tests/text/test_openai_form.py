@@ -48,26 +48,14 @@ def test_a_tools_result_gets_the_name_of_the_call_that_it_answers():
         ChatMessage("tool", "?", tool_call_id="c9"),
     ]
     found = ChatMessage.conversation(given)
-    assert [message.role for message in found] == [
-        "user",
-        "assistant",
-        "tool",
-        "tool",
-        "tool",
-        "tool",
-    ]
+    assert [message.role for message in found] == ["user", "assistant", *["tool"] * 4]
     assert [message.name for message in found] == ["", "", "hear", "look", "its own", ""]
 
 
 def test_roles_have_the_templates_names_and_neighbours_are_one_message():
-    given = [
-        ChatMessage("developer", "Be brief."),
-        ChatMessage("system", "Be kind."),
-        ChatMessage("user", "Hello"),
-    ]
-    found = ChatMessage.conversation(given)
-    assert [message.role for message in found] == ["system", "user"]
-    assert "".join(found[0].content) == "Be brief.\nBe kind."
+    given = [ChatMessage("developer", "Be brief."), ChatMessage("system", "Be kind.")]
+    (found,) = ChatMessage.conversation([*given, ChatMessage("user", "Hello")])[:1]
+    assert (found.role, "".join(found.content)) == ("system", "Be brief.\nBe kind.")
 
 
 @pytest.mark.parametrize("given", [[], [ChatMessage("user", "")], [ChatMessage("system", " \n")]])

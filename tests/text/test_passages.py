@@ -1,7 +1,5 @@
 """Passages are cut by what they say: sizes, borders, and the same cut wherever a passage stands."""
 
-from __future__ import annotations
-
 import itertools
 import random
 
@@ -39,19 +37,15 @@ def cut(ids):
 def test_paragraphs_are_passages_without_what_parts_them():
     one, two = words(40, 1), words(50, 2)
     assert cut([*one, PARAGRAPH, *two, PARAGRAPH]) == [tuple(one), tuple(two)]
-    assert cut([*one, PARAGRAPH, *two, PARAGRAPH, *words(5)]) == [
-        tuple(one),
-        (*two, PARAGRAPH, *words(5)),
-    ]
+    longer = (*two, PARAGRAPH, *words(5))
+    assert cut([*one, PARAGRAPH, *longer]) == [tuple(one), longer]
 
 
 @pytest.mark.parametrize("border", [LINE, PARAGRAPH])
 def test_what_is_too_short_goes_on_with_the_next_that_is_too_short(border):
     one, two = words(MIN_PASSAGE_TOKENS - 1, 1), words(MIN_PASSAGE_TOKENS - 2, 2)
-    assert cut([*one, border, *two]) == [(*one, border, *two)]
-    assert cut([*one[:5], border, *two[:5], border, *one]) == [
-        (*one[:5], border, *two[:5], border, *one)
-    ]
+    for ids in ((*one, border, *two), (*one[:5], border, *two[:5], border, *one)):
+        assert cut(ids) == [ids]
 
 
 @pytest.mark.parametrize("border", [LINE, PARAGRAPH])

@@ -39,13 +39,13 @@ def told(runs: RetrievalRuns, *ids: str, prompt: str = ALL) -> list[str]:
 
 
 @pytest.fixture
-def runs() -> RetrievalRuns:
+def runs():
     return RetrievalRuns("test", outlasts=False)
 
 
 def test_a_run_knows_what_was_retrieved_in_all_runs_below_the_outermost(
-    runs: RetrievalRuns,
-) -> None:
+    runs,
+):
     runs.begin("chain", None, [letter("mill")])
     runs.begin("retriever", "chain")
     runs.end("retriever", [letter("harbour")])
@@ -55,8 +55,8 @@ def test_a_run_knows_what_was_retrieved_in_all_runs_below_the_outermost(
 
 
 def test_what_a_model_was_asked_about_is_dropped_with_its_run_and_the_rest_kept_for_the_thread(
-    runs: RetrievalRuns,
-) -> None:
+    runs,
+):
     runs.begin("asks", None, [letter("mill")])
     assert told(runs, "asks") == ["mill.txt"]
     runs.end("asks")
@@ -66,23 +66,21 @@ def test_what_a_model_was_asked_about_is_dropped_with_its_run_and_the_rest_kept_
     assert len(runs) == 0
 
 
-def test_a_run_that_may_outlast_its_parent_keeps_its_texts_until_it_ends() -> None:
-    ends_with_parent, outlasts = (
-        RetrievalRuns("first", outlasts=False),
-        RetrievalRuns("second", outlasts=True),
-    )
-    for each in (ends_with_parent, outlasts):
+def test_a_run_that_may_outlast_its_parent_keeps_its_texts_until_it_ends():
+    both = [RetrievalRuns("test", outlasts=outlasts) for outlasts in (False, True)]
+    for each in both:
         each.begin("query", None, [letter("mill")])
         each.begin("stream", "query")
         told(each, "stream")
         each.end("query")
-    assert (len(ends_with_parent), len(outlasts)) == (0, 1)
-    assert (told(ends_with_parent, "stream"), told(outlasts, "stream")) == ([], ["mill.txt"])
+    assert [len(each) for each in both] == [0, 1]
+    assert [told(each, "stream") for each in both] == [[], ["mill.txt"]]
+    outlasts = both[1]
     outlasts.end("stream", unread=True)
     assert told(outlasts) == ["mill.txt"]  # the stream may still be read
 
 
-def test_a_text_is_told_in_the_form_in_which_the_prompt_has_it(runs: RetrievalRuns) -> None:
+def test_a_text_is_returned_as_the_prompt_has_it(runs):
     whole, bare = "file: a.txt\n\nIt's dug\nin 1847.", "It's dug\nin 1847."
     runs.record(None, [(whole, "a.txt", bare)])
     for prompt, form in (
@@ -111,26 +109,22 @@ STORY = " ".join(
     ],
     ids=["escaped", "wrapped", "quoted", "cut", "spaced"],
 )
-def test_a_text_that_stands_in_a_prompt_altered_is_told_as_it_was_retrieved(
-    runs: RetrievalRuns, prompt: str
-) -> None:
+def test_a_text_that_stands_in_a_prompt_altered_is_told_as_it_was_retrieved(runs, prompt):
     runs.record(None, [(STORY, "ships.txt", "")])
     assert runs.retrieved([], lambda: f"Answer by this:\n{prompt}\nWhen?") == (
         (STORY, "ships.txt"),
     )
 
 
-def test_a_thread_that_serves_several_tenants_tells_none_what_was_retrieved_for_another(
-    runs: RetrievalRuns,
-) -> None:
+def test_a_thread_that_serves_several_tenants_shows_none_the_texts_of_another(
+    runs,
+):
     runs.record(None, [letter("harbour")])
     assert told(runs, prompt="Somebody else asks: what does the mill letter say?") == []
     assert told(runs, prompt="What does it say? The harbour letter.") == ["harbour.txt"]
 
 
-def test_the_newest_texts_are_kept_in_number_and_in_characters(
-    runs: RetrievalRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_newest_texts_are_kept_in_number_and_in_characters(runs, monkeypatch):
     for number in range(retrieval_runs.MAX_TEXTS + 3):
         runs.record(None, [letter(f"{number:02}")])
     assert told(runs) == [
@@ -142,26 +136,19 @@ def test_the_newest_texts_are_kept_in_number_and_in_characters(
     assert told(runs)[0] == "xx.txt"
 
 
-def test_runs_that_never_end_are_given_up(
-    runs: RetrievalRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_that_never_end_are_given_up(runs, monkeypatch):
     monkeypatch.setattr(retrieval_runs, "MAX_RUNS", 3)
     for number in range(5):
         runs.begin(f"chain {number}", None, [letter(str(number))])
         runs.begin(f"retriever {number}", f"chain {number}")
-    assert [bool(told(runs, f"chain {number}")) for number in range(5)] == [
-        False,
-        False,
-        True,
-        True,
-        True,
-    ]
+    known = [bool(told(runs, f"chain {number}")) for number in range(5)]
+    assert known == [False, False, True, True, True]
     assert len(runs) == 6
 
 
 def test_threads_and_tasks_begin_with_what_their_context_knew_and_keep_their_own(
-    runs: RetrievalRuns,
-) -> None:
+    runs,
+):
     async def task(name: str) -> list[str]:
         runs.record(None, [letter(name)])
         await asyncio.sleep(0)

@@ -152,7 +152,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize(("source", "wanted"), WRITES.values(), ids=WRITES.keys())
-def test_a_template_is_known_by_the_calls_that_it_writes(source: str, wanted: CallFormat):
+def test_a_template_is_known_by_the_calls_that_it_writes(source, wanted):
     assert format_of(source) is wanted
 
 
@@ -167,7 +167,7 @@ def test_a_token_before_bare_json_belongs_to_the_call():
 
 
 @pytest.mark.parametrize("source", [CODER, GLM, TIGHT], ids=["coder", "glm", "tight"])
-def test_values_that_stand_as_they_are_are_read_by_their_schema(source: str):
+def test_values_that_stand_as_they_are_are_read_by_their_schema(source):
     arguments = {
         "code": 'if x < 1:\n\tprint("</p>")\n',
         "text": "5",
@@ -213,7 +213,7 @@ def test_values_that_stand_as_they_are_are_read_by_their_schema(source: str):
 
 
 @pytest.mark.parametrize("source", [CODER, GLM, TIGHT], ids=["coder", "glm", "tight"])
-def test_a_call_without_the_white_space_of_its_format_is_read_too(source: str):
+def test_a_call_without_the_white_space_of_its_format_is_read_too(source):
     found = format_of(source)
     tight = "".join(
         line.strip()
@@ -237,7 +237,7 @@ IDS = ["plain", "hermes", "llama", "mistral", "deep", "coder", "glm", "tight", "
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=IDS)
-def test_what_is_written_is_read_back_with_new_ids(format: CallFormat):
+def test_what_is_written_is_read_back_with_new_ids(format):
     calls = (A, B) if format.again is not None else (A,)
     found = read(format, format.write(calls), TYPES)
     assert [(call.name, call.arguments) for call in found] == [
@@ -248,7 +248,7 @@ def test_what_is_written_is_read_back_with_new_ids(format: CallFormat):
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=IDS)
-def test_a_call_that_is_cut_off_is_none_and_its_markup_no_text(format: CallFormat):
+def test_a_call_that_is_cut_off_is_none_and_its_markup_no_text(format):
     whole = format.write((A,))
     for size in range(len(format.head), len(whole) - len(format.tail)):
         assert read(format, whole[:size]) == ()
@@ -258,7 +258,7 @@ def test_a_call_that_is_cut_off_is_none_and_its_markup_no_text(format: CallForma
 @pytest.mark.parametrize(
     "format", [DEFAULT_CALL_FORMAT, *map(format_of, (HERMES, MISTRAL, DEEP, CODER, GLM, NEWER))]
 )
-def test_text_is_ready_only_where_no_call_can_begin(format: CallFormat):
+def test_text_is_ready_only_where_no_call_can_begin(format):
     text = "Let me see <b>.\n\n" + format.write((A,))
     ends = [ready(format, text[:size]) for size in range(len(text) + 1)]
     assert ends == sorted(ends)

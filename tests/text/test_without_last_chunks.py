@@ -7,7 +7,9 @@ import pytest
 from ragfuse.text import Piece
 from ragfuse.text.chat_messages import without_last_chunks
 
-C = tuple(Piece(f"chunk {name}", "chunk", f"{name}.md") for name in "abcde")
+C = tuple(Piece(f"chunk {name}", "chunk", f"{name}.md") for name in "abc")
+ALIKE = ("<doc>", C[0], "</doc>\n<doc>", C[1], "</doc>\n<doc>", C[2], "</doc>\nWho?")
+WORDS = ("Read: ", C[0], "\n\nThen compare it with ", C[1], "\n\nWho?")
 
 
 def text(pieces):
@@ -30,55 +32,43 @@ def left(n, *pieces):
         (9, "Say.\n\nWho?", ("a.md", "b.md", "c.md")),
     ],
 )
-def test_the_last_goes_first_with_the_space_that_parted_it(n, wanted, sources):
+def test_the_last_chunk_is_dropped_first_with_the_space_before_it(n, wanted, sources):
     pieces = ("Say.\n\n", C[0], "\n\n", C[1], "\n\n", C[2], "\n\n", "Who?")
     assert left(n, *pieces) == (wanted, sources)
 
 
-@pytest.mark.parametrize("gap", ["\n---\n", "\n[2] ", "', '", "\n\n2. ", ""])
-def test_what_parts_chunks_without_a_letter_goes_with_them(gap):
-    assert left(1, "['", C[0], gap, C[1], "']\nWho?")[0] == "['chunk a']\nWho?"
+@pytest.mark.parametrize(
+    ("n", "pieces", "wanted"),
+    [
+        *(
+            (1, ("['", C[0], gap, C[1], "']\nWho?"), "['chunk a']\nWho?")
+            for gap in ("\n---\n", "\n[2] ", "', '", "\n\n2. ", "")
+        ),
+        (1, ALIKE, "<doc>chunk a</doc>\n<doc>chunk b</doc>\nWho?"),
+        (2, ALIKE, "<doc>chunk a</doc>\nWho?"),
+        (1, WORDS, "Read: chunk a\n\nThen compare it with Who?"),
+        (2, WORDS, "Read: \n\nThen compare it with Who?"),
+        (1, ("Given ", C[0], "answer"), "Given answer"),
+    ],
+)
+def test_what_parts_chunks_goes_with_them_and_words_between_them_stay(n, pieces, wanted):
+    """What has no letter, or parts all of them alike, is no word."""
+    assert left(n, *pieces)[0] == wanted
 
 
-def test_what_parts_all_chunks_alike_goes_with_them():
-    pieces = ("<doc>", C[0], "</doc>\n<doc>", C[1], "</doc>\n<doc>", C[2], "</doc>\nWho?")
-    assert left(1, *pieces)[0] == "<doc>chunk a</doc>\n<doc>chunk b</doc>\nWho?"
-    assert left(2, *pieces)[0] == "<doc>chunk a</doc>\nWho?"
-
-
-def test_words_between_chunks_stay():
-    pieces = ("Read: ", C[0], "\n\nThen compare it with ", C[1], "\n\nWho?")
-    assert left(1, *pieces)[0] == "Read: chunk a\n\nThen compare it with Who?"
-    assert left(2, *pieces)[0] == "Read: \n\nThen compare it with Who?"
-
-
-def test_words_are_never_joined():
-    assert left(1, "Given ", C[0], "answer")[0] == "Given answer"
-
-
-def test_chunks_of_several_messages_go_from_the_end():
-    contents = [[C[0], Piece("\n\nWho?")], [Piece("The keeper.")], [C[1], Piece("\n\nWhy?")]]
-    assert [text(each) for each in without_last_chunks(contents, 1, question=2)[0]] == [
-        "chunk a\n\nWho?",
-        "The keeper.",
-        "\n\nWhy?",
-    ]
-    assert without_last_chunks(contents, 2, question=2)[1] == ["a.md", "b.md"]
-
-
-def test_a_question_that_is_itself_a_chunk_stays():
-    contents = [[Piece("Say.\n"), C[0]], [C[1], Piece("\n")]]
-    assert [text(each) for each in without_last_chunks(contents, 9, question=1)[0]] == [
-        "Say.\n",
-        "chunk b\n",
-    ]
-    assert without_last_chunks([[C[0]]], 9)[1] == []
-
-
-def test_documents_in_a_message_of_their_own_go():
-    contents = [[Piece("Who?")], [C[0], Piece("\n\n"), C[1]]]
-    assert [text(each) for each in without_last_chunks(contents, 1, question=0)[0]] == [
-        "Who?",
-        "chunk a",
-    ]
-    assert [text(each) for each in without_last_chunks(contents, 2, question=0)[0]] == ["Who?", ""]
+@pytest.mark.parametrize(
+    ("n", "question", "contents", "wanted"),
+    [
+        (1, 2, [[C[0], "\n\nWho?"], ["He."], [C[1], "\n\nWhy?"]], "chunk a\n\nWho?|He.|\n\nWhy?"),
+        (9, 1, [["Say.\n", C[0]], [C[1], "\n"]], "Say.\n|chunk b\n"),  # the question is a chunk
+        (9, 0, [[C[0]]], "chunk a"),
+        (1, 0, [["Who?"], [C[0], "\n\n", C[1]]], "Who?|chunk a"),
+        (2, 0, [["Who?"], [C[0], "\n\n", C[1]]], "Who?|"),
+    ],
+)
+def test_chunks_of_several_messages_go_from_the_end_and_the_question_stays(
+    n, question, contents, wanted
+):
+    given = [[Piece(each) if isinstance(each, str) else each for each in row] for row in contents]
+    found, _ = without_last_chunks(given, n, question=question)
+    assert "|".join(map(text, found)) == wanted

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from ragfuse import Ask, Engine, Piece, Settings
+from ragfuse import Ask, Engine, Piece
 from tests.tiny import CHUNKS, INSTRUCTION
 
 THREADS, STEPS = 4, 25
@@ -22,7 +22,7 @@ KEPT_NBYTES = 400_000
 
 
 @pytest.fixture
-def crowded(tiny_settings: Settings) -> Iterator[Engine]:
+def crowded(tiny_settings):
     small = {"memory_bytes": KEPT_NBYTES, "disk_bytes": KEPT_NBYTES}
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)  # as many interleavings as possible
@@ -76,7 +76,7 @@ STEPS_OF: tuple[tuple[Callable[[Engine, random.Random], object], int], ...] = (
 )
 
 
-def test_every_answer_is_right_whatever_others_do(crowded: Engine) -> None:
+def test_every_answer_is_right_whatever_others_do(crowded):
     def acts(seed: int) -> None:
         draw = random.Random(seed)
         for act in draw.choices(

@@ -12,29 +12,27 @@ from tests.tiny import CHUNKS, ingest, messages
 SOURCED = [(text, f"book-{number}") for number, text in enumerate(CHUNKS)]
 
 
+def keys(engine):
+    """Of all chunks, as they are encoded behind filler text."""
+    return [engine.runtime.encoder.key(engine.tokens(text), filler_context("")) for text in CHUNKS]
+
+
+def kept(engine):
+    return {entry.key for entry in engine.store.entries()}
+
+
 def test_every_chunk_is_kept_once_amid_other_text_and_the_prefix_alone_and_its_text_is_in_the_book(
     engine,
 ):
-    ingest(engine)
-    wanted = {
-        engine.runtime.encoder.key(engine.tokens(text), filler_context("")) for text in CHUNKS
-    }
-    wanted.add(engine.runtime.encoder.key(engine.prefix(messages())))
-    assert {entry.key for entry in engine.store.entries()} == wanted
+    prefix = engine.prefix(messages())
+    done = engine.ingest([*SOURCED, (f"\n  {CHUNKS[3]} \n", "book-3")], prefix)
+    assert (done.chunks, done.encoded) == (7, 6)
+    assert kept(engine) == {*keys(engine), engine.runtime.encoder.key(prefix)}
     assert {entry.tier for entry in engine.store.entries()} == {"memory", "disk"}
     texts = engine.catalog.file.texts(engine.digest)
     assert {(known.text, known.source) for known in texts} == set(SOURCED)
-
-
-def test_what_the_store_has_is_not_encoded_again(engine):
-    ingest(engine)
-    again = engine.ingest(SOURCED, engine.prefix(messages()))
+    again = engine.ingest(SOURCED, prefix)
     assert (again.chunks, again.encoded, again.tokens, again.nbytes) == (6, 0, 0, 0)
-
-
-def test_white_space_around_a_text_makes_no_other_chunk(engine):
-    engine.ingest([(CHUNKS[0], "a")])
-    assert engine.ingest([(f"\n  {CHUNKS[0]} \n", "a")]).encoded == 0
 
 
 def test_an_interrupted_ingest_goes_on_where_it_stopped(engine):
@@ -60,7 +58,7 @@ def test_numbers_add_up_and_progress_sees_every_chunk(engine):
 
 def test_without_other_text_a_chunk_is_encoded_alone(tiny_settings):
     with Engine(tiny_settings.model_copy(update={"filler_tokens": 0})) as engine:
-        done = engine.ingest([(text, "one book") for text in CHUNKS])
+        done = engine.ingest(SOURCED)
         assert done.nbytes == done.tokens * engine.model.nbytes_per_token
         assert {entry.key.context for entry in engine.store.entries()} == {""}
         trace = engine.answer(messages()).trace
@@ -69,12 +67,9 @@ def test_without_other_text_a_chunk_is_encoded_alone(tiny_settings):
         for _ in range(2):
             engine.answer(messages())
             engine.flush()
-        chunks = [
-            segment for segment in engine.prompt(messages()).segments if segment.kind == "chunk"
-        ]
-        kept = {entry.key for entry in engine.store.entries()}
+        segments = engine.prompt(messages()).segments
         # nothing is left to be encoded again and again
-        assert kept == {segment.keys[0] for segment in chunks}
+        assert kept(engine) == {each.keys[0] for each in segments if each.kind == "chunk"}
 
 
 def test_a_text_too_short_to_be_reused_is_not_kept(engine):
@@ -93,15 +88,7 @@ def test_a_store_without_room_keeps_nothing_and_says_so(tiny_settings):
 def test_another_salt_has_its_own_entries_and_texts(tiny_settings, engine):
     ingest(engine)
     with Engine(tiny_settings.model_copy(update={"salt": "other"})) as other:
-        assert (
-            other.store.lookup(
-                [
-                    other.runtime.encoder.key(other.tokens(text), filler_context(""))
-                    for text in CHUNKS
-                ]
-            )
-            == {}
-        )
+        assert other.store.lookup(keys(other)) == {}
         assert list(other.catalog.file.texts(other.digest)) == []
         assert [piece.kind for piece in other.prompts.pieces(CHUNKS[0])] == ["fresh"]
 
@@ -109,7 +96,7 @@ def test_another_salt_has_its_own_entries_and_texts(tiny_settings, engine):
 def test_every_chunk_of_a_prompt_comes_from_amid_other_text_also_the_first_one_and_the_prefix_is_exact(
     engine,
 ):
-    engine.ingest([(text, "one book") for text in CHUNKS], engine.prefix(messages()))
+    engine.ingest(SOURCED, engine.prefix(messages()))
     headed = messages(head="Some other, longer beginning of a prompt.\n\n")
     (*_, chunk) = engine.answer(headed).trace.segments
     assert (chunk.kind, chunk.encoded) == ("chunk", "filler")
@@ -117,20 +104,6 @@ def test_every_chunk_of_a_prompt_comes_from_amid_other_text_also_the_first_one_a
         prefix, *chunks = engine.answer(messages(order)).trace.segments
         assert (prefix.kind, prefix.encoded, prefix.exact) == ("prefix", "alone", True)
         assert [(s.kind, s.encoded, s.exact) for s in chunks] == [("chunk", "filler", False)] * 6
-
-
-def test_equal_chunks_of_a_document_are_encoded_once(engine):
-    texts = [f"Page {number}. {CHUNKS[number % 6]}" for number in range(30)]
-    done = engine.ingest(
-        [(text, "one long book") for text in [*texts, texts[3]]], engine.prefix(messages())
-    )
-    assert (done.chunks, done.encoded) == (31, 30)
-    for text in texts:
-        entry = engine.store.lookup(
-            [engine.runtime.encoder.key(engine.tokens(text), filler_context(""))]
-        )
-        assert [found.n_tokens for found in entry.values()] == [len(engine.tokens(text))]
-    assert len({entry.key for entry in engine.store.entries()}) == 30 + 1
 
 
 @pytest.mark.parametrize(
@@ -156,34 +129,26 @@ def test_a_chunk_is_encoded_behind_as_much_other_text_as_the_model_has_room_for(
 
 def test_what_was_ingested_without_the_prompts_beginning_is_all_that_there_is_to_encode(engine):
     engine.runtime.learn(engine.runtime.profile.calibrated(True, "lego", 0.06))
-    engine.ingest([(text, "one book") for text in CHUNKS])
-    kept = {entry.key for entry in engine.store.entries()}
+    engine.ingest(SOURCED)
+    before = kept(engine)
     for _ in range(3):
         trace = engine.answer(messages()).trace
         engine.flush()
         assert trace.policy == "lego"  # what was calibrated, at once
-        assert [(segment.kind, segment.encoded) for segment in trace.segments] == [
-            ("chunk", "filler")
-        ] * 6
-    assert {entry.key for entry in engine.store.entries()} == kept
+        found = [(segment.kind, segment.encoded) for segment in trace.segments]
+        assert found == [("chunk", "filler")] * 6
+    assert kept(engine) == before
 
 
 def test_a_chunk_has_the_same_kv_whether_it_was_ingested_or_met_in_a_prompt(
     engine, tiny_settings, tmp_path
 ):
-    engine.ingest(
-        [(text, "one book") for text in CHUNKS],
-        engine.tokens("A beginning that no prompt has at all."),
-    )
+    engine.ingest(SOURCED, engine.tokens("A beginning that no prompt has at all."))
     with Engine(tiny_settings.model_copy(update={"store": tmp_path / "elsewhere"})) as other:
         other.answer(messages())
         other.flush()
-        for text in CHUNKS:
-            key = engine.runtime.encoder.key(engine.tokens(text), filler_context(""))
-            mine, theirs = (
-                each.store.read_layers(key, 0, engine.model.n_layers) for each in (engine, other)
-            )
-            pairs = list(zip(mine, theirs, strict=True))
-            assert all(
-                torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values) for a, b in pairs
-            )
+        for key in keys(engine):
+            layers = [each.store.read_layers(key, 0, 3) for each in (engine, other)]
+            for mine, theirs in zip(*layers, strict=True):
+                assert torch.equal(mine.keys, theirs.keys)
+                assert torch.equal(mine.values, theirs.values)

@@ -26,22 +26,15 @@ def test_a_first_question_computes_everything_and_the_next_one_hits(engine):
     assert adds_up(second.trace)
 
 
-def test_some_missing_chunks_are_computed_in_place_outside_the_budget(engine):
-    ingest(engine, CHUNKS[:4])
-    trace = engine.answer(messages()).trace
-    assert chunk_hits(trace) == [True] * 4 + [False] * 2
-    assert [segment.why for segment in trace.segments[-2:]] == ["not in the store"] * 2
-    fresh = sum(segment.n_tokens for segment in trace.segments if not segment.hit)
-    assert trace.tokens_fresh > fresh
-    assert adds_up(trace)
-
-
-def test_a_missing_chunk_is_exact_at_ratio_one(engine):
+def test_missing_chunks_are_computed_in_place_outside_the_budget_and_exact_at_ratio_one(engine):
     ingest(engine, CHUNKS[1:5])
-    fused, full = (
-        engine.answer(messages(), Ask(ratio=1.0)),
-        engine.answer(messages(), Ask(reuse=False)),
-    )
+    trace = engine.answer(messages()).trace
+    assert chunk_hits(trace) == [False, *[True] * 4, False]
+    missed = [segment for segment in trace.segments if not segment.hit]
+    assert [segment.why for segment in missed] == ["not in the store"] * 2
+    assert trace.tokens_fresh > sum(segment.n_tokens for segment in missed)
+    assert adds_up(trace)
+    fused, full = (engine.answer(messages(), ask) for ask in (Ask(ratio=1.0), Ask(reuse=False)))
     assert fused.token_ids == full.token_ids
 
 
@@ -56,18 +49,15 @@ def test_a_missing_chunk_is_encoded_after_the_answer_and_its_text_is_known(engin
 
 
 def test_a_beginning_that_is_new_is_not_encoded_and_its_chunks_are_once_each(engine):
+    engine.answer(messages(), Ask(reuse=False))
+    engine.flush()
+    assert engine.store.entries() == []  # of a full prefill that was asked for
     engine.answer(messages([*CHUNKS, CHUNKS[2]]))
     engine.flush()
     wanted = {
         engine.runtime.encoder.key(engine.tokens(text), filler_context("")) for text in CHUNKS
     }
     assert {entry.key for entry in engine.store.entries()} == wanted
-
-
-def test_a_full_prefill_that_was_asked_for_saves_nothing(engine):
-    engine.answer(messages(), Ask(reuse=False))
-    engine.flush()
-    assert engine.store.entries() == []
 
 
 def struck(store: KVStore, target, layer, strike) -> threading.Event:
@@ -171,26 +161,21 @@ def test_a_refused_model_is_answered_by_its_own_full_prefill_with_the_reason(
 def test_of_a_refused_model_beginnings_are_read_where_they_stand_and_the_answer_is_its_own(
     gpt2_path, tmp_path
 ):
-    with Engine(
-        Settings(model=str(gpt2_path), dtype="float32", store=tmp_path, max_tokens=8)
-    ) as engine:
-        full = [
-            engine.answer(messages(question=asked), Ask(reuse=False)) for asked in ("Who?", "What?")
-        ]
+    settings = Settings(model=str(gpt2_path), dtype="float32", store=tmp_path, max_tokens=8)
+    asked = [messages(question=question) for question in ("Who?", "What?")]
+    with Engine(settings) as engine:
+        full = [engine.answer(each, Ask(reuse=False)) for each in asked]
         assert engine.store.entries() == []
-        first, second = (engine.answer(messages(question=asked)) for asked in ("Who?", "What?"))
+        found = [engine.answer(each) for each in asked]
         engine.flush()
-        assert [first.token_ids, second.token_ids] == [answer.token_ids for answer in full]
-        assert [
-            (segment.kind, segment.exact) for segment in second.trace.segments if segment.hit
-        ] == [("prefix", True)]
-        assert (
-            second.trace.tokens_prefix
-            == second.trace.tokens_reused
-            > len(engine.prefix(messages()))
-        )
-        assert {entry.tier for entry in engine.store.entries()} == {"memory"}
-        assert not [entry for entry in engine.store.entries() if entry.key.encoded == "filler"]
+        assert [each.token_ids for each in found] == [each.token_ids for each in full]
+        trace = found[1].trace
+        hits = [(segment.kind, segment.exact) for segment in trace.segments if segment.hit]
+        assert hits == [("prefix", True)]
+        assert trace.tokens_prefix == trace.tokens_reused > len(engine.prefix(messages()))
+        entries = engine.store.entries()
+        assert {entry.tier for entry in entries} == {"memory"}
+        assert "filler" not in {entry.key.encoded for entry in entries}
 
 
 def test_the_refusal_is_remembered_and_the_next_process_does_not_probe(gpt2_path, tmp_path):

@@ -42,39 +42,29 @@ def test_at_ratio_one_the_answer_is_full_prefill_s_own(engine):
     assert fused.trace.mean_ratio == 1.0
 
 
+SAID = INSTRUCTION + "\n\n".join(CHUNKS) + f"\n\n{QUESTION}"
+
+
 def test_a_plain_prompt_finds_the_chunks_by_their_text(engine):
     ingest(engine)
-    said = INSTRUCTION + "\n\n".join(CHUNKS) + f"\n\n{QUESTION}"
-    prompt = engine.prompt(said)
-    found = [
-        engine.model.text(segment.tokens) for segment in prompt.segments if segment.kind == "chunk"
-    ]
-    assert found == list(CHUNKS)
-    assert engine.model.text(prompt.token_ids) == said
-    assert [segment.source for segment in prompt.segments if segment.kind == "chunk"] == [
-        f"book-{i}" for i in range(6)
-    ]
+    prompt = engine.prompt(SAID)
+    chunks = [segment for segment in prompt.segments if segment.kind == "chunk"]
+    assert [engine.model.text(segment.tokens) for segment in chunks] == list(CHUNKS)
+    assert [segment.source for segment in chunks] == [f"book-{i}" for i in range(6)]
+    assert engine.model.text(prompt.token_ids) == SAID
 
 
 def test_from_disk_and_from_memory_the_answer_is_the_same(tiny_settings, engine):
     ingest(engine)
-    from_memory = engine.answer(messages())
-    with on_disk_only(tiny_settings) as other:
-        from_disk = other.answer(messages())
-    tiers = [segment.tier for segment in from_memory.trace.segments]
-    assert tiers == ["memory"] * 7
-    assert {segment.tier for segment in from_disk.trace.segments} == {"disk"}
-    assert from_disk.token_ids == from_memory.token_ids
-    assert from_disk.trace.load_s > 0
-
-
-def test_a_chunk_read_from_disk_is_in_memory_for_the_next_question(tiny_settings, engine):
-    ingest(engine)
-    with Engine(tiny_settings) as other:
-        tiers = [
-            {segment.tier for segment in other.answer(messages()).trace.segments} for _ in range(2)
-        ]
-    assert tiers == [{"disk"}, {"memory"}]
+    answers = [engine.answer(messages())]
+    for opened in (on_disk_only, Engine):
+        with opened(tiny_settings) as other:
+            answers += [other.answer(messages()) for _ in range(2)]
+    tiers = [{segment.tier for segment in answer.trace.segments} for answer in answers]
+    # what was read from disk is in memory for the next question
+    assert tiers == [{"memory"}, {"disk"}, {"disk"}, {"disk"}, {"memory"}]
+    assert len({answer.token_ids for answer in answers}) == 1
+    assert answers[1].trace.load_s > 0
 
 
 @pytest.mark.embedded
@@ -91,8 +81,7 @@ def test_a_second_process_on_the_store_hits_and_finds_known_chunks(tiny_settings
             traces = [engine.answer([("user", said)]).trace.as_dict() for said in (plain, given)]
         print(json.dumps(traces))
     """
-    said = INSTRUCTION + "\n\n".join(CHUNKS) + f"\n\n{QUESTION}"
-    plain, given = python(code, tiny_settings.model, tiny_settings.store, said, CHUNKS[0])
+    plain, given = python(code, tiny_settings.model, tiny_settings.store, SAID, CHUNKS[0])
     assert [segment["hit"] for segment in plain["segments"]] == [True] * 7
     assert {segment["tier"] for segment in plain["segments"]} == {"disk"}
     assert [(s["hit"], s["kind"]) for s in given["segments"]] == [(True, "prefix"), (True, "chunk")]

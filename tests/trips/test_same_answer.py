@@ -2,8 +2,6 @@
 entries.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from ragfuse import Ask, Engine
@@ -50,6 +48,15 @@ def how(answer):
     return trace.policy, trace.ratio, trace.fallback_reason, chunks
 
 
+def asked(engine, question, ask, times):
+    """Answers one after another, each once what the one before it leaves is stored."""
+    answers = []
+    for _ in range(times):
+        answers.append(engine.answer(question, ask))
+        engine.flush()
+    return answers
+
+
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_five_times_the_same_question_is_soon_one_answer(tiny_settings, door, prefix_cache):
@@ -57,11 +64,7 @@ def test_five_times_the_same_question_is_soon_one_answer(tiny_settings, door, pr
     # third time on.
     settled = 2 if prefix_cache else 1
     with Engine(tiny_settings.model_copy(update={"prefix_cache": prefix_cache})) as engine:
-        question, ask = door(engine)
-        answers = []
-        for _ in range(5):
-            answers.append(engine.answer(question, ask))
-            engine.flush()
+        answers = asked(engine, *door(engine), 5)
         assert len({answer.token_ids for answer in answers[settled:]}) == 1
         assert len({str(how(answer)) for answer in answers[settled:]}) == 1
         assert answers[1].trace.tokens_reused > 0
@@ -70,10 +73,7 @@ def test_five_times_the_same_question_is_soon_one_answer(tiny_settings, door, pr
 @pytest.mark.parametrize("door", DOORS)
 def test_whichever_way_chunks_came_into_the_store_the_answer_is_one(tiny_settings, door):
     with Engine(tiny_settings) as engine:
-        question, ask = door(engine)
-        engine.answer(question, ask)
-        engine.flush()
-        mine = engine.answer(question, ask)
+        _, mine = asked(engine, *door(engine), 2)
     with Engine(tiny_settings.model_copy(update={"store": tiny_settings.home / "other"})) as engine:
         engine.ingest(DOCUMENTS)
         wanted = engine.answer(TEXT)
@@ -86,12 +86,8 @@ def test_what_recurs_is_learnt_and_then_answers_stay_as_they_are(tiny_settings):
     learns = tiny_settings.model_copy(update={"learn": "text"})
     with Engine(learns) as engine:
         for question in ("Question: When?", "Question: Where?"):  # met, and met again
-            engine.answer([("user", "\n\n".join([*CHUNKS, question]))])
-            engine.flush()
-        answers = []
-        for _ in range(4):
-            answers.append(engine.answer(TEXT))
-            engine.flush()
+            asked(engine, [("user", "\n\n".join([*CHUNKS, question]))], Ask(), 1)
+        answers = asked(engine, TEXT, Ask(), 4)
         assert answers[0].trace.tokens_chunks > 0
         assert len({answer.token_ids for answer in answers}) == 1
         assert len({str(how(answer)) for answer in answers}) == 1

@@ -53,14 +53,11 @@ def test_a_misspelt_argument_of_a_public_class_is_told_with_the_class(kind):
     [
         (Walnut, {"wieght": 2}, "wieght", "Did you mean weight?"),
         (Hazel, {"wieght": 2, "origin": "Piedmont"}, "wieght", "Did you mean weight?"),
-        (Hazel, {"gram": 2}, "gram", "Did you mean grams?"),
         (Hazel, {"orign": "Piedmont"}, "orign", "Did you mean origin?"),
         (Purple, {"shad": 1, "origin": ""}, "shad", "Did you mean shade?"),
         (Hazel, {}, "origin", "required."),
         (Hazel, {"grams": -1, "origin": ""}, "grams", "found -1."),
-        (Hazel, {"weight": 2.5, "origin": ""}, "weight", "found 2.5."),
         (Hazel, {"key": 7, "origin": ""}, "key", "valid string."),
-        (Purple, {"shade": [], "origin": ""}, "shade", "found []."),
         (Hazel, {"grams": "x" * 4000, "origin": ""}, "grams", "xxx."),
     ],
 )

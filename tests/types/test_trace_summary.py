@@ -21,7 +21,7 @@ def chunk(at: int, why: str) -> SegmentTrace:
         (["", ""], "2 of 2 chunks), 0"),
     ],
 )
-def test_one_reason_against_all_chunks_is_told_once(whys: list[str], said: str) -> None:
+def test_one_reason_against_all_chunks_is_told_once(whys, said):
     trace = Trace(
         tokens=300, tokens_reused=20, segments=tuple(chunk(at, why) for at, why in enumerate(whys))
     )

@@ -17,11 +17,11 @@ KEY = ChunkKey("m", "t")
         (Segment((3, 4), 17, "module", (KEY,), rows=(2, 4), origin=5), 5),
     ],
 )
-def test_a_segment_is_turned_by_where_its_run_would_start(segment: Segment, shift: int) -> None:
+def test_a_segment_is_turned_by_where_its_run_would_start(segment, shift):
     assert segment.shift == shift
 
 
-def test_pieces_of_one_run_stand_apart_in_a_prompt() -> None:
+def test_pieces_of_one_run_stand_apart_in_a_prompt():
     pieces = [
         Segment((1, 2), 0, "module", (KEY,), rows=(0, 2)),
         Segment((3,), 5, "module", (KEY,), rows=(2, 3), origin=0),

@@ -2,10 +2,7 @@
 is collected.
 """
 
-from __future__ import annotations
-
 import tempfile
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,7 +15,7 @@ collect_ignore_glob = [] if find_spec("ray") else ["test_*.py"]
 
 
 @pytest.fixture(scope="session")
-def two_ray_nodes() -> Iterator[str]:
+def two_ray_nodes():
     """The address of the cluster, which this process is connected to."""
     with (
         tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder,

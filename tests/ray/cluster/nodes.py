@@ -6,13 +6,10 @@ It is patient: on a busy machine Ray's processes start late.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-
-from rich.console import Console
 
 from ragfuse.errors import SettingsError
 
@@ -52,12 +49,11 @@ def be_patient() -> None:
 
 
 @contextmanager
-def two_nodes(folder: Path, console: Console | None = None) -> Iterator[str]:
+def two_nodes(folder: Path) -> Iterator[str]:
     """Start a cluster of two nodes and connect to it; yield its address. Call `be_patient` first.
 
     Args:
         folder: Where Ray keeps its files. The path must be short, as sockets lie there.
-        console: Says what is waited for.
 
     Raises:
         SettingsError: The nodes do not start.
@@ -68,7 +64,7 @@ def two_nodes(folder: Path, console: Console | None = None) -> Iterator[str]:
     from ray.cluster_utils import Cluster
 
     options = {"num_cpus": CPUS, "node_ip_address": "127.0.0.1", "object_store_memory": STORE_BYTES}
-    began, cluster = time.perf_counter(), None
+    cluster = None
     for attempt in range(ATTEMPTS):
         try:
             cluster = Cluster(
@@ -86,10 +82,6 @@ def two_nodes(folder: Path, console: Console | None = None) -> Iterator[str]:
                     " machine very busy?"
                 ) from error
     assert cluster is not None
-    if console is not None:
-        console.print(
-            f"Two nodes of Ray began in {time.perf_counter() - began:.0f} s.", highlight=False
-        )
     try:
         ray.init(cluster.address, logging_level="warning", log_to_driver=False)
         yield str(cluster.address)

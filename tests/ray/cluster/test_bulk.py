@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ CHUNKS = texts(32)
 
 
 @pytest.fixture(scope="module")
-def settings(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Settings:
+def settings(tiny_path, tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     return Settings(
         model=str(tiny_path), dtype="float32", store=home / "store", home=home, threads=1
@@ -35,7 +34,7 @@ def settings(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Setti
 
 
 @pytest.fixture(scope="module")
-def alone(settings: Settings) -> dict[Any, str]:
+def alone(settings):
     """What one process stores."""
     mine = settings.model_copy(update={"store": settings.home / "alone"})
     with Engine(mine) as engine:
@@ -44,8 +43,8 @@ def alone(settings: Settings) -> dict[Any, str]:
 
 
 def test_a_worker_killed_in_the_middle_loses_nothing_and_a_second_run_encodes_nothing(
-    settings: Settings, alone: dict[Any, str]
-) -> None:
+    settings, alone
+):
     killed, told = list[int](), list[int]()
 
     def kill(pid: int, done: BulkSummary) -> None:
@@ -66,9 +65,7 @@ def test_a_worker_killed_in_the_middle_loses_nothing_and_a_second_run_encodes_no
     assert contents(settings) == alone
 
 
-def test_the_command_encodes_on_the_cluster(
-    settings: Settings, two_ray_nodes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_encodes_on_the_cluster(settings, two_ray_nodes, tmp_path, monkeypatch):
     (tmp_path / "notes.md").write_text("\n\n".join(text for text, _ in texts(6)))
     for name in ("model", "dtype", "home"):
         monkeypatch.setenv(f"RAGFUSE_{name.upper()}", str(getattr(settings, name)))
@@ -96,12 +93,12 @@ def test_a_dataset_without_texts_is_ray_s_own_error(settings: Settings) -> None:
     assert encode([], settings, **SIZE).chunks == 0
 
 
-def test_a_text_that_the_model_cannot_read_is_left_out(settings: Settings) -> None:
+def test_a_text_that_the_model_cannot_read_is_left_out(settings):
     done = encode([("word " * 5000, "long"), CHUNKS[0]], settings, **SIZE)
     assert (done.chunks, done.unsaved) == (1, 0)
 
 
-def test_a_connected_process_stays_connected(two_ray_nodes: str) -> None:
+def test_a_connected_process_stays_connected(two_ray_nodes):
     with connected("local"):
         assert len(nodes()) == 2
     assert ray.is_initialized()

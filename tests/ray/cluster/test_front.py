@@ -57,8 +57,8 @@ async def asked(replicas: DyingReplicas) -> tuple[Response, bytes]:
 
 @pytest.mark.parametrize("death", DEATHS)
 def test_before_an_answer_begins_it_is_an_error_of_the_api_that_says_to_repeat(
-    death: RayActorError,
-) -> None:
+    death,
+):
     response, body = asyncio.run(asked(DyingReplicas(death)))
     assert response.status_code == 503
     assert int(response.headers["retry-after"]) > 0

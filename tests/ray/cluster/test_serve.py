@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -55,9 +53,7 @@ class Replicas:
 
 
 @pytest.fixture(scope="module")
-def replicas(
-    tiny_path: Path, tmp_path_factory: pytest.TempPathFactory, two_ray_nodes: str
-) -> Iterator[Replicas]:
+def replicas(tiny_path, tmp_path_factory, two_ray_nodes):
     home = tmp_path_factory.mktemp("served")
     settings = Settings(
         model=str(tiny_path),
@@ -90,8 +86,8 @@ def asked(answer: httpx.Response) -> tuple[str, list[str]]:
 
 
 def test_a_topic_stays_with_the_replica_that_has_it_and_topics_are_spread(
-    replicas: Replicas,
-) -> None:
+    replicas,
+):
     first = {topic: asked(replicas.ask(topic)) for topic in ("the north", "the south")}
     assert {tier for _, tiers in first.values() for tier in tiers} == {""}
     assert len({name for name, _ in first.values()}) == 2
@@ -101,20 +97,20 @@ def test_a_topic_stays_with_the_replica_that_has_it_and_topics_are_spread(
             assert asked(replicas.ask(topic)) == (name, ["memory"] * len(tiers))
 
 
-def test_a_conversation_stays_with_its_replica(replicas: Replicas) -> None:
+def test_a_conversation_stays_with_its_replica(replicas):
     name, _ = asked(replicas.ask("the coast", session_id="talk"))
     for _ in range(2):
         assert asked(replicas.ask("", session_id="talk", documents=[]))[0] == name
 
 
-def test_another_tenant_finds_nothing_of_the_first(replicas: Replicas) -> None:
+def test_another_tenant_finds_nothing_of_the_first(replicas):
     asked(replicas.ask("the east"))
     time.sleep(ENCODED_S)
     _, tiers = asked(replicas.ask("the east", KEYS[1]))
     assert set(tiers) == {""}
 
 
-def test_answers_errors_and_streams_are_those_of_the_server(replicas: Replicas) -> None:
+def test_answers_errors_and_streams_are_those_of_the_server(replicas):
     whole = replicas.ask("the west", temperature=0)
     streamed = replicas.ask("the west", temperature=0, stream=True)
     assert streamed.headers["content-type"].startswith("text/event-stream")
