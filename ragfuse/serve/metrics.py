@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ragfuse.admin.quotas import QuotaKeeper
 from ragfuse.engine.engine import Engine
 from ragfuse.serve.admission import AdmissionControl
+from ragfuse.serve.quotas import QuotaKeeper
 from ragfuse.telemetry.prometheus import metrics
 
 

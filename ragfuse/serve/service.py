@@ -16,7 +16,6 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from ragfuse.admin.quotas import Quota, QuotaKeeper
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.schema_service import PMLPrompt
 from ragfuse.models.embedder import Embedder
@@ -24,6 +23,7 @@ from ragfuse.serve.admission import RETRY_S, AdmissionControl, Job
 from ragfuse.serve.document_records import DocumentRecords
 from ragfuse.serve.keys import APITenant, Keys
 from ragfuse.serve.metrics import ServerMetrics
+from ragfuse.serve.quotas import Quota, QuotaKeeper
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.request_state import tenant_of
 from ragfuse.serve.response_records import ResponseRecords

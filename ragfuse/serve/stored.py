@@ -7,25 +7,25 @@ Only entries of the tenant's own digest are ever listed or deleted.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Set
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 
-from ragfuse.admin.quotas import QuotaKeeper
 from ragfuse.engine.engine import Engine
 from ragfuse.serve.admission import RETRY_S
 from ragfuse.serve.body import BodyRoute
+from ragfuse.serve.quotas import QuotaKeeper
 from ragfuse.serve.refusals import APIError, unusable
 from ragfuse.serve.request_state import tenant_of
 from ragfuse.serve.service import Service
 from ragfuse.store.deletion import (
     Chunk,
-    chunk_named,
     chunk_of,
     forget_chunks,
     leave_source,
     sources_in_order,
+    texts_by_chunk,
 )
 from ragfuse.telemetry.counters import TTFT_S
 from ragfuse.types.keys import ChunkKey
@@ -135,10 +135,12 @@ def use_of(keeper: QuotaKeeper, engine: Engine) -> dict[str, Any]:
     `nbytes` of a source counts KV once, however many tiers have a copy of it; `tiers` has the bytes
     of the copies. A chunk of several sources counts in each.
     """
-    found, entries, texts = keeper.enforce().as_dict(), _own(engine), _texts(engine)
+    found, entries = keeper.enforce().as_dict(), _own(engine)
+    texts = texts_by_chunk(engine.catalog, [engine.digest])
     by_source = defaultdict[str, list[Entry]](list)
     for entry in entries:
-        for source in sources_in_order(source for source, _ in texts[chunk_of(entry.key)]) or ("",):
+        known = texts[chunk_of(entry.key)]
+        for source in sources_in_order(each.source for each in known) or ("",):
             by_source[source].append(entry)
     sources = [
         {
@@ -169,14 +171,14 @@ def delete(engine: Engine, source: str | None) -> dict[str, Any]:
     Raises:
         APIError: KV may still be stored somewhere (503).
     """
-    known = _texts(engine)
-    texts = {text for pairs in known.values() for each, text in pairs if source in (None, each)}
+    known = texts_by_chunk(engine.catalog, [engine.digest])
+    texts = {each.text for rows in known.values() for each in rows if source in (None, each.source)}
     kept = (
         leave_source(engine.catalog.strict, engine.digest, texts, source.__eq__)
         if source
         else set()
     )
-    chunks = {chunk for chunk, pairs in known.items() if pairs[0][1] in texts - kept}
+    chunks = {chunk for chunk, rows in known.items() if rows[0].text in texts - kept}
     if source is None:
         chunks |= {chunk_of(entry.key) for entry in _own(engine)}
 
@@ -215,14 +217,6 @@ def kv_nbytes(entries: Iterable[Entry]) -> int:
 
 def _own(engine: Engine) -> list[Entry]:
     return [entry for entry in engine.store.entries() if entry.key.model == engine.digest]
-
-
-def _texts(engine: Engine) -> Mapping[Chunk, list[tuple[str, str]]]:
-    """Return the (source, text) pairs that the catalog has of each chunk."""
-    found = defaultdict[Chunk, list[tuple[str, str]]](list)
-    for known in engine.catalog.texts(engine.digest):
-        found[chunk_named(known.key)].append((known.source, known.text))
-    return found
 
 
 def _by_tier(entries: Iterable[Entry]) -> Counter[str]:

@@ -8,10 +8,11 @@ hold some.
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 
-from ragfuse.store.catalog import CatalogQueries
+from ragfuse.store.catalog import CatalogQueries, KnownText
 from ragfuse.store.store import Forgotten, KVStore
 from ragfuse.store.tier import Tier
 from ragfuse.types.keys import ChunkKey
@@ -42,6 +43,19 @@ def chunk_named(text: str) -> Chunk:
         return chunk_of(ChunkKey.parse(text))
     except ValueError:
         return "", ""
+
+
+def texts_by_chunk(
+    catalog: CatalogQueries, models: Iterable[str]
+) -> defaultdict[Chunk, list[KnownText]]:
+    """Return the texts that the catalog has of the chunks of these model digests; of a chunk with
+    several sources, one for each.
+    """
+    found = defaultdict[Chunk, list[KnownText]](list)
+    for model in models:
+        for known in catalog.texts(model):
+            found[chunk_named(known.key)].append(known)
+    return found
 
 
 def unanswered(names: Sequence[str], consequence: str) -> str:
