@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 
+from ragfuse.serve.record_file import record_file, tenant_digest
 from ragfuse.settings import Settings
-from ragfuse.store.record_file import record_file, tenant_digest
 
 log = logging.getLogger("ragfuse.serve")
 

@@ -60,11 +60,7 @@ def texts_by_chunk(
 
 def unanswered(names: Sequence[str], consequence: str) -> str:
     """Return a message that these tiers do not answer, with the consequence and what to do."""
-    subject = f"Tier {names[0]} does" if len(names) == 1 else f"Tiers {' and '.join(names)} do"
-    return (
-        f"{subject} not answer: {consequence}. Try again once"
-        f" {'it answers' if len(names) == 1 else 'they answer'}."
-    )
+    return f"Tier {' and '.join(names)} does not answer: {consequence}. Try again later."
 
 
 def forget_texts(catalog: CatalogQueries, chunks: Iterable[Chunk]) -> int:
@@ -89,11 +85,7 @@ def forget_chunks(store: KVStore, catalog: CatalogQueries, chunks: Set[Chunk]) -
     keys.update(entry.key for entry in store.entries())
     done = store.forget(key for key in keys if chunk_of(key) in chunks)
     if done.silent:
-        log.warning(
-            unanswered(
-                done.silent, f"KV of the {len(chunks)} chunks to delete may still be stored there"
-            )
-        )
+        log.warning(unanswered(done.silent, "KV of what was deleted may still be stored there"))
     else:
         forget_texts(catalog, chunks)
     return done
