@@ -167,8 +167,7 @@ def test_another_embedder_embeds_saved_passages_anew(
     records = DocumentRecords(two.service.settings, "another")
     monkeypatch.setattr(two.service, "documents", records)
     listed = TenantDocuments(two.service, two.service.keys.tenants[0])
-    listed.refresh()
-    found = listed.all[done["id"]]
+    found = listed.get(done["id"])
     read = records.read(two.service.keys.tenants[0].salt, done["id"])
     assert read is not None
     assert len(found.vectors) == len(read.vectors) == done["passages"]
