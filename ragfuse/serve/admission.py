@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ragfuse.errors import BusyError
 from ragfuse.serve import request_queue
@@ -49,16 +49,13 @@ class AdmissionControl:
         jobs = (*self.jobs.running, *self.jobs.ahead())
         return tuple(dict.fromkeys(job.reads for job in jobs if job.reads is not None))
 
-    async def enter(
-        self, tenant: str, conversation: str | None, on_wait: Callable[[Job], object]
-    ) -> Job:
-        """Wait until the request may run; its caller ends it with `leave`.
+    def join(self, tenant: str, conversation: str | None = None) -> Job:
+        """Queue a request: its `work` is resolved once it may run. Its caller ends it with `leave`.
 
         Args:
             tenant: Name of the tenant.
             conversation: The request's conversation; only one request of a conversation runs at a
                 time.
-            on_wait: Called with the job before waiting, unless the request may run at once.
 
         Raises:
             APIError: Too many requests wait (429), or the server is stopping (503).
@@ -70,18 +67,13 @@ class AdmissionControl:
         except BusyError as error:
             raise APIError(429, str(error), "busy", None, error.wait_s) from error
         self._call_next()
-        try:
-            if not job.work.done():
-                on_wait(job)
-            await job.work
-        except BaseException:
-            self.jobs.cancel(job)
-            self.leave(job)
-            raise
         return job
 
     def leave(self, job: Job) -> None:
-        """End a request, answered or not, and admit the next one."""
+        """End a request, whether it was answered, waits still or was given up, and admit the next
+        one.
+        """
+        self.jobs.cancel(job)
         self.jobs.done(job)
         self._call_next()
 
