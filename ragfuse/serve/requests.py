@@ -234,7 +234,7 @@ def question_of(
     return prompt
 
 
-def last_user(roles: Sequence[str]) -> int:
+def last_user(roles: Sequence[str | None]) -> int:
     """Return where the last user message is, before which documents are placed; APIError (400)
     where there is none.
     """
