@@ -10,9 +10,7 @@ server that ended had not finished.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ragfuse.engine.engine import Engine
-from ragfuse.errors import InputError, RagFuseError, StoreError
+from ragfuse.errors import InputError, RagFuseError
 from ragfuse.serve.document_records import StoredDocument
 from ragfuse.serve.keys import APITenant
 from ragfuse.serve.refusals import APIError, api_error_of
@@ -31,8 +29,6 @@ from ragfuse.text.splits import split_text
 from ragfuse.types.keys import token_digest
 from ragfuse.types.whole_text import whole_text
 
-log = logging.getLogger("ragfuse.serve")
-
 MAX_LISTED = 100
 """Most documents in a tenant's list."""
 MAX_DOCUMENT_CHARS = 400_000
@@ -41,8 +37,6 @@ BATCH_PASSAGES = 4
 """Passages that are encoded in one turn; between two turns other requests are answered."""
 BUSY_S = 2.0
 """Seconds after which a turn is asked for again where the queue was full."""
-NOT_SAVED = "could not be saved: it is forgotten when the server ends"
-"""The error of a document that is ready all the same."""
 SOURCE_NAME_CHARS = 240
 """Characters of a document's name in the source of a passage."""
 
@@ -51,7 +45,7 @@ class TenantDocuments:
     """The documents of one tenant, encoded one after the other.
 
     Those in the file are read from it whenever they are asked for, so that they are what another
-    server has made of them; those that are waiting, failed or could not be saved are held here.
+    server has made of them; those that are waiting or failed are held here.
 
     Args:
         service: The service.
@@ -62,8 +56,7 @@ class TenantDocuments:
         self._service, self._tenant = service, tenant
         self._saved: dict[str, StoredDocument] = {}
         self._held: dict[str, StoredDocument] = {}
-        self._waiting: deque[tuple[StoredDocument, Callable[[], str]]] = deque()
-        self._task: asyncio.Task[None] | None = None
+        self._turns, self._tasks = asyncio.Lock(), set[asyncio.Task[None]]()
 
     def all(self) -> dict[str, StoredDocument]:
         """Return all documents by their ids. It may block."""
@@ -103,9 +96,9 @@ class TenantDocuments:
                 "many",
             )
         self._held[document.id] = document
-        self._waiting.append((document, read))
-        if self._task is None or self._task.done():
-            self._task = asyncio.get_running_loop().create_task(self._encode_all())
+        task = asyncio.get_running_loop().create_task(self._encode(document, read))
+        self._tasks.add(task)  # the loop itself keeps no task alive
+        task.add_done_callback(self._tasks.discard)
 
     def remove(self, engine: Engine, id: str) -> dict[str, Any]:
         """Delete a document and the KV that no other source has; return what that freed (`freed`).
@@ -166,15 +159,14 @@ class TenantDocuments:
             records.add(salt, found, found.vectors)
         return found
 
-    async def _encode_all(self) -> None:
-        while self._waiting:
-            document, read = self._waiting.popleft()
+    async def _encode(self, document: StoredDocument, read: Callable[[], str]) -> None:
+        async with self._turns:
             try:
-                await self._encode(document, read)
+                await self._encode_now(document, read)
             except Exception as error:
                 document.status, document.error = "failed", api_error_of(error).message
 
-    async def _encode(self, document: StoredDocument, read: Callable[[], str]) -> None:
+    async def _encode_now(self, document: StoredDocument, read: Callable[[], str]) -> None:
         began_s, document.status = time.monotonic(), "reading"
         text = whole_text(await asyncio.to_thread(read), f"'{document.name}'")
         if len(text) > MAX_DOCUMENT_CHARS:
@@ -194,19 +186,16 @@ class TenantDocuments:
             document.vectors = vectors
             document.encoded += len(texts)
             document.seconds = time.monotonic() - began_s
+        records, salt = self._service.documents, self._tenant.salt
+        there = await asyncio.to_thread(self.all)
+        if not document.is_deleted:
+            ready = document.model_copy(update={"status": "ready"})
+            await asyncio.to_thread(records.add, salt, ready, np.stack(vectors))
         if document.is_deleted:
+            await asyncio.to_thread(records.delete, salt, [document.id])
             await self._turn(lambda engine: engine.forget(_left(engine, name, passages)))
             return
-        document.status = "ready"
-        there = await asyncio.to_thread(self.all)
-        try:
-            await asyncio.to_thread(
-                self._service.documents.add, self._tenant.salt, document, np.stack(vectors)
-            )
-            del self._held[document.id]
-        except StoreError as error:
-            log.error("A document is listed, but could not be saved: %s", error)
-            document.error = NOT_SAVED
+        self._held.pop(document.id, None)  # it is in the file
         replaced = [each for each in there.values() if each.name == name and each is not document]
         for each in replaced:
             self._held.pop(each.id, None)

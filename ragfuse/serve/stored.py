@@ -7,7 +7,7 @@ Only entries of the tenant's own digest are ever listed or deleted.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Collection, Set
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -28,7 +28,6 @@ from ragfuse.store.deletion import (
     texts_by_chunk,
 )
 from ragfuse.telemetry.counters import TTFT_S
-from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
 MAX_SESSIONS = 1000
@@ -135,28 +134,27 @@ def use_of(keeper: QuotaKeeper, engine: Engine) -> dict[str, Any]:
     `nbytes` of a source counts KV once, however many tiers have a copy of it; `tiers` has the bytes
     of the copies. A chunk of several sources counts in each.
     """
-    found, entries = keeper.enforce().as_dict(), _own(engine)
-    texts = texts_by_chunk(engine.catalog, [engine.digest])
-    by_source = defaultdict[str, list[Entry]](list)
+    use, entries = keeper.enforce(), _own(engine)
+    known, by_source = texts_by_chunk(engine.catalog, [engine.digest]), defaultdict(list)
     for entry in entries:
-        known = texts[chunk_of(entry.key)]
-        for source in sources_in_order(each.source for each in known) or ("",):
+        texts = known[chunk_of(entry.key)]
+        for source in sources_in_order(each.source for each in texts) or ("",):
             by_source[source].append(entry)
     sources = [
         {
             "source": source,
-            "nbytes": kv_nbytes(mine),
-            "tiers": dict(_by_tier(mine)),
+            **_sizes(mine),
             "chunks": len({chunk_of(entry.key) for entry in mine}),
             "hits": sum(entry.hits for entry in mine),
         }
         for source, mine in by_source.items()
     ]
-    nbytes = _by_tier(entries)
+    tiers = _sizes(entries)["tiers"]
     return {
         "object": "ragfuse.usage",
-        **found,
-        "nbytes": {tier: nbytes[tier] for tier in found["nbytes"]},
+        "nbytes": {tier: tiers.get(tier, 0) for tier in use.nbytes},
+        "texts": use.texts,
+        "sessions": use.sessions,
         "limits": keeper.limits(),
         "sources": sorted(sources, key=lambda each: -each["nbytes"]),
     }
@@ -202,25 +200,20 @@ def freed(engine: Engine, texts: Collection[str], chunks: Set[Chunk]) -> dict[st
             f"KV of what was to be deleted may still be stored in {names}. Delete it again later."
         )
         raise APIError(503, text, "store", None, RETRY_S)
-    return {"nbytes": kv_nbytes(done.entries), "tiers": dict(_by_tier(done.entries))}
-
-
-def kv_nbytes(entries: Iterable[Entry]) -> int:
-    """Return the bytes of KV in entries; of the copies of a key in several tiers, the largest
-    counts.
-    """
-    largest = dict[ChunkKey, int]()
-    for entry in entries:
-        largest[entry.key] = max(entry.nbytes, largest.get(entry.key, 0))
-    return sum(largest.values())
+    return _sizes(done.entries)
 
 
 def _own(engine: Engine) -> list[Entry]:
     return [entry for entry in engine.store.entries() if entry.key.model == engine.digest]
 
 
-def _by_tier(entries: Iterable[Entry]) -> Counter[str]:
-    nbytes = Counter[str]()
+def _sizes(entries: Collection[Entry]) -> dict[str, Any]:
+    """Return the bytes of KV in entries, of the copies of a key in several tiers the largest; and
+    the bytes of all copies by tier.
+    """
+    tiers = Counter[str]()
     for entry in entries:
-        nbytes[entry.tier] += entry.nbytes
-    return nbytes
+        tiers[entry.tier] += entry.nbytes
+    ascending = sorted(entries, key=lambda entry: entry.nbytes)
+    largest = {entry.key: entry.nbytes for entry in ascending}
+    return {"nbytes": sum(largest.values()), "tiers": dict(tiers)}
