@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 
 from ragfuse.errors import BusyError
 from ragfuse.serve import request_queue
 from ragfuse.serve.refusals import APIError
-from ragfuse.serve.request_queue import JobQueue
+from ragfuse.serve.request_queue import RETRY_S, JobQueue
 
 Job = request_queue.Job[asyncio.Future[None]]
 """A request with a future that is resolved when it may run."""
 
 STOPPING = "The server is stopping and takes no more requests. Retry later, or ask another server."
-RETRY_S = 5.0
-"""Seconds after which clients of a stopping server should retry."""
 
 
 class AdmissionControl:
@@ -30,7 +27,7 @@ class AdmissionControl:
     """
 
     def __init__(self, max_running: int, max_waiting: int, max_each: int | None = None) -> None:
-        self.jobs: JobQueue[asyncio.Future[None]] = JobQueue(max_waiting, time.monotonic, max_each)
+        self.jobs: JobQueue[asyncio.Future[None]] = JobQueue(max_waiting, max_each)
         self.stopping = False
         self._max_running = max_running
 

@@ -17,12 +17,13 @@ from fastapi import Request
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.schema_service import PMLPrompt
 from ragfuse.models.embedder import Embedder
-from ragfuse.serve.admission import RETRY_S, AdmissionControl, Job
+from ragfuse.serve.admission import AdmissionControl, Job
 from ragfuse.serve.document_records import DocumentRecords
 from ragfuse.serve.keys import APITenant, Keys
 from ragfuse.serve.metrics import ServerMetrics
 from ragfuse.serve.quotas import Quota, QuotaKeeper
 from ragfuse.serve.refusals import APIError
+from ragfuse.serve.request_queue import RETRY_S
 from ragfuse.serve.request_state import tenant_of
 from ragfuse.serve.response_records import ResponseRecords
 from ragfuse.serve.run import AnswerRequest, AnswerRun

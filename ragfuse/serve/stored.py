@@ -13,10 +13,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 
 from ragfuse.engine.engine import Engine
-from ragfuse.serve.admission import RETRY_S
 from ragfuse.serve.body import BodyRoute
 from ragfuse.serve.quotas import QuotaKeeper
 from ragfuse.serve.refusals import APIError, unusable
+from ragfuse.serve.request_queue import RETRY_S
 from ragfuse.serve.request_state import tenant_of
 from ragfuse.serve.service import Service
 from ragfuse.store.deletion import (
