@@ -24,9 +24,8 @@ from ragfuse.serve.keys import APITenant
 from ragfuse.serve.refusals import APIError, api_error_of
 from ragfuse.serve.service import Service
 from ragfuse.serve.stored import freed
-from ragfuse.store.deletion import Chunk, leave_source
+from ragfuse.store.deletion import leave_source
 from ragfuse.text.splits import split_text
-from ragfuse.types.keys import token_digest
 from ragfuse.types.whole_text import whole_text
 
 MAX_LISTED = 100
@@ -110,8 +109,7 @@ class TenantDocuments:
         """
         document, done = self.get(id), {"nbytes": 0, "tiers": {}}
         if document.status in ("ready", "failed"):
-            alone = _left(engine, document.name, document.passages)
-            done = freed(engine, alone, set(_chunks(engine, alone)))
+            done = freed(engine, _left(engine, document.name, document.passages))
             self._service.documents.delete(self._tenant.salt, [id])
         else:
             document.is_deleted = True  # what encodes it deletes its KV
@@ -229,10 +227,6 @@ def _split(engine: Engine, text: str) -> list[str]:
     if not found:
         raise RagFuseError("The document has no text; leave it out, or run OCR on its pages first.")
     return list(dict.fromkeys(found))
-
-
-def _chunks(engine: Engine, texts: Collection[str]) -> list[Chunk]:
-    return [(engine.digest, token_digest(engine.tokens(text))) for text in texts]
 
 
 def _left(engine: Engine, name: str, texts: Collection[str]) -> list[str]:

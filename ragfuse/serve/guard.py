@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
 from urllib.parse import quote
 
 from fastapi import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragfuse.serve.keys import LOOPBACK
 from ragfuse.serve.refusals import APIError, refusal
@@ -20,12 +19,6 @@ from ragfuse.serve.request_state import TokenCounts
 from ragfuse.serve.service import Service
 
 log = logging.getLogger("ragfuse.serve.access")
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 PUBLIC = ("/health", "/", "/docs")
 """Paths that need no key."""
@@ -45,7 +38,7 @@ class Guard:
             server without keys by DNS rebinding.
     """
 
-    def __init__(self, app: App, service: Service, loopback_only: bool) -> None:
+    def __init__(self, app: ASGIApp, service: Service, loopback_only: bool) -> None:
         self._app, self._service, self._loopback_only = app, service, loopback_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

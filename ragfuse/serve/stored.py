@@ -28,6 +28,7 @@ from ragfuse.store.deletion import (
     texts_by_chunk,
 )
 from ragfuse.telemetry.counters import TTFT_S
+from ragfuse.types.keys import token_digest
 from ragfuse.types.kv import Entry
 
 MAX_SESSIONS = 1000
@@ -169,29 +170,25 @@ def delete(engine: Engine, source: str | None) -> dict[str, Any]:
     Raises:
         APIError: KV may still be stored somewhere (503).
     """
-    known = texts_by_chunk(engine.catalog, [engine.digest])
-    texts = {each.text for rows in known.values() for each in rows if source in (None, each.source)}
-    kept = (
-        leave_source(engine.catalog.strict, engine.digest, texts, source.__eq__)
-        if source
-        else set()
-    )
-    chunks = {chunk for chunk, rows in known.items() if rows[0].text in texts - kept}
+    known = engine.catalog.texts(engine.digest)
+    texts = {each.text for each in known if source in (None, each.source)}
     if source is None:
-        chunks |= {chunk_of(entry.key) for entry in _own(engine)}
+        kept, more = set[str](), {chunk_of(entry.key) for entry in _own(engine)}
+    else:
+        kept = leave_source(engine.catalog.strict, engine.digest, texts, source.__eq__)
+        more = set()
+    return {"object": "ragfuse.deleted", **freed(engine, texts - kept, more), "kept": len(kept)}
 
-    done = freed(engine, sorted(texts - kept), chunks)
-    return {"object": "ragfuse.deleted", "chunks": len(chunks), **done, "kept": len(kept)}
 
-
-def freed(engine: Engine, texts: Collection[str], chunks: Set[Chunk]) -> dict[str, Any]:
-    """Delete texts and their chunks; return what it freed: `nbytes` of KV, each once, `tiers` the
-    bytes of all copies.
+def freed(engine: Engine, texts: Collection[str], more: Set[Chunk] = frozenset()) -> dict[str, Any]:
+    """Delete texts with their chunks, and `more` chunks; return how many these are, and what it
+    freed: `nbytes` of KV, each once, `tiers` the bytes of all copies.
 
     Raises:
         APIError: A tier cannot be written or does not answer, so that some of it may still be
             stored there (503).
     """
+    chunks = more | {(engine.digest, token_digest(engine.tokens(text))) for text in texts}
     done = forget_chunks(engine.store, engine.catalog.strict, chunks)
     engine.forget(texts)
     if done.silent:
@@ -200,7 +197,7 @@ def freed(engine: Engine, texts: Collection[str], chunks: Set[Chunk]) -> dict[st
             f"KV of what was to be deleted may still be stored in {names}. Delete it again later."
         )
         raise APIError(503, text, "store", None, RETRY_S)
-    return _sizes(done.entries)
+    return {"chunks": len(chunks), **_sizes(done.entries)}
 
 
 def _own(engine: Engine) -> list[Entry]:
