@@ -83,9 +83,7 @@ async def _answer(
             body, service.model, f"fp_{engine.digest[:10]}", lambda id: engine.model.text([id])
         )
 
-    return await respond(
-        service, request, made, render, bool(body.stream), body.session_id, body.n or 1
-    )
+    return await respond(service, request, made, render, bool(body.stream), body.session_id)
 
 
 def _is_handed_over(service: Service, body: CompletionRequest) -> bool:

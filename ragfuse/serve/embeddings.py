@@ -56,7 +56,6 @@ def embedding_routes(service: Service) -> APIRouter:
         vectors, n_tokens = await service.work(
             tenant_of(request), lambda _, check: _embed(embedder, body, check)
         )
-        request.state.token_counts.prompt = n_tokens
         data = [
             {"object": "embedding", "index": at, "embedding": each}
             for at, each in enumerate(vectors)

@@ -1,7 +1,7 @@
 """The one middleware: API key and tenant, host, the count of responses, a line in the log.
 
 It works at the ASGI level, so that nothing of a refused request is read. A line has method, path,
-status, tenant, time and tokens; never a key, a question or a document.
+status, tenant and time; never a key, a question or a document.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragfuse.serve.keys import LOOPBACK
 from ragfuse.serve.refusals import APIError, refusal
-from ragfuse.serve.request_state import TokenCounts
 from ragfuse.serve.service import Service
 
 log = logging.getLogger("ragfuse.serve.access")
@@ -29,7 +28,7 @@ QUIET = ("/health", "/metrics")
 
 
 class Guard:
-    """Checks each request, and puts its tenant and a count of its tokens into the request's state.
+    """Checks each request, and puts its tenant into the request's state.
 
     Args:
         app: The app that answers the requests that pass.
@@ -48,7 +47,6 @@ class Guard:
             return
         began_s, status, path = time.monotonic(), 0, scope["path"]
         state = scope.setdefault("state", {})
-        state["token_counts"] = counts = TokenCounts()
 
         async def noted(message: Message) -> None:
             nonlocal status
@@ -66,14 +64,12 @@ class Guard:
             tenant = state.get("tenant")
             log.log(
                 logging.DEBUG if path in QUIET else logging.INFO,
-                "%s %s %s, %s, %.0f ms, %d + %d tokens",
+                "%s %s %s, %s, %.0f ms",
                 scope["method"],
                 quote(path, safe="/:@-._~")[:120],
                 status or "not answered",
                 f"tenant {tenant.name}" if tenant is not None and tenant.name else "no tenant",
                 1000 * (time.monotonic() - began_s),
-                counts.prompt,
-                counts.answer,
             )
 
     def _admit(self, request: Request) -> None:
