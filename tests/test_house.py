@@ -61,7 +61,7 @@ BUDGETS = {
     "ray": 4_600,
     "remote": 4_800,
     "schemas": 14_600,
-    "serve": 29_600,
+    "serve": 28_700,
     "sessions": 3_800,
     "store": 26_000,
     "telemetry": 3_200,

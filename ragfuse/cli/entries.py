@@ -51,24 +51,16 @@ class EntryRow:
 
     def as_dict(self) -> dict[str, Any]:
         """Return it in plain JSON types."""
-        entry, tenant = self.entry, self.tenant
+        entry, names = self.entry, ("tier", "n_tokens", "n_layers", "nbytes", "hits", "last_used")
         return {
             "key": str(entry.key),
-            "model": tenant.model,
-            "digest": tenant.digest,
-            "tenant": tenant.tenant,
-            "tier": entry.tier,
+            **vars(self.tenant),
+            **{name: getattr(entry, name) for name in (*names, "pinned")},
             "encoded": entry.key.encoded,
+            "levels": dict(entry.sizes),
             "source": next(iter(self.sources), ""),
             "sources": list(self.sources),
             "text": self.known[0].text[:SHOWN_CHARS] if self.known else "",
-            "n_tokens": entry.n_tokens,
-            "n_layers": entry.n_layers,
-            "nbytes": entry.nbytes,
-            "levels": dict(entry.sizes),
-            "hits": entry.hits,
-            "last_used": entry.last_used,
-            "pinned": entry.pinned,
         }
 
 

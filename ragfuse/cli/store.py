@@ -87,17 +87,24 @@ def ls(
     as a "prefix" (exact behind the same tokens), or behind "filler" text (close, not exact).
     """
     with _selected(settings, console, conditions) as (kept, entry_filter, rows):
-        catalog, tiers, everything = kept.catalog.strict, kept.store.tiers, kept.store.entries()
+        from ragfuse.store.tier import totals
+
+        tiers = totals(kept.store.tiers, [row.entry for row in rows])
+        catalog, everything = kept.catalog.strict, kept.store.entries()
         tenants = list[dict[str, Any]]()
         for owner in {row.tenant for row in rows}.union(kept.whole_tenants(entry_filter)):
             nbytes = Counter[str]()
             for entry in everything:
                 nbytes[entry.tier] += entry.nbytes if entry.key.model == owner.digest else 0
-            counts = {
-                "texts": catalog.count_texts(owner.digest),
-                "sessions": catalog.sessions.count(owner.digest),
-            }
-            tenants.append({**vars(owner), "name": owner.name, **counts, "nbytes": dict(nbytes)})
+            tenants.append(
+                {
+                    **vars(owner),
+                    "name": owner.name,
+                    "texts": catalog.count_texts(owner.digest),
+                    "sessions": catalog.sessions.count(owner.digest),
+                    "nbytes": dict(nbytes),
+                }
+            )
     tenants.sort(key=lambda each: -sum(each["nbytes"].values()))
     shown = [
         {
@@ -115,30 +122,20 @@ def ls(
     show_table(console, shown)
     if len(shown) < len(rows):
         say(console, f"{len(rows) - len(shown):,} more: --limit 0 shows all.")
-    totals = list[dict[str, Any]]()
-    for tier in tiers:
-        entries = [row.entry for row in rows if row.entry.tier == tier.name]
-        sums = {
-            name: sum(getattr(entry, name) for entry in entries)
-            for name in ("nbytes", "pinned", "hits")
-        }
-        totals.append(
-            {"tier": tier.name, "entries": len(entries), **sums, "capacity": tier.capacity}
-        )
-    show_table(console, [{**each, "capacity": capacity_text(each["capacity"])} for each in totals])
-    columns = {"tenant": "name", "texts": "texts", "sessions": "sessions"}
+    show_table(console, [{**each, "capacity": capacity_text(each["capacity"])} for each in tiers])
+    names = ("name", "texts", "sessions")
+    sizes = [sum(each["nbytes"].values()) for each in tenants]
     show_table(
         console,
         [
-            {column: each[name] for column, name in columns.items()}
-            | {"nbytes": sum(each["nbytes"].values())}
-            for each in tenants
+            {name: each[name] for name in names} | {"nbytes": size}
+            for each, size in zip(tenants, sizes, strict=True)
         ],
     )
     return {
         "entries": [row.as_dict() for row in rows],
         "nbytes": sum(row.entry.nbytes for row in rows),
-        "tiers": totals,
+        "tiers": tiers,
         "tenants": tenants,
     }
 

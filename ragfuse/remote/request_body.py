@@ -32,7 +32,7 @@ FIELDS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Options of `generate` that a server takes, with its names for them."""
-REUSE = ("policy", "ratio", "overflow", "deadline_s", "reuse", "blend")
+OWN_FIELDS = ("policy", "ratio", "overflow", "deadline_s", "reuse", "blend")
 """What of an `Ask` goes into the field `ragfuse` under its own name."""
 HANDLED = frozenset({"do_sample", "logit_bias", "max_time", *SAMPLING, *FIELDS})
 
@@ -123,7 +123,7 @@ def _shared(ask: Ask) -> Json:
             "A server samples only at a temperature; found none. Set temperature=, such as 1.0."
         )
     reuse = {
-        **{name: getattr(ask, name) for name in REUSE},
+        **{name: getattr(ask, name) for name in OWN_FIELDS},
         "retrieved": documents[:MAX_RETRIEVED],
         "max_time_s": options.get("max_time"),
         "token_ids": True,

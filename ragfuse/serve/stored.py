@@ -27,6 +27,7 @@ from ragfuse.store.deletion import (
     sources_in_order,
     texts_by_chunk,
 )
+from ragfuse.store.tier import totals
 from ragfuse.telemetry.counters import TTFT_S
 from ragfuse.types.keys import token_digest
 from ragfuse.types.kv import Entry
@@ -110,20 +111,7 @@ def store_routes(service: Service) -> APIRouter:
 
 def _store(engine: Engine) -> dict[str, Any]:
     """Return the tenant's entries by tier, and the runs of tokens that wait to be encoded."""
-    by_tier: dict[str, Counter[str]] = {tier.name: Counter() for tier in engine.store.tiers}
-    for entry in _own(engine):
-        by_tier[entry.tier].update(
-            entries=1, nbytes=entry.nbytes, n_tokens=entry.n_tokens, pinned=entry.pinned
-        )
-    names = ("entries", "nbytes", "n_tokens", "pinned")
-    tiers = [
-        {
-            "name": tier.name,
-            **{name: by_tier[tier.name][name] for name in names},
-            "capacity": tier.capacity,
-        }
-        for tier in engine.store.tiers
-    ]
+    tiers = totals(engine.store.tiers, _own(engine))
     waiting = engine.counters.waiting
     return {"object": "ragfuse.store", "tiers": tiers, "waiting_to_be_encoded": waiting}
 

@@ -67,10 +67,7 @@ def forget_texts(catalog: CatalogQueries, chunks: Iterable[Chunk]) -> int:
     """Delete the texts of chunks from the catalog, whatever their source, and return how many there
     were.
     """
-    by_model: dict[str, list[str]] = {}
-    for model, tokens in chunks:
-        by_model.setdefault(model, []).append(str(ChunkKey(model, tokens)))
-    return sum(catalog.delete_texts(model, keys=keys) for model, keys in by_model.items())
+    return catalog.delete_texts(keys=[str(ChunkKey(*chunk)) for chunk in chunks])
 
 
 def forget_chunks(store: KVStore, catalog: CatalogQueries, chunks: Set[Chunk]) -> Forgotten:
