@@ -47,9 +47,8 @@ MAX_LINES = 700
 BUDGETS = {
     "adapt": 5_300,
     "adapters": 2_500,
-    "admin": 3_600,
     "calibration": 6_300,
-    "cli": 18_700,
+    "cli": 20_700,
     "codec": 7_700,
     "demo": 3_300,
     "engine": 34_200,

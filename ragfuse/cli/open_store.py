@@ -15,13 +15,11 @@ from ragfuse.errors import InputError
 from ragfuse.settings import Settings
 
 if TYPE_CHECKING:
-    from ragfuse.admin.store_admin import StoreAdmin
+    from ragfuse.cli.entries import OpenStore
 
 
 @contextmanager
-def open_admin(
-    settings: Settings, console: Console, may_be_new: bool = False
-) -> Iterator[StoreAdmin]:
+def open_kv(settings: Settings, console: Console, may_be_new: bool = False) -> Iterator[OpenStore]:
     """Open the store of the settings; InputError if it does not exist yet, unless `may_be_new`."""
     if (
         not may_be_new
@@ -34,11 +32,11 @@ def open_admin(
             " or choose another folder with --store."
         )
     with console.status("opening the store"):
-        from ragfuse.admin.store_admin import StoreAdmin
+        from ragfuse.cli.entries import OpenStore
 
-        admin = StoreAdmin(settings)
-    with admin:
-        yield admin
+        kept = OpenStore(settings)
+    with kept:
+        yield kept
 
 
 def confirm(question: str, yes: bool) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ragfuse.cli.engine import loaded_engine
-from ragfuse.cli.open_store import open_admin
+from ragfuse.cli.open_store import open_kv
 from ragfuse.cli.options import ENGINE, screen
 from ragfuse.cli.show import counted, plain, progress_bar, say, short, show_table, when
 from ragfuse.schemas.pml import read_schema
@@ -74,8 +74,8 @@ def add(
 @screen("store")
 def ls(console: Console, settings: Settings) -> dict[str, Any]:
     """List the registered schemas."""
-    with open_admin(settings, console) as admin:
-        found = admin.schemas.ls()
+    with open_kv(settings, console) as kept:
+        found = kept.schemas.ls()
     if not found:
         say(console, "No schema is registered here. Register one: ragfuse schema add FILE.")
     show_table(
@@ -145,7 +145,7 @@ def rm(
     ],
 ) -> dict[str, Any]:
     """Remove a schema, and its KV in every tier unless another schema uses it. Its file stays."""
-    with open_admin(settings, console) as admin:
-        nbytes = admin.schemas.remove(name)
+    with open_kv(settings, console) as kept:
+        nbytes = kept.schemas.remove(name)
     say(console, f"Removed '{plain(name)}' and {size_text(nbytes)} of KV.")
     return {"name": name, "nbytes": nbytes}

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ragfuse.cli.open_store import confirm, open_admin
+from ragfuse.cli.open_store import confirm, open_kv
 from ragfuse.cli.options import Yes, screen
 from ragfuse.cli.show import counted, plain, say, show_table, when
 from ragfuse.settings import Settings
@@ -32,8 +32,8 @@ Name = Annotated[
 @screen("store")
 def ls(console: Console, settings: Settings) -> dict[str, Any]:
     """List sessions, most recently used first."""
-    with open_admin(settings, console) as admin:
-        infos = admin.sessions.ls()
+    with open_kv(settings, console) as kept:
+        infos = kept.sessions.ls()
     if not infos:
         say(console, "No session is stored here. Start one: ragfuse chat --session NAME.")
     show_table(
@@ -57,8 +57,8 @@ def show(console: Console, settings: Settings, name: Name) -> dict[str, Any]:
     """Show the messages of a session; --json has its tokens and keys as well. For its KV: `ragfuse
     store export`.
     """
-    with open_admin(settings, console) as admin:
-        session, payload = admin.sessions.show(name), admin.sessions.export(name)
+    with open_kv(settings, console) as kept:
+        session, payload = kept.sessions.show(name), kept.sessions.export(name)
     for message in session.messages:
         text = "\n".join(map(plain, message.text.splitlines()))
         console.print(Text.assemble((f"{message.role}: ", "bold"), text), soft_wrap=True)
@@ -79,9 +79,9 @@ def rm(
 
     Unused ones go by themselves after RAGFUSE_SESSION_TTL_S.
     """
-    with open_admin(settings, console) as admin:
+    with open_kv(settings, console) as kept:
         confirm("Delete these conversations for good?", yes)
-        deleted = admin.sessions.delete(*names)
+        deleted = kept.sessions.delete(*names)
     kv = f"{counted(deleted.entries, 'entry', 'entries')} of KV ({size_text(deleted.nbytes)})"
     say(console, f"Deleted {counted(deleted.sessions, 'session')} and {kv}.")
     for tier in deleted.silent:
@@ -102,8 +102,8 @@ def truncate(
     """Shorten the history that the next prompt of a session includes. Nothing is recomputed, and no
     KV changes.
     """
-    with open_admin(settings, console) as admin:
-        session = admin.sessions.truncate(name, tokens, settings.sinks)
+    with open_kv(settings, console) as kept:
+        session = kept.sessions.truncate(name, tokens, settings.sinks)
     remaining = session.n_tokens - session.dropped
     say(console, f"The next prompt has {remaining:,} of {session.n_tokens:,} tokens.")
     return {"tokens": session.n_tokens, "dropped": session.dropped}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ragfuse.cli.open_store import confirm, open_admin
+from ragfuse.cli.open_store import confirm, open_kv
 from ragfuse.cli.options import Yes, option, screen
 from ragfuse.cli.show import counted, plain, progress_bar, say, short, show_table, when
 from ragfuse.errors import InputError, StoreError
@@ -18,7 +21,7 @@ from ragfuse.settings import Settings
 from ragfuse.types.sizes import capacity_text, size_text
 
 if TYPE_CHECKING:
-    from ragfuse.admin.store_admin import EntryFilter, EntryRow, StoreAdmin
+    from ragfuse.cli.entries import EntryFilter, EntryRow, OpenStore
     from ragfuse.store.archive import Outcome
 
 store = typer.Typer(
@@ -83,17 +86,32 @@ def ls(
     A star marks what is pinned. An entry was encoded "alone" (exact where a prompt begins with it),
     as a "prefix" (exact behind the same tokens), or behind "filler" text (close, not exact).
     """
-    with open_admin(settings, console) as admin:
-        entry_filter = _entry_filter(admin, conditions)
-        rows = _select(admin, console, entry_filter)
-        uses = admin.uses(rows, entry_filter)
-        tiers = admin.store.tiers
+    with _selected(settings, console, conditions) as (kept, entry_filter, rows):
+        from ragfuse.store.tier import totals
+
+        tiers = totals(kept.store.tiers, [row.entry for row in rows])
+        catalog, everything = kept.catalog.strict, kept.store.entries()
+        tenants = list[dict[str, Any]]()
+        for owner in {row.tenant for row in rows}.union(kept.whole_tenants(entry_filter)):
+            nbytes = Counter[str]()
+            for entry in everything:
+                nbytes[entry.tier] += entry.nbytes if entry.key.model == owner.digest else 0
+            tenants.append(
+                {
+                    **vars(owner),
+                    "name": owner.name,
+                    "texts": catalog.count_texts(owner.digest),
+                    "sessions": catalog.count_sessions(owner.digest),
+                    "nbytes": dict(nbytes),
+                }
+            )
+    tenants.sort(key=lambda each: -sum(each["nbytes"].values()))
     shown = [
         {
-            "key": row.short + "*" * row.entry.pinned,
+            "key": row.entry.key.tokens[:12] + "*" * row.entry.pinned,
             "tier": row.entry.tier,
             "encoded": row.entry.key.encoded,
-            "source": short(Path(row.source).name),
+            "source": short(Path(next(iter(row.sources), "")).name),
             "tokens": row.entry.n_tokens,
             "nbytes": row.entry.nbytes,
             "hits": row.entry.hits,
@@ -104,39 +122,20 @@ def ls(
     show_table(console, shown)
     if len(shown) < len(rows):
         say(console, f"{len(rows) - len(shown):,} more: --limit 0 shows all.")
-    totals = list[dict[str, Any]]()
-    for tier in tiers:
-        entries = [row.entry for row in rows if row.entry.tier == tier.name]
-        totals.append(
-            {
-                "tier": tier.name,
-                "entries": len(entries),
-                "nbytes": sum(entry.nbytes for entry in entries),
-                "capacity": tier.capacity,
-                "pinned": sum(entry.pinned for entry in entries),
-                "hits": sum(entry.hits for entry in entries),
-            }
-        )
-    show_table(console, [{**each, "capacity": capacity_text(each["capacity"])} for each in totals])
-    owned = [
-        {
-            "tenant": owner.name,
-            "texts": use.texts,
-            "sessions": use.sessions,
-            "nbytes": sum(use.nbytes.values()),
-        }
-        for owner, use in uses
-    ]
-    show_table(console, owned)
-    tenants = [
-        {"model": owner.model, "tenant": owner.tenant, "digest": owner.digest, **use.as_dict()}
-        for owner, use in uses
-    ]
-    nbytes = sum(row.entry.nbytes for row in rows)
+    show_table(console, [{**each, "capacity": capacity_text(each["capacity"])} for each in tiers])
+    names = ("name", "texts", "sessions")
+    sizes = [sum(each["nbytes"].values()) for each in tenants]
+    show_table(
+        console,
+        [
+            {name: each[name] for name in names} | {"nbytes": size}
+            for each, size in zip(tenants, sizes, strict=True)
+        ],
+    )
     return {
         "entries": [row.as_dict() for row in rows],
-        "nbytes": nbytes,
-        "tiers": totals,
+        "nbytes": sum(row.entry.nbytes for row in rows),
+        "tiers": tiers,
         "tenants": tenants,
     }
 
@@ -155,30 +154,27 @@ def rm(
         do all texts.
     """
     _require_choice(conditions, all_, "delete")
-    with open_admin(settings, console) as admin:
-        entry_filter = _entry_filter(admin, conditions)
-        rows = _select(admin, console, entry_filter)
-        if rows or admin.text_models(entry_filter):
+    with _selected(settings, console, conditions) as (kept, entry_filter, rows):
+        if rows or kept.whole_tenants(entry_filter):
             confirm(
                 f"Delete {describe(rows) if rows else 'all texts of chunks that no tier stores'}?",
                 yes,
             )
-        cleared = admin.clear(rows, entry_filter)
-    dropped = cleared.dropped
-    if dropped or cleared.texts:
-        say(console, f"Deleted {describe(dropped)}, {counted(cleared.texts, 'text')}.")
-    for name in cleared.silent:
+        dropped, n_texts, silent = kept.clear(rows, entry_filter)
+    if dropped or n_texts:
+        say(console, f"Deleted {describe(dropped)}, {counted(n_texts, 'text')}.")
+    for name in silent:
         say(console, f"Tier {name} does not answer: what it holds stays, and so do all texts.")
     result = {
         "dropped": len(dropped),
         "nbytes": sum(row.entry.nbytes for row in dropped),
-        "texts": cleared.texts,
+        "texts": n_texts,
         "stayed": len(rows) - len(dropped),
-        "silent": list(cleared.silent),
+        "silent": silent,
     }
     # whole tiers may be empty
-    found = rows or cleared.texts or not (entry_filter.keys or entry_filter.source)
-    return result, bool(found and not cleared.silent)
+    found = rows or n_texts or not (entry_filter.keys or entry_filter.source)
+    return result, bool(found and not silent)
 
 
 @store.command("pin")
@@ -197,16 +193,13 @@ def pin(
     Exit status 1 if nothing matches, or a tier concerned does not answer.
     """
     _require_choice(conditions, all_, "pin")
-    with open_admin(settings, console) as admin:
-        entry_filter = _entry_filter(admin, conditions)
-        rows = _select(admin, console, entry_filter)
+    with _selected(settings, console, conditions) as (kept, entry_filter, rows):
         # other media decide what they keep
-        pinning = {tier.name for tier in admin.store.tiers if tier.pins}
-        rows = [row for row in rows if row.entry.tier in pinning]
+        rows = [row for row in rows if kept.store.tier(row.entry.tier).pins]
         changing = [row for row in rows if row.entry.pinned is off]
         keys = {row.entry.key for row in changing}
-        admin.store.pin(keys, not off)
-        silent = admin.silent(entry_filter)
+        kept.store.pin(keys, not off)
+        silent = kept.silent(entry_filter)
     word = "unpinned" if off else "pinned"
     say(console, f"{describe(changing)} {word}, {len(rows) - len(changing):,} were so before.")
     result = {word: len(keys), "already": len(rows) - len(changing), "silent": silent}
@@ -238,20 +231,23 @@ def export(
     Exit status 1 if some chunks are, or may be, missing from it; an existing file is then left
     unchanged.
     """
-    with open_admin(settings, console) as admin:
-        entry_filter = _entry_filter(admin, conditions)
-        rows = _select(admin, console, entry_filter)
-        silent = admin.silent(entry_filter)
-        if silent and (file.is_file() or not rows):
-            from ragfuse.store.deletion import unanswered
+    from ragfuse.store import archive, deletion
 
-            raise StoreError(unanswered(silent, f"nothing was written to '{file}'"))
+    with _selected(settings, console, conditions) as (kept, entry_filter, rows):
+        silent = kept.silent(entry_filter)
+        if silent and (file.is_file() or not rows):
+            raise StoreError(deletion.unanswered(silent, f"nothing was written to '{file}'"))
         if file.is_file():
             confirm(f"'{file}' exists already. Overwrite it?", yes)
         with progress_bar(
             console, "exporting", "Nothing was written; an existing file is unchanged."
         ) as report:
-            outcome = admin.export(rows, file, texts, report)
+            tables = (
+                kept.store.tables.entries()
+            )  # without which some could not be decoded elsewhere
+            entries = [*(row.entry for row in rows), *tables]
+            known = kept.texts_of(rows) if texts else ()
+            outcome = archive.export(kept.store, file, entries, known, report)
     result = _told(console, outcome, f"written to {file}")
     return {**result, "file": str(file), "silent": silent}, not (outcome.troubles or silent)
 
@@ -271,12 +267,15 @@ def import_(
     The author of an archive controls what the model reads: import only archives from people you
     trust. Exit status 1 if some of it could not be imported.
     """
+    from ragfuse.store import archive
+
     stopped = "What was imported so far stays. Run the same command again to continue."
     with (
-        open_admin(settings, console, may_be_new=True) as admin,
+        open_kv(settings, console, may_be_new=True) as kept,
         progress_bar(console, "importing", stopped) as report,
     ):
-        outcome = admin.import_(file, tier, report)
+        take_texts = kept.add_texts if kept.catalog.file is not None else None
+        outcome = archive.import_(kept.store, file, tier, take_texts, report)
     return (
         _told(console, outcome, f"imported, {outcome.known} were there already"),
         not outcome.troubles,
@@ -291,9 +290,11 @@ def gc(console: Console, settings: Settings) -> tuple[dict[str, Any], bool]:
 
     Exit status 1 if a tier does not answer.
     """
-    with open_admin(settings, console) as admin, console.status("looking at every file"):
-        freed = admin.gc()
-        silent = [tier.name for tier in admin.store.tiers if tier.name not in freed]
+    from ragfuse.store import deletion
+
+    with open_kv(settings, console) as kept, console.status("looking at every file"):
+        freed = deletion.gc(kept.store)
+        silent = [tier.name for tier in kept.store.tiers if tier.name not in freed]
     for name, removed in freed.items():
         counts = f"{removed.expired:,} expired, {counted(removed.leftovers, 'leftover')}"
         say(console, f"{name}: {counts}, {size_text(removed.nbytes)} freed")
@@ -314,28 +315,32 @@ def _require_choice(conditions: dict[str, Any], all_: bool, verb: str) -> None:
         )
 
 
-def _entry_filter(admin: StoreAdmin, conditions: dict[str, Any]) -> EntryFilter:
-    """Return the filter that the options describe, of one tenant if a salt is set."""
-    from ragfuse.admin.store_admin import EntryFilter
+@contextmanager
+def _selected(
+    settings: Settings, console: Console, conditions: dict[str, Any]
+) -> Iterator[tuple[OpenStore, EntryFilter, list[EntryRow]]]:
+    """Open the store, and select entries by the options: of one tenant if a salt is set and they
+    name none. Print which tiers do not answer.
+    """
+    with open_kv(settings, console) as kept:
+        from ragfuse.cli.entries import EntryFilter
 
-    keys = tuple(conditions["keys"] or ())
-    return admin.within_tenant(EntryFilter(**{**conditions, "keys": keys}))
-
-
-def _select(admin: StoreAdmin, console: Console, entry_filter: EntryFilter) -> list[EntryRow]:
-    """Return the selected entries; print which tiers do not answer."""
-    with console.status("reading the store"):
-        rows = admin.list_entries(entry_filter)
-    for name in admin.silent():
-        say(console, f"Tier {name} does not answer: its entries are not listed.")
-    if not rows and not admin.silent(entry_filter):
-        nothing = (
-            "Nothing in the store matches; `ragfuse store ls` lists all, of one tenant if a salt is"
-            " set."
-        )
-        empty = "The store is empty: ragfuse ingest PATH."
-        say(console, empty if entry_filter.selects_all else nothing)
-    return rows
+        entry_filter = EntryFilter(**{**conditions, "keys": tuple(conditions["keys"] or ())})
+        selects_all = entry_filter == EntryFilter()
+        if settings.salt and entry_filter.tenant is None:
+            entry_filter = replace(entry_filter, tenant=settings.salt)
+        with console.status("reading the store"):
+            rows = kept.selected(entry_filter)
+        for name in kept.store.silent():
+            say(console, f"Tier {name} does not answer: its entries are not listed.")
+        if not rows and not kept.silent(entry_filter):
+            nothing = (
+                "Nothing in the store matches; `ragfuse store ls` lists all, of one tenant if a"
+                " salt is set."
+            )
+            empty = "The store is empty: ragfuse ingest PATH."
+            say(console, empty if selects_all and not settings.salt else nothing)
+        yield kept, entry_filter, rows
 
 
 def describe(rows: Sequence[EntryRow]) -> str:

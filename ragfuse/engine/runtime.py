@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +15,10 @@ from ragfuse.engine.codec_tables import ensure_tables
 from ragfuse.engine.encoder import Encoder
 from ragfuse.engine.machine_timings import MachineTimings
 from ragfuse.engine.model_profiles import judged_profile, profile_name, stored_profile
-from ragfuse.engine.overflow import remaining_context
 from ragfuse.errors import ModelError, SettingsError
 from ragfuse.hf.fingerprint import weights_digest
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.probe import device_of
-from ragfuse.hf.scores import Score, scored
 from ragfuse.hf.shared_kv import SharedKV
 from ragfuse.hf.verify import Verdict, verify
 from ragfuse.load.link import Link
@@ -174,24 +172,6 @@ class Runtime:
         """Use this profile from now on, here and in later processes on this store."""
         self._profile = profile
         self.catalog.strict.put(profile_name(profile.model), profile)
-
-    def score(
-        self, ids: Sequence[int], n_top: int = 0, check: Callable[[], object] = ignore
-    ) -> list[tuple[int, Score | None]]:
-        """Return ids, each with its log probability given the ids before it; None for the first.
-
-        All of them are computed, nothing is reused.
-
-        Args:
-            ids: The token ids of a prompt.
-            n_top: How many of the most likely alternatives to report for each id.
-            check: Called between forward passes; it may raise to stop.
-
-        Raises:
-            OverlongError: They do not fit the model's context.
-        """
-        remaining_context(len(ids), self.model)
-        return list(zip(ids, [None, *scored(self.model, ids, n_top, check)], strict=True))
 
     @at_work()
     def verify(self, progress: Callable[[str], object] = ignore) -> Verdict:

@@ -334,16 +334,13 @@ class HFModel(OneProcess):
         usual = torch.arange(len(positions), device=positions.device)
         return None if torch.equal(positions, usual) else positions.to(self.device)
 
-    def logits_along(
-        self, prefill: Prefill, token_ids: Sequence[int], check: Callable[[], object] = lambda: None
-    ) -> Iterator[Tensor]:
+    def logits_along(self, prefill: Prefill, token_ids: Sequence[int]) -> Iterator[Tensor]:
         """Yield the logits [n, V] that predict the tokens after a prompt, some at a time; consumes
         the prefill.
 
         Args:
             prefill: The prompt.
             token_ids: The tokens after it.
-            check: Called before each forward; it may raise to cancel.
         """
         if prefill.cache is None:
             whole = torch.tensor([[*prefill.token_ids, *token_ids[:-1]]], device=self.device)
@@ -357,7 +354,6 @@ class HFModel(OneProcess):
         )
         read = list(token_ids[:-1])
         for lo in range(0, len(read), SCORED_TOKENS):
-            check()
             ids = torch.tensor([read[lo : lo + SCORED_TOKENS]], device=self.device)
             at = torch.arange(begin + lo, begin + lo + ids.shape[1], device=self.device)
             with self.lock, torch.no_grad():

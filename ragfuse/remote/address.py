@@ -39,10 +39,6 @@ class ServerAddress:
                 "The API key has spaces or characters that no key has; wanted ASCII. Copy it again."
             )
 
-    def url(self, path: str) -> str:
-        """Return the URL of a route below `/v1`."""
-        return f"{self.base_url}/{path}"
-
     @property
     def is_loopback(self) -> bool:
         """Whether it is this machine's own, which no proxy of the environment is asked for."""
@@ -63,11 +59,11 @@ def _normalised(given: str) -> str:
         is_server = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:  # a port that is no number, or half of an IPv6 address
         is_server = False
-    if not is_server or parts.username is not None or parts.query or parts.fragment:
+    if not is_server or parts.username is not None:
         shown = given.rpartition("@")[2]  # before it may stand a password
         raise SettingsError(
             f"base_url is {shown!r:.120}; wanted the address of a server, such as {LOCAL}, without"
-            " user name, ? and #."
+            " a user name."
         )
-    path = parts.path.rstrip("/")
-    return f"{parts.scheme}://{parts.netloc}{path if path.endswith('/v1') else f'{path}/v1'}"
+    path = parts.path.rstrip("/").removesuffix("/v1")
+    return f"{parts.scheme}://{parts.netloc}{path}/v1"

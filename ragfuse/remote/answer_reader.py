@@ -4,82 +4,57 @@ with its trace.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import TypeAdapter
 
 from ragfuse.engine.answer_stream import Piece
 from ragfuse.errors import InputError, ServerError
-from ragfuse.types.answer import Answer, Ended, Thought, ToolCall, Trace
+from ragfuse.types.answer import Answer, Thought, ToolCall, Trace
 
-
-class _Sent(BaseModel):
-    model_config = ConfigDict(defer_build=True)
-
-
-class _SentDelta(_Sent):
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-
-
-class _SentChoice(_Sent):
-    """A choice of a chat, or of a completion, whose text stands in it."""
-
-    delta: _SentDelta = _SentDelta()
-    text: str | None = None
-    token_ids: tuple[int, ...] | None = None
-    finish_reason: Ended | None = None
-
-
-class _SentEvent(_Sent):
-    choices: list[_SentChoice]
-    ragfuse: Trace | None = None
+TRACE = TypeAdapter(Trace)
 
 
 class AnswerReader:
-    """Joins the events of one answer, and checks the type of everything in them."""
+    """Joins the events of one answer, and checks what is in them."""
 
     def __init__(self) -> None:
         self._texts, self._thoughts = list[str](), list[str]()
         self._calls: tuple[ToolCall, ...] = ()
-        self._token_ids: tuple[int, ...] = ()
-        self._ended: Ended | None = None
-        self._trace: Trace | None = None
+        self._last: dict[str, Any] = {}
 
-    def read(self, event: dict[str, Any]) -> Iterator[Piece]:
-        """Yield the pieces of text and reasoning in an event; raise ServerError for anything that
-        is no answer.
+    def read(self, event: dict[str, Any]) -> Piece | None:
+        """Return the piece of text or reasoning in an event, if there is one; raise ServerError for
+        anything that is no answer.
         """
         try:
-            found = _SentEvent.model_validate(event)
-            self._calls += tuple(
-                ToolCall.from_openai(call)
-                for each in found.choices
-                for call in each.delta.tool_calls or ()
-            )
-        except (ValidationError, InputError) as error:
-            raise _wrong(str(error)) from None
-        for choice in found.choices:
-            if thought := choice.delta.reasoning_content:
-                self._thoughts.append(thought)
-                yield Thought(thought)
-            if text := choice.delta.content or choice.text:
-                self._texts.append(text)
-                yield text
-            if choice.token_ids is not None:
-                self._token_ids = choice.token_ids
-            if choice.finish_reason is not None:
-                self._ended, self._trace = choice.finish_reason, found.ragfuse
+            (choice,) = event["choices"]
+            delta = choice.get("delta", {})
+            self._calls += tuple(map(ToolCall.from_openai, delta.get("tool_calls", ())))
+            if choice["finish_reason"] is not None:
+                self._last = {**choice, "trace": TRACE.validate_python(event["ragfuse"])}
+            if thought := delta.get("reasoning_content"):
+                self._thoughts.append("" + thought)
+                return Thought(thought)
+            text = delta.get("content") or choice.get("text") or ""
+            self._texts.append("" + text)
+        except (ValueError, LookupError, TypeError, AttributeError, InputError) as error:
+            raise _wrong(repr(error)) from None
+        return text or None
 
     @property
     def answer(self) -> Answer:
         """The whole answer; raises ServerError where the events had no end."""
-        if self._ended is None or self._trace is None:
+        if not self._last:
             raise _wrong("it broke off before finish_reason and trace")
-        text, reasoning = "".join(self._texts), "".join(self._thoughts)
-        return Answer(text, self._token_ids, self._ended, self._trace, self._calls, reasoning)
+        return Answer(
+            "".join(self._texts),
+            tuple(self._last["token_ids"]),
+            self._last["finish_reason"],
+            self._last["trace"],
+            self._calls,
+            "".join(self._thoughts),
+        )
 
 
 def _wrong(found: str) -> ServerError:

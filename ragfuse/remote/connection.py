@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from ragfuse.errors import BusyError, InputError, OverlongError, RagFuseError, ServerError
@@ -26,6 +26,7 @@ except ImportError as error:
         " 'ragfuse-kv[remote]'"
     ) from error
 
+Json = dict[str, Any]
 CONNECT_S = 10.0
 """Seconds that a connection may take to open."""
 MAX_ERROR_CHARS = 500
@@ -50,6 +51,7 @@ class Connection:
     def __init__(self, address: ServerAddress) -> None:
         self._address = address
         self._options: dict[str, Any] = {
+            "base_url": f"{address.base_url}/",
             "timeout": httpx.Timeout(address.timeout_s, connect=min(CONNECT_S, address.timeout_s)),
             # Certificates are read once, as that takes long.
             "verify": (
@@ -65,7 +67,7 @@ class Connection:
             "reraise": True,
         }
 
-    def ask(self, method: str, path: str, body: bytes = b"") -> dict[str, Any] | None:
+    def ask(self, method: str, path: str, body: bytes = b"") -> Json | None:
         """Return the JSON that a route answers; None for a schema or session that the server does
         not have.
 
@@ -75,72 +77,73 @@ class Connection:
             ServerError: It cannot be reached, or breaks off.
         """
 
-        def once() -> dict[str, Any] | None:
+        def once() -> Json | None:
             with httpx.Client(**self._options) as client:
-                response = client.request(method, self._address.url(path), content=body)
+                response = client.request(method, path, content=body)
             found = _json(response.content)
             if response.status_code == 200 and found:
                 return found
-            if _error(found).get("code") in NOT_FOUND:
+            if _told(found).get("code") in NOT_FOUND:
                 return None
-            raise self._refusal(response)
+            raise self._error(response, found)
 
-        try:
+        with self._one_sentence():
             return Retrying(**self._policy)(once)
-        except httpx.HTTPError as error:
-            raise self._failed(error) from error
 
     @asynccontextmanager
-    async def events(self, path: str, body: bytes) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
+    async def events(self, path: str, body: bytes) -> AsyncIterator[AsyncIterator[Json]]:
         """Yield the events of a streamed answer as JSON; errors are those of `ask`."""
-        async with httpx.AsyncClient(**self._options) as client:
+        with self._one_sentence():
+            async with httpx.AsyncClient(**self._options) as client:
 
-            async def begun() -> httpx.Response:
-                request = client.build_request("POST", self._address.url(path), content=body)
-                response = await client.send(request, stream=True)
-                if response.headers.get("content-type", "").startswith("text/event-stream"):
-                    return response
-                await response.aread()
-                raise self._refusal(response)
+                async def begun() -> httpx.Response:
+                    request = client.build_request("POST", path, content=body)
+                    response = await client.send(request, stream=True)
+                    if response.headers.get("content-type", "").startswith("text/event-stream"):
+                        return response
+                    raise self._error(response, _json(await response.aread()))
 
-            try:
-                response: httpx.Response = await AsyncRetrying(**self._policy)(begun)
-                yield _events(response)
-            except httpx.HTTPError as error:
-                raise self._failed(error) from error
+                yield self._events(await AsyncRetrying(**self._policy)(begun))
 
-    def _refusal(self, response: httpx.Response) -> RagFuseError:
-        """Return the error for a response that is no answer."""
-        status, error = response.status_code, _error(_json(response.content))
-        message = str(error.get("message") or f"HTTP status {status}")[:MAX_ERROR_CHARS]
+    async def _events(self, response: httpx.Response) -> AsyncIterator[Json]:
+        async for line in response.aiter_lines():
+            if line.startswith("data:") and line != "data: [DONE]":
+                event = _json(line.removeprefix("data:"))
+                if "error" in event:
+                    raise self._error(response, event)
+                yield event
+
+    def _error(self, response: httpx.Response, found: Json) -> RagFuseError:
+        """Return the error that a response, or an event of it, tells."""
+        status, told, url = response.status_code, _told(found), self._address.base_url
+        message = str(told.get("message") or f"HTTP status {status}")[:MAX_ERROR_CHARS]
+        kind, code = told.get("type"), told.get("code")
         if status in BUSY:
             after = response.headers.get("retry-after", "")  # a date is not read
             wait_s = float(after) if after.isdecimal() else WAIT_S
-            return BusyError(f"The server at {self._address.base_url} is busy: {message}", wait_s)
-        if error.get("type") == "invalid_request_error" and error.get("code") != "model_not_found":
-            return _refused(error)
+            return BusyError(f"The server at {url} is busy: {message}", wait_s)
+        if code == OVERLONG:
+            return OverlongError(message)
+        if kind == "invalid_request_error" and code != "model_not_found":
+            return InputError(message)
+        if kind == "server_error":
+            return ServerError(message)
         return ServerError(
-            f"What answers at {self._address.base_url} is no ragfuse server, or takes another"
-            f" api_key=: {message}. Wanted the address that `ragfuse serve` prints, such as"
-            f" {LOCAL}."
+            f"What answers at {url} is no ragfuse server, or takes another api_key=: {message}."
+            f" Wanted the address that `ragfuse serve` prints, such as {LOCAL}."
         )
 
-    def _failed(self, error: httpx.HTTPError) -> ServerError:
-        """Return the error for a request that was not answered."""
-        why = str(error) or type(error).__name__
-        return ServerError(
-            f"No server answers at {self._address.base_url}, or it broke off ({why}). Start one"
-            " with `ragfuse serve`, correct base_url=, or ask again."
-        )
-
-
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    async for line in response.aiter_lines():
-        if line.startswith("data:") and line != "data: [DONE]":
-            event = _json(line.removeprefix("data:"))
-            if error := _error(event):
-                raise _refused(error)
-            yield event
+    @contextmanager
+    def _one_sentence(self) -> Iterator[None]:
+        """Raise one ServerError for whatever keeps a request from being answered."""
+        try:
+            yield
+        except httpx.HTTPError as error:
+            raise ServerError(
+                f"No server answers at {self._address.base_url}, or it broke off"
+                f" ({str(error) or type(error).__name__}). Start one with `ragfuse serve`, correct"
+                " base_url=, or ask again."
+            ) from error
 
 
 def _wait_s(state: RetryCallState) -> float:
@@ -148,13 +151,11 @@ def _wait_s(state: RetryCallState) -> float:
     each time.
     """
     error = state.outcome.exception() if state.outcome is not None else None
-    return min(
-        MAX_WAIT_S,
-        error.wait_s if isinstance(error, BusyError) else 0.5 * 2 ** (state.attempt_number - 1),
-    )
+    wait_s = error.wait_s if isinstance(error, BusyError) else 0.25 * 2**state.attempt_number
+    return min(MAX_WAIT_S, wait_s)
 
 
-def _json(raw: bytes | str) -> dict[str, Any]:
+def _json(raw: bytes | str) -> Json:
     """Return the JSON object of a text; {} where it is none."""
     try:
         found = json.loads(raw)
@@ -163,15 +164,7 @@ def _json(raw: bytes | str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _error(found: dict[str, Any]) -> dict[str, Any]:
-    """Return an error in OpenAI's form; {} where it is something else."""
+def _told(found: Json) -> Json:
+    """Return an error in OpenAI's form; {} where there is none."""
     error = found.get("error")
     return error if isinstance(error, dict) else {}
-
-
-def _refused(error: dict[str, Any]) -> RagFuseError:
-    """Return the error of a request that the server refuses or ends."""
-    message = str(error.get("message"))[:MAX_ERROR_CHARS]
-    if error.get("type") != "invalid_request_error":
-        return ServerError(message)
-    return OverlongError(message) if error.get("code") == OVERLONG else InputError(message)

@@ -212,7 +212,7 @@ class RemoteEngine(OneProcess):
         reader = AnswerReader()
         async with self._connection.events(path, body) as events:
             async for event in events:
-                for piece in reader.read(event):
+                if piece := reader.read(event):
                     say(piece)
         return reader.answer
 

@@ -32,6 +32,8 @@ FIELDS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Options of `generate` that a server takes, with its names for them."""
+OWN_FIELDS = ("policy", "ratio", "overflow", "deadline_s", "reuse", "blend")
+"""What of an `Ask` goes into the field `ragfuse` under its own name."""
 HANDLED = frozenset({"do_sample", "logit_bias", "max_time", *SAMPLING, *FIELDS})
 
 
@@ -99,11 +101,6 @@ def _asked(question: Question, ask: Ask) -> tuple[str, Json]:
     return CHAT, body
 
 
-def _given(**values: Any) -> Json:
-    """Return those of the values that are not None."""
-    return {name: value for name, value in values.items() if value is not None}
-
-
 def _shared(ask: Ask) -> Json:
     """Return the fields that all kinds of requests have; retrieved documents are found in the
     prompt by the server.
@@ -111,32 +108,7 @@ def _shared(ask: Ask) -> Json:
     documents = [
         {"text": text, "title": _title(source)} for text, source in ask.documents if text.strip()
     ]
-    reuse = _given(
-        policy=ask.policy,
-        ratio=ask.ratio,
-        overflow=ask.overflow,
-        deadline_s=ask.deadline_s,
-        reuse=ask.reuse,
-        blend=ask.blend,
-        retrieved=documents[:MAX_RETRIEVED],
-        max_time_s=ask.options.get("max_time"),
-        token_ids=True,
-        model_sampling=True,
-    )
-    given = _given(
-        max_tokens=ask.max_tokens,
-        stop=list(ask.stop),
-        seed=ask.seed,
-        session_id=ask.session,
-        structured_outputs=None if ask.grammar is None else _grammar(ask.grammar),
-    )
-    return {"ragfuse": reuse, **_options(ask.options), **given}
-
-
-def _options(options: Mapping[str, Any]) -> Json:
-    """Return the sampling options and penalties; raise InputError for one that a server does not
-    have.
-    """
+    options = ask.options
     unknown = next(
         (name for name, value in options.items() if name not in HANDLED and value is not None), None
     )
@@ -146,16 +118,29 @@ def _options(options: Mapping[str, Any]) -> Json:
             f" {', '.join(sorted(HANDLED))}. Leave it out, or ask an engine in this process:"
             " without base_url=."
         )
-    found = _given(**{sent: options.get(name) for name, sent in FIELDS.items()})
-    if options.get("logit_bias"):
-        found["logit_bias"] = {str(id): value for id, value in options["logit_bias"].items()}
-    if options.get("do_sample"):
-        if not options.get("temperature"):
-            raise InputError(
-                "A server samples only at a temperature; found none. Set temperature=, such as 1.0."
-            )
-        found |= _given(**{name: options.get(name) for name in SAMPLING})
-    return found
+    if options.get("do_sample") and not options.get("temperature"):
+        raise InputError(
+            "A server samples only at a temperature; found none. Set temperature=, such as 1.0."
+        )
+    reuse = {
+        **{name: getattr(ask, name) for name in OWN_FIELDS},
+        "retrieved": documents[:MAX_RETRIEVED],
+        "max_time_s": options.get("max_time"),
+        "token_ids": True,
+        "model_sampling": True,
+    }
+    biases = options.get("logit_bias") or {}
+    found = {
+        **{sent: options.get(name) for name, sent in FIELDS.items()},
+        **{name: options.get(name) for name in SAMPLING if options.get("do_sample")},
+        "logit_bias": {str(id): value for id, value in biases.items()},
+        "stop": list(ask.stop),
+        "seed": ask.seed,
+        "session_id": ask.session,
+        "structured_outputs": None if ask.grammar is None else _grammar(ask.grammar),
+        "ragfuse": reuse,
+    }
+    return found if ask.max_tokens is None else {**found, "max_tokens": ask.max_tokens}
 
 
 def _grammar(grammar: Grammar) -> Json:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ragfuse.errors import BusyError
 from ragfuse.serve import request_queue
 from ragfuse.serve.refusals import APIError
-from ragfuse.serve.request_queue import JobQueue
+from ragfuse.serve.request_queue import RETRY_S, JobQueue
 
 Job = request_queue.Job[asyncio.Future[None]]
 """A request with a future that is resolved when it may run."""
 
 STOPPING = "The server is stopping and takes no more requests. Retry later, or ask another server."
-RETRY_S = 5.0
-"""Seconds after which clients of a stopping server should retry."""
 
 
 class AdmissionControl:
@@ -30,7 +27,7 @@ class AdmissionControl:
     """
 
     def __init__(self, max_running: int, max_waiting: int, max_each: int | None = None) -> None:
-        self.jobs: JobQueue[asyncio.Future[None]] = JobQueue(max_waiting, time.monotonic, max_each)
+        self.jobs: JobQueue[asyncio.Future[None]] = JobQueue(max_waiting, max_each)
         self.stopping = False
         self._max_running = max_running
 
@@ -49,16 +46,13 @@ class AdmissionControl:
         jobs = (*self.jobs.running, *self.jobs.ahead())
         return tuple(dict.fromkeys(job.reads for job in jobs if job.reads is not None))
 
-    async def enter(
-        self, tenant: str, conversation: str | None, on_wait: Callable[[Job], object]
-    ) -> Job:
-        """Wait until the request may run; its caller ends it with `leave`.
+    def join(self, tenant: str, conversation: str | None = None) -> Job:
+        """Queue a request: its `work` is resolved once it may run. Its caller ends it with `leave`.
 
         Args:
             tenant: Name of the tenant.
             conversation: The request's conversation; only one request of a conversation runs at a
                 time.
-            on_wait: Called with the job before waiting, unless the request may run at once.
 
         Raises:
             APIError: Too many requests wait (429), or the server is stopping (503).
@@ -70,18 +64,13 @@ class AdmissionControl:
         except BusyError as error:
             raise APIError(429, str(error), "busy", None, error.wait_s) from error
         self._call_next()
-        try:
-            if not job.work.done():
-                on_wait(job)
-            await job.work
-        except BaseException:
-            self.jobs.cancel(job)
-            self.leave(job)
-            raise
         return job
 
     def leave(self, job: Job) -> None:
-        """End a request, answered or not, and admit the next one."""
+        """End a request, whether it was answered, waits still or was given up, and admit the next
+        one.
+        """
+        self.jobs.cancel(job)
         self.jobs.done(job)
         self._call_next()
 

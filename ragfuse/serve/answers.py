@@ -15,9 +15,9 @@ from fastapi.responses import JSONResponse, Response
 from ragfuse.engine.engine import Engine
 from ragfuse.serve.completion_events import CompletionEvents
 from ragfuse.serve.refusals import APIError, api_error_of
-from ragfuse.serve.request_state import TokenCounts, tenant_of, text_response, unless_disconnected
+from ragfuse.serve.request_state import tenant_of, text_response, unless_disconnected
 from ragfuse.serve.response_events import ResponseEvents
-from ragfuse.serve.run import AnswerRequest, AnswerRun, Completed, Item
+from ragfuse.serve.run import AnswerRequest, AnswerRun, Item
 from ragfuse.serve.service import Service
 
 Json = dict[str, Any]
@@ -37,7 +37,6 @@ async def respond(
     render: Callable[[Engine], Renderer],
     streams: bool,
     session: str | None = None,
-    n: int = 1,
 ) -> Response:
     """Answer a request in its turn.
 
@@ -48,30 +47,17 @@ async def respond(
         render: Returns what writes the events of the answers.
         streams: Whether the events are sent as they come.
         session: The conversation that the request continues.
-        n: Answers to each prompt.
     """
     run = await service.begin(tenant_of(request), make, session)
     try:
         renderer = render(run.engine)
-        events = renderer.events(await _first_then(_counted(request, run, n)))
+        events = renderer.events(await _first_then(run.read()))
         if streams:
             return EventStream(events, renderer, run, service.settings.serve_timeout_s + SLOW_S)
         return JSONResponse(renderer.whole([event async for event in events]))
     except BaseException:
         run.cancel()
         raise
-
-
-async def _counted(request: Request, run: AnswerRun, n: int) -> AsyncIterator[Item]:
-    """Yield the items, and count the tokens for the request's log line; a prompt counts once for
-    its `n` answers.
-    """
-    counts: TokenCounts = request.state.token_counts
-    async for item in run.read():
-        if isinstance(item, Completed):
-            counts.prompt += item.answer.trace.tokens if item.index % n == 0 else 0
-            counts.answer += len(item.answer.token_ids)
-        yield item
 
 
 async def _first_then(items: AsyncIterator[Item]) -> AsyncIterator[Item]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -66,29 +67,28 @@ async def _answer(
     service.check_model(body.model)
     if body.stream_options is not None and not body.stream:
         raise unusable("stream_options", "stream_options need stream: true; give both or neither.")
-    transfer = _transfer_of(service, body, tenant_of(request).salt)
-    if transfer is not None:
-        make = _prefill_only(make, transfer)
-    if body.ragfuse.token_trace:
-        make = _with_token_trace(make)
+    is_handed_over = _is_handed_over(service, body)
+    salt = tenant_of(request).salt
+
+    def made(engine: Engine) -> Sequence[AnswerRequest]:
+        found = make(engine)
+        if is_handed_over:
+            found = [_prefill_only(service, salt, engine, found)]
+        if body.ragfuse.token_trace:
+            found = [replace(each, tokens=TokenRecorder()) for each in found]
+        return found
 
     def render(engine: Engine) -> CompletionEvents:
         return CompletionEvents(
             body, service.model, f"fp_{engine.digest[:10]}", lambda id: engine.model.text([id])
         )
 
-    return await respond(
-        service, request, make, render, bool(body.stream), body.session_id, body.n or 1
-    )
+    return await respond(service, request, made, render, bool(body.stream), body.session_id)
 
 
-def _with_token_trace(make: MakeRequests) -> MakeRequests:
-    return lambda engine: [replace(each, tokens=TokenRecorder()) for each in make(engine)]
-
-
-def _transfer_of(service: Service, body: CompletionRequest, salt: str) -> PromptTransfer | None:
-    """Return the transfer that a request asks for; None where it is to be answered here, APIError
-    where it cannot.
+def _is_handed_over(service: Service, body: CompletionRequest) -> bool:
+    """Return whether a request asks to hand its prompt's KV over instead of answering it; APIError
+    where that cannot be done.
     """
     params = body.kv_transfer_params or {}
     if params.get("do_remote_prefill"):
@@ -98,7 +98,7 @@ def _transfer_of(service: Service, body: CompletionRequest, salt: str) -> Prompt
             ' Send this to the engine that decodes; here ask {"do_remote_decode": true}.',
         )
     if not params.get("do_remote_decode"):
-        return None
+        return False
     if service.transfers is None:
         raise unusable(
             FIELD,
@@ -113,27 +113,27 @@ def _transfer_of(service: Service, body: CompletionRequest, salt: str) -> Prompt
                 f"{name} cannot be used with {FIELD}: another engine writes the answer. Leave it"
                 " out.",
             )
-    return PromptTransfer(service.transfers, service.model, salt, service.settings.transfer_level)
+    return True
 
 
-def _prefill_only(make: MakeRequests, transfer: PromptTransfer) -> MakeRequests:
-    """Return what makes the one request that prefills the prompt and writes a single token.
+def _prefill_only(
+    service: Service, salt: str, engine: Engine, made: Sequence[AnswerRequest]
+) -> AnswerRequest:
+    """Return the one request that prefills the prompt and writes a single token; APIError (400)
+    where there are several answers to give.
 
-    How an answer is sampled and where it ends is for the engine that decodes. It raises APIError
-    (400) where there are several answers to give.
+    How an answer is sampled and where it ends is for the engine that decodes.
     """
-
-    def prefill(engine: Engine) -> list[AnswerRequest]:
-        made = make(engine)
-        if len(made) != 1:
-            raise unusable(FIELD, f"{FIELD} needs one prompt and n: 1, found {len(made)} answers.")
-        transfer.weights = sample_weights(engine.model.files)
-        ask = made[0].ask
-        choice = "none" if ask.tool_choice == "none" else "auto"
-        ask = replace(ask, max_tokens=1, stop=(), options={}, grammar=None, tool_choice=choice)
-        return [AnswerRequest(made[0].question, ask, transfer=transfer)]
-
-    return prefill
+    if len(made) != 1 or service.transfers is None:
+        raise unusable(FIELD, f"{FIELD} needs one prompt and n: 1, found {len(made)} answers.")
+    weights, level = sample_weights(engine.model.files), service.settings.transfer_level
+    ask = made[0].ask
+    choice = "none" if ask.tool_choice == "none" else "auto"
+    return AnswerRequest(
+        made[0].question,
+        replace(ask, max_tokens=1, stop=(), options={}, grammar=None, tool_choice=choice),
+        transfer=PromptTransfer(service.transfers, service.model, salt, level, weights),
+    )
 
 
 def _explain(engine: Engine, body: ExplainRequest) -> dict[str, Any]:

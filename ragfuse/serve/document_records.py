@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 
+from ragfuse.serve.record_file import record_file, tenant_digest
 from ragfuse.settings import Settings
-from ragfuse.store.record_file import record_file, tenant_digest
 
 log = logging.getLogger("ragfuse.serve")
 
@@ -47,8 +47,12 @@ class StoredDocument(BaseModel):
     seconds: float = 0.0
     vectors: Any = Field(default_factory=list, exclude=True)
     """float32 [passages, dims]."""
-    is_saved: bool = Field(default=False, exclude=True)
     is_deleted: bool = Field(default=False, exclude=True)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it in plain JSON types, with the number of its passages in place of their text."""
+        told = {"passages": len(self.passages), "seconds": round(self.seconds, 2)}
+        return {"object": "ragfuse.document", **self.model_dump(), **told}
 
 
 class DocumentRecords:
@@ -83,7 +87,6 @@ class DocumentRecords:
             except (TypeError, ValueError):
                 log.warning("A stored document is damaged, and is taken as missing.")
                 return None
-            found.is_saved = True
             return found
         return None
 

@@ -14,7 +14,7 @@ from pydantic import Base64Bytes, Field
 
 from ragfuse.serve.body import BodyRoute
 from ragfuse.serve.document_records import StoredDocument
-from ragfuse.serve.documents import MAX_DOCUMENT_CHARS, TenantDocuments, shown
+from ragfuse.serve.documents import MAX_DOCUMENT_CHARS, TenantDocuments
 from ragfuse.serve.refusals import unusable
 from ragfuse.serve.request_state import tenant_of
 from ragfuse.serve.schema import RequestBody
@@ -66,12 +66,9 @@ def document_routes(service: Service) -> APIRouter:
         dict[str, TenantDocuments](),
     )
 
-    async def listed(request: Request) -> TenantDocuments:
-        """Return the documents of the client's tenant, as the file has them now."""
+    def documents_of(request: Request) -> TenantDocuments:
         tenant = tenant_of(request)
-        documents = lists.setdefault(tenant.salt, TenantDocuments(service, tenant))
-        await to_thread(documents.refresh)
-        return documents
+        return lists.setdefault(tenant.salt, TenantDocuments(service, tenant))
 
     @routes.post("")
     async def add(request: Request, body: DocumentRequest) -> dict[str, Any]:
@@ -87,36 +84,35 @@ def document_routes(service: Service) -> APIRouter:
             else (body.text or "").removeprefix("\ufeff").encode("utf-8", "surrogatepass")
         )
         document = StoredDocument(name=body.name)
-        (await listed(request)).add(document, partial(text_of, data, suffix, MAX_DOCUMENT_CHARS))
-        return shown(document)
+        read = partial(text_of, data, suffix, MAX_DOCUMENT_CHARS)
+        await documents_of(request).add(document, read)
+        return document.as_dict()
 
     @routes.get("")
     async def ls(request: Request) -> dict[str, Any]:
         """List the documents of the client's tenant."""
-        documents = await listed(request)
-        return {"object": "list", "data": [shown(each) for each in documents.all.values()]}
+        found = await to_thread(documents_of(request).all)
+        return {"object": "list", "data": [each.as_dict() for each in found.values()]}
 
     @routes.post("/search")
     async def search(request: Request, body: SearchRequest) -> dict[str, Any]:
         """Return the passages that are closest to a query, by the embedder of the settings."""
         top_k = body.top_k or min(service.settings.top_k, MAX_PASSAGES)
-        documents = await listed(request)
-        return {
-            "object": "list",
-            "data": await service.lookup(
-                request, lambda _: documents.search(body.query, top_k, body.documents)
-            ),
-        }
+        documents = documents_of(request)
+        found = await service.lookup(
+            request, lambda _: documents.search(body.query, top_k, body.documents)
+        )
+        return {"object": "list", "data": found}
 
     @routes.get("/{id}")
     async def show(request: Request, id: str) -> dict[str, Any]:
         """Show how far a document is."""
-        return shown((await listed(request)).get(id))
+        return (await to_thread(documents_of(request).get, id)).as_dict()
 
     @routes.delete("/{id}")
     async def remove(request: Request, id: str) -> dict[str, Any]:
         """Delete a document and the KV of its passages that no other source has."""
-        documents = await listed(request)
+        documents = documents_of(request)
         done = await service.lookup(request, lambda engine: documents.remove(engine, id))
         return {"object": "ragfuse.document", "id": id, "deleted": True, **done}
 

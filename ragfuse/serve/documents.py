@@ -10,9 +10,7 @@ server that ended had not finished.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -20,18 +18,15 @@ from typing import Any
 import numpy as np
 
 from ragfuse.engine.engine import Engine
-from ragfuse.errors import InputError, RagFuseError, StoreError
+from ragfuse.errors import InputError, RagFuseError
 from ragfuse.serve.document_records import StoredDocument
 from ragfuse.serve.keys import APITenant
 from ragfuse.serve.refusals import APIError, api_error_of
 from ragfuse.serve.service import Service
 from ragfuse.serve.stored import freed
-from ragfuse.store.deletion import Chunk, leave_source
+from ragfuse.store.deletion import leave_source
 from ragfuse.text.splits import split_text
-from ragfuse.types.keys import token_digest
 from ragfuse.types.whole_text import whole_text
-
-log = logging.getLogger("ragfuse.serve")
 
 MAX_LISTED = 100
 """Most documents in a tenant's list."""
@@ -41,24 +36,15 @@ BATCH_PASSAGES = 4
 """Passages that are encoded in one turn; between two turns other requests are answered."""
 BUSY_S = 2.0
 """Seconds after which a turn is asked for again where the queue was full."""
-NOT_SAVED = "could not be saved: it is forgotten when the server ends"
-"""The error of a document that is ready all the same."""
 SOURCE_NAME_CHARS = 240
 """Characters of a document's name in the source of a passage."""
 
 
-def shown(document: StoredDocument) -> dict[str, Any]:
-    """Return a document in plain JSON types, without its text."""
-    fields = {
-        **document.model_dump(),
-        "passages": len(document.passages),
-        "seconds": round(document.seconds, 2),
-    }
-    return {"object": "ragfuse.document", **fields}
-
-
 class TenantDocuments:
-    """The documents of one tenant, encoded one after the other. Use it from the event loop.
+    """The documents of one tenant, encoded one after the other.
+
+    Those in the file are read from it whenever they are asked for, so that they are what another
+    server has made of them; those that are waiting or failed are held here.
 
     Args:
         service: The service.
@@ -67,56 +53,51 @@ class TenantDocuments:
 
     def __init__(self, service: Service, tenant: APITenant) -> None:
         self._service, self._tenant = service, tenant
-        self.all: dict[str, StoredDocument] = {}
-        self._waiting: deque[tuple[StoredDocument, Callable[[], str]]] = deque()
-        self._task: asyncio.Task[None] | None = None
+        self._saved: dict[str, StoredDocument] = {}
+        self._held: dict[str, StoredDocument] = {}
+        self._turns, self._tasks = asyncio.Lock(), set[asyncio.Task[None]]()
 
-    def refresh(self) -> None:
-        """Take in what is in the file, also by another server, and drop what is not in it any more.
-        It may block.
-        """
-        records, salt = self._service.documents, self._tenant.salt
-        saved_before = [id for id, each in list(self.all.items()) if each.is_saved]
-        ids = records.ids(salt)
-        for id in ids:
-            found = None if id in self.all else records.read(salt, id)
+    def all(self) -> dict[str, StoredDocument]:
+        """Return all documents by their ids. It may block."""
+        known, saved = self._saved, dict[str, StoredDocument]()
+        for id in self._service.documents.ids(self._tenant.salt):
+            found = known.get(id) or self._read(id)
             if found is not None:
-                if not len(found.vectors):  # another embedder made them
-                    found.vectors = self._service.embedder.embed(found.passages)
-                    records.add(salt, found, found.vectors)
-                self.all[id] = found
-        for id in set(saved_before).difference(ids):
-            self.all.pop(id, None)
+                saved[id] = found
+        self._saved = saved
+        return {**saved, **self._held}
 
-    def add(self, document: StoredDocument, read: Callable[[], str]) -> None:
+    def get(self, id: str) -> StoredDocument:
+        """Return a document; APIError (404) where there is none. It may block."""
+        found = self.all().get(id)
+        if found is None:
+            raise APIError(
+                404,
+                f"There is no document '{id:.80}' here. List them at /v1/ragfuse/documents.",
+                "not_found",
+            )
+        return found
+
+    async def add(self, document: StoredDocument, read: Callable[[], str]) -> None:
         """Add a document, whose text `read` returns, and encode it. Once it is ready, it replaces
         one of the same name.
 
         Raises:
             APIError: There are too many documents (400).
         """
-        others = [each for each in self.all.values() if each.name != document.name]
-        if len(others) >= MAX_LISTED:
+        there = await asyncio.to_thread(self.all)
+        n_others = sum(each.name != document.name for each in there.values())
+        if n_others >= MAX_LISTED:
             raise APIError(
                 400,
-                f"There are {len(others)} documents already, of at most {MAX_LISTED}. Delete one"
+                f"There are {n_others} documents already, of at most {MAX_LISTED}. Delete one"
                 " first.",
                 "many",
             )
-        self.all[document.id] = document
-        self._waiting.append((document, read))
-        if self._task is None or self._task.done():
-            self._task = asyncio.get_running_loop().create_task(self._encode_all())
-
-    def get(self, id: str) -> StoredDocument:
-        """Return a document; APIError (404) where there is none."""
-        if id not in self.all:
-            raise APIError(
-                404,
-                f"There is no document '{id:.80}' here. List them at /v1/ragfuse/documents.",
-                "not_found",
-            )
-        return self.all[id]
+        self._held[document.id] = document
+        task = asyncio.get_running_loop().create_task(self._encode(document, read))
+        self._tasks.add(task)  # the loop itself keeps no task alive
+        task.add_done_callback(self._tasks.discard)
 
     def remove(self, engine: Engine, id: str) -> dict[str, Any]:
         """Delete a document and the KV that no other source has; return what that freed (`freed`).
@@ -126,22 +107,20 @@ class TenantDocuments:
             APIError: There is no such document (404), or KV may still be stored (503); the document
                 is still listed.
         """
-        document = self.get(id)
-        if document.status not in ("ready", "failed"):  # what encodes it deletes its KV
-            document.is_deleted = True
-            done = {"nbytes": 0, "tiers": {}}
-        else:
-            alone = _left(engine, document.name, document.passages)
-            done = freed(engine, alone, set(_chunks(engine, alone)))
+        document, done = self.get(id), {"nbytes": 0, "tiers": {}}
+        if document.status in ("ready", "failed"):
+            done = freed(engine, _left(engine, document.name, document.passages))
             self._service.documents.delete(self._tenant.salt, [id])
-        self.all.pop(id, None)
+        else:
+            document.is_deleted = True  # what encodes it deletes its KV
+        self._held.pop(id, None)
         return done
 
     def search(self, query: str, top_k: int, ids: Sequence[str] | None) -> list[dict[str, Any]]:
         """Return the passages that are closest to a query, closest first; each text once. It may
         block.
         """
-        chosen = [self.get(id) for id in ids] if ids is not None else list(self.all.values())
+        chosen = list(self.all().values()) if ids is None else [self.get(id) for id in ids]
         found = [(each, at) for each in chosen for at in range(len(each.vectors))]
         if not found:
             return []
@@ -169,15 +148,23 @@ class TenantDocuments:
 
     # inside
 
-    async def _encode_all(self) -> None:
-        while self._waiting:
-            document, read = self._waiting.popleft()
+    def _read(self, id: str) -> StoredDocument | None:
+        """Read a document of the file, with vectors of this server's embedder."""
+        records, salt = self._service.documents, self._tenant.salt
+        found = records.read(salt, id)
+        if found is not None and not len(found.vectors):  # another embedder made them
+            found.vectors = self._service.embedder.embed(found.passages)
+            records.add(salt, found, found.vectors)
+        return found
+
+    async def _encode(self, document: StoredDocument, read: Callable[[], str]) -> None:
+        async with self._turns:
             try:
-                await self._encode(document, read)
+                await self._encode_now(document, read)
             except Exception as error:
                 document.status, document.error = "failed", api_error_of(error).message
 
-    async def _encode(self, document: StoredDocument, read: Callable[[], str]) -> None:
+    async def _encode_now(self, document: StoredDocument, read: Callable[[], str]) -> None:
         began_s, document.status = time.monotonic(), "reading"
         text = whole_text(await asyncio.to_thread(read), f"'{document.name}'")
         if len(text) > MAX_DOCUMENT_CHARS:
@@ -186,38 +173,33 @@ class TenantDocuments:
                 "text",
             )
         document.passages = await self._turn(lambda engine: _split(engine, text))
+        name, passages = document.name, document.passages
         document.status = "encoding"
         vectors: list[Any] = []
-        for at in range(0, len(document.passages), BATCH_PASSAGES):
+        for at in range(0, len(passages), BATCH_PASSAGES):
             if document.is_deleted:
                 break
-            texts = document.passages[at : at + BATCH_PASSAGES]
+            texts = passages[at : at + BATCH_PASSAGES]
             vectors += await self._turn(partial(self._embedded, document, texts))
             document.vectors = vectors
             document.encoded += len(texts)
             document.seconds = time.monotonic() - began_s
-        replaced = [
-            each
-            for each in self.all.values()
-            if each.name == document.name and each is not document
-        ]
-        left = {text for each in replaced for text in each.passages}.difference(document.passages)
+        records, salt = self._service.documents, self._tenant.salt
+        there = await asyncio.to_thread(self.all)
+        if not document.is_deleted:
+            ready = document.model_copy(update={"status": "ready"})
+            await asyncio.to_thread(records.add, salt, ready, np.stack(vectors))
         if document.is_deleted:
-            replaced, left = [], set(document.passages)
-        else:
-            document.status = "ready"
-            try:
-                await asyncio.to_thread(
-                    self._service.documents.add, self._tenant.salt, document, np.stack(vectors)
-                )
-                document.is_saved = True
-            except StoreError as error:
-                log.error("A document is listed, but could not be saved: %s", error)
-                document.error = NOT_SAVED
+            await asyncio.to_thread(records.delete, salt, [document.id])
+            await self._turn(lambda engine: engine.forget(_left(engine, name, passages)))
+            return
+        self._held.pop(document.id, None)  # it is in the file
+        replaced = [each for each in there.values() if each.name == name and each is not document]
         for each in replaced:
-            self.all.pop(each.id, None)
+            self._held.pop(each.id, None)
+        left = {text for each in replaced for text in each.passages}.difference(passages)
         if left:
-            await self._turn(lambda engine: engine.forget(_left(engine, document.name, left)))
+            await self._turn(lambda engine: engine.forget(_left(engine, name, left)))
 
     def _embedded(
         self, document: StoredDocument, texts: Sequence[str], engine: Engine
@@ -245,10 +227,6 @@ def _split(engine: Engine, text: str) -> list[str]:
     if not found:
         raise RagFuseError("The document has no text; leave it out, or run OCR on its pages first.")
     return list(dict.fromkeys(found))
-
-
-def _chunks(engine: Engine, texts: Collection[str]) -> list[Chunk]:
-    return [(engine.digest, token_digest(engine.tokens(text))) for text in texts]
 
 
 def _left(engine: Engine, name: str, texts: Collection[str]) -> list[str]:

@@ -37,10 +37,6 @@ class EmbeddingRequest(RequestBody):
     )
     """The texts. Token ids are refused: they would be those of another model's tokenizer."""
     encoding_format: Literal["float", "base64"] | None = "float"
-    truncate_prompt_tokens: Literal[-1] | None = None
-    """-1: of a text that is longer than the embedder reads, only its beginning is embedded.
-    Otherwise it is refused.
-    """
     user: str | None = None
 
 
@@ -60,7 +56,6 @@ def embedding_routes(service: Service) -> APIRouter:
         vectors, n_tokens = await service.work(
             tenant_of(request), lambda _, check: _embed(embedder, body, check)
         )
-        request.state.token_counts.prompt = n_tokens
         data = [
             {"object": "embedding", "index": at, "embedding": each}
             for at, each in enumerate(vectors)
@@ -82,12 +77,12 @@ def _embed(
         batch = texts[at : at + BATCH_TEXTS]
         lengths = embedder.lengths(batch)
         longest = max(lengths)
-        if longest > limit and body.truncate_prompt_tokens is None:
+        if longest > limit:
             number = at + lengths.index(longest)
             raise APIError(
                 400,
                 f"input {number} has {longest:,} tokens; this embedder reads {limit:,}. Split the"
-                " text, or give truncate_prompt_tokens: -1 to embed its beginning.",
+                " text.",
                 "too_long",
                 "input",
             )
@@ -96,5 +91,5 @@ def _embed(
             vectors += [base64.b64encode(each.astype("<f4").tobytes()).decode() for each in found]
         else:
             vectors += found.tolist()
-        n_tokens += sum(min(each, limit) for each in lengths)
+        n_tokens += sum(lengths)
     return vectors, n_tokens

@@ -1,31 +1,23 @@
 """The one middleware: API key and tenant, host, the count of responses, a line in the log.
 
 It works at the ASGI level, so that nothing of a refused request is read. A line has method, path,
-status, tenant, time and tokens; never a key, a question or a document.
+status, tenant and time; never a key, a question or a document.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
 from urllib.parse import quote
 
 from fastapi import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragfuse.serve.keys import LOOPBACK
 from ragfuse.serve.refusals import APIError, refusal
-from ragfuse.serve.request_state import TokenCounts
 from ragfuse.serve.service import Service
 
 log = logging.getLogger("ragfuse.serve.access")
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 PUBLIC = ("/health", "/", "/docs")
 """Paths that need no key."""
@@ -36,7 +28,7 @@ QUIET = ("/health", "/metrics")
 
 
 class Guard:
-    """Checks each request, and puts its tenant and a count of its tokens into the request's state.
+    """Checks each request, and puts its tenant into the request's state.
 
     Args:
         app: The app that answers the requests that pass.
@@ -45,7 +37,7 @@ class Guard:
             server without keys by DNS rebinding.
     """
 
-    def __init__(self, app: App, service: Service, loopback_only: bool) -> None:
+    def __init__(self, app: ASGIApp, service: Service, loopback_only: bool) -> None:
         self._app, self._service, self._loopback_only = app, service, loopback_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,7 +47,6 @@ class Guard:
             return
         began_s, status, path = time.monotonic(), 0, scope["path"]
         state = scope.setdefault("state", {})
-        state["token_counts"] = counts = TokenCounts()
 
         async def noted(message: Message) -> None:
             nonlocal status
@@ -73,14 +64,12 @@ class Guard:
             tenant = state.get("tenant")
             log.log(
                 logging.DEBUG if path in QUIET else logging.INFO,
-                "%s %s %s, %s, %.0f ms, %d + %d tokens",
+                "%s %s %s, %s, %.0f ms",
                 scope["method"],
                 quote(path, safe="/:@-._~")[:120],
                 status or "not answered",
                 f"tenant {tenant.name}" if tenant is not None and tenant.name else "no tenant",
                 1000 * (time.monotonic() - began_s),
-                counts.prompt,
-                counts.answer,
             )
 
     def _admit(self, request: Request) -> None:

@@ -4,7 +4,7 @@ unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -21,12 +21,12 @@ class TokenLogprob:
 
     Args:
         id: The token id.
-        logprob: Its log probability; None for a prompt's first token, which nothing predicts.
+        logprob: Its log probability.
         top: The most likely tokens at this position, as (id, log probability), best first.
     """
 
     id: int
-    logprob: float | None
+    logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
 
@@ -82,20 +82,6 @@ class LogprobRecorder:
         self._recorded.append(TokenLogprob(token, _finite(float(row[token])), top))
 
 
-def of_prompt(
-    scores: Iterable[tuple[int, tuple[float, Sequence[tuple[int, float]]] | None]],
-) -> list[TokenLogprob]:
-    """Convert the scores of a prompt's own tokens, as `Runtime.score` gives them."""
-    return [
-        TokenLogprob(id, None)
-        if score is None
-        else TokenLogprob(
-            id, _finite(score[0]), tuple((other, _finite(p)) for other, p in score[1])
-        )
-        for id, score in scores
-    ]
-
-
 def as_chat(token_logprobs: Sequence[TokenLogprob], decode: DecodeToken) -> list[dict[str, Any]]:
     """Return `logprobs.content` of a chat completion."""
     return [
@@ -118,15 +104,12 @@ def as_text(
     return {
         "tokens": tokens,
         "token_logprobs": [each.logprob for each in token_logprobs],
-        "top_logprobs": [
-            None if each.logprob is None else top
-            for each, top in zip(token_logprobs, tops, strict=True)
-        ],
+        "top_logprobs": tops,
         "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)),
     }
 
 
-def _token(id: int, logprob: float | None, decode: DecodeToken) -> dict[str, Any]:
+def _token(id: int, logprob: float, decode: DecodeToken) -> dict[str, Any]:
     text = decode(id)
     return {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace"))}
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ragfuse.admin.quotas import QuotaKeeper
 from ragfuse.engine.engine import Engine
 from ragfuse.serve.admission import AdmissionControl
+from ragfuse.serve.quotas import QuotaKeeper
 from ragfuse.telemetry.prometheus import metrics
 
 
@@ -77,7 +77,6 @@ class _QuotaMetrics:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         keeper = self._keeper
-        evicted = {kind: keeper.evicted[kind] for kind in ("bytes", "texts", "sessions")}
         for family, name, text, label, values in (
             (GaugeMetricFamily, "bytes", "Bytes of the tenant's KV.", ["tier"], keeper.use.nbytes),
             (GaugeMetricFamily, "texts", "The tenant's texts.", [], {"": keeper.use.texts}),
@@ -100,7 +99,7 @@ class _QuotaMetrics:
                 "evictions",
                 "Entries, texts and sessions deleted for it.",
                 ["kind"],
-                evicted,
+                keeper.evicted,
             ),
         ):
             metric = family(f"ragfuse_tenant_{name}", text, labels=["engine", *label])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any
@@ -50,6 +51,7 @@ SCHEMA_ADVICE = "Register it first: POST /v1/ragfuse/schemas."
 """What to do about a schema that is not registered."""
 
 
+@dataclass(eq=False)
 class APIError(Exception):
     """An error that becomes the HTTP response to a request.
 
@@ -61,22 +63,14 @@ class APIError(Exception):
         retry_s: Seconds after which the client may retry; sent as Retry-After.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        code: str | None = None,
-        param: str | None = None,
-        retry_s: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.code, self.param, self.retry_s = (
-            status,
-            message,
-            code,
-            param,
-            retry_s,
-        )
+    status: int
+    message: str
+    code: str | None = None
+    param: str | None = None
+    retry_s: float | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
     def as_dict(self) -> dict[str, Any]:
         """Return the error object that OpenAI's clients expect."""

@@ -1,7 +1,7 @@
 """A bounded queue of requests that is fair among tenants and can be inspected.
 
-It only holds values: it runs nothing, and gets its clock as an argument. Look-ahead prefetching and
-eviction use the order of the waiting jobs (`ragfuse.plan.look_ahead`, AttentionStore section 3.3).
+It only holds values and runs nothing. Look-ahead prefetching and eviction use the order of the
+waiting jobs (`ragfuse.plan.look_ahead`, AttentionStore section 3.3).
 
 The next job is the first one of the tenant that was served longest ago, so that a new tenant's
 first job waits for at most one job of each other tenant, however many one of them has sent. A
@@ -12,7 +12,7 @@ runs, because each turn continues from the history with the turn before.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from threading import RLock
@@ -21,8 +21,8 @@ from typing import Generic, TypeVar
 from ragfuse.errors import BusyError
 
 T = TypeVar("T")
-_PACE_WEIGHT = 0.2
-"""Weight of the latest job in the moving average of the seconds between two finished jobs."""
+RETRY_S = 5.0
+"""Seconds after which those who were refused should ask again."""
 
 
 @dataclass(slots=True)
@@ -50,21 +50,16 @@ class JobQueue(Generic[T]):
 
     Args:
         max_waiting: Most jobs that wait at once.
-        clock: A monotonic clock, in seconds.
         max_each: Most waiting jobs of one tenant; None: `max_waiting`.
     """
 
-    def __init__(
-        self, max_waiting: int, clock: Callable[[], float], max_each: int | None = None
-    ) -> None:
-        self._max_waiting, self._max_each, self._clock = max_waiting, max_each or max_waiting, clock
+    def __init__(self, max_waiting: int, max_each: int | None = None) -> None:
+        self._max_waiting, self._max_each = max_waiting, max_each or max_waiting
         self._lock = RLock()
         # the tenant served next comes first
         self._tenants: OrderedDict[str, OrderedDict[int, Job[T]]] = OrderedDict()
         self._running: dict[int, Job[T]] = {}
         self._number = 0
-        self._pace_s: float | None = None
-        self._done_s = 0.0
 
     def __len__(self) -> int:
         """Return how many jobs wait."""
@@ -78,16 +73,15 @@ class JobQueue(Generic[T]):
             return tuple(self._running.values())
 
     def submit(self, work: T, tenant: str = "", conversation: Hashable | None = None) -> Job[T]:
-        """Add a job; raise BusyError, with the seconds to wait, where the queue is full."""
+        """Add a job; raise BusyError where the queue is full."""
         with self._lock:
-            n_waiting, n_mine = len(self), len(self._tenants.get(tenant, ()))
-            if n_waiting >= self._max_waiting:
-                raise self._full(
-                    f"{n_waiting} requests wait already, of at most {self._max_waiting}", n_waiting
+            mine = len(self._tenants.get(tenant, ()))
+            if len(self) >= self._max_waiting or mine >= self._max_each:
+                raise BusyError(
+                    f"The queue is full: {len(self)} requests wait, {mine} of them yours, of at"
+                    f" most {self._max_waiting} and {self._max_each}. Retry in {RETRY_S:.0f} s.",
+                    RETRY_S,
                 )
-            if n_mine >= self._max_each:
-                found = f"{n_mine} of your requests wait already, of at most {self._max_each}"
-                raise self._full(found, n_mine * len(self._tenants))
             self._number += 1
             job = Job(self._number, work, tenant, conversation)
             self._tenants.setdefault(tenant, OrderedDict())[job.number] = job
@@ -106,20 +100,13 @@ class JobQueue(Generic[T]):
             if job is not None:
                 self._tenants.move_to_end(job.tenant)
                 self._remove(job)
-                if not self._running:
-                    self._done_s = self._clock()  # idle time does not count towards the pace
                 self._running[job.number] = job
             return job
 
     def done(self, job: Job[T]) -> None:
         """Note that a taken job has ended, successfully or not; further calls do nothing."""
         with self._lock:
-            if self._running.pop(job.number, None) is None:
-                return
-            now_s = self._clock()
-            took_s = now_s - self._done_s
-            before_s = took_s if self._pace_s is None else self._pace_s
-            self._pace_s, self._done_s = before_s + _PACE_WEIGHT * (took_s - before_s), now_s
+            self._running.pop(job.number, None)
 
     def cancel(self, job: Job[T]) -> bool:
         """Remove a waiting job; return False where it does not wait any more. A running job is not
@@ -140,13 +127,6 @@ class JobQueue(Generic[T]):
         with self._lock:
             turns = zip_longest(*(jobs.values() for jobs in self._tenants.values()))
             return tuple(job for turn in turns for job in turn if job is not None)
-
-    # inside, with the lock held
-
-    def _full(self, found: str, n: int) -> BusyError:
-        """Return the error that says when `n` jobs are done: a second at least."""
-        wait_s = max(n * (1.0 if self._pace_s is None else self._pace_s), 1.0)
-        return BusyError(f"The queue is full: {found}. Retry in {wait_s:.0f} s.", wait_s)
 
     def _remove(self, job: Job[T]) -> None:
         del self._tenants[job.tenant][job.number]

@@ -1,13 +1,10 @@
-"""What goes along with a request from the guard to its route and back to the log: its tenant and
-its tokens.
-"""
+"""What routes ask of a request: its tenant, and whether its client is still there."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -16,14 +13,6 @@ from ragfuse.serve.keys import APITenant
 from ragfuse.serve.refusals import APIError
 
 T = TypeVar("T")
-
-
-@dataclass
-class TokenCounts:
-    """The tokens that a request took: of its prompts, and of its answers."""
-
-    prompt: int = 0
-    answer: int = 0
 
 
 def tenant_of(request: Request) -> APITenant:

@@ -104,11 +104,7 @@ def text_requests(body: TextRequest) -> list[AnswerRequest]:
             question = "".join([*(f"{chunk.text}\n\n" for chunk in chunks), prompt])
         if not question:
             raise unusable("prompt", "The prompt is empty; wanted a text to continue.")
-        echo = prompt if question == prompt and isinstance(prompt, str) else ""
-        echoed: dict[str, Any] = {"echo": echo, "n_top": body.logprobs} if body.echo else {}
-        found += [
-            replace(each, **echoed) for each in _answers(question, ask, body.n or 1, body.logprobs)
-        ]
+        found += _answers(question, ask, body.n or 1, body.logprobs)
     return found
 
 
@@ -234,7 +230,7 @@ def question_of(
     return prompt
 
 
-def last_user(roles: Sequence[str]) -> int:
+def last_user(roles: Sequence[str | None]) -> int:
     """Return where the last user message is, before which documents are placed; APIError (400)
     where there is none.
     """

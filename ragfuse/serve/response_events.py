@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
@@ -16,10 +15,6 @@ from ragfuse.serve.run import Completed, Item, TextDelta
 from ragfuse.types.answer import Answer
 
 Json = dict[str, Any]
-EVENT_NAMES = MappingProxyType(
-    {"message": "response.output_text", "reasoning": "response.reasoning_text"}
-)
-"""Where the names of events begin, by kind of item."""
 
 
 class ResponseEvents:
@@ -48,13 +43,10 @@ class ResponseEvents:
             "id": id,
             "object": "response",
             "created_at": int(time.time()),
-            "background": False,
             "error": None,
             "incomplete_details": None,
             "model": model,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
-            "service_tier": "default",
             "store": body.store is not False,
             "temperature": body.temperature or 0.0,
             "text": {"format": (body.text and body.text.format) or {"type": "text"}},
@@ -125,7 +117,7 @@ class ResponseEvents:
                 "response.content_part.added", part={**self._items[-1]["content"][0]}
             )
         self._items[-1]["content"][0]["text"] += text
-        yield self._part_event(f"{EVENT_NAMES[kind]}.delta", delta=text, **_logprobs(kind))
+        yield self._text_event("delta", delta=text)
 
     def _close(self) -> Iterator[Json]:
         """Yield the events that end the open item, if there is one."""
@@ -134,9 +126,7 @@ class ResponseEvents:
         item = self._items[-1]
         item["status"] = "completed"
         part = item["content"][0]
-        yield self._part_event(
-            f"{EVENT_NAMES[self._open]}.done", text=part["text"], **_logprobs(self._open)
-        )
+        yield self._text_event("done", text=part["text"])
         yield self._part_event("response.content_part.done", part=part)
         yield self._item_event("done", item)
         self._open = ""
@@ -177,6 +167,10 @@ class ResponseEvents:
         }
         return self._event(kind, **place, **fields)
 
+    def _text_event(self, what: str, **fields: Any) -> Json:
+        name = self._items[-1]["content"][0]["type"]
+        return self._part_event(f"response.{name}.{what}", logprobs=[], **fields)
+
     def _event(self, kind: str, **fields: Any) -> Json:
         number, self._number = self._number, self._number + 1
         return {"type": kind, "sequence_number": number, **fields}
@@ -189,7 +183,3 @@ def _item(kind: str) -> Json:
         return {**item, "summary": [], "content": [{"type": "reasoning_text", "text": ""}]}
     part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
     return {**item, "role": "assistant", "content": [part]}
-
-
-def _logprobs(kind: str) -> Json:
-    return {"logprobs": []} if kind == "message" else {}

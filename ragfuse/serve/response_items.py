@@ -10,15 +10,7 @@ from typing import Any
 
 from ragfuse.serve.refusals import unusable
 from ragfuse.serve.requests import last_user
-from ragfuse.serve.response_schema import (
-    CallItem,
-    InputItem,
-    InputPart,
-    MessageItem,
-    ReasoningItem,
-    ResponseRequest,
-    ResultItem,
-)
+from ragfuse.serve.response_schema import InputItem, InputPart, ResponseRequest
 from ragfuse.serve.schema import ChatRequest
 
 Json = dict[str, Any]
@@ -34,14 +26,13 @@ def items_of(body: ResponseRequest) -> list[InputItem]:
     items = list(body.input)
     if not body.documents:
         return items
-    at = last_user([getattr(item, "role", "") for item in items])
+    at = last_user([item.role for item in items])
     parts = list[InputPart]()
     for number, each in enumerate(body.documents, 1):
         title = each.title or f"document {number}"
         parts.append(InputPart(type="text-plain", text=each.text, title=title))
         parts.append(InputPart(type="input_text", text="\n\n"))
-    message = items[at]
-    items[at] = message.model_copy(update={"content": [*parts, *getattr(message, "content", ())]})
+    items[at] = items[at].model_copy(update={"content": [*parts, *(items[at].content or ())]})
     return items
 
 
@@ -91,27 +82,30 @@ def chat_request_of(
 
 
 def _is_assistants(item: InputItem) -> bool:
-    return isinstance(item, CallItem | ReasoningItem) or getattr(item, "role", "") == "assistant"
+    return item.type in ("function_call", "reasoning") or item.role == "assistant"
 
 
 def _messages(is_assistants: bool, items: Iterator[InputItem]) -> Iterator[Json]:
     """Yield the messages; an assistant's text and its calls become one, with the reasoning before
     them.
     """
+    if not is_assistants:
+        for item in items:
+            if item.type == "function_call_output":
+                content, id = _content(item.output), item.call_id
+                yield {"role": "tool", "content": content, "tool_call_id": id}
+            else:
+                yield {"role": item.role, "content": _content(item.content)}
+        return
     parts, calls, reasoning = list[Json](), list[Json](), ""
     for item in items:
-        if isinstance(item, ResultItem):
-            yield {"role": "tool", "content": _content(item.output), "tool_call_id": item.call_id}
-        elif isinstance(item, MessageItem) and not is_assistants:
-            yield {"role": item.role, "content": _content(item.content)}
-        elif isinstance(item, MessageItem):
-            parts += _content(item.content)
-        elif isinstance(item, CallItem):
-            calls.append(
-                {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
-            )
+        if item.type == "function_call":
+            said = {"name": item.name, "arguments": item.arguments or "{}"}
+            calls.append({"id": item.call_id, "function": said})
+        elif item.type == "reasoning":
+            reasoning += "".join(part.text for part in item.content or ())
         else:
-            reasoning += "".join(part.text for part in item.content)
+            parts += _content(item.content)
     if parts or calls:
         yield {
             "role": "assistant",
@@ -121,15 +115,11 @@ def _messages(is_assistants: bool, items: Iterator[InputItem]) -> Iterator[Json]
         }
 
 
-def _content(parts: Sequence[InputPart]) -> list[Json]:
-    documents = ("text-plain", "refusal")
+def _content(parts: Sequence[InputPart] | None) -> list[Json]:
+    kept = ("text-plain", "refusal")
     return [
-        {
-            "type": part.type if part.type in documents else "text",
-            "text": part.text,
-            "title": part.title,
-        }
-        for part in parts
+        {**part.model_dump(), "type": part.type if part.type in kept else "text"}
+        for part in parts or ()
     ]
 
 

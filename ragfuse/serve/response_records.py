@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ragfuse.serve.record_file import record_file, tenant_digest
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.response_schema import ITEMS, InputItem
 from ragfuse.settings import Settings
-from ragfuse.store.record_file import record_file, tenant_digest
 
 log = logging.getLogger("ragfuse.serve")
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
+from pydantic import BeforeValidator, Field, TypeAdapter
 
 from ragfuse.serve.schema import AnswerBody, FailFast, LooseBody, RequestBody, parts_of
 from ragfuse.types.request_limits import MAX_TITLE_CHARS
 
 MAX_ITEMS = 4096
 """Most items of one input."""
-CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class InputPart(LooseBody):
@@ -29,49 +28,26 @@ InputParts = Annotated[
 ]
 
 
-class MessageItem(LooseBody):
-    """What somebody said."""
+class InputItem(LooseBody):
+    """What somebody said, the model's call of a tool, what the tool answered, or what the model
+    thought.
+    """
 
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: InputParts
-
-
-class CallItem(LooseBody):
-    """The model's call of a tool."""
-
-    type: Literal["function_call"]
-    call_id: CallId
-    name: str = Field(min_length=1, max_length=64)
-    arguments: str = "{}"
-
-
-class ResultItem(LooseBody):
-    """What a tool answered."""
-
-    type: Literal["function_call_output"]
-    call_id: CallId
-    output: InputParts
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    """Who said a message."""
+    content: InputParts | None = None
+    """Of a message or a thought."""
+    call_id: str | None = Field(default=None, min_length=1, max_length=256)
+    """Of a call and its output."""
+    name: str | None = Field(default=None, min_length=1, max_length=64)
+    """Of the tool that is called."""
+    arguments: str | None = None
+    """Of a call: a JSON object."""
+    output: InputParts | None = None
+    """What the tool answered."""
 
 
-class ReasoningItem(LooseBody):
-    """What the model thought."""
-
-    type: Literal["reasoning"]
-    content: InputParts = Field(default=[])
-
-
-def _type_of(item: Any) -> Any:
-    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
-
-
-InputItem = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[CallItem, Tag("function_call")]
-    | Annotated[ResultItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(_type_of),
-]
 ITEMS: TypeAdapter[tuple[InputItem, ...]] = TypeAdapter(tuple[InputItem, ...])
 """Reads and writes items as they are stored. Unknown fields are ignored, as clients send back
 earlier items whole.

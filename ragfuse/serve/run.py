@@ -17,7 +17,7 @@ from ragfuse.engine.ask import Ask
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.question import Question
 from ragfuse.engine.request import PreparedPrompt
-from ragfuse.serve.logprobs import LogprobRecorder, TokenLogprob, of_prompt
+from ragfuse.serve.logprobs import LogprobRecorder, TokenLogprob
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.token_trace import TokenRecorder
 from ragfuse.serve.transfer import PromptTransfer
@@ -32,10 +32,6 @@ class AnswerRequest:
         question: The prompt.
         ask: How to answer it.
         recorder: Records the tokens' log probabilities; None: they are not wanted.
-        echo: Text of the prompt to repeat before the answer; "": decode it from the token ids;
-            None: no echo.
-        n_top: Score the echoed prompt, with this many most likely tokens per position; None: do not
-            score it.
         transfer: Takes the prefilled prompt to another engine; None: the answer is generated here.
         tokens: Records what becomes of the prompt's tokens; None: that is not wanted.
     """
@@ -43,8 +39,6 @@ class AnswerRequest:
     question: Question
     ask: Ask
     recorder: LogprobRecorder | None = None
-    echo: str | None = None
-    n_top: int | None = None
     transfer: PromptTransfer | None = None
     tokens: TokenRecorder | None = None
 
@@ -173,8 +167,11 @@ class AnswerRun:
             self._stream.cancel()
 
     async def _write(self) -> None:
+        timer = asyncio.get_running_loop().call_at(self._deadline_s, self.finish)
         try:
             for index, request in enumerate(self._requests):
+                if self._is_late:
+                    raise _late()
                 await self._answer(index, request)
             self._items.put_nowait(None)
         except BaseException as error:
@@ -182,21 +179,12 @@ class AnswerRun:
             is_given_up = self._is_over or isinstance(error, asyncio.CancelledError)
             self._items.put_nowait(_given_up() if is_given_up else error)
         finally:
+            timer.cancel()
             self._done()
 
     async def _answer(self, index: int, request: AnswerRequest) -> None:
         put = self._items.put_nowait
         self._has_begun = False
-        timer = asyncio.get_running_loop().call_at(self._deadline_s, self.finish)
-        try:
-            if request.echo is not None:
-                put(TextDelta(index, *await asyncio.to_thread(self._echo, request, request.echo)))
-            await self._generate(index, request)
-        finally:
-            timer.cancel()
-
-    async def _generate(self, index: int, request: AnswerRequest) -> None:
-        put = self._items.put_nowait
         self._stream = stream = await asyncio.to_thread(
             self.engine.stream, request.question, request.ask, prefilled=request.prefilled
         )
@@ -205,10 +193,8 @@ class AnswerRun:
         try:
             async for piece in stream.apieces():
                 self._has_begun = True
-                if isinstance(piece, Thought):
-                    put(TextDelta(index, "", request.take_logprobs(), piece.text))
-                else:
-                    put(TextDelta(index, piece, request.take_logprobs()))
+                text, thought = ("", piece.text) if isinstance(piece, Thought) else (piece, "")
+                put(TextDelta(index, text, request.take_logprobs(), thought))
             answer = stream.answer
             if token_logprobs := request.take_logprobs(answer):
                 put(TextDelta(index, "", token_logprobs))
@@ -223,20 +209,6 @@ class AnswerRun:
         finally:
             stream.cancel()
             await asyncio.to_thread(stream.close)
-
-    def _echo(self, request: AnswerRequest, echo: str) -> tuple[str, Sequence[TokenLogprob]]:
-        """Return the text of a prompt, with log probabilities from a separate forward pass if
-        wanted.
-        """
-        ids = self.engine.prompt(request.question).token_ids
-        n_top = request.n_top
-        scores = self.engine.runtime.score(ids, n_top, self._check) if n_top is not None else ()
-        return echo or self.engine.model.text(ids), of_prompt(scores)
-
-    def _check(self) -> None:
-        """Raise APIError where the run was cancelled, or is past its deadline."""
-        if self._is_over:
-            raise _given_up()
 
 
 def _late() -> APIError:

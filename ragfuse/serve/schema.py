@@ -328,8 +328,6 @@ class TextRequest(CompletionRequest):
     prompt: str | Several[str] | Ids | Several[Ids]
     """One text or several, or the token ids of one or several."""
     logprobs: int | None = Field(default=None, ge=0, le=20)
-    echo: bool | None = None
-    """Whether the answer begins with the prompt, whose tokens are then in `logprobs` too."""
 
 
 class ErrorBody(BaseModel):

@@ -5,26 +5,25 @@ running answers.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 from fastapi import Request
 
-from ragfuse.admin.quotas import Quota, QuotaKeeper
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.schema_service import PMLPrompt
 from ragfuse.models.embedder import Embedder
-from ragfuse.serve.admission import RETRY_S, AdmissionControl, Job
+from ragfuse.serve.admission import AdmissionControl, Job
 from ragfuse.serve.document_records import DocumentRecords
 from ragfuse.serve.keys import APITenant, Keys
 from ragfuse.serve.metrics import ServerMetrics
+from ragfuse.serve.quotas import Quota, QuotaKeeper
 from ragfuse.serve.refusals import APIError
+from ragfuse.serve.request_queue import RETRY_S
 from ragfuse.serve.request_state import tenant_of
 from ragfuse.serve.response_records import ResponseRecords
 from ragfuse.serve.run import AnswerRequest, AnswerRun
@@ -37,8 +36,6 @@ from ragfuse.transfer import TransferPlace
 log = logging.getLogger("ragfuse.serve")
 
 T = TypeVar("T")
-Prepared = tuple[Engine, Sequence[AnswerRequest]]
-"""The engine of a request, and the answers to generate."""
 UPKEEP_S = 5.0
 """Seconds between two checks of the tenants' quotas."""
 
@@ -121,31 +118,31 @@ class Service:
 
         Args:
             tenant: The tenant of the request.
-            make: Returns one `AnswerRequest` for each answer to generate; called once, at the turn
-                or before it.
+            make: Returns one `AnswerRequest` for each answer to generate.
             session: The conversation that the request continues; None for none.
 
         Raises:
             APIError: The queue is full (429), or the server stops (503).
             TimeoutError: The time is over.
         """
-        deadline_s, lock = self._deadline_s(), threading.Lock()
+        deadline_s = self._deadline_s()
 
-        @functools.cache
-        def made() -> Prepared:
+        def prepared() -> tuple[Engine, Sequence[AnswerRequest]]:
             engine = self.engine(tenant)
             return engine, make(engine)
 
-        def prepared() -> Prepared:
-            with lock:  # or two threads would make them
-                return made()
-
-        def wait(job: Job) -> None:
-            self.threads.ahead.submit(self._prefetch_while_waiting, job, tenant, prepared)
-
-        job, (engine, requests) = await self._in_turn(
-            tenant, session, deadline_s, self.threads.planning, prepared, wait
-        )
+        async with asyncio.timeout_at(deadline_s):
+            job = self.admission.join(tenant.name, session)
+            try:
+                engine, requests = await self.threads.run(self.threads.planning, prepared)
+                if not job.work.done():
+                    self.threads.ahead.submit(
+                        self._prefetch_while_waiting, job, tenant, engine, requests[0]
+                    )
+                await job.work
+            except BaseException:
+                self.admission.leave(job)
+                raise
 
         def done() -> None:
             self._runs.discard(run)
@@ -188,13 +185,22 @@ class Service:
 
         pool = self.threads.turns if computes else self.threads.planning
         try:
-            job, result = await self._in_turn(
-                tenant, None, self._deadline_s(), pool, lambda: do(self.engine(tenant), check)
-            )
+            async with asyncio.timeout_at(self._deadline_s()):
+                job = self.admission.join(tenant.name)
+                try:
+                    await job.work
+                except BaseException:
+                    self.admission.leave(job)
+                    raise
+                # The turn ends with the work, also if nobody waits for it any more, so that never
+                # more calls run than there are turns.
+                running = asyncio.get_running_loop().run_in_executor(
+                    pool, lambda: do(self.engine(tenant), check)
+                )
+                running.add_done_callback(lambda _: self.admission.leave(job))
+                return await asyncio.shield(running)
         finally:
             is_over.set()
-        self.admission.leave(job)
-        return result
 
     async def lookup(self, request: Request, do: Callable[[Engine], T]) -> T:
         """Return the result of `do`, a lookup in the store of a request's tenant; it does not wait
@@ -263,48 +269,16 @@ class Service:
         """Return the deadline of a request that comes now, on the event loop's clock."""
         return asyncio.get_running_loop().time() + self.settings.serve_timeout_s
 
-    async def _in_turn(
-        self,
-        tenant: APITenant,
-        session: str | None,
-        deadline_s: float,
-        pool: ThreadPoolExecutor,
-        do: Callable[[], T],
-        on_wait: Callable[[Job], object] = lambda job: None,
-    ) -> tuple[Job, T]:
-        """Return a turn, which goes on, and the result of `do`, run on `pool` in it.
-
-        If `do` fails, the client disconnects or the time is over, the turn ends, but not before
-        `do` has returned, so that never more calls run than there are turns.
-        """
-        async with asyncio.timeout_at(deadline_s):
-            job = await self.admission.enter(tenant.name, session, on_wait)
-            running = asyncio.get_running_loop().run_in_executor(pool, do)
-            try:
-                return job, await asyncio.shield(running)
-            except BaseException:
-                running.add_done_callback(lambda task: self._end_turn(job, task))
-                raise
-
-    def _end_turn(self, job: Job, task: asyncio.Future[T]) -> None:
-        self.admission.leave(job)
-        # reading it keeps asyncio from logging it as never retrieved
-        _ = task.cancelled() or task.exception()
-
     def _prefetch_while_waiting(
-        self, job: Job, tenant: APITenant, prepared: Callable[[], Prepared]
+        self, job: Job, tenant: APITenant, engine: Engine, request: AnswerRequest
     ) -> None:
-        """Prefetch the KV that a request needs while it waits; errors in it are reported at its
-        turn.
-        """
+        """Prefetch the KV that a request needs while it waits."""
         if job.work.done():  # its turn has come, or its client has disconnected
             return
         try:
-            engine, requests = prepared()
-            first = requests[0]
-            engine.prefetch(_chunk_texts(engine, first))
-            if first.ask.session is not None:
-                job.reads = tenant.salt, first.ask.session
+            engine.prefetch(_chunk_texts(engine, request))
+            if request.ask.session is not None:
+                job.reads = tenant.salt, request.ask.session
                 self.look_ahead()
         except Exception as error:
             log.debug("Nothing is prefetched for a waiting request: %s", error)

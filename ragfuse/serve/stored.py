@@ -7,28 +7,29 @@ Only entries of the tenant's own digest are ever listed or deleted.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Set
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 
-from ragfuse.admin.quotas import QuotaKeeper
 from ragfuse.engine.engine import Engine
-from ragfuse.serve.admission import RETRY_S
 from ragfuse.serve.body import BodyRoute
+from ragfuse.serve.quotas import QuotaKeeper
 from ragfuse.serve.refusals import APIError, unusable
+from ragfuse.serve.request_queue import RETRY_S
 from ragfuse.serve.request_state import tenant_of
 from ragfuse.serve.service import Service
 from ragfuse.store.deletion import (
     Chunk,
-    chunk_named,
     chunk_of,
     forget_chunks,
     leave_source,
     sources_in_order,
+    texts_by_chunk,
 )
+from ragfuse.store.tier import totals
 from ragfuse.telemetry.counters import TTFT_S
-from ragfuse.types.keys import ChunkKey
+from ragfuse.types.keys import token_digest
 from ragfuse.types.kv import Entry
 
 MAX_SESSIONS = 1000
@@ -110,20 +111,7 @@ def store_routes(service: Service) -> APIRouter:
 
 def _store(engine: Engine) -> dict[str, Any]:
     """Return the tenant's entries by tier, and the runs of tokens that wait to be encoded."""
-    by_tier: dict[str, Counter[str]] = {tier.name: Counter() for tier in engine.store.tiers}
-    for entry in _own(engine):
-        by_tier[entry.tier].update(
-            entries=1, nbytes=entry.nbytes, n_tokens=entry.n_tokens, pinned=entry.pinned
-        )
-    names = ("entries", "nbytes", "n_tokens", "pinned")
-    tiers = [
-        {
-            "name": tier.name,
-            **{name: by_tier[tier.name][name] for name in names},
-            "capacity": tier.capacity,
-        }
-        for tier in engine.store.tiers
-    ]
+    tiers = totals(engine.store.tiers, _own(engine))
     waiting = engine.counters.waiting
     return {"object": "ragfuse.store", "tiers": tiers, "waiting_to_be_encoded": waiting}
 
@@ -135,26 +123,27 @@ def use_of(keeper: QuotaKeeper, engine: Engine) -> dict[str, Any]:
     `nbytes` of a source counts KV once, however many tiers have a copy of it; `tiers` has the bytes
     of the copies. A chunk of several sources counts in each.
     """
-    found, entries, texts = keeper.enforce().as_dict(), _own(engine), _texts(engine)
-    by_source = defaultdict[str, list[Entry]](list)
+    use, entries = keeper.enforce(), _own(engine)
+    known, by_source = texts_by_chunk(engine.catalog, [engine.digest]), defaultdict(list)
     for entry in entries:
-        for source in sources_in_order(source for source, _ in texts[chunk_of(entry.key)]) or ("",):
+        texts = known[chunk_of(entry.key)]
+        for source in sources_in_order(each.source for each in texts) or ("",):
             by_source[source].append(entry)
     sources = [
         {
             "source": source,
-            "nbytes": kv_nbytes(mine),
-            "tiers": dict(_by_tier(mine)),
+            **_sizes(mine),
             "chunks": len({chunk_of(entry.key) for entry in mine}),
             "hits": sum(entry.hits for entry in mine),
         }
         for source, mine in by_source.items()
     ]
-    nbytes = _by_tier(entries)
+    tiers = _sizes(entries)["tiers"]
     return {
         "object": "ragfuse.usage",
-        **found,
-        "nbytes": {tier: nbytes[tier] for tier in found["nbytes"]},
+        "nbytes": {tier: tiers.get(tier, 0) for tier in use.nbytes},
+        "texts": use.texts,
+        "sessions": use.sessions,
         "limits": keeper.limits(),
         "sources": sorted(sources, key=lambda each: -each["nbytes"]),
     }
@@ -169,29 +158,25 @@ def delete(engine: Engine, source: str | None) -> dict[str, Any]:
     Raises:
         APIError: KV may still be stored somewhere (503).
     """
-    known = _texts(engine)
-    texts = {text for pairs in known.values() for each, text in pairs if source in (None, each)}
-    kept = (
-        leave_source(engine.catalog.strict, engine.digest, texts, source.__eq__)
-        if source
-        else set()
-    )
-    chunks = {chunk for chunk, pairs in known.items() if pairs[0][1] in texts - kept}
+    known = engine.catalog.texts(engine.digest)
+    texts = {each.text for each in known if source in (None, each.source)}
     if source is None:
-        chunks |= {chunk_of(entry.key) for entry in _own(engine)}
+        kept, more = set[str](), {chunk_of(entry.key) for entry in _own(engine)}
+    else:
+        kept = leave_source(engine.catalog.strict, engine.digest, texts, source.__eq__)
+        more = set()
+    return {"object": "ragfuse.deleted", **freed(engine, texts - kept, more), "kept": len(kept)}
 
-    done = freed(engine, sorted(texts - kept), chunks)
-    return {"object": "ragfuse.deleted", "chunks": len(chunks), **done, "kept": len(kept)}
 
-
-def freed(engine: Engine, texts: Collection[str], chunks: Set[Chunk]) -> dict[str, Any]:
-    """Delete texts and their chunks; return what it freed: `nbytes` of KV, each once, `tiers` the
-    bytes of all copies.
+def freed(engine: Engine, texts: Collection[str], more: Set[Chunk] = frozenset()) -> dict[str, Any]:
+    """Delete texts with their chunks, and `more` chunks; return how many these are, and what it
+    freed: `nbytes` of KV, each once, `tiers` the bytes of all copies.
 
     Raises:
         APIError: A tier cannot be written or does not answer, so that some of it may still be
             stored there (503).
     """
+    chunks = more | {(engine.digest, token_digest(engine.tokens(text))) for text in texts}
     done = forget_chunks(engine.store, engine.catalog.strict, chunks)
     engine.forget(texts)
     if done.silent:
@@ -200,33 +185,20 @@ def freed(engine: Engine, texts: Collection[str], chunks: Set[Chunk]) -> dict[st
             f"KV of what was to be deleted may still be stored in {names}. Delete it again later."
         )
         raise APIError(503, text, "store", None, RETRY_S)
-    return {"nbytes": kv_nbytes(done.entries), "tiers": dict(_by_tier(done.entries))}
-
-
-def kv_nbytes(entries: Iterable[Entry]) -> int:
-    """Return the bytes of KV in entries; of the copies of a key in several tiers, the largest
-    counts.
-    """
-    largest = dict[ChunkKey, int]()
-    for entry in entries:
-        largest[entry.key] = max(entry.nbytes, largest.get(entry.key, 0))
-    return sum(largest.values())
+    return {"chunks": len(chunks), **_sizes(done.entries)}
 
 
 def _own(engine: Engine) -> list[Entry]:
     return [entry for entry in engine.store.entries() if entry.key.model == engine.digest]
 
 
-def _texts(engine: Engine) -> Mapping[Chunk, list[tuple[str, str]]]:
-    """Return the (source, text) pairs that the catalog has of each chunk."""
-    found = defaultdict[Chunk, list[tuple[str, str]]](list)
-    for known in engine.catalog.texts(engine.digest):
-        found[chunk_named(known.key)].append((known.source, known.text))
-    return found
-
-
-def _by_tier(entries: Iterable[Entry]) -> Counter[str]:
-    nbytes = Counter[str]()
+def _sizes(entries: Collection[Entry]) -> dict[str, Any]:
+    """Return the bytes of KV in entries, of the copies of a key in several tiers the largest; and
+    the bytes of all copies by tier.
+    """
+    tiers = Counter[str]()
     for entry in entries:
-        nbytes[entry.tier] += entry.nbytes
-    return nbytes
+        tiers[entry.tier] += entry.nbytes
+    ascending = sorted(entries, key=lambda entry: entry.nbytes)
+    largest = {entry.key: entry.nbytes for entry in ascending}
+    return {"nbytes": sum(largest.values()), "tiers": dict(tiers)}

@@ -13,7 +13,7 @@ from typing import Any
 from ragfuse.engine.request import PreparedPrompt
 from ragfuse.errors import ModelError, TransferError
 from ragfuse.serve.refusals import unusable
-from ragfuse.transfer import UNKNOWN, TransferHandle, TransferModel, TransferPlace
+from ragfuse.transfer import TransferHandle, TransferModel, TransferPlace
 
 FIELD = "kv_transfer_params"
 
@@ -35,7 +35,7 @@ class PromptTransfer:
     model: str
     salt: str
     level: str
-    weights: str = UNKNOWN
+    weights: str
     params: dict[str, Any] | None = None
 
     def put(self, prepared: PreparedPrompt) -> None:

@@ -2,14 +2,13 @@
 memory.
 
 PDFs are read by pypdf, other types as `ragfuse.text.file_texts` reads them. `python -m
-ragfuse.serve.upload_text SUFFIX CHARS` is that process: the file on its standard input, JSON on its
-standard output.
+ragfuse.serve.upload_text SUFFIX CHARS` is that process: the file on its standard input, its text on
+its standard output, or on its standard error why it cannot be read.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import subprocess
 import sys
 
@@ -44,33 +43,25 @@ def text_of(data: bytes, suffix: str, most_chars: int) -> str:
         done = subprocess.run(
             command, input=data, capture_output=True, timeout=TIMEOUT_S, check=False
         )
-        answer = json.loads(done.stdout) if done.returncode == 0 else {}
     except subprocess.TimeoutExpired:
         raise InputError(
             f"{what} could not be read within {TIMEOUT_S} seconds. Repair it, or send its text."
         ) from None
-    except ValueError:
-        answer = {}
-    if "text" not in answer:
-        why = answer.get("error", "reading it failed")
-        raise InputError(f"{what} cannot be read: {why}. Repair it, or send its text.")
-    return str(answer["text"])
+    if done.returncode:
+        why = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["it broke off"]
+        raise InputError(f"{what} cannot be read: {why[0]:.200}. Repair it, or send its text.")
+    return done.stdout.decode("utf-8", "surrogatepass")
 
 
-def read(data: bytes, suffix: str, most_chars: int) -> dict[str, str]:
-    """Return {"text": ...} or {"error": ...} for a file of this type."""
-    try:
-        if suffix == PDF:
-            text = _pdf_text(data)
-        else:
-            text = "\n\n".join(texts_in(data.decode("utf-8", "surrogatepass"), suffix))
-        if len(text) > most_chars:
-            return {"error": f"it has more than {most_chars:,} characters when it is read"}
-        return {"text": text}
-    except InputError as error:
-        return {"error": str(error)[:200]}
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"[:200]}
+def read(data: bytes, suffix: str, most_chars: int) -> str:
+    """Return the text of a file of this type; any exception says that it cannot be read."""
+    if suffix == PDF:
+        text = _pdf_text(data)
+    else:
+        text = "\n\n".join(texts_in(data.decode("utf-8", "surrogatepass"), suffix))
+    if len(text) > most_chars:
+        raise InputError(f"it has more than {most_chars:,} characters when it is read")
+    return text
 
 
 def _pdf_text(data: bytes) -> str:
@@ -93,4 +84,10 @@ def _limit_memory() -> None:
 
 if __name__ == "__main__":
     _limit_memory()
-    sys.stdout.write(json.dumps(read(sys.stdin.buffer.read(), sys.argv[1], int(sys.argv[2]))))
+    try:
+        found = read(sys.stdin.buffer.read(), sys.argv[1], int(sys.argv[2]))
+    except InputError as error:
+        sys.exit(str(error))
+    except Exception as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    sys.stdout.buffer.write(found.encode("utf-8", "surrogatepass"))

@@ -8,10 +8,11 @@ hold some.
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 
-from ragfuse.store.catalog import CatalogFile
+from ragfuse.store.catalog import CatalogFile, KnownText
 from ragfuse.store.store import Forgotten, KVStore
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.whole_text import whole_text
@@ -43,9 +44,22 @@ def chunk_named(text: str) -> Chunk:
         return "", ""
 
 
+def texts_by_chunk(
+    catalog: CatalogFile, models: Iterable[str]
+) -> defaultdict[Chunk, list[KnownText]]:
+    """Return the texts that the catalog has of the chunks of these model digests; of a chunk with
+    several sources, one for each.
+    """
+    found = defaultdict[Chunk, list[KnownText]](list)
+    for model in models:
+        for known in catalog.texts(model):
+            found[chunk_named(known.key)].append(known)
+    return found
+
+
 def unanswered(names: Sequence[str], consequence: str) -> str:
     """Return a message that these tiers do not answer, with the consequence and what to do."""
-    return f"Tier {' and '.join(names)} does not answer: {consequence}. Try again once it does."
+    return f"Tier {' and '.join(names)} does not answer: {consequence}. Try again later."
 
 
 def forget_texts(catalog: CatalogFile, chunks: Iterable[Chunk]) -> int:
@@ -65,11 +79,7 @@ def forget_chunks(store: KVStore, catalog: CatalogFile, chunks: Set[Chunk]) -> F
         return Forgotten((), ())
     done = store.forget(key for key in store.all_keys() if chunk_of(key) in chunks)
     if done.silent:
-        log.warning(
-            unanswered(
-                done.silent, f"KV of the {len(chunks)} chunks to delete may still be stored there"
-            )
-        )
+        log.warning(unanswered(done.silent, "KV of what was deleted may still be stored there"))
     else:
         forget_texts(catalog, chunks)
     return done

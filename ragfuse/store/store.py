@@ -11,10 +11,9 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any
 
 from ragfuse.codec import RAW
 from ragfuse.errors import StoreError
@@ -47,10 +46,6 @@ class StoreStats:
     dropped_writes: int
     nbytes: Mapping[str, int]
     capacity: Mapping[str, int]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the counters as plain JSON types."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

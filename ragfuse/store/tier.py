@@ -9,9 +9,10 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
+from typing import Any
 
 from torch import Tensor
 
@@ -270,3 +271,14 @@ class Tier(ABC):
 
     def close(self) -> None:
         """Release what is open; afterwards every lookup is a miss. Closing twice does nothing."""
+
+
+def totals(tiers: Iterable[Tier], entries: Collection[Entry]) -> list[dict[str, Any]]:
+    """Return name and capacity of each tier, with the sums over its entries."""
+    found = list[dict[str, Any]]()
+    for tier in tiers:
+        mine = [entry for entry in entries if entry.tier == tier.name]
+        names = ("nbytes", "n_tokens", "pinned", "hits")
+        sums = {name: sum(getattr(entry, name) for entry in mine) for name in names}
+        found.append({"name": tier.name, "entries": len(mine), **sums, "capacity": tier.capacity})
+    return found

@@ -8,7 +8,6 @@ themselves.
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, Self
@@ -20,8 +19,6 @@ from ragfuse.transfer.weights import UNKNOWN
 from ragfuse.types.keys import ChunkKey, digest, token_digest
 from ragfuse.types.kv import ChunkKV
 
-SECRET_NBYTES = 16
-"""Bytes of the random part of a handle, which nobody guesses."""
 Name = Annotated[str, Field(min_length=1, max_length=512)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(gt=0, lt=1 << 44, strict=True)]
@@ -84,7 +81,7 @@ class TransferHandle:
     """The right to read the KV of one prompt, once. Whoever has it can read the KV: it is a secret.
 
     Args:
-        secret: 32 random hex digits.
+        secret: 32 random hex digits, which nobody guesses.
         expires_s: When it expires, in seconds since the epoch.
         tenant: The tenant's label (`tenant_label`).
         model: The model that computed the KV.
@@ -107,33 +104,6 @@ class TransferHandle:
     level: Name
     place: Name
     __pydantic_config__ = _EXACT
-
-    @classmethod
-    def make(
-        cls,
-        token_ids: Sequence[int],
-        model: TransferModel,
-        tenant: str,
-        expires_s: float,
-        nbytes: int,
-        level: str,
-        place: str,
-        weights: str = UNKNOWN,
-    ) -> Self:
-        """Return a new handle of a prompt, with a secret that no other has."""
-        secret, tokens = secrets.token_hex(SECRET_NBYTES), token_digest(token_ids)
-        return cls(
-            secret,
-            int(expires_s),
-            tenant,
-            model,
-            weights,
-            tokens,
-            len(token_ids),
-            nbytes,
-            level,
-            place,
-        )
 
     @staticmethod
     def tenant_label(salt: str) -> str:

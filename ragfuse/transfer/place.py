@@ -8,6 +8,7 @@ are handles: secret, bound to model, tenant and token ids, and short-lived.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import Lock
@@ -20,7 +21,7 @@ from ragfuse.store.tier import EntryMeta, Tier
 from ragfuse.store.urls import shown
 from ragfuse.transfer.handle import TransferHandle, TransferModel, expired
 from ragfuse.transfer.weights import UNKNOWN
-from ragfuse.types.keys import ChunkKey, digest
+from ragfuse.types.keys import ChunkKey, digest, token_digest
 from ragfuse.types.kv import ChunkKV, Entry, LayerKV
 
 log = logging.getLogger("ragfuse.transfer")
@@ -113,9 +114,17 @@ class TransferPlace:
         codec = codec_for(level)
         blobs = [codec.encode(layer, at).cpu() for at, layer in enumerate(kv.layers)]
         meta = EntryMeta.of(kv, level, blobs)
-        expires_s = self._clock() + self._ttl_s
-        handle = TransferHandle.make(
-            token_ids, model, tenant, expires_s, meta.nbytes, level, self.label, weights
+        handle = TransferHandle(
+            secret=secrets.token_hex(16),
+            expires_s=int(self._clock() + self._ttl_s),
+            tenant=tenant,
+            model=model,
+            weights=weights,
+            tokens=token_digest(token_ids),
+            n_tokens=len(token_ids),
+            nbytes=meta.nbytes,
+            level=level,
+            place=self.label,
         )
         if not self._tier.put(handle.key, meta, blobs):
             raise TransferError(

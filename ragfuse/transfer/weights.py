@@ -22,10 +22,6 @@ equals any other.
 """
 N_VALUES = 64
 """The most values of a tensor that count."""
-N_TENSORS = 2048
-"""The most tensors that count: of more, as many are taken at equal distances in the order of their
-names.
-"""
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -48,42 +44,20 @@ def sample_weights(folder: Path | None) -> str:
 
 
 def _sample(folder: Path) -> str:
-    files = _files(folder)
-    names = sorted(files)
-    step = max(1, -(-len(names) // N_TENSORS))
-    by_file = dict[str, list[str]]()
-    for name in names[::step]:
-        by_file.setdefault(files[name], []).append(name)
+    index, files = folder / _INDEX, {_WHOLE}
+    if index.is_file():
+        files = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
     parts = dict[str, bytes]()
-    for file, mine in by_file.items():
+    for file in files:
         with safe_open(folder / file, framework="pt") as opened:
-            for name in mine:
+            for name in opened.keys():  # noqa: SIM118 - it is no dict
                 found = opened.get_slice(name)
                 shape = found.get_shape()
-                first = (
-                    found[(*(slice(0, 1) for _ in shape[1:]), slice(0, N_VALUES))]
-                    if shape
-                    else found[...]
-                )
-                values = (
-                    first.float()
-                    .to(torch.bfloat16)
-                    .contiguous()
-                    .view(torch.int16)
-                    .numpy()
-                    .tobytes()
-                )
+                places = (*(slice(0, 1) for _ in shape[1:]), slice(0, N_VALUES)) if shape else ...
+                first = found[places].float().to(torch.bfloat16).contiguous()
+                values = first.view(torch.int16).numpy().tobytes()
                 parts[name] = f"{name} {shape} ".encode() + values
     hasher = blake3()
     for name in sorted(parts):
         hasher.update(len(parts[name]).to_bytes(8, "little") + parts[name])
     return str(hasher.hexdigest(length=16)) if parts else UNKNOWN
-
-
-def _files(folder: Path) -> dict[str, str]:
-    """The file of each tensor, by the tensor's name."""
-    if (folder / _INDEX).is_file():
-        told = json.loads((folder / _INDEX).read_text("utf-8"))["weight_map"]
-        return {str(name): str(file) for name, file in told.items()}
-    with safe_open(folder / _WHOLE, framework="pt") as opened:
-        return dict.fromkeys(opened.keys(), _WHOLE)

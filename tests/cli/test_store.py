@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ragfuse.admin.store_admin import EntryFilter, StoreAdmin
+from ragfuse.cli.entries import EntryFilter, OpenStore
 from ragfuse.cli.main import app
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
@@ -213,13 +213,13 @@ def test_clear_tells_what_stays_in_a_tier_that_is_down_and_keeps_all_texts(
 
 def test_clear_tells_of_a_tier_that_goes_down_after_it_was_listed(filled, server):
     settings = Settings(store=filled, home=filled.parent, tiers=(server.url(),))
-    with StoreAdmin(settings) as admin:
+    with OpenStore(settings) as admin:
         leave_only_in(admin.store, [OURS[1]], "redis")
-        lines = admin.list_entries()
+        lines = admin.selected(EntryFilter())
         server.kill()
-        done = admin.clear(lines, EntryFilter())
-        assert (done.silent, done.texts) == (["redis"], 0)
-        assert {line.entry.key for line in done.dropped} == {OURS[0], OURS[2], FILLER, *THEIRS}
+        dropped, n_texts, silent = admin.clear(lines, EntryFilter())
+        assert (silent, n_texts) == (["redis"], 0)
+        assert {line.entry.key for line in dropped} == {OURS[0], OURS[2], FILLER, *THEIRS}
         assert len(admin.catalog.file.tenants()) == 2
 
 

@@ -9,7 +9,7 @@ import os
 import pytest
 
 from ragfuse import Engine, Settings
-from ragfuse.admin.store_admin import EntryFilter, StoreAdmin, tier_statuses
+from ragfuse.cli.entries import EntryFilter, OpenStore
 from ragfuse.plan.evict import lru
 from ragfuse.store import CatalogFile, DiskTier, KVStore
 from tests.store.kit import key, kv
@@ -112,10 +112,9 @@ def test_a_store_that_is_looked_after_stays_where_it_was(here, tiny_settings):
     settings = tiny_settings.model_copy(update={"store": "kv"})
     with Engine(settings) as engine:
         engine.ingest([(CHUNKS[0], "a")])
-    admin = StoreAdmin(settings)
-    assert [status.where for status in tier_statuses(settings)] == [str(here / "kv")]
+    admin = OpenStore(settings)
     there = gone(here)
-    assert len(admin.list_entries(EntryFilter())) == 1
+    assert len(admin.selected(EntryFilter())) == 1
     admin.close()
     assert list(there.iterdir()) == []
 

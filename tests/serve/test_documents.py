@@ -146,7 +146,7 @@ def test_a_document_that_fails_leaves_the_one_that_it_was_to_replace(two: Served
     assert "kept.pdf" not in names(two)
 
 
-def test_a_document_that_cannot_be_saved_says_so_and_is_found(
+def test_a_document_that_cannot_be_saved_has_failed_and_is_deleted_with_its_kv(
     two: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -155,9 +155,9 @@ def test_a_document_that_cannot_be_saved_says_so_and_is_found(
     with monkeypatch.context() as patched:
         patched.setattr(DocumentRecords, "add", full)
         done = sent(two, "unsaved.txt", text=CHUNKS[0])
-    assert (done["status"], done["error"]) == ("ready", documents.NOT_SAVED)
-    assert "unsaved.txt" in names(two)
+    assert done["status"] == "failed"
     assert two.delete(f"{PATH}/{done['id']}", **BLUE).status_code == 200
+    assert "unsaved.txt" not in kept(two.root)
 
 
 def test_another_embedder_embeds_saved_passages_anew(
@@ -167,8 +167,7 @@ def test_another_embedder_embeds_saved_passages_anew(
     records = DocumentRecords(two.service.settings, "another")
     monkeypatch.setattr(two.service, "documents", records)
     listed = TenantDocuments(two.service, two.service.keys.tenants[0])
-    listed.refresh()
-    found = listed.all[done["id"]]
+    found = listed.get(done["id"])
     read = records.read(two.service.keys.tenants[0].salt, done["id"])
     assert read is not None
     assert len(found.vectors) == len(read.vectors) == done["passages"]

@@ -63,12 +63,6 @@ def test_what_cannot_be_embedded_is_refused_by_name(
     assert answer.json()["error"]["param"].startswith(param)
 
 
-def test_the_beginning_of_a_long_text_is_embedded_where_that_is_asked_for(served: Served) -> None:
-    body = {"model": MODEL, "input": "word " * 600, "truncate_prompt_tokens": -1}
-    answer = served.post("/v1/embeddings", body).json()
-    assert answer["usage"]["prompt_tokens"] == served.service.embedder.max_tokens
-
-
 def test_another_model_is_not_found(served: Served) -> None:
     answer = served.post("/v1/embeddings", {"model": served.service.model, "input": "x"})
     assert answer.status_code == 404

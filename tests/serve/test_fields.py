@@ -79,7 +79,6 @@ TEXT: dict[str, tuple[Fields, Fields]] = {
     "prompt": (PLAIN, {"prompt": "Another text"}),
     "max_tokens": (PLAIN, {"max_tokens": 2}),
     "logprobs": (PLAIN, {"logprobs": 0}),
-    "echo": (PLAIN, {"echo": True}),
 }
 LABELS: dict[str, Any] = {
     "user": "somebody",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ragfuse import Engine, InputError, Settings, SettingsError
-from ragfuse.admin.store_admin import EntryFilter, StoreAdmin
+from ragfuse.cli.entries import EntryFilter, OpenStore
 from ragfuse.serve.keys import Keys, check_host, read_keys
 from tests.serve.kit import (
     Served,
@@ -192,13 +192,13 @@ def test_the_log_names_tenants_as_the_store_does(
     lines = access_lines(caplog)
     blue, green, none = (line.split(", ")[1] for line in lines)
     assert none == "no tenant"
-    with StoreAdmin(settings) as admin:
-        names = {row.tenant.name for row in admin.list_entries()}
+    with OpenStore(settings) as admin:
+        names = {row.tenant.name for row in admin.selected(EntryFilter())}
         assert names == {settings.model, *(f"{settings.model} ({each})" for each in (blue, green))}
         for each in (blue, green):
-            rows = admin.list_entries(EntryFilter(tenant=each.removeprefix("tenant ")))
+            rows = admin.selected(EntryFilter(tenant=each.removeprefix("tenant ")))
             assert {row.tenant.name for row in rows} == {f"{settings.model} ({each})"}
-        assert admin.list_entries(EntryFilter(tenant=blue.removeprefix("tenant ")[:7])) == []
+        assert admin.selected(EntryFilter(tenant=blue.removeprefix("tenant ")[:7])) == []
 
 
 def test_the_tenant_of_the_setting_salt_has_its_name_on_loopback() -> None:

@@ -63,15 +63,13 @@ def test_a_request_leaves_one_line_without_its_key_and_its_question(
     named: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "ragfuse.serve.access"):
-        usage = ask(named, "reader").json()["usage"]
+        assert ask(named, "reader").status_code == 200
         named.get("/v1/mod%0Aels")
         named.get("/health")
         wait_for(lambda: [each for each in access_lines(caplog) if each.startswith("GET ")])
     lines = access_lines(caplog)[-2:]  # there may be a late one of the test before
     tenant = named.service.keys.tenants[0].name
-    tokens = f"{usage['prompt_tokens']} + {usage['completion_tokens']} tokens"
     assert lines[0].startswith(f"POST /v1/chat/completions 200, tenant {tenant}, ")
-    assert lines[0].endswith(f" ms, {tokens}")
     assert lines[1].startswith("GET /v1/mod%0Aels 401, ")
     assert not any(secret in "".join(lines) for secret in (KEY, "a-key-of", "lighthouse"))
 

@@ -157,15 +157,13 @@ async def test_a_request_keeps_its_place_until_its_prefill_ends_however_often_it
 
 async def test_who_is_cancelled_in_the_moment_of_its_turn_gives_it_on() -> None:
     admission = AdmissionControl(1, 10)
-    first = await admission.enter("a", None, lambda job: None)
-    second = asyncio.create_task(admission.enter("a", None, lambda job: None))
-    third = asyncio.create_task(admission.enter("b", None, lambda job: None))
-    await asyncio.sleep(0)
+    first, second, third = (admission.join(tenant) for tenant in ("a", "a", "b"))
+    await first.work
+    second.work.cancel()
     admission.leave(first)
-    second.cancel()
-    admission.leave(await third)
-    with pytest.raises(asyncio.CancelledError):
-        await second
+    admission.leave(second)
+    await third.work
+    admission.leave(third)
     assert admission.is_idle
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ragfuse import Ask, Engine
-from ragfuse.admin.quotas import Quota, QuotaKeeper
 from ragfuse.serve.keys import Keys
+from ragfuse.serve.quotas import Quota, QuotaKeeper
 from tests.serve.kit import Served, said, serving, settings_of, wait_for
 from tests.serve.test_keys import BLUE, GREEN, bearer
 from tests.tiny import CHUNKS

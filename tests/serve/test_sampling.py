@@ -1,25 +1,23 @@
-"""Fields that shape an answer: penalties, biases, prompts as ids, echo, scoring, thoughts, what
-templates are told.
+"""Fields that shape an answer: penalties, biases, prompts as ids, thoughts, what templates
+are told.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import torch
 
 from ragfuse import Engine
-from ragfuse.engine.options import ends_of
 from ragfuse.serve.keys import APITenant
 from ragfuse.serve.requests import chat_requests
 from ragfuse.serve.schema import ChatRequest
 from ragfuse.text.chat_template import ChatTemplate
-from tests.serve.kit import Served, said, serving, settings_of, with_documents
+from tests.serve.kit import Served, said, serving, settings_of
 
 PROMPT = "The keeper of the northern lighthouse"
 
@@ -59,7 +57,7 @@ def refused(answer: httpx.Response) -> dict[str, Any]:
     return dict(answer.json()["error"])
 
 
-# prompts as ids, echo, scoring
+# prompts as ids
 
 
 def test_a_prompt_of_token_ids_is_the_text_that_they_are(served: Served) -> None:
@@ -85,96 +83,6 @@ def test_ids_that_cannot_be_a_prompt_are_told(
 ) -> None:
     body = {"model": served.service.model, **fields}
     assert refused(served.post("/v1/completions", body))["param"] == param
-
-
-def slow_scores(engine: Engine, ids: Sequence[int]) -> list[float]:
-    """Of each id but the first, by a forward of all ids before it."""
-    found = []
-    for at in range(1, len(ids)):
-        with torch.no_grad():
-            logits = engine.model.model(torch.tensor([list(ids[:at])])).logits[0, -1]
-        found.append(float(logits.float().log_softmax(-1)[ids[at]]))
-    return found
-
-
-def test_an_echo_says_the_prompt_and_how_likely_its_tokens_are(served: Served) -> None:
-    engine = engine_of(served)
-    told = text(served, echo=True, max_tokens=1, logprobs=2)
-    choice = told["choices"][0]
-    assert choice["text"][:-1] == PROMPT
-    assert choice["finish_reason"] == "length"
-    ids = list(engine.prompt(PROMPT).token_ids)
-    assert told["usage"]["prompt_tokens"] == len(ids)
-    found = choice["logprobs"]
-    assert found["token_logprobs"][0] is None is found["top_logprobs"][0]
-    assert found["token_logprobs"][1:-1] == pytest.approx(slow_scores(engine, ids), abs=1e-3)
-    # special tokens are all spelled ""
-    assert all(1 <= len(each) <= 2 for each in found["top_logprobs"][1:])
-    assert len(found["tokens"]) == len(found["text_offset"]) == len(ids) + 1
-    assert "".join(found["tokens"][:-1]) == PROMPT
-
-
-def test_scores_do_not_depend_on_how_many_tokens_are_computed_at_once(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = engine_of(served)
-    ids = engine.tokens(PROMPT)
-    whole = [score for _, score in engine.runtime.score(ids)]
-    monkeypatch.setattr("ragfuse.hf.model.SCORED_TOKENS", 5)
-    parts = [score for _, score in engine.runtime.score(ids)]
-    assert [each[0] for each in parts[1:] if each] == pytest.approx(
-        [each[0] for each in whole[1:] if each], abs=1e-4
-    )
-
-
-def test_an_echo_stands_before_the_answer_streamed_too(served: Served) -> None:
-    plain = text(served, max_tokens=6, logprobs=1)["choices"][0]
-    told = text(served, max_tokens=6, logprobs=1, echo=True)
-    assert told["choices"][0]["text"] == PROMPT + plain["text"]
-    assert told["choices"][0]["logprobs"]["tokens"][-6:] == plain["logprobs"]["tokens"]
-    assert told["usage"]["completion_tokens"] == 6
-    pieces = [
-        each["choices"][0]
-        for each in events(served, "/v1/completions", prompt=PROMPT, max_tokens=6, echo=True)
-    ]
-    assert "".join(each["text"] for each in pieces) == PROMPT + plain["text"]
-    assert pieces[0]["text"] == PROMPT
-    two = text(served, prompt=["Once", "Twice"], max_tokens=1, echo=True)["choices"]
-    assert [(each["index"], each["text"][:-1]) for each in two] == [(0, "Once"), (1, "Twice")]
-
-
-def test_scores_do_not_depend_on_what_was_drawn(served: Served) -> None:
-    """The body of lm-eval's `local-completions`, whose sums leave out the last entry: that of the
-    drawn token.
-    """
-    engine = engine_of(served)
-    end, *_ = ends_of(engine.model)
-    texts = [f"{PROMPT} counted {number} ships" for number in range(10)]
-    prompts = [[*engine.model.bos, *engine.tokens(each)] for each in texts]
-    body = {"prompt": prompts, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
-    for bias in ({}, {"logit_bias": {str(end): 100}}):
-        choices = text(served, **body, **bias)["choices"]
-        assert [each["index"] for each in choices] == list(range(10))
-        for ids, choice in zip(prompts, choices, strict=True):
-            found = choice["logprobs"]
-            assert (
-                len(found["tokens"])
-                == len(found["top_logprobs"])
-                == len(found["token_logprobs"])
-                == len(ids) + 1
-            )
-            assert found["token_logprobs"][1:-1] == pytest.approx(
-                slow_scores(engine, ids), abs=1e-3
-            )
-
-
-def test_an_echo_of_documents_says_them(served: Served) -> None:
-    told = text(served, prompt="Who?", max_tokens=1, echo=True, **with_documents(1))["choices"][0][
-        "text"
-    ]
-    assert told.startswith("Passage northern.")
-    assert told[:-1].endswith("Who?")
-    assert "[[" not in told
 
 
 # tools

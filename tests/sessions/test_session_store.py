@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ragfuse import Ask, Engine, InputError
-from ragfuse.admin.store_admin import StoreAdmin
+from ragfuse.cli.entries import OpenStore
 from ragfuse.engine.history import ConversationHistory
 from tests.sessions.kit import QUESTIONS, is_full_prefill, resent, talk
 from tests.sessions.test_history import prepared
@@ -142,7 +142,7 @@ def test_a_store_is_looked_after_without_a_model(engine, tiny_settings):
     talk(engine, QUESTIONS[:2])
     engine.flush()
     engine.close()
-    with StoreAdmin(tiny_settings) as admin:
+    with OpenStore(tiny_settings) as admin:
         assert [info.id for info in admin.sessions.ls()] == ["one"]
         assert admin.sessions.truncate("one", 30).dropped
         admin.sessions.delete("one")
@@ -153,14 +153,14 @@ def test_looking_after_sessions_means_the_tenant_whose_salt_is_set(tiny_settings
     for salt in ("mine", "theirs"):
         with Engine(tiny_settings.model_copy(update={"salt": salt})) as engine:
             talk(engine, QUESTIONS[:1])
-    with StoreAdmin(tiny_settings) as all_of_them:
+    with OpenStore(tiny_settings) as all_of_them:
         assert len(all_of_them.sessions.ls()) == 2
         with pytest.raises(InputError, match="2 models or tenants"):
             all_of_them.sessions.delete("one")
-    with StoreAdmin(tiny_settings.model_copy(update={"salt": "mine"})) as mine:
+    with OpenStore(tiny_settings.model_copy(update={"salt": "mine"})) as mine:
         assert mine.sessions.delete("one").sessions == 1
         assert mine.sessions.ls() == []
-    with StoreAdmin(tiny_settings) as all_of_them:
+    with OpenStore(tiny_settings) as all_of_them:
         assert len(all_of_them.sessions.ls()) == 1
 
 

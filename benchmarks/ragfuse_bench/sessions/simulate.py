@@ -97,7 +97,7 @@ class Simulation:
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._order = count()
-        self._queue: JobQueue[int] = JobQueue(UNLIMITED, lambda: self._now)
+        self._queue: JobQueue[int] = JobQueue(UNLIMITED)
         self._tiers = Tiers(
             by_arrival
             if given.policy == "fifo"

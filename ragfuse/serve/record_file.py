@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ragfuse.settings import Settings
 from ragfuse.store.database import Database
-from ragfuse.store.database import Row as Row
 from ragfuse.store.folder import open_folder
 from ragfuse.types.keys import digest
 

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
 
+from ragfuse.engine.engine import Engine
 from ragfuse.errors import StoreError
 from ragfuse.store import Tier
 from ragfuse.types.keys import ChunkKey
-
-if TYPE_CHECKING:
-    from ragfuse.engine.engine import Engine
 
 QUOTA_MARGIN = 0.05
 """Share of a quota that is freed beyond what is needed, so that not every new text causes a search
@@ -45,13 +42,8 @@ class Quota:
 
     def byte_limit(self, capacity: int) -> int | None:
         """Return the bytes that the tenant may keep in a tier of this capacity; None: no limit."""
-        return (
-            self.nbytes
-            if self.nbytes is not None
-            else capacity // self.parts
-            if self.parts > 1
-            else None
-        )
+        share = capacity // self.parts if self.parts > 1 else None
+        return share if self.nbytes is None else self.nbytes
 
 
 @dataclass(frozen=True)
@@ -61,10 +53,6 @@ class TenantUse:
     nbytes: Mapping[str, int] = field(default_factory=dict)
     texts: int = 0
     sessions: int = 0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it in plain JSON types."""
-        return {"nbytes": dict(self.nbytes), "texts": self.texts, "sessions": self.sessions}
 
 
 class QuotaKeeper:
@@ -81,7 +69,8 @@ class QuotaKeeper:
     """
 
     def __init__(self, owner: Engine, quota: Quota) -> None:
-        self.quota, self.use, self.evicted = quota, TenantUse(), Counter[str]()
+        self.quota, self.use = quota, TenantUse()
+        self.evicted = Counter(bytes=0, texts=0, sessions=0)
         self._owner, self._lock = owner, threading.Lock()
 
     def enforce(self) -> TenantUse:
@@ -90,25 +79,21 @@ class QuotaKeeper:
         A catalog or tier that does not answer is skipped until the next call.
         """
         owner, catalog, digest = self._owner, self._owner.catalog.strict, self._owner.digest
-
-        def forget(n: int, target: int) -> None:
-            owner.forget({known.text for known in catalog.texts(digest, n - target)})
-
         with self._lock:
             with suppress(StoreError):
-                texts = self._kept(
-                    "texts", self.quota.texts, lambda: catalog.count_texts(digest), forget
+                texts, sessions = catalog.count_texts(digest), catalog.count_sessions(digest)
+                if excess := _excess(texts, self.quota.texts):
+                    owner.forget({known.text for known in catalog.texts(digest, excess)})
+                if excess := _excess(sessions, self.quota.sessions):
+                    owner.sessions.keep_latest(sessions - excess)
+                self.use = TenantUse(
+                    {}, catalog.count_texts(digest), catalog.count_sessions(digest)
                 )
-                sessions = self._kept(
-                    "sessions",
-                    self.quota.sessions,
-                    lambda: catalog.count_sessions(digest),
-                    lambda _, target: owner.sessions.keep_latest(target),
+                self.evicted.update(
+                    texts=texts - self.use.texts, sessions=sessions - self.use.sessions
                 )
-                self.use = replace(self.use, texts=texts, sessions=sessions)
-            self.use = replace(
-                self.use, nbytes={tier.name: self._bytes_in(tier) for tier in self._capped()}
-            )
+            nbytes = {tier.name: self._bytes_in(tier) for tier in self._capped()}
+            self.use = replace(self.use, nbytes=nbytes)
             return self.use
 
     def limits(self) -> dict[str, int]:
@@ -119,24 +104,6 @@ class QuotaKeeper:
         nbytes = min((limit for limit in byte_limits if limit is not None), default=None)
         limits = {"bytes": nbytes, "texts": self.quota.texts, "sessions": self.quota.sessions}
         return {kind: limit for kind, limit in limits.items() if limit is not None}
-
-    def _kept(
-        self,
-        kind: str,
-        limit: int | None,
-        count: Callable[[], int],
-        delete: Callable[[int, int], object],
-    ) -> int:
-        """Count; over the limit, call `delete` with what there is and with the number to shrink to,
-        and count again.
-        """
-        n = count()
-        if limit is None or n <= limit:
-            return n
-        delete(n, _target(limit))
-        remaining = count()
-        self.evicted[kind] += n - remaining
-        return remaining
 
     def _capped(self) -> list[Tier]:
         """Return the tiers that outlive the process and have a capacity; others limit
@@ -149,22 +116,17 @@ class QuotaKeeper:
         are left.
         """
         entries = [entry for entry in tier.list() if entry.key.model == self._owner.digest]
-        nbytes, limit = sum(entry.nbytes for entry in entries), self.quota.byte_limit(tier.capacity)
-        if limit is None or nbytes <= limit:
-            return nbytes
-        doomed, excess = list[ChunkKey](), nbytes - _target(limit)
-        for entry in sorted(
-            (entry for entry in entries if not entry.pinned), key=lambda entry: entry.last_used
-        ):
-            if excess <= 0:
-                break
-            doomed.append(entry.key)
-            excess -= entry.nbytes
+        nbytes = sum(entry.nbytes for entry in entries)
+        doomed, excess = list[ChunkKey](), _excess(nbytes, self.quota.byte_limit(tier.capacity))
+        for entry in sorted(entries, key=lambda entry: entry.last_used):
+            if excess > 0 and not entry.pinned:
+                doomed.append(entry.key)
+                excess -= entry.nbytes
         done = self._owner.store.forget(doomed, tier.name)
         self.evicted["bytes"] += len(done.entries)
         return nbytes - done.nbytes
 
 
-def _target(limit: int) -> int:
-    """Return the amount to shrink to once `limit` is exceeded."""
-    return limit - int(QUOTA_MARGIN * limit)
+def _excess(n: int, limit: int | None) -> int:
+    """Return how much of `n` is to be deleted: where it is beyond the limit, a margin more."""
+    return 0 if limit is None or n <= limit else n - limit + int(QUOTA_MARGIN * limit)

@@ -1,0 +1,237 @@
+"""The store that settings describe, its entries with their tenants and texts, and filters of
+them. No model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ragfuse.errors import InputError, SettingsError
+from ragfuse.schemas.registry import SchemaRegistry
+from ragfuse.sessions.session_store import SessionStore
+from ragfuse.settings import Settings
+from ragfuse.store import open_catalog, open_store
+from ragfuse.store.catalog import KnownText
+from ragfuse.store.deletion import (
+    Chunk,
+    chunk_named,
+    chunk_of,
+    forget_texts,
+    sources_in_order,
+    texts_by_chunk,
+)
+from ragfuse.store.tenants import Tenant, tenants_in
+from ragfuse.types.keys import ChunkKey
+from ragfuse.types.kv import Entry
+
+SHOWN_CHARS = 200
+"""Characters of a chunk's text that are shown."""
+
+
+@dataclass(frozen=True)
+class EntryRow:
+    """One entry with its tenant and the known texts of its chunk, one for each source.
+
+    Args:
+        entry: The entry.
+        tenant: Its tenant.
+        known: The texts.
+    """
+
+    entry: Entry
+    tenant: Tenant
+    known: Sequence[KnownText] = ()
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The sources of the chunk; the one that brought it first is the first."""
+        return sources_in_order(known.source for known in self.known if known.source)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it in plain JSON types."""
+        entry, names = self.entry, ("tier", "n_tokens", "n_layers", "nbytes", "hits", "last_used")
+        return {
+            "key": str(entry.key),
+            **vars(self.tenant),
+            **{name: getattr(entry, name) for name in (*names, "pinned")},
+            "encoded": entry.key.encoded,
+            "levels": dict(entry.sizes),
+            "source": next(iter(self.sources), ""),
+            "sources": list(self.sources),
+            "text": self.known[0].text[:SHOWN_CHARS] if self.known else "",
+        }
+
+
+@dataclass(frozen=True)
+class EntryFilter:
+    """Selects the entries that match all given conditions.
+
+    Args:
+        keys: Beginnings of chunk keys; an entry matches if its key begins with any of them.
+        tier: Name of a tier.
+        model: A model's name, or the beginning of a tenant's digest (at least 4 characters).
+        tenant: A tenant's salt, or its name (`store.tenants.tenant_name`).
+        source: Part of the source of the text, in any case.
+    """
+
+    keys: Sequence[str] = ()
+    tier: str | None = None
+    model: str | None = None
+    tenant: str | None = None
+    source: str | None = None
+
+    @property
+    def selects_tenants(self) -> bool:
+        """Whether it selects whole tenants: all entries of some tenants, or of all."""
+        return not self.keys and self.tier is None and self.source is None
+
+    def has(self, row: EntryRow) -> bool:
+        """Return whether a row matches, but for its key."""
+        part = (self.source or "").casefold()
+        return (
+            self.tier in (None, row.entry.tier)
+            and self.has_tenant(row.tenant)
+            and (not part or any(part in source.casefold() for source in row.sources))
+        )
+
+    def has_tenant(self, tenant: Tenant) -> bool:
+        """Return whether entries of a tenant may match."""
+        model, salt = self.model, self.tenant
+        is_model = model in (None, tenant.model) or (
+            len(model or "") >= 4 and tenant.digest.startswith(model or "")
+        )
+        return is_model and (salt is None or tenant.is_of(salt) or tenant.is_named(salt))
+
+
+class OpenStore:
+    """The store and the catalog that the settings describe.
+
+    It has no memory tiers: these belong to the process that fills them.
+
+    Raises:
+        SettingsError: The settings describe no tier that outlives a process.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        if not settings.disk_bytes and not settings.tiers:
+            raise SettingsError(
+                "With these settings KV is stored in memory only (disk_bytes is 0, tiers is empty)"
+                " and lost when the process ends, so there is nothing to manage. Set disk_bytes or"
+                " tiers."
+            )
+        settings = settings.placed()
+        self._salt = settings.salt
+        self.catalog = open_catalog(settings)
+        self.store = open_store(settings.model_copy(update={"gpu_bytes": 0, "memory_bytes": 0}))
+        self.schemas = SchemaRegistry(self.store, self.catalog, self._salt)
+        """Those of the tenant whose salt is set."""
+        self.sessions = SessionStore(self.store, self.catalog, self._tenants)
+        """Those of one tenant if a salt is set, else of all."""
+
+    def selected(self, entry_filter: EntryFilter) -> list[EntryRow]:
+        """Return the selected entries, most recently used first.
+
+        Raises:
+            InputError: The beginning of a key matches no chunk or several.
+            StoreError: There is no such tier.
+        """
+        if entry_filter.tier is not None:
+            self.store.tier(entry_filter.tier)
+        found = [row for row in self._rows() if entry_filter.has(row)]
+        chunks = {_chunk_of_key(found, beginning) for beginning in entry_filter.keys}
+        return [row for row in found if not chunks or chunk_of(row.entry.key) in chunks]
+
+    def silent(self, entry_filter: EntryFilter) -> list[str]:
+        """Return the selected tiers that do not answer; an earlier listing lacks their entries."""
+        return [name for name in self.store.silent() if entry_filter.tier in (None, name)]
+
+    def whole_tenants(self, entry_filter: EntryFilter) -> list[Tenant]:
+        """Return the tenants that a filter selects as a whole, with all their texts."""
+        tenants = tenants_in(self.catalog.strict)
+        known = self.catalog.strict.tenants() if entry_filter.selects_tenants else []
+        return [tenants[digest] for digest in known if entry_filter.has_tenant(tenants[digest])]
+
+    def clear(
+        self, rows: Sequence[EntryRow], entry_filter: EntryFilter
+    ) -> tuple[list[EntryRow], int, list[str]]:
+        """Delete `rows`, which the filter selected, and the texts of chunks that have no entry
+        left.
+
+        Returns:
+            The entries that were deleted; how many texts were, none while any tier does not
+            answer, as it may hold entries; and the tiers that failed to delete or do not answer.
+        """
+        done = self.store.forget({row.entry.key for row in rows}, entry_filter.tier)
+        removed = {(entry.key, entry.tier) for entry in done.entries}
+        gone = [row for row in rows if (row.entry.key, row.entry.tier) in removed]
+        silent = list(dict.fromkeys((*done.silent, *self.store.silent())))
+        if silent:
+            return gone, 0, silent
+        catalog = self.catalog.strict
+        chunks = {chunk_of(row.entry.key) for row in gone}
+        n_texts = sum(
+            catalog.delete_texts(tenant.digest) for tenant in self.whole_tenants(entry_filter)
+        )
+        n_texts += forget_texts(
+            catalog, chunks - {chunk_of(entry.key) for entry in self.store.entries()}
+        )
+        return gone, n_texts, []
+
+    def texts_of(self, rows: Sequence[EntryRow]) -> list[KnownText]:
+        """Return the known texts of entries, the oldest first."""
+        wanted = {known for row in rows for known in row.known}
+        models = {row.entry.key.model for row in rows}
+        found = (known for model in models for known in self.catalog.strict.texts(model))
+        return [known for known in found if known in wanted]
+
+    def add_texts(self, texts: Sequence[KnownText]) -> None:
+        """Add known texts, of whatever models, to the catalog."""
+        for model in {ChunkKey.parse(text.key).model for text in texts}:
+            mine = [text for text in texts if chunk_named(text.key)[0] == model]
+            self.catalog.strict.add_texts(model, mine)
+
+    def close(self) -> None:
+        """Close all files."""
+        self.store.close()
+        self.catalog.close()
+
+    def __enter__(self) -> OpenStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _rows(self) -> list[EntryRow]:
+        entries = self.store.entries()
+        tenants = tenants_in(self.catalog.strict)
+        known = texts_by_chunk(self.catalog.strict, {entry.key.model for entry in entries})
+        rows = [
+            EntryRow(entry, tenants[entry.key.model], known[chunk_of(entry.key)])
+            for entry in entries
+        ]
+        return sorted(rows, key=lambda row: -row.entry.last_used)
+
+    def _tenants(self) -> list[str] | None:
+        if not self._salt:
+            return None
+        tenants = tenants_in(self.catalog.strict)
+        return [digest for digest, tenant in tenants.items() if tenant.is_of(self._salt)]
+
+
+def _chunk_of_key(rows: Sequence[EntryRow], beginning: str) -> Chunk:
+    """Return the one chunk whose key begins with `beginning`; InputError for none or several."""
+    found = {
+        chunk_of(row.entry.key): row.tenant.name
+        for row in rows
+        if row.entry.key.tokens.startswith(beginning) or str(row.entry.key).startswith(beginning)
+    }
+    if len(found) != 1:
+        names = "".join(f", {tokens[:16]} of {name}" for (_, tokens), name in found.items())
+        raise InputError(
+            f"Wanted the beginning of one chunk's key, found that '{beginning}' begins"
+            f" {len(found)}{names:.200}. `ragfuse store ls` lists all keys; --model and --tenant"
+            " tell tenants apart."
+        )
+    return next(iter(found))
