@@ -131,7 +131,7 @@ def test_the_same_question_gives_the_same_answer_by_other_programs(
 def test_a_pdf_and_several_files_can_be_chosen_and_left_out_of_the_search(
     page: Page, address: str, tmp_path: Path
 ) -> None:
-    from tests.serve.test_documents import pdf
+    from tests.serve.pdf import pdf
 
     opened(page, address)
     paper, note = tmp_path / "storm.pdf", tmp_path / "note.md"

@@ -50,7 +50,7 @@ def test_langchain_chats_streams_and_counts(chat: Any) -> None:
 def test_langchain_hands_documents_on_and_hears_what_was_cached(chat: Any, served: Served) -> None:
     told = chat.bind(extra_body=with_documents(2))
     told.invoke("Which?")
-    served.service.engine(served.service.keys.tenants[0]).flush()
+    served.engine().flush()
     assert told.invoke("Which?").usage_metadata["input_token_details"]["cache_read"] > 0
 
 

@@ -62,7 +62,6 @@ def test_parts_that_are_documents_are_chunks_as_documents_are() -> None:
 @pytest.mark.parametrize(
     ("told", "options"),
     [
-        ({}, {}),
         ({"temperature": 1e-9}, {}),
         ({"temperature": 1.0, "top_p": 0}, {}),
         ({"top_p": 0.5}, {}),
@@ -131,8 +130,8 @@ def test_advice_is_something_that_a_client_of_http_can_do() -> None:
         (404, "session_not_found"),
         (400, "unusable"),
     ]
-    assert told[0].message == "There is no session 'x'. GET /v1/ragfuse/sessions lists them."
-    assert told[1].message.endswith("wanted a schema. Register it first: POST /v1/ragfuse/schemas.")
+    assert "GET /v1/ragfuse/sessions" in told[0].message
+    assert "POST /v1/ragfuse/schemas" in told[1].message
 
 
 def test_what_is_none_of_a_clients_business_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
