@@ -9,10 +9,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from ragfuse import Engine
-from ragfuse.cli.main import app
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, KVStore
 from ragfuse.store.redis import RedisTier
@@ -22,28 +20,11 @@ from tests.store.redis_server import RedisServer
 
 
 @pytest.fixture
-def environment(tiny_settings, tmp_path, monkeypatch):
-    home, here = tmp_path / "user", tmp_path / "here"
-    home.mkdir()
-    here.mkdir()
-    monkeypatch.chdir(here)
-    for name in [name for name in os.environ if name.startswith("RAGFUSE_")]:
-        monkeypatch.delenv(name)
-    return {
-        "RAGFUSE_HOME": str(home),
-        "RAGFUSE_MODEL": tiny_settings.model,
-        "RAGFUSE_DTYPE": "float32",
-    }
-
-
-@pytest.fixture
-def doctor(environment):
+def doctor(run):
     """doctor(...): the exit status, the rows by what they are about, and all that was said."""
 
     def doctor(*arguments, **changed):
-        result = CliRunner().invoke(
-            app, ["doctor", *arguments, "--json", "-"], env={**environment, **changed}
-        )
+        result = run("doctor", *arguments, "--json", "-", **changed)
         assert "Traceback" not in result.output + result.stderr
         said = json.loads(result.stdout)
         assert said["ok"] is (result.exit_code == 0)
@@ -87,9 +68,7 @@ def test_commands_that_are_told_are_read_by_a_shell_as_meant(doctor, tiny_settin
     assert told["measured"] == ["ragfuse", "measure", *as_here]
 
 
-def test_what_a_store_knows_of_the_model_and_the_machine_is_told(
-    doctor, environment, tiny_settings, tmp_path
-):
+def test_what_a_store_knows_of_the_model_and_the_machine_is_told(doctor, tiny_settings, tmp_path):
     with Engine(tiny_settings.model_copy(update={"store": tmp_path / "user" / "store"})) as engine:
         engine.runtime.verify()
         engine.runtime.learn(engine.runtime.profile.calibrated(True, "lego", 0.06))
@@ -109,7 +88,7 @@ def test_what_a_store_knows_of_the_model_and_the_machine_is_told(
     ],
 )
 def test_a_model_that_is_not_there_is_one_red_row(doctor, tmp_path, name, said):
-    folder = tmp_path / "here" / "no" / "config"
+    folder = tmp_path / "no" / "config"
     folder.mkdir(parents=True)
     status, rows, _ = doctor(RAGFUSE_MODEL=name)
     assert (status, bad(rows)) == (1, ["model"])

