@@ -246,8 +246,6 @@ def test_the_store_is_shown_and_deleted(page: Page, address: str, tmp_path: Path
     page.get_by_role("button", name="Delete short.txt").click()
     page.locator("#sure-yes").click()
     expect(row).to_have_count(0)
-    for name in ("Tiers", "Conversations", "Schemas"):
-        expect(page.get_by_role("heading", name=name)).to_be_visible()
 
 
 def test_live_numbers_come_from_the_server(

@@ -70,13 +70,6 @@ def test_langchain_calls_tools_and_answers_by_a_schema(chat: Any) -> None:
     )
 
 
-def test_langchain_hears_of_errors(chat: Any) -> None:
-    import openai
-
-    with pytest.raises(openai.BadRequestError, match="colour"):
-        chat.bind(extra_body={"colour": 1}).invoke("Who?")
-
-
 @pytest.mark.parametrize("chats", [True, False])
 def test_llama_index_completes_and_streams(like: Any, chats: bool) -> None:
     llm = like(is_chat_model=chats)

@@ -13,34 +13,14 @@ from ragfuse.engine.schema_service import parse_prompt
 from ragfuse.errors import NoSessionError
 from ragfuse.serve.logprobs import ZERO_LOGPROB, LogprobRecorder, as_text
 from ragfuse.serve.refusals import APIError, api_error_of
-from ragfuse.serve.requests import chat_requests, question_of
-from ragfuse.serve.schema import ChatRequest, RequestMessage
+from ragfuse.serve.requests import chat_requests
+from ragfuse.serve.schema import ChatRequest
 
 
 def chat(**fields: object) -> ChatRequest:
     return ChatRequest.model_validate(
         {"model": "m", "messages": [{"role": "user", "content": "Who?"}], **fields}
     )
-
-
-def test_neighbours_of_one_role_are_one_turn_and_results_of_tools_are_not() -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "count", "arguments": '{"n": 1}'}}
-    messages = [
-        {"role": "developer", "content": "One."},
-        {"role": "system", "content": [{"type": "text", "text": "Two."}]},
-        {"role": "user", "content": "Three?"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "four", "tool_call_id": "c1"},
-        {"role": "tool", "content": "five", "tool_call_id": "c1"},
-    ]
-    turns = question_of(None, [RequestMessage.model_validate(each) for each in messages])
-    assert [turn.role for turn in turns] == ["system", "user", "assistant", "tool", "tool"]
-    assert list(turns[0].content) == ["One.", "\n", "Two."]
-    assert (turns[2].tool_calls[0].name, dict(turns[2].tool_calls[0].arguments)) == (
-        "count",
-        {"n": 1},
-    )
-    assert (turns[3].name, turns[3].tool_call_id) == ("count", "c1")
 
 
 def test_parts_that_are_documents_are_chunks_as_documents_are() -> None:

@@ -93,13 +93,6 @@ def together(n: int, do: Callable[[int], object]) -> None:
         assert not thread.is_alive()
 
 
-def test_three_hundred_clients_at_once_are_all_answered(watched: Watched) -> None:
-    statuses = Counter[int]()
-    together(300, lambda number: statuses.update([watched.ask(stream=number % 2 == 0).status_code]))
-    assert statuses == {200: 300}
-    watched.check()
-
-
 def test_five_hundred_streams_that_are_left_end(watched: Watched) -> None:
     def leave(number: int) -> None:
         body = {"model": watched.model, "messages": [said()], "max_tokens": 3000, "stream": True}
