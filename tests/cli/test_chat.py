@@ -77,7 +77,7 @@ def test_documents_are_added_while_one_talks(run, book):
     assert "recomputed" in result.stdout
 
 
-def test_turns_that_the_window_has_no_room_for_are_told_where_they_grow(run):
+def test_a_chat_says_how_much_of_it_no_longer_fits_the_window(run):
     questions = [
         f"How many ships passed lighthouse {n} in the year 18{n}0, and who counted them?"
         for n in range(1, 6)
@@ -96,7 +96,7 @@ def test_turns_that_the_window_has_no_room_for_are_told_where_they_grow(run):
     )
 
 
-def test_a_line_that_fails_is_told_and_the_chat_goes_on(run):
+def test_a_chat_goes_on_after_a_line_that_fails(run):
     lines = ["/docs add /nowhere", "/why", "/compare", "/dance", "/help"]
     result = run("chat", lines=lines)
     said = re.findall(r"^InputError: .*", result.stdout, re.MULTILINE)
@@ -129,7 +129,7 @@ def test_a_chat_at_a_server_keeps_its_turns_there(run, server, book):
     assert conversations(server) == ["kept"]
 
 
-def test_a_wrong_key_and_another_model_are_told_by_their_options(run, server, book):
+def test_a_wrong_key_and_another_model_are_refused_by_their_options(run, server, book):
     run("ingest", book, "--no-kv")
     for options, word in (
         (("--api-key", "sk-wrong"), "api_key"),

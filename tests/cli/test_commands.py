@@ -34,7 +34,7 @@ def test_documents_are_ingested_once_and_questions_hit(told, book):
     assert all(segment["source"].endswith("lighthouses.txt") for segment in chunks_of(answer))
 
 
-def test_a_folder_of_many_kinds_is_ingested_and_what_was_left_out_is_told_once(
+def test_files_of_many_kinds_are_ingested_and_each_one_left_out_is_named_once(
     run, told, book, caplog
 ):
     from pypdf import PdfWriter

@@ -55,7 +55,9 @@ def test_a_question_is_answered_both_ways_and_nothing_is_changed(doctor, tmp_pat
     assert rows["verified"]["remedy"].startswith("ragfuse verify ")
 
 
-def test_commands_that_are_told_are_read_by_a_shell_as_meant(doctor, tiny_settings, tmp_path):
+def test_commands_that_the_doctor_advises_can_be_pasted_into_a_shell(
+    doctor, tiny_settings, tmp_path
+):
     model, store = tmp_path / "my models" / "m", tmp_path / "my store"
     shutil.copytree(tiny_settings.model, model)
     _, rows, _ = doctor("--model", str(model), "--dtype", "float16", "--store", str(store))
@@ -68,7 +70,9 @@ def test_commands_that_are_told_are_read_by_a_shell_as_meant(doctor, tiny_settin
     assert told["measured"] == ["ragfuse", "measure", *as_here]
 
 
-def test_what_a_store_knows_of_the_model_and_the_machine_is_told(doctor, tiny_settings, tmp_path):
+def test_the_doctor_shows_what_the_store_knows_of_model_and_machine(
+    doctor, tiny_settings, tmp_path
+):
     with Engine(tiny_settings.model_copy(update={"store": tmp_path / "user" / "store"})) as engine:
         engine.runtime.verify()
         engine.runtime.learn(engine.runtime.profile.calibrated(True, "lego", 0.06))
@@ -132,7 +136,7 @@ def test_every_tier_has_a_row_and_one_that_is_silent_is_red(doctor, tmp_path):
     assert not [name for name in ("cold", "far") if (tmp_path / name).exists()]
 
 
-def test_entries_that_cannot_be_read_are_counted_and_told(doctor, tmp_path):
+def test_damaged_entries_are_counted(doctor, tmp_path):
     folder = tmp_path / "user" / "store"
     with KVStore([DiskTier(folder, 1 << 20, lru)]) as store:
         for i in range(3):

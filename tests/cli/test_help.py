@@ -65,7 +65,7 @@ app()
         ),
     ],
 )
-def test_what_is_not_there_is_told_before_a_model_is_loaded(command, said, tmp_path):
+def test_missing_files_and_servers_are_named_before_a_model_is_loaded(command, said, tmp_path):
     head = json.dumps({"embedder": "minilm-l6", "chunks": [["1", "a", "/a.txt"]]}).encode()
     (tmp_path / "indexes").mkdir()
     empty = {"index": np.zeros(0, np.uint8), "chunks": np.frombuffer(head, np.uint8)}

@@ -78,7 +78,7 @@ def test_a_prompt_in_a_file_is_asked_over_its_modules(given, run, told, tiny_set
         (("schema", "show", "none"), "no schema 'none'"),
     ],
 )
-def test_what_cannot_be_done_is_told_in_a_line(given, run, arguments, why):
+def test_what_cannot_be_done_is_refused_in_one_line(given, run, arguments, why):
     done = run(*arguments)
     assert done.exit_code == 1
     assert why in " ".join(done.output.split())

@@ -154,9 +154,7 @@ def moved(told, far, *filters):
     return n
 
 
-def test_clear_tells_what_stays_in_a_tier_that_is_down_and_keeps_all_texts(
-    run, told, filled, server
-):
+def test_clear_names_a_tier_that_is_down_and_keeps_all_texts(run, told, filled, server):
     far = {"TIERS": json.dumps([server.url()]), "TIER_TIMEOUT_S": 0.5}
     assert moved(told, far, "--source", "ships") == 1
     server.kill()
@@ -175,7 +173,7 @@ def test_clear_tells_what_stays_in_a_tier_that_is_down_and_keeps_all_texts(
     assert texts(filled, OURS[0].model) == texts(filled, THEIRS[0].model) == []
 
 
-def test_clear_tells_of_a_tier_that_goes_down_after_it_was_listed(filled, server):
+def test_clear_names_a_tier_that_goes_down_after_it_was_listed(filled, server):
     settings = Settings(store=filled, home=filled.parent, tiers=(server.url(),))
     with StoreAdmin(settings) as admin:
         leave_only_in(admin.store, [OURS[1]], "redis")
@@ -259,7 +257,7 @@ def test_no_command_loads_or_even_imports_a_model(filled):
 # what stands behind the commands
 
 
-def test_ls_tells_of_each_entry_its_owner_source_and_use(told, filled):
+def test_ls_shows_the_owner_source_and_use_of_each_entry(told, filled):
     found = told("ls")
     entries = {entry["key"]: entry for entry in found["entries"]}
     assert set(entries) == {str(one) for one in (*OURS, FILLER, *THEIRS)}

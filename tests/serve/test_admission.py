@@ -95,7 +95,7 @@ def test_what_a_request_wants_is_found_in_its_turn_alone(two: Served) -> None:
         assert gate.came <= 3  # two in their turns, and one that was looked ahead to
 
 
-def test_who_watches_is_answered_while_all_else_is_busy(two: Served) -> None:
+def test_health_and_metrics_answer_while_all_else_is_busy(two: Served) -> None:
     threads, enough = two.service.threads, threading.Event()
     try:
         for pool in (threads.intake, threads.ahead, threads.lookups, threads.turns):

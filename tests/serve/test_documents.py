@@ -454,7 +454,7 @@ def test_what_became_of_each_token_adds_up(two: Served) -> None:
     assert "token_trace" not in trace()
 
 
-def test_live_tells_of_the_asker_alone(two: Served) -> None:
+def test_live_counts_the_asker_alone(two: Served) -> None:
     live = two.get("/v1/ragfuse/live").json()
     assert live["running"] == live["waiting"] == 0
     assert len(live["ttft"]) == len(live["ttft_bounds_s"]) + 1

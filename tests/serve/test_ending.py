@@ -105,7 +105,7 @@ def test_a_signal_lets_answers_end_and_saves_what_they_brought(
     assert told[1:] == ["Stopped."]
 
 
-def test_words_that_nobody_can_read_any_more_keep_no_server_from_its_end() -> None:
+def test_a_closed_terminal_keeps_no_server_from_its_end() -> None:
     class Broken(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError
@@ -193,7 +193,9 @@ def test_a_kill_in_the_middle_leaves_chunks_that_are_right_or_none(
         assert disk.counts["corrupt"] == 0
 
 
-def test_a_place_that_is_taken_is_told_in_one_line(served: Served, tiny_settings: Settings) -> None:
+def test_a_port_that_is_taken_and_a_host_without_keys_are_refused_in_one_line(
+    served: Served, tiny_settings: Settings
+) -> None:
     from typer.testing import CliRunner
 
     from ragfuse.cli.main import app

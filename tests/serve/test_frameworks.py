@@ -47,7 +47,7 @@ def test_langchain_chats_streams_and_counts(chat: Any) -> None:
     )
 
 
-def test_langchain_hands_documents_on_and_hears_what_was_cached(chat: Any, served: Served) -> None:
+def test_langchain_sends_documents_and_gets_the_cached_tokens(chat: Any, served: Served) -> None:
     told = chat.bind(extra_body=with_documents(2))
     told.invoke("Which?")
     served.engine().flush()

@@ -30,7 +30,7 @@ def one(make_server: Callable[..., Served], tiny_path: Path) -> Served:
     return make_server(model=tiny_path, serve_together=1, serve_patience_s=1.0)
 
 
-def test_who_leaves_a_stream_ends_its_answer(one: Served) -> None:
+def test_leaving_a_stream_ends_its_answer(one: Served) -> None:
     body = {"model": one.service.model, "messages": [said()], "max_tokens": LONG, "stream": True}
     with httpx.stream("POST", f"{one.root}{CHAT}", json=body, timeout=60) as answer:
         lines = answer.iter_lines()
@@ -41,13 +41,13 @@ def test_who_leaves_a_stream_ends_its_answer(one: Served) -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_who_leaves_before_anything_came_ends_it_too(one: Served, streams: bool) -> None:
+def test_leaving_before_the_first_token_ends_the_answer(one: Served, streams: bool) -> None:
     with asking(one, stream=streams, n=3):
         wait_for(writers)
     wait_for(one.is_idle)
 
 
-def test_who_leaves_the_queue_is_not_answered(one: Served) -> None:
+def test_leaving_the_queue_cancels_the_request(one: Served) -> None:
     def answers() -> int:
         sums = one.engine().counters.now().sums
         return sum(n for kind, n in sums.items() if kind.startswith(("full ", "fused")))
@@ -63,7 +63,7 @@ def test_who_leaves_the_queue_is_not_answered(one: Served) -> None:
     assert answers() - before == 1
 
 
-def test_who_does_not_read_keeps_no_turn(one: Served) -> None:
+def test_a_client_that_does_not_read_keeps_no_turn(one: Served) -> None:
     with asking(one, stream=True, max_tokens=600) as line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         wait_for(writers)

@@ -66,7 +66,7 @@ def test_documents_that_are_too_long_may_be_left_out(narrow: Served, path: str) 
     assert narrow.post(path, asked[1] | DROP).status_code == 200
 
 
-def test_where_documents_are_left_out_already_no_one_is_told_to_leave_them_out(
+def test_no_one_who_leaves_documents_out_already_is_advised_to(
     narrow: Served,
 ) -> None:
     told = refused(narrow.post(*body(CHAT, JUST, documents=list(CHUNKS), **DROP)))

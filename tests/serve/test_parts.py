@@ -114,7 +114,9 @@ def test_advice_is_something_that_a_client_of_http_can_do() -> None:
     assert "POST /v1/ragfuse/schemas" in told[1].message
 
 
-def test_what_is_none_of_a_clients_business_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_internal_errors_show_a_client_nothing_of_the_machine(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     for error in (KeyError("/secret/path"), StoreError("/secret/path cannot be written")):
         refusal = api_error_of(error)
         assert refusal.status >= 500

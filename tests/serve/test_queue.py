@@ -146,7 +146,7 @@ async def test_a_request_keeps_its_place_until_its_prefill_ends_however_often_it
     await asyncio.wait_for(ended.wait(), 60)
 
 
-async def test_who_is_cancelled_in_the_moment_of_its_turn_gives_it_on() -> None:
+async def test_a_request_cancelled_as_its_turn_comes_passes_the_turn_on() -> None:
     admission = AdmissionControl(1, 10)
     first = await admission.enter("a", None, lambda job: None)
     second = asyncio.create_task(admission.enter("a", None, lambda job: None))

@@ -104,7 +104,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_again():
     queue.submit(5)
 
 
-def test_a_tenant_that_takes_all_of_its_room_is_told_how_long_its_own_take_among_the_others():
+def test_a_tenant_whose_room_is_full_waits_as_long_as_its_turns_among_the_others_take():
     clock = Clock()
     queue: JobQueue[int] = JobQueue(100, clock, max_each=4)
     queue.submit(0)
