@@ -49,12 +49,6 @@ class Ship(BaseModel):
     is_new: bool
 
 
-class Harbour(BaseModel):
-    """A harbour."""
-
-    ships: list[Ship] = Field(min_length=1, max_length=1)
-
-
 class Book(BaseRetriever):
     """Finds one node, whatever is asked."""
 
