@@ -19,7 +19,12 @@ PROMISES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             f"{LLAMA_INDEX}/test_zero_change.py",
             f"{HAYSTACK}/test_pipeline.py",
         ),
-        "the same classes against a server": ("tests/remote/test_same_answers.py",),
+        "the same classes against a server": (
+            "tests/remote/test_same_answers.py",
+            f"{LANGCHAIN}/test_contract.py",
+            f"{LLAMA_INDEX}/test_contract.py",
+            f"{HAYSTACK}/test_contract.py",
+        ),
         "ratio 1 is full prefill and ratio 0 is reuse, for all families": (
             "tests/hf/test_families.py",
             "tests/fuse/test_attend.py",

@@ -63,9 +63,11 @@ ROLES = ["system", "user", "assistant", "tool"]
 @pytest.fixture(scope="session")
 def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random 3-layer Llama whose tokens are bytes, wide weights, and a chat
-    template.
+    template; one for the tests of all frameworks.
     """
-    folder = tmp_path_factory.mktemp("tiny")
+    folder = tmp_path_factory.getbasetemp() / "tiny-model"
+    if folder.exists():
+        return folder
     tokenizer = byte_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),

@@ -2,10 +2,8 @@
 is told.
 """
 
-import io
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ragfuse_bench import controller
@@ -14,44 +12,28 @@ from ragfuse_bench.options import ControllerOptions
 from rich.console import Console
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    home, console = tmp_path_factory.mktemp("home"), Console(file=io.StringIO(), width=200)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(controller, "SIZES", (24, 32))
-        patched.setattr(controller, "SWEEP", (4, 32))
-        patched.setattr(controller, "STEP", 0.25)
-        sizes = ControllerOptions(model="tiny", mbps=(1.0, 50.0), plans=4, rounds=1, home=home)
-        return json.loads(json.dumps(run_controller(sizes, console))), home
-
-
 @pytest.mark.slow
-def test_every_plan_was_foreseen_and_measured(found: tuple[dict[str, Any], Path]):
-    result, _ = found
+def test_every_plan_is_foreseen_and_measured_and_a_slow_tier_hides_more_recomputing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in (("SIZES", (24, 32)), ("SWEEP", (4, 32)), ("STEP", 0.25)):
+        monkeypatch.setattr(controller, name, value)
+    options = ControllerOptions(model="tiny", mbps=(1.0, 50.0), plans=4, rounds=1, home=tmp_path)
+    result = json.loads(json.dumps(run_controller(options, Console(quiet=True))))
     assert result["plans"] == len(result["by_plan"]) == 4
     assert all(plan["predicted_s"] > 0 and plan["measured_s"] > 0 for plan in result["by_plan"])
     assert 0 <= result["median_abs_err"] <= result["p90_abs_err"]
-
-
-@pytest.mark.slow
-def test_each_speed_has_its_sweep_from_the_least_ratio_on(found: tuple[dict[str, Any], Path]):
-    result, _ = found
-    assert [row["mbps"] for row in result["by_mbps"]] == [1.0, 50.0]
-    for row in result["by_mbps"]:
+    slow, fast = result["by_mbps"]
+    assert (slow["mbps"], fast["mbps"]) == (1.0, 50.0)
+    assert slow["chosen"] > fast["chosen"]
+    for row in (slow, fast):
         ratios = [point["ratio"] for point in row["sweep"]]
-        assert ratios[0] == row["least"] == 0.15
         assert ratios == sorted(ratios)
+        assert ratios[0] == row["least"] == 0.15
         if not row["refusal"] and not row["unread"]:
             assert row["gap"] == abs(row["chosen"] - row["best"])
-    gaps = [row["gap"] for row in result["by_mbps"] if row["gap"] is not None]
+    gaps = [row["gap"] for row in (slow, fast) if row["gap"] is not None]
     assert result["ratio_gap_max"] == max(gaps, default=None)
-
-
-@pytest.mark.slow
-def test_a_slow_tier_hides_more_recomputing_than_a_fast_one(found: tuple[dict[str, Any], Path]):
-    result, _ = found
-    slow, fast = result["by_mbps"]
-    assert slow["chosen"] > fast["chosen"]
 
 
 def test_the_best_ratio_is_the_last_before_the_first_delay():

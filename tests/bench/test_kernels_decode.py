@@ -2,7 +2,6 @@
 read back.
 """
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -17,21 +16,13 @@ from rich.console import Console
 PREFILLS = ["full", "none", "lexical", "query", "hkvd"]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    options = KernelOptions("tiny", "float32", 3, 40, 8, tmp_path_factory.mktemp("home"))
-    return run_kernels(options, Console(file=io.StringIO(), width=160))
-
-
-def test_every_prefill_is_counted_on_both_paths(found: dict[str, Any]) -> None:
+def test_every_prefill_is_counted_and_an_accelerator_reads_nothing_back(tmp_path: Path) -> None:
+    found = run_kernels(KernelOptions("tiny", "float32", 3, 40, 8, tmp_path), Console(quiet=True))
     assert json.loads(json.dumps(found)) == found
     for counts in (found, found["views"]):
         for path in ("cpu", "accelerator"):
             assert list(counts[path]) == PREFILLS
             assert min(counts[path].values()) > 0
-
-
-def test_an_accelerator_reads_nothing_back_while_it_fuses(found: dict[str, Any]) -> None:
     assert found["syncs"] == 0
 
 
@@ -59,7 +50,7 @@ def test_every_way_to_read_back_is_counted_once_it_matters(reads: Any) -> None:
 
 def test_decoding_is_timed_beside_transformers(tmp_path: Path) -> None:
     options = DecodeOptions("tiny", "float32", (24, 48), steps=4, rounds=1, home=tmp_path)
-    result = run_decode(options, Console(file=io.StringIO(), width=160))
+    result = run_decode(options, Console(quiet=True))
     assert json.loads(json.dumps(result)) == result
     assert [row["context"] for row in result["ms_a_token"]] == [24, 48]
     for row in result["ms_a_token"]:

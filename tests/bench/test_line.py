@@ -127,7 +127,7 @@ def test_a_line_that_stands_still_goes_on_when_its_trace_does(line):
     assert [at for at, _ in line.log if 0.1 + 2 * TICK_S < at < 0.4] == []
 
 
-def test_a_line_breaks_in_the_middle_and_serves_who_comes_again(line):
+def test_a_line_breaks_in_the_middle_and_serves_the_next_client(line):
     line.start(constant(1e8), breaks=[NBYTES / 2])
     with pytest.raises(ConnectionResetError):
         fetch(line)

@@ -8,30 +8,6 @@ from ragfuse_bench.presets import bench_model, preset
 from ragfuse_bench.random_model import random_model
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "sizes"),
-    [
-        ("q05", "qwen2", (24, 896, 14, 2, 4864, 32000)),
-        ("l1b", "llama", (16, 2048, 32, 8, 8192, 32000)),
-        ("l8b", "llama", (32, 4096, 32, 8, 14336, 128256)),
-    ],
-)
-def test_a_preset_has_the_shape_it_is_known_for(
-    name: str, kind: str, sizes: tuple[int, ...]
-) -> None:
-    found = preset(name)
-    assert found is not None
-    assert found.shape["model_type"] == kind
-    names = (
-        "num_hidden_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "intermediate_size",
-    )
-    assert tuple(found.shape[key] for key in (*names, "vocab_size")) == sizes
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_random_model_has_the_wanted_dtype_and_can_be_fused(dtype: str, tmp_path: Path) -> None:
     model = bench_model("tiny", dtype, "cpu", tmp_path)

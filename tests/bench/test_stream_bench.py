@@ -4,8 +4,6 @@ made of.
 
 from __future__ import annotations
 
-import io
-
 import pytest
 import torch
 from ragfuse_bench.codec.answers import Judge
@@ -99,7 +97,7 @@ def test_the_result_says_how_often_each_way_was_late(varied_path, tmp_path):
         curve=(3.0,),
         home=tmp_path,
     )
-    result = run_stream(options, Console(file=io.StringIO()))
+    result = run_stream(options, Console(quiet=True))
     assert result["traces"] == 4
     assert [set(each["violations"]) for each in result["deadlines"]] == [set(METHODS)] * 2
     assert all(

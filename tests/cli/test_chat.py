@@ -2,54 +2,27 @@
 server.
 """
 
-import json
-import os
 import re
 import signal
-import sys
 import time
 from pathlib import Path
-from urllib.request import Request, urlopen
 
 import pexpect
 import pytest
-from typer.testing import CliRunner
 
 pytest.importorskip("fastapi", reason="the server's extra is not installed")
 pytest.importorskip("uvicorn", reason="the server's extra is not installed")
 
 from ragfuse import Engine, Settings
-from ragfuse.cli.main import app
 from ragfuse.serve.keys import Keys
-from tests.serve.kit import serving
-from tests.serve.test_keys import BLUE
-from tests.tiny import ROOT
-
-PROGRAM = ["-c", "from ragfuse.cli import app; app()"]
+from tests.cli.kit import COMMAND, variables
+from tests.serve.kit import BLUE, serving
 
 
 @pytest.fixture
-def environment(tiny_settings, tmp_path):
-    ours = {
-        "HOME": tmp_path / "user",
-        "MODEL": tiny_settings.model,
-        "DTYPE": "float32",
-        "MAX_TOKENS": 6,
-        "TOP_K": 2,
-    }
-    ours |= {"PREFIX_CACHE": "false", "LEARN": "retrieved"}
-    return {f"RAGFUSE_{name}": str(value) for name, value in ours.items()}
-
-
-@pytest.fixture
-def run(environment):
-    def run(*arguments, lines=(), **more):
-        typed = "".join(f"{line}\n" for line in lines)
-        return CliRunner().invoke(
-            app, [*map(str, arguments)], input=typed, env={**environment, **more}
-        )
-
-    return run
+def environment(environment):
+    more = {"TOP_K": "2", "PREFIX_CACHE": "false", "LEARN": "retrieved"}
+    return environment | {f"RAGFUSE_{name}": value for name, value in more.items()}
 
 
 @pytest.fixture
@@ -57,7 +30,12 @@ def server(tiny_settings, tmp_path):
     home = tmp_path / "served"
     changes = {"store": home / "store", "home": home, "max_tokens": 6, "api_keys": ()}
     with serving(tiny_settings.model_copy(update=changes), Keys([f"salt-of-blue:{BLUE}"])) as made:
-        yield made
+        yield made.of(BLUE)
+
+
+def conversations(server):
+    """Names of the conversations that a server keeps."""
+    return [each["id"] for each in server.get("/v1/ragfuse/sessions").json()["data"]]
 
 
 def summaries(result):
@@ -75,15 +53,15 @@ def test_each_turn_reuses_what_the_turns_before_it_held(run, book):
     assert int(re.search(r"(\d+) of earlier turns", third[1])[1]) > int(first[0])
 
 
-def test_a_chat_without_a_name_is_gone_at_its_end_and_one_with_a_name_goes_on(run, book):
+def test_a_chat_without_a_name_is_gone_at_its_end_and_one_with_a_name_goes_on(run, told, book):
     run("ingest", book)
     run("chat", lines=["What was counted in 1812?"])
-    assert json.loads(run("sessions", "ls", "--json", "-").stdout)["sessions"] == []
+    assert told("sessions", "ls")["sessions"] == []
     run("chat", "--session", "harbour", lines=["What was counted in 1812?"])
     again = run("chat", "--session", "harbour", lines=["And in 1813?"])
     assert "Going on with 'harbour'" in again.stdout
     assert "of earlier turns" in summaries(again)[0][1]
-    (session,) = json.loads(run("sessions", "ls", "--json", "-").stdout)["sessions"]
+    (session,) = told("sessions", "ls")["sessions"]
     assert (session["id"], session["turns"]) == ("harbour", 2)
 
 
@@ -98,7 +76,7 @@ def test_documents_are_added_while_one_talks(run, book):
     assert "recomputed" in result.stdout
 
 
-def test_turns_that_the_window_has_no_room_for_are_told_where_they_grow(run):
+def test_a_chat_says_how_much_of_it_no_longer_fits_the_window(run):
     questions = [
         f"How many ships passed lighthouse {n} in the year 18{n}0, and who counted them?"
         for n in range(1, 6)
@@ -117,7 +95,7 @@ def test_turns_that_the_window_has_no_room_for_are_told_where_they_grow(run):
     )
 
 
-def test_a_line_that_fails_is_told_and_the_chat_goes_on(run):
+def test_a_chat_goes_on_after_a_line_that_fails(run):
     lines = ["/docs add /nowhere", "/why", "/dance", "/help"]
     result = run("chat", lines=lines)
     said = re.findall(r"^InputError: .*", result.stdout, re.MULTILINE)
@@ -127,17 +105,14 @@ def test_a_line_that_fails_is_told_and_the_chat_goes_on(run):
     assert result.exit_code == 1
 
 
-def test_a_server_is_asked_with_the_documents_of_an_index_here(run, server, book):
+def test_a_server_is_asked_with_the_documents_of_an_index_here(run, told, server, book):
     run("ingest", book)
     at = ("--server", server.root, "--api-key", BLUE)
-    result = run("ask", "What was counted in 1812?", *at, "--json", "-")
-    assert result.exit_code == 0, result.stderr
-    told = json.loads(result.stdout)
-    chunks = [segment for segment in told["trace"]["segments"] if segment["kind"] == "chunk"]
-    assert len(chunks) == 2
-    here = json.loads(run("ask", "What was counted in 1812?", "--json", "-").stdout)
-    assert all(segment["source"].endswith("lighthouses.txt") for segment in chunks)
-    assert told["trace"]["tokens"] == here["trace"]["tokens"]
+    there = told("ask", "What was counted in 1812?", *at)["trace"]
+    here = told("ask", "What was counted in 1812?")["trace"]
+    sources = [each["source"] for each in there["segments"] if each["kind"] == "chunk"]
+    assert [Path(source).name for source in sources] == ["lighthouses.txt"] * 2
+    assert there["tokens"] == here["tokens"]
 
 
 def test_a_chat_at_a_server_keeps_its_turns_there(run, server, book):
@@ -150,23 +125,15 @@ def test_a_chat_at_a_server_keeps_its_turns_there(run, server, book):
     assert conversations(server) == ["kept"]
 
 
-def conversations(server):
-    """Names of the conversations that a server keeps."""
-    request = Request(
-        f"{server.root}/v1/ragfuse/sessions", headers={"Authorization": f"Bearer {BLUE}"}
-    )
-    with urlopen(request, timeout=30) as response:
-        return [each["id"] for each in json.load(response)["data"]]
-
-
-def test_a_wrong_key_and_another_model_are_told_by_their_options(run, server, book):
+def test_a_wrong_key_and_another_model_are_refused_by_their_options(run, server, book):
     run("ingest", book, "--no-kv")
-    wrong = run("ask", "Who?", "--server", server.root, "--api-key", "sk-wrong")
-    assert wrong.exit_code == 1
-    assert "api_key" in wrong.stderr
-    other = run("ask", "Who?", "--server", server.root, "--api-key", BLUE, "--model", "another")
-    assert other.exit_code == 1
-    assert "wanted 'another'" in other.stderr
+    for options, word in (
+        (("--api-key", "sk-wrong"), "api_key"),
+        (("--api-key", BLUE, "--model", "another"), "another"),
+    ):
+        result = run("ask", "Who?", "--server", server.root, *options)
+        assert result.exit_code == 1
+        assert word in result.stderr
 
 
 # on a terminal
@@ -193,21 +160,10 @@ def terminal(environment):
     started = []
 
     def start(*arguments):
-        kept = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "TERM": "xterm",
-            "OMP_NUM_THREADS": "1",
-            **environment,
-        }
-        child = pexpect.spawn(
-            sys.executable,
-            [*PROGRAM, *map(str, arguments)],
-            env=kept,
-            dimensions=(40, 120),
-            encoding="utf-8",
-            timeout=300,
-        )
+        program, *options = [*COMMAND, *map(str, arguments)]
+        kept = variables(environment, TERM="xterm")
+        told = {"env": kept, "dimensions": (40, 120), "encoding": "utf-8", "timeout": 300}
+        child = pexpect.spawn(program, options, **told)
         started.append(child)
         return child
 
@@ -238,7 +194,7 @@ def test_on_a_terminal_arrow_up_brings_back_a_line_and_ctrl_d_ends(
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
-def test_a_terminal_that_is_closed_leaves_no_conversation_behind(terminal, run, number):
+def test_a_terminal_that_is_closed_leaves_no_conversation_behind(terminal, told, number):
     child = terminal("chat")
     child.expect("> $")
     child.sendline("Is anybody there?")
@@ -249,7 +205,7 @@ def test_a_terminal_that_is_closed_leaves_no_conversation_behind(terminal, run, 
     child.expect(pexpect.EOF)
     child.wait()
     assert child.exitstatus == 128 + number
-    assert json.loads(run("sessions", "ls", "--json", "-").stdout)["sessions"] == []
+    assert told("sessions", "ls")["sessions"] == []
 
 
 def test_a_question_of_few_words_is_searched_for_with_the_one_before(run, book):
@@ -269,14 +225,8 @@ def test_a_question_of_few_words_is_searched_for_with_the_one_before(run, book):
 @pytest.mark.parametrize("where", ["here", "at a server"])
 def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(terminal, environment, server, where):
     environment["RAGFUSE_MAX_TOKENS"] = "3000"
-    child = terminal(
-        "chat",
-        *(
-            ["--server", server.root, "--api-key", BLUE, "--max-tokens", 3000]
-            if where != "here"
-            else []
-        ),
-    )
+    there = ["--server", server.root, "--api-key", BLUE, "--max-tokens", 3000]
+    child = terminal("chat", *([] if where == "here" else there))
     child.expect("> $")
     child.sendline("Say something long.")
     child.expect("long[.]\r\n")

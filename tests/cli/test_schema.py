@@ -4,81 +4,65 @@ removed.
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from typer.testing import CliRunner
 
 from ragfuse import Engine
-from ragfuse.cli.main import app
 from tests.engine.test_schema_service import PROMPT, TRIP
 
 
 @pytest.fixture
-def given(tiny_settings, tmp_path, monkeypatch):
+def given(environment, tiny_settings, tmp_path):
     """A folder with a schema and a prompt, over the tiny model and an empty store."""
-    monkeypatch.setenv("RAGFUSE_MODEL", tiny_settings.model)
-    monkeypatch.setenv("RAGFUSE_DTYPE", "float32")
-    monkeypatch.setenv("RAGFUSE_STORE", str(tiny_settings.store))
-    monkeypatch.setenv("RAGFUSE_HOME", str(tmp_path))
+    environment["RAGFUSE_STORE"] = str(tiny_settings.store)
+    environment["RAGFUSE_MAX_TOKENS"] = "20"
     (tmp_path / "trip.xml").write_text(TRIP, "utf-8")
     (tmp_path / "ask.xml").write_text(PROMPT, "utf-8")
     return tmp_path
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, [*map(str, arguments)])
-
-
-def said(*arguments):
-    done = run(*arguments, "--json", "-")
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)
-
-
-def test_a_schema_is_added_once_listed_and_removed(given):
+def test_a_schema_is_added_once_listed_and_removed(given, run, told):
     first, again = (
-        said("schema", "add", given / "trip.xml"),
-        said("schema", "add", given / "trip.xml"),
+        told("schema", "add", given / "trip.xml"),
+        told("schema", "add", given / "trip.xml"),
     )
     assert first["encoded"] == first["runs"] > 3
     assert first["nbytes"] > 0
     assert (again["encoded"], again["positions"]) == (0, first["positions"])
-    assert [each["name"] for each in said("schema", "ls")["schemas"]] == ["trip"]
+    assert [each["name"] for each in told("schema", "ls")["schemas"]] == ["trip"]
     assert "trip.xml" in run("schema", "ls").output
-    assert said("schema", "rm", "trip")["nbytes"] > 0
-    assert said("schema", "ls")["schemas"] == []
+    assert told("schema", "rm", "trip")["nbytes"] > 0
+    assert told("schema", "ls")["schemas"] == []
     assert "schema add FILE" in run("schema", "ls").output
 
 
 @pytest.mark.parametrize("by", ["file", "name"])
-def test_a_schema_is_shown_with_positions_tokens_and_bytes(given, by):
+def test_a_schema_is_shown_with_positions_tokens_and_bytes(given, run, told, by):
     if by == "name":
         run("schema", "add", given / "trip.xml")
-    told = said("schema", "show", given / "trip.xml" if by == "file" else "trip")
-    places = {row["path"]: row for row in told["parts"] if row["what"] == "module"}
+    shown = told("schema", "show", given / "trip.xml" if by == "file" else "trip")
+    places = {row["path"]: row for row in shown["parts"] if row["what"] == "module"}
     assert places["plan/abroad/oslo"]["start"] == places["plan/abroad/lisbon"]["start"]
-    assert places["diet"]["nbytes"] == places["diet"]["tokens"] * told["nbytes_per_token"]
-    shown = run("schema", "show", given / "trip.xml").output
-    assert all(name in shown for name in ("oslo", "lisbon", "param days", "the schema's own text"))
+    assert places["diet"]["nbytes"] == places["diet"]["tokens"] * shown["nbytes_per_token"]
+    screen = run("schema", "show", given / "trip.xml").output
+    assert all(name in screen for name in ("oslo", "lisbon", "param days", "the schema's own text"))
     oslo = places["plan/abroad/oslo"]
-    assert f"{oslo['start']:,}-{oslo['stop'] - 1:,}" in shown  # the first and the last position
+    assert f"{oslo['start']:,}-{oslo['stop'] - 1:,}" in screen  # the first and the last position
 
 
-def test_a_prompt_in_a_file_is_asked_over_its_modules(given, tiny_settings):
+def test_a_prompt_in_a_file_is_asked_over_its_modules(given, run, told, tiny_settings):
     run("schema", "add", given / "trip.xml")
-    told = said("ask", "--pml", given / "ask.xml")
-    assert told["trace"]["modules"] == [".", "plan", "plan/abroad", "plan/abroad/oslo"]
+    shown = told("ask", "--pml", given / "ask.xml")
+    assert shown["trace"]["modules"] == [".", "plan", "plan/abroad", "plan/abroad/oslo"]
     with Engine(tiny_settings) as engine:
         from ragfuse.schemas.pml import read_prompt
 
         request = read_prompt(given / "ask.xml")
-        assert told["answer"].startswith(engine.answer(request).text)  # which is given less room
+        assert shown["answer"].startswith(engine.answer(request).text)  # which is given less room
         more = engine.answer(request.asking("And what do I eat?")).trace.tokens
-    assert said("ask", "And what do I eat?", "--pml", given / "ask.xml")["trace"]["tokens"] == more
+    assert told("ask", "And what do I eat?", "--pml", given / "ask.xml")["trace"]["tokens"] == more
     assert "trip" in run("ask", "--pml", given / "ask.xml", "--explain").output
-    assert told["trace"]["tokens_recomputed"] == 0
-    blended = said(
+    assert shown["trace"]["tokens_recomputed"] == 0
+    blended = told(
         "ask", "--pml", given / "ask.xml", "--blend", "--ratio", "0.3", "--policy", "hkvd"
     )
     assert blended["trace"]["tokens_recomputed"] > 0
@@ -94,8 +78,7 @@ def test_a_prompt_in_a_file_is_asked_over_its_modules(given, tiny_settings):
         (("schema", "show", "none"), "no schema 'none'"),
     ],
 )
-def test_what_cannot_be_done_is_told_in_a_line(given, arguments, why, monkeypatch):
-    monkeypatch.chdir(given)
+def test_what_cannot_be_done_is_refused_in_one_line(given, run, arguments, why):
     done = run(*arguments)
     assert done.exit_code == 1
     assert why in " ".join(done.output.split())

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from typer.testing import CliRunner
 
 from ragfuse import Engine
-from ragfuse.cli.main import app
 from tests.sessions.kit import QUESTIONS, talk
 
 
@@ -21,29 +17,29 @@ def store(tiny_settings):
     return tiny_settings.store
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, ["sessions", *map(str, arguments)])
+@pytest.fixture
+def run(run, store):
+    """Runs a command of `ragfuse sessions`."""
+    return lambda *arguments: run("sessions", *arguments, "--store", store)
 
 
-def listed(store):
-    done = run("ls", "--store", store, "--json", "-")
-    return [each["id"] for each in json.loads(done.stdout)["sessions"]]
+def listed(told):
+    return [each["id"] for each in told("ls")["sessions"]]
 
 
-def test_sessions_are_listed_shown_exported_shortened_and_deleted(store, tmp_path):
-    assert listed(store) == ["two", "one"]
-    assert QUESTIONS[1] in run("show", "one", "--store", store).output
-    assert run("show", "one", "--json", tmp_path / "one.json", "--store", store).exit_code == 0
-    told = json.loads((tmp_path / "one.json").read_text())
-    assert [message["role"] for message in told["messages"]] == ["user", "assistant"] * 2
-    shorter = run("truncate", "one", "--tokens", 40, "--store", store, "--json", "-")
-    assert json.loads(shorter.stdout)["dropped"] == json.loads(shorter.stdout)["tokens"] - 40
-    done = json.loads(run("rm", "one", "--yes", "--store", store, "--json", "-").stdout)
+def test_sessions_are_listed_shown_exported_shortened_and_deleted(run, told):
+    assert listed(told) == ["two", "one"]
+    assert QUESTIONS[1] in run("show", "one").output
+    roles = [message["role"] for message in told("show", "one")["messages"]]
+    assert roles == ["user", "assistant"] * 2
+    shorter = told("truncate", "one", "--tokens", 40)
+    assert shorter["dropped"] == shorter["tokens"] - 40
+    done = told("rm", "one", "--yes")
     assert done["sessions"] == 1
     assert done["nbytes"] > 0
-    assert listed(store) == ["two"]
+    assert listed(told) == ["two"]
 
 
-def test_nothing_is_deleted_unless_somebody_says_so(store):
-    run("rm", "one", "--store", store)
-    assert listed(store) == ["two", "one"]
+def test_nothing_is_deleted_unless_somebody_says_so(run, told):
+    run("rm", "one")
+    assert listed(told) == ["two", "one"]

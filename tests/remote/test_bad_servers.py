@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from integrations.tests.kit import loaded_by
 from ragfuse import Ask, ChatMessage, InputError, Settings, SettingsError
 from ragfuse.remote import BusyError, RemoteEngine, ServerError, connection
 from tests.serve.kit import Served, process
@@ -152,9 +151,7 @@ def test_a_proxy_of_the_environment_is_never_asked_for_loopback(
 def test_no_server_is_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    with pytest.raises(
-        ServerError, match=f"No server answers at http://127.0.0.1:{port}/v1.*ragfuse serve"
-    ) as caught:
+    with pytest.raises(ServerError, match=f"127.0.0.1:{port}/v1.*ragfuse serve") as caught:
         ask(f"http://127.0.0.1:{port}")
     assert SECRET not in str(caught.value)
 
@@ -169,9 +166,7 @@ def test_a_wrong_key_is_named_as_such_and_not_printed(served: Served, key: str) 
 
 def test_another_model_is_named(served: Served, remote: RemoteEngine) -> None:
     wanted = RemoteEngine(served.root, remote.address.api_key, "some-other-model", max_retries=0)
-    with pytest.raises(
-        ServerError, match=f"has the model '{served.service.model}', wanted 'some-other-model'"
-    ):
+    with pytest.raises(ServerError, match=f"{served.service.model}.*some-other-model"):
         wanted.answer("Who?")
 
 
@@ -209,16 +204,6 @@ def test_an_event_of_a_wrong_form_is_an_error_and_no_answer(stream: bytes) -> No
     with (
         listening(reply(CARD), STREAM + stream + DONE) as (url, _),
         pytest.raises(ServerError, match="Check"),
-    ):
-        ask(url)
-
-
-def test_an_error_within_a_stream_is_raised() -> None:
-    told = {"error": {"message": "The answer was cancelled.", "type": "server_error", "code": "x"}}
-    broken = STREAM + said() + b"data: " + json.dumps(told).encode() + b"\n\n"
-    with (
-        listening(reply(CARD), broken) as (url, _),
-        pytest.raises(ServerError, match="The answer was cancelled"),
     ):
         ask(url)
 
@@ -275,19 +260,12 @@ def test_waiting_to_ask_again_ends_when_nobody_wants_the_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    "url",
-    ["host:8000", "http://u:p@host", "http://h:x"],
+    ("url", "key"), [("host:8000", ""), ("http://u:p@host", ""), ("http://host", "new\nline")]
 )
-def test_an_address_that_is_none_is_refused_at_once(url: str) -> None:
-    with pytest.raises(SettingsError, match="base_url") as caught:
-        RemoteEngine(url)
-    assert "u:p" not in str(caught.value)
-
-
-def test_a_key_that_is_none_is_refused_at_once() -> None:
+def test_a_bad_address_or_key_is_refused_at_once(url: str, key: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        RemoteEngine("http://host", "new\nline")
-    assert "line" not in str(caught.value)
+        RemoteEngine(url, key)
+    assert not any(secret in str(caught.value) for secret in ("u:p", "line"))
 
 
 def test_an_address_is_taken_with_and_without_its_path() -> None:
@@ -295,13 +273,14 @@ def test_an_address_is_taken_with_and_without_its_path() -> None:
         assert RemoteEngine(given).address.base_url == "http://host:80/v1"
 
 
-def test_a_request_that_the_server_refuses_keeps_its_words() -> None:
-    refused = reply(
-        {"error": {"message": "There is no field 'x'.", "type": "invalid_request_error"}}, "400 Bad"
-    )
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_error_of_the_server_keeps_its_words(streamed: bool) -> None:
+    told = {"error": {"message": "There is no field 'x'.", "type": "invalid_request_error"}}
+    event = b"data: " + json.dumps(told).encode() + b"\n\n"
+    answered = STREAM + said() + event if streamed else reply(told, "400 Bad")
     with (
-        listening(reply(CARD), refused) as (url, _),
-        pytest.raises(InputError, match="There is no field 'x'"),
+        listening(reply(CARD), answered) as (url, _),
+        pytest.raises((InputError, ServerError), match="There is no field 'x'"),
     ):
         ask(url)
 
@@ -326,12 +305,6 @@ def test_a_server_that_is_killed_in_the_middle_of_a_stream_is_an_error(
 
 def test_a_client_loads_neither_torch_nor_transformers() -> None:
     with listening(reply(CARD), STREAM + said() + end() + DONE) as (url, _):
-        code = (
-            "import sys; from ragfuse.remote import RemoteEngine; "
-            f"print(RemoteEngine({url!r}).answer([('user', 'Who?')]).text); "
-            "print(sorted({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))"
-        )
-        run = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
-        )
-    assert run.stdout.splitlines() == ["Hi", "[]"], run.stderr[-2000:]
+        code = "from ragfuse.remote import RemoteEngine\nprint({})"
+        asked = f"RemoteEngine({url!r}).answer([('user', 'Who?')]).text"
+        assert loaded_by(code.format(asked)) == ["Hi", "[]"]

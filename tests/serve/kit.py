@@ -4,6 +4,7 @@ to it by hand.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -13,14 +14,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import httpx
 import pytest
 
-from ragfuse import Settings, StoreError
+from ragfuse import Engine, Settings, StoreError
 from ragfuse.serve.keys import Keys
 from ragfuse.serve.server import Server, bound
 from ragfuse.serve.service import Service
@@ -28,6 +29,13 @@ from tests.tiny import CHUNKS, ROOT
 
 QUESTION = "Who kept the northern lighthouse?"
 PATIENCE_S = 300.0
+BLUE, GREEN = "blue-key-of-a-test-1", "green-key-of-a-test-1"
+TENANTS = (f"blue:{BLUE}", f"green:{GREEN}")
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+LONG = 3000
+"""Tokens of an answer that lasts until its client leaves."""
+DOOR = {"type": "object", "properties": {"door": {"enum": ["green", "red"]}}, "required": ["door"]}
+TOOL = {"name": "count_ships", "description": "Counts.", "parameters": DOOR}
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,7 @@ class Served:
     service: Service
     server: Server
     thread: threading.Thread
+    key: str = ""
 
     @property
     def url(self) -> str:
@@ -47,19 +56,59 @@ class Served:
     def port(self) -> int:
         return int(self.root.rpartition(":")[2])
 
-    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
-        return httpx.post(f"{self.root}{path}", json=body, headers=headers, timeout=PATIENCE_S)
+    def of(self, key: str) -> Served:
+        """The same server, asked with this API key."""
+        return replace(self, key=key)
 
-    def chat(self, **fields: Any) -> httpx.Response:
-        return self.post(
-            "/v1/chat/completions", {"model": self.service.model, "messages": [said()], **fields}
-        )
+    def engine(self, tenant: int = 0) -> Engine:
+        return self.service.engine(self.service.keys.tenants[tenant])
+
+    def is_idle(self) -> bool:
+        return self.service.admission.is_idle and not writers()
+
+    def waiting(self) -> int:
+        return len(self.service.admission.jobs)
+
+    def request(self, method: str, path: str, headers: dict[str, str], **more: Any) -> Any:
+        told = {"authorization": f"Bearer {self.key}"} if self.key else {}
+        url, headers = f"{self.root}{path}", told | headers
+        return httpx.request(method, url, headers=headers, timeout=PATIENCE_S, **more)
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        return self.request("POST", path, headers, json=body)
 
     def get(self, path: str, **headers: str) -> httpx.Response:
-        return httpx.get(f"{self.root}{path}", headers=headers, timeout=PATIENCE_S)
+        return self.request("GET", path, headers)
 
     def delete(self, path: str, **headers: str) -> httpx.Response:
-        return httpx.delete(f"{self.root}{path}", headers=headers, timeout=PATIENCE_S)
+        return self.request("DELETE", path, headers)
+
+    def chat(self, **fields: Any) -> httpx.Response:
+        return self.post(CHAT, {"model": self.service.model, "messages": [said()], **fields})
+
+
+@dataclass(frozen=True)
+class Client:
+    """OpenAI's own client of a server, with the name of its model."""
+
+    openai: Any
+    model: str
+
+    def chat(self, question: str = "Who?", **fields: Any) -> Any:
+        asked = {"model": self.model, "messages": [said(question)], **fields}
+        return self.openai.chat.completions.create(**asked)
+
+    def text(self, prompt: Any, **fields: Any) -> Any:
+        return self.openai.completions.create(model=self.model, prompt=prompt, **fields)
+
+    def respond(self, input: Any = "Who?", **fields: Any) -> Any:
+        return self.openai.responses.create(model=self.model, input=input, **fields)
+
+
+def client_of(served: Served) -> Client:
+    openai = pytest.importorskip("openai", reason="the client is not installed")
+    told = {"base_url": served.url, "api_key": served.key or "none", "timeout": PATIENCE_S}
+    return Client(openai.OpenAI(max_retries=0, **told), served.service.model)
 
 
 def said(text: str = QUESTION, role: str = "user") -> dict[str, Any]:
@@ -115,10 +164,46 @@ def writers() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "ragfuse-answer"]
 
 
+def events(answer: httpx.Response) -> list[Any]:
+    """The events of a stream that came to its end."""
+    assert answer.status_code == 200, answer.text
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def refused(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """What an error says, in OpenAI's form."""
+    assert answer.status_code == status, answer.text
+    told = answer.json()["error"]
+    assert set(told) == {"message", "type", "param", "code"}
+    assert "Traceback" not in told["message"]
+    return dict(told)
+
+
 @contextmanager
 def raw(port: int) -> Iterator[socket.socket]:
     """A connection by hand."""
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as line:
+        yield line
+
+
+def send(line: socket.socket, path: str, body: Any = None, **headers: Any) -> None:
+    """A request, by hand; without a body it is a GET."""
+    data = b"" if body is None else json.dumps(body).encode()
+    kind = {"content-type": "application/json", "content-length": len(data)} if data else {}
+    told = {"host": "localhost", **kind, **headers}
+    head = "".join(f"{name}: {value}\r\n" for name, value in told.items())
+    line.sendall(f"{'POST' if data else 'GET'} {path} HTTP/1.1\r\n{head}\r\n".encode() + data)
+
+
+@contextmanager
+def asking(served: Served, **fields: Any) -> Iterator[socket.socket]:
+    """A chat whose answer would be long, left at the end."""
+    with raw(served.port) as line:
+        body = {"model": served.service.model, "messages": [said()], "max_tokens": LONG, **fields}
+        told = {"authorization": f"Bearer {served.key}"} if served.key else {}
+        send(line, CHAT, body, **told)
         yield line
 
 

@@ -35,7 +35,7 @@ def test_a_conversation_resent_without_its_documents_is_recognised(served: Serve
         > told[1]["usage"]["prompt_tokens"]
         > told[0]["usage"]["prompt_tokens"]
     )
-    engine = served.service.engine(served.service.keys.tenants[0])
+    engine = served.engine()
     assert len(engine.sessions.show("books").turns) == 3
 
 
@@ -48,7 +48,7 @@ def test_turns_that_come_at_the_same_time_follow_each_other(served: Served) -> N
 
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(ask, questions))
-    engine = served.service.engine(served.service.keys.tenants[0])
+    engine = served.engine()
     turns = engine.sessions.show("four").turns
     assert sorted(turn.messages[0].text for turn in turns) == sorted(questions)
     lengths = sorted(answer["usage"]["prompt_tokens"] for answer in answers)

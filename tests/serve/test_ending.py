@@ -5,11 +5,10 @@ left behind.
 from __future__ import annotations
 
 import io
-import json
 import signal
 import subprocess
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,20 @@ from rich.console import Console
 
 from ragfuse import Engine, Settings
 from ragfuse.cli.serve import _say
-from tests.serve.kit import Served, process, said, serving, wait_for, with_documents, writers
-from tests.serve.test_gone import long_request, raw, send
+from tests.serve.kit import (
+    CHAT,
+    LONG,
+    Served,
+    asking,
+    process,
+    refused,
+    said,
+    serving,
+    settings_of,
+    wait_for,
+    with_documents,
+    writers,
+)
 
 
 def model_of(root: str) -> str:
@@ -31,18 +42,26 @@ def model_of(root: str) -> str:
 
 def ask(root: str, **fields: Any) -> httpx.Response:
     body = {"model": model_of(root), "messages": [said()], **fields}
-    return httpx.post(f"{root}/v1/chat/completions", json=body, timeout=120)
+    return httpx.post(f"{root}{CHAT}", json=body, timeout=120)
 
 
 @contextmanager
 def begun(root: str, **fields: Any) -> Iterator[Iterator[str]]:
     """A streamed answer whose first words have come; the lines behind them."""
     body = {"model": model_of(root), "messages": [said()], "stream": True, **fields}
-    path = f"{root}/v1/chat/completions"
-    with httpx.stream("POST", path, json=body, timeout=120) as answer:
+    with httpx.stream("POST", f"{root}{CHAT}", json=body, timeout=120) as answer:
         lines = answer.iter_lines()
         next(line for line in lines if '"content": ' in line)
         yield lines
+
+
+def all_encoded(root: str) -> bool:
+    return httpx.get(f"{root}/v1/ragfuse/store").json()["waiting_to_be_encoded"] == 0
+
+
+def stopped(run: subprocess.Popen[str]) -> None:
+    run.send_signal(signal.SIGTERM)
+    assert ended(run) == 0
 
 
 def ended(run: subprocess.Popen[str]) -> int:
@@ -59,11 +78,8 @@ def settled_answer(settings: Settings) -> dict[str, Any]:
     with process(settings, RAGFUSE_PREFIX_CACHE="false") as (run, root):
         for _ in range(3):
             told = ask(root, **with_documents(6)).json()
-            wait_for(
-                lambda: httpx.get(f"{root}/v1/ragfuse/store").json()["waiting_to_be_encoded"] == 0
-            )
-        run.send_signal(signal.SIGTERM)
-        assert ended(run) == 0
+            wait_for(lambda: all_encoded(root))
+        stopped(run)
     return dict(told)
 
 
@@ -89,7 +105,7 @@ def test_a_signal_lets_answers_end_and_saves_what_they_brought(
     assert told[1:] == ["Stopped."]
 
 
-def test_words_that_nobody_can_read_any_more_keep_no_server_from_its_end() -> None:
+def test_a_closed_terminal_keeps_no_server_from_its_end() -> None:
     class Broken(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError
@@ -103,26 +119,20 @@ def test_words_that_nobody_can_read_any_more_keep_no_server_from_its_end() -> No
 def test_a_server_says_what_it_waits_for_and_that_it_stopped(
     tiny_path: Path, tmp_path: Path
 ) -> None:
-    settings = Settings(
-        model=str(tiny_path), dtype="float32", store=tmp_path / "store", serve_grace_s=600
-    )
+    settings = settings_of(tiny_path, tmp_path, serve_grace_s=600)
     lines = list[str]()
     with serving(settings, tell=lines.append) as served:
         assert served.chat(max_tokens=2).status_code == 200
         assert lines == []
-    assert lines == ["Stopping: 0 running, within 600 s (a second signal cuts off).", "Stopped."]
+    assert [line[:11] for line in lines] == ["Stopping: 0", "Stopped."]
     lines.clear()
-    with serving(settings, tell=lines.append) as served:
-        answers: list[httpx.Response] = []
-        first = threading.Thread(target=lambda: answers.append(served.chat(max_tokens=3000)))
-        first.start()
+    with ThreadPoolExecutor(1) as client, serving(settings, tell=lines.append) as served:
+        first = client.submit(served.chat, max_tokens=LONG)
         wait_for(writers)
         served.server.stop()
         wait_for(lambda: lines)
         served.server.stop()
-        served.thread.join(60)
-        first.join(60)
-    assert answers[0].status_code == 503
+        refused(first.result(), 503)
     assert [line[:11] for line in lines] == ["Stopping: 1", "Stopped."]
 
 
@@ -142,32 +152,19 @@ def test_answers_that_take_too_long_are_given_up_and_the_end_is_clean(
 def test_while_it_stops_new_requests_are_refused_and_old_ones_answered(
     tiny_path: Path, tmp_path: Path
 ) -> None:
-    settings = Settings(
-        model=str(tiny_path),
-        dtype="float32",
-        store=tmp_path / "store",
-        serve_together=1,
-        serve_grace_s=600,
-    )
-    with serving(settings) as served:
-        whole: list[httpx.Response] = []
-        first = threading.Thread(target=lambda: whole.append(served.chat(max_tokens=200)))
-        first.start()
+    settings = settings_of(tiny_path, tmp_path, serve_together=1, serve_grace_s=600)
+    with ThreadPoolExecutor(1) as client, serving(settings) as served:
+        first = client.submit(served.chat, max_tokens=200)
         wait_for(writers)
-        with raw(served.port) as second:
-            send(second, long_request(served))
-            wait_for(lambda: len(served.service.admission.jobs) == 1)
+        with asking(served) as second:
+            wait_for(lambda: served.waiting() == 1)
             served.server.stop()
             head = second.recv(1 << 16)
             assert b" 503 " in head.splitlines()[0]
             assert b"retry-after: 5" in head
         with pytest.raises(httpx.ConnectError):
             served.chat()
-        first.join(120)
-        assert whole[0].status_code == 200
-        assert whole[0].json()["usage"]["completion_tokens"] == 200
-        served.thread.join(60)
-        assert not served.thread.is_alive()
+        assert first.result().json()["usage"]["completion_tokens"] == 200
 
 
 @pytest.mark.slow
@@ -188,33 +185,31 @@ def test_a_kill_in_the_middle_leaves_chunks_that_are_right_or_none(
         assert len(keys) >= 6
         for key in keys:
             n_layers = disk.stat([key])[key].n_layers
-            found, right = (
-                each.store.read_layers(key, 0, n_layers, "disk") for each in (engine, twin)
-            )
-            assert found is not None
-            assert right is not None
-            for mine, theirs in zip(found, right, strict=True):
+            layers = [each.store.read_layers(key, 0, n_layers, "disk") for each in (engine, twin)]
+            assert None not in layers
+            for mine, theirs in zip(*layers, strict=True):
                 assert torch.allclose(mine.keys, theirs.keys, atol=1e-5)
                 assert torch.allclose(mine.values, theirs.values, atol=1e-5)
         assert disk.counts["corrupt"] == 0
 
 
-def test_a_place_that_is_taken_is_told_in_one_line(served: Served, tiny_settings: Settings) -> None:
+def test_a_port_that_is_taken_and_a_host_without_keys_are_refused_in_one_line(
+    served: Served, tiny_settings: Settings
+) -> None:
     from typer.testing import CliRunner
 
     from ragfuse.cli.main import app
 
-    told = {
-        f"RAGFUSE_{name.upper()}": str(getattr(tiny_settings, name))
-        for name in ("model", "dtype", "store", "home")
-    }
-    result = CliRunner().invoke(app, ["serve", "--port", str(served.port)], env=told)
-    assert result.exit_code == 1
-    assert "cannot listen at 127.0.0.1" in result.stderr
-    result = CliRunner().invoke(app, ["serve", "--host", "0.0.0.0"], env=told)
-    assert result.exit_code == 1
-    assert "API key" in result.stderr
-    assert json.dumps(result.stderr).count("Traceback") == 0
+    names = ("model", "dtype", "store", "home")
+    told = {f"RAGFUSE_{name.upper()}": str(getattr(tiny_settings, name)) for name in names}
+    for argument, value, word in (
+        ("--port", str(served.port), "127.0.0.1"),
+        ("--host", "0.0.0.0", "API key"),
+    ):
+        result = CliRunner().invoke(app, ["serve", argument, value], env=told)
+        assert result.exit_code == 1
+        assert word in result.stderr
+        assert "Traceback" not in result.stderr
 
 
 @pytest.mark.slow
@@ -224,9 +219,8 @@ def test_the_stores_that_are_named_are_those_that_are_written(
     near, far = tmp_path / "near", tmp_path / "far" / "kv"
     with process(tiny_settings, "--store", str(near), "--tiers", f"file://{far}") as (run, root):
         assert ask(root, session_id="one", **with_documents()).status_code == 200
-        wait_for(lambda: httpx.get(f"{root}/v1/ragfuse/store").json()["waiting_to_be_encoded"] == 0)
-        run.send_signal(signal.SIGTERM)
-        assert ended(run) == 0
+        wait_for(lambda: all_encoded(root))
+        stopped(run)
     assert all(
         any(path.is_file() for path in folder.rglob("*")) for folder in (near / "chunks", far)
     )
@@ -242,15 +236,13 @@ def test_a_kill_in_the_middle_of_a_turn_leaves_its_conversation_whole_without_th
         for each in ("came in the first year", "sank", "were seen again")
     ]
     with process(tiny_settings) as (run, root):
-        first = ask(root, messages=turns[:1], session_id="ships").json()["choices"][0]["message"][
-            "content"
-        ]
+        answer = ask(root, messages=turns[:1], session_id="ships").json()
         with begun(root, messages=turns[1:2], session_id="ships", max_tokens=600):
             run.kill()
             assert ended(run) == -signal.SIGKILL
     with process(tiny_settings) as (run, root):
         told = ask(root, messages=turns[2:], session_id="ships").json()
-    history = [turns[0], said(first, "assistant")]
+    history = [turns[0], answer["choices"][0]["message"]]
     with process(tiny_settings.model_copy(update={"store": tmp_path / "other"})) as (run, root):
         whole, none = (ask(root, messages=[*before, turns[2]]).json() for before in (history, []))
     sizes = [each["usage"]["prompt_tokens"] for each in (told, whole, none)]

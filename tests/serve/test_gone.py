@@ -2,110 +2,77 @@
 
 from __future__ import annotations
 
-import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from tests.serve.kit import Served, all_of, raw, said, serving, settings_of, wait_for, writers
-
-LONG = 3000
+from tests.serve.kit import (
+    CHAT,
+    LONG,
+    Served,
+    all_of,
+    asking,
+    raw,
+    said,
+    wait_for,
+    writers,
+)
 
 
 @pytest.fixture(scope="module")
-def one(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def one(make_server: Callable[..., Served], tiny_path: Path) -> Served:
     """A server that answers one request at a time, as long as anybody likes, and has little
     patience.
     """
-    home = tmp_path_factory.mktemp("one")
-    settings = settings_of(
-        tiny_path,
-        home,
-        serve_together=1,
-        serve_patience_s=1.0,
-    )
-    with serving(settings) as made:
-        yield made
+    return make_server(model=tiny_path, serve_together=1, serve_patience_s=1.0)
 
 
-def long_request(served: Served, **fields: Any) -> dict[str, Any]:
-    return {"model": served.service.model, "messages": [said()], "max_tokens": LONG, **fields}
-
-
-def send(line: socket.socket, body: dict[str, Any]) -> None:
-    """A request, by hand."""
-    data = json.dumps(body).encode()
-    head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type:"
-        " application/json\r\n"
-    )
-    line.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
-
-
-def is_idle(served: Served) -> bool:
-    return served.service.admission.is_idle and not writers()
-
-
-def test_who_leaves_a_stream_ends_its_answer(one: Served) -> None:
-    with httpx.stream(
-        "POST", f"{one.url}/chat/completions", json=long_request(one, stream=True), timeout=60
-    ) as answer:
-        for line in answer.iter_lines():
-            if '"content": ' in line and "assistant" not in line:
-                break
+def test_leaving_a_stream_ends_its_answer(one: Served) -> None:
+    body = {"model": one.service.model, "messages": [said()], "max_tokens": LONG, "stream": True}
+    with httpx.stream("POST", f"{one.root}{CHAT}", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(line for line in lines if '"content": ' in line and "assistant" not in line)
         assert writers()
-    wait_for(lambda: is_idle(one))
-    written = one.service.engine(one.service.keys.tenants[0]).counters.now().sums["written"]
-    assert 0 < written < LONG
+    wait_for(one.is_idle)
+    assert 0 < one.engine().counters.now().sums["written"] < LONG
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_who_leaves_before_anything_came_ends_it_too(one: Served, streams: bool) -> None:
-    with raw(one.port) as line:
-        send(line, long_request(one, stream=streams, n=3))
+def test_leaving_before_the_first_token_ends_the_answer(one: Served, streams: bool) -> None:
+    with asking(one, stream=streams, n=3):
         wait_for(writers)
-    wait_for(lambda: is_idle(one))
+    wait_for(one.is_idle)
 
 
-def test_who_leaves_the_queue_is_not_answered(one: Served) -> None:
-    counters = one.service.engine(one.service.keys.tenants[0]).counters
-
+def test_leaving_the_queue_cancels_the_request(one: Served) -> None:
     def answers() -> int:
-        return sum(
-            n for kind, n in counters.now().sums.items() if kind.startswith(("full ", "fused"))
-        )
+        sums = one.engine().counters.now().sums
+        return sum(n for kind, n in sums.items() if kind.startswith(("full ", "fused")))
 
     before = answers()
-    with raw(one.port) as first:
-        send(first, long_request(one))
+    with asking(one):
         wait_for(writers)
-        with raw(one.port) as second:
-            send(second, long_request(one))
-            wait_for(lambda: len(one.service.admission.jobs) == 1)
-        wait_for(lambda: len(one.service.admission.jobs) == 0)
+        with asking(one):
+            wait_for(lambda: one.waiting() == 1)
+        wait_for(lambda: one.waiting() == 0)
         assert len(writers()) == 1
-    wait_for(lambda: is_idle(one))
+    wait_for(one.is_idle)
     assert answers() - before == 1
 
 
-def test_who_does_not_read_keeps_no_turn(one: Served) -> None:
-    with raw(one.port) as line:
+def test_a_client_that_does_not_read_keeps_no_turn(one: Served) -> None:
+    with asking(one, stream=True, max_tokens=600) as line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        send(line, long_request(one, stream=True, max_tokens=600))
         wait_for(writers)
-        wait_for(lambda: is_idle(one))  # written, although nobody read it
+        wait_for(one.is_idle)  # written, although nobody read it
         assert one.chat(max_tokens=2).status_code == 200
 
 
-def test_a_body_that_does_not_come_is_told(one: Served) -> None:
+def test_a_body_that_does_not_come_is_refused(one: Served) -> None:
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     with raw(one.port) as line:
-        head = (
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type:"
-            b" application/json\r\n"
-        )
-        line.sendall(head + b"content-length: 5000\r\n\r\n{")
+        line.sendall(f"{head}content-length: 5000\r\n\r\n{{".encode())
         assert b" 408 " in all_of(line)

@@ -5,47 +5,31 @@ pages' files.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 
 from ragfuse import Settings
-from ragfuse.serve.keys import Keys
 from ragfuse.serve.page_routes import HEADERS
-from tests.serve.kit import Served, access_lines, process, said, serving, settings_of, wait_for
-
-KEY = "blue:a-key-of-the-blue-tenant"
+from tests.serve.kit import BLUE, TENANTS, Served, access_lines, process, refused, wait_for
+from tests.tiny import ROOT
 
 
 @pytest.fixture(scope="module")
-def named(varied_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def named(make_server: Callable[..., Served]) -> Served:
     """A server with keys, whose model has a name and an alias."""
-    home = tmp_path_factory.mktemp("named")
-    settings = settings_of(
-        varied_path,
-        home,
-        max_tokens=4,
-        served_model_name="reader, gpt-4o-mini,reader",
-    )
-    with serving(settings, Keys([KEY])) as made:
-        yield made
-
-
-def ask(served: Served, model: str) -> httpx.Response:
-    body = {"model": model, "messages": [said()]}
-    return served.post(
-        "/v1/chat/completions", body, authorization=f"Bearer {KEY.partition(':')[2]}"
-    )
+    names = "reader, gpt-4o-mini,reader"
+    return make_server(TENANTS[:1], max_tokens=4, served_model_name=names).of(BLUE)
 
 
 def test_a_model_is_found_under_each_of_its_names_and_answers_under_the_first(
     named: Served,
 ) -> None:
     for name in ("reader", "gpt-4o-mini"):
-        assert ask(named, name).json()["model"] == "reader"
-    found = named.get("/v1/models", authorization=f"Bearer {KEY.partition(':')[2]}").json()["data"]
+        assert named.chat(model=name).json()["model"] == "reader"
+    found = named.get("/v1/models").json()["data"]
     assert [each["id"] for each in found] == ["reader", "gpt-4o-mini", "minilm-l6"]
     assert [each.get("root") for each in found] == [None, "reader", None]
 
@@ -54,24 +38,22 @@ def test_another_name_is_refused_with_the_names_that_there_are(
     named: Served, varied_path: Path
 ) -> None:
     for name in ("gpt-5", str(varied_path)):
-        answer = ask(named, name)
-        assert answer.status_code == 404
-        assert "'reader', 'gpt-4o-mini'" in answer.json()["error"]["message"]
+        assert "'reader', 'gpt-4o-mini'" in refused(named.chat(model=name), 404)["message"]
 
 
 def test_a_request_leaves_one_line_without_its_key_and_its_question(
     named: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "ragfuse.serve.access"):
-        assert ask(named, "reader").status_code == 200
-        named.get("/v1/mod%0Aels")
+        assert named.chat(model="reader").status_code == 200
+        named.of("").get("/v1/mod%0Aels")
         named.get("/health")
         wait_for(lambda: [each for each in access_lines(caplog) if each.startswith("GET ")])
     lines = access_lines(caplog)[-2:]  # there may be a late one of the test before
     tenant = named.service.keys.tenants[0].name
     assert lines[0].startswith(f"POST /v1/chat/completions 200, tenant {tenant}, ")
     assert lines[1].startswith("GET /v1/mod%0Aels 401, ")
-    assert not any(secret in "".join(lines) for secret in (KEY, "a-key-of", "lighthouse"))
+    assert not any(secret in "".join(lines) for secret in (BLUE, "lighthouse"))
 
 
 def test_the_command_takes_names_and_says_where_the_page_is(tiny_settings: Settings) -> None:
@@ -92,7 +74,7 @@ def test_the_command_takes_names_and_says_where_the_page_is(tiny_settings: Setti
 def test_the_pages_need_no_key_and_let_no_other_script_in(
     named: Served, path: str, kind: str
 ) -> None:
-    answer = named.get(path)
+    answer = named.of("").get(path)
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith(kind)
     assert HEADERS.items() <= dict(answer.headers).items()
@@ -100,19 +82,14 @@ def test_the_pages_need_no_key_and_let_no_other_script_in(
 
 
 def test_the_pages_folder_is_no_way_to_other_files(named: Served) -> None:
-    for path in (
-        "/page/..%2froutes.py",
-        "/page/%2e%2e/routes.py",
-        "/page/none.js",
-    ):
+    for path in ("/page/..%2froutes.py", "/page/%2e%2e/routes.py", "/page/none.js"):
         answer = named.get(path)
         assert answer.status_code in (401, 404)
         assert "APIRouter" not in answer.text
 
 
-def test_the_pages_hold_no_inline_script_and_name_no_other_host(named: Served) -> None:
-    folder = Path(__file__).parents[2] / "ragfuse" / "serve" / "page"
-    for file in folder.iterdir():
+def test_the_pages_hold_no_inline_script_and_name_no_other_host() -> None:
+    for file in (ROOT / "ragfuse" / "serve" / "page").iterdir():
         text = file.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
         assert not any(word in text for word in ("innerHTML", "insertAdjacentHTML", "eval("))
         if file.suffix == ".html":

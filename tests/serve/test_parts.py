@@ -13,34 +13,14 @@ from ragfuse.engine.schema_service import parse_prompt
 from ragfuse.errors import NoSessionError
 from ragfuse.serve.logprobs import ZERO_LOGPROB, LogprobRecorder, as_text
 from ragfuse.serve.refusals import APIError, api_error_of
-from ragfuse.serve.requests import chat_requests, question_of
-from ragfuse.serve.schema import ChatRequest, RequestMessage
+from ragfuse.serve.requests import chat_requests
+from ragfuse.serve.schema import ChatRequest
 
 
 def chat(**fields: object) -> ChatRequest:
     return ChatRequest.model_validate(
         {"model": "m", "messages": [{"role": "user", "content": "Who?"}], **fields}
     )
-
-
-def test_neighbours_of_one_role_are_one_turn_and_results_of_tools_are_not() -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "count", "arguments": '{"n": 1}'}}
-    messages = [
-        {"role": "developer", "content": "One."},
-        {"role": "system", "content": [{"type": "text", "text": "Two."}]},
-        {"role": "user", "content": "Three?"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "four", "tool_call_id": "c1"},
-        {"role": "tool", "content": "five", "tool_call_id": "c1"},
-    ]
-    turns = question_of(None, [RequestMessage.model_validate(each) for each in messages])
-    assert [turn.role for turn in turns] == ["system", "user", "assistant", "tool", "tool"]
-    assert list(turns[0].content) == ["One.", "\n", "Two."]
-    assert (turns[2].tool_calls[0].name, dict(turns[2].tool_calls[0].arguments)) == (
-        "count",
-        {"n": 1},
-    )
-    assert (turns[3].name, turns[3].tool_call_id) == ("count", "c1")
 
 
 def test_parts_that_are_documents_are_chunks_as_documents_are() -> None:
@@ -62,7 +42,6 @@ def test_parts_that_are_documents_are_chunks_as_documents_are() -> None:
 @pytest.mark.parametrize(
     ("told", "options"),
     [
-        ({}, {}),
         ({"temperature": 1e-9}, {}),
         ({"temperature": 1.0, "top_p": 0}, {}),
         ({"top_p": 0.5}, {}),
@@ -131,11 +110,13 @@ def test_advice_is_something_that_a_client_of_http_can_do() -> None:
         (404, "session_not_found"),
         (400, "unusable"),
     ]
-    assert told[0].message == "There is no session 'x'. GET /v1/ragfuse/sessions lists them."
-    assert told[1].message.endswith("wanted a schema. Register it first: POST /v1/ragfuse/schemas.")
+    assert "GET /v1/ragfuse/sessions" in told[0].message
+    assert "POST /v1/ragfuse/schemas" in told[1].message
 
 
-def test_what_is_none_of_a_clients_business_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_internal_errors_show_a_client_nothing_of_the_machine(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     for error in (KeyError("/secret/path"), StoreError("/secret/path cannot be written")):
         refusal = api_error_of(error)
         assert refusal.status >= 500

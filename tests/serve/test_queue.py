@@ -5,14 +5,13 @@ longer than it may.
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from ragfuse import Ask, Engine, InputError, Settings
@@ -21,86 +20,78 @@ from ragfuse.serve.admission import AdmissionControl
 from ragfuse.serve.keys import Keys
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.run import AnswerRequest, AnswerRun, Completed, TextDelta
-from tests.serve.kit import Served, said, serving, settings_of, wait_for, with_documents, writers
-from tests.serve.test_gone import is_idle, long_request, raw, send
+from tests.serve.kit import (
+    BLUE,
+    GREEN,
+    TENANTS,
+    Served,
+    asking,
+    events,
+    refused,
+    said,
+    serving,
+    settings_of,
+    wait_for,
+    with_documents,
+    writers,
+)
 from tests.tiny import CHUNKS
-
-BLUE, GREEN = "blue-key-of-a-test-0", "green-key-of-a-test-0"
 
 
 @pytest.fixture(scope="module")
-def narrow(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def narrow(make_server: Callable[..., Served], tiny_path: Path) -> Served:
     """A server that answers one request at a time and lets two wait."""
-    home = tmp_path_factory.mktemp("narrow")
-    settings = settings_of(
-        tiny_path,
-        home,
-        serve_together=1,
-        serve_waiting=2,
-    )
-    with serving(settings) as made:
-        yield made
+    return make_server(model=tiny_path, serve_together=1, serve_waiting=2)
 
 
-def test_more_than_may_wait_are_told_when_to_come_again(narrow: Served) -> None:
-    with raw(narrow.port) as first, raw(narrow.port) as second, raw(narrow.port) as third:
-        for at, line in enumerate((first, second, third)):
-            send(line, long_request(narrow))
-            wait_for(
-                lambda at=at: (
-                    narrow.service.admission.jobs.running
-                    and len(narrow.service.admission.jobs) == at
-                )
-            )
+def test_more_than_may_wait_hear_when_to_come_again(narrow: Served) -> None:
+    jobs = narrow.service.admission.jobs
+    with ExitStack() as clients:
+        for at in range(3):
+            clients.enter_context(asking(narrow))
+            wait_for(lambda at=at: jobs.running and len(jobs) == at)
         answer = narrow.chat()
-        assert answer.status_code == 429
-        assert answer.json()["error"]["type"] == "rate_limit_error"
+        assert refused(answer, 429)["type"] == "rate_limit_error"
         assert int(answer.headers["retry-after"]) >= 1
         assert narrow.get("/health").status_code == 200
-    wait_for(lambda: is_idle(narrow))
+    wait_for(narrow.is_idle)
     assert narrow.chat(max_tokens=2).status_code == 200
 
 
 def test_what_waits_is_brought_to_memory_meanwhile(narrow: Served) -> None:
     assert narrow.chat(max_tokens=2, **with_documents()).status_code == 200
-    engine = narrow.service.engine(narrow.service.keys.tenants[0])
+    engine = narrow.engine()
     engine.flush()
-    memory, chunks = (
-        engine.store.tier("memory"),
-        {engine.runtime.encoder.key(engine.tokens(text)).tokens for text in CHUNKS[:3]},
-    )
+    memory = engine.store.tier("memory")
+    chunks = {engine.runtime.encoder.key(engine.tokens(text)).tokens for text in CHUNKS[:3]}
     memory.delete([entry.key for entry in memory.list()])
-    with raw(narrow.port) as first, raw(narrow.port) as second:
-        send(first, long_request(narrow))
+    with asking(narrow):
         wait_for(writers)
-        send(second, long_request(narrow, **with_documents()))
-        wait_for(
-            lambda: any(entry.key.tokens in chunks for entry in memory.list())
-        )  # not only what the first one leaves
-        assert len(narrow.service.admission.jobs) == 1  # it waits still
-    wait_for(lambda: is_idle(narrow))
+        with asking(narrow, **with_documents()):
+            # not only what the first one leaves
+            wait_for(lambda: any(entry.key.tokens in chunks for entry in memory.list()))
+            assert narrow.waiting() == 1
+    wait_for(narrow.is_idle)
 
 
-def test_a_turn_that_does_not_come_in_time_is_told(tiny_settings: Settings) -> None:
+def test_a_turn_that_does_not_come_in_time_is_an_error(tiny_settings: Settings) -> None:
     with serving(
         tiny_settings.model_copy(update={"serve_together": 1, "serve_timeout_s": 0.5})
     ) as served:
         jobs = served.service.admission.jobs
         jobs.submit(Future())  # type: ignore[arg-type]
         held = jobs.take()
-        answer = served.chat()
-        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+        assert refused(served.chat(), 504)["code"] == "timeout"
         assert held is not None
         jobs.done(held)
         assert served.service.admission.is_idle
 
 
-def test_an_answer_that_does_not_begin_in_time_is_told(tiny_settings: Settings) -> None:
+def test_an_answer_that_does_not_begin_in_time_is_an_error(tiny_settings: Settings) -> None:
     with serving(tiny_settings.model_copy(update={"serve_timeout_s": 1e-6})) as served:
         for streams in (False, True):
-            answer = served.chat(stream=streams)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
-        wait_for(lambda: is_idle(served))
+            assert refused(served.chat(stream=streams), 504)["code"] == "timeout"
+        wait_for(served.is_idle)
 
 
 async def test_a_turn_whose_time_is_over_is_kept_as_far_as_it_was_said(
@@ -155,7 +146,7 @@ async def test_a_request_keeps_its_place_until_its_prefill_ends_however_often_it
     await asyncio.wait_for(ended.wait(), 60)
 
 
-async def test_who_is_cancelled_in_the_moment_of_its_turn_gives_it_on() -> None:
+async def test_a_request_cancelled_as_its_turn_comes_passes_the_turn_on() -> None:
     admission = AdmissionControl(1, 10)
     first, second, third = (admission.join(tenant) for tenant in ("a", "a", "b"))
     await first.work
@@ -171,46 +162,18 @@ async def test_who_is_cancelled_in_the_moment_of_its_turn_gives_it_on() -> None:
 def test_two_hundred_clients_at_once_all_get_their_own_answers(
     varied_path: Path, tmp_path: Path
 ) -> None:
-    settings = settings_of(
-        varied_path,
-        tmp_path,
-        max_tokens=6,
-    )
-    keys = Keys([f"blue:{BLUE}", f"green:{GREEN}"])
-    found: dict[int, dict[str, Any]] = {}
+    def ask(number: int) -> str:
+        one = served.of((BLUE, GREEN)[number % 3 == 0])
+        messages, streams = [said(f"Question {number % 20}?")], number % 2 == 0
+        answer = one.chat(messages=messages, stream=streams)
+        if not streams:
+            return str(answer.json()["choices"][0]["message"]["content"])
+        deltas = [event["choices"][0]["delta"] for event in events(answer)]
+        return "".join(delta.get("content", "") for delta in deltas)
 
-    def ask(number: int, served: Served) -> None:
-        body = {
-            "model": served.service.model,
-            "messages": [said(f"Question {number % 20}?")],
-            "stream": number % 2 == 0,
-        }
-        told = {"authorization": f"Bearer {(BLUE, GREEN)[number % 3 == 0]}"}
-        answer = httpx.post(f"{served.url}/chat/completions", json=body, headers=told, timeout=300)
-        found[number] = {"status": answer.status_code, "text": _text(answer)}
-
-    with serving(settings.model_copy(update={"serve_waiting": 400}), keys) as served:
-        threads = [threading.Thread(target=ask, args=(number, served)) for number in range(200)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(300)
-        engine = served.service.engine(keys.tenants[0])
-        expected = {n: engine.answer([("user", f"Question {n}?")]).text for n in range(20)}
-        assert {each["status"] for each in found.values()} == {200}
-        assert {n: each["text"] for n, each in found.items()} == {
-            n: expected[n % 20] for n in range(200)
-        }
-        assert served.service.admission.is_idle
-        wait_for(lambda: not writers())
-
-
-def _text(answer: httpx.Response) -> str:
-    if not answer.headers["content-type"].startswith("text/event-stream"):
-        return str(answer.json()["choices"][0]["message"]["content"])
-    lines = [
-        line.removeprefix("data: ")
-        for line in answer.text.splitlines()
-        if line.startswith("data: {")
-    ]
-    return "".join(json.loads(line)["choices"][0]["delta"].get("content", "") for line in lines)
+    settings = settings_of(varied_path, tmp_path, max_tokens=6, serve_waiting=400)
+    with serving(settings, Keys(TENANTS)) as served, ThreadPoolExecutor(200) as clients:
+        found = list(clients.map(ask, range(200)))
+        answers = [served.engine().answer([("user", f"Question {n}?")]).text for n in range(20)]
+        assert found == answers * 10
+        wait_for(served.is_idle)

@@ -4,16 +4,14 @@ have.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from ragfuse import Ask, Engine
-from ragfuse.serve.keys import Keys
 from ragfuse.serve.quotas import Quota, QuotaKeeper
-from tests.serve.kit import Served, said, serving, settings_of, wait_for
-from tests.serve.test_keys import BLUE, GREEN, bearer
+from tests.serve.kit import BLUE, GREEN, TENANTS, Served, settings_of, wait_for
 from tests.tiny import CHUNKS
 
 
@@ -106,42 +104,29 @@ def test_tenants_of_a_server_part_each_tier_unless_told_otherwise() -> None:
 
 
 def test_a_server_keeps_its_tenants_within_their_quotas_and_shows_what_they_keep(
-    varied_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_server: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ragfuse.serve.service.UPKEEP_S", 0.05)
-    settings = settings_of(
-        varied_path,
-        tmp_path,
-        max_tokens=2,
-        serve_tenant_texts=2,
-        serve_tenant_sessions=3,
-    )
-    with serving(settings, Keys([f"blue:{BLUE}", f"green:{GREEN}"])) as served:
-        for at, text in enumerate(CHUNKS[:4]):
-            asked(served, BLUE, documents=[text], session_id=f"s{at}")
-        asked(served, GREEN, documents=[CHUNKS[0]])
-        name = served.service.model
-        blue, green = (f"{name}-{tenant.name}" for tenant in served.service.keys.tenants)
-        for key, told in (
-            (BLUE, {"texts": 2, "sessions": 3}),
-            (GREEN, {"texts": 1, "sessions": 0}),
-        ):
-            mine = blue if key == BLUE else green
-            for kind, n in told.items():
-                line = f'ragfuse_tenant_{kind}{{engine="{mine}"}} {n}.0'
-                wait_for(
-                    lambda key=key, line=line: line in served.get("/metrics", **bearer(key)).text
-                )
-        text = served.get("/metrics", **bearer(BLUE)).text
-        assert f'ragfuse_tenant_quota{{engine="{blue}",kind="texts"}} 2.0' in text
-        assert f'ragfuse_tenant_evictions_total{{engine="{blue}",kind="sessions"}} 1.0' in text
-        assert f'ragfuse_tenant_bytes{{engine="{blue}",tier="disk"}}' in text
-        assert green not in text
+    served = make_server(TENANTS, max_tokens=2, serve_tenant_texts=2, serve_tenant_sessions=3)
+    for at, text in enumerate(CHUNKS[:4]):
+        asked(served.of(BLUE), documents=[text], session_id=f"s{at}")
+    asked(served.of(GREEN), documents=[CHUNKS[0]])
+    name = served.service.model
+    blue, green = (f'engine="{name}-{tenant.name}"' for tenant in served.service.keys.tenants)
+    for key, mine, texts, sessions in ((BLUE, blue, 2, 3), (GREEN, green, 1, 0)):
+        lines = {
+            f"ragfuse_tenant_texts{{{mine}}} {texts}.0",
+            f"ragfuse_tenant_sessions{{{mine}}} {sessions}.0",
+        }
+        metrics = served.of(key).get
+        wait_for(lambda get=metrics, lines=lines: lines <= {*get("/metrics").text.splitlines()})
+    text = served.of(BLUE).get("/metrics").text
+    assert f'ragfuse_tenant_quota{{{blue},kind="texts"}} 2.0' in text
+    assert f'ragfuse_tenant_evictions_total{{{blue},kind="sessions"}} 1.0' in text
+    assert f'ragfuse_tenant_bytes{{{blue},tier="disk"}}' in text
+    assert green not in text
 
 
-def asked(served: Served, key: str, **fields: object) -> None:
-    body = {"model": served.service.model, "messages": [said()], **fields}
-    assert served.post("/v1/chat/completions", body, **bearer(key)).status_code == 200
-    wait_for(
-        lambda: served.get("/v1/ragfuse/store", **bearer(key)).json()["waiting_to_be_encoded"] == 0
-    )
+def asked(served: Served, **fields: object) -> None:
+    assert served.chat(**fields).status_code == 200
+    wait_for(lambda: served.get("/v1/ragfuse/store").json()["waiting_to_be_encoded"] == 0)

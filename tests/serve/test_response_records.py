@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import stat
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,7 @@ from ragfuse.serve import response_records
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.response_records import RESPONSES_FILE, ResponseRecords
 from ragfuse.serve.response_schema import ITEMS, InputItem
-from tests.serve.kit import serving, settings_of
-
-openai = pytest.importorskip("openai", reason="the client is not installed")
-
+from tests.serve.kit import Served, client_of, serving, settings_of
 
 ODD = "caf\u00e9 \U0001f600 \ud800 \x00 'quoted'; DROP TABLE responses"
 
@@ -74,9 +72,9 @@ def test_a_response_that_continues_a_deleted_one_is_not_continued(records: Respo
     assert records.get("s", "b").items == (said("Said b."),)
     assert records.delete("s", "b") is None
     for call in (records.get, records.conversation, records.delete):
-        with pytest.raises(APIError, match="no response 'b'"):
+        with pytest.raises(APIError):
             call("s", "b")
-    with pytest.raises(APIError, match="whole conversation"):
+    with pytest.raises(APIError):
         records.conversation("s", "c")
     assert records.get("s", "c").session == "a"
     assert (records.delete("s", "c"), records.delete("s", "a")) == (None, "a")
@@ -161,34 +159,26 @@ def test_a_damaged_record_is_a_missing_one_and_a_damaged_file_is_set_aside(tmp_p
 def test_a_conversation_goes_on_after_a_restart(varied_path: Path, tmp_path: Path) -> None:
     settings = settings_of(varied_path, tmp_path, max_tokens=8)
     with serving(settings) as served:
-        client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
-        first = client.responses.create(
-            model=served.service.model, input="Tell me of the keeper who lost his lamp."
-        )
+        first = client_of(served).respond("Tell me of the keeper who lost his lamp.")
     with serving(settings) as served:
-        client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
-        second = client.responses.create(
-            model=served.service.model, input="And then?", previous_response_id=first.id
-        )
+        client = client_of(served)
+        second = client.respond("And then?", previous_response_id=first.id)
         assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens
-        assert client.responses.retrieve(first.id).output_text == first.output_text
-        client.responses.delete(second.id)
-        client.responses.delete(first.id)
-        assert not list(served.service.engine(served.service.keys.tenants[0]).sessions.ls())
+        assert client.openai.responses.retrieve(first.id).output_text == first.output_text
+        for id in (second.id, first.id):
+            client.openai.responses.delete(id)
+        assert not list(served.engine().sessions.ls())
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_comes_although_it_cannot_be_stored(
-    varied_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+    make_server: Callable[..., Served], monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     def full(*_: object) -> None:
         raise StoreError("a full disk")
 
     monkeypatch.setattr(ResponseRecords, "add", full)
-    settings = settings_of(varied_path, tmp_path, max_tokens=4)
-    with serving(settings) as served:
-        client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
-        made = client.responses.create(model=served.service.model, input="Who?", stream=stream)
-        found = list(made)[-1].response if stream else made
-        assert found.output_text
-        assert found.store is False
+    made = client_of(make_server(max_tokens=4)).respond(stream=stream)
+    found = list(made)[-1].response if stream else made
+    assert found.output_text
+    assert found.store is False

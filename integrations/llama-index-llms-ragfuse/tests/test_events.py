@@ -94,7 +94,7 @@ async def every_way(retriever: BaseRetriever, llm: RagFuseLLM, **more: Any) -> N
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_a_query_engine_tells_the_llm_what_its_retriever_returned(
+async def test_what_a_query_engine_retrieved_reaches_the_engine(
     llm: RagFuseLLM, asks: list[Ask], mode: ResponseMode
 ) -> None:
     await every_way(Shelf(), llm, response_mode=mode)
@@ -107,7 +107,9 @@ async def test_a_query_engine_tells_the_llm_what_its_retriever_returned(
 
 
 @pytest.mark.parametrize("kind", [ContextChatEngine, CondensePlusContextChatEngine])
-async def test_chat_engines_tell_their_nodes(llm: RagFuseLLM, asks: list[Ask], kind: Any) -> None:
+async def test_nodes_of_chat_engines_reach_the_engine(
+    llm: RagFuseLLM, asks: list[Ask], kind: Any
+) -> None:
     """The first message is not condensed, so that what is asked is what is retrieved for."""
     calls = ("chat", "achat", "stream_chat", "astream_chat")
     for call in calls:
@@ -131,13 +133,15 @@ class Cut(BaseNodePostprocessor):
         ]
 
 
-async def test_what_postprocessors_made_is_told_too(llm: RagFuseLLM, asks: list[Ask]) -> None:
+async def test_nodes_that_postprocessors_made_reach_the_engine(
+    llm: RagFuseLLM, asks: list[Ask]
+) -> None:
     await every_way(Shelf(), llm, node_postprocessors=[Cut()])
     told = (("file_name: harbour-2\n\nA cut letter.", "harbour-2"), *texts("harbour"))
     assert [ask.documents for ask in asks] == [told] * 4
 
 
-def test_nodes_of_an_event_are_told(llm: RagFuseLLM, asks: list[Ask]) -> None:
+def test_nodes_of_an_event_reach_the_engine(llm: RagFuseLLM, asks: list[Ask]) -> None:
     """Third parties tell of them where no span of theirs takes or returns them."""
     get_dispatcher().event(ReRankEndEvent(nodes=nodes("harbour")))
     llm.complete("\n".join(text for text, _ in texts("harbour")))
@@ -147,7 +151,9 @@ def test_nodes_of_an_event_are_told(llm: RagFuseLLM, asks: list[Ask]) -> None:
 # by hand
 
 
-async def test_nodes_put_into_a_prompt_by_hand_are_told(llm: RagFuseLLM, asks: list[Ask]) -> None:
+async def test_nodes_put_into_a_prompt_by_hand_reach_the_engine(
+    llm: RagFuseLLM, asks: list[Ask]
+) -> None:
     found = Shelf().retrieve("harbour")
     llm.complete(joined(found))
     llm.chat([ChatMessage(joined(found))])
@@ -165,7 +171,7 @@ async def test_nodes_put_into_a_prompt_by_hand_are_told(llm: RagFuseLLM, asks: l
 
 
 @pytest.mark.parametrize("fused", [False, True])
-async def test_nodes_handed_to_a_synthesizer_are_told(
+async def test_nodes_handed_to_a_synthesizer_reach_the_engine(
     llm: RagFuseLLM, asks: list[Ask], fused: bool
 ) -> None:
     """They may be from anywhere: a search without a retriever, a cache."""
@@ -205,7 +211,7 @@ class CallsOnce(RagFuseLLM):
 
 
 @pytest.mark.parametrize("kind", [FunctionAgent, ReActAgent])
-async def test_an_agent_is_told_what_its_tool_retrieved(
+async def test_what_an_agents_tool_retrieved_reaches_the_engine(
     engine: Engine, asks: list[Ask], kind: Any
 ) -> None:
     tool = RetrieverTool.from_defaults(Shelf(), name="letters", description="Searches letters.")
@@ -219,7 +225,7 @@ async def test_an_agent_is_told_what_its_tool_retrieved(
 
 
 @pytest.mark.parametrize("learn", ["off", "retrieved"])
-async def test_nothing_is_told_where_nothing_is_to_be_learned(
+async def test_no_documents_reach_the_engine_where_learning_is_off(
     engine: Engine, asks: list[Ask], learn: str
 ) -> None:
     llm = RagFuseLLM(engine=engine, max_tokens=4)

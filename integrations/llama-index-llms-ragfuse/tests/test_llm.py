@@ -63,16 +63,6 @@ def test_usage_is_counted(llm: RagFuseLLM, engine: Engine) -> None:
     assert response.additional_kwargs["total_tokens"] == usage["total_tokens"]
 
 
-def test_ratio_one_answers_like_full_prefill(llm: RagFuseLLM) -> None:
-    fused, full = llm.chat(CHAT, ratio=1.0), llm.chat(CHAT, reuse=False)
-    assert fused.message.content == full.message.content
-    assert full.raw["ragfuse"]["fallback_reason"]
-    assert full.raw["usage"]["prompt_tokens_details"] == {
-        "cached_tokens": 0,
-        "cache_creation_tokens": 0,
-    }
-
-
 def test_a_formatted_text_goes_to_the_model_as_it_is(llm: RagFuseLLM, engine: Engine) -> None:
     raw = llm.complete(READ, formatted=True).raw
     assert raw["usage"]["prompt_tokens"] == len(engine.prompt(READ))
@@ -117,3 +107,12 @@ def test_what_cannot_work_is_refused(llm: RagFuseLLM) -> None:
         llm.complete(READ, ratios=0.5)
     with pytest.raises(SettingsError, match="ratios"):
         RagFuseLLM(ratios=0.5)
+
+
+def test_fields_of_the_framework_are_taken_by_name_and_alias(engine: Engine) -> None:
+    llm = RagFuseLLM(engine=engine, callback_manager=CallbackManager(), system_prompt="Be brief.")
+    assert llm.system_prompt == "Be brief."
+    assert (
+        RagFuseLLM(model_name=engine.settings.model, settings=engine.settings).model
+        == engine.settings.model
+    )

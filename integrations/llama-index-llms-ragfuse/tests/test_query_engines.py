@@ -5,18 +5,22 @@ embedded one.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import faiss
 import pytest
 from llama_index.core import Document, StorageContext, VectorStoreIndex
+from llama_index.core.base.response.schema import PydanticResponse
+from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent
 from llama_index.core.node_parser import SentenceSplitter
-from llama_index.core.schema import NodeWithScore, TextNode
+from llama_index.core.query_engine import RetrieverQueryEngine
+from llama_index.core.retrievers import BaseRetriever
+from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from llama_index.embeddings.huggingface import HuggingFaceEmbedding
-from llama_index.llms.ragfuse import KVPrecompute, RagFuseLLM, RagFuseSynthesizer
+from llama_index.llms.ragfuse import KVPrecompute, RagFuseLLM, RagFuseSynthesizer, traces
 from llama_index.vector_stores.faiss import FaissVectorStore
 
 from integrations.tests.kit import LETTERS, hits
@@ -99,6 +103,58 @@ def test_nodes_that_do_not_fit_refine_the_answer(engine: Engine, heard: Heard) -
 def test_our_synthesizer_wants_our_llm() -> None:
     with pytest.raises(InputError, match="found a str"):
         RagFuseSynthesizer("gpt")  # type: ignore[arg-type]
+
+
+class Paint(BaseModel):
+    """What a lighthouse is painted with."""
+
+    colour: Literal["green", "red"]
+
+
+class Shelf(BaseRetriever):
+    """Finds all nodes there are."""
+
+    def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        return NODES
+
+
+@pytest.mark.parametrize("way", ["whole", "awaited"])
+async def test_objects_are_synthesized_from_marked_nodes(
+    llm: RagFuseLLM, engine: Engine, way: str
+) -> None:
+    llm.max_tokens = 40
+    synthesizer = RagFuseSynthesizer(llm, output_cls=Paint)
+    synthesizer.synthesize(QUESTION, NODES)
+    engine.flush()
+    with traces() as seen:
+        response: Any = (
+            await synthesizer.asynthesize(QUESTION, NODES)
+            if way == "awaited"
+            else synthesizer.synthesize(QUESTION, NODES)
+        )
+    assert Paint.model_validate_json(str(response)).colour in ("green", "red")
+    assert isinstance(response, PydanticResponse)
+    assert hits(seen[-1].as_dict()) == ["0.txt", "1.txt", "2.txt"]
+
+
+def test_a_structured_llm_asks_for_its_objects(llm: RagFuseLLM) -> None:
+    llm.max_tokens = 40
+    synthesizer = RagFuseSynthesizer(llm.as_structured_llm(Paint))
+    response = RetrieverQueryEngine(Shelf(), synthesizer).query(QUESTION)
+    assert isinstance(response.response, Paint)
+    assert response.source_nodes == NODES
+
+
+async def test_an_earlier_answer_is_refined(llm: RagFuseLLM) -> None:
+    texts = [each.node.get_content() for each in NODES]
+    synthesizer = RagFuseSynthesizer(llm)
+    with traces() as seen:
+        fresh = synthesizer.get_response(QUESTION, texts)
+        refined = synthesizer.get_response(QUESTION, texts, prev_response="It is green.")
+        again = await synthesizer.aget_response(QUESTION, texts, prev_response="It is green.")
+    assert again == refined
+    assert isinstance(fresh, str)
+    assert seen[0].tokens != seen[1].tokens == seen[2].tokens
 
 
 @pytest.mark.embedded

@@ -49,12 +49,6 @@ class Ship(BaseModel):
     is_new: bool
 
 
-class Harbour(BaseModel):
-    """A harbour."""
-
-    ships: list[Ship] = Field(min_length=1, max_length=1)
-
-
 class Book(BaseRetriever):
     """Finds one node, whatever is asked."""
 
@@ -126,7 +120,7 @@ async def test_any_tool_may_be_required_and_none_may_be_wanted(llm: RagFuseLLM) 
         assert len(llm.get_tool_calls_from_response(response)) == 1
     text = llm.chat_with_tools(TOOLS, QUESTION, tool_choice="none", max_tokens=4)
     assert llm.get_tool_calls_from_response(text, error_on_no_tool_call=False) == []
-    with pytest.raises(InputError, match=r"Wanted a tool call, found text.*tool_required"):
+    with pytest.raises(InputError, match="tool_required"):
         llm.get_tool_calls_from_response(text)
     assert llm.chat_with_tools([], QUESTION, tool_required=True, max_tokens=4).message.content
 
@@ -240,9 +234,7 @@ def test_arguments_that_are_no_json_are_refused(llm: RagFuseLLM) -> None:
         ChatMessage(content=QUESTION),
         ChatMessage(role="assistant", additional_kwargs={"tool_calls": calls}),
     ]
-    with pytest.raises(
-        InputError, match=r"arguments of a tool call are .rig=brig.; wanted the JSON text"
-    ):
+    with pytest.raises(InputError, match="rig=brig"):
         llm.chat(messages)
     with pytest.raises(InputError, match="'image' cannot be read"):
         llm.chat([ChatMessage(role="tool", blocks=[ImageBlock(url="http://x/y.png")])])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2Config, Qwen3Config
 
+from benchmarks.peers.llama_server import free_port
 from benchmarks.peers.process import PeerProcess
 from integrations.tests.kit import LETTERS, byte_tokenizer
 from ragfuse import Engine, Settings
@@ -31,7 +31,7 @@ from ragfuse.hf.prefill import KVSource
 from ragfuse.models import resolve_llm
 from ragfuse.transfer import TransferHandle, TransferModel, TransferPlace, sample_weights
 from ragfuse.types.kv import ChunkKV
-from tests.serve.kit import Served, serving
+from tests.serve.kit import Served, serving, settings_of
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).resolve().parent
@@ -213,9 +213,7 @@ class VllmServer:
     """`vllm serve` with the connector, its engine in a process of its own."""
 
     def __init__(self, folder: Path, url: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         transfer = {
             "kv_connector": "RagfuseConnector",
             "kv_connector_module_path": "vllm_ragfuse",
@@ -223,27 +221,13 @@ class VllmServer:
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"transfer_url": url},
         }
-        said = {
-            "host": "127.0.0.1",
-            "port": port,
-            "model": folder,
-            "served-model-name": "tiny",
-            "dtype": "float32",
-        }
-        said |= {"max-model-len": 2048, "kv-transfer-config": json.dumps(transfer)}
+        said = {"host": "127.0.0.1", "port": port, "model": folder, "served-model-name": "tiny"}
+        said |= {"dtype": "float32", "max-model-len": 2048}
+        said |= {"kv-transfer-config": json.dumps(transfer)}
         options = [each for name, value in said.items() for each in (f"--{name}", str(value))]
-        command = [
-            PYTHON,
-            "-P",
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--enforce-eager",
-            *options,
-        ]
-        self._process, self.root = (
-            PeerProcess("vLLM", command, ENVIRONMENT),
-            f"http://127.0.0.1:{port}",
-        )
+        module = ["-P", "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+        self._process = PeerProcess("vLLM", [PYTHON, *module, *options], ENVIRONMENT)
+        self.root = f"http://127.0.0.1:{port}"
         until_s = time.monotonic() + PATIENCE_S
         while not self._is_healthy():
             if not self._process.is_running or time.monotonic() > until_s:
@@ -289,13 +273,7 @@ def pair(
     family, options = PAIRS[request.param]
     home = tmp_path_factory.mktemp(family)
     folder = tiny_model(family, home / f"tiny-{family}")
-    settings = Settings(
-        model=str(folder),
-        dtype="float32",
-        home=home,
-        store=home / "store",
-        transfer_url=str(home / "place"),
-    )
+    settings = settings_of(folder, home, transfer_url=str(home / "place"))
     made = torch.Generator().manual_seed(5)
 
     def some(n: int) -> list[int]:
@@ -356,8 +334,14 @@ class Servers:
     @property
     def model(self) -> HFModel:
         """The model that prefills."""
-        service = self.prefills.service
-        return service.engine(service.keys.tenants[0]).model
+        return self.prefills.engine().model
+
+    def counts(self) -> dict[str, float]:
+        """What the connector has counted, and the requests that vLLM runs."""
+        text = httpx.get(f"{self.decodes.root}/metrics", timeout=PATIENCE_S).text
+        names = ("vllm:ragfuse", "vllm:num_requests_running")
+        lines = (line for line in text.splitlines() if line.startswith(names))
+        return {line.split("{")[0]: float(line.split()[-1]) for line in lines}
 
 
 @pytest.fixture(scope="module")
@@ -365,14 +349,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory, skip_without_vllm: None) -
     """`ragfuse serve` and `vllm serve` over a tiny model."""
     home = tmp_path_factory.mktemp("served")
     folder, url = tiny_model("llama", home / "tiny"), str(home / "place")
-    settings = Settings(
-        model=str(folder),
-        dtype="float32",
-        home=home,
-        store=home / "store",
-        transfer_url=url,
-        prefix_cache=False,
-    )
+    settings = settings_of(folder, home, transfer_url=url, prefix_cache=False)
     with serving(settings) as made:
         decodes = VllmServer(folder, url)
         place = TransferPlace.open(settings)

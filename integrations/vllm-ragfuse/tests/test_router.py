@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.kit import said, wait_for, with_documents
+from benchmarks.peers.llama_server import free_port
+from tests.serve.kit import CHAT, TEXT, events, said, wait_for, with_documents
 
 PATIENCE_S = 900.0
 ROUTER = os.environ.get(
@@ -46,12 +45,6 @@ def router(servers: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
         running.wait(60)
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 def is_healthy(root: str) -> bool:
     try:
         return httpx.get(f"{root}/health").status_code == 200
@@ -59,25 +52,9 @@ def is_healthy(root: str) -> bool:
         return False
 
 
-def counts(servers: Any) -> dict[str, float]:
-    """What the connector has counted, and the requests that vLLM runs."""
-    text = httpx.get(f"{servers.decodes.root}/metrics", timeout=PATIENCE_S).text
-    lines = (
-        line
-        for line in text.splitlines()
-        if line.startswith(("vllm:ragfuse", "vllm:num_requests_running"))
-    )
-    return {line.split("{")[0]: float(line.split()[-1]) for line in lines}
-
-
 def streamed(root: str, path: str, **body: Any) -> list[int]:
     """The token ids of a stream."""
-    text = httpx.post(f"{root}{path}", json={"stream": True, **body}, timeout=PATIENCE_S).text
-    pieces = [
-        json.loads(line.removeprefix("data: "))
-        for line in text.splitlines()
-        if line.startswith("data: {")
-    ]
+    pieces = events(httpx.post(f"{root}{path}", json={"stream": True, **body}, timeout=PATIENCE_S))
     choices = [each["choices"][0] for each in pieces if each["choices"]]
     return [id for each in choices for id in each.get("token_ids") or ()]
 
@@ -85,8 +62,8 @@ def streamed(root: str, path: str, **body: Any) -> list[int]:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/chat/completions", {"messages": [said()], **with_documents()}),
-        ("/v1/completions", {"prompt": "A gardener planted nine roses beside a wall. " * 9}),
+        (CHAT, {"messages": [said()], **with_documents()}),
+        (TEXT, {"prompt": "A gardener planted nine roses beside a wall. " * 9}),
     ],
 )
 def test_answers_read_as_those_of_ragfuse_alone(
@@ -96,32 +73,24 @@ def test_answers_read_as_those_of_ragfuse_alone(
     told = {"model": alone.service.model, "max_tokens": 20, "temperature": 0, **body}
     alone.post(path, told)
     # the documents are known from here on
-    alone.service.engine(alone.service.keys.tenants[0]).flush()
-    wanted = alone.post(path, {**told, "ragfuse": {"token_ids": True}}).json()["choices"][0][
-        "token_ids"
-    ]
-    before = counts(servers)
+    alone.engine().flush()
+    (choice,) = alone.post(path, {**told, "ragfuse": {"token_ids": True}}).json()["choices"]
+    before = servers.counts()
     told["return_token_ids"] = True
     answer = httpx.post(f"{router}{path}", json=told, timeout=PATIENCE_S).json()
     assert answer["kv_transfer_params"] == {"ragfuse": {"loaded": True}}
-    assert answer["choices"][0]["token_ids"] == streamed(router, path, **told) == wanted
+    assert answer["choices"][0]["token_ids"] == streamed(router, path, **told)
+    assert answer["choices"][0]["token_ids"] == choice["token_ids"]
     loaded = "vllm:ragfuse_prompts_loaded_total"
-    wait_for(lambda: counts(servers)[loaded] == before.get(loaded, 0) + 2)
-    assert counts(servers).get("vllm:ragfuse_prompts_recomputed_total", 0) == 0
+    wait_for(lambda: servers.counts()[loaded] == before.get(loaded, 0) + 2)
+    assert servers.counts().get("vllm:ragfuse_prompts_recomputed_total", 0) == 0
 
 
 def test_a_client_that_goes_leaves_nothing_behind(router: str, servers: Any) -> None:
-    body = {
-        "model": servers.prefills.service.model,
-        "messages": [said()],
-        "stream": True,
-        "max_tokens": 1500,
-    }
-    told = {**body, "ignore_eos": True}
-    with httpx.stream(
-        "POST", f"{router}/v1/chat/completions", json=told, timeout=PATIENCE_S
-    ) as answer:
+    told = {"model": servers.prefills.service.model, "messages": [said()], "max_tokens": 1500}
+    told |= {"stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{router}{CHAT}", json=told, timeout=PATIENCE_S) as answer:
         next(answer.iter_lines())
-    wait_for(lambda: servers.prefills.service.admission.is_idle)
-    wait_for(lambda: counts(servers)["vllm:num_requests_running"] == 0)
+    wait_for(servers.prefills.is_idle)
+    wait_for(lambda: servers.counts()["vllm:num_requests_running"] == 0)
     wait_for(lambda: servers.place.n_waiting == 0)

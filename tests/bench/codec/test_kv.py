@@ -74,7 +74,7 @@ def test_unchanged_kv_loses_nothing_and_coarser_rounding_loses_more(
     assert 0 < losses[0] < losses[1] < losses[2]
 
 
-def test_questions_over_raw_kv_are_their_own_measure_and_a_spoiled_way_is_told_from_it(
+def test_questions_over_raw_kv_are_the_measure_and_a_spoiled_codec_falls_short_of_it(
     model: HFModel, ids: list[int]
 ) -> None:
     first = Continued(model, model.encode(ids[:40])).answer(ids[40:50], 24)

@@ -8,14 +8,19 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ragfuse_bench.options import ThroughputOptions
+from ragfuse_bench.throughput.asked import each_once
 from ragfuse_bench.throughput.run import (
     COMPARED_TTFT,
+    METHODS,
     Measured,
+    _Bench,
+    _cases,
     better,
     compared,
     rate_at,
@@ -84,10 +89,8 @@ def test_a_tiny_load_has_the_wanted_keys_and_loses_nothing(settings, questions):
     result = run_throughput(settings, options, Console(quiet=True))
     assert {"rate_x_vs_full", "rate_x_vs_prefix", "batch_x", "curve", "lost"} <= set(result)
     assert result["lost"] == 0
-    assert all({"rate", "full", "prefix", "ragfuse"} <= set(row) for row in result["curve"])
-    assert [row["rate"] for row in result["curve"]] == sorted(
-        row["rate"] for row in result["curve"]
-    )
+    rates = [row["rate"] for row in result["curve"]]
+    assert rates == sorted(rates)
     for name in ("full", "ragfuse"):
         assert len([row for row in result["curve"] if row[name] is not None]) == 2
         assert [load["n"] > 0 for load in result["methods"][name]["loads"]] == [True, True]
@@ -99,29 +102,17 @@ def test_a_tiny_load_has_the_wanted_keys_and_loses_nothing(settings, questions):
 
 @pytest.mark.slow
 def test_each_method_reuses_what_it_is_said_to(settings, questions):
-    from http.client import HTTPConnection
-
-    from ragfuse_bench.throughput.run import METHODS, _Bench, _cases
-
     options = ThroughputOptions(sets=(str(questions),), **TINY)
     cases = _cases(settings, options)
     seen = {}
     for name, (_, told) in METHODS.items():
         with serving(settings, 1, 60.0, **told) as server:
             bench = _Bench(server, name, Path(settings.model).name, cases, options, None)  # type: ignore[arg-type]
-            bodies = bench._bodies(figure_requests(cases))
+            bodies = bench._bodies(each_once(cases[:1], 0))
             for body in (*bodies, *bodies, *bodies):
-                line = HTTPConnection(*server.place, timeout=60)
-                line.request(
-                    "POST",
-                    "/v1/chat/completions",
-                    json.dumps(body),
-                    {"content-type": "application/json"},
-                )
-                trace = json.loads(line.getresponse().read())["ragfuse"]
+                url = "http://{}:{}/v1/chat/completions".format(*server.place)
+                seen[name] = httpx.post(url, json=body, timeout=60).json()["ragfuse"]
                 bench._settle()
-                line.close()
-            seen[name] = trace
     assert seen["full"]["tokens_reused"] == 0
     assert (
         seen["prefix"]["tokens_reused"]
@@ -133,12 +124,6 @@ def test_each_method_reuses_what_it_is_said_to(settings, questions):
         segment["hit"] for segment in seen["ragfuse"]["segments"] if segment["kind"] == "chunk"
     )
     assert seen["ragfuse"]["tokens_reused"] > 0
-
-
-def figure_requests(cases):
-    from ragfuse_bench.throughput.asked import each_once
-
-    return each_once(cases[:1], 0)
 
 
 def slow_rate(curve, ttft_s):
