@@ -11,9 +11,9 @@ from math import log
 import torch
 from torch import Tensor
 
-from ragfuse.codec.cachegen import OUTLIER_FACTOR
+from ragfuse.codec.quantise import outlier_tokens
 from ragfuse.codec.tables import Channels, CodecTables, LayerTables, from_codes, to_codes
-from ragfuse.fuse.rope import rotate_in_place, rotated_pairs
+from ragfuse.fuse.rope import part_layout, rotate_in_place, rotated_pairs
 from ragfuse.types.kv import ChunkKV, RopeLayout
 
 MIN_TOKENS = 11
@@ -105,7 +105,7 @@ class _Part:
         tokens = self.tokens
         scale = tokens.abs().median(1, keepdim=True).values.clamp_min(1e-30) / MEDIAN
         # outliers are stored in 8 bits
-        plain = ~_is_outlier(tokens / scale)
+        plain = ~outlier_tokens(tokens, scale)
         every = tokens[:, plain] if bool(plain.any()) else tokens
         self.mean = every.mean(1, keepdim=True).clamp(-6e4, 6e4).half().float()
         spread = (every - self.mean).square().mean(1).sqrt()
@@ -127,10 +127,9 @@ class _Part:
 
 
 def _values(chunks: Sequence[ChunkKV], at: int, name: str, layout: RopeLayout | None) -> Tensor:
-    rotation = layout if layout is not None and layout.part == name else None
     found = (getattr(chunk.layers[at], name) for chunk in chunks)
     rotated = [
-        rotate_in_place(tensor.to("cpu", torch.float32, copy=True), rotation, -1)
+        rotate_in_place(tensor.to("cpu", torch.float32, copy=True), part_layout(layout, name), -1)
         for tensor in found
     ]
     return torch.cat(rotated, 1)
@@ -142,8 +141,8 @@ def _weights(queries: Tensor, layout: RopeLayout | None) -> Tensor:
     Both channels of a rotated pair get the same, as a key meets queries from all distances.
     """
     power = queries.float().square().cpu()
-    if layout is not None and layout.part == "keys":
-        first, second = rotated_pairs(power, layout)
+    if keys_layout := part_layout(layout, "keys"):
+        first, second = rotated_pairs(power, keys_layout)
         both = (first + second) / 2
         first.copy_(both)
         second.copy_(both)
@@ -158,11 +157,6 @@ def _widths(costs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     logs = -torch.tensor(costs, dtype=torch.float64).clamp_min(1e-30).log() / 2
     near = (logs - logs.median()).clamp(-log(MAX_WIDTH_FACTOR), log(MAX_WIDTH_FACTOR))
     return [(keys, values) for keys, values in (near - near.mean()).exp().tolist()]
-
-
-def _is_outlier(relative: Tensor) -> Tensor:
-    size = relative.square().mean(-1).sqrt()
-    return ((size > OUTLIER_FACTOR) | (size * OUTLIER_FACTOR < 1)).any(0)
 
 
 def _geometric_mean(spread: Tensor) -> Tensor:

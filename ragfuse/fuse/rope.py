@@ -14,6 +14,11 @@ from torch import Tensor
 from ragfuse.types.kv import RopeLayout
 
 
+def part_layout(layout: RopeLayout | None, part: str) -> RopeLayout | None:
+    """Return the rotation of "keys" or of "values", if it is this part that rotates."""
+    return layout if layout is not None and layout.part == part else None
+
+
 def rotated_pairs(keys: Tensor, layout: RopeLayout) -> tuple[Tensor, Tensor]:
     """Return both members of every rotated pair, as views [..., len(inv_freq)] of keys [..., D]."""
     width = 2 * len(layout.inv_freq)

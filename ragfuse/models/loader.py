@@ -29,7 +29,7 @@ from ragfuse.hf.drift import read_drift
 from ragfuse.hf.fingerprint import tokenizer_digest
 from ragfuse.hf.json_object import read_json_object
 from ragfuse.hf.model import HFModel
-from ragfuse.models.adapters import CHUNK_ADAPTER
+from ragfuse.models.adapters import CHUNK_ADAPTER, DRIFT_NAME
 from ragfuse.models.dtypes import dtype_named, require_device
 from ragfuse.models.embedded import require_hub, resolve_llm
 from ragfuse.models.shipped_profile import read_shipped
@@ -130,7 +130,7 @@ def load_model(
         name = ""
     weights, words = digests.get(name) or (None, tokenizer_digest(tokenizer))
     chunk_adapter = read_chunk_adapter(adapted_chunks, model) if has_chunk_adapter else None
-    drift = None if has_chunk_adapter else read_drift(folder, model)
+    drift = None if has_chunk_adapter else read_drift(folder / DRIFT_NAME, model)
     loaded = HFModel(model, tokenizer, profile_of, drift, weights, chunk_adapter, words)
     if not (is_quantised(model) or is_adapter):
         loaded.files = _files_of(source, options)
