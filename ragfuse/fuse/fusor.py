@@ -323,14 +323,12 @@ class Places:
         forced: int64 [F], sorted: the rows that must be computed.
         candidates: int64 [C], sorted: the rows that a policy may recompute, of `cached` those of
             runs with `blend`.
-        chunk: int64 [C], the segment of each candidate.
-        offset: int64 [C], each candidate's row in it.
+        offset: int64 [C], each candidate's row in its run.
     """
 
     cached: Tensor
     forced: Tensor
     candidates: Tensor
-    chunk: Tensor
     offset: Tensor
 
     @classmethod
@@ -340,13 +338,11 @@ class Places:
         for number, run in enumerate(runs, 1):
             which[run.lo : run.hi] = number
         which[-1] = 0
-        first, segment, blend = torch.tensor(
-            [(0, 0, 0), *((run.lo, run.segment, run.blend) for run in runs)]
-        ).T
+        first, blend = torch.tensor([(0, 0), *((run.lo, run.blend) for run in runs)]).T
         candidates = blend[which].nonzero()[:, 0]
-        chunk, offset = segment[which[candidates]], candidates - first[which[candidates]]
+        offset = candidates - first[which[candidates]]
         forced = (which == 0).nonzero()[:, 0]
-        return cls(which > 0, *(part.to(device) for part in (forced, candidates, chunk, offset)))
+        return cls(which > 0, *(part.to(device) for part in (forced, candidates, offset)))
 
 
 def bucket(count: int) -> int:
@@ -400,7 +396,7 @@ class Fusion:
         )
         self._key_positions = torch.cat([positions, padding])
         n_forced, n_candidates = len(places.forced), len(places.candidates)
-        self._offer = Candidates(len(buffers), ratio, n_forced, places.chunk, places.offset, score)
+        self._offer = Candidates(len(buffers), ratio, n_forced, places.offset, score)
         self._active = torch.arange(n_candidates, device=device)
         self._deviation: Tensor | None = None
         self.rows = self._merge()

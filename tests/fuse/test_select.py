@@ -26,10 +26,9 @@ def view(
     sizes: list[int], ratio: float, n_layers: int = 6, forced: int = 20, seed: int = 0
 ) -> Candidates:
     """Chunks of these sizes, with a random score per row."""
-    chunk = torch.cat([torch.full((size,), index) for index, size in enumerate(sizes)])
     offset = torch.cat([torch.arange(size) for size in sizes])
-    score = torch.rand(len(chunk), generator=torch.Generator().manual_seed(seed))
-    return Candidates(n_layers, ratio, forced, chunk, offset, score)
+    score = torch.rand(len(offset), generator=torch.Generator().manual_seed(seed))
+    return Candidates(n_layers, ratio, forced, offset, score)
 
 
 def run(policy: Policy, seen: Candidates, seed: int = 0) -> list[Tensor]:
@@ -104,7 +103,7 @@ def test_ratio_one_takes_all_and_zero_nothing(name: str) -> None:
 @every
 def test_nothing_on_offer_is_no_trouble(name: str) -> None:
     empty = torch.empty(0, dtype=torch.int64)
-    seen = Candidates(6, 0.5, 10, empty, empty, torch.empty(0))
+    seen = Candidates(6, 0.5, 10, empty, torch.empty(0))
     assert not any(len(kept) for kept in run(policy_named(name), seen))
 
 
@@ -157,7 +156,9 @@ def test_hkvd_takes_the_highest_deviations_and_if_gradual_ranks_anew_in_every_la
     deviation = torch.arange(15.0)
     found = policy_named("hkvd").choose(seen, 3, alive, deviation)
     assert found.tolist() == alive[-len(found) :].tolist()
-    assert policy_named("hkvd-flat").choose(seen, 3, alive, deviation).tolist() == alive.tolist()
+    flat = policy_named("hkvd-flat")
+    assert not flat.thins(seen, 3, len(alive))
+    assert flat.choose(seen, 3, alive, None).tolist() == alive.tolist()
 
 
 def test_lego_takes_the_first_tokens_of_every_chunk() -> None:

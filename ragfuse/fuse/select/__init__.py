@@ -4,7 +4,7 @@ of `POLICIES`.
 A policy is chosen by name.
 """
 
-from ragfuse.fuse.select.edges import Full, Nothing
+from ragfuse.fuse.select.edges import AllOrNothing
 from ragfuse.fuse.select.hkvd import Hkvd
 from ragfuse.fuse.select.hybrid import Hybrid
 from ragfuse.fuse.select.lego import Lego
@@ -19,15 +19,15 @@ from ragfuse.types.selection import no_policy
 __all__ = ["POLICIES", "Candidates", "Policy", "cost_of", "nearness", "policy_named"]
 
 POLICIES = (
-    Full(),
-    Nothing(),
+    AllOrNothing(name="full", fixed_share=1.0),
+    AllOrNothing(name="none", fixed_share=0.0),
     Random(),
     Hkvd(name="hkvd-flat", gradual=False),
     Hkvd(name="hkvd"),
     Lego(),
     Lexical(),
     Hybrid(),
-    Query(name="query", gradual=False),
+    Query(name="query"),
     Query(name="query-gradual", gradual=True),
 )
 
