@@ -247,11 +247,10 @@ def _base_of(folder: Path, home: Path | None, options: Mapping[str, Any]) -> str
     """
     name = read_json_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not name or not isinstance(name, str):
-        found = f"{name!r}" if name else "none"
         raise ModelError(
-            f"Wanted the base model of the adapter in '{folder}', found {found}. Write it into"
-            f" {ADAPTER_CONFIG} as base_model_name_or_path: a folder, the name of an included model"
-            " or a Hugging Face id."
+            f"The adapter in '{folder}' names no base model. Write it into {ADAPTER_CONFIG} as"
+            " base_model_name_or_path: a folder, the name of an included model or a Hugging Face"
+            " id."
         )
     if (folder / name).is_dir() and not Path(name).is_absolute():
         return (folder / name).resolve()

@@ -103,9 +103,9 @@ def test_what_a_store_knows_of_the_model_and_the_machine_is_told(
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("/nowhere/at/all", "nothing there"),
-        ("minilm-l6", "found an embedder"),
-        ("no/config", "no config.json"),
+        ("/nowhere/at/all", "is no llm"),
+        ("minilm-l6", "is no llm"),
+        ("no/config", "config.json"),
     ],
 )
 def test_a_model_that_is_not_there_is_one_red_row(doctor, tmp_path, name, said):
