@@ -241,9 +241,7 @@ def lay_out(
         for path, place in places.items()
         if _is_worth(place, min_tokens)
     }
-    together = ((_together(scaffold, places), scaffold.at) for scaffold in schema.scaffolds)
-    once = {frozenset(paths): (paths, at) for paths, at in together}
-    scaffolds = [builder.run(paths, places, at) for paths, at in once.values()]
+    scaffolds = [builder.run(_together(each, places), places, each.at) for each in schema.scaffolds]
     return SchemaLayout(
         schema,
         root,
