@@ -103,9 +103,9 @@ class Buffers:
     ) -> None:
         self._is_windowed = [window is not None for window in windows] or [False] * len(rope)
         self.n_tokens, self.n_keys = n_tokens, n_tokens + padding
-        self.keys: list[Tensor | None] = [None] * len(rope)
-        self.values: list[Tensor | None] = [None] * len(rope)
-        self._seen: list[tuple[Tensor, Tensor] | None] = [None] * len(rope)
+        self.keys = dict[int, Tensor]()
+        self.values = dict[int, Tensor]()
+        self._seen = dict[int, tuple[Tensor, Tensor]]()
         self._runs, self._source, self._rope = runs, source, rope
         self._device, self._length, self._at_once_nbytes = (
             device,
@@ -125,7 +125,7 @@ class Buffers:
         Raises:
             LostRun: A run cannot be read any more, or has another shape than the others.
         """
-        if self.keys[layer] is not None or not self._runs:
+        if layer in self.keys or not self._runs:
             return
         found = [self._read(layer)]
         for follows in range(layer + 1, min(len(self), layer + self._at_once(found[0]))):
@@ -193,10 +193,7 @@ class Buffers:
 
     def get(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values [1, H, T + padding, D] of a layer."""
-        seen = self._seen[layer]
-        if seen is None:
-            raise RuntimeError(f"Layer {layer} was read before any KV was written to it.")
-        return seen
+        return self._seen[layer]
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write freshly computed KV of a layer to its rows.
@@ -210,7 +207,7 @@ class Buffers:
         Raises:
             LostRun: The cached KV has another shape than the model's own.
         """
-        if self._seen[layer] is None:
+        if layer not in self._seen:
             self._keep(layer, self._empty(keys[0], 1, 1)[0], self._empty(values[0], 1, 1)[0])
         all_keys, all_values = self.get(layer)
         if self._runs and not (_same_shape(all_keys, keys) and _same_shape(all_values, values)):

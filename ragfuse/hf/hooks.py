@@ -109,7 +109,7 @@ class FusedPrefill:
 
     def __init__(self, wiring: Wiring, fusion: Fusion) -> None:
         self.wiring, self.fusion = wiring, fusion
-        self.cache = RowCache(len(wiring.layers), receiver=self)
+        self.cache = RowCache(len(wiring.layers), receiver=self.take)
         self._capture = False
         self._done = False
         self._looks: tuple[Tensor, Tensor] | None = (
