@@ -174,7 +174,7 @@ def test_a_student_that_is_not_the_engine_is_refused(
 ) -> None:
     from ragfuse.hf import branches
 
-    monkeypatch.setattr(branches, "_placed", lambda keys, starts, layout: keys)
+    monkeypatch.setattr(branches, "rotated", lambda keys, shift, layout: keys)
     with pytest.raises(ModelError, match="does not take a mask"):
         run()
 
