@@ -91,13 +91,13 @@ def in_sections(codes: Ints, width: int) -> tuple[Order, tuple[Section, ...]]:
     middles = [int(classes[order[end - 1]]) * width + width // 2 for end in ends]
     firsts = [0, *ends[:-1]]
     return order, tuple(
-        Section(int(first), int(end), _max_number(middle))
+        Section(
+            int(first),
+            int(end),
+            TRIPLE if middle <= TRIPLE_SPREAD else PAIR if middle <= PAIR_SPREAD else SINGLE,
+        )
         for first, end, middle in zip(firsts, ends, middles, strict=True)
     )
-
-
-def _max_number(code: int) -> int:
-    return TRIPLE if code <= TRIPLE_SPREAD else PAIR if code <= PAIR_SPREAD else SINGLE
 
 
 def encode(numbers: Ints, order: Order, sections: Sequence[Section]) -> list[bytes]:

@@ -8,7 +8,7 @@ layer computed. This module knows neither models nor stores.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
@@ -131,10 +131,11 @@ class Buffers:
         for follows in range(layer + 1, min(len(self), layer + self._at_once(found[0]))):
             found.append(self._read(follows))
         layers = slice(layer, layer + len(found))
-        for at, alike in _alike(
-            found, list(zip(self._rope[layers], self._is_windowed[layers], strict=True))
-        ):
-            self._copy(layer + at, alike)
+        kinds = zip(found, self._rope[layers], self._is_windowed[layers], strict=True)
+        for _, group in groupby(kinds, _kind):
+            alike = [kv for kv, *_ in group]
+            self._copy(layer, alike)
+            layer += len(alike)
 
     def _read(self, layer: int) -> list[LayerKV]:
         """Return one layer of every cached run, in their order."""
@@ -250,25 +251,13 @@ class Buffers:
         place(part, part, self._angles[layout], layout, self._scratch)
 
 
-def _alike(
-    found: Sequence[Sequence[LayerKV]], kinds: Sequence[object]
-) -> Iterator[tuple[int, Sequence[Sequence[LayerKV]]]]:
-    """Cut consecutive layers where shape, dtype or kind change; yield each part with the index of
-    its first layer.
-
-    Args:
-        found: By layer, every run's KV.
-        kinds: What else must be alike of each layer.
+def _kind(layer: tuple[Sequence[LayerKV], RopeLayout | None, bool]) -> tuple[object, ...]:
+    """Return what layers have in common that are copied together: rotation, window, and every run's
+    shapes and dtypes.
     """
-    each = [
-        (kind, *((kv.keys.shape, kv.values.shape, kv.keys.dtype, kv.values.dtype) for kv in layer))
-        for layer, kind in zip(found, kinds, strict=True)
-    ]
-    first = 0
-    for _, alike in groupby(each):
-        end = first + len(list(alike))
-        yield first, found[first:end]
-        first = end
+    found, *kinds = layer
+    shapes = ((kv.keys.shape, kv.values.shape, kv.keys.dtype, kv.values.dtype) for kv in found)
+    return *kinds, *shapes
 
 
 def _copy_to(out: Tensor, parts: Sequence[Sequence[Tensor]]) -> None:

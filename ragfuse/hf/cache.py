@@ -95,8 +95,10 @@ class RowLayer(CacheLayerMixin):
         """
         keys, values = self.whole()
         self.common = tuple(ranges)
+        edges = [0, *(edge for frozen in ranges for edge in (frozen.lo, frozen.hi)), self.length]
+        rows = [slice(*both) for both in zip(edges[::2], edges[1::2], strict=True)]
         self.keys, self.values = (
-            self._with_room(_between(states, ranges)) for states in (keys, values)
+            self._with_room([states[:, :, part] for part in rows]) for states in (keys, values)
         )
 
     def gather(self) -> None:
@@ -267,12 +269,3 @@ class JointCache(Cache):
     def __init__(self, caches: Sequence[RowCache], ragged: Ragged) -> None:
         each = zip(*(cache.layers for cache in caches), strict=True)
         super().__init__(layers=[JointLayer(at, parts, ragged) for at, parts in enumerate(each)])
-
-
-def _between(states: Tensor, ranges: Sequence[FrozenRows]) -> list[Tensor]:
-    """Return the rows of [B, H, T, D] that none of the ranges covers."""
-    stops, starts = (
-        [*(frozen.lo for frozen in ranges), states.shape[2]],
-        [0, *(frozen.hi for frozen in ranges)],
-    )
-    return [states[:, :, start:stop] for start, stop in zip(starts, stops, strict=True)]

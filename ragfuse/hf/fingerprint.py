@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,11 @@ def fingerprint(
         object_hook=lambda part: {name: part[name] for name in part if name not in UNNAMED},
     )
     hasher = [str(FORMAT_VERSION), str(model.dtype), json.dumps(config, sort_keys=True)]
-    hasher += [weights or weights_digest(model), *_remote_code(model)]
+    hasher.append(weights or weights_digest(model))
+    # code that was downloaded with the weights
+    kinds = {type(module) for module in model.modules()}
+    files = {inspect.getfile(kind) for kind in kinds if kind.__module__.startswith(f"{REMOTE}.")}
+    hasher += [digest(Path(file).read_bytes()) for file in sorted(files)]
     for layer in drift.layers if drift is not None else ():
         hasher.append(
             digest(*(part.float().cpu().numpy().tobytes() for part in (layer.keys, layer.values)))
@@ -186,16 +189,3 @@ def _feed_text(hasher: Any, text: str) -> None:
     data = text.encode()
     hasher.update(len(data).to_bytes(8, "little"))
     hasher.update(data)
-
-
-def _remote_code(model: PreTrainedModel) -> Sequence[str]:
-    """Return digests of the code that was downloaded with the weights; none for transformers' own
-    models.
-    """
-    modules = {type(module).__module__ for module in model.modules()}
-    files = [
-        getattr(sys.modules.get(name), "__file__", None)
-        for name in modules
-        if name.partition(".")[0] == REMOTE
-    ]
-    return [digest(Path(file).read_bytes()) for file in sorted(file for file in files if file)]

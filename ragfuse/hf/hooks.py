@@ -167,7 +167,8 @@ class FusedPrefill:
         """
         fusion = self.fusion
         fusion.buffers.open(layer)
-        given = {**dict(zip(_parameters(type(module)), args, strict=False)), **kwargs}
+        names = _parameters(type(module))  # type: ignore[arg-type]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
         hidden = given.pop("hidden_states")
         if layer == 0:
             hidden = hidden.index_select(1, fusion.rows)

@@ -5,8 +5,8 @@ and read.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -64,13 +64,11 @@ class LoraAdapter:
         for weight in self.weights.values():
             weight.data = weight.data.float()
 
-    @contextmanager
-    def off(self) -> Iterator[None]:
+    def off(self) -> AbstractContextManager[None]:
         """Switch the adapter off in this context, so that the model computes as it did
         without it.
         """
-        with self._peft.disable_adapter():
-            yield
+        return self._peft.disable_adapter()
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Take over weights by name, as `weights` has them."""

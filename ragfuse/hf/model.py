@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -91,10 +91,11 @@ class HFModel(OneProcess):
         self.batcher = Batcher(self.model, self.lock)
         self._encoder: TextEncoder | None = None
         self._wired: Wiring | None = None
-        # token id -> word number; `_number_of_word`: word -> number
-        self._word_of_token: dict[int, int] = {}
-        self._number_of_word: dict[str, int] = {}
-        self._borders: dict[int, tuple[int, bool]] = {}
+        self._number = cache(partial(_word_number, tokenizer, {}))
+        self.border = cache(partial(_border, tokenizer))
+        """Returns the border that a token marks, and whether it also holds visible text: 0 none, 1
+        end of a line, 2 end of a paragraph, 3 a special token.
+        """
         self._contexts: LRUCache[tuple[bool, tuple[int, ...]], tuple[LayerKV, ...]]
         self._contexts = LRUCache(CONTEXTS)
         self.device, self.dtype = probe.device_of(model), model.dtype
@@ -473,39 +474,6 @@ class HFModel(OneProcess):
                 break
         return near.to(self.device)
 
-    def _number(self, token_id: int) -> int:
-        """Return the number of the word that a token is, ignoring case and surrounding space.
-
-        It is -1 for punctuation, space and special tokens. A token that is part of a character
-        counts as a word: in some scripts characters are split into several tokens.
-        """
-        found = self._word_of_token.get(token_id)
-        if found is None:
-            text, special = f"token {token_id}", False
-            if self._tokenizer is not None:
-                text = str(self._tokenizer.decode([token_id])).strip().casefold()
-                special = token_id in self._tokenizer.all_special_ids
-            is_partial = "\ufffd" in text
-            is_word = not special and (is_partial or any(letter.isalnum() for letter in text))
-            name = f"{text} {token_id}" if is_partial else text
-            found = self._word_of_token[token_id] = (
-                self._number_of_word.setdefault(name, len(self._number_of_word)) if is_word else -1
-            )
-        return found
-
-    def border(self, token_id: int) -> tuple[int, bool]:
-        """Return the border that a token marks, and whether it also holds visible text.
-
-        Borders: 0 none, 1 end of a line, 2 end of a paragraph, 3 a special token.
-        """
-        found = self._borders.get(token_id)
-        if found is None:
-            text = "" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
-            special = self._tokenizer is not None and token_id in self._tokenizer.all_special_ids
-            ends = 3 if special else min(2, text.count("\n"))
-            found = self._borders[token_id] = (ends, not special and bool(text.strip()))
-        return found
-
     @property
     def shared_wiring(self) -> Wiring | None:
         """How to hook into the model's layers for decoding steps of several answers; None if they
@@ -645,3 +613,34 @@ def _question_rows(cached: Tensor, runs: Sequence[CachedRun]) -> tuple[Tensor, T
     """
     outside = (~cached).nonzero()[:, 0]
     return outside[outside >= max((run.hi for run in runs), default=0)], outside
+
+
+def _word_number(
+    tokenizer: PreTrainedTokenizerBase | None, numbers: dict[str, int], token_id: int
+) -> int:
+    """Return the number of the word that a token is, ignoring case and surrounding space.
+
+    It is -1 for punctuation, space and special tokens. A token that is part of a character counts
+    as a word: in some scripts characters are split into several tokens.
+    """
+    if tokenizer is None:
+        return token_id
+    text, is_special = _text_of(tokenizer, token_id)
+    text = text.strip().casefold()
+    is_partial = "\ufffd" in text
+    if is_special or not (is_partial or any(letter.isalnum() for letter in text)):
+        return -1
+    return numbers.setdefault(f"{text} {token_id}" if is_partial else text, len(numbers))
+
+
+def _border(tokenizer: PreTrainedTokenizerBase | None, token_id: int) -> tuple[int, bool]:
+    text, is_special = _text_of(tokenizer, token_id)
+    ends = 3 if is_special else min(2, text.count("\n"))
+    return ends, not is_special and bool(text.strip())
+
+
+def _text_of(tokenizer: PreTrainedTokenizerBase | None, token_id: int) -> tuple[str, bool]:
+    """Return the text of a token, and whether it is a special one."""
+    if tokenizer is None:
+        return "", False
+    return str(tokenizer.decode([token_id])), token_id in tokenizer.all_special_ids

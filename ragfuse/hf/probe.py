@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from operator import itemgetter
 from typing import Any
@@ -56,13 +56,10 @@ def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, ...]:
             f"Its {wanted} decoder layers were not found: no ModuleList of the model has that"
             " length."
         )
-    return tuple(max(lists, key=_size))
-
-
-def _size(layers: Iterable[nn.Module]) -> int:
-    return sum(
-        weight.numel() for layer in layers for weight in (*layer.parameters(), *layer.buffers())
-    )
+    sizes = [
+        sum(each.numel() for each in (*layers.parameters(), *layers.buffers())) for layers in lists
+    ]
+    return tuple(lists[sizes.index(max(sizes))])
 
 
 def refuse_by_config(config: PreTrainedConfig) -> None:

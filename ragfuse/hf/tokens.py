@@ -338,11 +338,8 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
         *(getattr(tokenizer, "chat_control_tokens", None) or ()),
     }
     words = {str(token) for token in added}
-    found = {
-        str(token)
-        for token in added
-        if token.special or str(token) in named or _is_mark(str(token), template)
-    }
+    found = {str(token) for token in added if token.special or str(token) in named}
+    found |= {word for word in words if word in template and not word.isalnum()}
     found |= {word for word in words if _THOUGHT.search(word) and _counterpart(word) in words}
     return frozenset(word for word in found if word.strip())
 
@@ -350,11 +347,6 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
 def _counterpart(tag: str) -> str:
     """Return the closing tag of an opening tag, and vice versa."""
     return tag.replace("/", "", 1) if tag[1:2] == "/" else f"{tag[:1]}/{tag[1:]}"
-
-
-def _is_mark(word: str, template: str) -> bool:
-    """Whether the template contains the word and it is neither white space nor a plain word."""
-    return word in template and not word.isspace() and not word.isalnum()
 
 
 def _copied(serialised: str) -> Tokenizer:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -84,7 +84,7 @@ class _Checks:
 
     def __init__(self, model: HFModel, policy: str, ratio: float) -> None:
         self.model, self.policy, self.ratio = model, policy, ratio
-        self._alone = cache(self._alone)  # type: ignore[method-assign]
+        self._alone = cache(partial(_alone, model))
         self.parts = model.probe_parts(PART_TOKENS)
 
     def run(self) -> Iterator[Check]:
@@ -164,12 +164,6 @@ class _Checks:
         first = policy_named(self.policy).check_layer
         return prefill.error(self._by_hand(self.parts), self.model.is_routed, rows, first)
 
-    def _alone(self, ids: tuple[int, ...], start: int) -> tuple[LayerKV, ...]:
-        """Return the KV of a run without context, computed by the model itself at positions from
-        `start` on.
-        """
-        return plain_kv(self.model.model, torch.tensor([ids], device=self.model.device), start)
-
     def _by_hand(self, parts: Sequence[PromptPart]) -> Prefill:
         """Build the reference: reuse or compute each part in order by the model's own forward;
         compute the last row.
@@ -189,3 +183,10 @@ class _Checks:
         rows = RowCache(self.model.n_layers)
         rows.adopt(known)
         return Prefill(tuple(ids), rows, logits)
+
+
+def _alone(model: HFModel, ids: tuple[int, ...], start: int) -> tuple[LayerKV, ...]:
+    """Return the KV of a run without context, computed by the model itself at positions from
+    `start` on.
+    """
+    return plain_kv(model.model, torch.tensor([ids], device=model.device), start)

@@ -14,7 +14,7 @@ from ragfuse.fuse.select.query import Query
 from ragfuse.fuse.select.random import Random
 from ragfuse.fuse.select.words import nearness
 from ragfuse.types.policy_cost import PolicyCost
-from ragfuse.types.selection import no_policy
+from ragfuse.types.selection import COUNTED, no_policy
 
 __all__ = ["POLICIES", "Candidates", "Policy", "cost_of", "nearness", "policy_named"]
 
@@ -46,7 +46,6 @@ def policy_named(name: str) -> Policy:
     for policy in POLICIES:
         if policy.name == name:
             return policy
-    head, _, count = name.rpartition("-")
-    if head == "lego" and count.isascii() and count.isdigit() and int(count) > 0:
-        return Lego(name=name, first=int(count))
+    if counted := COUNTED.fullmatch(name):
+        return Lego(name=name, first=int(counted[1]))
     raise no_policy(name)
