@@ -123,7 +123,7 @@ class Planner:
         states, kind = self._prefixes.kept_states(), model.profile.state
         if states is None or not kind or prompt.schema_use is not None:
             return 0
-        state = states.longest_prefix(prompt.token_ids, kind)[0]
+        state = states.longest_prefix(prompt.token_ids)[0]
         return state.n_tokens if state is not None else 0
 
     def _explained(self, segment: Segment, why: str) -> str:

@@ -128,9 +128,11 @@ class Buffers:
         if layer in self.keys or not self._runs:
             return
         found = [self._read(layer)]
-        for follows in range(layer + 1, min(len(self), layer + self._at_once(found[0]))):
-            found.append(self._read(follows))
-        layers = slice(layer, layer + len(found))
+        keys = found[0][0].keys
+        nbytes = keys.shape[0] * self.n_tokens * keys.shape[-1] * keys.element_size()
+        count = min(max(1, self._at_once_nbytes // nbytes), 1 + self._source.ready())
+        layers = slice(layer, min(len(self), layer + count))
+        found += [self._read(follows) for follows in range(layer + 1, layers.stop)]
         kinds = zip(found, self._rope[layers], self._is_windowed[layers], strict=True)
         for _, group in groupby(kinds, _kind):
             alike = [kv for kv, *_ in group]
@@ -147,14 +149,6 @@ class Buffers:
                 raise LostRun(run.segment)
             read.append(kv)
         return read
-
-    def _at_once(self, first: Sequence[LayerKV]) -> int:
-        """Return how many layers are copied together: one that was read, `first`, and those that
-        are ready.
-        """
-        keys = first[0].keys
-        nbytes = keys.shape[0] * self.n_tokens * keys.shape[-1] * keys.element_size()
-        return min(max(1, self._at_once_nbytes // nbytes), 1 + self._source.ready())
 
     def _copy(self, layer: int, found: Sequence[Sequence[LayerKV]]) -> None:
         """Copy consecutive layers of every run, alike in shape and rotation, to their rows, and
@@ -248,7 +242,7 @@ class Buffers:
         size = 3 * part[..., 0].numel() * len(layout.inv_freq)
         if self._scratch.numel() < size:
             self._scratch = torch.empty(size, device=self._device)
-        place(part, part, self._angles[layout], layout, self._scratch)
+        place(part, self._angles[layout], layout, self._scratch)
 
 
 def _kind(layer: tuple[Sequence[LayerKV], RopeLayout | None, bool]) -> tuple[object, ...]:

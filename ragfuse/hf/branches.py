@@ -286,13 +286,14 @@ class BranchModel:
             torch.cat((past.position, positions)),
         )
         known = (past.branch[None] == CONTEXT_ROW) | (past.branch[None] == numbers[:, None])
-        mask = self._mask(known & (past.position[None] <= positions[:, None]))[None, None]
+        seen, dtype = known & (past.position[None] <= positions[:, None]), self.model.dtype
+        mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
         asked = asked.to(self.device)
         options: dict[str, Any] = probe.at_positions(self.model, positions.to(self.device))
         keeps = self.model._supports_logits_to_keep()
         out: Any = self.model(
             input_ids=ids[None].to(self.device),
-            attention_mask=mask,
+            attention_mask=mask[None, None].to(self.device),
             use_cache=True,
             **{CACHE: past.cache},
             output_hidden_states=bool(layers),
@@ -306,12 +307,6 @@ class BranchModel:
             else logits.new_empty(0)
         )
         return BranchStates(logits, hidden)
-
-    def _mask(self, seen: Tensor) -> Tensor:
-        """Return an additive mask in the model's dtype: 0 where `seen`, else its least number."""
-        dtype = self.model.dtype
-        mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
-        return mask.to(self.device)
 
 
 def _kv_of(past: _Past, rows: Tensor | slice) -> tuple[tuple[Tensor, Tensor], ...]:

@@ -44,17 +44,8 @@ FAILURES = 3
 """Number of steps that failed with ragfuse's attention but not one by one with the model's own,
 after which this model's steps run one by one.
 """
-SHARED = frozenset(
-    {
-        "input_ids",
-        "position_ids",
-        CACHE,
-        "attention_mask",
-        "use_cache",
-        "return_dict",
-        "logits_to_keep",
-    }
-)
+AS_GIVEN = ("use_cache", "return_dict", "logits_to_keep")
+SHARED = frozenset({"input_ids", "position_ids", CACHE, "attention_mask", *AS_GIVEN})
 """Arguments of a forward that can be shared; a step with any other argument set runs alone."""
 
 Forward = Callable[..., Any]
@@ -273,27 +264,17 @@ class Batcher:
 
     def _share(self, steps: Sequence[Step]) -> None:
         """Run one forward over all steps and hand each its logits [1, 1, V]."""
-        caches, arguments = [step.cache for step in steps], self._arguments(steps)
-        ragged = Ragged()
+        one, caches, ragged = steps[0].arguments, [step.cache for step in steps], Ragged()
+        arguments = {name: one[name] for name in AS_GIVEN if name in one}
+        for name in ("input_ids", "position_ids"):
+            if one.get(name) is not None:
+                arguments[name] = torch.cat([step.arguments[name] for step in steps])
         with attending(cast(Wiring, steps[0].member.wiring), ragged):
             out = self._model.forward(**arguments, **{CACHE: JointCache(caches, ragged)})
         for step, logits in zip(steps, torch.split(out.logits, 1), strict=True):
             step.output = CausalLMOutputWithPast(logits=logits, **{CACHE: step.cache})
         if len(steps) > 1:
             self.steps, self.rows = self.steps + 1, self.rows + len(steps)
-
-    def _arguments(self, steps: Sequence[Step]) -> dict[str, Any]:
-        """Return the forward arguments of all steps as one batch."""
-        one = steps[0].arguments
-        arguments = {
-            name: one[name]
-            for name in ("use_cache", "return_dict", "logits_to_keep")
-            if name in one
-        }
-        for name in ("input_ids", "position_ids"):
-            if one.get(name) is not None:
-                arguments[name] = torch.cat([step.arguments[name] for step in steps])
-        return arguments
 
 
 def _can_share(member: Member, arguments: Mapping[str, Any]) -> bool:

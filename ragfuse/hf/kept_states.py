@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -48,7 +49,6 @@ class KeptCache:
 
     n_tokens: int
     cache: Any
-    nbytes: int
 
 
 class States:
@@ -61,7 +61,7 @@ class States:
     def __init__(self, nbytes: int) -> None:
         self._lock = threading.Lock()
         self._kept: LRUCache[_Key, KeptCache] = LRUCache(
-            nbytes, getsizeof=lambda state: state.nbytes
+            nbytes, getsizeof=lambda state: sum(each.nbytes for each in probe.tensors(state.cache))
         )
 
     @property
@@ -92,9 +92,9 @@ class States:
         """Keep the cache of these tokens, unless it exceeds the limit; it must not be modified from
         now on.
         """
-        state = KeptCache(len(token_ids), cache, sum(each.nbytes for each in probe.tensors(cache)))
         with self._lock:
-            if state.nbytes <= self._kept.maxsize:
+            with suppress(ValueError):  # larger than all that may be kept
+                state = KeptCache(len(token_ids), cache)
                 self._kept[tenant, _array(token_ids).tobytes()] = state
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem()
@@ -130,15 +130,10 @@ class TenantStates:
     tenant: str
     min_tokens: int
 
-    def longest_prefix(self, token_ids: Sequence[int], kind: Kind) -> tuple[KeptCache | None, int]:
-        """Return the kept cache that a model of this kind can continue from, or None, and the
-        common prefix in tokens.
-
-        The cache lies before the prompt's last token. The common prefix is the longest with any
-        kept prompt.
+    def longest_prefix(self, token_ids: Sequence[int]) -> tuple[KeptCache | None, int]:
+        """Return the kept cache that a prompt can continue from before its last token, or None, and
+        the longest common prefix with any kept prompt, in tokens.
         """
-        if kind != "run":
-            return None, 0
         return self.states.longest_prefix(self.tenant, token_ids[:-1])
 
     def keep(self, token_ids: Sequence[int], cache: Any) -> None:
@@ -168,7 +163,7 @@ def begin(
     end = len(token_ids) - 1
     if kind == "whole" or end < 1:
         return None, 0
-    state, n_shared = states.longest_prefix(token_ids, kind) if states is not None else (None, 0)
+    state, n_shared = states.longest_prefix(token_ids) if states is not None else (None, 0)
     cache, n_before = (copied(state.cache), state.n_tokens) if state is not None else (None, 0)
     at, ids = n_before, torch.tensor([list(token_ids)], device=probe.device_of(model))
     parts = states is not None and n_shared - at >= states.min_tokens and n_shared < end

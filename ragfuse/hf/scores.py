@@ -36,18 +36,13 @@ def scored(
     if len(ids) < 2:
         return found
     for logits in model.logits_along(model.full_prefill(ids[:1]), ids[1:], check):
-        at = len(found) + 1
-        found += _score(logits, ids[at : at + len(logits)], n_top)
+        predicted = ids[len(found) + 1 :][: len(logits)]
+        rows = logits.float().log_softmax(-1)
+        log_probs = rows.gather(1, torch.tensor([predicted], device=rows.device).T)[:, 0].tolist()
+        best = rows.topk(min(n_top, rows.shape[1]), -1)
+        tops = (
+            tuple(zip(*each, strict=True))
+            for each in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        )
+        found += zip(log_probs, tops, strict=True)
     return found
-
-
-def _score(logits: torch.Tensor, ids: Sequence[int], n_top: int) -> list[Score]:
-    """Return the scores of n ids from the logits [n, V] that predict them."""
-    rows = logits.float().log_softmax(-1)
-    log_probs = rows[torch.arange(len(ids)), torch.tensor(list(ids), device=rows.device)].tolist()
-    best = rows.topk(min(n_top, rows.shape[1]), -1)
-    tops = (
-        tuple(zip(*each, strict=True))
-        for each in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    )
-    return list(zip(log_probs, tops, strict=True))

@@ -252,8 +252,13 @@ def _resolve(name: str, role: Literal["llm", "embedder"], home: Path) -> Path | 
     model, path = embedded(name), Path(name).expanduser()
     if model is not None and model.role == role:
         return prepare(name, home)
-    if role == "llm":
-        _refuse_inner_folder(path)
+    if role == "llm" and path.resolve().name == adapters.CHUNK_ADAPTER:
+        # as an ordinary adapter it would answer
+        raise ModelError(
+            f"Wanted the folder of a model, found the chunk adapter inside one: '{path}'. It is for"
+            " encoding chunks; the model must not answer with it. Give the folder that it lies in:"
+            f" '{path.resolve().parent}'."
+        )
     if model is None:
         if any((path / config).is_file() for config in CONFIGS):
             return path
@@ -267,19 +272,6 @@ def _resolve(name: str, role: Literal["llm", "embedder"], home: Path) -> Path | 
         f"'{name}' is no {role}. Give the folder of a model (with its config.json or one GGUF"
         f" file), a GGUF file of an llm, a Hugging Face id, or {names}."
     )
-
-
-def _refuse_inner_folder(path: Path) -> None:
-    """Raise ModelError for the chunk adapter inside a model's folder: as an ordinary adapter it
-    would answer.
-    """
-    place = path.resolve()
-    if place.name == adapters.CHUNK_ADAPTER:
-        raise ModelError(
-            f"Wanted the folder of a model, found the chunk adapter inside one: '{path}'. It is for"
-            " encoding chunks; the model must not answer with it. Give the folder that it lies in:"
-            f" '{place.parent}'."
-        )
 
 
 def _is_gguf(path: Path) -> bool:
