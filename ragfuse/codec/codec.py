@@ -57,8 +57,9 @@ class LayerMeta:
     def of(cls, layer: LayerKV, blob: Tensor) -> LayerMeta:
         """Return the description of `blob`, which encodes `layer`, without a checksum."""
         dtype = str(layer.keys.dtype).removeprefix("torch.")
-        shapes: Any = tuple(layer.keys.shape), tuple(layer.values.shape)
-        return cls(*shapes, dtype, blob.numel())
+        key_shape: Any = tuple(layer.keys.shape)
+        value_shape: Any = tuple(layer.values.shape)
+        return cls(key_shape, value_shape, dtype, blob.numel())
 
     def sealed(self, blob: Tensor) -> LayerMeta:
         """Return this description with the checksum of `blob`, unless it has one already."""
