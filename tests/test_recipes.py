@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ragfuse.fuse.select.policy import Candidates, Policy
-from ragfuse.types.policy_cost import PolicyCost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +35,7 @@ class EverySecond(Policy):
     """Half of the rows, whatever is asked for."""
 
     name: str = "every-second"
-
-    @property
-    def cost(self) -> PolicyCost:
-        """Half of the rows."""
-        return PolicyCost(fixed_share=0.5)
+    fixed_share: float | None = 0.5
 
     def choose(self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None) -> Tensor:
         """Rows at even places of their chunks; all of them at ratio 1."""
@@ -101,7 +96,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _insert(
         policies, "POLICIES = (\n", "from ragfuse.fuse.select.every_second import EverySecond\n\n"
     )
-    _insert(policies, "    Full(),\n", "    EverySecond(),\n")
+    _insert(policies, '    AllOrNothing(name="full"', "    EverySecond(),\n")
     _insert(folder / "ragfuse/types/selection.py", '    "full",\n', '    "every-second",\n')
     _insert(
         folder / "ragfuse/types/levels.py",

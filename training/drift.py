@@ -17,15 +17,14 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ragfuse.calibration.case import Case
 from ragfuse.calibration.methods import Lab, Method
-from ragfuse.fuse.drift import Rope, part_layout
-from ragfuse.fuse.rope import shifted
-from ragfuse.hf.drift import DRIFT_FILE, weight_sample
+from ragfuse.fuse.drift import Rope
+from ragfuse.fuse.rope import part_layout, shifted
 from ragfuse.hf.model import HFModel
 from ragfuse.models import MANIFEST
+from ragfuse.models.adapters import DRIFT_NAME
 from ragfuse.models.loader import load_model
 from ragfuse.settings import Settings
 from ragfuse.telemetry.progress import progress
@@ -116,15 +115,11 @@ def measured(pairs: Iterable[tuple[ChunkKV, ChunkKV, Tensor]], rope: Rope) -> Ch
     return ChunkKV(tuple(LayerKV(layer.keys / count, layer.values / count) for layer in total))
 
 
-def write_drift(folder: Path, drift: ChunkKV, model: PreTrainedModel) -> None:
-    """Write the drift of a model to a folder, where `load_model` finds it."""
+def write_drift(folder: Path, drift: ChunkKV) -> None:
+    """Write a drift to the folder of its model, where `load_model` finds it."""
     named = {f"keys.{i}": layer.keys for i, layer in enumerate(drift.layers)}
     named |= {f"values.{i}": layer.values for i, layer in enumerate(drift.layers)}
-    save_file(
-        {name: part.contiguous() for name, part in named.items()}
-        | {"weights": weight_sample(model)},
-        folder / DRIFT_FILE,
-    )
+    save_file({name: part.contiguous() for name, part in named.items()}, folder / DRIFT_NAME)
 
 
 def main() -> None:
@@ -153,7 +148,7 @@ def main() -> None:
     )
     with progress(Console(stderr=True)) as bar:
         found = measured(pairs(model, bar.track(cases, description="prompts")), model.profile.rope)
-    write_drift(chosen.out, found, model.model)
+    write_drift(chosen.out, found)
 
 
 if __name__ == "__main__":

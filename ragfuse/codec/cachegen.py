@@ -10,7 +10,7 @@ where this differs from the paper, and why.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import log2
 from typing import Final
@@ -22,7 +22,7 @@ from torch import Tensor
 from ragfuse.codec import coders
 from ragfuse.codec.codec import DTYPES, LayerMeta
 from ragfuse.codec.coders import Order, Section
-from ragfuse.codec.container import OtherTables, narrowed, pack, refuses_damage, unpack
+from ragfuse.codec.container import OtherTables, narrowed, pack, unpack
 from ragfuse.codec.quantise import (
     BIN_SCALE_DTYPE,
     Split,
@@ -33,14 +33,11 @@ from ragfuse.codec.quantise import (
     to_numbers,
 )
 from ragfuse.codec.tables import MIDDLE, STEPS_PER_OCTAVE, CodecTables, LayerTables
-from ragfuse.fuse.rope import rotate_in_place
+from ragfuse.fuse.rope import part_layout, rotate_in_place
 from ragfuse.types.kv import LayerKV
 from ragfuse.types.levels import CodecLevel
 
-CACHEGEN_KIND: Final = 2
 LEVEL_FIELDS: Final = struct.Struct("<f12x")
-OUTLIER_FACTOR: Final = 4.0
-"""A token with a head this many times larger or smaller than usual is stored in 8 bits."""
 WIDTHS: Final = ((256, 4), (64, 8), (0, 16))
 """(Minimum tokens, width of a class of rows): short chunks get fewer, wider classes, as each class
 takes some bytes for its Huffman table.
@@ -76,87 +73,77 @@ class CacheGenCodec:
             ValueError: The layer holds NaN or infinities.
         """
         layer_tables = self.tables.layers[at]
+        shares = layer_tables.keys, layer_tables.values
         tensors = [
             rotate_in_place(
-                tensor.to("cpu", torch.float32, copy=True), layer_tables.rope_of(name), -1
+                tensor.to("cpu", torch.float32, copy=True), part_layout(layer_tables.rope, name), -1
             )
             for tensor, name in ((layer.keys, "keys"), (layer.values, "values"))
         ]
         if not all(tensor.isfinite().all() for tensor in tensors):
             raise ValueError("The layer contains NaN or infinity, which only level raw can store.")
-        outliers = self._outliers(tensors, layer_tables)
-        split = Split.of(layer.n_tokens, outliers)
+        keys, values = (
+            outlier_tokens(tensor, torch.from_numpy(part.rms))
+            for tensor, part in zip(tensors, shares, strict=True)
+        )
+        split = Split.of(keys | values)
         exact = [to_8bit(tensor[:, split.exact]) for tensor in tensors]
         numbers = [
             to_numbers(tensor[:, split.rest], part, self.width)
-            for tensor, part in zip(tensors, (layer_tables.keys, layer_tables.values), strict=True)
+            for tensor, part in zip(tensors, shares, strict=True)
         ]
         parts = [
-            outliers.to(torch.int32).numpy().astype("<u4").tobytes(),
+            split.exact.numpy().astype("<u4").tobytes(),
             *(scales.contiguous().view(torch.int16).numpy().tobytes() for _, scales in exact),
             b"".join(codes.numpy().tobytes() for codes, _ in exact),
             *coders.encode(np.concatenate(numbers), *self._rows(layer_tables, layer.n_tokens)),
         ]
         packed = [torch.from_numpy(np.frombuffer(part, dtype=np.uint8).copy()) for part in parts]
-        meta = LayerMeta.of(layer, torch.ones(1))
-        blob = pack(
-            CACHEGEN_KIND, at, self.tables.digest, meta, LEVEL_FIELDS.pack(self.width), packed
-        )
+        blob = pack(at, self.tables.digest, LEVEL_FIELDS.pack(self.width), packed)
         return blob.to(layer.keys.device)
 
-    @refuses_damage
     def decode(self, blob: Tensor, meta: LayerMeta) -> LayerKV:
         """Decode a layer (`Codec.decode`); each number becomes the middle of its bin.
 
         Raises:
             OtherTables: It was encoded with other tables, at another level or with other bins.
-            ValueError: It is damaged or of another shape.
         """
-        packed = unpack(blob.cpu(), CACHEGEN_KIND, self.tables.digest, meta)
-        if packed.codec_fields != LEVEL_FIELDS.pack(self.width):
+        at, codec_fields, parts = unpack(blob.cpu(), self.tables.digest)
+        if codec_fields != LEVEL_FIELDS.pack(self.width):
             raise OtherTables(
                 f"The layer was not encoded at level {self.name} with its present bins."
             )
-        layer_tables = self.tables.layers[packed.at]
-        keys, values = self._restored(packed.parts, layer_tables, meta)
-        dtype = DTYPES[meta.dtype]
-        keys = rotate_in_place(keys, layer_tables.rope_of("keys"), 1)
-        values = rotate_in_place(values, layer_tables.rope_of("values"), 1)
-        return LayerKV(
-            narrowed(keys, dtype).to(blob.device), narrowed(values, dtype).to(blob.device)
+        layer_tables, dtype = self.tables.layers[at], DTYPES[meta.dtype]
+        restored = self._restored(parts, layer_tables, meta.key_shape[1])
+        placed = (
+            rotate_in_place(tensor, part_layout(layer_tables.rope, name), 1)
+            for tensor, name in zip(restored, ("keys", "values"), strict=True)
         )
+        return LayerKV(*(narrowed(tensor, dtype).to(blob.device) for tensor in placed))
 
     def _restored(
-        self, parts: Sequence[Tensor], layer_tables: LayerTables, meta: LayerMeta
-    ) -> tuple[Tensor, Tensor]:
-        """Return float32 keys and values, with the keys still rotated to position 0."""
-        n, shares = meta.key_shape[1], (layer_tables.keys, layer_tables.values)
-        outliers, *scales = parts[:3]
-        at = np.frombuffer(outliers.contiguous().numpy().tobytes(), dtype="<u4").astype(np.int64)
-        split = Split.of(n, torch.from_numpy(at))
-        codes, stream, large = (
-            memoryview(part.contiguous().numpy().tobytes()) for part in parts[3:]
+        self, parts: Sequence[Tensor], layer_tables: LayerTables, n: int
+    ) -> Iterator[Tensor]:
+        """Yield float32 keys and values of n tokens, with the keys still rotated to position 0."""
+        shares = layer_tables.keys, layer_tables.values
+        outliers, *scales, codes, stream, large = (
+            memoryview(part.contiguous().numpy().tobytes()) for part in parts
         )
+        is_exact = torch.zeros(n, dtype=torch.bool)
+        is_exact[torch.from_numpy(np.frombuffer(outliers, dtype="<u4").astype(np.int64))] = True
+        split = Split.of(is_exact)
         flat = np.frombuffer(codes, dtype=np.int8).copy()
         order, sections = self._rows(layer_tables, n)
         rows = coders.decode(stream, large, order, sections, len(split.rest))
-        cut, found = layer_tables.keys.heads * layer_tables.keys.dim, list[Tensor]()
+        cut = layer_tables.keys.heads * layer_tables.keys.dim
         exact = np.split(flat, [cut * len(split.exact)])
         for part, own, scale, eight in zip(
             shares, (rows[:cut], rows[cut:]), scales, exact, strict=True
         ):
             code = torch.from_numpy(eight.reshape(part.heads, len(split.exact), part.dim))
-            rest = from_numbers(own, part, self.width)
-            found.append(split.joined(rest, from_8bit(code, _scales(scale, code.shape))))
-        return found[0], found[1]
-
-    def _outliers(self, tensors: Sequence[Tensor], layer_tables: LayerTables) -> Tensor:
-        """Return the rows of outlier tokens, int64."""
-        keys, values = (
-            outlier_tokens(tensor, part, OUTLIER_FACTOR)
-            for tensor, part in zip(tensors, (layer_tables.keys, layer_tables.values), strict=True)
-        )
-        return (keys | values).nonzero()[:, 0]
+            by = np.frombuffer(scale, dtype=np.int16).reshape(*code.shape[:2], 1).copy()
+            by_token = torch.from_numpy(by).view(BIN_SCALE_DTYPE)
+            yield split.joined(from_numbers(own, part, self.width), from_8bit(code, by_token))
 
     def _rows(self, layer_tables: LayerTables, n: int) -> tuple[Order, tuple[Section, ...]]:
         """Return order and sections of a layer's rows, sorted by the spread of their bin
@@ -168,9 +155,3 @@ class CacheGenCodec:
         bins = round(STEPS_PER_OCTAVE * log2(self.width))
         width = next(width for min_tokens, width in WIDTHS if n >= min_tokens)
         return coders.in_sections(spreads - MIDDLE - bins, width)
-
-
-def _scales(scales: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the scales of the 8-bit codes, bfloat16 `[H, count, 1]`."""
-    numbers = np.frombuffer(scales.contiguous().numpy().tobytes(), dtype=np.int16)
-    return torch.from_numpy(numbers.reshape(shape[0], shape[1], 1).copy()).view(BIN_SCALE_DTYPE)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from blake3 import blake3
@@ -56,10 +56,10 @@ class LayerMeta:
     @classmethod
     def of(cls, layer: LayerKV, blob: Tensor) -> LayerMeta:
         """Return the description of `blob`, which encodes `layer`, without a checksum."""
-        heads, n, dim = layer.keys.shape
-        value_heads, value_n, value_dim = layer.values.shape
         dtype = str(layer.keys.dtype).removeprefix("torch.")
-        return cls((heads, n, dim), (value_heads, value_n, value_dim), dtype, blob.numel())
+        key_shape: Any = tuple(layer.keys.shape)
+        value_shape: Any = tuple(layer.values.shape)
+        return cls(key_shape, value_shape, dtype, blob.numel())
 
     def sealed(self, blob: Tensor) -> LayerMeta:
         """Return this description with the checksum of `blob`, unless it has one already."""

@@ -91,13 +91,13 @@ def in_sections(codes: Ints, width: int) -> tuple[Order, tuple[Section, ...]]:
     middles = [int(classes[order[end - 1]]) * width + width // 2 for end in ends]
     firsts = [0, *ends[:-1]]
     return order, tuple(
-        Section(int(first), int(end), _max_number(middle))
+        Section(
+            int(first),
+            int(end),
+            TRIPLE if middle <= TRIPLE_SPREAD else PAIR if middle <= PAIR_SPREAD else SINGLE,
+        )
         for first, end, middle in zip(firsts, ends, middles, strict=True)
     )
-
-
-def _max_number(code: int) -> int:
-    return TRIPLE if code <= TRIPLE_SPREAD else PAIR if code <= PAIR_SPREAD else SINGLE
 
 
 def encode(numbers: Ints, order: Order, sections: Sequence[Section]) -> list[bytes]:
@@ -141,24 +141,23 @@ def decode(
 
     Returns:
         float32 `[R, n]`.
-
-    Raises:
-        ValueError: The bytes were not written by `encode` with these arguments.
     """
-    heads = [SECTION.unpack_from(stream, SECTION.size * at) for at in range(len(sections))]
-    body = stream[SECTION.size * len(sections) :]
-    counts = [count for _, count in heads]
+    decompressor, at = zstandard.ZstdDecompressor(), SECTION.size * len(sections)
+    heads = [SECTION.unpack_from(stream, SECTION.size * number) for number in range(len(sections))]
     large_numbers = np.empty(0, dtype=np.int32)
-    if sum(counts):
-        large_numbers = np.frombuffer(
-            _decompressed(zstandard.ZstdDecompressor(), large, 4 * sum(counts)), dtype="<i4"
-        )
-    out = np.empty((sections[-1].last, n), dtype=np.float32)
-    _decode_zstd(body, [length for length, _ in heads], sections, out)
-    used = 0
-    for section, count in zip(sections, counts, strict=True):
+    if large:
+        large_numbers = np.frombuffer(decompressor.decompress(large), dtype="<i4")
+    out, used = np.empty((sections[-1].last, n), dtype=np.float32), 0
+    for section, (length, count) in zip(sections, heads, strict=True):
+        flat = out[section.first : section.last].reshape(-1)
+        data = np.frombuffer(decompressor.decompress(stream[at : at + length]), dtype=np.uint8)
+        at += length
+        if section.max_number == SINGLE:
+            np.subtract(data, np.float32(SINGLE), out=flat)
+        else:
+            words = PAIRS[data] if section.max_number == PAIR else TRIPLES[data]
+            flat[:] = words.view(np.float32).reshape(-1)[: len(flat)]
         if count:
-            flat = out[section.first : section.last].reshape(-1)
             flat[flat == section.max_number + 1] = large_numbers[used : used + count]
             used += count
     rows = np.empty_like(out)
@@ -193,32 +192,3 @@ def _frame(data: bytes, width: int) -> bytes:
         else zstandard.ZstdCompressor(3)
     )
     return compressor.compress(data)
-
-
-def _decompressed(
-    decompressor: zstandard.ZstdDecompressor, frame: memoryview, nbytes: int
-) -> bytes:
-    """Decompress a frame of exactly `nbytes`; others are refused first, so that none can make us
-    allocate more.
-    """
-    if zstandard.frame_content_size(frame) != nbytes:
-        raise ValueError(f"A compressed frame does not have {nbytes} bytes once decompressed.")
-    return decompressor.decompress(frame, max_output_size=nbytes, allow_extra_data=False)
-
-
-def _decode_zstd(
-    body: memoryview, lengths: Sequence[int], sections: Sequence[Section], out: Floats
-) -> None:
-    decompressor, begin = zstandard.ZstdDecompressor(), 0
-    for section, length in zip(sections, lengths, strict=True):
-        flat = out[section.first : section.last].reshape(-1)
-        nbytes = -(-len(flat) // VALUES_PER_SYMBOL[section.max_number])
-        data = np.frombuffer(
-            _decompressed(decompressor, body[begin : begin + length], nbytes), dtype=np.uint8
-        )
-        if section.max_number == SINGLE:
-            np.subtract(data, np.float32(SINGLE), out=flat)
-        else:
-            words = PAIRS[data] if section.max_number == PAIR else TRIPLES[data]
-            flat[:] = words.view(np.float32).reshape(-1)[: len(flat)]
-        begin += length

@@ -5,15 +5,14 @@ keys and values.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from math import log
 
 import torch
 from torch import Tensor
 
-from ragfuse.codec.cachegen import OUTLIER_FACTOR
+from ragfuse.codec.quantise import outlier_tokens
 from ragfuse.codec.tables import Channels, CodecTables, LayerTables, from_codes, to_codes
-from ragfuse.fuse.rope import rotate_in_place, rotated_pairs
+from ragfuse.fuse.rope import part_layout, rotate_in_place, rotated_pairs
 from ragfuse.types.kv import ChunkKV, RopeLayout
 
 MIN_TOKENS = 11
@@ -60,77 +59,47 @@ def profile_tables(
             f"Codec tables are made from chunks of at least {MIN_TOKENS} tokens, found none. Give"
             " longer ones."
         )
-    n_layers = len(long_chunks[0].layers)
+    n_layers, layers = len(long_chunks[0].layers), list[LayerTables]()
     layouts = tuple(rope) or (None,) * n_layers
-    weights = (
-        [_weights(each, layout) for each, layout in zip(queries, layouts, strict=True)]
-        if queries
-        else None
-    )
-    widths = _widths(costs) if costs else ((1.0, 1.0),) * n_layers
-    parts = [
-        [
-            _Part(
-                _values(long_chunks, at, name, layouts[at]),
-                weights[at] if weights and name == "keys" else None,
-                width,
-            )
-            for name, width in zip(("keys", "values"), widths[at], strict=True)
-        ]
-        for at in range(n_layers)
-    ]
-    return CodecTables(
-        tuple(
-            LayerTables(keys.channels(), values.channels(), layout)
-            for (keys, values), layout in zip(parts, layouts, strict=True)
-        )
-    )
+    widths = _widths(costs) if costs else [(1.0, 1.0)] * n_layers
+    for at, layout in enumerate(layouts):
+        weights = _weights(queries[at], layout) if queries else None
+        keys = _channels(_values(long_chunks, at, "keys", layout), widths[at][0], weights)
+        values = _channels(_values(long_chunks, at, "values", layout), widths[at][1])
+        layers.append(LayerTables(keys, values, layout))
+    return CodecTables(tuple(layers))
 
 
-@dataclass
-class _Part:
-    """Keys, or values, of one layer.
+def _channels(tokens: Tensor, width: float, weights: Tensor | None = None) -> Channels:
+    """Return the statistics of the keys, or values, of one layer.
 
     Args:
         tokens: Those of all chunks, float32 `[H, n, D]`.
-        weights: Weights of the channels' errors, `[H, D]`.
         width: Factor on the width of its bins.
+        weights: Weights of the channels' errors, `[H, D]`.
     """
-
-    tokens: Tensor
-    weights: Tensor | None = None
-    width: float = 1.0
-
-    def __post_init__(self) -> None:
-        tokens = self.tokens
-        scale = tokens.abs().median(1, keepdim=True).values.clamp_min(1e-30) / MEDIAN
-        # outliers are stored in 8 bits
-        plain = ~_is_outlier(tokens / scale)
-        every = tokens[:, plain] if bool(plain.any()) else tokens
-        self.mean = every.mean(1, keepdim=True).clamp(-6e4, 6e4).half().float()
-        spread = (every - self.mean).square().mean(1).sqrt()
-        whole = spread.square().mean(-1, keepdim=True).sqrt()
-        spread = torch.maximum(spread, MIN_SPREAD_SHARE * whole)
-        step = self.width * _geometric_mean(spread).expand_as(spread)
-        self.step = _coded(step if self.weights is None else step / self.weights)
-        above = (
-            ((every - self.mean) / self.step[:, None]).transpose(1, 2).reshape(spread.numel(), -1)
-        )
-        self.spread = above.square().mean(1).sqrt()
-
-    def channels(self) -> Channels:
-        """Return the statistics that the tables keep."""
-        heads, _, dim = self.mean.shape
-        mean = self.mean.numpy().astype("<f2").tobytes()
-        step, spread = to_codes(self.step.numpy()), to_codes(self.spread.numpy())
-        return Channels(heads, dim, mean, step, spread)
+    scale = tokens.abs().median(1, keepdim=True).values.clamp_min(1e-30) / MEDIAN
+    # outliers are stored in 8 bits
+    plain = ~outlier_tokens(tokens, scale)
+    every = tokens[:, plain] if bool(plain.any()) else tokens
+    mean = every.mean(1, keepdim=True).clamp(-6e4, 6e4).half()
+    above = every - mean.float()
+    spread = above.square().mean(1).sqrt()
+    whole = spread.square().mean(-1, keepdim=True).sqrt()
+    spread = torch.maximum(spread, MIN_SPREAD_SHARE * whole)
+    step = width * _geometric_mean(spread).expand_as(spread)
+    step_codes = to_codes((step if weights is None else step / weights).numpy())
+    steps = torch.from_numpy(from_codes(step_codes)).view(len(spread), 1, -1)
+    rows = (above / steps).transpose(1, 2).reshape(spread.numel(), -1)
+    spread_codes = to_codes(rows.square().mean(1).sqrt().numpy())
+    heads, dim = spread.shape
+    return Channels(heads, dim, mean.numpy().astype("<f2").tobytes(), step_codes, spread_codes)
 
 
 def _values(chunks: Sequence[ChunkKV], at: int, name: str, layout: RopeLayout | None) -> Tensor:
-    rotation = layout if layout is not None and layout.part == name else None
     found = (getattr(chunk.layers[at], name) for chunk in chunks)
     rotated = [
-        rotate_in_place(tensor.to("cpu", torch.float32, copy=True), rotation, -1)
+        rotate_in_place(tensor.to("cpu", torch.float32, copy=True), part_layout(layout, name), -1)
         for tensor in found
     ]
     return torch.cat(rotated, 1)
@@ -142,8 +111,8 @@ def _weights(queries: Tensor, layout: RopeLayout | None) -> Tensor:
     Both channels of a rotated pair get the same, as a key meets queries from all distances.
     """
     power = queries.float().square().cpu()
-    if layout is not None and layout.part == "keys":
-        first, second = rotated_pairs(power, layout)
+    if keys_layout := part_layout(layout, "keys"):
+        first, second = rotated_pairs(power, keys_layout)
         both = (first + second) / 2
         first.copy_(both)
         second.copy_(both)
@@ -160,17 +129,8 @@ def _widths(costs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return [(keys, values) for keys, values in (near - near.mean()).exp().tolist()]
 
 
-def _is_outlier(relative: Tensor) -> Tensor:
-    size = relative.square().mean(-1).sqrt()
-    return ((size > OUTLIER_FACTOR) | (size * OUTLIER_FACTOR < 1)).any(0)
-
-
 def _geometric_mean(spread: Tensor) -> Tensor:
     """Return the geometric mean of each head's channels, `[H, 1]`. One step per head makes errors
     alike in them.
     """
     return spread.clamp_min(1e-30).log().mean(-1, keepdim=True).exp()
-
-
-def _coded(numbers: Tensor) -> Tensor:
-    return torch.from_numpy(from_codes(to_codes(numbers.numpy()))).view(numbers.shape)

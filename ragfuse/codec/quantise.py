@@ -16,6 +16,8 @@ from ragfuse.codec.tables import Channels, Floats, Ints
 
 MAX_CODE: Final = 127
 BIN_SCALE_DTYPE: Final = torch.bfloat16
+OUTLIER_FACTOR: Final = 4.0
+"""A token with a head this many times larger or smaller than usual is stored in 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +33,8 @@ class Split:
     rest: Tensor
 
     @classmethod
-    def of(cls, n: int, outliers: Tensor) -> Split:
-        """Split n rows: the `outliers` rows (int64) get 8 bits."""
-        is_exact = torch.zeros(n, dtype=torch.bool)
-        is_exact[outliers] = True
+    def of(cls, is_exact: Tensor) -> Split:
+        """Split rows by which of them get 8 bits, bool `[n]`."""
         return cls(is_exact.nonzero()[:, 0], (~is_exact).nonzero()[:, 0])
 
     def joined(self, rest: Tensor, exact: Tensor) -> Tensor:
@@ -43,12 +43,12 @@ class Split:
         return torch.cat([rest, exact], 1).index_select(1, order) if len(self.exact) else rest
 
 
-def outlier_tokens(tensor: Tensor, part: Channels, factor: float) -> Tensor:
-    """Find outlier tokens: bool `[n]`, those of `[H, n, D]` with a head `factor` times larger or
-    smaller than usual.
+def outlier_tokens(tensor: Tensor, usual: Tensor) -> Tensor:
+    """Find outlier tokens: bool `[n]`, those of `[H, n, D]` with a head much larger or smaller than
+    the `usual` size of its channels, `[H, 1, D]`.
     """
-    size = (tensor / torch.from_numpy(part.rms)).square().mean(-1).sqrt()
-    return ((size > factor) | (size * factor < 1)).any(0)
+    size = (tensor / usual).square().mean(-1).sqrt()
+    return ((size > OUTLIER_FACTOR) | (size * OUTLIER_FACTOR < 1)).any(0)
 
 
 def to_8bit(tensor: Tensor) -> tuple[Tensor, Tensor]:

@@ -51,10 +51,9 @@ class RawCodec:
         take as few operations as one layer.
         """
         for blob, meta in zip(blobs, metas, strict=True):
-            if blob.dtype != torch.uint8 or blob.dim() != 1 or blob.numel() != meta.decoded_nbytes:
+            if blob.numel() != meta.decoded_nbytes:
                 raise ValueError(
-                    f"The layer should have {meta.decoded_nbytes} bytes, found {tuple(blob.shape)}"
-                    f" {blob.dtype}."
+                    f"The layer should have {meta.decoded_nbytes} bytes, found {blob.numel()}."
                 )
         starts = [blob.storage_offset() for blob in blobs]
         step = (starts[-1] - starts[0]) // max(1, len(starts) - 1)

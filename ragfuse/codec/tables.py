@@ -105,10 +105,6 @@ class LayerTables:
     values: Channels
     rope: RopeLayout | None = None
 
-    def rope_of(self, part: str) -> RopeLayout | None:
-        """Return the layout by which "keys" or "values" are rotated, or None."""
-        return self.rope if self.rope is not None and self.rope.part == part else None
-
 
 @dataclass(frozen=True)
 class CodecTables:

@@ -8,20 +8,15 @@ times larger than the rest and would stretch the scale of every channel.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from ragfuse.codec.codec import DTYPES, LayerMeta
-from ragfuse.codec.container import narrowed, pack, refuses_damage, unpack
+from ragfuse.codec.container import narrowed, pack, unpack
 from ragfuse.codec.quantise import BIN_SCALE_DTYPE, from_8bit, to_8bit
 from ragfuse.types.kv import LayerKV
-
-UNIFORM_KIND: Final = 1
-_FIELDS: Final = (8).to_bytes(16, "little")
-"""The codec's own bytes in a container: how many bits a code has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +41,11 @@ class UniformCodec:
                     "The layer contains NaN or infinity, which only level raw can store."
                 )
             parts += codes.reshape(-1).view(torch.uint8), scales.reshape(-1).view(torch.uint8)
-        return pack(UNIFORM_KIND, at, "", LayerMeta.of(layer, parts[0]), _FIELDS, parts)
+        return pack(at, "", b"", parts)
 
-    @refuses_damage
     def decode(self, blob: Tensor, meta: LayerMeta) -> LayerKV:
         """Decode a layer (`Codec.decode`): code times scale, in the dtype of `meta`."""
-        parts = unpack(blob, UNIFORM_KIND, "", meta).parts
+        _, _, parts = unpack(blob, "")
         dtype = DTYPES[meta.dtype]
         return LayerKV(
             _decoded(parts[:2], meta.key_shape, dtype),
@@ -61,8 +55,6 @@ class UniformCodec:
 
 def _decoded(parts: tuple[Tensor, ...], shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
     codes, scales = parts
-    if codes.numel() != prod(shape) or scales.numel() != prod(shape[:2]) * BIN_SCALE_DTYPE.itemsize:
-        raise ValueError(f"The layer's codes or scales do not fit its shape {shape}.")
     by = scales.clone().view(BIN_SCALE_DTYPE).view(*shape[:2], 1)
     return narrowed(from_8bit(codes.view(torch.int8).view(shape), by), dtype)
 

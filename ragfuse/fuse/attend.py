@@ -183,7 +183,10 @@ class RowMask:
         rows, size = self.rows.tolist(), EXACT_BLOCK if dtype == torch.float32 else QUERY_BLOCK
         for lo in range(0, n_rows, size):
             hi = min(lo + size, n_rows)
-            first = self._oldest(rows[lo], window)
+            first = 0
+            if window is not None:
+                oldest = self.positions[rows[lo]] - window + 1
+                first = int(torch.searchsorted(self.positions, oldest))
             clear = first if window is not None else rows[lo] // KEY_TILE * KEY_TILE
             yield (
                 lo,
@@ -191,12 +194,6 @@ class RowMask:
                 clear,
                 slice(first, min(total, -(-(rows[hi - 1] + 1) // KEY_TILE) * KEY_TILE)),
             )
-
-    def _oldest(self, row: int, window: int | None) -> int:
-        """Return the index of the first key that a row can see."""
-        if window is None:
-            return 0
-        return int(torch.searchsorted(self.positions, self.positions[row] - window + 1))
 
     def _additive(self, rows: slice, keys: slice, dtype: torch.dtype, window: int | None) -> Tensor:
         """Return the additive mask of some rows over some keys.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ragfuse.fuse.rope import shifted
+from ragfuse.fuse.rope import part_layout, shifted
 from ragfuse.types.kv import ChunkKV, LayerKV, RopeLayout
 
 Rope = Sequence[RopeLayout | None]
@@ -39,8 +39,3 @@ def added(kv: ChunkKV, drift: ChunkKV, rope: Rope) -> ChunkKV:
         )
         layers.append(LayerKV(keys, values))
     return ChunkKV(tuple(layers))
-
-
-def part_layout(layout: RopeLayout | None, part: str) -> RopeLayout | None:
-    """Return the rotation of keys or of values, if it is this part that rotates."""
-    return layout if layout is not None and layout.part == part else None

@@ -8,7 +8,7 @@ layer computed. This module knows neither models nor stores.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
@@ -103,9 +103,9 @@ class Buffers:
     ) -> None:
         self._is_windowed = [window is not None for window in windows] or [False] * len(rope)
         self.n_tokens, self.n_keys = n_tokens, n_tokens + padding
-        self.keys: list[Tensor | None] = [None] * len(rope)
-        self.values: list[Tensor | None] = [None] * len(rope)
-        self._seen: list[tuple[Tensor, Tensor] | None] = [None] * len(rope)
+        self.keys = dict[int, Tensor]()
+        self.values = dict[int, Tensor]()
+        self._seen = dict[int, tuple[Tensor, Tensor]]()
         self._runs, self._source, self._rope = runs, source, rope
         self._device, self._length, self._at_once_nbytes = (
             device,
@@ -125,16 +125,19 @@ class Buffers:
         Raises:
             LostRun: A run cannot be read any more, or has another shape than the others.
         """
-        if self.keys[layer] is not None or not self._runs:
+        if layer in self.keys or not self._runs:
             return
         found = [self._read(layer)]
-        for follows in range(layer + 1, min(len(self), layer + self._at_once(found[0]))):
-            found.append(self._read(follows))
-        layers = slice(layer, layer + len(found))
-        for at, alike in _alike(
-            found, list(zip(self._rope[layers], self._is_windowed[layers], strict=True))
-        ):
-            self._copy(layer + at, alike)
+        keys = found[0][0].keys
+        nbytes = keys.shape[0] * self.n_tokens * keys.shape[-1] * keys.element_size()
+        count = min(max(1, self._at_once_nbytes // nbytes), 1 + self._source.ready())
+        layers = slice(layer, min(len(self), layer + count))
+        found += [self._read(follows) for follows in range(layer + 1, layers.stop)]
+        kinds = zip(found, self._rope[layers], self._is_windowed[layers], strict=True)
+        for _, group in groupby(kinds, _kind):
+            alike = [kv for kv, *_ in group]
+            self._copy(layer, alike)
+            layer += len(alike)
 
     def _read(self, layer: int) -> list[LayerKV]:
         """Return one layer of every cached run, in their order."""
@@ -146,14 +149,6 @@ class Buffers:
                 raise LostRun(run.segment)
             read.append(kv)
         return read
-
-    def _at_once(self, first: Sequence[LayerKV]) -> int:
-        """Return how many layers are copied together: one that was read, `first`, and those that
-        are ready.
-        """
-        keys = first[0].keys
-        nbytes = keys.shape[0] * self.n_tokens * keys.shape[-1] * keys.element_size()
-        return min(max(1, self._at_once_nbytes // nbytes), 1 + self._source.ready())
 
     def _copy(self, layer: int, found: Sequence[Sequence[LayerKV]]) -> None:
         """Copy consecutive layers of every run, alike in shape and rotation, to their rows, and
@@ -193,10 +188,7 @@ class Buffers:
 
     def get(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values [1, H, T + padding, D] of a layer."""
-        seen = self._seen[layer]
-        if seen is None:
-            raise RuntimeError(f"Layer {layer} was read before any KV was written to it.")
-        return seen
+        return self._seen[layer]
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write freshly computed KV of a layer to its rows.
@@ -210,7 +202,7 @@ class Buffers:
         Raises:
             LostRun: The cached KV has another shape than the model's own.
         """
-        if self._seen[layer] is None:
+        if layer not in self._seen:
             self._keep(layer, self._empty(keys[0], 1, 1)[0], self._empty(values[0], 1, 1)[0])
         all_keys, all_values = self.get(layer)
         if self._runs and not (_same_shape(all_keys, keys) and _same_shape(all_values, values)):
@@ -250,28 +242,16 @@ class Buffers:
         size = 3 * part[..., 0].numel() * len(layout.inv_freq)
         if self._scratch.numel() < size:
             self._scratch = torch.empty(size, device=self._device)
-        place(part, part, self._angles[layout], layout, self._scratch)
+        place(part, self._angles[layout], layout, self._scratch)
 
 
-def _alike(
-    found: Sequence[Sequence[LayerKV]], kinds: Sequence[object]
-) -> Iterator[tuple[int, Sequence[Sequence[LayerKV]]]]:
-    """Cut consecutive layers where shape, dtype or kind change; yield each part with the index of
-    its first layer.
-
-    Args:
-        found: By layer, every run's KV.
-        kinds: What else must be alike of each layer.
+def _kind(layer: tuple[Sequence[LayerKV], RopeLayout | None, bool]) -> tuple[object, ...]:
+    """Return what layers have in common that are copied together: rotation, window, and every run's
+    shapes and dtypes.
     """
-    each = [
-        (kind, *((kv.keys.shape, kv.values.shape, kv.keys.dtype, kv.values.dtype) for kv in layer))
-        for layer, kind in zip(found, kinds, strict=True)
-    ]
-    first = 0
-    for _, alike in groupby(each):
-        end = first + len(list(alike))
-        yield first, found[first:end]
-        first = end
+    found, *kinds = layer
+    shapes = ((kv.keys.shape, kv.values.shape, kv.keys.dtype, kv.values.dtype) for kv in found)
+    return *kinds, *shapes
 
 
 def _copy_to(out: Tensor, parts: Sequence[Sequence[Tensor]]) -> None:
@@ -323,14 +303,12 @@ class Places:
         forced: int64 [F], sorted: the rows that must be computed.
         candidates: int64 [C], sorted: the rows that a policy may recompute, of `cached` those of
             runs with `blend`.
-        chunk: int64 [C], the segment of each candidate.
-        offset: int64 [C], each candidate's row in it.
+        offset: int64 [C], each candidate's row in its run.
     """
 
     cached: Tensor
     forced: Tensor
     candidates: Tensor
-    chunk: Tensor
     offset: Tensor
 
     @classmethod
@@ -340,13 +318,11 @@ class Places:
         for number, run in enumerate(runs, 1):
             which[run.lo : run.hi] = number
         which[-1] = 0
-        first, segment, blend = torch.tensor(
-            [(0, 0, 0), *((run.lo, run.segment, run.blend) for run in runs)]
-        ).T
+        first, blend = torch.tensor([(0, 0), *((run.lo, run.blend) for run in runs)]).T
         candidates = blend[which].nonzero()[:, 0]
-        chunk, offset = segment[which[candidates]], candidates - first[which[candidates]]
+        offset = candidates - first[which[candidates]]
         forced = (which == 0).nonzero()[:, 0]
-        return cls(which > 0, *(part.to(device) for part in (forced, candidates, chunk, offset)))
+        return cls(which > 0, *(part.to(device) for part in (forced, candidates, offset)))
 
 
 def bucket(count: int) -> int:
@@ -400,7 +376,7 @@ class Fusion:
         )
         self._key_positions = torch.cat([positions, padding])
         n_forced, n_candidates = len(places.forced), len(places.candidates)
-        self._offer = Candidates(len(buffers), ratio, n_forced, places.chunk, places.offset, score)
+        self._offer = Candidates(len(buffers), ratio, n_forced, places.offset, score)
         self._active = torch.arange(n_candidates, device=device)
         self._deviation: Tensor | None = None
         self.rows = self._merge()

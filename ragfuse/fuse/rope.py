@@ -14,6 +14,11 @@ from torch import Tensor
 from ragfuse.types.kv import RopeLayout
 
 
+def part_layout(layout: RopeLayout | None, part: str) -> RopeLayout | None:
+    """Return the rotation of "keys" or of "values", if it is this part that rotates."""
+    return layout if layout is not None and layout.part == part else None
+
+
 def rotated_pairs(keys: Tensor, layout: RopeLayout) -> tuple[Tensor, Tensor]:
     """Return both members of every rotated pair, as views [..., len(inv_freq)] of keys [..., D]."""
     width = 2 * len(layout.inv_freq)
@@ -37,24 +42,17 @@ def angles(layout: RopeLayout, delta: int | Tensor, device: torch.device) -> tup
 
 
 def place(
-    out: Tensor,
-    keys: Tensor,
-    shift: tuple[Tensor, Tensor],
-    layout: RopeLayout,
-    scratch: Tensor | None = None,
+    keys: Tensor, shift: tuple[Tensor, Tensor], layout: RopeLayout, scratch: Tensor | None = None
 ) -> None:
-    """Write `keys`, rotated by precomputed `angles`, into `out`, which may be `keys` itself.
+    """Rotate `keys` in place by precomputed `angles`.
 
     Args:
-        out: [..., n, D], the same dtype as `keys`.
         keys: [..., n, D].
         shift: cos and sin, as `angles` returns them.
         layout: Which dims are rotated, and how they are paired.
         scratch: float32 [3, ..., n, D / 2] or more numbers, overwritten, where many keys are placed
             one after another.
     """
-    if out is not keys and 2 * len(layout.inv_freq) < keys.shape[-1]:
-        out.copy_(keys)
     (cos, sin), pairs = shift, rotated_pairs(keys, layout)
     size = pairs[0].numel()
     if scratch is None:
@@ -62,9 +60,8 @@ def place(
     first, second, turned = scratch.flatten()[: 3 * size].view(3, *pairs[0].shape)
     first.copy_(pairs[0])
     second.copy_(pairs[1])
-    to_first, to_second = rotated_pairs(out, layout)
-    to_first.copy_(torch.mul(first, cos, out=turned).addcmul_(second, sin, value=-1))
-    to_second.copy_(torch.mul(second, cos, out=turned).addcmul_(first, sin))
+    pairs[0].copy_(torch.mul(first, cos, out=turned).addcmul_(second, sin, value=-1))
+    pairs[1].copy_(torch.mul(second, cos, out=turned).addcmul_(first, sin))
 
 
 def shifted(keys: Tensor, delta: int | Tensor, layout: RopeLayout | None) -> Tensor:
@@ -73,7 +70,7 @@ def shifted(keys: Tensor, delta: int | Tensor, layout: RopeLayout | None) -> Ten
     """
     out = keys.clone(memory_format=torch.contiguous_format)
     if layout is not None:
-        place(out, out, angles(layout, delta, keys.device), layout)
+        place(out, angles(layout, delta, keys.device), layout)
     return out
 
 
@@ -110,5 +107,5 @@ def rotate_in_place(tensor: Tensor, layout: RopeLayout | None, sign: int) -> Ten
     """
     if layout is not None:
         positions = torch.arange(tensor.shape[1], dtype=torch.float64)[:, None] * sign
-        place(tensor, tensor, angles(layout, positions, tensor.device), layout)
+        place(tensor, angles(layout, positions, tensor.device), layout)
     return tensor

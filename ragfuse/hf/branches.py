@@ -24,7 +24,6 @@ from ragfuse.fuse.rope import angles, rotated
 from ragfuse.hf import probe
 from ragfuse.hf.cache import CACHE
 from ragfuse.hf.lora import LoraAdapter
-from ragfuse.types.kv import RopeLayout
 from ragfuse.types.profiles import ModelProfile
 
 CONTEXT_ROW = -1
@@ -219,47 +218,31 @@ class BranchModel:
 
     def _causal(self, context: ContextTokens) -> _Past:
         cache, count = DynamicCache(), len(context.token_ids)
-        self._forward_plain(torch.tensor([list(context.token_ids)], device=self.device), cache)
+        probe.forward(self.model, torch.tensor([context.token_ids], device=self.device), cache, 0)
         return _Past(cache, torch.full((count,), CONTEXT_ROW), torch.arange(count))
-
-    def _forward_plain(self, token_ids: Tensor, cache: DynamicCache) -> None:
-        """Extend a cache by the KV of tokens int64 [B, n] at positions 0..n-1, with gradients."""
-        positions = torch.arange(token_ids.shape[1], device=self.device)
-        options = probe.last_logits(self.model) | probe.at_positions(self.model, positions)
-        self.model(input_ids=token_ids, use_cache=True, **{CACHE: cache}, **options)
 
     def _chunks(self, context: ContextTokens) -> _Past:
         """Return the KV of all chunks, each encoded behind the filler, with keys rotated to their
         places.
         """
-        runs = [context.token_ids[lo:hi] for lo, hi in context.chunks]
-        starts = torch.tensor([lo for lo, _ in context.chunks], dtype=torch.float64)
-        cut, longest, count = len(self.filler), max(map(len, runs)), len(runs)
-        before, cache = DynamicCache(), DynamicCache()
+        cut, before, placed = len(self.filler), DynamicCache(), DynamicCache()
         if cut:
-            ids = torch.tensor([self.filler], device=self.device)
             # no gradients for rows that are cut off
+            ids = torch.tensor([self.filler], device=self.device)
             probe.run_forward(self.model, ids, before, -cut)
+        for lo, hi in context.chunks:
+            cache = DynamicCache()
             for number, layer in enumerate(before.layers):
-                keys, values = (
-                    part.expand(count, -1, -1, -1) for part in (layer.keys, layer.values)
-                )
-                cache.update(keys, values, number)
-        ids = torch.tensor(
-            [[*run, *[run[-1]] * (longest - len(run))] for run in runs], device=self.device
-        )
-        self._forward_plain(ids, cache)  # what follows a shorter run is seen by none of its rows
-        inside = torch.arange(longest)[None] < torch.tensor([len(run) for run in runs])[:, None]
-        which, row = inside.nonzero(as_tuple=True)
-        placed = DynamicCache()
-        for number, (layer, layout) in enumerate(zip(cache.layers, self.rope, strict=True)):
-            keys, values = layer.keys[:, :, cut:], layer.values[:, :, cut:]
-            keys = _placed(keys, starts, layout)
-            both = (
-                part.transpose(1, 2)[which, row].transpose(0, 1)[None] for part in (keys, values)
-            )
-            placed.update(*both, number)
-        return _Past(placed, torch.full((len(row),), CONTEXT_ROW), row + starts[which].long())
+                cache.update(layer.keys, layer.values, number)
+            ids = torch.tensor([context.token_ids[lo:hi]], device=self.device)
+            probe.forward(self.model, ids, cache, 0)
+            for number, (layer, layout) in enumerate(zip(cache.layers, self.rope, strict=True)):
+                keys, values = layer.keys[:, :, cut:], layer.values[:, :, cut:]
+                if layout is not None:
+                    keys = rotated(keys, angles(layout, lo, self.device), layout)
+                placed.update(keys, values, number)
+        rows = torch.tensor([row for lo, hi in context.chunks for row in range(lo, hi)])
+        return _Past(placed, torch.full((len(rows),), CONTEXT_ROW), rows)
 
     def _ended(
         self,
@@ -303,13 +286,14 @@ class BranchModel:
             torch.cat((past.position, positions)),
         )
         known = (past.branch[None] == CONTEXT_ROW) | (past.branch[None] == numbers[:, None])
-        mask = self._mask(known & (past.position[None] <= positions[:, None]))[None, None]
+        seen, dtype = known & (past.position[None] <= positions[:, None]), self.model.dtype
+        mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
         asked = asked.to(self.device)
         options: dict[str, Any] = probe.at_positions(self.model, positions.to(self.device))
         keeps = self.model._supports_logits_to_keep()
         out: Any = self.model(
             input_ids=ids[None].to(self.device),
-            attention_mask=mask,
+            attention_mask=mask[None, None].to(self.device),
             use_cache=True,
             **{CACHE: past.cache},
             output_hidden_states=bool(layers),
@@ -324,26 +308,10 @@ class BranchModel:
         )
         return BranchStates(logits, hidden)
 
-    def _mask(self, seen: Tensor) -> Tensor:
-        """Return an additive mask in the model's dtype: 0 where `seen`, else its least number."""
-        dtype = self.model.dtype
-        mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
-        return mask.to(self.device)
-
 
 def _kv_of(past: _Past, rows: Tensor | slice) -> tuple[tuple[Tensor, Tensor], ...]:
     """Return the keys and values [H, R, D] of some rows in each layer of a cache."""
     return tuple((layer.keys[0, :, rows], layer.values[0, :, rows]) for layer in past.cache.layers)
-
-
-def _placed(keys: Tensor, starts: Tensor, layout: RopeLayout | None) -> Tensor:
-    """Return keys [B, H, n, D] of B chunks, rotated from position 0 to where each starts (float64
-    [B]).
-    """
-    if layout is None:
-        return keys
-    shift = angles(layout, starts[:, None], keys.device)
-    return rotated(keys, (shift[0][:, None, None], shift[1][:, None, None]), layout)
 
 
 def refuse_unadaptable(model: PreTrainedModel, profile: ModelProfile) -> None:

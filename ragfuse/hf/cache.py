@@ -7,9 +7,8 @@ Ranges of rows that several caches have in common can be stored once, outside th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,14 +28,10 @@ GROWTH_ROWS = 64
 """The least number of rows that a full layer grows by."""
 
 
-class KVReceiver(Protocol):
-    """A receiver of the KV that each layer computes during a fused prefill."""
-
-    def take(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the KV [1, H, R, D] of the rows in flight, and return what attention sees of the
-        layer's KV.
-        """
-        ...
+Receiver = Callable[[int, Tensor, Tensor], KV]
+"""Stores the KV [1, H, R, D] that a layer computes during a fused prefill, and returns what
+attention sees of the layer's KV.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +70,7 @@ class RowLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, layer: int, receiver: KVReceiver | None = None) -> None:
+    def __init__(self, layer: int, receiver: Receiver | None = None) -> None:
         super().__init__()
         self.layer, self.receiver, self.length = layer, receiver, 0
         self.common: tuple[FrozenRows, ...] = ()
@@ -100,8 +95,10 @@ class RowLayer(CacheLayerMixin):
         """
         keys, values = self.whole()
         self.common = tuple(ranges)
+        edges = [0, *(edge for frozen in ranges for edge in (frozen.lo, frozen.hi)), self.length]
+        rows = [slice(*both) for both in zip(edges[::2], edges[1::2], strict=True)]
         self.keys, self.values = (
-            self._with_room(_between(states, ranges)) for states in (keys, values)
+            self._with_room([states[:, :, part] for part in rows]) for states in (keys, values)
         )
 
     def gather(self) -> None:
@@ -169,7 +166,7 @@ class RowLayer(CacheLayerMixin):
         whole KV.
         """
         if self.receiver is not None:
-            return self.receiver.take(self.layer, key_states, value_states)
+            return self.receiver(self.layer, key_states, value_states)
         self.gather()
         self.append(key_states, value_states)
         return self.whole()
@@ -212,23 +209,14 @@ class RowLayer(CacheLayerMixin):
 class RowCache(Cache):
     """A transformers cache whose layers are `RowLayer`s."""
 
-    def __init__(self, n_layers: int, receiver: KVReceiver | None = None) -> None:
+    def __init__(self, n_layers: int, receiver: Receiver | None = None) -> None:
         super().__init__(layers=[RowLayer(layer, receiver) for layer in range(n_layers)])
 
     def fill(self, buffers: Buffers) -> None:
-        """Take over the KV of a fused prompt; from now on new rows are appended.
-
-        Raises:
-            RuntimeError: A layer has no KV, because the prefill did not complete.
-        """
+        """Take over the KV of a fused prompt; from now on new rows are appended."""
         for index, layer in enumerate(self.layers):
-            keys, values = buffers.keys[index], buffers.values[index]
-            if keys is None or values is None:
-                raise RuntimeError(
-                    f"Layer {index} has no KV after the prefill, which did not complete."
-                )
             layer.receiver = None
-            layer.fill(keys, values, buffers.n_tokens)
+            layer.fill(buffers.keys[index], buffers.values[index], buffers.n_tokens)
 
     def adopt(self, other: DynamicCache) -> None:
         """Take over the tensors of a transformers cache, without a copy."""
@@ -281,12 +269,3 @@ class JointCache(Cache):
     def __init__(self, caches: Sequence[RowCache], ragged: Ragged) -> None:
         each = zip(*(cache.layers for cache in caches), strict=True)
         super().__init__(layers=[JointLayer(at, parts, ragged) for at, parts in enumerate(each)])
-
-
-def _between(states: Tensor, ranges: Sequence[FrozenRows]) -> list[Tensor]:
-    """Return the rows of [B, H, T, D] that none of the ranges covers."""
-    stops, starts = (
-        [*(frozen.lo for frozen in ranges), states.shape[2]],
-        [0, *(frozen.hi for frozen in ranges)],
-    )
-    return [states[:, :, start:stop] for start, stop in zip(starts, stops, strict=True)]

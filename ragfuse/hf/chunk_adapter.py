@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -45,12 +45,12 @@ class ChunkAdapter:
     @cached_property
     def digest(self) -> str:
         """A digest of all weights, which is part of the model's fingerprint."""
-        parts = [
-            (name, str(matrix.dtype), str(tuple(matrix.shape)), digest(_bytes(matrix)))
-            for name, pair in sorted(self.pairs.items())
-            for matrix in pair
-        ]
-        return digest(*(text for part in parts for text in part))
+        named = {
+            f"{name}.{part}": matrix.detach().cpu().contiguous()
+            for name, pair in self.pairs.items()
+            for part, matrix in zip("AB", pair, strict=True)
+        }
+        return digest(save(named))
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
@@ -76,10 +76,6 @@ def _added(
     x = args[0]
     inner = x.flatten(0, -2) @ down.to(x.device).T
     return torch.addmm(out.flatten(0, -2), inner, up.to(x.device).T).view_as(out)
-
-
-def _bytes(matrix: Tensor) -> bytes:
-    return matrix.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def read_chunk_adapter(folder: Path, model: PreTrainedModel) -> ChunkAdapter:

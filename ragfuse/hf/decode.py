@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -44,17 +44,8 @@ FAILURES = 3
 """Number of steps that failed with ragfuse's attention but not one by one with the model's own,
 after which this model's steps run one by one.
 """
-SHARED = frozenset(
-    {
-        "input_ids",
-        "position_ids",
-        CACHE,
-        "attention_mask",
-        "use_cache",
-        "return_dict",
-        "logits_to_keep",
-    }
-)
+AS_GIVEN = ("use_cache", "return_dict", "logits_to_keep")
+SHARED = frozenset({"input_ids", "position_ids", CACHE, "attention_mask", *AS_GIVEN})
 """Arguments of a forward that can be shared; a step with any other argument set runs alone."""
 
 Forward = Callable[..., Any]
@@ -62,19 +53,19 @@ Forward = Callable[..., Any]
 
 @dataclass(eq=False)
 class Member:
-    """A request that is being decoded and can share steps.
+    """A request that is being decoded.
 
     Args:
-        cache: Its KV.
-        wiring: How our attention hooks into the model.
+        cache: Its KV; None where it is no KV per token.
+        wiring: How our attention hooks into the model; None where its steps run alone.
         is_late: It did not post a step in time, so the others do not wait for it until it posts
             again.
         is_posted: It has posted a step and waits for it.
         threads: By how many threads its thread computed before.
     """
 
-    cache: RowCache
-    wiring: Wiring
+    cache: RowCache | None
+    wiring: Wiring | None
     is_late: bool = False
     is_posted: bool = False
     threads: int = field(default_factory=torch.get_num_threads)
@@ -92,7 +83,8 @@ class Step:
     error: BaseException | None = None
 
     def __post_init__(self) -> None:
-        self.length = self.member.cache.length
+        self.cache = cast(RowCache, self.member.cache)
+        self.length = self.cache.length
 
     def run(self) -> None:
         """Run this step alone and keep its output or error."""
@@ -131,7 +123,6 @@ class Batcher:
         self._since_s = self._took_s = 0.0
         self._changed = threading.Condition()
         self._members: set[Member] = set()
-        self._alone = 0
         self._posted: list[Step] = []
         self._thread: threading.Thread | None = None
 
@@ -139,7 +130,7 @@ class Batcher:
     def active(self) -> int:
         """Number of requests that are being decoded now."""
         with self._changed:
-            return len(self._members) + self._alone
+            return len(self._members)
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until nothing is decoded, for background work.
@@ -148,25 +139,20 @@ class Batcher:
             False if requests were still being decoded after `timeout_s` seconds.
         """
         with self._changed:
-            return self._changed.wait_for(lambda: not self._members and not self._alone, timeout_s)
+            return self._changed.wait_for(lambda: not self._members, timeout_s)
 
     @contextmanager
-    def member(self, cache: RowCache | None, wiring: Wiring | None) -> Iterator[Member | None]:
-        """Register a request while it is decoded; yields None for one whose steps run alone."""
-        member = Member(cache, wiring) if cache is not None and wiring is not None else None
+    def member(self, cache: RowCache | None, wiring: Wiring | None) -> Iterator[Member]:
+        """Register a request while it is decoded."""
+        member = Member(cache, wiring)
         with self._changed:
-            self._alone += member is None
-            if member is not None:
-                self._members.add(member)
+            self._members.add(member)
         try:
             yield member
         finally:
-            if member is not None:
-                use_threads(member.threads)
+            use_threads(member.threads)
             with self._changed:
-                self._alone -= member is None
-                if member is not None:
-                    self._members.discard(member)
+                self._members.discard(member)
                 self._changed.notify_all()
 
     def step(self, member: Member | None, forward: Forward, arguments: Mapping[str, Any]) -> Any:
@@ -272,33 +258,23 @@ class Batcher:
                 )
                 log.debug("Where it failed", exc_info=True)
             for step in steps:
-                step.member.cache.length = step.length
+                step.cache.length = step.length
                 step.run()
             self._failures += all(step.error is None for step in steps)
 
     def _share(self, steps: Sequence[Step]) -> None:
         """Run one forward over all steps and hand each its logits [1, 1, V]."""
-        caches, arguments = [step.member.cache for step in steps], self._arguments(steps)
-        ragged = Ragged()
-        with attending(steps[0].member.wiring, ragged):
-            out = self._model.forward(**arguments, **{CACHE: JointCache(caches, ragged)})
-        for step, logits in zip(steps, torch.split(out.logits, 1), strict=True):
-            step.output = CausalLMOutputWithPast(logits=logits, **{CACHE: step.member.cache})
-        if len(steps) > 1:
-            self.steps, self.rows = self.steps + 1, self.rows + len(steps)
-
-    def _arguments(self, steps: Sequence[Step]) -> dict[str, Any]:
-        """Return the forward arguments of all steps as one batch."""
-        one = steps[0].arguments
-        arguments = {
-            name: one[name]
-            for name in ("use_cache", "return_dict", "logits_to_keep")
-            if name in one
-        }
+        one, caches, ragged = steps[0].arguments, [step.cache for step in steps], Ragged()
+        arguments = {name: one[name] for name in AS_GIVEN if name in one}
         for name in ("input_ids", "position_ids"):
             if one.get(name) is not None:
                 arguments[name] = torch.cat([step.arguments[name] for step in steps])
-        return arguments
+        with attending(cast(Wiring, steps[0].member.wiring), ragged):
+            out = self._model.forward(**arguments, **{CACHE: JointCache(caches, ragged)})
+        for step, logits in zip(steps, torch.split(out.logits, 1), strict=True):
+            step.output = CausalLMOutputWithPast(logits=logits, **{CACHE: step.cache})
+        if len(steps) > 1:
+            self.steps, self.rows = self.steps + 1, self.rows + len(steps)
 
 
 def _can_share(member: Member, arguments: Mapping[str, Any]) -> bool:
@@ -306,7 +282,9 @@ def _can_share(member: Member, arguments: Mapping[str, Any]) -> bool:
     output.
     """
     ids = arguments.get("input_ids")
-    if arguments.get(CACHE) is not member.cache or not isinstance(ids, Tensor) or ids.shape[1] != 1:
+    if member.wiring is None or arguments.get(CACHE) is not member.cache:
+        return False
+    if not isinstance(ids, Tensor) or ids.shape[1] != 1:
         return False
     others = (value for name, value in arguments.items() if name not in SHARED)
     return all(value is None or value is False for value in others)

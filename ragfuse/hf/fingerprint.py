@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ragfuse.errors import ModelError
-from ragfuse.hf.packed_linear import PackedLinear
 from ragfuse.hf.tokens import fast_backend
 from ragfuse.types.keys import FORMAT_VERSION, digest
 from ragfuse.types.kv import ChunkKV
@@ -63,7 +61,11 @@ def fingerprint(
         object_hook=lambda part: {name: part[name] for name in part if name not in UNNAMED},
     )
     hasher = [str(FORMAT_VERSION), str(model.dtype), json.dumps(config, sort_keys=True)]
-    hasher += [weights or weights_digest(model), *_remote_code(model)]
+    hasher.append(weights or weights_digest(model))
+    # code that was downloaded with the weights
+    kinds = {type(module) for module in model.modules()}
+    files = {inspect.getfile(kind) for kind in kinds if kind.__module__.startswith(f"{REMOTE}.")}
+    hasher += [digest(Path(file).read_bytes()) for file in sorted(files)]
     for layer in drift.layers if drift is not None else ():
         hasher.append(
             digest(*(part.float().cpu().numpy().tobytes() for part in (layer.keys, layer.values)))
@@ -104,26 +106,19 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase | None) -> str:
 
 
 def _entries(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (full name, value) of everything in a model's state, module by module."""
-    for prefix, module in model.named_modules():
-        start, state = f"{prefix}." if prefix else "", dict[str, Any]()
-        module._save_to_state_dict(state, start, True)
-        for name, buffer in module.named_buffers(start.removesuffix("."), recurse=False):
-            # its saved state is the unpacked weight already
-            if not isinstance(module, PackedLinear):
-                state.setdefault(name, buffer)
-        elsewhere = _offloaded(module)
-        for name, value in state.items():
-            missing = isinstance(value, Tensor) and value.is_meta and elsewhere is not None
-            yield (
-                name,
-                elsewhere(name.removeprefix(start)) if missing and elsewhere is not None else value,
-            )
+    """Yield (full name, value) of everything in a model's state."""
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    for name, value in {**model.state_dict(keep_vars=True), **buffers}.items():
+        if isinstance(value, Tensor) and value.is_meta:
+            inside, _, own = name.rpartition(".")
+            value = _offloaded(model.get_submodule(inside), own, value)
+        yield name, value
+    for name, module in model.named_modules():
         # scalings, which adapters are active, what is merged
         if type(module).__module__.partition(".")[0] == "peft":
             yield (
-                f"{start}peft",
-                {name: value for name, value in vars(module).items() if _is_plain(value)},
+                f"{name}.peft",
+                {key: each for key, each in vars(module).items() if _is_plain(each)},
             )
 
 
@@ -134,16 +129,11 @@ def _is_plain(value: Any) -> bool:
         return False
 
 
-def _offloaded(module: nn.Module) -> Callable[[str], Tensor] | None:
-    """Return a reader of the module's weights that accelerate has offloaded; None if there are
-    none.
-    """
+def _offloaded(module: nn.Module, name: str, value: Tensor) -> Tensor:
+    """Return a weight of a module from where accelerate has offloaded it; else the value."""
     hook = getattr(module, "_hf_hook", None)
-    for each in getattr(hook, "hooks", (hook,)):
-        found = getattr(each, "weights_map", None)
-        if found is not None:
-            return lambda name, found=found: found[name]  # type: ignore[misc]
-    return None
+    maps = (getattr(each, "weights_map", None) for each in getattr(hook, "hooks", (hook,)))
+    return next((each[name] for each in maps if each is not None), value)
 
 
 def _feed(hasher: Any, name: str, value: Any) -> None:
@@ -199,16 +189,3 @@ def _feed_text(hasher: Any, text: str) -> None:
     data = text.encode()
     hasher.update(len(data).to_bytes(8, "little"))
     hasher.update(data)
-
-
-def _remote_code(model: PreTrainedModel) -> Sequence[str]:
-    """Return digests of the code that was downloaded with the weights; none for transformers' own
-    models.
-    """
-    modules = {type(module).__module__ for module in model.modules()}
-    files = [
-        getattr(sys.modules.get(name), "__file__", None)
-        for name in modules
-        if name.partition(".")[0] == REMOTE
-    ]
-    return [digest(Path(file).read_bytes()) for file in sorted(file for file in files if file)]

@@ -60,7 +60,18 @@ class GrammarCompiler:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, n_tokens: int, ends: Sequence[int]
     ) -> None:
-        self.tokens = tokens_of(tokenizer, n_tokens, ends)
+        _require()
+        from llguidance.hf import from_tokenizer
+
+        try:
+            self.tokens: LLTokenizer = from_tokenizer(
+                tokenizer, n_vocab=max(n_tokens, len(tokenizer)), eos_token=list(ends) or None
+            )
+        except Exception as error:  # the library raises exceptions of many kinds
+            raise InputError(
+                f"This model's tokenizer cannot be read by llguidance ({error}). Ask without"
+                " grammars and tools."
+            ) from error
         self._lock = threading.Lock()
         self._compiled: LRUCache[Grammar, LLMatcher] = LRUCache(CACHED_GRAMMARS)
         every = tokenizer.added_tokens_decoder
@@ -133,24 +144,6 @@ class GrammarProcessor(LogitsProcessor):
         if bool(masked.isneginf().all()):
             masked = torch.where(allowed, 0.0, masked)
         return masked
-
-
-def tokens_of(
-    tokenizer: PreTrainedTokenizerBase, n_tokens: int, ends: Sequence[int]
-) -> LLTokenizer:
-    """Return llguidance's tokenizer for a model; InputError for a tokenizer that it cannot read."""
-    _require()
-    from llguidance.hf import from_tokenizer
-
-    try:
-        return from_tokenizer(
-            tokenizer, n_vocab=max(n_tokens, len(tokenizer)), eos_token=list(ends) or None
-        )
-    except Exception as error:  # the library raises exceptions of many kinds
-        raise InputError(
-            f"This model's tokenizer cannot be read by llguidance ({error}). Ask without grammars"
-            " and tools."
-        ) from error
 
 
 def _source(grammar: Grammar) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ragfuse.errors import ModelError, SettingsError
@@ -27,7 +27,7 @@ from ragfuse.hf import probe
 from ragfuse.hf.cache import CACHE
 from ragfuse.hf.decode import Member
 from ragfuse.hf.model import HFModel, Prefill
-from ragfuse.hf.seed import seeded
+from ragfuse.hf.seed import Seeded
 
 UNUSABLE = (
     "assistant_model",
@@ -79,14 +79,23 @@ def generate(
         ModelError: The model computed NaN for the prompt.
     """
     _refuse(options)
-    _refuse_nan(model, prefill)
+    if bool(prefill.logits.isnan().any()):  # its answer would be empty or noise
+        advice = (
+            "float16 is too narrow for some models: set dtype to bfloat16 or float32."
+            if model.dtype == torch.float16
+            else "Its weights are damaged: copy them anew from where they came from."
+        )
+        raise ModelError(
+            f"The model {model.name} computed NaN (not a number) for this prompt. {advice}"
+        )
     ids = torch.tensor([list(prefill.token_ids)], device=model.device)
-    with model.batcher.member(prefill.cache, model.shared_wiring) as member, seeded(seed):
+    draws = Seeded(seed) if seed is not None else nullcontext()
+    with model.batcher.member(prefill.cache, model.shared_wiring) as member, draws:
         if prefill.cache is not None:
             prefill.cache.length -= (
                 1  # its last row is computed, and comes back with the first forward
             )
-        view = _with_forward(model.model, _GenerateForward(model, prefill, member))
+        view = _view(model, prefill, member)
         out: Tensor = view.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
@@ -97,19 +106,6 @@ def generate(
         )
     new_ids: list[int] = out[0, ids.shape[1] :].tolist()
     return new_ids
-
-
-def _refuse_nan(model: HFModel, prefill: Prefill) -> None:
-    """Raise ModelError for a prompt whose logits are NaN; its answer would be empty or noise."""
-    if bool(prefill.logits.isnan().any()):
-        advice = (
-            "float16 is too narrow for some models: set dtype to bfloat16 or float32."
-            if model.dtype == torch.float16
-            else "Its weights are damaged: copy them anew from where they came from."
-        )
-        raise ModelError(
-            f"The model {model.name} computed NaN (not a number) for this prompt. {advice}"
-        )
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
@@ -168,41 +164,27 @@ def _adapted_options(model: HFModel, options: Mapping[str, Any]) -> dict[str, An
     return full
 
 
-def _with_forward(model: PreTrainedModel, answers: _GenerateForward) -> Any:
-    """Return a shallow copy of the model with another forward; modules, weights and configs are
-    shared.
+def _view(model: HFModel, prefill: Prefill, member: Member) -> Any:
+    """Return a shallow copy of the model whose forward gives the prefill's logits first, then those
+    of decoding steps; modules, weights and configs are shared.
     """
-    view = copy.copy(model)
+    view, plain, cache = copy.copy(model.model), model.model.forward, prefill.cache
+    is_first = cache is not None
 
-    @functools.wraps(model.forward)
+    @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return answers.forward(args, kwargs)
+        nonlocal is_first
+        # e.g. a logits processor calls the model
+        if args or kwargs.get(CACHE) is not cache:
+            return model.batcher.step(None, functools.partial(plain, *args), kwargs)
+        if cache is not None and is_first:
+            is_first = False
+            cache.length += 1
+            return CausalLMOutputWithPast(logits=prefill.logits[None, None], **{CACHE: cache})
+        return model.batcher.step(member, plain, kwargs)
 
     view.__dict__["forward"] = forward
     view.__dict__["_optimize_model_for_decode"] = (
         nullcontext  # it changes shared modules: each decoding step does it
     )
     return view
-
-
-class _GenerateForward:
-    """The forward that one `generate` call sees: first the prefill's logits, then decoding
-    steps.
-    """
-
-    def __init__(self, model: HFModel, prefill: Prefill, member: Member | None) -> None:
-        self._model, self._prefill, self._member = model, prefill, member
-        self._forward, self._batcher = model.model.forward, model.batcher
-        self._is_first = prefill.cache is not None
-
-    def forward(self, args: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
-        """Return the model's output for one forward of `generate`."""
-        cache = self._prefill.cache
-        # e.g. a logits processor calls the model
-        if args or arguments.get(CACHE) is not cache:
-            return self._batcher.step(None, functools.partial(self._forward, *args), arguments)
-        if cache is not None and self._is_first:
-            self._is_first = False
-            cache.length += 1
-            return CausalLMOutputWithPast(logits=self._prefill.logits[None, None], **{CACHE: cache})
-        return self._batcher.step(self._member, self._forward, arguments)

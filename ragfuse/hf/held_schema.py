@@ -10,8 +10,6 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from ragfuse.types.grammar import NAMED_SCHEMAS, PLAIN_VALUES
-
 GUIDANCE = MappingProxyType(
     {
         "whitespace_flexible": False,
@@ -29,6 +27,11 @@ write nothing else, and keywords that it does not know are left out.
 LARGEST = 10**15
 SMALLEST = 1e-6
 """Bounds of numbers whose schema has none: a model may write digits without end."""
+NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+PLAIN_VALUES = ("enum", "const", "default", "examples", "required")
+"""Keywords whose values are plain values or names, not schemas."""
+ELSEWHERE = frozenset({"anyOf", "oneOf", "$ref"})
+"""Keywords beside which an object may have properties that its own list leaves out."""
 NUMBER_BOUNDS = ("minimum", "maximum", "multipleOf")
 _DAY = (
     r"([12]\d{3}-((0[1-9]|1[0-2])-(0[1-9]|1\d|2[0-8])|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)"
@@ -54,13 +57,18 @@ def held_schema(source: str) -> tuple[str, tuple[str, ...]]:
     """Return the schema that decoding can hold, with llguidance's options in it, and what was left
     out of it.
 
+    Objects that name their properties hold no others unless they set `additionalProperties`, or
+    another part of the schema may name more (`allOf` anywhere, `anyOf`, `oneOf` or `$ref` around
+    them).
+
     Args:
         source: A JSON schema as JSON text.
     """
     from llguidance import LLMatcher
 
     left_out = list[str]()
-    text = json.dumps({**_held(json.loads(source), "", left_out), "x-guidance": dict(GUIDANCE)})
+    held = _held(json.loads(source), "", left_out, '"allOf"' not in source)
+    text = json.dumps({**held, "x-guidance": dict(GUIDANCE)})
     is_wrong, notes = LLMatcher.validate_grammar_with_warnings(
         LLMatcher.grammar_from_json_schema(text)
     )
@@ -83,33 +91,36 @@ def broken(source: str, text: str) -> tuple[str, ...]:
     return tuple(f"broken by the answer: {error.json_path} {error.validator}" for error in errors)
 
 
-def _held(schema: Any, path: str, left_out: list[str]) -> Any:
-    """Return a schema whose numbers end, without the patterns that Python reads and llguidance does
-    not.
+def _held(schema: Any, path: str, left_out: list[str], closes: bool) -> Any:
+    """Return a schema whose numbers end and, where it `closes`, whose objects have no further
+    properties, without the patterns that Python reads and llguidance does not.
     """
     if isinstance(schema, list):
-        return [_held(each, path, left_out) for each in schema]
+        return [_held(each, path, left_out, closes) for each in schema]
     if not isinstance(schema, dict):
         return schema
+    closes = closes and ("properties" not in schema or ELSEWHERE.isdisjoint(schema))
     made = dict[str, Any]()
     for name, value in schema.items():
         if name in NAMED_SCHEMAS and isinstance(value, dict):
             made[name] = {
-                key: _held(each, f"{path}.{key}".lstrip("."), left_out)
+                key: _held(each, f"{path}.{key}".lstrip("."), left_out, closes)
                 for key, each in value.items()
             }
         elif name in ("anyOf", "oneOf") and isinstance(value, list):
-            made[name] = _alternatives(value, path, left_out)
+            made[name] = _alternatives(value, path, left_out, closes)
         elif name == "pattern" and isinstance(value, str) and not _is_held(value):
             left_out.append(f"{path or 'the schema'}: pattern {json.dumps(value)}")
         elif name == "format" and value in FORMATS and "pattern" not in schema:
             made["pattern"] = FORMATS[value]
         else:
-            made[name] = value if name in PLAIN_VALUES else _held(value, path, left_out)
+            made[name] = value if name in PLAIN_VALUES else _held(value, path, left_out, closes)
+    if closes and isinstance(made.get("properties"), dict):
+        made.setdefault("additionalProperties", False)
     return _bounded(made)
 
 
-def _alternatives(given: list[Any], path: str, left_out: list[str]) -> list[Any]:
+def _alternatives(given: list[Any], path: str, left_out: list[str], closes: bool) -> list[Any]:
     """Return what is held of each, without those that are not held whole where another one is that
     is not null.
 
@@ -125,7 +136,7 @@ def _alternatives(given: list[Any], path: str, left_out: list[str]) -> list[Any]
             and before.get("type") == "number"
         ):
             lost.append(f"{path or 'the schema'}: a text in place of the number")
-        found.append((_held(each, path, lost), lost))
+        found.append((_held(each, path, lost, closes), lost))
     whole = [each for each, lost in found if not lost]
     if any(each != {"type": "null"} for each in whole):
         return whole

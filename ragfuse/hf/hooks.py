@@ -8,10 +8,10 @@ and the last layer first run just far enough to compute K and V of all current r
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -109,7 +109,7 @@ class FusedPrefill:
 
     def __init__(self, wiring: Wiring, fusion: Fusion) -> None:
         self.wiring, self.fusion = wiring, fusion
-        self.cache = RowCache(len(wiring.layers), receiver=self)
+        self.cache = RowCache(len(wiring.layers), receiver=self.take)
         self._capture = False
         self._done = False
         self._looks: tuple[Tensor, Tensor] | None = (
@@ -167,20 +167,22 @@ class FusedPrefill:
         """
         fusion = self.fusion
         fusion.buffers.open(layer)
-        inputs = _Inputs.of(module, args, kwargs)
+        names = _parameters(type(module))  # type: ignore[arg-type]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        hidden = given.pop("hidden_states")
         if layer == 0:
-            inputs = inputs.narrowed(fusion.rows)
+            hidden = hidden.index_select(1, fusion.rows)
         if fusion.needs_check(layer):
-            fusion.check(layer, *self._only_kv(layer, module, inputs))
+            fusion.check(layer, *self._only_kv(layer, module, hidden, given))
         keep = fusion.choose(layer)
-        inputs = inputs if keep is None else inputs.narrowed(keep)
+        hidden = hidden if keep is None else hidden.index_select(1, keep)
         if layer == len(self.wiring.layers) - 1 and len(fusion.rows) > 1:
-            fusion.write(layer, *self._only_kv(layer, module, inputs))
-            inputs = inputs.narrowed(fusion.keep_last())
+            fusion.write(layer, *self._only_kv(layer, module, hidden, given))
+            hidden = hidden.index_select(1, fusion.keep_last())
             self._done = True
         if self._looks is not None:
             self._watch(layer, *self._looks)
-        return inputs.args, self._arguments(layer, inputs)
+        return (hidden,), self._arguments(layer, hidden.dtype, given)
 
     def _watch(self, layer: int, asks: Tensor, paid: Tensor) -> None:
         """Have the layer's attention added to `paid` if it is one of those that are watched.
@@ -197,23 +199,21 @@ class FusedPrefill:
             mask.watch = Watch(weight, paid)
         mask.watch.ends = layer == watched[-1]
 
-    def _arguments(self, layer: int, inputs: _Inputs) -> dict[str, Any]:
-        """Return the layer's keyword arguments for the current rows."""
+    def _arguments(
+        self, layer: int, dtype: torch.dtype, inputs: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the layer's arguments beside its hidden states for the current rows."""
         rows, mask = self.fusion.rows, self.fusion.mask()
-        changed = {
-            name: self._rows_of(inputs.kwargs[name], rows)
-            for name in _PER_ROW
-            if name in inputs.kwargs
-        }
+        changed = {name: self._rows_of(inputs[name], rows) for name in _PER_ROW if name in inputs}
         if self.wiring.mode == "rows":
             changed["attention_mask"] = mask
         else:
-            given = inputs.kwargs.get("attention_mask")
+            given = inputs.get("attention_mask")
             if isinstance(given, Tensor) and given.ndim == 4:
                 changed["attention_mask"] = given.index_select(2, rows)
             else:
-                changed["attention_mask"] = mask.dense(inputs.dtype, self.wiring.windows[layer])
-        return {**inputs.kwargs, **changed}
+                changed["attention_mask"] = mask.dense(dtype, self.wiring.windows[layer])
+        return {**inputs, **changed}
 
     def _rows_of(self, value: Any, rows: Tensor) -> Any:
         """Narrow an argument to the given rows, once for all layers that are given the same one for
@@ -225,10 +225,12 @@ class FusedPrefill:
             self._narrowed[id(value)] = value, rows, narrowed
         return narrowed
 
-    def _only_kv(self, layer: int, module: nn.Module, inputs: _Inputs) -> tuple[Tensor, Tensor]:
+    def _only_kv(
+        self, layer: int, module: nn.Module, hidden: Tensor, given: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor]:
         self._capture = True
         try:
-            module.forward(*inputs.args, **self._arguments(layer, inputs))
+            module.forward(hidden, **self._arguments(layer, hidden.dtype, given))
         except _Captured as captured:
             keys, values = captured.args
             return keys, values
@@ -258,38 +260,10 @@ class FusedPrefill:
 _PER_ROW = ("position_embeddings", "position_ids")
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    """The arguments of a decoder layer; hidden states [1, R, d] are the first argument or a keyword
-    argument.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    @classmethod
-    def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
-        """Wrap a layer's arguments; if its mask is positional, all but the hidden states become
-        keyword arguments.
-        """
-        names = (
-            list(inspect.signature(type(module).forward).parameters)[2:] if len(args) > 1 else []
-        )
-        given = dict(zip(names, args[1:], strict=False))
-        return (
-            cls(args[:1], {**given, **kwargs}) if "attention_mask" in given else cls(args, kwargs)
-        )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        hidden = self.args[0] if self.args else self.kwargs["hidden_states"]
-        return hidden.dtype  # type: ignore[no-any-return]
-
-    def narrowed(self, rows: Tensor) -> _Inputs:
-        if self.args:
-            return _Inputs((self.args[0].index_select(1, rows), *self.args[1:]), self.kwargs)
-        hidden = self.kwargs["hidden_states"].index_select(1, rows)
-        return _Inputs((), {**self.kwargs, "hidden_states": hidden})
+@cache
+def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Return the names of a decoder layer's arguments, of which the first are its hidden states."""
+    return "hidden_states", *list(inspect.signature(kind.forward).parameters)[2:]
 
 
 def _rows_of(value: Any, rows: Tensor) -> Any:

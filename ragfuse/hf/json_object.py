@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from ragfuse.errors import ModelError
 
@@ -22,11 +23,6 @@ def read_json_object(file: Path, advice: str = COPY_ANEW) -> dict[str, Any]:
         ModelError: It cannot be read, or has something else.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        return TypeAdapter(dict[str, Any]).validate_json(file.read_bytes())
     except (OSError, ValueError) as error:
         raise ModelError(f"'{file}' cannot be read ({error}). {advice}") from error
-    if not isinstance(found, dict):
-        raise ModelError(
-            f"Wanted a JSON object in '{file}', found {type(found).__name__}. {advice}"
-        )
-    return found

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -47,7 +48,6 @@ class KeptCache:
 
     n_tokens: int
     cache: Any
-    nbytes: int
 
 
 class States:
@@ -63,7 +63,7 @@ class States:
         self._lock = threading.Lock()
         # by the tokens' ids, 8 bytes each
         self._kept: LRUCache[bytes, KeptCache] = LRUCache(
-            nbytes, getsizeof=lambda state: state.nbytes
+            nbytes, getsizeof=lambda state: sum(each.nbytes for each in probe.tensors(state.cache))
         )
 
     @property
@@ -96,10 +96,9 @@ class States:
         """
         if len(token_ids) < self.min_tokens:
             return
-        cache = copied(cache)
-        state = KeptCache(len(token_ids), cache, sum(each.nbytes for each in probe.tensors(cache)))
+        state = KeptCache(len(token_ids), copied(cache))
         with self._lock:
-            if state.nbytes <= self._kept.maxsize:
+            with suppress(ValueError):  # larger than all that may be kept
                 self._kept[_array(token_ids).tobytes()] = state
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem()

@@ -67,10 +67,8 @@ class FairLock:
             raise
 
     def release(self) -> None:
-        """Release the lock once; RuntimeError if this thread does not hold it."""
+        """Release the lock once."""
         with self._mutex:
-            if self._owner != threading.get_ident():
-                raise RuntimeError("This thread does not hold the lock.")
             self._depth -= 1
             if not self._depth:
                 self._hand_on()

@@ -5,8 +5,7 @@ and read.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -64,13 +63,11 @@ class LoraAdapter:
         for weight in self.weights.values():
             weight.data = weight.data.float()
 
-    @contextmanager
-    def off(self) -> Iterator[None]:
+    def off(self) -> AbstractContextManager[None]:
         """Switch the adapter off in this context, so that the model computes as it did
         without it.
         """
-        with self.module.disable_adapter():
-            yield
+        return self.module.disable_adapter()
 
     def read(self, folder: Path) -> None:
         """Take over the weights that `save` wrote into a folder."""

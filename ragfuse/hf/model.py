@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from itertools import chain
+from functools import cache, cached_property, partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,11 @@ class HFModel(OneProcess):
         self.batcher = Batcher(self.model, self.lock)
         self._encoder: TextEncoder | None = None
         self._wired: Wiring | None = None
-        # token id -> word number; `_number_of_word`: word -> number
-        self._word_of_token: dict[int, int] = {}
-        self._number_of_word: dict[str, int] = {}
-        self._borders: dict[int, tuple[int, bool]] = {}
+        self._number = cache(partial(_word_number, tokenizer, {}))
+        self.border = cache(partial(_border, tokenizer))
+        """Returns the border that a token marks, and whether it also holds visible text: 0 none, 1
+        end of a line, 2 end of a paragraph, 3 a special token.
+        """
         self._contexts: LRUCache[tuple[bool, tuple[int, ...]], tuple[LayerKV, ...]]
         self._contexts = LRUCache(CONTEXTS)
         self.device, self.dtype = probe.device_of(model), model.dtype
@@ -183,7 +185,12 @@ class HFModel(OneProcess):
         )
         return found if isinstance(found, int) and found > 0 else None
 
-    def encode(self, token_ids: Sequence[int], context: Sequence[int] = ()) -> ChunkKV:
+    def encode(
+        self,
+        token_ids: Sequence[int],
+        context: Sequence[int] = (),
+        adapter: ChunkAdapter | None = None,
+    ) -> ChunkKV:
         """Return the KV of a chunk at positions 0..n-1.
 
         A long chunk is computed in steps, and the lock is released between them.
@@ -192,13 +199,8 @@ class HFModel(OneProcess):
             token_ids: The n tokens of the chunk.
             context: Tokens that the chunk attends to, at negative positions; their own rows are cut
                 off.
+            adapter: An adapter that the model has meanwhile; None: none.
         """
-        return self._encoded(token_ids, context, None)
-
-    def _encoded(
-        self, token_ids: Sequence[int], context: Sequence[int], adapter: ChunkAdapter | None
-    ) -> ChunkKV:
-        """Return the KV of a chunk, computed with an adapter if there is one."""
         cut, before = len(context), self._context_kv(tuple(context), adapter)
         layers = self._extended(before, token_ids, 0, adapter)
         return ChunkKV(
@@ -237,12 +239,7 @@ class HFModel(OneProcess):
         """
         if list(positions) == list(range(len(token_ids))):
             return self.encode(token_ids)
-        at = torch.tensor(list(positions), device=self.device)
-        if self.profile.refusal:
-            ids = torch.tensor([list(token_ids)], device=self.device)
-            with self.lock:
-                return ChunkKV(probe.plain_kv(self.model, ids, at))
-        kv = self.fuse(token_ids, at, [], KVSource(), "none", 0.0).kv
+        kv = self.full_prefill(token_ids, torch.tensor(list(positions))).kv
         return ChunkKV(
             tuple(LayerKV(layer.keys.clone(), layer.values.clone()) for layer in kv.layers)
         )
@@ -254,7 +251,7 @@ class HFModel(OneProcess):
         If the model has a drift, it is added. The filler `context` stands in for the text that will
         precede the chunk in a real prompt.
         """
-        kv = self._encoded(token_ids, context, self.chunk_adapter)
+        kv = self.encode(token_ids, context, self.chunk_adapter)
         return kv if self.drift is None else added(kv, self.drift, self.profile.rope)
 
     def _context_kv(
@@ -473,39 +470,6 @@ class HFModel(OneProcess):
                 break
         return near.to(self.device)
 
-    def _number(self, token_id: int) -> int:
-        """Return the number of the word that a token is, ignoring case and surrounding space.
-
-        It is -1 for punctuation, space and special tokens. A token that is part of a character
-        counts as a word: in some scripts characters are split into several tokens.
-        """
-        found = self._word_of_token.get(token_id)
-        if found is None:
-            text, special = f"token {token_id}", False
-            if self._tokenizer is not None:
-                text = str(self._tokenizer.decode([token_id])).strip().casefold()
-                special = token_id in self._tokenizer.all_special_ids
-            is_partial = "\ufffd" in text
-            is_word = not special and (is_partial or any(letter.isalnum() for letter in text))
-            name = f"{text} {token_id}" if is_partial else text
-            found = self._word_of_token[token_id] = (
-                self._number_of_word.setdefault(name, len(self._number_of_word)) if is_word else -1
-            )
-        return found
-
-    def border(self, token_id: int) -> tuple[int, bool]:
-        """Return the border that a token marks, and whether it also holds visible text.
-
-        Borders: 0 none, 1 end of a line, 2 end of a paragraph, 3 a special token.
-        """
-        found = self._borders.get(token_id)
-        if found is None:
-            text = "" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
-            special = self._tokenizer is not None and token_id in self._tokenizer.all_special_ids
-            ends = 3 if special else min(2, text.count("\n"))
-            found = self._borders[token_id] = (ends, not special and bool(text.strip()))
-        return found
-
     @property
     def shared_wiring(self) -> Wiring | None:
         """How to hook into the model's layers for decoding steps of several answers; None if they
@@ -589,22 +553,14 @@ class HFModel(OneProcess):
         """Return the profile of a model whose KV cannot be moved: `fixed` if reuse at its own
         positions is exact.
         """
-        config, n_layers = (
-            self.model.config.get_text_config(),
-            len(probe.decoder_layers(self.model)),
-        )
-        ids = probe.probe_tokens(config.vocab_size, 48, self.device)[0].tolist()
-        windows = probe.windows(config, n_layers)
+        n_layers = len(probe.decoder_layers(self.model))
+        windows = probe.windows(self.model.config.get_text_config(), n_layers)
         refused = ModelProfile(self.fingerprint, n_layers, (None,) * n_layers, windows, refusal=why)
-        parts = (
-            PromptPart(tuple(ids[:24]), self.encode(ids[:24]), blend=False),
-            PromptPart(tuple(ids[24:])),
-        )
-        full = self.full_prefill(ids)
+        parts = self.probe_parts((probe.RUN_TOKENS, probe.RUN_TOKENS))
         found = self._first_exact(
             replace(refused, fixed=True),
             "fixed",
-            lambda profile: self.fuse_parts(parts, "none", 0.0, profile).error(full),
+            lambda profile: self.error_of(parts, "none", 0.0, profile),
         )
         return refused if isinstance(found, str) else found
 
@@ -612,17 +568,39 @@ class HFModel(OneProcess):
         """Return the relative error of a fused prefill at ratio 1 on a prompt longer than any
         sliding window.
         """
-        config = self.model.config.get_text_config()
         longest = max([window or 0 for window in profile.windows], default=0)
         total = max(3 * probe.RUN_TOKENS, longest + probe.RUN_TOKENS)
-        ids = probe.probe_tokens(config.vocab_size, total, self.device)[0].tolist()
         size = (total - 4) // 3
-        runs = [tuple(ids[size * index : size * (index + 1)]) for index in range(3)]
-        parts = [
+        parts = self.probe_parts((size, size, size, total - 3 * size))
+        return self.error_of(parts, "hkvd", 1.0, profile)
+
+    def probe_parts(self, sizes: Sequence[int]) -> list[PromptPart]:
+        """Return a test prompt of an exact prefix, chunks and a question, with so many tokens
+        each.
+        """
+        vocab_size = self.model.config.get_text_config().vocab_size
+        ids = iter(probe.probe_tokens(vocab_size, sum(sizes), self.device)[0].tolist())
+        *runs, question = [tuple(islice(ids, size)) for size in sizes]
+        cached = [
             PromptPart(run, self.encode(run), blend=index > 0) for index, run in enumerate(runs)
         ]
-        fused = self.fuse_parts([*parts, PromptPart(tuple(ids[3 * size :]))], "hkvd", 1.0, profile)
-        return fused.error(self.full_prefill(ids), probe.is_routed(config, self.dtype))
+        return [*cached, PromptPart(question)]
+
+    def error_of(
+        self,
+        parts: Sequence[PromptPart],
+        policy: str,
+        ratio: float,
+        profile: ModelProfile | None = None,
+    ) -> float:
+        """Return the error of a fused prefill beside a full one; arguments as for `fuse_parts`."""
+        fused = self.fuse_parts(parts, policy, ratio, profile)
+        return fused.error(self.full_prefill(fused.token_ids), self.is_routed)
+
+    @cached_property
+    def is_routed(self) -> bool:
+        """Whether rounding may send a token to another expert (`hf.probe.is_routed`)."""
+        return probe.is_routed(self.model.config.get_text_config(), self.dtype)
 
 
 def _question_rows(cached: Tensor, runs: Sequence[CachedRun]) -> tuple[Tensor, Tensor]:
@@ -631,3 +609,34 @@ def _question_rows(cached: Tensor, runs: Sequence[CachedRun]) -> tuple[Tensor, T
     """
     outside = (~cached).nonzero()[:, 0]
     return outside[outside >= max((run.hi for run in runs), default=0)], outside
+
+
+def _word_number(
+    tokenizer: PreTrainedTokenizerBase | None, numbers: dict[str, int], token_id: int
+) -> int:
+    """Return the number of the word that a token is, ignoring case and surrounding space.
+
+    It is -1 for punctuation, space and special tokens. A token that is part of a character counts
+    as a word: in some scripts characters are split into several tokens.
+    """
+    if tokenizer is None:
+        return token_id
+    text, is_special = _text_of(tokenizer, token_id)
+    text = text.strip().casefold()
+    is_partial = "\ufffd" in text
+    if is_special or not (is_partial or any(letter.isalnum() for letter in text)):
+        return -1
+    return numbers.setdefault(f"{text} {token_id}" if is_partial else text, len(numbers))
+
+
+def _border(tokenizer: PreTrainedTokenizerBase | None, token_id: int) -> tuple[int, bool]:
+    text, is_special = _text_of(tokenizer, token_id)
+    ends = 3 if is_special else min(2, text.count("\n"))
+    return ends, not is_special and bool(text.strip())
+
+
+def _text_of(tokenizer: PreTrainedTokenizerBase | None, token_id: int) -> tuple[str, bool]:
+    """Return the text of a token, and whether it is a special one."""
+    if tokenizer is None:
+        return "", False
+    return str(tokenizer.decode([token_id])), token_id in tokenizer.all_special_ids

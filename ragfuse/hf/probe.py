@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from operator import itemgetter
 from typing import Any
@@ -56,13 +56,10 @@ def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, ...]:
             f"Its {wanted} decoder layers were not found: no ModuleList of the model has that"
             " length."
         )
-    return tuple(max(lists, key=_size))
-
-
-def _size(layers: Iterable[nn.Module]) -> int:
-    return sum(
-        weight.numel() for layer in layers for weight in (*layer.parameters(), *layer.buffers())
-    )
+    sizes = [
+        sum(each.numel() for each in (*layers.parameters(), *layers.buffers())) for layers in lists
+    ]
+    return tuple(lists[sizes.index(max(sizes))])
 
 
 def refuse_by_config(config: PreTrainedConfig) -> None:
@@ -173,12 +170,11 @@ def plain_kv(
     return tuple(LayerKV(layer.keys[0], layer.values[0]) for layer in cache.layers)
 
 
-@torch.no_grad()
-def run_forward(
+def forward(
     model: PreTrainedModel, token_ids: Tensor, cache: Any, positions: Tensor | int | None
 ) -> Any:
     """Run the model's own forward over further tokens, and return its output with the logits of the
-    last.
+    last; with gradients where these are enabled.
 
     Args:
         model: The model.
@@ -194,8 +190,12 @@ def run_forward(
         use_cache=True,
         **given,
         **at_positions(model, positions),
-        **last_logits(model),
+        **({"logits_to_keep": 1} if model._supports_logits_to_keep() else {}),
     )
+
+
+run_forward = torch.no_grad()(forward)
+"""`forward` without gradients."""
 
 
 def at_positions(model: PreTrainedModel, positions: Tensor | None) -> dict[str, Any]:
@@ -207,11 +207,6 @@ def at_positions(model: PreTrainedModel, positions: Tensor | None) -> dict[str, 
         if positions is not None and takes_positions(model)
         else {}
     )
-
-
-def last_logits(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the forward argument that limits logits to the last row, if the model has it."""
-    return {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
 
 
 def is_whole(cache: object, n_layers: int, n_tokens: int) -> bool:

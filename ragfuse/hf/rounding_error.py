@@ -7,8 +7,9 @@ here per model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,7 +50,8 @@ def rounding_costs(
     changed, n = rounded(exact), model.n_layers
     wanted = _along(model, token_ids, follow, exact)
     costs = list[tuple[float, float]]()
-    for lo, hi in _spans(n):
+    for span in np.array_split(range(n), min(SPANS, n)):
+        lo, hi = int(span[0]), int(span[-1]) + 1
         both = [
             max(
                 kl(
@@ -68,12 +70,6 @@ def kl(wanted: Tensor, found: Tensor) -> float:
     """Return the mean KL(wanted || found) over n positions, in nats, from logits float32 [n, V]."""
     log_wanted, log_found = torch.log_softmax(wanted, -1), torch.log_softmax(found, -1)
     return float((log_wanted.exp() * (log_wanted - log_found)).sum(-1).mean())
-
-
-def _spans(n_layers: int) -> Iterator[tuple[int, int]]:
-    count = min(SPANS, n_layers)
-    for at in range(count):
-        yield n_layers * at // count, n_layers * (at + 1) // count
 
 
 def _between(exact: ChunkKV, changed: ChunkKV, lo: int, hi: int, part: str) -> ChunkKV:

@@ -6,8 +6,7 @@ and they would change those of this one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -41,18 +40,6 @@ class Seeded(TorchFunctionMode):
                 self._generators[device] = torch.Generator(device).manual_seed(self._seed)
             options = {**options, "generator": self._generators[device]}
         return func(*args, **options)
-
-
-@contextmanager
-def seeded(seed: int | None) -> Iterator[None]:
-    """Draw this thread's random numbers from `seed` while the context is active; None: from torch's
-    own state.
-    """
-    if seed is None:
-        yield
-        return
-    with Seeded(seed):
-        yield
 
 
 def undrawn(do: Callable[[], T]) -> T:

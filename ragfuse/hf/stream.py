@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from threading import Event
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -170,36 +170,13 @@ class StopFinder:
         )
 
 
-class Growing(Protocol):
-    """An answer that is parsed as its ids arrive, and knows when it has ended and which of its text
-    is final.
-    """
-
-    @property
-    def over(self) -> bool:
-        """Whether the answer has ended."""
-        ...
-
-    def add(self, ids: Iterable[int]) -> None:
-        """Add its next ids; they are ignored once it is over."""
-        ...
-
-    def end(self) -> None:
-        """End the answer: no more ids will come."""
-        ...
-
-    def take(self) -> Iterator[Any]:
-        """Yield the pieces of text that became final since the last call."""
-        ...
-
-
 class Follower(StoppingCriteria):
     """A stopping criterion that follows the answer of one `generate` call, token by token.
 
     It ends the answer where that is over, or an event is set because the caller went away.
 
     Args:
-        growing: The answer.
+        growing: The answer, which parses its ids and knows when it is over (`engine.draft.Draft`).
         emit: Called with each piece of its text as soon as it is final.
         ends: The events.
 
@@ -209,7 +186,7 @@ class Follower(StoppingCriteria):
 
     def __init__(
         self,
-        growing: Growing,
+        growing: Any,
         emit: Callable[[Any], object] | None = None,
         ends: Iterable[Event] = (),
     ) -> None:

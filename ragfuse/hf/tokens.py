@@ -52,18 +52,16 @@ class TextEncoder:
         self._tokenizer, self._lock = tokenizer, threading.Lock()
         # it decides what control tokens are
         self.chat_template = getattr(tokenizer, "chat_template", None)
-        self._added = {int(id): str(token) for id, token in tokenizer.added_tokens_decoder.items()}
+        added, unknown = tokenizer.added_tokens_decoder, tokenizer.unk_token_id
+        self._added = {id: str(token) for id, token in added.items()}
         self._control = control_tokens(tokenizer)
-        self._control_ids = {id for id, word in self._added.items() if word in self._control} - {
-            _unknown(tokenizer)
+        self._control_ids = {
+            id for id, word in self._added.items() if word in self._control and id != unknown
         }
         self._matcher = _matcher(self._control)
-        special = {*tokenizer.all_special_tokens}
-        tokens = tokenizer.added_tokens_decoder.values()
-        self._unspecial = {
-            str(each) for each in tokens if not each.special and str(each) not in special
-        }
-        self._normalised = set[int]()
+        self._unspecial = {str(each) for each in added.values() if not each.special}.difference(
+            tokenizer.all_special_tokens
+        )
         serialised = fast_backend(tokenizer).to_str()
         self._backend = _copied(serialised)
         self._backend.encode_special_tokens = bool(
@@ -73,11 +71,11 @@ class TextEncoder:
         self._anchor = encoding_of(self._pieces, "x").ids[-1:]
         self._before: dict[Place, tuple[str, str]] = {"start": self._prefixes("")}
         self._before["border"] = self._prefixes(self._plain_token())
-        if self._backend.normalizer is not None:
-            unknown, found = _unknown(tokenizer), tokenizer.added_tokens_decoder.items()
-            self._normalised = {
-                int(id) for id, token in found if token.normalized and int(id) != unknown
-            }
+        self._normalised = {
+            id
+            for id, token in added.items()
+            if self._backend.normalizer is not None and token.normalized and id != unknown
+        }
 
     # pieces
 
@@ -302,11 +300,18 @@ class TextEncoder:
             candidates.append(_copied(json.dumps({**json.loads(serialised), **bare})))
         best = max(candidates, key=lambda each: _n_alike(backend, each))
         marks = [
-            token
+            AddedToken(
+                token.content,
+                special=True,
+                normalized=token.normalized,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                single_word=token.single_word,
+            )
             for token in self._tokenizer.added_tokens_decoder.values()
             if str(token) in self._control
         ]
-        best.add_special_tokens([_special(token) for token in marks])
+        best.add_special_tokens(marks)
         best.encode_special_tokens = True
         return best
 
@@ -333,11 +338,8 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
         *(getattr(tokenizer, "chat_control_tokens", None) or ()),
     }
     words = {str(token) for token in added}
-    found = {
-        str(token)
-        for token in added
-        if token.special or str(token) in named or _is_mark(str(token), template)
-    }
+    found = {str(token) for token in added if token.special or str(token) in named}
+    found |= {word for word in words if word in template and not word.isalnum()}
     found |= {word for word in words if _THOUGHT.search(word) and _counterpart(word) in words}
     return frozenset(word for word in found if word.strip())
 
@@ -345,16 +347,6 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
 def _counterpart(tag: str) -> str:
     """Return the closing tag of an opening tag, and vice versa."""
     return tag.replace("/", "", 1) if tag[1:2] == "/" else f"{tag[:1]}/{tag[1:]}"
-
-
-def _is_mark(word: str, template: str) -> bool:
-    """Whether the template contains the word and it is neither white space nor a plain word."""
-    return word in template and not word.isspace() and not word.isalnum()
-
-
-def _unknown(tokenizer: PreTrainedTokenizerBase) -> int:
-    id = getattr(tokenizer, "unk_token_id", None)
-    return id if isinstance(id, int) else -1
 
 
 def _copied(serialised: str) -> Tokenizer:
@@ -378,11 +370,6 @@ def _matcher(control: Iterable[str]) -> Tokenizer | None:
     matcher = Tokenizer(WordLevel({"\0": 0}, unk_token="\0"))
     matcher.add_tokens([AddedToken(word, normalized=False) for word in words])
     return matcher
-
-
-def _special(token: AddedToken) -> AddedToken:
-    flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
-    return AddedToken(token.content, special=True, normalized=token.normalized, **flags)
 
 
 def _without_prefix(spec: Any) -> Any:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise, product
+from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ragfuse.fuse.select import policy_named
 from ragfuse.hf.cache import RowCache
 from ragfuse.hf.model import HFModel, Prefill
 from ragfuse.hf.prefill import PromptPart
-from ragfuse.hf.probe import bound_of, is_routed, plain_kv, probe_tokens, run_forward
+from ragfuse.hf.probe import bound_of, plain_kv, run_forward
 from ragfuse.types.kv import LayerKV
 
 PART_TOKENS = (9, 41, 34, 47, 12)
@@ -83,9 +84,8 @@ class _Checks:
 
     def __init__(self, model: HFModel, policy: str, ratio: float) -> None:
         self.model, self.policy, self.ratio = model, policy, ratio
-        self._routed = is_routed(model.model.config.get_text_config(), model.dtype)
-        self._placed: dict[tuple[tuple[int, ...], int], tuple[LayerKV, ...]] = {}
-        self.parts = self._prompt(PART_TOKENS)
+        self._alone = cache(partial(_alone, model))
+        self.parts = model.probe_parts(PART_TOKENS)
 
     def run(self) -> Iterator[Check]:
         parts = prefix, a, b, c, question = self.parts
@@ -106,7 +106,7 @@ class _Checks:
         windows = [window for window in self.model.profile.windows if window]
         if windows:
             size = (max(windows) + sum(PART_TOKENS) - PART_TOKENS[0] - PART_TOKENS[-1]) // 2
-            parts = self._prompt((PART_TOKENS[0], size, size, PART_TOKENS[-1]))
+            parts = self.model.probe_parts((PART_TOKENS[0], size, size, PART_TOKENS[-1]))
             error = max(self._ratio_one(parts), self._reuse(parts))
             yield self._check(
                 "prompt longer than the sliding window", error, sum(len(part.ids) for part in parts)
@@ -118,29 +118,16 @@ class _Checks:
         ]
         yield Check("stored tensors are never changed", float(not all(same)), 0.0, all(same))
 
-    def _prompt(self, sizes: Sequence[int]) -> list[PromptPart]:
-        """Return a prompt of an exact prefix, chunks and a question, with so many tokens each."""
-        vocab = self.model.model.config.get_text_config().vocab_size
-        ids = probe_tokens(vocab, sum(sizes), self.model.device)[0].tolist()
-        bounds = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
-        *runs, question = [tuple(ids[lo:hi]) for lo, hi in pairwise(bounds)]
-        cached = [
-            PromptPart(run, self.model.encode(run), blend=index > 0)
-            for index, run in enumerate(runs)
-        ]
-        return [*cached, PromptPart(question)]
-
     def _check(self, name: str, error: float, n_tokens: int = sum(PART_TOKENS)) -> Check:
         bound = bound_of(self.model.dtype, self.model.n_layers, n_tokens)
         return Check(name, error, bound, error <= bound)
 
     def _ratio_one(self, parts: Sequence[PromptPart]) -> float:
-        policy = "full" if self.policy == "none" else self.policy
-        fused = self.model.fuse_parts(parts, policy, 1.0)
-        return fused.error(self.model.full_prefill(fused.token_ids), self._routed)
+        return self.model.error_of(parts, "full" if self.policy == "none" else self.policy, 1.0)
 
     def _reuse(self, parts: Sequence[PromptPart]) -> float:
-        return self.model.fuse_parts(parts, "none", 0.0).error(self._by_hand(parts), self._routed)
+        fused = self.model.fuse_parts(parts, "none", 0.0)
+        return fused.error(self._by_hand(parts), self.model.is_routed)
 
     def _misses(self) -> float:
         """Try every combination of missing parts, the prefix included."""
@@ -163,7 +150,7 @@ class _Checks:
         one, other = (
             self.model.fuse_parts(parts, self.policy, ratio) for parts in (self.parts, changed)
         )
-        return one.error(other, self._routed, slice(sum(PART_TOKENS) - 1))
+        return one.error(other, self.model.is_routed, slice(sum(PART_TOKENS) - 1))
 
     def _untouched(self) -> float:
         """Compare the candidates that were not chosen with the cached KV, from the check
@@ -175,17 +162,7 @@ class _Checks:
         is_reused[prefill.chosen.cpu()] = False
         rows = is_reused.nonzero()[:, 0].to(self.model.device)
         first = policy_named(self.policy).check_layer
-        return prefill.error(self._by_hand(self.parts), self._routed, rows, first)
-
-    def _alone(self, ids: tuple[int, ...], start: int) -> tuple[LayerKV, ...]:
-        """Return the KV of a run without context, computed by the model itself at positions from
-        `start` on.
-        """
-        if (ids, start) not in self._placed:
-            self._placed[ids, start] = plain_kv(
-                self.model.model, torch.tensor([ids], device=self.model.device), start
-            )
-        return self._placed[ids, start]
+        return prefill.error(self._by_hand(self.parts), self.model.is_routed, rows, first)
 
     def _by_hand(self, parts: Sequence[PromptPart]) -> Prefill:
         """Build the reference: reuse or compute each part in order by the model's own forward;
@@ -194,15 +171,22 @@ class _Checks:
         last = parts[-1]
         if last.kv is not None:
             parts = [*parts[:-1], PromptPart(last.ids[:-1], last.kv), PromptPart(last.ids[-1:])]
-        cache, ids, logits = DynamicCache(), list[int](), torch.empty(0)
+        known, ids, logits = DynamicCache(), list[int](), torch.empty(0)
         for part in parts:
             if part.kv is None:
                 new = torch.tensor([part.ids], device=self.model.device)
-                logits = run_forward(self.model.model, new, cache, len(ids)).logits[0, -1]
+                logits = run_forward(self.model.model, new, known, len(ids)).logits[0, -1]
             else:
                 for layer, kv in enumerate(self._alone(part.ids, len(ids))):
-                    cache.update(kv.keys[None], kv.values[None], layer)
+                    known.update(kv.keys[None], kv.values[None], layer)
             ids += part.ids
         rows = RowCache(self.model.n_layers)
-        rows.adopt(cache)
+        rows.adopt(known)
         return Prefill(tuple(ids), rows, logits)
+
+
+def _alone(model: HFModel, ids: tuple[int, ...], start: int) -> tuple[LayerKV, ...]:
+    """Return the KV of a run without context, computed by the model itself at positions from
+    `start` on.
+    """
+    return plain_kv(model.model, torch.tensor([ids], device=model.device), start)

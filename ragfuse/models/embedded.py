@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import socket
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -47,17 +46,6 @@ file.
 
 CONFIGS = ("config.json", "adapter_config.json", f"{adapters.CHUNK_ADAPTER}/adapter_config.json")
 """Files of which the folder of a model has one."""
-
-GGUF_ERRORS = (
-    ValueError,
-    KeyError,
-    IndexError,
-    RuntimeError,
-    TypeError,
-    AttributeError,
-    struct.error,
-)
-"""Exceptions of reading a GGUF file that is damaged or of an unknown architecture."""
 
 HUB_WAIT_S = 5.0
 """Seconds to wait for a connection to the hub."""
@@ -250,7 +238,9 @@ def prepare_gguf(file: Path, home: Path) -> Path:
     folder = _folder(model, home)
     try:
         return folder if _is_intact(folder, model) else _prepare(model, file, folder)
-    except GGUF_ERRORS as error:
+    except ModelError:
+        raise
+    except Exception as error:  # damaged, or of an architecture that is not known
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
             f"Wanted a GGUF file of a language model that transformers can read, found '{file}'"
@@ -262,42 +252,26 @@ def _resolve(name: str, role: Literal["llm", "embedder"], home: Path) -> Path | 
     model, path = embedded(name), Path(name).expanduser()
     if model is not None and model.role == role:
         return prepare(name, home)
-    if role == "llm":
-        _refuse_inner_folder(path)
-    if model is None and any((path / config).is_file() for config in CONFIGS):
-        return path
-    files = filter(_is_gguf, (path, *sorted(path.glob("*.gguf")))) if role == "llm" else ()
-    gguf_files = list(files)
-    if len(gguf_files) == 1:
-        return prepare_gguf(gguf_files[0], home)
-    if model is not None:
-        found = f"an {model.role}"
-    elif gguf_files:
-        found = f"{len(gguf_files)} GGUF files; name one of them"
-    elif path.exists():
-        found = "no config.json" if path.is_dir() else "a file"
-    elif re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
-        return name
-    else:
-        found = "nothing there"
-    names = " or ".join(model.name for model in EMBEDDED if model.role == role)
-    raise ModelError(
-        f"Wanted an {role} at '{name}', found {found}. Give the folder of a model, a GGUF file of"
-        f" an llm, a Hugging Face id, or {names}."
-    )
-
-
-def _refuse_inner_folder(path: Path) -> None:
-    """Raise ModelError for the chunk adapter inside a model's folder: as an ordinary adapter it
-    would answer.
-    """
-    place = path.resolve()
-    if place.name == adapters.CHUNK_ADAPTER:
+    if role == "llm" and path.resolve().name == adapters.CHUNK_ADAPTER:
+        # as an ordinary adapter it would answer
         raise ModelError(
             f"Wanted the folder of a model, found the chunk adapter inside one: '{path}'. It is for"
             " encoding chunks; the model must not answer with it. Give the folder that it lies in:"
-            f" '{place.parent}'."
+            f" '{path.resolve().parent}'."
         )
+    if model is None:
+        if any((path / config).is_file() for config in CONFIGS):
+            return path
+        gguf_files = list(filter(_is_gguf, (path, *path.glob("*.gguf"))))
+        if role == "llm" and len(gguf_files) == 1:
+            return prepare_gguf(gguf_files[0], home)
+        if not path.exists() and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+            return name
+    names = " or ".join(model.name for model in EMBEDDED if model.role == role)
+    raise ModelError(
+        f"'{name}' is no {role}. Give the folder of a model (with its config.json or one GGUF"
+        f" file), a GGUF file of an llm, a Hugging Face id, or {names}."
+    )
 
 
 def _is_gguf(path: Path) -> bool:
@@ -338,8 +312,10 @@ def _prepare(model: EmbeddedModel, source: Path, folder: Path) -> Path:
     """Convert `source` under the model's lock into a folder beside `folder`, then put it in
     place.
     """
-    duration = "it may take minutes" if model.own_recipe else "about half a minute"
-    message = f"Preparing {model.name} from {model.package}, the first time only: {duration}."
+    message = (
+        f"Preparing {model.name} from {model.package}, the first time only: half a minute, or some"
+        " minutes for a large file."
+    )
     log.info(message)
     if (console := Console(stderr=True)).is_terminal:
         console.print(message, highlight=False)

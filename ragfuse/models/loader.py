@@ -29,11 +29,11 @@ from ragfuse.hf.drift import read_drift
 from ragfuse.hf.fingerprint import tokenizer_digest
 from ragfuse.hf.json_object import read_json_object
 from ragfuse.hf.model import HFModel
-from ragfuse.models.adapters import CHUNK_ADAPTER
+from ragfuse.models.adapters import CHUNK_ADAPTER, DRIFT_NAME
 from ragfuse.models.dtypes import dtype_named, require_device
 from ragfuse.models.embedded import require_hub, resolve_llm
 from ragfuse.models.shipped_profile import read_shipped
-from ragfuse.models.weight_files import FileDigests, identity
+from ragfuse.models.weight_files import identity, keep_digests, kept_digests
 from ragfuse.models.weights import (
     is_quantised,
     load_adapted,
@@ -125,17 +125,18 @@ def load_model(
     generation = model.generation_config
     if generation is not None and generation.eos_token_id is None:
         generation.eos_token_id = tokenizer.eos_token_id
-    digests = FileDigests(home.expanduser() / "fingerprints" if home is not None else None)
-    if name and identity(parts, load_options) != (name, changed):  # what was read is not known
-        name = ""
-    weights, words = digests.get(name) or (None, tokenizer_digest(tokenizer))
+    # where the files changed meanwhile, what was read is not known
+    is_same = bool(name) and identity(parts, load_options) == (name, changed)
+    kept = home.expanduser() / "fingerprints" / name if home is not None and is_same else None
+    known = kept_digests(kept) if kept is not None else None
+    weights, words = known or (None, tokenizer_digest(tokenizer))
     chunk_adapter = read_chunk_adapter(adapted_chunks, model) if has_chunk_adapter else None
-    drift = None if has_chunk_adapter else read_drift(folder, model)
+    drift = None if has_chunk_adapter else read_drift(folder / DRIFT_NAME, model)
     loaded = HFModel(model, tokenizer, profile_of, drift, weights, chunk_adapter, words)
     if not (is_quantised(model) or is_adapter):
         loaded.files = _files_of(source, options)
-    if weights is None:
-        digests.put(name, loaded.weights, words, changed)
+    if kept is not None and known is None:
+        keep_digests(kept, loaded.weights, words, changed)
     if shipped is not None:
         loaded.profile = shipped.over(loaded.profile)
     has_adapters = any(type(each).__module__.startswith("peft.") for each in model.modules())
@@ -247,11 +248,10 @@ def _base_of(folder: Path, home: Path | None, options: Mapping[str, Any]) -> str
     """
     name = read_json_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not name or not isinstance(name, str):
-        found = f"{name!r}" if name else "none"
         raise ModelError(
-            f"Wanted the base model of the adapter in '{folder}', found {found}. Write it into"
-            f" {ADAPTER_CONFIG} as base_model_name_or_path: a folder, the name of an included model"
-            " or a Hugging Face id."
+            f"The adapter in '{folder}' names no base model. Write it into {ADAPTER_CONFIG} as"
+            " base_model_name_or_path: a folder, the name of an included model or a Hugging Face"
+            " id."
         )
     if (folder / name).is_dir() and not Path(name).is_absolute():
         return (folder / name).resolve()

@@ -18,7 +18,6 @@ WATCH_S = 0.1
 """Seconds for which the load of the machine is watched."""
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
-CPUS = Path("/sys/devices/system/cpu")
 log = logging.getLogger("ragfuse.models")
 
 
@@ -73,10 +72,9 @@ def allowed_threads() -> int:
     """Return the physical cores that this process may use, by its CPU affinity and the CPU quota of
     its cgroup.
     """
-    cpus = _affinity()
-    cores = {_siblings(cpu) for cpu in cpus}
+    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     quota = cpu_quota()
-    return max(1, min(len(cores), floor(quota) if quota is not None else len(cores)))
+    return max(1, min(cores, len(_affinity()), floor(quota) if quota is not None else cores))
 
 
 def cpu_quota(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
@@ -101,14 +99,4 @@ def cpu_quota(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | No
 def _affinity() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
-    return list(range(psutil.cpu_count(logical=False) or os.cpu_count() or 1))
-
-
-def _siblings(cpu: int) -> str:
-    """The hardware threads that share a core with `cpu`; `cpu` alone where the system does
-    not say.
-    """
-    try:
-        return (CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()
-    except OSError:
-        return str(cpu)
+    return list(range(os.cpu_count() or 1))

@@ -56,34 +56,25 @@ def identity(places: Iterable[Path], options: Mapping[str, Any]) -> tuple[str, i
     return (digest("weights", options_json, *libraries, *lines), changed) if lines else ("", 0)
 
 
-class FileDigests:
-    """A folder of digests by `identity`, one small file each. Read and write errors count as a miss
-    and never raise.
+def kept_digests(file: Path) -> tuple[str, str] | None:
+    """Return the digests of weights and tokenizer in a file; None where it cannot be read."""
+    try:
+        found = DIGESTS.fullmatch(file.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+    return (found[1], found[2]) if found else None
+
+
+def keep_digests(file: Path, weights: str, words: str, changed_ns: int) -> None:
+    """Keep the digests of weights and tokenizer if possible, unless their files changed less than
+    `SETTLED_NS` ago.
     """
-
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-
-    def get(self, name: str) -> tuple[str, str] | None:
-        """Return the digests of weights and tokenizer that are kept under a name, or None."""
-        if self._folder is None or not name:
-            return None
-        try:
-            found = DIGESTS.fullmatch((self._folder / name).read_text(encoding="ascii"))
-        except (OSError, ValueError):
-            return None
-        return (found[1], found[2]) if found else None
-
-    def put(self, name: str, weights: str, words: str, changed_ns: int) -> None:
-        """Keep the digests of weights and tokenizer, unless the files changed less than
-        `SETTLED_NS` ago.
-        """
-        if self._folder is None or not name or time.time_ns() - changed_ns < SETTLED_NS:
-            return
-        partial = self._folder / f".{name}.{os.getpid()}"
-        try:
-            make_own_folder(self._folder)
-            partial.write_text(f"{weights} {words}", encoding="ascii")
-            partial.replace(self._folder / name)
-        except OSError:
-            partial.unlink(missing_ok=True)
+    if time.time_ns() - changed_ns < SETTLED_NS:
+        return
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        make_own_folder(file.parent)
+        partial.write_text(f"{weights} {words}", encoding="ascii")
+        partial.replace(file)
+    except OSError:
+        partial.unlink(missing_ok=True)

@@ -7,7 +7,6 @@ rejected here.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,7 +38,10 @@ def load_weights(
     options, folder = dict(options), Path(source)
     if options.get("gguf_file"):
         options["quantization_config"] = GgufConfig(dequantize=True)
-    quantised = options.get("quantization_config") or _config_of(folder).get("quantization_config")
+    quantised = options.get("quantization_config")
+    if not quantised:
+        config, _ = PreTrainedConfig.get_config_dict(source, **options)
+        quantised = config.get("quantization_config")
     if quantised:
         options.setdefault("device_map", {"": device})
     if isinstance(options.get("device_map"), Mapping):
@@ -120,11 +122,3 @@ def is_quantised(model: nn.Module) -> bool:
         isinstance(config, PreTrainedConfig)
         and getattr(config, "quantization_config", None) is not None
     )
-
-
-def _config_of(folder: Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, Mapping) else {}

@@ -81,10 +81,6 @@ def bind(
     Raises:
         PMLError: An import or argument does not exist in the schema, or does not fit.
     """
-    if request.schema != layout.schema.name:
-        raise request.at.error(
-            f"a prompt for schema '{request.schema}'", f"one for '{layout.schema.name}'"
-        )
     imports = dict[str, SourcePosition]()
     _import(layout, layout.root, request.items, imports)
     check_together(imports, layout.places)
@@ -366,16 +362,12 @@ class _Placing:
     def _segment(self, piece: _Piece) -> Segment:
         if piece.run is None:
             return Segment(tuple(piece.tokens), piece.start)
-        source = f"{self.layout.schema.name}: {piece.owner or '.'}"
-        keys, rows = (self.key_of(piece.run),), (piece.lo, piece.lo + len(piece.tokens))
-        if rows == (0, len(piece.run.tokens)):
-            return Segment(tuple(piece.tokens), piece.start, self.kind, keys, source)
         return Segment(
             tuple(piece.tokens),
             piece.start,
             self.kind,
-            keys,
-            source,
-            rows=rows,
+            (self.key_of(piece.run),),
+            f"{self.layout.schema.name}: {piece.owner or '.'}",
+            rows=(piece.lo, piece.lo + len(piece.tokens)),
             origin=piece.origin,
         )

@@ -239,11 +239,10 @@ def lay_out(
     modules = {
         path: builder.run(tuple(_standing_in(place)), places, place.at)
         for path, place in places.items()
-        if _is_worth(place, min_tokens)
+        if place.is_cached
+        and sum(len(each.tokens) for each in place.ranges if not each.param) >= max(1, min_tokens)
     }
-    together = ((_together(scaffold, places), scaffold.at) for scaffold in schema.scaffolds)
-    once = {frozenset(paths): (paths, at) for paths, at in together}
-    scaffolds = [builder.run(paths, places, at) for paths, at in once.values()]
+    scaffolds = [builder.run(_together(each, places), places, each.at) for each in schema.scaffolds]
     return SchemaLayout(
         schema,
         root,
@@ -399,12 +398,6 @@ def _walk(place: ModulePosition) -> Iterator[ModulePosition]:
     yield place
     for each in place.places:
         yield from _walk(each)
-
-
-def _is_worth(place: ModulePosition, min_tokens: int) -> bool:
-    return place.is_cached and sum(
-        len(each.tokens) for each in place.ranges if not each.param
-    ) >= max(1, min_tokens)
 
 
 def _standing_in(place: ModulePosition) -> Iterator[str]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ragfuse.errors import InputError, StoreError
+from ragfuse.errors import InputError
 from ragfuse.schemas.pml import one_of
 from ragfuse.store import KVStore
 from ragfuse.store.catalog import Catalog
@@ -122,10 +122,7 @@ class SchemaRegistry:
 
     def describe_names(self) -> str:
         """Return the names of all schemas as text for an error message."""
-        try:
-            names = self.names()
-        except StoreError:
-            return "a registered schema (which there are cannot be read now)"
+        names = self.names()
         return f"{one_of('', names)}" if names else "a registered schema (there is none yet)"
 
     def remove(self, name: str) -> int:

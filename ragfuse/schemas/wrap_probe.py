@@ -37,9 +37,11 @@ def _probed(render: RenderMessages, bos: str) -> tuple[str, Wrapping]:
     ask = with_prompt.removeprefix(after) if with_prompt.startswith(after) else with_prompt
     if not to_answer.startswith(after):
         after = to_answer.removesuffix(ask)
-    before_user = (
-        to_user[len(end) :] if end and to_user.startswith(end) else _common_end(head, to_user)
-    )
+    if end and to_user.startswith(end):
+        before_user = to_user[len(end) :]
+    else:  # what both end with
+        ends = (head[at:] for at in range(len(head) + 1))
+        before_user = next(each for each in ends if to_user.endswith(each))
     assistant = to_answer.removeprefix(after), to_user.removesuffix(before_user)
     try:
         first, behind, _ = _between(render, ["system", "user"])
@@ -64,9 +66,3 @@ def _between(render: RenderMessages, roles: Sequence[str], ask: bool = False) ->
         found.append(text[:at])
         text = text[at + len(mark) :]
     return [*found, text]
-
-
-def _common_end(one: str, other: str) -> str:
-    pairs = zip(reversed(one), reversed(other), strict=False)
-    n_alike = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-    return one[len(one) - n_alike :]

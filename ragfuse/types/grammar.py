@@ -69,43 +69,8 @@ def json_text(schema: Mapping[str, Any], what: str = "The schema of a grammar") 
             f"{what} is {schema!r}; wanted a JSON schema: a dict such as {{'type': 'object'}}."
         )
     try:
-        return json.dumps(closed(schema), allow_nan=False)
+        return json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:  # the last where it holds itself
         raise InputError(
             f"{what} cannot be written as JSON ({error}). Use plain dicts, lists and strings."
         ) from error
-
-
-def closed(schema: Mapping[str, Any]) -> Any:
-    """Return the schema with `additionalProperties: false` in objects that name their properties
-    and do not set it.
-
-    The result allows nothing that the schema forbids. A schema with `allOf` stays as it is, and so
-    do objects with `anyOf`, `oneOf` or `$ref`: there one part may name properties that another part
-    leaves out.
-    """
-    return schema if "allOf" in str(schema) else _closed(schema)
-
-
-def _closed(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_closed(each) for each in schema]
-    if not isinstance(schema, Mapping) or (
-        "properties" in schema and not _ELSEWHERE.isdisjoint(schema)
-    ):
-        return schema
-    inner = dict(schema)
-    for name, value in schema.items():
-        if name in NAMED_SCHEMAS and isinstance(value, Mapping):
-            inner[name] = {key: _closed(each) for key, each in value.items()}
-        elif name not in PLAIN_VALUES:
-            inner[name] = _closed(value)
-    if isinstance(schema.get("properties"), Mapping):
-        inner.setdefault("additionalProperties", False)
-    return inner
-
-
-NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
-_ELSEWHERE = frozenset({"anyOf", "oneOf", "$ref"})
-PLAIN_VALUES = ("enum", "const", "default", "examples", "required")
-"""Keywords whose values are plain values or names, not schemas."""

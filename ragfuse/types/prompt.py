@@ -87,17 +87,6 @@ class Prompt:
     altered: bool = field(default=False, repr=False, compare=False)
     first_chunk: int = field(default=-1, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        if not self.segments or self.segments[-1].kind != "fresh":
-            raise ValueError(
-                "The last segment of a prompt must be fresh, as its last token has to be computed."
-            )
-        for before, after in pairwise(self.segments):
-            if after.start < before.stop:
-                raise ValueError(
-                    f"Positions must increase: {after.start} follows {before.stop - 1}."
-                )
-
     @cached_property
     def token_ids(self) -> tuple[int, ...]:
         """The ids of all T tokens."""

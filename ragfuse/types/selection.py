@@ -23,12 +23,13 @@ POLICY_NAMES = (
     "query-gradual",
 )
 """All policies of `fuse.select.POLICIES`, in order."""
-_COUNTED = re.compile(r"lego-0*[1-9][0-9]*")
+COUNTED = re.compile(r"lego-0*([1-9][0-9]*)")
+"""The policy `lego` with the first so many tokens of each chunk."""
 
 
 def is_policy(name: str) -> bool:
     """Return whether there is a selection policy called `name`; `auto` stands for one."""
-    return name in (AUTO, *POLICY_NAMES) or _COUNTED.fullmatch(name) is not None
+    return name in (AUTO, *POLICY_NAMES) or COUNTED.fullmatch(name) is not None
 
 
 def no_policy(name: str) -> SettingsError:

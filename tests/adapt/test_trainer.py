@@ -176,7 +176,7 @@ def test_a_folder_of_another_training_is_refused(run, tmp_path):
 def test_a_student_that_is_not_the_engine_is_refused(run, monkeypatch):
     from ragfuse.hf import branches
 
-    monkeypatch.setattr(branches, "_placed", lambda keys, starts, layout: keys)
+    monkeypatch.setattr(branches, "rotated", lambda keys, shift, layout: keys)
     with pytest.raises(ModelError, match="does not take a mask"):
         run()
 

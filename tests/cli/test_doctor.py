@@ -85,9 +85,9 @@ def test_the_doctor_shows_what_the_store_knows_of_model_and_machine(
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("/nowhere/at/all", "nothing there"),
-        ("minilm-l6", "found an embedder"),
-        ("no/config", "no config.json"),
+        ("/nowhere/at/all", "is no llm"),
+        ("minilm-l6", "is no llm"),
+        ("no/config", "config.json"),
     ],
 )
 def test_a_model_that_is_not_there_is_one_red_row(doctor, tmp_path, name, said):

@@ -1,12 +1,8 @@
 """Layers of KV to pack: some that look like a model's, some that look like nothing."""
 
-import struct
-
 import torch
-from blake3 import blake3
 
-from ragfuse.codec import CacheGenCodec, Codec, CodecTables, profile_tables
-from ragfuse.codec.container import LAYER_HEADER, SUM_NBYTES, TABLES
+from ragfuse.codec import CodecTables, profile_tables
 from ragfuse.types.kv import ChunkKV, LayerKV, RopeLayout
 
 
@@ -52,23 +48,3 @@ def tables(
         for seed in range(3)
     ]
     return profile_tables(chunks, [ROPE if rope else None] * n_layers)
-
-
-def resum(blob: bytearray, codec: Codec) -> None:
-    """Make the digest of a codec's tables, the last length and the checksum of a changed blob fit,
-    so that what lies behind them is looked at, too.
-    """
-    if len(blob) >= LAYER_HEADER.size:
-        blob[TABLES] = (
-            bytes.fromhex(codec.tables.digest) if isinstance(codec, CacheGenCodec) else bytes(8)
-        )
-    parts = blob[LAYER_HEADER.size - 1] if len(blob) >= LAYER_HEADER.size else 0
-    begins = LAYER_HEADER.size + 4 * parts + SUM_NBYTES
-    if not parts or len(blob) < begins:
-        return
-    lengths = struct.unpack_from(f"<{parts}I", blob, LAYER_HEADER.size)
-    last = len(blob) - begins - sum(lengths[:-1])
-    if last >= 0:
-        struct.pack_into("<I", blob, begins - SUM_NBYTES - 4, last)
-    own = blake3(bytes(blob[: begins - SUM_NBYTES] + blob[begins:])).digest(SUM_NBYTES)
-    blob[begins - SUM_NBYTES : begins] = own

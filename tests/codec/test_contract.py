@@ -3,7 +3,6 @@ everywhere, or an error.
 """
 
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -12,18 +11,14 @@ import numpy as np
 import pytest
 import torch
 from blake3 import blake3
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from ragfuse.codec import INT8, CacheGenCodec, LayerMeta, OtherTables, codec_for
-from ragfuse.codec.cachegen import OUTLIER_FACTOR
+from ragfuse.codec import CacheGenCodec, LayerMeta, OtherTables, codec_for
 from ragfuse.codec.codec import DTYPES
-from ragfuse.codec.container import LAYER_HEADER, SUM_NBYTES
 from ragfuse.codec.quantise import outlier_tokens
 from ragfuse.types.kv import LayerKV
 from ragfuse.types.levels import LEVEL_NAMES, LEVELS
 from tests import reference
-from tests.codec.kit import layer, resum, tables
+from tests.codec.kit import layer, tables
 
 HALVES = (torch.float32, torch.float16, torch.bfloat16)
 SIZES = list(zip((1, 2, 9, 10, 11, 37, 300), (*HALVES, *HALVES, torch.float32), strict=True))
@@ -85,8 +80,8 @@ def test_encoding_changes_nothing_of_the_layer_and_shares_no_memory(codec):
 def test_a_packed_layer_comes_back_as_its_slow_twin_bins_it(level, at):
     before, codec = layer(n=23, seed=5, like=at), CacheGenCodec(UNTURNED, level)
     after, own = there_and_back(codec, before, at), UNTURNED.layers[at]
-    odd = outlier_tokens(before.keys, own.keys, OUTLIER_FACTOR) | outlier_tokens(
-        before.values, own.values, OUTLIER_FACTOR
+    odd = outlier_tokens(before.keys, torch.from_numpy(own.keys.rms)) | outlier_tokens(
+        before.values, torch.from_numpy(own.values.rms)
     )
     for found, given_, part in (
         (after.keys, before.keys, own.keys),
@@ -107,7 +102,7 @@ def test_turning_keys_back_and_forth_adds_no_loss_of_its_own(level):
     own = TABLES.layers[1]
     bins = torch.from_numpy(own.keys.steps).view(2, 1, 16) * level.width
     plain = ~(
-        outlier_tokens(before.values, own.values, OUTLIER_FACTOR)
+        outlier_tokens(before.values, torch.from_numpy(own.values.rms))
         | (before.keys.abs() > 40).any(-1).any(0)
     )
     assert (
@@ -169,89 +164,20 @@ def test_zeros_and_enormous_values_come_back_finite(codec):
         assert after.values.isfinite().all()
 
 
-def test_a_layer_of_other_tables_level_or_codec_is_told_apart_from_a_damaged_one():
+def test_a_layer_of_other_tables_or_another_level_is_told_apart():
     blob, meta = packed(CacheGenCodec(TABLES, PACKED[0]))
     with pytest.raises(OtherTables, match=TABLES.digest):
         CacheGenCodec(UNTURNED, PACKED[0]).decode(blob, meta)
     with pytest.raises(OtherTables, match=PACKED[1].name):
         CacheGenCodec(TABLES, PACKED[1]).decode(blob, meta)
-    with pytest.raises(ValueError, match="codec 1"):
-        INT8.decode(blob, meta)
-    blob[-1] ^= 1
-    with pytest.raises(ValueError, match="damaged") as caught:
-        CacheGenCodec(UNTURNED, PACKED[0]).decode(blob, meta)
-    assert not isinstance(caught.value, OtherTables)
 
 
 @not_raw
 def test_a_layer_of_another_version_is_left_alone(codec):
     blob, meta = packed(codec)
     blob[4] += 1
-    with pytest.raises(OtherTables, match="version 2"):
+    with pytest.raises(OtherTables, match="version 3"):
         codec.decode(blob, meta)
-
-
-@not_raw
-@settings(max_examples=30, deadline=None)
-@given(st.data())
-def test_foreign_bytes_are_refused_or_decode_to_the_shape_that_was_wanted(codec, data):
-    """Bytes are changed, cut or put in, and the checksum is made to match: what decodes has the
-    shape asked for.
-    """
-    blob = bytearray(codec.encode(layer(n=30)).numpy().tobytes())
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(blob) - 1))
-        change = data.draw(st.sampled_from(["set", "cut", "more"]))
-        if change == "set":
-            blob[at] = data.draw(st.integers(0, 255))
-        elif change == "cut" and len(blob) > 120:
-            del blob[at : at + data.draw(st.integers(1, 40))]
-        else:
-            blob[at:at] = data.draw(st.binary(max_size=20))
-    decodes_or_is_refused(blob, codec)
-
-
-def decodes_or_is_refused(blob, codec):
-    before = layer(n=30)
-    resum(blob, codec)
-    told = torch.frombuffer(blob or bytearray(1), dtype=torch.uint8)
-    try:
-        after = codec.decode(told, LayerMeta.of(before, torch.zeros(1)))
-    except ValueError:
-        return
-    assert (after.keys.shape, after.values.shape) == (before.keys.shape, before.values.shape)
-
-
-@pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parent / "corpus").iterdir()), ids=lambda path: path.name[:8]
-)
-def test_what_fuzzing_found_worth_keeping_is_refused_or_decodes(path):
-    for codec in EVERY[1:]:
-        decodes_or_is_refused(bytearray(path.read_bytes()), codec)
-
-
-def enormous(nbytes: int) -> bytes:
-    """A zstd frame of some bytes that says it holds `nbytes`."""
-    return b"\x28\xb5\x2f\xfd" + bytes([0xE0]) + nbytes.to_bytes(8, "little") + b"\x01\x00\x00"
-
-
-def test_a_frame_that_says_it_is_enormous_asks_for_no_memory():
-    before, codec = layer(n=30), codec_for("cg2", TABLES)
-    blob = bytearray(codec.encode(before).numpy().tobytes())
-    lengths = [
-        int.from_bytes(blob[LAYER_HEADER.size + 4 * part :][:4], "little") for part in range(6)
-    ]
-    stream = LAYER_HEADER.size + 24 + SUM_NBYTES + sum(lengths[:4])
-    first = blob.index(b"\x28\xb5\x2f\xfd", stream)
-    frame = enormous(1 << 45)
-    blob[first : first + len(frame)] = frame
-    resum(blob, codec)
-    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ValueError, match="once decompressed"):
-        codec.decode(
-            torch.frombuffer(blob, dtype=torch.uint8), LayerMeta.of(before, torch.zeros(1))
-        )
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 50_000
 
 
 def test_dtypes_of_eight_bits_are_kept_too():

@@ -37,16 +37,12 @@ def test_the_least_quota_up_to_the_root_holds(tmp_path, quotas, cpus):
     assert threads.cpu_quota(*v2(tmp_path, *quotas)) == cpus
 
 
-def test_hardware_threads_of_one_core_count_once(tmp_path, monkeypatch):
-    for cpu in range(4):
-        folder = tmp_path / f"cpu{cpu}" / "topology"
-        folder.mkdir(parents=True)
-        (folder / "thread_siblings_list").write_text(f"{cpu % 2},{cpu % 2 + 2}\n")
-    monkeypatch.setattr(threads, "CPUS", tmp_path)
+def test_hardware_threads_of_one_core_count_once(monkeypatch):
+    monkeypatch.setattr(threads.psutil, "cpu_count", lambda logical: 2)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     monkeypatch.setattr(threads, "cpu_quota", lambda: None)
     assert threads.allowed_threads() == 2
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 3})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1})
     assert threads.allowed_threads() == 1
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     monkeypatch.setattr(threads, "cpu_quota", lambda: 1.9)

@@ -15,7 +15,6 @@ from ragfuse.codec.codec import DTYPES
 from ragfuse.codec.container import narrowed, pack, unpack
 from ragfuse.types.kv import LayerKV
 
-KIND = 9
 TOGETHER = 8
 """Codes that are packed together: eight codes of any width fill whole bytes."""
 
@@ -42,13 +41,11 @@ class FewBits:
         parts = [
             part for tensor in (layer.keys, layer.values) for part in self._coded(tensor.float())
         ]
-        return pack(
-            KIND, at, "", LayerMeta.of(layer, parts[0]), self.bits.to_bytes(16, "little"), parts
-        )
+        return pack(at, "", b"", parts)
 
     def decode(self, blob: Tensor, meta: LayerMeta) -> LayerKV:
         """Decode a layer: code times scale."""
-        keys, key_scales, values, value_scales = unpack(blob, KIND, "", meta).parts[:4]
+        keys, key_scales, values, value_scales = unpack(blob, "")[2]
         dtype = DTYPES[meta.dtype]
         return LayerKV(
             narrowed(self._decoded(keys, key_scales, meta.key_shape), dtype),

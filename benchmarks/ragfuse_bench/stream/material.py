@@ -13,12 +13,11 @@ from itertools import pairwise
 from statistics import mean
 from typing import Any
 
-import torch
 from ragfuse_bench.codec.answers import Row
 from ragfuse_bench.codec.contexts import Reading, held_out, reading_of
 
 from ragfuse.errors import InputError
-from ragfuse.fuse.rope import angles, place
+from ragfuse.fuse.rope import part_layout, shifted
 from ragfuse.hf.model import HFModel, Prefill
 from ragfuse.types.keys import ChunkKey, token_digest
 from ragfuse.types.kv import ChunkKV, LayerKV
@@ -85,19 +84,12 @@ class Cut:
 
 def _moved(layer: LayerKV, lo: int, hi: int, model: HFModel, at: int) -> LayerKV:
     """Rows lo:hi of a layer, turned back by `lo` positions."""
-    keys, values = layer.keys[:, lo:hi].contiguous(), layer.values[:, lo:hi].contiguous()
     layout = model.profile.rope[at] if model.profile.rope else None
-    if layout is None or not lo:
-        return LayerKV(keys, values)
-    part = keys if layout.part == "keys" else values
-    turned = torch.empty_like(part)
-    place(
-        turned,
-        part,
-        angles(layout, torch.full((hi - lo, 1), -float(lo), dtype=torch.float64), part.device),
-        layout,
+    keys, values = (
+        shifted(part[:, lo:hi], -lo, part_layout(layout, name))
+        for part, name in ((layer.keys, "keys"), (layer.values, "values"))
     )
-    return LayerKV(turned, values) if layout.part == "keys" else LayerKV(keys, turned)
+    return LayerKV(keys, values)
 
 
 def context_kv(prefill: Prefill, n_tokens: int) -> ChunkKV:

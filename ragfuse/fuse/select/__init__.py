@@ -4,7 +4,7 @@ of `POLICIES`.
 A policy is chosen by name.
 """
 
-from ragfuse.fuse.select.edges import Full, Nothing
+from ragfuse.fuse.select.edges import AllOrNothing
 from ragfuse.fuse.select.hkvd import Hkvd
 from ragfuse.fuse.select.hybrid import Hybrid
 from ragfuse.fuse.select.lego import Lego
@@ -14,20 +14,20 @@ from ragfuse.fuse.select.query import Query
 from ragfuse.fuse.select.random import Random
 from ragfuse.fuse.select.words import nearness
 from ragfuse.types.policy_cost import PolicyCost
-from ragfuse.types.selection import no_policy
+from ragfuse.types.selection import COUNTED, no_policy
 
 __all__ = ["POLICIES", "Candidates", "Policy", "cost_of", "nearness", "policy_named"]
 
 POLICIES = (
-    Full(),
-    Nothing(),
+    AllOrNothing(name="full", fixed_share=1.0),
+    AllOrNothing(name="none", fixed_share=0.0),
     Random(),
     Hkvd(name="hkvd-flat", gradual=False),
     Hkvd(name="hkvd"),
     Lego(),
     Lexical(),
     Hybrid(),
-    Query(name="query", gradual=False),
+    Query(name="query"),
     Query(name="query-gradual", gradual=True),
 )
 
@@ -46,7 +46,6 @@ def policy_named(name: str) -> Policy:
     for policy in POLICIES:
         if policy.name == name:
             return policy
-    head, _, count = name.rpartition("-")
-    if head == "lego" and count.isascii() and count.isdigit() and int(count) > 0:
-        return Lego(name=name, first=int(count))
+    if counted := COUNTED.fullmatch(name):
+        return Lego(name=name, first=int(counted[1]))
     raise no_policy(name)

@@ -31,8 +31,8 @@ class Hybrid(Hkvd):
         if deviation is None or len(active) == 0:
             return active
         edges = candidates.offset.argsort(stable=True)[
-            : self._budget(candidates, layer, self.edge_share)
+            : self.budget(candidates, layer, self.edge_share)
         ]
         bonus = deviation.new_zeros(len(candidates))
         bonus[edges] = deviation.max() + 1
-        return best(active, deviation + bonus[active], self._budget(candidates, layer))
+        return best(active, deviation + bonus[active], self.budget(candidates, layer))

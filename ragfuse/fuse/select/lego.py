@@ -34,8 +34,5 @@ class Lego(Policy):
             return active
         if self.first:
             return active[candidates.offset < self.first]
-        return active[
-            candidates.offset.argsort(stable=True)[: candidates.budget(candidates.ratio)]
-            .sort()
-            .values
-        ]
+        first = candidates.offset.argsort(stable=True)[: self.budget(candidates, layer)]
+        return active[first.sort().values]

@@ -27,8 +27,5 @@ class Lexical(Policy):
         score = candidates.score.where(
             candidates.score > 0, -candidates.offset.to(candidates.score)
         )
-        return active[
-            score.argsort(descending=True, stable=True)[: candidates.budget(candidates.ratio)]
-            .sort()
-            .values
-        ]
+        first = score.argsort(descending=True, stable=True)[: self.budget(candidates, layer)]
+        return active[first.sort().values]

@@ -13,7 +13,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from ragfuse.types.policy_cost import PolicyCost
+from ragfuse.types.policy_cost import Needs, PolicyCost, schedule
 
 TILE = 16
 Wanted = Literal["nothing", "attention", "words"]
@@ -27,8 +27,7 @@ class Candidates:
         n_layers: Layers of the model.
         ratio: Share of the candidates to recompute, 0..1.
         forced: Number of rows that are computed in any case.
-        chunk: int64 [C], the segment that each row belongs to.
-        offset: int64 [C], each row's index inside that segment.
+        offset: int64 [C], each row's index inside its chunk.
         score: float32 [C], as `Policy.wants` says, higher is better; None if the policy wants
             nothing.
     """
@@ -36,12 +35,11 @@ class Candidates:
     n_layers: int
     ratio: float
     forced: int
-    chunk: Tensor
     offset: Tensor
     score: Tensor | None = None
 
     def __len__(self) -> int:
-        return len(self.chunk)
+        return len(self.offset)
 
     def budget(self, share: float) -> int:
         """Return the number of rows for a share of the candidates, such that all computed rows fill
@@ -72,26 +70,40 @@ class Policy:
             rows pay to each row over the reused KV, in `watched_layers`; costs a pass of the forced
             rows through three quarters of the layers. "words": how near each row is to words of the
             question (`select/words.py`); costs no pass.
+        gradual: True: fewer rows are kept in each later layer; False: the same in all layers.
+        fixed_share: A share of the candidates that it recomputes whatever the ratio; None: by the
+            ratio.
     """
 
     name: str
     check_layer: int = 0
     wants: Wanted = "nothing"
+    gradual: bool = False
+    fixed_share: float | None = None
 
     @property
     def cost(self) -> PolicyCost:
         """What must be computed before rows can be chosen, and how many rows are recomputed, for
         the planner.
         """
-        return PolicyCost()
+        needs: Needs = "all rows of a layer" if self.check_layer else "nothing"
+        needs = "attention" if self.wants == "attention" else needs
+        return PolicyCost(needs, self.gradual, self.fixed_share)
+
+    def budget(self, candidates: Candidates, layer: int, part: float = 1.0) -> int:
+        """Return the number of rows for a part of the share that `layer` has."""
+        share = schedule(
+            candidates.ratio, layer, self.check_layer, candidates.n_layers, self.gradual
+        )
+        return candidates.budget(part * share)
 
     def thins(self, candidates: Candidates, layer: int, active: int) -> bool:
-        """Whether `choose` will drop some of the `active` rows in `layer`, which lies after the
-        check layer.
+        """Whether `choose` will drop some of the `active` rows by their deviation in `layer`, which
+        lies after the check layer.
 
         Only then is the deviation measured in the layer before, because measuring costs time.
         """
-        return False
+        return self.check_layer > 0 and self.gradual and self.budget(candidates, layer) < active
 
     def choose(
         self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None

@@ -24,4 +24,4 @@ class Random(Policy):
         if layer > 0:
             return active
         draw = torch.rand(len(active), generator=torch.Generator().manual_seed(self.seed))
-        return best(active, draw.to(active.device), candidates.budget(candidates.ratio))
+        return best(active, draw.to(active.device), self.budget(candidates, layer))

@@ -14,7 +14,7 @@ import ast
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import wraps
 from itertools import chain, count
@@ -58,16 +58,12 @@ class MaxTokens:
 
 
 @dataclass(frozen=True)
-class MessageBlock:
-    """A message of this role, as the context of a `with` block in a prompt function."""
+class MessageBlock(nullcontext[None]):
+    """A message of this role, as the context of a `with` block in a prompt function, which is
+    compiled and never entered.
+    """
 
     role: RoleName
-
-    def __enter__(self) -> None:
-        """Do nothing; never called, as prompt functions are compiled."""
-
-    def __exit__(self, *_: object) -> None:
-        """Do nothing; never called either."""
 
 
 system, user, assistant = MessageBlock("system"), MessageBlock("user"), MessageBlock("assistant")
