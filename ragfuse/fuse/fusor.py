@@ -22,6 +22,9 @@ from ragfuse.fuse.rope import angles, place
 from ragfuse.fuse.select import Candidates, Policy
 from ragfuse.types.kv import LayerKV, RopeLayout
 
+PRIOR_ROWS = 24
+"""How many rows of no change the mean change of a chunk's recomputed rows is taken with."""
+
 
 @dataclass(frozen=True)
 class CachedRun:
@@ -106,6 +109,7 @@ class Buffers:
         self.keys = dict[int, Tensor]()
         self.values = dict[int, Tensor]()
         self._seen = dict[int, tuple[Tensor, Tensor]]()
+        self._blocks = dict[int, tuple[Tensor, ...]]()
         self._runs, self._source, self._rope = runs, source, rope
         self._device, self._length, self._at_once_nbytes = (
             device,
@@ -164,7 +168,7 @@ class Buffers:
                 raise LostRun(run.segment)
         together = first.keys.shape == first.values.shape
         both = [("keys", "values")] if together else [("keys",), ("values",)]
-        placed = dict[str, Tensor]()
+        blocks = list[Tensor]()
         for names in both:
             block = self._empty(getattr(first, names[0]), len(found), len(names))
             for at, run in enumerate(self._runs):
@@ -172,25 +176,36 @@ class Buffers:
                     block[..., run.lo : run.hi, :],
                     [[getattr(kv[at], name) for name in names] for kv in found],
                 )
-            placed |= {name: block[:, index] for index, name in enumerate(names)}
-        self._rotate(placed["keys"], placed["values"], self._rope[layer])
-        self._keep(layer, placed["keys"], placed["values"])
+            blocks.append(block)
+        self._rotate(blocks[0][:, 0], blocks[-1][:, -1], self._rope[layer])
+        self._keep(layer, blocks)
 
-    def _keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Keep the buffers [layers, H, T + room, D] of consecutive layers, and views of what
-        attention sees of them.
+    def _keep(self, layer: int, blocks: Sequence[Tensor]) -> None:
+        """Keep the buffers of consecutive layers, and views of what attention sees of them.
+
+        Args:
+            layer: The first of them.
+            blocks: [layers, 2, H, T + room, D], keys and values in one; or one of each.
         """
-        both = [part[:, None] for part in (keys, values)]
-        seen = zip(*(part[..., : self.n_keys, :].unbind(0) for part in both), strict=True)
-        whole = zip(*(part.unbind(0) for part in both), strict=True)
-        for at, ((keys, values), view) in enumerate(zip(whole, seen, strict=True), layer):
-            self.keys[at], self.values[at], self._seen[at] = keys, values, view
+        seen = [block[..., : self.n_keys, :] for block in blocks]
+        parts = [part.unbind(0) for of in (blocks, seen) for part in (of[0][:, :1], of[-1][:, -1:])]
+        whole = zip(*(block.unbind(0) for block in seen), strict=True)
+        for at, (keys, values, *view, block) in enumerate(zip(*parts, whole, strict=True), layer):
+            self.keys[at], self.values[at] = keys, values
+            self._seen[at], self._blocks[at] = (view[0], view[1]), block
 
     def get(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values [1, H, T + padding, D] of a layer."""
         return self._seen[layer]
 
-    def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write(
+        self,
+        layer: int,
+        rows: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        spread: Tensor | None = None,
+    ) -> None:
         """Write freshly computed KV of a layer to its rows.
 
         Args:
@@ -198,24 +213,32 @@ class Buffers:
             rows: int64 [R]; rows that stand twice have the same KV.
             keys: [1, H, R, D].
             values: [1, H, R, Dv].
+            spread: [T + padding, R], what the change of each of the rows adds to every row, of
+                which 0 is a row that is computed; None: no row is changed but `rows`.
 
         Raises:
             LostRun: The cached KV has another shape than the model's own.
         """
         if layer not in self._seen:
-            self._keep(layer, self._empty(keys[0], 1, 1)[0], self._empty(values[0], 1, 1)[0])
+            together = keys.shape == values.shape
+            like = (keys,) if together else (keys, values)
+            self._keep(layer, [self._empty(part[0], 1, 3 - len(like)) for part in like])
         all_keys, all_values = self.get(layer)
         if self._runs and not (_same_shape(all_keys, keys) and _same_shape(all_values, values)):
             raise LostRun(self._runs[0].segment)
-        all_keys.index_copy_(2, rows, keys)
-        all_values.index_copy_(2, rows, values)
+        blocks = self._blocks[layer]
+        parts = (torch.cat((keys, values)),) if len(blocks) == 1 else (keys, values)
+        for block, fresh in zip(blocks, parts, strict=True):
+            change = fresh - block.index_select(2, rows) if spread is not None else None
+            block.index_copy_(2, rows, fresh)
+            if spread is not None and change is not None:
+                change = change.flatten(0, 1)
+                block.flatten(0, 1).baddbmm_(spread.expand(len(change), -1, -1), change)
 
     def _empty(self, like: Tensor, n_layers: int, n_parts: int) -> Tensor:
         """Return a buffer [layers, parts, H, T + room, D] for tensors like the given [H, n, D]."""
         size = (n_layers, n_parts, like.shape[0], self._length, like.shape[-1])
-        block = torch.empty(size, dtype=like.dtype, device=self._device)
-        block[..., self.n_tokens :, :].zero_()
-        return block
+        return torch.zeros(size, dtype=like.dtype, device=self._device)
 
     def _rotate(self, keys: Tensor, values: Tensor, layout: RopeLayout | None) -> None:
         """Rotate the copied runs to their positions, all at once; rows that do not move rotate by
@@ -383,6 +406,7 @@ class Fusion:
         self.chosen = self.rows[:0]
         self.counts: list[int] = []
         self._mask: RowMask | None = None
+        self._weights: Tensor | None = None
 
     def needs_check(self, layer: int) -> bool:
         """Whether `check` must be given this layer's K and V of all current rows before `choose` is
@@ -414,7 +438,7 @@ class Fusion:
         self.counts.append(len(self._active))
         if len(self._active) == n_active:
             return None
-        self.rows, self._mask = self._merge(), None
+        self.rows, self._mask, self._weights = self._merge(), None, None
         return torch.searchsorted(before, self.rows)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -427,8 +451,25 @@ class Fusion:
         )
         if follows and n_active and self.policy.thins(self._offer, layer + 1, n_active):
             self._deviation = self._measure(layer, keys, values)
-        self.buffers.write(layer, self.rows, keys, values)
+        if 0 < n_active < len(self.places.candidates):
+            if self._weights is None:
+                self._weights = self._spread(keys.dtype)
+            self.buffers.write(layer, self.rows, keys, values, self._weights)
+        else:
+            self.buffers.write(layer, self.rows, keys, values)
         return self.buffers.get(layer)
+
+    def _spread(self, dtype: torch.dtype) -> Tensor:
+        """Return what the change of each computed row adds to every row, [T + padding, R]: to the
+        other rows of its chunk their mean change, drawn towards 0 where few rows were recomputed.
+        """
+        candidates, offset = self.places.candidates, self.places.offset
+        chunk = torch.full_like(self._key_positions, -1).index_copy_(
+            0, candidates, candidates - offset
+        )
+        same = (chunk[:, None] == chunk.index_select(0, self.rows)) & (chunk >= 0)[:, None]
+        same.index_fill_(0, self.rows, False)
+        return (same / (same.sum(1, keepdim=True) + PRIOR_ROWS)).to(dtype)
 
     def keep_last(self) -> Tensor:
         """Drop all rows but the prompt's last; return its index into the previous rows,
