@@ -247,7 +247,10 @@ class LlamaTwin:
             keys[:, rows], values[:, rows] = new_keys[:, rows], new_values[:, rows]
             for row in set(candidate_rows) - set(alive):
                 asked = [other for other in alive if cached[other] is cached[row]]
-                for part, new, old in ((keys, new_keys, old_keys), (values, new_values, old_values)):
+                for part, new, old in (
+                    (keys, new_keys, old_keys),
+                    (values, new_values, old_values),
+                ):
                     change = (new[:, asked] - old[:, asked]).sum(1)
                     part[:, row] += change / (len(asked) + 24)
             hidden = self._layer(layer, hidden, keys, values, rows, positions)

@@ -390,11 +390,6 @@ class KVStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def warm(self, keys: Iterable[ChunkKey]) -> None:
-        """Read chunks, so that the tiers before those that have them get a copy."""
-        for key, entry in self.lookup(keys).items():
-            self.read_layers(key, 0, entry.n_layers, entry.tier)
-
     def too_old(self, entries: Collection[Entry]) -> list[ChunkKey]:
         """Return the keys of those entries that have expired."""
         return [] if self._ttl_s is None else [*expired(entries, self._clock(), self._ttl_s)]

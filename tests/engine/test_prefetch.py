@@ -9,6 +9,7 @@ import pytest
 from ragfuse import Ask, Engine
 from ragfuse.engine.prefetch import MAX_TIER_SHARE, MAX_WAITING_REQUESTS
 from ragfuse.types.keys import filler_context
+from tests.store.kit import read_all
 from tests.tiny import CHUNKS, chunk_hits, file_of, ingest, messages
 
 
@@ -133,7 +134,7 @@ def test_pinned_entries_leave_a_prefetch_less_room(old):
         first = engine.prompt(messages()).segments[1].keys[0]
         rest = [own_key(engine, text) for text in CHUNKS[3:]]
         for key in rest:
-            engine.store.warm([key])
+            read_all(engine.store, key)
         engine.store.pin(rest)
         engine.prefetch(CHUNKS[:3])
         engine.flush()
@@ -146,9 +147,9 @@ def test_a_prefetch_evicts_nothing_that_the_next_prompt_needs(old):
         room = 4 * size_of(engine)
     with again(old, memory_bytes=room) as engine:
         keys = [segment.keys[0] for segment in engine.prompt(messages()).segments if segment.keys]
-        engine.store.warm([keys[3]])  # longest unused, and wanted
+        read_all(engine.store, keys[3])  # longest unused, and wanted
         for key in keys[4:7]:
-            engine.store.warm([key])
+            read_all(engine.store, key)
         engine.prefetch([CHUNKS[2], CHUNKS[0]])
         engine.flush()
         assert keys[3] in in_memory(engine)

@@ -11,7 +11,7 @@ from ragfuse.settings import Settings
 from ragfuse.store import DiskTier, KVStore, MemoryTier, open_store, open_tier
 from ragfuse.store.urls import shown
 from ragfuse.types.sizes import UNLIMITED
-from tests.store.kit import key, kv
+from tests.store.kit import key, kv, read_all
 
 
 def test_tiers_are_opened_in_order_and_named_by_kind(tmp_path):
@@ -128,6 +128,6 @@ def test_a_chunk_has_one_home_among_the_slow_tiers_until_it_is_warmed(tmp_path):
         assert store.put(key("a"), kv(), wait=True, slow_tier="home")
         assert [tier.name for tier in store.tiers if tier.list()] == ["memory", "home"]
         store.tiers[0].delete([key("a")])
-        store.warm([key("a"), key("strange")])
+        read_all(store, key("a"), key("strange"))
         store.flush()
         assert [tier.name for tier in store.tiers if tier.list()] == ["memory", "disk", "home"]

@@ -6,7 +6,7 @@ from ragfuse.codec import OtherTables, UniformCodec
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, KVStore, MemoryTier
 from ragfuse.store.redis import RedisTier
-from tests.store.kit import encoded_at, key, kv, rounded, same
+from tests.store.kit import encoded_at, key, kv, read_all, rounded, same
 from tests.store.redis_server import fresh_url
 
 A, B = key("a"), key("b")
@@ -97,7 +97,7 @@ def test_what_was_lost_is_never_kept_as_raw(tmp_path, levels):
         assert levels_of(store)["memory"] == ["int8"]
         assert whole(store, rounded(kv()))
         store.tiers[0].delete([A])
-        store.warm([A])
+        read_all(store, A)
         assert levels_of(store)["memory"] == ["int8"]
 
 
