@@ -69,7 +69,7 @@ class Prefill:
         wanted: Prefill,
         routed: bool = False,
         rows: Tensor | slice | None = None,
-        first_layer: int = 0,
+        layers: slice = slice(None),
     ) -> float:
         """Return the largest relative error among the logits and each layer's keys and values.
 
@@ -79,13 +79,13 @@ class Prefill:
                 it is the largest median error over rows of keys and values, and logits are not
                 compared.
             rows: The rows that are compared, without logits; None: all rows, and logits.
-            first_layer: The first layer that is compared.
+            layers: The layers that are compared.
         """
         by_row, errors = typical if routed else relative, list[float]()
         if not routed and rows is None:
             errors.append(logits_error(self.logits, wanted.logits))
         chosen = slice(None) if rows is None else rows
-        for a, b in zip(self.kv.layers[first_layer:], wanted.kv.layers[first_layer:], strict=True):
+        for a, b in zip(self.kv.layers[layers], wanted.kv.layers[layers], strict=True):
             errors.append(by_row(a.keys[:, chosen], b.keys[:, chosen]))
             errors.append(by_row(a.values[:, chosen], b.values[:, chosen]))
         return max(error if math.isfinite(error) else NO_NUMBER for error in errors)

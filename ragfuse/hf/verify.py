@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from ragfuse.fuse.fusor import PRIOR_ROWS
 from ragfuse.fuse.select import policy_named
 from ragfuse.hf.cache import RowCache
 from ragfuse.hf.model import HFModel, Prefill
@@ -100,9 +101,7 @@ class _Checks:
         yield self._check("chunk order permuted", self._reuse([prefix, c, a, b, question]))
         yield self._check("misses in any pattern", self._misses())
         yield self._check("a later token never changes an earlier row", self._causality())
-        yield self._check(
-            f"{self.policy} at {self.ratio:g} leaves the other rows as stored", self._untouched()
-        )
+        yield self._check(f"{self.policy} at {self.ratio:g} keeps the other rows", self._kept())
         windows = [window for window in self.model.profile.windows if window]
         if windows:
             size = (max(windows) + sum(PART_TOKENS) - PART_TOKENS[0] - PART_TOKENS[-1]) // 2
@@ -152,17 +151,29 @@ class _Checks:
         )
         return one.error(other, self.model.is_routed, slice(sum(PART_TOKENS) - 1))
 
-    def _untouched(self) -> float:
-        """Compare the candidates that were not chosen with the cached KV, from the check
-        layer on.
+    def _kept(self) -> float:
+        """Compare the rows that were not chosen with the cached KV and, in chunks, the mean change
+        of the chosen ones, in the layers that all chosen rows pass.
         """
         prefill = self.model.fuse_parts(self.parts, self.policy, self.ratio)
-        is_reused = torch.ones(sum(PART_TOKENS), dtype=torch.bool)
-        is_reused[sum(PART_TOKENS[:-1]) :] = False
-        is_reused[prefill.chosen.cpu()] = False
-        rows = is_reused.nonzero()[:, 0].to(self.model.device)
-        first = policy_named(self.policy).check_layer
-        return prefill.error(self._by_hand(self.parts), self.model.is_routed, rows, first)
+        wanted, policy, lo = self._by_hand(self.parts), policy_named(self.policy), 0
+        is_chosen = torch.zeros(sum(PART_TOKENS), dtype=torch.bool)
+        is_chosen[prefill.chosen.cpu()] = True
+        for part in self.parts:
+            hi = lo + len(part.ids)
+            rows = torch.arange(lo, hi)[is_chosen[lo:hi]].to(self.model.device)
+            if part.kv is None:
+                is_chosen[lo:hi] = True
+            elif len(rows):
+                for new, old in zip(prefill.kv.layers, wanted.kv.layers, strict=True):
+                    for fresh, cached in ((new.keys, old.keys), (new.values, old.values)):
+                        change = (fresh[:, rows] - cached[:, rows]).sum(1, keepdim=True)
+                        cached[:, lo:hi] += change / (len(rows) + PRIOR_ROWS)
+            lo = hi
+        rows = (~is_chosen).nonzero()[:, 0].to(self.model.device)
+        first = policy.check_layer
+        layers = slice(first, first + 1 if policy.gradual else None)
+        return prefill.error(wanted, self.model.is_routed, rows, layers)
 
     def _by_hand(self, parts: Sequence[PromptPart]) -> Prefill:
         """Build the reference: reuse or compute each part in order by the model's own forward;

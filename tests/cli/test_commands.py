@@ -210,7 +210,7 @@ def test_the_explanation_fits_eighty_columns_and_names_everything():
         (("--policy", "nope"), "SettingsError", "policy"),
         (("--ratio", "2"), "SettingsError", "ratio"),
         (("--device", "toaster"), "ModelError", "--device cpu"),
-        (("--model", "/nowhere/at/all"), "ModelError", "nothing there"),
+        (("--model", "/nowhere/at/all"), "ModelError", "config.json"),
         (("--json", "/nowhere/at/all.json"), "InputError", "Name another file"),
         (("--index", "a/b"), "SettingsError", "letters"),
         (("--docs", "FILE"), "InputError", "found none"),

@@ -368,7 +368,7 @@ def test_a_with_block_that_fails_drops_waiting_saves(tiny_settings):
 
     with pytest.raises(ZeroDivisionError):
         ask_and_fail()
-    assert engine.runtime.jobs.dropped >= 6
+    assert engine.runtime.jobs.dropped >= 5  # six chunks, one of which may have begun
 
 
 def test_a_chunk_that_several_prompts_miss_is_encoded_once(engine):

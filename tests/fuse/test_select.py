@@ -25,7 +25,7 @@ def view(
     sizes: list[int], ratio: float, n_layers: int = 6, forced: int = 20, seed: int = 0
 ) -> Candidates:
     """Chunks of these sizes, with a random score per row."""
-    offset = torch.cat([torch.arange(size) for size in sizes])
+    offset = torch.tensor([at for size in sizes for at in range(size)], dtype=torch.int64)
     score = torch.rand(len(offset), generator=torch.Generator().manual_seed(seed))
     return Candidates(n_layers, ratio, forced, offset, score)
 

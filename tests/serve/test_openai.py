@@ -39,9 +39,10 @@ def test_documents_are_cached_and_counted(client: Client, served: Served) -> Non
     assert all(each["hit"] for each in trace["segments"])
     cached = answer.usage.prompt_tokens_details.cached_tokens
     assert cached == trace["tokens_reused"] + trace["tokens_recomputed"] > 0
-    text = client.text("Who?", max_tokens=2, extra_body=with_documents(2))
+    turned = {"documents": with_documents(4)["documents"][::-1]}
+    text = client.text("Who?", max_tokens=2, extra_body=turned)
     sources = [each["source"] for each in text.model_extra["ragfuse"]["segments"]]
-    assert sources == ["book-0", "book-1"]
+    assert sources == ["book-3", "book-2", "book-1", "book-0"]
 
 
 def test_a_repeated_prompt_is_cached_but_for_its_last_token(client: Client, served: Served) -> None:
