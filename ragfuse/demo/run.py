@@ -58,11 +58,9 @@ def run(engine: Engine, console: Console) -> dict[str, Any]:
     done = short.ingest(
         [item["question"] for item in data["questions"]], "computing the KV of passages", console
     )
-    say(
-        f"The questions find {done.chunks} of these passages. The KV of {done.encoded} was computed"
-        f" now ({done.tokens:,} tokens, {size_text(done.nbytes)}, {duration_text(done.seconds)});"
-        " that of the others is in the store.\n"
-    )
+    how = f"{done.tokens:,} tokens, {size_text(done.nbytes)}, {duration_text(done.seconds)}"
+    computed = f"The KV of {done.encoded} was computed now ({how})." if done.encoded else ""
+    say(f"The questions find {done.chunks} of these passages. {computed or 'All are stored.'}\n")
     with console.status("warming up"):
         short.warm_up()
     answers = list[dict[str, Any]]()

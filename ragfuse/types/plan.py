@@ -157,10 +157,8 @@ class LoadPlan:
         missing = f"{len(self.misses)} missing"
         if not self.fetches:
             return f"nothing from the store, {missing}"
-        found = (
-            f"{len(self.fetches)} segments from the store"
-            f" ({size_text(sum(f.nbytes for f in self.fetches))})"
-        )
+        segments = "1 segment" if len(self.fetches) == 1 else f"{len(self.fetches)} segments"
+        found = f"{segments} from the store ({size_text(sum(f.nbytes for f in self.fetches))})"
         chosen = (
             f"ratio {self.ratio:.2f} by {self.policy}" if self.chooses else "nothing recomputed"
         )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -30,11 +31,18 @@ def one(make_server: Callable[..., Served], tiny_path: Path) -> Served:
     return make_server(model=tiny_path, serve_together=1, serve_patience_s=1.0)
 
 
-def test_leaving_a_stream_ends_its_answer(one: Served) -> None:
-    body = {"model": one.service.model, "messages": [said()], "max_tokens": LONG, "stream": True}
-    with httpx.stream("POST", f"{one.root}{CHAT}", json=body, timeout=60) as answer:
+@contextmanager
+def begun(served: Served) -> Iterator[None]:
+    """A stream of which the first words have come, and that is left at the end."""
+    body = {"model": served.service.model, "messages": [said()], "max_tokens": LONG, "stream": True}
+    with httpx.stream("POST", f"{served.root}{CHAT}", json=body, timeout=60) as answer:
         lines = answer.iter_lines()
         next(line for line in lines if '"content": ' in line and "assistant" not in line)
+        yield
+
+
+def test_leaving_a_stream_ends_its_answer(one: Served) -> None:
+    with begun(one):
         assert writers()
     wait_for(one.is_idle)
     assert 0 < one.engine().counters.now().sums["written"] < LONG
@@ -53,8 +61,7 @@ def test_leaving_the_queue_cancels_the_request(one: Served) -> None:
         return sum(n for kind, n in sums.items() if kind.startswith(("full ", "fused")))
 
     before = answers()
-    with asking(one):
-        wait_for(writers)
+    with begun(one):
         with asking(one):
             wait_for(lambda: one.waiting() == 1)
         wait_for(lambda: one.waiting() == 0)
