@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-TOKEN_COLOURS = (("reused", "#2a9d8f"), ("recomputed", "tab:orange"), ("fresh", "#bab0ac"))
+TOKEN_COLOURS = (("reused", "#2a9d8f"), ("recomputed", "tab:orange"), ("computed", "#bab0ac"))
 COLUMNS = 600
 """Columns of a strip."""
 

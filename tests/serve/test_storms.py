@@ -120,12 +120,6 @@ def test_fifteen_hundred_silent_connections_keep_nobody_from_an_answer(watched: 
             assert httpx.get(f"{watched.root}/health", timeout=60).status_code == 200
             assert watched.ask().status_code == 200
         assert watched.process.num_threads() <= watched.threads + MORE_THREADS
-        sockets = [
-            each
-            for each in watched.process.net_connections()
-            if each.status == psutil.CONN_ESTABLISHED
-        ]
-        assert len(sockets) <= 520
     watched.check()
 
 
