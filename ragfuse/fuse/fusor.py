@@ -75,8 +75,8 @@ class LostRun(Exception):
 class Buffers:
     """KV of a whole prompt: keys and values [1, H, T + room, D] per layer.
 
-    Rows of cached runs are filled by `open`, computed rows by `write`; those behind the prompt are
-    0, as attention over whole buffers multiplies them by 0.
+    Rows of cached runs are filled by `open`, computed rows by `write`. All others are 0, as
+    attention multiplies rows behind the prompt by 0, and `write` the change of rows without KV.
 
     Args:
         n_tokens: T, the tokens of the prompt.
@@ -229,11 +229,10 @@ class Buffers:
         blocks = self._blocks[layer]
         parts = (torch.cat((keys, values)),) if len(blocks) == 1 else (keys, values)
         for block, fresh in zip(blocks, parts, strict=True):
-            change = fresh - block.index_select(2, rows) if spread is not None else None
-            block.index_copy_(2, rows, fresh)
-            if spread is not None and change is not None:
-                change = change.flatten(0, 1)
+            if spread is not None:
+                change = (fresh - block.index_select(2, rows)).flatten(0, 1)
                 block.flatten(0, 1).baddbmm_(spread.expand(len(change), -1, -1), change)
+            block.index_copy_(2, rows, fresh)
 
     def _empty(self, like: Tensor, n_layers: int, n_parts: int) -> Tensor:
         """Return a buffer [layers, parts, H, T + room, D] for tensors like the given [H, n, D]."""

@@ -20,8 +20,10 @@ def until_waiting(lock: FairLock, count: int) -> None:
 
 
 def taken_by(lock: FairLock, takers: Sequence[tuple[str, int]]) -> list[str]:
-    """The order in which threads that wait get the lock, each so many times; small letters for
-    short steps. The last is who holds it first.
+    """The names of waiting threads in the order in which they get the lock.
+
+    A taker is a name and how often it takes the lock; a name in lower case takes it for short
+    steps. The last taker holds the lock while the others begin to wait.
     """
     order, threads = list[str](), list[threading.Thread]()
 
