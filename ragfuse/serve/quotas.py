@@ -80,20 +80,22 @@ class QuotaKeeper:
         """
         owner, catalog, digest = self._owner, self._owner.catalog.strict, self._owner.digest
         with self._lock:
+            use = self.use
             with suppress(StoreError):
-                texts, sessions = catalog.count_texts(digest), catalog.count_sessions(digest)
-                if excess := _excess(texts, self.quota.texts):
-                    owner.forget({known.text for known in catalog.texts(digest, excess)})
+                if excess := _excess(catalog.count_texts(digest), self.quota.texts):
+                    doomed = {known.text for known in catalog.texts(digest, excess)}
+                    owner.forget(doomed)
+                    self.evicted["texts"] += len(doomed)
+                sessions = catalog.count_sessions(digest)
                 if excess := _excess(sessions, self.quota.sessions):
-                    owner.sessions.keep_latest(sessions - excess)
-                self.use = TenantUse(
-                    {}, catalog.count_texts(digest), catalog.count_sessions(digest)
+                    gone = owner.sessions.keep_latest(sessions - excess)
+                    self.evicted["sessions"] += gone.sessions
+                use = TenantUse(
+                    texts=catalog.count_texts(digest), sessions=catalog.count_sessions(digest)
                 )
-                self.evicted.update(
-                    texts=texts - self.use.texts, sessions=sessions - self.use.sessions
-                )
-            nbytes = {tier.name: self._bytes_in(tier) for tier in self._capped()}
-            self.use = replace(self.use, nbytes=nbytes)
+            self.use = replace(
+                use, nbytes={tier.name: self._bytes_in(tier) for tier in self._capped()}
+            )
             return self.use
 
     def limits(self) -> dict[str, int]:

@@ -113,16 +113,16 @@ def test_a_server_keeps_its_tenants_within_their_quotas_and_shows_what_they_keep
     asked(served.of(GREEN), documents=[CHUNKS[0]])
     name = served.service.model
     blue, green = (f'engine="{name}-{tenant.name}"' for tenant in served.service.keys.tenants)
-    for key, mine, texts, sessions in ((BLUE, blue, 2, 3), (GREEN, green, 1, 0)):
+    for key, mine, texts, sessions, gone in ((BLUE, blue, 2, 3, 1), (GREEN, green, 1, 0, 0)):
         lines = {
             f"ragfuse_tenant_texts{{{mine}}} {texts}.0",
             f"ragfuse_tenant_sessions{{{mine}}} {sessions}.0",
+            f'ragfuse_tenant_evictions_total{{{mine},kind="sessions"}} {gone}.0',
         }
         metrics = served.of(key).get
         wait_for(lambda get=metrics, lines=lines: lines <= {*get("/metrics").text.splitlines()})
     text = served.of(BLUE).get("/metrics").text
     assert f'ragfuse_tenant_quota{{{blue},kind="texts"}} 2.0' in text
-    assert f'ragfuse_tenant_evictions_total{{{blue},kind="sessions"}} 1.0' in text
     assert f'ragfuse_tenant_bytes{{{blue},tier="disk"}}' in text
     assert green not in text
 
