@@ -81,6 +81,7 @@ class _OneLine(logging.Formatter):
 
 
 app = typer.Typer(
+    rich_markup_mode="markdown",
     cls=CommandGroup,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
