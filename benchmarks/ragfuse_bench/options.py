@@ -401,9 +401,8 @@ class SessionOptions:
 
 @dataclass(frozen=True)
 class MatchingOptions:
-    """Measure how much of known passages is found after they were numbered, escaped, cut or edited.
-
-    least, longest: Bounds of a passage's tokens.
+    """Measure how much of known passages is found after they were numbered, escaped, cut or
+    edited.
     """
 
     model: Shape = "smollm2-135m-reader"
@@ -497,8 +496,6 @@ class ThroughputOptions:
 class ModuleOptions:
     """Compare prompts with cached and with computed modules: time to the first token by length,
     answers.
-
-    lengths: Tokens of the prompts whose time is compared.
     """
 
     uses: tuple[str, ...] = USES
@@ -530,22 +527,19 @@ class ModuleOptions:
 
 @dataclass(frozen=True)
 class RayOptions:
-    """Simulate the router of many replicas, beside asking them in turn and by the shortest queue.
-
-    Args:
-        replicas: Replicas of the large simulation.
-        corpus: Chunks of its corpus.
-        questions: Questions over it.
-        talks: Conversations that two replicas are asked in.
-        turns: Their first requests that are simulated.
-    """
+    """Simulate the router of many replicas, beside round robin and shortest queue."""
 
     quick: Annotated[bool, typer.Option(help="Short trial run.")] = False
     seed: Seed = 0
+    # Replicas of the large simulation.
     replicas: int = 64
+    # Chunks of its corpus.
     corpus: int = 1_000_000
+    # Questions over it.
     questions: int = 40_000
+    # Conversations that two replicas are asked in.
     talks: int = 2000
+    # Their first requests that are simulated.
     turns: int = 4000
 
     def shortened(self) -> RayOptions:
