@@ -6,22 +6,20 @@ import logging
 from contextlib import closing
 from dataclasses import replace
 
-import pytest
-
 from ragfuse import Ask, Engine, Settings
 from ragfuse.codec import CodecTables
 from ragfuse.plan.evict import lru
 from ragfuse.plan.explanation import in_words
 from ragfuse.process.shared import forget
 from ragfuse.store import DiskTier, KVStore
-from ragfuse.store.codec_registry import OWNER, TABLES_RECHECK_S, CodecRegistry, wants_tables
+from ragfuse.store.codec_registry import OWNER, TABLES_RECHECK_S, CodecRegistry
 from ragfuse.types.keys import ChunkKey, digest
 from tests.plan.kit import timings
 from tests.store.kit import Clock
 from tests.tiny import CHUNKS, ingest, messages, on_disk_only
 
 
-def at(settings: Settings, path=None, **levels) -> Settings:
+def at(settings, path=None, **levels):
     """These settings with levels by tier; with a path, a machine of its own beside a shared folder
     of objects.
     """
@@ -31,30 +29,17 @@ def at(settings: Settings, path=None, **levels) -> Settings:
     return Settings(**own)
 
 
-def levels_in(engine: Engine, tier: str) -> set[tuple[str, ...]]:
+def levels_in(engine, tier):
     kept = [entry for entry in engine.store.tier(tier).list() if entry.key.model == engine.digest]
     return {tuple(entry.sizes) for entry in kept}
 
 
-def read(engine: Engine) -> set[tuple[str, str]]:
+def read(engine):
     return {
         (segment.tier, segment.level)
         for segment in engine.answer(messages()).trace.segments
         if segment.hit
     }
-
-
-@pytest.mark.parametrize(
-    ("levels", "wanted"),
-    [
-        ({}, False),
-        ({"disk": "int8"}, False),
-        ({"disk": ["raw", "cg2"]}, True),
-        ({"redis": "auto"}, True),
-    ],
-)
-def test_tables_are_made_only_where_a_tier_may_want_them(tiny_settings, levels, wanted):
-    assert wants_tables(at(tiny_settings, **levels)) == wanted
 
 
 def test_a_tier_is_written_and_read_at_a_level_whose_tables_are_made_when_the_model_is_loaded(

@@ -2,16 +2,14 @@
 the book does not take is remembered by the process, counted, told once and named in the trace.
 """
 
-from __future__ import annotations
-
 import sqlite3
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from functools import partial
 from unittest.mock import Mock
 
 import pytest
 
-from ragfuse import Engine, InputError, StoreError
+from ragfuse import Engine, StoreError
 from ragfuse.store import CatalogFile
 from ragfuse.store.catalog import COOL_DOWN_S
 from tests.sessions.kit import QUESTIONS, talk
@@ -186,19 +184,3 @@ def test_kv_of_sessions_is_kept_while_the_book_cannot_be_read(engine):
     with broken(engine.catalog.file):
         engine.sessions.release(keys)
     assert set(engine.store.lookup(keys)) == set(keys)
-
-
-def test_answers_of_a_batch_name_what_was_not_saved(engine):
-    with broken(engine.catalog.file):
-        answers = engine.batch([messages(), messages(CHUNKS[:2])])
-    assert [bool(answer.trace.unsaved) for answer in answers] == [True, True]
-    mended(engine)
-    assert [answer.trace.unsaved for answer in engine.batch([messages()])] == [()]
-
-
-def test_a_source_that_the_book_refuses_is_not_known_in_memory_either(engine):
-    for learn in (engine.know, engine.ingest):
-        with suppress(UnicodeEncodeError, InputError):
-            learn([(CHUNKS[0], "half of a character: \ud800")])
-        for piece in engine.prompts.pieces(f"{CHUNKS[0]}\n\nWho?"):
-            assert piece.source.encode() is not None

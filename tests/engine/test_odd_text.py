@@ -2,17 +2,13 @@
 replaced and told.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse import Ask, ChatMessage, Piece, PMLTemplate, ToolCall
-from ragfuse.schemas.nodes import PMLPrompt, TextNode
-from ragfuse.schemas.pml import parse_prompt, parse_schema
+from ragfuse import Ask, ChatMessage, Piece, ToolCall
 from ragfuse.types.whole_text import whole_text, whole_value
 from tests.tiny import CHUNKS, chunk_hits, known_texts, messages
 
@@ -109,21 +105,3 @@ def test_tools_calls_of_them_and_variables_of_the_template_may_hold_them(engine)
     tool = {"type": "function", "function": {**WEATHER["function"], "description": WHOLE}}
     assert prompt.token_ids == engine.plan(whole, Ask(tools=[tool])).prompt.token_ids
     assert Ask(chat_template_kwargs={"date\0": ODD}).chat_template_kwargs == {"date\ufffd": WHOLE}
-
-
-def test_pml_is_read_and_written_as_with_the_replaced_text(engine):
-    written = f"<schema name='s'><module name='a'>{ODD}</module><param name='p' len='40'/></schema>"
-    schema = parse_schema(written)
-    assert schema == parse_schema(whole_text(written))
-    engine.schemas.register(schema)
-    ids = engine.plan(parse_prompt(f"<prompt schema='s'><a/>{WHOLE}</prompt>")).prompt.token_ids
-    assert (
-        engine.plan(parse_prompt(f"<prompt schema='s'><a/>{ODD}</prompt>")).prompt.token_ids == ids
-    )
-    assert engine.answer(pml=f"<prompt schema='s'><a/>{ODD}</prompt>").trace.tokens == len(ids)
-    by_hand = PMLPrompt(
-        "s", (*parse_prompt("<prompt schema='s'><a/></prompt>").items, TextNode(ODD))
-    )
-    assert engine.plan(by_hand).prompt.token_ids == ids
-    filled = PMLTemplate(schema, "<prompt schema='s'><a/>{text}</prompt>").fill({"text": ODD})
-    assert engine.plan(filled.request).prompt.token_ids == ids

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from ragfuse_bench.throttle import ThrottledTier
 
-from ragfuse import Ask, Engine, Settings
+from ragfuse import Ask, Engine
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, KVStore
 from ragfuse.types.reasons import KNOWN_ONLY, NEW_OR_DELETED
@@ -26,7 +26,7 @@ def test_without_timings_or_with_those_of_other_threads_nothing_is_predicted(eng
     assert 0 < trace.prefill_s <= trace.ttft_s
 
 
-def test_timings_are_kept_for_later_processes_and_stand_in_the_trace(tiny_settings: Settings):
+def test_timings_are_kept_for_later_processes_and_stand_in_the_trace(tiny_settings):
     with Engine(tiny_settings) as engine:
         ingest(engine)
         engine.timings.learn(timings(engine, memory=0.0, disk=1e-9))
@@ -55,28 +55,6 @@ def test_where_nothing_is_found_tiers_that_do_not_answer_are_named(tiny_settings
     with Engine(tiny_settings.model_copy(update={"tiers": ("redis://127.0.0.1:1/0",)})) as engine:
         found = engine.plan(messages())
     assert "redis does not answer" in found.fallback_reason
-
-
-@pytest.mark.parametrize("layers", [1, 2])
-def test_a_slow_disk_is_read_in_the_steps_that_the_plan_says_and_answers_the_same(
-    tiny_settings, layers, monkeypatch
-):
-    with Engine(tiny_settings) as engine:
-        ingest(engine)
-    with on_disk_only(tiny_settings) as engine:
-        ask = Ask(policy="hkvd", ratio=0.2)
-        expected = engine.answer(messages(), ask).text
-        counts, read = [], engine.store.read_layers
-        monkeypatch.setattr(
-            engine.store,
-            "read_layers",
-            lambda key, at, count, *where: counts.append(count) or read(key, at, count, *where),
-        )
-        monkeypatch.setattr("ragfuse.plan.cost.CostModel.counts", lambda *_: [layers])
-        engine.timings.learn(timings(engine, disk=1e-6))
-        answer = engine.answer(messages(), ask)
-    assert answer.text == expected
-    assert max(counts) == layers
 
 
 def test_chunks_that_load_too_slowly_are_computed_and_not_encoded_again(tiny_settings):
@@ -135,7 +113,7 @@ def test_a_tier_of_another_speed_than_measured_is_planned_as_it_is_after_three_a
 
 
 @pytest.fixture
-def bucket(tiny_settings, tmp_path) -> Settings:
+def bucket(tiny_settings, tmp_path):
     """Settings of an engine whose chunks, and one that nobody uses, all lie in an object tier
     behind the disk alone.
     """

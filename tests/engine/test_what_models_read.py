@@ -4,8 +4,6 @@ conversations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -24,7 +22,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ragfuse import Ask, ChatMessage, Engine, InputError, Piece, Settings, SettingsError
 from ragfuse.schemas.pml import parse_prompt
-from ragfuse.types.prompt import Prompt
 from tests.tiny import CHUNKS, INSTRUCTION, QUESTION, messages
 
 INST = (
@@ -41,7 +38,7 @@ CHATML = (
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 
 
-def _tokenizer(kind: str) -> PreTrainedTokenizerFast:
+def _tokenizer(kind):
     core = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     if kind == "legacy":
         core.normalizer = normalizers.Sequence(
@@ -77,7 +74,7 @@ def _tokenizer(kind: str) -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="module", params=["first", "legacy", "always", "never"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(request, tmp_path_factory):
     """A random model over a tokenizer that may put a space before texts."""
     folder, tokenizer = tmp_path_factory.mktemp(request.param), _tokenizer(request.param)
     tokenizer.chat_template = INST
@@ -107,7 +104,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture
-def spaced(folder: Path, tmp_path: Path) -> Iterator[Engine]:
+def spaced(folder, tmp_path):
     told = {"prefix_cache": False, "learn": "retrieved", "max_tokens": 8, "min_chunk_tokens": 6}
     with Engine(
         Settings(
@@ -117,11 +114,11 @@ def spaced(folder: Path, tmp_path: Path) -> Iterator[Engine]:
         yield made
 
 
-def said(engine: Engine, ids: Any) -> str:
+def said(engine, ids):
     return str(engine.model.tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-def own(engine: Engine, told: list[dict[str, Any]], **more: Any) -> list[int]:
+def own(engine, told, **more):
     """The ids of what the template writes."""
     words = engine.model.tokenizer
     text = words.apply_chat_template(
@@ -130,7 +127,7 @@ def own(engine: Engine, told: list[dict[str, Any]], **more: Any) -> list[int]:
     return list(words(str(text), add_special_tokens=False).input_ids)
 
 
-def joined(prompt: list[Any]) -> list[dict[str, Any]]:
+def joined(prompt):
     return [
         {
             "role": role,
@@ -140,19 +137,19 @@ def joined(prompt: list[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def kinds(prompt: Prompt) -> list[str]:
+def kinds(prompt):
     return [segment.kind for segment in prompt.segments]
 
 
-def test_chunks_change_nothing_of_what_is_read(spaced: Engine) -> None:
+def test_chunks_change_nothing_of_what_is_read(spaced):
     prompt = spaced.prompt(messages())
     assert kinds(prompt).count("chunk") == len(CHUNKS)
     assert list(prompt.token_ids) == own(spaced, joined(messages()))
 
 
 def test_a_prompt_without_chunks_has_the_ids_of_its_template_and_so_has_one_without_reuse(
-    spaced: Engine,
-) -> None:
+    spaced,
+):
     wanted = own(spaced, joined(messages()))
     text = joined(messages())[0]["content"]
     assert list(spaced.prompt([("user", text)]).token_ids) == wanted
@@ -162,7 +159,7 @@ def test_a_prompt_without_chunks_has_the_ids_of_its_template_and_so_has_one_with
     assert spaced.answer(messages(), Ask(reuse=False)).trace.tokens == len(wanted)
 
 
-def test_a_text_has_the_ids_of_its_tokenizer(spaced: Engine) -> None:
+def test_a_text_has_the_ids_of_its_tokenizer(spaced):
     text = f"{CHUNKS[0]}\n\n{CHUNKS[1]}\n\n{QUESTION}"
     assert list(spaced.prompt(text).token_ids) == spaced.model.tokenizer(text).input_ids
     prompt = spaced.prompt(text, ask=Ask(documents=[(CHUNKS[0], "book")]))
@@ -170,7 +167,7 @@ def test_a_text_has_the_ids_of_its_tokenizer(spaced: Engine) -> None:
     assert kinds(prompt)[-2:] == ["chunk", "fresh"]
 
 
-def test_ingested_chunks_are_found_in_text_and_in_token_ids(spaced: Engine) -> None:
+def test_ingested_chunks_are_found_in_text_and_in_token_ids(spaced):
     spaced.ingest([(text, "book") for text in CHUNKS])
     text = joined(messages())[0]["content"]
     for asked in ([("user", text)], own(spaced, joined(messages()))):
@@ -182,8 +179,8 @@ def test_ingested_chunks_are_found_in_text_and_in_token_ids(spaced: Engine) -> N
 
 
 def test_a_conversation_goes_on_with_the_ids_of_its_answers_and_reads_as_its_template_writes(
-    spaced: Engine,
-) -> None:
+    spaced,
+):
     first = spaced.answer([("user", "Who counted forty ships?")], Ask(session="one"))
     spaced.flush()
     answer = spaced.answer([("user", "And what is its door like?")], Ask(session="one"))
@@ -198,7 +195,7 @@ def test_a_conversation_goes_on_with_the_ids_of_its_answers_and_reads_as_its_tem
     assert answer.trace.history_reused > 0
 
 
-def test_a_prompt_over_a_schema_reads_as_the_template_writes_it(spaced: Engine) -> None:
+def test_a_prompt_over_a_schema_reads_as_the_template_writes_it(spaced):
     schema = (
         f"<schema name='s'><user>Read this. <module name='m'>{CHUNKS[0]}</module></user></schema>"
     )
@@ -208,14 +205,14 @@ def test_a_prompt_over_a_schema_reads_as_the_template_writes_it(spaced: Engine) 
     assert _read(said(spaced, prompt.token_ids)) == _read(said(spaced, own(spaced, told)))
 
 
-def _read(text: str) -> str:
+def _read(text):
     return text.replace(" [/INST]", "[/INST]")
 
 
 # token ids
 
 
-def test_token_ids_are_read_as_they_are(spaced: Engine) -> None:
+def test_token_ids_are_read_as_they_are(spaced):
     ids = own(spaced, joined(messages()))
     assert list(spaced.prompt(ids).token_ids) == ids
     assert spaced.answer(ids).token_ids == spaced.answer(messages(), Ask(reuse=False)).token_ids
@@ -225,14 +222,12 @@ def test_token_ids_are_read_as_they_are(spaced: Engine) -> None:
 
 
 @pytest.mark.parametrize("ids", [[1, -1], [1, 10**6], [1, "a"], [1, 2.5]])
-def test_token_ids_that_the_tokenizer_does_not_have_are_refused(
-    engine: Engine, ids: list[Any]
-) -> None:
+def test_token_ids_that_the_tokenizer_does_not_have_are_refused(engine, ids):
     with pytest.raises(InputError, match=r"whole numbers from 0"):
         engine.prompt(ids)
 
 
-def test_token_ids_have_no_tools_and_no_session(engine: Engine) -> None:
+def test_token_ids_have_no_tools_and_no_session(engine):
     tool = {"type": "function", "function": {"name": "find", "parameters": {}}}
     for ask in (Ask(session="one"), Ask(tools=[tool]), Ask(continue_final_message=True)):
         with pytest.raises(InputError, match="token ids cannot have tools"):
@@ -243,12 +238,12 @@ def test_token_ids_have_no_tools_and_no_session(engine: Engine) -> None:
 
 
 @pytest.fixture
-def thinking(spaced: Engine) -> Engine:
+def thinking(spaced):
     cast(Any, spaced.model.tokenizer).chat_template = CHATML
     return spaced
 
 
-def test_the_template_sees_its_own_variables(thinking: Engine) -> None:
+def test_the_template_sees_its_own_variables(thinking):
     for more in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
         prompt = thinking.prompt([("user", "Why?")], ask=Ask(chat_template_kwargs=more))
         assert list(prompt.token_ids) == own(
@@ -261,12 +256,12 @@ def test_the_template_sees_its_own_variables(thinking: Engine) -> None:
 
 
 @pytest.mark.parametrize("name", ["chat_template", "tools", "tokenize", "add_generation_prompt"])
-def test_what_is_no_variable_of_a_template_is_refused(name: str) -> None:
+def test_what_is_no_variable_of_a_template_is_refused(name):
     with pytest.raises(SettingsError, match=name):
         Ask(chat_template_kwargs={name: 1})
 
 
-def test_thoughts_of_earlier_answers_go_as_the_template_lets_them(thinking: Engine) -> None:
+def test_thoughts_of_earlier_answers_go_as_the_template_lets_them(thinking):
     told = [
         ("user", "Why?"),
         ("assistant", "<think>Long and <|im_end|> deep.</think>So."),
@@ -281,7 +276,7 @@ def test_thoughts_of_earlier_answers_go_as_the_template_lets_them(thinking: Engi
     assert prompt.token_ids.count(cast(int, words.convert_tokens_to_ids("</think>"))) == 0
 
 
-def test_a_last_message_is_gone_on_with(thinking: Engine) -> None:
+def test_a_last_message_is_gone_on_with(thinking):
     told: list[Any] = [("user", "Why?"), ("assistant", "Because the")]
     wanted = own(thinking, joined(told), add_generation_prompt=False, continue_final_message=True)
     prompt = thinking.prompt(told, ask=Ask(continue_final_message=True))
@@ -294,12 +289,12 @@ def test_a_last_message_is_gone_on_with(thinking: Engine) -> None:
     "told",
     ["Why?", [("user", "Why?")], [ChatMessage("user", "Why?"), ChatMessage("assistant", " ")]],
 )
-def test_only_an_answer_that_is_begun_is_gone_on_with(engine: Engine, told: Any) -> None:
+def test_only_an_answer_that_is_begun_is_gone_on_with(engine, told):
     with pytest.raises(InputError, match="last message"):
         engine.answer(told, Ask(continue_final_message=True))
 
 
-def test_a_conversation_remembers_an_answer_with_its_given_beginning(thinking: Engine) -> None:
+def test_a_conversation_remembers_an_answer_with_its_given_beginning(thinking):
     told: list[Any] = [("user", "Why?"), ("assistant", "Because the")]
     answer = thinking.answer(told, Ask(session="one", continue_final_message=True))
     thinking.flush()

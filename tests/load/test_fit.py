@@ -42,12 +42,6 @@ def test_a_column_of_hardly_anything_and_a_clock_that_stood_still_break_no_fit(t
         )
 
 
-def test_a_known_prefill_curve_is_found_again():
-    points = [(n, 0.02 + 3e-4 * n + 5e-8 * n * n) for n in (96, 192, 384, 768, 1536)]
-    found = fitted([(1, n, n * n) for n, _ in points], [seconds for _, seconds in points])
-    assert found == pytest.approx((0.02, 3e-4, 5e-8))
-
-
 def test_known_fused_prefills_are_foretold_also_where_none_was_measured():
     def points(sizes):
         return [

@@ -15,7 +15,7 @@ from tests.plan.kit import machine, plan, prompt_of
 SPEEDS = machine(far=1e-8, near=1e-9)
 
 
-def planned(*tiers: str, unread: tuple[str, ...] = (), n_tokens: int = 100) -> LoadPlan:
+def planned(*tiers, unread=(), n_tokens=100):
     """A plan that reads from these tiers, and leaves an entry in each of the others unread."""
     fetches = [
         Fetch(at, ChunkKey("model", str(at)), tier, "raw", 4_800_000)
@@ -27,13 +27,11 @@ def planned(*tiers: str, unread: tuple[str, ...] = (), n_tokens: int = 100) -> L
     )
 
 
-def load_s(*tiers: str) -> float:
+def load_s(*tiers):
     return sum(SPEEDS.steps_s(planned(*tiers).fetches))
 
 
-def seen(
-    *times: float, tiers: tuple[str, ...] = ("far", "far"), before: Observed | None = None
-) -> Observed:
+def seen(*times, tiers=("far", "far"), before=None):
     """After prompts over these tiers that took so many times as long as measured."""
     found = before or Observed()
     for each in times:
@@ -41,7 +39,7 @@ def seen(
     return found
 
 
-def corrections(found: Observed) -> dict[str, float]:
+def corrections(found):
     return dict(found.applied(SPEEDS, 12).corrections)
 
 

@@ -14,7 +14,7 @@ ALL = ("memory", "redis", "disk", "objects")
 N, NBYTES = 500, 500 * NBYTES_PER_TOKEN
 
 
-def chosen(ratio: float = 0.15, tiers: tuple[str, ...] = ALL, **byte_s: float) -> str | None:
+def chosen(ratio=0.15, tiers=ALL, **byte_s):
     return choose_tier(N, NBYTES, machine(**byte_s), tiers, PRICES, ratio)
 
 

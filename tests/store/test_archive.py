@@ -1,7 +1,5 @@
 """Archives: what is exported comes back bit for bit, and a damaged one gives what is whole."""
 
-from __future__ import annotations
-
 import json
 import random
 from zipfile import ZipFile
@@ -48,7 +46,7 @@ def archive(store, tmp_path):
     return path
 
 
-def are_right(store: KVStore) -> set[int]:
+def are_right(store):
     """Return which chunks are in the slow tier; they are as they were."""
     there = {i for i, one in enumerate(KEYS) if store.tiers[1].stat([one])}
     for i in there:
@@ -57,7 +55,7 @@ def are_right(store: KVStore) -> set[int]:
     return there
 
 
-def made(path, members: dict[str, bytes]):
+def made(path, members):
     """Return an archive of these members."""
     with ZipFile(path, "w") as archive:
         for name, data in members.items():

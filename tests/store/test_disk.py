@@ -31,14 +31,14 @@ def tier(tmp_path):
     tier.close()
 
 
-def again(tier: DiskTier, **options) -> DiskTier:
+def again(tier, **options):
     tier.close()
     return DiskTier(
         tier.path, options.pop("capacity", tier.capacity), lru, clock=tier._clock, **options
     )
 
 
-def flipped(data: bytes, at: int) -> bytes:
+def flipped(data, at):
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
