@@ -81,28 +81,6 @@ def are_close(found, wanted, skipped=0):
         torch.testing.assert_close(kv.values, twin.values[:, skipped:], rtol=1e-4, atol=1e-5)
 
 
-def test_a_context_is_computed_in_steps_between_which_others_have_the_model(engine):
-    model, ids = engine.model, engine.tokens(CHUNKS[0])
-    context = (engine.tokens(CHUNKS[1]) * 8)[: 2 * ENCODE_STEP_TOKENS + 7]
-    whole = probe.plain_kv(
-        model.model,
-        torch.tensor([[*context]], device=model.device),
-        torch.arange(-len(context), 0, device=model.device),
-    )
-    held = []
-    real = type(model.lock).acquire
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            type(model.lock), "acquire", lambda self, *a, **k: held.append(1) or real(self, *a, **k)
-        )
-        found = model._context_kv(tuple(context))
-    assert len(held) == 5  # a look, three steps, and the keeping
-    are_close(found, whole)
-    assert model._context_kv(tuple(context)) is found
-    assert model.encode(ids, context).n_tokens == len(ids)
-
-
 def test_a_long_run_is_encoded_in_steps_to_what_it_is_at_once(engine):
     model, context = engine.model, engine.tokens(CHUNKS[1])
     ids = (engine.tokens(CHUNKS[0]) * 8)[: 3 * ENCODE_STEP_TOKENS + 5]

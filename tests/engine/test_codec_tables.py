@@ -61,15 +61,6 @@ def test_a_tier_is_written_and_read_at_a_level_whose_tables_are_made_when_the_mo
     assert "tables" not in caplog.text
 
 
-def test_a_model_that_is_handed_in_has_its_tables_too(tiny_settings, caplog):
-    with Engine(tiny_settings) as other:
-        model = other.model
-    with Engine(at(tiny_settings, disk=["cg2"]), model) as engine:
-        ingest(engine)
-        assert levels_in(engine, "disk") == {("cg2",)}
-    assert "is stored without level" not in caplog.text
-
-
 def test_what_another_machine_packed_with_its_own_tables_is_read_with_these(
     tiny_settings, tmp_path, monkeypatch
 ):

@@ -65,18 +65,6 @@ def test_an_engine_keeps_its_store_and_tiers_wherever_its_process_goes(here, tin
     assert list(there.iterdir()) == []
 
 
-def test_a_copy_with_other_folders_is_meant_as_it_is_when_an_engine_is_made(here, tiny_settings):
-    settings = tiny_settings.model_copy(update={"store": "kv", "home": "house", "tiers": ("far",)})
-    with Engine(settings) as engine:
-        there = gone(here)
-        engine.ingest([(CHUNKS[0], "a")])
-        assert engine.settings.store_path == here / "kv"
-        assert engine.settings.tiers == (str(here / "far"),)
-    assert (here / "kv").is_dir()
-    assert (here / "far").is_dir()
-    assert list(there.iterdir()) == []
-
-
 def test_engines_that_were_named_from_different_folders_are_shared_only_where_they_mean_the_same(
     here, tiny_settings
 ):

@@ -10,7 +10,7 @@ import pytest
 from ragfuse import Ask, Engine, InputError
 from ragfuse.errors import OverlongError
 from ragfuse.plan.explanation import in_words
-from tests.tiny import CHUNKS, INSTRUCTION, QUESTION, chunk_hits, ingest, messages
+from tests.tiny import CHUNKS, chunk_hits, ingest, messages
 
 SOURCES = tuple(f"book-{number}" for number in range(len(CHUNKS)))
 
@@ -89,12 +89,6 @@ def test_the_settings_may_say_so_and_a_question_otherwise(narrow, engine):
     assert tight.answer(messages()).trace.dropped == SOURCES[4:]
     with pytest.raises(InputError, match="does not fit"):
         tight.answer(messages(), Ask(overflow="error"))
-
-
-def test_known_chunks_in_a_text_are_left_out(tight):
-    ingest(tight)
-    question = [("system", INSTRUCTION), ("user", "\n\n".join([*CHUNKS, QUESTION]))]
-    assert tight.answer(question, Ask(overflow="drop")).trace.dropped[-1] == SOURCES[5]
 
 
 def test_a_question_that_is_too_long_by_itself_is_refused(narrow, engine):

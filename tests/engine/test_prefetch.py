@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from ragfuse import Ask, Engine
-from ragfuse.engine.prefetch import MAX_TIER_SHARE, MAX_WAITING_REQUESTS
+from ragfuse.engine.prefetch import MAX_TIER_SHARE
 from ragfuse.types.keys import filler_context
 from tests.store.kit import read_all
 from tests.tiny import CHUNKS, chunk_hits, file_of, ingest, messages
@@ -163,20 +163,6 @@ def test_a_question_does_not_wait_for_a_prefetch_and_reads_its_chunks_once(old, 
         gate.open.set()
         engine.flush()
         assert gate.keys == [own_key(engine, CHUNKS[0])]  # the one at hand
-
-
-def test_the_newest_prefetch_comes_first_and_the_oldest_is_dropped(old, monkeypatch):
-    with again(old) as engine:
-        gate = Gate(engine.store.tier("disk"), monkeypatch)
-        engine.prefetch(CHUNKS[:1])
-        assert gate.reached.wait(60)
-        for _ in range(MAX_WAITING_REQUESTS - 1):
-            engine.prefetch(CHUNKS[:2])
-        engine.prefetch(CHUNKS[5:])
-        gate.open.set()
-        engine.flush()
-        assert gate.keys[1] == own_key(engine, CHUNKS[5])
-        assert len(set(gate.keys)) == len(gate.keys)
 
 
 def test_closing_an_engine_ends_its_prefetch_and_drops_what_waits(old, monkeypatch):

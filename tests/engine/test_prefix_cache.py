@@ -91,15 +91,6 @@ def test_rows_computed_behind_a_blended_row_are_never_saved(cached):
     assert begun.trace.tokens_prefix <= len(cached.prefix(messages())) + len(CHUNKS[-1])
 
 
-def test_an_entry_that_memory_dropped_is_computed_again_and_kept_again(cached):
-    first = asked(cached, FIRST)
-    cached.store.clear()
-    second = asked(cached, FIRST)
-    third = asked(cached, FIRST)
-    assert (second.trace.tokens_reused, third.trace.tokens_reused) == (0, third.trace.tokens - 1)
-    assert first.token_ids == second.token_ids == third.token_ids
-
-
 @pytest.fixture
 def patient(monkeypatch):
     """Prompts wait for what others save, also on a busy machine."""

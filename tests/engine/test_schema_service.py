@@ -12,8 +12,7 @@ from ragfuse.errors import PMLError
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.shared_kv import SharedKV
 from ragfuse.schemas.bind import SchemaUse
-from ragfuse.schemas.pml import parse_prompt, parse_schema
-from ragfuse.types.keys import ChunkKey
+from ragfuse.schemas.pml import parse_prompt
 from tests.hf import kit
 from tests.tiny import adds_up
 
@@ -163,14 +162,6 @@ def test_a_salt_has_schemas_of_its_own(trip, tiny_settings):
         assert other.schemas.ls() == []
 
 
-def test_without_a_book_schemas_live_in_the_process(tiny_settings):
-    with Engine(tiny_settings.model_copy(update={"disk_bytes": 0})) as engine:
-        engine.schemas.register(TRIP)
-        assert engine.answer(parse_prompt(PROMPT)).trace.modules[0] == "."
-        assert engine.schemas.remove("trip") > 0
-        assert engine.schemas.ls() == []
-
-
 # answers
 
 
@@ -284,24 +275,6 @@ def test_modules_are_blended_where_it_is_asked_for(trip):
         trip.answer(prompt, Ask(blend=True, ratio=1.0, policy="hkvd")).token_ids
         == full(trip, prompt).token_ids
     )
-
-
-def test_an_entry_that_several_segments_take_rows_from_is_read_once(trip, monkeypatch):
-    trip.flush()
-    reads: list[tuple[ChunkKey, int]] = []
-    real = trip.store.read_layers
-
-    def counted(key, first, *rest):
-        reads.append((key, first))
-        return real(key, first, *rest)
-
-    monkeypatch.setattr(trip.store, "read_layers", counted)
-    prompt = trip.prompt(parse_prompt(PROMPT))
-    keys = [segment.keys[0] for segment in prompt.segments if segment.keys]
-    trip.prepare(prompt)
-    assert len(set(keys)) < len(keys)
-    assert len(reads) == len(set(reads))
-    assert {key for key, _ in reads} == set(keys)
 
 
 def test_the_other_modules_of_a_union_are_brought_to_memory(trip, tiny_settings):
@@ -422,18 +395,6 @@ def test_kv_that_cannot_be_moved_is_used_in_place_alone(of):
 
 
 # several models on one store
-
-
-def test_what_another_model_encoded_after_an_answer_goes_with_the_schema(trip, of):
-    trip.flush()
-    other = of("llama")
-    other.answer(parse_prompt(PROMPT))
-    other.flush()
-    keys = {other.runtime.encoder.key_of(run) for run in other.schemas.show("trip").runs}
-    assert other.store.lookup(keys)
-    assert not other.schemas.has(parse_schema(TRIP))
-    other.schemas.remove("trip")
-    assert other.store.lookup(keys) == {}
 
 
 # answers at the same time

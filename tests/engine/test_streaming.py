@@ -59,15 +59,6 @@ def engine(settings):
         yield engine
 
 
-def medium_byte_s(engine, seconds):
-    """A second of a byte, so that all chunks come in so many seconds as int8, but not raw."""
-    raw, int8 = (
-        sum(dict(fetch.sizes)[level] for fetch in engine.plan(messages()).fetches)
-        for level in ("raw", "int8")
-    )
-    return 2 * seconds / (raw + int8)
-
-
 def computing(engine, row_s, byte_s=1e-9):
     """This machine computes a row in so long, as far as plans know, and Redis carries so much."""
     engine.timings.learn(with_cost(timings(engine, redis=byte_s, memory=0.0), row_s=row_s))
@@ -99,23 +90,6 @@ def test_with_time_for_it_all_is_computed_and_the_answer_is_full_prefills(engine
     assert {entry.key for entry in engine.store.entries()} == {entry.key for entry in before}
 
 
-def test_a_line_that_is_taken_to_be_slow_brings_less_first_and_the_rest_once_it_is_seen_to_be_fast(
-    engine,
-):
-    byte_s = medium_byte_s(engine, 40.0)
-    computing(engine, 1.0, byte_s)
-    trace = engine.answer(messages(), Ask(ratio=0.0, deadline_s=base_s(engine) + 40.0)).trace
-    first = trace.stream.pieces[0]
-    assert (first.level, trace.stream.prior) == ("int8", pytest.approx(1 / byte_s))
-    assert trace.segments[0].level == "raw"
-    assert (
-        trace.segments[0].nbytes
-        == sum(each.nbytes for each in trace.stream.pieces if 0 in each.segments)
-        > 0
-    )
-    assert trace.nbytes == sum(piece.nbytes for piece in trace.stream.pieces)
-
-
 def test_a_line_that_stands_still_costs_the_deadline_and_no_answer(engine, line):
     computing(engine, 2e-3)
     engine.answer(messages(), Ask(ratio=0.0, deadline_s=0.1))
@@ -127,13 +101,6 @@ def test_a_line_that_stands_still_costs_the_deadline_and_no_answer(engine, line)
         or {piece.level for piece in found.trace.stream.pieces if not piece.why} == set()
     )
     assert found.text == engine.answer(messages(), Ask(reuse=False)).text
-
-
-def base_s(engine):
-    """What is computed in any case, as far as plans know."""
-    machine = engine.plan(messages(), Ask(ratio=0.0)).forecast
-    assert machine is not None
-    return machine.recompute_s
 
 
 def test_kv_that_cannot_be_decoded_is_computed_and_the_rest_is_used(engine, monkeypatch):
@@ -151,25 +118,6 @@ def test_kv_that_cannot_be_decoded_is_computed_and_the_rest_is_used(engine, monk
     lost = [segment for segment in trace.segments if segment.kind == "chunk" and not segment.hit]
     assert [(segment.source, segment.why) for segment in lost] == [("book-2", UNREADABLE)]
     assert adds_up(trace)
-
-
-def test_a_chunk_that_stands_twice_comes_once(engine):
-    computing(engine, SLOWLY)
-    asked = messages([*CHUNKS[:2], CHUNKS[1]])
-    trace = engine.answer(asked, Ask(ratio=0.0, deadline_s=50.0)).trace
-    _, first, last = (
-        at for at, segment in enumerate(engine.prompt(asked).segments) if segment.kind == "chunk"
-    )
-    assert chunk_hits(trace) == [True] * 3
-    assert {first, last} <= {at for piece in trace.stream.pieces for at in piece.segments}
-    assert all(
-        (first in piece.segments) == (last in piece.segments) for piece in trace.stream.pieces
-    )
-    assert [segment.nbytes > 0 for segment in trace.segments if segment.kind == "chunk"] == [
-        True,
-        True,
-        False,
-    ]
 
 
 def test_a_prompt_is_as_long_under_a_deadline_as_without(engine):

@@ -4,7 +4,6 @@ allows, or is text.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, field
 
 import pytest
@@ -257,23 +256,6 @@ def test_a_line_that_falls_while_better_levels_come_costs_no_time_and_nothing_th
         assert set(stream.read(0)) == set(range(PIECES))
     assert stream.pieces[-1].why == NOT_WAITED_FOR
     assert {level for level, _ in stream.received.values()} == {"int8"}
-
-
-def test_streams_at_the_same_time_know_of_each_other(store):
-    store.line.start(mbps(4))
-    link, streams, gate = Link(), list[Stream](), threading.Barrier(3)
-    store.before = lambda number: gate.wait(30) if number == 0 else None
-    threads = [
-        threading.Thread(target=lambda: streams.append(Case(store, None, link).run(60.0)))
-        for _ in range(3)
-    ]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert [len(each.received) for each in streams] == [PIECES] * 3
-    assert max(piece.sharing for each in streams for piece in each.pieces) == 3
-    assert link.sharing == 1
 
 
 # without a server

@@ -116,21 +116,11 @@ def test_a_piece_is_late_after_some_times_what_was_foreseen():
     assert first_look_s(piece(), "int8", 1e12) == NEVER_LATE_S
 
 
-def test_on_an_unknown_line_a_piece_is_late_when_it_would_be_computed():
-    assert first_look_s(piece(text_s=0.7), "int8", None) == 0.7
-    assert first_look_s(piece(text_s=None), "int8", None) is None
-
-
 def test_a_late_piece_is_given_up_once_waiting_as_long_again_is_worse_than_computing():
     left = [piece(text_s=1.0, int8=4_000_000), piece(1, text_s=1.0, int8=4_000_000)]
     assert not is_given_up(left, "int8", 0.9, 0.0)
     assert is_given_up(left, "int8", 1.1, 0.0)
     assert not is_given_up([piece(text_s=None)], "int8", 100.0, 0.0)
-
-
-def test_what_may_still_be_in_time_is_waited_for():
-    assert is_given_up([piece(text_s=1.0)], "int8", 1.1, 1.0)
-    assert not is_given_up([piece(text_s=1.0)], "int8", 1.1, 1.2)
 
 
 def test_a_late_piece_is_waited_for_where_the_rest_can_come_at_a_lesser_level():

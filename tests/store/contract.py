@@ -1,18 +1,13 @@
 """What every tier keeps to. `test_contract.py` names the tiers, and runs these tests over each."""
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from ragfuse.plan.evict import ConversationEvictor, by_next_use, lru
-from ragfuse.store import Tier
 from tests.store.kit import encoded, encoded_at, key, kv
-
-MakeTier = Callable[..., Tier]
-"""(capacity in bytes, evict) to a new, empty tier."""
 
 
 def put(tier, *names):
@@ -197,13 +192,6 @@ class CappedContract(TierContract):
         assert (tier.counts["evicted"], tier.nbytes) == (2, 3 * unit)
         tier.delete([key("a")])
         assert tier.nbytes == 2 * unit
-
-    def test_an_evictor_that_names_pinned_ones_does_no_harm(self, make_tier, unit):
-        tier = make_tier(2 * unit, lambda entries: [[each.key] for each in entries])
-        put(tier, "a", "b")
-        tier.pin([key("a")], True)
-        put(tier, "c")
-        assert names(tier, *"abc") == "ac"
 
     def test_what_cannot_fit_is_refused_and_drops_nothing(self, make_tier, unit):
         tier = make_tier(2 * unit, lambda entries: [])

@@ -134,10 +134,3 @@ def test_passages_that_were_learnt_from_a_text_go_with_it(engine, persistent):
     found = engine.prompt(plain(f"{inside}\n{across}\n{other}")).segments
     assert sum(len(each.tokens) for each in found if each.kind == "chunk") <= len(other) + 2
     assert all(inside not in text for text in known_texts(engine, LEARNT))
-
-
-def test_a_passage_that_no_later_process_can_find_is_kept_in_memory_alone(engine):
-    learn(engine, CHUNKS[3], persistent=False)
-    assert {entry.tier for entry in entries_of(engine, CHUNKS[3])} == {"memory"}
-    learn(engine, CHUNKS[4])
-    assert {entry.tier for entry in entries_of(engine, CHUNKS[4])} == {"memory", "disk"}

@@ -87,24 +87,6 @@ def test_two_tiers_at_one_place_are_refused(tmp_path, second):
         open_store(Settings(home=tmp_path, tiers=("redis://u:p@h", "redis://u:p@h/")), lru)
 
 
-class Refusing(DiskTier):
-    """A disk that is full for ever."""
-
-    def put(self, *_):
-        return False
-
-
-def test_a_chunk_whose_home_does_not_take_it_goes_to_the_other_slow_tiers(tmp_path):
-    with KVStore(over_a_full_disk(tmp_path)) as store:
-        assert store.put(key("a"), kv(), wait=True, slow_tier="home")
-        assert store.tier("disk").stat([key("a")])
-
-
-def over_a_full_disk(path):
-    disk = DiskTier(path / "a", 1 << 20, lru)
-    return [MemoryTier(1 << 20, lru), disk, Refusing(path / "b", 1 << 20, lru, name="home")]
-
-
 def test_a_chunk_has_one_home_among_the_slow_tiers_until_it_is_warmed(tmp_path):
     disk, home = (DiskTier(tmp_path / name, 1 << 20, lru, name=name) for name in ("disk", "home"))
     with KVStore([MemoryTier(1 << 20, lru), disk, home]) as store:

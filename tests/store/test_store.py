@@ -11,7 +11,6 @@ from ragfuse.codec import RawCodec
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, KVStore, MemoryTier
 from tests.store.kit import HeldTier, encoded, files, key, kv, same
-from tests.store.redis_server import until
 
 A, B = key("a"), key("b")
 MB = 1 << 20
@@ -97,21 +96,6 @@ def test_lookup_gives_the_fastest_tier_in_the_order_asked(store):
     found = store.lookup([B, key("c"), A, B])
     assert [(k, entry.tier) for k, entry in found.items()] == [(B, "disk"), (A, "memory")]
     assert store.lookup([]) == {}
-
-
-def test_a_put_that_waits_writes_all_slow_tiers_at_the_same_time(tmp_path):
-    hung, disk, last = HeldTier(), DiskTier(tmp_path, MB, lru), HeldTier("last")
-    with KVStore([hung, disk, last], writer_queue=1) as store, ThreadPoolExecutor(3) as pool:
-        kept = [pool.submit(store.put, key(i), kv(i), wait=True) for i in range(3)]
-        until(lambda: {entry.key for entry in disk.list()} == {key(i) for i in range(3)})
-        assert last.started.wait(60)
-        assert not any(each.done() for each in kept)
-        hung.go.set()
-        last.go.set()
-        assert [each.result(60) for each in kept] == [True] * 3
-        for tier in (hung, last):
-            assert {entry.key for entry in tier.list()} == {entry.key for entry in disk.list()}
-        assert store.stats().dropped_writes == 0
 
 
 def test_a_put_that_waits_says_whether_a_tier_took_it(tmp_path):
