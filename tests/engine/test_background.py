@@ -99,4 +99,4 @@ def test_an_engine_that_is_given_names_in_the_wrong_places_says_where_they_go(
     given,
 ):
     with pytest.raises((ModelError, SettingsError), match=r"Settings\(store="):
-        Engine(**given)  # type: ignore[arg-type]
+        Engine(**given)

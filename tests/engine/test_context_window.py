@@ -17,7 +17,7 @@ LONG = "word " * (PAST // 5)
 @pytest.fixture
 def read(monkeypatch):
     """Characters that any model has tokenised since, each text by itself."""
-    lengths = list[int]()
+    lengths = []
     tokens = HFModel.tokens
 
     def counted(self, text, special=False):
@@ -31,7 +31,7 @@ def read(monkeypatch):
 @pytest.fixture
 def searched(monkeypatch):
     """Tokens that were searched for known chunks since."""
-    lengths = list[int]()
+    lengths = []
     find = KnownSpans.find
 
     def counted(self, ids, *given):

@@ -346,7 +346,7 @@ def test_a_chat_begins_as_the_template_does_whatever_stands_before_a_text(engine
 @pytest.fixture
 def of(tiny_settings):
     """Makes an engine over a tiny model of a family, over a store on disk."""
-    made: list[Engine] = []
+    made = []
 
     def engine(name):
         made.append(Engine(tiny_settings.model_copy(update={"memory_bytes": 0}), kit.family(name)))

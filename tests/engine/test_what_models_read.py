@@ -4,8 +4,6 @@ conversations.
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import pytest
 import torch
 from tokenizers import (
@@ -45,16 +43,16 @@ def _tokenizer(kind):
             [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
         )
     else:
-        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=cast(Any, kind), split=False)
+        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
     back = [
         decoders.Replace("▁", " "),
         decoders.ByteFallback(),
         decoders.Fuse(),
         decoders.Strip(" ", 1, 0),
     ]
-    core.decoder = decoders.Sequence(cast(Any, back))
+    core.decoder = decoders.Sequence(back)
     alphabet = ["▁", "\n", *map(chr, range(33, 127))]
-    trainer: Any = trainers.BpeTrainer(
+    trainer = trainers.BpeTrainer(
         vocab_size=190, special_tokens=SPECIAL, show_progress=False, initial_alphabet=alphabet
     )
     core.train_from_iterator([*CHUNKS, INSTRUCTION, QUESTION] * 3, trainer)
@@ -122,7 +120,7 @@ def own(engine, told, **more):
     """The ids of what the template writes."""
     words = engine.model.tokenizer
     text = words.apply_chat_template(
-        cast(Any, told), tokenize=False, **{"add_generation_prompt": True, **more}
+        told, tokenize=False, **{"add_generation_prompt": True, **more}
     )
     return list(words(str(text), add_special_tokens=False).input_ids)
 
@@ -184,7 +182,7 @@ def test_a_conversation_goes_on_with_the_ids_of_its_answers_and_reads_as_its_tem
     first = spaced.answer([("user", "Who counted forty ships?")], Ask(session="one"))
     spaced.flush()
     answer = spaced.answer([("user", "And what is its door like?")], Ask(session="one"))
-    told: list[Any] = [
+    told = [
         ("user", "Who counted forty ships?"),
         ("assistant", [Piece(first.text, ids=first.token_ids)]),
         ("user", "And what is its door like?"),
@@ -239,7 +237,7 @@ def test_token_ids_have_no_tools_and_no_session(engine):
 
 @pytest.fixture
 def thinking(spaced):
-    cast(Any, spaced.model.tokenizer).chat_template = CHATML
+    spaced.model.tokenizer.chat_template = CHATML
     return spaced
 
 
@@ -273,11 +271,11 @@ def test_thoughts_of_earlier_answers_go_as_the_template_lets_them(thinking):
     # some put a space behind a token, none is one
     assert said(thinking, prompt.token_ids).split() == wanted.split()
     words = thinking.model.tokenizer
-    assert prompt.token_ids.count(cast(int, words.convert_tokens_to_ids("</think>"))) == 0
+    assert prompt.token_ids.count(words.convert_tokens_to_ids("</think>")) == 0
 
 
 def test_a_last_message_is_gone_on_with(thinking):
-    told: list[Any] = [("user", "Why?"), ("assistant", "Because the")]
+    told = [("user", "Why?"), ("assistant", "Because the")]
     wanted = own(thinking, joined(told), add_generation_prompt=False, continue_final_message=True)
     prompt = thinking.prompt(told, ask=Ask(continue_final_message=True))
     assert list(prompt.token_ids) == wanted
@@ -295,7 +293,7 @@ def test_only_an_answer_that_is_begun_is_gone_on_with(engine, told):
 
 
 def test_a_conversation_remembers_an_answer_with_its_given_beginning(thinking):
-    told: list[Any] = [("user", "Why?"), ("assistant", "Because the")]
+    told = [("user", "Why?"), ("assistant", "Because the")]
     answer = thinking.answer(told, Ask(session="one", continue_final_message=True))
     thinking.flush()
     after = thinking.answer([("user", "And then?")], Ask(session="one"))

@@ -10,13 +10,12 @@ from ragfuse.load.layers import LayerReader
 from ragfuse.plan.cost import AHEAD, STEP_NBYTES
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, KVStore, MemoryTier
-from ragfuse.types.kv import ChunkKV
 from ragfuse.types.plan import Fetch
 from tests.store.kit import key, kv, same
 from tests.store.redis_server import until
 
 LAYERS = 3 * AHEAD
-CHUNKS: tuple[ChunkKV, ...] = tuple(kv(seed, n=3 + seed, n_layers=LAYERS) for seed in range(3))
+CHUNKS = tuple(kv(seed, n=3 + seed, n_layers=LAYERS) for seed in range(3))
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from ragfuse.load.stream import BYTES_UNREADABLE, COMPUTED, GIVEN_UP, NOT_WAITED
 from ragfuse.plan.stream_level import AS_TEXT, StreamPart
 from ragfuse.store import KVStore
 from ragfuse.store.redis import RedisTier
-from ragfuse.types.kv import ChunkKV
 from ragfuse.types.plan import Fetch
 from tests.load.proxy import published
 from tests.store import s3_server
@@ -22,7 +21,7 @@ from tests.store.kit import CODECS, encoded_at, key, kv, same
 from tests.store.redis_server import RedisServer
 
 LAYERS, TOKENS, PIECES = 3, 1000, 4
-CHUNKS: tuple[ChunkKV, ...] = tuple(kv(seed, TOKENS, n_layers=LAYERS) for seed in range(PIECES))
+CHUNKS = tuple(kv(seed, TOKENS, n_layers=LAYERS) for seed in range(PIECES))
 SIZES = {level: encoded_at(CHUNKS[0], level)[0].nbytes for level in ("raw", "int8")}
 TRACES = {**published(), "random": drawn(1, 3.0, 0.1, 10.0)}
 SPEED = 30
@@ -173,20 +172,13 @@ def test_what_a_line_is_too_slow_for_comes_with_loss(store):
     assert all(piece.throughput > 0 for piece in stream.pieces if not piece.why)
 
 
-def test_a_line_that_stands_still_is_given_up_and_the_rest_is_computed_or_has_come(store):
+@pytest.mark.parametrize(("text_s", "why"), [(1.0, GIVEN_UP), (None, BYTES_UNREADABLE)])
+def test_a_line_that_stands_still_is_given_up_and_what_had_come_is_used(store, text_s, why):
     store.line.start(mbps(4))
     store.before = lambda number: store.line.start(constant(0.0)) if number == 2 else None
-    stream = Case(store, text_s=1.0).run(1.5, prior=4e6)
+    stream = Case(store, text_s).run(1.5, prior=4e6)
     assert sorted(stream.received) == [0, 1]
-    assert set(stream.text.values()) == {GIVEN_UP}
-
-
-def test_nothing_hangs_on_a_line_that_stands_still_where_computing_is_not_timed(store):
-    store.line.start(mbps(4))
-    store.before = lambda number: store.line.start(constant(0.0)) if number == 2 else None
-    stream = Case(store, text_s=None).run(1.5, prior=4e6)
-    assert sorted(stream.received) == [0, 1]
-    assert stream.text == {2: BYTES_UNREADABLE, 3: BYTES_UNREADABLE}
+    assert stream.text == {2: why, 3: why}
 
 
 def test_a_line_that_breaks_in_the_middle_of_a_piece_loses_nothing_but_bytes(store):
@@ -243,7 +235,7 @@ def test_a_line_that_falls_while_better_levels_come_costs_no_time_and_nothing_th
     parts = parts_of(60.0)
     store.line.start(mbps(0.5))
     deadline_s = 2 * PIECES * SIZES["raw"] / 0.5e6
-    seen: list[int] = []
+    seen = []
 
     def stands(number):
         seen.append(number)

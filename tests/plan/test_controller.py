@@ -144,7 +144,6 @@ def test_auto_takes_the_model_s_own_choice_where_all_blended_chunks_were_encoded
     ("gone", "n_read"),
     [
         ({amidst(TWO)}, 4),
-        ({amidst(THREE)}, 4),
         ({key(ONE, PREFIX)}, 4),
         (set(AMIDST) - {key(PREFIX), key(ONE, PREFIX)}, 4),
         (set(AMIDST), 3),

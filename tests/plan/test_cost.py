@@ -40,7 +40,7 @@ def fetch(tier, nbytes=1_200_000, segment=0):
 
 def simulated(loads, computes, waiting):
     """The same tick by tick: a thread loads and waits for room, somebody takes and computes."""
-    queue: list[int] = []
+    queue = []
     loading, rest, taken, busy, now = 0, loads[0], 0, 0, 0
     while True:
         moved = True

@@ -30,6 +30,8 @@ def test_what_is_there_and_not_read_says_where_and_why():
     full = told(["far"] * 2, far=1e-6)
     assert "420 tokens" in full[0]
     assert all("full prefill is faster" in line and "4.8 MB" in line for line in full[1:3])
+    late = told(["far"] * 6, "hkvd", deadline_s=0.001, far=2e-8)
+    assert "cannot be met" in late[-1]
 
 
 def test_without_timings_the_plan_says_how_to_get_them():

@@ -7,11 +7,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.sessions.conversation_index import ConversationIndex, Name
+from ragfuse.sessions.conversation_index import ConversationIndex
 from ragfuse.types.keys import ChunkKey
 
 KEYS = tuple(ChunkKey("m", name) for name in "pqrst")
-NAMES: tuple[Name, ...] = (("blue", "a"), ("blue", "b"), ("green", "a"))
+NAMES = (("blue", "a"), ("blue", "b"), ("green", "a"))
 
 
 STEPS = st.lists(

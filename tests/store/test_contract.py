@@ -11,7 +11,7 @@ import torch
 
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
-from ragfuse.store import DiskTier, MemoryTier, Tier
+from ragfuse.store import DiskTier, MemoryTier
 from ragfuse.store.objects import ObjectTier
 from ragfuse.store.redis import RedisTier
 from tests.store.contract import CappedContract, TierContract
@@ -61,7 +61,7 @@ def toy(path, capacity, evict):
     """The tier that CONTRIBUTING.md shows."""
     code = toy_code()
     assert code.count("\n") <= MAX_TOY_LINES
-    names: dict[str, type[Tier]] = {"__name__": "toy"}
+    names = {"__name__": "toy"}
     exec(compile(code, str(GUIDE), "exec"), names)
     return names["ToyTier"].open(f"toy://{path}", Settings(), evict, "toy")
 

@@ -11,6 +11,7 @@ from ragfuse.codec import RawCodec
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, KVStore, MemoryTier
 from tests.store.kit import HeldTier, encoded, files, key, kv, same
+from tests.store.redis_server import until
 
 A, B = key("a"), key("b")
 MB = 1 << 20
@@ -119,6 +120,21 @@ def test_a_paced_put_waits_for_one_slow_tier_and_not_for_all(tmp_path):
         assert len(disk.list()) == 6
         assert hung.list() == []
         hung.go.set()
+
+
+def test_each_tier_has_a_queue_of_its_own_and_what_they_drop_is_counted_together(tmp_path):
+    hung, disk = HeldTier(), DiskTier(tmp_path, MB, lru)
+    with KVStore([hung, disk], writer_queue=1) as store:
+        assert store.put(key(0), kv())
+        assert hung.started.wait(60)
+        for i in (1, 2, 3):
+            until(lambda i=i: len(disk.list()) == i)
+            assert store.put(key(i), kv())
+        until(lambda: len(disk.list()) == 4)
+        assert store.stats().dropped_writes == 2
+        hung.go.set()
+        assert store.flush()
+        assert {entry.key for entry in hung.list()} == {key(0), key(1)}
 
 
 def test_closing_waits_for_all_tiers_together_no_longer_than_told(tmp_path):
@@ -298,3 +314,10 @@ def test_threads_that_put_read_clear_and_look_up_see_whole_chunks_or_none(tmp_pa
         store.clear()
         assert store.entries() == []
         assert files(tmp_path) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_takes_nothing_and_gives_the_room_back():
+    tier = MemoryTier(MB, lru, device="cuda:7", name="gpu")
+    assert not tier.put(A, *encoded(kv()))
+    assert (tier.nbytes, tier.counts["failed"], tier.list()) == (0, 1, [])
