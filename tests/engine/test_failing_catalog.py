@@ -3,13 +3,13 @@ the book does not take is remembered by the process, counted, told once and name
 """
 
 import sqlite3
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from unittest.mock import Mock
 
 import pytest
 
-from ragfuse import Engine, StoreError
+from ragfuse import Engine, InputError, StoreError
 from ragfuse.store import CatalogFile
 from tests.sessions.kit import QUESTIONS, talk
 from tests.tiny import CHUNKS, chunk_hits, known_texts, messages
@@ -152,3 +152,11 @@ def test_kv_of_sessions_is_kept_while_the_book_cannot_be_read(engine):
     with broken(engine.catalog.file):
         engine.sessions.release(keys)
     assert set(engine.store.lookup(keys)) == set(keys)
+
+
+def test_a_source_that_the_book_refuses_is_not_known_in_memory_either(engine):
+    for learn in (engine.know, engine.ingest):
+        with suppress(UnicodeEncodeError, InputError):
+            learn([(CHUNKS[0], "half of a character: \ud800")])
+        for piece in engine.prompts.pieces(f"{CHUNKS[0]}\n\nWho?"):
+            assert piece.source.encode() is not None

@@ -253,6 +253,11 @@ def test_a_line_that_falls_while_better_levels_come_costs_no_time_and_nothing_th
 # without a server
 
 
+def test_a_link_lets_so_many_read_at_once_and_no_more():
+    slot = Link(2).slot
+    assert [slot.acquire(blocking=False) for _ in range(3)] == [True, True, False]
+
+
 def test_what_a_link_carried_counts_for_all_who_share_it_and_not_for_ever():
     now = [0.0]
     link = Link(clock=lambda: now[0])
