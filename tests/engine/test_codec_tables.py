@@ -12,10 +12,9 @@ from ragfuse.plan.evict import lru
 from ragfuse.plan.explanation import in_words
 from ragfuse.process.shared import forget
 from ragfuse.store import DiskTier, KVStore
-from ragfuse.store.codec_registry import OWNER, TABLES_RECHECK_S, CodecRegistry
+from ragfuse.store.codec_registry import OWNER, CodecRegistry
 from ragfuse.types.keys import ChunkKey, digest
 from tests.plan.kit import timings
-from tests.store.kit import Clock
 from tests.tiny import CHUNKS, ingest, messages, on_disk_only
 
 
@@ -100,27 +99,6 @@ def test_without_the_tables_it_is_a_miss_that_says_so_and_nothing_is_dropped(tin
         assert "no codec tables for level cg2" in in_words(plan)
         assert disk.nbytes == before > 0
         assert engine.store.stats().corrupt == 0
-
-
-def test_tables_that_are_not_there_are_asked_for_again_only_after_a_while(tmp_path):
-    asked, clock = [], Clock()
-
-    class Counting(DiskTier):
-        def get(self, *what):
-            asked.append(what)
-            return super().get(*what)
-
-    with closing(Counting(tmp_path, 1 << 30, lru)) as tier:
-        coding = CodecRegistry([tier], clock)
-        assert coding("cg1", "model") is None
-        n = len(asked)
-        assert coding("cg2", "model") is None
-        assert len(asked) == n
-        clock.now += TABLES_RECHECK_S + 1
-        assert coding("cg1", "model") is None
-        assert len(asked) > n
-        assert coding("int8", "model").name == "int8"
-        assert coding("zip", "model") is None
 
 
 def test_a_tier_whose_level_is_chosen_is_raw_until_this_machine_was_measured(tiny_settings):

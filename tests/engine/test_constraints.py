@@ -156,6 +156,8 @@ def of_a(schema):
 
 BAD = {
     "a type": ({"tools": [tool("odd", of_a({"type": "nonsense"}))]}, "odd"),
+    "no object": ({"tools": [tool("odd", {"type": "string"})]}, "odd"),
+    "two of a name": ({"tools": [tool(), tool()]}, "weather"),
     "a name": ({"tools": [tool("two words")]}, "two words"),
     "an unknown choice": ({"tools": [tool()], "tool_choice": "sunshine"}, "sunshine"),
     "grammar and call": (

@@ -10,7 +10,7 @@ from ragfuse import Ask, Engine
 from ragfuse.engine.prefetch import MAX_TIER_SHARE
 from ragfuse.types.keys import filler_context
 from tests.store.kit import read_all
-from tests.tiny import CHUNKS, chunk_hits, file_of, ingest, messages
+from tests.tiny import CHUNKS, ingest, messages
 
 
 def again(settings, **given):
@@ -86,16 +86,6 @@ def test_a_prefetch_brings_no_chunk_of_another_tenant(old):
         engine.prefetch(CHUNKS)
         engine.flush()
         assert not in_memory(engine)
-
-
-def test_an_entry_whose_file_is_lost_costs_itself_alone(old):
-    with again(old) as engine:
-        file_of(engine, CHUNKS[2], filler_context("")).unlink()
-        engine.prefetch(CHUNKS)
-        engine.flush()
-        trace = engine.answer(messages()).trace
-        assert tiers(trace) == ["memory", "memory", "", "memory", "memory", "memory"]
-        assert chunk_hits(trace) == [True, True, False, True, True, True]
 
 
 def test_a_prefetch_takes_no_more_than_its_share_and_evicts_nothing_that_it_brought(old):

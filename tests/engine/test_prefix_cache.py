@@ -91,6 +91,24 @@ def test_rows_computed_behind_a_blended_row_are_never_saved(cached):
     assert begun.trace.tokens_prefix <= len(cached.prefix(messages())) + len(CHUNKS[-1])
 
 
+def test_an_entry_that_memory_dropped_is_computed_again_and_kept_again(cached):
+    first = asked(cached, FIRST)
+    cached.store.clear()
+    second = asked(cached, FIRST)
+    third = asked(cached, FIRST)
+    assert (second.trace.tokens_reused, third.trace.tokens_reused) == (0, third.trace.tokens - 1)
+    assert first.token_ids == second.token_ids == third.token_ids
+
+
+def test_entries_that_were_evicted_are_swept_from_the_tree(cached, monkeypatch):
+    monkeypatch.setattr("ragfuse.engine.prefix_cache.SWEEP_NODES", 1)
+    asked(cached, ONCE)
+    cached.store.clear()
+    cached.prefixes._sweep_at = 1
+    asked(cached, "Nobody saw the ships of the other harbour come in this year.")
+    assert len(cached.prefixes._tree.keys) < 3
+
+
 @pytest.fixture
 def patient(monkeypatch):
     """Prompts wait for what others save, also on a busy machine."""

@@ -90,7 +90,7 @@ def equal_full_prefill(engine, pml):
 # registering
 
 
-def test_a_schema_is_encoded_once(engine):
+def test_a_schema_is_encoded_once(engine, tmp_path):
     seen = []
     first = engine.schemas.register(TRIP, seen.append)
     runs = first.layout.runs
@@ -98,7 +98,10 @@ def test_a_schema_is_encoded_once(engine):
     assert (first.done.chunks, first.done.encoded) == (len(runs), len(runs))
     assert [done.chunks for done in seen] == list(range(1, len(runs) + 1))
     assert first.done.tokens == sum(len(run.tokens) for run in runs)
-    assert engine.schemas.register(TRIP).done.encoded == 0
+    path = tmp_path / "trip.xml"
+    path.write_text(TRIP, "utf-8")
+    for same in (TRIP, path):
+        assert engine.schemas.register(same).done.encoded == 0
 
 
 def test_an_edit_encodes_what_it_changes_and_the_text_around_what_it_moves(trip):

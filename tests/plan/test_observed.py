@@ -10,7 +10,7 @@ from ragfuse.plan.observed import MAX_CORRECTION, MIN_PREFILL_ROWS, READINGS, Ob
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import Fetch, LoadPlan
 from ragfuse.types.prompt import Prompt, Segment
-from tests.plan.kit import machine, plan, prompt_of
+from tests.plan.kit import machine
 
 SPEEDS = machine(far=1e-8, near=1e-9)
 
@@ -91,17 +91,6 @@ def test_a_slow_tier_that_is_left_unread_is_believed_again():
         assert corrections(slow)
         slow = slow.loaded(SPEEDS, planned(unread=("far", "near")), 0.0)
     assert (corrections(slow), set(slow.tiers)) == ({}, {"far"})
-
-
-def test_a_corrected_machine_loads_and_plans_accordingly():
-    slower = SPEEDS.corrected({"far": 10.0, "gone": 3.0})
-    assert slower.load_s("far", 10**6) == pytest.approx(10 * SPEEDS.load_s("far", 10**6))
-    assert slower.tiers["disk"] == SPEEDS.tiers["disk"]
-    prompt, entries = prompt_of(["disk", "far", "far"])
-    found = plan(prompt, entries, "hkvd", 0.2, costs=slower)
-    assert found.forecast.corrections == (("far", 10.0),)
-    expected = plan(prompt, entries, "hkvd", 0.2, costs=machine(far=1e-7)).forecast
-    assert found.forecast.load_s == pytest.approx(expected.load_s, rel=0.1)
 
 
 def test_where_nothing_was_measured_a_row_takes_the_least_of_the_last_readings():
