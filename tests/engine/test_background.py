@@ -95,8 +95,6 @@ def test_a_long_run_is_encoded_in_steps_to_what_it_is_at_once(engine):
 
 
 @pytest.mark.parametrize("given", [{"settings": "smollm2-135m-reader"}, {"store": "/somewhere"}])
-def test_an_engine_that_is_given_names_in_the_wrong_places_says_where_they_go(
-    given,
-):
+def test_an_engine_that_is_given_names_in_the_wrong_places_says_where_they_go(given):
     with pytest.raises((ModelError, SettingsError), match=r"Settings\(store="):
         Engine(**given)

@@ -106,9 +106,7 @@ def test_a_child_that_asks_nothing_ends_while_its_parent_is_at_work(tiny_setting
     assert lines == [f"{0 if 'sys' in work else 3} True True {{()}}", "0 0"]
 
 
-def test_a_process_of_multiprocessing_ends_and_the_store_is_as_it_was(
-    tiny_settings,
-):
+def test_a_process_of_multiprocessing_ends_and_the_store_is_as_it_was(tiny_settings):
     lines = told(
         tiny_settings,
         """

@@ -145,9 +145,7 @@ def test_chunks_change_nothing_of_what_is_read(spaced):
     assert list(prompt.token_ids) == own(spaced, joined(messages()))
 
 
-def test_a_prompt_without_chunks_has_the_ids_of_its_template_and_so_has_one_without_reuse(
-    spaced,
-):
+def test_a_prompt_without_chunks_has_the_ids_of_its_template_and_so_has_one_without_reuse(spaced):
     wanted = own(spaced, joined(messages()))
     text = joined(messages())[0]["content"]
     assert list(spaced.prompt([("user", text)]).token_ids) == wanted

@@ -116,14 +116,7 @@ def parts_of(text_s):
     return [part(at, text_s) for at in range(PIECES)]
 
 
-def opened(
-    store,
-    parts,
-    deadline_s,
-    prior=None,
-    link=None,
-    clock=None,
-):
+def opened(store, parts, deadline_s, prior=None, link=None, clock=None):
     return Stream(
         store, parts, LAYERS, link or Link(), deadline_s, prior=prior, clock=clock or Since()
     )
