@@ -5,14 +5,12 @@ dropped or failing.
 import asyncio
 import gc
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from ragfuse.engine.answer_stream import AnswerStream
 from ragfuse.errors import InputError
 from ragfuse.types.answer import Answer, Trace
-from tests.store.redis_server import until
 
 ANSWER = Answer("one two three", (1, 2, 3), "stop", Trace())
 
@@ -26,7 +24,7 @@ def three(say, gone):
 class Slow:
     """Says a word whenever it may, until it is told that nobody listens."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.more, self.ended = threading.Semaphore(0), threading.Event()
 
     def __call__(self, say, gone):
@@ -122,17 +120,6 @@ def test_what_fails_is_raised_after_what_was_said_and_again_for_the_answer():
     assert list(stream) == []
 
 
-def test_two_readers_share_the_pieces_and_both_end():
-    run, said = Slow(), []
-    stream = AnswerStream(run)
-    with ThreadPoolExecutor(2) as pool:
-        readers = [pool.submit(said.extend, stream) for _ in range(2)]
-        run.more.release(10)
-        until(lambda: len(said) == 10)
-        stream.cancel()
-        assert [each.result(60) for each in readers] == [None] * 2
-
-
 async def test_an_event_loop_reads_it_all():
     stream = AnswerStream(three)
     assert [text async for text in stream] == ["one", " two", " three"]
@@ -153,11 +140,6 @@ async def test_an_event_loop_is_not_held_up():
     run.more.release()
     assert await reading == "word "
     stream.close()
-
-
-async def test_an_event_loop_is_told_what_failed():
-    with pytest.raises(KeyError, match="lost"):
-        _ = [text async for text in AnswerStream(failing)]
 
 
 def test_an_event_loop_that_is_closed_ends_the_writer(run):

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from ragfuse import Engine, ModelError, Settings, SettingsError
+from ragfuse import Engine, ModelError, SettingsError
 from ragfuse.engine.background import EncodeJob, jobs_after
 from ragfuse.hf import probe
 from ragfuse.hf.model import ENCODE_STEP_TOKENS
@@ -18,7 +18,7 @@ from tests.tiny import CHUNKS, chunk_hits, messages
 KEY = ChunkKey("model", "tokens")
 
 
-def after(prompt: Prompt, *hits: int) -> list[EncodeJob]:
+def after(prompt, *hits):
     """What is encoded after a prompt of which these segments were read."""
     fetches = tuple(
         Fetch(index, prompt.segments[index].keys[0], "memory", "raw", 1) for index in hits
@@ -26,7 +26,7 @@ def after(prompt: Prompt, *hits: int) -> list[EncodeJob]:
     return list(jobs_after(LoadPlan(prompt, 0.1, "hkvd", fetches)))
 
 
-def chunk(number: int, start: int, **given: object) -> Segment:
+def chunk(number, start, **given):
     """One token as a chunk with a key of its own."""
     key = ChunkKey("model", f"tokens-{number}")
     return Segment(
@@ -54,8 +54,8 @@ def test_chunks_that_were_missed_are_encoded_whole_and_once_and_the_prompt_s_beg
 
 
 def test_a_question_that_comes_while_documents_are_encoded_says_so_and_waits_for_a_few_tokens(
-    tiny_settings: Settings,
-) -> None:
+    tiny_settings,
+):
     settings = tiny_settings.model_copy(update={"prefix_cache": False})
     with Engine(settings) as engine:
         gate = threading.Event()
@@ -74,36 +74,14 @@ def test_a_question_that_comes_while_documents_are_encoded_says_so_and_waits_for
     assert third.as_dict()["summary"] == third.summary
 
 
-def are_close(found, wanted, skipped: int = 0) -> None:
+def are_close(found, wanted, skipped=0):
     """Layers are those of the twin behind so many rows."""
     for kv, twin in zip(found, wanted, strict=True):
         torch.testing.assert_close(kv.keys, twin.keys[:, skipped:], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(kv.values, twin.values[:, skipped:], rtol=1e-4, atol=1e-5)
 
 
-def test_a_context_is_computed_in_steps_between_which_others_have_the_model(engine: Engine) -> None:
-    model, ids = engine.model, engine.tokens(CHUNKS[0])
-    context = (engine.tokens(CHUNKS[1]) * 8)[: 2 * ENCODE_STEP_TOKENS + 7]
-    whole = probe.plain_kv(
-        model.model,
-        torch.tensor([[*context]], device=model.device),
-        torch.arange(-len(context), 0, device=model.device),
-    )
-    held = []
-    real = type(model.lock).acquire
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            type(model.lock), "acquire", lambda self, *a, **k: held.append(1) or real(self, *a, **k)
-        )
-        found = model._context_kv(tuple(context))
-    assert len(held) == 5  # a look, three steps, and the keeping
-    are_close(found, whole)
-    assert model._context_kv(tuple(context)) is found
-    assert model.encode(ids, context).n_tokens == len(ids)
-
-
-def test_a_long_run_is_encoded_in_steps_to_what_it_is_at_once(engine: Engine) -> None:
+def test_a_long_run_is_encoded_in_steps_to_what_it_is_at_once(engine):
     model, context = engine.model, engine.tokens(CHUNKS[1])
     ids = (engine.tokens(CHUNKS[0]) * 8)[: 3 * ENCODE_STEP_TOKENS + 5]
     before = model._context_kv(tuple(context))
@@ -117,8 +95,6 @@ def test_a_long_run_is_encoded_in_steps_to_what_it_is_at_once(engine: Engine) ->
 
 
 @pytest.mark.parametrize("given", [{"settings": "smollm2-135m-reader"}, {"store": "/somewhere"}])
-def test_an_engine_that_is_given_names_in_the_wrong_places_says_where_they_go(
-    given: dict[str, str],
-) -> None:
+def test_an_engine_that_is_given_names_in_the_wrong_places_says_where_they_go(given):
     with pytest.raises((ModelError, SettingsError), match=r"Settings\(store="):
-        Engine(**given)  # type: ignore[arg-type]
+        Engine(**given)

@@ -6,22 +6,19 @@ import logging
 from contextlib import closing
 from dataclasses import replace
 
-import pytest
-
 from ragfuse import Ask, Engine, Settings
 from ragfuse.codec import CodecTables
 from ragfuse.plan.evict import lru
 from ragfuse.plan.explanation import in_words
 from ragfuse.process.shared import forget
 from ragfuse.store import DiskTier, KVStore
-from ragfuse.store.codec_registry import OWNER, TABLES_RECHECK_S, CodecRegistry, wants_tables
+from ragfuse.store.codec_registry import OWNER, CodecRegistry
 from ragfuse.types.keys import ChunkKey, digest
 from tests.plan.kit import timings
-from tests.store.kit import Clock
 from tests.tiny import CHUNKS, ingest, messages, on_disk_only
 
 
-def at(settings: Settings, path=None, **levels) -> Settings:
+def at(settings, path=None, **levels):
     """These settings with levels by tier; with a path, a machine of its own beside a shared folder
     of objects.
     """
@@ -31,30 +28,17 @@ def at(settings: Settings, path=None, **levels) -> Settings:
     return Settings(**own)
 
 
-def levels_in(engine: Engine, tier: str) -> set[tuple[str, ...]]:
+def levels_in(engine, tier):
     kept = [entry for entry in engine.store.tier(tier).list() if entry.key.model == engine.digest]
     return {tuple(entry.sizes) for entry in kept}
 
 
-def read(engine: Engine) -> set[tuple[str, str]]:
+def read(engine):
     return {
         (segment.tier, segment.level)
         for segment in engine.answer(messages()).trace.segments
         if segment.hit
     }
-
-
-@pytest.mark.parametrize(
-    ("levels", "wanted"),
-    [
-        ({}, False),
-        ({"disk": "int8"}, False),
-        ({"disk": ["raw", "cg2"]}, True),
-        ({"redis": "auto"}, True),
-    ],
-)
-def test_tables_are_made_only_where_a_tier_may_want_them(tiny_settings, levels, wanted):
-    assert wants_tables(at(tiny_settings, **levels)) == wanted
 
 
 def test_a_tier_is_written_and_read_at_a_level_whose_tables_are_made_when_the_model_is_loaded(
@@ -74,15 +58,6 @@ def test_a_tier_is_written_and_read_at_a_level_whose_tables_are_made_when_the_mo
         assert read(later) == {("disk", "cg2")}
         assert later.model.profile.codec == tables
     assert "tables" not in caplog.text
-
-
-def test_a_model_that_is_handed_in_has_its_tables_too(tiny_settings, caplog):
-    with Engine(tiny_settings) as other:
-        model = other.model
-    with Engine(at(tiny_settings, disk=["cg2"]), model) as engine:
-        ingest(engine)
-        assert levels_in(engine, "disk") == {("cg2",)}
-    assert "is stored without level" not in caplog.text
 
 
 def test_what_another_machine_packed_with_its_own_tables_is_read_with_these(
@@ -124,27 +99,6 @@ def test_without_the_tables_it_is_a_miss_that_says_so_and_nothing_is_dropped(tin
         assert "no codec tables for level cg2" in in_words(plan)
         assert disk.nbytes == before > 0
         assert engine.store.stats().corrupt == 0
-
-
-def test_tables_that_are_not_there_are_asked_for_again_only_after_a_while(tmp_path):
-    asked, clock = [], Clock()
-
-    class Counting(DiskTier):
-        def get(self, *what):
-            asked.append(what)
-            return super().get(*what)
-
-    with closing(Counting(tmp_path, 1 << 30, lru)) as tier:
-        coding = CodecRegistry([tier], clock)
-        assert coding("cg1", "model") is None
-        n = len(asked)
-        assert coding("cg2", "model") is None
-        assert len(asked) == n
-        clock.now += TABLES_RECHECK_S + 1
-        assert coding("cg1", "model") is None
-        assert len(asked) > n
-        assert coding("int8", "model").name == "int8"
-        assert coding("zip", "model") is None
 
 
 def test_a_tier_whose_level_is_chosen_is_raw_until_this_machine_was_measured(tiny_settings):

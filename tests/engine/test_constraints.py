@@ -8,9 +8,6 @@ import re
 import jsonschema
 import pytest
 import torch
-from hypothesis import HealthCheck, given
-from hypothesis import settings as hypothesis
-from hypothesis import strategies as st
 
 from ragfuse import Ask, Engine, Grammar, InputError, Settings, SettingsError
 from ragfuse.hf.grammar import GrammarCompiler, GrammarProcessor
@@ -90,37 +87,6 @@ def test_random_weights_write_json_of_a_schema(random_engine, schema, options):
     assert answer.finish_reason == "stop"
 
 
-NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
-SCALARS = st.sampled_from(
-    [{"type": "string", "maxLength": 6}, NUMBER, {"type": "boolean"}, {"type": "null"}]
-)
-SCHEMAS = st.recursive(
-    st.one_of(
-        SCALARS,
-        st.lists(st.sampled_from(["a", "b c", "é"]), min_size=1, unique=True).map(
-            lambda e: {"enum": e}
-        ),
-    ),
-    lambda inner: st.one_of(
-        st.tuples(inner, st.integers(0, 2)).map(
-            lambda t: {"type": "array", "items": t[0], "minItems": t[1], "maxItems": 2}
-        ),
-        st.dictionaries(st.sampled_from(["k", "name", "x y"]), inner, max_size=2).map(
-            lambda p: {"type": "object", "properties": p, "required": sorted(p)[:1]}
-        ),
-    ),
-    max_leaves=3,
-)
-
-
-@hypothesis(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
-@given(SCHEMAS, st.booleans())
-def test_whatever_the_schema_an_answer_that_is_whole_fits_it(random_engine, schema, is_drawn):
-    ask = Ask(grammar=Grammar.json(schema), max_tokens=400, options=WARM if is_drawn else {})
-    answer = random_engine.answer("Write.", ask)
-    assert answer.finish_reason == "length" or fits(answer.text, schema)
-
-
 def test_rows_of_a_batch_follow_the_grammar_each_by_itself(random_engine):
     ask = Ask(grammar=Grammar.json(TWO), max_tokens=150)
     texts = ["Write.", "Write a longer one, please.", "Hm"]
@@ -190,18 +156,15 @@ def of_a(schema):
 
 BAD = {
     "a type": ({"tools": [tool("odd", of_a({"type": "nonsense"}))]}, "odd"),
-    "a pattern": ({"tools": [tool("odd", of_a({"type": "string", "pattern": "(["}))]}, "odd"),
     "no object": ({"tools": [tool("odd", {"type": "string"})]}, "odd"),
-    "no tool": ({"tools": ["weather"]}, "wanted|must be {"),
-    "a name": ({"tools": [tool("two words")]}, "two words"),
     "two of a name": ({"tools": [tool(), tool()]}, "weather"),
+    "a name": ({"tools": [tool("two words")]}, "two words"),
     "an unknown choice": ({"tools": [tool()], "tool_choice": "sunshine"}, "sunshine"),
     "grammar and call": (
         {"tools": [tool()], "tool_choice": "required", "grammar": Grammar.json()},
         "grammar",
     ),
     "a schema": ({"grammar": Grammar.json({"type": "nonsense"})}, "nonsense"),
-    "an expression": ({"grammar": Grammar.regex("([")}, "regex"),
     "rules": ({"grammar": Grammar.lark("start: x")}, "unknown name"),
 }
 

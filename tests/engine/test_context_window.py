@@ -4,8 +4,7 @@ never is.
 
 import pytest
 
-from ragfuse import Ask, Engine, InputError, Piece
-from ragfuse.engine.overflow import TOKEN_CHARS
+from ragfuse import Ask, InputError, Piece
 from ragfuse.errors import OverlongError
 from ragfuse.hf.model import HFModel
 from ragfuse.text.known_spans import KnownSpans
@@ -18,7 +17,7 @@ LONG = "word " * (PAST // 5)
 @pytest.fixture
 def read(monkeypatch):
     """Characters that any model has tokenised since, each text by itself."""
-    lengths = list[int]()
+    lengths = []
     tokens = HFModel.tokens
 
     def counted(self, text, special=False):
@@ -32,7 +31,7 @@ def read(monkeypatch):
 @pytest.fixture
 def searched(monkeypatch):
     """Tokens that were searched for known chunks since."""
-    lengths = list[int]()
+    lengths = []
     find = KnownSpans.find
 
     def counted(self, ids, *given):
@@ -98,8 +97,3 @@ def test_schemas_and_prompts_in_pml_that_do_not_fit_are_refused(engine):
     )
     with pytest.raises(OverlongError, match="The prompt does not fit"):
         engine.answer(pml=f'<prompt schema="s"><a/><user>{text}</user></prompt>')
-
-
-def test_no_token_stands_for_more_characters_than_is_assumed(engine: Engine):
-    tokenizer = engine.model.tokenizer
-    assert max(len(tokenizer.decode([token])) for token in range(len(tokenizer))) <= TOKEN_CHARS

@@ -1,17 +1,15 @@
 """Documents of a prompt: each may be left out, has its own source, and is counted once."""
 
-from __future__ import annotations
-
 import pytest
 
-from ragfuse import Ask, Engine, Settings
+from ragfuse import Ask, Engine
 from tests.tiny import CHUNKS
 
 LONG = "a tide that is too long to be known " * 4000
 QUESTION = "Who kept the light?"
 
 
-def asked(engine: Engine, documents: list[tuple[str, str]], **options: object) -> object:
+def asked(engine, documents, **options):
     """The trace of a question over documents, put into one text as a framework's plain
     chain does.
     """
@@ -23,11 +21,11 @@ def asked(engine: Engine, documents: list[tuple[str, str]], **options: object) -
     return answer.trace
 
 
-def sources(trace: object) -> list[str]:
+def sources(trace):
     return [segment.source for segment in trace.segments if segment.kind == "chunk"]
 
 
-def test_a_document_may_be_left_out_however_long_it_is_and_is_named(engine: Engine) -> None:
+def test_a_document_may_be_left_out_however_long_it_is_and_is_named(engine):
     given = [(CHUNKS[0], "a.md"), ("Yes.", "short.md"), (LONG, "long.md")]
     trace = asked(engine, given, overflow="drop")
     assert trace.dropped == ("long.md",)
@@ -39,22 +37,20 @@ def test_a_document_may_be_left_out_however_long_it_is_and_is_named(engine: Engi
     )
 
 
-def test_an_ingest_goes_on_without_what_is_too_long_and_names_it(engine: Engine) -> None:
+def test_an_ingest_goes_on_without_what_is_too_long_and_names_it(engine):
     done = engine.ingest([(CHUNKS[0], "a.md"), (LONG, "long.md"), (CHUNKS[1], "b.md")])
     assert (done.chunks, done.encoded, done.left_out) == (2, 2, ("long.md",))
 
 
 @pytest.mark.parametrize("learn", ["text", "off"])
-def test_equal_texts_of_one_prompt_have_their_own_sources(
-    tiny_settings: Settings, learn: str
-) -> None:
+def test_equal_texts_of_one_prompt_have_their_own_sources(tiny_settings, learn):
     given = [(CHUNKS[0], "a.md"), (CHUNKS[1], "c.md"), (CHUNKS[0], "b.md")]
     with Engine(tiny_settings.model_copy(update={"learn": learn})) as engine:
         engine.ingest([(text, "ingested") for text, _ in given])
         assert sources(asked(engine, given)) == ["a.md", "c.md", "b.md"]
 
 
-def test_a_document_that_stands_in_another_has_its_own_source(engine: Engine) -> None:
+def test_a_document_that_stands_in_another_has_its_own_source(engine):
     given = [
         (CHUNKS[1], "other.md"),
         (CHUNKS[0], "alone.md"),
@@ -63,7 +59,7 @@ def test_a_document_that_stands_in_another_has_its_own_source(engine: Engine) ->
     assert sources(asked(engine, given)) == ["other.md", "alone.md", "whole.md"]
 
 
-def test_another_program_on_the_store_reads_no_source_of_the_first(tiny_settings: Settings) -> None:
+def test_another_program_on_the_store_reads_no_source_of_the_first(tiny_settings):
     with Engine(tiny_settings) as first:
         assert (
             sources(asked(first, [(CHUNKS[0], "first.md"), (CHUNKS[1], "first.md")]))
@@ -77,14 +73,14 @@ def test_another_program_on_the_store_reads_no_source_of_the_first(tiny_settings
     assert sources(again) == ["third.md"]
 
 
-def test_what_is_encoded_later_is_counted_once(engine: Engine) -> None:
+def test_what_is_encoded_later_is_counted_once(engine):
     trace = asked(engine, [(CHUNKS[0], "a.md"), (CHUNKS[0], "b.md")])
     (missed,) = {segment.n_tokens for segment in trace.segments if segment.kind == "chunk"}
     assert trace.tokens_to_encode == missed
     assert asked(engine, [(CHUNKS[0], "a.md"), (CHUNKS[0], "b.md")]).tokens_to_encode == 0
 
 
-def test_stored_passages_of_a_document_are_parts_of_one(engine: Engine) -> None:
+def test_stored_passages_of_a_document_are_parts_of_one(engine):
     engine.ingest([(text, "old.md") for text in CHUNKS[:3]])
     trace = asked(
         engine,

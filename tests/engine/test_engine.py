@@ -4,27 +4,19 @@ leaves behind.
 
 import copy
 import random
-import shutil
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from ragfuse import Ask, Engine, InputError, ModelError, SettingsError, StoreError
-from ragfuse.engine import runtime
 from ragfuse.engine.runtime import MAX_WAITING_JOBS
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.probe import decoder_layers
-from ragfuse.plan.evict import lru
-from ragfuse.store import DiskTier, KVStore
 from ragfuse.types.keys import filler_context
 from ragfuse.types.kv import ChunkKV, LayerKV
-from tests.store.kit import HeldTier
-from tests.store.redis_server import until
 from tests.tiny import CHUNKS, INSTRUCTION, QUESTION, adds_up, chunk_hits, ingest, messages, python
 
 
@@ -78,19 +70,6 @@ def test_rows_in_the_trace_lie_in_chunks_that_are_not_exact(filled):
     assert [s.recomputed for s in blended] == [
         sum(s.start <= row < s.start + s.n_tokens for row in trace.recomputed_rows) for s in blended
     ]
-
-
-def test_the_time_to_the_first_token_is_from_the_call(filled):
-    began = time.perf_counter()
-    with ThreadPoolExecutor(1) as pool:
-        with filled.model.lock:
-            asked = pool.submit(filled.answer, messages())
-            until(lambda: filled.model.lock.waiting)
-            held = time.perf_counter()
-            time.sleep(0.2)
-            held = time.perf_counter() - held
-        trace = asked.result(60).trace
-    assert trace.compute_s + held < trace.ttft_s < trace.total_s < time.perf_counter() - began
 
 
 def test_a_seed_makes_sampling_repeat_and_leaves_other_random_numbers_alone(filled):
@@ -155,36 +134,6 @@ def test_a_chunk_is_found_behind_any_prefix(engine):
         assert trace.tokens_recomputed > 0
 
 
-def test_chunks_shorter_than_min_chunk_tokens_are_fresh(tiny_settings):
-    short = ["Seven t.", "Eight to", CHUNKS[0]]
-    with Engine(tiny_settings.model_copy(update={"min_chunk_tokens": 9})) as engine:
-        kinds = [s.kind for s in engine.prompt(messages(short)).segments]
-        assert kinds == ["prefix", "chunk", "fresh"]
-    with Engine(tiny_settings) as engine:
-        kinds = [s.kind for s in engine.prompt(messages(short)).segments]
-        assert kinds == ["prefix", "chunk", "fresh", "chunk", "fresh", "chunk", "fresh"]
-
-
-def test_loading_the_model_is_no_part_of_the_time_to_the_first_token(
-    tiny_settings, tmp_path, monkeypatch
-):
-    folder = shutil.copytree(tiny_settings.model, tmp_path / "model")  # no other test has loaded it
-    load, loads = runtime.load_model, []
-
-    def timed(*given, **options):
-        began = time.perf_counter()
-        found = load(*given, **options)
-        loads.append(time.perf_counter() - began)
-        return found
-
-    monkeypatch.setattr(runtime, "load_model", timed)
-    with Engine(tiny_settings.model_copy(update={"model": str(folder)})) as engine:
-        began = time.perf_counter()
-        trace = engine.answer([("user", "Who?")]).trace
-        assert trace.ttft_s + sum(loads) < time.perf_counter() - began
-    assert loads
-
-
 def test_a_chunk_that_stands_twice_in_a_prompt_is_reused_in_both_places(filled):
     twice = messages([CHUNKS[0], CHUNKS[1], CHUNKS[0], CHUNKS[0]])
     answer = filled.answer(twice, Ask(ratio=1.0))
@@ -192,25 +141,6 @@ def test_a_chunk_that_stands_twice_in_a_prompt_is_reused_in_both_places(filled):
     assert [segment.exact for segment in answer.trace.segments] == [True] + [False] * 4
     assert "4 of 4 chunks" in answer.trace.summary
     assert answer.token_ids == full(filled, twice).token_ids
-
-
-def test_known_texts_are_the_original_ones_also_when_the_tokenizer_changes_them(engine):
-    spaced = (
-        "Two  spaces ,  and a tab\t: the   text of a book is what was written in it , not what is"
-        " decoded ."
-    )
-    engine.model.tokenizer.clean_up_tokenization_spaces = True
-    try:
-        engine.answer(messages([spaced]))
-        engine.flush()
-        assert spaced in {known.text for known in engine.catalog.file.texts(engine.digest)}
-    finally:
-        engine.model.tokenizer.clean_up_tokenization_spaces = False
-
-
-def test_a_known_chunk_has_its_source(filled):
-    prompt = filled.prompt([("user", f"{INSTRUCTION}{CHUNKS[4]}\n\n{QUESTION}")])
-    assert [segment.source for segment in prompt.segments if segment.kind == "chunk"] == ["book-4"]
 
 
 # tenants
@@ -340,13 +270,6 @@ def test_threads_that_ask_at_once_get_their_own_answers(filled):
 # what is left behind
 
 
-def test_closing_an_engine_finishes_waiting_saves(tiny_settings):
-    with Engine(tiny_settings) as engine:
-        engine.answer(messages())
-    with Engine(tiny_settings) as again:
-        assert chunk_hits(again.answer(messages()).trace) == [True] * 6
-
-
 def test_closing_while_others_still_ask_neither_hangs_nor_fails(tiny_settings, monkeypatch):
     engine = Engine(tiny_settings)
     begun, check = threading.Semaphore(0), engine._check_open
@@ -401,22 +324,6 @@ def test_engines_of_equal_settings_are_one_until_it_is_closed(tiny_settings):
     again.close()
 
 
-def test_a_folder_that_changed_is_loaded_anew_by_the_next_engine(
-    tiny_settings, tiny_path, tmp_path
-):
-    shutil.copytree(tiny_path, tmp_path / "model")
-    settings = tiny_settings.model_copy(update={"model": str(tmp_path / "model")})
-    with Engine(settings) as engine:
-        before = engine.model.weights
-    weights = load_file(tmp_path / "model" / "model.safetensors")
-    name = next(name for name in weights if name.endswith("up_proj.weight"))
-    weights[name] *= 2
-    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
-    with Engine(settings) as engine, Engine(settings) as other:
-        assert engine.model.weights != before
-        assert other.model is engine.model
-
-
 def test_a_model_without_a_tokenizer_takes_no_text(tiny_settings, engine):
     bare = HFModel(engine.model.model)
     with (
@@ -451,25 +358,6 @@ def test_entries_of_another_shape_under_the_right_key_are_computed_anew(engine, 
         wide = (LayerKV(kv.keys.repeat(2, 1, 1), kv.values.repeat(2, 1, 1)) for kv in whole)
         engine.store.put(key, ChunkKV(tuple(wide)), wait=True)
     assert engine.answer(messages(), Ask(ratio=1.0)).text == expected
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_a_tier_that_hangs_keeps_nothing_from_the_disk_and_closing_waits_no_longer_than_told(
-    tiny_settings, tmp_path, order
-):
-    hung, disk = HeldTier("hung"), DiskTier(tmp_path / "kv", 1 << 30, lru)
-    engine = Engine(tiny_settings, store=KVStore([hung, disk][::order]))
-    try:
-        engine.answer(messages(), Ask(max_tokens=2))
-        assert engine.runtime.jobs.flush(60)
-        until(lambda: len(disk.list()) >= len(CHUNKS))
-        closing = threading.Thread(target=engine.close, args=(0.0,), daemon=True)
-        closing.start()
-        closing.join(30)
-        assert not closing.is_alive()
-        assert hung.list() == []
-    finally:
-        hung.go.set()
 
 
 def test_pieces_of_one_altered_chunk_count_as_one(engine):
@@ -522,11 +410,6 @@ def test_what_is_no_document_is_refused(engine, given):
     ):
         with pytest.raises((InputError, SettingsError), match=r"^[Dd]ocuments"):
             take(given)
-
-
-@pytest.mark.parametrize("field", ["stop", "tools", "documents", "options", "chat_template_kwargs"])
-def test_none_stands_for_the_default_of_a_field(field):
-    assert Ask(**{field: None}) == Ask()
 
 
 def test_every_call_of_a_closed_engine_is_one_clear_error(tiny_settings):

@@ -2,8 +2,6 @@
 the book does not take is remembered by the process, counted, told once and named in the trace.
 """
 
-from __future__ import annotations
-
 import sqlite3
 from contextlib import closing, contextmanager, suppress
 from functools import partial
@@ -13,9 +11,7 @@ import pytest
 
 from ragfuse import Engine, InputError, StoreError
 from ragfuse.store import CatalogFile
-from ragfuse.store.catalog import COOL_DOWN_S
 from tests.sessions.kit import QUESTIONS, talk
-from tests.store.kit import Clock
 from tests.tiny import CHUNKS, chunk_hits, known_texts, messages
 
 PML = (
@@ -49,13 +45,6 @@ def locked(path):
 def mended(engine):
     """The book is tried again at once."""
     engine.catalog._breaker.succeeded()
-
-
-@pytest.fixture
-def clock(engine):
-    """The clock by which the engine leaves its book alone."""
-    engine.catalog._breaker._clock = clock = Clock()
-    return clock
 
 
 @pytest.mark.parametrize("fault", [broken, unwritable])
@@ -105,29 +94,16 @@ def test_a_session_that_another_process_went_on_with_meanwhile_is_that_ones(engi
     assert said[::2] == [QUESTIONS[0], QUESTIONS[2], QUESTIONS[3]]
 
 
-def test_a_locked_book_is_waited_for_once_and_then_left_alone(
-    engine, tiny_settings, clock, monkeypatch
+def test_what_a_locked_book_does_not_take_is_written_with_the_next_turn(
+    engine, tiny_settings, monkeypatch
 ):
-    waited = []
-    real = engine.catalog.file._database.write
-    monkeypatch.setattr(
-        engine.catalog.file._database,
-        "write",
-        lambda: waited.append(1) or real(),
-    )
     with locked(tiny_settings.store), monkeypatch.context() as impatient:
         impatient.setattr(engine.catalog.file._database, "_timeout_s", 0.05)
         (first,) = talk(engine, QUESTIONS[:1])
-        asked = len(waited)
-        (second,) = talk(engine, QUESTIONS[1:2])
-        assert len(waited) == asked
-        clock.now += COOL_DOWN_S + 1
-        (third,) = talk(engine, QUESTIONS[2:3])
-        assert len(waited) > asked
-    assert all("locked" in answer.trace.unsaved[0] for answer in (first, second, third))
-    clock.now += COOL_DOWN_S + 1
-    assert talk(engine, QUESTIONS[3:])[0].trace.unsaved == ()
-    assert len(CatalogFile(tiny_settings.store).session(engine.digest, "one")[2]["turns"]) == 4
+    assert "locked" in first.trace.unsaved[0]
+    mended(engine)
+    assert talk(engine, QUESTIONS[1:2])[0].trace.unsaved == ()
+    assert len(CatalogFile(tiny_settings.store).session(engine.digest, "one")[2]["turns"]) == 2
 
 
 def test_chunks_that_were_met_while_the_book_fails_are_reused_in_this_process(engine, caplog):
@@ -140,16 +116,6 @@ def test_chunks_that_were_met_while_the_book_fails_are_reused_in_this_process(en
     assert chunk_hits(plain.trace) == [True] * 3
     assert "not saved" not in caplog.text
     assert "not be saved" not in caplog.text
-
-
-def test_known_texts_that_could_not_be_read_are_read_later(engine, tiny_settings):
-    engine.ingest([(text, "a") for text in CHUNKS])
-    with Engine(tiny_settings) as other:
-        _ = other.model
-        with broken(other.catalog.file):
-            assert chunk_hits(other.answer("\n\n".join([*CHUNKS[:3], "Who?"])).trace) == []
-        mended(other)
-        assert chunk_hits(other.answer("\n\n".join([*CHUNKS[:3], "Who?"])).trace) == [True] * 3
 
 
 def test_a_prompt_over_a_schema_is_answered_though_the_book_fails(engine):
@@ -186,14 +152,6 @@ def test_kv_of_sessions_is_kept_while_the_book_cannot_be_read(engine):
     with broken(engine.catalog.file):
         engine.sessions.release(keys)
     assert set(engine.store.lookup(keys)) == set(keys)
-
-
-def test_answers_of_a_batch_name_what_was_not_saved(engine):
-    with broken(engine.catalog.file):
-        answers = engine.batch([messages(), messages(CHUNKS[:2])])
-    assert [bool(answer.trace.unsaved) for answer in answers] == [True, True]
-    mended(engine)
-    assert [answer.trace.unsaved for answer in engine.batch([messages()])] == [()]
 
 
 def test_a_source_that_the_book_refuses_is_not_known_in_memory_either(engine):

@@ -2,17 +2,11 @@
 nothing.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest
 
 from ragfuse import Engine, Settings
-from ragfuse.cli.entries import EntryFilter, OpenStore
-from ragfuse.plan.evict import lru
-from ragfuse.store import CatalogFile, DiskTier, KVStore
-from tests.store.kit import key, kv
 from tests.tiny import CHUNKS, chunk_hits, messages
 
 
@@ -71,18 +65,6 @@ def test_an_engine_keeps_its_store_and_tiers_wherever_its_process_goes(here, tin
     assert list(there.iterdir()) == []
 
 
-def test_a_copy_with_other_folders_is_meant_as_it_is_when_an_engine_is_made(here, tiny_settings):
-    settings = tiny_settings.model_copy(update={"store": "kv", "home": "house", "tiers": ("far",)})
-    with Engine(settings) as engine:
-        there = gone(here)
-        engine.ingest([(CHUNKS[0], "a")])
-        assert engine.settings.store_path == here / "kv"
-        assert engine.settings.tiers == (str(here / "far"),)
-    assert (here / "kv").is_dir()
-    assert (here / "far").is_dir()
-    assert list(there.iterdir()) == []
-
-
 def test_engines_that_were_named_from_different_folders_are_shared_only_where_they_mean_the_same(
     here, tiny_settings
 ):
@@ -106,34 +88,3 @@ def test_a_models_folder_is_meant_as_it_is_and_other_names_stay(here, tiny_setti
     gone(here)
     with Engine(settings) as engine:
         assert engine.answer(messages(CHUNKS[:1])).text
-
-
-def test_a_store_that_is_looked_after_stays_where_it_was(here, tiny_settings):
-    settings = tiny_settings.model_copy(update={"store": "kv"})
-    with Engine(settings) as engine:
-        engine.ingest([(CHUNKS[0], "a")])
-    admin = OpenStore(settings)
-    there = gone(here)
-    assert len(admin.selected(EntryFilter())) == 1
-    admin.close()
-    assert list(there.iterdir()) == []
-
-
-def test_a_tier_and_a_book_that_are_opened_by_hand_stay_where_they_were(here):
-    with KVStore([DiskTier("kv", 1 << 30, lru)]) as store, CatalogFile("book") as book:
-        there = gone(here)
-        store.put(key("a"), kv(1), wait=True)
-        assert store.read_layers(key("a"), 0) is not None
-        book.put("name", {"a": 1})
-        assert book.path == here / "book"
-    assert list(there.iterdir()) == []
-
-
-def test_a_schemas_file_is_kept_from_the_root_on(here, engine):
-    (here / "trip.xml").write_text(
-        '<schema name="trip"><module name="a">The keeper counted ships.</module></schema>'
-    )
-    engine.schemas.register("trip.xml")
-    gone(here)
-    assert engine.schemas.get("trip").file == str(here / "trip.xml")
-    assert [info.file for info in engine.schemas.ls()] == [str(here / "trip.xml")]

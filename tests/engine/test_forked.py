@@ -2,8 +2,6 @@
 goes on.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -11,7 +9,6 @@ import textwrap
 
 import pytest
 
-from ragfuse import Settings
 from tests.tiny import ROOT
 
 BEGIN = """
@@ -33,7 +30,7 @@ BEGIN = """
 """
 
 
-def told(settings: Settings, code: str) -> list[str]:
+def told(settings, code):
     """The lines that a program prints, whose processes all end without a word on standard error."""
     program = textwrap.dedent(BEGIN) + textwrap.dedent(code)
     done = subprocess.run(
@@ -48,7 +45,7 @@ def told(settings: Settings, code: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_every_use_of_an_engine_is_one_error_in_a_forked_child(tiny_settings: Settings) -> None:
+def test_every_use_of_an_engine_is_one_error_in_a_forked_child(tiny_settings):
     lines = told(
         tiny_settings,
         """
@@ -84,9 +81,7 @@ def test_every_use_of_an_engine_is_one_error_in_a_forked_child(tiny_settings: Se
 
 
 @pytest.mark.parametrize("work", ["sys.exit()", "engine.__exit__(None)"])
-def test_a_child_that_asks_nothing_ends_while_its_parent_is_at_work(
-    tiny_settings: Settings, work: str
-) -> None:
+def test_a_child_that_asks_nothing_ends_while_its_parent_is_at_work(tiny_settings, work):
     lines = told(
         tiny_settings,
         f"""
@@ -111,9 +106,7 @@ def test_a_child_that_asks_nothing_ends_while_its_parent_is_at_work(
     assert lines == [f"{0 if 'sys' in work else 3} True True {{()}}", "0 0"]
 
 
-def test_a_process_of_multiprocessing_ends_and_the_store_is_as_it_was(
-    tiny_settings: Settings,
-) -> None:
+def test_a_process_of_multiprocessing_ends_and_the_store_is_as_it_was(tiny_settings):
     lines = told(
         tiny_settings,
         """

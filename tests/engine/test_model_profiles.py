@@ -37,7 +37,7 @@ KNOWN, INEXACT = ModelProfile("m"), ModelProfile("m", verified=False)
 )
 def test_a_failed_verdict_refuses_what_was_not_asked_for_and_the_probe_refuses_all(
     profile, policy, refused
-) -> None:
+):
     found = refusal_of(profile, policy)
     assert refused in found
     assert bool(refused) == bool(found)
@@ -52,11 +52,11 @@ def test_a_failed_verdict_refuses_what_was_not_asked_for_and_the_probe_refuses_a
         (KNOWN.calibrated(True, "lego", 0.1), ("lego", 0.1), ("lego", 0.1)),
     ],
 )
-def test_a_safe_calibration_is_the_choice_else_the_default(profile, choice, default) -> None:
+def test_a_safe_calibration_is_the_choice_else_the_default(profile, choice, default):
     assert (profile.choice, profile.default_choice) == (choice, default)
 
 
-def loaded(name: str = "m", dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> HFModel:
+def loaded(name="m", dtype=torch.bfloat16, device="cpu"):
     """A stand-in for a loaded model: what commands need to know of one."""
     model = object.__new__(HFModel)
     model.name, model.dtype, model.device = name, dtype, torch.device(device)
@@ -66,7 +66,7 @@ def loaded(name: str = "m", dtype: torch.dtype = torch.bfloat16, device: str = "
 
 
 @pytest.fixture
-def with_units(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_units(monkeypatch):
     """A machine whose CPU has units for bfloat16, so that this is the dtype unless another one is
     given.
     """
@@ -74,7 +74,7 @@ def with_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("with_units")
-def test_a_command_that_is_told_is_about_the_model_as_it_is_here(tmp_path: Path) -> None:
+def test_a_command_that_is_told_is_about_the_model_as_it_is_here(tmp_path):
     folder = tmp_path / "my models" / "m"
     folder.mkdir(parents=True)
     settings = Settings(
@@ -101,8 +101,8 @@ def test_a_command_that_is_told_is_about_the_model_as_it_is_here(tmp_path: Path)
 
 
 def test_an_uncalibrated_model_answers_at_the_default_and_a_hint_names_it_once(
-    tiny_settings: Settings, caplog: pytest.LogCaptureFixture
-) -> None:
+    tiny_settings, caplog
+):
     tiny = load_model(Path(tiny_settings.model), "float32", "cpu")
     with Engine(Settings(home=tiny_settings.home, dtype="float32"), tiny) as engine:
         engine.ingest([(chunk, "book") for chunk in CHUNKS], engine.prefix(messages()))
@@ -112,7 +112,7 @@ def test_an_uncalibrated_model_answers_at_the_default_and_a_hint_names_it_once(
     assert name_for_calibrate("/models/q", "q") == "/models/q"
 
 
-def test_verify_s_verdict_is_kept(tiny_settings: Settings) -> None:
+def test_verify_s_verdict_is_kept(tiny_settings):
     with Engine(tiny_settings) as engine:
         assert engine.runtime.profile.verified is None
         assert engine.runtime.verify().passed

@@ -102,22 +102,6 @@ def native(request, tiny_path, tmp_path_factory):
         yield engine
 
 
-@pytest.mark.parametrize("choice", ["required", "news"])
-def test_a_call_that_must_be_made_is_written_as_the_template_does(native, choice):
-    answer = native.answer(
-        ASKED, Ask(tools=TOOLS, tool_choice=choice, options=WARM, seed=3, max_tokens=500)
-    )
-    assert (answer.text, answer.finish_reason) == ("", "tool_calls")
-    assert answer.tool_calls
-    assert all(
-        set(call.arguments) == {"city"} and len(call.arguments["city"]) <= 8
-        for call in answer.tool_calls
-    )
-    assert {call.name for call in answer.tool_calls} <= (
-        {"news"} if choice == "news" else {"weather", "news"}
-    )
-
-
 NOTE = {
     "type": "object",
     "properties": {

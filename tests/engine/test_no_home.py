@@ -2,12 +2,9 @@
 refused.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -31,7 +28,7 @@ app(["ask", "Who kept it?", "--docs", sys.argv[1], "--top-k", "1"], standalone_m
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
+def environment(tmp_path):
     write_gguf(tmp_path / "tiny.gguf")
     (tmp_path / "notes.md").write_text("The light was kept by Ada Lorne. " * 9)
     named = {
@@ -47,9 +44,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def test_questions_are_answered_from_memory_with_one_warning(
-    environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_questions_are_answered_from_memory_with_one_warning(environment, tmp_path):
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "notes.md")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -58,9 +53,7 @@ def test_questions_are_answered_from_memory_with_one_warning(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.md", "tiny.gguf"]
 
 
-def test_an_ingest_is_refused_naming_the_one_folder(
-    environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_an_ingest_is_refused_naming_the_one_folder(environment, tmp_path):
     called = [sys.executable, "-m", "ragfuse", "ingest", "notes.md"]
     done = subprocess.run(
         called, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False

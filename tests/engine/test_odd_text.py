@@ -2,17 +2,11 @@
 replaced and told.
 """
 
-from __future__ import annotations
-
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse import Ask, ChatMessage, Piece, PMLTemplate, ToolCall
-from ragfuse.schemas.nodes import PMLPrompt, TextNode
-from ragfuse.schemas.pml import parse_prompt, parse_schema
+from ragfuse import Ask, Piece
 from ragfuse.types.whole_text import whole_text, whole_value
 from tests.tiny import CHUNKS, chunk_hits, known_texts, messages
 
@@ -21,10 +15,6 @@ ODD = (
     " more words."
 )
 WHOLE = ODD.replace("\ud835", "\ufffd").replace("\0", "\ufffd")
-WEATHER = {
-    "type": "function",
-    "function": {"name": "weather", "description": ODD, "parameters": {"type": "object"}},
-}
 
 
 @given(st.text(st.characters(exclude_categories=())))
@@ -90,40 +80,3 @@ def test_a_question_is_answered_as_that_with_the_replaced_text(engine, kind):
     ask = Ask(session="one", documents=[(ODD, "d\ud800")], stop=["\ud835", "\0"])
     trace = engine.answer(asked, ask).trace
     assert "d\ufffd" in {segment.source for segment in trace.segments}
-
-
-def test_tools_calls_of_them_and_variables_of_the_template_may_hold_them(engine):
-    asked = [
-        ChatMessage("user", "Is it raining?"),
-        ChatMessage("assistant", "", (ToolCall("weather", {"town": ODD}, "a\0"),)),
-        ChatMessage("tool", ODD, tool_call_id="a\0", name="weather"),
-    ]
-    ask = Ask(tools=[WEATHER], max_tokens=2)
-    prompt = engine.plan(asked, ask).prompt
-    assert engine.answer(asked, ask).text is not None
-    whole = [
-        asked[0],
-        replace(asked[1], tool_calls=(ToolCall("weather", {"town": WHOLE}, "a\ufffd"),)),
-        replace(asked[2], content=WHOLE, tool_call_id="a\ufffd"),
-    ]
-    tool = {"type": "function", "function": {**WEATHER["function"], "description": WHOLE}}
-    assert prompt.token_ids == engine.plan(whole, Ask(tools=[tool])).prompt.token_ids
-    assert Ask(chat_template_kwargs={"date\0": ODD}).chat_template_kwargs == {"date\ufffd": WHOLE}
-
-
-def test_pml_is_read_and_written_as_with_the_replaced_text(engine):
-    written = f"<schema name='s'><module name='a'>{ODD}</module><param name='p' len='40'/></schema>"
-    schema = parse_schema(written)
-    assert schema == parse_schema(whole_text(written))
-    engine.schemas.register(schema)
-    ids = engine.plan(parse_prompt(f"<prompt schema='s'><a/>{WHOLE}</prompt>")).prompt.token_ids
-    assert (
-        engine.plan(parse_prompt(f"<prompt schema='s'><a/>{ODD}</prompt>")).prompt.token_ids == ids
-    )
-    assert engine.answer(pml=f"<prompt schema='s'><a/>{ODD}</prompt>").trace.tokens == len(ids)
-    by_hand = PMLPrompt(
-        "s", (*parse_prompt("<prompt schema='s'><a/></prompt>").items, TextNode(ODD))
-    )
-    assert engine.plan(by_hand).prompt.token_ids == ids
-    filled = PMLTemplate(schema, "<prompt schema='s'><a/>{text}</prompt>").fill({"text": ODD})
-    assert engine.plan(filled.request).prompt.token_ids == ids

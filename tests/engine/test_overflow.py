@@ -7,10 +7,10 @@ import shutil
 
 import pytest
 
-from ragfuse import Ask, Engine, InputError, Piece
+from ragfuse import Ask, Engine, InputError
 from ragfuse.errors import OverlongError
 from ragfuse.plan.explanation import in_words
-from tests.tiny import CHUNKS, INSTRUCTION, QUESTION, chunk_hits, ingest, messages
+from tests.tiny import CHUNKS, chunk_hits, ingest, messages
 
 SOURCES = tuple(f"book-{number}" for number in range(len(CHUNKS)))
 
@@ -89,36 +89,6 @@ def test_the_settings_may_say_so_and_a_question_otherwise(narrow, engine):
     assert tight.answer(messages()).trace.dropped == SOURCES[4:]
     with pytest.raises(InputError, match="does not fit"):
         tight.answer(messages(), Ask(overflow="error"))
-
-
-def test_one_text_is_fitted_too(narrow, engine):
-    def text(chunks):
-        return "\n".join([INSTRUCTION, *chunks, QUESTION])
-
-    tight = narrow(len(engine.prompt(text(CHUNKS[:2]))) + 11)
-    documents = list(zip(CHUNKS, SOURCES, strict=True))
-    answer = tight.answer(text(CHUNKS), Ask(overflow="drop", documents=documents))
-    assert answer.trace.dropped == SOURCES[2:]
-    assert answer.trace.tokens == len(tight.prompt(text(CHUNKS[:2])))
-
-
-def test_known_chunks_in_a_text_are_left_out(tight):
-    ingest(tight)
-    question = [("system", INSTRUCTION), ("user", "\n\n".join([*CHUNKS, QUESTION]))]
-    assert tight.answer(question, Ask(overflow="drop")).trace.dropped[-1] == SOURCES[5]
-
-
-def test_chunks_too_short_to_be_reused_are_left_out_as_well(narrow, engine):
-    def short(n):
-        parts = [
-            Piece(INSTRUCTION),
-            *(Piece("ab ", "chunk", str(number)) for number in range(n)),
-            Piece(QUESTION),
-        ]
-        return [("user", parts)]
-
-    tight = narrow(len(engine.prompt(short(7))) + 11)
-    assert tight.answer(short(40), Ask(overflow="drop")).trace.tokens == len(tight.prompt(short(7)))
 
 
 def test_a_question_that_is_too_long_by_itself_is_refused(narrow, engine):

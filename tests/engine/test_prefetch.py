@@ -7,13 +7,13 @@ import threading
 import pytest
 
 from ragfuse import Ask, Engine
-from ragfuse.engine.prefetch import MAX_TIER_SHARE, MAX_WAITING_REQUESTS
+from ragfuse.engine.prefetch import MAX_TIER_SHARE
 from ragfuse.types.keys import filler_context
 from tests.store.kit import read_all
-from tests.tiny import CHUNKS, chunk_hits, file_of, ingest, messages
+from tests.tiny import CHUNKS, ingest, messages
 
 
-def again(settings, **given) -> Engine:
+def again(settings, **given):
     """A new engine over the same store, which has met one prompt."""
     engine = Engine(settings.model_copy(update=given))
     engine.prompt(messages())
@@ -88,31 +88,6 @@ def test_a_prefetch_brings_no_chunk_of_another_tenant(old):
         assert not in_memory(engine)
 
 
-@pytest.mark.parametrize(("filler_tokens", "context"), [(256, filler_context("")), (0, "")])
-def test_a_prefetch_brings_each_text_s_own_entry_and_nothing_else(
-    tiny_settings, filler_tokens, context
-):
-    settings = tiny_settings.model_copy(update={"filler_tokens": filler_tokens})
-    with Engine(settings) as engine:
-        ingest(engine)
-    with Engine(settings) as engine:
-        engine.prefetch(CHUNKS)
-        engine.flush()
-        assert set(in_memory(engine)) == {
-            engine.runtime.encoder.key(engine.tokens(text), context) for text in CHUNKS
-        }
-
-
-def test_an_entry_whose_file_is_lost_costs_itself_alone(old):
-    with again(old) as engine:
-        file_of(engine, CHUNKS[2], filler_context("")).unlink()
-        engine.prefetch(CHUNKS)
-        engine.flush()
-        trace = engine.answer(messages()).trace
-        assert tiers(trace) == ["memory", "memory", "", "memory", "memory", "memory"]
-        assert chunk_hits(trace) == [True, True, False, True, True, True]
-
-
 def test_a_prefetch_takes_no_more_than_its_share_and_evicts_nothing_that_it_brought(old):
     with again(old) as engine:
         room = 6 * size_of(engine)
@@ -125,21 +100,6 @@ def test_a_prefetch_takes_no_more_than_its_share_and_evicts_nothing_that_it_brou
         there = [name == "memory" for name in tiers(engine.answer(messages()).trace)]
         assert there[:3] == [True] * 3
         assert not any(there[4:])
-
-
-def test_pinned_entries_leave_a_prefetch_less_room(old):
-    with again(old) as engine:
-        room = 6 * size_of(engine)
-    with again(old, memory_bytes=room) as engine:
-        first = engine.prompt(messages()).segments[1].keys[0]
-        rest = [own_key(engine, text) for text in CHUNKS[3:]]
-        for key in rest:
-            read_all(engine.store, key)
-        engine.store.pin(rest)
-        engine.prefetch(CHUNKS[:3])
-        engine.flush()
-        assert in_memory(engine).keys() == {*rest, first}
-        assert engine.store.tier("memory").counts["evicted"] == 0
 
 
 def test_a_prefetch_evicts_nothing_that_the_next_prompt_needs(old):
@@ -166,7 +126,7 @@ def test_without_a_memory_tier_a_prefetch_does_nothing(old, caplog):
 class Gate:
     """Holds back every read of a tier until it is opened, and counts what came."""
 
-    def __init__(self, tier, monkeypatch) -> None:
+    def __init__(self, tier, monkeypatch):
         self.open, self.reached, self.keys = threading.Event(), threading.Event(), []
         read = tier.get
 
@@ -195,20 +155,6 @@ def test_a_question_does_not_wait_for_a_prefetch_and_reads_its_chunks_once(old, 
         assert gate.keys == [own_key(engine, CHUNKS[0])]  # the one at hand
 
 
-def test_the_newest_prefetch_comes_first_and_the_oldest_is_dropped(old, monkeypatch):
-    with again(old) as engine:
-        gate = Gate(engine.store.tier("disk"), monkeypatch)
-        engine.prefetch(CHUNKS[:1])
-        assert gate.reached.wait(60)
-        for _ in range(MAX_WAITING_REQUESTS - 1):
-            engine.prefetch(CHUNKS[:2])
-        engine.prefetch(CHUNKS[5:])
-        gate.open.set()
-        engine.flush()
-        assert gate.keys[1] == own_key(engine, CHUNKS[5])
-        assert len(set(gate.keys)) == len(gate.keys)
-
-
 def test_closing_an_engine_ends_its_prefetch_and_drops_what_waits(old, monkeypatch):
     engine = again(old)
     gate = Gate(engine.store.tier("disk"), monkeypatch)
@@ -223,10 +169,3 @@ def test_closing_an_engine_ends_its_prefetch_and_drops_what_waits(old, monkeypat
     assert len(gate.keys) == 1
     engine.prefetch(CHUNKS)
     assert not threads()
-
-
-def test_a_model_that_is_not_there_is_the_question_s_trouble(tiny_settings, tmp_path, caplog):
-    with Engine(tiny_settings.model_copy(update={"model": str(tmp_path / "none")})) as engine:
-        engine.prefetch(CHUNKS)
-        engine.flush()
-    assert "stopped early" in caplog.text

@@ -2,9 +2,6 @@
 full prefill gives.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ragfuse import Ask, Engine, Settings
-from ragfuse.types.keys import token_digest
 from tests.store.redis_server import until
 from tests.tiny import CHUNKS, INSTRUCTION, QUESTION, adds_up, chunk_hits, messages
 
@@ -27,12 +23,12 @@ ONCE = "Once there was a harbour in which forty ships lay."
 
 
 @pytest.fixture
-def on(tiny_settings: Settings) -> Settings:
+def on(tiny_settings):
     return tiny_settings.model_copy(update={"prefix_cache": True})
 
 
 @pytest.fixture
-def cached(on: Settings) -> Iterator[Engine]:
+def cached(on):
     with Engine(on) as engine:
         yield engine
 
@@ -95,24 +91,6 @@ def test_rows_computed_behind_a_blended_row_are_never_saved(cached):
     assert begun.trace.tokens_prefix <= len(cached.prefix(messages())) + len(CHUNKS[-1])
 
 
-def test_a_shared_prefix_comes_before_chunks(cached):
-    asked(cached, messages())
-    trace = asked(cached, messages(CHUNKS[1:], "Question: When?")).trace
-    kinds = [segment.kind for segment in trace.segments]
-    assert kinds == ["prefix", *["chunk"] * 5]
-    assert trace.tokens_prefix >= len(INSTRUCTION)
-    assert chunk_hits(trace) == [True] * 5
-
-
-def test_a_chunk_that_an_exact_beginning_ends_in_is_reused_from_there_on(cached):
-    asked(cached, messages(CHUNKS[:2]))
-    cached.flush()
-    trace = asked(
-        cached, [("user", f"{INSTRUCTION}{CHUNKS[0]}\n\n{CHUNKS[1]}\n\n{QUESTION}")]
-    ).trace
-    assert trace.tokens_prefix > len(CHUNKS[0]) + len(CHUNKS[1])
-
-
 def test_an_entry_that_memory_dropped_is_computed_again_and_kept_again(cached):
     first = asked(cached, FIRST)
     cached.store.clear()
@@ -120,6 +98,15 @@ def test_an_entry_that_memory_dropped_is_computed_again_and_kept_again(cached):
     third = asked(cached, FIRST)
     assert (second.trace.tokens_reused, third.trace.tokens_reused) == (0, third.trace.tokens - 1)
     assert first.token_ids == second.token_ids == third.token_ids
+
+
+def test_entries_that_were_evicted_are_swept_from_the_tree(cached, monkeypatch):
+    monkeypatch.setattr("ragfuse.engine.prefix_cache.SWEEP_NODES", 1)
+    asked(cached, ONCE)
+    cached.store.clear()
+    cached.prefixes._sweep_at = 1
+    asked(cached, "Nobody saw the ships of the other harbour come in this year.")
+    assert len(cached.prefixes._tree.keys) < 3
 
 
 @pytest.fixture
@@ -171,17 +158,6 @@ def test_a_shared_prefix_is_exact_also_where_disk_keeps_conversations_in_fewer_b
         assert is_full_prefill(engine, ready)
 
 
-@pytest.mark.parametrize("session", [None, "one"])
-def test_the_first_chunk_becomes_exact_behind_a_short_beginning(cached, session):
-    cached.ingest([(text, "") for text in CHUNKS])
-    question = [("user", f"To: {CHUNKS[0]}\n\n{CHUNKS[1]}\n\n{QUESTION}")]
-    for name in (session, None):
-        asked(cached, question, session=name)
-    prompt = cached.prompt(question)
-    first = [segment.kind for segment in prompt.segments].index("chunk")
-    assert cached.answer(question).trace.tokens_prefix >= prompt.spans[first][1]
-
-
 def test_what_a_conversation_keeps_is_not_kept_twice(cached):
     said = [SYSTEM, ("user", "Which ship came first, and who of the keepers saw it come in?")]
     answer = asked(cached, said, session="one")
@@ -189,16 +165,6 @@ def test_what_a_conversation_keeps_is_not_kept_twice(cached):
     asked(cached, said, session="one")
     rows = sum(entry.n_tokens for entry in cached.store.entries() if entry.tier == "memory")
     assert rows <= len(cached.prompt(said)) + 40
-
-
-def test_an_answer_behind_a_beginning_that_grew_by_a_few_tokens_is_reused(cached):
-    text = f"{ONCE[:-1]}, and"
-    asked(cached, text)
-    more = asked(cached, f"{text} one")
-    rows = sum(entry.n_tokens for entry in cached.store.entries())
-    again = cached.answer(f"{text} one{more.text} and so on")
-    assert again.trace.tokens_prefix >= len(f"{text} one") + len(more.token_ids) - 2
-    assert rows <= 3 * len(text) + 60
 
 
 @pytest.mark.usefixtures("patient")
@@ -212,39 +178,6 @@ def test_a_prompt_waits_for_the_prefix_that_another_one_computes(cached):
         assert first.result(60).trace.tokens_prefix == 0
         assert second.result(60).trace.tokens_prefix >= len(text)
         cached.model.lock.acquire()
-
-
-def test_entries_that_were_evicted_are_swept_from_the_tree(cached, monkeypatch):
-    monkeypatch.setattr("ragfuse.engine.prefix_cache.SWEEP_NODES", 1)
-    asked(cached, ONCE)
-    cached.store.clear()
-    cached.prefixes._sweep_at = 1
-    asked(cached, "Nobody saw the ships of the other harbour come in this year.")
-    assert len(cached.prefixes._tree.keys) < 3
-
-
-def test_a_long_beginning_is_not_computed_again_for_the_sake_of_its_first_chunk(
-    cached, monkeypatch
-):
-    monkeypatch.setattr("ragfuse.engine.prefix_cache.MAX_BEFORE", len(SYSTEM[1]))
-    seen: list[int] = []
-    monkeypatch.setattr(cached.prefixes, "extend", lambda ids, n_exact: seen.append(n_exact))
-    for system, is_short in (("Be short.", True), (SYSTEM[1] + SYSTEM[1], False)):
-        cached.ingest([(CHUNKS[0], "")])
-        for _ in range(2):
-            asked(
-                cached,
-                [("system", system), ("user", f"{INSTRUCTION[:9]}{CHUNKS[0]}\n\n{QUESTION}")],
-            )
-        assert bool(seen) is is_short
-        seen.clear()
-
-
-def test_what_follows_a_beginning_that_is_not_kept_is_not_encoded(cached):
-    ids = cached.tokens(ONCE)
-    cached.prefixes.extend(ids, 20)
-    assert len(cached.prefixes._tree.keys) == 0
-    assert cached.store.lookup([cached.runtime.encoder.key(ids[20:], token_digest(ids[:20]))]) == {}
 
 
 def test_with_reuse_false_nothing_is_read_and_nothing_kept(cached):
@@ -293,13 +226,6 @@ def test_threads_that_share_beginnings_answer_as_full_prefill_does(cached):
     wanted = [cached.answer(question, Ask(reuse=False)).token_ids for question in questions]
     with ThreadPoolExecutor(len(questions)) as pool:
         assert [answer.token_ids for answer in pool.map(cached.answer, questions)] == wanted
-
-
-def test_only_the_first_chunk_becomes_exact_however_often_a_question_is_asked(cached):
-    cached.ingest([(text, "") for text in CHUNKS])
-    answers = [asked(cached, messages()) for _ in range(5)]
-    assert len({answer.trace.tokens_prefix for answer in answers[2:]}) == 1
-    assert len({answer.token_ids for answer in answers[2:]}) == 1
 
 
 def test_the_first_chunk_of_a_prompt_is_exact_where_its_beginning_recurred(cached):

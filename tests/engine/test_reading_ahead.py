@@ -2,14 +2,11 @@
 (AttentionStore 3.2.1).
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ragfuse import Engine, InputError
+from ragfuse import InputError
 from tests.load.test_layers import loading
 from tests.store.redis_server import until
 from tests.tiny import CHUNKS, adds_up, chunk_hits, ingest, messages, on_disk_only
@@ -18,7 +15,7 @@ WAIT_S = 60.0
 
 
 @pytest.fixture
-def slow(tiny_settings) -> Iterator[Engine]:
+def slow(tiny_settings):
     """All chunks, on disk alone."""
     with on_disk_only(tiny_settings) as engine:
         ingest(engine)
@@ -28,7 +25,7 @@ def slow(tiny_settings) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def reads(slow, monkeypatch) -> list[tuple[object, ...]]:
+def reads(slow, monkeypatch):
     """What is read from the engine's store, in order."""
     read, seen = slow.store.read_layers, list[tuple[object, ...]]()
 
@@ -42,12 +39,12 @@ def reads(slow, monkeypatch) -> list[tuple[object, ...]]:
 
 
 @pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
+def threads():
     with ThreadPoolExecutor(4) as pool:
         yield pool
 
 
-def until_it_waits(engine: Engine) -> None:
+def until_it_waits(engine):
     until(lambda: engine.model.lock.waiting)
 
 

@@ -2,14 +2,11 @@
 tenants.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ragfuse import Ask, Engine, Settings
+from ragfuse import Ask, Engine
 from ragfuse.engine.recurrence import RecurringPassages
 from ragfuse.types.plan import LoadPlan
 from ragfuse.types.prompt import Prompt, Segment
@@ -20,12 +17,12 @@ SYSTEM = ("system", "Answer from the passages.")
 
 
 @pytest.fixture
-def learns(tiny_settings: Settings) -> Settings:
+def learns(tiny_settings):
     return tiny_settings.model_copy(update={"learn": "text"})
 
 
 @pytest.fixture
-def learner(learns: Settings) -> Iterator[Engine]:
+def learner(learns):
     with Engine(learns) as engine:
         yield engine
 
@@ -95,17 +92,6 @@ def test_learnt_passages_are_known_to_later_processes(learns):
             ask(engine, CHUNKS[:3], question)
     with Engine(learns) as engine:
         assert chunk_hits(ask(engine, CHUNKS[:3], "Question: Why?").trace) == [True] * 3
-
-
-def test_a_passage_that_is_there_twice_is_reused_in_both_places(learner):
-    other = (
-        "Nothing that was said before stands here, and none of its words either, as far as anybody"
-        " can see."
-    )
-    for question in ("Question: Who?", "Question: When?"):
-        ask(learner, CHUNKS[:2], question)
-    trace = ask(learner, [CHUNKS[0], other, CHUNKS[0]], "Question: Why?").trace
-    assert trace.tokens_chunks + trace.tokens_recomputed == 2 * len(CHUNKS[0])
 
 
 def test_threads_that_learn_at_the_same_time_answer_and_learn(learner):

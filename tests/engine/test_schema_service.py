@@ -12,8 +12,7 @@ from ragfuse.errors import PMLError
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.shared_kv import SharedKV
 from ragfuse.schemas.bind import SchemaUse
-from ragfuse.schemas.pml import parse_prompt, parse_schema
-from ragfuse.types.keys import ChunkKey
+from ragfuse.schemas.pml import parse_prompt
 from tests.hf import kit
 from tests.tiny import adds_up
 
@@ -56,12 +55,12 @@ CHOSEN = (".", "plan", "plan/abroad", "plan/abroad/oslo")
 
 
 @pytest.fixture
-def trip(engine: Engine) -> Engine:
+def trip(engine):
     engine.schemas.register(TRIP)
     return engine
 
 
-def full(engine: Engine, prompt, **options):
+def full(engine, prompt, **options):
     return engine.answer(prompt, Ask(reuse=False, **options))
 
 
@@ -69,7 +68,7 @@ def states(prefill):
     return [(layer.keys.double(), layer.values.double()) for layer in prefill.kv.layers]
 
 
-def off(one, other) -> float:
+def off(one, other):
     """How far the worst row of any head is away, by its length."""
     pairs = [
         (a, b)
@@ -79,7 +78,7 @@ def off(one, other) -> float:
     return max(float(((a - b).norm(dim=-1) / b.norm(dim=-1)).max()) for a, b in pairs)
 
 
-def equal_full_prefill(engine, pml: str):
+def equal_full_prefill(engine, pml):
     """The keys that a prompt is read by; its KV and logits equal those of full prefill."""
     prompt = engine.prompt(parse_prompt(pml))
     ready, whole = engine.prepare(prompt), engine.prepare(prompt, Ask(reuse=False)).prefill
@@ -91,7 +90,7 @@ def equal_full_prefill(engine, pml: str):
 # registering
 
 
-def test_a_schema_is_encoded_once(engine: Engine) -> None:
+def test_a_schema_is_encoded_once(engine, tmp_path):
     seen = []
     first = engine.schemas.register(TRIP, seen.append)
     runs = first.layout.runs
@@ -99,10 +98,13 @@ def test_a_schema_is_encoded_once(engine: Engine) -> None:
     assert (first.done.chunks, first.done.encoded) == (len(runs), len(runs))
     assert [done.chunks for done in seen] == list(range(1, len(runs) + 1))
     assert first.done.tokens == sum(len(run.tokens) for run in runs)
-    assert engine.schemas.register(TRIP).done.encoded == 0
+    path = tmp_path / "trip.xml"
+    path.write_text(TRIP, "utf-8")
+    for same in (TRIP, path):
+        assert engine.schemas.register(same).done.encoded == 0
 
 
-def test_an_edit_encodes_what_it_changes_and_the_text_around_what_it_moves(trip: Engine) -> None:
+def test_an_edit_encodes_what_it_changes_and_the_text_around_what_it_moves(trip):
     before = trip.schemas.show("trip")
     assert trip.schemas.register(EDITED).done.encoded == 1
     longer = "yellow, and its seven hills, and the river that is as wide as a sea"
@@ -115,7 +117,7 @@ def test_an_edit_encodes_what_it_changes_and_the_text_around_what_it_moves(trip:
     assert changed.done.encoded == len(new)
 
 
-def test_another_process_on_the_store_has_it(trip: Engine, tiny_settings) -> None:
+def test_another_process_on_the_store_has_it(trip, tiny_settings):
     answer = trip.answer(parse_prompt(PROMPT))
     trip.close()
     with Engine(tiny_settings) as later:
@@ -124,18 +126,7 @@ def test_another_process_on_the_store_has_it(trip: Engine, tiny_settings) -> Non
         assert again.trace.modules == answer.trace.modules == CHOSEN
 
 
-def test_a_file_and_nodes_are_taken_as_well_as_text(engine: Engine, tmp_path) -> None:
-    path = tmp_path / "trip.xml"
-    path.write_text(TRIP, "utf-8")
-    layouts = [
-        engine.schemas.register(schema).layout
-        for schema in (TRIP, path, str(path), parse_schema(TRIP))
-    ]
-    runs = [[(run.tokens, run.positions, run.start) for run in layout.runs] for layout in layouts]
-    assert runs[1:] == [runs[0]] * 3
-
-
-def test_a_schema_is_removed_with_the_kv_that_no_other_schema_has(trip: Engine) -> None:
+def test_a_schema_is_removed_with_the_kv_that_no_other_schema_has(trip):
     trip.schemas.register(LINES)
     trip.schemas.register(TRIP.replace('name="trip"', 'name="voyage"'))
     assert [info.name for info in trip.schemas.ls()] == ["lines", "trip", "voyage"]
@@ -152,7 +143,7 @@ def test_a_schema_is_removed_with_the_kv_that_no_other_schema_has(trip: Engine) 
     assert trip.answer(parse_prompt(ALL_LINES)).trace.modules == (".", "two", "three")
 
 
-def test_what_another_process_removed_is_there_no_more(trip: Engine, tiny_settings) -> None:
+def test_what_another_process_removed_is_there_no_more(trip, tiny_settings):
     trip.flush()
     with Engine(tiny_settings) as other:
         other.schemas.remove("trip")
@@ -161,7 +152,7 @@ def test_what_another_process_removed_is_there_no_more(trip: Engine, tiny_settin
         trip.answer(parse_prompt(PROMPT))
 
 
-def test_a_schema_that_is_not_registered_is_told_with_those_that_are(trip: Engine) -> None:
+def test_a_schema_that_is_not_registered_is_told_with_those_that_are(trip):
     with pytest.raises(PMLError, match=r"'tripp'.*'trip'"):
         trip.answer(parse_prompt(PROMPT.replace("trip", "tripp")))
     for ask in (trip.schemas.show, trip.schemas.remove):
@@ -169,23 +160,15 @@ def test_a_schema_that_is_not_registered_is_told_with_those_that_are(trip: Engin
             ask("voyage")
 
 
-def test_a_salt_has_schemas_of_its_own(trip: Engine, tiny_settings) -> None:
+def test_a_salt_has_schemas_of_its_own(trip, tiny_settings):
     with Engine(tiny_settings.model_copy(update={"salt": "other"})) as other:
         assert other.schemas.ls() == []
-
-
-def test_without_a_book_schemas_live_in_the_process(tiny_settings) -> None:
-    with Engine(tiny_settings.model_copy(update={"disk_bytes": 0})) as engine:
-        engine.schemas.register(TRIP)
-        assert engine.answer(parse_prompt(PROMPT)).trace.modules[0] == "."
-        assert engine.schemas.remove("trip") > 0
-        assert engine.schemas.ls() == []
 
 
 # answers
 
 
-def test_a_prompt_takes_its_modules_from_the_store_at_the_schemas_positions(trip: Engine) -> None:
+def test_a_prompt_takes_its_modules_from_the_store_at_the_schemas_positions(trip):
     prompt, layout = trip.prompt(parse_prompt(PROMPT)), trip.schemas.show("trip")
     trace = trip.answer(parse_prompt(PROMPT)).trace
     assert (trace.schema, trace.modules) == ("trip", CHOSEN)
@@ -196,7 +179,7 @@ def test_a_prompt_takes_its_modules_from_the_store_at_the_schemas_positions(trip
     assert trace.tokens_recomputed == 0
 
 
-def test_a_scaffold_over_the_prompt_and_a_first_module_equal_full_prefill(engine: Engine) -> None:
+def test_a_scaffold_over_the_prompt_and_a_first_module_equal_full_prefill(engine):
     for schema, pml in ((LINES, ALL_LINES), (ONE, FIRST)):
         layout = engine.schemas.register(schema).layout
         run = (layout.scaffolds or layout.runs)[0]
@@ -210,14 +193,14 @@ def test_a_scaffold_over_the_prompt_and_a_first_module_equal_full_prefill(engine
 @pytest.mark.embedded
 def test_a_trained_model_over_a_scaffold_and_a_first_module_equals_full_prefill(
     smollm_path, tmp_path
-) -> None:
+):
     with Engine(Settings(model="smollm2-135m-reader", dtype="float32", store=tmp_path)) as engine:
         for schema, pml in ((LINES, ALL_LINES), (ONE, FIRST)):
             engine.schemas.register(schema)
             assert equal_full_prefill(engine, pml)
 
 
-def test_the_order_of_imports_does_not_matter(trip: Engine) -> None:
+def test_the_order_of_imports_does_not_matter(trip):
     orders = ('<diet/><plan days="a week"/>', '<plan days="a week"/><diet/>')
     one, other = (
         trip.prompt(parse_prompt(f'<prompt schema="trip">{order}<user>What?</user></prompt>'))
@@ -226,7 +209,7 @@ def test_the_order_of_imports_does_not_matter(trip: Engine) -> None:
     assert one == other
 
 
-def test_kv_placed_by_hand_is_what_a_prompt_is_answered_over(trip: Engine) -> None:
+def test_kv_placed_by_hand_is_what_a_prompt_is_answered_over(trip):
     """Every run encoded by itself and turned to its positions, row by row; the rest computed over
     it.
     """
@@ -248,7 +231,7 @@ def test_kv_placed_by_hand_is_what_a_prompt_is_answered_over(trip: Engine) -> No
                 assert torch.equal(mine[1][:, lo:hi], kv.layers[layer].values[:, rows].double())
 
 
-def test_what_is_missing_is_computed_and_encoded_as_a_whole_afterwards(trip: Engine) -> None:
+def test_what_is_missing_is_computed_and_encoded_as_a_whole_afterwards(trip):
     trip.flush()
     run = trip.schemas.show("trip").modules["plan"]
     trip.store.forget([trip.runtime.encoder.key_of(run)])
@@ -260,7 +243,7 @@ def test_what_is_missing_is_computed_and_encoded_as_a_whole_afterwards(trip: Eng
     assert trip.answer(parse_prompt(PROMPT)).trace.modules == CHOSEN
 
 
-def test_full_prefill_of_a_prompt_with_gaps_stands_at_its_positions(trip: Engine) -> None:
+def test_full_prefill_of_a_prompt_with_gaps_stands_at_its_positions(trip):
     prompt = trip.prompt(parse_prompt(PROMPT))
     whole = trip.prepare(prompt, Ask(reuse=False)).prefill
     assert whole.positions.tolist() == prompt.positions.tolist()
@@ -268,21 +251,7 @@ def test_full_prefill_of_a_prompt_with_gaps_stands_at_its_positions(trip: Engine
     assert off(states(whole), states(packed)) > 1e-2
 
 
-def test_streams_batches_and_plans_take_prompts_of_modules(trip: Engine) -> None:
-    prompt = parse_prompt(PROMPT)
-    answer = trip.answer(prompt)
-    with trip.stream(prompt) as stream:
-        assert "".join(stream) == answer.text
-    other = parse_prompt('<prompt schema="trip"><diet/><user>What do I eat?</user></prompt>')
-    assert [each.token_ids for each in trip.batch([prompt, other])] == [
-        answer.token_ids,
-        trip.answer(other).token_ids,
-    ]
-    plan = trip.plan(prompt)
-    assert len(plan.fetches) == len([s for s in plan.prompt.segments if s.keys])
-
-
-def test_a_prompt_is_answered_over_the_very_schema_that_it_was_made_for(engine: Engine) -> None:
+def test_a_prompt_is_answered_over_the_very_schema_that_it_was_made_for(engine):
     texts = [TRIP, TRIP.replace("you say little", "you say as much as you like")]
     filled = [PMLTemplate(text, PROMPT).fill({}) for text in texts]
     alone = []
@@ -300,7 +269,7 @@ def test_a_prompt_is_answered_over_the_very_schema_that_it_was_made_for(engine: 
         engine.answer(filled[0].request)
 
 
-def test_modules_are_blended_where_it_is_asked_for(trip: Engine) -> None:
+def test_modules_are_blended_where_it_is_asked_for(trip):
     prompt = parse_prompt(PROMPT)
     blended = trip.answer(prompt, Ask(blend=True, ratio=0.3, policy="hkvd")).trace
     assert blended.tokens_recomputed > 0
@@ -311,27 +280,7 @@ def test_modules_are_blended_where_it_is_asked_for(trip: Engine) -> None:
     )
 
 
-def test_an_entry_that_several_segments_take_rows_from_is_read_once(
-    trip: Engine, monkeypatch
-) -> None:
-    trip.flush()
-    reads: list[tuple[ChunkKey, int]] = []
-    real = trip.store.read_layers
-
-    def counted(key, first, *rest):
-        reads.append((key, first))
-        return real(key, first, *rest)
-
-    monkeypatch.setattr(trip.store, "read_layers", counted)
-    prompt = trip.prompt(parse_prompt(PROMPT))
-    keys = [segment.keys[0] for segment in prompt.segments if segment.keys]
-    trip.prepare(prompt)
-    assert len(set(keys)) < len(keys)
-    assert len(reads) == len(set(reads))
-    assert {key for key, _ in reads} == set(keys)
-
-
-def test_the_other_modules_of_a_union_are_brought_to_memory(trip: Engine, tiny_settings) -> None:
+def test_the_other_modules_of_a_union_are_brought_to_memory(trip, tiny_settings):
     trip.close()
     with Engine(tiny_settings) as later:
         later.answer(parse_prompt(PROMPT))
@@ -341,7 +290,7 @@ def test_the_other_modules_of_a_union_are_brought_to_memory(trip: Engine, tiny_s
             assert later.store.lookup([key])[key].tier == tier
 
 
-def test_a_prompt_may_be_given_as_pml_or_its_file(trip: Engine, tmp_path) -> None:
+def test_a_prompt_may_be_given_as_pml_or_its_file(trip, tmp_path):
     path = tmp_path / "ask.xml"
     path.write_text(PROMPT, "utf-8")
     wanted = trip.answer(parse_prompt(PROMPT))
@@ -359,12 +308,12 @@ def test_a_prompt_may_be_given_as_pml_or_its_file(trip: Engine, tmp_path) -> Non
 @pytest.mark.parametrize(
     "ask", [Ask(session="mine"), Ask(tools=[{"type": "function", "function": {"name": "f"}}])]
 )
-def test_what_a_prompt_of_modules_cannot_do_is_told(trip: Engine, ask: Ask) -> None:
+def test_what_a_prompt_of_modules_cannot_do_is_told(trip, ask):
     with pytest.raises(InputError, match="A prompt in PML"):
         trip.answer(parse_prompt(PROMPT), ask)
 
 
-def test_messages_are_wrapped_as_the_models_template_does(engine: Engine) -> None:
+def test_messages_are_wrapped_as_the_models_template_does(engine):
     """All modules together are what the template makes of the same messages."""
     said = [
         ("system", "Be brief, as ever."),
@@ -377,9 +326,7 @@ def test_messages_are_wrapped_as_the_models_template_does(engine: Engine) -> Non
     assert mine.token_ids == engine.prompt([*said, ("user", "And that?")]).token_ids
 
 
-def test_a_chat_begins_as_the_template_does_whatever_stands_before_a_text(
-    engine: Engine, monkeypatch
-) -> None:
+def test_a_chat_begins_as_the_template_does_whatever_stands_before_a_text(engine, monkeypatch):
     words = engine.model.tokenizer
     monkeypatch.setattr(words, "chat_template", words.chat_template.removeprefix("<s>"))
     monkeypatch.setattr(HFModel, "bos", (words.bos_token_id,))
@@ -402,9 +349,9 @@ def test_a_chat_begins_as_the_template_does_whatever_stands_before_a_text(
 @pytest.fixture
 def of(tiny_settings):
     """Makes an engine over a tiny model of a family, over a store on disk."""
-    made: list[Engine] = []
+    made = []
 
-    def engine(name: str) -> Engine:
+    def engine(name):
         made.append(Engine(tiny_settings.model_copy(update={"memory_bytes": 0}), kit.family(name)))
         return made[-1]
 
@@ -416,9 +363,7 @@ def of(tiny_settings):
 @pytest.mark.parametrize(
     "name", ["llama", "deepseek-latent", "smollm3-some-nope", "bloom-alibi", "gpt2", "gptj"]
 )
-def test_in_every_family_a_scaffold_over_all_is_full_prefill_and_modules_are_read(
-    of, name: str
-) -> None:
+def test_in_every_family_a_scaffold_over_all_is_full_prefill_and_modules_are_read(of, name):
     engine = of(name)
     engine.schemas.register(LINES)
     engine.flush()
@@ -428,7 +373,7 @@ def test_in_every_family_a_scaffold_over_all_is_full_prefill_and_modules_are_rea
     assert (trace.modules, trace.fallback_reason) == (CHOSEN, "")
 
 
-def test_a_refused_model_answers_by_full_prefill(of) -> None:
+def test_a_refused_model_answers_by_full_prefill(of):
     engine = of("llama-dynamic")
     assert engine.schemas.register(LINES).done.encoded == 0
     answer = engine.answer(parse_prompt(ALL_LINES))
@@ -436,7 +381,7 @@ def test_a_refused_model_answers_by_full_prefill(of) -> None:
     assert answer.token_ids == full(engine, parse_prompt(ALL_LINES)).token_ids
 
 
-def test_kv_that_cannot_be_moved_is_used_in_place_alone(of) -> None:
+def test_kv_that_cannot_be_moved_is_used_in_place_alone(of):
     engine = of("gpt2")
     engine.schemas.register(LINES)
     long = parse_prompt(f'<prompt schema="lines"><two/>{"word " * 30}<three/>What?</prompt>')
@@ -455,37 +400,6 @@ def test_kv_that_cannot_be_moved_is_used_in_place_alone(of) -> None:
 # several models on one store
 
 
-def test_what_another_model_encoded_after_an_answer_goes_with_the_schema(trip: Engine, of) -> None:
-    trip.flush()
-    other = of("llama")
-    other.answer(parse_prompt(PROMPT))
-    other.flush()
-    keys = {other.runtime.encoder.key_of(run) for run in other.schemas.show("trip").runs}
-    assert other.store.lookup(keys)
-    assert not other.schemas.has(parse_schema(TRIP))
-    other.schemas.remove("trip")
-    assert other.store.lookup(keys) == {}
-
-
-def test_a_text_that_another_models_process_edited_is_not_encoded_for_this_one(
-    trip: Engine, of
-) -> None:
-    other, edited = of("llama"), parse_schema(EDITED)
-    other.schemas.register(edited)
-    assert (other.schemas.has(edited), trip.schemas.has(edited)) == (True, False)
-    trip.answer(parse_prompt(PROMPT))
-    trip.flush()
-    runs = [trip.runtime.encoder.key_of(run) for run in trip.schemas.show("trip").runs]
-    assert len(trip.store.lookup(runs)) == len(runs)  # what the edit changed came after the answer
-    assert not trip.schemas.has(edited)
-    assert trip.schemas.ensure(edited) is not None
-    assert (other.schemas.has(edited), trip.schemas.has(edited)) == (True, True)
-    other.close()
-    trip.schemas.remove("trip")
-    assert trip.store.lookup(runs) == {}
-    assert trip.store.entries() == []
-
-
 # answers at the same time
 
 LONG = "The sea was calm, and the ship went on. " * 8
@@ -498,9 +412,7 @@ READERS = [
 ]
 
 
-def test_a_batch_holds_a_module_once_and_says_what_each_answer_says_alone(
-    engine: Engine, monkeypatch
-) -> None:
+def test_a_batch_holds_a_module_once_and_says_what_each_answer_says_alone(engine, monkeypatch):
     engine.schemas.register(BOOK)
     prompts = [parse_prompt(text) for text in READERS]
     alone = [engine.answer(prompt).token_ids for prompt in prompts]

@@ -2,18 +2,15 @@
 computed.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 
 import pytest
 import torch
-from ragfuse_bench.line import Line, constant, line_to
+from ragfuse_bench.line import constant, line_to
 
 from ragfuse import Ask, Engine
 from ragfuse.codec import RawCodec
-from ragfuse.load.stream import COMPUTED, GIVEN_UP
+from ragfuse.load.stream import COMPUTED
 from ragfuse.types.reasons import UNREADABLE
 from tests.plan.kit import timings, with_cost
 from tests.store.redis_server import RedisServer
@@ -26,14 +23,14 @@ pays.
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[RedisServer]:
+def server(tmp_path_factory):
     server = RedisServer(tmp_path_factory.mktemp("redis"))
     yield server
     server.kill()
 
 
 @pytest.fixture
-def line(server) -> Iterator[Line]:
+def line(server):
     with line_to(server.port) as line:
         yield line
 
@@ -55,23 +52,14 @@ def settings(tiny_settings, server, line):
 
 
 @pytest.fixture
-def engine(settings) -> Iterator[Engine]:
+def engine(settings):
     with Engine(settings) as engine:
         ingest(engine)
         engine.flush()
         yield engine
 
 
-def medium_byte_s(engine: Engine, seconds: float) -> float:
-    """A second of a byte, so that all chunks come in so many seconds as int8, but not raw."""
-    raw, int8 = (
-        sum(dict(fetch.sizes)[level] for fetch in engine.plan(messages()).fetches)
-        for level in ("raw", "int8")
-    )
-    return 2 * seconds / (raw + int8)
-
-
-def computing(engine: Engine, row_s: float, byte_s: float = 1e-9) -> None:
+def computing(engine, row_s, byte_s=1e-9):
     """This machine computes a row in so long, as far as plans know, and Redis carries so much."""
     engine.timings.learn(with_cost(timings(engine, redis=byte_s, memory=0.0), row_s=row_s))
 
@@ -102,23 +90,6 @@ def test_with_time_for_it_all_is_computed_and_the_answer_is_full_prefills(engine
     assert {entry.key for entry in engine.store.entries()} == {entry.key for entry in before}
 
 
-def test_a_line_that_is_taken_to_be_slow_brings_less_first_and_the_rest_once_it_is_seen_to_be_fast(
-    engine,
-):
-    byte_s = medium_byte_s(engine, 40.0)
-    computing(engine, 1.0, byte_s)
-    trace = engine.answer(messages(), Ask(ratio=0.0, deadline_s=base_s(engine) + 40.0)).trace
-    first = trace.stream.pieces[0]
-    assert (first.level, trace.stream.prior) == ("int8", pytest.approx(1 / byte_s))
-    assert trace.segments[0].level == "raw"
-    assert (
-        trace.segments[0].nbytes
-        == sum(each.nbytes for each in trace.stream.pieces if 0 in each.segments)
-        > 0
-    )
-    assert trace.nbytes == sum(piece.nbytes for piece in trace.stream.pieces)
-
-
 def test_a_line_that_stands_still_costs_the_deadline_and_no_answer(engine, line):
     computing(engine, 2e-3)
     engine.answer(messages(), Ask(ratio=0.0, deadline_s=0.1))
@@ -130,38 +101,6 @@ def test_a_line_that_stands_still_costs_the_deadline_and_no_answer(engine, line)
         or {piece.level for piece in found.trace.stream.pieces if not piece.why} == set()
     )
     assert found.text == engine.answer(messages(), Ask(reuse=False)).text
-
-
-@pytest.mark.slow
-def test_where_nothing_was_measured_a_slow_line_is_left_for_computing_by_what_prefills_took(
-    engine, line
-):
-    full = engine.answer(messages(), Ask(reuse=False))
-    line.start(constant(5e4))
-    found = engine.answer(messages(), Ask(ratio=0.0, deadline_s=NEVER))
-    assert {piece.why for piece in found.trace.stream.pieces} == {COMPUTED}
-    assert found.text == full.text
-    assert engine.answer(messages(), Ask(ratio=0.0)).trace.predicted_ttft_s is None
-
-
-def test_what_is_computed_instead_is_told_of_each_segment(engine, line):
-    computing(engine, 1e-4)
-    plan = engine.plan(messages())
-    line.start(constant(2e4))
-    trace = engine.answer(messages(), Ask(ratio=0.0, deadline_s=0.0)).trace
-    line.start(constant(1e9))
-    told = {segment.why for segment in trace.segments if not segment.hit} - {""}
-    assert plan.fetches
-    assert trace.is_late
-    assert told
-    assert all(any(word in why for word in (COMPUTED, GIVEN_UP, "line")) for why in told)
-
-
-def base_s(engine: Engine) -> float:
-    """What is computed in any case, as far as plans know."""
-    machine = engine.plan(messages(), Ask(ratio=0.0)).forecast
-    assert machine is not None
-    return machine.recompute_s
 
 
 def test_kv_that_cannot_be_decoded_is_computed_and_the_rest_is_used(engine, monkeypatch):
@@ -179,25 +118,6 @@ def test_kv_that_cannot_be_decoded_is_computed_and_the_rest_is_used(engine, monk
     lost = [segment for segment in trace.segments if segment.kind == "chunk" and not segment.hit]
     assert [(segment.source, segment.why) for segment in lost] == [("book-2", UNREADABLE)]
     assert adds_up(trace)
-
-
-def test_a_chunk_that_stands_twice_comes_once(engine):
-    computing(engine, SLOWLY)
-    asked = messages([*CHUNKS[:2], CHUNKS[1]])
-    trace = engine.answer(asked, Ask(ratio=0.0, deadline_s=50.0)).trace
-    _, first, last = (
-        at for at, segment in enumerate(engine.prompt(asked).segments) if segment.kind == "chunk"
-    )
-    assert chunk_hits(trace) == [True] * 3
-    assert {first, last} <= {at for piece in trace.stream.pieces for at in piece.segments}
-    assert all(
-        (first in piece.segments) == (last in piece.segments) for piece in trace.stream.pieces
-    )
-    assert [segment.nbytes > 0 for segment in trace.segments if segment.kind == "chunk"] == [
-        True,
-        True,
-        False,
-    ]
 
 
 def test_a_prompt_is_as_long_under_a_deadline_as_without(engine):

@@ -2,11 +2,7 @@
 not.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -23,18 +19,18 @@ CALL = '<tool_call>{"name": "news", "arguments": {"city": "Rome"}}</tool_call>'
 
 
 @pytest.fixture(scope="module")
-def opened(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def opened(tiny_path, tmp_path_factory):
     """An engine over a model whose prompts open a thought."""
     yield from over(thinking_model(tiny_path, tmp_path_factory.mktemp("opened") / "model"))
 
 
 @pytest.fixture(scope="module")
-def free(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def free(tiny_path, tmp_path_factory):
     """The same, but the model opens its thoughts itself."""
     yield from over(thinking_model(tiny_path, tmp_path_factory.mktemp("free") / "model", TEMPLATE))
 
 
-def over(folder: Path) -> Iterator[Engine]:
+def over(folder):
     home = folder.parent
     with Engine(
         Settings(model=str(folder), dtype="float32", store=home, home=home, max_tokens=40)
@@ -42,7 +38,7 @@ def over(folder: Path) -> Iterator[Engine]:
         yield made
 
 
-def test_an_answer_is_what_follows_the_thought(opened: Engine, free: Engine) -> None:
+def test_an_answer_is_what_follows_the_thought(opened, free):
     for made, begin in ((opened, ""), (free, "<think>\n"), (free, "\n<think>")):
         answer = made.answer(ASKED, saying(made, f"{begin}I wonder. \n</think>\n\nForty ships. "))
         assert (answer.reasoning, answer.text, answer.finish_reason) == (
@@ -52,7 +48,7 @@ def test_an_answer_is_what_follows_the_thought(opened: Engine, free: Engine) -> 
         )
 
 
-def test_a_stream_says_thoughts_and_text_apart(opened: Engine) -> None:
+def test_a_stream_says_thoughts_and_text_apart(opened):
     said = "I wonder <b>. \n</think>\n\nForty\n\nships."
     stream = opened.stream(ASKED, saying(opened, said))
     pieces = list(stream.pieces())
@@ -64,13 +60,13 @@ def test_a_stream_says_thoughts_and_text_apart(opened: Engine) -> None:
     assert "".join(opened.stream(ASKED, saying(opened, said))) == stream.answer.text
 
 
-def test_a_thought_that_never_ends_is_no_answer(opened: Engine) -> None:
+def test_a_thought_that_never_ends_is_no_answer(opened):
     answer = opened.answer(ASKED, saying(opened, "I wonder", ends=False, max_tokens=8))
     assert (answer.reasoning, answer.text, answer.finish_reason) == ("I wonder", "", "length")
     assert len(answer.token_ids) == 8
 
 
-def test_without_a_thought_all_is_text(free: Engine, engine: Engine) -> None:
+def test_without_a_thought_all_is_text(free, engine):
     for text in ("Forty ships.", "<thin air", " <b>", "Say </think> or <think>."):
         answer = free.answer(ASKED, saying(free, text))
         assert (answer.reasoning, answer.text) == ("", text)
@@ -78,7 +74,7 @@ def test_without_a_thought_all_is_text(free: Engine, engine: Engine) -> None:
     assert (answer.reasoning, answer.text) == ("", "<think>Hm</think>Yes.")
 
 
-def test_stop_strings_count_behind_the_thought(opened: Engine) -> None:
+def test_stop_strings_count_behind_the_thought(opened):
     answer = opened.answer(
         ASKED, saying(opened, "Ships? No.</think>Forty ships.", stop=["hip", "N"])
     )
@@ -89,7 +85,7 @@ def test_stop_strings_count_behind_the_thought(opened: Engine) -> None:
     )
 
 
-def test_a_call_behind_a_thought_or_instead_of_its_end_is_a_call(opened: Engine) -> None:
+def test_a_call_behind_a_thought_or_instead_of_its_end_is_a_call(opened):
     for end in ("</think>\n", "\n"):
         answer = opened.answer(ASKED, saying(opened, f"I ask.{end}{CALL}", tools=TOOLS))
         assert (answer.reasoning, answer.text, answer.finish_reason) == ("I ask.", "", "tool_calls")
@@ -99,7 +95,7 @@ def test_a_call_behind_a_thought_or_instead_of_its_end_is_a_call(opened: Engine)
     assert (answer.reasoning, answer.text, len(answer.tool_calls)) == ("Hm", "I ask.", 1)
 
 
-def test_what_must_be_a_call_or_follow_a_grammar_thinks_nothing(opened: Engine) -> None:
+def test_what_must_be_a_call_or_follow_a_grammar_thinks_nothing(opened):
     answer = opened.answer(ASKED, Ask(tools=TOOLS, tool_choice="news", max_tokens=150))
     assert (answer.reasoning, answer.text, answer.finish_reason) == ("", "", "tool_calls")
     assert isinstance(answer.tool_calls[0], ToolCall)
@@ -107,14 +103,14 @@ def test_what_must_be_a_call_or_follow_a_grammar_thinks_nothing(opened: Engine) 
     assert answer.text in ("yes", "no")
 
 
-def test_a_plain_text_is_gone_on_with_as_it_stands(opened: Engine) -> None:
+def test_a_plain_text_is_gone_on_with_as_it_stands(opened):
     answer = opened.answer("<think>", saying(opened, "Hm</think>Yes."))
     assert (answer.reasoning, answer.text) == ("", "Hm</think>Yes.")
     one, other = opened.batch(["<think>", "Who?"], Ask(max_tokens=12))
     assert one.reasoning == other.reasoning == ""
 
 
-def test_tags_are_known_by_template_or_tokenizer() -> None:
+def test_tags_are_known_by_template_or_tokenizer():
     for open, close in THOUGHT_TAGS:
         assert ChatTemplate.of("", [open, close]).thoughts == Thoughts(open, close)
         assert ChatTemplate.of(f"{{{{ m.split('{close}')[-1] }}}}", []).thoughts == Thoughts(
@@ -130,7 +126,7 @@ def test_tags_are_known_by_template_or_tokenizer() -> None:
     assert tags.is_open("<think>I was", within=True)
 
 
-def test_the_next_turn_goes_on_from_the_answer_alone(opened: Engine) -> None:
+def test_the_next_turn_goes_on_from_the_answer_alone(opened):
     opened.answer(ASKED, saying(opened, "Hm</think>Yes.", session="s"))
     prompt = opened.plan([("user", "So?")], Ask(session="s")).prompt
     text = opened.model.tokenizer.decode(prompt.token_ids)
@@ -138,9 +134,7 @@ def test_the_next_turn_goes_on_from_the_answer_alone(opened: Engine) -> None:
     assert "Hm" not in text
 
 
-def test_what_a_template_does_not_read_is_refused_not_ignored(
-    opened: Engine, engine: Engine
-) -> None:
+def test_what_a_template_does_not_read_is_refused_not_ignored(opened, engine):
     for made in (opened, engine):
         with pytest.raises(InputError, match=r"'reasoning_effort'.*leave others out"):
             made.answer(ASKED, Ask(chat_template_kwargs={"reasoning_effort": "low"}))
@@ -158,14 +152,12 @@ THOUGHT = (
 REMEMBERS = TEMPLATE.replace("{{ message['content'] }}", THOUGHT + "{{ message['content'] }}")
 
 
-def text_of(engine: Engine, turns: list[ChatMessage], ask: Ask | None = None) -> str:
+def text_of(engine, turns, ask=None):
     ids = engine.prompt(turns, ask=ask or Ask()).token_ids
     return str(engine.model.tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-def test_what_was_thought_before_an_earlier_answer_is_handed_to_the_template(
-    tiny_path: Path, tmp_path: Path
-) -> None:
+def test_what_was_thought_before_an_earlier_answer_is_handed_to_the_template(tiny_path, tmp_path):
     assert REMEMBERS != TEMPLATE
     for made in over(thinking_model(tiny_path, tmp_path / "model", REMEMBERS)):
         said = [("user", "Who?"), ("assistant", "It."), ("user", "Sure?")]
@@ -189,7 +181,7 @@ def test_what_was_thought_before_an_earlier_answer_is_handed_to_the_template(
         assert "forged </think> tag \ufffd" in text_of(made, turns)
 
 
-def test_messages_of_one_role_that_are_joined_keep_what_each_thought() -> None:
+def test_messages_of_one_role_that_are_joined_keep_what_each_thought():
     turns = [ChatMessage("assistant", "a", reasoning=thought) for thought in ("one", "", "two")]
     (joined,) = ChatMessage.joined(turns)
     assert joined.reasoning == "one\ntwo"

@@ -4,10 +4,6 @@ conversations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, cast
-
 import pytest
 import torch
 from tokenizers import (
@@ -24,7 +20,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ragfuse import Ask, ChatMessage, Engine, InputError, Piece, Settings, SettingsError
 from ragfuse.schemas.pml import parse_prompt
-from ragfuse.types.prompt import Prompt
 from tests.tiny import CHUNKS, INSTRUCTION, QUESTION, messages
 
 INST = (
@@ -41,23 +36,23 @@ CHATML = (
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 
 
-def _tokenizer(kind: str) -> PreTrainedTokenizerFast:
+def _tokenizer(kind):
     core = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     if kind == "legacy":
         core.normalizer = normalizers.Sequence(
             [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
         )
     else:
-        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=cast(Any, kind), split=False)
+        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
     back = [
         decoders.Replace("▁", " "),
         decoders.ByteFallback(),
         decoders.Fuse(),
         decoders.Strip(" ", 1, 0),
     ]
-    core.decoder = decoders.Sequence(cast(Any, back))
+    core.decoder = decoders.Sequence(back)
     alphabet = ["▁", "\n", *map(chr, range(33, 127))]
-    trainer: Any = trainers.BpeTrainer(
+    trainer = trainers.BpeTrainer(
         vocab_size=190, special_tokens=SPECIAL, show_progress=False, initial_alphabet=alphabet
     )
     core.train_from_iterator([*CHUNKS, INSTRUCTION, QUESTION] * 3, trainer)
@@ -77,7 +72,7 @@ def _tokenizer(kind: str) -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="module", params=["first", "legacy", "always", "never"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(request, tmp_path_factory):
     """A random model over a tokenizer that may put a space before texts."""
     folder, tokenizer = tmp_path_factory.mktemp(request.param), _tokenizer(request.param)
     tokenizer.chat_template = INST
@@ -107,7 +102,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture
-def spaced(folder: Path, tmp_path: Path) -> Iterator[Engine]:
+def spaced(folder, tmp_path):
     told = {"prefix_cache": False, "learn": "retrieved", "max_tokens": 8, "min_chunk_tokens": 6}
     with Engine(
         Settings(
@@ -117,20 +112,20 @@ def spaced(folder: Path, tmp_path: Path) -> Iterator[Engine]:
         yield made
 
 
-def said(engine: Engine, ids: Any) -> str:
+def said(engine, ids):
     return str(engine.model.tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-def own(engine: Engine, told: list[dict[str, Any]], **more: Any) -> list[int]:
+def own(engine, told, **more):
     """The ids of what the template writes."""
     words = engine.model.tokenizer
     text = words.apply_chat_template(
-        cast(Any, told), tokenize=False, **{"add_generation_prompt": True, **more}
+        told, tokenize=False, **{"add_generation_prompt": True, **more}
     )
     return list(words(str(text), add_special_tokens=False).input_ids)
 
 
-def joined(prompt: list[Any]) -> list[dict[str, Any]]:
+def joined(prompt):
     return [
         {
             "role": role,
@@ -140,19 +135,17 @@ def joined(prompt: list[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def kinds(prompt: Prompt) -> list[str]:
+def kinds(prompt):
     return [segment.kind for segment in prompt.segments]
 
 
-def test_chunks_change_nothing_of_what_is_read(spaced: Engine) -> None:
+def test_chunks_change_nothing_of_what_is_read(spaced):
     prompt = spaced.prompt(messages())
     assert kinds(prompt).count("chunk") == len(CHUNKS)
     assert list(prompt.token_ids) == own(spaced, joined(messages()))
 
 
-def test_a_prompt_without_chunks_has_the_ids_of_its_template_and_so_has_one_without_reuse(
-    spaced: Engine,
-) -> None:
+def test_a_prompt_without_chunks_has_the_ids_of_its_template_and_so_has_one_without_reuse(spaced):
     wanted = own(spaced, joined(messages()))
     text = joined(messages())[0]["content"]
     assert list(spaced.prompt([("user", text)]).token_ids) == wanted
@@ -162,7 +155,7 @@ def test_a_prompt_without_chunks_has_the_ids_of_its_template_and_so_has_one_with
     assert spaced.answer(messages(), Ask(reuse=False)).trace.tokens == len(wanted)
 
 
-def test_a_text_has_the_ids_of_its_tokenizer(spaced: Engine) -> None:
+def test_a_text_has_the_ids_of_its_tokenizer(spaced):
     text = f"{CHUNKS[0]}\n\n{CHUNKS[1]}\n\n{QUESTION}"
     assert list(spaced.prompt(text).token_ids) == spaced.model.tokenizer(text).input_ids
     prompt = spaced.prompt(text, ask=Ask(documents=[(CHUNKS[0], "book")]))
@@ -170,7 +163,7 @@ def test_a_text_has_the_ids_of_its_tokenizer(spaced: Engine) -> None:
     assert kinds(prompt)[-2:] == ["chunk", "fresh"]
 
 
-def test_ingested_chunks_are_found_in_text_and_in_token_ids(spaced: Engine) -> None:
+def test_ingested_chunks_are_found_in_text_and_in_token_ids(spaced):
     spaced.ingest([(text, "book") for text in CHUNKS])
     text = joined(messages())[0]["content"]
     for asked in ([("user", text)], own(spaced, joined(messages()))):
@@ -182,12 +175,12 @@ def test_ingested_chunks_are_found_in_text_and_in_token_ids(spaced: Engine) -> N
 
 
 def test_a_conversation_goes_on_with_the_ids_of_its_answers_and_reads_as_its_template_writes(
-    spaced: Engine,
-) -> None:
+    spaced,
+):
     first = spaced.answer([("user", "Who counted forty ships?")], Ask(session="one"))
     spaced.flush()
     answer = spaced.answer([("user", "And what is its door like?")], Ask(session="one"))
-    told: list[Any] = [
+    told = [
         ("user", "Who counted forty ships?"),
         ("assistant", [Piece(first.text, ids=first.token_ids)]),
         ("user", "And what is its door like?"),
@@ -198,7 +191,7 @@ def test_a_conversation_goes_on_with_the_ids_of_its_answers_and_reads_as_its_tem
     assert answer.trace.history_reused > 0
 
 
-def test_a_prompt_over_a_schema_reads_as_the_template_writes_it(spaced: Engine) -> None:
+def test_a_prompt_over_a_schema_reads_as_the_template_writes_it(spaced):
     schema = (
         f"<schema name='s'><user>Read this. <module name='m'>{CHUNKS[0]}</module></user></schema>"
     )
@@ -208,14 +201,14 @@ def test_a_prompt_over_a_schema_reads_as_the_template_writes_it(spaced: Engine) 
     assert _read(said(spaced, prompt.token_ids)) == _read(said(spaced, own(spaced, told)))
 
 
-def _read(text: str) -> str:
+def _read(text):
     return text.replace(" [/INST]", "[/INST]")
 
 
 # token ids
 
 
-def test_token_ids_are_read_as_they_are(spaced: Engine) -> None:
+def test_token_ids_are_read_as_they_are(spaced):
     ids = own(spaced, joined(messages()))
     assert list(spaced.prompt(ids).token_ids) == ids
     assert spaced.answer(ids).token_ids == spaced.answer(messages(), Ask(reuse=False)).token_ids
@@ -225,14 +218,12 @@ def test_token_ids_are_read_as_they_are(spaced: Engine) -> None:
 
 
 @pytest.mark.parametrize("ids", [[1, -1], [1, 10**6], [1, "a"], [1, 2.5]])
-def test_token_ids_that_the_tokenizer_does_not_have_are_refused(
-    engine: Engine, ids: list[Any]
-) -> None:
+def test_token_ids_that_the_tokenizer_does_not_have_are_refused(engine, ids):
     with pytest.raises(InputError, match=r"whole numbers from 0"):
         engine.prompt(ids)
 
 
-def test_token_ids_have_no_tools_and_no_session(engine: Engine) -> None:
+def test_token_ids_have_no_tools_and_no_session(engine):
     tool = {"type": "function", "function": {"name": "find", "parameters": {}}}
     for ask in (Ask(session="one"), Ask(tools=[tool]), Ask(continue_final_message=True)):
         with pytest.raises(InputError, match="token ids cannot have tools"):
@@ -243,12 +234,12 @@ def test_token_ids_have_no_tools_and_no_session(engine: Engine) -> None:
 
 
 @pytest.fixture
-def thinking(spaced: Engine) -> Engine:
-    cast(Any, spaced.model.tokenizer).chat_template = CHATML
+def thinking(spaced):
+    spaced.model.tokenizer.chat_template = CHATML
     return spaced
 
 
-def test_the_template_sees_its_own_variables(thinking: Engine) -> None:
+def test_the_template_sees_its_own_variables(thinking):
     for more in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
         prompt = thinking.prompt([("user", "Why?")], ask=Ask(chat_template_kwargs=more))
         assert list(prompt.token_ids) == own(
@@ -261,12 +252,12 @@ def test_the_template_sees_its_own_variables(thinking: Engine) -> None:
 
 
 @pytest.mark.parametrize("name", ["chat_template", "tools", "tokenize", "add_generation_prompt"])
-def test_what_is_no_variable_of_a_template_is_refused(name: str) -> None:
+def test_what_is_no_variable_of_a_template_is_refused(name):
     with pytest.raises(SettingsError, match=name):
         Ask(chat_template_kwargs={name: 1})
 
 
-def test_thoughts_of_earlier_answers_go_as_the_template_lets_them(thinking: Engine) -> None:
+def test_thoughts_of_earlier_answers_go_as_the_template_lets_them(thinking):
     told = [
         ("user", "Why?"),
         ("assistant", "<think>Long and <|im_end|> deep.</think>So."),
@@ -278,11 +269,11 @@ def test_thoughts_of_earlier_answers_go_as_the_template_lets_them(thinking: Engi
     # some put a space behind a token, none is one
     assert said(thinking, prompt.token_ids).split() == wanted.split()
     words = thinking.model.tokenizer
-    assert prompt.token_ids.count(cast(int, words.convert_tokens_to_ids("</think>"))) == 0
+    assert prompt.token_ids.count(words.convert_tokens_to_ids("</think>")) == 0
 
 
-def test_a_last_message_is_gone_on_with(thinking: Engine) -> None:
-    told: list[Any] = [("user", "Why?"), ("assistant", "Because the")]
+def test_a_last_message_is_gone_on_with(thinking):
+    told = [("user", "Why?"), ("assistant", "Because the")]
     wanted = own(thinking, joined(told), add_generation_prompt=False, continue_final_message=True)
     prompt = thinking.prompt(told, ask=Ask(continue_final_message=True))
     assert list(prompt.token_ids) == wanted
@@ -294,13 +285,13 @@ def test_a_last_message_is_gone_on_with(thinking: Engine) -> None:
     "told",
     ["Why?", [("user", "Why?")], [ChatMessage("user", "Why?"), ChatMessage("assistant", " ")]],
 )
-def test_only_an_answer_that_is_begun_is_gone_on_with(engine: Engine, told: Any) -> None:
+def test_only_an_answer_that_is_begun_is_gone_on_with(engine, told):
     with pytest.raises(InputError, match="last message"):
         engine.answer(told, Ask(continue_final_message=True))
 
 
-def test_a_conversation_remembers_an_answer_with_its_given_beginning(thinking: Engine) -> None:
-    told: list[Any] = [("user", "Why?"), ("assistant", "Because the")]
+def test_a_conversation_remembers_an_answer_with_its_given_beginning(thinking):
+    told = [("user", "Why?"), ("assistant", "Because the")]
     answer = thinking.answer(told, Ask(session="one", continue_final_message=True))
     thinking.flush()
     after = thinking.answer([("user", "And then?")], Ask(session="one"))

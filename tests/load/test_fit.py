@@ -34,20 +34,6 @@ def test_no_noise_makes_a_weight_that_is_no_number_or_below_zero(rows):
     assert all(isfinite(weight) and weight >= 0 for weight in found)
 
 
-@pytest.mark.parametrize("table", [[(1, 5e-324)], [(5e-324, 0.0)], [(1e-310, 1.0), (0.0, 1.0)]])
-def test_a_column_of_hardly_anything_and_a_clock_that_stood_still_break_no_fit(table):
-    for seconds in (0.0, 5e-324, 1.0):
-        assert all(
-            isfinite(weight) and weight >= 0 for weight in fitted(table, [seconds] * len(table))
-        )
-
-
-def test_a_known_prefill_curve_is_found_again():
-    points = [(n, 0.02 + 3e-4 * n + 5e-8 * n * n) for n in (96, 192, 384, 768, 1536)]
-    found = fitted([(1, n, n * n) for n, _ in points], [seconds for _, seconds in points])
-    assert found == pytest.approx((0.02, 3e-4, 5e-8))
-
-
 def test_known_fused_prefills_are_foretold_also_where_none_was_measured():
     def points(sizes):
         return [

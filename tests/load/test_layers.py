@@ -3,7 +3,6 @@ behind.
 """
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,24 +10,23 @@ from ragfuse.load.layers import LayerReader
 from ragfuse.plan.cost import AHEAD, STEP_NBYTES
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, KVStore, MemoryTier
-from ragfuse.types.kv import ChunkKV
 from ragfuse.types.plan import Fetch
 from tests.store.kit import key, kv, same
 from tests.store.redis_server import until
 
 LAYERS = 3 * AHEAD
-CHUNKS: tuple[ChunkKV, ...] = tuple(kv(seed, n=3 + seed, n_layers=LAYERS) for seed in range(3))
+CHUNKS = tuple(kv(seed, n=3 + seed, n_layers=LAYERS) for seed in range(3))
 
 
 @pytest.fixture
-def store(tmp_path) -> Iterator[KVStore]:
+def store(tmp_path):
     with KVStore([MemoryTier(1 << 24, lru), DiskTier(tmp_path, 1 << 24, lru)]) as store:
         for number, chunk in enumerate(CHUNKS):
             assert store.put(key(number), chunk, wait=True)
         yield store
 
 
-def fetches(*tiers: str, a_read: int = 1) -> list[Fetch]:
+def fetches(*tiers, a_read=1):
     """Chunks of which at most `a_read` layers fit into one read."""
     nbytes = STEP_NBYTES * LAYERS // a_read
     return [
@@ -36,7 +34,7 @@ def fetches(*tiers: str, a_read: int = 1) -> list[Fetch]:
     ]
 
 
-def loading() -> list[threading.Thread]:
+def loading():
     return [
         thread
         for thread in threading.enumerate()
@@ -47,7 +45,7 @@ def loading() -> list[threading.Thread]:
 class Wrong(KVStore):
     """An open store that fails with `error` when one layer is read."""
 
-    def __init__(self, store: KVStore, layer: int, error: BaseException) -> None:
+    def __init__(self, store, layer, error):
         self.__dict__ = store.__dict__
         self.layer, self.error = layer, error
 
@@ -138,30 +136,6 @@ def test_layers_are_lost_with_those_read_together(store, tier):
         found = [reader.read(layer)[0] for layer in range(LAYERS)]
     # of reads of 1, 2, 3, 3, 3
     assert [layer for layer, kv in enumerate(found) if kv is None] == [3, 4, 5]
-
-
-def test_layers_are_read_a_few_at_a_time_and_every_tier_is_told_before(store, monkeypatch):
-    told = []
-    read, expect = store.read_layers, store.expect
-    monkeypatch.setattr(
-        store, "read_layers", lambda *given: told.append(("read", *given[1:3])) or read(*given)
-    )
-    monkeypatch.setattr(
-        store,
-        "expect",
-        lambda tier, keys, *span: (
-            told.append((tier, len(list(keys)), *span)) or expect(tier, keys, *span)
-        ),
-    )
-    with LayerReader(store, fetches("disk", "memory", "disk", a_read=5), LAYERS) as reader:
-        for layer in range(LAYERS):
-            assert all(reader.read(layer).values())
-    spans = [(0, 1), (1, 2), (3, 4), (7, 5)]
-    assert [each for each in told if each[0] == "disk"] == [
-        ("disk", 2, *span, "raw") for span in spans
-    ]
-    for span in spans:
-        assert told.index(("disk", 2, *span, "raw")) < told.index(("read", *span))
 
 
 def test_a_chunk_that_is_gone_is_none_and_the_others_are_there(store):

@@ -1,7 +1,5 @@
 """How often streams are late, over far more lines than there is time to wait for: see `replay`."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest
@@ -16,7 +14,7 @@ COMPUTING = [Random(seed).uniform(0.97, 1.05) for seed in range(len(LINES))]
 """How many times as long as foreseen computing takes over each line."""
 
 
-def late(deadline_s: float, level: str | None = None) -> int:
+def late(deadline_s, level=None):
     return sum(
         replayed(line, deadline_s, level, longer)[0] > deadline_s
         for line, longer in zip(LINES, COMPUTING, strict=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ragfuse.load.layers import LayerReader, is_far
-from ragfuse.load.staging_buffer import StagingBuffer, _Buffer, _ranges
+from ragfuse.load.staging_buffer import StagingBuffer, _ranges
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, KVStore, MemoryTier
 from ragfuse.types.kv import LayerKV
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
 
-def layers(n: int = 3) -> list[dict[int, LayerKV | None]]:
+def layers(n=3):
     return [{0: layer, 2: None, 4: layer} for layer in kv(7, n=5, n_layers=n).layers]
 
 
@@ -28,15 +28,7 @@ def test_on_a_cpu_nothing_is_copied():
     assert staging.landed(staging.send(sent)) is sent
 
 
-def test_the_buffer_grows_only_when_it_must():
-    buffer = _Buffer(50)
-    first = buffer.room(10)
-    assert (first.numel(), buffer.room(0).numel()) == (10, 0)
-    assert buffer.room(50).data_ptr() == first.data_ptr()
-    assert buffer.room(1000).numel() == 1000
-
-
-def in_one_block(*sizes: int, gap: int = 0) -> list[torch.Tensor]:
+def in_one_block(*sizes, gap=0):
     """Tensors of random bfloat16 values that lie in one storage, `gap` values apart, behind three
     others.
     """
@@ -72,7 +64,7 @@ def test_what_lies_close_together_is_copied_at_once_and_comes_out_as_it_was(part
         assert torch.equal(found[id(part)], part)
 
 
-def steps_of(count: int, n: int, pin: bool = False) -> list[list[dict[int, LayerKV | None]]]:
+def steps_of(count, n, pin=False):
     """Steps of two layers of some megabytes, each with values of its own."""
     made = []
     for number in range(count):

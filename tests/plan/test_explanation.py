@@ -2,14 +2,11 @@
 token comes.
 """
 
-from dataclasses import replace
-
 from ragfuse.plan.explanation import UNMEASURED, in_words
-from ragfuse.types.prompt import Prompt
 from tests.plan.kit import machine, plan, prompt_of
 
 
-def told(tiers, policy="auto", ratio=None, deadline_s=None, **byte_s) -> list[str]:
+def told(tiers, policy="auto", ratio=None, deadline_s=None, **byte_s):
     prompt, entries = prompt_of(tiers)
     found = plan(prompt, entries, policy, ratio, deadline_s=deadline_s, costs=machine(**byte_s))
     return in_words(found).splitlines()
@@ -26,33 +23,6 @@ def test_every_chunk_has_a_line_with_tier_bytes_and_times():
     assert [word for line, words in wanted for word in words if word not in line] == []
 
 
-def test_what_the_ratio_stopped_at_is_said():
-    asked = {
-        "floor": told(["memory"] * 4, "hkvd"),
-        "loading": told(["far"] * 6, "hkvd", far=2e-8),
-        "deadline": told(["far"] * 6, "hkvd", deadline_s=0.6, far=2e-8),
-        "late": told(["far"] * 6, "hkvd", deadline_s=0.001, far=2e-8),
-        "fixed": told(["memory"] * 4, "lego-16", deadline_s=0.001),
-    }
-    said = {
-        name: [line for line in lines if line.startswith(("Ratio", "Rows"))]
-        for name, lines in asked.items()
-    }
-    assert len({line.partition(": ")[2] for (line,) in said.values()}) == len(said)
-    late = [name for name, lines in asked.items() if "cannot be met" in lines[-1]]
-    assert late == ["late", "fixed"]
-
-
-def test_an_entry_that_several_segments_use_is_read_once():
-    prompt, entries = prompt_of(["disk"])
-    first, second = (replace(prompt.segments[0], kind="module", start=200 * at) for at in range(2))
-    lines = in_words(
-        plan(Prompt((first, second, replace(prompt.segments[1], start=400))), entries)
-    ).splitlines()
-    assert "hit in disk, 4.8 MB" in lines[1]
-    assert "hit, read above" in lines[2]
-
-
 def test_what_is_there_and_not_read_says_where_and_why():
     lines = told(["disk", "disk", "disk", "far", "disk"], far=1e-7)
     (line,) = [line for line in lines if "book-3" in line]
@@ -60,6 +30,8 @@ def test_what_is_there_and_not_read_says_where_and_why():
     full = told(["far"] * 2, far=1e-6)
     assert "420 tokens" in full[0]
     assert all("full prefill is faster" in line and "4.8 MB" in line for line in full[1:3])
+    late = told(["far"] * 6, "hkvd", deadline_s=0.001, far=2e-8)
+    assert "cannot be met" in late[-1]
 
 
 def test_without_timings_the_plan_says_how_to_get_them():

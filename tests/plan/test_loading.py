@@ -8,9 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ragfuse.engine.background import jobs_after
 from ragfuse.plan.controller import MEASURED, TIE, Timed, widest
-from ragfuse.types.plan import LoadPlan
 from tests.plan.kit import machine, plan, prompt_of, with_cost
 
 LEAST = MEASURED[1]
@@ -18,14 +16,14 @@ SPEEDS = st.floats(-10.5, -5.5).map(lambda power: 10.0**power)
 TIERS = st.lists(st.sampled_from(["memory", "disk", "far", "farther", ""]), min_size=1, max_size=6)
 
 
-def planned(tiers, byte_s=1e-8, policy="auto", ratio=None, deadline_s=None, **others) -> LoadPlan:
+def planned(tiers, byte_s=1e-8, policy="auto", ratio=None, deadline_s=None, **others):
     prompt, entries = prompt_of(tiers)
     return plan(
         prompt, entries, policy, ratio, deadline_s=deadline_s, costs=machine(far=byte_s, **others)
     )
 
 
-def timed_at(found: LoadPlan, ratio: float, byte_s: float) -> float:
+def timed_at(found, ratio, byte_s):
     return Timed(machine(far=byte_s), replace(found, ratio=LEAST)).at(ratio).ttft_s
 
 
@@ -55,7 +53,7 @@ def test_the_ratio_is_never_below_the_least_and_never_above_one(tiers, far, fart
 
 @given(SPEEDS, SPEEDS, st.sampled_from(["hkvd", "lego", "query", "hkvd-flat"]), st.integers(1, 6))
 def test_slower_loading_in_the_same_steps_hides_no_less(one, other, policy, n_chunks):
-    def chosen(byte_s: float) -> tuple[float, set[int]]:
+    def chosen(byte_s):
         prompt, entries = prompt_of(["far"] * n_chunks)
         timed = Timed(machine(far=byte_s), plan(prompt, entries, policy))
         ratio = widest(timed)[0]
@@ -114,17 +112,6 @@ def test_a_chunk_that_is_slower_to_load_than_to_compute_is_computed():
     )
 
 
-def test_what_is_in_the_store_and_not_read_is_not_saved_again():
-    prompt, entries = prompt_of(["disk", "disk", "", "far", "disk"])
-    for byte_s in (1e-7, 1e-4):
-        found = plan(
-            prompt, entries, costs=machine(far=byte_s, disk=byte_s if byte_s > 1e-5 else 1e-9)
-        )
-        assert found.unread
-        jobs = list(jobs_after(found))
-        assert [job.source for job in jobs] == ["book-2"]
-
-
 def test_what_was_asked_for_is_done_and_foretold():
     found = planned(["far"] * 3, 1e-6, "hkvd", 0.3)
     assert (found.policy, found.ratio, len(found.fetches)) == ("hkvd", 0.3, 3)
@@ -166,9 +153,3 @@ def test_the_forecast_tells_every_segment_and_adds_up():
         found.forecast.load_s, rel=0.2
     )
     assert sum(compute for _, compute in segments.values()) < found.forecast.recompute_s
-
-
-def test_nothing_to_widen_where_nothing_is_on_offer():
-    prompt, entries = prompt_of(["disk"])
-    timed = Timed(machine(), plan(prompt, entries))
-    assert widest(timed) == (LEAST, "floor")

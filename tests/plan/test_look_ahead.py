@@ -22,14 +22,6 @@ def test_what_is_fetched_is_the_beginning_of_the_queue_that_fits_in_its_order(qu
     assert list(to_prefetch(queue, room)) == [name for name, _ in queue[:most]]
 
 
-def test_the_queue_is_read_no_further_than_memory_reaches():
-    def endless():
-        yield from (("a", 4), ("b", 4), ("c", 4))
-        raise AssertionError("read on")
-
-    assert list(to_prefetch(endless(), 8)) == ["a", "b"]
-
-
 def planned(load_s, compute_s, past=1000, new=100, nbytes=1 << 20):
     """A plan that reads so many tokens and bytes, and what that takes."""
     segments = (

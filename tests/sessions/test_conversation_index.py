@@ -4,17 +4,14 @@ of a queue.
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse import Settings, SettingsError
-from ragfuse.plan.evict import ConversationEvictor, lru
-from ragfuse.sessions.conversation_index import ConversationIndex, Name
+from ragfuse.sessions.conversation_index import ConversationIndex
 from ragfuse.types.keys import ChunkKey
 
 KEYS = tuple(ChunkKey("m", name) for name in "pqrst")
-NAMES: tuple[Name, ...] = (("blue", "a"), ("blue", "b"), ("green", "a"))
+NAMES = (("blue", "a"), ("blue", "b"), ("green", "a"))
 
 
 STEPS = st.lists(
@@ -72,15 +69,3 @@ def test_what_earlier_processes_knew_is_asked_once_and_changes_nothing_that_is_k
         NAMES[0],
     ]
     assert asked == [1]
-
-
-def test_the_policy_is_named_by_a_setting(tmp_path):
-    conversations = ConversationIndex()
-    assert conversations.evict(Settings(home=tmp_path, evict="lru")) is lru
-    ahead = conversations.evict(Settings(home=tmp_path))
-    assert isinstance(ahead, ConversationEvictor)
-    conversations.note(NAMES[0], KEYS[:2])
-    assert ahead.conversation_of(KEYS[1]) == NAMES[0]
-    for name in ("random", "fifo", ""):  # fifo is for simulations: tiers do not record arrivals
-        with pytest.raises(SettingsError, match="evict"):
-            Settings(home=tmp_path, evict=name)

@@ -2,8 +2,6 @@
 full prefill gives.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -88,16 +86,6 @@ def test_an_edited_question_reuses_what_stands_before_it(engine):
     assert answer.trace.history_reused == held(answers[0])
     assert answer.token_ids == engine.answer(edited, Ask(reuse=False)).token_ids
     assert len(engine.sessions.show("one").turns) == 2
-
-
-def test_a_turn_asked_again_reuses_what_stands_before_it_and_replaces_it_in_a_named_session(engine):
-    answers = talk(engine, QUESTIONS[:3])
-    again = engine.answer(resent(QUESTIONS[:3], answers[:2]), Ask(session="one", max_tokens=3))
-    assert again.trace.history_reused == held(answers[1])
-    session = engine.sessions.show("one")
-    assert [turn.messages[-1].text for turn in session.turns] == [
-        a.text for a in (*answers[:2], again)
-    ]
 
 
 def test_an_answer_that_was_altered_is_not_taken_for_what_was_said(engine):
@@ -252,14 +240,6 @@ def test_other_documents_are_another_question_and_no_session_gets_those_of_anoth
     asked[0] = ("user", QUESTIONS[0])  # without documents, in another session
     other = built(engine, asked, Ask(session="two"))
     assert other.token_ids == engine.prompt(asked).token_ids
-
-
-def test_a_message_is_recognised_without_the_documents_that_left(tiny_settings):
-    with Engine(tiny_settings.model_copy(update={"history_chunks": False})) as engine:
-        first = engine.answer([over(CHUNKS[:2], QUESTIONS[0])], Ask(session="one"))
-        asked = [("user", QUESTIONS[0]), ("assistant", first.text), over(CHUNKS[2:3], QUESTIONS[1])]
-        assert engine.answer(asked, Ask(session="one")).trace.history_reused
-        assert len(engine.sessions.show("one").turns) == 2
 
 
 LINES = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<assistant> "

@@ -2,42 +2,39 @@
 back to it.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from ragfuse import Ask, Engine, Settings
+from ragfuse import Ask, Engine
 from tests.sessions.kit import talk
 
 
-def questions(name: str) -> tuple[str, str]:
+def questions(name):
     return (
         f"Who kept the lighthouse {name}, and what did he count?",
         f"And who wrote the names down for {name}?",
     )
 
 
-def keys_of(engine: Engine, name: str) -> set[object]:
+def keys_of(engine, name):
     return set(engine.sessions.show(name).keys)
 
 
-def in_memory(engine: Engine, name: str) -> float:
+def in_memory(engine, name):
     """Share of a conversation's entries that lie in memory."""
     keys = keys_of(engine, name)
     return len(engine.store.tier("memory").stat(keys)) / len(keys)
 
 
-def said(engine: Engine, *names: str) -> None:
+def said(engine, *names):
     for name in names:
         talk(engine, questions(name), session=name, max_tokens=8)
         engine.flush()
 
 
 @contextmanager
-def small(settings: Settings, talks: float, **changes: object) -> Iterator[Engine]:
+def small(settings, talks, **changes):
     """An engine whose memory has room for so many conversations of two turns."""
     with Engine(settings.model_copy(update={"store": settings.home / "measured"})) as large:
         said(large, "x")
@@ -77,18 +74,6 @@ def test_a_conversation_that_is_next_is_read_from_memory_when_its_turn_comes(tin
         read = [segment for segment in answer.trace.segments if segment.kind == "history"]
         assert {segment.tier for segment in read} == {"memory"}
         assert answer.trace.history_reused > 0
-
-
-def test_what_comes_to_memory_is_the_beginning_of_the_queue_that_fits(tiny_settings):
-    with small(tiny_settings, 2.5) as engine:
-        said(engine, "a", "b", "c", "d")
-        engine.store.tier("memory").delete(set().union(*(keys_of(engine, name) for name in "abcd")))
-        engine.expect({"d": 3.0, "a": 1.0, "nobody": 0.0, "c": 2.0})
-        engine.flush()
-        assert [in_memory(engine, name) for name in "abcd"] == [1, 0, 1, 0]
-        engine.expect([])
-        said(engine, "e")
-        assert in_memory(engine, "e") == 1
 
 
 def test_a_later_process_knows_whose_kv_lies_on_disk(tiny_settings):

@@ -2,10 +2,7 @@
 written.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -26,15 +23,15 @@ from ragfuse.types.answer import ToolCall
 from ragfuse.types.keys import ChunkKey
 
 
-def key(number: int) -> ChunkKey:
+def key(number):
     return ChunkKey("a" * 32, f"{number:032x}")
 
 
-def message(role: str, parts: Sequence[tuple[str, str, str]] = (), *calls: ToolCall) -> ChatMessage:
+def message(role, parts=(), *calls):
     return ChatMessage(role, tuple(Piece(*part) for part in parts), calls)
 
 
-def path(*sizes: int) -> tuple[Rows, ...]:
+def path(*sizes):
     """Entries of so many tokens, one behind the other."""
     ends = tuple(accumulate(sizes))
     return tuple(
@@ -43,7 +40,7 @@ def path(*sizes: int) -> tuple[Rows, ...]:
     )
 
 
-def session(*sizes: int) -> Session:
+def session(*sizes):
     question = message("user", (("why?", "fresh", ""), ("a text", "chunk", "book")))
     turn = Turn((question, message("assistant")))
     return Session("one", (turn,) * len(sizes), tuple(range(sum(sizes))), path(*sizes))
@@ -54,9 +51,7 @@ def session(*sizes: int) -> Session:
     st.lists(st.tuples(st.integers(0, 150), st.integers(1, 80)), max_size=4),
     st.integers(0, 9),
 )
-def test_rows_are_dropped_as_from_a_list(
-    sizes: list[int], rounds: list[tuple[int, int]], sinks: int
-) -> None:
+def test_rows_are_dropped_as_from_a_list(sizes, rounds, sinks):
     given, wanted, stay = session(*sizes), list(range(sum(sizes))), sum(sizes)
     for room, step in rounds:
         left_out = truncated(given.left_out, given.n_tokens, room, step, sinks)
@@ -71,7 +66,7 @@ def test_rows_are_dropped_as_from_a_list(
     assert all(rows.row == rows.lo - held[rows.key].lo for rows in given.rows)
 
 
-def test_a_history_is_as_long_as_its_tokens_agree() -> None:
+def test_a_history_is_as_long_as_its_tokens_agree():
     given = session(3, 2, 4)
     assert given.known(range(20)) == given.rows
     assert given.known([0, 1, 2, 3, 9, 5, 6, 7, 8, 9]) == given.rows[:1]
@@ -81,7 +76,7 @@ def test_a_history_is_as_long_as_its_tokens_agree() -> None:
     assert given.known(range(9)) == given.rows[:2]
 
 
-def test_messages_are_told_apart_by_all_that_they_say() -> None:
+def test_messages_are_told_apart_by_all_that_they_say():
     messages = [
         message("user", (("a", "fresh", ""),)),
         message("tool", (("a", "fresh", ""),)),
@@ -101,7 +96,7 @@ def test_messages_are_told_apart_by_all_that_they_say() -> None:
     )
 
 
-def test_a_session_comes_back_as_it_was_written() -> None:
+def test_a_session_comes_back_as_it_was_written():
     given = session(3, 4).without(1, 7)
     again = Session.from_dict(json.loads(json.dumps(given.as_dict())))
     assert again is not None
@@ -109,7 +104,7 @@ def test_a_session_comes_back_as_it_was_written() -> None:
     assert given.dropped == 6
 
 
-def test_what_is_no_session_is_none() -> None:
+def test_what_is_no_session_is_none():
     written = session(3).as_dict()
     for broken in (
         {},
@@ -124,11 +119,11 @@ FIRST, SECOND = ("A passage.", "chunk", "book"), ("Another passage.", "chunk", "
 PARTED, WHY = ("\n\n", "fresh", ""), ("why?", "fresh", "")
 
 
-def user(*parts: tuple[str, str, str]) -> ChatMessage:
+def user(*parts):
     return message("user", parts)
 
 
-def test_a_message_comes_again_with_its_chunks_or_without_any() -> None:
+def test_a_message_comes_again_with_its_chunks_or_without_any():
     said = user(FIRST, PARTED, SECOND, PARTED, WHY)
     assert is_again(said, said)
     assert is_again(user(WHY), said)
@@ -138,7 +133,7 @@ def test_a_message_comes_again_with_its_chunks_or_without_any() -> None:
     assert is_again(user(("why", "fresh", ""), ("?", "fresh", "")), said)
 
 
-def test_another_question_or_other_chunks_are_never_taken_for_what_was_said() -> None:
+def test_another_question_or_other_chunks_are_never_taken_for_what_was_said():
     said = user(FIRST, PARTED, SECOND, PARTED, WHY)
     others = [
         user(("why", "fresh", "")),
@@ -161,7 +156,7 @@ def test_another_question_or_other_chunks_are_never_taken_for_what_was_said() ->
     assert is_same(user(FIRST, PARTED, WHY), user(("A passage.\n\nwhy?", "fresh", "")))
 
 
-def test_turns_agree_as_far_as_their_messages_do() -> None:
+def test_turns_agree_as_far_as_their_messages_do():
     given, reply = session(3, 4), message("assistant")
     asked = given.messages[0]
     assert agreed(given, [asked, reply, asked, reply, user(WHY)]) == given

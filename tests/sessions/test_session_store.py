@@ -2,8 +2,6 @@
 do to one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -79,37 +77,6 @@ def test_a_turn_that_nobody_waited_for_leaves_nothing(engine, turns):
     assert keys_kept(engine) == set()
 
 
-def test_an_answer_that_fails_leaves_nothing(engine, monkeypatch):
-    talk(engine, QUESTIONS[:1])
-    kept = keys_kept(engine)
-
-    def failing(*_):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(engine.history, "after", failing)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        talk(engine, QUESTIONS[1:2])
-    assert keys_kept(engine) == kept
-
-
-def test_what_an_edit_replaces_is_dropped_unless_another_session_has_it(engine):
-    answers = talk(engine, QUESTIONS[:3])
-    talk(engine, QUESTIONS[:2], session="two")
-    two = keys_of(engine, "two")
-    edited = [("user", "Which oil?"), ("assistant", answers[0].text), ("user", QUESTIONS[1])]
-    engine.answer([*resent(QUESTIONS[:1], answers[:1]), *edited[:1]], Ask(session="one"))
-    assert len(engine.sessions.show("one").turns) == 2
-    one = keys_of(engine, "one")
-    assert one & two
-    assert keys_kept(engine) == one | two
-    engine.answer(edited, Ask(session="one"))
-    assert keys_kept(engine) == keys_of(engine, "one") | two
-    engine.sessions.delete("one")
-    assert keys_kept(engine) == two
-    engine.sessions.delete("two")
-    assert keys_kept(engine) == set()
-
-
 def test_a_session_that_is_not_there_is_told(engine):
     for do in (engine.sessions.show, engine.sessions.delete, engine.sessions.export):
         with pytest.raises(InputError, match="no session 'none'"):
@@ -136,17 +103,6 @@ def test_sessions_that_are_not_used_expire_with_the_kv_that_is_theirs_alone(engi
     ]
     assert keys_kept(engine) == keys_of(engine, "one") | keys_of(engine, "two")
     assert before & keys_of(engine, "two")
-
-
-def test_a_store_is_looked_after_without_a_model(engine, tiny_settings):
-    talk(engine, QUESTIONS[:2])
-    engine.flush()
-    engine.close()
-    with OpenStore(tiny_settings) as admin:
-        assert [info.id for info in admin.sessions.ls()] == ["one"]
-        assert admin.sessions.truncate("one", 30).dropped
-        admin.sessions.delete("one")
-        assert admin.store.entries() == []
 
 
 def test_looking_after_sessions_means_the_tenant_whose_salt_is_set(tiny_settings):

@@ -2,8 +2,6 @@
 recomputed.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from ragfuse import Ask, Engine

@@ -1,20 +1,13 @@
 """What every tier keeps to. `test_contract.py` names the tiers, and runs these tests over each."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from ragfuse.plan.evict import ConversationEvictor, by_next_use, lru
-from ragfuse.store import Tier
 from tests.store.kit import encoded, encoded_at, key, kv
-
-MakeTier = Callable[..., Tier]
-"""(capacity in bytes, evict) to a new, empty tier."""
 
 
 def put(tier, *names):
@@ -170,7 +163,7 @@ class CappedContract(TierContract):
     """For tiers with a capacity, which evict, pin, and count uses themselves."""
 
     @pytest.fixture
-    def unit(self, make_tier) -> int:
+    def unit(self, make_tier):
         """Bytes that one entry of `kv()` takes in this kind of tier."""
         tier = make_tier()
         put(tier, "unit")
@@ -199,21 +192,6 @@ class CappedContract(TierContract):
         assert (tier.counts["evicted"], tier.nbytes) == (2, 3 * unit)
         tier.delete([key("a")])
         assert tier.nbytes == 2 * unit
-
-    def test_the_evictor_decides_who_goes(self, make_tier, unit):
-        def newest_first(entries):
-            return [[each.key] for each in sorted(entries, key=lambda each: -each.last_used)]
-
-        tier = make_tier(3 * unit, newest_first)
-        put(tier, *"abcd")
-        assert names(tier, *"abcd") == "abd"
-
-    def test_an_evictor_that_names_pinned_ones_does_no_harm(self, make_tier, unit):
-        tier = make_tier(2 * unit, lambda entries: [[each.key] for each in entries])
-        put(tier, "a", "b")
-        tier.pin([key("a")], True)
-        put(tier, "c")
-        assert names(tier, *"abc") == "ac"
 
     def test_what_cannot_fit_is_refused_and_drops_nothing(self, make_tier, unit):
         tier = make_tier(2 * unit, lambda entries: [])

@@ -2,8 +2,6 @@
 a time.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from ragfuse.store.breaker import Breaker

@@ -11,10 +11,10 @@ import torch
 
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
-from ragfuse.store import DiskTier, Evictor, MemoryTier, Tier
+from ragfuse.store import DiskTier, MemoryTier
 from ragfuse.store.objects import ObjectTier
 from ragfuse.store.redis import RedisTier
-from tests.store.contract import CappedContract, MakeTier, TierContract
+from tests.store.contract import CappedContract, TierContract
 from tests.store.kit import ticks
 from tests.store.redis_server import fresh_url
 from tests.store.s3_server import shared
@@ -23,50 +23,50 @@ GUIDE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 MAX_TOY_LINES = 80
 
 
-def memory(path: Path, capacity: int, evict: Evictor) -> Tier:
+def memory(path, capacity, evict):
     return MemoryTier(capacity, evict, clock=ticks())
 
 
-def pinned_memory(path: Path, capacity: int, evict: Evictor) -> Tier:
+def pinned_memory(path, capacity, evict):
     return MemoryTier(capacity, evict, clock=ticks(), pin_memory=True)
 
 
-def gpu(path: Path, capacity: int, evict: Evictor) -> Tier:
+def gpu(path, capacity, evict):
     if not torch.cuda.is_available():
         pytest.skip("no GPU here")
     return MemoryTier(capacity, evict, clock=ticks(), device="cuda", name="gpu")
 
 
-def disk(path: Path, capacity: int, evict: Evictor) -> Tier:
+def disk(path, capacity, evict):
     return DiskTier(path, capacity, evict, clock=ticks())
 
 
-def redis(path: Path, capacity: int, evict: Evictor) -> Tier:
+def redis(path, capacity, evict):
     return RedisTier(fresh_url(), timeout_s=30.0)
 
 
-def objects_in_memory(path: Path, capacity: int, evict: Evictor) -> Tier:
+def objects_in_memory(path, capacity, evict):
     return ObjectTier(f"memory:/{path}", timeout_s=30.0)
 
 
-def objects_in_files(path: Path, capacity: int, evict: Evictor) -> Tier:
+def objects_in_files(path, capacity, evict):
     return ObjectTier(f"file://{path}", timeout_s=30.0)
 
 
-def s3(path: Path, capacity: int, evict: Evictor) -> Tier:
+def s3(path, capacity, evict):
     return shared().tier(shared().new_url())
 
 
-def toy(path: Path, capacity: int, evict: Evictor) -> Tier:
+def toy(path, capacity, evict):
     """The tier that CONTRIBUTING.md shows."""
     code = toy_code()
     assert code.count("\n") <= MAX_TOY_LINES
-    names: dict[str, type[Tier]] = {"__name__": "toy"}
+    names = {"__name__": "toy"}
     exec(compile(code, str(GUIDE), "exec"), names)
     return names["ToyTier"].open(f"toy://{path}", Settings(), evict, "toy")
 
 
-def toy_code() -> str:
+def toy_code():
     """Return the program of a tier that CONTRIBUTING.md shows."""
     shown = re.search(
         r"```python\n(.*?class ToyTier.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL
@@ -79,11 +79,11 @@ OTHERS = [redis, objects_in_memory, objects_in_files, s3, toy]
 
 
 @pytest.fixture
-def make_tier(request, tmp_path) -> MakeTier:
+def make_tier(request, tmp_path):
     """make_tier(capacity in bytes, evict): a new, empty tier; all are closed at the end."""
     made = []
 
-    def make(capacity: int = 1 << 20, evict: Evictor = lru) -> Tier:
+    def make(capacity=1 << 20, evict=lru):
         made.append(request.param(tmp_path / f"tier{len(made)}", capacity, evict))
         return made[-1]
 

@@ -16,11 +16,11 @@ from tests.store.kit import encoded, files, key, kv
 A, META, BLOBS = key("a"), *encoded(kv(3, n=7))
 
 
-def flipped(data: bytes, at: int, bit: int) -> bytes:
+def flipped(data, at, bit):
     return data[:at] + bytes([data[at] ^ (1 << bit)]) + data[at + 1 :]
 
 
-def damaged(data: bytes, chance: random.Random) -> bytes:
+def damaged(data, chance):
     """The file with one bit turned, cut off somewhere, or with a run of bytes replaced."""
     at = chance.randrange(len(data))
     kind = chance.randrange(3)
@@ -32,7 +32,7 @@ def damaged(data: bytes, chance: random.Random) -> bytes:
     return data[:at] + run + data[at + len(run) :]
 
 
-def is_padding(whole: bytes, at: int) -> bool:
+def is_padding(whole, at):
     """Whether the byte lies between header and layers, or behind a layer, where no checksum covers
     it.
     """
@@ -45,13 +45,13 @@ def is_padding(whole: bytes, at: int) -> bool:
     return any(end <= at < begin for end, begin in zip(ends, header.offsets, strict=True))
 
 
-def replaced(tier: DiskTier, data: bytes) -> None:
+def replaced(tier, data):
     (path,) = files(tier.path)
     path.with_name("other").write_bytes(data)
     os.replace(path.with_name("other"), path)
 
 
-def is_detected(tier: DiskTier, data: bytes, count: int = 1) -> bool:
+def is_detected(tier, data, count=1):
     """Whether reading all layers of these bytes, `count` at once, gives None, drops the entry, and
     counts it once.
     """

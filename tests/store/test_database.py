@@ -2,8 +2,6 @@
 time.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from contextlib import closing

@@ -134,20 +134,3 @@ def test_passages_that_were_learnt_from_a_text_go_with_it(engine, persistent):
     found = engine.prompt(plain(f"{inside}\n{across}\n{other}")).segments
     assert sum(len(each.tokens) for each in found if each.kind == "chunk") <= len(other) + 2
     assert all(inside not in text for text in known_texts(engine, LEARNT))
-
-
-def test_a_passage_that_no_later_process_can_find_is_kept_in_memory_alone(engine):
-    learn(engine, CHUNKS[3], persistent=False)
-    assert {entry.tier for entry in entries_of(engine, CHUNKS[3])} == {"memory"}
-    learn(engine, CHUNKS[4])
-    assert {entry.tier for entry in entries_of(engine, CHUNKS[4])} == {"memory", "disk"}
-
-
-def test_what_memory_alone_has_is_written_to_disk_when_it_is_ingested_or_kept(engine):
-    learn(engine, CHUNKS[3], persistent=False)
-    engine.ingest([(CHUNKS[3], "a.txt")])
-    assert {entry.tier for entry in entries_of(engine, CHUNKS[3])} == {"memory", "disk"}
-    ids = engine.tokens(CHUNKS[2])
-    engine.store.put(engine.runtime.encoder.key(ids), engine.model.encode(ids), tier="memory")
-    engine.ingest([], prefix=ids)
-    assert {entry.tier for entry in entries_of(engine, CHUNKS[2])} == {"memory", "disk"}

@@ -6,8 +6,6 @@ import os
 import resource
 import shutil
 import sqlite3
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -18,7 +16,6 @@ from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier
 from ragfuse.types.keys import FORMAT_VERSION
 from tests.store.kit import asked, encoded, files, key, kv, ticks
-from tests.store.redis_server import until
 
 A = key("a")
 
@@ -31,14 +28,14 @@ def tier(tmp_path):
     tier.close()
 
 
-def again(tier: DiskTier, **options) -> DiskTier:
+def again(tier, **options):
     tier.close()
     return DiskTier(
         tier.path, options.pop("capacity", tier.capacity), lru, clock=tier._clock, **options
     )
 
 
-def flipped(data: bytes, at: int) -> bytes:
+def flipped(data, at):
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
@@ -195,33 +192,3 @@ def test_foreign_files_in_the_folder_are_left_alone(tier):
 
 
 # closing
-
-
-def test_a_use_is_noted_and_the_tier_closed_while_another_process_writes_and_writes(tier):
-    other = sqlite3.connect(tier.path / "index.sqlite", isolation_level=None)
-    other.execute("BEGIN IMMEDIATE")
-    with ThreadPoolExecutor(2) as pool:
-        pool.submit(tier.touch, [A]).result(25)
-        writing = pool.submit(tier.put, key("b"), *encoded(kv()))  # waits for the other
-        until(lambda: len(list(files(tier.path))) > 1)
-        pool.submit(tier.close).result(25)
-        assert not writing.done()
-        other.execute("COMMIT")
-        writing.result(60)
-    other.close()
-    with closing(again(tier)) as opened:
-        assert opened.stat([A])
-
-
-def test_closing_while_others_read_is_safe(tier):
-    begun = threading.Event()
-
-    def read():
-        while tier.get(A, range(1)) is not None:
-            begun.set()
-
-    with ThreadPoolExecutor(3) as pool:
-        reading = [pool.submit(read) for _ in range(3)]
-        assert begun.wait(60)
-        tier.close()
-        assert [each.result(60) for each in reading] == [None] * 3

@@ -27,7 +27,7 @@ def store(tmp_path, clock):
         yield store
 
 
-def where(store: KVStore, *keys) -> list[str]:
+def where(store, *keys):
     """The tiers of each key."""
     return ["+".join(tier.name for tier in store.tiers if one in tier.stat([one])) for one in keys]
 

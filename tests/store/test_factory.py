@@ -4,7 +4,6 @@ is told.
 
 import pytest
 
-from ragfuse.codec import RAW, UniformCodec
 from ragfuse.errors import SettingsError, StoreError
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
@@ -86,40 +85,6 @@ def test_two_tiers_at_one_place_are_refused(tmp_path, second):
         open_store(Settings(home=tmp_path, tiers=(second.format(home=tmp_path),)), lru)
     with pytest.raises(StoreError, match="Two tiers are at 'redis://h"):
         open_store(Settings(home=tmp_path, tiers=("redis://u:p@h", "redis://u:p@h/")), lru)
-
-
-class Refusing(DiskTier):
-    """A disk that is full for ever."""
-
-    def put(self, *_):
-        return False
-
-
-def test_a_chunk_whose_home_does_not_take_it_goes_to_the_other_slow_tiers(tmp_path):
-    with KVStore(over_a_full_disk(tmp_path)) as store:
-        assert store.put(key("a"), kv(), wait=True, slow_tier="home")
-        assert store.tier("disk").stat([key("a")])
-
-
-def over_a_full_disk(path):
-    disk = DiskTier(path / "a", 1 << 20, lru)
-    return [MemoryTier(1 << 20, lru), disk, Refusing(path / "b", 1 << 20, lru, name="home")]
-
-
-@pytest.mark.parametrize("home", ["home", "disk", None])
-def test_a_chunk_is_encoded_once_for_all_tiers(tmp_path, home):
-    encoded = []
-
-    class Counting(UniformCodec):
-        def encode(self, layer, at=0):
-            encoded.append(at)
-            return super().encode(layer, at)
-
-    packed, tiers = Counting(), over_a_full_disk(tmp_path)
-    levels = {tier.name: ("int8",) for tier in tiers}
-    with KVStore(tiers, lambda level, model: packed if level == "int8" else RAW, levels) as store:
-        assert store.put(key("a"), kv(), wait=True, slow_tier=home)
-    assert encoded == [0, 1, 2]
 
 
 def test_a_chunk_has_one_home_among_the_slow_tiers_until_it_is_warmed(tmp_path):

@@ -12,10 +12,8 @@ from ragfuse.store import DiskTier, KVStore, MemoryTier
 from ragfuse.store.deletion import gc
 from tests.sessions.kit import QUESTIONS, talk
 from tests.store.kit import files, key, kv
-from tests.tiny import messages
 
 MB = 1 << 20
-LONG = "The keeper of the lighthouse wrote the names of all ships into a book, day after day. "
 
 
 @pytest.fixture
@@ -71,23 +69,6 @@ def test_a_disk_that_others_have_filled_is_read_all_the_same_and_written_again_o
         assert store.put(key("c"), kv(3), wait=True)
         gc(store)
         assert len(files(path)) == len(store.tiers[1].list()) == 2
-
-
-def test_a_question_over_a_full_disk_is_answered_and_what_is_not_saved_is_counted(
-    mount, tiny_settings
-):
-    path = mount(4 * MB)
-    prompt = messages([LONG * 3, LONG * 2])
-    with Engine(tiny_settings) as engine:
-        wanted = engine.answer(prompt).text
-    with Engine(tiny_settings.model_copy(update={"store": path, "memory_bytes": 0})) as engine:
-        assert engine.model.n_layers
-        filled(path)
-        for _ in range(3):
-            assert engine.answer(prompt).text == wanted
-            engine.flush()
-        assert engine.store.stats().dropped_writes > 0
-        assert not [found for found in files(path) if found.suffix == ".tmp"]
 
 
 @pytest.mark.parametrize("memory_bytes", [0, 64 * MB])

@@ -120,18 +120,6 @@ class Tabled(UniformCodec):
         raise OtherTables("tables aa wanted, bb found")
 
 
-def test_a_level_without_a_codec_is_not_there_and_left_alone(tmp_path):
-    with KVStore([DiskTier(tmp_path, MB, lru)], lambda level, model: None) as store:
-        store.tiers[0].put(A, *encoded_at(kv(), "int8"))
-        assert store.lookup([A, B]) == {}
-        assert store.read_layers(A, 0) is None
-        assert "level int8" in store.why_not(A)
-        assert (store.why_not(B), levels_of(store)) == ("", {"disk": ["int8"]})
-        store.forget([A])
-        store.lookup([A])
-        assert store.why_not(A) == ""
-
-
 def test_layers_of_other_tables_are_a_miss_and_left_alone_and_the_other_level_is_read(
     tmp_path, caplog
 ):

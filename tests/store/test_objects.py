@@ -2,8 +2,6 @@
 killed.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os
@@ -85,7 +83,7 @@ def test_a_writer_that_is_killed_leaves_no_entry_and_its_rest_is_tidied_away_an_
     assert list(folder.iterdir()) == []
 
 
-def refused(url: str, **options) -> str:
+def refused(url, **options):
     with pytest.raises(StoreError) as caught:
         ObjectTier(url, **options)
     return str(caught.value)

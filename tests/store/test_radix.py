@@ -1,7 +1,5 @@
 """The radix tree over earlier prompts: what it finds is what a list of all prompts would find."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,7 +8,7 @@ from ragfuse.types.keys import ChunkKey
 from tests.text.operations import MOST_GROWTH, lines
 
 
-def key(name: str) -> ChunkKey:
+def key(name):
     return ChunkKey("model", name)
 
 

@@ -2,14 +2,11 @@
 are killed.
 """
 
-from __future__ import annotations
-
 import logging
 import signal
 import time
 
 import pytest
-import torch
 
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
@@ -82,22 +79,6 @@ def test_a_full_server_refuses_writes_and_goes_on_being_read(server, caplog):
     assert first(tier) is not None
     assert (tier.counts["failed"], tier.is_out) == (3, False)
     assert len(caplog.records) == 1
-
-
-def test_what_the_server_evicts_is_a_miss_as_a_whole(server):
-    tier = RedisTier(server.url(), timeout_s=30)
-    raw = server.raw()
-    raw.config_set("maxmemory-policy", "allkeys-lru")
-    raw.config_set("maxmemory", raw.info("memory")["used_memory"] + (2 << 20))
-    chunk = encoded(kv(n=1000))
-    for i in range(40):
-        tier.put(key(i), *chunk)
-    there = [i for i in range(40) if key(i) in tier.stat([key(i)])]
-    assert 0 < len(there) < 40
-    for i in there:
-        found = tier.get(key(i), range(3))
-        assert found is None or all(map(torch.equal, found[1:], chunk[1]))
-    assert tier.counts["corrupt"] == 0
 
 
 def test_an_entry_expires_unless_it_is_used(server):
