@@ -10,15 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from integrations.tests.kit import loaded_by
-from ragfuse import Ask, ChatMessage, InputError, Settings, SettingsError
+from ragfuse import Ask, ChatMessage, InputError, SettingsError
 from ragfuse.remote import BusyError, RemoteEngine, ServerError, connection
-from tests.serve.kit import Served, process
+from tests.serve.kit import Served
 
 CARD = {
     "object": "ragfuse.model",
@@ -283,24 +282,6 @@ def test_an_error_of_the_server_keeps_its_words(streamed: bool) -> None:
         pytest.raises((InputError, ServerError), match="There is no field 'x'"),
     ):
         ask(url)
-
-
-def test_a_server_that_is_killed_in_the_middle_of_a_stream_is_an_error(
-    varied_path: Path, tmp_path: Path
-) -> None:
-    settings = Settings(
-        model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path
-    )
-    with process(settings) as (run, url):
-        stream = RemoteEngine(url, max_retries=0).stream("Once there", Ask(max_tokens=3500))
-        pieces = iter(stream)
-        assert next(pieces)
-        run.kill()
-        with pytest.raises(ServerError, match="broke off"):
-            list(pieces)
-        run.wait()
-        with pytest.raises(ServerError, match="No server answers"):
-            RemoteEngine(url, max_retries=0).answer("Who?")
 
 
 def test_a_client_loads_neither_torch_nor_transformers() -> None:

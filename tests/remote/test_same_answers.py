@@ -4,7 +4,6 @@ errors.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
@@ -200,14 +199,6 @@ def test_pieces_come_one_by_one_and_are_the_answer(remote: RemoteEngine) -> None
         pieces = list(stream)
         assert "".join(pieces) == stream.answer.text
     assert len(pieces) > 3
-
-
-async def test_asked_asynchronously_it_is_the_same(remote: RemoteEngine) -> None:
-    async def asked() -> str:
-        return "".join([piece async for piece in remote.stream("Once there")])
-
-    answers = await asyncio.gather(*(asked() for _ in range(4)))
-    assert answers == [remote.answer("Once there").text] * 4
 
 
 def test_eight_threads_get_the_answers_that_one_gets(remote: RemoteEngine) -> None:

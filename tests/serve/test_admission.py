@@ -4,7 +4,6 @@ it.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,9 +12,7 @@ from typing import Any
 
 import pytest
 
-from ragfuse import Settings
 from ragfuse.serve import completions
-from ragfuse.serve.service import Service
 from tests.serve.kit import CHAT, Served, raw, said, send, serving, settings_of, wait_for
 from tests.tiny import CHUNKS
 
@@ -106,33 +103,3 @@ def test_health_and_metrics_answer_while_all_else_is_busy(two: Served) -> None:
             assert two.get("/v1/models").status_code == 200
     finally:
         enough.set()
-
-
-def test_looks_at_the_store_whose_senders_are_gone_are_not_made(two: Served) -> None:
-    path = "/v1/ragfuse/schemas"
-    lookups = two.service.threads.lookups
-    with gated(two.engine().schemas, "ls") as gate:
-        with clients(two, 20, path):
-            wait_for(lambda: gate.inside == 2 and lookups._work_queue.qsize() == 18)
-        gone = f'path="{path}",status="499"}} 20.0'
-        wait_for(lambda: gone in two.get("/metrics").text)
-        gate.opened.set()
-        assert two.get(path).status_code == 200
-        assert gate.came <= 3
-
-
-async def test_work_whose_time_is_over_is_an_error_and_keeps_its_turn_until_it_ends(
-    tiny_settings: Settings,
-) -> None:
-    service = Service(
-        tiny_settings.model_copy(update={"serve_timeout_s": 1.0, "serve_together": 1})
-    )
-    tenant, enough = service.keys.tenants[0], threading.Event()
-    await asyncio.to_thread(service.engine, tenant)
-    with pytest.raises(TimeoutError):
-        await service.work(tenant, lambda engine, check: enough.wait(60))
-    assert len(service.admission.jobs.running) == 1
-    enough.set()
-    await asyncio.to_thread(wait_for, lambda: not service.admission.jobs.running)
-    await asyncio.to_thread(service.close)
-    service.threads.close()

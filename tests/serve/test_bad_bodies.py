@@ -103,8 +103,3 @@ def test_a_page_elsewhere_reads_answers_where_it_is_named_alone(
         for server, origin, told in ((served, evil, None), (made, evil, None), (made, good, good)):
             answer = server.get("/v1/models", origin=origin)
             assert answer.headers.get("access-control-allow-origin") == told
-
-
-def test_another_path_or_method_is_refused(served: Served) -> None:
-    assert refused(served.get("/v1/completions"), 405)["code"] == "http"
-    assert "/docs" in refused(served.post("/chat/completions", {}), 404)["message"]

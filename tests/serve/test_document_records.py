@@ -29,16 +29,6 @@ def records(tmp_path: Path) -> Iterator[DocumentRecords]:
     made.close()
 
 
-def test_a_tenant_has_its_own_and_one_of_a_name(records: DocumentRecords) -> None:
-    for id, name in (("a", "one"), ("b", "two"), ("c", "one")):
-        records.add("blue", record(id, name), VECTORS)
-    records.add("red", record("a", "one"), VECTORS)
-    assert (records.ids("blue"), records.ids("red"), records.ids("")) == (["b", "c"], ["a"], [])
-    assert records.read("red", "b") is None
-    records.delete("red", ["b", "a", "none"])
-    assert (records.ids("blue"), records.ids("red")) == (["b", "c"], [])
-
-
 @pytest.mark.parametrize(
     "damage",
     [

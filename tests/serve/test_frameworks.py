@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.kit import Served, with_documents
+from tests.serve.kit import Served
 from tests.tiny import CHUNKS
 
 FIELDS = {"api_key": "none", "max_retries": 0, "timeout": 60}
@@ -45,13 +45,6 @@ def test_langchain_chats_streams_and_counts(chat: Any) -> None:
         sum(chunk.usage_metadata["total_tokens"] for chunk in chunks if chunk.usage_metadata)
         == (whole.usage_metadata["total_tokens"])
     )
-
-
-def test_langchain_sends_documents_and_gets_the_cached_tokens(chat: Any, served: Served) -> None:
-    told = chat.bind(extra_body=with_documents(2))
-    told.invoke("Which?")
-    served.engine().flush()
-    assert told.invoke("Which?").usage_metadata["input_token_details"]["cache_read"] > 0
 
 
 def test_langchain_calls_tools_and_answers_by_a_schema(chat: Any) -> None:

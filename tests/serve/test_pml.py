@@ -150,6 +150,8 @@ def test_registering_ends_with_server_or_time_and_goes_on_where_it_stopped(
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(encoder, "keep_run", slowly)
             answer = served.post(SCHEMAS, {"pml": TRIP})
+            # work whose time is over keeps its turn until it ends
+            assert not is_late or served.service.admission.jobs.running
             told.set()
             wait_for(lambda: served.service.admission.is_idle)
         refused(answer, status)
@@ -203,20 +205,6 @@ def test_texts_go_on_from_it(client: Client, served: Served) -> None:
     assert [choice.text for choice in answer.choices] == [each.text[:4] for each in expected]
     assert answer.usage.prompt_tokens == sum(each.trace.tokens for each in expected)
     assert answer.usage.prompt_tokens_details.cached_tokens > 0
-
-
-def test_modules_are_blended_where_that_is_asked_for(served: Served) -> None:
-    options = {"blend": True, "ratio": 0.5}
-    trace = served.chat(messages=[said("Where?")], pml=PROMPT, ragfuse=options).json()["ragfuse"]
-    assert trace["tokens_recomputed"] > 0
-
-
-@pytest.mark.parametrize("further", [{}, {"messages": [said("Where?")]}])
-def test_a_plan_over_it_is_explained(served: Served, further: dict[str, Any]) -> None:
-    told = served.post("/v1/ragfuse/explain", {"pml": PROMPT, **further}).json()
-    hits = {each["source"] for each in told["segments"] if each["hit"]}
-    assert hits >= {"trip: plan", "trip: diet"}
-    assert "ragfuse measure" not in told["words"]  # which no client can run
 
 
 @pytest.mark.parametrize(

@@ -190,14 +190,6 @@ def test_a_handle_says_what_differs(place: TransferPlace, clock: Clock) -> None:
             handle.check(ids, model, now_s)
 
 
-def test_kv_with_different_layers_has_no_model() -> None:
-    assert TransferModel.of("tiny", kv()) == MODEL
-    layers = kv().layers
-    odd = LayerKV(layers[1].keys, layers[1].values[..., :4])
-    with pytest.raises(TransferError, match="layer 1"):
-        TransferModel.of("tiny", ChunkKV((layers[0], odd)))
-
-
 def test_a_place_that_cannot_be_used_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     for url, says in (
