@@ -1,6 +1,4 @@
-"""Documents in the store's folder: read back whole, by tenant, with the vectors of the embedder
-that is asked.
-"""
+"""Documents in the store's folder: damaged ones are missing ones."""
 
 from __future__ import annotations
 

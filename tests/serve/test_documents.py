@@ -306,24 +306,6 @@ def test_a_document_takes_what_questions_about_its_passages_encoded_again_with_i
     assert not has_kv(two, text)
 
 
-def test_entries_that_are_deleted_by_source_stay_where_another_source_has_them(two: Served) -> None:
-    def on_disk() -> int:
-        return two.get("/v1/ragfuse/usage").json()["nbytes"]["disk"]
-
-    before = on_disk()
-    both = "Every boat of the harbour has a number on its bow, painted white, a hand high."
-    own = "The numbers are given out by the harbour master on the first of May, for herring."
-    sent(two, "boats.txt", text=both)
-    sent(two, "numbers.txt", text=f"{both}\n\n{own}")
-    done = two.delete("/v1/ragfuse/entries?source=numbers.txt").json()
-    assert (done["chunks"], done["kept"], done["nbytes"] > 0) == (1, 1, True)
-    assert sources_of(two, both) == ["boats.txt"]
-    there = on_disk()
-    done = two.delete("/v1/ragfuse/entries?source=boats.txt").json()
-    assert (done["chunks"], done["kept"]) == (1, 0)
-    assert on_disk() == there - done["tiers"]["disk"] == before
-
-
 def test_a_copy_of_a_document_takes_no_room_among_what_is_found(two: Served) -> None:
     text = "\n\n".join(CHUNKS[:3])
     ids = [sent(two, name, text=text)["id"] for name in ("ferries.txt", "copy of ferries.txt")]

@@ -201,7 +201,6 @@ def test_minus_one_is_no_limit(served: Served) -> None:
     text = "q" * (window - 100)  # so that an answer without a limit is short
     bias = {"logit_bias": {str(LETTERS[0]): 100}}
     for kind, name, body in (
-        ("chat", "max_tokens", {"messages": [said(text)]}),
         ("chat", "max_completion_tokens", {"messages": [said(text)]}),
         ("text", "max_tokens", {"prompt": text}),
     ):

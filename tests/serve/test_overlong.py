@@ -81,7 +81,6 @@ def test_clients_know_the_error_by_its_code(narrow: Served) -> None:
     ("path", "name", "fields"),
     [
         (CHAT, "max_tokens", {"messages": [said()], "stream": True}),
-        (TEXT, "max_tokens", {"prompt": "Who?"}),
         ("/v1/responses", "max_output_tokens", {"input": "Who?"}),
         ("/v1/ragfuse/explain", "max_tokens", {"messages": [said()]}),
     ],

@@ -1,6 +1,4 @@
-"""The queue of requests: order, fairness, its bound, cancelling, and threads that all use it at
-once.
-"""
+"""The queue of requests: order, fairness, its bound, cancelling."""
 
 import pytest
 from hypothesis import given

@@ -48,7 +48,6 @@ def test_a_prompt_of_token_ids_is_the_text_that_they_are(served: Served) -> None
     [
         ({"prompt": [[5], [10**6]]}, "prompt"),
         ({"prompt": [5], "documents": ["A text."]}, "documents"),
-        ({"prompt": [5], "pml": "<prompt schema='x'/>"}, "pml"),
     ],
 )
 def test_ids_that_cannot_be_a_prompt_are_refused(
@@ -97,14 +96,12 @@ OFF = {"enable_thinking": False}
 @pytest.mark.parametrize(
     ("template", "fields", "told"),
     [
-        (READS, {}, {}),
         (READS, OFF, OFF),
         (
             READS,
             {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": True}},
             {"enable_thinking": True, "reasoning_effort": "low"},
         ),
-        (ChatTemplate(), OFF, OFF),
         (ChatTemplate(), {"reasoning_effort": "none"}, {"reasoning_effort": "none"}),
         (SWITCH, {"reasoning_effort": "none"}, OFF),
         # which that template reads itself
