@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ragfuse_bench.codec.answers import Judge
+from ragfuse_bench.codec.kv import Continued
 from ragfuse_bench.options import StreamOptions
-from ragfuse_bench.stream.material import Cut, context_kv
+from ragfuse_bench.stream.material import Cut, Worth, context_kv, long_readings
 from ragfuse_bench.stream.run import METHODS, run_stream
 from rich.console import Console
 
@@ -68,3 +70,13 @@ def test_the_result_says_how_often_each_way_was_late(varied_path, tmp_path):
     )
     assert result["deadlines"][1]["violations"]["adaptive"] == 0
     assert result["ttft_x_vs_text"] > 0
+
+
+def test_raw_kv_is_worth_what_it_is_compared_with(model):
+    (reading,) = long_readings(model, 1000, 1, 2)
+    kv = model.encode(reading.token_ids)
+    judge = Judge(model, reading, kv)
+    found, raw = Worth.of(judge.rows(kv)), Worth.of(judge.raw)
+    assert (found.f1, found.top1) == (raw.f1, 1.0)
+    assert found.kl == pytest.approx(0.0, abs=1e-6)
+    assert Continued(model, kv).n_tokens == len(reading.token_ids)

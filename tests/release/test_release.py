@@ -20,7 +20,7 @@ from release.distributions import (
     distributions,
     open_questions,
 )
-from release.environment import logged
+from release.environment import Environment, logged
 from release.sbom import made_public
 
 ONE = Distribution("ragfuse-kv", "1.2", ROOT)
@@ -125,3 +125,23 @@ def test_a_list_of_packages_names_no_path_of_this_machine_and_every_package_by_i
 
 
 # the environment
+
+
+def test_programs_run_in_an_empty_folder_without_this_processs_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("RAGFUSE_MODEL", "mine")
+    log = io.StringIO()
+    environment = Environment.make(tmp_path, log)
+    code = (
+        "import os, sys; print(os.getcwd(), sys.path, sorted(n for n in os.environ if"
+        " n.startswith('RAGFUSE')))"
+    )
+    said = environment.run("python", "-c", code)
+    assert said.returncode == 0
+    assert said.stdout.startswith(str(environment.folder))
+    assert str(ROOT) not in said.stdout
+    assert "['RAGFUSE_HOME']" in said.stdout
+    assert said.stdout in log.getvalue()
+    assert environment.run("python", "-c", "import ragfuse").returncode != 0
