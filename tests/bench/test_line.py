@@ -95,15 +95,6 @@ def test_scaling_keeps_what_a_trace_looks_like():
     assert trace.to_mean(7e5, 4.0).carried(4.0) == pytest.approx(2.8e6)
 
 
-def test_a_slow_start_doubles_until_the_trace_is_reached():
-    assert constant(1000).slow_start(200, 0.125).steps == (
-        (0, 200),
-        (0.125, 400),
-        (0.25, 800),
-        (0.375, 1000),
-    )
-
-
 def test_everything_arrives_and_never_more_than_the_trace_allows(line):
     trace = Trace("made up", ((0.0, 1e6), (0.1, 4e6), (0.2, 5e5), (0.4, 3e6)))
     line.start(trace)
@@ -119,12 +110,6 @@ def test_everything_arrives_and_never_more_than_the_trace_allows(line):
         passed += nbytes
         assert passed <= trace.carried(at + 2 * TICK_S) + LEAST_NBYTES
     assert passed == line.carried >= 3 * NBYTES
-
-
-def test_a_line_that_stands_still_goes_on_when_its_trace_does(line):
-    line.start(Trace("gap", ((0.0, 1e6), (0.1, 0.0), (0.4, 1e7))))
-    assert fetch(line) == NBYTES
-    assert [at for at, _ in line.log if 0.1 + 2 * TICK_S < at < 0.4] == []
 
 
 def test_a_line_breaks_in_the_middle_and_serves_the_next_client(line):

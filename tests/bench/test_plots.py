@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 from ragfuse_bench.plots import plot_frontier
 
-from ragfuse.errors import SettingsError
-
 pytest.importorskip("matplotlib")
 
 
@@ -35,9 +33,3 @@ def test_the_frontier_is_drawn_whole_or_not_at_all(tmp_path: Path) -> None:
     plot_frontier(found, tmp_path / "a.png")
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_plain_reuse_there_is_nothing_to_draw(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="must include `none`"):
-        plot_frontier(result(("full", 1.0, 0.0)), tmp_path / "a.png")
-    assert not list(tmp_path.iterdir())

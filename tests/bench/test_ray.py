@@ -1,40 +1,18 @@
-"""The simulation of replicas: nothing is lost, memory is bounded, and following chunks finds more
-than turns do.
-"""
+"""The simulation of replicas: following chunks finds more than turns do."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 
 from ragfuse_bench.options import RayOptions
 from ragfuse_bench.ray import run
 from ragfuse_bench.ray.simulate import POLICIES, simulate
 from ragfuse_bench.ray.workload import (
-    BLOCK,
-    TOPIC_PASSAGES,
     conversations,
-    questions,
 )
 from rich.console import Console
 
 SMALL = RayOptions(replicas=4, corpus=2000, questions=400, talks=40, seed=3)
-
-
-def test_turns_of_a_conversation_repeat_its_blocks_behind_one_shared_block() -> None:
-    trace = conversations(30, 1.0, seed=3)
-    assert [request.at_s for request in trace] == sorted(request.at_s for request in trace)
-    times = Counter(chunk for request in trace for chunk in request.chunks)
-    assert times[0] == len([request for request in trace if request.tokens >= BLOCK])
-    assert any(count > 1 for chunk, count in times.items() if chunk)
-    assert all(set(request.chunks.values()) <= {BLOCK} and request.fresh >= 1 for request in trace)
-
-
-def test_questions_retrieve_most_passages_of_one_topic() -> None:
-    for request in questions(50, 2000, 10.0, seed=1):
-        topics = Counter(chunk // TOPIC_PASSAGES for chunk in request.chunks)
-        assert max(topics.values()) >= 5
-        assert len(request.chunks) in (5, 6)
 
 
 def test_following_chunks_finds_more_than_turns_do_and_no_replica_has_far_more_work() -> None:

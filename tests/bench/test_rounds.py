@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ragfuse_bench.rounds import Runner, Times, speedup, thread_count
+from ragfuse_bench.rounds import Runner, Times, speedup
 from rich.console import Console
 
 from ragfuse.calibration.runner import Sample
@@ -25,10 +25,3 @@ def test_times_give_minimum_median_and_maximum_of_both_clocks() -> None:
 
 def test_a_ratio_is_the_median_over_rounds_measured_side_by_side() -> None:
     assert speedup([10.0, 40.0, 12.0], [5.0, 10.0, 4.0]) == pytest.approx(3.0)
-
-
-def test_the_number_of_threads_is_put_back() -> None:
-    before = torch.get_num_threads()
-    with thread_count(before + 1):
-        assert torch.get_num_threads() == before + 1
-    assert torch.get_num_threads() == before

@@ -50,12 +50,6 @@ def test_with_memory_for_all_every_later_turn_hits_in_it(talks, policy):
     assert (tally.missed, tally.disk, tally.fetched) == (0, 0, 0)
 
 
-def test_where_room_is_short_look_ahead_hits_most_and_mostly_in_memory(talks):
-    found = {policy: simulated(talks, policy).rates() for policy in POLICIES}
-    assert found["look-ahead"]["hit"] > max(found["lru"]["hit"], found["fifo"]["hit"]) + 0.05
-    assert found["look-ahead"]["ram"] > 3 * max(found["lru"]["ram"], found["fifo"]["ram"])
-
-
 def test_a_turn_served_alone_takes_what_its_tokens_take():
     server = Server("round", 1, 1000.0, None, 1, batch=2, usual_tokens=1000)
     turns = (Turn(100, 10, 0.0), Turn(50, 10, 1e6))

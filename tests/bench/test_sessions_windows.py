@@ -15,7 +15,6 @@ from ragfuse_bench.sessions.windows import (
     eviction_window,
     prefetch_window,
     required_capacity,
-    taken_until,
 )
 
 from ragfuse.plan.evict import by_next_use, by_use
@@ -40,16 +39,6 @@ def test_what_is_cleared_away_leaves_the_buffer_free_and_no_more(used, capacity,
     excess = buffer_excess(used, capacity, share)
     assert used - excess <= int(capacity * (1 - share)) or used - excess == 0
     assert excess == 0 or used - (excess - 1) > int(capacity * (1 - share))
-
-
-@given(st.lists(st.integers(0, 9), max_size=8), st.integers(-3, 30))
-def test_so_many_go_as_give_the_room_and_not_one_more(sizes, excess):
-    candidate_rows = iter([EvictionItem(n, (), size, 0.0) for n, size in enumerate(sizes)])
-    found = list(taken_until(candidate_rows, excess))
-    assert len(list(candidate_rows)) == len(sizes) - len(found)
-    freed = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
-    enough = [n for n, nbytes in enumerate(freed) if nbytes >= excess]
-    assert len(found) == (enough[0] if enough else len(sizes))
 
 
 def test_the_capacity_rule_is_sessions_times_the_longest_of_them():

@@ -1,4 +1,4 @@
-"""Streams over changing lines, measured: the scale is the paper's, and the result says what it is
+"""Streams over changing lines: pieces are what full prefill computed, and the result says what it is
 made of.
 """
 
@@ -9,7 +9,6 @@ import torch
 from ragfuse_bench.codec.answers import Judge
 from ragfuse_bench.codec.kv import Continued
 from ragfuse_bench.options import StreamOptions
-from ragfuse_bench.stream.lines import PAPER_LOAD_OVER_TEXT, Scale, drawn_by_piece, published
 from ragfuse_bench.stream.material import Cut, Worth, context_kv, long_readings
 from ragfuse_bench.stream.run import METHODS, run_stream
 from rich.console import Console
@@ -22,34 +21,10 @@ from ragfuse.store import KVStore, MemoryTier
 from ragfuse.types.plan import is_exact
 from tests.plan.kit import plan
 
-SCALE = Scale(int8_nbytes=60e6, text_s=20.0)
-
 
 @pytest.fixture
 def model(engine) -> HFModel:
     return engine.model
-
-
-def test_loading_8_bits_takes_the_same_share_of_text_as_in_the_paper():
-    load_s = SCALE.int8_nbytes / (3 * SCALE.bytes_per_gbps)
-    assert load_s / SCALE.text_s == pytest.approx(PAPER_LOAD_OVER_TEXT)
-    assert SCALE.seconds * SCALE.paper_text_s == pytest.approx(SCALE.text_s)
-    assert SCALE.as_dict()["derived"]
-
-
-def test_drawn_bandwidths_are_the_papers_and_each_piece_has_one():
-    course = drawn_by_piece(3, 5, SCALE)
-    assert course == drawn_by_piece(3, 5, SCALE)
-    assert len(set(course.rates)) == 5
-    assert all(0.1 <= rate / SCALE.bytes_per_gbps <= 10 for rate in course.rates)
-
-
-def test_measured_bandwidths_come_along_and_are_brought_to_the_papers():
-    found = list(published(SCALE, 3.0))
-    assert len(found) >= 4
-    for course in found:
-        last = course.trace.steps[-1][0]
-        assert course.trace.carried(last) / last == pytest.approx(3.0 * SCALE.bytes_per_gbps)
 
 
 def test_a_context_cut_into_pieces_is_what_full_prefill_computed(engine, model):
@@ -74,16 +49,6 @@ def test_a_context_cut_into_pieces_is_what_full_prefill_computed(engine, model):
         torch.testing.assert_close(again.values, layer.values, rtol=1e-4, atol=1e-4)
 
 
-def test_raw_kv_is_worth_what_it_is_compared_with(model):
-    (reading,) = long_readings(model, 1000, 1, 2)
-    kv = model.encode(reading.token_ids)
-    judge = Judge(model, reading, kv)
-    found, raw = Worth.of(judge.rows(kv)), Worth.of(judge.raw)
-    assert (found.f1, found.top1) == (raw.f1, 1.0)
-    assert found.kl == pytest.approx(0.0, abs=1e-6)
-    assert Continued(model, kv).n_tokens == len(reading.token_ids)
-
-
 @pytest.mark.slow
 def test_the_result_says_how_often_each_way_was_late(varied_path, tmp_path):
     options = StreamOptions(
@@ -105,3 +70,13 @@ def test_the_result_says_how_often_each_way_was_late(varied_path, tmp_path):
     )
     assert result["deadlines"][1]["violations"]["adaptive"] == 0
     assert result["ttft_x_vs_text"] > 0
+
+
+def test_raw_kv_is_worth_what_it_is_compared_with(model):
+    (reading,) = long_readings(model, 1000, 1, 2)
+    kv = model.encode(reading.token_ids)
+    judge = Judge(model, reading, kv)
+    found, raw = Worth.of(judge.rows(kv)), Worth.of(judge.raw)
+    assert (found.f1, found.top1) == (raw.f1, 1.0)
+    assert found.kl == pytest.approx(0.0, abs=1e-6)
+    assert Continued(model, kv).n_tokens == len(reading.token_ids)

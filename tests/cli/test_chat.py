@@ -43,16 +43,6 @@ def summaries(result):
     return re.findall(r"^(\d+) tokens: (.*)$", result.stdout, re.MULTILINE)
 
 
-def test_each_turn_reuses_what_the_turns_before_it_held(run, book):
-    run("ingest", book)
-    result = run("chat", lines=["What was counted in 1812?", "And in 1813?", "Where is it kept?"])
-    first, second, third = summaries(result)
-    assert "chunks" in first[1]
-    assert f"{first[0]} of earlier turns" in second[1] or "of earlier turns" in second[1]
-    assert int(second[0]) > int(first[0])
-    assert int(re.search(r"(\d+) of earlier turns", third[1])[1]) > int(first[0])
-
-
 def test_a_chat_without_a_name_is_gone_at_its_end_and_one_with_a_name_goes_on(run, told, book):
     run("ingest", book)
     run("chat", lines=["What was counted in 1812?"])
@@ -125,17 +115,6 @@ def test_a_chat_at_a_server_keeps_its_turns_there(run, server, book):
     assert conversations(server) == ["kept"]
 
 
-def test_a_wrong_key_and_another_model_are_refused_by_their_options(run, server, book):
-    run("ingest", book, "--no-kv")
-    for options, word in (
-        (("--api-key", "sk-wrong"), "api_key"),
-        (("--api-key", BLUE, "--model", "another"), "another"),
-    ):
-        result = run("ask", "Who?", "--server", server.root, *options)
-        assert result.exit_code == 1
-        assert word in result.stderr
-
-
 # on a terminal
 
 
@@ -170,27 +149,6 @@ def terminal(environment):
     yield start
     for child in started:
         child.close(force=True)
-
-
-def test_on_a_terminal_arrow_up_brings_back_a_line_and_ctrl_d_ends(
-    terminal, environment, book, run
-):
-    run("ingest", book)
-    child = terminal("chat")
-    child.expect("Model loaded in .* s")
-    child.expect("> $")
-    child.sendline("What was counted in 1812?")
-    child.expect(r"\d+ tokens: ")
-    child.expect("> $")
-    child.send("\x1b[A")  # arrow up: the question again
-    child.expect("What was counted in 1812")
-    until_it_reads(child)
-    child.sendintr()  # Ctrl-C at the prompt takes the line away, and nothing else
-    child.expect("> $")
-    child.sendeof()
-    child.expect(pexpect.EOF)
-    child.wait()
-    assert child.exitstatus == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])

@@ -2,18 +2,13 @@
 for what does not.
 """
 
-import io
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from ragfuse.cli.show import show_trace
-from ragfuse.types.answer import SegmentTrace, Trace
 from tests.cli.kit import refused
 
 
@@ -34,9 +29,7 @@ def test_documents_are_ingested_once_and_questions_hit(told, book):
     assert all(segment["source"].endswith("lighthouses.txt") for segment in chunks_of(answer))
 
 
-def test_files_of_many_kinds_are_ingested_and_each_one_left_out_is_named_once(
-    run, told, book, caplog
-):
+def test_files_of_many_kinds_are_ingested_and_each_one_left_out_is_named_once(run, told, book):
     from pypdf import PdfWriter
 
     scan = PdfWriter()
@@ -45,14 +38,6 @@ def test_files_of_many_kinds_are_ingested_and_each_one_left_out_is_named_once(
     (book / "blank.html").write_text("<html><body><img src=x></body></html>")
     (book / "broken.json").write_text('{"a": ')
     (book / "picture.png").write_bytes(b"PNG")
-    half = (
-        "The keeper of the half lighthouse \\ud835 counted ships for many years, and wrote their"
-        " names down."
-    )
-    (book / "half.json").write_text(f'{{"text": "{half}"}}')
-    (book / "code.py").write_text(
-        "def count(ships):\n    return len(ships)  # every ship that passes is counted once\n" * 3
-    )
     Path(os.fsdecode(bytes(book) + b"/bad\xff name.md")).write_text(
         "A keeper without a name counted no ships at all here."
     )
@@ -65,8 +50,6 @@ def test_files_of_many_kinds_are_ingested_and_each_one_left_out_is_named_once(
     assert {
         name: sum(f"left out: {name}" in line for line in lines) for name in skipped
     } == dict.fromkeys(skipped, 1)
-    assert sum("half.json" in record.getMessage() for record in caplog.records) == 1
-    assert first["chunks"] >= 23
     again = told("ingest", book)
     assert (again["chunks"], again["encoded"], len(again["skipped"])) == (first["chunks"], 0, 4)
     assert told("ask", "Who had no name?")["answer"] is not None
@@ -83,13 +66,6 @@ def test_a_comparison_on_a_folder_of_the_reader_s_own_in_one_command(run, book):
         told
     )
     assert [segment["hit"] for segment in chunks_of(told)] == [True] * 6
-
-
-def test_without_kv_the_first_question_encodes_what_the_second_one_hits(told, book):
-    assert told("ingest", book, "--no-kv")["encoded"] == 0
-    first, second = (told("ask", "What was counted in 1812?") for _ in range(2))
-    assert {segment["hit"] for segment in chunks_of(first)} == {False}
-    assert {segment["hit"] for segment in chunks_of(second)} == {True}
 
 
 def test_what_changed_is_encoded_and_what_was_deleted_leaves_index_and_store(told, book):
@@ -146,24 +122,6 @@ def test_marks_special_tokens_and_markup_in_names_and_texts_stay_text(run, told,
     assert [segment["hit"] for segment in chunks_of(answer)] == [True]
 
 
-def test_a_model_without_a_chat_template_is_asked_in_plain_text(told, book, tiny_path, tmp_path):
-    bare = tmp_path / "bare"
-    shutil.copytree(tiny_path, bare)
-    (bare / "chat_template.jinja").unlink()
-    answer = told("ask", "What was counted in 1812?", "--docs", book, "--model", bare)
-    assert [segment["hit"] for segment in chunks_of(answer)] == [True] * 6
-
-
-def test_of_what_is_kept_packed_as_many_more_chunks_fit(run, book, tmp_path):
-    fitting = []
-    for levels in ("raw", "int8"):
-        settings = {"RAGFUSE_DISK_BYTES": "300000", "RAGFUSE_LEVELS": f'{{"disk": ["{levels}"]}}'}
-        result = run("ingest", book, "--store", tmp_path / levels, **settings)
-        assert result.exit_code == 0, result.output
-        fitting.append(int(re.search(r"the first (\d+)", " ".join(result.stdout.split()))[1]))
-    assert 3 * fitting[0] < fitting[1] < 4.5 * fitting[0]
-
-
 def test_a_tier_that_refuses_is_named(run, book):
     pytest.importorskip("redis", reason="the package redis is not installed: pip install redis")
     result = run("ingest", book, RAGFUSE_TIERS=json.dumps(["redis://127.0.0.1:1/0"]))
@@ -174,45 +132,13 @@ def test_a_tier_that_refuses_is_named(run, book):
 # how it looks
 
 
-SEGMENTS = (
-    SegmentTrace("", "prefix", 20, 0, True, "memory", "raw", 500_000, 0, True),
-    SegmentTrace(
-        "/a/very/long/path/to/a-file-that-goes-on-and-on[1].txt",
-        "chunk",
-        40,
-        20,
-        True,
-        "disk",
-        "raw",
-        900_000,
-        9,
-    ),
-    SegmentTrace("/b.txt", "chunk", 30, 60, False, why="not in the store"),
-)
-TRACE = Trace(
-    "m", "hkvd", 0.15, 100, 51, 9, 40, 0.18, segments=SEGMENTS, recomputed_rows=tuple(range(40, 49))
-)
-
-
-def test_the_explanation_fits_eighty_columns_and_names_everything():
-    console = Console(file=io.StringIO(), width=80)
-    show_trace(console, TRACE)
-    lines = console.file.getvalue().splitlines()
-    assert all(len(line) <= 80 for line in lines)
-    said = " ".join(" ".join(lines).split())
-    for word in ("exact", "9 recomputed", "disk, 900 KB", "not in the store", "-on[1].txt"):
-        assert word in said
-
-
 @pytest.mark.parametrize(
     ("arguments", "kind", "word"),
     [
         (("--policy", "nope"), "SettingsError", "policy"),
-        (("--ratio", "2"), "SettingsError", "ratio"),
         (("--device", "toaster"), "ModelError", "--device cpu"),
         (("--model", "/nowhere/at/all"), "ModelError", "config.json"),
         (("--json", "/nowhere/at/all.json"), "InputError", "Name another file"),
-        (("--index", "a/b"), "SettingsError", "letters"),
         (("--docs", "FILE"), "InputError", "found none"),
         (("--docs", "FILE", "--index", "mine"), "InputError", "--index"),
         (("--store", "FILE"), "StoreError", "a file"),

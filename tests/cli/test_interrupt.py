@@ -9,10 +9,7 @@ import time
 
 import pytest
 
-from ragfuse.plan.evict import lru
-from ragfuse.store import DiskTier, KVStore
 from tests.cli.kit import COMMAND, variables
-from tests.store.kit import key, kv
 
 TELLING = """
 import sys
@@ -121,58 +118,3 @@ def test_ctrl_c_while_it_starts_is_as_clean(start):
     process = start("ask", "Who?", command=[sys.executable, "-c", TELLING])
     assert process.stdout.readline() == "importing torch\n"
     assert interrupted(process).strip().endswith("Stopped.")
-
-
-SLOW = """
-import time
-from ragfuse.cli import app
-from ragfuse.store.disk import DiskTier
-
-def slowly(real):
-    def call(*arguments):
-        print("at work", flush=True)
-        time.sleep(0.3)
-        return real(*arguments)
-    return call
-
-DiskTier.{method} = slowly(DiskTier.{method})
-app()
-"""
-
-
-@pytest.fixture
-def stored(tmp_path):
-    """A store of ten entries."""
-    with KVStore([DiskTier(tmp_path / "user" / "store", 1 << 20, lru)]) as store:
-        for i in range(10):
-            store.put(key(i), kv(i), wait=True)
-
-
-def slowed(method):
-    return [sys.executable, "-c", SLOW.format(method=method)]
-
-
-@pytest.mark.slow
-def test_ctrl_c_in_an_export_says_that_nothing_was_written_and_it_is_so(start, stored, tmp_path):
-    (tmp_path / "old.zip").write_bytes(b"old")
-    process = start("store", "export", tmp_path / "old.zip", "--yes", command=slowed("get"))
-    assert process.stdout.readline() == "at work\n"
-    interrupted(process)
-    assert [path.name for path in tmp_path.glob("*old.zip*")] == ["old.zip"]
-    assert (tmp_path / "old.zip").read_bytes() == b"old"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["measure", "doctor"])
-def test_ctrl_c_in_what_is_tried_on_a_disk_leaves_nothing_there(
-    start, tmp_path, environment, command
-):
-    (tmp_path / "temporary").mkdir()
-    environment["TMPDIR"] = str(tmp_path / "temporary")
-    process = start(command, command=slowed("_write"))
-    assert process.stdout.readline() == "at work\n"
-    interrupted(process)
-    assert list((tmp_path / "temporary").iterdir()) == []
-    assert chunks(tmp_path) == []
-    assert not list((tmp_path / "user").rglob("measure-*"))
-    assert debris(tmp_path) == []

@@ -76,22 +76,6 @@ def test_an_interrupted_update_keeps_what_was_embedded(library, embedded, tmp_pa
     assert len(embedded) == 1
 
 
-def test_a_copy_of_a_document_takes_no_room_among_what_is_found(library, tmp_path):
-    lib = library(top_k=4)
-    texts = [text for text, _ in chunks("x", n=6)]
-    lib.update([tmp_path], [(text, str(tmp_path / name)) for name in "ab" for text in texts])
-    assert len({text for text, _ in lib.search("lighthouse")}) == 4
-
-
-def test_an_empty_index_says_how_to_fill_it_and_names_others(library, tmp_path):
-    with pytest.raises(InputError, match="ragfuse ingest PATH"):
-        library().require()
-    for name in ("docs-2026", "notes"):
-        library(name).update([tmp_path], chunks(str(tmp_path / "a")))
-    with pytest.raises(InputError, match="docs-2026, notes"):
-        library("other").require()
-
-
 def test_vectors_of_another_embedder_are_not_mixed_in(library, tmp_path):
     library().update([tmp_path], chunks(str(tmp_path / "a")))
     with pytest.raises(InputError, match="embedder 'minilm-l6'"):

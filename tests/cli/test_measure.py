@@ -28,10 +28,3 @@ def test_a_machine_is_measured_shown_and_kept(run, tmp_path):
     assert (set(profile.decode), set(profile.packed)) == ({"int8"}, {"int8"})
     assert 0.1 < profile.packed["int8"] < 0.6
     assert not list(tmp_path.rglob("measure-*"))
-
-
-def test_all_levels_are_timed_where_a_tier_s_level_is_chosen(told):
-    found = told("measure", RAGFUSE_LEVELS='{"disk": "auto"}')
-    profile = TypeAdapter(CostModel).validate_python(found)
-    assert set(profile.decode) == {"int8", "cg1", "cg2", "cg3", "cg4"}
-    assert profile.packed["cg4"] < profile.packed["cg1"] < profile.packed["int8"]

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from ragfuse.cli.entries import EntryFilter, OpenStore
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import CatalogFile, DiskTier, KVStore
 from ragfuse.store.tenants import hidden, remember_tenant
 from ragfuse.types.keys import ChunkKey, filler_context
 from tests.cli.kit import refused
-from tests.store.kit import files, key, kv, leave_only_in
+from tests.store.kit import files, key, kv
 from tests.store.redis_server import RedisServer
 from tests.tiny import python
 
@@ -129,12 +128,6 @@ def test_without_a_salt_all_is_all(told, shared):
 # changing
 
 
-def test_clear_of_one_tenant_leaves_the_others_and_their_texts(told, filled):
-    assert told("rm", "--tenant", "acme", "--yes")["dropped"] == 4
-    assert left(filled) == set(THEIRS)
-    assert (texts(filled, OURS[0].model), texts(filled, THEIRS[0].model)) == ([], ["Theirs."])
-
-
 @pytest.fixture
 def server(tmp_path):
     """A Redis server of the test's own."""
@@ -171,18 +164,6 @@ def test_clear_names_a_tier_that_is_down_and_keeps_all_texts(run, told, filled, 
     server.start()
     assert told("rm", "--all", "--yes", **far)["texts"] == 3
     assert texts(filled, OURS[0].model) == texts(filled, THEIRS[0].model) == []
-
-
-def test_clear_names_a_tier_that_goes_down_after_it_was_listed(filled, server):
-    settings = Settings(store=filled, home=filled.parent, tiers=(server.url(),))
-    with OpenStore(settings) as admin:
-        leave_only_in(admin.store, [OURS[1]], "redis")
-        lines = admin.selected(EntryFilter())
-        server.kill()
-        dropped, n_texts, silent = admin.clear(lines, EntryFilter())
-        assert (silent, n_texts) == (["redis"], 0)
-        assert {line.entry.key for line in dropped} == {OURS[0], OURS[2], FILLER, *THEIRS}
-        assert len(admin.catalog.file.tenants()) == 2
 
 
 def test_pins_are_kept_and_taken_off(told, filled):
@@ -287,10 +268,8 @@ def test_ls_fits_the_terminal_and_prints_no_control_characters(run, filled, monk
 @pytest.mark.parametrize(
     ("filters", "wanted"),
     [
-        (("--tier", "disk"), {*OURS, FILLER, *THEIRS}),
         (("--source", "LIGHT"), {OURS[0], FILLER}),
         (("--model", THEIRS[0].model[:8]), set(THEIRS)),
-        (("--model", "xyzzy"), set()),
         (("--tenant", "acme", "--source", "ships"), {OURS[1]}),
         ((OURS[0].tokens[:12], "--model", "smol"), {OURS[0], FILLER}),
     ],
@@ -322,17 +301,6 @@ def test_deleting_asks_first_and_drops_texts_without_entries(run, told, filled):
         store.clear(OURS[0].model)
     assert told("rm", "--tenant", "acme", "--yes")["texts"] == 1
     assert (texts(filled, OURS[0].model), texts(filled, THEIRS[0].model)) == ([], ["Theirs."])
-
-
-def test_a_text_of_two_sources_is_found_and_deleted_by_either(told, filled):
-    with CatalogFile(filled) as book:
-        book.add_texts(OURS[0].model, [(str(OURS[0]), "All\nabout \x1b[31m0", "/docs/copy.md")])
-    (mine,) = [
-        entry for entry in told("ls", "--source", "copy")["entries"] if entry["key"] == str(OURS[0])
-    ]
-    assert mine["sources"] == ["/docs/Lighthouse.md", "/docs/copy.md"]
-    assert told("rm", "--source", "copy", "--yes")["dropped"] == 2
-    assert OURS[0] not in left(filled)
 
 
 def test_an_export_refuses_to_replace_a_file_by_less_than_a_silent_tier_holds(

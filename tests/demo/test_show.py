@@ -1,10 +1,9 @@
-"""What the demo prints, and that the README's sample is just that."""
+"""The demo's picture, and that the README's sample is what it prints."""
 
 import re
 
 from docs.sample import README, sample, shown
 from ragfuse.demo.picture import draw, strip_of
-from ragfuse.demo.show import BAR_CHARS, summary_text
 
 TRACE = {
     "tokens": 100,
@@ -33,36 +32,6 @@ def answered(**changes):
         "trace": TRACE,
     }
     return {**found, **changes}
-
-
-def test_bars_are_as_long_as_the_times_and_answers_stand_below_each_other():
-    first, known, full, fused, last = sample(answered()).splitlines()
-    assert first == "Who [built] it?"
-    assert full.count("\u2588") == BAR_CHARS
-    assert fused.count("\u2588") == BAR_CHARS / 4
-    assert known.index("Nobody") == full.index("Nobody") == fused.index("Somebody")
-    assert ("right" in full, "wrong" in fused) == (True, True)
-    assert last.startswith("  First token 4.0 times as fast. Of 100 tokens 54 were reused, ")
-    assert last.endswith(" 6 recomputed, 40 computed.")
-
-
-def test_a_slower_answer_is_called_so_and_no_time_is_divided_by():
-    assert "First token 0.5 times as fast." in sample(answered(ttft_fused_s=2.0, speedup=0.5))
-    assert "0.00 s" in sample(answered(ttft_full_s=0.0, ttft_fused_s=0.0, speedup=0.5))
-
-
-def test_the_summary_is_a_table_of_both_kinds_of_prompts():
-    report = {
-        "questions": [answered(), answered(answer_fused="Nobody", ttft_fused_s=0.35)],
-        "long": answered(ttft_full_s=4.0),
-        "right_full": 2,
-        "right_fused": 1,
-    }
-    _, on_average, long, said = summary_text(report).splitlines()
-    assert on_average.split()[-3:] == ["1.00", "0.30", "3.3x"]
-    assert long.split()[-3:] == ["4.00", "0.25", "16.0x"]
-    assert "Right answers of 2: full prefill 2, ragfuse 1." in said
-    assert "both say the same to 1 of them" in said
 
 
 def test_the_picture_shows_what_became_of_every_token(tmp_path):

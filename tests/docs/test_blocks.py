@@ -155,18 +155,3 @@ def test_nobody_is_told_to_install_a_strangers_package() -> None:
     assert [
         page for page, path in PAGES.items() if strange.search(path.read_text(encoding="utf-8"))
     ] == []
-
-
-def test_marks_are_understood_and_most_blocks_run() -> None:
-    assert is_there("Engine.answer")
-    assert is_there("langchain_ragfuse.ChatRagFuse")
-    assert is_there("llama_index.llms.ragfuse.KVPrecompute.ensure")
-    assert not is_there("Engine.sing")
-    assert not is_there("langchain_ragfuse.Sing")
-    ran = [
-        block
-        for found in PYTHON.values()
-        for block in found
-        if is_program(block) and not block.missing
-    ]
-    assert len(ran) > 15

@@ -5,15 +5,13 @@ tables.
 from __future__ import annotations
 
 import re
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from docs import made, matrix
-from docs._ext import book_files, book_reference
+from docs._ext import book_files
 from docs.pictures import draw
-from ragfuse import Settings
 from tests.docs.blocks import PAGES, ROOT
 
 LINK = re.compile(r"(?<!\\)\[([^\]]*)\]\(([^)\s]+)\)")
@@ -70,14 +68,6 @@ def test_a_committed_picture_is_what_the_code_draws(name: str) -> None:
     assert (draw.HERE / f"{name}.svg").read_text(encoding="utf-8") == draw.PICTURES[name]().svg()
 
 
-def test_every_picture_is_shown_and_described() -> None:
-    pages = "".join(
-        PAGES[page].read_text(encoding="utf-8") for page in ("docs/how.md", "docs/guides/pml.md")
-    )
-    shown = re.findall(r"!\[([^\]]+)\]\((?:\.\./)?pictures/(\w+)\.svg\)", pages)
-    assert {name for _, name in shown} == set(draw.PICTURES)
-
-
 def test_pictures_follow_the_themes_of_the_book() -> None:
     css = "".join((ROOT / "docs" / "_static" / "book.css").read_text(encoding="utf-8").split())
     for which, theme in enumerate(("light", "dark")):
@@ -92,34 +82,6 @@ def test_pages_of_the_repository_have_what_the_code_says(page: Path) -> None:
     assert page.read_text(encoding="utf-8") == made.whole(page), (
         "Write them anew: python -m docs.made"
     )
-
-
-def test_every_setting_stands_in_the_table() -> None:
-    table = book_reference.settings_table()
-    assert "| `memory_bytes` | `RAGFUSE_MEMORY_BYTES` |" in table
-    assert "| 0 " not in table
-    for name in Settings.model_fields:
-        assert f"| `{name}` | `RAGFUSE_{name.upper()}` |" in table
-    assert "| `dtype` | `RAGFUSE_DTYPE` | `auto` |" in table
-
-
-def test_every_command_has_its_heading_and_its_options() -> None:
-    found = book_reference.commands()
-    paths = [" ".join(path) for path, _ in book_reference.walk(book_reference.root())]
-    assert {"ragfuse ingest", "ragfuse ask", "ragfuse store ls", "ragfuse bench ttft"} <= set(paths)
-    assert [path for path in paths if f"## {path}\n" not in found] == []
-    assert "`--explain`" in found
-
-
-def test_every_public_name_gets_a_page(tmp_path: Path) -> None:
-    (tmp_path / "ragfuse.Gone.md").write_text("old", encoding="utf-8")
-    made = book_reference.write_pages(tmp_path)
-    wanted = {
-        f"{package}.{name}.md"
-        for package in book_reference.PACKAGES
-        for name in import_module(package).__all__
-    }
-    assert set(made) == wanted == {path.name for path in tmp_path.iterdir()}
 
 
 # the table of families

@@ -64,11 +64,6 @@ def test_importing_an_engine_prints_nothing() -> None:
     assert (done.stdout, done.stderr) == ("", "")
 
 
-@pytest.mark.slow
-def test_the_first_use_of_an_engine_is_what_loads_torch() -> None:
-    assert "torch" in loaded_by("from ragfuse import Engine")
-
-
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_public_name_of_a_package_is_found(package: str) -> None:
     module = __import__(package, fromlist=["__all__"])

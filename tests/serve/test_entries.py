@@ -14,7 +14,6 @@ from tests.serve.kit import (
     GREEN,
     TENANTS,
     Served,
-    read_only_disk,
     refused,
     serving,
     settings_of,
@@ -53,16 +52,6 @@ def test_what_is_deleted_is_gone_for_its_tenant_alone(two: Served) -> None:
     two.delete(f"{ENTRIES}?all=true")
     assert sources(two) == {}
     assert sources(two.of(GREEN)) == before
-
-
-def test_a_tier_that_cannot_delete_is_named(two: Served) -> None:
-    with read_only_disk(two):
-        deleted, session = two.delete(f"{ENTRIES}?source=book-0"), two.delete(TALK)
-    assert "disk" in refused(deleted, 503)["message"]
-    assert (session.status_code, session.json().get("silent")) == (200, ["disk"])
-    assert "book-0" in sources(two)
-    assert two.delete(f"{ENTRIES}?source=book-0").json()["tiers"]["disk"] > 0
-    assert "book-0" not in sources(two)
 
 
 def test_a_deletion_is_of_one_source_or_of_all(two: Served) -> None:

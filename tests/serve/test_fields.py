@@ -180,7 +180,6 @@ def test_a_field_of_another_server_is_taken_where_it_changes_nothing_and_else_re
     ("fields", "param"),
     [
         ({"mirostat": 1}, "mirostat"),
-        ({"min_tokens": 9, "max_tokens": 8}, "min_new_tokens"),
         ({"min_tokens": 3, "stop": "x"}, "min_tokens"),
         ({"stop_token_ids": [5], "structured_outputs": {"regex": "a"}}, "stop_token_ids"),
         ({"stop_token_ids": [10**6]}, "stop_token_ids"),
@@ -197,17 +196,11 @@ def test_an_unknown_or_impossible_field_is_refused_by_its_name(
         assert refused(asked(served, kind, fields))["param"].startswith(param)
 
 
-def test_the_newer_name_of_a_length_comes_first(served: Served) -> None:
-    both = {"max_tokens": 5, "max_completion_tokens": 4}
-    assert asked(served, "chat", both).json()["usage"]["completion_tokens"] == 4
-
-
 def test_minus_one_is_no_limit(served: Served) -> None:
     window = served.engine().model.max_context
     text = "q" * (window - 100)  # so that an answer without a limit is short
     bias = {"logit_bias": {str(LETTERS[0]): 100}}
     for kind, name, body in (
-        ("chat", "max_tokens", {"messages": [said(text)]}),
         ("chat", "max_completion_tokens", {"messages": [said(text)]}),
         ("text", "max_tokens", {"prompt": text}),
     ):
@@ -215,20 +208,6 @@ def test_minus_one_is_no_limit(served: Served) -> None:
         assert answer.json()["usage"]["total_tokens"] >= window
     body = {"model": served.service.model, "input": text, "max_output_tokens": -1}
     assert served.post("/v1/responses", body).status_code == 200
-
-
-@pytest.mark.parametrize("kind", PATHS)
-def test_a_least_length_is_held_and_stop_tokens_end_behind_it(served: Served, kind: str) -> None:
-    for least in (0, 5):
-        fields = {"max_tokens": 12, "min_tokens": least, "stop_token_ids": LETTERS[:20]}
-        told = asked(served, kind, fields).json()
-        n_written = told["usage"]["completion_tokens"]
-        assert least <= n_written <= 12
-        assert (n_written < 12) == (told["choices"][0]["finish_reason"] == "stop")
-    fields = {"stop_token_ids": LETTERS[:1], "logit_bias": {str(LETTERS[0]): 100}}
-    at_once = asked(served, kind, fields).json()
-    assert at_once["usage"]["completion_tokens"] == 0
-    assert at_once["choices"][0]["finish_reason"] == "stop"
 
 
 def test_a_plan_is_of_the_prompt_that_the_same_fields_make(served: Served) -> None:
@@ -244,21 +223,17 @@ def test_a_plan_is_of_the_prompt_that_the_same_fields_make(served: Served) -> No
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
-def test_what_an_assistant_thought_is_handed_to_the_template(served: Served, name: str) -> None:
+def test_who_speaks_and_what_an_assistant_thought_are_handed_to_the_template(
+    served: Served, name: str
+) -> None:
     messages = [
-        said(),
+        {**said(), "name": "Ann"},
         {**said("Hm", "assistant"), name: "I count."},
         {**said("Sure?"), name: "not mine"},
     ]
     ask = chat_requests(ChatRequest(model="m", messages=messages))[0]
     assert [turn.reasoning for turn in ask.question] == ["", "I count.", ""]
-    assert asked(served, "chat", {"messages": messages}).status_code == 200
-
-
-def test_the_name_of_who_speaks_is_handed_to_the_template(served: Served) -> None:
-    messages = [{**said(), "name": "Ann"}, said("Hm", "assistant")]
-    ask = chat_requests(ChatRequest(model="m", messages=messages))[0]
-    assert [turn.name for turn in ask.question] == ["Ann", ""]
+    assert [turn.name for turn in ask.question] == ["Ann", "", ""]
     answer = asked(served, "chat", {"messages": [{**said(), "name": "<|user|>"}]})
     assert refused(answer)["param"] == "messages.0.name"
 

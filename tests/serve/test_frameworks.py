@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.kit import Served, with_documents
-from tests.tiny import CHUNKS
+from tests.serve.kit import Served
 
 FIELDS = {"api_key": "none", "max_retries": 0, "timeout": 60}
 
@@ -47,13 +46,6 @@ def test_langchain_chats_streams_and_counts(chat: Any) -> None:
     )
 
 
-def test_langchain_sends_documents_and_gets_the_cached_tokens(chat: Any, served: Served) -> None:
-    told = chat.bind(extra_body=with_documents(2))
-    told.invoke("Which?")
-    served.engine().flush()
-    assert told.invoke("Which?").usage_metadata["input_token_details"]["cache_read"] > 0
-
-
 def test_langchain_calls_tools_and_answers_by_a_schema(chat: Any) -> None:
     from pydantic import BaseModel
 
@@ -76,29 +68,3 @@ def test_llama_index_completes_and_streams(like: Any, chats: bool) -> None:
     whole = llm.complete("Who?").text
     assert len(whole) == 12
     assert [each.text for each in llm.stream_complete("Who?")][-1] == whole
-
-
-def test_llama_index_chats_with_documents(like: Any) -> None:
-    from llama_index.core.llms import ChatMessage
-
-    llm = like(
-        is_chat_model=True, additional_kwargs={"extra_body": {"documents": list(CHUNKS[:2])}}
-    )
-    answer = llm.chat([ChatMessage("Be short.", role="system"), ChatMessage("Who?")])
-    assert answer.message.content
-    assert len(answer.raw.model_extra["ragfuse"]["segments"]) >= 2
-
-
-def test_llama_index_calls_tools(like: Any) -> None:
-    from llama_index.core.tools import FunctionTool
-
-    def count_ships(door: bool) -> str:
-        """Counts."""
-        return "nine"
-
-    llm = like(is_chat_model=True, is_function_calling_model=True, max_tokens=200)
-    answer = llm.chat_with_tools(
-        [FunctionTool.from_defaults(count_ships)], "How many?", tool_required=True
-    )
-    (call,) = llm.get_tool_calls_from_response(answer)
-    assert (call.tool_name, set(call.tool_kwargs)) == ("count_ships", {"door"})

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from tests.serve.kit import (
@@ -83,3 +87,47 @@ def test_a_body_that_does_not_come_is_refused(one: Served) -> None:
     with raw(one.port) as line:
         line.sendall(f"{head}content-length: 5000\r\n\r\n{{".encode())
         assert b" 408 " in all_of(line)
+
+
+@contextmanager
+def watched(served: Served) -> Iterator[None]:
+    """Nobody waits or is answered at the end, others are, and memory and threads are as they
+    were, but for what executors and caches take once.
+    """
+    assert served.chat(max_tokens=2).status_code == 200
+    process, threads = psutil.Process(), threading.active_count()
+    rss = process.memory_info().rss
+    yield
+    wait_for(served.is_idle)
+    assert served.chat(max_tokens=2).status_code == 200
+    wait_for(lambda: threading.active_count() <= threads + 32)
+    assert (process.memory_info().rss - rss) / 1e6 <= 400
+
+
+def test_silent_connections_keep_nobody_from_an_answer(one: Served) -> None:
+    with watched(one), ExitStack() as lines:
+        for number in range(200):
+            lines.enter_context(raw(one.port)).sendall(b"POST /v1/completions"[: number % 3 * 9])
+        assert one.get("/health").status_code == one.chat(max_tokens=2).status_code == 200
+
+
+def test_clients_that_go_away_in_the_middle_of_anything_leave_nothing_behind(one: Served) -> None:
+    text = "The keeper of the lighthouse counted ships. " * 40
+    chat = {"model": one.service.model, "messages": [said(text)]}
+    bodies = (
+        (CHAT, chat),
+        (CHAT, {**chat, "max_tokens": LONG, "stream": True}),
+        ("/v1/ragfuse/schemas", {"pml": f'<schema name="a">{text}</schema>'}),
+    )
+
+    def storm(number: int) -> None:
+        for turn in range(21):
+            path, fields = bodies[(number + turn) % 3]
+            body = json.dumps(fields).encode()
+            head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            whole = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+            with suppress(ConnectionError), raw(one.port) as line:
+                line.sendall(whole[: len(whole) * (turn % 7) // 6])
+
+    with watched(one), ThreadPoolExecutor(8) as clients:
+        list(clients.map(storm, range(8)))

@@ -8,13 +8,10 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import pytest
 
-from ragfuse import Settings
 from ragfuse.serve.page_routes import HEADERS
-from tests.serve.kit import BLUE, TENANTS, Served, access_lines, process, refused, wait_for
-from tests.tiny import ROOT
+from tests.serve.kit import BLUE, TENANTS, Served, access_lines, refused, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +53,6 @@ def test_a_request_leaves_one_line_without_its_key_and_its_question(
     assert not any(secret in "".join(lines) for secret in (BLUE, "lighthouse"))
 
 
-def test_the_command_takes_names_and_says_where_the_page_is(tiny_settings: Settings) -> None:
-    log, names = list[str](), ("--served-model-name", "reader, chat, gpt-x")
-    with process(tiny_settings, *names, log=log) as (_, root):
-        found = httpx.get(f"{root}/v1/models").json()["data"]
-        assert [each["id"] for each in found][:2] == ["reader", "chat"]
-        wait_for(lambda: f"Try it in a browser: {root}/\n" in list(log))
-
-
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
@@ -86,14 +75,3 @@ def test_the_pages_folder_is_no_way_to_other_files(named: Served) -> None:
         answer = named.get(path)
         assert answer.status_code in (401, 404)
         assert "APIRouter" not in answer.text
-
-
-def test_the_pages_hold_no_inline_script_and_name_no_other_host() -> None:
-    for file in (ROOT / "ragfuse" / "serve" / "page").iterdir():
-        text = file.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
-        assert not any(word in text for word in ("innerHTML", "insertAdjacentHTML", "eval("))
-        if file.suffix == ".html":
-            assert text.count("<script") == text.count('<script type="module" src="/page/')
-            assert not any(word in text for word in (" style=", "onclick"))
-        if file.suffix in (".html", ".css", ".svg"):
-            assert not any(word in text for word in ("http://", "https://"))

@@ -66,14 +66,6 @@ def test_documents_that_are_too_long_may_be_left_out(narrow: Served, path: str) 
     assert narrow.post(path, asked[1] | DROP).status_code == 200
 
 
-def test_no_one_who_leaves_documents_out_already_is_advised_to(
-    narrow: Served,
-) -> None:
-    told = refused(narrow.post(*body(CHAT, JUST, documents=list(CHUNKS), **DROP)))
-    assert told["code"] == "context_length_exceeded"
-    assert "leave" not in told["message"]
-
-
 def test_clients_know_the_error_by_its_code(narrow: Served) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
         client_of(narrow).chat(FAR)
@@ -89,7 +81,6 @@ def test_clients_know_the_error_by_its_code(narrow: Served) -> None:
     ("path", "name", "fields"),
     [
         (CHAT, "max_tokens", {"messages": [said()], "stream": True}),
-        (TEXT, "max_tokens", {"prompt": "Who?"}),
         ("/v1/responses", "max_output_tokens", {"input": "Who?"}),
         ("/v1/ragfuse/explain", "max_tokens", {"messages": [said()]}),
     ],

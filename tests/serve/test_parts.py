@@ -1,4 +1,4 @@
-"""The parts without a network: answer requests, probabilities, errors, counts."""
+"""The parts without a network: sampling, probabilities, errors."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import math
 import pytest
 import torch
 
-from ragfuse import Piece, StoreError
-from ragfuse.engine.schema_service import parse_prompt
-from ragfuse.errors import NoSessionError
+from ragfuse import StoreError
 from ragfuse.serve.logprobs import ZERO_LOGPROB, LogprobRecorder, as_text
 from ragfuse.serve.refusals import APIError, api_error_of
 from ragfuse.serve.requests import chat_requests
@@ -21,22 +19,6 @@ def chat(**fields: object) -> ChatRequest:
     return ChatRequest.model_validate(
         {"model": "m", "messages": [{"role": "user", "content": "Who?"}], **fields}
     )
-
-
-def test_parts_that_are_documents_are_chunks_as_documents_are() -> None:
-    parts = [{"type": "text-plain", "text": "b", "title": "t"}, {"type": "text", "text": "c"}]
-    body = chat(
-        messages=[{"role": "user", "content": parts}], documents=["d", {"text": "e", "title": "f"}]
-    )
-    (turn,) = chat_requests(body)[0].question
-    assert list(turn.content) == [
-        Piece("d", "chunk", "document 1"),
-        "\n\n",
-        Piece("e", "chunk", "f"),
-        "\n\n",
-        Piece("b", "chunk", "t"),
-        "c",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -97,21 +79,6 @@ def test_an_impossible_token_has_a_number_that_json_knows() -> None:
     assert json.loads(json.dumps(told, allow_nan=False))["top_logprobs"] == [
         {"a": 0.0, "b": ZERO_LOGPROB}
     ]
-
-
-def test_advice_is_something_that_a_client_of_http_can_do() -> None:
-    request = parse_prompt('<prompt schema="trip"/>')
-    absent = NoSessionError("There is no session 'x'.", "`ragfuse sessions ls` lists them.")
-    unregistered = request.at.error(
-        "a prompt for 'trip'", "a schema", "Register it first: `ragfuse schema add FILE`."
-    )
-    told = [api_error_of(error) for error in (absent, unregistered)]
-    assert [(each.status, each.code) for each in told] == [
-        (404, "session_not_found"),
-        (400, "unusable"),
-    ]
-    assert "GET /v1/ragfuse/sessions" in told[0].message
-    assert "POST /v1/ragfuse/schemas" in told[1].message
 
 
 def test_internal_errors_show_a_client_nothing_of_the_machine(

@@ -54,19 +54,13 @@ def names(served: Served) -> list[str]:
 # schemas
 
 
-def test_a_schema_is_registered_once(served: Served) -> None:
-    again = served.post(SCHEMAS, {"pml": TRIP}).json()
-    layout = served.engine().schemas.show("trip")
-    assert (again["name"], again["encoded"], again["tokens"]) == ("trip", 0, 0)
-    assert (again["runs"], again["positions"]) == (len(layout.runs), layout.n_positions)
-
-
 def test_schemas_are_listed_shown_and_removed(served: Served) -> None:
     name = "a b/c?"
     path = f"{SCHEMAS}/{quote(name, safe='')}"
     schema = PLAIN.replace("notes", name).replace("first", "best")
     made = served.post(SCHEMAS, {"pml": schema}).json()
     assert made["encoded"] == 1
+    assert served.post(SCHEMAS, {"pml": schema}).json()["encoded"] == 0
     assert names(served) == [name, "notes", "trip"]
     shown = served.get(path).json()
     assert shown["pml"].startswith("<schema")
@@ -150,6 +144,8 @@ def test_registering_ends_with_server_or_time_and_goes_on_where_it_stopped(
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(encoder, "keep_run", slowly)
             answer = served.post(SCHEMAS, {"pml": TRIP})
+            # work whose time is over keeps its turn until it ends
+            assert not is_late or served.service.admission.jobs.running
             told.set()
             wait_for(lambda: served.service.admission.is_idle)
         refused(answer, status)
@@ -205,20 +201,6 @@ def test_texts_go_on_from_it(client: Client, served: Served) -> None:
     assert answer.usage.prompt_tokens_details.cached_tokens > 0
 
 
-def test_modules_are_blended_where_that_is_asked_for(served: Served) -> None:
-    options = {"blend": True, "ratio": 0.5}
-    trace = served.chat(messages=[said("Where?")], pml=PROMPT, ragfuse=options).json()["ragfuse"]
-    assert trace["tokens_recomputed"] > 0
-
-
-@pytest.mark.parametrize("further", [{}, {"messages": [said("Where?")]}])
-def test_a_plan_over_it_is_explained(served: Served, further: dict[str, Any]) -> None:
-    told = served.post("/v1/ragfuse/explain", {"pml": PROMPT, **further}).json()
-    hits = {each["source"] for each in told["segments"] if each["hit"]}
-    assert hits >= {"trip: plan", "trip: diet"}
-    assert "ragfuse measure" not in told["words"]  # which no client can run
-
-
 @pytest.mark.parametrize(
     ("fields", "named", "told"),
     [
@@ -227,11 +209,6 @@ def test_a_plan_over_it_is_explained(served: Served, further: dict[str, Any]) ->
         ({"pml": f'<prompt schema="trip"><plan days="{"d" * 40}"/></prompt>'}, "pml", "12"),
         (with_documents(1), "documents", "documents"),
         ({"session_id": "s"}, "session", "session"),
-        (
-            {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
-            "messages",
-            "tools",
-        ),
     ],
 )
 def test_what_cannot_be_asked_over_a_schema_is_refused(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,13 @@ import pytest
 from ragfuse import Ask, Engine, InputError, Settings
 from ragfuse.engine.answer_stream import AnswerStream
 from ragfuse.serve.admission import AdmissionControl
-from ragfuse.serve.keys import Keys
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.run import AnswerRequest, AnswerRun, Completed, TextDelta
 from tests.serve.kit import (
-    BLUE,
-    GREEN,
-    TENANTS,
     Served,
     asking,
-    events,
     refused,
-    said,
     serving,
-    settings_of,
     wait_for,
     with_documents,
     writers,
@@ -156,24 +149,3 @@ async def test_a_request_cancelled_as_its_turn_comes_passes_the_turn_on() -> Non
     await third.work
     admission.leave(third)
     assert admission.is_idle
-
-
-@pytest.mark.slow
-def test_two_hundred_clients_at_once_all_get_their_own_answers(
-    varied_path: Path, tmp_path: Path
-) -> None:
-    def ask(number: int) -> str:
-        one = served.of((BLUE, GREEN)[number % 3 == 0])
-        messages, streams = [said(f"Question {number % 20}?")], number % 2 == 0
-        answer = one.chat(messages=messages, stream=streams)
-        if not streams:
-            return str(answer.json()["choices"][0]["message"]["content"])
-        deltas = [event["choices"][0]["delta"] for event in events(answer)]
-        return "".join(delta.get("content", "") for delta in deltas)
-
-    settings = settings_of(varied_path, tmp_path, max_tokens=6, serve_waiting=400)
-    with serving(settings, Keys(TENANTS)) as served, ThreadPoolExecutor(200) as clients:
-        found = list(clients.map(ask, range(200)))
-        answers = [served.engine().answer([("user", f"Question {n}?")]).text for n in range(20)]
-        assert found == answers * 10
-        wait_for(served.is_idle)

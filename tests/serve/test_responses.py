@@ -48,19 +48,6 @@ def test_an_input_is_answered_as_a_chat_is(client: Client) -> None:
     assert found.model == client.model
 
 
-def test_documents_are_read_as_a_chats_are(client: Client) -> None:
-    text = {"type": "input_text", "text": "Which door is green?"}
-    found = client.respond(
-        [{"role": "user", "content": [text]}],
-        # so that no known beginning holds the documents
-        instructions="Say one colour of a door alone.",
-        store=False,
-        extra_body=with_documents(2),
-    )
-    chunks = [each for each in found.model_extra["ragfuse"]["segments"] if each["kind"] == "chunk"]
-    assert [each["source"] for each in chunks] == ["book-0", "book-1"]
-
-
 def test_a_stream_has_every_event_in_order_and_ends_in_the_same_response(client: Client) -> None:
     whole = client.respond("Who kept the light?")
     events = list(client.respond("Who kept the light?", stream=True))
@@ -182,9 +169,7 @@ IMAGE = {"type": "input_image", "image_url": "x"}
     [
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"input": [{"role": "user", "content": [IMAGE]}]}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"background": True}, "background"),
-        ({"conversation": "c"}, "conversation"),
     ],
 )
 def test_a_bad_request_names_its_field(served: Served, fields: dict[str, Any], name: str) -> None:

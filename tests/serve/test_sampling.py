@@ -13,7 +13,7 @@ import pytest
 from ragfuse.serve.requests import chat_requests
 from ragfuse.serve.schema import ChatRequest
 from ragfuse.text.chat_template import ChatTemplate
-from tests.serve.kit import CHAT, TEXT, Served, events, refused, said
+from tests.serve.kit import CHAT, TEXT, TOOL, Served, events, refused, said
 from tests.thinking import thinking_model
 
 PROMPT = "The keeper of the northern lighthouse"
@@ -48,7 +48,6 @@ def test_a_prompt_of_token_ids_is_the_text_that_they_are(served: Served) -> None
     [
         ({"prompt": [[5], [10**6]]}, "prompt"),
         ({"prompt": [5], "documents": ["A text."]}, "documents"),
-        ({"prompt": [5], "pml": "<prompt schema='x'/>"}, "pml"),
     ],
 )
 def test_ids_that_cannot_be_a_prompt_are_refused(
@@ -63,13 +62,10 @@ def test_ids_that_cannot_be_a_prompt_are_refused(
 
 @pytest.mark.parametrize("limit", [1, 20])
 def test_a_call_that_there_is_no_room_for_ends_at_the_length(served: Served, limit: int) -> None:
-    schema = {"type": "object", "properties": {}}
-    functions = [{"name": name, "parameters": schema} for name in ("fan", "lamp", "door")]
-    tools = [{"type": "function", "function": each} for each in functions]
-    for choice in ("required", {"type": "function", "function": {"name": "fan"}}):
-        told = served.chat(tools=tools, tool_choice=choice, max_tokens=limit).json()
-        assert told["choices"][0]["finish_reason"] == "length"
-        assert told["usage"]["completion_tokens"] == limit
+    tools = [{"type": "function", "function": TOOL}]
+    told = served.chat(tools=tools, tool_choice="required", max_tokens=limit).json()
+    assert told["choices"][0]["finish_reason"] == "length"
+    assert told["usage"]["completion_tokens"] == limit
 
 
 # what the template is told
@@ -100,14 +96,12 @@ OFF = {"enable_thinking": False}
 @pytest.mark.parametrize(
     ("template", "fields", "told"),
     [
-        (READS, {}, {}),
         (READS, OFF, OFF),
         (
             READS,
             {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": True}},
             {"enable_thinking": True, "reasoning_effort": "low"},
         ),
-        (ChatTemplate(), OFF, OFF),
         (ChatTemplate(), {"reasoning_effort": "none"}, {"reasoning_effort": "none"}),
         (SWITCH, {"reasoning_effort": "none"}, OFF),
         # which that template reads itself

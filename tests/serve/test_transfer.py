@@ -83,8 +83,7 @@ def test_what_is_handed_over_is_fused(prefills: Served, place: TransferPlace) ->
     ("path", "body"),
     [
         (TEXT, {"prompt": "The keeper", "logprobs": 2, "echo": True}),
-        (TEXT, {"prompt": "The keeper", "ignore_eos": True, "a_field_of_vllm": 1}),
-        (CHAT, {"messages": [said()], "response_format": {"type": "json_object"}}),
+        (CHAT, {"messages": [said()], "ignore_eos": True, "a_field_of_vllm": 1}),
     ],
 )
 def test_how_an_answer_is_written_is_for_the_other_engine(
@@ -93,16 +92,6 @@ def test_how_an_answer_is_written_is_for_the_other_engine(
     answer = prefills.post(path, {"model": prefills.service.model, **body, **WANTED})
     assert answer.status_code == 200, answer.text
     assert place.delete(TransferHandle.from_dict(answer.json()["kv_transfer_params"]["ragfuse"]))
-
-
-@pytest.mark.parametrize(
-    "params",
-    [{"do_remote_decode": False}, {"do_remote_prefill": False, "remote_engine_id": None}],
-)
-def test_other_requests_are_answered_here(params: object, prefills: Served) -> None:
-    answer = prefills.chat(kv_transfer_params=params, max_tokens=3).json()
-    assert "kv_transfer_params" not in answer
-    assert answer["usage"]["completion_tokens"] == 3
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 
 from ragfuse import Settings
 from ragfuse.store import DiskTier, MemoryTier
-from ragfuse.transfer import TransferError, TransferHandle, TransferModel, TransferPlace
+from ragfuse.transfer import UNKNOWN, TransferError, TransferHandle, TransferModel, TransferPlace
 from ragfuse.types.kv import ChunkKV, LayerKV
 from tests.store.redis_server import RedisServer
 from tests.tiny import python
@@ -188,14 +188,11 @@ def test_a_handle_says_what_differs(place: TransferPlace, clock: Clock) -> None:
     ):
         with pytest.raises(TransferError, match=says):
             handle.check(ids, model, now_s)
-
-
-def test_kv_with_different_layers_has_no_model() -> None:
-    assert TransferModel.of("tiny", kv()) == MODEL
-    layers = kv().layers
-    odd = LayerKV(layers[1].keys, layers[1].values[..., :4])
-    with pytest.raises(TransferError, match="layer 1"):
-        TransferModel.of("tiny", ChunkKV((layers[0], odd)))
+    known = replace(handle, weights="1" * 32)
+    for one, here in ((handle, "2" * 32), (known, UNKNOWN), (known, "1" * 32)):
+        one.check(IDS, MODEL, clock(), here)
+    with pytest.raises(TransferError, match="other weights"):
+        known.check(IDS, MODEL, clock(), "2" * 32)
 
 
 def test_a_place_that_cannot_be_used_says_so(tmp_path: Path) -> None:

@@ -8,11 +8,10 @@ import json
 from pathlib import Path
 
 import pytest
-from ragfuse_bench.modules.asked import first_logits, measured, registered
-from ragfuse_bench.modules.cases import ModuleCase, uses
+from ragfuse_bench.modules.asked import first_logits, registered
+from ragfuse_bench.modules.cases import ModuleCase
 from ragfuse_bench.modules.run import run_modules
 from ragfuse_bench.options import ModuleOptions
-from ragfuse_bench.rounds import Runner
 from rich.console import Console
 
 from ragfuse import Ask, Engine, Settings
@@ -79,16 +78,3 @@ def test_both_ways_hold_the_same_tokens_at_the_same_positions(
     assert full.plan.fallback_reason
     assert len(cached.plan.fetches) == 3
     assert engine.schemas.ls() == []
-
-
-@pytest.mark.slow
-@pytest.mark.embedded
-def test_the_uses_are_answered_over_their_modules_by_the_embedded_model(
-    smollm_path: Path, tmp_path: Path
-) -> None:
-    with Engine(Settings(model="smollm2-135m-reader", dtype="float32", store=tmp_path)) as engine:
-        for case in uses():
-            short = ModuleCase(case.name, case.schema, case.request, max_tokens=8)
-            row = measured(engine, short, Runner(1, engine.model.device, quiet()))
-            assert row["cached_share"] > 0.85
-            assert row["ttft_x"] > 1

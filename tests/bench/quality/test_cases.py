@@ -3,7 +3,6 @@ found.
 """
 
 import json
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -85,49 +84,3 @@ def test_a_file_that_is_no_data_set_is_refused_by_its_name(tmp_path: Path, conte
     path.write_bytes(content)
     with pytest.raises(InputError, match=r"set\.json"):
         read_cases(path, Packing(words))
-
-
-GOOD = {
-    "question": "q",
-    "answers": ["x"],
-    "ctxs": ["one", {"title": "A", "text": "two"}, {"text": "three"}],
-}
-
-
-def test_passages_may_be_plain_texts_and_a_file_may_begin_with_a_mark_of_its_bytes(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "set.jsonl"
-    path.write_text(json.dumps(GOOD) + "\n\n" + json.dumps(GOOD | {"id": "é"}), "utf-8-sig")
-    one, other = read_cases(path, Packing(words))
-    assert one.chunks == other.chunks == ("one", "A\ntwo", "three")
-    assert (one.id, other.id) == ("0", "é")
-
-
-def test_the_held_out_set_has_enough_questions_and_every_answer_stands_in_a_chunk() -> None:
-    cases = read_cases("held-out", Packing(words))
-    assert len(cases) >= 300
-    articles = json.loads(
-        (Path(str(files("ragfuse_bench"))) / "sets" / "squad_held_out.json").read_text()
-    )["data"]
-    assert {article["title"] for article in articles} == {
-        "Packet switching", "1973 oil crisis", "French and Indian War",
-    }  # fmt: skip
-    for case in cases:
-        assert any(answer in chunk for answer in case.answers for chunk in case.chunks)
-
-
-def test_every_quote_of_our_own_set_stands_in_one_paragraph_of_the_prompt() -> None:
-    folder = Path(__file__).parents[3] / "ragfuse" / "demo"
-    rows = json.loads((folder / "all_questions.json").read_text())["questions"]
-    several = [row for row in rows if row["kind"] == "multi"]
-    assert len(several) >= 20
-    for row, case in zip(rows, read_cases("demo", Packing(words)), strict=True):
-        holding = [
-            sum(support["quote"] in chunk for chunk in case.chunks) for support in row["support"]
-        ]
-        assert holding == [1] * len(row["support"])
-        where = {
-            next(c for c in case.chunks if support["quote"] in c) for support in row["support"]
-        }
-        assert len(where) == len(row["support"])
