@@ -200,10 +200,10 @@ class PrefixCache:
             return (), ()
         plan, prompt, encoder = ready.plan, ready.plan.prompt, self._runtime.encoder
         ids, n_exact = (*prompt.token_ids, *written), exact_rows(plan)
-        placed = zip(prompt.segments, prompt.spans, strict=True)
-        skipped = [
-            rows for segment, rows in placed if segment.kind == "chunk" and not turn.keep_chunks
-        ]
+        skipped = list[tuple[int, int]]()
+        if not self._settings.history_chunks:
+            placed = zip(prompt.segments, prompt.spans, strict=True)
+            skipped = [rows for segment, rows in placed if segment.kind == "chunk"]
         runs = _runs(plan, owns=True, skipped=skipped)
         if len(written) >= encoder.shortest:
             runs.append(_Run(len(prompt), len(ids)))
@@ -242,16 +242,13 @@ class PrefixCache:
 
         Does nothing where the prefix is no longer cached.
         """
-        encoder, tier = self._runtime.encoder, self._fast[-1]
-        before, run = token_ids[:n_exact], token_ids[n_exact:]
+        encoder, before, run = self._runtime.encoder, token_ids[:n_exact], token_ids[n_exact:]
         with self._changed:
             known = self._tree.match(before)
         if _n_chained(known) < n_exact:
             return  # no match would reach the new entry
         key = encoder.key(run, token_digest(before))
-        if not self._store.lookup([key]):
-            kv = encoder.model.encode(run, before)
-            self._store.put(key, kv, tier=tier, levels={tier: LEVEL_NAMES[:1]})
+        encoder.save(key, lambda: encoder.model.encode(run, before), persistent=False, exact=True)
         self._insert(token_ids, [Rows(n_exact, len(token_ids), key, 0, n_exact)])
 
     def forget(self, runs: Collection[Sequence[int]]) -> None:
@@ -360,22 +357,9 @@ class PrefixCache:
         """Write entries: to memory without loss, and to slow tiers as well where they are
         persistent.
         """
-        encoder, raw = self._runtime.encoder, dict.fromkeys(self._fast[-1:], LEVEL_NAMES[:1])
+        encoder = self._runtime.encoder.in_background(0.0 if self._fast else PACE_S)
         for key, spans in new.items():
-            found = self._store.lookup([key]).get(key)
-            is_stored = found is not None and (not raw or LEVEL_NAMES[0] in found.sizes)
-            if is_stored and (not is_persistent or self._store.is_persistent(key)):
-                continue
-            rows = _copied(kv, spans)
-            if is_persistent:
-                home, levels = (
-                    encoder.home(rows.n_tokens, rows.nbytes),
-                    encoder.levels(rows.n_tokens, rows.nbytes),
-                )
-                pace_s = 0.0 if raw else PACE_S
-                self._store.put(key, rows, slow_tier=home, levels={**levels, **raw}, pace_s=pace_s)
-            elif raw:
-                self._store.put(key, rows, tier=self._fast[-1], levels=raw)
+            encoder.save(key, partial(_copied, kv, spans), is_persistent, exact=True)
 
 
 def exact_rows(plan: LoadPlan) -> int:
