@@ -12,12 +12,12 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from ragfuse.store.tier import LAYER_ALIGNMENT
+from ragfuse.store.tier import aligned, rooms
 from ragfuse.types.kv import LayerKV
 
 log = logging.getLogger("ragfuse.load")
@@ -90,18 +90,20 @@ class StagingBuffer:
         ranges = _ranges(
             {id(part): part for part in _parts(layers) if part.device != self._device}.values()
         )
-        ends = _ends([each.source.numel() for each in ranges])
-        block = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8, device=self._device)
-        if all(each.source.device.type == "cpu" and not each.source.is_pinned() for each in ranges):
-            pinned = torch.empty(block.numel(), dtype=torch.uint8, pin_memory=True)
-            for room, each in zip(_rooms(pinned, ranges, ends), ranges, strict=True):
-                room.copy_(each.source)
+        sources = [each.source for each in ranges]
+        nbytes = sum(aligned(source.numel()) for source in sources)
+        block = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        places = rooms(block, sources)
+        if all(source.device.type == "cpu" and not source.is_pinned() for source in sources):
+            pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            for room, source in zip(rooms(pinned, sources), sources, strict=True):
+                room.copy_(source)
             block.copy_(pinned, non_blocking=True)
         else:
-            for room, each in zip(_rooms(block, ranges, ends), ranges, strict=True):
-                room.copy_(each.source, non_blocking=True)
+            for room, source in zip(places, sources, strict=True):
+                room.copy_(source, non_blocking=True)
         sent = dict[int, Tensor]()
-        for room, each in zip(_rooms(block, ranges, ends), ranges, strict=True):
+        for room, each in zip(places, ranges, strict=True):
             sent |= {id(part): part_of(room) for part, part_of in each.parts}
         moved = [
             {
@@ -115,20 +117,6 @@ class StagingBuffer:
             for layer in layers
         ]
         return PendingCopy(moved, torch.cuda.current_stream(self._device).record_event(), block)
-
-
-def _ends(sizes: Sequence[int]) -> list[int]:
-    """Return where the room of each part of `sizes` bytes ends; each begins at a multiple of
-    `LAYER_ALIGNMENT`.
-    """
-    return list(accumulate(-(-size // LAYER_ALIGNMENT) * LAYER_ALIGNMENT for size in sizes))
-
-
-def _rooms(block: Tensor, ranges: Sequence[_Range], ends: Sequence[int]) -> list[Tensor]:
-    """Return the part of a block, uint8, for each range of bytes."""
-    return [
-        block[at : at + each.source.numel()] for at, each in zip([0, *ends], ranges, strict=False)
-    ]
 
 
 @dataclass(frozen=True)
