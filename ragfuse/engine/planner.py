@@ -122,7 +122,7 @@ class Planner:
             for job in self._runtime.jobs.names:
                 if isinstance(job, EncodeJob) and job.kind == "chunk" and job.tokens == tokens:
                     return ENCODING
-        reasons = (self._store.why_not(key) for key in segment.keys if why == MISSING)
+        reasons = (self._store.levels.why_not(key) for key in segment.keys if why == MISSING)
         return next(filter(None, reasons), why)
 
     def _why_nothing(self, prompt: Prompt, lost: bool) -> str:

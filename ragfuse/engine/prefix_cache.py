@@ -27,7 +27,7 @@ from ragfuse.hf.kept_states import States
 from ragfuse.sessions.session import PendingTurn
 from ragfuse.store.radix import RadixTree, Rows, merged
 from ragfuse.types.keys import ChunkKey, Kind, digest, filler_context, token_digest
-from ragfuse.types.kv import ChunkKV, LayerKV
+from ragfuse.types.kv import ChunkKV, Entry, LayerKV
 from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import LoadPlan, is_exact
 from ragfuse.types.prompt import Prompt, Segment
@@ -97,11 +97,7 @@ class PrefixCache:
             found = [each.cut(n_past, len(prompt) - 1) for each in known]
             found = [each for each in found if each.lo < each.hi]
             keys = {each.key for each in found}
-        pending = self._pending.names  # asked before the store: a save is there or was there
-        entries = self._store.lookup(keys) if keys else {}
-        if evicted := keys - pending - set(entries):
-            with self._changed:
-                self._tree.discard(evicted)
+        entries = self._stored(keys)
         # Entries of conversations may exist at lossy levels only, and would not be exact.
         found = [
             each
@@ -298,13 +294,20 @@ class PrefixCache:
                 self._pending.submit(self._sweep, counts=False, is_awaited=True)
         return inserted
 
+    def _stored(self, keys: set[ChunkKey]) -> dict[ChunkKey, Entry]:
+        """Return those of the entries that are stored, and remove evicted ones from the tree."""
+        pending = self._pending.names  # asked before the store: a save is there or was there
+        entries = self._store.lookup(keys)
+        if evicted := keys - pending - set(entries):
+            with self._changed:
+                self._tree.discard(evicted)
+        return entries
+
     def _sweep(self) -> None:
         with self._changed:
             keys = self._tree.keys
-        pending = self._pending.names
-        evicted = keys - pending - set(self._store.lookup(keys))
+        self._stored(keys)
         with self._changed:
-            self._tree.discard(evicted)
             self._sweep_at = max(SWEEP_NODES, 2 * self._tree.n_nodes)
 
     def _save(

@@ -125,11 +125,11 @@ def test_a_level_without_a_codec_is_not_there_and_left_alone(tmp_path):
         store.tiers[0].put(A, *encoded_at(kv(), "int8"))
         assert store.lookup([A, B]) == {}
         assert store.read_layers(A, 0) is None
-        assert "level int8" in store.why_not(A)
-        assert (store.why_not(B), levels_of(store)) == ("", {"disk": ["int8"]})
+        assert "level int8" in store.levels.why_not(A)
+        assert (store.levels.why_not(B), levels_of(store)) == ("", {"disk": ["int8"]})
         store.forget([A])
         store.lookup([A])
-        assert store.why_not(A) == ""
+        assert store.levels.why_not(A) == ""
 
 
 def test_layers_of_other_tables_are_a_miss_and_left_alone_and_the_other_level_is_read(
@@ -141,6 +141,6 @@ def test_layers_of_other_tables_are_a_miss_and_left_alone_and_the_other_level_is
         assert list(store.lookup([A])) == [A]
         assert store.read_layers(A, 0, 3) is None
         assert store.lookup([A]) == {}
-        assert "tables aa wanted, bb found" in store.why_not(A)
+        assert "tables aa wanted, bb found" in store.levels.why_not(A)
         assert (levels_of(store), store.stats().corrupt) == ({"disk": ["int8"]}, 0)
     assert caplog.text.count("cannot be decoded here at level int8") == 1
