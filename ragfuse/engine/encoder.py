@@ -22,6 +22,7 @@ from ragfuse.store import KVStore
 from ragfuse.text import filler_text
 from ragfuse.types.keys import ChunkKey, filler_context, token_digest
 from ragfuse.types.kv import ChunkKV
+from ragfuse.types.levels import LEVEL_NAMES
 
 GAP = "\n\n"
 """The text between the filler text and a chunk."""
@@ -55,11 +56,11 @@ class Encoder:
     ratio: Callable[[], float]
     pace_s: float | None = None
 
-    def in_background(self) -> Encoder:
-        """Return an encoder that waits at most `PACE_S` for a save, so that no slow or hanging tier
+    def in_background(self, pace_s: float = PACE_S) -> Encoder:
+        """Return an encoder that waits at most `pace_s` for a save, so that no slow or hanging tier
         blocks it.
         """
-        return replace(self, pace_s=PACE_S)
+        return replace(self, pace_s=pace_s)
 
     def key(self, tokens: Sequence[int], context: str = "") -> ChunkKey:
         """Return the key of a run of tokens; `context` as in `ChunkKey`."""
@@ -173,15 +174,35 @@ class Encoder:
         refused = profile.refusal and not (at_encoded_position and profile.fixed)
         if len(tokens) < self.shortest or refused:
             return 0
-        if self.store.lookup([key]) and (not persistent or self.store.is_persistent(key)):
+        return self.save(key, encoded, persistent)
+
+    def save(
+        self,
+        key: ChunkKey,
+        kv_of: Callable[[], ChunkKV],
+        persistent: bool = True,
+        exact: bool = False,
+    ) -> int:
+        """Store KV under a key unless it is stored already, and return the bytes of new KV.
+
+        Args:
+            key: The key.
+            kv_of: Returns the KV.
+            persistent: Whether slow tiers get it too.
+            exact: Whether the last fast tier gets it without loss, whatever its own levels are.
+        """
+        fast = [tier.name for tier in self.store.tiers if not tier.slow][-1:]
+        raw = dict.fromkeys(fast, LEVEL_NAMES[:1]) if exact else {}
+        found = self.store.lookup([key]).get(key)
+        is_stored = found is not None and (not raw or LEVEL_NAMES[0] in found.sizes)
+        if is_stored and (not persistent or self.store.is_persistent(key)):
             return 0
-        fast = [tier.name for tier in self.store.tiers if not tier.slow]
         if not persistent and not fast:
             return 0
-        kv = encoded()
+        kv = kv_of()
         if not persistent:
-            return kv.nbytes if self.store.put(key, kv, tier=fast[-1]) else 0
-        home, levels = self.home(len(tokens), kv.nbytes), self.levels(len(tokens), kv.nbytes)
+            return kv.nbytes if self.store.put(key, kv, tier=fast[0], levels=raw) else 0
+        home, levels = self.home(kv.n_tokens, kv.nbytes), self.levels(kv.n_tokens, kv.nbytes) | raw
         wait, pace_s = self.pace_s is None, self.pace_s or 0.0
         kept = self.store.put(key, kv, wait=wait, slow_tier=home, pace_s=pace_s, levels=levels)
         return kv.nbytes if kept else 0

@@ -120,7 +120,7 @@ class ConversationHistory:
         elif session.messages:
             first = session.messages[0]
             new = [each for each in given if each.role != "system" or not is_same(each, first)]
-        return PendingTurn(kept, tuple(new), version, self._settings.history_chunks, session.keys)
+        return PendingTurn(kept, tuple(new), version, session.keys)
 
     def _shortened(self, request: Request, pending: PendingTurn, leave_out: int) -> Prompt:
         """Return the prompt with its history, shortened to fit the context window.
@@ -138,7 +138,7 @@ class ConversationHistory:
         @cache
         def without(n: int) -> Prompt:
             short = self._prompts.prompt(request, shorter[n], leave_out)
-            return _without_turns(whole, short, pending)
+            return _without_turns(whole, short, pending, self._settings.history_chunks)
 
         shortest = without(
             bisect_left(
@@ -189,7 +189,7 @@ class ConversationHistory:
             kept = (
                 piece
                 for piece in self._prompts.pieces(each.pieces)
-                if pending.keep_chunks or piece.kind == "fresh"
+                if self._settings.history_chunks or piece.kind == "fresh"
             )
             messages.append(replace(each, content=tuple(kept)))
         text, goes_on = answer.text, ask.continue_final_message
@@ -239,15 +239,15 @@ class ConversationHistory:
         return text if text.strip() == answer.text.strip() else answer.text
 
 
-def _without_turns(whole: Prompt, short: Prompt, pending: PendingTurn) -> Prompt:
+def _without_turns(
+    whole: Prompt, short: Prompt, pending: PendingTurn, keeps_chunks: bool
+) -> Prompt:
     """Return the short prompt, with the tokens of the omitted turns recorded for the conversation's
     next turn.
     """
     row, n_omitted = _n_common(whole.token_ids, short.token_ids), max(0, len(whole) - len(short))
     omitted = whole.token_ids[row : row + n_omitted]
-    drops_chunks = not pending.keep_chunks and any(
-        segment.kind == "chunk" for segment in whole.segments
-    )
+    drops_chunks = not keeps_chunks and any(segment.kind == "chunk" for segment in whole.segments)
     if drops_chunks or whole.token_ids != (
         *short.token_ids[:row],
         *omitted,

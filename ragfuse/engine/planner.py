@@ -16,9 +16,7 @@ from ragfuse.engine.request import Request
 from ragfuse.engine.runtime import Runtime
 from ragfuse.fuse.select import cost_of
 from ragfuse.plan.controller import Controller
-from ragfuse.store.deletion import chunk_of
 from ragfuse.telemetry.otel import planned
-from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import LoadPlan
 from ragfuse.types.policy_cost import AUTO
 from ragfuse.types.profiles import ModelProfile
@@ -27,9 +25,8 @@ from ragfuse.types.reasons import (
     DOCUMENTS_ALTERED,
     ENCODING,
     FULL_PREFILL_ASKED,
-    KNOWN_ONLY,
     MISSING,
-    NEW_OR_DELETED,
+    NOT_ENCODED,
     NOTHING_STORED,
     PROMPT_TOO_SHORT,
 )
@@ -125,7 +122,7 @@ class Planner:
             for job in self._runtime.jobs.names:
                 if isinstance(job, EncodeJob) and job.kind == "chunk" and job.tokens == tokens:
                     return ENCODING
-        reasons = (self._store.why_not(key) for key in segment.keys if why == MISSING)
+        reasons = (self._store.levels.why_not(key) for key in segment.keys if why == MISSING)
         return next(filter(None, reasons), why)
 
     def _why_nothing(self, prompt: Prompt, lost: bool) -> str:
@@ -135,23 +132,13 @@ class Planner:
         if len(prompt) < MIN_PROMPT_TOKENS:
             return f"{PROMPT_TOO_SHORT}: {len(prompt)} tokens"
         # their breakers know from the lookup just done; do not ask slow tiers again
-        tiers = self._store.tiers
-        silent = [tier.name for tier in tiers if tier.is_out]
-        unknown = (
-            f", as far as is known: {' and '.join(silent)} {'does' if len(silent) == 1 else 'do'}"
-            " not answer"
-        )
+        silent = [tier.name for tier in self._store.tiers if tier.is_out]
         if prompt.altered:
             return DOCUMENTS_ALTERED
-        chunks = [
-            chunk_of(segment.keys[0]) for segment in prompt.segments if segment.kind == "chunk"
-        ]
-        if silent or lost or not chunks:
-            return f"{NOTHING_STORED}{unknown if silent else ''}"
-        is_known = self._runtime.catalog.knows(
-            chunks[0][0], [str(ChunkKey(*chunk)) for chunk in chunks]
-        )
-        return KNOWN_ONLY if is_known else NEW_OR_DELETED
+        if silent:
+            return f"{NOTHING_STORED}, as far as is known: {' and '.join(silent)} not answering"
+        has_chunks = any(segment.kind == "chunk" for segment in prompt.segments)
+        return NOT_ENCODED if has_chunks and not lost else NOTHING_STORED
 
 
 def _exactly(prompt: Prompt, profile: ModelProfile) -> ModelProfile:

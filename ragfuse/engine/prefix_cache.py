@@ -27,7 +27,7 @@ from ragfuse.hf.kept_states import States
 from ragfuse.sessions.session import PendingTurn
 from ragfuse.store.radix import RadixTree, Rows, merged
 from ragfuse.types.keys import ChunkKey, Kind, digest, filler_context, token_digest
-from ragfuse.types.kv import ChunkKV, LayerKV
+from ragfuse.types.kv import ChunkKV, Entry, LayerKV
 from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import LoadPlan, is_exact
 from ragfuse.types.prompt import Prompt, Segment
@@ -97,11 +97,7 @@ class PrefixCache:
             found = [each.cut(n_past, len(prompt) - 1) for each in known]
             found = [each for each in found if each.lo < each.hi]
             keys = {each.key for each in found}
-        pending = self._pending.names  # asked before the store: a save is there or was there
-        entries = self._store.lookup(keys) if keys else {}
-        if evicted := keys - pending - set(entries):
-            with self._changed:
-                self._tree.discard(evicted)
+        entries = self._stored(keys)
         # Entries of conversations may exist at lossy levels only, and would not be exact.
         found = [
             each
@@ -200,10 +196,10 @@ class PrefixCache:
             return (), ()
         plan, prompt, encoder = ready.plan, ready.plan.prompt, self._runtime.encoder
         ids, n_exact = (*prompt.token_ids, *written), exact_rows(plan)
-        placed = zip(prompt.segments, prompt.spans, strict=True)
-        skipped = [
-            rows for segment, rows in placed if segment.kind == "chunk" and not turn.keep_chunks
-        ]
+        skipped = list[tuple[int, int]]()
+        if not self._settings.history_chunks:
+            placed = zip(prompt.segments, prompt.spans, strict=True)
+            skipped = [rows for segment, rows in placed if segment.kind == "chunk"]
         runs = _runs(plan, owns=True, skipped=skipped)
         if len(written) >= encoder.shortest:
             runs.append(_Run(len(prompt), len(ids)))
@@ -242,16 +238,13 @@ class PrefixCache:
 
         Does nothing where the prefix is no longer cached.
         """
-        encoder, tier = self._runtime.encoder, self._fast[-1]
-        before, run = token_ids[:n_exact], token_ids[n_exact:]
+        encoder, before, run = self._runtime.encoder, token_ids[:n_exact], token_ids[n_exact:]
         with self._changed:
             known = self._tree.match(before)
         if _n_chained(known) < n_exact:
             return  # no match would reach the new entry
         key = encoder.key(run, token_digest(before))
-        if not self._store.lookup([key]):
-            kv = encoder.model.encode(run, before)
-            self._store.put(key, kv, tier=tier, levels={tier: LEVEL_NAMES[:1]})
+        encoder.save(key, lambda: encoder.model.encode(run, before), persistent=False, exact=True)
         self._insert(token_ids, [Rows(n_exact, len(token_ids), key, 0, n_exact)])
 
     def forget(self, runs: Collection[Sequence[int]]) -> None:
@@ -301,13 +294,20 @@ class PrefixCache:
                 self._pending.submit(self._sweep, counts=False, is_awaited=True)
         return inserted
 
+    def _stored(self, keys: set[ChunkKey]) -> dict[ChunkKey, Entry]:
+        """Return those of the entries that are stored, and remove evicted ones from the tree."""
+        pending = self._pending.names  # asked before the store: a save is there or was there
+        entries = self._store.lookup(keys)
+        if evicted := keys - pending - set(entries):
+            with self._changed:
+                self._tree.discard(evicted)
+        return entries
+
     def _sweep(self) -> None:
         with self._changed:
             keys = self._tree.keys
-        pending = self._pending.names
-        evicted = keys - pending - set(self._store.lookup(keys))
+        self._stored(keys)
         with self._changed:
-            self._tree.discard(evicted)
             self._sweep_at = max(SWEEP_NODES, 2 * self._tree.n_nodes)
 
     def _save(
@@ -360,22 +360,9 @@ class PrefixCache:
         """Write entries: to memory without loss, and to slow tiers as well where they are
         persistent.
         """
-        encoder, raw = self._runtime.encoder, dict.fromkeys(self._fast[-1:], LEVEL_NAMES[:1])
+        encoder = self._runtime.encoder.in_background(0.0 if self._fast else PACE_S)
         for key, spans in new.items():
-            found = self._store.lookup([key]).get(key)
-            is_stored = found is not None and (not raw or LEVEL_NAMES[0] in found.sizes)
-            if is_stored and (not is_persistent or self._store.is_persistent(key)):
-                continue
-            rows = _copied(kv, spans)
-            if is_persistent:
-                home, levels = (
-                    encoder.home(rows.n_tokens, rows.nbytes),
-                    encoder.levels(rows.n_tokens, rows.nbytes),
-                )
-                pace_s = 0.0 if raw else PACE_S
-                self._store.put(key, rows, slow_tier=home, levels={**levels, **raw}, pace_s=pace_s)
-            elif raw:
-                self._store.put(key, rows, tier=self._fast[-1], levels=raw)
+            encoder.save(key, partial(_copied, kv, spans), is_persistent, exact=True)
 
 
 def exact_rows(plan: LoadPlan) -> int:

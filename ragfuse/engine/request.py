@@ -125,7 +125,7 @@ class Request:
         """`time.perf_counter()` when the request came, later by what it then waited for the model
         to be loaded.
         """
-        return self.runtime.without_loading(self.came_s)
+        return max(self.came_s, self.runtime.loaded_s)
 
     @property
     def left_s(self) -> float | None:

@@ -65,6 +65,7 @@ class Runtime:
     Attributes:
         catalog: Where profiles, timings, sessions, schemas and the texts of known chunks are
             stored.
+        loaded_s: `time.perf_counter()` when the model was loaded; 0.0 before.
         store: Where encoded KV is stored.
         timings: Timings of this machine.
         links: The links to remote tiers by name, with their throughput.
@@ -95,7 +96,7 @@ class Runtime:
         self.shared_kv = SharedKV()
         self._lock = threading.Lock()
         self._model: HFModel | None = None
-        self._loading_s = (0.0, 0.0)
+        self.loaded_s = 0.0
         self._profile: ModelProfile
         self._encoder: Encoder
 
@@ -104,9 +105,8 @@ class Runtime:
         """The model, loaded at first use."""
         with self._lock:
             if self._model is None:
-                began_s = time.perf_counter()
                 self._model = self._opened()
-                self._loading_s = began_s, time.perf_counter()
+                self.loaded_s = time.perf_counter()
             return self._model
 
     def _opened(self) -> HFModel:
@@ -140,16 +140,6 @@ class Runtime:
         """
         found = stored_profile(self.catalog, fingerprint)
         return found.probed if found else None
-
-    def without_loading(self, began_s: float) -> float:
-        """Return a time that a request came, later by what it then waited for the model to be
-        loaded.
-
-        Args:
-            began_s: `time.perf_counter()` when it came.
-        """
-        first, end = self._loading_s
-        return began_s + max(0.0, end - max(first, began_s))
 
     @property
     def digest(self) -> str:

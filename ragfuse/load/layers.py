@@ -28,8 +28,6 @@ log = logging.getLogger("ragfuse.load")
 CPU = torch.device("cpu")
 NEAR_LAYERS = 8
 """Most layers that are read at once from the memory of the fusing GPU."""
-SPARE_NBYTES = 1 << 16
-"""Bytes of a buffer for the padding between the layers of a read."""
 
 
 def is_far(tier: Tier, device: torch.device) -> bool:
@@ -82,9 +80,7 @@ class LayerReader:
         self._n_ahead, self._n_begun = max(room(max_layers) + 1, n_before), 0
         self._reads: deque[Future[PendingCopy]] = deque()
         self._ready_layers: deque[Layer] = deque()
-        self._staging = StagingBuffer(
-            device, sum(fetch.nbytes for fetch in fetches) * max_layers // n_layers + SPARE_NBYTES
-        )
+        self._staging = StagingBuffer(device)
         self._thread = ThreadPoolExecutor(1, "ragfuse-load") if ahead else None
 
     def __enter__(self) -> LayerReader:

@@ -1,29 +1,26 @@
 """Copy layers that were read to the device that fuses them.
 
 On a CPU nothing is copied: the bytes read are used as they are, and become the memory tier's entry.
-To a GPU they are copied through pinned buffers on a CUDA stream of their own, while the model
-computes (CacheBlend 5.1).
+To a GPU they are copied through pinned memory on a CUDA stream of their own, while the model
+computes (CacheBlend 5.1). PyTorch keeps pinned memory for later copies, and reuses it only once the
+copy out of it is done.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from ragfuse.store.tier import LAYER_ALIGNMENT
+from ragfuse.store.tier import aligned, rooms
 from ragfuse.types.kv import LayerKV
 
 log = logging.getLogger("ragfuse.load")
-
-BUFFERS = 2
-"""Pinned buffers: one is filled while the other is copied to the device."""
 
 Layer = Mapping[int, LayerKV | None]
 """One layer's KV by segment; None for a segment that could not be read."""
@@ -45,21 +42,17 @@ class PendingCopy:
 
 
 class StagingBuffer:
-    """Pinned buffers to copy layers to a device: `send` on the thread that reads, `landed` on the
-    one that fuses.
+    """Copies layers to a device: `send` on the thread that reads, `landed` on the one that fuses.
 
     Args:
         device: The device to copy to.
-        nbytes: Bytes of the largest read, about. The buffers are allocated with this size at the
-            first `send`.
     """
 
-    def __init__(self, device: torch.device, nbytes: int = 0) -> None:
+    def __init__(self, device: torch.device) -> None:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._buffers = deque(_Buffer(nbytes) for _ in range(BUFFERS))
 
     def send(self, layers: Sequence[Layer]) -> PendingCopy:
         """Begin to copy layers to the device; without memory for that, return them as they are, to
@@ -94,23 +87,23 @@ class StagingBuffer:
         """Copy what is not on the device yet into one block there, in as few copies as its place in
         memory allows.
         """
-        buffer = self._buffers[0]
-        self._buffers.rotate(-1)
         ranges = _ranges(
             {id(part): part for part in _parts(layers) if part.device != self._device}.values()
         )
-        ends = _ends([each.source.numel() for each in ranges])
-        block = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8, device=self._device)
-        if all(each.source.device.type == "cpu" and not each.source.is_pinned() for each in ranges):
-            pinned = buffer.room(block.numel())
-            for room, each in zip(_rooms(pinned, ranges, ends), ranges, strict=True):
-                room.copy_(each.source)
+        sources = [each.source for each in ranges]
+        nbytes = sum(aligned(source.numel()) for source in sources)
+        block = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        places = rooms(block, sources)
+        if all(source.device.type == "cpu" and not source.is_pinned() for source in sources):
+            pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            for room, source in zip(rooms(pinned, sources), sources, strict=True):
+                room.copy_(source)
             block.copy_(pinned, non_blocking=True)
         else:
-            for room, each in zip(_rooms(block, ranges, ends), ranges, strict=True):
-                room.copy_(each.source, non_blocking=True)
+            for room, source in zip(places, sources, strict=True):
+                room.copy_(source, non_blocking=True)
         sent = dict[int, Tensor]()
-        for room, each in zip(_rooms(block, ranges, ends), ranges, strict=True):
+        for room, each in zip(places, ranges, strict=True):
             sent |= {id(part): part_of(room) for part, part_of in each.parts}
         moved = [
             {
@@ -123,41 +116,7 @@ class StagingBuffer:
             }
             for layer in layers
         ]
-        buffer.sent = torch.cuda.current_stream(self._device).record_event()
-        return PendingCopy(moved, buffer.sent, block)
-
-
-class _Buffer:
-    """Pinned host memory of at least `nbytes`; it is reused only after the copy of its last content
-    (`sent`) ended.
-    """
-
-    def __init__(self, nbytes: int = 0) -> None:
-        self._min_nbytes, self._bytes = nbytes, torch.empty(0, dtype=torch.uint8)
-        self.sent: torch.cuda.Event | None = None
-
-    def room(self, nbytes: int) -> Tensor:
-        """Return the first `nbytes` of the buffer, uint8, which grows if it must."""
-        if self.sent is not None:
-            self.sent.synchronize()
-        if nbytes > self._bytes.numel():
-            size = max(nbytes, self._min_nbytes)
-            self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        return self._bytes[:nbytes]
-
-
-def _ends(sizes: Sequence[int]) -> list[int]:
-    """Return where the room of each part of `sizes` bytes ends; each begins at a multiple of
-    `LAYER_ALIGNMENT`.
-    """
-    return list(accumulate(-(-size // LAYER_ALIGNMENT) * LAYER_ALIGNMENT for size in sizes))
-
-
-def _rooms(block: Tensor, ranges: Sequence[_Range], ends: Sequence[int]) -> list[Tensor]:
-    """Return the part of a block, uint8, for each range of bytes."""
-    return [
-        block[at : at + each.source.numel()] for at, each in zip([0, *ends], ranges, strict=False)
-    ]
+        return PendingCopy(moved, torch.cuda.current_stream(self._device).record_event(), block)
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,6 @@ class PendingTurn:
         session: The conversation with the earlier turns that the question continues.
         messages: The new messages.
         version: Version of the stored session; 0 for a new one.
-        keep_chunks: Whether retrieved chunks are kept as part of the conversation.
         previous_keys: Keys of the stored session's KV.
         left_out: The row before which the prompt leaves out tokens of the conversation, and these
             tokens.
@@ -204,7 +203,6 @@ class PendingTurn:
     session: Session
     messages: tuple[ChatMessage, ...]
     version: int = 0
-    keep_chunks: bool = True
     previous_keys: tuple[ChunkKey, ...] = ()
     left_out: tuple[int, tuple[int, ...]] = (0, ())
 

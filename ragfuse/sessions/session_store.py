@@ -79,7 +79,6 @@ class SessionStore:
         tenants: Returns the digests of the tenants whose sessions are listed; None for all.
         ttl_s: Seconds without use after which a session has expired; it is deleted when others are
             written.
-        clock: Returns seconds since the epoch.
         settle: Waits for pending saves, so that their KV can be deleted.
         later: Runs a job in the background, after pending saves.
         index: Notified of the keys of each session.
@@ -91,7 +90,6 @@ class SessionStore:
         catalog: Catalog,
         tenants: Callable[[], Sequence[str] | None],
         ttl_s: float | None = None,
-        clock: Callable[[], float] = time.time,
         settle: Callable[[], object] = lambda: None,
         later: Callable[[Callable[[], object]], object] = lambda job: job(),
         index: ConversationIndex | None = None,
@@ -101,7 +99,7 @@ class SessionStore:
             catalog,
             tenants,
             ttl_s,
-            clock,
+            time.time,
         )
         self._lock, self._settle, self._later = threading.Lock(), settle, later
         self._in_memory: dict[tuple[str, str], KeptSession] = {}  # the most recently used one last

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -62,7 +62,6 @@ ON CONFLICT(model, key, source) DO UPDATE SET text = excluded.text WHERE text !=
 """
 _TEXTS = "SELECT key, text, source FROM texts WHERE model = ? ORDER BY id LIMIT ?"
 _AMONG = "key IN (SELECT value FROM json_each(?))"
-_KNOWN = f"SELECT count(DISTINCT key) FROM texts WHERE model = ? AND {_AMONG}"
 _TENANTS = "SELECT model FROM texts UNION SELECT model FROM sessions ORDER BY 1"
 _SESSION = "SELECT version, used, state FROM sessions WHERE model = ? AND id = ?"
 _SESSIONS = "SELECT model, id, version, used, turns, tokens FROM sessions ORDER BY used DESC"
@@ -205,11 +204,6 @@ class CatalogFile:
         rows = self._query(_TEXTS, model, n)
         # else damaged
         return [KnownText(*row) for row in rows if all(isinstance(word, str) for word in row)]
-
-    def knows(self, model: str, keys: Collection[str]) -> bool:
-        """Return whether a model digest has a known text for each of these keys."""
-        wanted = set(keys)
-        return self._number(_KNOWN, model, json.dumps(list(wanted))) == len(wanted)
 
     def count_texts(self, model: str) -> int:
         """Return how many known texts a model digest has; a text from two sources counts twice."""

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from ragfuse.codec import checksum
-from ragfuse.store.tier import LAYER_ALIGNMENT, EntryMeta
+from ragfuse.store.tier import EntryMeta, aligned
 from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
 
 FILE_MAGIC = b"RAGFUSE\0"
@@ -30,15 +30,11 @@ _META = TypeAdapter(EntryMeta)
 MAX_HEADER_NBYTES = 1 << 22
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // LAYER_ALIGNMENT) * LAYER_ALIGNMENT
-
-
 def pack_header(key: ChunkKey, meta: EntryMeta) -> bytes:
     """Return all bytes before the first layer, padded."""
     text = json.dumps({"key": str(key), "meta": _META.dump_json(meta).decode()}).encode()
     head = _FIXED.pack(FILE_MAGIC, FORMAT_VERSION, len(text), blake3(text).digest()) + text
-    return head.ljust(_aligned(len(head)), b"\0")
+    return head.ljust(aligned(len(head)), b"\0")
 
 
 def pieces(header: bytes, blobs: Sequence[Tensor]) -> Iterator[bytes | memoryview]:
@@ -46,7 +42,7 @@ def pieces(header: bytes, blobs: Sequence[Tensor]) -> Iterator[bytes | memoryvie
     yield header
     for blob in blobs:
         yield blob.cpu().contiguous().numpy().data
-        yield bytes(_aligned(blob.numel()) - blob.numel())
+        yield bytes(aligned(blob.numel()) - blob.numel())
 
 
 def header_nbytes(begin: bytes | bytearray) -> int:
@@ -58,7 +54,7 @@ def header_nbytes(begin: bytes | bytearray) -> int:
     magic, version, nbytes, _ = _FIXED.unpack_from(begin)
     if magic != FILE_MAGIC or version != FORMAT_VERSION:
         raise ValueError(f"not an entry of format version {FORMAT_VERSION}")
-    return _aligned(_FIXED.size + min(nbytes, MAX_HEADER_NBYTES))
+    return aligned(_FIXED.size + min(nbytes, MAX_HEADER_NBYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +83,7 @@ class Header:
             raise ValueError("checksum of the header does not match")
         fields = json.loads(text)
         meta = _META.validate_json(fields["meta"])
-        offsets = accumulate((_aligned(layer.nbytes) for layer in meta.layers), initial=end)
+        offsets = accumulate((aligned(layer.nbytes) for layer in meta.layers), initial=end)
         return cls(ChunkKey.parse(fields["key"]), meta, list(offsets))
 
     @property

@@ -6,14 +6,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from threading import Lock
 
 import torch
 from torch import Tensor
 
 from ragfuse.plan.evict import Evictor
-from ragfuse.store.tier import LAYER_ALIGNMENT, EntryMeta, ReadLayers, Tier, victims
+from ragfuse.store.tier import EntryMeta, ReadLayers, Tier, aligned, rooms, victims
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
@@ -113,7 +112,7 @@ class MemoryTier(Tier):
         """Store an entry (`Tier.put`). Without `copies` the tensors are shared: do not write to
         them afterwards.
         """
-        nbytes = _ends(blobs)[-1] if self.copies else sum(blob.numel() for blob in blobs)
+        nbytes = sum(aligned(blob.numel()) if self.copies else blob.numel() for blob in blobs)
         nbytes = self.occupied(nbytes)
         if not self._reserve(key, nbytes):
             self.counts.add("refused")
@@ -171,13 +170,14 @@ class MemoryTier(Tier):
         """Return the pieces in this tier's memory: the same tensors, or views of one block with
         copies of them.
         """
+        nbytes = sum(aligned(blob.numel()) for blob in blobs)
         if self._pin_memory:
-            return _into(torch.empty(_ends(blobs)[-1], dtype=torch.uint8, pin_memory=True), blobs)
+            return _into(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), blobs)
         if self._stream is None:
             return tuple(blob.to(self.device) for blob in blobs)
         # The block belongs to the model's CUDA stream, on which it is read and freed. Another
         # stream fills it, so that the model does not wait for the copy.
-        block = torch.empty(_ends(blobs)[-1], dtype=torch.uint8, device=self.device)
+        block = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             layers = _into(block, blobs)
@@ -215,16 +215,6 @@ class MemoryTier(Tier):
         return slot is not None
 
 
-def _ends(blobs: Sequence[Tensor]) -> list[int]:
-    """Return where each piece's room in one block ends; each begins at a multiple of
-    `LAYER_ALIGNMENT`.
-    """
-    return list(accumulate(-(-blob.numel() // LAYER_ALIGNMENT) * LAYER_ALIGNMENT for blob in blobs))
-
-
 def _into(block: Tensor, blobs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Copy the pieces into a uint8 block and return views of it."""
-    parts = [
-        block[at : at + blob.numel()] for at, blob in zip([0, *_ends(blobs)], blobs, strict=False)
-    ]
-    return tuple(part.copy_(blob) for part, blob in zip(parts, blobs, strict=True))
+    """Copy blobs into one block of memory, and return their places there."""
+    return tuple(part.copy_(blob) for part, blob in zip(rooms(block, blobs), blobs, strict=True))

@@ -118,7 +118,8 @@ class KVStore:
 
         Returns:
             By key, the entry in the fastest tier that has it. Entries list only the codec levels
-            that can be decoded here; an entry without such a level is left out (see `why_not`).
+            that can be decoded here; an entry without such a level is left out, and
+            `levels.why_not` says why.
         """
         wanted = dict.fromkeys(keys)
         found: dict[ChunkKey, Entry] = {}
@@ -152,12 +153,6 @@ class KVStore:
             for key, entry in self.levels.readable(tier.stat(wanted)).items() if wanted else ():
                 copies.setdefault(key, []).append(entry)
         return copies
-
-    def why_not(self, key: ChunkKey) -> str:
-        """Return why the last `lookup` left out a stored entry that cannot be decoded here; "" if
-        it left out none.
-        """
-        return self.levels.why_not(key)
 
     def read_layers(
         self,

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from threading import Lock
 from typing import Any
 
@@ -140,6 +141,17 @@ Whole = tuple[EntryMeta, tuple[Tensor, ...]]
 """A whole entry: its description and all of its pieces, each uint8 `[nbytes]`."""
 LAYER_ALIGNMENT = 64
 """Bytes: in files and blocks of memory every layer begins at a multiple of this."""
+
+
+def aligned(nbytes: int) -> int:
+    """Return the bytes that a layer of `nbytes` takes up in a file or a block of memory."""
+    return -(-nbytes // LAYER_ALIGNMENT) * LAYER_ALIGNMENT
+
+
+def rooms(block: Tensor, blobs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the part of a block, uint8, that each of these blobs takes up."""
+    ends = accumulate(aligned(blob.numel()) for blob in blobs)
+    return [block[at : at + blob.numel()] for at, blob in zip([0, *ends], blobs, strict=False)]
 
 
 class Counts:

@@ -28,8 +28,7 @@ _KIND_BY_REASON = MappingProxyType(
     {
         reasons.FULL_PREFILL_ASKED: "asked",
         reasons.NOTHING_STORED: "nothing_stored",
-        reasons.NEW_OR_DELETED: "nothing_stored",
-        reasons.KNOWN_ONLY: "nothing_stored",
+        reasons.NOT_ENCODED: "nothing_stored",
         reasons.ENCODING: "nothing_stored",
         reasons.PROMPT_TOO_SHORT: "too_short",
         reasons.DOCUMENTS_ALTERED: "altered",

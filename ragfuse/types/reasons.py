@@ -6,8 +6,7 @@ from __future__ import annotations
 
 FULL_PREFILL_ASKED = "full prefill was asked for"
 NOTHING_STORED = "none of this text is stored yet"
-NEW_OR_DELETED = "new or deleted: encoded after the answer"
-KNOWN_ONLY = "known, but evicted or not encoded yet: encoded after the answer"
+NOT_ENCODED = "no KV of these passages yet: encoded after the answer"
 DOCUMENTS_ALTERED = (
     "the documents retrieved for it were altered on their way into it, and none was recognised"
 )

@@ -11,13 +11,13 @@ from ragfuse import Ask, Engine, Settings
 from ragfuse.engine.model_profiles import stored_profile
 from ragfuse.store import KVStore
 from ragfuse.types.keys import filler_context
-from ragfuse.types.reasons import NEW_OR_DELETED
+from ragfuse.types.reasons import NOT_ENCODED
 from tests.tiny import CHUNKS, adds_up, chunk_hits, file_of, ingest, messages, on_disk_only
 
 
 def test_a_first_question_computes_everything_and_the_next_one_hits(engine):
     first = engine.answer(messages())
-    assert first.trace.fallback_reason == NEW_OR_DELETED
+    assert first.trace.fallback_reason == NOT_ENCODED
     assert chunk_hits(first.trace) == [False] * 6
     engine.flush()
     second = engine.answer(messages())
