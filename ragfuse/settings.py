@@ -127,7 +127,7 @@ class Settings(BaseSettings):
         description=(
             "Options of transformers' from_pretrained for the LLM, by name: revision,"
             " trust_remote_code, attn_implementation, device_map, token, torch_dtype,"
-            " quantization_config ...; merge_adapter, for an adapter."
+            " quantization_config ...; and ragfuse's own merge_adapter, for a LoRA adapter."
         ),
     )
     embedder: ModelName = Field(
@@ -160,7 +160,7 @@ class Settings(BaseSettings):
         ),
     )
     store: Folder | None = Field(
-        default=None, description="Folder of the disk tier; default: home/store."
+        default=None, description="Folder of the disk tier; default: RAGFUSE_HOME/store."
     )
     shared_with: SharedWith = Field(
         default="nobody",
@@ -269,7 +269,7 @@ class Settings(BaseSettings):
         default="auto",
         description=(
             "Policy that selects the tokens to recompute, see ragfuse.fuse.select; auto: the"
-            " calibrated one, else query; hkvd over chunks encoded without filler text."
+            " calibrated one, else query; for chunks encoded without filler text hkvd."
         ),
     )
     ratio: float | None = Field(
@@ -567,7 +567,7 @@ def _instead_of(home: Path) -> Path:
         temporary = temporary_folder()
     except OSError as error:
         raise SettingsError(
-            f"'{home}' cannot be written, nor any folder for temporary files. Set RAGFUSE_HOME to a"
+            f"Neither '{home}' nor a temporary folder can be written. Set RAGFUSE_HOME to a"
             " folder that can.",
             "home",
         ) from error

@@ -135,8 +135,8 @@ class KernelOptions:
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """Measure the time a token of an answer: ragfuse, transformers' own generate, and vLLM if
-    named.
+    """Measure the time per token of an answer with ragfuse, transformers' generate and, if named,
+    vLLM.
     """
 
     model: Annotated[str, typer.Option(help=SHAPE)] = "smollm2-135m-reader"
@@ -158,8 +158,8 @@ class DecodeOptions:
 
 @dataclass(frozen=True)
 class LoadOptions(MeasuredModel):
-    """Measure the time to the first token from memory and from a slow tier, read ahead or when
-    used.
+    """Measure the time to the first token with KV in memory and in a slow tier, with and without
+    reading layers ahead.
     """
 
     chunks: Annotated[int, typer.Option(min=1, help="Chunks of the prompt.")] = 6
@@ -494,9 +494,7 @@ class ThroughputOptions:
 
 @dataclass(frozen=True)
 class ModuleOptions:
-    """Compare prompts with cached and with computed modules: time to the first token by length,
-    answers.
-    """
+    """Compare cached with computed modules: time to the first token by length, and answers."""
 
     uses: tuple[str, ...] = USES
     sets: Annotated[

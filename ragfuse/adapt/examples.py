@@ -48,8 +48,8 @@ ABOUT_TWO = (
 
 @dataclass(frozen=True)
 class Template:
-    """How a prompt is worded: `system` and `user` hold {context} in one of them, {question} in
-    `user` behind it.
+    """The wording of a prompt: `system` or `user` contains {context}, and `user` contains
+    {question} after it.
     """
 
     system: str

@@ -30,7 +30,7 @@ class AdaptRecipe:
     Args:
         model: Fingerprint of the plain model.
         documents: Digest of all chunks.
-        filler_tokens: Tokens of filler text that chunks are encoded behind.
+        filler_tokens: Tokens of filler text that chunks are encoded after.
         rank: Rank of the adapter.
         seed: Seed of all random choices.
     """

@@ -128,7 +128,7 @@ class Adaptation:
         filler = encoder.filler(self.settings.chunk_tokens)
         if not filler:
             raise InputError(
-                "Wanted filler text before chunks, which the adapter learns to encode them behind,"
+                "Wanted filler text before chunks, which the adapter learns to encode them after,"
                 " found none. Set filler_tokens to 256."
             )
         recipe = AdaptRecipe(self.plain.fingerprint, source, encoder.filler_tokens, rank, seed)

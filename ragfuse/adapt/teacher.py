@@ -97,7 +97,7 @@ class Teacher:
         return Lesson(context, tuple(branches), states)
 
     def _tokens(self, example: Example) -> tuple[ContextTokens, list[tuple[int, ...]]]:
-        """Return the tokens of an example: its context, and what stands behind it for each
+        """Return the tokens of an example: its context, and what stands after it for each
         question.
         """
         most = min(self._engine.model.max_context or MAX_CONTEXT_TOKENS, MAX_CONTEXT_TOKENS)

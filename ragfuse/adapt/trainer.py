@@ -1,4 +1,4 @@
-"""The training: chunks are encoded with the adapter, and the plain model behind them learns to lack
+"""The training: chunks are encoded with the adapter, and the plain model after them learns to lack
 nothing.
 
 The loss of a step has three parts: the KL divergence from the teacher, which is the plain model's

@@ -63,7 +63,7 @@ class DocumentReader:
             for each in value.values():
                 yield from self.documents(each, depth - 1)
         elif depth and isinstance(value, list | tuple):
-            # A list of plain values may be long, and holds no document behind its first item.
+            # A list of plain values may be long, and holds no document after its first item.
             if isinstance(value, list) and isinstance(next(iter(value), 0), str | int | float):
                 return
             for each in islice(value, MAX_DOCUMENTS):

@@ -35,7 +35,7 @@ class Method:
     """A way to answer a question that calibration compares with full prefill.
 
     Args:
-        policy: A selection policy, or one of this module's names for methods without one, such as
+        policy: A selection policy, or this module's name for a method that has no policy, such as
             "none".
         ratio: The recompute ratio; None: the policy's default, or none.
         encoded: "alone" or "filler": whether chunks are encoded by themselves or after filler text.

@@ -41,7 +41,7 @@ def adapt_model(
         Path | None,
         option(
             "--out",
-            "Folder of the adapter, which only this adapter has.",
+            "Folder of the adapter: a new one, or that of an earlier run.",
             "a new one in RAGFUSE_HOME",
         ),
     ] = None,
@@ -64,10 +64,10 @@ def adapt_model(
     full prefill.
 
     Only the stored KV of chunks is computed with it; full prefill stays exactly what it was. The
-    model teaches itself: what it answers by full prefill is what it learns to answer over reused
-    chunks, so no questions or answers have to be written. A run that was stopped goes on when the
-    same command is given again. At the end the model is verified and calibrated with its adapter;
-    give its folder as --model from then on. Exit status 1 if no policy and ratio is safe with it.
+    model learns to answer over reused chunks as it answers by full prefill, so you write no
+    questions or answers. A run that was stopped goes on when the same command is given again. At
+    the end the model is verified and calibrated with its adapter; give its folder as --model from
+    then on. Exit status 1 if no policy and ratio is safe with it.
     """
     from ragfuse.calibration.plots import require_plotting
     from ragfuse.calibration.runner import tune_malloc

@@ -30,8 +30,8 @@ def verify_model(
         ),
     ] = None,
 ) -> tuple[dict[str, Any], bool]:
-    """Check with the model's real weights that reuse is exact where it must be, as where all tokens
-    are recomputed.
+    """Check with the model's real weights the cases in which reuse must be exact, such as when all
+    tokens are recomputed.
 
     Exit status 1 if a check fails: then the model's prompts are answered by full prefill.
     """
@@ -68,9 +68,8 @@ def calibrate_model(
         typer.Option(
             min=12,
             help=(
-                "Number of questions to make from the documents; twice as many more are asked where"
-                " these do not "
-                "decide."
+                "Number of questions to make from the documents; if they do not decide, twice as"
+                " many more are asked."
             ),
         ),
     ] = 20,

@@ -60,8 +60,8 @@ def ingest(
     """Split documents into chunks, index them, and compute each chunk's KV. After an interruption,
     run it again.
 
-    Ingested again, only what is new is embedded and encoded, and what is gone from these paths
-    leaves index and store.
+    When the same paths are ingested again, only new text is embedded and encoded, and text that is
+    gone from them is deleted from index and store.
     """
     from ragfuse.cli.library import Library
 

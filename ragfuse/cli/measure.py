@@ -14,8 +14,8 @@ from ragfuse.settings import Settings
 
 @screen(*ENGINE, "tiers")
 def measure(console: Console, settings: Settings) -> dict[str, Any]:
-    """Time this machine with this model and each tier. Later plans, of what to read and what to
-    compute, use it.
+    """Time this machine with this model and each tier. By these times ragfuse decides what to read
+    and what to compute.
     """
     with loaded_engine(settings, console) as engine:
         with progress_bar(console, "measuring") as report:

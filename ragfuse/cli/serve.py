@@ -40,7 +40,7 @@ def serve(
         str,
         option(
             "--replicas",
-            "With --ray: how many replicas answer, or LEAST:MOST by the length of their queues.",
+            "With --ray: number of replicas, or MIN:MAX to scale with the length of their queues.",
         ),
     ] = "1",
     ray_cpus: RayCPUs = None,

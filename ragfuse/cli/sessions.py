@@ -96,7 +96,7 @@ def truncate(
     settings: Settings,
     name: Name,
     tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens to keep; RAGFUSE_SINKS of them are its first ones.")
+        int, typer.Option(min=0, help="Tokens to keep: its first RAGFUSE_SINKS and its last.")
     ],
 ) -> dict[str, Any]:
     """Shorten the history that the next prompt of a session includes. Nothing is recomputed, and no

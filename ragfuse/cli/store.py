@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 store = typer.Typer(
     no_args_is_help=True,
     help=(
-        "Look after the stored KV, without loading a model.\n\nChanges apply to all processes at"
-        " once, except to KV that they hold in memory. If a salt is set (RAGFUSE_SALT), ls, rm, pin"
-        " and export apply to its tenant unless --tenant names another; without a salt, to all"
-        " tenants. gc and import apply to the whole store."
+        "Look after the stored KV, without loading a model.\n\nChanges take effect at once in all"
+        " processes, except for KV that they hold in memory. If a salt is set (RAGFUSE_SALT), ls,"
+        " rm, pin and export apply to its tenant unless --tenant names another; without a salt, to"
+        " all tenants. gc and import apply to the whole store."
     ),
 )
 
@@ -80,11 +80,11 @@ def ls(
     ] = 50,
     **conditions: Any,
 ) -> dict[str, Any]:
-    """List entries with tier, size and hits, and what tiers and tenants keep. --json lists all,
+    """List entries with tier, size and hits, and totals per tier and tenant. --json lists all,
     with their texts.
 
     A star marks what is pinned. An entry was encoded "alone" (exact where a prompt begins with it),
-    as a "prefix" (exact behind the same tokens), or behind "filler" text (close, not exact).
+    as a "prefix" (exact after the same tokens), or after "filler" text (close, not exact).
     """
     with _selected(settings, console, conditions) as (kept, entry_filter, rows):
         from ragfuse.store.tier import totals
@@ -150,8 +150,8 @@ def rm(
     If a salt is set (RAGFUSE_SALT), entries of other tenants stay unless --tenant names one;
     without a salt, --all deletes those of all tenants.
 
-    Exit status 1 if nothing matches, or if a tier does not answer: then what it holds stays, and so
-        do all texts.
+    Exit status 1 if nothing matches, or if a tier does not answer: then its entries and all texts
+    are kept.
     """
     _require_choice(conditions, all_, "delete")
     with _selected(settings, console, conditions) as (kept, entry_filter, rows):

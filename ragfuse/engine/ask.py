@@ -28,7 +28,7 @@ from ragfuse.types.selection import as_setting
 from ragfuse.types.whole_text import whole_value
 
 NO_LIMIT = -1
-"""The `max_tokens` of an answer that gets all of the model's context behind its prompt."""
+"""The `max_tokens` of an answer that gets all of the model's context after its prompt."""
 RESERVED = frozenset(
     {
         "conversation",
@@ -110,7 +110,7 @@ class Ask:
     """The options of one answer; None means the value in the settings.
 
     Args:
-        max_tokens: Most tokens of the answer. More than the model's context has room for behind the
+        max_tokens: Most tokens of the answer. More than the model's context has room for after the
             prompt are refused; in a session, or where earlier turns or chunks may be left out for
             them, more than it takes in all. -1 is no limit: as many as fit.
         policy: The selection policy: which tokens of reused chunks are recomputed.

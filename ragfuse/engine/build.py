@@ -54,7 +54,7 @@ def build(request: Request, history: ConversationHistory, schemas: SchemaService
 
 def check_fits(prompt: Prompt, request: Request, may_shorten: bool = False) -> None:
     """Refuse a prompt, or an answer that was asked to be longer than the model's context has room
-    for behind it.
+    for after it.
 
     Without a length in the request an answer gets what is left.
 
@@ -74,10 +74,10 @@ def check_fits(prompt: Prompt, request: Request, may_shorten: bool = False) -> N
     wanted, max_context = request.max_tokens(), model.max_context
     room = max_context if may_shorten else left
     if wanted is not None and room is not None and wanted > room:
-        behind = "" if may_shorten else f" behind a prompt of {n_tokens:,}"
+        behind = "" if may_shorten else f" after a prompt of {n_tokens:,}"
         raise OverlongError(
-            f"An answer of {wanted:,} tokens does not fit{behind}: {model.name} reads at most"
-            f" {max_context:,} tokens, all of the prompt and all but the last of the answer.",
+            f"An answer of {wanted:,} tokens does not fit{behind}: the context of"
+            f" {model.name} is {max_context:,} tokens.",
             f"Ask for at most {room:,} tokens{'' if may_shorten else ', or shorten the prompt'}.",
             argument="max_tokens",
         )

@@ -39,7 +39,8 @@ class Encoder:
     Args:
         model: The model.
         store: The store.
-        settings: The shortest run that is stored; prices, levels and placement.
+        settings: Of these, the smallest number of tokens that is stored, prices of storage, codec
+            levels and placement are used.
         timings: Timings of this machine, by which tiers and levels are chosen.
         digest: Digest of model and tenant in keys.
         filler_tokens: Tokens of filler text before a chunk; 0: chunks are encoded alone.
@@ -141,7 +142,7 @@ class Encoder:
         )
 
     def filler(self, n_tokens: int) -> list[int]:
-        """Return the tokens that a chunk of so many tokens is encoded behind."""
+        """Return the tokens that a chunk of so many tokens is encoded after."""
         room = remaining_context(n_tokens, self.model)
         other = self.filler_tokens if room is None else min(self.filler_tokens, room - 1)
         return self.model.tokens(filler_text() + GAP)[-other:] if other else []

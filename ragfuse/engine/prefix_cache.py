@@ -281,7 +281,7 @@ class PrefixCache:
     def _insert(self, token_ids: Sequence[int], parts: Sequence[Rows]) -> set[ChunkKey]:
         """Insert the parts into the tree, and return the keys that became nodes.
 
-        Parts behind a gap are left out, as no match would reach them. Where the tree has doubled in
+        Parts after a gap are left out, as no match would reach them. Where the tree has doubled in
         size since, evicted entries are removed from it in the background.
         """
         if not self.is_on or not parts:

@@ -43,8 +43,8 @@ class RecurringPassages:
         self._met: TTLCache[str, str] = TTLCache(MAX_FINGERPRINTS, ttl_s, clock)
 
     def met_again(self, plan: LoadPlan, border_of: BorderOf) -> list[tuple[int, ...]]:
-        """Return the token ids of passages whose lines an earlier, different prompt had too;
-        remember the others.
+        """Return the token ids of passages whose lines an earlier, different prompt had, too. Lines
+        seen for the first time are remembered.
 
         Text found in the store, and the question itself, are not learnt.
         """

@@ -71,7 +71,7 @@ class Request:
 
     @cached_property
     def messages(self) -> list[ChatMessage]:
-        """The messages of the question; none of token ids or a prompt in PML."""
+        """The messages of the question; empty if it is token ids or a prompt in PML."""
         if isinstance(self.question, PMLPrompt) or is_ids(self.question):
             return []
         return messages_of(self.question)

@@ -53,7 +53,7 @@ class Block:
     Args:
         lo: First query of the block, as an index into `RowMask.rows`.
         hi: The query after its last.
-        clear: All of its queries stand behind the first `clear` keys.
+        clear: All of its queries stand after the first `clear` keys.
         keys: The keys that any query of the block sees.
         scores: [H, (hi - lo) * groups, keys]; the blocks overwrite each other's.
         tail: The part of the scores that some queries do not see, [H, hi - lo, groups, hidden
@@ -78,7 +78,7 @@ class Watch:
     Args:
         weight: float32 [R], 1 for the rows that count, else 0.
         total: float32 [T], to which each layer adds.
-        ends: Whether nothing behind the attention of this layer is wanted.
+        ends: Whether nothing after the attention of this layer is wanted.
     """
 
     weight: Tensor
@@ -367,7 +367,7 @@ def _attend_in_buffers(query: Tensor, keys: Tensor, values: Tensor, scaling: flo
     """Return the output [B, H, groups, Dv] of queries that see all keys, by products over the
     buffers they lie in.
 
-    Products read whole buffers as they are, but copy a part of them first. Rows behind the keys are
+    Products read whole buffers as they are, but copy a part of them first. Rows after the keys are
     hidden; those of values are finite. Scores are shifted by those of the first and the newest key,
     which one row attends to most: that is closer than by 64 keys of all, and two keys are read
     faster.
@@ -431,7 +431,7 @@ def attend(
         query, keys, values, attn_mask=hidden, is_causal=n_rows > 0, scale=scaling, enable_gqa=True
     )
     if 0 < n_rows < query.shape[2]:
-        # padding repeats the last row, and saw what is behind it
+        # padding repeats the last row, and saw what is after it
         done[:, :, n_rows:] = done[:, :, n_rows - 1 : n_rows]
     return done.transpose(1, 2)
 
@@ -497,7 +497,7 @@ def _largest(query: Tensor, keys: Tensor) -> Tensor:
 
     Args:
         query: [H, n, D].
-        keys: [H, D, K], of which none stands behind any query, so that a later token never changes
+        keys: [H, D, K], of which none stands after any query, so that a later token never changes
             an earlier row.
     """
     step = -(-keys.shape[2] // SHIFT_KEYS)

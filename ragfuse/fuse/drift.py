@@ -1,4 +1,4 @@
-"""The drift: a constant offset between the KV of a chunk encoded behind filler text and its KV
+"""The drift: a constant offset between the KV of a chunk encoded after filler text and its KV
 inside a real prompt.
 
 Part of the difference between the two is the same for every token of every chunk. The drift is that

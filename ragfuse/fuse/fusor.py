@@ -76,7 +76,7 @@ class Buffers:
     """KV of a whole prompt: keys and values [1, H, T + room, D] per layer.
 
     Rows of cached runs are filled by `open`, computed rows by `write`. All others are 0, as
-    attention multiplies rows behind the prompt by 0, and `write` the change of rows without KV.
+    attention multiplies rows after the prompt by 0, and `write` the change of rows without KV.
 
     Args:
         n_tokens: T, the tokens of the prompt.
@@ -87,7 +87,7 @@ class Buffers:
         room: Extra rows for the tokens of the answer.
         at_once_nbytes: Most bytes of keys that `open` copies at once, of as many layers as are
             ready; always at least one layer.
-        padding: Rows behind the prompt that `get` returns, too, so that few different shapes occur.
+        padding: Rows after the prompt that `get` returns, too, so that few different shapes occur.
         windows: Sliding window of each layer. Layers with and without one lie apart, as only these
             are shared between prompts (`hf/shared_kv.py`), which shall free them.
     """
@@ -375,7 +375,7 @@ class Fusion:
             accelerator.
 
     Attributes:
-        rows: int64 [R], sorted: the rows computed in the current layer, behind them padding.
+        rows: int64 [R], sorted: the rows computed in the current layer, after them padding.
         n_padding: How many of them are padding.
         chosen: int64, the candidates chosen at the policy's check layer.
         counts: How many candidates were computed, per layer.

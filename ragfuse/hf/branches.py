@@ -2,8 +2,8 @@
 blockwise.
 
 Each question is a branch: its rows attend to the context and to themselves, at the positions that
-they would have if the question stood alone behind the context. So one pass gives what as many
-prompts would. Blockwise, each chunk of the context is encoded apart behind filler tokens whose KV
+they would have if the question stood alone after the context. So one pass gives what as many
+prompts would. Blockwise, each chunk of the context is encoded apart after filler tokens whose KV
 is cut off, its keys are rotated to its place, and nothing is recomputed: what the engine computes
 at ratio 0, by the model's own forward and a mask.
 """
@@ -45,10 +45,10 @@ class ContextTokens:
 
 @dataclass(frozen=True)
 class Branch:
-    """One question behind a context, and its answer.
+    """One question after a context, and its answer.
 
     Args:
-        question: Token ids of what stands behind the last chunk.
+        question: Token ids of what stands after the last chunk.
         answer: Token ids of the answer, at least one; the last is only predicted, never read.
     """
 
@@ -67,7 +67,7 @@ class BranchStates:
 
     Args:
         logits: [A, V], the predictions of all answer tokens, branch by branch.
-        hidden: [L, R, D], the hidden states of all R rows of the branches behind L of the layers;
+        hidden: [L, R, D], the hidden states of all R rows of the branches after L of the layers;
             empty where none were wanted.
         chunks: Of each layer the keys and values [H, C, D] of the C rows of all chunks, keys
             rotated to their places in the prompt; empty where they were not wanted.
@@ -95,7 +95,7 @@ class BranchModel:
     Args:
         model: The model. Gradients are computed where they are enabled.
         profile: Its profile, which has its rotation.
-        filler: The tokens that each chunk is encoded behind.
+        filler: The tokens that each chunk is encoded after.
         chunk_adapter: An adapter on the model that is for encoding chunks only: it is off in
             everything else.
 
@@ -162,7 +162,7 @@ class BranchModel:
 
         Args:
             context: The context.
-            questions: Token ids of what stands behind it.
+            questions: Token ids of what stands after it.
             max_tokens: Most tokens of an answer.
             ends: Tokens that end an answer; it includes the one that ended it.
             layers: Numbers of the hidden states that are wanted; with any, the chunks' KV is, too.
@@ -222,7 +222,7 @@ class BranchModel:
         return _Past(cache, torch.full((count,), CONTEXT_ROW), torch.arange(count))
 
     def _chunks(self, context: ContextTokens) -> _Past:
-        """Return the KV of all chunks, each encoded behind the filler, with keys rotated to their
+        """Return the KV of all chunks, each encoded after the filler, with keys rotated to their
         places.
         """
         cut, before, placed = len(self.filler), DynamicCache(), DynamicCache()
@@ -251,7 +251,7 @@ class BranchModel:
         branches: Sequence[Branch],
         layers: Collection[int],
     ) -> BranchStates:
-        """Return the states of the branches behind a past; `rest` has (token, position) of other
+        """Return the states of the branches after a past; `rest` has (token, position) of other
         context rows.
         """
         begin = int(past.position.max()) + 1
@@ -271,7 +271,7 @@ class BranchModel:
         skipped: int = 0,
         layers: Collection[int] = (),
     ) -> BranchStates:
-        """Run rows of (token, position, branch) behind a past, which they extend.
+        """Run rows of (token, position, branch) after a past, which they extend.
 
         Args:
             past: The rows before.

@@ -41,7 +41,7 @@ class FrozenRows:
     Args:
         lo: First row of the range.
         kv: Their KV [1, H, n, D].
-        owner: The object whose lifetime keeps the range shared.
+        owner: The range stays shared as long as this object lives.
     """
 
     lo: int

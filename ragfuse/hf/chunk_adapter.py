@@ -1,4 +1,4 @@
-"""The chunk adapter: a LoRA adapter that a model has while it encodes chunks behind filler text,
+"""The chunk adapter: a LoRA adapter that a model has while it encodes chunks after filler text,
 and at no other time.
 
 It changes what is stored of a chunk, so that a prompt that reuses the chunk comes closer to full
@@ -35,8 +35,8 @@ class ChunkAdapter:
     """Two low-rank matrices beside each of some linear layers.
 
     Args:
-        pairs: (A [r, in], B [out, r]) of each layer by the name of its module; B is scaled already.
-            In the dtype that the model computes in.
+        pairs: The matrices (A [r, in], B [out, r]) of each adapted layer by the name of its module,
+            in the dtype that the model computes in. B includes the adapter's scale.
     """
 
     def __init__(self, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:

@@ -51,7 +51,7 @@ def fingerprint(
     Args:
         model: The model.
         tokenizer: Its tokenizer, if it has one.
-        drift: The KV offset of chunks encoded behind filler text, if there is one.
+        drift: The KV offset of chunks encoded after filler text, if there is one.
         weights: The result of `weights_digest` for these weights, if known.
         chunk_adapter: Digest of the adapter that encodes chunks; "" for none.
         words: The result of `tokenizer_digest` for this tokenizer, if known.

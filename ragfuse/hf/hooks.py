@@ -126,7 +126,7 @@ class FusedPrefill:
     def look(self, token_ids: Tensor, question_rows: Tensor) -> Tensor | None:
         """Return the attention that the question pays to every row: float32 [T].
 
-        It is summed over heads, question rows and `watched_layers`; the prefill stops behind the
+        It is summed over heads, question rows and `watched_layers`; the prefill stops after the
         last of these. The result is None in mode "dense".
 
         Args:

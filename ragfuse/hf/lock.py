@@ -74,7 +74,7 @@ class FairLock:
                 self._hand_on()
 
     def _hand_on(self) -> None:
-        """Give the lock to the thread that waited longest; behind a long step each waiting short
+        """Give the lock to the thread that waited longest; after a long step each waiting short
         one goes first.
         """
         short, long = self._turns[True], self._turns[False]

@@ -51,7 +51,7 @@ CPU's cache.
 SCORED_TOKENS = 256
 """Tokens of a text whose logits are computed at once, each as long as the vocabulary."""
 CONTEXTS = 2
-"""Number of contexts whose KV is kept in memory, since many chunks are encoded behind the same
+"""Number of contexts whose KV is kept in memory, since many chunks are encoded after the same
 prefix.
 """
 ENCODE_STEP_TOKENS = 128
@@ -68,10 +68,10 @@ class HFModel(OneProcess):
         tokenizer: Its tokenizer; without one only token ids can be used.
         profile_of: Looks up a stored profile by fingerprint; if it returns None, the model is
             probed.
-        drift: KV offset that is added to chunks encoded behind filler text (`fuse/drift.py`), one
+        drift: KV offset that is added to chunks encoded after filler text (`fuse/drift.py`), one
             row per layer.
         weights: The result of `weights_digest`, if known; else it is computed.
-        chunk_adapter: Adapter that the model has while it encodes chunks behind filler text.
+        chunk_adapter: Adapter that the model has while it encodes chunks after filler text.
         words: The result of `tokenizer_digest`, if known; else it is computed.
     """
 
@@ -245,7 +245,7 @@ class HFModel(OneProcess):
         )
 
     def encode_with_filler(self, token_ids: Sequence[int], context: Sequence[int]) -> ChunkKV:
-        """Return the KV of a chunk encoded behind filler text, by the model's chunk adapter if it
+        """Return the KV of a chunk encoded after filler text, by the model's chunk adapter if it
         has one.
 
         If the model has a drift, it is added. The filler `context` stands in for the text that will
@@ -388,7 +388,7 @@ class HFModel(OneProcess):
             question_rows: Row sets int64 where the question may stand, likeliest first
                 (`Prompt.question_rows`), for policies that want its words or its attention; of
                 words, the first set that shares one with the chunks is used. Default: the rows
-                behind the last run, then all rows outside runs.
+                after the last run, then all rows outside runs.
 
         Raises:
             RefusedError: KV of this model cannot be reused.
@@ -604,7 +604,7 @@ class HFModel(OneProcess):
 
 
 def _question_rows(cached: Tensor, runs: Sequence[CachedRun]) -> tuple[Tensor, Tensor]:
-    """Return the rows int64 that are not cached, bool [T], behind the last run of a prompt, and all
+    """Return the rows int64 that are not cached, bool [T], after the last run of a prompt, and all
     of them.
     """
     outside = (~cached).nonzero()[:, 0]

@@ -119,7 +119,7 @@ class KVSource:
     chunks: Sequence[ChunkKV] = ()
 
     def read(self, layer: int) -> Mapping[int, LayerKV | None]:
-        """Return one layer of every chunk, by its index."""
+        """Return the KV of one layer of every chunk, by the index of the chunk."""
         return {index: chunk.layers[layer] for index, chunk in enumerate(self.chunks)}
 
     def ready(self) -> int:

@@ -62,8 +62,8 @@ class Detokenizer:
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerBase, shown: Iterable[str] = ()) -> Detokenizer:
-        """Return a decoder for a tokenizer that omits special tokens, except those that occur in a
-        text of `shown`.
+        """Return a decoder for this tokenizer. It omits special tokens unless they occur in one of
+        the texts of `shown`.
         """
         every = {
             id: str(token) for id, token in tokenizer.added_tokens_decoder.items() if token.special

@@ -428,8 +428,8 @@ def _require(model: EmbeddedModel, home: Path) -> None:
     if not (_has_room(model, home) or (is_temporary(home) and hasattr(os, "memfd_create"))):
         free = size_text(shutil.disk_usage(home).free)
         raise ModelError(
-            f"Preparing '{model.name}' needs {size_text(model.prepared_nbytes)} in '{home}', found"
-            f" {free} free. Free some, or set RAGFUSE_HOME to a folder on another disk."
+            f"Preparing '{model.name}' needs {size_text(model.prepared_nbytes)} in '{home}', but"
+            f" only {free} is free. Free some, or set RAGFUSE_HOME to a folder on another disk."
         )
 
 

@@ -24,7 +24,7 @@ class ShippedProfile:
     """The part of a model's profile that lies in its folder.
 
     Args:
-        filler_tokens: Tokens of filler text that its chunks are encoded behind.
+        filler_tokens: Tokens of filler text that its chunks are encoded after.
         policy: The policy that calibration chose; "" without one that is safe.
         ratio: The recompute ratio that calibration chose.
         version: `SHIPPED_VERSION` when it was written.

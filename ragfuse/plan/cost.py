@@ -330,7 +330,7 @@ class CostModel:
             return sum(loads) + compute_s
         look_s = self.fused.rows_s(blend.looked(self.n_layers), blend.tokens)
         waiting = [(compute_s - look_s) / self.n_layers] * self.n_layers
-        if look_s:  # the second pass begins before the layers behind the watched ones are needed
+        if look_s:  # the second pass begins before the layers after the watched ones are needed
             watched = watched_layers(self.n_layers).stop
             second_s = sum(waiting[:watched])
             waiting[:watched] = [look_s / watched] * watched

@@ -28,8 +28,8 @@ LEAST_RATIO_DESPITE_DEADLINE = (
 ENCODED: Mapping[Encoded, str] = MappingProxyType(
     {
         "alone": "encoded alone",
-        "prefix": "encoded behind the prompt's beginning",
-        "filler": "encoded behind filler text",
+        "prefix": "encoded after the prompt's prefix",
+        "filler": "encoded after filler text",
     }
 )
 KIND_NAMES: Mapping[Kind, str] = MappingProxyType(

@@ -31,7 +31,7 @@ class ChunkRequestRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the candidates, each a rank of its own, the one to ask first first."""
+        """Return the candidates in order of preference, one per rank."""
         if pending_request is not None:
             pending_request.routing_context.should_backoff = (
                 True  # or Ray asks again at once while all are full

@@ -168,10 +168,9 @@ class RemoteEngine(OneProcess):
         if name not in ENGINE_ALONE:
             raise AttributeError(name)
         raise InputError(
-            f"'{name}' needs the engine, and this model asks the server at {self.address.base_url}."
-            " Run it on the server's store, with a model without base_url= or with `ragfuse"
-            " ingest`; or leave it out: the server encodes what a question brings after its"
-            " answer."
+            f"'{name}' needs a local engine, but this model asks the server at"
+            f" {self.address.base_url}. Leave it out: the server encodes a question's documents"
+            " after its answer. Or run `ragfuse ingest` on the server's store."
         )
 
     # inside

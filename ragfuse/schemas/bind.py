@@ -224,7 +224,7 @@ class _Placing:
         last_import = max(
             (i for i, item in enumerate(items) if isinstance(item, Import)), default=-1
         )
-        # each with the texts before and behind it
+        # each with the texts before and after it
         imports = dict[str, tuple[Import, list[_Free], list[_Free]]]()
         texts = at_end = list[_Free]()
         for i, item in enumerate(items):

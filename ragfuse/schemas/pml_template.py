@@ -154,8 +154,10 @@ class PMLTemplate:
 
     @classmethod
     def only(cls, found: Sequence[FilledTemplate | None]) -> FilledTemplate | None:
-        """Return the PML prompt among messages (None for an ordinary message); None if there is
-        none.
+        """Return the PML prompt among messages; None if there is none.
+
+        Args:
+            found: For each message its PML prompt, or None for an ordinary message.
 
         Raises:
             InputError: There are other messages beside it.

@@ -126,7 +126,7 @@ class CompletionEvents:
 
 
 def _joined(before: Any, value: Any) -> Any:
-    """Return what two events say of one thing: texts and lists one behind the other, else what was
+    """Return what two events say of one thing: texts and lists one after the other, else what was
     told last.
     """
     if isinstance(before, dict) and isinstance(value, dict):

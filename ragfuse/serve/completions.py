@@ -94,8 +94,9 @@ def _is_handed_over(service: Service, body: CompletionRequest) -> bool:
     if params.get("do_remote_prefill"):
         raise unusable(
             FIELD,
-            f"{FIELD} ask this server to decode what another one has prefilled, which it cannot."
-            ' Send this to the engine that decodes; here ask {"do_remote_decode": true}.',
+            f"{FIELD} has do_remote_prefill, but this server cannot decode what another one"
+            " prefilled. Send this to the engine that decodes; this server takes"
+            ' {"do_remote_decode": true}.',
         )
     if not params.get("do_remote_decode"):
         return False

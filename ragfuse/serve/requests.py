@@ -195,11 +195,11 @@ def _options(body: CompletionRequest) -> dict[str, Any]:
 def question_of(
     pml: str | None, messages: Sequence[RequestMessage], documents: Sequence[Document] = ()
 ) -> list[ChatMessage] | PMLPrompt:
-    """Return the messages as a conversation with the documents as chunks before the last user
+    """Return the messages as a conversation, with the documents as chunks before the last user
     message.
 
-    With PML it is that prompt with the messages appended as plain text: what looks like PML in them
-        is not parsed.
+    With `pml`, return that prompt with the messages appended as plain text; PML inside messages is
+    not parsed.
     """
     chunks = _chunks(documents)
     try:

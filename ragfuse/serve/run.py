@@ -147,8 +147,8 @@ class AnswerRun:
             yield item
 
     def finish(self) -> None:
-        """End the running answer at its deadline: what is written stays, and what has not begun
-        fails.
+        """Stop at the deadline. An answer that has started keeps its text so far; answers that have
+        not started fail.
         """
         self._is_late = True
         if self._has_begun and self._stream is not None:

@@ -258,7 +258,7 @@ class CompletionRequest(AnswerBody):
     """The fields that chat and text completions share."""
 
     max_tokens: int | None = Field(default=None, ge=-1)
-    """Most tokens of an answer, no more than fit behind the prompt; -1 is no limit."""
+    """Most tokens of an answer, no more than fit after the prompt; -1 is no limit."""
     top_k: int | None = Field(default=None, ge=-1)
     """The number of likeliest tokens to sample from; 0 and -1 mean all."""
     min_p: float | None = Field(default=None, ge=0, le=1)

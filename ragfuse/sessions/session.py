@@ -81,7 +81,7 @@ class Session:
     Args:
         id: Its name.
         turns: Its turns.
-        tokens: The token ids from its beginning to its leaf, the end of what is kept of it.
+        tokens: All its token ids, from the first to the last that is kept.
         rows: Where the KV of these tokens is, in order, without that of the dropped ones.
         left_out: The range lo:hi of the tokens that prompts no longer use, as they were truncated.
     """

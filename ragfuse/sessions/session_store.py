@@ -288,7 +288,7 @@ class SessionStore:
         if found:
             raise InputError(
                 f"{len(found)} models or tenants have a session '{id}'. Set RAGFUSE_SALT to choose"
-                " a tenant; `sessions` of an Engine has those of its model only."
+                " a tenant, or use `sessions` of an Engine, which has those of its model only."
             )
         raise NoSessionError(f"There is no session '{id}'.", "`ragfuse sessions ls` lists them.")
 

@@ -118,7 +118,7 @@ class Saves:
             return {save.key for save in self._under_way} | set(self._partials)
 
     def submit(self, tier: Tier, job: Callable[[], object]) -> bool:
-        """Queue housekeeping behind a tier's saves; return False if the queue is full, which does
+        """Queue housekeeping after a tier's saves; return False if the queue is full, which does
         no harm.
         """
         return self._writers[tier.name].submit(job, counts=False)
@@ -176,8 +176,8 @@ class Saves:
             return bool((save.waiting | (save.stored - save.barred)) & names)
 
     def warm(self, read: EncodedLayers, epoch: int) -> None:
-        """Collect layers that were just read; once a chunk is complete, save it to the tiers before
-        its own.
+        """Collect layers that were just read. Once all layers of a chunk were read, save it to the
+        tiers that are faster than its own.
 
         Nothing is read a second time. If a tier is slow, or has to encode or copy the chunk, that
         happens in the background, so that the reader does not wait.

@@ -72,9 +72,7 @@ class Tenant:
         )
 
     def is_of(self, salt: str) -> bool:
-        """Return whether this is a tenant of that salt ("": of none); False where it is not
-        known.
-        """
+        """Return whether this tenant has that salt ("": no salt); False if its salt is unknown."""
         return bool(self.model) and self.tenant == hidden(salt)
 
     def is_named(self, name: str) -> bool:

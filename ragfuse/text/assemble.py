@@ -93,7 +93,7 @@ class Assembler:
         render: The chat template as `render(messages)` or `render(messages, tools)`, with plain
             strings as roles and contents; None: the model has none.
         min_tokens: The least tokens of a prefix that is reused.
-        context: Digest of what chunks were encoded behind.
+        context: Digest of what chunks were encoded after.
         calls: How the template writes tool calls.
         find: Finds known runs in ids.
         continues_last: `render` leaves the last message open, so that the answer continues it.

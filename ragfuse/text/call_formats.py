@@ -125,7 +125,7 @@ def _writes(render: RenderCalls, format: CallFormat) -> bool:
     messages = list(map(format.message, turns))
     try:
         text = render(messages, _TOOLS, False)
-        # Only what begins an answer tells bare JSON from JSON that stands behind a mark.
+        # Only what begins an answer tells bare JSON from JSON that stands after a mark.
         before = "" if format.marker else render(messages[:1], _TOOLS, True)
     except Exception:  # a template may raise anything
         return False

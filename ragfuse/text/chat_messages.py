@@ -65,7 +65,7 @@ class ChatMessage:
 
     @property
     def has_content(self) -> bool:
-        """Whether its content is more than white space or it calls tools."""
+        """Whether it calls tools, or has text other than white space."""
         return bool(self.tool_calls) or bool(self.text.strip())
 
     @property

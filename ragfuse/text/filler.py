@@ -1,4 +1,4 @@
-"""Texts that the package ships: filler text to encode chunks behind, and samples to profile a
+"""Texts that the package ships: filler text to encode chunks after, and samples to profile a
 model's KV.
 """
 
@@ -8,7 +8,7 @@ from importlib.resources import files
 def filler_text() -> str:
     """Return the filler text: paragraphs on different topics, about 300 tokens.
 
-    A chunk that is encoded behind it is not at the beginning of its context, as it will not be in a
+    A chunk that is encoded after it is not at the beginning of its context, as it will not be in a
     prompt.
     """
     return _text("filler.txt")

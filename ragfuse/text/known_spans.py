@@ -343,7 +343,7 @@ class _Comparison:
         group, offset = _members(count[rare])
         place = rare[group]
         at = order[first[place] + offset]
-        # Pairs of places at one shift, one behind the other, are a run.
+        # Pairs of places at one shift, one after the other, are a run.
         diagonal = (place - at + len(prompt)) * (len(prompt) + 1) + at
         order = np.argsort(diagonal)
         fresh = np.diff(diagonal[order], prepend=-2) != 1

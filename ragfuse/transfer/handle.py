@@ -112,7 +112,8 @@ class TransferHandle:
 
     @property
     def key(self) -> ChunkKey:
-        """The key of the KV in its place, which only a handle with equal fields has."""
+        """The key under which its place stores the KV; handles share a key only if all fields are
+        equal."""
         fields = digest("handle", *map(str, asdict(self).values()))
         return ChunkKey(
             self.model.digest, self.tokens, self.tenant, f"until-{self.expires_s}-{fields}"

@@ -26,8 +26,8 @@ def watched_layers(n_layers: int) -> range:
     """Return the layers in which the question's attention is measured: the third quarter of a
     model's layers.
 
-    Which rows a question needs shows in the middle of a model: earlier layers attend to what stands
-    near, later ones to what comes next. The pass ends behind the last of these layers.
+    The middle layers of a model show which rows a question needs: earlier layers attend to nearby
+    tokens, later ones to the next token. The pass ends after the last of these layers.
     """
     first = n_layers // 2
     return range(first, max(first + 1, 3 * n_layers // 4))

@@ -15,7 +15,7 @@ PROFILE_VERSION = 6
 """Version of ModelProfile; profiles of another version are ignored."""
 
 UNCALIBRATED = ("query", 0.10)
-"""Policy and ratio for a model that is not calibrated, over chunks that were encoded behind filler
+"""Policy and ratio for a model that is not calibrated, over chunks that were encoded after filler
 text.
 """
 UNCALIBRATED_DENSE = ("lexical", 0.10)
@@ -48,7 +48,7 @@ class ModelProfile:
             prefill; None: not calibrated.
         codec: Statistics of its KV for the `cachegen` levels, as `codec.CodecTables.as_dict` writes
             them; None: not profiled.
-        filler_tokens: Tokens of filler text that its chunks are encoded behind, as it was trained
+        filler_tokens: Tokens of filler text that its chunks are encoded after, as it was trained
             to read them; None: as the setting says.
         version: `PROFILE_VERSION` when it was written.
     """
@@ -81,7 +81,7 @@ class ModelProfile:
 
     @property
     def default_choice(self) -> tuple[str, float]:
-        """Policy and ratio of "auto" for chunks that were encoded behind filler text:
+        """Policy and ratio of "auto" for chunks that were encoded after filler text:
         calibration's, else a default.
         """
         return self.choice or (UNCALIBRATED if self.mode == "rows" else UNCALIBRATED_DENSE)

@@ -24,7 +24,7 @@ class Segment:
         start: Position of the first token.
         kind: "fresh" (only computed), "chunk", "prefix" (shared with earlier prompts), "module" (of
             a schema) or "history" (earlier turns).
-        keys: Keys to look up its KV under, best first; empty exactly for a fresh segment.
+        keys: Keys under which its KV may be stored, best first; empty only for a fresh segment.
         source: Where the text of a chunk came from, for people.
         text: The text of a chunk.
         rows: Rows lo:hi of the stored run that this segment uses; None: all of them.
@@ -62,8 +62,8 @@ class Segment:
 class Prompt:
     """The segments of a prompt, in order. Positions strictly increase; gaps are allowed.
 
-    The last segment is fresh: there is always a token to compute, and its row gives the first
-    logits. A row is the index of a token in the prompt.
+    The last segment is fresh, so at least one token is computed; the row of the last one gives the
+    first logits. A row is the index of a token in the prompt.
 
     Args:
         segments: The segments.

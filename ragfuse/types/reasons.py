@@ -18,6 +18,6 @@ NOT_SAFE = (
 ENCODING = "still being encoded, for the next question"
 """The reason for a miss of a chunk that a recent prompt held first."""
 MISSING = "not in the store"
-CODE = "source code, which is reused only behind an equal beginning"
+CODE = "source code, which is reused only after an equal beginning"
 """The source of recurring text that is not blended, and the reason for it."""
 UNREADABLE = "its entry could not be read"

@@ -58,7 +58,7 @@ def test_the_whole_way_from_a_document_to_the_tokens_of_its_answer(
 
     turn.locator(".segment.chunk").first.click()
     detail = turn.locator(".detail")
-    for word in ("source", "memory", "raw", "behind filler text", "exact"):
+    for word in ("source", "memory", "raw", "after filler text", "exact"):
         expect(detail).to_contain_text(word)
     turn.get_by_text("The plan in words").click()
     expect(turn.locator("pre").first).to_contain_text("6 segments from the store")

@@ -17,7 +17,7 @@ class Load:
         request: Id of the request.
         handle: The handle of its KV.
         lo: The first row.
-        hi: Behind the last row.
+        hi: After the last row.
         blocks: The request's blocks, from its row 0 on.
     """
 

@@ -30,7 +30,7 @@ def slots_of(blocks: Sequence[int], block_size: int, lo: int, hi: int) -> Tensor
         blocks: The request's blocks, from its row 0 on.
         block_size: Rows of a block.
         lo: The first row.
-        hi: Behind the last row.
+        hi: After the last row.
     """
     rows = torch.arange(lo, hi)
     return (

@@ -67,7 +67,7 @@ class SchedulerSide:
         request.update_block_hashes()
 
     def n_external(self, request: Request, n_computed: int) -> tuple[int, bool]:
-        """Return how many tokens behind the computed ones can be loaded, and whether between steps.
+        """Return how many tokens after the computed ones can be loaded, and whether between steps.
 
         The prompt's last token is always computed: its logits give the first token of the answer.
         """

@@ -9,7 +9,7 @@ const FATES = {
   f: ["computed", "new text, or not stored yet"],
   p: ["beginning", "known beginning or earlier turns, reused exactly"],
 };
-const ENCODED = { alone: "alone", prefix: "behind the prompt's beginning", filler: "behind filler text" };
+const ENCODED = { alone: "alone", prefix: "after the prompt's prefix", filler: "after filler text" };
 const KINDS = { chunk: "chunk", prefix: "beginning", module: "module", history: "earlier turns", fresh: "new text" };
 
 export function strip(trace) {
