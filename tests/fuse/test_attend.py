@@ -173,13 +173,6 @@ def test_low_precision_is_off_by_rounding_only(dtype, options, bias, whole):
     assert float((found.double() - wanted).norm() / wanted.norm()) < 8 * torch.finfo(dtype).eps
 
 
-def test_a_mask_serves_layers_with_and_without_a_window():
-    given_case = case([5, 20, 29], list(range(30)))
-    mask = given_case.mask()
-    for window in (None, 6, None, 11, 6):
-        given_case.check(mask=mask, window=window)
-
-
 @both_paths
 @pytest.mark.parametrize("window", [None, 4])
 def test_chosen_queries_are_watched_over_the_keys_that_they_see(window, whole):

@@ -12,7 +12,7 @@ from ragfuse.errors import SettingsError
 from ragfuse.fuse.select import POLICIES, Candidates, Policy, policy_named
 from ragfuse.fuse.select.policy import best
 from ragfuse.types.policy_cost import schedule
-from ragfuse.types.selection import POLICY_NAMES, is_policy
+from ragfuse.types.selection import is_policy
 from tests import reference
 
 EVERY = [*(policy.name for policy in POLICIES), "lego-3"]
@@ -72,18 +72,6 @@ def test_budgets_are_those_of_the_twin(name, sizes, ratio, n_layers, forced):
     assert found == list(accumulate(budgets, min))
 
 
-@given(sizes=st.lists(st.integers(30, 90), min_size=2, max_size=6), ratio=st.floats(0.05, 0.6))
-def test_equal_ratio_means_equal_work_for_all(sizes, ratio):
-    """Rows over the chosen layers, within one tile a layer."""
-    seen = view(sizes, ratio)
-    work = {}
-    for name in BY_RATIO:
-        policy = policy_named(name)
-        rows = run(policy, seen)[policy.check_layer :]
-        work[name] = sum(len(kept) for kept in rows) / len(rows)
-    assert max(work.values()) - min(work.values()) <= 16
-
-
 @every
 def test_ratio_one_takes_all_and_zero_nothing(name):
     policy = policy_named(name)
@@ -131,32 +119,12 @@ def test_the_best_are_those_that_sorting_puts_first(scores, count):
     assert found.tolist() == [3 * index for index in reference.top(scores, min(count, len(scores)))]
 
 
-def test_hkvd_takes_the_highest_deviations_and_if_gradual_ranks_anew_in_every_layer():
-    seen, alive = view([30, 30], 0.2), torch.arange(0, 60, 4)
-    measured = torch.rand(60, generator=torch.Generator().manual_seed(3))
-    for name, share in (("hkvd-flat", 0.2), ("hkvd", 0.3)):
-        found = policy_named(name).choose(seen, 1, torch.arange(60), measured)
-        assert found.tolist() == reference.top(measured.tolist(), round(share * 60))
-    deviation = torch.arange(15.0)
-    found = policy_named("hkvd").choose(seen, 3, alive, deviation)
-    assert found.tolist() == alive[-len(found) :].tolist()
-    flat = policy_named("hkvd-flat")
-    assert not flat.thins(seen, 3, len(alive))
-    assert flat.choose(seen, 3, alive, None).tolist() == alive.tolist()
-
-
 def test_random_draws_the_same_rows_again_but_no_pattern():
     seen = view([200], 0.3)
     first, second = (run(policy_named("random"), seen) for _ in range(2))
     assert [kept.tolist() for kept in first] == [kept.tolist() for kept in second]
     steps = set((first[0][1:] - first[0][:-1]).tolist())
     assert len(steps) > 3
-
-
-def test_names_are_distinct_and_those_that_settings_know():
-    assert all(map(is_policy, EVERY))
-    assert len({policy.name for policy in POLICIES}) == len(POLICIES)
-    assert tuple(policy.name for policy in POLICIES) == POLICY_NAMES
 
 
 @pytest.mark.parametrize(

@@ -110,13 +110,6 @@ def tensor(values: object) -> Tensor:
     return torch.tensor(values, device=DEVICE)
 
 
-def random_state() -> Tensor:
-    """The state of the random numbers that sampling draws on the device of the models."""
-    return (
-        torch.cuda.get_rng_state(DEVICE) if DEVICE.type == "cuda" else torch.random.get_rng_state()
-    )
-
-
 def ids(count: int, seed: int = 0) -> list[int]:
     """Random tokens, no special ones."""
     return torch.randint(

@@ -218,35 +218,6 @@ def test_all_ways_to_write_go_beside_each_other(model):
     assert beside(model, each, ways()) == wanted
 
 
-def test_a_seed_gives_the_same_samples_alone_and_in_a_batch(model):
-    each = prefills(model, (30, 14, 22, 8, 45))
-    mine, *others = [{"options": SAMPLED, "seed": 9 + number} for number in range(5)]
-    (wanted,) = alone(model, [each[0].copy()], [mine])
-    state = kit.random_state()
-    for companions in (others, [{"options": SAMPLED}] * 4):
-        assert torch.equal(kit.random_state(), state)
-        copies = [one.copy() for one in each]
-        assert beside(model, copies, [mine, *companions])[0] == wanted
-    assert not torch.equal(kit.random_state(), state)
-    assert alone(model, each[:1], others[:1]) != [wanted]
-
-
-@pytest.mark.parametrize("companions", [0, 1])
-def test_the_lock_is_free_while_a_token_is_chosen(model, companions):
-    encoded, began = threading.Event(), threading.Event()
-
-    def hold_up() -> None:
-        began.set()
-        waited(encoded)
-
-    one, two = prefills(model, SIZES[:2])
-    jobs = [Job(model, one, Said(4, hold_up)), *(Job(model, two) for _ in range(companions))]
-    waited(began)
-    model.encode(kit.ids(12))
-    encoded.set()
-    assert all(len(each.ids) == LENGTH for each in jobs)
-
-
 def test_a_step_does_not_wait_for_a_slow_request(model):
     model.batcher.patience_s = 0.02
     over = threading.Event()

@@ -7,6 +7,7 @@ import torch
 from pydantic import TypeAdapter
 
 from ragfuse.errors import RefusedError
+from ragfuse.fuse.fusor import CachedRun
 from ragfuse.hf.handover import generate
 from tests.hf import kit
 from tests.hf.families import FAMILIES, REFUSED, all_when_slow
@@ -69,9 +70,11 @@ def test_the_answer_goes_on_as_after_the_models_own_prefill(name):
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_moved_is_refused_with_the_reason_and_still_answers_right(name):
     model, tokens, options = kit.family(name), kit.ids(40), kit.greedy(12)
-    assert REFUSED[name][2] in model.profile.refusal
+    reason, runs = REFUSED[name][2], [CachedRun(0, 0, 20, 0, blend=True)]
+    assert reason in model.profile.refusal
+    assert model.profile.fixed == (reason in ("the hidden states", "rotation"))
     with pytest.raises(RefusedError):
-        model.fuse(tokens, torch.arange(40), [], kit.KVSource([]), CHECKING, 0.5)
+        model.fuse(tokens, torch.arange(40), runs, kit.KVSource([]), CHECKING, 0.5)
     wanted, prefill = kit.theirs(model, tokens, options), model.full_prefill(tokens)
     assert int(prefill.logits.argmax()) == wanted[0]
     assert generate(model, prefill, options) == wanted

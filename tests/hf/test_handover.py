@@ -11,7 +11,6 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
-    StoppingCriteria,
 )
 
 from ragfuse.errors import SettingsError
@@ -75,21 +74,6 @@ def test_options_work_as_in_transformers(name, options):
     wanted = kit.theirs(model, kit.usual().token_ids, options, seed=11)
     assert generate(model, fused(model), options, seed=11) == wanted
     assert generate(model, model.full_prefill(kit.usual().token_ids), options, seed=11) == wanted
-
-
-def test_a_stopping_criterion_sees_every_token_as_it_comes():
-    seen: list[list[int]] = []
-
-    class After(StoppingCriteria):
-        def __call__(
-            self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object
-        ) -> torch.Tensor:
-            seen.append(input_ids[0].tolist())
-            return torch.full((1,), len(seen) == 5, device=input_ids.device)
-
-    model, prompt = kit.family("llama"), kit.usual().token_ids
-    found = generate(model, fused(model), GREEDY, stopping=[After()])
-    assert seen == [prompt + found[:count] for count in range(1, 6)]
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3])

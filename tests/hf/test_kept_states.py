@@ -76,12 +76,6 @@ def test_a_prompt_that_comes_again_or_shares_its_beginning_reuses_all_that_its_f
         assert reused == [0, len(SYSTEM) if runs else 0]
 
 
-def test_a_longer_prompt_goes_on_from_the_kept_state_as_the_plan_says(engine):
-    more = f"{WHO} And which came last, and why?"
-    n_first = asked(engine, WHO).trace.tokens
-    assert asked(engine, more).trace.tokens_prefix == n_first - 1
-
-
 def test_without_prefix_cache_no_state_is_kept(on):
     with engine_of("qwen3-next", on.model_copy(update={"prefix_cache": False})) as engine:
         assert [asked(engine, WHO).trace.tokens_reused for _ in range(2)] == [0, 0]
@@ -143,16 +137,6 @@ def test_memory_is_bounded_and_what_was_used_longest_ago_goes_first():
         for first in range(MAX_KEPT + 9):
             states.keep([first, 5, 6], cache)
         assert states.nbytes == wanted
-
-
-def test_a_run_to_forget_matches_whole_tokens_alone():
-    """In 8 bytes a token, 256 stands across the border of 1 and 0 as bytes, not as a token."""
-    states = States(1 << 20)
-    states.keep([1 << 8, 1 << 16, 7], DynamicCache())
-    states.forget([[1 << 56], [1 << 48, 1 << 56]])
-    assert states.longest_prefix([1 << 8, 1 << 16, 7, 9])[0] is not None
-    states.forget([[1 << 16, 7]])
-    assert states.longest_prefix([1 << 8, 1 << 16, 7, 9]) == (None, 0)
 
 
 words = st.sampled_from(

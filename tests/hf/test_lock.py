@@ -58,26 +58,6 @@ def test_each_waiting_short_step_runs_once_before_the_next_long_one():
     assert before_c in ("", "a")
 
 
-def test_one_thread_may_take_the_lock_several_times():
-    lock, order = FairLock(), list[str]()
-
-    def take() -> None:
-        with lock:
-            order.append("other")
-
-    thread = threading.Thread(target=take)
-    with lock:
-        with lock:
-            assert lock.is_mine
-            thread.start()
-            until_waiting(lock, 1)
-        assert lock.is_mine
-        order.append("mine")
-    thread.join(WAIT_S)
-    assert order == ["mine", "other"]
-    assert not lock.is_mine
-
-
 def test_two_threads_never_hold_the_lock_at_once():
     lock, inside, most = FairLock(), [0], [0]
 

@@ -100,18 +100,6 @@ def test_the_file_that_weights_came_from_is_let_go(tmp_path):
 
 
 @packs
-def test_decoder_layers_are_found_in_a_packed_model_among_other_lists_of_that_length():
-    model = kit.build("llama", {}, dtype=torch.bfloat16)
-    layers = decoder_layers(model)
-    model.other = nn.ModuleList(nn.Linear(4, 4, dtype=torch.bfloat16) for _ in layers)
-    pack(model)
-    assert decoder_layers(model) == layers
-    assert all(isinstance(layer.mlp.up_proj, PackedLinear) for layer in layers)
-    assert type(model.other[0]) is nn.Linear
-    assert isinstance(model.lm_head, PackedLinear)
-
-
-@packs
 def test_loaded_and_random_models_come_packed(varied_path):
     for model in (load_model(varied_path, "bfloat16"), random_model(SHAPE, "bfloat16")):
         assert any(isinstance(module, PackedLinear) for module in model.model.modules())

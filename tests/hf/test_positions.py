@@ -5,12 +5,10 @@ there would be.
 import pytest
 import torch
 
-from ragfuse.errors import RefusedError
 from ragfuse.fuse.fusor import CachedRun
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import KVSource
 from tests.hf import kit
-from tests.hf.families import REFUSED
 
 ROTATED = [
     "llama",
@@ -87,15 +85,3 @@ def test_a_prompt_from_one_run_with_gaps_equals_its_full_prefill(name):
     full = model.full_prefill(ids, positions)
     kit.assert_same(fused, full)
     assert generate(model, fused, options) == generate(model, full, options)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_family_whose_kv_cannot_be_moved_uses_it_in_place_and_never_blends(
-    name,
-):
-    model, ids = kit.family(name), kit.ids(30)
-    assert model.profile.fixed == (name in FIXED)
-    if model.profile.fixed:
-        runs, source = [CachedRun(0, 0, 20, 0, blend=True)], KVSource([model.encode(ids[:20])])
-        with pytest.raises(RefusedError):
-            model.fuse(ids, torch.arange(30), runs, source, "hkvd", 0.3)

@@ -67,19 +67,6 @@ def test_ratio_one_writes_what_transformers_writes(model, prompt, options):
         assert generate(model, prefill, options, seed=3)[:count] == wanted[:count]
 
 
-def test_two_prompts_are_answered_together(model, prompt):
-    options = {"max_new_tokens": 16, "do_sample": False}
-    short = prompt[0][-len(model.tokens(TAIL, special=True)) :]
-    each = [model.full_prefill(short), fused(model, prompt)]
-    alone = [generate(model, prefill.copy(), options) for prefill in each]
-    together = kit.together(model, [(prefill, {"options": options}) for prefill in each])
-    ends = model.model.generation_config.eos_token_id
-    for one, other in zip(alone, together, strict=True):
-        count = len(one) if model.dtype == torch.float32 else 3
-        assert one[:count] == other[:count]
-        assert ends in one or len(one) == 16
-
-
 @pytest.mark.parametrize("policy", ["hkvd", "hkvd-flat", "query-gradual", "hybrid"])
 def test_recomputing_fifteen_percent_is_nearer_to_full_prefill_than_reuse(model, prompt, policy):
     full = model.full_prefill(prompt[0]).logits.float().log_softmax(-1)

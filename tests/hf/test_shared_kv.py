@@ -93,9 +93,12 @@ def test_sharing_changes_no_row(model):
     "name", ["llama", "gemma3-two-ropes", "gpt-oss-sinks-window", "gemma2-softcap-window"]
 )
 def test_every_answer_has_the_logits_that_it_has_alone(name, patient):
+    """Some end sooner, one goes on when nobody is left."""
     model, common = patient(name), SharedKV()
-    notes = [[Noting() for _ in range(4)] for _ in range(2)]
-    ways = [[way(note) for note in row] for row in notes]
+    notes, lengths = [[Noting() for _ in range(4)] for _ in range(2)], (10, 3, 10, 14)
+    ways = [
+        [way(note, max_new_tokens=n) for note, n in zip(row, lengths, strict=True)] for row in notes
+    ]
     wanted = alone(model, prompts(model), ways[0])
     each = prompts(model, 4, common)
     assert len(common) == 2
@@ -103,14 +106,6 @@ def test_every_answer_has_the_logits_that_it_has_alone(name, patient):
     for one, other in zip(*notes, strict=True):
         for scores, same in zip(one.scores, other.scores, strict=True):
             assert float((scores - same).abs().max() / scores.std()) < 1e-4
-
-
-def test_answers_of_different_lengths_over_shared_rows_are_the_same_as_alone(model):
-    """Some end sooner, one goes on when nobody is left."""
-    ways = [way(max_new_tokens=length) for length in (10, 3, 10, 14)]
-    wanted = alone(model, prompts(model), ways)
-    assert beside(model, prompts(model, 4, SharedKV()), ways) == wanted
-    assert alone(model, prompts(model, 1, SharedKV()), ways[:1]) == wanted[:1]
 
 
 def test_a_stretch_that_reaches_the_last_row_leaves_it_and_a_short_one_is_not_shared(
@@ -124,13 +119,3 @@ def test_a_stretch_that_reaches_the_last_row_leaves_it_and_a_short_one_is_not_sh
         common.share(prefill.cache, [SharedSpan(lo, len(ids), "all")], [None] * model.n_layers)
         assert [layer.n_buffered for layer in prefill.cache.layers] == [buffered] * model.n_layers
         assert generate(model, prefill, GREEDY) == wanted
-
-
-def test_layers_that_see_a_window_alone_keep_their_rows():
-    model = kit.family("gemma3-two-ropes")
-    first, _ = prompts(model, 2, SharedKV())
-    windows = model.profile.windows
-    assert {bool(window) for window in windows} == {True, False}
-    assert [bool(layer.common) for layer in first.cache.layers] == [
-        window is None for window in windows
-    ]

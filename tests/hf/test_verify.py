@@ -64,15 +64,6 @@ def test_a_wrong_window_is_noticed(what):
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "what", ["a row sees the key after it", "stored keys stand one position too far"]
-)
-def test_experts_hide_no_break(what):
-    with BREAKS[what](kit.family("mixtral", torch.bfloat16)) as broken:
-        assert not verify(broken).passed
-
-
 def test_weights_that_are_no_numbers_fail():
     model = kit.HFModel(kit.build("llama", {}))
     with torch.no_grad():
@@ -80,12 +71,3 @@ def test_weights_that_are_no_numbers_fail():
     verdict = verify(model)
     assert not verdict.passed
     json.dumps(verdict.as_dict(), allow_nan=False)
-
-
-def test_a_refused_model_has_its_reason_as_the_only_check():
-    model = kit.family("gpt2")
-    verdict = verify(model)
-    assert not verdict.passed
-    assert [(check.name, check.passed) for check in verdict.checks] == [
-        (model.profile.refusal, False)
-    ]

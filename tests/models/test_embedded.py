@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import signal
 import subprocess
 import sys
@@ -91,12 +90,6 @@ def test_a_cut_file_is_noticed(home):
     manifest.unlink()
     manifest.write_text('{"recipe": 0, "files": {}}')
     assert state(home) == "packaged"
-
-
-def test_a_home_that_is_a_file_is_an_error_that_says_so(tmp_path):
-    (tmp_path / "home").write_text("")
-    with pytest.raises(ModelError, match=r"home/models'.*RAGFUSE_HOME"):
-        prepare(LLM, tmp_path / "home")
 
 
 def test_the_embedder_is_used_where_its_package_has_it(minilm_path, tmp_path):
@@ -209,20 +202,6 @@ def test_what_a_killed_process_left_is_swept_away(tmp_path, smollm_path):
     assert (folder / "model.safetensors").read_bytes() == (
         smollm_path / "model.safetensors"
     ).read_bytes()
-
-
-@pytest.mark.slow
-def test_a_disk_that_takes_no_more_leaves_nothing_behind(tmp_path):
-    script = (
-        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000_000,"
-        f" {resource.RLIM_INFINITY})); "
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script + PREPARE, str(tmp_path)], capture_output=True, text=True
-    )
-    assert done.returncode == 1
-    assert "ModelError: Cannot prepare 'smollm2-135m'" in done.stderr
-    assert [path.name for path in (tmp_path / "models").iterdir()] in ([f".{LLM}.lock"], [])
 
 
 @pytest.mark.slow

@@ -21,10 +21,8 @@ from transformers import (
     T5ForConditionalGeneration,
     pipeline,
 )
-from typer.testing import CliRunner
 
 from ragfuse import Ask, Engine, ModelError, Settings
-from ragfuse.cli.main import app
 from ragfuse.errors import SettingsError
 from ragfuse.hf import model as hf_model
 from ragfuse.models import loader
@@ -269,22 +267,6 @@ def test_weights_on_disk_answer_as_those_in_memory(tmp_path, engine_of):
     assert away.digest == plain.digest
     assert away.model.profile.refusal == ""
     assert list(answers(away).token_ids) == own(plain.model.model, plain)
-
-
-def test_the_command_line_takes_loading_options(tiny_settings, monkeypatch):
-    for name in ("home", "store", "dtype"):
-        monkeypatch.setenv(f"RAGFUSE_{name.upper()}", str(getattr(tiny_settings, name)))
-
-    def verified(**options: str) -> Any:
-        told = ["--model-kwargs", json.dumps(options)]
-        return CliRunner().invoke(app, ["verify", tiny_settings.model, *told])
-
-    assert verified(attn_implementation="eager").exit_code == 0
-    assert verified(attn_implementation="nosuch").exit_code != 0
-    wrong = verified(token_="hf_x")
-    assert wrong.exit_code != 0
-    assert "Did you mean token" in wrong.output
-    assert "hf_x" not in wrong.output
 
 
 # adapters

@@ -6,16 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ragfuse import Ask, Engine, ModelError, Settings
+from ragfuse import ModelError
 from ragfuse.hf.fingerprint import weights_digest
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.verify import verify
 from ragfuse.models.loader import load_model
-from ragfuse.text.chat_messages import Piece
 from tests.hf import kit
 
 SCHEMES = ["int8", "int8-dynamic", "int4"]
@@ -134,53 +132,3 @@ def test_a_quantisation_whose_package_is_missing_says_what_to_install(varied_pat
             "float32",
             model_kwargs={"quantization_config": {"quant_method": "gptq", "bits": 4}},
         )
-
-
-PARTS = [
-    " ".join(
-        f"In {year} the harbour of {town} counted {year % 97} ships." for year in range(1800, 1812)
-    )
-    for town in ("Elling", "Marek", "Worth")
-]
-ASKED = [
-    (
-        "user",
-        (
-            *[piece for part in PARTS for piece in (Piece(part, "chunk"), "\n\n")],
-            "How many ships in 1807?",
-        ),
-    )
-]
-
-
-@pytest.mark.slow
-@pytest.mark.embedded
-@pytest.mark.parametrize("variant", ["int8", "peft"])
-def test_variants_of_the_embedded_model_pass_verify_and_compute_fewer_rows(
-    variant, smollm_path, tmp_path
-):
-    """Rows computed before the first token stand for time."""
-    words = AutoTokenizer.from_pretrained(smollm_path)
-    model = AutoModelForCausalLM.from_pretrained(smollm_path, dtype=torch.float32)
-    if variant == "int8":
-        model = quantised(model, "int8")
-    else:
-        model = get_peft_model(
-            model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
-        )
-        torch.manual_seed(0)
-        for name, weight in model.named_parameters():
-            if "lora_B" in name:
-                weight.data.normal_(0.0, 0.01)
-    settings = Settings(
-        store=tmp_path / "store", home=tmp_path, learn="retrieved", prefix_cache=False, max_tokens=1
-    )
-    with Engine(settings, model=model, tokenizer=words) as engine:
-        verdict = engine.runtime.verify()
-        assert verdict.passed, [check for check in verdict.checks if not check.passed]
-        engine.ingest([(part, "book") for part in PARTS])
-        answer = engine.answer(ASKED, Ask(policy="hkvd", ratio=0.15))
-        trace = answer.trace
-        assert trace.fallback_reason == ""
-        assert trace.tokens_chunks > 0
-        assert trace.tokens_recomputed + trace.tokens_fresh < trace.tokens / 2

@@ -5,8 +5,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
-from ragfuse_bench.rounds import thread_count
 
 from ragfuse.models import threads
 
@@ -82,11 +80,3 @@ def test_torch_gets_the_number_that_is_named_or_what_is_free(environment, settin
         [sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True
     )
     assert done.stdout.strip() == found, done.stderr
-
-
-def test_a_benchmark_keeps_its_number_on_a_busy_machine(monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(threads, "available_threads", lambda: 1)
-    with thread_count(2):
-        assert threads.limit_threads(None) == torch.get_num_threads() == 2
-    assert "OMP_NUM_THREADS" not in os.environ

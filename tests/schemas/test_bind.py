@@ -36,31 +36,6 @@ CITIES = """You plan.<module name="plan">For <param name="days" len="6"/> days<u
 # modules and unions
 
 
-def test_what_is_not_imported_leaves_its_positions_empty():
-    layout = laid('ab<module name="m">cde</module>f<module name="n">gh</module>i')
-    found = bound(layout, "<n/>")
-    assert shown(found.prompt) == [
-        ("module", 0, "ab"),
-        ("module", 5, "f"),
-        ("module", 6, "gh"),
-        ("fresh", 8, "i"),
-    ]
-    assert found.imported == ("n",)
-    assert found.prompt.positions.tolist() == [0, 1, 5, 6, 7, 8]
-
-
-def test_pieces_of_a_run_name_its_rows_and_one_turn_places_them():
-    layout = laid('zz<module name="k">ab<module name="m">cde</module>f</module>y')
-    ab, f = (piece for piece in bound(layout, "<k/>").prompt.segments if piece.source == "s: k")
-    run = layout.modules["k"]
-    assert (ab.rows, ab.start, ab.shift) == ((0, 2), 2, 2)
-    assert (f.rows, f.start, f.shift) == ((2, 3), 7, 2)
-    assert ab.keys == f.keys == (key_of(run),)
-    assert f.start - f.shift == run.positions[2] == 5
-    whole = bound(layout, "<k><m/></k>").prompt.segments[2]
-    assert (whole.source, whole.rows, whole.start, whole.shift) == ("s: k/m", (0, 3), 4, 4)
-
-
 def test_the_other_modules_of_the_unions_used_are_named():
     inside = (
         '<union><module name="a">1</module><module name="b">2</module><module'
@@ -71,18 +46,6 @@ def test_the_other_modules_of_the_unions_used_are_named():
     assert bound(layout, "").others == ()
 
 
-def test_what_is_not_cached_is_fresh_and_so_is_what_is_short():
-    inside = (
-        '<module name="m" cache="false">never</module><module name="n">kept!</module><module'
-        ' name="k">no</module>x'
-    )
-    assert shown(bound(laid(inside, min_tokens=3), "<m/><n/><k/>").prompt) == [
-        ("fresh", 0, "never"),
-        ("module", 5, "kept!"),
-        ("fresh", 10, "nox"),
-    ]
-
-
 def test_modules_are_on_offer_to_be_recomputed_where_that_is_asked():
     found = bound(laid('<module name="m">ab</module>cd'), "<m/>", blend=True).prompt
     assert [segment.kind for segment in found.segments] == ["chunk", "chunk", "fresh"]
@@ -91,34 +54,7 @@ def test_modules_are_on_offer_to_be_recomputed_where_that_is_asked():
 # arguments
 
 
-def test_an_argument_is_fresh_at_the_first_positions_of_its_room_and_the_rest_is_empty():
-    layout = laid('<module name="m">for <param name="days" len="5"/>!</module>yz')
-    found = bound(layout, '<m days="two"/>')
-    assert read(found.prompt) == "for two..!yz"
-    assert shown(found.prompt)[:3] == [
-        ("module", 0, "for "),
-        ("fresh", 4, "two"),
-        ("module", 9, "!"),
-    ]
-    assert found.prompt.segments[2].rows == (9, 10)
-
-
 # scaffolds
-
-TWO = (
-    'a<module name="m">bc</module>d<module name="n">ef</module><module'
-    ' name="o">gh</module>i<scaffold modules="m n"/>'
-)
-
-
-def test_a_scaffold_is_taken_when_all_its_modules_are_imported():
-    layout = laid(TWO)
-    (run,) = layout.scaffolds
-    found = bound(layout, "<m/><n/>")
-    m, n = (segment for segment in found.prompt.segments if segment.keys == (key_of(run),))
-    assert (m.start, m.rows, m.shift) == (1, (0, 2), 1)
-    assert (n.start, n.rows, n.shift) == (4, (2, 4), 1)
-    assert found.runs == (layout.modules[""], run)
 
 
 def test_the_largest_scaffold_that_fits_is_taken():
@@ -132,18 +68,6 @@ def test_the_largest_scaffold_that_fits_is_taken():
     assert bound(layout, "<m/><n/><o/>").runs == (large,)
     assert bound(layout, "<m/><n/>").runs == (small, layout.modules[""])
     assert bound(layout, "<o/>").runs == (only, layout.modules[""])
-
-
-DEFAULT = """a<union scaffold="y"><module name="x">123</module><module name="y">45</module></union>b<module name="z"
->6</module>c"""
-
-
-def test_an_imported_stand_in_is_taken_from_the_run_around_it():
-    layout = laid(DEFAULT)
-    found = bound(layout, "<y/>")
-    assert found.runs == (layout.modules[""],)
-    assert [(s.start, s.rows) for s in found.prompt.segments[:-1]] == [(0, (0, 3)), (4, (3, 4))]
-    assert read(found.prompt) == "a45.b.c"
 
 
 def test_with_one_of_two_stand_ins_missing_the_other_is_taken_alone():

@@ -8,14 +8,10 @@ import pytest
 from hypothesis import given
 
 from ragfuse.errors import PMLError
-from ragfuse.schemas.layout import SchemaLayout, TokenRange, lay_out, outline
+from ragfuse.schemas.layout import SchemaLayout, lay_out, outline
 from ragfuse.schemas.pml import parse_schema
 from ragfuse.types.keys import digest
 from tests.text.layouts import GAP, SCHEMAS, TURNS, Told, encode, laid, said, twin
-
-
-def places(layout: SchemaLayout) -> dict[str, tuple[int, int]]:
-    return {path: (place.start, place.stop) for path, place in layout.places.items()}
 
 
 def told(layout: SchemaLayout, path: str) -> tuple[str, tuple[int, ...]]:
@@ -31,42 +27,6 @@ def span(*ranges: tuple[int, int]) -> tuple[int, ...]:
 # positions
 
 
-def test_a_module_begins_where_all_before_it_ends():
-    layout = laid('ab<module name="m">cde</module>f<module name="n">gh</module>')
-    assert places(layout) == {"": (0, 8), "m": (2, 5), "n": (6, 8)}
-    assert told(layout, "m") == ("cde", span((2, 5)))
-    assert told(layout, "n") == ("gh", span((6, 8)))
-
-
-def test_a_union_starts_all_at_one_position_and_takes_the_room_of_its_longest():
-    layout = laid('a<union><module name="s">b</module><module name="l">cdef</module></union>g')
-    assert places(layout) == {"": (0, 6), "s": (1, 2), "l": (1, 5)}
-    assert told(layout, "") == ("ag", span((0, 1), (5, 6)))
-
-
-def test_a_parameter_takes_as_many_positions_as_its_len():
-    layout = laid('<module name="m">for <param name="days" len="3"/>!</module>z')
-    assert places(layout) == {"": (0, 9), "m": (0, 8)}
-    assert told(layout, "m") == ("for ___!", span((0, 8)))
-    assert layout.places["m"].ranges[1] == TokenRange("m", 4, (GAP,) * 3, "days")
-
-
-def test_a_scaffold_of_a_parameter_stands_in_and_is_cut_to_its_room():
-    layout = laid('<module name="m">a<param name="p" len="4" scaffold="xy"/></module>')
-    assert told(layout, "m")[0] == "axy__"
-    cut = laid('<module name="m">a<param name="p" len="2" scaffold="xyz"/></module>')
-    assert told(cut, "m")[0] == "axy"
-
-
-def test_a_module_in_a_module_leaves_a_gap_in_its_run():
-    layout = laid(
-        '<module name="m">ab<module name="n">cd<module name="o">e</module></module>f</module>'
-    )
-    assert places(layout) == {"": (0, 6), "m": (0, 6), "m/n": (2, 5), "m/n/o": (4, 5)}
-    assert told(layout, "m") == ("abf", span((0, 2), (5, 6)))
-    assert told(layout, "m/n") == ("cd", span((2, 4)))
-
-
 def test_the_tokenizer_s_first_ids_stand_first():
     schema = parse_schema('<schema name="s">ab<module name="m">c</module></schema>')
     layout = lay_out(schema, encode, GAP, bos=(7, 8), min_tokens=1)
@@ -75,15 +35,6 @@ def test_the_tokenizer_s_first_ids_stand_first():
 
 
 # messages
-
-
-def test_messages_are_wrapped_as_the_template_does_and_white_space_beside_them_is_no_text():
-    layout = laid("<system>be</system><user>hi</user>", TURNS)
-    assert told(layout, "") == ("{Sbe}{Uhi}", span((0, 10)))
-    special = [token >= 1000 for token in layout.modules[""].tokens]
-    assert special == [True, True, False, False, True] * 2
-    spaced = laid("\n <system> be\n</system>\n\n<user>hi</user>\n x \n<user/>\n", TURNS)
-    assert told(spaced, "")[0] == "{S be\n}{Uhi}\n x \n{U}"
 
 
 # what contradicts itself
@@ -115,16 +66,6 @@ def test_a_schema_that_contradicts_itself_is_refused_with_its_line(inside, line,
 
 
 # what is encoded together
-
-
-def test_what_stands_in_for_a_union_is_encoded_with_the_text_around_it():
-    layout = laid(
-        'a<union scaffold="y"><module name="x">123</module><module name="y">45</module></union>b'
-    )
-    assert told(layout, "") == ("a45b", span((0, 3), (4, 5)))
-    assert layout.modules[""].members == ("", "y")
-    assert told(layout, "y") == ("45", span((1, 3)))
-    assert told(layout, "x") == ("123", span((1, 4)))
 
 
 def test_a_stand_in_brings_the_stand_ins_of_its_own_unions():

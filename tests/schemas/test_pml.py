@@ -14,17 +14,13 @@ from ragfuse.errors import PMLError
 from ragfuse.schemas.nodes import (
     Import,
     Module,
-    Param,
     PMLPrompt,
     Role,
-    Scaffold,
     Schema,
     TextNode,
-    Union,
 )
 from ragfuse.schemas.pml import (
     MAX_DEPTH,
-    PML_TAGS,
     is_name,
     parse,
     parse_prompt,
@@ -52,26 +48,9 @@ def test_a_schema_is_its_items_in_order_with_all_white_space():
     )
 
 
-def test_lengths_and_tags_of_parameters_have_two_spellings():
-    found = schema('<param name="a" len="3"/><parameter name="b" length=" 4 " scaffold="x y"/>')
-    assert found.items == (Param("a", 3), Param("b", 4, "x y"))
-
-
 def test_entities_character_references_and_cdata_are_text_and_comments_are_none():
     found = schema("a<!-- <module> -->b&lt;&amp;&gt;&quot;&apos;&#233;&#xE9;<![CDATA[<a & b>]]>")
     assert found.items == (TextNode("ab<&>\"'éé<a & b>"),)
-
-
-def test_a_union_holds_modules_and_white_space_in_it_is_no_text():
-    found = schema(
-        '<union scaffold="b">\n <module name="a"/>\n <module name="b" cache="False"/>\n</union>'
-    )
-    assert found.items == (Union((Module("a"), Module("b", cache=False)), "b"),)
-
-
-def test_scaffolds_stand_beside_the_items_and_part_no_text():
-    found = schema('a<scaffold modules=". m\n m/n"/>b')
-    assert (found.items, found.scaffolds) == ((TextNode("ab"),), (Scaffold((".", "m", "m/n")),))
 
 
 def test_a_prompt_imports_by_element_names_with_arguments_as_attributes():
@@ -198,26 +177,3 @@ def test_a_prompt_comes_back_from_its_text(data, given_schema):
     items = data.draw(requests(given_schema.items))
     request = PMLPrompt("s", items, (("who", "a \"b\" & 'c'\n"),))
     assert parse(to_pml(request)) == request
-
-
-PIECES = some.sampled_from(
-    [f"<{slash}{tag}>" for tag in sorted(PML_TAGS) for slash in ("", "/")]
-    + ["<schema name='s'>", "<module name='m'>", "<module name='n' cache='false'>"]
-    + ["<param name='p' len='2'/>", "<prompt schema='s'>", "<m/>", "<m p='1'>", "</m>"]
-    + ["<![CDATA[", "]]>", "<!--", "-->", "<!DOCTYPE a [", "]>", "<?xml version='1.0'?>", "<?a?>"]
-    + ["&lt;", "&x;", "&#0;", "&#xffff;", "\ufeff", *"<&'\"=\0 "]
-)
-
-
-def outcome(text: str) -> object:
-    """What a text is read as, and read as again from what that writes; or why it is refused."""
-    try:
-        found = parse(text)
-    except PMLError as error:
-        return bool(error.found and error.wanted)
-    return parse(to_pml(found)) == found
-
-
-@given(some.lists(some.one_of(PIECES, some.text(max_size=5)), max_size=30).map("".join))
-def test_pieces_of_pml_in_any_order_are_read_or_refused_with_a_reason(text):
-    assert outcome(text)

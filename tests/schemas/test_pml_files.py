@@ -12,7 +12,6 @@ import os
 import re
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import pytest
 
@@ -31,11 +30,6 @@ THERE = Path(
 published = pytest.mark.skipif(
     not (THERE / "MANIFEST.jsonl").exists(), reason="set PML_FILES to published files"
 )
-
-
-def words(text: str, special: bool) -> list[int]:
-    """One token a word, as far as lengths of arguments go."""
-    return [crc32(word.encode()) >> 1 for word in re.findall(r"\s*\w+|\s*\W", text)]
 
 
 def layout_of(schema: Schema | PMLPrompt, encode: Encode = encode) -> SchemaLayout:
@@ -135,31 +129,3 @@ def test_a_published_file_parses_lays_out_and_binds_or_is_refused_with_its_line(
         all_bound = bound(request, layout)
         assert as_text(all_bound.prompt).endswith("{UWhy?}{A")
         assert sum(len(run.tokens) for run in layout.modules.values()) > 0
-
-
-def prompts() -> list[str]:
-    return [known["file"] for known in manifest() if known["root"] == "prompt"]
-
-
-@published
-@pytest.mark.parametrize("name", prompts())
-def test_a_published_prompt_binds_to_a_schema_of_its_name_or_is_refused_with_its_line(
-    name,
-):
-    request = read(THERE / name)
-    assert isinstance(request, PMLPrompt)
-    outcomes: list[tuple[str, ...] | PMLError] = []
-    for known in manifest():
-        if (
-            known["root"] == "schema"
-            and (schema := read(THERE / known["file"])).name == request.schema
-        ):
-            try:
-                outcomes.append(bound(request, layout_of(schema, words), words).imported)
-            except PMLError as error:
-                outcomes.append(error)
-    refused = [outcome for outcome in outcomes if isinstance(outcome, PMLError)]
-    assert all(error.line > 1 and "unknown module" in error.found for error in refused)
-    if len(refused) == len(outcomes):
-        # of one of them the schema is no XML; another imports a module that its schema has not
-        assert outcomes == [] or any("'task2'" in error.found for error in refused)

@@ -4,7 +4,6 @@ text.
 
 from __future__ import annotations
 
-import pickle
 from typing import Annotated
 
 import pytest
@@ -114,21 +113,3 @@ def test_what_cannot_be_read_is_refused_when_it_is_made(schema, prompt, told):
 def test_a_variable_that_is_missing_is_named():
     with pytest.raises(InputError, match="'question'"):
         PMLTemplate(asked, question="{question}").fill({"who": "Jo"})
-
-
-def test_filled_templates_of_which_anything_differs_are_different_texts():
-    one, other = PMLTemplate(SCHEMA), PMLTemplate(SCHEMA.replace("asks", "wants"))
-    texts = {one.fill({"who": who}) for who in ("Jo", "Jo\x0c", "Jo\x0b", "Jo")} | {
-        other.fill({"who": "Jo"})
-    }
-    assert len(texts) == 4
-
-
-def test_a_filled_template_is_sent_to_other_processes_as_it_is():
-    found = PMLTemplate(SCHEMA).fill({"who": "Jo"}, progress=True)
-    again = pickle.loads(pickle.dumps(found))  # our own bytes
-    for name in ("request", "schema", "progress"):
-        assert getattr(again, name) == getattr(found, name)
-    assert again == found
-    for request in (again.request, found.request, found.asking("Why?").request):
-        assert request.over == found.schema

@@ -148,31 +148,6 @@ def test_conditions_are_plain_python_over_the_names_around_the_function():
     assert inner == Import("n-2", (), (Import("hotel", (("stars", "4"),)),))
 
 
-def test_conditions_see_the_names_around_the_function_as_they_are_when_it_is_called():
-    most = 1
-
-    @program
-    def party(n: int) -> None:
-        if n > most:
-            "Many. "
-        if late(n):
-            "And later more. "
-        "End."
-
-    with pytest.raises(NameError, match="late"):
-        party(2)
-
-    def late(n: int) -> bool:
-        return n > 2 * most
-
-    most = 3
-    assert [party(n).items for n in (3, 4, 7)] == [
-        (),
-        (Import("n-most"),),
-        (Import("n-most"), Import("late-n")),
-    ]
-
-
 def test_texts_of_a_function_in_another_block_keep_their_white_space():
     @program
     def letter() -> None:
@@ -185,31 +160,6 @@ Yours"""
     assert isinstance(text, TextNode)
     assert text.text == "Dear all,\n    it rains.\nYours"
     assert (text.at.line, text.at.column) == (first + 3, 9)
-
-
-def test_names_that_pml_keeps_for_itself_are_changed():
-    @program
-    def odd(user: bool, kind: int) -> None:
-        if user:
-            "a"
-        match kind:
-            case 1:
-                "b"
-            case None:
-                "c"
-            case [x, *_] if x:
-                "d"
-
-    first, union = schema_of(odd).items
-    assert isinstance(first, Module)
-    assert isinstance(union, Union)
-    assert [first.name, *(module.name for module in union.modules)] == [
-        "case-user",
-        "case-1",
-        "None",
-        "x",
-    ]
-    assert parse(to_pml(schema_of(odd))) == schema_of(odd)
 
 
 def no_length(days: str) -> None:

@@ -36,9 +36,6 @@ DROPS_SYSTEM = CHATML.replace(
 )
 TWICE = CHATML.replace("m['content']", "m['content'] + '\n' + m['content']")
 ESCAPES = CHATML.replace("m['content']", "m['content'] | tojson")
-LATE_SYSTEM = """{% for m in messages if m['role'] != 'system' %}[INST] {% if loop.last %}{{ messages[0]['content'] }}
-
-{% endif %}{{ m['content'] }}[/INST]{% endfor %}"""
 
 
 @cache
@@ -198,13 +195,6 @@ def test_a_system_message_that_a_template_drops_moves_into_the_first_user_messag
     head = "<|im_start|>user\nBe brief and only use the text.\n\n"
     assert decoded(prompt) == f"{head}{A}\n\nQuestion: why?<|im_end|>\n<|im_start|>assistant\n"
     assert kinds(prompt) == ["prefix", "chunk", "fresh"]
-
-
-def test_a_template_may_move_the_system_message():
-    prompt = assembler(LATE_SYSTEM).chat(
-        [("system", "Be brief."), ("user", "Hi"), ("user", [Piece(A, "chunk"), Piece(" Why?")])]
-    )
-    assert decoded(prompt) == f"[INST] Hi[/INST][INST] Be brief.\n\n{A} Why?[/INST]"
 
 
 def test_a_template_may_repeat_a_message():

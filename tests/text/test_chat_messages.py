@@ -2,8 +2,6 @@
 anything.
 """
 
-import pytest
-
 from ragfuse.text.chat_messages import ChatMessage, Piece
 from ragfuse.types.answer import ToolCall
 
@@ -31,10 +29,3 @@ def test_what_tools_returned_stays_apart_and_calls_are_kept():
         ChatMessage("assistant", ["so"], (CALL,)),
         *tools,
     ]
-
-
-@pytest.mark.parametrize("content", ["", " \n", (), [Piece(" ", "chunk"), "\t"]])
-def test_white_space_says_nothing_unless_a_tool_is_called(content):
-    assert not ChatMessage("user", content).has_content
-    assert ChatMessage("assistant", content, (CALL,)).has_content
-    assert ChatMessage("user", [*content, Piece("b", "chunk")]).has_content

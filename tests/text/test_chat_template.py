@@ -131,13 +131,6 @@ def test_thoughts_are_cut_off_and_what_else_an_answer_forges_stays_text():
     assert bare(found) == ["</think>", "<end>"]
 
 
-def test_a_text_of_all_marks_is_marked_by_others():
-    text = "~^`|@0123456789QXZJqxzj" + "".join(map(chr, range(0xE000, 0xE010)))
-    found = rendered(Template(plainly), ("user", f"{text} <end>"))
-    assert found.text == f"user:{text} <end><end>"
-    assert bare(found) == ["<end>"]
-
-
 def test_messages_in_another_order_are_all_found():
     def write(messages: list[dict[str, Any]], tools: list[Any]) -> str:
         return "".join(each["content"] for each in reversed(messages))
@@ -146,12 +139,6 @@ def test_messages_in_another_order_are_all_found():
     assert render(write, told, (), forged).text.startswith("message 49")
     with pytest.raises(InputError, match="leaves out messages of role user"):
         render(lambda messages, tools: write(messages[1:], tools), told, (), forged)
-
-
-def test_a_message_that_is_changed_is_not_left_out():
-    template = Template(lambda role, content: f"{role}:{json.dumps(content)}")
-    assert rendered(template, *[("tool", f'{at} "b"') for at in range(50)]).contents == (None,) * 50
-    assert template.asked == 2
 
 
 def test_the_work_is_linear_in_the_messages():

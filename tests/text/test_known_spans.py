@@ -5,7 +5,6 @@ bounded time.
 from __future__ import annotations
 
 import random
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
@@ -90,14 +89,6 @@ def test_spans_shorter_than_the_shortest_are_kept_and_never_found():
     assert places(known_with(short, min_tokens=6).find(short)) == [(0, 7, 0)]
 
 
-def test_the_longest_of_nested_spans_is_matched():
-    a = drawn(100, "a")
-    known = known_with(a[:40], a[20:60], a)
-    assert [match.span.tokens for match in checked(known, [1, *a, 2])] == [tuple(a)]
-    found = checked(known, [1, *a[:40], 2, *a[20:60], 3])
-    assert [match.span.tokens for match in found] == [tuple(a[:40]), tuple(a[20:60])]
-
-
 def test_of_overlapping_spans_the_longer_is_matched_whole():
     a = drawn(200, "a")
     found = checked(known_with(a[:120], a[100:]), a)
@@ -135,16 +126,6 @@ def test_runs_too_far_apart_or_in_another_order_do_not_count_together():
     assert known.find([*a[:20], *drawn(17, "gap", 9), *a[20:40]]) == []
     assert known.find([*a[40:60], 1, *a[:20]]) == []
     assert len(known.find([*a[:20], *drawn(16, "gap", 9), *a[20:40]])) == 2
-
-
-def test_the_pieces_of_another_splitting_are_found_in_the_spans_they_come_from():
-    text = drawn(1000, "text")
-    known = known_with(*(text[lo : lo + 200] for lo in range(0, 1000, 200)))
-    prompt: Ids = []
-    for lo in range(50, 850, 120):
-        prompt += [90_000 + lo, *text[lo : lo + 150]]
-    found = checked(known, prompt)
-    assert sum(match.hi - match.lo for match in found) > 0.85 * len(prompt)
 
 
 # what is kept
@@ -188,20 +169,6 @@ def test_spans_above_the_limit_are_dropped_least_recently_matched_first():
 # many alike
 
 
-def test_each_of_thousands_that_differ_in_two_tokens_is_found_where_it_is_given():
-    """No few tokens of one are its own."""
-    a, b, c = drawn(30, "a"), drawn(30, "b"), drawn(30, "c")
-    spans = [[*a, first, *b, second, *c] for first in range(50) for second in range(50)]
-    known = KnownSpans()
-    for index, span in enumerate(spans):
-        known.add(span, f"{index}")
-    for index in (0, 49, 50, 1234, 2450, 2499):
-        prompt = [1, *spans[index], 2]
-        [match] = known.find(prompt, {f"{index}"})
-        assert match.span.tokens == tuple(spans[index])
-        assert len(covered(checked(known, prompt))) >= 90
-
-
 HEAD = drawn(100, "head")
 PROMPTS = {
     "one token repeated": lambda n: [7] * n,
@@ -232,14 +199,6 @@ def test_the_work_grows_with_the_prompt_alone(crowd, prompt):
         ids = PROMPTS[prompt](n)
         checked(crowd, ids)
         assert lines(lambda ids=ids: crowd.find(ids)) < MOST_LINES_PER_TOKEN * n
-
-
-@pytest.mark.parametrize(
-    ("n", "span"), [(4000, [7] * 200), (3000, [7] * 1000), (2000, [1, 2, 3] * 30), (500, [7] * 8)]
-)
-def test_a_prompt_of_one_span_again_and_again_is_found_all_over(n, span):
-    ids = (span * n)[:n]
-    assert len(covered(checked(known_with(span), ids))) > 0.9 * n
 
 
 # a slow and obvious twin
@@ -314,24 +273,3 @@ def test_after_adding_and_discarding_in_any_order_only_kept_spans_are_matched(sc
 
 
 # threads
-
-
-def test_spans_may_be_added_and_discarded_while_others_seek():
-    known, spans = KnownSpans(max_spans=300), [drawn(60, index) for index in range(400)]
-
-    def work(thread: int) -> int:
-        found = 0
-        for step in range(100):
-            span = spans[(thread * 50 + step) % 400]
-            known.add(span, source=str(thread))
-            prompt = [1, *span, 2, *spans[step], 3]
-            matches = known.find(prompt)
-            assert all(agrees(match, prompt) for match in matches)
-            found += sum(match.lo == 1 for match in matches)
-            if step % 5 == 0:
-                known.discard(span)
-        return found
-
-    with ThreadPoolExecutor(8) as pool:
-        assert min(pool.map(work, range(8))) > 80
-    assert len(known) <= 300
