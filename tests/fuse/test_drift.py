@@ -82,3 +82,15 @@ def test_a_measured_drift_is_the_mean_over_all_rows_before_rotation(
             for row in chosen.tolist()
         ]
         torch.testing.assert_close(drift.double(), torch.stack(rows).mean(0), atol=1e-5, rtol=1e-5)
+
+
+def test_the_dtype_stays_and_the_chunk_is_left_alone():
+    chunk, drift, rope = kv(4, 0, torch.bfloat16), kv(1, 1), (RopeLayout(FREQUENCIES),) * 2
+    before = [tensor.clone() for tensor, _ in parts(chunk, rope)]
+    done = added(chunk, drift, rope)
+    assert {tensor.dtype for tensor, _ in parts(done, rope)} == {torch.bfloat16}
+    assert all(
+        torch.equal(old, tensor)
+        for old, (tensor, _) in zip(before, parts(chunk, rope), strict=True)
+    )
+    assert all(tensor.is_contiguous() for tensor, _ in parts(done, rope))

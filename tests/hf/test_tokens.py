@@ -15,7 +15,6 @@ from ragfuse.errors import ModelError
 from ragfuse.hf.tokens import TextEncoder, control_tokens
 from tests.text.test_reading import KINDS, prompter, said, words_of
 
-TEXT = "<s>Use only this.\n\nThe keeper counted forty ships; its door is green.\n\nWho? </s>"
 NAMED = {f"{kind.name}{'' if kind.bos else ' without bos'}": kind for kind in KINDS}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -239,3 +240,17 @@ def test_the_folder_of_the_reader_is_calibrated_as_its_name_is(tmp_path):
     with Engine(settings) as engine:
         assert engine.model.profile.choice == ("lexical", 0.10)
         assert engine.model.profile.filler_tokens == settings.filler_tokens
+
+
+@pytest.mark.slow
+def test_a_disk_that_takes_no_more_leaves_nothing_behind(tmp_path):
+    script = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000_000,"
+        f" {resource.RLIM_INFINITY})); "
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script + PREPARE, str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "ModelError: Cannot prepare 'smollm2-135m'" in done.stderr
+    assert [path.name for path in (tmp_path / "models").iterdir()] in ([f".{LLM}.lock"], [])
