@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 from langchain_core.messages import HumanMessage
-from langchain_core.output_parsers import StrOutputParser
-from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
 from langchain_core.runnables import RunnablePassthrough
 from langchain_ragfuse import ChatRagFuse, PMLPromptTemplate, RagFuseLLM
 
@@ -107,29 +105,6 @@ def test_a_prompt_function_and_partial_values_are_taken(engine: Engine) -> None:
     assert trace_of(by_train)["modules"] == [".", "by_train"]
     with pytest.raises(KeyError, match="question"):
         template.invoke({"days": "a week"})
-
-
-def test_a_chat_template_of_ones_own_runs_over_its_encoded_text(engine: Engine) -> None:
-    chat = ChatPromptTemplate(
-        [
-            ("system", "You know everything about {topic}, and say it well."),
-            ("human", "{question}"),
-        ],
-        partial_variables={"topic": "tea"},
-    )
-    template = PMLPromptTemplate.from_template(
-        "tell", chat, max_tokens={"topic": 8, "question": 60}
-    )
-    answer = (template | ChatRagFuse(engine=engine) | StrOutputParser()).invoke(HOSTILE)
-    assert template.input_variables == ["question"]
-    assert (
-        answer
-        == engine.answer(template.template.fill({"topic": "tea", "question": HOSTILE}).request).text
-    )
-    with pytest.raises(PMLError, match="MessagesPlaceholder"):
-        PMLPromptTemplate.from_template(
-            "h", ChatPromptTemplate([MessagesPlaceholder("history")]), 9
-        )
 
 
 def test_it_stands_alone_and_wants_a_model_of_ragfuse(

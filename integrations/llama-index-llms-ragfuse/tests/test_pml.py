@@ -7,11 +7,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from llama_index.core.prompts import RichPromptTemplate
 from llama_index.llms.ragfuse import PMLPromptTemplate, RagFuseLLM, traces
 from pydantic import BaseModel
 
-from integrations.tests.pml import HOSTILE, PROMPT, TRIP, VALUES, WHOLE, journey
+from integrations.tests.pml import PROMPT, TRIP, VALUES, WHOLE, journey
 from ragfuse import Engine, InputError
 from ragfuse.errors import PMLError
 from ragfuse.schemas.pml import parse_prompt
@@ -81,19 +80,6 @@ def test_a_prompt_function_and_some_values_ahead_are_taken(llm: RagFuseLLM, engi
     assert template.kwargs == {}
     with pytest.raises(InputError, match="variable 'days' is missing"):
         llm.predict(template, question="Where?")
-
-
-def test_a_rich_template_of_ones_own_runs_over_its_encoded_text(
-    llm: RagFuseLLM, engine: Engine
-) -> None:
-    rich = RichPromptTemplate(RICH, template_var_mappings={"question": "query_str"}, topic="tea")
-    template = PMLPromptTemplate.from_template(
-        "tell", rich, max_tokens={"topic": 8, "query_str": 60}
-    )
-    expected = template.template.fill({"topic": "tea", "query_str": HOSTILE}).request
-    assert llm.predict(template, question=HOSTILE) == engine.answer(expected).text
-    with pytest.raises(PMLError, match="in a template"):
-        PMLPromptTemplate.from_template("t", RichPromptTemplate("{% if a %}b{% endif %}"), 9)
 
 
 async def test_an_object_is_asked_for_behind_it(
