@@ -47,7 +47,6 @@ from ragfuse.types.tiers import TIER_KINDS
 log = logging.getLogger("ragfuse.settings")
 
 PREFIX = "RAGFUSE_"
-SharedWith = Literal["nobody", "group"]
 AUTO_LEVEL = "auto"
 """The level of a tier is chosen by the measured speed of this machine."""
 SINKS = 4
@@ -161,13 +160,6 @@ class Settings(BaseSettings):
     )
     store: Folder | None = Field(
         default=None, description="Folder of the disk tier; default: RAGFUSE_HOME/store."
-    )
-    shared_with: SharedWith = Field(
-        default="nobody",
-        description=(
-            "Who else on this machine may use the folders of store and file:// tiers: nobody (0700,"
-            " 0600), or their group (02770, 0660). Parent folders keep their modes."
-        ),
     )
     gpu_bytes: int = Field(
         default=2 << 30,

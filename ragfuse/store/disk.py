@@ -21,7 +21,7 @@ import torch
 
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import Evictor
-from ragfuse.settings import Settings, SharedWith
+from ragfuse.settings import Settings
 from ragfuse.store.access import make_folder, open_file
 from ragfuse.store.blobs import BlobTier
 from ragfuse.store.chunkfile import MAX_HEADER_NBYTES, Header
@@ -74,7 +74,6 @@ class DiskTier(BlobTier):
         evict: The eviction policy.
         name: Name of the tier.
         clock: Returns the time in seconds since the epoch.
-        shared_with: Who else may use the folder.
 
     Raises:
         StoreError: The folder cannot be used.
@@ -92,10 +91,9 @@ class DiskTier(BlobTier):
         *,
         name: str = "disk",
         clock: Callable[[], float] = time.time,
-        shared_with: SharedWith = "nobody",
     ) -> None:
         super().__init__(name, str(path), capacity=capacity)
-        self.path = open_folder(Path(path).expanduser(), shared_with)
+        self.path = open_folder(Path(path).expanduser())
         self._evict, self._clock = evict, clock
         try:
             make_folder(self.path / "chunks")
@@ -107,8 +105,8 @@ class DiskTier(BlobTier):
 
     @classmethod
     def open(cls, url: str, settings: Settings, evict: Evictor, name: str) -> Self:
-        """Open the tier in the folder `url`, with capacity and sharing from the settings."""
-        return cls(url, settings.tier_bytes, evict, name=name, shared_with=settings.shared_with)
+        """Open the tier in the folder `url`, with its capacity from the settings."""
+        return cls(url, settings.tier_bytes, evict, name=name)
 
     @property
     def nbytes(self) -> int:

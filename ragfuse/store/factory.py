@@ -24,8 +24,7 @@ def open_catalog(settings: Settings) -> Catalog:
     """Open the catalog beside the store that the settings describe; without bytes for the disk it
     keeps nothing.
     """
-    folder = settings.store_path if settings.disk_bytes else None
-    return Catalog(CatalogFile(folder, settings.shared_with))
+    return Catalog(CatalogFile(settings.store_path if settings.disk_bytes else None))
 
 
 def kept_places(settings: Settings) -> list[tuple[str, Settings]]:

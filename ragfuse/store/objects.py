@@ -25,7 +25,7 @@ from fsspec.utils import get_protocol
 
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import Evictor
-from ragfuse.settings import Settings, SharedWith
+from ragfuse.settings import Settings
 from ragfuse.store.access import make_root, open_file
 from ragfuse.store.blobs import BlobTier
 from ragfuse.store.tier import EntryMeta
@@ -51,7 +51,6 @@ class ObjectTier(BlobTier):
         timeout_s: Seconds that a request may take; one second more per megabyte of data.
         name: Name of the tier.
         cool_down_s: Seconds without a request after the store did not answer.
-        shared_with: Who else may use the folder of a file:// URL.
 
     Raises:
         StoreError: The URL cannot be used.
@@ -64,7 +63,6 @@ class ObjectTier(BlobTier):
         timeout_s: float = 2.0,
         name: str = "objects",
         cool_down_s: float = 10.0,
-        shared_with: SharedWith = "nobody",
     ) -> None:
         super().__init__(name, shown(url), cool_down_s)
         self._url, self._timeout_s = shown(url), timeout_s
@@ -72,7 +70,7 @@ class ObjectTier(BlobTier):
             self._fs, self._root, self._is_store = _file_system(url, timeout_s)
             self._is_local = isinstance(getattr(self._fs, "sync_fs", None), LocalFileSystem)
             if self._is_local:
-                make_root(Path(self._root), shared_with)
+                make_root(Path(self._root))
         except (ImportError, ValueError, OSError) as error:
             raise self._refused(error) from error
         self._ask("be opened", self._check, None)
@@ -82,9 +80,7 @@ class ObjectTier(BlobTier):
         """Open the tier at a URL with the settings' timeout; the bucket's lifecycle rules say what
         is evicted.
         """
-        return cls(
-            url, timeout_s=settings.tier_timeout_s, name=name, shared_with=settings.shared_with
-        )
+        return cls(url, timeout_s=settings.tier_timeout_s, name=name)
 
     def tidy(self) -> None:
         """Delete what interrupted writes left an hour ago or more, on file systems that write by

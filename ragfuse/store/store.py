@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 
 from ragfuse.codec import RAW
@@ -297,18 +296,17 @@ class KVStore:
         if self._closed or not tiers:
             return False
         blobs = RAW.encode_all(kv.layers)
-        quick, slow = (
-            [each for each in tiers if not each.slow],
-            [each for each in tiers if each.slow],
-        )
+        quick = [each for each in tiers if not each.slow]
+        slow = [each for each in tiers if each.slow]
         targets = [each for each in slow if each.name == slow_tier] or slow
         wanted = {each.name: self.levels.of(each.name) for each in tiers} | dict(levels or {})
         raw = EntryMeta.of(kv, RAW.name, blobs), blobs
-        with self._saves.begin(key, raw, wanted) as save:
-            write = partial(self._saves.write, save, wait=wait, pace_s=pace_s)
-            is_fast_stored = write(quick)
-            others = [each for each in slow if each not in targets]
-            return write(later=targets) or write(later=others) or is_fast_stored
+        save = self._saves.begin(key, raw, wanted)
+        is_stored = sum(save.write(each) for each in quick) > 0
+        others = [each for each in slow if each not in targets]
+        wait_s = None if wait else pace_s
+        queue = self._saves.queue
+        return queue(save, targets, wait_s) or queue(save, others, wait_s) or is_stored
 
     def forget(self, keys: Iterable[ChunkKey], tier: str | None = None) -> Forgotten:
         """Delete chunks, pinned or not, from all tiers, or from the one named `tier`, and cancel
@@ -351,12 +349,11 @@ class KVStore:
         return self.forget(key for key in self.all_keys() if model in (None, key.model))
 
     def pin(self, keys: Collection[ChunkKey], pinned: bool = True) -> None:
-        """Protect chunks from eviction in every tier that has them or gets them later, or allow
-        them to be evicted again.
+        """Protect chunks from eviction in every tier that has them, or allow them to be evicted
+        again.
 
         On disk a pin outlives the process: it holds until the chunk is unpinned or deleted.
         """
-        self._saves.pin(keys, pinned)
         for tier in self.tiers:
             tier.pin(keys, pinned)
 

@@ -257,8 +257,8 @@ def test_a_layer_read_before_a_clear_is_not_kept_after_it(store, tmp_path):
 def test_a_pinned_chunk_is_not_evicted_from_any_tier(tmp_path):
     nbytes = encoded(kv())[0].nbytes
     with KVStore([MemoryTier(2 * nbytes, lru), DiskTier(tmp_path, 4 * nbytes, lru)]) as store:
-        store.pin([A])  # before it is there
         store.put(A, kv(1), wait=True)
+        store.pin([A])
         for i in range(6):
             store.put(key(i), kv(), wait=True)
         assert {entry.tier for entry in store.entries() if entry.key == A} == {"memory", "disk"}
