@@ -167,14 +167,6 @@ class Settings(BaseSettings):
         description="Capacity of the GPU tier, in GPU memory; used only with a GPU.",
     )
     memory_bytes: int = Field(default=2 << 30, ge=0, description="Capacity of the memory tier.")
-    memory_free: float = Field(
-        default=0.0,
-        ge=0,
-        le=0.9,
-        description=(
-            "Share of the memory tier that writes keep free, as space for what is fetched next."
-        ),
-    )
     evict: Annotated[str, AfterValidator(_eviction)] = Field(
         default="look-ahead",
         description=(

@@ -285,8 +285,7 @@ def import_(
 @store.command("gc")
 @screen("store")
 def gc(console: Console, settings: Settings) -> tuple[dict[str, Any], bool]:
-    """Delete useless data: leftovers of interrupted writes, damaged files, rows without files,
-    expired entries (ttl_s).
+    """Delete expired entries (ttl_s), and what interrupted writes left behind.
 
     Exit status 1 if a tier does not answer.
     """
@@ -295,13 +294,15 @@ def gc(console: Console, settings: Settings) -> tuple[dict[str, Any], bool]:
     with open_kv(settings, console) as kept, console.status("looking at every file"):
         freed = deletion.gc(kept.store)
         silent = [tier.name for tier in kept.store.tiers if tier.name not in freed]
-    for name, removed in freed.items():
-        counts = f"{removed.expired:,} expired, {counted(removed.leftovers, 'leftover')}"
-        say(console, f"{name}: {counts}, {size_text(removed.nbytes)} freed")
+    for name, (expired, nbytes) in freed.items():
+        say(console, f"{name}: {expired:,} expired, {size_text(nbytes)} freed")
     for name in silent:
         say(console, f"{name}: does not answer, nothing is known of it")
     return {
-        "tiers": {name: vars(removed) for name, removed in freed.items()},
+        "tiers": {
+            name: {"expired": expired, "nbytes": nbytes}
+            for name, (expired, nbytes) in freed.items()
+        },
         "silent": silent,
     }, not silent
 

@@ -91,8 +91,7 @@ class Planner:
             if not (unblended and at in chunks)
         ]
         entries = self._store.lookup(keys)
-        others = self._store.copies(entries) if costs is not None and costs.tiers else {}
-        found = controller.plan(prompt, entries, lost, others)
+        found = controller.plan(prompt, entries, lost)
         misses = list[tuple[int, str]]()
         for at, why in found.misses:
             if unblended and at in chunks:

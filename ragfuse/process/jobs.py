@@ -43,19 +43,15 @@ class BackgroundJobs:
 
     Args:
         name: The thread's name is `ragfuse-` and this.
-        limit: Jobs that may wait; further ones are dropped and counted.
+        limit: Jobs that may wait; further ones are dropped.
         max_nbytes: Most bytes that all jobs hold, unless it is one job; what exceeds that is
             dropped.
         finishes: Whether `close` waits for the job at hand however long that takes.
-
-    Attributes:
-        dropped: Counted jobs that were dropped, or that raised an exception.
     """
 
     def __init__(
         self, name: str, limit: int = 64, max_nbytes: float = inf, finishes: bool = False
     ) -> None:
-        self.dropped = 0
         self._name, self._limit, self._max_nbytes, self._finishes = (
             name,
             limit,
@@ -75,7 +71,6 @@ class BackgroundJobs:
         names: Collection[Hashable] = (),
         nbytes: float = 0,
         *,
-        counts: bool = True,
         is_awaited: bool = False,
     ) -> Future[Any] | None:
         """Queue a job. Never waits.
@@ -84,7 +79,6 @@ class BackgroundJobs:
             run: Does the job.
             names: What `wait` and `cancel` know it by.
             nbytes: Bytes that stay in memory until it is done.
-            counts: Whether `dropped` counts it if it is dropped.
             is_awaited: Whether the caller waits for it. The limits do not apply then: there cannot
                 be more such jobs than waiting threads.
 
@@ -96,7 +90,6 @@ class BackgroundJobs:
             held = sum(job.nbytes for job in self._jobs)
             is_full = len(self._waiting) >= self._limit or 0 < held > self._max_nbytes - nbytes
             if self._closed or (is_full and not is_awaited) or not self._start():
-                self.dropped += counts
                 return None
             self._waiting.append(job := _Job(run, names, nbytes))
             return job.done
@@ -137,7 +130,6 @@ class BackgroundJobs:
             self._closed = True
         done = self.flush(timeout_s)
         with self._changed:
-            self.dropped += len(self._waiting)
             self._drop(lambda job: True)
         return self.flush(None if self._finishes else timeout_s) and done
 
@@ -167,7 +159,6 @@ class BackgroundJobs:
                 job.done.set_result(job.run())
             except Exception as error:
                 job.done.set_result(None)
-                self.dropped += 1
                 log.warning(
                     "A background job (%s) failed; answers are right without it: %r",
                     self._name,

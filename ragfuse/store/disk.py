@@ -158,10 +158,6 @@ class DiskTier(BlobTier):
         """Set the last use of these entries to now, without counting a hit."""
         self._use(keys, hits=0)
 
-    def tidy(self) -> None:
-        """Remove what interrupted writes left behind, and make rows and files agree."""
-        self._ask("be tidied", self._reconcile, None)
-
     def close(self) -> None:
         """Close the index."""
         if not self._closed:
@@ -286,7 +282,6 @@ class DiskTier(BlobTier):
                 is_removed = not path.exists() and _remove(transaction, [key])
                 if is_removed and path not in stray:  # or its damaged file was counted
                     self._corrupt(key, "its file is gone")
-                    self._freed(0)
 
     def _settle(self, transaction: sqlite3.Connection, path: Path) -> None:
         """Add the row of a whole file that has none; delete any other file."""
@@ -302,7 +297,6 @@ class DiskTier(BlobTier):
         except ValueError as error:
             if path.suffix == ".kv":
                 self._corrupt(path.name, error)
-            self._freed(path.stat().st_size)
             path.unlink()
 
 

@@ -146,11 +146,6 @@ class TierLevels:
         self._unwritten = LRU[tuple[str, str, str], None](_REMEMBERED)
         self._unread = LRU[ChunkKey, str](_REMEMBERED)
 
-    @property
-    def is_mixed(self) -> bool:
-        """Whether any tier is written at other levels than raw."""
-        return any(levels != (RAW.name,) for levels in self._written.values())
-
     def of(self, tier: str) -> tuple[str, ...]:
         """Return the levels that a tier is written at, least lossy first."""
         return self._written.get(tier) or (RAW.name,)

@@ -43,8 +43,6 @@ class MemoryTier(Tier):
         evict: The eviction policy.
         device: Torch device that entries are stored on: "cpu" or a GPU such as "cuda:0".
         pin_memory: Whether to pin host memory, for faster copies to a GPU. No effect without a GPU.
-        free_bytes: Bytes that each write tries to leave free by evicting more, as room for what is
-            fetched next.
         name: Name of the tier.
         clock: Returns the time in seconds since the epoch.
 
@@ -62,12 +60,11 @@ class MemoryTier(Tier):
         *,
         device: str = "cpu",
         pin_memory: bool = False,
-        free_bytes: int = 0,
         name: str = "memory",
         clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(name, capacity)
-        self._evict, self._clock, self._free_bytes = evict, clock, free_bytes
+        self._evict, self._clock = evict, clock
         self.device, has_gpu = torch.device(device), torch.cuda.is_available()
         # Without an index it depends on the thread.
         if self.device.type == "cuda" and self.device.index is None and has_gpu:
@@ -191,23 +188,16 @@ class MemoryTier(Tier):
         with self._lock:
             old = self._slots.get(key)
             free = self.capacity - self._nbytes + (old.nbytes if old else 0)
-            doomed = self._doomed(key, nbytes - free) if nbytes <= self.capacity else None
-            if doomed is None:
+            others = (slot.entry for other, slot in self._slots.items() if other != key)
+            doomed = victims(
+                self._evict, others, nbytes - free, lambda entry: self._slots[entry.key].nbytes
+            )
+            if nbytes > self.capacity or doomed is None:
                 return False
             self._drop(key)
             self.counts.add("evicted", sum(self._drop(victim) for victim in doomed))
             self._nbytes += nbytes
             return True
-
-    def _doomed(self, key: ChunkKey, excess: int) -> Sequence[ChunkKey] | None:
-        for wanted in dict.fromkeys((excess + self._free_bytes, excess)):
-            others = (slot.entry for other, slot in self._slots.items() if other != key)
-            doomed = victims(
-                self._evict, others, wanted, lambda entry: self._slots[entry.key].nbytes
-            )
-            if doomed is not None:
-                return doomed
-        return None
 
     def _drop(self, key: ChunkKey) -> bool:
         slot = self._slots.pop(key, None)

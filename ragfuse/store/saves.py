@@ -90,10 +90,11 @@ class Saves:
 
     Attributes:
         epoch: A number that changes with every `cancel`.
+        dropped: Saves that were dropped or that failed.
     """
 
     def __init__(self, tiers: Sequence[Tier], limit: int, levels: TierLevels) -> None:
-        self.epoch = 0
+        self.epoch = self.dropped = 0
         self._tiers, self._levels, self._lock = tuple(tiers), levels, Lock()
         self._writers = {tier.name: BackgroundJobs(f"writer-{tier.name}", limit) for tier in tiers}
         self._under_way = WeakSet[Save]()  # one is held by those who write it, and by its jobs
@@ -106,11 +107,6 @@ class Saves:
         self._reported: LRUCache[ChunkKey, float] = LRUCache(_REMEMBERED)
         close_at_exit(self)
 
-    @property
-    def dropped(self) -> int:
-        """Saves that were dropped or that failed."""
-        return sum(writer.dropped for writer in self._writers.values())
-
     def under_way(self) -> set[ChunkKey]:
         """Return the keys of chunks that are being saved or were read in part."""
         with self._lock:
@@ -120,7 +116,7 @@ class Saves:
         """Queue housekeeping after a tier's saves; it is dropped if the queue is full, which does
         no harm.
         """
-        self._writers[tier.name].submit(job, counts=False)
+        self._writers[tier.name].submit(job)
 
     def begin(self, key: ChunkKey, whole: Whole, wanted: Mapping[str, Sequence[str]]) -> Save:
         """Begin a save (`Save`), which a `cancel` reaches until all that it has queued is done."""
@@ -249,4 +245,12 @@ class Saves:
                 " not saved: %s"
             )
             log.warning(message, tier.name, save.key)
+            self._count()
+        else:
+            queued.add_done_callback(self._count)
         return queued
+
+    def _count(self, done: Future[bool] | None = None) -> None:
+        """Count a save that was dropped, at once or later, or failed."""
+        with self._lock:
+            self.dropped += done is None or done.result() is None

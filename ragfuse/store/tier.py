@@ -191,8 +191,7 @@ class Tier(ABC):
         copies: Whether a write copies the tensors though it is fast; otherwise a fast tier shares
             them.
         counts: Counters: `corrupt` (entries dropped because they could not be read), `evicted`,
-            `refused` (writes for which no room could be made), `failed` (errors of the medium),
-            `leftovers` (what no entry needed and was removed) and `freed` (the bytes of these).
+            `refused` (writes for which no room could be made) and `failed` (errors of the medium).
     """
 
     slow = True
@@ -273,13 +272,6 @@ class Tier(ABC):
     def occupied(self, nbytes: int) -> int:
         """Return the bytes that an entry of `nbytes` occupies."""
         return nbytes
-
-    def tidy(self) -> None:
-        """Remove what no entry needs, such as files of interrupted writes, and count it."""
-
-    def _freed(self, nbytes: int) -> None:
-        self.counts.add("leftovers")
-        self.counts.add("freed", nbytes)
 
     def close(self) -> None:
         """Release what is open; afterwards every lookup is a miss. Closing twice does nothing."""

@@ -118,7 +118,6 @@ class TierContract:
         tier.touch([])
         tier.expect([key("a"), key("stranger")], range(3))
         tier.pin([key("a")], True)
-        tier.tidy()
         assert names(tier, "a", "stranger") == "a"
         assert (tier.answers, tier.is_out, tier.counts["failed"]) == (True, False, 0)
 
