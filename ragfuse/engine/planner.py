@@ -131,7 +131,7 @@ class Planner:
         if len(prompt) < MIN_PROMPT_TOKENS:
             return f"{PROMPT_TOO_SHORT}: {len(prompt)} tokens"
         # their breakers know from the lookup just done; do not ask slow tiers again
-        silent = [tier.name for tier in self._store.tiers if tier.is_out]
+        silent = [tier.name for tier in self._store.tiers if not tier.answers]
         if prompt.altered:
             return DOCUMENTS_ALTERED
         if silent:

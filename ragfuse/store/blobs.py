@@ -99,13 +99,8 @@ class BlobTier(Tier):
 
     @property
     def answers(self) -> bool:
-        """Whether the medium answers now."""
-        return self._ask("be reached", lambda: self._heads(["-"], 1) is not None, False)
-
-    @property
-    def is_out(self) -> bool:
-        """Whether it is left out for now, because its medium failed a moment ago."""
-        return self._breaker.is_open
+        """Whether the medium answered when it was last asked; else it is left out for a while."""
+        return not self._breaker.is_open
 
     def get(self, key: ChunkKey, layers: range, level: str | None = None) -> ReadLayers | None:
         """Read some layers of an entry in one request, once its header is known. A damaged entry is

@@ -111,12 +111,7 @@ class DiskTier(BlobTier):
     @property
     def nbytes(self) -> int:
         """Bytes of all entries."""
-        return self._ask("be weighed", self._weigh, 0)
-
-    @property
-    def answers(self) -> bool:
-        """Whether the index can be read."""
-        return self._ask("be read", lambda: self._weigh() >= 0, False)
+        return self._ask("be weighed", lambda: int(self._index.query(_NBYTES)[0][0]), 0)
 
     def stat(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Entry]:
         """Return the entries with these keys, as the index lists them; the file of one may be
@@ -209,9 +204,6 @@ class DiskTier(BlobTier):
                 self._corrupt(key, "its file is gone")
 
     # inside
-
-    def _weigh(self) -> int:
-        return int(self._index.query(_NBYTES)[0][0])
 
     def _found(self, which: str, named: Sequence[str] = ()) -> Sequence[Entry]:
         """Return the entries that the rest of a query names; none while the index fails."""

@@ -75,7 +75,6 @@ class MemoryTier(Tier):
         if self.device.type == "cuda" and has_gpu:
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._slots: dict[ChunkKey, _Slot] = {}  # least recently used first
-        self._pinned: set[ChunkKey] = set()
         self._lock, self._nbytes = Lock(), 0
 
     @property
@@ -111,6 +110,7 @@ class MemoryTier(Tier):
         """
         nbytes = sum(aligned(blob.numel()) if self.copies else blob.numel() for blob in blobs)
         nbytes = self.occupied(nbytes)
+        old = self._slots.get(key)
         if not self._reserve(key, nbytes):
             self.counts.add("refused")
             return False
@@ -129,7 +129,7 @@ class MemoryTier(Tier):
             return False
         with self._lock:
             self._drop(key)  # another thread may have written the same KV meanwhile
-            pinned = key in self._pinned
+            pinned = old is not None and old.entry.pinned
             entry = Entry(
                 key, self.name, meta.n_tokens, meta.n_layers, meta.sizes, self._clock(), 0, pinned
             )
@@ -139,17 +139,13 @@ class MemoryTier(Tier):
     def delete(self, keys: Iterable[ChunkKey]) -> int:
         """Delete entries and return how many there were."""
         with self._lock:
-            doomed = set(keys)
-            self._pinned -= doomed
-            return sum(self._drop(key) for key in doomed)
+            return sum(map(self._drop, set(keys)))
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
         """Protect entries from eviction, or stop protecting them."""
         with self._lock:
-            known = {key for key in keys if key in self._slots}
-            self._pinned = self._pinned | known if pinned else self._pinned - known
-            for key in known:
-                self._slots[key].entry = replace(self._slots[key].entry, pinned=pinned)
+            for slot in filter(None, map(self._slots.get, keys)):
+                slot.entry = replace(slot.entry, pinned=pinned)
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
         """Set the last use of these entries to now, without counting a hit."""

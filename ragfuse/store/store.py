@@ -196,7 +196,7 @@ class KVStore:
 
         That is: a slow tier has it, it is being saved, or there is no slow tier that answers.
         """
-        slow = [tier for tier in self.tiers if tier.slow and not tier.is_out]
+        slow = [tier for tier in self.tiers if tier.slow and tier.answers]
         return (
             not slow
             or key in self._saves.under_way()

@@ -248,15 +248,10 @@ class Tier(ABC):
 
     @property
     def answers(self) -> bool:
-        """Whether the medium answers now. If it does not, no entries are found, but there may be
-        some.
+        """Whether the medium answered when it was last asked. Else it is left out for a while: no
+        entries are found, but there may be some.
         """
         return True
-
-    @property
-    def is_out(self) -> bool:
-        """Whether it is left out for now, because its medium failed a moment ago."""
-        return False
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
         """Protect entries from eviction (but not from `delete`), or stop protecting them."""
