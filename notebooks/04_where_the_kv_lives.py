@@ -125,9 +125,9 @@ def keep_in(tier, chunks):
 
 for tier, chunks in groups.items():
     keep_in(tier, chunks)
-for name, nbytes in engine.store.stats().nbytes.items():
-    entries = [entry for entry in engine.store.entries() if entry.tier == name]
-    print(f"{name:8} {len(entries):3} entries, {nbytes / 1e6:6.1f} MB")
+for tier in engine.store.tiers:
+    entries = [entry for entry in engine.store.entries() if entry.tier == tier.name]
+    print(f"{tier.name:8} {len(entries):3} entries, {tier.nbytes / 1e6:6.1f} MB")
 
 # %% [markdown]
 # ## A plan, told

@@ -47,7 +47,6 @@ from ragfuse.types.tiers import TIER_KINDS
 log = logging.getLogger("ragfuse.settings")
 
 PREFIX = "RAGFUSE_"
-SharedWith = Literal["nobody", "group"]
 AUTO_LEVEL = "auto"
 """The level of a tier is chosen by the measured speed of this machine."""
 SINKS = 4
@@ -162,27 +161,12 @@ class Settings(BaseSettings):
     store: Folder | None = Field(
         default=None, description="Folder of the disk tier; default: RAGFUSE_HOME/store."
     )
-    shared_with: SharedWith = Field(
-        default="nobody",
-        description=(
-            "Who else on this machine may use the folders of store and file:// tiers: nobody (0700,"
-            " 0600), or their group (02770, 0660). Parent folders keep their modes."
-        ),
-    )
     gpu_bytes: int = Field(
         default=2 << 30,
         ge=0,
         description="Capacity of the GPU tier, in GPU memory; used only with a GPU.",
     )
     memory_bytes: int = Field(default=2 << 30, ge=0, description="Capacity of the memory tier.")
-    memory_free: float = Field(
-        default=0.0,
-        ge=0,
-        le=0.9,
-        description=(
-            "Share of the memory tier that writes keep free, as space for what is fetched next."
-        ),
-    )
     evict: Annotated[str, AfterValidator(_eviction)] = Field(
         default="look-ahead",
         description=(

@@ -22,7 +22,7 @@ from ragfuse.types.sizes import capacity_text, size_text
 
 if TYPE_CHECKING:
     from ragfuse.cli.entries import EntryFilter, EntryRow, OpenStore
-    from ragfuse.store.archive import Outcome
+    from ragfuse.store.archive import Copied
 
 store = typer.Typer(
     no_args_is_help=True,
@@ -247,9 +247,11 @@ def export(
             )  # without which some could not be decoded elsewhere
             entries = [*(row.entry for row in rows), *tables]
             known = kept.texts_of(rows) if texts else ()
-            outcome = archive.export(kept.store, file, entries, known, report)
-    result = _told(console, outcome, f"written to {file}")
-    return {**result, "file": str(file), "silent": silent}, not (outcome.troubles or silent)
+            copied = archive.export(kept.store, file, entries, known, report)
+    result = _told(console, copied, f"written to {file}")
+    if copied.missing:
+        say(console, f"{counted(copied.missing, 'entry', 'entries')} could not be read.")
+    return {**result, "file": str(file), "silent": silent}, not (copied.missing or silent)
 
 
 @store.command("import")
@@ -261,11 +263,11 @@ def import_(
     tier: Annotated[
         str | None, option("--tier", "Target tier.", "the first that outlives the process")
     ] = None,
-) -> tuple[dict[str, Any], bool]:
+) -> dict[str, Any]:
     """Import the chunks of an archive. They are hits only for the same model, dtype and salt.
 
     The author of an archive controls what the model reads: import only archives from people you
-    trust. Exit status 1 if some of it could not be imported.
+    trust.
     """
     from ragfuse.store import archive
 
@@ -274,19 +276,14 @@ def import_(
         open_kv(settings, console, may_be_new=True) as kept,
         progress_bar(console, "importing", stopped) as report,
     ):
-        take_texts = kept.add_texts if kept.catalog.file is not None else None
-        outcome = archive.import_(kept.store, file, tier, take_texts, report)
-    return (
-        _told(console, outcome, f"imported, {outcome.known} were there already"),
-        not outcome.troubles,
-    )
+        copied = archive.import_(kept.store, file, tier, kept.add_texts, report)
+    return _told(console, copied, f"imported, {copied.known} were there already")
 
 
 @store.command("gc")
 @screen("store")
 def gc(console: Console, settings: Settings) -> tuple[dict[str, Any], bool]:
-    """Delete useless data: leftovers of interrupted writes, damaged files, rows without files,
-    expired entries (ttl_s).
+    """Delete expired entries (ttl_s), and what interrupted writes left behind.
 
     Exit status 1 if a tier does not answer.
     """
@@ -295,13 +292,15 @@ def gc(console: Console, settings: Settings) -> tuple[dict[str, Any], bool]:
     with open_kv(settings, console) as kept, console.status("looking at every file"):
         freed = deletion.gc(kept.store)
         silent = [tier.name for tier in kept.store.tiers if tier.name not in freed]
-    for name, removed in freed.items():
-        counts = f"{removed.expired:,} expired, {counted(removed.leftovers, 'leftover')}"
-        say(console, f"{name}: {counts}, {size_text(removed.nbytes)} freed")
+    for name, (expired, nbytes) in freed.items():
+        say(console, f"{name}: {expired:,} expired, {size_text(nbytes)} freed")
     for name in silent:
         say(console, f"{name}: does not answer, nothing is known of it")
     return {
-        "tiers": {name: vars(removed) for name, removed in freed.items()},
+        "tiers": {
+            name: {"expired": expired, "nbytes": nbytes}
+            for name, (expired, nbytes) in freed.items()
+        },
         "silent": silent,
     }, not silent
 
@@ -350,20 +349,8 @@ def describe(rows: Sequence[EntryRow]) -> str:
     return f"{counted(len(rows), 'entry', 'entries')} ({size_text(nbytes)}){names}"
 
 
-def _told(console: Console, outcome: Outcome, where: str) -> dict[str, Any]:
-    """Print the result of a bulk operation: what was done, and what was left out and why; return it
-    as JSON types.
-    """
-    nbytes = sum(outcome.done.values())
-    done = f"{counted(len(outcome.done), 'entry', 'entries')} and {counted(outcome.texts, 'text')}"
-    say(console, f"{done} ({size_text(nbytes)}) {where}.")
-    for what, why in outcome.troubles:
-        say(console, f"left out: {what}: {why}")
-    counts = {
-        "entries": len(outcome.done),
-        "nbytes": nbytes,
-        "known": outcome.known,
-        "texts": outcome.texts,
-    }
-    troubles = [{"what": what, "why": why} for what, why in outcome.troubles]
-    return {**counts, "failed": len(troubles), "troubles": troubles}
+def _told(console: Console, copied: Copied, where: str) -> dict[str, Any]:
+    """Print what was exported or imported; return it as JSON types."""
+    done = f"{counted(copied.entries, 'entry', 'entries')} and {counted(copied.texts, 'text')}"
+    say(console, f"{done} ({size_text(copied.nbytes)}) {where}.")
+    return copied._asdict()

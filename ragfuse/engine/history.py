@@ -67,7 +67,7 @@ class ConversationHistory:
         )
 
     def _later(self, job: Callable[[], object]) -> None:
-        self._runtime.saves.submit(job, counts=False, is_awaited=True)
+        self._runtime.saves.submit(job, is_awaited=True)
 
     # before the answer
 

@@ -91,8 +91,7 @@ class Planner:
             if not (unblended and at in chunks)
         ]
         entries = self._store.lookup(keys)
-        others = self._store.copies(entries) if costs is not None and costs.tiers else {}
-        found = controller.plan(prompt, entries, lost, others)
+        found = controller.plan(prompt, entries, lost)
         misses = list[tuple[int, str]]()
         for at, why in found.misses:
             if unblended and at in chunks:
@@ -132,7 +131,7 @@ class Planner:
         if len(prompt) < MIN_PROMPT_TOKENS:
             return f"{PROMPT_TOO_SHORT}: {len(prompt)} tokens"
         # their breakers know from the lookup just done; do not ask slow tiers again
-        silent = [tier.name for tier in self._store.tiers if tier.is_out]
+        silent = [tier.name for tier in self._store.tiers if not tier.answers]
         if prompt.altered:
             return DOCUMENTS_ALTERED
         if silent:

@@ -93,7 +93,7 @@ class Prefetcher:
     def _submit(self, requests: deque[Iterator[Entry]], entries: Iterator[Entry]) -> None:
         with self._lock:
             requests.append(entries)
-        self._jobs.submit(self._read_all, counts=False)
+        self._jobs.submit(self._read_all)
 
     def _read_all(self) -> None:
         """Read entry by entry; a request stays in the queue until its last entry is read."""
@@ -156,10 +156,10 @@ class Prefetcher:
         fast = {tier.name: tier for tier in self._store.tiers if not tier.slow}
         if not fast:
             return
-        kept_free, rooms = self._runtime.settings.memory_free, list[float]()
+        rooms = list[float]()
         for tier in fast.values():
             pinned = sum(tier.occupied(entry.nbytes) for entry in tier.list() if entry.pinned)
-            rooms.append(share * (tier.capacity - pinned) - kept_free * tier.capacity)
+            rooms.append(share * (tier.capacity - pinned))
 
         def sized(group: Collection[Entry]) -> tuple[Collection[Entry], int]:
             return group, sum(

@@ -291,7 +291,7 @@ class PrefixCache:
             inserted = tree.insert(token_ids, _chained([*tree.match(token_ids), *parts]))
             if tree.n_nodes >= self._sweep_at:
                 self._sweep_at = 2 * tree.n_nodes
-                self._pending.submit(self._sweep, counts=False, is_awaited=True)
+                self._pending.submit(self._sweep, is_awaited=True)
         return inserted
 
     def _stored(self, keys: set[ChunkKey]) -> dict[ChunkKey, Entry]:

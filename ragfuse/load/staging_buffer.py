@@ -9,10 +9,9 @@ copy out of it is done.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -84,13 +83,17 @@ class StagingBuffer:
         return sent.layers
 
     def _send(self, layers: Sequence[Layer]) -> PendingCopy:
-        """Copy what is not on the device yet into one block there, in as few copies as its place in
-        memory allows.
+        """Copy what is not on the device yet into one block there: through pinned memory if it is
+        not pinned itself, and as one range of bytes where it lies in one storage, as the layers of
+        an entry do.
         """
-        ranges = _ranges(
-            {id(part): part for part in _parts(layers) if part.device != self._device}.values()
-        )
-        sources = [each.source for each in ranges]
+        storages = defaultdict[int, dict[int, Tensor]](dict)
+        for part in _parts(layers):
+            if part.device != self._device:
+                flat = part.contiguous()
+                storages[flat.untyped_storage().data_ptr()].setdefault(id(part), flat)
+        ranges = [(_bytes_of(flats.values()), flats) for flats in storages.values()]
+        sources = [source for (source, _), _ in ranges]
         nbytes = sum(aligned(source.numel()) for source in sources)
         block = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         places = rooms(block, sources)
@@ -103,15 +106,13 @@ class StagingBuffer:
             for room, source in zip(places, sources, strict=True):
                 room.copy_(source, non_blocking=True)
         sent = dict[int, Tensor]()
-        for room, each in zip(places, ranges, strict=True):
-            sent |= {id(part): part_of(room) for part, part_of in each.parts}
+        for room, ((_, begins), flats) in zip(places, ranges, strict=True):
+            for begin, (name, flat) in zip(begins, flats.items(), strict=True):
+                sent[name] = room[begin : begin + flat.nbytes].view(flat.dtype).view(flat.shape)
         moved = [
             {
-                at: (
-                    None
-                    if kv is None
-                    else LayerKV(sent.get(id(kv.keys), kv.keys), sent.get(id(kv.values), kv.values))
-                )
+                at: kv
+                and LayerKV(sent.get(id(kv.keys), kv.keys), sent.get(id(kv.values), kv.values))
                 for at, kv in layer.items()
             }
             for layer in layers
@@ -119,69 +120,17 @@ class StagingBuffer:
         return PendingCopy(moved, torch.cuda.current_stream(self._device).record_event(), block)
 
 
-@dataclass(frozen=True)
-class _Range:
-    """Bytes that are copied at once.
-
-    Args:
-        source: The bytes, uint8 [n].
-        parts: Each tensor in them, with a function that returns it from a copy of the bytes.
+def _bytes_of(flats: Collection[Tensor]) -> tuple[Tensor, list[int]]:
+    """Return the bytes from the first to the last of contiguous tensors of one storage, uint8 [n],
+    and where each tensor begins in them.
     """
-
-    source: Tensor
-    parts: Sequence[tuple[Tensor, Callable[[Tensor], Tensor]]]
-
-
-def _ranges(parts: Iterable[Tensor]) -> list[_Range]:
-    """Return the bytes of all tensors, those of a storage in one range unless too much lies between
-    them.
-    """
-    by_storage: dict[int, list[Tensor]] = {}
-    alone = list[_Range]()
-    for part in parts:
-        if part.is_contiguous():
-            by_storage.setdefault(part.untyped_storage().data_ptr(), []).append(part)
-        else:
-            alone.append(_range([part.contiguous()], [part]))
-    return [*chain.from_iterable(map(_whole_or_apart, by_storage.values())), *alone]
-
-
-def _whole_or_apart(parts: Sequence[Tensor]) -> list[_Range]:
-    """Return one range for tensors of one storage, or one for each where a quarter of it would be
-    other bytes.
-    """
-    wanted, whole = sum(part.nbytes for part in parts), _range(parts, parts)
-    return (
-        [whole]
-        if whole.source.numel() <= 1.25 * wanted
-        else [_range([part], [part]) for part in parts]
-    )
-
-
-def _range(parts: Sequence[Tensor], names: Sequence[Tensor]) -> _Range:
-    """Return the range from the first to the last byte of contiguous tensors of one storage.
-
-    Args:
-        parts: The tensors.
-        names: The tensors that they stand for.
-    """
-    begins = [int(part.storage_offset()) * part.element_size() for part in parts]
-    lo, hi = (
-        min(begins),
-        max(begin + part.nbytes for begin, part in zip(begins, parts, strict=True)),
-    )
-    storage = parts[0].untyped_storage()
-    source = torch.empty(0, dtype=torch.uint8, device=parts[0].device).set_(storage, lo, (hi - lo,))  # type: ignore[call-overload]
-    views = [
-        partial(_view, begin=begin - lo, like=part)
-        for begin, part in zip(begins, parts, strict=True)
-    ]
-    return _Range(source, list(zip(names, views, strict=True)))
-
-
-def _view(room: Tensor, begin: int, like: Tensor) -> Tensor:
-    """Return the bytes of `room` from `begin` on as a tensor of the dtype and shape of `like`."""
-    return room[begin : begin + like.nbytes].view(like.dtype).view(like.shape)
+    begins = [int(flat.storage_offset()) * flat.element_size() for flat in flats]
+    lo = min(begins)
+    hi = max(begin + flat.nbytes for begin, flat in zip(begins, flats, strict=True))
+    first = next(iter(flats))
+    source = torch.empty(0, dtype=torch.uint8, device=first.device)
+    source.set_(first.untyped_storage(), lo, (hi - lo,))  # type: ignore[call-overload]
+    return source, [begin - lo for begin in begins]
 
 
 def _parts(layers: Sequence[Layer]) -> Iterator[Tensor]:

@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import combinations
@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,10 +44,8 @@ MAX_TIMED_TOKENS = 3072
 """Tokens of the longest prompt that is timed, unless the model's context is shorter."""
 LENGTH_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
 """Lengths at which full prefill is timed, as shares of the longest."""
-PASS_BUDGET_S, MIN_LENGTHS = 12.0, 4
-"""After a prefill of more than PASS_BUDGET_S seconds no longer prompt is timed, once there are
-MIN_LENGTHS lengths.
-"""
+PASS_BUDGET_S = 12.0
+"""Longest prefill that is timed, in seconds."""
 TIMED_CHUNKS = 6
 FUSED_LENGTH_SHARES, QUESTION_TOKENS = (1 / 8, 1 / 3, 1), (16, 96)
 """Lengths at which fused prefills are timed, as shares of the longest; and the tokens of their
@@ -82,8 +81,8 @@ Progress = Callable[[str, float], object]
 """Called with a description of the current timing, and the share of all timings that is done (0 to
 1).
 """
-Cases = Mapping[str, Callable[[], float]]
-"""What is timed, by its description; each returns how many seconds it took."""
+Cases = list[tuple[str, Callable[[], object]]]
+"""What is timed, with its description."""
 
 
 def measure(
@@ -117,19 +116,34 @@ def measure(
             f"{model.name} cannot reuse stored KV, so there is nothing to time:"
             f" {model.profile.refusal}"
         )
-    n_parts = 3 + len(tiers)
 
     def part(number: int) -> Progress:
-        return lambda what, done: progress(what, (number + done) / n_parts)
+        return lambda what, done: progress(what, (number + done) / (1 + len(tiers)))
 
-    prefill = _prefill_points(model, min(longest, model.max_context or longest), rounds, part(0))
-    blends, fused_s = _fused_points(model, prefill[-1][0], rounds, part(1))
-    fused = fitted([blend.features(model.n_layers) for blend in blends], fused_s)
-    decode, packed = _decoding(model, codecs, rounds, part(2))
+    longest = min(longest, model.max_context or longest)
+    short = _ids(model, max(1, longest // 8))
+    for _ in range(2):  # the first to warm up
+        short_s = _seconds(model, partial(model.full_prefill, short))
+    longest = min(longest, max(len(short), round(len(short) * PASS_BUDGET_S / short_s)))
+    lengths = sorted({max(1, round(longest * share)) for share in LENGTH_SHARES})
+    prefills: Cases = [
+        (f"full prefill, {n} tokens", partial(model.full_prefill, _ids(model, n))) for n in lengths
+    ]
+    fused, blends = _fused_prefills(model, longest)
+    n_decoded, decoding, packed = _decoding(model, codecs)
+    cases = [*prefills, *fused, *((f"decoding {level}", case) for level, case in decoding.items())]
+    timed = iter(
+        _medians([(name, partial(_seconds, model, case)) for name, case in cases], rounds, part(0))
+    )
+    prefill = tuple((n, next(timed)) for n in lengths)
+    fused_s = fitted(
+        [blend.features(model.n_layers) for blend in blends], [next(timed) for _ in blends]
+    )
+    decode = {level: next(timed) / n_decoded for level in decoding}
     costs, sample = dict[str, TierCost](), model.encode([0])
     for index, tier in enumerate(tiers):
         try:
-            costs[tier.name] = tier_cost(tier, sample, rounds, part(3 + index), cool, model.device)
+            costs[tier.name] = tier_cost(tier, sample, rounds, part(1 + index), cool, model.device)
         except StoreError as error:
             log.warning(
                 "Tier %s was not timed, so there are no timings of it: %s", tier.name, error
@@ -143,8 +157,8 @@ def measure(
         prefill=RowCost(
             *fitted([(1, n, n * n) for n, _ in prefill], [seconds for _, seconds in prefill])
         ),
-        fused=RowCost(*fused[:3]),
-        placed_s=fused[3],
+        fused=RowCost(*fused_s[:3]),
+        placed_s=fused_s[3],
         tiers=costs,
         prefill_points=prefill,
         decode=decode,
@@ -167,70 +181,52 @@ def fitted(table: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[
     Returns:
         One weight per column.
     """
-    rows = torch.tensor(table, dtype=torch.float64)
-    rows = rows / torch.tensor(seconds, dtype=torch.float64).clamp_min(MIN_TIMED_S)[:, None]
-    scale = rows.abs().amax(0)
-    rows, scale = torch.where(scale > _NOTHING, rows, 0.0), scale.clamp_min(_NOTHING)
-    wanted, n = torch.ones(len(rows), 1, dtype=torch.float64), rows.shape[1]
-    best, weights = float(len(rows)), torch.zeros(n, dtype=torch.float64)
+    rows = np.array(table, float) / np.maximum(seconds, MIN_TIMED_S)[:, None]
+    scale = np.abs(rows).max(0)
+    rows, scale = np.where(scale > _NOTHING, rows, 0.0), np.maximum(scale, _NOTHING)
+    n = rows.shape[1]
+    best, weights = float(len(rows)), np.zeros(n)
     for chosen in (list(each) for size in range(1, n + 1) for each in combinations(range(n), size)):
         columns = rows[:, chosen] / scale[chosen]
-        found = torch.linalg.lstsq(columns, wanted, driver="gelsd").solution
-        error = float((columns @ found - wanted).square().sum())
-        if bool(((found >= 0) & found.isfinite()).all()) and error < best * (1 - 1e-9):
-            best, weights = error, torch.zeros(n, dtype=torch.float64)
-            weights[chosen] = found[:, 0] / scale[chosen]
-    return tuple(float(weight) for weight in weights)
+        found = np.linalg.lstsq(columns, np.ones(len(rows)))[0]
+        error = float(np.square(columns @ found - 1).sum())
+        if (found >= 0).all() and error < best * (1 - 1e-9):
+            best, weights = error, np.zeros(n)
+            weights[chosen] = found / scale[chosen]
+    return tuple(map(float, weights))
 
 
-def _medians(cases: Cases, rounds: int, progress: Progress, budget_s: float = inf) -> list[float]:
+def _medians(
+    cases: Sequence[tuple[str, Callable[[], float]]],
+    rounds: int,
+    progress: Progress,
+    budget_s: float = inf,
+) -> list[float]:
     """Return the median seconds of each case; each round runs all cases once, and none begins after
-    `budget_s`.
+    `budget_s`. The first round is to warm up and not counted.
     """
-    timings: dict[str, list[float]] = {name: [] for name in cases}
-    began = time.perf_counter()
-    for round_index in range(rounds):
-        if round_index and time.perf_counter() - began > budget_s:
+    timings, began = [list[float]() for _ in cases], time.perf_counter()
+    for number in range(rounds + 1):
+        if number > 1 and time.perf_counter() - began > budget_s:
             break
-        for index, (name, case) in enumerate(cases.items()):
-            progress(name, (round_index + index / len(cases)) / rounds)
-            timings[name].append(case())
-    return [median(seconds) for seconds in timings.values()]
+        for index, (name, case) in enumerate(cases):
+            progress(name, (number + index / len(cases)) / (rounds + 1))
+            timings[index].append(case())
+    return [median(each[1:]) for each in timings]
 
 
 # the model
 
 
-def _prefill_points(
-    model: HFModel, max_tokens: int, rounds: int, progress: Progress
-) -> tuple[tuple[int, float], ...]:
-    """Time full prefills of up to `max_tokens` tokens; return (tokens, median seconds), shortest
-    first.
-    """
-    ids, cases, lengths = _ids(model, max_tokens), dict[str, Callable[[], float]](), list[int]()
-    for length in sorted({max(1, round(max_tokens * share)) for share in LENGTH_SHARES}):
-        case = partial(_seconds, model, partial(model.full_prefill, ids[:length]))
-        cases[f"full prefill, {length} tokens"] = case
-        lengths.append(length)
-        if case() > PASS_BUDGET_S and len(cases) >= MIN_LENGTHS:  # to warm up
-            break
-    return tuple(zip(lengths, _medians(cases, rounds, progress), strict=True))
-
-
-def _fused_points(
-    model: HFModel, max_tokens: int, rounds: int, progress: Progress
-) -> tuple[list[Blend], Sequence[float]]:
-    """Time fused prefills of each policy, length and ratio, with KV in host memory (so a GPU's
-    includes the copy).
+def _fused_prefills(model: HFModel, longest: int) -> tuple[Cases, list[Blend]]:
+    """Return fused prefills of each policy, length and ratio, with KV in host memory (so a GPU's
+    includes the copy), and the rows that each computes.
 
     The first of their chunks is a prefix, so its KV is exact.
-
-    Returns:
-        The rows that each computes, and its median seconds.
     """
-    cases, blends = dict[str, Callable[[], float]](), list[Blend]()
+    cases, blends = Cases(), list[Blend]()
     for share in FUSED_LENGTH_SHARES:
-        tokens = max(TIMED_CHUNKS + 2, round(max_tokens * share))
+        tokens = max(TIMED_CHUNKS + 2, round(longest * share))
         ids, positions = _ids(model, tokens), torch.arange(tokens)
         for number, (policy, ratio) in enumerate(BLENDS):
             question = max(1, min(QUESTION_TOKENS[number % len(QUESTION_TOKENS)], tokens // 4))
@@ -241,29 +237,25 @@ def _fused_points(
             ]
             source = KVSource([_in_host_memory(model, ids[:size])] * TIMED_CHUNKS)
             case = partial(model.fuse, ids, positions, runs, source, policy, ratio)
-            share_computed = min(1.0, case().mean_ratio)  # to warm up
-            cases[f"fused prefill, {policy} {ratio:.0%}, {tokens} tokens"] = partial(
-                _seconds, model, case
-            )
-            forced, candidates = tokens - TIMED_CHUNKS * size, (TIMED_CHUNKS - 1) * size
-            blends.append(Blend(cost_of(policy), tokens, forced, candidates, share_computed))
-    return blends, _medians(cases, rounds, progress)
+            cases.append((f"fused prefill, {policy} {ratio:.0%}, {tokens} tokens", case))
+            cost, chunks = cost_of(policy), [size] * (TIMED_CHUNKS - 1)
+            forced = tokens - TIMED_CHUNKS * size
+            blends.append(Blend(cost, tokens, forced, sum(chunks), cost.share_of(ratio, chunks)))
+    return cases, blends
 
 
 def _decoding(
-    model: HFModel, codecs: Callable[[str], Codec | None], rounds: int, progress: Progress
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Time the decoding of each level on this thread and from host memory, which is how entries are
-    decoded.
+    model: HFModel, codecs: Callable[[str], Codec | None]
+) -> tuple[int, dict[str, Callable[[], object]], dict[str, float]]:
+    """Return the tokens of a text; by level, the decoding of its KV, on this thread and from host
+    memory, which is how entries are decoded; and by level, encoded bytes over raw bytes.
 
-    Returns:
-        By level, median seconds to decode one token's KV; and by level, encoded bytes over raw
-        bytes. Levels without a codec, or that cannot encode this model's KV, are left out.
+    Levels without a codec, or that cannot encode this model's KV, are left out.
     """
     kv = _in_host_memory(
         model, _ids(model, min(DECODED_TOKENS, model.max_context or DECODED_TOKENS))
     )
-    cases, packed = dict[str, Callable[[], float]](), dict[str, float]()
+    cases, packed = dict[str, Callable[[], object]](), dict[str, float]()
     for level in LEVEL_NAMES[1:]:
         if (codec := codecs(level)) is None:
             continue
@@ -272,13 +264,9 @@ def _decoding(
         except ValueError:  # KV that only the raw codec can store
             continue
         metas = [LayerMeta.of(layer, blob) for layer, blob in zip(kv.layers, blobs, strict=True)]
-        cases[level] = partial(_seconds, model, partial(_decode, codec, blobs, metas))
-        cases[level]()  # to warm up
+        cases[level] = partial(_decode, codec, blobs, metas)
         packed[level] = sum(blob.numel() for blob in blobs) / kv.nbytes
-    found = _medians(cases, rounds, lambda level, done: progress(f"decoding {level}", done))
-    return {
-        level: seconds / kv.n_tokens for level, seconds in zip(cases, found, strict=True)
-    }, packed
+    return kv.n_tokens, cases, packed
 
 
 def _in_host_memory(model: HFModel, ids: list[int]) -> ChunkKV:
@@ -340,29 +328,22 @@ def tier_cost(
         device: The model's device.
 
     Raises:
-        StoreError: The tier does not store what is written to it, or has no room.
+        StoreError: The tier does not store what is written to it.
     """
-    cases, table = dict[str, Callable[[], float]](), dict[str, tuple[int, int]]()
+    cases, table = list[tuple[str, Callable[[], float]]](), list[tuple[int, int]]()
     n_layers = len(sample.layers)
     with _scratch(tier) as (timed_tier, make_cold):
         free = timed_tier.capacity - timed_tier.nbytes
-        largest = min(
-            MAX_ENTRY_TOKENS, max(1, MAX_ENTRY_NBYTES // sample.nbytes), free // (2 * sample.nbytes)
-        )
-        if largest < 1:
-            raise StoreError(
-                f"Tier {tier.name} has {free:,} bytes left, too few to time it. Delete entries or"
-                " raise its capacity."
-            )
+        room = min(MAX_ENTRY_NBYTES, free // 2)  # nothing is evicted for it
+        largest = max(1, min(MAX_ENTRY_TOKENS, room // sample.nbytes))
         for n in [max(1, round(largest * share)) for share in ENTRY_SHARES]:
             kv = _random(sample, n)
             for count in (min(count, n_layers) or n_layers for count in LAYERS):
                 name = f"tier {tier.name}, {n} tokens, {count} layers a read"
-                cases[name] = partial(_timed, timed_tier, kv, count, cool or make_cold)
-                table[name] = -(-n_layers // count), kv.nbytes
-        next(iter(cases.values()))()  # to warm up
+                cases.append((name, partial(_timed, timed_tier, kv, count, cool or make_cold)))
+                table.append((-(-n_layers // count), kv.nbytes))
         seconds = _medians(cases, rounds, progress, TIER_BUDGET_S)
-    read_s, byte_s = fitted(list(table.values()), seconds)
+    read_s, byte_s = fitted(table, seconds)
     return TierCost(read_s, byte_s, is_far(tier, device))
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import floor
-from types import MappingProxyType
 
 from ragfuse.plan.cost import Blend, CostModel
 from ragfuse.types.keys import ChunkKey
@@ -30,7 +29,6 @@ TIE = 0.02
 MIN_GAIN = 0.1
 """Lossier levels must bring the first token earlier by more than this share to be worth it."""
 SLOWER = "slower to load than to compute"
-NO_COPIES: Mapping[ChunkKey, list[Entry]] = MappingProxyType({})
 
 
 def settle(
@@ -82,7 +80,6 @@ class Controller:
         prompt: Prompt,
         entries: Mapping[ChunkKey, Entry],
         lost: frozenset[int] = frozenset(),
-        others: Mapping[ChunkKey, list[Entry]] = NO_COPIES,
     ) -> LoadPlan:
         """Return what to read, what to compute, and on a measured machine how long that will take.
 
@@ -94,17 +91,13 @@ class Controller:
             prompt: The prompt.
             entries: What the store holds, by key.
             lost: Segments whose entries could not be read.
-            others: Entries of the same keys in further tiers.
         """
         found, misses = _found(prompt, entries, lost)
         costs = self.costs
         if costs is None or not costs.knows([ways[0] for ways in found.values()]):
             return self._made(prompt, [ways[0] for ways in found.values()], misses)
         for at, ways in found.items():
-            ways += [way for entry in others.get(ways[0].key, ()) for way in _ways(at, entry)]
-            found[at] = [
-                way for way in ways if costs.knows([way]) and way.n_tokens == ways[0].n_tokens
-            ]
+            found[at] = [way for way in ways if costs.knows([way])]
         timed = self._at_best_levels(costs, prompt, found, misses)
         full_s = costs.prefill_s(len(prompt))
         is_streamed = (

@@ -11,10 +11,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Hashable
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from math import inf
 from threading import Condition, Thread
-from typing import Protocol
+from typing import Any, Protocol
 
 from ragfuse.process.exit import start_thread
 from ragfuse.process.openmp import release_pool
@@ -31,6 +32,7 @@ class _Job:
     run: Callable[[], object]
     names: Collection[Hashable]
     nbytes: float
+    done: Future[Any] = field(default_factory=Future)
 
 
 class BackgroundJobs:
@@ -41,19 +43,15 @@ class BackgroundJobs:
 
     Args:
         name: The thread's name is `ragfuse-` and this.
-        limit: Jobs that may wait; further ones are dropped and counted.
+        limit: Jobs that may wait; further ones are dropped.
         max_nbytes: Most bytes that all jobs hold, unless it is one job; what exceeds that is
             dropped.
         finishes: Whether `close` waits for the job at hand however long that takes.
-
-    Attributes:
-        dropped: Counted jobs that were dropped, or that raised an exception.
     """
 
     def __init__(
         self, name: str, limit: int = 64, max_nbytes: float = inf, finishes: bool = False
     ) -> None:
-        self.dropped = 0
         self._name, self._limit, self._max_nbytes, self._finishes = (
             name,
             limit,
@@ -73,30 +71,28 @@ class BackgroundJobs:
         names: Collection[Hashable] = (),
         nbytes: float = 0,
         *,
-        counts: bool = True,
         is_awaited: bool = False,
-    ) -> bool:
+    ) -> Future[Any] | None:
         """Queue a job. Never waits.
 
         Args:
             run: Does the job.
             names: What `wait` and `cancel` know it by.
             nbytes: Bytes that stay in memory until it is done.
-            counts: Whether `dropped` counts it if it is dropped.
             is_awaited: Whether the caller waits for it. The limits do not apply then: there cannot
                 be more such jobs than waiting threads.
 
         Returns:
-            Whether it was queued; False if it was dropped.
+            What it will return; None if it fails, or is dropped later. None for a job that was
+                dropped at once.
         """
         with self._changed:
             held = sum(job.nbytes for job in self._jobs)
             is_full = len(self._waiting) >= self._limit or 0 < held > self._max_nbytes - nbytes
             if self._closed or (is_full and not is_awaited) or not self._start():
-                self.dropped += counts
-                return False
-            self._waiting.append(_Job(run, names, nbytes))
-            return True
+                return None
+            self._waiting.append(job := _Job(run, names, nbytes))
+            return job.done
 
     @property
     def names(self) -> set[Hashable]:
@@ -112,7 +108,7 @@ class BackgroundJobs:
     def cancel(self, is_meant: Callable[[Hashable], bool]) -> None:
         """Drop waiting jobs with such a name, and wait for the job at hand to end."""
         with self._changed:
-            self._waiting = deque(job for job in self._waiting if not any(map(is_meant, job.names)))
+            self._drop(lambda job: any(map(is_meant, job.names)))
             current = self._current
             self._changed.wait_for(lambda: current is None or self._current is not current)
 
@@ -134,9 +130,13 @@ class BackgroundJobs:
             self._closed = True
         done = self.flush(timeout_s)
         with self._changed:
-            self.dropped += len(self._waiting)
-            self._waiting.clear()
+            self._drop(lambda job: True)
         return self.flush(None if self._finishes else timeout_s) and done
+
+    def _drop(self, is_meant: Callable[[_Job], bool]) -> None:
+        for job in filter(is_meant, list(self._waiting)):
+            self._waiting.remove(job)
+            job.done.set_result(None)
 
     @property
     def _jobs(self) -> list[_Job]:
@@ -156,9 +156,9 @@ class BackgroundJobs:
     def _run(self) -> None:
         while (job := self._next()) is not None:
             try:
-                job.run()
+                job.done.set_result(job.run())
             except Exception as error:
-                self.dropped += 1
+                job.done.set_result(None)
                 log.warning(
                     "A background job (%s) failed; answers are right without it: %r",
                     self._name,

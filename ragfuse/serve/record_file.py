@@ -19,7 +19,7 @@ def record_file(settings: Settings, name: str, schema: str) -> Database:
     Raises:
         StoreError: It cannot be opened.
     """
-    folder = open_folder(settings.store_path, settings.shared_with) if settings.disk_bytes else None
+    folder = open_folder(settings.store_path) if settings.disk_bytes else None
     return Database(folder, name, schema)
 
 

@@ -8,7 +8,7 @@ from ragfuse.store.disk import DiskTier
 from ragfuse.store.factory import open_catalog, open_store, open_tier
 from ragfuse.store.levels import EncodedLayers
 from ragfuse.store.memory import MemoryTier
-from ragfuse.store.store import KVStore, StoreStats
+from ragfuse.store.store import KVStore
 from ragfuse.store.tier import EntryMeta, Tier
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "KnownText",
     "MemoryTier",
     "SessionInfo",
-    "StoreStats",
     "Tier",
     "open_catalog",
     "open_store",

@@ -16,7 +16,6 @@ from functools import lru_cache
 from pathlib import Path
 
 from ragfuse.process.folders import OWN_FOLDER, make_own_folder
-from ragfuse.settings import SharedWith
 
 log = logging.getLogger("ragfuse.store")
 
@@ -24,29 +23,17 @@ _OWN_FILE, _GROUP_FOLDER, _GROUP_FILE = 0o600, 0o2770, 0o660
 _SHARED = stat.S_ISGID | stat.S_IWGRP
 
 
-def make_root(path: Path, shared_with: SharedWith = "nobody") -> None:
-    """Make a root folder if it is missing, and log a warning if more users than intended have
-    access to it.
-
-    Args:
-        path: The folder. Missing folders above it are made for this user alone, or, to share it
-            with a group, with the permissions that the umask gives.
-        shared_with: Who else may use it. With "group", an existing folder of this user is opened to
-            its group.
+def make_root(path: Path) -> None:
+    """Make a root folder if it is missing, for this user alone, and log a warning if more users
+    than intended have access to it.
 
     Raises:
         OSError: It cannot be made, or something else is there.
     """
-    if shared_with == "group":
-        path.parent.mkdir(parents=True, exist_ok=True)
     make_own_folder(path)
-    found = path.stat()
-    if shared_with == "group" and not _is_shared(found.st_mode) and found.st_uid == os.geteuid():
-        path.chmod(_GROUP_FOLDER)
-        found = path.stat()
-    others = stat.S_IRWXO if shared_with == "group" else stat.S_IRWXG | stat.S_IRWXO
-    if found.st_mode & others:
-        _warn_once(str(path), stat.S_IMODE(found.st_mode))
+    mode = path.stat().st_mode
+    if mode & (stat.S_IRWXO if _is_shared(mode) else stat.S_IRWXG | stat.S_IRWXO):
+        _warn_once(str(path), stat.S_IMODE(mode))
 
 
 def make_folder(path: Path) -> None:
@@ -86,9 +73,9 @@ def _warn_once(path: str, mode: int) -> None:
     """Log, once for each folder, that other users have access to it."""
     log.warning(
         "Other users have access to %s (mode %04o), which holds your documents' texts and their KV."
-        " To stop that: chmod go= %s. To share it with a group: set shared_with to group"
-        " (environment RAGFUSE_SHARED_WITH=group).",
+        " To stop that: chmod go= %s. To share it with its group alone: chmod 2770 %s.",
         path,
         mode,
+        path,
         path,
     )

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from zipfile import BadZipFile, ZipFile
+from typing import NamedTuple
+from zipfile import ZipFile
 
 import torch
 
@@ -30,29 +29,26 @@ from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
 Progress = Callable[[int, int], object]
-"""Called with the bytes done and the bytes in all."""
+"""Called with how many are done and how many there are."""
 _TEXTS = "texts.jsonl"
 
 
-@dataclass
-class Outcome:
-    """The outcome of an export or import.
+class Copied(NamedTuple):
+    """What was exported or imported.
 
     Args:
-        done: The bytes of the chunks that were written.
-        known: Chunks that needed nothing, as they were there already.
-        texts: Known texts that were exported or imported.
-        troubles: What was left out, and why.
+        entries: Entries that were written.
+        nbytes: Their bytes.
+        texts: Known texts.
+        known: Entries that were there already.
+        missing: Entries that could not be read, as they are damaged or were evicted meanwhile.
     """
 
-    done: dict[ChunkKey, int] = field(default_factory=dict)
+    entries: int
+    nbytes: int
+    texts: int
     known: int = 0
-    texts: int = 0
-    troubles: list[tuple[str, str]] = field(default_factory=list)
-
-    def fail(self, what: object, why: object) -> None:
-        """Record what was left out, and why."""
-        self.troubles.append((str(what)[:160], str(why)[:200]))
+    missing: int = 0
 
 
 def export(
@@ -60,59 +56,63 @@ def export(
     path: Path,
     entries: Iterable[Entry],
     texts: Sequence[KnownText] = (),
-    progress: Progress | None = None,
-) -> Outcome:
-    """Write chunks and known texts to an archive file. Chunks that cannot be read are left out and
-    reported.
+    progress: Progress = lambda done, total: None,
+) -> Copied:
+    """Write chunks and known texts to an archive file, which appears whole or not at all.
 
     Args:
         store: The store.
         path: The file.
         entries: Entries of the store; of several of one chunk, the least lossy one is written.
         texts: The known texts.
-        progress: Called with the bytes done and in all.
+        progress: Called after each entry.
 
     Raises:
-        StoreError: No chunk can be exported, or the file exists and the new one would lack some.
-            Nothing is written.
+        StoreError: The file cannot be written, no chunk can be exported, or the file exists and the
+            new one would lack some. Nothing is written.
     """
-    outcome, done = Outcome(), 0
     sources = {
         entry.key: entry for entry in sorted(entries, key=lambda entry: -loss_of(entry.sizes))
     }
-    total = sum(entry.nbytes for entry in sources.values())
-    with _new_archive(path) as archive:
-        for key, entry in sources.items():
-            whole = read_whole(store.tier(entry.tier), entry)
-            if whole is None:
-                outcome.fail(key, "it cannot be read")
-            else:
-                meta, blobs = whole
-                data = b"".join(pieces(pack_header(key, meta.sealed(blobs)), blobs))
-                archive.writestr(str(chunk_path(Path(), key)), data)
-                outcome.done[key] = len(data)
-            done += entry.nbytes
-            if progress is not None:
-                progress(done, total)
-        archive.writestr(_TEXTS, "".join(json.dumps(text._asdict()) + "\n" for text in texts))
-        outcome.texts = len(texts)
-        if not outcome.done or (outcome.troubles and path.exists()):
-            why = ", ".join(outcome.troubles[0]) if outcome.troubles else "there are none"
+    written, nbytes = 0, 0
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file, ZipFile(file, "w") as archive:
+            for number, (key, entry) in enumerate(sources.items(), 1):
+                if (whole := read_whole(store.tier(entry.tier), entry)) is not None:
+                    meta, blobs = whole
+                    data = b"".join(pieces(pack_header(key, meta.sealed(blobs)), blobs))
+                    archive.writestr(str(chunk_path(Path(), key)), data)
+                    written, nbytes = written + 1, nbytes + len(data)
+                progress(number, len(sources))
+            archive.writestr(_TEXTS, "".join(json.dumps(text._asdict()) + "\n" for text in texts))
+        missing = len(sources) - written
+        if not written or (missing and path.exists()):
             raise StoreError(
-                f"'{path}' was not replaced or written: it would lack {len(outcome.troubles):,} of"
-                f" {len(sources):,} entries (the first: {why}). Export again, or name another file."
+                f"'{path}' was not replaced or written: it would lack {missing:,} of"
+                f" {len(sources):,} entries, which cannot be read. Export again, or name another"
+                " file."
             )
-    return outcome
+        os.replace(partial, path)
+    except OSError as error:
+        raise StoreError(
+            f"The archive cannot be written to '{path}': {error.strerror or error}. Name another"
+            " file, or free space."
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return Copied(written, nbytes, len(texts), missing=missing)
 
 
 def import_(
     store: KVStore,
     path: Path,
     tier: str | None = None,
-    take_texts: Callable[[Sequence[KnownText]], object] | None = None,
-    progress: Progress | None = None,
-) -> Outcome:
-    """Import the chunks of an archive. Damaged ones are left out and reported.
+    take_texts: Callable[[Sequence[KnownText]], object] = lambda texts: None,
+    progress: Progress = lambda done, total: None,
+) -> Copied:
+    """Import the chunks of an archive.
 
     Imported chunks are only found by the same model with the same dtype and salt.
 
@@ -121,39 +121,42 @@ def import_(
         path: The archive file.
         tier: Name of the tier to import to; None: the first slow one.
         take_texts: Called with the known texts of the archive.
-        progress: Called with the bytes done and in all.
+        progress: Called after each member.
 
     Raises:
-        StoreError: The file is no archive, or there is no tier of that name.
+        StoreError: The file is no archive or damaged, the tier has too little space, or there is no
+            tier of that name. What was imported before that stays.
     """
-    names = [each.name for each in store.tiers if each.slow]
-    target, outcome, done = store.tier(tier or names[0]), Outcome(), 0
+    target = store.tier(tier or next(each.name for each in store.tiers if each.slow))
+    added, texts, known = dict[ChunkKey, int](), list[KnownText](), 0
     try:
-        archive = ZipFile(path)
-    except (OSError, BadZipFile) as error:
+        with ZipFile(path) as archive:
+            members = archive.infolist()
+            for number, member in enumerate(members, 1):
+                data = archive.read(member)
+                if member.filename == _TEXTS:
+                    texts = [KnownText(**json.loads(line)) for line in data.splitlines()]
+                elif target.stat([(header := Header.parse(data)).key]):
+                    known += 1
+                else:
+                    wanted = range(len(header.meta.layers))
+                    begin, end = header.span(wanted)
+                    span = torch.frombuffer(bytearray(data[begin:end]), dtype=torch.uint8)
+                    target.put(header.key, header.meta, header.cut(span, wanted))
+                    added[header.key] = header.meta.nbytes
+                progress(number, len(members))
+    except Exception as error:  # zipfile raises many kinds for damaged members
         raise StoreError(
             f"Wanted a whole archive of `ragfuse store export` at '{path}', found none ({error})."
+            f" {len(added):,} entries were imported before that."
         ) from error
-    with archive:
-        members = archive.infolist()
-        for member in members:
-            try:
-                data = archive.read(member)
-                if member.filename != _TEXTS:
-                    _import_chunk(data, target, outcome)
-                elif take_texts is not None:
-                    texts = [KnownText(**json.loads(line)) for line in data.splitlines()]
-                    take_texts(texts)
-                    outcome.texts += len(texts)
-            except Exception as error:  # zipfile raises many kinds for damaged members
-                outcome.fail(repr(member.filename), error)
-            done += member.file_size
-            if progress is not None:
-                progress(done, sum(each.file_size for each in members))
-    for key in outcome.done.keys() - target.stat(outcome.done).keys():  # evicted again meanwhile
-        del outcome.done[key]
-        outcome.fail(key, f"tier {target.name} has too little space for all of them")
-    return outcome
+    take_texts(texts)
+    if missing := len(added) - len(target.stat(added)):
+        raise StoreError(
+            f"Tier {target.name} did not take {missing:,} of {len(added):,} entries, or evicted"
+            " them again: it has too little space, or it is down."
+        )
+    return Copied(len(added), sum(added.values()), len(texts), known)
 
 
 def read_whole(tier: Tier, entry: Entry) -> Whole | None:
@@ -168,44 +171,3 @@ def read_whole(tier: Tier, entry: Entry) -> Whole | None:
         meta, *blobs = found
         wholes.append((meta.only(level), tuple(blobs)))
     return joined(wholes)
-
-
-@contextmanager
-def _new_archive(path: Path) -> Iterator[ZipFile]:
-    """Write an archive, which appears at `path` whole or not at all; StoreError if it cannot be
-    written.
-    """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        try:
-            descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(descriptor, "wb") as file, ZipFile(file, "w") as archive:
-                yield archive
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
-    except OSError as error:
-        raise StoreError(
-            f"The archive cannot be written to '{path}': {error.strerror or error}. Name another"
-            " file, or free space."
-        ) from error
-
-
-def _import_chunk(data: bytes, target: Tier, outcome: Outcome) -> None:
-    """Import a chunk of an archive; ValueError if it is damaged."""
-    header = Header.parse(data)
-    key, meta = header.key, header.meta
-    if header.nbytes != len(data):
-        raise ValueError(f"it should have {header.nbytes} bytes, but has {len(data)}")
-    wanted = range(len(meta.layers))
-    begin, end = header.span(wanted)
-    blobs = tuple(
-        header.cut(torch.frombuffer(bytearray(data[begin:end]), dtype=torch.uint8), wanted)
-    )
-    if target.stat([key]):
-        outcome.known += 1
-        return
-    if target.put(key, meta, blobs):
-        outcome.done[key] = meta.nbytes
-    else:
-        outcome.fail(key, f"tier {target.name} has no space for it, or did not accept it")

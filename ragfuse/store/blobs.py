@@ -99,13 +99,8 @@ class BlobTier(Tier):
 
     @property
     def answers(self) -> bool:
-        """Whether the medium answers now."""
-        return self._ask("be reached", lambda: self._heads(["-"], 1) is not None, False)
-
-    @property
-    def is_out(self) -> bool:
-        """Whether it is left out for now, because its medium failed a moment ago."""
-        return self._breaker.is_open
+        """Whether the medium answered when it was last asked; else it is left out for a while."""
+        return not self._breaker.is_open
 
     def get(self, key: ChunkKey, layers: range, level: str | None = None) -> ReadLayers | None:
         """Read some layers of an entry in one request, once its header is known. A damaged entry is
@@ -196,25 +191,22 @@ class BlobTier(Tier):
         now = time.time()
         for lo in range(0, len(keys), _BATCH):
             batch = keys[lo : lo + _BATCH]
-            headers = {key: self._headers.get(key) for key in batch}
-            for nbytes, wanted in (
-                (1, [key for key in batch if headers[key] is not None]),  # only whether it is there
-                (self._head_nbytes, [key for key in batch if headers[key] is None]),
-            ):
-                heads = self._heads(list(map(str, wanted)), nbytes) if wanted else []
-                for key, head in zip(wanted, heads, strict=True):
-                    try:
-                        header = (headers[key] or self._header(key, head)) if head else None
-                    except FileNotFoundError:
-                        continue
-                    except ValueError as error:
-                        self._drop(key, error)
-                        continue
-                    if header is not None:
-                        found[key] = header.meta.entry(
-                            key, self.name, header.nbytes, (used or {}).get(key, now)
-                        )
-        return {key: found[key] for key in keys if key in found}
+            known = {key: self._headers.get(key) for key in batch}
+            # of known headers, only whether the entry is there
+            nbytes = self._head_nbytes if None in known.values() else 1
+            heads = self._heads(list(map(str, batch)), nbytes)
+            for key, head in zip(batch, heads, strict=True):
+                try:
+                    header = (known[key] or self._header(key, head)) if head else None
+                except FileNotFoundError:
+                    continue
+                except ValueError as error:
+                    self._drop(key, error)
+                    continue
+                if header is not None:
+                    last_used = (used or {}).get(key, now)
+                    found[key] = header.meta.entry(key, self.name, header.nbytes, last_used)
+        return found
 
     def _header(self, key: ChunkKey, head: bytes = b"") -> Header:
         """Read the header of an entry, whose first bytes may be known.

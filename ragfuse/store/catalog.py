@@ -28,7 +28,6 @@ from pydantic import TypeAdapter
 
 from ragfuse.errors import StoreError
 from ragfuse.process.shared import note
-from ragfuse.settings import SharedWith
 from ragfuse.store.breaker import Breaker
 from ragfuse.store.database import Database, Row, T
 from ragfuse.store.folder import open_folder
@@ -116,14 +115,13 @@ class CatalogFile:
 
     Args:
         path: The store's folder; None: there is no file, and nothing is kept.
-        shared_with: Who else may use the folder.
     """
 
-    def __init__(self, path: str | Path | None, shared_with: SharedWith = "nobody") -> None:
+    def __init__(self, path: str | Path | None) -> None:
         self.path: Path | None = None
         self._database: Database | None = None
         if path is not None:
-            self.path = open_folder(Path(path).expanduser(), shared_with)
+            self.path = open_folder(Path(path).expanduser())
             self._database = Database(self.path, _NAME, _SCHEMA, LOCK_WAIT_S)
 
     @property

@@ -105,25 +105,20 @@ class Database:
             StoreError: Another writer was still at work after that time.
         """
         wait_s = self._timeout_s if wait_s is None else wait_s
-        with store_errors(*self._where), self._writing(wait_s):
-            self._writer.execute(f"PRAGMA busy_timeout={int(1000 * wait_s)}")
-            self._writer.execute("BEGIN IMMEDIATE")
+        with store_errors(*self._where):
+            if not self._write_lock.acquire(timeout=wait_s):
+                raise sqlite3.OperationalError("another thread is writing")
             try:
+                self._writer.execute(f"PRAGMA busy_timeout={int(1000 * wait_s)}")
+                self._writer.execute("BEGIN IMMEDIATE")
                 yield self._writer
                 self._writer.execute("COMMIT")
             except BaseException:
                 if self._writer.in_transaction:
                     self._writer.execute("ROLLBACK")
                 raise
-
-    @contextmanager
-    def _writing(self, wait_s: float) -> Iterator[None]:
-        if not self._write_lock.acquire(timeout=wait_s):
-            raise sqlite3.OperationalError("another thread is writing")
-        try:
-            yield
-        finally:
-            self._write_lock.release()
+            finally:
+                self._write_lock.release()
 
     def close(self) -> None:
         """Close the file. If a writer is still at work after a second, its connection is left to

@@ -1,5 +1,5 @@
 """Delete chunks completely, all their KV from the tiers and their texts from the catalog, and
-collect garbage.
+those that have expired.
 
 The caller decides which chunks. A tier that does not answer is always reported, as it may still
 hold some.
@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
-from dataclasses import dataclass
 
 from ragfuse.store.catalog import CatalogFile, KnownText
 from ragfuse.store.store import Forgotten, KVStore
@@ -118,34 +117,19 @@ def sources_in_order(sources: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(dict.fromkeys(sources), key=lambda source: source == LEARNT))
 
 
-@dataclass(frozen=True)
-class Freed:
-    """What was removed from a tier: expired entries, what no entry needed, and the bytes of
-    both.
-    """
-
-    expired: int = 0
-    leftovers: int = 0
-    nbytes: int = 0
-
-
-def gc(store: KVStore) -> dict[str, Freed]:
-    """Collect garbage: delete expired entries, and what no entry needs.
-
-    Remote tiers expire entries by themselves.
+def gc(store: KVStore) -> dict[str, tuple[int, int]]:
+    """Delete expired entries. Remote tiers expire entries by themselves, and what writers that were
+    killed left was deleted when the store was opened.
 
     Returns:
-        What was freed since the store was opened, by tier name; tiers that do not answer are left
-        out.
+        How many were deleted and their bytes, by tier name; tiers that do not answer are left out.
     """
-    freed = dict[str, Freed]()
+    freed = dict[str, tuple[int, int]]()
     for tier in store.tiers:
         entries = tier.stat([] if tier.remote else store.too_old(tier.list()))
         old = store.too_old(entries.values())  # one may have been used while listing
+        nbytes = sum(entries[key].nbytes for key in old)
         n_deleted = tier.delete(old)
-        nbytes = sum(entries[key].nbytes for key in old) if n_deleted else 0
-        tier.tidy()
         if tier.answers:
-            counts = tier.counts
-            freed[tier.name] = Freed(n_deleted, counts["leftovers"], nbytes + counts["freed"])
+            freed[tier.name] = n_deleted, nbytes if n_deleted else 0
     return freed

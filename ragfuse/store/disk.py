@@ -21,7 +21,7 @@ import torch
 
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import Evictor
-from ragfuse.settings import Settings, SharedWith
+from ragfuse.settings import Settings
 from ragfuse.store.access import make_folder, open_file
 from ragfuse.store.blobs import BlobTier
 from ragfuse.store.chunkfile import MAX_HEADER_NBYTES, Header
@@ -74,7 +74,6 @@ class DiskTier(BlobTier):
         evict: The eviction policy.
         name: Name of the tier.
         clock: Returns the time in seconds since the epoch.
-        shared_with: Who else may use the folder.
 
     Raises:
         StoreError: The folder cannot be used.
@@ -92,10 +91,9 @@ class DiskTier(BlobTier):
         *,
         name: str = "disk",
         clock: Callable[[], float] = time.time,
-        shared_with: SharedWith = "nobody",
     ) -> None:
         super().__init__(name, str(path), capacity=capacity)
-        self.path = open_folder(Path(path).expanduser(), shared_with)
+        self.path = open_folder(Path(path).expanduser())
         self._evict, self._clock = evict, clock
         try:
             make_folder(self.path / "chunks")
@@ -107,18 +105,13 @@ class DiskTier(BlobTier):
 
     @classmethod
     def open(cls, url: str, settings: Settings, evict: Evictor, name: str) -> Self:
-        """Open the tier in the folder `url`, with capacity and sharing from the settings."""
-        return cls(url, settings.tier_bytes, evict, name=name, shared_with=settings.shared_with)
+        """Open the tier in the folder `url`, with its capacity from the settings."""
+        return cls(url, settings.tier_bytes, evict, name=name)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all entries."""
-        return self._ask("be weighed", self._weigh, 0)
-
-    @property
-    def answers(self) -> bool:
-        """Whether the index can be read."""
-        return self._ask("be read", lambda: self._weigh() >= 0, False)
+        return self._ask("be weighed", lambda: int(self._index.query(_NBYTES)[0][0]), 0)
 
     def stat(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Entry]:
         """Return the entries with these keys, as the index lists them; the file of one may be
@@ -159,10 +152,6 @@ class DiskTier(BlobTier):
     def touch(self, keys: Iterable[ChunkKey]) -> None:
         """Set the last use of these entries to now, without counting a hit."""
         self._use(keys, hits=0)
-
-    def tidy(self) -> None:
-        """Remove what interrupted writes left behind, and make rows and files agree."""
-        self._ask("be tidied", self._reconcile, None)
 
     def close(self) -> None:
         """Close the index."""
@@ -215,9 +204,6 @@ class DiskTier(BlobTier):
                 self._corrupt(key, "its file is gone")
 
     # inside
-
-    def _weigh(self) -> int:
-        return int(self._index.query(_NBYTES)[0][0])
 
     def _found(self, which: str, named: Sequence[str] = ()) -> Sequence[Entry]:
         """Return the entries that the rest of a query names; none while the index fails."""
@@ -288,7 +274,6 @@ class DiskTier(BlobTier):
                 is_removed = not path.exists() and _remove(transaction, [key])
                 if is_removed and path not in stray:  # or its damaged file was counted
                     self._corrupt(key, "its file is gone")
-                    self._freed(0)
 
     def _settle(self, transaction: sqlite3.Connection, path: Path) -> None:
         """Add the row of a whole file that has none; delete any other file."""
@@ -304,7 +289,6 @@ class DiskTier(BlobTier):
         except ValueError as error:
             if path.suffix == ".kv":
                 self._corrupt(path.name, error)
-            self._freed(path.stat().st_size)
             path.unlink()
 
 

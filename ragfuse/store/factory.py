@@ -24,8 +24,7 @@ def open_catalog(settings: Settings) -> Catalog:
     """Open the catalog beside the store that the settings describe; without bytes for the disk it
     keeps nothing.
     """
-    folder = settings.store_path if settings.disk_bytes else None
-    return Catalog(CatalogFile(folder, settings.shared_with))
+    return Catalog(CatalogFile(settings.store_path if settings.disk_bytes else None))
 
 
 def kept_places(settings: Settings) -> list[tuple[str, Settings]]:
@@ -65,10 +64,7 @@ def open_store(settings: Settings, evict: Evictor = lru) -> KVStore:
         if on_gpu and settings.gpu_bytes:
             opened.append(MemoryTier(settings.gpu_bytes, evict, device=settings.device, name="gpu"))
         if settings.memory_bytes:
-            free = int(settings.memory_bytes * settings.memory_free)
-            opened.append(
-                MemoryTier(settings.memory_bytes, evict, pin_memory=on_gpu, free_bytes=free)
-            )
+            opened.append(MemoryTier(settings.memory_bytes, evict, pin_memory=on_gpu))
         for url, own in kept_places(settings):
             opened.append(open_tier(url, own, evict, [tier.name for tier in opened]))
     except BaseException:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ragfuse.errors import StoreError
-from ragfuse.settings import SharedWith
 from ragfuse.store.access import make_root, open_file
 
 
@@ -25,12 +24,11 @@ def refusal(path: Path, found: object) -> StoreError:
     )
 
 
-def open_folder(path: Path, shared_with: SharedWith = "nobody") -> Path:
+def open_folder(path: Path) -> Path:
     """Create a folder if it is missing, and check that it can be used.
 
     Args:
         path: The folder.
-        shared_with: Who else may use it.
 
     Returns:
         Its absolute path, which stays valid if the working directory changes.
@@ -40,7 +38,7 @@ def open_folder(path: Path, shared_with: SharedWith = "nobody") -> Path:
     """
     path = Path(os.path.abspath(path))
     try:
-        make_root(path, shared_with)
+        make_root(path)
     except FileExistsError as error:
         raise refusal(path, f"a file ({error.filename})") from error
     except OSError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Protocol
 
 from torch import Tensor
@@ -48,13 +49,6 @@ def tableless(level: str, model: str, tables: str = "") -> Codec | None:
     levels.
     """
     return RAW if level == RAW.name else INT8 if level == INT8.name else None
-
-
-def by_loss(levels: Iterable[str]) -> tuple[str, ...]:
-    """Return the distinct levels, least lossy first; unknown levels come last, in the given
-    order.
-    """
-    return tuple(sorted(dict.fromkeys(levels), key=lambda level: loss_of((level,))))
 
 
 def loss_of(levels: Iterable[str]) -> int:
@@ -139,17 +133,13 @@ class TierLevels:
     def __init__(self, codecs: Codecs, written: Mapping[str, Sequence[str]] | None = None) -> None:
         self.codecs, self._written = (
             codecs,
-            {tier: by_loss(levels) for tier, levels in (written or {}).items()},
+            {
+                tier: tuple(sorted(set(levels), key=loss))
+                for tier, levels in (written or {}).items()
+            },
         )
         self._undecodable = LRU[tuple[ChunkKey, str], str](_REMEMBERED)
-        # model, level, why: logged once
-        self._unwritten = LRU[tuple[str, str, str], None](_REMEMBERED)
         self._unread = LRU[ChunkKey, str](_REMEMBERED)
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether any tier is written at other levels than raw."""
-        return any(levels != (RAW.name,) for levels in self._written.values())
 
     def of(self, tier: str) -> tuple[str, ...]:
         """Return the levels that a tier is written at, least lossy first."""
@@ -253,7 +243,7 @@ class TierLevels:
             return whole
         found = [
             each
-            for level in by_loss(wanted)
+            for level in sorted(set(wanted), key=loss)
             if (each := self._at_or_none(key, whole, level)) is not None
         ]
         if not found:
@@ -285,14 +275,16 @@ class TierLevels:
             encoded = tuple(codec.encode(layer, at) for at, layer in enumerate(layers))
             return EntryMeta.of(ChunkKV(tuple(layers)), level, encoded), encoded
         except ValueError as error:
-            if (failure := (key.model, level, str(error))) not in self._unwritten:
-                self._unwritten.add(failure, None)
-                message = (
-                    "%s is stored without level %s, raw if none is left (logged once for its"
-                    " model): %s"
-                )
-                log.warning(message, key, level, error)
+            _warn_once(key.model, level, str(error))
             return None
+
+
+@lru_cache(maxsize=1024)
+def _warn_once(model: str, level: str, why: str) -> None:
+    """Log, once for each model, that its KV cannot be encoded at a level."""
+    log.warning(
+        "KV of model %s is stored without level %s, raw if none is left: %s", model[:8], level, why
+    )
 
 
 def only(whole: Whole, level: str) -> Whole:

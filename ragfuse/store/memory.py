@@ -43,8 +43,6 @@ class MemoryTier(Tier):
         evict: The eviction policy.
         device: Torch device that entries are stored on: "cpu" or a GPU such as "cuda:0".
         pin_memory: Whether to pin host memory, for faster copies to a GPU. No effect without a GPU.
-        free_bytes: Bytes that each write tries to leave free by evicting more, as room for what is
-            fetched next.
         name: Name of the tier.
         clock: Returns the time in seconds since the epoch.
 
@@ -62,12 +60,11 @@ class MemoryTier(Tier):
         *,
         device: str = "cpu",
         pin_memory: bool = False,
-        free_bytes: int = 0,
         name: str = "memory",
         clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(name, capacity)
-        self._evict, self._clock, self._free_bytes = evict, clock, free_bytes
+        self._evict, self._clock = evict, clock
         self.device, has_gpu = torch.device(device), torch.cuda.is_available()
         # Without an index it depends on the thread.
         if self.device.type == "cuda" and self.device.index is None and has_gpu:
@@ -78,7 +75,6 @@ class MemoryTier(Tier):
         if self.device.type == "cuda" and has_gpu:
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._slots: dict[ChunkKey, _Slot] = {}  # least recently used first
-        self._pinned: set[ChunkKey] = set()
         self._lock, self._nbytes = Lock(), 0
 
     @property
@@ -114,6 +110,7 @@ class MemoryTier(Tier):
         """
         nbytes = sum(aligned(blob.numel()) if self.copies else blob.numel() for blob in blobs)
         nbytes = self.occupied(nbytes)
+        old = self._slots.get(key)
         if not self._reserve(key, nbytes):
             self.counts.add("refused")
             return False
@@ -132,7 +129,7 @@ class MemoryTier(Tier):
             return False
         with self._lock:
             self._drop(key)  # another thread may have written the same KV meanwhile
-            pinned = key in self._pinned
+            pinned = old is not None and old.entry.pinned
             entry = Entry(
                 key, self.name, meta.n_tokens, meta.n_layers, meta.sizes, self._clock(), 0, pinned
             )
@@ -142,17 +139,13 @@ class MemoryTier(Tier):
     def delete(self, keys: Iterable[ChunkKey]) -> int:
         """Delete entries and return how many there were."""
         with self._lock:
-            doomed = set(keys)
-            self._pinned -= doomed
-            return sum(self._drop(key) for key in doomed)
+            return sum(map(self._drop, set(keys)))
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
         """Protect entries from eviction, or stop protecting them."""
         with self._lock:
-            known = {key for key in keys if key in self._slots}
-            self._pinned = self._pinned | known if pinned else self._pinned - known
-            for key in known:
-                self._slots[key].entry = replace(self._slots[key].entry, pinned=pinned)
+            for slot in filter(None, map(self._slots.get, keys)):
+                slot.entry = replace(slot.entry, pinned=pinned)
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
         """Set the last use of these entries to now, without counting a hit."""
@@ -191,23 +184,16 @@ class MemoryTier(Tier):
         with self._lock:
             old = self._slots.get(key)
             free = self.capacity - self._nbytes + (old.nbytes if old else 0)
-            doomed = self._doomed(key, nbytes - free) if nbytes <= self.capacity else None
-            if doomed is None:
+            others = (slot.entry for other, slot in self._slots.items() if other != key)
+            doomed = victims(
+                self._evict, others, nbytes - free, lambda entry: self._slots[entry.key].nbytes
+            )
+            if nbytes > self.capacity or doomed is None:
                 return False
             self._drop(key)
             self.counts.add("evicted", sum(self._drop(victim) for victim in doomed))
             self._nbytes += nbytes
             return True
-
-    def _doomed(self, key: ChunkKey, excess: int) -> Sequence[ChunkKey] | None:
-        for wanted in dict.fromkeys((excess + self._free_bytes, excess)):
-            others = (slot.entry for other, slot in self._slots.items() if other != key)
-            doomed = victims(
-                self._evict, others, wanted, lambda entry: self._slots[entry.key].nbytes
-            )
-            if doomed is not None:
-                return doomed
-        return None
 
     def _drop(self, key: ChunkKey) -> bool:
         slot = self._slots.pop(key, None)

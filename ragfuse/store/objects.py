@@ -11,7 +11,7 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -25,7 +25,7 @@ from fsspec.utils import get_protocol
 
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import Evictor
-from ragfuse.settings import Settings, SharedWith
+from ragfuse.settings import Settings
 from ragfuse.store.access import make_root, open_file
 from ragfuse.store.blobs import BlobTier
 from ragfuse.store.tier import EntryMeta
@@ -37,7 +37,7 @@ _SUFFIX, _TEMPORARY = ".kv", ".tmp"
 _SLOWEST_NBYTES_PER_S = 1e6
 _OPENING_S = 5.0  # finding credentials may take a request to the machine's metadata service
 _LISTING_S = 600.0
-_ABANDONED_S = 3600.0
+_ABANDONED_S = 3600.0  # after which a file belongs to a writer that was killed
 _MODIFIED = ("LastModified", "last_modified", "mtime", "updated", "created")
 
 
@@ -51,7 +51,6 @@ class ObjectTier(BlobTier):
         timeout_s: Seconds that a request may take; one second more per megabyte of data.
         name: Name of the tier.
         cool_down_s: Seconds without a request after the store did not answer.
-        shared_with: Who else may use the folder of a file:// URL.
 
     Raises:
         StoreError: The URL cannot be used.
@@ -64,7 +63,6 @@ class ObjectTier(BlobTier):
         timeout_s: float = 2.0,
         name: str = "objects",
         cool_down_s: float = 10.0,
-        shared_with: SharedWith = "nobody",
     ) -> None:
         super().__init__(name, shown(url), cool_down_s)
         self._url, self._timeout_s = shown(url), timeout_s
@@ -72,7 +70,10 @@ class ObjectTier(BlobTier):
             self._fs, self._root, self._is_store = _file_system(url, timeout_s)
             self._is_local = isinstance(getattr(self._fs, "sync_fs", None), LocalFileSystem)
             if self._is_local:
-                make_root(Path(self._root), shared_with)
+                make_root(Path(self._root))
+                for path in Path(self._root).glob(f"*{_TEMPORARY}"):
+                    if time.time() - path.stat().st_mtime > _ABANDONED_S:
+                        path.unlink(missing_ok=True)
         except (ImportError, ValueError, OSError) as error:
             raise self._refused(error) from error
         self._ask("be opened", self._check, None)
@@ -82,15 +83,7 @@ class ObjectTier(BlobTier):
         """Open the tier at a URL with the settings' timeout; the bucket's lifecycle rules say what
         is evicted.
         """
-        return cls(
-            url, timeout_s=settings.tier_timeout_s, name=name, shared_with=settings.shared_with
-        )
-
-    def tidy(self) -> None:
-        """Delete what interrupted writes left an hour ago or more, on file systems that write by
-        renaming.
-        """
-        self._ask("be tidied", self._tidy, None)
+        return cls(url, timeout_s=settings.tier_timeout_s, name=name)
 
     # inside
 
@@ -179,30 +172,18 @@ class ObjectTier(BlobTier):
             return False
         return True
 
-    def _objects(self) -> Iterator[tuple[str, int, float]]:
-        """Yield the name, bytes and time of the last write of everything in the folder."""
-        try:
-            found = self._call(self._fs._ls(self._root, detail=True), extra_s=_LISTING_S)
-        except FileNotFoundError:
-            return
-        for info in found:
-            when = next((info[name] for name in _MODIFIED if info.get(name)), time.time())
-            when_s = when.timestamp() if isinstance(when, datetime) else float(when)
-            yield os.path.basename(info["name"]), int(info["size"] or 0), when_s
-
     def _used(self) -> Mapping[str, float]:
-        return {
-            name.removesuffix(_SUFFIX): when
-            for name, _, when in self._objects()
-            if name.endswith(_SUFFIX)
-        }
-
-    def _tidy(self) -> None:
-        old = time.time() - _ABANDONED_S
-        for name, nbytes, when in self._objects():
-            if name.endswith(_TEMPORARY) and when < old:
-                self._call(self._fs._rm_file(f"{self._root}/{name}"))
-                self._freed(nbytes)
+        """Return when each object was last written."""
+        used = dict[str, float]()
+        with suppress(FileNotFoundError):
+            for info in self._call(self._fs._ls(self._root, detail=True), extra_s=_LISTING_S):
+                name = os.path.basename(info["name"])
+                when = next((info[name] for name in _MODIFIED if info.get(name)), time.time())
+                if name.endswith(_SUFFIX):
+                    used[name.removesuffix(_SUFFIX)] = (
+                        when.timestamp() if isinstance(when, datetime) else float(when)
+                    )
+        return used
 
 
 def _file_system(url: str, timeout_s: float) -> tuple[Any, str, bool]:

@@ -106,31 +106,23 @@ class RadixTree:
             The keys of `parts` that the tree now refers to for some of these tokens because it had
             no entry for them.
         """
-        ids, inserted = _array(token_ids), set[ChunkKey]()
-        end = parts[-1].hi if parts else 0
-        node, at, which = self._root, 0, 0
-        while at < end:
-            while parts[which].hi <= at:
-                which += 1
-            part = parts[which]
-            child = node.children.get(int(ids[at]))
-            if child is None:
-                rows = part.cut(at, part.hi)
-                child = _Node(ids[rows.lo : rows.hi].copy(), rows.key, rows.row, rows.origin)
-                node.children[int(ids[at])] = child
-                self.n_nodes += 1
-                inserted.add(rows.key)
-            count = _n_common(child.tokens, ids[at:end])
-            if child.key is None:
-                count = min(count, part.hi - at)
-            if count < len(child.tokens):
-                child.split(count)
-                self.n_nodes += 1
-            if child.key is None:
-                rows = part.cut(at, at + count)
-                child.key, child.row, child.origin = rows.key, rows.row, rows.origin
-                inserted.add(rows.key)
-            node, at = child, at + count
+        ids, inserted, node = _array(token_ids), set[ChunkKey](), self._root
+        for part in parts:
+            at = part.lo
+            while at < part.hi:
+                child = node.children.get(int(ids[at]))
+                if child is None:
+                    child = node.children[int(ids[at])] = _Node(ids[at : part.hi].copy())
+                    self.n_nodes += 1
+                count = _n_common(child.tokens, ids[at : part.hi])
+                if count < len(child.tokens):
+                    child.split(count)
+                    self.n_nodes += 1
+                if child.key is None:
+                    child.key, child.origin = part.key, part.origin
+                    child.row = part.row + at - part.lo
+                    inserted.add(part.key)
+                node, at = child, at + count
         return inserted
 
     def discard(self, keys: Collection[ChunkKey]) -> None:

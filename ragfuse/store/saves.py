@@ -8,10 +8,12 @@ cancels its saves.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, as_completed
+from contextlib import suppress
 from functools import partial
-from threading import Condition, Lock
+from threading import Lock
+from weakref import WeakSet
 
 from cachetools import LRUCache
 from torch import Tensor
@@ -48,26 +50,26 @@ class Save:
         meta: The description of the entry as it was given.
         barred: Names of tiers that must not get or keep it, as the chunk was deleted there since
             the save began.
-        waiting: Names of tiers that it is queued for, and "" while it begins.
-        stored: Names of tiers that have it.
     """
 
     def __init__(
         self, levels: TierLevels, key: ChunkKey, whole: Whole, wanted: Mapping[str, Sequence[str]]
     ) -> None:
-        self.key, self.meta = key, whole[0]
-        self.barred, self.waiting, self.stored = set[str](), {""}, set[str]()
+        self.key, self.meta, self.barred = key, whole[0], set[str]()
         self._levels, self._whole, self._wanted = levels, whole, wanted
         self._lock, self._made = Lock(), dict[tuple[str, ...], Whole]()
 
-    def is_ready(self, tier: str) -> bool:
-        """Return whether a tier can get the entry without encoding anything."""
-        return RAW.name not in self.meta.levels or set(self._wanted.get(tier, ())) <= set(
-            self.meta.levels
-        )
+    def write(self, tier: Tier) -> bool:
+        """Write it to a tier unless the chunk was deleted there, and delete it again if that
+        happened meanwhile; return whether it is there.
+        """
+        if tier.name in self.barred or not tier.put(self.key, *self._at_levels_of(tier.name)):
+            return False
+        if tier.name in self.barred:
+            tier.delete([self.key])
+        return tier.name not in self.barred
 
-    def at_levels_of(self, tier: str) -> Whole:
-        """Return the entry at the levels of a tier."""
+    def _at_levels_of(self, tier: str) -> Whole:
         wanted = tuple(self._wanted.get(tier, self.meta.levels))
         with self._lock:
             if wanted not in self._made:
@@ -79,8 +81,7 @@ class Saves:
     """All saves that are under way. Threads may share it; no lock is held while a tier reads or
     writes.
 
-    A chunk that was read whole is saved to the faster tiers. A pinned chunk is pinned wherever it
-    is saved to.
+    A chunk that was read whole is saved to the faster tiers.
 
     Args:
         tiers: The store's tiers.
@@ -89,15 +90,14 @@ class Saves:
 
     Attributes:
         epoch: A number that changes with every `cancel`.
+        dropped: Saves that were dropped or that failed.
     """
 
     def __init__(self, tiers: Sequence[Tier], limit: int, levels: TierLevels) -> None:
-        self.epoch = 0
-        self._tiers, self._levels, self._closed = tuple(tiers), levels, False
+        self.epoch = self.dropped = 0
+        self._tiers, self._levels, self._lock = tuple(tiers), levels, Lock()
         self._writers = {tier.name: BackgroundJobs(f"writer-{tier.name}", limit) for tier in tiers}
-        self._changed = Condition()
-        self._under_way: set[Save] = set()
-        self._pins: set[ChunkKey] = set()
+        self._under_way = WeakSet[Save]()  # one is held by those who write it, and by its jobs
         limit_nbytes = max(
             (tier.capacity // 4 for tier in tiers if not tier.slow), default=_PARTIAL_NBYTES
         )
@@ -107,73 +107,43 @@ class Saves:
         self._reported: LRUCache[ChunkKey, float] = LRUCache(_REMEMBERED)
         close_at_exit(self)
 
-    @property
-    def dropped(self) -> int:
-        """Saves that were dropped or that failed."""
-        return sum(writer.dropped for writer in self._writers.values())
-
     def under_way(self) -> set[ChunkKey]:
         """Return the keys of chunks that are being saved or were read in part."""
-        with self._changed:
+        with self._lock:
             return {save.key for save in self._under_way} | set(self._partials)
 
-    def submit(self, tier: Tier, job: Callable[[], object]) -> bool:
-        """Queue housekeeping after a tier's saves; return False if the queue is full, which does
+    def submit(self, tier: Tier, job: Callable[[], object]) -> None:
+        """Queue housekeeping after a tier's saves; it is dropped if the queue is full, which does
         no harm.
         """
-        return self._writers[tier.name].submit(job, counts=False)
+        self._writers[tier.name].submit(job)
 
-    @contextmanager
-    def begin(
-        self, key: ChunkKey, whole: Whole, wanted: Mapping[str, Sequence[str]]
-    ) -> Iterator[Save]:
-        """Begin a save (`Save`). It can be cancelled until the block and all that it has queued are
-        done.
-        """
+    def begin(self, key: ChunkKey, whole: Whole, wanted: Mapping[str, Sequence[str]]) -> Save:
+        """Begin a save (`Save`), which a `cancel` reaches until all that it has queued is done."""
         save = Save(self._levels, key, whole, wanted)
-        with self._changed:
+        with self._lock:
             self._under_way.add(save)
-        try:
-            yield save
-        finally:
-            self._end(save, "")
+        return save
 
-    def write(
-        self,
-        save: Save,
-        now: Sequence[Tier] = (),
-        later: Sequence[Tier] = (),
-        *,
-        wait: bool = False,
-        pace_s: float = 0.0,
-    ) -> bool:
-        """Write to some tiers on this thread, and to others in the background, each on its own
-        thread.
+    def queue(self, save: Save, tiers: Iterable[Tier], wait_s: float | None = 0.0) -> bool:
+        """Write to some tiers in the background, each on its own thread.
 
         Args:
             save: What to write.
-            now: The tiers to write to on this thread.
-            later: The tiers to write to in the background.
-            wait: Whether to wait until all of them are written.
-            pace_s: Without `wait`, seconds to wait at most until one of them has it or all have
-                refused it.
+            tiers: The tiers.
+            wait_s: None: wait until all of them are done; else seconds to wait at most until one of
+                them has it.
 
         Returns:
             Whether one of these tiers has it or has it queued.
         """
-        for tier in later:
-            self._queue(save, tier, is_awaited=wait)
-        for tier in now:
-            self._write(save, tier)
-        names, queued = {tier.name for tier in (*now, *later)}, {tier.name for tier in later}
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._closed or not save.waiting & queued or (not wait and save.stored & queued)
-                ),
-                None if wait else pace_s,
-            )
-            return bool((save.waiting | (save.stored - save.barred)) & names)
+        queued = [self._queued(save, tier, is_awaited=wait_s is None) for tier in tiers]
+        awaited = [each for each in queued if each is not None]
+        with suppress(TimeoutError):
+            for each in as_completed(awaited, wait_s):
+                if each.result() and wait_s is not None:
+                    break
+        return any(not each.done() or each.result() for each in awaited)
 
     def warm(self, read: EncodedLayers, epoch: int) -> None:
         """Collect layers that were just read. Once all layers of a chunk were read, save it to the
@@ -190,15 +160,19 @@ class Saves:
         whole = self._collected(read, epoch) if faster else None
         if whole is None:
             return
-        wanted = {tier.name: self._levels.of(tier.name) for tier in faster}
-        with self.begin(read.key, (read.meta, whole), wanted) as save:
-            lacking = [tier for tier in faster if self._lacks(tier, save)]
-            quick = [
-                tier
-                for tier in lacking
-                if not (tier.slow or tier.copies) and save.is_ready(tier.name)
-            ]
-            self.write(save, quick, [tier for tier in lacking if tier not in quick])
+        has_raw = RAW.name in read.meta.levels
+        save = self.begin(
+            read.key, (read.meta, whole), {tier.name: self._levels.of(tier.name) for tier in faster}
+        )
+        for tier in faster:
+            levels = self._levels.of(tier.name) if has_raw else read.meta.levels
+            there = tier.stat([read.key]).get(read.key)
+            if there is not None and loss_of(there.sizes) <= loss_of(levels):
+                continue
+            if tier.slow or tier.copies or not set(levels) <= set(read.meta.levels):
+                self.queue(save, [tier])
+            else:
+                save.write(tier)
 
     def used(self, key: ChunkKey, source: Tier, now: float, every_s: float) -> None:
         """Report a use to the tiers that were not read, in the background, unless one was reported
@@ -207,7 +181,7 @@ class Saves:
         Without these reports, a chunk that is always read from memory would look unused in the
         others.
         """
-        with self._changed:
+        with self._lock:
             if 0 <= now - self._reported.get(key, -every_s) < every_s:
                 return
             self._reported[key] = now
@@ -216,26 +190,14 @@ class Saves:
                 self.submit(tier, partial(tier.touch, [key]))
 
     def cancel(self, keys: Collection[ChunkKey], tier: str | None = None) -> None:
-        """Cancel the saves of some chunks, into all tiers or into one.
-
-        If it is for all tiers, their pins are forgotten, too.
-        """
-        with self._changed:
+        """Cancel the saves of some chunks, into all tiers or into one."""
+        with self._lock:
             self.epoch += 1
             for save in self._under_way:
                 if save.key in keys:
                     save.barred.update(self._writers if tier is None else [tier])
             for key in keys:
                 self._partials.pop(key, None)
-            if tier is None:
-                self._pins.difference_update(keys)
-
-    def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
-        """Set whether these chunks are protected from eviction in tiers that they are saved to from
-        now on.
-        """
-        with self._changed:
-            (self._pins.update if pinned else self._pins.difference_update)(keys)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all saves queued before now are done; return False if `timeout_s`, for all
@@ -246,15 +208,12 @@ class Saves:
         return all(done)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Finish the queued saves, or as many as fit in `timeout_s` seconds, and wake all threads
-        that wait for one.
+        """Finish the queued saves, or as many as fit in `timeout_s` seconds; nobody waits for the
+        others any more.
         """
         remaining_s = countdown(timeout_s)
         for writer in self._writers.values():
             writer.close(remaining_s())
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
 
     # inside
 
@@ -263,7 +222,7 @@ class Saves:
         0.
         """
         key, meta = read.key, read.meta
-        with self._changed:
+        with self._lock:
             known, parts = self._partials.get(key) or (meta, {})
             if epoch != self.epoch or known != meta or (not parts and read.first != 0):
                 return None  # deleted or rewritten meanwhile, or read at another level
@@ -275,50 +234,23 @@ class Saves:
                 self._partials[key] = meta, parts
             return None
 
-    def _lacks(self, tier: Tier, save: Save) -> bool:
-        """Return whether a tier does not have a chunk, or only a lossier copy than it would get
-        now.
-        """
-        there = tier.stat([save.key]).get(save.key)
-        levels = self._levels.of(tier.name) if RAW.name in save.meta.levels else save.meta.levels
-        return there is None or loss_of(there.sizes) > loss_of(levels)
-
-    def _queue(self, save: Save, tier: Tier, *, is_awaited: bool) -> None:
-        def job() -> None:
-            try:
-                self._write(save, tier)
-            finally:
-                self._end(save, tier.name)
-
-        with self._changed:
-            save.waiting.add(tier.name)
-        if self._writers[tier.name].submit(job, is_awaited=is_awaited):
-            return
-        if is_awaited:  # the process ends: the caller, who waits for this save, makes it
-            job()
-        else:
-            self._end(save, tier.name)
+    def _queued(self, save: Save, tier: Tier, *, is_awaited: bool) -> Future[bool] | None:
+        queued = self._writers[tier.name].submit(partial(save.write, tier), is_awaited=is_awaited)
+        if queued is None and is_awaited:  # the process ends: the caller, who waits, makes it
+            queued = Future()
+            queued.set_result(save.write(tier))
+        elif queued is None:
             message = (
                 "Too many chunks wait to be saved to tier %s (setting writer_queue), so this one is"
                 " not saved: %s"
             )
             log.warning(message, tier.name, save.key)
+            self._count()
+        else:
+            queued.add_done_callback(self._count)
+        return queued
 
-    def _write(self, save: Save, tier: Tier) -> None:
-        """Write unless the chunk was deleted; delete it again if that happened meanwhile."""
-        if tier.name in save.barred or not tier.put(save.key, *save.at_levels_of(tier.name)):
-            return
-        if save.key in self._pins:
-            tier.pin([save.key], True)
-        with self._changed:
-            save.stored.add(tier.name)
-            is_barred = tier.name in save.barred
-        if is_barred:
-            tier.delete([save.key])
-
-    def _end(self, save: Save, tier: str) -> None:
-        with self._changed:
-            save.waiting.discard(tier)
-            if not save.waiting:
-                self._under_way.discard(save)
-            self._changed.notify_all()
+    def _count(self, done: Future[bool] | None = None) -> None:
+        """Count a save that was dropped, at once or later, or failed."""
+        with self._lock:
+            self.dropped += done is None or done.result() is None

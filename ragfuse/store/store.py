@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 
 from ragfuse.codec import RAW
@@ -26,26 +25,6 @@ from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import ChunkKV, Entry, LayerKV
 
 log = logging.getLogger("ragfuse.store")
-
-
-@dataclass(frozen=True)
-class StoreStats:
-    """Counters since the store was opened, and the current size and capacity of each tier in bytes.
-
-    Args:
-        corrupt: Entries that were dropped because they could not be read.
-        evicted: Entries that were dropped to make room.
-        dropped_writes: Writes that were skipped: the queue was full, no room could be made, or the
-            medium failed.
-        nbytes: Bytes stored now, by tier name.
-        capacity: Bytes that fit, by tier name.
-    """
-
-    corrupt: int
-    evicted: int
-    dropped_writes: int
-    nbytes: Mapping[str, int]
-    capacity: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -130,30 +109,6 @@ class KVStore:
                 found.update(self._fresh(tier, self.levels.readable(tier.stat(missing))))
         return {key: found[key] for key in wanted if key in found}
 
-    def copies(self, found: Mapping[ChunkKey, Entry]) -> dict[ChunkKey, list[Entry]]:
-        """Find copies of these entries in slower tiers that may be less lossy or faster to load.
-
-        Makes at most one query per tier, and none where no copy can be better, as when all tiers
-        are written raw.
-
-        Args:
-            found: Entries as `lookup` returned them.
-
-        Returns:
-            By key, its other copies, in the order of the tiers; keys without one are left out.
-        """
-        copies: dict[ChunkKey, list[Entry]] = {}
-        for at, tier in enumerate(() if self._closed else self.tiers):
-            before = {each.name for each in self.tiers[:at]}
-            wanted = [
-                key
-                for key, entry in found.items()
-                if entry.tier in before and self._may_gain(entry, tier)
-            ]
-            for key, entry in self.levels.readable(tier.stat(wanted)).items() if wanted else ():
-                copies.setdefault(key, []).append(entry)
-        return copies
-
     def read_layers(
         self,
         key: ChunkKey,
@@ -228,23 +183,20 @@ class KVStore:
         listed = (entry for tier in self.tiers for entry in tier.list())
         return [entry for entry in listed if entry.key.model != OWNER]
 
-    def stats(self) -> StoreStats:
-        """Return the counters since opening and the current sizes."""
+    @property
+    def dropped_writes(self) -> int:
+        """Writes that were skipped since the store was opened: the queue was full, no room could be
+        made, or the medium failed.
+        """
         refused = sum(tier.counts["refused"] + tier.counts["failed"] for tier in self.tiers)
-        return StoreStats(
-            corrupt=sum(tier.counts["corrupt"] for tier in self.tiers),
-            evicted=sum(tier.counts["evicted"] for tier in self.tiers),
-            dropped_writes=self._saves.dropped + refused,
-            nbytes={tier.name: tier.nbytes for tier in self.tiers},
-            capacity={tier.name: tier.capacity for tier in self.tiers},
-        )
+        return self._saves.dropped + refused
 
     def is_persistent(self, key: ChunkKey) -> bool:
         """Return whether a chunk is as persistent as it can be now.
 
         That is: a slow tier has it, it is being saved, or there is no slow tier that answers.
         """
-        slow = [tier for tier in self.tiers if tier.slow and not tier.is_out]
+        slow = [tier for tier in self.tiers if tier.slow and tier.answers]
         return (
             not slow
             or key in self._saves.under_way()
@@ -297,18 +249,17 @@ class KVStore:
         if self._closed or not tiers:
             return False
         blobs = RAW.encode_all(kv.layers)
-        quick, slow = (
-            [each for each in tiers if not each.slow],
-            [each for each in tiers if each.slow],
-        )
+        quick = [each for each in tiers if not each.slow]
+        slow = [each for each in tiers if each.slow]
         targets = [each for each in slow if each.name == slow_tier] or slow
         wanted = {each.name: self.levels.of(each.name) for each in tiers} | dict(levels or {})
         raw = EntryMeta.of(kv, RAW.name, blobs), blobs
-        with self._saves.begin(key, raw, wanted) as save:
-            write = partial(self._saves.write, save, wait=wait, pace_s=pace_s)
-            is_fast_stored = write(quick)
-            others = [each for each in slow if each not in targets]
-            return write(later=targets) or write(later=others) or is_fast_stored
+        save = self._saves.begin(key, raw, wanted)
+        is_stored = sum(save.write(each) for each in quick) > 0
+        others = [each for each in slow if each not in targets]
+        wait_s = None if wait else pace_s
+        queue = self._saves.queue
+        return queue(save, targets, wait_s) or queue(save, others, wait_s) or is_stored
 
     def forget(self, keys: Iterable[ChunkKey], tier: str | None = None) -> Forgotten:
         """Delete chunks, pinned or not, from all tiers, or from the one named `tier`, and cancel
@@ -351,12 +302,11 @@ class KVStore:
         return self.forget(key for key in self.all_keys() if model in (None, key.model))
 
     def pin(self, keys: Collection[ChunkKey], pinned: bool = True) -> None:
-        """Protect chunks from eviction in every tier that has them or gets them later, or allow
-        them to be evicted again.
+        """Protect chunks from eviction in every tier that has them, or allow them to be evicted
+        again.
 
         On disk a pin outlives the process: it holds until the chunk is unpinned or deleted.
         """
-        self._saves.pin(keys, pinned)
         for tier in self.tiers:
             tier.pin(keys, pinned)
 
@@ -396,10 +346,6 @@ class KVStore:
             self._saves.used(found.key, found.tier, self._clock(), self.report_every_s)
         if found.is_best:
             self._saves.warm(found, epoch)
-
-    def _may_gain(self, entry: Entry, tier: Tier) -> bool:
-        is_finer = loss_of(self.levels.of(tier.name)) < loss_of(entry.sizes)
-        return is_finer or (self.levels.is_mixed and self.tier(entry.tier).slow)
 
     def _fresh(self, tier: Tier, entries: dict[ChunkKey, Entry]) -> dict[ChunkKey, Entry]:
         """Return the entries that have not expired; delete the others in the background, so that no

@@ -191,8 +191,7 @@ class Tier(ABC):
         copies: Whether a write copies the tensors though it is fast; otherwise a fast tier shares
             them.
         counts: Counters: `corrupt` (entries dropped because they could not be read), `evicted`,
-            `refused` (writes for which no room could be made), `failed` (errors of the medium),
-            `leftovers` (what no entry needed and was removed) and `freed` (the bytes of these).
+            `refused` (writes for which no room could be made) and `failed` (errors of the medium).
     """
 
     slow = True
@@ -249,15 +248,10 @@ class Tier(ABC):
 
     @property
     def answers(self) -> bool:
-        """Whether the medium answers now. If it does not, no entries are found, but there may be
-        some.
+        """Whether the medium answered when it was last asked. Else it is left out for a while: no
+        entries are found, but there may be some.
         """
         return True
-
-    @property
-    def is_out(self) -> bool:
-        """Whether it is left out for now, because its medium failed a moment ago."""
-        return False
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
         """Protect entries from eviction (but not from `delete`), or stop protecting them."""
@@ -273,13 +267,6 @@ class Tier(ABC):
     def occupied(self, nbytes: int) -> int:
         """Return the bytes that an entry of `nbytes` occupies."""
         return nbytes
-
-    def tidy(self) -> None:
-        """Remove what no entry needs, such as files of interrupted writes, and count it."""
-
-    def _freed(self, nbytes: int) -> None:
-        self.counts.add("leftovers")
-        self.counts.add("freed", nbytes)
 
     def close(self) -> None:
         """Release what is open; afterwards every lookup is a miss. Closing twice does nothing."""

@@ -98,7 +98,7 @@ def test_without_the_tables_it_is_a_miss_that_says_so_and_nothing_is_dropped(tin
         assert plan.fetches == ()
         assert "no codec tables for level cg2" in in_words(plan)
         assert disk.nbytes == before > 0
-        assert engine.store.stats().corrupt == 0
+        assert disk.counts["corrupt"] == 0
 
 
 def test_a_tier_whose_level_is_chosen_is_raw_until_this_machine_was_measured(tiny_settings):

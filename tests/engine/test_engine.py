@@ -291,7 +291,8 @@ def test_a_with_block_that_fails_drops_waiting_saves(tiny_settings):
 
     with pytest.raises(ZeroDivisionError):
         ask_and_fail()
-    assert engine.runtime.jobs.dropped >= 5  # six chunks, one of which may have begun
+    with Engine(tiny_settings) as again:  # of six chunks, one may have begun
+        assert sum(each.key.encoded == "filler" for each in again.store.entries()) <= 1
 
 
 def test_a_chunk_that_several_prompts_miss_is_encoded_once(engine):
@@ -300,7 +301,7 @@ def test_a_chunk_that_several_prompts_miss_is_encoded_once(engine):
             engine.answer(messages())
         assert len(engine.runtime.jobs) <= 7 < MAX_WAITING_JOBS
     engine.flush()
-    assert engine.store.stats().dropped_writes == 0
+    assert engine.store.dropped_writes == 0
     assert len({entry.key for entry in engine.store.entries()}) == 6
 
 

@@ -39,16 +39,16 @@ def filled(tier):
     return tier
 
 
-def on_disk(root, **options):
-    return filled(DiskTier(root, 1 << 20, lru, **options))
+def on_disk(root):
+    return filled(DiskTier(root, 1 << 20, lru))
 
 
-def behind_a_url(root, **options):
-    return filled(ObjectTier(root.as_uri(), **options))
+def behind_a_url(root):
+    return filled(ObjectTier(root.as_uri()))
 
 
-def a_book(root, **options):
-    book = CatalogFile(root, **options)
+def a_book(root):
+    book = CatalogFile(root)
     book.put("name", {"a": 1})
     return book
 
@@ -64,9 +64,9 @@ def test_what_is_written_is_for_this_user_alone_whatever_the_umask(tmp_path, uma
 
 @pytest.mark.parametrize("make", PLACES, ids=lambda make: make.__name__)
 def test_what_is_shared_is_for_the_group_whatever_the_umask(tmp_path, umask, make):
-    with closing(make(tmp_path / "place", shared_with="group")):
-        assert modes(tmp_path / "place") == ({0o2770}, {0o660})
-    with closing(make(tmp_path / "place")):  # who does not know of it goes on as the folder is
+    (tmp_path / "place").mkdir()
+    (tmp_path / "place").chmod(0o2770)
+    with closing(make(tmp_path / "place")):
         assert modes(tmp_path / "place") == ({0o2770}, {0o660})
 
 
@@ -85,7 +85,7 @@ def test_a_folder_that_lets_others_in_is_warned_about_once_and_its_files_are_for
         record.getMessage() for record in caplog.records if "chmod go=" in record.getMessage()
     ]
     assert f"{place} (mode {mode:04o})" in told
-    assert "RAGFUSE_SHARED_WITH=group" in told
+    assert f"chmod 2770 {place}" in told
     assert modes(place)[1] == {0o600}
     assert stat.S_IMODE(place.stat().st_mode) == mode, "it is the user's to change"
 

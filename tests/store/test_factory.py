@@ -64,21 +64,6 @@ def test_for_a_model_on_a_gpu_its_memory_comes_first(tmp_path):
         assert [tier.name for tier in store.tiers] == ["memory", "disk"]
 
 
-def test_a_share_of_memory_is_left_free_for_what_is_fetched_next(tmp_path):
-    with open_store(Settings(home=tmp_path, disk_bytes=0), lru) as store:
-        store.put(key("unit"), kv(), wait=True)
-        unit = store.tiers[0].nbytes
-    with open_store(
-        Settings(home=tmp_path, disk_bytes=0, memory_bytes=10 * unit, memory_free=0.3), lru
-    ) as store:
-        for name in range(20):
-            store.put(key(name), kv(), wait=True)
-            assert store.tiers[0].nbytes == min(name + 1, 7) * unit
-        store.pin([key(name) for name in range(13, 20)])
-        store.put(key("more"), kv(), wait=True)
-        assert store.tiers[0].nbytes == 8 * unit
-
-
 @pytest.mark.parametrize("second", ["{home}/store", "{home}/b/../store"])
 def test_two_tiers_at_one_place_are_refused(tmp_path, second):
     with pytest.raises(StoreError, match="Two tiers are at"):

@@ -130,5 +130,5 @@ def test_layers_of_other_tables_are_a_miss_and_left_alone_and_the_other_level_is
         assert store.read_layers(A, 0, 3) is None
         assert store.lookup([A]) == {}
         assert "tables aa wanted, bb found" in store.levels.why_not(A)
-        assert (levels_of(store), store.stats().corrupt) == ({"disk": ["int8"]}, 0)
+        assert (levels_of(store), store.tiers[0].counts["corrupt"]) == ({"disk": ["int8"]}, 0)
     assert caplog.text.count("cannot be decoded here at level int8") == 1

@@ -53,7 +53,6 @@ def test_other_files_in_the_folder_are_left_alone(tier, folder):
     (folder / "photos.kv").write_text("mine")
     assert tier.put(A, *encoded(kv()))
     assert [entry.key for entry in tier.list()] == [A]
-    tier.tidy()
     assert {path.name for path in folder.iterdir()} == {"notes.txt", "photos.kv", f"{A}.kv"}
 
 
@@ -74,12 +73,9 @@ def test_a_writer_that_is_killed_leaves_no_entry_and_its_rest_is_tidied_away_an_
     process.join()
     tier = opened(folder)
     assert (tier.stat([A]), first(tier), list(tier.list())) == ({}, None, [])
-    tier.tidy()
-    assert tier.counts["leftovers"] == 0
     (rest,) = folder.iterdir()
     os.utime(rest, (time.time() - 4000, time.time() - 4000))
-    tier.tidy()
-    assert tier.counts["leftovers"] == 1
+    opened(folder)
     assert list(folder.iterdir()) == []
 
 
@@ -126,7 +122,6 @@ def test_a_store_that_goes_down_is_left_out_and_used_again_later(caplog):
     server.stop()
     assert first(tier) is None
     assert not tier.put(B, *encoded(kv()))
-    assert tier.is_out
     assert not tier.answers
     assert sum(record.levelname == "WARNING" for record in caplog.records) == 1
 

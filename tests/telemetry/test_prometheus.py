@@ -140,6 +140,7 @@ def test_a_redis_that_goes_away_is_an_open_breaker_and_the_scrape_goes_on(
             found = scraped()
             assert found["ragfuse_tier_breaker_open", "redis"] == 0
             server.kill()
+            engine.store.lookup([key("elsewhere")])
             found = scraped()
             assert found["ragfuse_tier_breaker_open", "redis"] == 1
             assert found["ragfuse_tier_failures_total", "redis"] >= 0

@@ -53,7 +53,7 @@ def test_numbers_add_up_and_progress_sees_every_chunk(engine):
     assert seen[-1] == done
     assert done.tokens == sum(len(engine.tokens(text)) for text in CHUNKS)
     assert done.nbytes == done.tokens * engine.model.nbytes_per_token
-    assert done.nbytes == engine.store.stats().nbytes["memory"]
+    assert done.nbytes == engine.store.tier("memory").nbytes
 
 
 def test_without_other_text_a_chunk_is_encoded_alone(tiny_settings):
@@ -82,7 +82,7 @@ def test_a_store_without_room_keeps_nothing_and_says_so(tiny_settings):
         tiny_settings.model_copy(update={"memory_bytes": 1000, "disk_bytes": 1000})
     ) as engine:
         assert engine.ingest(SOURCED).encoded == 0
-        assert engine.store.stats().dropped_writes == 12
+        assert engine.store.dropped_writes == 12
 
 
 def test_another_salt_has_its_own_entries_and_texts(tiny_settings, engine):
