@@ -310,13 +310,6 @@ class Settings(BaseSettings):
             " its last chunks until prompt and answer fit."
         ),
     )
-    history_chunks: bool = Field(
-        default=True,
-        description=(
-            "Whether later prompts of a session contain the chunks that were retrieved for earlier"
-            " turns."
-        ),
-    )
     history_buffer_bytes: int = Field(
         default=1 << 30,
         ge=0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-from ragfuse.engine.background import jobs_after
+from ragfuse.engine.remember import missed
 from ragfuse.engine.request import PreparedPrompt
 from ragfuse.plan.explanation import segment_traces
 from ragfuse.schemas.bind import SchemaUse
@@ -23,7 +23,7 @@ def trace_of(ready: PreparedPrompt, first_s: float | None) -> Trace:
     request, plan, prefill, now_s = ready.request, ready.plan, ready.prefill, time.perf_counter()
     began_s, prompt, forecast = request.began_s, plan.prompt, plan.forecast
     rows = tuple(prefill.chosen.tolist())
-    segments = segment_traces(plan, rows)
+    segments = tuple(segment_traces(plan, rows))
     if prefill.n_before:
         known = SegmentTrace(
             "",
@@ -36,8 +36,10 @@ def trace_of(ready: PreparedPrompt, first_s: float | None) -> Trace:
             exact=True,
             encoded="alone",
         )
-        later = (each for each in segments if each.start + each.n_tokens > prefill.n_before)
-        segments = [known, *later]
+        segments = (
+            known,
+            *(each for each in segments if each.start + each.n_tokens > prefill.n_before),
+        )
     hits = Counter[str]()
     for each in segments:
         hits[each.kind] += each.n_tokens if each.hit else 0
@@ -63,7 +65,7 @@ def trace_of(ready: PreparedPrompt, first_s: float | None) -> Trace:
         deadline_s=request.ask.deadline_s,
         total_s=now_s - began_s,
         fallback_reason=plan.fallback_reason,
-        segments=tuple(segments),
+        segments=segments,
         recomputed_rows=rows,
         predicted_ttft_s=forecast.ttft_s if forecast is not None else None,
         predicted_load_s=forecast.load_s if forecast is not None else None,
@@ -76,5 +78,5 @@ def trace_of(ready: PreparedPrompt, first_s: float | None) -> Trace:
         modules=tuple(path for path, key in modules if key in read),
         tokens_prefix=hits["prefix"],
         tokens_chunks=hits["chunk"] - recomputed,
-        tokens_to_encode=sum(len(job.tokens) for job in jobs_after(plan)),
+        tokens_to_encode=sum(len(each.tokens) for each in missed(plan)),
     )
