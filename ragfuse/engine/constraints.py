@@ -64,9 +64,9 @@ class ConstraintCompiler:
             ):
                 calls = self._prompts.calls
                 tags = () if thoughts is None else (thoughts.open, thoughts.close)
-                schemas = {name: held_schema(each)[0] for name, each in request.schemas.items()}
+                schemas = {name: held_schema(each) for name, each in request.schemas.items()}
                 several = ask.parallel_tool_calls and ask.tool_choice not in schemas
-                either = "" if form is None else held_schema(form.source)[0]
+                either = "" if form is None else held_schema(form.source)
                 form = Grammar.lark(
                     calls.rules(
                         schemas, grammars.literal, not request.must_call, several, tags, either
