@@ -238,8 +238,7 @@ def tiers() -> Picture:
     p.words(
         180,
         y + 8,
-        "into memory at once; then to the cheapest slow tier whose loading hides, once this machine"
-        " was measured",
+        "into memory at once; to every slow tier in the background",
         12,
         "soft",
     )

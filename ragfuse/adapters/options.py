@@ -24,7 +24,6 @@ PLAIN = (
     "deadline_s",
     "overflow",
     "parallel_tool_calls",
-    "continue_final_message",
 )
 """Options that an `Ask` takes as they are."""
 CALL_OPTIONS = (

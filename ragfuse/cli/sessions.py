@@ -87,23 +87,3 @@ def rm(
     for tier in deleted.silent:
         say(console, f"Tier {tier} does not answer: KV of these sessions may stay there.")
     return {"sessions": deleted.sessions, "entries": deleted.entries, "nbytes": deleted.nbytes}
-
-
-@sessions.command("truncate")
-@screen("store")
-def truncate(
-    console: Console,
-    settings: Settings,
-    name: Name,
-    tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens to keep: its first RAGFUSE_SINKS and its last.")
-    ],
-) -> dict[str, Any]:
-    """Shorten the history that the next prompt of a session includes. Nothing is recomputed, and no
-    KV changes.
-    """
-    with open_kv(settings, console) as kept:
-        session = kept.sessions.truncate(name, tokens, settings.sinks)
-    remaining = session.n_tokens - session.dropped
-    say(console, f"The next prompt has {remaining:,} of {session.n_tokens:,} tokens.")
-    return {"tokens": session.n_tokens, "dropped": session.dropped}

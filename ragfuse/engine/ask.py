@@ -62,8 +62,7 @@ NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 def _variables(given: Mapping[str, Any]) -> Mapping[str, Any]:
     if reserved := RESERVED.intersection(given):
         raise ValueError(
-            f"found {sorted(reserved)}, which are not variables of a chat template. Leave them out;"
-            " how a prompt ends is set with continue_final_message, and its tools with tools"
+            f"found {sorted(reserved)}, which are not variables of a chat template. Leave them out"
         )
     return given
 
@@ -142,8 +141,6 @@ class Ask:
         documents: (text, source) of the documents retrieved for the question. Those in the prompt
             are encoded after the answer and known from then on, as after `Engine.know`.
         chat_template_kwargs: Variables of the chat template, such as {"enable_thinking": False}.
-        continue_final_message: Whether the last message is the beginning of the answer, which
-            continues it.
     """
 
     max_tokens: PositiveInt | Literal[-1] | None = None
@@ -173,7 +170,6 @@ class Ask:
         _mended("A variable of the chat template", NO_VARIABLES),
         AfterValidator(_variables),
     ] = field(default_factory=dict)
-    continue_final_message: bool = False
 
     @staticmethod
     def template_kwargs(*fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,10 +18,8 @@ from ragfuse.text.chat_template import ChatTemplate
 from ragfuse.types.grammar import Grammar
 from ragfuse.types.prompt import Prompt
 
-TAIL, LONG_TAIL = 32, 4096
-"""How many of a prompt's last tokens are searched for a tag that opens reasoning: usually, and
-where the answer continues a message.
-"""
+TAIL = 32
+"""How many of a prompt's last tokens are searched for a tag that opens reasoning."""
 
 
 class ConstraintCompiler:
@@ -55,10 +53,8 @@ class ConstraintCompiler:
         if request.is_chat and form is None and not request.must_call:
             thoughts = self.template.thoughts
         if thoughts is not None:
-            continues = ask.continue_final_message
-            last_ids = list(prompt.token_ids[-(LONG_TAIL if continues else TAIL) :])
-            end = str(model.tokenizer.decode(last_ids, skip_special_tokens=False))
-            is_thinking = thoughts.is_open(end, continues)
+            end = model.tokenizer.decode(list(prompt.token_ids[-TAIL:]), skip_special_tokens=False)
+            is_thinking = thoughts.is_open(str(end))
         calls, rules = None, list[GrammarProcessor]()
         if form is not None or request.tools:
             grammars = self._over(model, ends_of(model, ask.options))
@@ -68,9 +64,9 @@ class ConstraintCompiler:
             ):
                 calls = self._prompts.calls
                 tags = () if thoughts is None else (thoughts.open, thoughts.close)
-                schemas = {name: held_schema(each)[0] for name, each in request.schemas.items()}
+                schemas = {name: held_schema(each) for name, each in request.schemas.items()}
                 several = ask.parallel_tool_calls and ask.tool_choice not in schemas
-                either = "" if form is None else held_schema(form.source)[0]
+                either = "" if form is None else held_schema(form.source)
                 form = Grammar.lark(
                     calls.rules(
                         schemas, grammars.literal, not request.must_call, several, tags, either

@@ -6,19 +6,16 @@ Streaming, stopping and the final answer all use it, so that they agree.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from ragfuse.engine.options import ends_of
 from ragfuse.engine.request import Request
 from ragfuse.hf.handover import resolve_option, stop_strings_of
-from ragfuse.hf.held_schema import broken, held_schema
 from ragfuse.hf.stream import Detokenizer, StopFinder
 from ragfuse.text.chat_template import Thoughts
 from ragfuse.text.tool_calls import CallFormat, CallReader, stripped_end
-from ragfuse.types.answer import Answer, Ended, Thought, ToolCall, Trace
+from ragfuse.types.answer import Answer, Ended, Thought, Trace
 from ragfuse.types.partial_match import partial_match
 
 
@@ -108,31 +105,17 @@ class Draft:
         reason: Ended = "length"
         if (self.over or is_short) and (calls or not self._must_call):
             reason = "tool_calls" if calls else "stop"
-        unheld = self._unheld(text, calls)
         return Answer(
             text,
             tuple(self.ids),
             reason,
-            replace(trace, unheld=unheld),
+            trace,
             calls,
             self._detokenizer.visible(*self._thought),
             self._end_ids,
         )
 
     # inside
-
-    def _unheld(self, text: str, calls: Iterable[ToolCall]) -> tuple[str, ...]:
-        """Return what of the schemas was not held while decoding, and what of it the answer
-        breaks.
-        """
-        form = self._request.ask.grammar
-        texts = [(self._request.schemas[call.name], json.dumps(call.arguments)) for call in calls]
-        if form is not None and form.kind == "json":
-            texts.append((form.source, text))
-        unheld = list[str]()
-        for schema, written in texts:
-            unheld += (*held_schema(schema)[1], *broken(schema, written))
-        return tuple(unheld)
 
     def _read(self) -> None:
         """Find what of the text so far is reasoning, text and calls."""

@@ -4,14 +4,17 @@ file each.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from ragfuse.engine.answer_stream import AnswerStream, answers_of
 from ragfuse.engine.ask import Ask
@@ -19,13 +22,20 @@ from ragfuse.engine.build import build, check_fits
 from ragfuse.engine.constraints import ConstraintCompiler
 from ragfuse.engine.generate import generated, share
 from ragfuse.engine.history import ConversationHistory
-from ragfuse.engine.ingest import Documents
+from ragfuse.engine.overflow import may_fit
 from ragfuse.engine.planner import Planner
 from ragfuse.engine.prefetch import Prefetcher
 from ragfuse.engine.prefill import Prefiller
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.prompt_builder import PromptBuilder
-from ragfuse.engine.question import Question, prompts_of, question_of, texts_of
+from ragfuse.engine.question import (
+    Ids,
+    Question,
+    mended_documents,
+    prompts_of,
+    question_of,
+    texts_of,
+)
 from ragfuse.engine.remember import RememberStage
 from ragfuse.engine.request import Prefilled, PreparedPrompt, Request, Say
 from ragfuse.engine.runtime import Runtime, handed_over
@@ -42,6 +52,8 @@ from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.sessions.conversation_index import ConversationIndex
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
+from ragfuse.store.deletion import chunk_of, forget_chunks
+from ragfuse.store.radix import holds
 from ragfuse.telemetry.counters import AnswerCounters
 from ragfuse.telemetry.otel import counted
 from ragfuse.text.chat_messages import Content
@@ -51,8 +63,11 @@ from ragfuse.types.ingested import Ingested
 from ragfuse.types.model_card import ModelCard
 from ragfuse.types.plan import LoadPlan
 from ragfuse.types.prompt import Prompt
+from ragfuse.types.whole_text import whole_text
 
 __all__ = ["Ask", "Content", "Engine", "Ingested", "PreparedPrompt", "RegisteredSchema"]
+
+log = logging.getLogger("ragfuse.engine")
 
 MAX_BATCH_ANSWERS = 32
 """Answers of one batch that are generated at the same time. Each holds its prompt's KV; the next
@@ -104,7 +119,6 @@ class Engine(OneProcess):
         self._planner = Planner(runtime, self.prefixes)
         self._prefiller = Prefiller(self._planner, self.prefixes, self.prefetcher)
         self._remember = RememberStage(self.prompts, self.history, self.prefixes, self.prefetcher)
-        self._documents = Documents(self.prompts, self.prefixes)
         self.counters = AnswerCounters(lambda: len(runtime.jobs), lambda: runtime.catalog.failures)
 
     @staticmethod
@@ -298,7 +312,32 @@ class Engine(OneProcess):
             The totals: chunks, encoded chunks, tokens, bytes, seconds.
         """
         self._check_open()
-        return self._documents.ingest(texts, prefix, progress)
+        began, done = time.perf_counter(), Ingested()
+        encoder, model = self.runtime.encoder, self.model
+        with at_work():
+            encoder.keep_prefix(prefix)
+        for text, source in mended_documents(texts):
+            text = text.strip()
+            with at_work():  # each chunk for itself: a process that ends waits for one, not for all
+                ids = model.tokens(text) if may_fit(text, model) else []
+                is_long = model.max_context is not None and len(ids) > model.max_context
+                if is_long or (text and not ids):
+                    log.warning(
+                        "A text of '%s' is longer than %s reads. Left out: cut it.",
+                        source,
+                        model.name,
+                    )
+                    done = replace(done, left_out=(*done.left_out, source))
+                    continue
+                nbytes = encoder.keep_chunk(ids)
+                if len(ids) >= encoder.shortest:
+                    self.prompts.note(text, source, ids, must=True)
+            done = done.plus(
+                len(ids), nbytes, time.perf_counter() - began, len(ids) < encoder.shortest
+            )
+            if progress is not None:
+                progress(done)
+        return done
 
     def know(self, texts: Iterable[tuple[str, str]]) -> None:
         """Recognise chunks, given as (text, source), in prompts from now on, without encoding them
@@ -308,7 +347,11 @@ class Engine(OneProcess):
         chunks first.
         """
         self._check_open()
-        self._documents.know(texts)
+        for text, source in mended_documents(texts):
+            text = text.strip()
+            ids = self.model.tokens(text) if may_fit(text, self.model) else []
+            if len(ids) >= self.settings.min_chunk_tokens and not self.prompts.knows(text, ids):
+                self.prompts.note(text, source, ids)
 
     def prefetch(self, texts: Iterable[str]) -> None:
         """Start copying the stored KV of these chunks to memory, for the next prompt.
@@ -346,7 +389,13 @@ class Engine(OneProcess):
         the memory of other processes stay.
         """
         self._check_open()
-        return self._documents.forget(texts)
+        runtime, texts = self.runtime, [whole_text(text).strip() for text in texts_of(texts)]
+        runs = {tuple(self.model.tokens(text)) for text in texts}
+        runtime.jobs.cancel(lambda ids: any(holds(cast(Ids, ids), run) for run in runs))
+        self.prefixes.forget(runs)
+        runs |= self.prompts.forget(texts)
+        chunks = {chunk_of(runtime.encoder.key(run)) for run in runs}
+        return forget_chunks(self.store, self.catalog.strict, chunks).nbytes
 
     # the model, this machine, the store
 

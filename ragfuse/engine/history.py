@@ -138,7 +138,7 @@ class ConversationHistory:
         @cache
         def without(n: int) -> Prompt:
             short = self._prompts.prompt(request, shorter[n], leave_out)
-            return _without_turns(whole, short, pending, self._settings.history_chunks)
+            return _without_turns(whole, short, pending)
 
         shortest = without(
             bisect_left(
@@ -177,7 +177,7 @@ class ConversationHistory:
 
     def after(self, ready: PreparedPrompt, answer: Answer, ids: Sequence[int]) -> None:
         """Record the turn of a session that was answered, and save its KV in the background."""
-        prompt, ask, encoder = ready.plan.prompt, ready.request.ask, self._runtime.encoder
+        prompt, encoder = ready.plan.prompt, self._runtime.encoder
         pending = prompt.conversation
         if not isinstance(pending, PendingTurn):
             return
@@ -186,17 +186,8 @@ class ConversationHistory:
         tokens, rows = self._prefixes.keep(ready, pending, answer_ids[:n_written])
         messages = list[ChatMessage]()
         for each in pending.messages:
-            kept = (
-                piece
-                for piece in self._prompts.pieces(each.pieces)
-                if self._settings.history_chunks or piece.kind == "fresh"
-            )
-            messages.append(replace(each, content=tuple(kept)))
-        text, goes_on = answer.text, ask.continue_final_message
-        if goes_on and messages:
-            text = messages[-1].text + self._continuation(answer, answer_ids)
-            messages = messages[:-1]
-        said = Piece(text, ids=() if answer.tool_calls or goes_on else answer_ids)
+            messages.append(replace(each, content=tuple(self._prompts.pieces(each.pieces))))
+        said = Piece(answer.text, ids=() if answer.tool_calls else answer_ids)
         turn = Turn((*messages, ChatMessage("assistant", (said,), answer.tool_calls)))
         row, left_out = pending.left_out
         turns = (*pending.session.turns, turn)
@@ -230,25 +221,14 @@ class ConversationHistory:
                 return (*ids[:count], *(model.tokens(rest) if rest else ()))
         return tuple(model.tokens(answer.text))
 
-    def _continuation(self, answer: Answer, ids: Sequence[int]) -> str:
-        """Return an answer's text as it reads after the message that it continues.
 
-        Decoded alone, the text of some tokenizers lacks the space before it.
-        """
-        text = self._runtime.encoder.model.encoder.decode(ids)
-        return text if text.strip() == answer.text.strip() else answer.text
-
-
-def _without_turns(
-    whole: Prompt, short: Prompt, pending: PendingTurn, keeps_chunks: bool
-) -> Prompt:
+def _without_turns(whole: Prompt, short: Prompt, pending: PendingTurn) -> Prompt:
     """Return the short prompt, with the tokens of the omitted turns recorded for the conversation's
     next turn.
     """
     row, n_omitted = _n_common(whole.token_ids, short.token_ids), max(0, len(whole) - len(short))
     omitted = whole.token_ids[row : row + n_omitted]
-    drops_chunks = not keeps_chunks and any(segment.kind == "chunk" for segment in whole.segments)
-    if drops_chunks or whole.token_ids != (
+    if whole.token_ids != (
         *short.token_ids[:row],
         *omitted,
         *short.token_ids[row:],

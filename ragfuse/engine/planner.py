@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from ragfuse.engine.background import EncodeJob
 from ragfuse.engine.model_profiles import hint, refusal_of
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.request import Request
@@ -116,11 +115,8 @@ class Planner:
         """Return the precise reason of a miss: its entry may be undecodable here, or still being
         encoded.
         """
-        tokens = segment.stored or segment.tokens
-        if why == MISSING and segment.kind == "chunk":
-            for job in self._runtime.jobs.names:
-                if isinstance(job, EncodeJob) and job.kind == "chunk" and job.tokens == tokens:
-                    return ENCODING
+        if why == MISSING and (segment.stored or segment.tokens) in self._runtime.jobs.names:
+            return ENCODING
         reasons = (self._store.levels.why_not(key) for key in segment.keys if why == MISSING)
         return next(filter(None, reasons), why)
 

@@ -196,23 +196,22 @@ class PrefixCache:
             return (), ()
         plan, prompt, encoder = ready.plan, ready.plan.prompt, self._runtime.encoder
         ids, n_exact = (*prompt.token_ids, *written), exact_rows(plan)
-        skipped = list[tuple[int, int]]()
-        if not self._settings.history_chunks:
-            placed = zip(prompt.segments, prompt.spans, strict=True)
-            skipped = [rows for segment, rows in placed if segment.kind == "chunk"]
-        runs = _runs(plan, owns=True, skipped=skipped)
+        runs = _runs(plan, owns=True)
         if len(written) >= encoder.shortest:
             runs.append(_Run(len(prompt), len(ids)))
-        if skipped:
-            n_exact = min(n_exact, skipped[0][0])
-        elif n_exact == len(prompt):
-            n_exact = len(ids)
-        parts = self._save(ready, ids, runs, n_exact, turn)
-        return _in_conversation(
-            ids, merged(sorted(parts, key=lambda part: part.lo)), *turn.left_out
+        n_exact = len(ids) if n_exact == len(prompt) else n_exact
+        parts = merged(
+            sorted(self._save(ready, ids, runs, n_exact, turn), key=lambda part: part.lo)
         )
+        (row, left_out), placed = turn.left_out, list[Rows]()
+        for part in parts:
+            for each, by in ((part.cut(0, row), 0), (part.cut(row, part.hi), len(left_out))):
+                if each.lo < each.hi:
+                    lo, hi, origin = each.lo + by, each.hi + by, each.origin + by
+                    placed.append(replace(each, lo=lo, hi=hi, origin=origin))
+        return (*ids[:row], *left_out, *ids[row : parts[-1].hi]), tuple(placed)
 
-    def prefix_to_encode(self, ready: PreparedPrompt) -> tuple[Sequence[int], int]:
+    def prefix_to_encode(self, ready: PreparedPrompt) -> tuple[tuple[int, ...], int]:
         """Return the prefix to encode in the background so that the prompt's first chunk is exact
         the next time.
 
@@ -430,9 +429,7 @@ def _cut(segment: Segment, lo: int, hi: int) -> Segment:
     )
 
 
-def _runs(
-    plan: LoadPlan, owns: bool = False, skipped: Collection[tuple[int, int]] = ()
-) -> list[_Run]:
+def _runs(plan: LoadPlan, owns: bool = False) -> list[_Run]:
     """Return a prompt's rows as runs that were read and runs that were computed; none is both exact
     and not.
 
@@ -440,14 +437,11 @@ def _runs(
         plan: The plan by which it was computed.
         owns: Whether rows that another prompt's entry gave count as computed, so that they get an
             entry of their own.
-        skipped: Rows of segments that are left out.
     """
     prompt, n_exact, runs = plan.prompt, exact_rows(plan), list[_Run]()
     fetches = {fetch.segment: fetch for fetch in (*plan.fetches, *plan.unread)}
     for index, (segment, (lo, hi)) in enumerate(zip(prompt.segments, prompt.spans, strict=True)):
         fetch, is_history = fetches.get(index), segment.kind == "history"
-        if (lo, hi) in skipped:
-            continue
         if fetch is not None and (is_history or (hi <= n_exact and not owns)):
             runs.append(
                 _Run(lo, hi, Rows(lo, hi, fetch.key, (segment.rows or (0, 0))[0], segment.shift))
@@ -457,34 +451,6 @@ def _runs(
         else:
             runs.append(_Run(lo, hi))
     return runs
-
-
-def _in_conversation(
-    ids: Sequence[int], parts: Sequence[Rows], row: int, left_out: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[Rows, ...]]:
-    """Return a conversation's tokens, and the parts at their places in it.
-
-    Args:
-        ids: The ids of a prompt and its answer.
-        parts: Where the KV of its rows is.
-        row: The row before which the prompt leaves out tokens of the conversation.
-        left_out: These tokens.
-    """
-    tokens, placed = list[int](), list[Rows]()
-    for part in parts:
-        for each in (part.cut(0, row), part.cut(row, part.hi)):
-            if each.lo < each.hi:
-                tokens += left_out if each.lo == row else ()
-                placed.append(
-                    replace(
-                        each,
-                        lo=len(tokens),
-                        hi=len(tokens) + each.hi - each.lo,
-                        origin=each.origin + len(tokens) - each.lo,
-                    )
-                )
-                tokens += ids[each.lo : each.hi]
-    return tuple(tokens), tuple(placed)
 
 
 def _plan_digest(plan: LoadPlan) -> str:

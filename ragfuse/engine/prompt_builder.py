@@ -187,11 +187,10 @@ class PromptBuilder:
             InputError: The question is not valid.
         """
         question, ask, model = request.question, request.ask, self.runtime.model
-        tools, goes_on = request.tools, ask.continue_final_message
-        is_plain = messages is None and not tools and not goes_on
+        is_plain = messages is None and not request.tools
         render: Callable[..., str] | None = None
         if getattr(model.tokenizer, "chat_template", None):
-            render = partial(self.render, goes_on=goes_on, more=ask.chat_template_kwargs)
+            render = partial(self.render, more=ask.chat_template_kwargs)
         ids: list[int] | None = None
         if is_plain and is_ids(question):
             ids, messages = _checked(question, len(model.tokenizer)), []
@@ -207,7 +206,6 @@ class PromptBuilder:
             context=self.runtime.encoder.context,
             calls=self.calls,
             find=partial(self._find, sources),
-            continues_last=goes_on,
             documents=documents,
         )
         if ids is not None:
@@ -222,17 +220,10 @@ class PromptBuilder:
             messages = [
                 replace(each, content=content) for each, content in zip(messages, kept, strict=True)
             ]
-        if goes_on and (messages[-1].role != "assistant" or not messages[-1].has_content):
-            raise InputError(
-                "continue_final_message needs a last message of role 'assistant' with text; the"
-                f" last one has role '{messages[-1].role}'. Add the begun answer, or leave the"
-                " option out.",
-                "continue_final_message",
-            )
         if is_plain and isinstance(question, str):
             found = assembler.text(messages[0].text, model.bos)
         else:
-            found = assembler.chat(messages, tools)
+            found = assembler.chat(messages, request.tools)
         return replace(found, dropped=tuple(dropped))
 
     def _taken(self, messages: Sequence[ChatMessage], ask: Ask) -> list[tuple[str, str]]:
@@ -293,7 +284,6 @@ class PromptBuilder:
         tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
         more: Mapping[str, Any] = NO_MORE,
-        goes_on: bool = False,
     ) -> str:
         """Return the text of messages as the chat template renders them.
 
@@ -303,16 +293,11 @@ class PromptBuilder:
             add_generation_prompt: Whether to add the template's generation prompt, which makes the
                 model answer.
             more: Variables of the template.
-            goes_on: Leave the last message open, so that the answer continues it; no generation
-                prompt is added.
         """
         forms = [self._in_template_form(message) for message in messages]
-        ending = (
-            {"continue_final_message": True}
-            if goes_on
-            else {"add_generation_prompt": add_generation_prompt}
+        return self._rendered(
+            forms, tools, {**more, "add_generation_prompt": add_generation_prompt}
         )
-        return self._rendered(forms, tools, {**more, **ending})
 
     def _rendered(
         self,

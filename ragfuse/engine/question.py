@@ -4,12 +4,11 @@ from them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import Any, TypeGuard, cast
+from typing import TypeGuard, cast
 
-from ragfuse.engine.ask import Ask
 from ragfuse.errors import InputError
 from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.schemas.pml import read_prompt
@@ -77,13 +76,6 @@ def mended_question(question: Question) -> Question:
         question if isinstance(question, str) else messages_of(question), "The prompt"
     )
     return whole
-
-
-def is_bare_text(question: Any, ask: Ask, tools: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a question is a plain text that is given to the model without its chat
-    template.
-    """
-    return isinstance(question, str) and not tools and not ask.continue_final_message
 
 
 def messages_of(question: Question) -> list[ChatMessage]:

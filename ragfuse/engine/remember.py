@@ -4,10 +4,10 @@ its answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
-from ragfuse.engine.background import IDLE_WAIT_S, EncodeJob, jobs_after
 from ragfuse.engine.history import ConversationHistory
 from ragfuse.engine.model_profiles import refusal_of
 from ragfuse.engine.prefetch import Prefetcher
@@ -16,10 +16,18 @@ from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.recurrence import RecurringPassages
 from ragfuse.engine.request import PreparedPrompt
 from ragfuse.schemas.bind import SchemaUse
+from ragfuse.schemas.layout import SchemaRun
 from ragfuse.store.deletion import LEARNT
 from ragfuse.text.passages import is_code
 from ragfuse.types.answer import Answer
+from ragfuse.types.plan import LoadPlan
+from ragfuse.types.prompt import Segment
 from ragfuse.types.reasons import CODE
+
+IDLE_WAIT_S = 2.0
+"""Seconds that a job waits for a moment in which no answer is generated, as encoding delays many
+tokens of one.
+"""
 
 
 class RememberStage:
@@ -74,48 +82,50 @@ class RememberStage:
         plan, profile = prepared.plan, self._runtime.model.profile
         schema_use = plan.prompt.schema_use
         if not profile.refusal or (profile.fixed and schema_use is not None):
-            for job in jobs_after(plan):
-                self._queue(job)
+            for each in missed(plan):
+                self._queue(each.tokens, partial(self._encode, each))
         if not profile.refusal:
-            prefix, n_exact = self._prefixes.prefix_to_encode(prepared)
-            if prefix:
-                self._queue(EncodeJob("prefix", tuple(prefix), n_prefix=n_exact))
+            ids, n_exact = self._prefixes.prefix_to_encode(prepared)
+            if ids:
+                self._queue(ids, partial(self._prefixes.extend, ids, n_exact))
         settings = self._runtime.settings
         learns = settings.learn == "text" and schema_use is None
         if learns and not refusal_of(self._runtime.profile, settings.policy):
-            self._queue(EncodeJob("learn", plan.prompt.token_ids, plan=plan))
+            self._queue(plan.prompt.token_ids, partial(self._learn, plan), waits=False)
         # what loads too slowly from its tier, and the other modules of unions
         others = schema_use.others if isinstance(schema_use, SchemaUse) else ()
         if wanted := (*(fetch.key for fetch in plan.unread), *others):
             self._prefetcher.submit_keys(wanted)
 
-    def _queue(self, job: EncodeJob) -> None:
-        """Queue a job; equal jobs wait only once."""
-        if job not in self._runtime.jobs.names:
-            self._runtime.jobs.submit(partial(self._do, job), [job])
+    def _queue(self, ids: tuple[int, ...], do: Callable[[], object], waits: bool = True) -> None:
+        """Queue a job, which is known by the ids that it is about: each waits only once."""
+        if ids not in self._runtime.jobs.names:
+            self._runtime.jobs.submit(partial(self._do, do, waits), [ids])
 
     # in the background
 
-    def _do(self, job: EncodeJob) -> None:
+    def _do(self, do: Callable[[], object], waits: bool) -> None:
+        if waits:
+            self._runtime.model.batcher.wait_idle(IDLE_WAIT_S)
+        do()
+
+    def _learn(self, plan: LoadPlan) -> None:
+        """Encode the passages of a prompt that an earlier one had, too."""
         model = self._runtime.model
-        if job.plan is not None:
-            for run in self._passages.met_again(job.plan, model.border):
-                if is_code(model.text(run)):
-                    self._prompts.note("", CODE, run)
-                else:
-                    self._queue(EncodeJob("chunk", run, source=LEARNT))
-            return
-        model.batcher.wait_idle(IDLE_WAIT_S)
-        if job.kind == "prefix":
-            self._prefixes.extend(job.tokens, job.n_prefix)
-            return
+        for ids in self._passages.met_again(plan, model.border):
+            if is_code(model.text(ids)):
+                self._prompts.note("", CODE, ids)
+            else:
+                self._queue(ids, partial(self._encode, Segment(ids, 0, "chunk", source=LEARNT)))
+
+    def _encode(self, each: Segment | SchemaRun) -> None:
         encoder = self._runtime.encoder.in_background()
-        if job.run is not None:
-            encoder.keep_run(job.run)
+        if isinstance(each, SchemaRun):
+            encoder.keep_run(each)
             return
-        text = job.text or self._text(job.tokens)
-        encoder.keep_chunk(job.tokens, persistent=bool(text))
-        self._prompts.note(text, job.source, job.tokens)
+        text = each.text or self._text(each.tokens)
+        encoder.keep_chunk(each.tokens, persistent=bool(text))
+        self._prompts.note(text, each.source, each.tokens)
 
     def _text(self, tokens: tuple[int, ...]) -> str:
         """The text of ids, where it is tokenised as these; else "": then later processes do not
@@ -124,3 +134,19 @@ class RememberStage:
         model = self._runtime.model
         text = model.text(tokens).strip()
         return text if tuple(model.tokens(text)) == tokens else ""
+
+
+def missed(plan: LoadPlan) -> Iterator[Segment | SchemaRun]:
+    """Yield what a plan missed, which is encoded after its answer: whole chunks or runs of a
+    schema, each once.
+    """
+    segments, schema_use = plan.prompt.segments, plan.prompt.schema_use
+    hits = {fetch.key for fetch in (*plan.fetches, *plan.unread)}
+    if isinstance(schema_use, SchemaUse):
+        lacking = {segments[at].keys[0] for at, _ in plan.misses} - hits
+        yield from (run for key, run in schema_use.runs.items() if key in lacking)
+        return
+    for segment in segments:  # `prefix_cache.py` saves prefixes and turns
+        if segment.kind == "chunk" and segment.keys[0] not in hits:
+            hits.add(segment.keys[0])
+            yield replace(segment, tokens=segment.stored or segment.tokens)

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
 
-from ragfuse.engine.background import jobs_after
+from ragfuse.engine.remember import missed
 from ragfuse.engine.request import PreparedPrompt
+from ragfuse.plan.explanation import segment_traces
 from ragfuse.schemas.bind import SchemaUse
 from ragfuse.types.answer import SegmentTrace, Trace
 from ragfuse.types.levels import LEVEL_NAMES
-from ragfuse.types.plan import LoadPlan, is_exact
-from ragfuse.types.prompt import Segment
-from ragfuse.types.reasons import CODE
 
 
 def trace_of(ready: PreparedPrompt, first_s: float | None) -> Trace:
@@ -27,13 +23,7 @@ def trace_of(ready: PreparedPrompt, first_s: float | None) -> Trace:
     request, plan, prefill, now_s = ready.request, ready.plan, ready.prefill, time.perf_counter()
     began_s, prompt, forecast = request.began_s, plan.prompt, plan.forecast
     rows = tuple(prefill.chosen.tolist())
-    segments = tuple(
-        _segment(plan, index, rows)
-        for index, segment in enumerate(prompt.segments)
-        if segment.kind != "fresh" or segment.source == CODE
-    )
-    # a missed prefix is new text
-    segments = tuple(each for each in segments if each.hit or each.kind != "prefix")
+    segments = tuple(segment_traces(plan, rows))
     if prefill.n_before:
         known = SegmentTrace(
             "",
@@ -88,41 +78,5 @@ def trace_of(ready: PreparedPrompt, first_s: float | None) -> Trace:
         modules=tuple(path for path, key in modules if key in read),
         tokens_prefix=hits["prefix"],
         tokens_chunks=hits["chunk"] - recomputed,
-        tokens_to_encode=sum(len(job.tokens) for job in jobs_after(plan)),
+        tokens_to_encode=sum(len(each.tokens) for each in missed(plan)),
     )
-
-
-def _segment(plan: LoadPlan, index: int, rows: tuple[int, ...]) -> SegmentTrace:
-    segment, (lo, hi) = plan.prompt.segments[index], plan.prompt.spans[index]
-    n_tokens = hi - lo
-    told = SegmentTrace(segment.source, segment.kind, n_tokens, segment.start, hit=False)
-    if segment.source == CODE:
-        return replace(told, source="", kind="chunk", why=CODE)
-    fetch = next((fetch for fetch in plan.fetches if fetch.segment == index), None)
-    told = replace(told, goes_on=_goes_on(plan.prompt.segments, index))
-    if fetch is None or plan.fallback_reason:
-        return replace(told, why=plan.fallback_reason or dict(plan.misses).get(index, ""))
-    return replace(
-        told,
-        hit=True,
-        tier=fetch.tier,
-        level=fetch.level,
-        # of these rows, which may be only some of the entry's
-        nbytes=round(fetch.nbytes * n_tokens / max(n_tokens, fetch.n_tokens)),
-        recomputed=sum(lo <= row < hi for row in rows),
-        exact=is_exact(plan.prompt, fetch),
-        encoded=fetch.key.encoded,
-    )
-
-
-def _goes_on(segments: Sequence[Segment], index: int) -> bool:
-    """Return whether a segment is a later piece of the same chunk, or document, as the one with an
-    entry before it.
-    """
-    segment = segments[index]
-    before = next((each for each in reversed(segments[:index]) if each.keys), None)
-    if before is None or segment.document == before.document >= 0:
-        return before is not None
-    if not segment.rows or not before.rows or segment.keys != before.keys:
-        return False
-    return segment.kind == before.kind == "chunk" and before.rows[0] < segment.rows[0]

@@ -151,7 +151,7 @@ def _source(grammar: Grammar) -> str:
     from llguidance import LLMatcher
 
     if grammar.kind == "json":
-        return LLMatcher.grammar_from_json_schema(held_schema(grammar.source)[0])
+        return LLMatcher.grammar_from_json_schema(held_schema(grammar.source))
     make: Any = (
         LLMatcher.grammar_from_regex if grammar.kind == "regex" else LLMatcher.grammar_from_lark
     )

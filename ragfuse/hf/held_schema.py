@@ -1,14 +1,15 @@
-"""The part of a JSON schema that decoding can hold, and what of it can only be checked once an
-answer is written.
-"""
+"""The part of a JSON schema that decoding can hold. What is left out of it is logged."""
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
+
+log = logging.getLogger("ragfuse")
 
 GUIDANCE = MappingProxyType(
     {
@@ -53,8 +54,8 @@ reads.
 
 
 @lru_cache(maxsize=256)
-def held_schema(source: str) -> tuple[str, tuple[str, ...]]:
-    """Return the schema that decoding can hold, with llguidance's options in it, and what was left
+def held_schema(source: str) -> str:
+    """Return the schema that decoding can hold, with llguidance's options in it; log what was left
     out of it.
 
     Objects that name their properties hold no others unless they set `additionalProperties`, or
@@ -72,23 +73,9 @@ def held_schema(source: str) -> tuple[str, tuple[str, ...]]:
     is_wrong, notes = LLMatcher.validate_grammar_with_warnings(
         LLMatcher.grammar_from_json_schema(text)
     )
-    return text, (*left_out, *(() if is_wrong else notes))
-
-
-def broken(source: str, text: str) -> tuple[str, ...]:
-    """Return the fields of a JSON text that break its schema; none for a text that was cut off."""
-    from jsonschema import Draft202012Validator, FormatChecker  # type: ignore[import-untyped]
-
-    try:
-        value = json.loads(text)
-        errors = list(
-            Draft202012Validator(json.loads(source), format_checker=FormatChecker()).iter_errors(
-                value
-            )
-        )
-    except (ValueError, re.error):  # cut off, or a pattern that Python does not read
-        return ()
-    return tuple(f"broken by the answer: {error.json_path} {error.validator}" for error in errors)
+    if left_out := [*left_out, *(() if is_wrong else notes)]:
+        log.warning("Not held while an answer is written, so check it: %s.", "; ".join(left_out))
+    return text
 
 
 def _held(schema: Any, path: str, left_out: list[str], closes: bool) -> Any:

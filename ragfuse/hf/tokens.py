@@ -59,9 +59,6 @@ class TextEncoder:
             id for id, word in self._added.items() if word in self._control and id != unknown
         }
         self._matcher = _matcher(self._control)
-        self._unspecial = {str(each) for each in added.values() if not each.special}.difference(
-            tokenizer.all_special_tokens
-        )
         serialised = fast_backend(tokenizer).to_str()
         self._backend = _copied(serialised)
         self._backend.encode_special_tokens = bool(
@@ -123,16 +120,11 @@ class TextEncoder:
 
     # what looks like a control token
 
-    def control_spans(self, text: str, is_begun: bool = False) -> list[Chars]:
+    def control_spans(self, text: str) -> list[Chars]:
         """Return the characters lo:hi of everything in a text that would be tokenised as a control
         token.
 
         Letter case is ignored; surrounding white space is not included.
-
-        Args:
-            text: The text.
-            is_begun: The text is the beginning of an answer, in which the markup of thoughts and
-                calls is genuine.
         """
         if self._matcher is None:
             return []
@@ -145,13 +137,8 @@ class TextEncoder:
             found += [
                 chars for id, chars in zip(seen.ids, seen.offsets, strict=True) if id in wanted
             ]
-        spans = sorted(
+        return sorted(
             {(hi - len(text[lo:hi].lstrip()), hi) for lo, hi in found if text[lo:hi].strip()}
-        )
-        return (
-            [(lo, hi) for lo, hi in spans if text[lo:hi] not in self._unspecial]
-            if is_begun
-            else spans
         )
 
     # whole prompts

@@ -292,32 +292,19 @@ class Timed:
         return self.load_s > 0 and self.ttft_s > (1 + TIE) * self.costs.fused_s(self.blend)
 
     def foretold(self, bound: Bound, deadline_s: float | None) -> LoadPlan:
-        """Return the plan with its predicted times, in total and per segment."""
-        costs, plan, blend = self.costs, self.plan, self.blend
-        full_s, sizes = (
-            costs.prefill_s(len(plan.prompt)),
-            [len(segment.tokens) for segment in plan.prompt.segments],
-        )
+        """Return the plan with its predicted times."""
+        costs, plan = self.costs, self.plan
+        full_s = costs.prefill_s(len(plan.prompt))
         if not plan.fetches:
             return replace(plan, forecast=Forecast(0.0, full_s, full_s, full_s, bound, deadline_s))
-        unread = {fetch.segment: costs.fetch_s(fetch) for fetch in plan.unread}
-        segments = [
-            (at, unread.get(at, 0.0), costs.rows_s(blend, 0, sizes[at])) for at, _ in plan.misses
-        ]
-        for fetch in plan.fetches:
-            candidate_rows = sizes[fetch.segment] if is_blended(plan.prompt, fetch) else 0
-            segments.append(
-                (fetch.segment, costs.fetch_s(fetch), costs.rows_s(blend, candidate_rows, 0))
-            )
         tiers = {fetch.tier for fetch in (*plan.fetches, *plan.unread)}
         forecast = Forecast(
             load_s=self.load_s,
-            recompute_s=costs.fused_s(blend),
+            recompute_s=costs.fused_s(self.blend),
             ttft_s=self.ttft_s,
             full_s=full_s,
             bound=bound,
             deadline_s=deadline_s,
-            segments=tuple(sorted(segments)),
             corrections=tuple(
                 (tier, times) for tier, times in sorted(costs.corrections.items()) if tier in tiers
             ),

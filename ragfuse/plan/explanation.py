@@ -1,15 +1,18 @@
-"""Plans in words for people, and as JSON. Nothing is decided here."""
+"""Plans for people: in words, as JSON, and segment by segment. Nothing is decided here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
 
-from ragfuse.types.keys import Encoded, Kind
+from ragfuse.types.answer import SegmentTrace
+from ragfuse.types.keys import Kind
 from ragfuse.types.levels import LEVEL_NAMES
-from ragfuse.types.plan import LoadPlan, is_blended, is_exact
+from ragfuse.types.plan import LoadPlan, is_exact
+from ragfuse.types.prompt import Segment
+from ragfuse.types.reasons import CODE
 from ragfuse.types.sizes import size_text
 
 BOUNDS = MappingProxyType(
@@ -25,7 +28,7 @@ RATIO_IS_FIXED = "what this policy always takes"
 LEAST_RATIO_DESPITE_DEADLINE = (
     "the least that keeps answers close, although the deadline asks for less"
 )
-ENCODED: Mapping[Encoded, str] = MappingProxyType(
+ENCODED: Mapping[str, str] = MappingProxyType(
     {
         "alone": "encoded alone",
         "prefix": "encoded after the prompt's prefix",
@@ -55,10 +58,8 @@ def in_words(plan: LoadPlan, unmeasured: str = UNMEASURED) -> str:
         plan: The plan.
         unmeasured: What is said instead of times on a machine that was not measured.
     """
-    found, lines = plan.forecast, [f"{plan.explain()}."]
-    for row in _rows(plan):
-        if row["tier"] or row["why"]:
-            lines.append(_line(plan, row))
+    found = plan.forecast
+    lines = [f"{plan.explain()}.", *map(_line, segment_traces(plan))]
     if plan.prompt.dropped:
         named = ", ".join(source or KIND_NAMES["chunk"] for source in plan.prompt.dropped)
         lines.append(f"Left out, so that the prompt and an answer fit: {named}.")
@@ -93,71 +94,69 @@ def in_words(plan: LoadPlan, unmeasured: str = UNMEASURED) -> str:
 
 def as_dict(plan: LoadPlan) -> dict[str, Any]:
     """Return a plan in plain JSON types, with one row per reusable segment."""
-    forecast = asdict(plan.forecast) if plan.forecast is not None else None
-    if forecast is not None:
-        del forecast["segments"]
     return {
         "policy": plan.policy,
         "ratio": plan.ratio,
         "fallback_reason": plan.fallback_reason,
         "tokens": len(plan.prompt),
-        "segments": [
-            {name: value for name, value in row.items() if name != "at"} for row in _rows(plan)
-        ],
-        "forecast": forecast,
+        "segments": [asdict(each) for each in segment_traces(plan)],
+        "forecast": plan.forecast and asdict(plan.forecast),
     }
 
 
-def _rows(plan: LoadPlan) -> Iterator[dict[str, Any]]:
-    """Yield what the plan says of each reusable segment, which is the one at "at"."""
-    fetches, misses = (
-        {fetch.segment: fetch for fetch in (*plan.fetches, *plan.unread)},
-        dict(plan.misses),
-    )
-    times = (
-        {at: (load, compute) for at, load, compute in plan.forecast.segments}
-        if plan.forecast
-        else {}
-    )
-    for at, segment in enumerate(plan.prompt.segments):
-        if segment.kind == "fresh":
-            continue
-        fetch, (load_s, compute_s) = fetches.get(at), times.get(at, (None, None))
-        yield {
-            "at": at,
-            "source": segment.source,
-            "kind": segment.kind,
-            "n_tokens": len(segment.tokens),
-            "hit": fetch in plan.fetches,
-            "why": misses.get(at, ""),
-            "tier": fetch.tier if fetch else "",
-            "nbytes": fetch.nbytes if fetch else 0,
-            "level": fetch.level if fetch else "",
-            "encoded": fetch.key.encoded if fetch else "",
-            "predicted_load_s": load_s,
-            "predicted_compute_s": compute_s,
-        }
+def segment_traces(plan: LoadPlan, rows: Sequence[int] = ()) -> list[SegmentTrace]:
+    """Return what becomes of each segment that could come from the store.
+
+    Args:
+        plan: The plan.
+        rows: Rows of the prompt that were recomputed, once it is carried out.
+    """
+    prompt, misses, found = plan.prompt, dict(plan.misses), list[SegmentTrace]()
+    fetches, before = {fetch.segment: fetch for fetch in plan.fetches}, None
+    for at, (segment, (lo, hi)) in enumerate(zip(prompt.segments, prompt.spans, strict=True)):
+        told = SegmentTrace(segment.source, segment.kind, hi - lo, segment.start, hit=False)
+        if segment.source == CODE:
+            found.append(replace(told, source="", kind="chunk", why=CODE))
+        elif (fetch := fetches.get(at)) is not None:
+            told = replace(
+                told,
+                hit=True,
+                tier=fetch.tier,
+                level=fetch.level,
+                # of these rows, which may be only some of the entry's
+                nbytes=round(fetch.nbytes * (hi - lo) / max(hi - lo, fetch.n_tokens)),
+                recomputed=sum(lo <= row < hi for row in rows),
+                exact=is_exact(prompt, fetch),
+                encoded=fetch.key.encoded,
+                goes_on=_goes_on(before, segment),
+            )
+            found.append(told)
+        elif segment.kind not in ("fresh", "prefix"):  # a missed prefix is new text
+            why = misses.get(at) or plan.fallback_reason
+            found.append(replace(told, why=why, goes_on=_goes_on(before, segment)))
+        before = segment if segment.keys else before
+    return found
 
 
-def _line(plan: LoadPlan, row: Mapping[str, Any]) -> str:
-    """Return a row in words: hit or miss, and how long it takes to load and to compute."""
-    told = f"miss ({row['why']})" if row["why"] else "hit"
-    if row["tier"]:
-        level = "" if row["level"] == LEVEL_NAMES[0] else f" as {row['level']}"
-        place = (
-            f" in {row['tier']}{level}, {size_text(row['nbytes'])}"
-            if row["nbytes"]
-            else ", read above"
+def _goes_on(before: Segment | None, segment: Segment) -> bool:
+    """Return whether a segment is a later piece of the same chunk, or document, as the one with an
+    entry before it.
+    """
+    if before is None or segment.document == before.document >= 0:
+        return before is not None
+    if not segment.rows or not before.rows or segment.keys != before.keys:
+        return False
+    return segment.kind == before.kind == "chunk" and before.rows[0] < segment.rows[0]
+
+
+def _line(each: SegmentTrace) -> str:
+    """Return a segment in words: hit or miss, and where it is."""
+    told = f"miss ({each.why})"
+    if each.hit:
+        level = "" if each.level == LEVEL_NAMES[0] else f" as {each.level}"
+        size = (
+            f" in {each.tier}{level}, {size_text(each.nbytes)}" if each.nbytes else ", read above"
         )
-        told += f"{place}, {ENCODED[row['encoded']]}"
-    if row["predicted_load_s"] is not None:
-        told += f"; {row['predicted_load_s']:.3f} s to load, " if row["tier"] else "; "
-        read = next((fetch for fetch in plan.fetches if fetch.segment == row["at"]), None)
-        if read is None:
-            told += f"{row['predicted_compute_s']:.3f} s to compute"
-        elif is_blended(plan.prompt, read):
-            told += f"{row['predicted_compute_s']:.3f} s to recompute"
-        else:
-            exact = row["kind"] == "chunk" and is_exact(plan.prompt, read)
-            told += f"{'exact here, so ' if exact else ''}nothing to recompute"
-    return f"- {row['source'] or KIND_NAMES[row['kind']]}, {row['n_tokens']} tokens: {told}"
+        told = f"hit{size}, {ENCODED[each.encoded]}"
+        told += ", exact here" if each.kind == "chunk" and each.exact else ""
+    return f"- {each.source or KIND_NAMES[each.kind]}, {each.n_tokens} tokens: {told}"

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ragfuse.engine.ask import SAMPLING, Ask
-from ragfuse.engine.question import Question, is_bare_text, is_ids, messages_of
+from ragfuse.engine.question import Question, is_ids, messages_of
 from ragfuse.errors import InputError
 from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.schemas.pml_writer import to_pml
@@ -81,9 +81,9 @@ def _asked(question: Question, ask: Ask) -> tuple[str, Json]:
                 " messages."
             )
         return CHAT, {"messages": [], "pml": to_pml(question)}
-    if is_ids(question) and not ask.tools and not ask.continue_final_message:
+    if is_ids(question) and not ask.tools:
         return TEXT, {"prompt": [int(id) for id in question]}
-    if isinstance(question, str) and is_bare_text(question, ask, ask.tools):
+    if isinstance(question, str) and not ask.tools:
         return TEXT, {"prompt": question}
     body: Json = prompt_for(question)
     if ask.tools:
@@ -96,8 +96,6 @@ def _asked(question: Question, ask: Ask) -> tuple[str, Json]:
         body["parallel_tool_calls"] = ask.parallel_tool_calls
     if ask.chat_template_kwargs:
         body["chat_template_kwargs"] = dict(ask.chat_template_kwargs)
-    if ask.continue_final_message:
-        body["continue_final_message"] = True
     return CHAT, body
 
 

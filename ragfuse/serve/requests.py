@@ -54,15 +54,6 @@ def chat_requests(body: ChatRequest, template: ChatTemplate | None = None) -> li
     """
     if body.top_logprobs and not body.logprobs:
         raise unusable("top_logprobs", "top_logprobs needs logprobs: true; give both or neither.")
-    if body.add_generation_prompt is bool(body.continue_final_message):
-        raise unusable(
-            "add_generation_prompt",
-            "add_generation_prompt is the opposite of continue_final_message.",
-        )
-    if body.continue_final_message and body.pml:
-        raise unusable(
-            "continue_final_message", "continue_final_message cannot be used with pml; give one."
-        )
     tools = body.tools or []
     ask = replace(
         _ask_of(body),
@@ -73,7 +64,6 @@ def chat_requests(body: ChatRequest, template: ChatTemplate | None = None) -> li
         tool_choice=Ask.tool_choice_of(body.tool_choice, tools),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         chat_template_kwargs=_template_kwargs(body, template),
-        continue_final_message=bool(body.continue_final_message),
     )
     question = question_of(body.pml, body.messages, body.documents or ())
     return _answers(question, ask, body.n or 1, body.top_logprobs or 0 if body.logprobs else None)

@@ -315,11 +315,6 @@ class ChatRequest(CompletionRequest):
     """A variable of the chat template, which `chat_template_kwargs` may give as well."""
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, max_length=32)
     """More variables for the chat template; names that it does not read are refused."""
-    continue_final_message: bool | None = False
-    """Whether to continue the last message, which must be an assistant's, instead of answering it.
-    """
-    add_generation_prompt: bool | None = None
-    """May be false only if `continue_final_message` is true."""
 
 
 class TextRequest(CompletionRequest):

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from math import inf
 from types import MappingProxyType
 
@@ -20,16 +19,13 @@ from ragfuse.types.keys import ChunkKey
 
 Name = tuple[str, str]
 """A conversation: its tenant's digest, and the name of its session."""
-Known = Iterable[tuple[Name, ChunkKey]]
-"""Pairs of a conversation and the key of an entry that it uses."""
 
 
 class ConversationIndex:
     """The conversations that keys belong to, and the place of each one's next request in the queue.
 
     Engines whose requests wait in one queue share an index. Thread-safe. A tier may look up a key
-    while it holds its own lock: it never waits, except once for the catalog, from which earlier
-    processes' sessions are read.
+    while it holds its own lock: it never waits.
     """
 
     def __init__(self) -> None:
@@ -39,7 +35,6 @@ class ConversationIndex:
         # by tenant, the place of each session in the queue
         self._waiting: dict[str, dict[str, float]] = {}
         self._places: Mapping[Name, float] = MappingProxyType({})
-        self._unread: list[Callable[[], Known]] = []  # what `recall` added
 
     # what is known
 
@@ -54,13 +49,6 @@ class ConversationIndex:
                 self._owners[key] = (*self._owners.get(key, ()), name)
             if keys:
                 self._keys[name] = tuple(keys)
-
-    def recall(self, known: Callable[[], Known]) -> None:
-        """Add a source of the conversations of earlier processes, which is called when they are
-        first needed.
-        """
-        with self._lock:
-            self._unread.append(known)
 
     def keys(self, name: Name) -> tuple[ChunkKey, ...]:
         """Return the keys of a conversation's KV, in order; () where none are known."""
@@ -96,8 +84,6 @@ class ConversationIndex:
         Of several that share it, this is the one whose request comes first in the queue, else the
         one with the latest turn.
         """
-        if self._unread:
-            self._read()
         owners, places = self._owners.get(key, ()), self._places
         waiting = [name for name in owners if name in places]
         return min(waiting, key=places.__getitem__) if waiting else owners[-1] if owners else None
@@ -105,16 +91,3 @@ class ConversationIndex:
     def places(self) -> Mapping[Hashable, float]:
         """Return the place in the queue of each waiting conversation."""
         return self._places  # type: ignore[return-value]  # a name is a Hashable
-
-    # inside
-
-    def _read(self) -> None:
-        with self._lock:
-            unread, self._unread = self._unread, []
-        found = defaultdict[Name, list[ChunkKey]](list)
-        for known in unread:
-            for name, key in known():
-                found[name].append(key)
-        for name, keys in found.items():
-            if name not in self._keys:  # a newer note takes precedence
-                self.note(name, keys)

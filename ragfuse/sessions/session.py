@@ -121,13 +121,6 @@ class Session:
         n_common = next((at for at, (mine, theirs) in pairs if mine != theirs), most)
         return tuple(takewhile(lambda rows: rows.hi <= min(n_common, most), self.rows))
 
-    def without(self, lo: int, hi: int) -> Session:
-        """Return the session with the range lo:hi of its tokens dropped."""
-        cut = (part for rows in self.rows for part in (rows.cut(0, lo), rows.cut(hi, rows.hi)))
-        return replace(
-            self, left_out=(lo, hi), rows=tuple(part for part in cut if part.lo < part.hi)
-        )
-
     def as_dict(self) -> dict[str, Any]:
         """Return the session in plain JSON types."""
         fields: dict[str, Any] = _adapter().dump_python(self, mode="json")

@@ -1,4 +1,4 @@
-"""The session store: list, show, export, truncate and delete conversations, with or without a
+"""The session store: list, show, export and delete conversations, with or without a
 model.
 
 Sessions are in the store's catalog. A turn that could not be written there is in this process only,
@@ -12,6 +12,7 @@ import logging
 import math
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,9 +20,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ragfuse.errors import InputError, NoSessionError, StoreError
-from ragfuse.sessions.conversation_index import ConversationIndex, Known
-from ragfuse.sessions.session import Session, truncated
-from ragfuse.settings import SINKS
+from ragfuse.sessions.conversation_index import ConversationIndex, Name
+from ragfuse.sessions.session import Session
 from ragfuse.store import KVStore, SessionInfo
 from ragfuse.store.deletion import unanswered
 from ragfuse.types.keys import ChunkKey
@@ -52,24 +52,6 @@ class Deleted:
     silent: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class KeptSession:
-    """A session in memory.
-
-    Args:
-        info: Its summary, with the version in the catalog, whose turns it begins with.
-        session: The session.
-    """
-
-    info: SessionInfo
-    session: Session
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether the catalog has nothing of it."""
-        return not self.info.version
-
-
 class SessionStore:
     """The sessions of a store. Threads and processes may share it.
 
@@ -81,7 +63,7 @@ class SessionStore:
             written.
         settle: Waits for pending saves, so that their KV can be deleted.
         later: Runs a job in the background, after pending saves.
-        index: Notified of the keys of each session.
+        index: Notified of the keys of each session, those of earlier processes included.
     """
 
     def __init__(
@@ -102,9 +84,14 @@ class SessionStore:
             time.time,
         )
         self._lock, self._settle, self._later = threading.Lock(), settle, later
-        self._in_memory: dict[tuple[str, str], KeptSession] = {}  # the most recently used one last
+        # the most recently used one last; of version 0 the catalog has nothing
+        self._in_memory: dict[Name, tuple[SessionInfo, Session]] = {}
         self._swept, self._index = 0.0, index or ConversationIndex()
-        self._index.recall(self._owned)
+        known = defaultdict[Name, list[ChunkKey]](list)
+        for model, id, key in catalog.owned() if index is not None else ():
+            known[model, id].append(ChunkKey.parse(key))
+        for name, keys in known.items():
+            self._index.note(name, keys)
 
     # for people and programs
 
@@ -154,24 +141,6 @@ class SessionStore:
             log.warning(unanswered(done.silent, "what it holds of deleted sessions stays"))
         return done
 
-    def truncate(self, id: str, tokens: int, sinks: int = SINKS) -> Session:
-        """Truncate a session to at most `tokens` tokens: the first `sinks`, and the last ones.
-
-        Raises:
-            InputError: There is no such session, or another turn was added meanwhile.
-        """
-        info = self._one(id)
-        version, session = self.get(info.model, id) or (0, Session(id))
-        shorter = session.without(
-            *truncated(session.left_out, session.n_tokens, tokens, 1, min(sinks, tokens))
-        )
-        if not self.put(info.model, shorter, version):
-            raise InputError(
-                f"The session '{id}' was continued meanwhile, so it was not shortened. Try again."
-            )
-        self.release(set(session.keys).difference(shorter.keys))
-        return shorter
-
     def keep_latest(self, count: int) -> Deleted:
         """Delete persistent sessions, the least recently used ones, until at most `count` of them
         remain.
@@ -192,13 +161,16 @@ class SessionStore:
         held = self._current(name, held)
         if held is None:
             return None
-        if self._ttl_s is not None and held.info.used < self._clock() - self._ttl_s:
+        info, session = held
+        if self._ttl_s is not None and info.used < self._clock() - self._ttl_s:
             with _unless_silent("The overdue session stays for now"):
-                self._delete([held.info])
+                self._delete([info])
             return None
-        return held.info.version, held.session
+        return info.version, session
 
-    def _current(self, name: tuple[str, str], held: KeptSession | None) -> KeptSession | None:
+    def _current(
+        self, name: Name, held: tuple[SessionInfo, Session] | None
+    ) -> tuple[SessionInfo, Session] | None:
         """Return a session as the catalog has it, or `held` where that has later turns or the
         catalog does not answer.
 
@@ -206,7 +178,7 @@ class SessionStore:
         """
         answered, found = self._catalog.tried(lambda file: file.session(*name))
         version, used, state = found or (0, 0.0, {})
-        if held is not None and (not answered or held.info.version == version):
+        if held is not None and (not answered or held[0].version == version):
             return held
         if found is None:
             return None
@@ -227,7 +199,7 @@ class SessionStore:
         with self._lock:
             held = self._in_memory.get(name)
         if is_written is False or (
-            is_written is None and version != (held.info.version if held is not None else 0)
+            is_written is None and version != (held[0].version if held is not None else 0)
         ):
             return False
         self._keep(name, session, version + (is_written is True), now)
@@ -237,15 +209,15 @@ class SessionStore:
         return True
 
     def _keep(
-        self, name: tuple[str, str], session: Session, version: int, used: float
-    ) -> KeptSession:
+        self, name: Name, session: Session, version: int, used: float
+    ) -> tuple[SessionInfo, Session]:
         """Keep a session in memory as the most recently used one."""
-        kept = KeptSession(_info(name, session, version, used), session)
+        kept = _info(name, session, version, used), session
         with self._lock:
             self._in_memory.pop(name, None)
             self._in_memory[name] = kept
             dropped = next(iter(self._in_memory)) if len(self._in_memory) > MAX_IN_MEMORY else None
-            was_alone = dropped is not None and self._in_memory.pop(dropped).is_alone
+            was_alone = dropped is not None and not self._in_memory.pop(dropped)[0].version
         if dropped is not None and was_alone:
             self._index.note(dropped, ())
         self._index.note(name, session.keys)
@@ -271,15 +243,11 @@ class SessionStore:
         rows = self._catalog.strict.sessions()
         with self._lock:
             alone = [
-                replace(held.info, persistent=False)
-                for held in self._in_memory.values()
-                if held.is_alone
+                replace(info, persistent=False)
+                for info, _ in self._in_memory.values()
+                if not info.version
             ]
         return sorted((*rows, *alone), key=lambda info: -info.used)
-
-    def _owned(self) -> Known:
-        """Return the (session, key) pairs in the catalog; none while it does not answer."""
-        return (((model, id), ChunkKey.parse(key)) for model, id, key in self._catalog.owned())
 
     def _one(self, id: str) -> SessionInfo:
         found = [info for info in self.ls() if info.id == id]
@@ -300,17 +268,16 @@ class SessionStore:
         for name in ((info.model, info.id) for info in sessions if info.used < before):
             with self._lock:
                 held = self._in_memory.get(name)
-                held = (
-                    self._in_memory.pop(name)
-                    if held is not None and held.info.used < before
-                    else None
-                )
+                if held is not None and held[0].used >= before:
+                    held = None
+                elif held is not None:
+                    del self._in_memory[name]
             written = self._catalog.strict.delete_session(*name, before)
             if held is None and written is None:
                 continue
             self._index.note(name, ())
             keys.update(
-                map(ChunkKey.parse, written or ()), held.session.keys if held is not None else ()
+                map(ChunkKey.parse, written or ()), held[1].keys if held is not None else ()
             )
             count += 1
         done = self._store.forget(self._unused(keys))
@@ -321,13 +288,14 @@ class SessionStore:
         answer.
         """
         with self._lock:
-            alone = (held.session.keys for held in self._in_memory.values() if held.is_alone)
+            held = self._in_memory.values()
+            alone = (session.keys for info, session in held if not info.version)
             unused = keys.difference(*alone)
         found = self._catalog.strict.in_use([str(key) for key in unused])
         return unused - {ChunkKey.parse(name) for name in found}
 
 
-def _info(name: tuple[str, str], session: Session, version: int, used: float) -> SessionInfo:
+def _info(name: Name, session: Session, version: int, used: float) -> SessionInfo:
     return SessionInfo(*name, version, used, len(session.turns), session.n_tokens)
 
 

@@ -44,14 +44,9 @@ One prompt already uses all cores, and several at once would block the interpret
 class Tokenizer(Protocol):
     """The part of a model's tokenizer that building prompts needs (`hf.tokens.TextEncoder`)."""
 
-    def control_spans(self, text: str, is_begun: bool = False) -> Sequence[Chars]:
+    def control_spans(self, text: str) -> Sequence[Chars]:
         """Return the characters lo:hi of everything in a text that would be tokenised as a control
         token.
-
-        Args:
-            text: The text.
-            is_begun: The text is the beginning of an answer, in which the markup of thoughts and
-                calls is genuine.
         """
         ...
 
@@ -96,7 +91,6 @@ class Assembler:
         context: Digest of what chunks were encoded after.
         calls: How the template writes tool calls.
         find: Finds known runs in ids.
-        continues_last: `render` leaves the last message open, so that the answer continues it.
         documents: (text, source) of documents that the prompt may hold: a chunk in one has its
             source. A text that is given several times has a source at each of its places, in order.
     """
@@ -108,15 +102,13 @@ class Assembler:
     context: str = ""
     calls: CallFormat = DEFAULT_CALL_FORMAT
     find: Find = lambda ids: ()
-    continues_last: bool = False
     documents: Sequence[tuple[str, str]] = ()
 
     def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
         """Return the Prompt of a conversation, rendered by the chat template.
 
         Only the template writes control tokens: in contents, calls and tools, what looks like one
-        is encoded as text, except for the markup of thoughts and calls in the beginning of an
-        answer.
+        is encoded as text.
 
         Args:
             messages: The conversation.
@@ -180,7 +172,7 @@ class Assembler:
                 ) from error
 
         messages = list(map(self.calls.message, turns))
-        return rendered(write, messages, tools, self.tokenizer.control_spans, self.continues_last)
+        return rendered(write, messages, tools, self.tokenizer.control_spans)
 
     def _given(self, text: str, at: int, ids: tuple[int, ...]) -> Iterator[Given]:
         """Yield the characters of an answer at `at` whose ids are known, and those ids, if they

@@ -40,14 +40,10 @@ class Thoughts:
     open: str
     close: str
 
-    def is_open(self, prompt: str, within: bool = False) -> bool:
+    def is_open(self, prompt: str) -> bool:
         """Return whether a prompt ends with an opening tag, so that the answer begins with
         reasoning.
-
-        within: return whether the prompt ends anywhere inside reasoning.
         """
-        if within:
-            return prompt.rfind(self.open) > prompt.rfind(self.close)
         return prompt.rstrip().endswith(self.open)
 
 
@@ -170,7 +166,6 @@ def rendered(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Any],
     forged: Forged,
-    is_begun: bool = False,
 ) -> Rendered:
     """Render a conversation.
 
@@ -179,7 +174,6 @@ def rendered(
         messages: The messages in the form that the template takes.
         tools: The tools.
         forged: Finds what looks like a control token.
-        is_begun: The last message is the beginning of the answer.
 
     Raises:
         InputError: The template leaves out a message that is no answer.
@@ -194,9 +188,7 @@ def rendered(
         """Return the places of the marks in the text; None where with them all else
         changes, too.
         """
-        told = [
-            marks.message(message, is_begun and message is messages[-1]) for message in messages
-        ]
+        told = list(map(marks.message, messages))
         told_of = marks.on(list(tools))
         if not marks.words:
             return set()
@@ -251,20 +243,20 @@ class _Marks:
     chosen: Word | None = None
     words: dict[Word, None] = field(default_factory=dict)
 
-    def message(self, message: Mapping[str, Any], is_begun: bool) -> dict[str, Any]:
+    def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message with marks in all but its role."""
         role = str(message["role"])
         marked = {
             key: value if key in ("role", "content") else self.on(value)
             for key, value in message.items()
         }
-        return {**marked, "content": self.on(message.get("content"), role, is_begun)}
+        return {**marked, "content": self.on(message.get("content"), role)}
 
-    def on(self, value: Any, role: str = "", is_begun: bool = False) -> Any:
+    def on(self, value: Any, role: str = "") -> Any:
         """Return a JSON value with marks in all texts in it."""
         if isinstance(value, str):
             letters = list(value)
-            for lo, hi in self.forged(value, True) if is_begun else self.forged(value):
+            for lo, hi in self.forged(value):
                 word = role, value[lo:hi].lower()
                 self.words[word] = None
                 if self.chosen in (None, word):

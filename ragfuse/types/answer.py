@@ -134,8 +134,6 @@ class Trace:
             remembers it.
         tokens_to_encode: Tokens of missed chunks, which are encoded after the answer, each chunk
             once.
-        unheld: Keywords of the answer's JSON schema that were not held while decoding, and those
-            that the answer breaks.
     """
 
     model: str = ""
@@ -169,7 +167,6 @@ class Trace:
     tokens_chunks: int = 0
     unsaved: tuple[str, ...] = ()
     tokens_to_encode: int = 0
-    unheld: tuple[str, ...] = ()
 
     @property
     def tokens_found(self) -> int:

@@ -27,9 +27,6 @@ class Forecast:
         full_s: Full prefill of the prompt.
         bound: What bounds the recompute ratio.
         deadline_s: The deadline for the first token; None for none.
-        segments: (segment index, seconds to read it, seconds to compute its rows) of each segment
-            that could be reused; for one that is in the store but left unread, how long reading it
-            would take.
         corrections: (tier, factor) of tiers that recently took `factor` times as long as measured;
             all times above include it.
     """
@@ -40,7 +37,6 @@ class Forecast:
     full_s: float
     bound: Bound = "floor"
     deadline_s: float | None = None
-    segments: tuple[tuple[int, float, float], ...] = ()
     corrections: tuple[tuple[str, float], ...] = ()
 
     @property
@@ -50,7 +46,7 @@ class Forecast:
 
     def full(self) -> Forecast:
         """Return the forecast of a full prefill instead."""
-        return replace(self, load_s=0.0, recompute_s=self.full_s, ttft_s=self.full_s, segments=())
+        return replace(self, load_s=0.0, recompute_s=self.full_s, ttft_s=self.full_s)
 
 
 @dataclass(frozen=True)

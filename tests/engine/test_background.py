@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ragfuse import Engine, ModelError, SettingsError
-from ragfuse.engine.background import EncodeJob, jobs_after
+from ragfuse.engine.remember import missed
 from ragfuse.hf import probe
 from ragfuse.hf.model import ENCODE_STEP_TOKENS
 from ragfuse.types.keys import ChunkKey
@@ -23,7 +23,7 @@ def after(prompt, *hits):
     fetches = tuple(
         Fetch(index, prompt.segments[index].keys[0], "memory", "raw", 1) for index in hits
     )
-    return list(jobs_after(LoadPlan(prompt, 0.1, "hkvd", fetches)))
+    return list(missed(LoadPlan(prompt, 0.1, "hkvd", fetches)))
 
 
 def chunk(number, start, **given):
@@ -42,15 +42,16 @@ def test_chunks_that_were_missed_are_encoded_whole_and_once_and_the_prompt_s_beg
             Segment((9,), 5),
         )
     )
-    missed = [EncodeJob("chunk", (3 + i,), f"text-{i}", f"book-{i}") for i in range(3)]
+    chunks = list(prompt.segments[1:4])
     assert after(prompt, 0, 1, 2, 3) == after(prompt, 1, 2, 3) == []
-    assert after(prompt, 0, 2) == [missed[0], missed[2]]
-    assert after(prompt) == missed
+    assert after(prompt, 0, 2) == [chunks[0], chunks[2]]
+    assert after(prompt) == chunks
     twice = Prompt((chunk(0, 0), chunk(1, 1), chunk(0, 2), Segment((9,), 3)))
-    assert after(twice) == missed[:2]
-    assert after(twice, 0) == [missed[1]]
+    assert after(twice) == list(twice.segments[:2])
+    assert after(twice, 0) == [twice.segments[1]]
     in_part = Prompt((chunk(0, 0, rows=(1, 2), stored=(7, 3, 8)), Segment((9,), 1)))
-    assert after(in_part) == [EncodeJob("chunk", (7, 3, 8), "text-0", "book-0")]
+    (whole,) = after(in_part)
+    assert (whole.tokens, whole.text, whole.source) == ((7, 3, 8), "text-0", "book-0")
 
 
 def test_a_question_that_comes_while_documents_are_encoded_says_so_and_waits_for_a_few_tokens(

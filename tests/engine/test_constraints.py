@@ -183,14 +183,12 @@ def test_what_cannot_be_used_is_told_before_anything_is_loaded(case, tmp_path):
                 ask(ASKED, Ask(**options))
 
 
-def test_what_decoding_does_not_hold_of_a_schema_is_in_the_trace(random_engine):
+def test_what_decoding_does_not_hold_of_a_schema_is_logged(random_engine, caplog):
     code = {"type": "string", "pattern": "^(?!x)[a-z]$", "maxLength": 2}
     schema = {"type": "object", "properties": {"code": code}, "required": ["code"]}
     answer = random_engine.answer("Write.", Ask(grammar=Grammar.json(schema), max_tokens=60))
-    left_out, *broken = answer.trace.unheld
-    assert left_out.startswith("code: pattern")
-    is_right = re.search(code["pattern"], json.loads(answer.text)["code"]) is not None
-    assert is_right == (broken == [])
+    assert set(json.loads(answer.text)) == {"code"}
+    assert "code: pattern" in caplog.text
 
 
 def test_more_columns_than_tokens_are_never_written(random_engine):

@@ -18,7 +18,7 @@ from tokenizers import (
 )
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ragfuse import Ask, ChatMessage, Engine, InputError, Piece, Settings, SettingsError
+from ragfuse import Ask, Engine, InputError, Piece, Settings, SettingsError
 from ragfuse.schemas.pml import parse_prompt
 from tests.tiny import CHUNKS, INSTRUCTION, QUESTION, messages
 
@@ -225,7 +225,7 @@ def test_token_ids_that_the_tokenizer_does_not_have_are_refused(engine, ids):
 
 def test_token_ids_have_no_tools_and_no_session(engine):
     tool = {"type": "function", "function": {"name": "find", "parameters": {}}}
-    for ask in (Ask(session="one"), Ask(tools=[tool]), Ask(continue_final_message=True)):
+    for ask in (Ask(session="one"), Ask(tools=[tool])):
         with pytest.raises(InputError, match="token ids cannot have tools"):
             engine.answer([1, 2, 3], ask)
 
@@ -270,31 +270,3 @@ def test_thoughts_of_earlier_answers_go_as_the_template_lets_them(thinking):
     assert said(thinking, prompt.token_ids).split() == wanted.split()
     words = thinking.model.tokenizer
     assert prompt.token_ids.count(words.convert_tokens_to_ids("</think>")) == 0
-
-
-def test_a_last_message_is_gone_on_with(thinking):
-    told = [("user", "Why?"), ("assistant", "Because the")]
-    wanted = own(thinking, joined(told), add_generation_prompt=False, continue_final_message=True)
-    prompt = thinking.prompt(told, ask=Ask(continue_final_message=True))
-    assert list(prompt.token_ids) == wanted
-    assert not said(thinking, wanted).endswith("<|im_end|>\n")
-    assert thinking.answer(told, Ask(continue_final_message=True)).trace.tokens == len(wanted)
-
-
-@pytest.mark.parametrize(
-    "told",
-    ["Why?", [("user", "Why?")], [ChatMessage("user", "Why?"), ChatMessage("assistant", " ")]],
-)
-def test_only_an_answer_that_is_begun_is_gone_on_with(engine, told):
-    with pytest.raises(InputError, match="last message"):
-        engine.answer(told, Ask(continue_final_message=True))
-
-
-def test_a_conversation_remembers_an_answer_with_its_given_beginning(thinking):
-    told = [("user", "Why?"), ("assistant", "Because the")]
-    answer = thinking.answer(told, Ask(session="one", continue_final_message=True))
-    thinking.flush()
-    after = thinking.answer([("user", "And then?")], Ask(session="one"))
-    begun = "Because the" + thinking.model.encoder.decode(answer.token_ids)
-    whole = [*told[:1], ("assistant", begun), ("user", "And then?")]
-    assert after.trace.tokens == len(thinking.prompt(whole).token_ids)

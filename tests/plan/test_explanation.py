@@ -12,24 +12,24 @@ def told(tiers, policy="auto", ratio=None, deadline_s=None, **byte_s):
     return in_words(found).splitlines()
 
 
-def test_every_chunk_has_a_line_with_tier_bytes_and_times():
+def test_every_chunk_has_a_line_with_tier_and_bytes():
     first, *lines = told(["disk", "memory", ""], "hkvd", 0.2)
     wanted = [
         (first, ("9.6 MB", "0.20", "hkvd")),
-        (lines[0], ("book-0", "200", "disk", "4.8 MB", "0.005 s", "exact")),
-        (lines[1], ("book-1", "200", "memory", "4.8 MB", "0.000 s")),
+        (lines[0], ("book-0", "200", "disk", "4.8 MB", "exact")),
+        (lines[1], ("book-1", "200", "memory", "4.8 MB")),
         (lines[2], ("book-2", "200", "miss")),
     ]
     assert [word for line, words in wanted for word in words if word not in line] == []
 
 
-def test_what_is_there_and_not_read_says_where_and_why():
+def test_what_is_there_and_not_read_says_why():
     lines = told(["disk", "disk", "disk", "far", "disk"], far=1e-7)
     (line,) = [line for line in lines if "book-3" in line]
-    assert all(word in line for word in ("slower to load", "far", "4.8 MB", "0.480 s"))
+    assert "slower to load" in line
     full = told(["far"] * 2, far=1e-6)
     assert "420 tokens" in full[0]
-    assert all("full prefill is faster" in line and "4.8 MB" in line for line in full[1:3])
+    assert all("full prefill is faster" in line for line in full[1:3])
     late = told(["far"] * 6, "hkvd", deadline_s=0.001, far=2e-8)
     assert "cannot be met" in late[-1]
 

@@ -174,9 +174,6 @@ def test_a_conversation_with_calls_arrives_whole(local: Engine, remote: RemoteEn
         ),
     ]
     assert is_same(local.answer(said), remote.answer(said))
-    begun = [*said, ChatMessage("assistant", "The door")]
-    ask = Ask(continue_final_message=True)
-    assert is_same(local.answer(begun, ask), remote.answer(begun, ask))
 
 
 def test_token_ids_are_continued(local: Engine, remote: RemoteEngine) -> None:

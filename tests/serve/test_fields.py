@@ -71,8 +71,6 @@ CHAT: dict[str, tuple[Fields, Fields]] = {
     "verbosity": (PLAIN, {"verbosity": "low"}),
     "enable_thinking": (PLAIN, {"enable_thinking": True}),
     "chat_template_kwargs": (PLAIN, {"chat_template_kwargs": {"mood": "good"}}),
-    "continue_final_message": (PLAIN, {"continue_final_message": True}),
-    "add_generation_prompt": (PLAIN, {"add_generation_prompt": False}),
 }
 TEXT: dict[str, tuple[Fields, Fields]] = {
     **BOTH,
@@ -219,7 +217,6 @@ def test_a_plan_is_of_the_prompt_that_the_same_fields_make(served: Served) -> No
         for fields in ({"tools": [TOOL]}, {"tools": [TOOL], "tool_choice": "none"}, {})
     )
     assert tools > none == plain
-    assert refused(plan(add_generation_prompt=False))["param"] == "add_generation_prompt"
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])

@@ -9,7 +9,7 @@ import pytest
 from ragfuse import Ask, Engine, Piece
 from tests.hf import kit
 from tests.sessions.kit import QUESTIONS, built, is_full_prefill, resent, talk
-from tests.tiny import CHUNKS, INSTRUCTION, adds_up, ingest, messages, python
+from tests.tiny import CHUNKS, adds_up, ingest, messages, python
 
 
 def history(trace):
@@ -160,22 +160,6 @@ def test_chunks_of_earlier_turns_stay_and_what_was_blended_is_never_taken_for_ex
     assert [segment.exact for segment in history(second.trace)] == [True, False]
     kinds = [rows.key.encoded for rows in engine.sessions.show("one").rows]
     assert kinds == ["alone", "filler", "filler"]
-
-
-def test_chunks_of_earlier_turns_leave_when_they_shall(tiny_settings):
-    with Engine(tiny_settings.model_copy(update={"history_chunks": False})) as engine:
-        ingest(engine)
-        first = engine.answer(messages(), Ask(session="one"))
-        second = engine.answer(messages(CHUNKS[:2], "And what colour?"), Ask(session="one"))
-        said = engine.model.tokenizer.decode(
-            built(engine, [("user", "So?")], Ask(session="one")).token_ids
-        )
-        assert not any(chunk in said for chunk in CHUNKS)
-        assert INSTRUCTION.strip() in said
-        assert "And what colour?" in said
-        n_chunks = sum(len(engine.tokens(chunk)) for chunk in CHUNKS)
-        assert second.trace.history_reused == held(first) - n_chunks
-        assert [segment.kind for segment in second.trace.segments].count("chunk") == 2
 
 
 def test_a_system_message_that_comes_with_every_turn_is_said_once(engine):

@@ -77,6 +77,13 @@ def test_a_turn_that_nobody_waited_for_leaves_nothing(engine, turns):
     assert keys_kept(engine) == set()
 
 
+def test_a_later_process_knows_whose_the_kv_is(engine, tiny_settings):
+    talk(engine, QUESTIONS[:2])
+    with Engine(tiny_settings) as later:
+        owners = set(map(later.conversations.conversation_of, keys_of(engine, "one")))
+    assert owners == {(engine.digest, "one")}
+
+
 def test_a_session_that_is_not_there_is_told(engine):
     for do in (engine.sessions.show, engine.sessions.delete, engine.sessions.export):
         with pytest.raises(InputError, match="no session 'none'"):

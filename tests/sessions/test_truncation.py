@@ -118,14 +118,6 @@ def test_a_lost_row_of_a_shortened_conversation_is_computed_under_a_key_of_its_o
         assert all(segment.hit for segment in history(talk(engine, ["And?"])[0].trace))
 
 
-def test_a_session_is_shortened_by_name(said):
-    n_before = said.sessions.show("one").n_tokens
-    shorter = said.sessions.truncate("one", 50, sinks=3)
-    assert (shorter.dropped, shorter.rows[0].lo, shorter.rows[0].hi) == (n_before - 50, 0, 3)
-    answer = said.answer([("user", QUESTIONS[3])], Ask(session="one"))
-    assert (answer.trace.history_reused, answer.trace.truncated) == (50, n_before - 50)
-
-
 def unknown(turns):
     """A conversation that was had elsewhere, behind a system message."""
     said = [("system", "Answer in one word.")]

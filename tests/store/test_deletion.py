@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ragfuse import Ask, Engine
-from ragfuse.engine.background import EncodeJob
 from ragfuse.store.deletion import LEARNT
+from ragfuse.types.prompt import Segment
 from tests.store.redis_server import RedisServer
 from tests.tiny import CHUNKS, QUESTION, ingest, known_texts, messages
 
@@ -113,7 +113,7 @@ def learn(engine, text, persistent=True):
     """Learn a passage as the background does, from its ids."""
     ids = tuple(engine.tokens(text))
     engine._remember._text = (lambda tokens: text) if persistent else (lambda tokens: "")
-    engine._remember._do(EncodeJob("chunk", ids, source=LEARNT))
+    engine._remember._encode(Segment(ids, 0, "chunk", source=LEARNT))
     del engine._remember._text
     return ids
 

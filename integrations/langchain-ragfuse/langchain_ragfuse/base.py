@@ -100,8 +100,6 @@ class RagFuseModel(BaseModel):
     enable_thinking: bool | None = None
     """Whether a reasoning model thinks before it answers; None: the default of its chat template.
     """
-    continue_final_message: bool = False
-    """Treat the last message as the beginning of the answer, which continues it."""
     streaming: bool = False
     """Whether `invoke` also streams, for callbacks that receive single tokens."""
     model_kwargs: dict[str, Any] = Field(default_factory=dict)

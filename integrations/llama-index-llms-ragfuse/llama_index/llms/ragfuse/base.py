@@ -126,8 +126,6 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     """Variables for the chat template."""
     enable_thinking: bool | None = None
     """Whether a reasoning model thinks before it answers; None: as its chat template does."""
-    continue_final_message: bool = False
-    """Treat the last message as the beginning of the answer, which continues it."""
 
     _place: Place = PrivateAttr()
 
