@@ -11,7 +11,6 @@ from ragfuse.engine.background import jobs_after
 from ragfuse.engine.request import PreparedPrompt
 from ragfuse.schemas.bind import SchemaUse
 from ragfuse.types.answer import SegmentTrace, Trace
-from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import LoadPlan, is_exact
 from ragfuse.types.prompt import Segment
 from ragfuse.types.reasons import CODE
@@ -34,22 +33,6 @@ def trace_of(ready: PreparedPrompt, first_s: float | None) -> Trace:
     )
     # a missed prefix is new text
     segments = tuple(each for each in segments if each.hit or each.kind != "prefix")
-    if prefill.n_before:
-        known = SegmentTrace(
-            "",
-            "prefix",
-            prefill.n_before,
-            0,
-            True,
-            "memory",
-            LEVEL_NAMES[0],
-            exact=True,
-            encoded="alone",
-        )
-        segments = (
-            known,
-            *(each for each in segments if each.start + each.n_tokens > prefill.n_before),
-        )
     hits = Counter[str]()
     for each in segments:
         hits[each.kind] += each.n_tokens if each.hit else 0
