@@ -6,7 +6,6 @@ A policy is chosen by name.
 
 from ragfuse.fuse.select.edges import AllOrNothing
 from ragfuse.fuse.select.hkvd import Hkvd
-from ragfuse.fuse.select.hybrid import Hybrid
 from ragfuse.fuse.select.lego import Lego
 from ragfuse.fuse.select.lexical import Lexical
 from ragfuse.fuse.select.policy import Candidates, Policy
@@ -26,7 +25,6 @@ POLICIES = (
     Hkvd(name="hkvd"),
     Lego(),
     Lexical(),
-    Hybrid(),
     Query(name="query"),
     Query(name="query-gradual", gradual=True),
 )

@@ -90,12 +90,12 @@ class Policy:
         needs = "attention" if self.wants == "attention" else needs
         return PolicyCost(needs, self.gradual, self.fixed_share)
 
-    def budget(self, candidates: Candidates, layer: int, part: float = 1.0) -> int:
-        """Return the number of rows for a part of the share that `layer` has."""
+    def budget(self, candidates: Candidates, layer: int) -> int:
+        """Return the number of rows for the share that `layer` has."""
         share = schedule(
             candidates.ratio, layer, self.check_layer, candidates.n_layers, self.gradual
         )
-        return candidates.budget(part * share)
+        return candidates.budget(share)
 
     def thins(self, candidates: Candidates, layer: int, active: int) -> bool:
         """Whether `choose` will drop some of the `active` rows by their deviation in `layer`, which
