@@ -12,11 +12,12 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from itertools import chain, islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
-from cachetools import LRUCache
+from cachetools import LRUCache, cachedmethod
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -88,15 +89,13 @@ class HFModel(OneProcess):
         self.chunk_adapter = chunk_adapter
         self.lock = FairLock()
         self.batcher = Batcher(self.model, self.lock)
-        self._encoder: TextEncoder | None = None
         self._wired: Wiring | None = None
-        self._number = cache(partial(_word_number, tokenizer, {}))
+        self._word = cache(partial(_word, tokenizer))
         self.border = cache(partial(_border, tokenizer))
         """Returns the border that a token marks, and whether it also holds visible text: 0 none, 1
         end of a line, 2 end of a paragraph, 3 a special token.
         """
-        self._contexts: LRUCache[tuple[bool, tuple[int, ...]], tuple[LayerKV, ...]]
-        self._contexts = LRUCache(CONTEXTS)
+        self._contexts: LRUCache[Any, tuple[LayerKV, ...]] = LRUCache(CONTEXTS)
         self.device, self.dtype = probe.device_of(model), model.dtype
         # prompts are fused in shapes that recur, and nothing is read back
         self.accelerated = self.device.type != "cpu"
@@ -134,17 +133,12 @@ class HFModel(OneProcess):
             )
         return self._tokenizer
 
-    @property
+    @cached_property
     def encoder(self) -> TextEncoder:
         """The encoder of whole prompts and pieces of them; ModelError if the model came without a
         tokenizer.
         """
-        encoder = self._encoder
-        if encoder is None or encoder.chat_template != getattr(
-            self.tokenizer, "chat_template", None
-        ):
-            self._encoder = encoder = TextEncoder(self.tokenizer)
-        return encoder
+        return TextEncoder(self.tokenizer)
 
     @property
     def bos(self) -> tuple[int, ...]:
@@ -200,7 +194,9 @@ class HFModel(OneProcess):
                 off.
             adapter: An adapter that the model has meanwhile; None: none.
         """
-        cut, before = len(context), self._context_kv(tuple(context), adapter)
+        cut, before = len(context), tuple[LayerKV, ...]()
+        if context:
+            before = self._context_kv(tuple(context), adapter)
         layers = self._extended(before, token_ids, 0, adapter)
         return ChunkKV(
             tuple(
@@ -253,22 +249,14 @@ class HFModel(OneProcess):
         kv = self.encode(token_ids, context, self.chunk_adapter)
         return kv if self.drift is None else added(kv, self.drift, self.profile.rope)
 
+    @cachedmethod(attrgetter("_contexts"), lock=attrgetter("lock"))
     def _context_kv(
-        self, context: tuple[int, ...], adapter: ChunkAdapter | None = None
+        self, context: tuple[int, ...], adapter: ChunkAdapter | None
     ) -> tuple[LayerKV, ...]:
         """Return the KV of a context at positions -n..-1; the last `CONTEXTS` used are kept in
         memory.
         """
-        if not context:
-            return ()
-        known = adapter is not None, context
-        with self.lock:
-            if known in self._contexts:
-                return self._contexts[known]
-        found = self._extended((), context, -len(context), adapter)
-        with self.lock:
-            self._contexts[known] = found
-        return found
+        return self._extended((), context, -len(context), adapter)
 
     @contextmanager
     def before_layers(self, check: Callable[[], object]) -> Iterator[None]:
@@ -319,21 +307,17 @@ class HFModel(OneProcess):
         usual = torch.arange(len(positions), device=positions.device)
         return None if torch.equal(positions, usual) else positions.to(self.device)
 
-    def logits_along(self, prefill: Prefill, token_ids: Sequence[int]) -> Iterator[Tensor]:
-        """Yield the logits [n, V] that predict the tokens after a prompt, some at a time; consumes
+    def score_continuation(self, prefill: Prefill, token_ids: Sequence[int]) -> Tensor:
+        """Return the logits float32 [n, V] that predict each of n tokens after the prompt; consumes
         the prefill.
-
-        Args:
-            prefill: The prompt.
-            token_ids: The tokens after it.
         """
         if prefill.cache is None:
             whole = torch.tensor([[*prefill.token_ids, *token_ids[:-1]]], device=self.device)
             with self.lock, torch.no_grad():
                 out: Any = self.model(input_ids=whole, use_cache=False)
-            yield out.logits[0, -len(token_ids) :]
-            return
-        yield prefill.logits[None]
+            logits: Tensor = out.logits[0, -len(token_ids) :]
+            return logits.float()
+        parts = [prefill.logits[None].float()]
         begin = (
             len(prefill.token_ids) if prefill.positions is None else int(prefill.positions[-1]) + 1
         )
@@ -344,13 +328,8 @@ class HFModel(OneProcess):
             with self.lock, torch.no_grad():
                 options = probe.at_positions(self.model, at)
                 out = self.model(input_ids=ids, use_cache=True, **{CACHE: prefill.cache}, **options)
-            yield out.logits[0]
-
-    def score_continuation(self, prefill: Prefill, token_ids: Sequence[int]) -> Tensor:
-        """Return the logits float32 [n, V] that predict each of n tokens after the prompt; consumes
-        the prefill.
-        """
-        return torch.cat([logits.float() for logits in self.logits_along(prefill, token_ids)])
+            parts.append(out.logits[0].float())
+        return torch.cat(parts)
 
     def fuse(
         self,
@@ -451,7 +430,9 @@ class HFModel(OneProcess):
         self, token_ids: Sequence[int], candidates: Tensor, question_rows: Sequence[Tensor]
     ) -> Tensor:
         """Return how near each candidate row is to words of the question, float32 [C]."""
-        numbers = torch.tensor([self._number(token_id) for token_id in token_ids])
+        words = [self._word(token_id) for token_id in token_ids]
+        known = {word: number for number, word in enumerate(dict.fromkeys(words))}
+        numbers = torch.tensor([known[word] if word else -1 for word in words])
         for rows in question_rows:
             near = nearness(numbers, rows, candidates)[candidates]
             if bool(near.any()):
@@ -603,22 +584,17 @@ def _question_rows(cached: Tensor, runs: Sequence[CachedRun]) -> tuple[Tensor, T
     return outside[outside >= max((run.hi for run in runs), default=0)], outside
 
 
-def _word_number(
-    tokenizer: PreTrainedTokenizerBase | None, numbers: dict[str, int], token_id: int
-) -> int:
-    """Return the number of the word that a token is, ignoring case and surrounding space.
+def _word(tokenizer: PreTrainedTokenizerBase | None, token_id: int) -> str:
+    """Return the word that a token is, ignoring case and surrounding space.
 
-    It is -1 for punctuation, space and special tokens. A token that is part of a character counts
+    It is "" for punctuation, space and special tokens. A token that is part of a character counts
     as a word: in some scripts characters are split into several tokens.
     """
-    if tokenizer is None:
-        return token_id
     text, is_special = _text_of(tokenizer, token_id)
     text = text.strip().casefold()
-    is_partial = "\ufffd" in text
-    if is_special or not (is_partial or any(letter.isalnum() for letter in text)):
-        return -1
-    return numbers.setdefault(f"{text} {token_id}" if is_partial else text, len(numbers))
+    if tokenizer is None or "\ufffd" in text:
+        return f"{text} {token_id}"
+    return text if not is_special and any(letter.isalnum() for letter in text) else ""
 
 
 def _border(tokenizer: PreTrainedTokenizerBase | None, token_id: int) -> tuple[int, bool]:

@@ -50,8 +50,6 @@ class TextEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer, self._lock = tokenizer, threading.Lock()
-        # it decides what control tokens are
-        self.chat_template = getattr(tokenizer, "chat_template", None)
         added, unknown = tokenizer.added_tokens_decoder, tokenizer.unk_token_id
         self._added = {id: str(token) for id, token in added.items()}
         self._control = control_tokens(tokenizer)

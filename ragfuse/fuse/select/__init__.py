@@ -4,7 +4,6 @@ of `POLICIES`.
 A policy is chosen by name.
 """
 
-from ragfuse.fuse.select.edges import AllOrNothing
 from ragfuse.fuse.select.hkvd import Hkvd
 from ragfuse.fuse.select.lego import Lego
 from ragfuse.fuse.select.lexical import Lexical
@@ -18,8 +17,8 @@ from ragfuse.types.selection import COUNTED, no_policy
 __all__ = ["POLICIES", "Candidates", "Policy", "cost_of", "nearness", "policy_named"]
 
 POLICIES = (
-    AllOrNothing(name="full", fixed_share=1.0),
-    AllOrNothing(name="none", fixed_share=0.0),
+    Policy(name="full", fixed_share=1.0),
+    Policy(name="none", fixed_share=0.0),
     Random(),
     Hkvd(name="hkvd-flat", gradual=False),
     Hkvd(name="hkvd"),
