@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
@@ -41,14 +40,6 @@ COLUMNS = (
     " | --- | --- | --- |"
 )
 REASONS = "| family | type | reason | beginnings |\n| --- | --- | --- | --- |"
-BEGINNINGS = MappingProxyType(
-    {
-        "": "computed",
-        "run": "reused from the third prompt that shares it, the same prompt from the second",
-        "whole": "computed",
-    }
-)
-"""What is reused of a model that is refused, by what it goes on with behind a kept state."""
 
 
 def page() -> str:
@@ -66,7 +57,7 @@ def row(name: str) -> str:
     model = kit.family(name)
     profile = model.profile
     if profile.refusal:
-        beginnings = "reused" if profile.fixed else BEGINNINGS[profile.state]
+        beginnings = "reused" if profile.fixed else "computed"
         return f"| {name} | `{kind}` | {profile.refusal} | {beginnings} |"
     ropes, spans = "; ".join(_ropes(profile.rope, _head_dims(model))), _windows(profile.windows)
     found = [_verdict(model), _verdict(kit.family(name, torch.bfloat16))]

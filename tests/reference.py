@@ -387,26 +387,6 @@ def _hkvd(gradual: bool) -> Callable[[Offer], Choose]:
     return make
 
 
-def _hybrid(offer: Offer) -> Choose:
-    plan = [1.0, *shares(offer.ratio, 1, offer.n_layers, True)]
-    by_edge = [row for _, row in sorted(zip(offer.offset, offer.rows, strict=True))]
-
-    def choose(layer: int, alive: list[int], before: list[float], here: list[float]) -> list[int]:
-        if layer == 0:
-            return alive
-        edges = by_edge[: budget(plan[layer] / 2, len(offer.rows), offer.forced)]
-        scores = here if layer == 1 else before
-        lifted = [
-            math.inf if row in edges else score for row, score in zip(alive, scores, strict=True)
-        ]
-        return [
-            alive[index]
-            for index in top(lifted, budget(plan[layer], len(offer.rows), offer.forced))
-        ]
-
-    return choose
-
-
 def _query(gradual: bool) -> Callable[[Offer], Choose]:
     def make(offer: Offer) -> Choose:
         plan = shares(offer.ratio, 0, offer.n_layers, gradual)
@@ -454,7 +434,6 @@ POLICIES: dict[str, Callable[[Offer], Choose]] = {
     "lexical": _static(_lexical_rows),
     "hkvd": _hkvd(gradual=True),
     "hkvd-flat": _hkvd(gradual=False),
-    "hybrid": _hybrid,
     "query": _query(gradual=False),
     "query-gradual": _query(gradual=True),
 }

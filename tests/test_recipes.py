@@ -96,7 +96,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _insert(
         policies, "POLICIES = (\n", "from ragfuse.fuse.select.every_second import EverySecond\n\n"
     )
-    _insert(policies, '    AllOrNothing(name="full"', "    EverySecond(),\n")
+    _insert(policies, '    Policy(name="full"', "    EverySecond(),\n")
     _insert(folder / "ragfuse/types/selection.py", '    "full",\n', '    "every-second",\n')
     _insert(
         folder / "ragfuse/types/levels.py",

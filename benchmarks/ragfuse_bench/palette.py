@@ -15,7 +15,6 @@ METHODS = MappingProxyType(
         "hkvd": ("rows that change most (hkvd, CacheBlend)", "tab:purple", "v"),
         "hkvd-flat": ("the same, chosen once (hkvd-flat)", "tab:pink", "v"),
         "lego": ("first rows of each chunk (lego)", "tab:brown", "P"),
-        "hybrid": ("first rows and those that change most (hybrid)", "tab:cyan", "X"),
         "random": ("rows by chance", "tab:grey", "x"),
     }
 )

@@ -116,7 +116,7 @@ def encode(numbers: Ints, order: Order, sections: Sequence[Section]) -> list[byt
     for section in sections:
         flat = numbers[section.first : section.last].reshape(-1)
         is_large = np.abs(flat) > section.max_number
-        large.append(np.clip(flat[is_large], -MAX_NUMBER, MAX_NUMBER))
+        large.append(flat[is_large])
         counts.append(int(is_large.sum()))
         marked.append(np.where(is_large, section.max_number + 1, flat))
     frames = [_pack_symbols(flat, section) for flat, section in zip(marked, sections, strict=True)]

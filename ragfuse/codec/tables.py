@@ -8,7 +8,7 @@ rounding, so that encoder and decoder agree on every machine.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
@@ -115,21 +115,11 @@ class CodecTables:
     """
 
     layers: tuple[LayerTables, ...]
-    digest: str = field(default="", init=False)
-    """Digest of all contents, 16 hex digits."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "digest", self._summed())
-
-    def _summed(self) -> str:
-        hasher = blake3(b"ragfuse codec tables %d " % TABLES_VERSION)
-        for layer in self.layers:
-            hasher.update(repr(None if layer.rope is None else asdict(layer.rope)).encode())
-            for part in (layer.keys, layer.values):
-                for each in fields(Channels):
-                    found = getattr(part, each.name)
-                    hasher.update(found if isinstance(found, bytes) else b"%d " % found)
-        return hasher.hexdigest(8)
+    @cached_property
+    def digest(self) -> str:
+        """Digest of all contents, 16 hex digits."""
+        return blake3(json.dumps(self.as_dict()).encode()).hexdigest(8)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the tables as plain JSON types, with bytes as base64."""

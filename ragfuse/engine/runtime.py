@@ -188,7 +188,10 @@ def loaded(settings: Settings, profile_of: ProfileOf, given: LoadedModel | None 
     if given is not None:
         weights = weights_digest(given.model)
         name = "handed over", id(given.model), id(given.tokenizer), weights
-        return shared_while_used(name, lambda: given.probed(weights, profile_of))
+        make: Callable[[], HFModel] = lambda: HFModel(  # noqa: E731
+            given.model, given.tokenizer, profile_of, weights=weights
+        )
+        return shared_while_used(name, make)
     named = (
         settings.model,
         settings.dtype,

@@ -114,15 +114,6 @@ class BranchModel:
         self.model, self.rope, self.device = model, profile.rope, probe.device_of(model)
         self.filler, self.chunk_adapter = tuple(filler), chunk_adapter
 
-    def full(
-        self, context: ContextTokens, branches: Sequence[Branch], layers: Collection[int] = ()
-    ) -> BranchStates:
-        """Return what full causal attention gives; `layers` are the numbers of the hidden states
-        that are wanted.
-        """
-        with self._plain():
-            return self._ended(self._causal(context), (), branches, layers)
-
     def blockwise(
         self,
         context: ContextTokens,

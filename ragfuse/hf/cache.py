@@ -64,8 +64,7 @@ class RowLayer(CacheLayerMixin):
 
     Attributes:
         length: Rows held.
-        common: Ranges of rows, in order, that are stored outside the buffers; `gather` copies them
-            back.
+        common: Ranges of rows, in order, that are stored outside the buffers.
     """
 
     is_sliding = False
@@ -98,19 +97,9 @@ class RowLayer(CacheLayerMixin):
         edges = [0, *(edge for frozen in ranges for edge in (frozen.lo, frozen.hi)), self.length]
         rows = [slice(*both) for both in zip(edges[::2], edges[1::2], strict=True)]
         self.keys, self.values = (
-            self._with_room([states[:, :, part] for part in rows]) for states in (keys, values)
+            _with_room([states[:, :, part] for part in rows], GROWTH_ROWS)
+            for states in (keys, values)
         )
-
-    def gather(self) -> None:
-        """Copy all rows back into its own buffers, also those past `length`, which may still be
-        used.
-        """
-        if self.common:
-            self.keys, self.values = (
-                self._with_frozen(self.keys, 0),
-                self._with_frozen(self.values, 1),
-            )
-            self.common = ()
 
     def whole(self) -> KV:
         """Return all rows [B, H, length, D]: views, or a copy if some are stored outside."""
@@ -151,14 +140,6 @@ class RowLayer(CacheLayerMixin):
             used, at = used + free, frozen.hi
         return torch.cat([*parts, buffered[:, :, used:]], 2)
 
-    def _with_room(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return a buffer that begins with the parts and has room for `GROWTH_ROWS` more rows."""
-        size = sum(part.shape[2] for part in parts)
-        made = parts[0].new_empty(*parts[0].shape[:2], size + GROWTH_ROWS, parts[0].shape[3])
-        torch.cat(list(parts), 2, out=made[:, :, :size])
-        made[:, :, size:] = 0
-        return made
-
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> KV:
@@ -167,7 +148,6 @@ class RowLayer(CacheLayerMixin):
         """
         if self.receiver is not None:
             return self.receiver(self.layer, key_states, value_states)
-        self.gather()
         self.append(key_states, value_states)
         return self.whole()
 
@@ -176,20 +156,14 @@ class RowLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         n_buffered, count = self.n_buffered, key_states.shape[2]
-        if n_buffered + count > self.keys.shape[2]:
-            self._grow(n_buffered, n_buffered + count)
+        if (needed := n_buffered + count) > self.keys.shape[2]:
+            room = max(GROWTH_ROWS, needed // 4) + count
+            self.keys, self.values = (
+                _with_room([states[:, :, :n_buffered]], room) for states in (self.keys, self.values)
+            )
         self.keys[:, :, n_buffered : n_buffered + count] = key_states
         self.values[:, :, n_buffered : n_buffered + count] = value_states
         self.length += count
-
-    def _grow(self, n_buffered: int, needed: int) -> None:
-        size = max(needed + GROWTH_ROWS, needed * 5 // 4)
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            new = old.new_empty(*old.shape[:2], size, old.shape[3])
-            new[:, :, :n_buffered] = old[:, :, :n_buffered]
-            new[:, :, n_buffered:] = 0
-            setattr(self, name, new)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return (number of keys after this step, offset 0), as transformers asks for its masks."""
@@ -204,6 +178,15 @@ class RowLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """Return -1: there is no maximum."""
         return -1
+
+
+def _with_room(parts: Sequence[Tensor], room: int) -> Tensor:
+    """Return a buffer that begins with the parts and has room for more rows, which are 0."""
+    size = sum(part.shape[2] for part in parts)
+    made = parts[0].new_empty(*parts[0].shape[:2], size + room, parts[0].shape[3])
+    torch.cat(list(parts), 2, out=made[:, :, :size])
+    made[:, :, size:] = 0
+    return made
 
 
 class RowCache(Cache):

@@ -137,23 +137,19 @@ def _offloaded(module: nn.Module, name: str, value: Tensor) -> Tensor:
 
 
 def _feed(hasher: Any, name: str, value: Any) -> None:
-    """Hash all parts of a value, each preceded by its kind and size: no memory addresses, no order
-    of a set.
-    """
+    """Hash all parts of a value, each preceded by its kind and size, without memory addresses."""
     if isinstance(value, Tensor):
         _feed_tensor(hasher, name, value.detach())
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
             _feed_text(hasher, f"{key}:")
             _feed(hasher, f"{name}.{key}", value[key])
-    elif isinstance(value, list | tuple | set | frozenset):
+    elif isinstance(value, list | tuple):
         _feed_text(hasher, f"{len(value)} in order")
-        for index, each in enumerate(
-            sorted(value, key=str) if isinstance(value, set | frozenset) else value
-        ):
+        for index, each in enumerate(value):
             _feed(hasher, f"{name}.{index}", each)
-    elif isinstance(value, type) or inspect.isroutine(value):
-        _feed_text(hasher, f"{value.__module__}.{value.__qualname__}")
+    elif named := getattr(value, "__qualname__", ""):  # a type or a function
+        _feed_text(hasher, f"{value.__module__}.{named}")
     elif hasattr(value, "__dict__") and not isinstance(value, Enum):
         _feed_text(hasher, type(value).__qualname__)
         _feed(hasher, name, vars(value))

@@ -12,11 +12,12 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from itertools import chain, islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
-from cachetools import LRUCache
+from cachetools import LRUCache, cachedmethod
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -30,7 +31,6 @@ from ragfuse.hf.chunk_adapter import ChunkAdapter
 from ragfuse.hf.decode import Batcher
 from ragfuse.hf.fingerprint import fingerprint, weights_digest
 from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring
-from ragfuse.hf.kept_states import States, begin, kind_of
 from ragfuse.hf.lock import FairLock
 from ragfuse.hf.packed_linear import pack
 from ragfuse.hf.prefill import KVSource, Prefill, PromptPart
@@ -89,15 +89,13 @@ class HFModel(OneProcess):
         self.chunk_adapter = chunk_adapter
         self.lock = FairLock()
         self.batcher = Batcher(self.model, self.lock)
-        self._encoder: TextEncoder | None = None
         self._wired: Wiring | None = None
-        self._number = cache(partial(_word_number, tokenizer, {}))
+        self._word = cache(partial(_word, tokenizer))
         self.border = cache(partial(_border, tokenizer))
         """Returns the border that a token marks, and whether it also holds visible text: 0 none, 1
         end of a line, 2 end of a paragraph, 3 a special token.
         """
-        self._contexts: LRUCache[tuple[bool, tuple[int, ...]], tuple[LayerKV, ...]]
-        self._contexts = LRUCache(CONTEXTS)
+        self._contexts: LRUCache[Any, tuple[LayerKV, ...]] = LRUCache(CONTEXTS)
         self.device, self.dtype = probe.device_of(model), model.dtype
         # prompts are fused in shapes that recur, and nothing is read back
         self.accelerated = self.device.type != "cpu"
@@ -135,17 +133,12 @@ class HFModel(OneProcess):
             )
         return self._tokenizer
 
-    @property
+    @cached_property
     def encoder(self) -> TextEncoder:
         """The encoder of whole prompts and pieces of them; ModelError if the model came without a
         tokenizer.
         """
-        encoder = self._encoder
-        if encoder is None or encoder.chat_template != getattr(
-            self.tokenizer, "chat_template", None
-        ):
-            self._encoder = encoder = TextEncoder(self.tokenizer)
-        return encoder
+        return TextEncoder(self.tokenizer)
 
     @property
     def bos(self) -> tuple[int, ...]:
@@ -201,7 +194,9 @@ class HFModel(OneProcess):
                 off.
             adapter: An adapter that the model has meanwhile; None: none.
         """
-        cut, before = len(context), self._context_kv(tuple(context), adapter)
+        cut, before = len(context), tuple[LayerKV, ...]()
+        if context:
+            before = self._context_kv(tuple(context), adapter)
         layers = self._extended(before, token_ids, 0, adapter)
         return ChunkKV(
             tuple(
@@ -254,22 +249,14 @@ class HFModel(OneProcess):
         kv = self.encode(token_ids, context, self.chunk_adapter)
         return kv if self.drift is None else added(kv, self.drift, self.profile.rope)
 
+    @cachedmethod(attrgetter("_contexts"), lock=attrgetter("lock"))
     def _context_kv(
-        self, context: tuple[int, ...], adapter: ChunkAdapter | None = None
+        self, context: tuple[int, ...], adapter: ChunkAdapter | None
     ) -> tuple[LayerKV, ...]:
         """Return the KV of a context at positions -n..-1; the last `CONTEXTS` used are kept in
         memory.
         """
-        if not context:
-            return ()
-        known = adapter is not None, context
-        with self.lock:
-            if known in self._contexts:
-                return self._contexts[known]
-        found = self._extended((), context, -len(context), adapter)
-        with self.lock:
-            self._contexts[known] = found
-        return found
+        return self._extended((), context, -len(context), adapter)
 
     @contextmanager
     def before_layers(self, check: Callable[[], object]) -> Iterator[None]:
@@ -284,7 +271,8 @@ class HFModel(OneProcess):
             yield
 
     def full_prefill(self, token_ids: Sequence[int], positions: Tensor | None = None) -> Prefill:
-        """Prefill a whole prompt without reuse.
+        """Prefill a whole prompt without reuse; for a model without KV per token nothing is
+        computed yet.
 
         Args:
             token_ids: The T tokens of the prompt.
@@ -294,58 +282,42 @@ class HFModel(OneProcess):
         at = self._explicit_positions(positions) if positions is not None else None
         if at is not None and not self.profile.refusal:
             return self.fuse(token_ids, at, [], KVSource(), "none", 0.0)
-        with self.lock:
-            out = probe.run_forward(
-                self.model, ids, None if self.profile.refusal else DynamicCache(), at
-            )
-        found = getattr(out, CACHE, None)
-        cache = (
-            RowCache(self.n_layers) if probe.is_whole(found, self.n_layers, ids.shape[1]) else None
-        )
-        if cache is not None:
-            cache.adopt(found)
-        return Prefill(tuple(token_ids), cache, out.logits[0, -1], at)
+        given = None if self.profile.refusal else DynamicCache()
+        own = self._own_prefill(ids, given, at) if self.profile.per_token else None
+        cache, logits = own or (None, torch.empty(0, device=self.device))
+        return Prefill(tuple(token_ids), cache, logits, at)
 
-    def prefill_state(self, token_ids: Sequence[int], states: States | None) -> Prefill:
-        """Prefill all but the last token of a prompt for a model whose state is not KV per token
-        (`hf/kept_states.py`).
-
-        Args:
-            token_ids: The tokens of the prompt; `generate` computes the last.
-            states: Model caches of earlier prompts: the prefill continues from the longest that
-                matches, and its own cache is kept there. None: the prompt is neither looked up nor
-                kept.
+    def _own_prefill(
+        self, ids: Tensor, given: DynamicCache | None, at: Tensor | None
+    ) -> tuple[RowCache, Tensor] | None:
+        """Return the KV and the last logits [V] of a prompt, int64 [1, T], from the model's own
+        forward; None if its cache is not KV per token.
         """
         with self.lock:
-            state, n_before = begin(self.model, token_ids, self.profile.state, states)
-        return Prefill(
-            tuple(token_ids),
-            None,
-            torch.empty(0, device=self.device),
-            state=state,
-            n_before=n_before,
-        )
+            out = probe.run_forward(self.model, ids, given, at)
+        found = getattr(out, CACHE, None)
+        if not probe.is_whole(found, self.n_layers, ids.shape[1]):
+            return None
+        cache = RowCache(self.n_layers)
+        cache.adopt(found)
+        return cache, out.logits[0, -1]
 
     def _explicit_positions(self, positions: Tensor) -> Tensor | None:
         """Return positions int64 [T] on the model's device; None if they are 0..T-1."""
         usual = torch.arange(len(positions), device=positions.device)
         return None if torch.equal(positions, usual) else positions.to(self.device)
 
-    def logits_along(self, prefill: Prefill, token_ids: Sequence[int]) -> Iterator[Tensor]:
-        """Yield the logits [n, V] that predict the tokens after a prompt, some at a time; consumes
+    def score_continuation(self, prefill: Prefill, token_ids: Sequence[int]) -> Tensor:
+        """Return the logits float32 [n, V] that predict each of n tokens after the prompt; consumes
         the prefill.
-
-        Args:
-            prefill: The prompt.
-            token_ids: The tokens after it.
         """
         if prefill.cache is None:
             whole = torch.tensor([[*prefill.token_ids, *token_ids[:-1]]], device=self.device)
             with self.lock, torch.no_grad():
                 out: Any = self.model(input_ids=whole, use_cache=False)
-            yield out.logits[0, -len(token_ids) :]
-            return
-        yield prefill.logits[None]
+            logits: Tensor = out.logits[0, -len(token_ids) :]
+            return logits.float()
+        parts = [prefill.logits[None].float()]
         begin = (
             len(prefill.token_ids) if prefill.positions is None else int(prefill.positions[-1]) + 1
         )
@@ -356,13 +328,8 @@ class HFModel(OneProcess):
             with self.lock, torch.no_grad():
                 options = probe.at_positions(self.model, at)
                 out = self.model(input_ids=ids, use_cache=True, **{CACHE: prefill.cache}, **options)
-            yield out.logits[0]
-
-    def score_continuation(self, prefill: Prefill, token_ids: Sequence[int]) -> Tensor:
-        """Return the logits float32 [n, V] that predict each of n tokens after the prompt; consumes
-        the prefill.
-        """
-        return torch.cat([logits.float() for logits in self.logits_along(prefill, token_ids)])
+            parts.append(out.logits[0].float())
+        return torch.cat(parts)
 
     def fuse(
         self,
@@ -463,7 +430,9 @@ class HFModel(OneProcess):
         self, token_ids: Sequence[int], candidates: Tensor, question_rows: Sequence[Tensor]
     ) -> Tensor:
         """Return how near each candidate row is to words of the question, float32 [C]."""
-        numbers = torch.tensor([self._number(token_id) for token_id in token_ids])
+        words = [self._word(token_id) for token_id in token_ids]
+        known = {word: number for number, word in enumerate(dict.fromkeys(words))}
+        numbers = torch.tensor([known[word] if word else -1 for word in words])
         for rows in question_rows:
             near = nearness(numbers, rows, candidates)[candidates]
             if bool(near.any()):
@@ -501,9 +470,16 @@ class HFModel(OneProcess):
         except FixedError as error:
             return self._probe_fixed(str(error))
         except RefusedError as error:
-            with self.lock:
-                state = kind_of(self.model, self.n_layers)
-            return ModelProfile(self.fingerprint, self.n_layers, refusal=str(error), state=state)
+            refused = ModelProfile(self.fingerprint, self.n_layers, refusal=str(error))
+        try:
+            own = self._own_prefill(self._probe_tokens(), None, None)
+        except probe.UNFIT:
+            own = None
+        return replace(refused, per_token=own is not None)
+
+    def _probe_tokens(self, count: int = probe.RUN_TOKENS) -> Tensor:
+        vocab_size = self.model.config.get_text_config().vocab_size
+        return probe.probe_tokens(vocab_size, count, self.device)
 
     def _probe(self) -> ModelProfile:
         config = self.model.config.get_text_config()
@@ -511,11 +487,9 @@ class HFModel(OneProcess):
         probe.refuse_by_modules(self.model)
         layers = probe.decoder_layers(self.model)
         windows = probe.windows(config, len(layers))
-        tokens = probe.probe_tokens(config.vocab_size, probe.RUN_TOKENS, self.device)
+        tolerance = probe.tolerance_of(self.dtype, self.n_layers)
         try:
-            rope = probe.find_rope(
-                self.model, tokens, probe.tolerance_of(self.dtype, self.n_layers)
-            )
+            rope = probe.find_rope(self.model, self._probe_tokens(), tolerance)
         except (FixedError, RefusedError):
             raise
         except probe.UNFIT as failure:
@@ -578,8 +552,7 @@ class HFModel(OneProcess):
         """Return a test prompt of an exact prefix, chunks and a question, with so many tokens
         each.
         """
-        vocab_size = self.model.config.get_text_config().vocab_size
-        ids = iter(probe.probe_tokens(vocab_size, sum(sizes), self.device)[0].tolist())
+        ids = iter(self._probe_tokens(sum(sizes))[0].tolist())
         *runs, question = [tuple(islice(ids, size)) for size in sizes]
         cached = [
             PromptPart(run, self.encode(run), blend=index > 0) for index, run in enumerate(runs)
@@ -611,22 +584,17 @@ def _question_rows(cached: Tensor, runs: Sequence[CachedRun]) -> tuple[Tensor, T
     return outside[outside >= max((run.hi for run in runs), default=0)], outside
 
 
-def _word_number(
-    tokenizer: PreTrainedTokenizerBase | None, numbers: dict[str, int], token_id: int
-) -> int:
-    """Return the number of the word that a token is, ignoring case and surrounding space.
+def _word(tokenizer: PreTrainedTokenizerBase | None, token_id: int) -> str:
+    """Return the word that a token is, ignoring case and surrounding space.
 
-    It is -1 for punctuation, space and special tokens. A token that is part of a character counts
+    It is "" for punctuation, space and special tokens. A token that is part of a character counts
     as a word: in some scripts characters are split into several tokens.
     """
-    if tokenizer is None:
-        return token_id
     text, is_special = _text_of(tokenizer, token_id)
     text = text.strip().casefold()
-    is_partial = "\ufffd" in text
-    if is_special or not (is_partial or any(letter.isalnum() for letter in text)):
-        return -1
-    return numbers.setdefault(f"{text} {token_id}" if is_partial else text, len(numbers))
+    if tokenizer is None or "\ufffd" in text:
+        return f"{text} {token_id}"
+    return text if not is_special and any(letter.isalnum() for letter in text) else ""
 
 
 def _border(tokenizer: PreTrainedTokenizerBase | None, token_id: int) -> tuple[int, bool]:

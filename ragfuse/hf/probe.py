@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from ragfuse.errors import FixedError, RefusedError
 from ragfuse.fuse.rope import shifted
@@ -211,26 +212,10 @@ def at_positions(model: PreTrainedModel, positions: Tensor | None) -> dict[str, 
 
 def is_whole(cache: object, n_layers: int, n_tokens: int) -> bool:
     """Whether a model's own cache holds the KV of every token in every layer, and nothing else."""
-    keys = [getattr(layer, "keys", None) for layer in getattr(cache, "layers", ())]
-    return len(keys) == n_layers == len(list(tensors(cache))) // 2 and all(
-        k is not None and k.ndim == 4 and k.shape[2] == n_tokens for k in keys
+    layers = getattr(cache, "layers", ())
+    return len(layers) == n_layers and all(
+        type(layer) is DynamicLayer and layer.get_seq_length() == n_tokens for layer in layers
     )
-
-
-def tensors(value: object) -> Iterator[Tensor]:
-    """Yield all tensors of a cache, always in the same order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from tensors(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors(each)
-    elif type(value).__module__.startswith("transformers") and not isinstance(
-        value, nn.Module | PreTrainedConfig
-    ):
-        yield from tensors(getattr(value, "__dict__", {}))
 
 
 def takes_positions(model: PreTrainedModel) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from ragfuse.fuse.attend import KV
-from ragfuse.hf.cache import FrozenRows, RowCache, RowLayer
+from ragfuse.hf.cache import FrozenRows, RowCache
 
 MIN_SHARED_ROWS = 64
 """The least rows of a span that is shared: each shared span costs one more attention call per
@@ -33,11 +33,8 @@ class SharedSpan:
     name: Hashable
 
 
-class _Rows:
+class _Rows(dict[int, KV]):
     """The KV [1, H, n, D] of a span, by layer."""
-
-    def __init__(self) -> None:
-        self.layers: dict[int, KV] = {}
 
 
 class SharedKV:
@@ -76,27 +73,16 @@ class SharedKV:
         with self._lock:
             owners = [self._rows.setdefault(span.name, _Rows()) for span in shared]
             for layer, window in zip(cache.layers, windows, strict=True):
-                if window is None:
-                    layer.share(
-                        [
-                            _frozen_rows(layer, span, rows)
-                            for span, rows in zip(shared, owners, strict=True)
-                        ]
-                    )
+                if window is not None:
+                    continue
+                ranges = list[FrozenRows]()
+                for span, rows in zip(shared, owners, strict=True):
+                    if layer.layer not in rows:  # this prompt is the first that has it
+                        keys, values = layer.rows(span.lo, span.hi)
+                        rows[layer.layer] = keys.clone(), values.clone()
+                    ranges.append(FrozenRows(span.lo, rows[layer.layer], rows))
+                layer.share(ranges)
         give_back()
-
-
-def _frozen_rows(layer: RowLayer, span: SharedSpan, rows: _Rows) -> FrozenRows:
-    """Return the shared KV of a span in one layer, copied from this prompt if it is the first that
-    has it.
-    """
-    found = rows.layers.get(layer.layer)
-    if found is None:
-        keys, values = (
-            states[:, :, span.lo : span.hi].clone() for states in (layer.keys, layer.values)
-        )
-        found = rows.layers[layer.layer] = keys, values
-    return FrozenRows(span.lo, found, rows)
 
 
 def give_back() -> None:

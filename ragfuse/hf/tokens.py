@@ -14,12 +14,12 @@ import json
 import re
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 from itertools import chain, pairwise
 from typing import Any, Literal, cast
 
-from tokenizers import AddedToken, Encoding, Tokenizer
-from tokenizers.models import WordLevel
+from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from ragfuse.errors import ModelError
@@ -50,15 +50,14 @@ class TextEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer, self._lock = tokenizer, threading.Lock()
-        # it decides what control tokens are
-        self.chat_template = getattr(tokenizer, "chat_template", None)
         added, unknown = tokenizer.added_tokens_decoder, tokenizer.unk_token_id
         self._added = {id: str(token) for id, token in added.items()}
         self._control = control_tokens(tokenizer)
         self._control_ids = {
             id for id, word in self._added.items() if word in self._control and id != unknown
         }
-        self._matcher = _matcher(self._control)
+        words = sorted(self._control, key=len, reverse=True)
+        self._matcher = re.compile("|".join(map(re.escape, words)), re.IGNORECASE)
         serialised = fast_backend(tokenizer).to_str()
         self._backend = _copied(serialised)
         self._backend.encode_special_tokens = bool(
@@ -126,10 +125,7 @@ class TextEncoder:
 
         Letter case is ignored; surrounding white space is not included.
         """
-        if self._matcher is None:
-            return []
-        encoding = encoding_of(self._matcher, _lowered(text))
-        found = [chars for id, chars in zip(encoding.ids, encoding.offsets, strict=True) if id]
+        found = [match.span() for match in self._matcher.finditer(text)] if self._control else []
         if not self._normalised.isdisjoint(self._control_ids):
             # its normalizer may turn other letters into a control token
             seen = encoding_of(self._backend, text)
@@ -225,7 +221,7 @@ class TextEncoder:
                 continue
             lo, hi = offsets[row]
             word = text[lo:hi]
-            if len(word) > 1 and _lowered(word) == _lowered(self._added[id]):
+            if len(word) > 1 and word.lower() == self._added[id].lower():
                 found.append((lo + 1, "middle"))
         if found:
             return found
@@ -286,18 +282,10 @@ class TextEncoder:
         if bare != steps:  # a vocabulary takes a second to parse: only where it must be
             candidates.append(_copied(json.dumps({**json.loads(serialised), **bare})))
         best = max(candidates, key=lambda each: _n_alike(backend, each))
-        marks = [
-            AddedToken(
-                token.content,
-                special=True,
-                normalized=token.normalized,
-                lstrip=token.lstrip,
-                rstrip=token.rstrip,
-                single_word=token.single_word,
-            )
-            for token in self._tokenizer.added_tokens_decoder.values()
-            if str(token) in self._control
-        ]
+        added = self._tokenizer.added_tokens_decoder.values()
+        marks = [copy(token) for token in added if str(token) in self._control]
+        for mark in marks:
+            mark.special = True
         best.add_special_tokens(marks)
         best.encode_special_tokens = True
         return best
@@ -349,16 +337,6 @@ def _step(step: Any) -> Any:
     return None if step is None else json.loads(step.__getstate__())
 
 
-def _matcher(control: Iterable[str]) -> Tokenizer | None:
-    """Return a tokenizer that finds all these words, in lower case, in one pass."""
-    words = sorted({_lowered(word) for word in control})
-    if not words:
-        return None
-    matcher = Tokenizer(WordLevel({"\0": 0}, unk_token="\0"))
-    matcher.add_tokens([AddedToken(word, normalized=False) for word in words])
-    return matcher
-
-
 def _without_prefix(spec: Any) -> Any:
     """Return a normalizer or pre-tokenizer, as JSON, without the steps that put something before a
     text.
@@ -402,19 +380,10 @@ def _masked(text: str, bare: Sequence[Chars]) -> str:
         return text
     used = set(text)
     mask = next(chr(code) for code in chain(*PRIVATE_USE_RANGES) if chr(code) not in used)
-    pieces, at = list[str](), 0
-    for lo in sorted({lo for lo, _ in bare}):
-        pieces += [text[at:lo], mask]
-        at = lo + 1
-    return "".join([*pieces, text[at:]])
-
-
-def _lowered(text: str) -> str:
-    """Return the text in lower case with the same length, so that offsets stay valid."""
-    lowered = text.lower()
-    if len(lowered) == len(text):
-        return lowered
-    return "".join(small if len(small := letter.lower()) == 1 else letter for letter in text)
+    letters = list(text)
+    for lo, _ in bare:
+        letters[lo] = mask
+    return "".join(letters)
 
 
 def encoding_of(tokenizer: Tokenizer, text: str) -> Encoding:

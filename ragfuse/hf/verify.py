@@ -89,16 +89,11 @@ class _Checks:
         self.parts = model.probe_parts(PART_TOKENS)
 
     def run(self) -> Iterator[Check]:
-        parts = prefix, a, b, c, question = self.parts
-        stored = [part.kv for part in parts if part.kv is not None]
-        before = [
-            [(layer.keys.clone(), layer.values.clone()) for layer in kv.layers] for kv in stored
-        ]
+        parts = prefix, a, _, c, question = self.parts
         yield self._check("ratio 1 equals full prefill", self._ratio_one(parts))
         yield self._check("ratio 0 equals reuse", self._reuse(parts))
         yield self._check("fully cached prompt", self._reuse(parts[:-1]))
-        yield self._check("same chunk twice", self._reuse([prefix, a, b, a, question]))
-        yield self._check("chunk order permuted", self._reuse([prefix, c, a, b, question]))
+        yield self._check("a chunk twice", self._reuse([prefix, c, a, c, question]))
         yield self._check("misses in any pattern", self._misses())
         yield self._check("a later token never changes an earlier row", self._causality())
         yield self._check(f"{self.policy} at {self.ratio:g} keeps the other rows", self._kept())
@@ -110,12 +105,6 @@ class _Checks:
             yield self._check(
                 "prompt longer than the sliding window", error, sum(len(part.ids) for part in parts)
             )
-        same = [
-            torch.equal(k, now.keys) and torch.equal(v, now.values)
-            for kv, old in zip(stored, before, strict=True)
-            for now, (k, v) in zip(kv.layers, old, strict=True)
-        ]
-        yield Check("stored tensors are never changed", float(not all(same)), 0.0, all(same))
 
     def _check(self, name: str, error: float, n_tokens: int = sum(PART_TOKENS)) -> Check:
         bound = bound_of(self.model.dtype, self.model.n_layers, n_tokens)

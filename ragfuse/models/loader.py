@@ -207,17 +207,6 @@ class LoadedModel:
         """The name in its config."""
         return _name_of(self.model)
 
-    def probed(self, weights: str, profile_of: ProfileOf | None = None) -> HFModel:
-        """Return the model as an `HFModel`, on its device and in its dtype; its weights are not
-        packed.
-
-        Args:
-            weights: The `weights_digest` of its weights.
-            profile_of: Looks up a stored profile by fingerprint, so that a model is probed only
-                once.
-        """
-        return HFModel(self.model, self.tokenizer, profile_of, weights=weights)
-
 
 def _bare(given: object) -> PreTrainedModel:
     """Return the transformers model inside a given object, with adapters; ModelError if it is not a

@@ -16,8 +16,8 @@ from ragfuse.process.shared import shared
 
 WATCH_S = 0.1
 """Seconds for which the load of the machine is watched."""
-CGROUPS = Path("/sys/fs/cgroup")
-MEMBERSHIP = Path("/proc/self/cgroup")
+CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+"""Where a container sees the CPU quota of its cgroup (version 2)."""
 log = logging.getLogger("ragfuse.models")
 
 
@@ -69,31 +69,21 @@ def available_threads() -> int:
 
 
 def allowed_threads() -> int:
-    """Return the physical cores that this process may use, by its CPU affinity and the CPU quota of
-    its cgroup.
+    """Return the physical cores that this process may use, by its CPU affinity and its container's
+    quota.
     """
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     quota = cpu_quota()
     return max(1, min(cores, len(_affinity()), floor(quota) if quota is not None else cores))
 
 
-def cpu_quota(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
-    """Return the CPUs that the process's cgroup (version 2) may use on average; None where they are
-    not limited.
-    """
-    found = list[float]()
+def cpu_quota(file: Path = CPU_MAX) -> float | None:
+    """Return the CPUs that a container may use on average; None where they are not limited."""
     try:
-        lines = membership.read_text().splitlines()
-        own = root / next(line[3:] for line in lines if line.startswith("0::")).lstrip("/")
-    except (OSError, StopIteration):
+        quota, period = file.read_text().split()
+        return int(quota) / int(period)
+    except (OSError, ValueError):  # none there, or "max"
         return None
-    for folder in (own, *own.parents):
-        try:
-            quota, period = (folder / "cpu.max").read_text().split()
-            found.append(int(quota) / int(period))
-        except (OSError, ValueError, ZeroDivisionError):  # none there, or "max"
-            continue
-    return min(found, default=None)
 
 
 def _affinity() -> list[int]:

@@ -60,8 +60,3 @@ def temporary_folder() -> Path:
         OSError: Nothing can be written at all.
     """
     return Path(_temporary().name)
-
-
-def is_temporary(path: Path) -> bool:
-    """Return whether a path is in this process's temporary folder."""
-    return bool(_temporary.cache_info().currsize) and temporary_folder() in path.parents

@@ -18,7 +18,6 @@ POLICY_NAMES = (
     "hkvd",
     "lego",
     "lexical",
-    "hybrid",
     "query",
     "query-gradual",
 )

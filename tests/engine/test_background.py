@@ -85,7 +85,7 @@ def are_close(found, wanted, skipped=0):
 def test_a_long_run_is_encoded_in_steps_to_what_it_is_at_once(engine):
     model, context = engine.model, engine.tokens(CHUNKS[1])
     ids = (engine.tokens(CHUNKS[0]) * 8)[: 3 * ENCODE_STEP_TOKENS + 5]
-    before = model._context_kv(tuple(context))
+    before = model._context_kv(tuple(context), None)
     whole = probe.plain_kv(
         model.model,
         torch.tensor([[*ids]], device=model.device),

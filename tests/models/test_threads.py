@@ -9,30 +9,14 @@ import pytest
 from ragfuse.models import threads
 
 
-def v2(tmp_path, *quotas):
-    """A tree of cgroups of version 2, from the root's child down."""
-    folder, path = tmp_path / "cgroup", ""
-    folder.mkdir()
-    for number, quota in enumerate(quotas):
-        path += f"/g{number}"
-        (folder / path.lstrip("/")).mkdir()
-        (folder / path.lstrip("/") / "cpu.max").write_text(quota + "\n")
-    membership = tmp_path / "membership"
-    membership.write_text(f"0::{path}\n")
-    return folder, membership
-
-
 @pytest.mark.parametrize(
-    ("quotas", "cpus"),
-    [
-        (("150000 100000",), 1.5),
-        (("400000 100000", "max 100000"), 4.0),
-        (("100000 100000", "400000 100000"), 1.0),
-        ((), None),
-    ],
+    ("quota", "cpus"), [("150000 100000", 1.5), ("max 100000", None), (None, None)]
 )
-def test_the_least_quota_up_to_the_root_holds(tmp_path, quotas, cpus):
-    assert threads.cpu_quota(*v2(tmp_path, *quotas)) == cpus
+def test_the_quota_of_a_container_holds(tmp_path, quota, cpus):
+    file = tmp_path / "cpu.max"
+    if quota is not None:
+        file.write_text(f"{quota}\n")
+    assert threads.cpu_quota(file) == cpus
 
 
 def test_hardware_threads_of_one_core_count_once(monkeypatch):

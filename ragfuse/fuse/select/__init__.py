@@ -4,9 +4,7 @@ of `POLICIES`.
 A policy is chosen by name.
 """
 
-from ragfuse.fuse.select.edges import AllOrNothing
 from ragfuse.fuse.select.hkvd import Hkvd
-from ragfuse.fuse.select.hybrid import Hybrid
 from ragfuse.fuse.select.lego import Lego
 from ragfuse.fuse.select.lexical import Lexical
 from ragfuse.fuse.select.policy import Candidates, Policy
@@ -19,14 +17,13 @@ from ragfuse.types.selection import COUNTED, no_policy
 __all__ = ["POLICIES", "Candidates", "Policy", "cost_of", "nearness", "policy_named"]
 
 POLICIES = (
-    AllOrNothing(name="full", fixed_share=1.0),
-    AllOrNothing(name="none", fixed_share=0.0),
+    Policy(name="full", fixed_share=1.0),
+    Policy(name="none", fixed_share=0.0),
     Random(),
     Hkvd(name="hkvd-flat", gradual=False),
     Hkvd(name="hkvd"),
     Lego(),
     Lexical(),
-    Hybrid(),
     Query(name="query"),
     Query(name="query-gradual", gradual=True),
 )

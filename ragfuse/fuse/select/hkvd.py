@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ragfuse.fuse.select.policy import Candidates, Policy, best
+from ragfuse.fuse.select.policy import Candidates, Policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,10 +20,8 @@ class Hkvd(Policy):
     check_layer: int = 1
     gradual: bool = True
 
-    def choose(
-        self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None
-    ) -> Tensor:
-        """Return the rows with the highest deviations, as many as the layer's share allows."""
-        if deviation is None:
-            return active
-        return best(active, deviation, self.budget(candidates, layer))
+    def score(
+        self, candidates: Candidates, active: Tensor, deviation: Tensor | None
+    ) -> Tensor | None:
+        """Return the deviations, where they were measured."""
+        return deviation

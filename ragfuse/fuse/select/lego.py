@@ -30,9 +30,8 @@ class Lego(Policy):
         self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None
     ) -> Tensor:
         """Return the rows with the lowest offsets in their chunks; ratio 1 selects all."""
+        if not self.first:
+            return super().choose(candidates, layer, active, deviation)
         if layer > 0 or candidates.ratio >= 1:
             return active
-        if self.first:
-            return active[candidates.offset < self.first]
-        first = candidates.offset.argsort(stable=True)[: self.budget(candidates, layer)]
-        return active[first.sort().values]
+        return active[candidates.offset < self.first]

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from ragfuse.fuse.select.policy import Candidates, Policy, Wanted
 
+TIE = 1e-12
+"""What a row scores less than an equal one before it, so that the same rows are chosen always."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Lexical(Policy):
@@ -18,14 +21,11 @@ class Lexical(Policy):
     name: str = "lexical"
     wants: Wanted = "words"
 
-    def choose(
-        self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None
-    ) -> Tensor:
-        """Return the rows with the highest scores, as many as the ratio allows."""
-        if layer > 0 or candidates.score is None:
-            return active
-        score = candidates.score.where(
-            candidates.score > 0, -candidates.offset.to(candidates.score)
-        )
-        first = score.argsort(descending=True, stable=True)[: self.budget(candidates, layer)]
-        return active[first.sort().values]
+    def score(
+        self, candidates: Candidates, active: Tensor, deviation: Tensor | None
+    ) -> Tensor | None:
+        """Return the nearness, and less than 0 by their offsets for rows that are near no word."""
+        if candidates.score is None:
+            return None
+        near = candidates.score.double()
+        return near.where(near > 0, -candidates.offset.to(near)) - TIE * active

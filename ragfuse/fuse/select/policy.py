@@ -90,12 +90,14 @@ class Policy:
         needs = "attention" if self.wants == "attention" else needs
         return PolicyCost(needs, self.gradual, self.fixed_share)
 
-    def budget(self, candidates: Candidates, layer: int, part: float = 1.0) -> int:
-        """Return the number of rows for a part of the share that `layer` has."""
-        share = schedule(
-            candidates.ratio, layer, self.check_layer, candidates.n_layers, self.gradual
-        )
-        return candidates.budget(part * share)
+    def budget(self, candidates: Candidates, layer: int) -> int:
+        """Return the number of rows for the share that `layer` has."""
+        share = self.fixed_share
+        if share is None:
+            share = schedule(
+                candidates.ratio, layer, self.check_layer, candidates.n_layers, self.gradual
+            )
+        return candidates.budget(share)
 
     def thins(self, candidates: Candidates, layer: int, active: int) -> bool:
         """Whether `choose` will drop some of the `active` rows by their deviation in `layer`, which
@@ -108,7 +110,8 @@ class Policy:
     def choose(
         self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None
     ) -> Tensor:
-        """Return the candidates to recompute in `layer`.
+        """Return the candidates to recompute in `layer`: those with the highest scores, as many as
+        its share allows.
 
         Args:
             candidates: The candidates of the prompt.
@@ -124,7 +127,26 @@ class Policy:
             prompt equals its full prefill. `choose` is never called with a ratio of 0, for which
             `HFModel.fuse` uses the policy `none`.
         """
-        raise NotImplementedError
+        count = self.budget(candidates, layer)
+        if count >= len(active):
+            return active
+        if not count:
+            return active[:0]
+        score = self.score(candidates, active, deviation)
+        return active if score is None else best(active, score, count)
+
+    def score(
+        self, candidates: Candidates, active: Tensor, deviation: Tensor | None
+    ) -> Tensor | None:
+        """Return how much is gained by recomputing each active candidate, [m]; None: it is not
+        known, and all stay active. Here: the first tokens of every chunk score highest.
+
+        Args:
+            candidates: The candidates of the prompt.
+            active: As in `choose`.
+            deviation: As in `choose`.
+        """
+        return -(candidates.offset * len(candidates) + active)
 
 
 def best(active: Tensor, score: Tensor, count: int) -> Tensor:

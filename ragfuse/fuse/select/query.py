@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ragfuse.fuse.select.policy import Candidates, Policy, Wanted, best
+from ragfuse.fuse.select.policy import Candidates, Policy, Wanted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,11 +19,9 @@ class Query(Policy):
 
     wants: Wanted = "attention"
 
-    def choose(
-        self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None
-    ) -> Tensor:
-        """Return the rows with the highest scores, as many as the layer's share allows."""
-        count = self.budget(candidates, layer)
-        if candidates.score is None or count >= len(active):
-            return active
-        return best(active, candidates.score.index_select(0, active), count)
+    def score(
+        self, candidates: Candidates, active: Tensor, deviation: Tensor | None
+    ) -> Tensor | None:
+        """Return the attention, where it was measured."""
+        found = candidates.score
+        return found.index_select(0, active) if found is not None else None

@@ -7,21 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ragfuse.fuse.select.policy import Candidates, Policy, best
+from ragfuse.fuse.select.policy import Candidates, Policy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Random(Policy):
-    """Recomputes the same random rows in every layer, drawn with `seed`."""
+    """Recomputes the same random rows in every layer, drawn with `seed` at layer 0."""
 
     name: str = "random"
     seed: int = 0
 
-    def choose(
-        self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None
-    ) -> Tensor:
-        """Return rows drawn at layer 0 and kept in all later layers."""
-        if layer > 0:
-            return active
+    def score(self, candidates: Candidates, active: Tensor, deviation: Tensor | None) -> Tensor:
+        """Return random numbers."""
         draw = torch.rand(len(active), generator=torch.Generator().manual_seed(self.seed))
-        return best(active, draw.to(active.device), self.budget(candidates, layer))
+        return draw.to(active.device)

@@ -6,10 +6,8 @@ lie a chunk adapter for the merged model, in a folder of its own.
 
 from __future__ import annotations
 
-import json
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from ragfuse.types.keys import digest
 
@@ -33,14 +31,3 @@ def fingerprint(name: str) -> str:
     names = WEIGHTS, DRIFT_NAME, f"{CHUNK_ADAPTER}/{WEIGHTS}"
     found = [each for each in names if (path(name) / each).exists()]
     return digest(*(part for each in found for part in (each, (path(name) / each).read_bytes())))
-
-
-def card(name: str) -> dict[str, Any] | None:
-    """Return an adapter's model card: `reached`, `f1` and what was `tried`; None if there is no
-    such adapter.
-    """
-    file = path(name) / "card.json"
-    if not name or not file.is_file():
-        return None
-    fields: dict[str, Any] = json.loads(file.read_text("utf-8"))
-    return fields

@@ -12,7 +12,6 @@ const POLICIES = [
   ["query", "query: the question's attention"],
   ["lexical", "lexical: the question's words"],
   ["hkvd", "hkvd: where KV differs most"],
-  ["hybrid", "hybrid: words and differences"],
   ["lego", "lego: the start of each chunk"],
 ];
 const WAITS = "waits for ragfuse, so that neither slows the other";
