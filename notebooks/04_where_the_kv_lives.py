@@ -37,10 +37,13 @@ from ragfuse.demo import corpus_path
 from ragfuse.load.timings import measure
 from ragfuse.plan.evict import lru
 from ragfuse.plan.explanation import in_words
+from ragfuse.plan.tiers import choose_tier, store_cost
 from ragfuse.store import DiskTier, KVStore, MemoryTier
 
 folder = Path(tempfile.mkdtemp())  # everything of this notebook, removed at its end
-settings = Settings(store=folder / "own", dtype="float32")
+settings = Settings(
+    store=folder / "own", dtype="float32", placement="all"
+)  # chunks go to all tiers, to be seen in each
 model = bench_model(settings.model, settings.dtype, settings.device, settings.home)
 GB, SIZE = 1 << 30, 192  # bytes; tokens of a chunk
 speeds = {"disk": 400.0, "objects": 40.0}
@@ -188,6 +191,30 @@ for turn in (1, 2, 3):
     )
     print(f"predicted {trace.predicted_ttft_s:.2f} s, took {trace.prefill_s:.2f} s")
     engine.flush()
+
+# %% [markdown]
+# ## Prices
+#
+# A new chunk goes to the cheapest tier whose loading hides behind the rows that are computed anyway. What keeping ten
+# thousand chunks costs a month, and what is chosen as more rows are computed:
+
+# %%
+prices = settings.prices.model_dump()
+names = list(machine.tiers)
+cost = [store_cost(10_000 * chunk_bytes, prices[name]) for name in names]
+load = [1e3 * machine.load_s(name, chunk_bytes) for name in names]
+figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
+left.bar_label(left.bar(names, cost, color="tab:green"), fmt="%.2f", fontsize=8)
+left.set(ylabel="cost a month of 10,000 chunks", yscale="log")
+right.bar_label(right.bar(names, load, color="tab:purple"), fmt="%.1f", fontsize=8)
+right.set(ylabel="milliseconds to load one", yscale="log")
+for axes in (left, right):
+    axes.margins(y=0.15)
+for ratio in (0.02, 0.1, 0.3, 0.6, 1.0):
+    print(
+        f"{ratio:4.0%} of the rows computed: {choose_tier(SIZE, chunk_bytes, machine, names, prices, ratio)}"
+    )
+plt.show()
 
 # %%
 engine.close()

@@ -19,6 +19,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from platformdirs import user_cache_path
 from pydantic import (
     AfterValidator,
+    BaseModel,
+    ConfigDict,
     Field,
     PlainValidator,
     ValidationError,
@@ -83,6 +85,17 @@ def _levels(given: tuple[str, ...]) -> tuple[str, ...]:
 
 TierName = Annotated[str, AfterValidator(_tier)]
 Levels = Annotated[tuple[str, ...], AfterValidator(_levels)]
+
+
+class Prices(BaseModel):
+    """The price of a gigabyte (10^9 bytes) per month, by kind of tier."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    memory: float = Field(default=3.0, ge=0)
+    disk: float = Field(default=0.08, ge=0)
+    redis: float = Field(default=5.0, ge=0)
+    objects: float = Field(default=0.023, ge=0)
 
 
 class Settings(BaseSettings):
@@ -173,6 +186,14 @@ class Settings(BaseSettings):
     tier_bytes: int = Field(
         default=100 << 30, ge=1, description="Capacity of each folder in `tiers`."
     )
+    placement: Literal["cheapest", "all"] = Field(
+        default="cheapest",
+        description=(
+            "Where a new chunk is written, besides memory. cheapest: to the cheapest tier (disk"
+            " included) that is fast enough on this machine, to all where it was not measured. all:"
+            " to all, as for shared tiers."
+        ),
+    )
     levels: Annotated[tuple[tuple[TierName, Levels], ...], NoDecode] = Field(
         default=(),
         description=(
@@ -190,6 +211,10 @@ class Settings(BaseSettings):
         default=None,
         gt=0,
         description="Seconds after which unused entries are deleted; none: never.",
+    )
+    prices: Prices = Field(
+        default=Prices(),
+        description="Price of a gigabyte per month, by kind of tier; only their order matters.",
     )
     salt: str = Field(
         default="",

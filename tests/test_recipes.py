@@ -60,7 +60,7 @@ from tests.tiny import CHUNKS, ingest, messages
 
 settings = Settings(
     model=sys.argv[2], dtype="float32", store=sys.argv[1] + "/store", min_chunk_tokens=8, memory_bytes=0, tiers=("toy://a",),
-    levels={"disk": ["cg0"], "toy": ["cg0"]}, evict="by-size", home=sys.argv[1] + "/home",
+    levels={"disk": ["cg0"], "toy": ["cg0"]}, evict="by-size", home=sys.argv[1] + "/home", placement="all",
 )
 question = messages()
 with Engine(settings) as engine:

@@ -50,6 +50,8 @@ def _default(name: str, field: Any) -> str:
 
     if name == "home":
         return "the user's cache folder"
+    if name == "prices":
+        return ", ".join(f"{kind} {price:g}" for kind, price in field.default.model_dump().items())
     value = field.get_default(call_default_factory=True)
     if name.endswith("_bytes") and isinstance(value, int):
         return capacity_text(value)

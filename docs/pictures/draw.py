@@ -238,7 +238,8 @@ def tiers() -> Picture:
     p.words(
         180,
         y + 8,
-        "into memory at once; to every slow tier in the background",
+        "into memory at once; then to the cheapest slow tier whose loading hides, once this machine"
+        " was measured",
         12,
         "soft",
     )

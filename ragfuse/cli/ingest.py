@@ -262,7 +262,8 @@ def _fitting_chunks(engine: Engine, chunks: Chunks, console: Console) -> Chunks:
     sample = chunks[:: max(1, len(chunks) // SIZED_CHUNKS)]
     longest = max((engine.tokens(text) for text, _ in sample), key=len)
     encoder, slow = engine.runtime.encoder, [tier for tier in engine.store.tiers if tier.slow]
-    tiers = slow or engine.store.tiers
+    home = encoder.home(len(longest), len(longest) * engine.model.nbytes_per_token)
+    tiers = [engine.store.tier(home)] if home is not None else slow or engine.store.tiers
     room = max(tier.capacity / encoder.nbytes_in(tier.name, longest) for tier in tiers)
     fitting = int(min(len(chunks), 0.95 * room))
     if fitting < len(chunks):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ragfuse.engine.machine_timings import MachineTimings
 from ragfuse.engine.overflow import remaining_context
 from ragfuse.hf.model import HFModel
-from ragfuse.plan.tiers import choose_level
+from ragfuse.plan.tiers import choose_level, choose_tier
 from ragfuse.schemas.layout import SchemaRun
 from ragfuse.settings import AUTO_LEVEL, Settings
 from ragfuse.store import KVStore
@@ -39,8 +39,9 @@ class Encoder:
     Args:
         model: The model.
         store: The store.
-        settings: Of these, the smallest number of tokens that is stored and codec levels are used.
-        timings: Timings of this machine, by which levels are chosen.
+        settings: Of these, the smallest number of tokens that is stored, prices of storage, codec
+            levels and placement are used.
+        timings: Timings of this machine, by which tiers and levels are chosen.
         digest: Digest of model and tenant in keys.
         filler_tokens: Tokens of filler text before a chunk; 0: chunks are encoded alone.
         ratio: Returns the default recompute ratio.
@@ -84,6 +85,22 @@ class Encoder:
     def shortest(self) -> int:
         """Least tokens of a run that is stored."""
         return self.settings.min_chunk_tokens
+
+    def home(self, n_tokens: int, nbytes: int) -> str | None:
+        """Return the slow tier to write a new chunk to.
+
+        None means all of them: by the settings, or because this machine was not measured.
+        """
+        costs = self.timings.costs(self.model)
+        slow = [tier.name for tier in self.store.tiers if tier.slow]
+        if costs is None or len(slow) < 2 or self.settings.placement == "all":
+            return None
+        written = {tier: self.store.levels.of(tier) for tier in slow} | self.levels(
+            n_tokens, nbytes
+        )
+        return choose_tier(
+            n_tokens, nbytes, costs, slow, self.settings.prices.model_dump(), self.ratio(), written
+        )
 
     def levels(self, n_tokens: int, nbytes: int) -> dict[str, tuple[str, ...]]:
         """Return the level of a new chunk in each tier whose level is `auto`; raw until the machine
@@ -186,6 +203,7 @@ class Encoder:
         kv = kv_of()
         if not persistent:
             return kv.nbytes if self.store.put(key, kv, tier=fast[0], levels=raw) else 0
-        levels, wait = self.levels(kv.n_tokens, kv.nbytes) | raw, self.pace_s is None
-        kept = self.store.put(key, kv, wait=wait, pace_s=self.pace_s or 0.0, levels=levels)
+        home, levels = self.home(kv.n_tokens, kv.nbytes), self.levels(kv.n_tokens, kv.nbytes) | raw
+        wait, pace_s = self.pace_s is None, self.pace_s or 0.0
+        kept = self.store.put(key, kv, wait=wait, slow_tier=home, pace_s=pace_s, levels=levels)
         return kv.nbytes if kept else 0

@@ -98,7 +98,8 @@ def shared_settings(settings: Settings) -> Settings:
     """Return the settings for workers on the connected cluster: of its store, the tiers that all
     nodes share.
 
-    The disk tier is shared by nodes of one machine alone; tiers with a URL are by all.
+    The disk tier is shared by nodes of one machine alone; tiers with a URL are by all. New chunks
+    go to all tiers that are left.
 
     Raises:
         SettingsError: The nodes share no tier.
@@ -106,11 +107,11 @@ def shared_settings(settings: Settings) -> Settings:
     settings = settings.placed()
     n_machines = len({node.machine for node in nodes()})
     if n_machines == 1:
-        return settings
+        return settings.model_copy(update={"placement": "all"})
     if not settings.tiers:
         raise SettingsError(
             f"Wanted a store that all {n_machines} machines of the cluster share, found a folder,"
             " which is one machine's. Set RAGFUSE_TIERS to redis://, s3://, or file:// on a mount"
             " that all of them have."
         )
-    return settings.model_copy(update={"disk_bytes": 0})
+    return settings.model_copy(update={"placement": "all", "disk_bytes": 0})

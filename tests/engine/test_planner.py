@@ -100,6 +100,20 @@ def test_chunks_that_were_read_come_from_objects_to_disk_in_the_background(bucke
         assert 0 < len(engine.store.tier("disk").list()) < len(engine.store.tier("objects").list())
 
 
+@pytest.mark.parametrize(
+    ("placement", "homes"), [("cheapest", {"objects"}), ("all", {"disk", "objects"})]
+)
+def test_a_new_chunk_goes_to_the_cheapest_tier_that_is_fast_enough_or_to_all(
+    tiny_settings, tmp_path, placement, homes
+):
+    further = {"tiers": (f"file://{tmp_path}/bucket",), "placement": placement}
+    with Engine(tiny_settings.model_copy(update=further)) as engine:
+        engine.timings.learn(timings(engine, memory=0.0, disk=1e-12, objects=1e-12))
+        ingest(engine)
+        entries = engine.store.entries()
+        assert {entry.tier for entry in entries} - {"memory"} == homes
+
+
 def test_what_was_measured_is_planned_by(engine, monkeypatch):
     ingest(engine)
     known = timings(engine, memory=0.0, disk=1e-9)

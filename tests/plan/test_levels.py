@@ -3,12 +3,13 @@ waits for it.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.plan.tiers import choose_level
+from ragfuse.plan.tiers import choose_level, choose_tier
 from ragfuse.types.levels import loss
 from tests.plan.kit import NBYTES_PER_TOKEN, machine, plan, prompt_of
 
@@ -117,3 +118,10 @@ def test_decoding_counts_as_loading():
 def test_the_level_of_a_tier_is_what_loses_least_and_hides_else_the_soonest(byte_s, level):
     assert choose_level(N, RAW, levels_machine(far=byte_s), "far", 0.15) == level
     assert choose_level(N, RAW, machine(far=byte_s), "far", 0.15) == "raw"  # none was measured
+
+
+def test_a_cheap_tier_becomes_fast_enough_by_its_level():
+    choose = partial(choose_tier, N, RAW, levels_machine(far=1.2e-8), ["disk", "far"])
+    assert choose({"disk": 1.0, "far": 0.1}, 0.15) == "disk"
+    for prices in ({"disk": 1.0, "far": 0.1}, {"disk": 0.1, "far": 0.3}):
+        assert choose(prices, 0.15, {"far": ("cg2",)}) == "far"

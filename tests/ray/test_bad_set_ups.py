@@ -52,7 +52,7 @@ def test_a_store_that_not_all_machines_share_is_refused(settings, monkeypatch):
         found = [Node(each, 4.0, 0.0) for each in machines]
         monkeypatch.setattr(cluster, "nodes", lambda found=found: found)
         shared = cluster.shared_settings(far)
-        assert (shared.disk_bytes, shared.tiers) == (kept, far.tiers)
+        assert (shared.disk_bytes, shared.tiers, shared.placement) == (kept, far.tiers, "all")
     with pytest.raises(SettingsError, match="all 2 machines"):
         cluster.shared_settings(settings)
 
