@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -40,6 +41,14 @@ COLUMNS = (
     " | --- | --- | --- |"
 )
 REASONS = "| family | type | reason | beginnings |\n| --- | --- | --- | --- |"
+BEGINNINGS = MappingProxyType(
+    {
+        "": "computed",
+        "run": "reused from the third prompt that shares it, the same prompt from the second",
+        "whole": "computed",
+    }
+)
+"""What is reused of a model that is refused, by what it goes on with behind a kept state."""
 
 
 def page() -> str:
@@ -57,7 +66,7 @@ def row(name: str) -> str:
     model = kit.family(name)
     profile = model.profile
     if profile.refusal:
-        beginnings = "reused" if profile.fixed else "computed"
+        beginnings = "reused" if profile.fixed else BEGINNINGS[profile.state]
         return f"| {name} | `{kind}` | {profile.refusal} | {beginnings} |"
     ropes, spans = "; ".join(_ropes(profile.rope, _head_dims(model))), _windows(profile.windows)
     found = [_verdict(model), _verdict(kit.family(name, torch.bfloat16))]

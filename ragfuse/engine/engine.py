@@ -458,6 +458,7 @@ class Engine(OneProcess):
         remaining_s = countdown(timeout_s)
         for part in self._background:
             part.close(remaining_s())
+        self.prefixes.close()
         self.store.close(remaining_s())
         self.catalog.close()
 

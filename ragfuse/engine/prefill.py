@@ -19,6 +19,7 @@ from ragfuse.engine.prefetch import Prefetcher
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.request import PreparedPrompt, Request
 from ragfuse.fuse.fusor import CachedRun, LostRun
+from ragfuse.hf.kept_states import States
 from ragfuse.hf.lock import FairLock
 from ragfuse.hf.model import HFModel, KVSource, Prefill
 from ragfuse.load.layers import LayerReader
@@ -71,7 +72,8 @@ class Prefiller:
 
     Args:
         planner: Plans them.
-        prefixes: Knows which of them wait for one another.
+        prefixes: Knows which of them wait for one another, and keeps the states of models whose
+            cache is not KV per token.
         prefetcher: Skips keys that a prompt reads itself.
     """
 
@@ -132,8 +134,9 @@ class Prefiller:
             held.enter_context(model.lock)
         request.check_open()
         began_s = time.perf_counter()
+        states = self._prefixes.kept_states if request.ask.reuse and model.profile.state else None
         with model.before_layers(request.check_open):
-            found = _computed(model, plan, _CachedKV(plan.prompt, reader, stream))
+            found = _computed(model, plan, _CachedKV(plan.prompt, reader, stream), states)
         load_s, wait_s, trace = reader.load_s, reader.wait_s, None
         compute_s = time.perf_counter() - began_s - reader.wait_s
         if stream is not None:
@@ -144,15 +147,19 @@ class Prefiller:
             model,
             plan,
             None if came else reader.load_s,
-            compute_s if model.profile.per_token else None,
+            None if model.profile.state else compute_s,
         )
         return PreparedPrompt(request, plan, found, load_s, wait_s, compute_s, trace)
 
 
 @fused
-def _computed(model: HFModel, plan: LoadPlan, cached: _CachedKV) -> Prefill:
-    """Compute what the plan does not load: the whole prompt, or the selected rows."""
+def _computed(model: HFModel, plan: LoadPlan, cached: _CachedKV, states: States | None) -> Prefill:
+    """Compute what the plan does not load: the whole prompt, the tokens after a kept state, or the
+    selected rows.
+    """
     prompt = plan.prompt
+    if plan.fallback_reason and model.profile.state and prompt.schema_use is None:
+        return model.prefill_state(prompt.token_ids, states)
     if plan.fallback_reason:
         return model.full_prefill(prompt.token_ids, prompt.positions)
     runs = list[CachedRun]()

@@ -5,7 +5,8 @@ All of it is found by token ids. Exact rows, those that a full prefill would giv
 one radix tree, which every prompt searches (prefix caching). A session has its own path
 (`Session.rows`): the exact nodes, and rows that only it may read, as they saw blended chunks or a
 truncated history. Entries keep the positions at which they were computed. The tree's are in memory,
-a session's in slow tiers as well; all are evicted like any other.
+a session's in slow tiers as well; all are evicted like any other. Models whose state is
+not KV per token (such as recurrent ones) have their whole state kept instead (`hf.kept_states`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from ragfuse.engine.encoder import PACE_S
 from ragfuse.engine.request import PreparedPrompt
 from ragfuse.engine.runtime import Runtime
+from ragfuse.hf.kept_states import States
 from ragfuse.sessions.session import PendingTurn
 from ragfuse.store.radix import RadixTree, Rows, merged
 from ragfuse.types.keys import ChunkKey, Kind, digest, filler_context, token_digest
@@ -71,6 +73,7 @@ class PrefixCache:
         self._tree, self._sweep_at = RadixTree(), SWEEP_NODES
         self._pending = runtime.saves
         self._computed = list[tuple[int, ...]]()  # prompts that are planned and not prefilled yet
+        self._states = States(self._settings.memory_bytes, self._settings.min_chunk_tokens)
 
     @property
     def is_on(self) -> bool:
@@ -102,6 +105,13 @@ class PrefixCache:
             if each.key in entries and LEVEL_NAMES[0] in entries[each.key].sizes
         ]
         return with_rows(prompt, found, "prefix")
+
+    @property
+    def kept_states(self) -> States | None:
+        """The kept states of a model whose cache is not KV per token; None where prefix caching is
+        off.
+        """
+        return self._states if self.is_on else None
 
     @contextmanager
     def turn(self, prompt: Prompt) -> Iterator[None]:
@@ -240,11 +250,16 @@ class PrefixCache:
         """Drop every entry that holds one of these runs of tokens, and the entries that
         follow it.
         """
+        self._states.forget(runs)
         with self._changed:
             keys = set().union(*map(self._tree.holding, runs)) if runs else set()
             self._tree.discard(keys)
         self._pending.wait(keys, PREFIX_SAVE_WAIT_S)
         self._store.forget(keys)
+
+    def close(self) -> None:
+        """Release the kept states."""
+        self._states.clear()
 
     # inside
 

@@ -100,7 +100,7 @@ def generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             stopping_criteria=StoppingCriteriaList(stopping),
-            **{CACHE: prefill.cache},
+            **{CACHE: prefill.cache if prefill.state is None else prefill.state},
             **probe.at_positions(model.model, prefill.positions),
             **_adapted_options(model, options),
         )

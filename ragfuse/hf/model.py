@@ -31,6 +31,7 @@ from ragfuse.hf.chunk_adapter import ChunkAdapter
 from ragfuse.hf.decode import Batcher
 from ragfuse.hf.fingerprint import fingerprint, weights_digest
 from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring
+from ragfuse.hf.kept_states import States, begin, kind_of
 from ragfuse.hf.lock import FairLock
 from ragfuse.hf.packed_linear import pack
 from ragfuse.hf.prefill import KVSource, Prefill, PromptPart
@@ -271,8 +272,7 @@ class HFModel(OneProcess):
             yield
 
     def full_prefill(self, token_ids: Sequence[int], positions: Tensor | None = None) -> Prefill:
-        """Prefill a whole prompt without reuse; for a model without KV per token nothing is
-        computed yet.
+        """Prefill a whole prompt without reuse.
 
         Args:
             token_ids: The T tokens of the prompt.
@@ -282,25 +282,37 @@ class HFModel(OneProcess):
         at = self._explicit_positions(positions) if positions is not None else None
         if at is not None and not self.profile.refusal:
             return self.fuse(token_ids, at, [], KVSource(), "none", 0.0)
-        given = None if self.profile.refusal else DynamicCache()
-        own = self._own_prefill(ids, given, at) if self.profile.per_token else None
-        cache, logits = own or (None, torch.empty(0, device=self.device))
-        return Prefill(tuple(token_ids), cache, logits, at)
+        with self.lock:
+            out = probe.run_forward(
+                self.model, ids, None if self.profile.refusal else DynamicCache(), at
+            )
+        found = getattr(out, CACHE, None)
+        cache = (
+            RowCache(self.n_layers) if probe.is_whole(found, self.n_layers, ids.shape[1]) else None
+        )
+        if cache is not None:
+            cache.adopt(found)
+        return Prefill(tuple(token_ids), cache, out.logits[0, -1], at)
 
-    def _own_prefill(
-        self, ids: Tensor, given: DynamicCache | None, at: Tensor | None
-    ) -> tuple[RowCache, Tensor] | None:
-        """Return the KV and the last logits [V] of a prompt, int64 [1, T], from the model's own
-        forward; None if its cache is not KV per token.
+    def prefill_state(self, token_ids: Sequence[int], states: States | None) -> Prefill:
+        """Prefill all but the last token of a prompt for a model whose state is not KV per token
+        (`hf/kept_states.py`).
+
+        Args:
+            token_ids: The tokens of the prompt; `generate` computes the last.
+            states: Model caches of earlier prompts: the prefill continues from the longest that
+                matches, and its own cache is kept there. None: the prompt is neither looked up nor
+                kept.
         """
         with self.lock:
-            out = probe.run_forward(self.model, ids, given, at)
-        found = getattr(out, CACHE, None)
-        if not probe.is_whole(found, self.n_layers, ids.shape[1]):
-            return None
-        cache = RowCache(self.n_layers)
-        cache.adopt(found)
-        return cache, out.logits[0, -1]
+            state, n_before = begin(self.model, token_ids, self.profile.state, states)
+        return Prefill(
+            tuple(token_ids),
+            None,
+            torch.empty(0, device=self.device),
+            state=state,
+            n_before=n_before,
+        )
 
     def _explicit_positions(self, positions: Tensor) -> Tensor | None:
         """Return positions int64 [T] on the model's device; None if they are 0..T-1."""
@@ -470,16 +482,9 @@ class HFModel(OneProcess):
         except FixedError as error:
             return self._probe_fixed(str(error))
         except RefusedError as error:
-            refused = ModelProfile(self.fingerprint, self.n_layers, refusal=str(error))
-        try:
-            own = self._own_prefill(self._probe_tokens(), None, None)
-        except probe.UNFIT:
-            own = None
-        return replace(refused, per_token=own is not None)
-
-    def _probe_tokens(self, count: int = probe.RUN_TOKENS) -> Tensor:
-        vocab_size = self.model.config.get_text_config().vocab_size
-        return probe.probe_tokens(vocab_size, count, self.device)
+            with self.lock:
+                state = kind_of(self.model, self.n_layers)
+            return ModelProfile(self.fingerprint, self.n_layers, refusal=str(error), state=state)
 
     def _probe(self) -> ModelProfile:
         config = self.model.config.get_text_config()
@@ -487,9 +492,11 @@ class HFModel(OneProcess):
         probe.refuse_by_modules(self.model)
         layers = probe.decoder_layers(self.model)
         windows = probe.windows(config, len(layers))
-        tolerance = probe.tolerance_of(self.dtype, self.n_layers)
+        tokens = probe.probe_tokens(config.vocab_size, probe.RUN_TOKENS, self.device)
         try:
-            rope = probe.find_rope(self.model, self._probe_tokens(), tolerance)
+            rope = probe.find_rope(
+                self.model, tokens, probe.tolerance_of(self.dtype, self.n_layers)
+            )
         except (FixedError, RefusedError):
             raise
         except probe.UNFIT as failure:
@@ -552,7 +559,8 @@ class HFModel(OneProcess):
         """Return a test prompt of an exact prefix, chunks and a question, with so many tokens
         each.
         """
-        ids = iter(self._probe_tokens(sum(sizes))[0].tolist())
+        vocab_size = self.model.config.get_text_config().vocab_size
+        ids = iter(probe.probe_tokens(vocab_size, sum(sizes), self.device)[0].tolist())
         *runs, question = [tuple(islice(ids, size)) for size in sizes]
         cached = [
             PromptPart(run, self.encode(run), blend=index > 0) for index, run in enumerate(runs)

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,12 +26,14 @@ class Prefill:
 
     Args:
         token_ids: The T tokens of the prompt.
-        cache: KV of all T rows; None for a refused model whose state is not KV per token, which
-            `generate` computes the prompt for.
-        logits: [V], of the last row; empty without a cache.
+        cache: KV of all T rows; None for a refused model whose state is not KV per token.
+        logits: [V], of the last row.
         positions: int64 [T]; None for 0..T-1.
         chosen: int64, the candidate rows that were recomputed at the check layer.
         mean_ratio: Mean share of the candidates that was recomputed per layer.
+        state: Used instead of `cache` and `logits` (None and empty then): the model's own cache
+            after all tokens but the last.
+        n_before: How many of the tokens in `state` were computed for an earlier prompt.
     """
 
     token_ids: tuple[int, ...]
@@ -39,6 +42,8 @@ class Prefill:
     positions: Tensor | None = None
     chosen: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     mean_ratio: float = 0.0
+    state: Any = field(default=None, repr=False)
+    n_before: int = 0
 
     @property
     def kv(self) -> ChunkKV:

@@ -29,7 +29,7 @@ class TokenRecorder:
 
     def put(self, prepared: PreparedPrompt) -> None:
         """Take the prefilled prompt."""
-        plan = prepared.plan
+        plan, n_before = prepared.plan, prepared.prefill.n_before
         hits = {fetch.segment for fetch in plan.fetches} if not plan.fallback_reason else set()
         fates = list[str]()
         for index, (segment, (lo, hi)) in enumerate(
@@ -40,6 +40,7 @@ class TokenRecorder:
         for row in prepared.prefill.chosen.tolist():
             if fates[row] == _REUSED:
                 fates[row] = _RECOMPUTED
+        fates[:n_before] = [_PREFIX] * n_before
         self._ids, self._fates = list(plan.prompt.token_ids), "".join(fates)
 
     def as_dict(self, engine: Engine) -> dict[str, Any]:

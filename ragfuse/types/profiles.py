@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from ragfuse.types.kv import RopeLayout
 
-PROFILE_VERSION = 7
+PROFILE_VERSION = 6
 """Version of ModelProfile; profiles of another version are ignored."""
 
 UNCALIBRATED = ("query", 0.10)
@@ -38,7 +38,8 @@ class ModelProfile:
         refusal: Why its KV cannot be reused; "" where it can.
         fixed: Whether a refused model's KV can still be reused at the positions at which it was
             encoded, as schema modules do.
-        per_token: Whether the model's own cache is KV per token and nothing else.
+        state: For a refused model: how it continues from a copy of its cache
+            (`hf.kept_states.Kind`).
         errors: Errors that the probe measured, by name.
         policy: The policy that calibration chose.
         ratio: The recompute ratio that calibration chose.
@@ -59,7 +60,7 @@ class ModelProfile:
     mode: str = "rows"
     refusal: str = ""
     fixed: bool = False
-    per_token: bool = True
+    state: Literal["", "run", "whole"] = ""
     errors: Mapping[str, float] = field(default_factory=dict)
     policy: str = ""
     ratio: float | None = None

@@ -175,19 +175,22 @@ DELTA = {
     "linear_value_head_dim": 16,
 }
 MIXED = ["linear_attention", "full_attention"] * 2
-# Name -> (model type, what differs from BASE, what the reason says)
+# Name -> (model type, what differs from BASE, what the reason says, what it goes on with behind a
+# kept state)
 HYBRIDS = MappingProxyType(
     {
         "qwen3.5": (
             "qwen3_5_text",
             {**DELTA, "full_attention_interval": 2},
             "linear_attention",
+            "run",
         ),
-        "olmo-hybrid": ("olmo_hybrid", {"layer_types": MIXED}, "linear_attention"),
+        "olmo-hybrid": ("olmo_hybrid", {"layer_types": MIXED}, "linear_attention", "run"),
         "bamba": (
             "bamba",
             {"attn_layer_indices": [1, 3], "mamba_chunk_size": 16, **STATE},
             "linear_attention",
+            "run",
         ),
         "granite-hybrid": (
             "granitemoehybrid",
@@ -198,26 +201,31 @@ HYBRIDS = MappingProxyType(
                 **STATE,
             },
             "linear_attention",
+            "run",
         ),
         "lfm2": (
             "lfm2",
             {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
             "conv",
+            "run",
         ),
         "falcon-h1-both-in-a-layer": (
             "falcon_h1",
             {**STATE, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_chunk_size": 16},
             "standard cache",
+            "run",
         ),
         "jamba": (
             "jamba",
             {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2},
             "linear_attention",
+            "whole",
         ),
         "minimax": (
             "minimax",
             {"num_local_experts": 2, "layer_types": MIXED, "block_size": 16},
             "linear_attention",
+            "whole",
         ),
         "recurrent-gemma": (
             "recurrent_gemma",
@@ -228,6 +236,7 @@ HYBRIDS = MappingProxyType(
                 "head_dim": 16,
             },
             "linear_attention",
+            "whole",
         ),
     }
 )

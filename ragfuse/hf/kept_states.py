@@ -1,0 +1,228 @@
+"""Prefix reuse for models whose state is not KV per token: copies of the model's own cache after a
+prompt prefix.
+
+A linear-attention, Mamba or convolution layer keeps one state for all tokens so far, which cannot
+be split. So a copy of the model's whole cache is kept before a prompt's last token, and at the
+point where two prompts diverge. A later prompt with the same prefix continues from the copy, which
+is exact. Whether a model can continue from a copy is found on its real weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from cachetools import LRUCache
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ragfuse.hf import probe
+from ragfuse.hf.cache import CACHE
+
+Kind = Literal["", "run", "whole"]
+"""How a model can continue from a copy of its cache.
+
+"": it keeps KV per token and nothing else. "run": many tokens at once give the same result as one
+forward. "whole": they do not, so every prompt is computed from its first token.
+"""
+MAX_KEPT = 256
+"""The most caches that are kept, because every new prompt is compared with each."""
+_PROBED = 48
+_CUTS = (_PROBED - 1, _PROBED - 2, _PROBED - 7, _PROBED // 2)
+"""Where the probed prompt is cut. Old states fade, so a lost state shows in the first tokens after
+a cut.
+"""
+
+Ids = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class KeptCache:
+    """A model's own cache after `n_tokens` tokens; copy it before continuing from it."""
+
+    n_tokens: int
+    cache: Any
+
+
+class States:
+    """The kept caches of one engine (one model and tenant), with LRU eviction. Thread-safe.
+
+    Args:
+        nbytes: Most bytes of all of them.
+        min_tokens: The least tokens of a prefix that is worth keeping.
+    """
+
+    def __init__(self, nbytes: int, min_tokens: int = 1) -> None:
+        self.min_tokens = min_tokens
+        self._lock = threading.Lock()
+        # by the tokens' ids, 8 bytes each
+        self._kept: LRUCache[bytes, KeptCache] = LRUCache(
+            nbytes, getsizeof=lambda state: sum(each.nbytes for each in probe.tensors(state.cache))
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all kept caches."""
+        with self._lock:
+            return int(self._kept.currsize)
+
+    def longest_prefix(self, token_ids: Sequence[int]) -> tuple[KeptCache | None, int]:
+        """Find the longest kept prefix of a prompt.
+
+        Returns:
+            The kept cache, or None, and the length of the longest common prefix with any kept
+            prompt, in tokens.
+        """
+        ids, n_shared = _array(token_ids), 0
+        longest: bytes | None = None
+        with self._lock:
+            for key in self._kept:
+                kept = np.frombuffer(key, np.int64)
+                n = _n_shared(kept, ids)
+                n_shared = max(n_shared, n)
+                if 0 < n == len(kept) and (longest is None or len(key) > len(longest)):
+                    longest = key
+            return (self._kept[longest] if longest is not None else None), n_shared
+
+    def keep(self, token_ids: Sequence[int], cache: Any) -> None:
+        """Keep a copy of the cache of these tokens, unless they are too few or it exceeds the
+        limit.
+        """
+        if len(token_ids) < self.min_tokens:
+            return
+        state = KeptCache(len(token_ids), copied(cache))
+        with self._lock:
+            with suppress(ValueError):  # larger than all that may be kept
+                self._kept[_array(token_ids).tobytes()] = state
+            while len(self._kept) > MAX_KEPT:
+                self._kept.popitem()
+
+    def forget(self, runs: Collection[Sequence[int]]) -> None:
+        """Drop all caches whose tokens contain one of these runs."""
+        doomed = [_array(run).tobytes() for run in runs if len(run)]
+        with self._lock:
+            for key in [key for key in self._kept if any(_holds(key, run) for run in doomed)]:
+                del self._kept[key]
+
+    def clear(self) -> None:
+        """Drop all caches."""
+        with self._lock:
+            self._kept.clear()
+
+
+def begin(
+    model: PreTrainedModel, token_ids: Sequence[int], kind: Kind, states: States | None
+) -> tuple[Any, int]:
+    """Compute a model's cache after all tokens of a prompt but the last, continuing from a kept one
+    if possible.
+
+    Copies are kept at that point, and where an earlier prompt diverges from this one.
+
+    Args:
+        model: The model.
+        token_ids: The tokens of the prompt.
+        kind: How the model can continue from a copy.
+        states: The kept caches; None: nothing is looked up or kept.
+
+    Returns:
+        The cache and the number of tokens that it did not have to compute. The cache is None if the
+        prompt must be computed in one forward.
+    """
+    end = len(token_ids) - 1
+    if kind == "whole" or end < 1:
+        return None, 0
+    state, n_shared = (None, 0) if states is None else states.longest_prefix(token_ids[:-1])
+    cache, n_before = (copied(state.cache), state.n_tokens) if state is not None else (None, 0)
+    at, ids = n_before, torch.tensor([list(token_ids)], device=probe.device_of(model))
+    parts = states is not None and n_shared - at >= states.min_tokens and n_shared < end
+    for stop in (n_shared, end) if parts else (end,):
+        if stop > at:
+            cache = getattr(probe.run_forward(model, ids[:, at:stop], cache, at), CACHE)
+            if states is not None:
+                states.keep(token_ids[:stop], cache)
+        at = stop
+    return cache, n_before
+
+
+def copied(cache: Any) -> Any:
+    """Return a deep copy of a cache."""
+    with torch.no_grad():
+        return copy.deepcopy(cache)
+
+
+def kind_of(model: PreTrainedModel, n_layers: int) -> Kind:
+    """Find by trial how a model can continue from a copy of its cache.
+
+    After continuing, every tensor of the cache and the next logits must equal those of one forward,
+    within rounding.
+    """
+    config = model.config.get_text_config()
+    if model.config.is_encoder_decoder:
+        return ""
+    ids = probe.probe_tokens(config.vocab_size, _PROBED, probe.device_of(model))
+    bound = probe.tolerance_of(model.dtype, n_layers)
+    try:
+        whole = probe.run_forward(model, ids, None, 0)
+        if probe.is_whole(getattr(whole, CACHE, None), n_layers, _PROBED):
+            return ""
+        kept = list(probe.tensors(getattr(whole, CACHE)))
+        if not kept or _answer_error(model, ids, whole) > bound:
+            return "whole"
+        same = [_error(model, ids, cut, whole) <= bound for cut in _CUTS]
+    except probe.UNFIT:
+        return "whole"
+    return "run" if all(same) else "whole"
+
+
+def _answer_error(model: PreTrainedModel, ids: Tensor, whole: Any) -> float:
+    """Return the error of the logits that `generate` gets from a copy of the cache before the last
+    token.
+    """
+    before = getattr(probe.run_forward(model, ids[:, :-1], None, 0), CACHE)
+    out: Any = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=1,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **{CACHE: copied(before)},
+    )
+    return probe.logits_error(out.logits[0][0], whole.logits[0, -1])
+
+
+def _error(model: PreTrainedModel, ids: Tensor, cut: int, whole: Any) -> float:
+    """Return the error of cache and logits where the ids from `cut` on are computed after a copied
+    cache.
+    """
+    before = copied(getattr(probe.run_forward(model, ids[:, :cut], None, 0), CACHE))
+    found = probe.run_forward(model, ids[:, cut:], before, cut)
+    caches = (probe.tensors(getattr(out, CACHE)) for out in (found, whole))
+    pairs = list(zip(*caches, strict=True))
+    errors = [probe.relative(*pair) for pair in pairs if pair[0].is_floating_point()]
+    return max(probe.logits_error(found.logits[0, -1], whole.logits[0, -1]), *errors)
+
+
+def _array(token_ids: Sequence[int]) -> Ids:
+    return np.asarray(token_ids, dtype=np.int64)
+
+
+def _n_shared(a: Ids, b: Ids) -> int:
+    """Return the length of the common prefix."""
+    n = min(len(a), len(b))
+    differ = a[:n] != b[:n]
+    return int(differ.argmax()) if differ.any() else n
+
+
+def _holds(ids: bytes, run: bytes) -> bool:
+    """Whether ids contain a run; both are given as 8 bytes per token."""
+    at = ids.find(run)
+    while at >= 0 and at % 8:
+        at = ids.find(run, at + 1)
+    return at >= 0
