@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
@@ -12,7 +11,6 @@ from ragfuse.serve.logprobs import TokenLogprob, as_chat, as_text
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.run import Completed, Item, TextDelta
 from ragfuse.serve.schema import ChatRequest, CompletionRequest
-from ragfuse.types.answer import Answer
 
 Json = dict[str, Any]
 
@@ -91,7 +89,7 @@ class CompletionEvents:
             yield self._choice(item.index, delta if self._is_chat else item.text, logprobs)
             return
         self._completed.append(item)
-        calls = [{"index": at, **call} for at, call in enumerate(_calls(item.answer))]
+        calls = [{"index": at, **call} for at, call in enumerate(item.calls)]
         if calls:
             yield self._choice(item.index, {"tool_calls": calls})
         ids = {"token_ids": list(item.answer.token_ids)} if self._body.ragfuse.token_ids else {}
@@ -146,8 +144,3 @@ def _as_message(choice: Json) -> Json:
     content = delta["content"] or (None if calls else "")
     message = {**delta, "content": content, "refusal": None}
     return {**choice, "message": {**message, "tool_calls": calls} if calls else message}
-
-
-def _calls(answer: Answer) -> Iterator[Json]:
-    for call in answer.tool_calls:
-        yield replace(call, id=call.id or f"call_{uuid4().hex[:24]}").as_openai()

@@ -16,7 +16,7 @@ def health_routes(service: Service) -> APIRouter:
     @routes.get("/health")
     async def health() -> Response:
         """Report whether the server accepts requests."""
-        stopping = service.admission.stopping
+        stopping = service.queue.stopping
         return JSONResponse(
             {"status": "stopping" if stopping else "ok", "model": service.model},
             503 if stopping else 200,

@@ -83,7 +83,7 @@ class Server(uvicorn.Server):
         """Let running answers end, then close."""
         self._service.stop()
         grace_s = self._service.settings.serve_grace_s
-        n = len(self._service.admission.jobs.running)
+        n = len(self._service.queue.running)
         self._tell(f"Stopping: {n:,} running, within {grace_s:g} s (a second signal cuts off).")
         cutting = asyncio.create_task(self._cut_off(grace_s))
         await super().shutdown(sockets)

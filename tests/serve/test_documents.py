@@ -89,7 +89,7 @@ def names(served: Served) -> list[str]:
 def kept(root: str, key: str = BLUE) -> dict[str, int]:
     """Chunks whose KV is stored, by source."""
     headers = {"authorization": f"Bearer {key}"}
-    told = httpx.get(f"{root}/v1/ragfuse/usage", headers=headers, timeout=60).json()
+    told = httpx.get(f"{root}/v1/ragfuse/store", headers=headers, timeout=60).json()
     return {each["source"]: each["chunks"] for each in told["sources"]}
 
 

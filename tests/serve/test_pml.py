@@ -145,9 +145,9 @@ def test_registering_ends_with_server_or_time_and_goes_on_where_it_stopped(
             patched.setattr(encoder, "keep_run", slowly)
             answer = served.post(SCHEMAS, {"pml": TRIP})
             # work whose time is over keeps its turn until it ends
-            assert not is_late or served.service.admission.jobs.running
+            assert not is_late or served.service.queue.running
             told.set()
-            wait_for(lambda: served.service.admission.is_idle)
+            wait_for(served.is_idle)
         refused(answer, status)
         assert engine.schemas.names() == []
         done = engine.schemas.register(TRIP).done
@@ -189,16 +189,6 @@ def test_messages_behind_it_are_text_whatever_they_look_like(
     assert answer.model_extra["ragfuse"]["modules"] == [".", "plan"]
     assert answer.usage.prompt_tokens == len(prompt)
     assert hostile in served.engine().model.text(list(prompt.token_ids))
-
-
-def test_texts_go_on_from_it(client: Client, served: Served) -> None:
-    prompts, pml = ["So ", "<one/>"], '<prompt schema="notes"><one/></prompt>'
-    answer = client.text(prompts, max_tokens=4, extra_body={"pml": pml})
-    asked = parse_prompt(pml)
-    expected = [served.engine().answer(asked.with_ending(text)) for text in prompts]
-    assert [choice.text for choice in answer.choices] == [each.text[:4] for each in expected]
-    assert answer.usage.prompt_tokens == sum(each.trace.tokens for each in expected)
-    assert answer.usage.prompt_tokens_details.cached_tokens > 0
 
 
 @pytest.mark.parametrize(
