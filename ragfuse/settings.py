@@ -390,9 +390,9 @@ class Settings(BaseSettings):
         description="Seconds that running answers may still take when a server stops.",
     )
     serve_body_bytes: int = Field(
-        default=4 << 20,
+        default=12 << 20,
         ge=1024,
-        description="Largest request body; a document's may have 12 MiB in any case.",
+        description="Largest request body; a PDF of 8 MiB fits into 12 MiB.",
     )
     serve_tenant_bytes: int | None = Field(
         default=None,

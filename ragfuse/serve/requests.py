@@ -25,7 +25,6 @@ from ragfuse.serve.schema import (
     TextRequest,
 )
 from ragfuse.text.chat_messages import ChatMessage, Piece
-from ragfuse.text.chat_template import ChatTemplate
 from ragfuse.types.answer import ToolCall
 from ragfuse.types.grammar import Grammar
 
@@ -43,12 +42,8 @@ GRAMMARS: Mapping[str, Callable[[Any], Grammar]] = MappingProxyType(
 """What makes grammars, by their names in vLLM's `structured_outputs`."""
 
 
-def chat_requests(body: ChatRequest, template: ChatTemplate | None = None) -> list[AnswerRequest]:
+def chat_requests(body: ChatRequest) -> list[AnswerRequest]:
     """Convert a chat request into `n` answer requests, one for each answer that it asks for.
-
-    Args:
-        body: The body of `/v1/chat/completions`.
-        template: The model's chat template.
 
     Raises:
         APIError: Fields contradict each other, or cannot be honoured (400).
@@ -65,6 +60,9 @@ def chat_requests(body: ChatRequest, template: ChatTemplate | None = None) -> li
             "continue_final_message", "continue_final_message cannot be used with pml; give one."
         )
     tools = body.tools or []
+    named = {
+        name: getattr(body, name) for name in ("enable_thinking", "reasoning_effort", "verbosity")
+    }
     ask = replace(
         _ask_of(body),
         max_tokens=(
@@ -73,7 +71,10 @@ def chat_requests(body: ChatRequest, template: ChatTemplate | None = None) -> li
         tools=tools,
         tool_choice=Ask.tool_choice_of(body.tool_choice, tools),
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        chat_template_kwargs=_template_kwargs(body, template),
+        chat_template_kwargs={
+            **(body.chat_template_kwargs or {}),
+            **{name: value for name, value in named.items() if value is not None},
+        },
         continue_final_message=bool(body.continue_final_message),
     )
     if body.pml and body.documents:
@@ -120,26 +121,6 @@ def _answers(question: Any, ask: Ask, n: int, n_top: int | None) -> list[AnswerR
             own = replace(own, options={**own.options, "logits_processor": [recorder]})
         found.append(AnswerRequest(question, own, recorder))
     return found
-
-
-def _template_kwargs(body: ChatRequest, template: ChatTemplate | None) -> dict[str, Any]:
-    """Return the variables of the chat template; no reasoning effort turns thinking off where that
-    is what it reads.
-    """
-    named = {
-        name: getattr(body, name) for name in ("enable_thinking", "reasoning_effort", "verbosity")
-    }
-    given = {name: value for name, value in named.items() if value is not None}
-    kwargs = {**(body.chat_template_kwargs or {}), **given}
-    names = template.names if template is not None else ()
-    if (
-        kwargs.get("reasoning_effort") == "none"
-        and "reasoning_effort" not in names
-        and "enable_thinking" in names
-    ):
-        del kwargs["reasoning_effort"]
-        kwargs["enable_thinking"] = False
-    return kwargs
 
 
 def _ask_of(body: CompletionRequest) -> Ask:

@@ -55,7 +55,7 @@ def response_routes(service: Service) -> APIRouter:
         return await respond(
             service,
             request,
-            lambda engine: chat_requests(chat, engine.constraints.template),
+            lambda _: chat_requests(chat),
             lambda engine: ResponseEvents(body, service.model, id, keep),
             bool(body.stream),
             chat.session_id,

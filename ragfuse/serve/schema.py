@@ -331,20 +331,6 @@ class TextRequest(CompletionRequest):
     logprobs: int | None = Field(default=None, ge=0, le=20)
 
 
-class ErrorBody(BaseModel):
-    """The body of an error response."""
-
-    class Error(BaseModel):
-        """The error as in OpenAI's API: a message, and in `param` the field that caused it."""
-
-        message: str
-        type: str
-        param: str | None
-        code: str | None
-
-    error: Error
-
-
 class ExplainRequest(ChatRequest):
     """The body of `/v1/ragfuse/explain`: that of a chat."""
 

@@ -65,7 +65,6 @@ class Service:
         self.since = int(time.time())
         self._engines: dict[str, Engine] = {}  # by salt
         self._lock = threading.Lock()
-        self._look_ahead_lock = threading.Lock()
         self._index = ConversationIndex()
         self._engines_expect = False
         self._runs: set[AnswerRun] = set()
@@ -151,7 +150,6 @@ class Service:
         self,
         tenant: APITenant,
         do: Callable[[Engine, Callable[[object], None]], T],
-        computes: bool = True,
     ) -> T:
         """Wait for the request's turn and return the result of `do`, for requests other than
         answers.
@@ -161,7 +159,6 @@ class Service:
             do: Called with the tenant's engine and a check. It must call the check now and then:
                 that raises an APIError once nobody waits for the result any more, or the server
                 stops (503).
-            computes: Whether `do` runs the model, which takes long.
 
         Raises:
             TimeoutError: The time is over.
@@ -176,7 +173,6 @@ class Service:
                 )
                 raise APIError(503, text, "stopping", None, RETRY_S)
 
-        pool = self.threads.turns if computes else self.threads.planning
         try:
             async with asyncio.timeout_at(self._deadline_s()):
                 job = self.queue.join(tenant.name)
@@ -188,7 +184,7 @@ class Service:
                 # The turn ends with the work, also if nobody waits for it any more, so that never
                 # more calls run than there are turns.
                 running = asyncio.get_running_loop().run_in_executor(
-                    pool, lambda: do(self.engine(tenant), check)
+                    self.threads.turns, lambda: do(self.engine(tenant), check)
                 )
                 running.add_done_callback(lambda _: self.queue.leave(job))
                 return await asyncio.shield(running)
@@ -208,15 +204,14 @@ class Service:
 
     def look_ahead(self) -> None:
         """Pass each tenant's engine the conversations whose requests wait, to prefetch and keep
-        them. It may block.
+        them. It may block, and is called on the one thread of `Threads.ahead`.
         """
-        with self._look_ahead_lock:
-            conversations = self.queue.conversations
-            self._engines_expect = bool(conversations)
-            for salt, engine in dict(self._engines).items():
-                engine.expect(
-                    {name: at for at, (whose, name) in enumerate(conversations) if whose == salt}
-                )
+        conversations = self.queue.conversations
+        self._engines_expect = bool(conversations)
+        for salt, engine in dict(self._engines).items():
+            engine.expect(
+                {name: at for at, (whose, name) in enumerate(conversations) if whose == salt}
+            )
 
     async def upkeep(self) -> None:
         """Keep every tenant within its quota, for as long as the server runs."""

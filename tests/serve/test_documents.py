@@ -18,7 +18,6 @@ from ragfuse.cli.files import FILE_TYPES
 from ragfuse.errors import InputError, StoreError
 from ragfuse.serve import documents, upload_text
 from ragfuse.serve.document_records import DocumentRecords
-from ragfuse.serve.documents import TenantDocuments
 from ragfuse.serve.keys import Keys
 from ragfuse.text.file_texts import READERS
 from ragfuse.types.keys import token_digest
@@ -175,19 +174,6 @@ def test_a_document_that_cannot_be_saved_has_failed_and_is_deleted_with_its_kv(
     assert done["status"] == "failed"
     deleted(two, done["id"])
     assert "unsaved.txt" not in kept(two.root)
-
-
-def test_another_embedder_embeds_saved_passages_anew(
-    two: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done = sent(two, "embedded.txt", text=CHUNKS[0])
-    tenant, records = two.service.keys.tenants[0], DocumentRecords(two.service.settings, "another")
-    monkeypatch.setattr(two.service, "documents", records)
-    found = TenantDocuments(two.service, tenant).get(done["id"])
-    read = records.read(tenant.salt, done["id"])
-    assert read is not None
-    assert len(found.vectors) == len(read.vectors) == done["passages"]
-    records.close()
 
 
 def test_no_tenant_sees_or_finds_another_ones_documents(two: Served) -> None:
