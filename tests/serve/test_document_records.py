@@ -45,11 +45,3 @@ def test_a_damaged_document_is_a_missing_one(
     connection.close()
     assert records.read("s", "a") is None
     assert records.read("s", "b") is not None
-
-
-def test_without_a_disk_nothing_is_written(tmp_path: Path) -> None:
-    records = DocumentRecords(Settings(store=tmp_path / "store", disk_bytes=0), "minilm")
-    records.add("s", record("a"), VECTORS)
-    assert records.ids("s") == ["a"]
-    records.close()
-    assert not (tmp_path / "store").exists()

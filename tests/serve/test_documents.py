@@ -27,7 +27,6 @@ from tests.serve.kit import (
     GREEN,
     TENANTS,
     Served,
-    process,
     read_only_disk,
     refused,
     serving,
@@ -224,20 +223,6 @@ def test_an_upload_that_a_server_did_not_finish_goes_on_when_it_is_sent_again(
         _, done = begun(served.root)
     with serving(settings) as served:
         goes_on(served.root, done)
-
-
-@pytest.mark.slow
-def test_an_upload_goes_on_after_its_server_was_killed(
-    varied_path: Path, minilm_path: Path, tmp_path: Path
-) -> None:
-    settings = settings_at(tmp_path, varied_path)
-    told = {"RAGFUSE_CHUNK_TOKENS": "150", "RAGFUSE_FILLER_TOKENS": "0"}
-    with process(settings, **told) as (run, root):
-        _, done = begun(root)
-        run.kill()
-        run.wait()
-    with process(settings, **told) as (_, root):
-        goes_on(root, done)
 
 
 def test_a_document_that_is_deleted_while_it_is_encoded_leaves_nothing(two: Served) -> None:

@@ -86,7 +86,6 @@ def test_another_tenant_sees_and_uses_nothing_of_it(served: Served) -> None:
     ("pml", "told"),
     [
         ('<schema name="x">\n<modul name="y"/></schema>', "PML:2:1: "),
-        ("/etc/passwd", "XML"),
         (
             '<!DOCTYPE x [<!ENTITY e SYSTEM "file:///etc/passwd">]><schema name="x">&e;</schema>',
             "DTD",
@@ -193,7 +192,6 @@ def test_messages_behind_it_are_text_whatever_they_look_like(
 @pytest.mark.parametrize(
     ("fields", "named", "told"),
     [
-        ({"pml": '<prompt schema="trip">\n<dite/></prompt>'}, "pml", "PML:2:1: "),
         ({"pml": '<prompt schema="tripp"/>'}, "pml", "POST /v1/ragfuse/schemas"),
         ({"pml": f'<prompt schema="trip"><plan days="{"d" * 40}"/></prompt>'}, "pml", "12"),
         (with_documents(1), "documents", "documents"),

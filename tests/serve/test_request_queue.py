@@ -23,33 +23,32 @@ STEPS = st.lists(
 @given(STEPS)
 def test_no_turn_runs_beside_another_of_its_conversation_and_none_overtakes_it(steps):
     async def play():
-        queue, served, open_jobs, done = RequestQueue(2, 1000), list[str](), list[Job](), set[Job]()
+        queue, turns = RequestQueue(2, 1000), list[str]()
+        waiting, running = list[Job](), list[Job]()
+
+        def last_turn(job):
+            return len(turns) - turns[::-1].index(job.tenant) if job.tenant in turns else 0
+
         for step, who, conversation in steps:
-            ran = set(queue.running)
             if step == "join":
-                open_jobs.append(queue.join("abc"[who % 3], conversation))
-            elif open_jobs:
-                job = open_jobs.pop(who % len(open_jobs))
+                waiting.append(queue.join("abc"[who % 3], conversation))
+            elif all_jobs := [*waiting, *running]:
+                job = all_jobs[who % len(all_jobs)]
+                (waiting if job in waiting else running).remove(job)
                 if step == "cancel":
                     job.turn.cancel()
                 queue.leave(job)
-                ran.discard(job)
-                done.add(job)
-            for job in queue.running:
-                if job in ran:
-                    continue
-                earlier = open_jobs[: open_jobs.index(job)]
-                # a tenant's own requests run in order, unless their conversation is busy
-                for each in earlier:
-                    if each.tenant == job.tenant and each not in queue.running:
-                        assert each.conversation is not None
-                        assert each.conversation in [one.conversation for one in queue.running]
-                served.append(job.tenant)
-            talks = [(job.tenant, job.conversation) for job in queue.running if job.conversation]
-            assert len(talks) == len(set(talks))
-            assert len(queue.running) <= 2
-            assert len(queue) + len(queue.running) == len(open_jobs)
-            assert all(job.turn.done() for job in queue.running)
+            while len(running) < 2:
+                busy = [(job.tenant, job.conversation) for job in running if job.conversation]
+                free = [job for job in waiting if (job.tenant, job.conversation) not in busy]
+                if not free:
+                    break
+                job = min(free, key=last_turn)  # the first of the tenant served longest ago
+                waiting.remove(job)
+                running.append(job)
+                turns.append(job.tenant)
+            assert (len(queue), list(queue.running)) == (len(waiting), running)
+            assert all(job.turn.done() for job in running)
 
     asyncio.run(play())
 

@@ -63,11 +63,6 @@ def test_a_response_is_kept_with_its_conversation_until_it_is_deleted(
     assert not has(records, "a")
 
 
-def test_a_tenant_has_its_own(records: ResponseRecords) -> None:
-    add(records, "a", salt="blue")
-    assert [has(records, "a", salt) for salt in ("blue", "red", "")] == [True, False, False]
-
-
 def test_the_latest_are_kept(records: ResponseRecords, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(response_records, "MAX_RECORDS", 3)
     for number in range(5):
