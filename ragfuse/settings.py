@@ -19,8 +19,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from platformdirs import user_cache_path
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
     PlainValidator,
     ValidationError,
@@ -85,17 +83,6 @@ def _levels(given: tuple[str, ...]) -> tuple[str, ...]:
 
 TierName = Annotated[str, AfterValidator(_tier)]
 Levels = Annotated[tuple[str, ...], AfterValidator(_levels)]
-
-
-class Prices(BaseModel):
-    """The price of a gigabyte (10^9 bytes) per month, by kind of tier."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    memory: float = Field(default=3.0, ge=0)
-    disk: float = Field(default=0.08, ge=0)
-    redis: float = Field(default=5.0, ge=0)
-    objects: float = Field(default=0.023, ge=0)
 
 
 class Settings(BaseSettings):
@@ -211,10 +198,6 @@ class Settings(BaseSettings):
         default=None,
         gt=0,
         description="Seconds after which unused entries are deleted; none: never.",
-    )
-    prices: Prices = Field(
-        default=Prices(),
-        description="Price of a gigabyte per month, by kind of tier; only their order matters.",
     )
     salt: str = Field(
         default="",
@@ -367,9 +350,9 @@ class Settings(BaseSettings):
         description="Seconds that running answers may still take when a server stops.",
     )
     serve_body_bytes: int = Field(
-        default=4 << 20,
+        default=12 << 20,
         ge=1024,
-        description="Largest request body; a document's may have 12 MiB in any case.",
+        description="Largest request body; a PDF of 8 MiB fits into 12 MiB.",
     )
     serve_tenant_bytes: int | None = Field(
         default=None,
@@ -417,30 +400,14 @@ class Settings(BaseSettings):
         description="Seconds after which KV that no engine has decoded is deleted.",
     )
 
-    @field_validator("api_keys", "served_model_name", mode="before")
+    @field_validator("api_keys", "served_model_name", "tiers", mode="before")
     @classmethod
     def _listed(cls, given: Any) -> Any:
-        """Accept a list of strings, or one string with commas."""
+        """Accept a list of strings, its JSON, or one string with commas."""
         if not isinstance(given, str):
             return given
-        return tuple(dict.fromkeys(part.strip() for part in given.split(",") if part.strip()))
-
-    @field_validator("tiers", mode="before")
-    @classmethod
-    def _urls(cls, given: Any) -> Any:
-        """Accept a list, its JSON, a single URL, or an empty string."""
-        if isinstance(given, str):
-            text = given.strip()
-            try:
-                given = json.loads(text) if text.startswith(("[", "{")) else [text] if text else []
-            except ValueError:
-                given = None
-        if not isinstance(given, list | tuple):
-            raise ValueError(
-                "wanted a list of URLs, found something else; example:"
-                " RAGFUSE_TIERS='[\"redis://cache:6379/0\"]'"
-            )
-        return given
+        parts = json.loads(given) if given.lstrip().startswith("[") else given.split(",")
+        return tuple(dict.fromkeys(part.strip() for part in map(str, parts) if part.strip()))
 
     @field_validator("levels", mode="before")
     @classmethod
@@ -448,16 +415,9 @@ class Settings(BaseSettings):
         """Accept a mapping from tier to levels, or its JSON; a single level counts as a list of
         one.
         """
-        try:
-            given = json.loads(given or "{}") if isinstance(given, str) else given
-        except ValueError:
-            given = None
-        if isinstance(given, tuple | list) and all(
-            isinstance(each, tuple | list) for each in given
-        ):
-            return given  # as `as_public` writes them
+        given = json.loads(given or "{}") if isinstance(given, str) else given
         if not isinstance(given, Mapping):
-            raise ValueError('wanted levels by tier, such as {"redis": ["int8", "cg2"]}')
+            return given  # pairs, as `as_public` writes them
         return tuple((tier, (at,) if isinstance(at, str) else at) for tier, at in given.items())
 
     def as_public(self) -> dict[str, Any]:

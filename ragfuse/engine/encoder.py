@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ragfuse.engine.machine_timings import MachineTimings
 from ragfuse.engine.overflow import remaining_context
 from ragfuse.hf.model import HFModel
-from ragfuse.plan.tiers import choose_level, choose_tier
+from ragfuse.plan.tiers import PRICES, choose_level, choose_tier
 from ragfuse.schemas.layout import SchemaRun
 from ragfuse.settings import AUTO_LEVEL, Settings
 from ragfuse.store import KVStore
@@ -39,7 +39,7 @@ class Encoder:
     Args:
         model: The model.
         store: The store.
-        settings: Of these, the smallest number of tokens that is stored, prices of storage, codec
+        settings: Of these, the smallest number of tokens that is stored, codec
             levels and placement are used.
         timings: Timings of this machine, by which tiers and levels are chosen.
         digest: Digest of model and tenant in keys.
@@ -98,9 +98,7 @@ class Encoder:
         written = {tier: self.store.levels.of(tier) for tier in slow} | self.levels(
             n_tokens, nbytes
         )
-        return choose_tier(
-            n_tokens, nbytes, costs, slow, self.settings.prices.model_dump(), self.ratio(), written
-        )
+        return choose_tier(n_tokens, nbytes, costs, slow, PRICES, self.ratio(), written)
 
     def levels(self, n_tokens: int, nbytes: int) -> dict[str, tuple[str, ...]]:
         """Return the level of a new chunk in each tier whose level is `auto`; raw until the machine

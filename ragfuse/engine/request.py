@@ -92,8 +92,6 @@ class Request:
         """Whether the prompt uses the chat template, rather than being a text or token ids to
         continue.
         """
-        if isinstance(self.question, PMLPrompt):
-            return not self.question.ending
         return bool(self.ask.tools) if isinstance(self.question, str) else not is_ids(self.question)
 
     @property

@@ -11,6 +11,11 @@ from ragfuse.types.levels import LEVEL_NAMES
 
 RAW_ALONE: Mapping[str, Sequence[str]] = MappingProxyType({})
 
+PRICES: Mapping[str, float] = MappingProxyType(
+    {"memory": 3.0, "disk": 0.08, "redis": 5.0, "objects": 0.023}
+)
+"""The price of a gigabyte (10^9 bytes) per month, by kind of tier; only their order matters."""
+
 
 def store_cost(nbytes: int, price: float) -> float:
     """Return C_store of CacheBlend 5.1: the cost of storing `nbytes` for a month, at a price per

@@ -14,13 +14,12 @@ from typing import Any
 from ragfuse.errors import SettingsError
 from ragfuse.ray.cluster import (
     LOCAL_CLUSTER,
-    check_cluster,
     connected,
     cpus_each,
     nodes,
     shared_settings,
 )
-from ragfuse.serve.keys import LOOPBACK, Keys, check_host
+from ragfuse.serve.keys import LOOPBACK
 from ragfuse.settings import Settings
 
 APPLICATION = "ragfuse"
@@ -92,11 +91,8 @@ def serve(
             replicas are gone.
 
     Raises:
-        SettingsError: Ray is missing, its nodes do not share the store, or others could reach the
-            server without an API key.
+        SettingsError: The nodes do not share the store.
     """
-    check_host(host, Keys(api_keys, settings.salt))
-    check_cluster(settings)
     stop = threading.Event()
     with connected(address):
         from ray import serve as ray_serve

@@ -39,19 +39,6 @@ class ServerAddress:
                 "The API key has spaces or characters that no key has; wanted ASCII. Copy it again."
             )
 
-    @property
-    def is_loopback(self) -> bool:
-        """Whether it is this machine's own, which no proxy of the environment is asked for."""
-        return urlsplit(self.base_url).hostname in ("127.0.0.1", "::1", "localhost")
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """The headers of each request; compressed replies are not wanted, as their size is bounded
-        as sent.
-        """
-        key = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        return {**key, "accept-encoding": "identity", "content-type": "application/json"}
-
 
 def _normalised(given: str) -> str:
     try:

@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 from ragfuse.errors import BusyError, InputError, OverlongError, RagFuseError, ServerError
 from ragfuse.remote.address import LOCAL, ServerAddress
@@ -50,6 +51,8 @@ class Connection:
 
     def __init__(self, address: ServerAddress) -> None:
         self._address = address
+        key = {"authorization": f"Bearer {address.api_key}"} if address.api_key else {}
+        host = urlsplit(address.base_url).hostname
         self._options: dict[str, Any] = {
             "base_url": f"{address.base_url}/",
             "timeout": httpx.Timeout(address.timeout_s, connect=min(CONNECT_S, address.timeout_s)),
@@ -57,8 +60,9 @@ class Connection:
             "verify": (
                 httpx.create_ssl_context() if address.base_url.startswith("https:") else False
             ),
-            "headers": address.headers,
-            "trust_env": not address.is_loopback,
+            "headers": {**key, "content-type": "application/json"},
+            # this machine is reached without the environment's proxy
+            "trust_env": host not in ("127.0.0.1", "::1", "localhost"),
         }
         self._policy: dict[str, Any] = {
             "retry": retry_if_exception_type((BusyError, httpx.ConnectError, httpx.ConnectTimeout)),

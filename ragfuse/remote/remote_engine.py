@@ -20,7 +20,6 @@ from ragfuse.engine.answer_stream import AnswerStream, Piece, answers_of
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.question import Question, prompts_of
 from ragfuse.errors import InputError, ServerError
-from ragfuse.process.lru import LRU
 from ragfuse.process.shared import OneProcess, shared
 from ragfuse.remote.address import LOCAL, ServerAddress
 from ragfuse.remote.answer_reader import AnswerReader
@@ -36,8 +35,6 @@ LOOK_S = 0.05
 """Seconds between two looks whether a running answer is still wanted."""
 MAX_TOGETHER = 8
 """Most prompts of a batch that are asked at the same time."""
-MAX_COUNTED = 1024
-"""Texts whose token ids are kept."""
 ENGINE_ALONE = ("ingest", "prefix", "forget", "digest", "settings")
 """What an `Engine` has and no server does for its clients: chunks that are encoded ahead, and its
 store.
@@ -71,7 +68,6 @@ class RemoteEngine(OneProcess):
         self.address = ServerAddress(base_url, api_key, model, max_retries, timeout_s)
         self._connection = Connection(self.address)
         self._card: ModelCard | None = None
-        self._ids: LRU[tuple[str, bool], tuple[int, ...]] = LRU(MAX_COUNTED)
         self.schemas = RemoteSchemas(self._connection)
 
     @staticmethod
@@ -131,20 +127,12 @@ class RemoteEngine(OneProcess):
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
         """Return the ids of a text in the middle of a prompt, by the server's tokenizer."""
-        known = self._ids.get((text, special))
-        if known is None:
-            found = self._token_ids({"text": text, "special": special}) if text else ()
-            known = self._ids.add((text, special), found)
-        return list(known)
+        return self._token_ids({"text": text, "special": special}) if text else []
 
     def count_tokens(self, prompt: Question, tools: Sequence[Mapping[str, Any]] = ()) -> int:
         """Return the number of tokens of a prompt, with chat template and tools."""
-        body = prompt_for(prompt)
-        return len(
-            self._token_ids(
-                {**body, **({"tools": [dict(each) for each in tools]} if tools else {})}
-            )
-        )
+        body = {**prompt_for(prompt), "tools": [dict(each) for each in tools]}
+        return len(self._token_ids(body))
 
     def delete_session(self, name: str) -> int:
         """Delete a conversation that the server keeps, and return the bytes that came free; 0 where
@@ -215,11 +203,9 @@ class RemoteEngine(OneProcess):
                     say(piece)
         return reader.answer
 
-    def _token_ids(self, body: dict[str, Any]) -> tuple[int, ...]:
-        return self._read_as(
-            tuple[int, ...],
-            (self._connection.ask("POST", "ragfuse/tokens", encoded(body)) or {}).get("tokens"),
-        )
+    def _token_ids(self, body: dict[str, Any]) -> list[int]:
+        found = self._connection.ask("POST", "ragfuse/tokens", encoded(body)) or {}
+        return self._read_as(list[int], found.get("tokens"))
 
     def _read_card(self) -> ModelCard:
         card = self._read_as(ModelCard, self._connection.ask("GET", "ragfuse/model"))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import quote
 
 from ragfuse.remote.connection import Connection
 from ragfuse.remote.request_body import encoded
 from ragfuse.schemas.nodes import Schema
-from ragfuse.schemas.pml import parse_schema, read_schema
+from ragfuse.schemas.pml import parse_schema
 from ragfuse.schemas.pml_writer import to_pml
 from ragfuse.types.ingested import Ingested
 
@@ -42,21 +41,16 @@ class RemoteSchemas:
         return found is not None and parse_schema(found["pml"]) == schema
 
     def ensure(self, schema: Schema, progress: Progress | None = None) -> RemoteSchema | None:
-        """Register a schema unless the server has it already; None where it does."""
-        return None if self.has(schema) else self.register(schema, progress)
-
-    def register(
-        self, schema: Schema | Path | str, progress: Progress | None = None
-    ) -> RemoteSchema:
-        """Register a schema, which the server encodes; it replaces one of the same name.
+        """Register a schema, which the server encodes, in place of one of the same name; None where
+        the server has it already.
 
         Args:
-            schema: The schema; a text that begins with `<` is PML, any other names a file of this
-                machine.
+            schema: The schema.
             progress: Called once, at the end.
         """
-        parsed = schema if isinstance(schema, Schema) else read_schema(schema)
-        found = self._connection.ask("POST", ROUTE, encoded({"pml": to_pml(parsed)})) or {}
+        if self.has(schema):
+            return None
+        found = self._connection.ask("POST", ROUTE, encoded({"pml": to_pml(schema)})) or {}
         done = Ingested(found["runs"], found["encoded"], found["tokens"], found["nbytes"])
         if progress is not None:
             progress(done)

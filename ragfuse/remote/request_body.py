@@ -148,22 +148,15 @@ def _grammar(grammar: Grammar) -> Json:
 
 
 def _message(message: ChatMessage) -> Json:
-    found: Json = {"role": message.role, "content": _content(message)}
-    if message.tool_calls:
-        found["tool_calls"] = [call.as_openai() for call in message.tool_calls]
-    named = {
+    found: Json = {
+        "role": message.role,
+        "content": [_part(piece) for piece in message.pieces],
+        "tool_calls": [call.as_openai() for call in message.tool_calls],
         "tool_call_id": message.tool_call_id,
         "name": message.name,
         "reasoning_content": message.reasoning,
     }
-    return {**found, **{name: value for name, value in named.items() if value}}
-
-
-def _content(message: ChatMessage) -> str | list[Json]:
-    """Return a text as it is, or in parts where it holds chunks."""
-    if all(piece.kind == "fresh" for piece in message.pieces):
-        return message.text
-    return [_part(piece) for piece in message.pieces]
+    return {name: value for name, value in found.items() if value or name == "content"}
 
 
 def _part(piece: Piece) -> Json:

@@ -151,11 +151,9 @@ def _sources(layout: SchemaLayout, imports: Mapping[str, SourcePosition]) -> dic
 
 
 def _ending(request: PMLPrompt, layout: SchemaLayout, encode: Encode) -> tuple[int, ...]:
-    """Return the ids of the request's ending, else of the generation prompt; none if the prompt has
-    no messages or begins the answer itself.
+    """Return the ids of the generation prompt; none if the prompt has no messages or begins the
+    answer itself.
     """
-    if request.ending:
-        return tuple(encode(request.ending, False))
     roles = [item.role if isinstance(item, Role) else "" for item in _stripped(request.items)]
     if roles[-1:] == ["assistant"] or not (any(roles) or has_messages(layout.schema.items)):
         return ()

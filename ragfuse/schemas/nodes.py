@@ -150,7 +150,6 @@ class PMLPrompt:
         items: Imports, texts and messages, in order.
         args: Arguments of the schema's own parameters.
         at: Place in the source.
-        ending: Text after everything else and outside of messages, which the model continues.
         over: The schema object to use, even if another of that name is registered; None: the
             registered one.
     """
@@ -159,16 +158,11 @@ class PMLPrompt:
     items: tuple[PromptItem, ...] = ()
     args: tuple[tuple[str, str], ...] = ()
     at: SourcePosition = field(default=NOWHERE, compare=False, repr=False)
-    ending: str = ""
     over: Schema | None = field(default=None, compare=False, repr=False)
 
     def asking(self, text: str, role: RoleName = "user") -> PMLPrompt:
         """Return a copy with one more message at its end."""
         return replace(self, items=(*self.items, Role(role, (TextNode(text),))))
-
-    def with_ending(self, text: str) -> PMLPrompt:
-        """Return a copy with this text added to its ending, for the model to continue."""
-        return replace(self, ending=self.ending + text)
 
 
 def inner(items: tuple[Item, ...]) -> Iterator[Item]:

@@ -65,8 +65,8 @@ def _parts_of(node: Any) -> tuple[str, Iterable[tuple[str, str]], Iterable[Any]]
             return role, (), items
         case Import(name, args, items):
             return name, args, items
-        case PMLPrompt(schema, items, args, ending=ending):
-            return "prompt", [("schema", schema), *args], (*items, TextNode(ending))
+        case PMLPrompt(schema, items, args):
+            return "prompt", [("schema", schema), *args], items
     raise TypeError(f"{node!r} cannot be written as PML.")
 
 

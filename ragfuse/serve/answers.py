@@ -6,16 +6,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from ragfuse.engine.engine import Engine
 from ragfuse.serve.completion_events import CompletionEvents
-from ragfuse.serve.refusals import APIError, api_error_of
-from ragfuse.serve.request_state import tenant_of, text_response, unless_disconnected
+from ragfuse.serve.refusals import api_error_of
+from ragfuse.serve.request_state import tenant_of, text_response
 from ragfuse.serve.response_events import ResponseEvents
 from ragfuse.serve.run import AnswerRequest, AnswerRun, Item
 from ragfuse.serve.service import Service
@@ -74,39 +74,37 @@ async def _first_then(items: AsyncIterator[Item]) -> AsyncIterator[Item]:
     return all_items()
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """The server-sent events of a run, which is cancelled if the client disconnects or reads too
     slowly.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(
         self, events: AsyncIterator[Json], renderer: Renderer, run: AnswerRun, seconds: float
     ) -> None:
-        self._events, self._renderer, self._run, self._seconds = events, renderer, run, seconds
-        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
+        self._run, self._seconds = run, seconds
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        super().__init__(_lines(events, renderer), headers=headers, media_type="text/event-stream")
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Send all events."""
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async with asyncio.timeout(self._seconds):
-                await unless_disconnected(receive, self._send(send))
-        except (TimeoutError, APIError):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:
             pass
         finally:
             self._run.cancel()
 
-    async def _send(self, send: Callable[[Json], Awaitable[None]]) -> None:
-        last = self._renderer.last
-        try:
-            async for event in self._events:
-                await send({"type": "http.response.body", "body": _line(event), "more_body": True})
-        except Exception as error:
-            last = _line(self._renderer.failed(api_error_of(error)))
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+async def _lines(events: AsyncIterator[Json], renderer: Renderer) -> AsyncIterator[bytes]:
+    """Yield the events as they are sent, an error as the last one."""
+    try:
+        async for event in events:
+            yield _line(event)
+        yield renderer.last
+    except Exception as error:
+        yield _line(renderer.failed(api_error_of(error)))
 
 
 def _line(event: Json) -> bytes:

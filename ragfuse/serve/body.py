@@ -46,9 +46,6 @@ class BodyRoute(APIRoute):
     A body is JSON within the limits of the settings, parsed on the intake thread.
     """
 
-    allowed_nbytes = 0
-    """Bytes that a body may have, however few the settings allow."""
-
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return a handler that reads the body, if any, then calls FastAPI's own handler."""
         handler = super().get_route_handler()
@@ -66,7 +63,7 @@ class BodyRoute(APIRoute):
                     "content_type",
                 )
             raw = [
-                await _body(request, service.settings, self.allowed_nbytes)
+                await _body(request, service.settings)
             ]  # popped, so that the bytes are freed once they are parsed
             body = await service.threads.run(
                 service.threads.intake, lambda: model.model_validate_json(raw.pop())
@@ -76,9 +73,9 @@ class BodyRoute(APIRoute):
         return handle
 
 
-async def _body(request: Request, settings: Settings, allowed_nbytes: int) -> bytes:
+async def _body(request: Request, settings: Settings) -> bytes:
     """Return the whole body; APIError where it is too large or too slow."""
-    most, patience_s = max(settings.serve_body_bytes, allowed_nbytes), settings.serve_patience_s
+    most, patience_s = settings.serve_body_bytes, settings.serve_patience_s
     body, n = bytearray(), 0
     told = request.headers.get("content-length", "")
     n_told = int(told) if told.isdigit() else 0

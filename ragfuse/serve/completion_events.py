@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 from uuid import uuid4
 
-from ragfuse.serve.logprobs import TokenLogprob, as_chat, as_text
+from ragfuse.serve.logprobs import as_chat, as_text
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.run import Completed, Item, TextDelta
 from ragfuse.serve.schema import ChatRequest, CompletionRequest
-from ragfuse.types.answer import Answer
 
 Json = dict[str, Any]
 
@@ -34,7 +33,7 @@ class CompletionEvents:
     ) -> None:
         self._body, self._decode, self._is_chat = body, decode, isinstance(body, ChatRequest)
         self._completed: list[Completed] = []
-        self._told_chars: dict[int, int] = {}
+        self._begun = set[int]()
         self._head = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid4().hex}",
             "object": "chat.completion.chunk" if self._is_chat else "text_completion",
@@ -70,28 +69,30 @@ class CompletionEvents:
         return {
             **self._head,
             "object": "chat.completion" if self._is_chat else "text_completion",
-            "choices": [_as_message(each) if self._is_chat else each for each in choices.values()],
+            "choices": list(map(_whole_choice, choices.values())),
             "usage": self._usage(),
             "ragfuse": traces[0] if len(traces) == 1 else traces,
             **({"kv_transfer_params": params[0]} if params else {}),
         }
 
     def _choices(self, item: Item) -> Iterator[Json]:
-        if self._is_chat and item.index not in self._told_chars:
+        if self._is_chat and item.index not in self._begun:
+            self._begun.add(item.index)
             yield self._choice(item.index, {"role": "assistant", "content": ""})
-        n_told = self._told_chars.setdefault(item.index, 0)
         if isinstance(item, TextDelta):
-            logprobs = self._logprobs(item.token_logprobs, n_told) if item.token_logprobs else None
-            self._told_chars[item.index] += sum(
-                len(self._decode(each.id)) for each in item.token_logprobs
-            )
+            as_told = as_chat if self._is_chat else as_text
+            found = item.token_logprobs
             delta = (
                 {"reasoning_content": item.reasoning} if item.reasoning else {"content": item.text}
             )
-            yield self._choice(item.index, delta if self._is_chat else item.text, logprobs)
+            yield self._choice(
+                item.index,
+                delta if self._is_chat else item.text,
+                as_told(found, self._decode) if found else None,
+            )
             return
         self._completed.append(item)
-        calls = [{"index": at, **call} for at, call in enumerate(_calls(item.answer))]
+        calls = [{"index": at, **call} for at, call in enumerate(item.calls)]
         if calls:
             yield self._choice(item.index, {"tool_calls": calls})
         ids = {"token_ids": list(item.answer.token_ids)} if self._body.ragfuse.token_ids else {}
@@ -101,11 +102,6 @@ class CompletionEvents:
     def _choice(self, index: int, delta: Json | str, logprobs: Json | None = None) -> Json:
         name = "delta" if self._is_chat else "text"
         return {"index": index, name: delta, "logprobs": logprobs, "finish_reason": None}
-
-    def _logprobs(self, token_logprobs: Sequence[TokenLogprob], offset: int) -> Json:
-        if self._is_chat:
-            return {"content": as_chat(token_logprobs, self._decode), "refusal": None}
-        return as_text(token_logprobs, self._decode, offset)
 
     def _usage(self) -> Json:
         """Return OpenAI's usage; a prompt counts once for its `n` answers, with what the first of
@@ -136,8 +132,15 @@ def _joined(before: Any, value: Any) -> Any:
     return before if value is None else value
 
 
-def _as_message(choice: Json) -> Json:
-    """Return a choice of a chat with its message in place of all deltas."""
+def _whole_choice(choice: Json) -> Json:
+    """Return a choice of a chat with its message in place of all deltas, of a text with the places
+    of its tokens.
+    """
+    if "text" in choice:
+        if logprobs := choice["logprobs"]:
+            lengths = map(len, logprobs["tokens"][:-1])
+            logprobs["text_offset"] = list(accumulate(lengths, initial=0))
+        return choice
     delta = choice.pop("delta")
     calls = [
         {name: each for name, each in call.items() if name != "index"}
@@ -146,8 +149,3 @@ def _as_message(choice: Json) -> Json:
     content = delta["content"] or (None if calls else "")
     message = {**delta, "content": content, "refusal": None}
     return {**choice, "message": {**message, "tool_calls": calls} if calls else message}
-
-
-def _calls(answer: Answer) -> Iterator[Json]:
-    for call in answer.tool_calls:
-        yield replace(call, id=call.id or f"call_{uuid4().hex[:24]}").as_openai()

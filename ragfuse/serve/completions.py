@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from ragfuse.engine.engine import Engine
 from ragfuse.plan.explanation import as_dict, in_words
-from ragfuse.serve.answers import EVENT_STREAM, MakeRequests, respond
+from ragfuse.serve.answers import EVENT_STREAM, respond
 from ragfuse.serve.body import BodyRoute
 from ragfuse.serve.completion_events import CompletionEvents
 from ragfuse.serve.refusals import unusable
@@ -39,41 +39,39 @@ def completion_routes(service: Service) -> APIRouter:
     @routes.post("/v1/chat/completions", responses=EVENT_STREAM)
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         """Answer chat messages."""
-        return await _answer(
-            service, request, body, lambda engine: chat_requests(body, engine.constraints.template)
-        )
+        return await _answer(service, request, body, lambda: chat_requests(body))
 
     @routes.post("/v1/completions", responses=EVENT_STREAM)
     async def completions(request: Request, body: TextRequest) -> Response:
         """Continue a text."""
-        return await _answer(service, request, body, lambda _: text_requests(body))
+        return await _answer(service, request, body, lambda: text_requests(body))
 
     @routes.post("/v1/ragfuse/explain")
     async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
         """Show what a request would read and compute, how long that would take, and why, without
         answering it.
         """
-        return await service.work(
-            tenant_of(request), lambda engine, _: _explain(engine, body), computes=False
-        )
+        return await service.work(tenant_of(request), lambda engine, _: _explain(engine, body))
 
     return routes
 
 
 async def _answer(
-    service: Service, request: Request, body: CompletionRequest, make: MakeRequests
+    service: Service,
+    request: Request,
+    body: CompletionRequest,
+    make: Callable[[], Sequence[AnswerRequest]],
 ) -> Response:
     """Return the response with the answers to the `AnswerRequest`s that `make` returns."""
     service.check_model(body.model)
     if body.stream_options is not None and not body.stream:
         raise unusable("stream_options", "stream_options need stream: true; give both or neither.")
-    is_handed_over = _is_handed_over(service, body)
     salt = tenant_of(request).salt
 
     def made(engine: Engine) -> Sequence[AnswerRequest]:
-        found = make(engine)
-        if is_handed_over:
-            found = [_prefill_only(service, salt, engine, found)]
+        found = make()
+        if body.kv_transfer_params:
+            found = [_prefill_only(service, salt, engine, body, found)]
         if body.ragfuse.token_trace:
             found = [replace(each, tokens=TokenRecorder()) for each in found]
         return found
@@ -86,20 +84,18 @@ async def _answer(
     return await respond(service, request, made, render, bool(body.stream), body.session_id)
 
 
-def _is_handed_over(service: Service, body: CompletionRequest) -> bool:
-    """Return whether a request asks to hand its prompt's KV over instead of answering it; APIError
-    where that cannot be done.
+def _prefill_only(
+    service: Service,
+    salt: str,
+    engine: Engine,
+    body: CompletionRequest,
+    made: Sequence[AnswerRequest],
+) -> AnswerRequest:
+    """Return the one request that prefills the prompt and writes a single token, so that another
+    engine decodes; APIError (400) where that cannot be done.
+
+    How an answer is sampled and where it ends is for the engine that decodes.
     """
-    params = body.kv_transfer_params or {}
-    if params.get("do_remote_prefill"):
-        raise unusable(
-            FIELD,
-            f"{FIELD} has do_remote_prefill, but this server cannot decode what another one"
-            " prefilled. Send this to the engine that decodes; this server takes"
-            ' {"do_remote_decode": true}.',
-        )
-    if not params.get("do_remote_decode"):
-        return False
     if service.transfers is None:
         raise unusable(
             FIELD,
@@ -107,37 +103,23 @@ def _is_handed_over(service: Service, body: CompletionRequest) -> bool:
             " RAGFUSE_TRANSFER_URL set to a folder or URL that the engine that decodes reaches,"
             " too.",
         )
-    for name in ("stream", "session_id"):
-        if getattr(body, name):
-            raise unusable(
-                name,
-                f"{name} cannot be used with {FIELD}: another engine writes the answer. Leave it"
-                " out.",
-            )
-    return True
-
-
-def _prefill_only(
-    service: Service, salt: str, engine: Engine, made: Sequence[AnswerRequest]
-) -> AnswerRequest:
-    """Return the one request that prefills the prompt and writes a single token; APIError (400)
-    where there are several answers to give.
-
-    How an answer is sampled and where it ends is for the engine that decodes.
-    """
-    if len(made) != 1 or service.transfers is None:
-        raise unusable(FIELD, f"{FIELD} needs one prompt and n: 1, found {len(made)} answers.")
+    params, (request, *others) = body.kv_transfer_params or {}, made
+    if not params.get("do_remote_decode") or others or body.stream or body.session_id:
+        raise unusable(
+            FIELD,
+            f'{FIELD} takes {{"do_remote_decode": true}} of a request with one prompt and n: 1,'
+            " without stream and session_id: this server prefills it, another engine decodes it.",
+        )
     weights, level = sample_weights(engine.model.files), service.settings.transfer_level
-    ask = made[0].ask
-    choice = "none" if ask.tool_choice == "none" else "auto"
+    choice = "none" if request.ask.tool_choice == "none" else "auto"
     return AnswerRequest(
-        made[0].question,
-        replace(ask, max_tokens=1, stop=(), options={}, grammar=None, tool_choice=choice),
+        request.question,
+        replace(request.ask, max_tokens=1, stop=(), options={}, grammar=None, tool_choice=choice),
         transfer=PromptTransfer(service.transfers, service.model, salt, level, weights),
     )
 
 
 def _explain(engine: Engine, body: ExplainRequest) -> dict[str, Any]:
-    request = chat_requests(body, engine.constraints.template)[0]
+    request = chat_requests(body)[0]
     plan = engine.plan(request.question, request.ask)
     return {"object": "ragfuse.plan", **as_dict(plan), "words": in_words(plan, NOT_PREDICTED)}

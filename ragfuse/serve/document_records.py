@@ -8,7 +8,6 @@ them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -23,10 +22,9 @@ log = logging.getLogger("ragfuse.serve")
 
 DOCUMENTS_FILE = "documents.sqlite"
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS uploads(
+CREATE TABLE IF NOT EXISTS embedded(
     number INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL, id TEXT NOT NULL,
-    name TEXT NOT NULL,
-    document TEXT NOT NULL, embedder TEXT NOT NULL, vectors BLOB NOT NULL, UNIQUE(tenant, id)
+    name TEXT NOT NULL, document TEXT NOT NULL, vectors BLOB NOT NULL, UNIQUE(tenant, id)
 );
 """
 
@@ -61,7 +59,8 @@ class DocumentRecords:
 
     Args:
         settings: Where the store is.
-        embedder: Name of the embedder, whose vectors are stored and returned.
+        embedder: Name of the embedder, with whose vectors the documents are stored; those of
+            another embedder are not seen.
     """
 
     def __init__(self, settings: Settings, embedder: str) -> None:
@@ -69,21 +68,17 @@ class DocumentRecords:
 
     def ids(self, salt: str) -> list[str]:
         """Return the ids of the documents of the tenant with this salt, the oldest first."""
-        sql = "SELECT id FROM uploads WHERE tenant = ? ORDER BY number"
-        return [str(row[0]) for row in self._file.query(sql, (tenant_digest(salt),))]
+        sql = "SELECT id FROM embedded WHERE tenant = ? ORDER BY number"
+        return [str(row[0]) for row in self._file.query(sql, (self._tenant(salt),))]
 
     def read(self, salt: str, id: str) -> StoredDocument | None:
-        """Return a document; None for none or a damaged one. Vectors that another embedder made are
-        left out.
-        """
-        sql = "SELECT document, embedder, vectors FROM uploads WHERE tenant = ? AND id = ?"
-        for text, embedder, vectors in self._file.query(sql, (tenant_digest(salt), id)):
+        """Return a document; None for none or a damaged one."""
+        sql = "SELECT document, vectors FROM embedded WHERE tenant = ? AND id = ?"
+        for text, vectors in self._file.query(sql, (self._tenant(salt), id)):
             try:
                 found = StoredDocument.model_validate_json(text)
-                if embedder == self._embedder:
-                    found.vectors = np.frombuffer(vectors, dtype="<f4").reshape(
-                        len(found.passages), -1
-                    )
+                shape = len(found.passages), -1
+                found.vectors = np.frombuffer(vectors, dtype="<f4").reshape(shape)
             except (TypeError, ValueError):
                 log.warning("A stored document is damaged, and is taken as missing.")
                 return None
@@ -92,24 +87,25 @@ class DocumentRecords:
 
     def add(self, salt: str, document: StoredDocument, vectors: NDArray[np.float32]) -> None:
         """Store a document with its vectors, in place of those of the same name or id."""
-        tenant, blob = tenant_digest(salt), np.ascontiguousarray(vectors, dtype="<f4").tobytes()
-        named = tenant, document.name, document.id
+        named = self._tenant(salt), document.name, document.id
+        blob = np.ascontiguousarray(vectors, dtype="<f4").tobytes()
         with self._file.write() as transaction:
             transaction.execute(
-                "DELETE FROM uploads WHERE tenant = ? AND (name = ? OR id = ?)", named
+                "DELETE FROM embedded WHERE tenant = ? AND (name = ? OR id = ?)", named
             )
             transaction.execute(
-                "INSERT INTO uploads(tenant, name, id, document, embedder, vectors) VALUES (?, ?,"
-                " ?, ?, ?, ?)",
-                (*named, document.model_dump_json(), self._embedder, blob),
+                "INSERT INTO embedded(tenant, name, id, document, vectors) VALUES (?, ?, ?, ?, ?)",
+                (*named, document.model_dump_json(), blob),
             )
 
-    def delete(self, salt: str, ids: Sequence[str]) -> None:
-        """Delete documents of a tenant; ids that are not there are ignored."""
-        rows = [(tenant_digest(salt), id) for id in ids]
-        with self._file.write() as transaction:
-            transaction.executemany("DELETE FROM uploads WHERE tenant = ? AND id = ?", rows)
+    def delete(self, salt: str, id: str) -> None:
+        """Delete a document of a tenant, if it is there."""
+        sql = "DELETE FROM embedded WHERE tenant = ? AND id = ?"
+        self._file.change(sql, (self._tenant(salt), id))
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def _tenant(self, salt: str) -> str:
+        return tenant_digest(salt, self._embedder)

@@ -29,12 +29,6 @@ MAX_PASSAGES = 50
 """Most passages that a search returns."""
 
 
-class DocumentRoute(BodyRoute):
-    """A route whose body may be larger than a prompt: 8 MiB of PDF in base64, and some room."""
-
-    allowed_nbytes = 12 << 20
-
-
 class DocumentRequest(RequestBody):
     """A document to encode: its text, or a PDF in base64. It replaces a document of the same name.
 
@@ -61,10 +55,8 @@ class SearchRequest(RequestBody):
 
 def document_routes(service: Service) -> APIRouter:
     """Return the routes of documents."""
-    routes, lists = (
-        APIRouter(prefix="/v1/ragfuse/documents", route_class=DocumentRoute),
-        dict[str, TenantDocuments](),
-    )
+    routes = APIRouter(prefix="/v1/ragfuse/documents", route_class=BodyRoute)
+    lists = dict[str, TenantDocuments]()
 
     def documents_of(request: Request) -> TenantDocuments:
         tenant = tenant_of(request)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ragfuse.engine.engine import Engine
-from ragfuse.errors import InputError, RagFuseError
+from ragfuse.errors import InputError
 from ragfuse.serve.document_records import StoredDocument
 from ragfuse.serve.keys import APITenant
 from ragfuse.serve.refusals import APIError, api_error_of
@@ -59,13 +59,10 @@ class TenantDocuments:
 
     def all(self) -> dict[str, StoredDocument]:
         """Return all documents by their ids. It may block."""
-        known, saved = self._saved, dict[str, StoredDocument]()
-        for id in self._service.documents.ids(self._tenant.salt):
-            found = known.get(id) or self._read(id)
-            if found is not None:
-                saved[id] = found
-        self._saved = saved
-        return {**saved, **self._held}
+        records, known, salt = self._service.documents, self._saved, self._tenant.salt
+        read = {id: known.get(id) or records.read(salt, id) for id in records.ids(salt)}
+        self._saved = {id: found for id, found in read.items() if found is not None}
+        return {**self._saved, **self._held}
 
     def get(self, id: str) -> StoredDocument:
         """Return a document; APIError (404) where there is none. It may block."""
@@ -110,7 +107,7 @@ class TenantDocuments:
         document, done = self.get(id), {"nbytes": 0, "tiers": {}}
         if document.status in ("ready", "failed"):
             done = freed(engine, _left(engine, document.name, document.passages))
-            self._service.documents.delete(self._tenant.salt, [id])
+            self._service.documents.delete(self._tenant.salt, id)
         else:
             document.is_deleted = True  # what encodes it deletes its KV
         self._held.pop(id, None)
@@ -148,15 +145,6 @@ class TenantDocuments:
 
     # inside
 
-    def _read(self, id: str) -> StoredDocument | None:
-        """Read a document of the file, with vectors of this server's embedder."""
-        records, salt = self._service.documents, self._tenant.salt
-        found = records.read(salt, id)
-        if found is not None and not len(found.vectors):  # another embedder made them
-            found.vectors = self._service.embedder.embed(found.passages)
-            records.add(salt, found, found.vectors)
-        return found
-
     async def _encode(self, document: StoredDocument, read: Callable[[], str]) -> None:
         async with self._turns:
             try:
@@ -166,16 +154,10 @@ class TenantDocuments:
 
     async def _encode_now(self, document: StoredDocument, read: Callable[[], str]) -> None:
         began_s, document.status = time.monotonic(), "reading"
-        text = whole_text(await asyncio.to_thread(read), f"'{document.name}'")
-        if len(text) > MAX_DOCUMENT_CHARS:
-            raise InputError(
-                f"The document has more than {MAX_DOCUMENT_CHARS:,} characters. Send it in parts.",
-                "text",
-            )
-        document.passages = await self._turn(lambda engine: _split(engine, text))
-        name, passages = document.name, document.passages
+        name, vectors = document.name, list[Any]()
+        text = whole_text(await asyncio.to_thread(read), f"'{name}'")
+        document.passages = passages = await self._turn(lambda engine: _split(engine, text))
         document.status = "encoding"
-        vectors: list[Any] = []
         for at in range(0, len(passages), BATCH_PASSAGES):
             if document.is_deleted:
                 break
@@ -190,14 +172,13 @@ class TenantDocuments:
             ready = document.model_copy(update={"status": "ready"})
             await asyncio.to_thread(records.add, salt, ready, np.stack(vectors))
         if document.is_deleted:
-            await asyncio.to_thread(records.delete, salt, [document.id])
-            await self._turn(lambda engine: engine.forget(_left(engine, name, passages)))
-            return
-        self._held.pop(document.id, None)  # it is in the file
-        replaced = [each for each in there.values() if each.name == name and each is not document]
-        for each in replaced:
-            self._held.pop(each.id, None)
-        left = {text for each in replaced for text in each.passages}.difference(passages)
+            await asyncio.to_thread(records.delete, salt, document.id)
+            left = set(passages)
+        else:
+            replaced = [id for id, each in there.items() if each.name == name]
+            for id in replaced:  # it is in the file, and those before it are gone
+                self._held.pop(id, None)
+            left = {text for id in replaced for text in there[id].passages}.difference(passages)
         if left:
             await self._turn(lambda engine: engine.forget(_left(engine, name, left)))
 
@@ -225,7 +206,7 @@ class TenantDocuments:
 def _split(engine: Engine, text: str) -> list[str]:
     found = split_text(text, engine.settings, engine.model.tokenizer)
     if not found:
-        raise RagFuseError("The document has no text; leave it out, or run OCR on its pages first.")
+        raise InputError("The document has no text; leave it out, or run OCR on its pages first.")
     return list(dict.fromkeys(found))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -53,11 +53,21 @@ def embedding_routes(service: Service) -> APIRouter:
                 " one."
             )
             raise APIError(404, text, "model_not_found", "model")
+        texts = [body.input] if isinstance(body.input, str) else body.input
         vectors, n_tokens = await service.work(
-            tenant_of(request), lambda _, check: _embed(embedder, body, check)
+            tenant_of(request), lambda _, check: _embed(embedder, texts, check)
         )
+        is_packed = body.encoding_format == "base64"
         data = [
-            {"object": "embedding", "index": at, "embedding": each}
+            {
+                "object": "embedding",
+                "index": at,
+                "embedding": (
+                    base64.b64encode(each.astype("<f4").tobytes()).decode()
+                    if is_packed
+                    else each.tolist()
+                ),
+            }
             for at, each in enumerate(vectors)
         ]
         usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
@@ -67,29 +77,19 @@ def embedding_routes(service: Service) -> APIRouter:
 
 
 def _embed(
-    embedder: Embedder, body: EmbeddingRequest, check: Callable[[object], None]
+    embedder: Embedder, texts: Sequence[str], check: Callable[[object], None]
 ) -> tuple[list[Any], int]:
-    """Return the vectors in the wanted form, and the number of tokens that were read."""
-    texts = [body.input] if isinstance(body.input, str) else body.input
-    vectors, n_tokens, limit = list[Any](), 0, embedder.max_tokens
+    """Return the vectors, and the number of tokens that were read."""
+    lengths, vectors = embedder.lengths(texts), list[Any]()
+    if (longest := max(lengths)) > embedder.max_tokens:
+        raise APIError(
+            400,
+            f"input {lengths.index(longest)} has {longest:,} tokens; this embedder reads"
+            f" {embedder.max_tokens:,}. Split the text.",
+            "too_long",
+            "input",
+        )
     for at in range(0, len(texts), BATCH_TEXTS):
         check(None)
-        batch = texts[at : at + BATCH_TEXTS]
-        lengths = embedder.lengths(batch)
-        longest = max(lengths)
-        if longest > limit:
-            number = at + lengths.index(longest)
-            raise APIError(
-                400,
-                f"input {number} has {longest:,} tokens; this embedder reads {limit:,}. Split the"
-                " text.",
-                "too_long",
-                "input",
-            )
-        found = embedder.embed(batch)
-        if body.encoding_format == "base64":
-            vectors += [base64.b64encode(each.astype("<f4").tobytes()).decode() for each in found]
-        else:
-            vectors += found.tolist()
-        n_tokens += sum(lengths)
-    return vectors, n_tokens
+        vectors += [*embedder.embed(texts[at : at + BATCH_TEXTS])]
+    return vectors, sum(lengths)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from ragfuse.serve.request_state import tenant_of, text_response
 from ragfuse.serve.service import Service
@@ -14,13 +14,9 @@ def health_routes(service: Service) -> APIRouter:
     routes = APIRouter()
 
     @routes.get("/health")
-    async def health() -> Response:
-        """Report whether the server accepts requests."""
-        stopping = service.admission.stopping
-        return JSONResponse(
-            {"status": "stopping" if stopping else "ok", "model": service.model},
-            503 if stopping else 200,
-        )
+    async def health() -> dict[str, str]:
+        """Report that the server accepts requests; while it stops there is no connection."""
+        return {"status": "ok", "model": service.model}
 
     @routes.get("/metrics", responses=text_response("text/plain"))
     async def metrics(request: Request) -> Response:

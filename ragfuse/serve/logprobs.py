@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 ZERO_LOGPROB = -9999.0
@@ -82,30 +81,25 @@ class LogprobRecorder:
         self._recorded.append(TokenLogprob(token, _finite(float(row[token])), top))
 
 
-def as_chat(token_logprobs: Sequence[TokenLogprob], decode: DecodeToken) -> list[dict[str, Any]]:
-    """Return `logprobs.content` of a chat completion."""
-    return [
+def as_chat(token_logprobs: Sequence[TokenLogprob], decode: DecodeToken) -> dict[str, Any]:
+    """Return `logprobs` of a chat completion."""
+    content = [
         {
             **_token(each.id, each.logprob, decode),
             "top_logprobs": [_token(id, p, decode) for id, p in each.top],
         }
         for each in token_logprobs
     ]
+    return {"content": content, "refusal": None}
 
 
-def as_text(
-    token_logprobs: Sequence[TokenLogprob], decode: DecodeToken, offset: int = 0
-) -> dict[str, Any]:
-    """Return `logprobs` of a text completion; `offset` is the number of the answer's characters
-    before these tokens.
-    """
-    tokens = [decode(each.id) for each in token_logprobs]
+def as_text(token_logprobs: Sequence[TokenLogprob], decode: DecodeToken) -> dict[str, Any]:
+    """Return `logprobs` of a text completion, without `text_offset`."""
     tops = [{decode(id): p for id, p in reversed(each.top)} for each in token_logprobs]
     return {
-        "tokens": tokens,
+        "tokens": [decode(each.id) for each in token_logprobs],
         "token_logprobs": [each.logprob for each in token_logprobs],
         "top_logprobs": tops,
-        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)),
     }
 
 

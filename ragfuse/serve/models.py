@@ -22,14 +22,8 @@ def model_routes(service: Service) -> APIRouter:
     routes = APIRouter(route_class=BodyRoute)
 
     def told(name: str) -> dict[str, Any]:
-        alias = {"root": service.model} if name in service.names[1:] else {}
-        return {
-            "id": name,
-            "object": "model",
-            "created": service.since,
-            "owned_by": "ragfuse",
-            **alias,
-        }
+        since = service.since
+        return {"id": name, "object": "model", "created": since, "owned_by": "ragfuse"}
 
     @routes.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -40,10 +34,9 @@ def model_routes(service: Service) -> APIRouter:
     @routes.get("/v1/models/{model:path}")
     async def model(model: str) -> dict[str, Any]:
         """Describe the model of this name."""
-        if model == service.embedder.name:
-            return told(model)
-        service.check_model(model)
-        return told(model if model in service.names else service.model)
+        if model != service.embedder.name:
+            service.check_model(model)
+        return told(model)
 
     @routes.get("/v1/ragfuse/model")
     async def card(request: Request) -> dict[str, Any]:

@@ -23,6 +23,6 @@ def record_file(settings: Settings, name: str, schema: str) -> Database:
     return Database(folder, name, schema)
 
 
-def tenant_digest(salt: str) -> str:
+def tenant_digest(salt: str, *more: str) -> str:
     """Return the name of a tenant in such files, from which its salt cannot be found."""
-    return digest("records", salt)
+    return digest("records", salt, *more)

@@ -1,134 +1,143 @@
-"""A bounded queue of requests that is fair among tenants and can be inspected.
+"""How many requests run at once, which one is next, and how many may wait.
 
-It only holds values and runs nothing. Look-ahead prefetching and eviction use the order of the
-waiting jobs (`ragfuse.plan.look_ahead`, AttentionStore section 3.3).
+The next request is the first one of the tenant that was served longest ago, so that a new tenant's
+first request waits for at most one of each other tenant, however many one of them has sent. A
+tenant's own requests run in order of arrival, but a request waits while another one of its
+conversation runs, because each turn continues from the history with the turn before.
 
-The next job is the first one of the tenant that was served longest ago, so that a new tenant's
-first job waits for at most one job of each other tenant, however many one of them has sent. A
-tenant's own jobs run in order of arrival, but a job waits while another one of its conversation
-runs, because each turn continues from the history with the turn before.
+Look-ahead prefetching and eviction use the order of the waiting requests
+(`ragfuse.plan.look_ahead`, AttentionStore section 3.3).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
-from threading import RLock
-from typing import Generic, TypeVar
+from itertools import count
 
-from ragfuse.errors import BusyError
+from ragfuse.serve.refusals import APIError
 
-T = TypeVar("T")
 RETRY_S = 5.0
 """Seconds after which those who were refused should ask again."""
+STOPPING = "The server is stopping and takes no more requests. Retry later, or ask another server."
 
 
-@dataclass(slots=True)
-class Job(Generic[T]):
+@dataclass(eq=False, slots=True)
+class Job:
     """A request that waits or runs.
 
     Args:
-        number: Its number, in order of arrival.
-        work: The work.
+        turn: Resolved when it may run.
         tenant: Whose it is.
         conversation: The name of its conversation; None for none.
         reads: The tenant's salt and the session whose KV it will read, as far as is known. Any
             thread may set it.
     """
 
-    number: int
-    work: T
+    turn: asyncio.Future[None]
     tenant: str
-    conversation: Hashable | None
+    conversation: str | None
     reads: tuple[str, str] | None = None
 
 
-class JobQueue(Generic[T]):
-    """A queue of jobs by tenant. Thread-safe.
+class RequestQueue:
+    """The requests that wait and run. It is changed on one event loop; any thread may look.
 
     Args:
-        max_waiting: Most jobs that wait at once.
-        max_each: Most waiting jobs of one tenant; None: `max_waiting`.
+        max_running: Requests that run at once; others wait.
+        max_waiting: Most requests that wait.
+        max_each: Most requests of one tenant that wait; None: as many as `max_waiting`.
+
+    Attributes:
+        running: The requests that run.
+        stopping: Whether no more requests are taken.
     """
 
-    def __init__(self, max_waiting: int, max_each: int | None = None) -> None:
-        self._max_waiting, self._max_each = max_waiting, max_each or max_waiting
-        self._lock = RLock()
-        # the tenant served next comes first
-        self._tenants: OrderedDict[str, OrderedDict[int, Job[T]]] = OrderedDict()
-        self._running: dict[int, Job[T]] = {}
-        self._number = 0
+    def __init__(self, max_running: int, max_waiting: int, max_each: int | None = None) -> None:
+        self.running: tuple[Job, ...] = ()
+        self.stopping = False
+        self._waiting: tuple[Job, ...] = ()  # in order of arrival
+        self._max_running, self._max_waiting = max_running, max_waiting
+        self._max_each = max_each or max_waiting
+        self._turns = count(1)
+        self._served = dict[str, int]()  # by tenant, the number of its last turn
 
     def __len__(self) -> int:
-        """Return how many jobs wait."""
-        with self._lock:
-            return sum(map(len, self._tenants.values()))
+        """Return how many requests wait."""
+        return len(self._waiting)
 
     @property
-    def running(self) -> Sequence[Job[T]]:
-        """The jobs that were taken and are not done."""
-        with self._lock:
-            return tuple(self._running.values())
-
-    def submit(self, work: T, tenant: str = "", conversation: Hashable | None = None) -> Job[T]:
-        """Add a job; raise BusyError where the queue is full."""
-        with self._lock:
-            mine = len(self._tenants.get(tenant, ()))
-            if len(self) >= self._max_waiting or mine >= self._max_each:
-                raise BusyError(
-                    f"The queue is full: {len(self)} requests wait, {mine} of them yours, of at"
-                    f" most {self._max_waiting} and {self._max_each}. Retry in {RETRY_S:.0f} s.",
-                    RETRY_S,
-                )
-            self._number += 1
-            job = Job(self._number, work, tenant, conversation)
-            self._tenants.setdefault(tenant, OrderedDict())[job.number] = job
-            return job
-
-    def take(self) -> Job[T] | None:
-        """Return the next job, which counts as running from now on; None where none may run now."""
-        with self._lock:
-            busy = {
-                (job.tenant, job.conversation)
-                for job in self._running.values()
-                if job.conversation is not None
-            }
-            waiting = (job for jobs in self._tenants.values() for job in jobs.values())
-            job = next((job for job in waiting if (job.tenant, job.conversation) not in busy), None)
-            if job is not None:
-                self._tenants.move_to_end(job.tenant)
-                self._remove(job)
-                self._running[job.number] = job
-            return job
-
-    def done(self, job: Job[T]) -> None:
-        """Note that a taken job has ended, successfully or not; further calls do nothing."""
-        with self._lock:
-            self._running.pop(job.number, None)
-
-    def cancel(self, job: Job[T]) -> bool:
-        """Remove a waiting job; return False where it does not wait any more. A running job is not
-        stopped.
+    def conversations(self) -> Sequence[tuple[str, str]]:
+        """The conversations of running requests, then those of waiting ones in the order in which
+        they will run.
         """
-        with self._lock:
-            is_waiting = job.number in self._tenants.get(job.tenant, ())
-            if is_waiting:
-                self._remove(job)
-            return is_waiting
+        jobs = (*self.running, *self.ahead())
+        return tuple(dict.fromkeys(job.reads for job in jobs if job.reads is not None))
 
-    def ahead(self) -> tuple[Job[T], ...]:
-        """Return the waiting jobs in the order in which they would be taken.
-
-        That order assumes that no further job comes, and that no job has to wait for another of its
-        conversation.
+    def ahead(self) -> list[Job]:
+        """Return the waiting requests in the order in which they will run, if no further one comes
+        and none has to wait for another of its conversation.
         """
-        with self._lock:
-            turns = zip_longest(*(jobs.values() for jobs in self._tenants.values()))
-            return tuple(job for turn in turns for job in turn if job is not None)
+        before, places = Counter[str](), dict[Job, tuple[int, int]]()
+        for job in self._waiting:
+            places[job] = before[job.tenant], self._served.get(job.tenant, 0)
+            before[job.tenant] += 1
+        return sorted(places, key=places.__getitem__)
 
-    def _remove(self, job: Job[T]) -> None:
-        del self._tenants[job.tenant][job.number]
-        if not self._tenants[job.tenant]:
-            del self._tenants[job.tenant]
+    def join(self, tenant: str, conversation: str | None = None) -> Job:
+        """Queue a request: its `turn` is resolved once it may run. Its caller ends it with `leave`.
+
+        Args:
+            tenant: Name of the tenant.
+            conversation: The request's conversation; only one request of a conversation runs at a
+                time.
+
+        Raises:
+            APIError: Too many requests wait (429), or the server is stopping (503).
+        """
+        if self.stopping:
+            raise APIError(503, STOPPING, "stopping", None, RETRY_S)
+        mine = sum(job.tenant == tenant for job in self._waiting)
+        if len(self) >= self._max_waiting or mine >= self._max_each:
+            raise APIError(
+                429,
+                f"The queue is full: {len(self)} requests wait, {mine} of them yours, of at most"
+                f" {self._max_waiting} and {self._max_each}. Retry in {RETRY_S:.0f} s.",
+                "busy",
+                None,
+                RETRY_S,
+            )
+        job = Job(asyncio.get_running_loop().create_future(), tenant, conversation)
+        self._waiting += (job,)
+        self._call_next()
+        return job
+
+    def leave(self, job: Job) -> None:
+        """End a request, whether it was answered, waits still or was given up, and admit the next
+        one; further calls do nothing.
+        """
+        self._waiting = tuple(each for each in self._waiting if each is not job)
+        self.running = tuple(each for each in self.running if each is not job)
+        self._call_next()
+
+    def stop(self) -> None:
+        """Admit no more requests; those that wait fail with APIError (503)."""
+        self.stopping = True
+        for job in self._waiting:
+            if not job.turn.done():
+                job.turn.set_exception(APIError(503, STOPPING, "stopping", None, RETRY_S))
+
+    def _call_next(self) -> None:
+        while len(self.running) < self._max_running:
+            busy = {(job.tenant, job.conversation) for job in self.running if job.conversation}
+            free = [job for job in self._waiting if (job.tenant, job.conversation) not in busy]
+            if not free:
+                return
+            next_job = min(free, key=lambda job: self._served.get(job.tenant, 0))
+            self._waiting = tuple(job for job in self._waiting if job is not next_job)
+            if not next_job.turn.done():  # else it was cancelled just now
+                self._served[next_job.tenant] = next(self._turns)
+                self.running += (next_job,)
+                next_job.turn.set_result(None)

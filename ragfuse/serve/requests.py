@@ -18,13 +18,13 @@ from ragfuse.serve.run import AnswerRequest
 from ragfuse.serve.schema import (
     ChatRequest,
     CompletionRequest,
+    ContentPart,
     Document,
     RequestMessage,
     SchemaFormat,
     TextRequest,
 )
 from ragfuse.text.chat_messages import ChatMessage, Piece
-from ragfuse.text.chat_template import ChatTemplate
 from ragfuse.types.answer import ToolCall
 from ragfuse.types.grammar import Grammar
 
@@ -42,12 +42,8 @@ GRAMMARS: Mapping[str, Callable[[Any], Grammar]] = MappingProxyType(
 """What makes grammars, by their names in vLLM's `structured_outputs`."""
 
 
-def chat_requests(body: ChatRequest, template: ChatTemplate | None = None) -> list[AnswerRequest]:
+def chat_requests(body: ChatRequest) -> list[AnswerRequest]:
     """Convert a chat request into `n` answer requests, one for each answer that it asks for.
-
-    Args:
-        body: The body of `/v1/chat/completions`.
-        template: The model's chat template.
 
     Raises:
         APIError: Fields contradict each other, or cannot be honoured (400).
@@ -55,6 +51,9 @@ def chat_requests(body: ChatRequest, template: ChatTemplate | None = None) -> li
     if body.top_logprobs and not body.logprobs:
         raise unusable("top_logprobs", "top_logprobs needs logprobs: true; give both or neither.")
     tools = body.tools or []
+    named = {
+        name: getattr(body, name) for name in ("enable_thinking", "reasoning_effort", "verbosity")
+    }
     ask = replace(
         _ask_of(body),
         max_tokens=(
@@ -63,9 +62,17 @@ def chat_requests(body: ChatRequest, template: ChatTemplate | None = None) -> li
         tools=tools,
         tool_choice=Ask.tool_choice_of(body.tool_choice, tools),
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        chat_template_kwargs=_template_kwargs(body, template),
+        chat_template_kwargs={
+            **(body.chat_template_kwargs or {}),
+            **{name: value for name, value in named.items() if value is not None},
+        },
     )
-    question = question_of(body.pml, body.messages, body.documents or ())
+    if body.pml and body.documents:
+        raise unusable(
+            "documents",
+            "pml cannot be used with documents, as its texts are modules of a schema; give one.",
+        )
+    question = question_of(body.pml, with_documents(body.messages, body.documents or ()))
     return _answers(question, ask, body.n or 1, body.top_logprobs or 0 if body.logprobs else None)
 
 
@@ -75,23 +82,17 @@ def text_requests(body: TextRequest) -> list[AnswerRequest]:
     Raises:
         APIError: Fields contradict each other, or cannot be honoured (400).
     """
-    given, chunks = body.prompt, _chunks(body.documents or ())
-    ask = replace(_ask_of(body), max_tokens=body.max_tokens)
-    ask = replace(
-        ask, documents=(*ask.documents, *((chunk.text, chunk.source) for chunk in chunks))
-    )
+    given, chunks = body.prompt, _titled(body.documents or ())
+    ask = _ask_of(body)
+    ask = replace(ask, max_tokens=body.max_tokens, documents=(*ask.documents, *chunks))
     is_one = isinstance(given, str) or isinstance(given[0], int)
     found = list[AnswerRequest]()
     for prompt in [given] if is_one else given:
         question: Any = prompt
-        if not isinstance(prompt, str):
-            if body.pml is not None or chunks:
-                name = "pml" if body.pml is not None else "documents"
-                raise unusable(name, f"{name} cannot be used with a prompt of token ids.")
-        elif body.pml is not None:
-            question = _prompt(body.pml, chunks).with_ending(prompt)
-        else:
-            question = "".join([*(f"{chunk.text}\n\n" for chunk in chunks), prompt])
+        if isinstance(prompt, str):
+            question = "".join([*(f"{text}\n\n" for text, _ in chunks), prompt])
+        elif chunks:
+            raise unusable("documents", "documents cannot be used with a prompt of token ids.")
         if not question:
             raise unusable("prompt", "The prompt is empty; wanted a text to continue.")
         found += _answers(question, ask, body.n or 1, body.logprobs)
@@ -110,26 +111,6 @@ def _answers(question: Any, ask: Ask, n: int, n_top: int | None) -> list[AnswerR
             own = replace(own, options={**own.options, "logits_processor": [recorder]})
         found.append(AnswerRequest(question, own, recorder))
     return found
-
-
-def _template_kwargs(body: ChatRequest, template: ChatTemplate | None) -> dict[str, Any]:
-    """Return the variables of the chat template; no reasoning effort turns thinking off where that
-    is what it reads.
-    """
-    named = {
-        name: getattr(body, name) for name in ("enable_thinking", "reasoning_effort", "verbosity")
-    }
-    given = {name: value for name, value in named.items() if value is not None}
-    kwargs = {**(body.chat_template_kwargs or {}), **given}
-    names = template.names if template is not None else ()
-    if (
-        kwargs.get("reasoning_effort") == "none"
-        and "reasoning_effort" not in names
-        and "enable_thinking" in names
-    ):
-        del kwargs["reasoning_effort"]
-        kwargs["enable_thinking"] = False
-    return kwargs
 
 
 def _ask_of(body: CompletionRequest) -> Ask:
@@ -183,32 +164,22 @@ def _options(body: CompletionRequest) -> dict[str, Any]:
 
 
 def question_of(
-    pml: str | None, messages: Sequence[RequestMessage], documents: Sequence[Document] = ()
+    pml: str | None, messages: Sequence[RequestMessage]
 ) -> list[ChatMessage] | PMLPrompt:
-    """Return the messages as a conversation, with the documents as chunks before the last user
-    message.
+    """Return the messages as a conversation.
 
     With `pml`, return that prompt with the messages appended as plain text; PML inside messages is
     not parsed.
     """
-    chunks = _chunks(documents)
+    if pml is not None and not messages:
+        return parse_prompt(pml)
     try:
-        conversation = (
-            ChatMessage.conversation(map(_chat_message, messages))
-            if messages or pml is None
-            else []
-        )
+        conversation = ChatMessage.conversation(map(_chat_message, messages))
     except InputError as error:
         raise unusable("messages", str(error)) from error
     if pml is None:
-        if chunks:
-            at = last_user([message.role for message in conversation])
-            before = [part for chunk in chunks for part in (chunk, "\n\n")]
-            conversation[at] = replace(
-                conversation[at], content=[*before, *cast(Any, conversation[at].content)]
-            )
         return conversation
-    prompt = _prompt(pml, chunks)
+    prompt = parse_prompt(pml)
     for message in conversation:
         if message.role == "tool" or message.tool_calls:
             raise unusable(
@@ -220,35 +191,38 @@ def question_of(
     return prompt
 
 
-def last_user(roles: Sequence[str | None]) -> int:
-    """Return where the last user message is, before which documents are placed; APIError (400)
-    where there is none.
+def with_documents(
+    messages: Sequence[RequestMessage], documents: Sequence[Document]
+) -> list[RequestMessage]:
+    """Return the messages with documents as parts of the last one of a user; APIError (400) where
+    there is none.
     """
-    if "user" not in roles:
+    found = list(messages)
+    if not documents:
+        return found
+    at = max((at for at, each in enumerate(found) if each.role == "user"), default=None)
+    if at is None:
         raise unusable(
             "documents", "documents are placed before the last user message, found none. Add one."
         )
-    return len(roles) - 1 - roles[::-1].index("user")
+    parts = list[ContentPart]()
+    for text, title in _titled(documents):
+        parts.append(ContentPart(type="text-plain", text=text, title=title))
+        parts.append(ContentPart(type="text", text="\n\n"))
+    found[at] = found[at].model_copy(update={"content": [*parts, *found[at].content]})
+    return found
 
 
-def _prompt(pml: str, chunks: Sequence[Piece]) -> PMLPrompt:
-    if chunks:
-        raise unusable(
-            "documents",
-            "pml cannot be used with documents, as its texts are modules of a schema; give one.",
-        )
-    return parse_prompt(pml)
-
-
-def _chunks(documents: Iterable[Document]) -> list[Piece]:
+def _titled(documents: Iterable[Document]) -> list[tuple[str, str]]:
+    """Return the texts and titles of documents, which are numbered where they have no title."""
     return [
-        Piece(each.text, "chunk", each.title or f"document {number}")
-        for number, each in enumerate(documents, 1)
+        (each.text, each.title or f"document {number}") for number, each in enumerate(documents, 1)
     ]
 
 
 def _chat_message(message: RequestMessage) -> ChatMessage:
     is_assistant = message.role == "assistant"
+    thoughts = "".join(part.text for part in message.content if part.type == "reasoning_text")
     if message.tool_calls and not is_assistant:
         raise unusable(
             "messages", f"A message of role '{message.role}' has tool calls; only an assistant can."
@@ -262,7 +236,7 @@ def _chat_message(message: RequestMessage) -> ChatMessage:
                 else part.text
             )
             for part in message.content
-            if part.type != "refusal"
+            if part.type not in ("refusal", "reasoning_text")
         ],
         tuple(
             ToolCall(call.function.name, ToolCall.read_arguments(call.function.arguments), call.id)
@@ -270,7 +244,7 @@ def _chat_message(message: RequestMessage) -> ChatMessage:
         ),
         message.tool_call_id or "",
         message.name or "",
-        (message.reasoning_content or message.reasoning or "") if is_assistant else "",
+        (message.reasoning_content or message.reasoning or thoughts) if is_assistant else "",
     )
 
 

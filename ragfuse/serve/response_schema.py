@@ -1,61 +1,47 @@
-"""The body of `/v1/responses`, OpenAI's API for conversations that the server keeps."""
+"""The body of `/v1/responses`, OpenAI's API for conversations that the server keeps, and the chat
+request that it stands for: items become messages, flat tools nested ones.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter
 
-from ragfuse.serve.schema import AnswerBody, FailFast, LooseBody, RequestBody, parts_of
-from ragfuse.types.request_limits import MAX_TITLE_CHARS
-
-MAX_ITEMS = 4096
-"""Most items of one input."""
+from ragfuse.serve.refusals import unusable
+from ragfuse.serve.schema import AnswerBody, ChatRequest, FailFast, RequestBody, RequestMessage
 
 
-class InputPart(LooseBody):
-    """A part of an item's content: text, or a document where its type is text-plain."""
+def _as_messages(given: Any) -> Any:
+    """Return an input as chat messages; what cannot be one is left for pydantic to refuse."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    return [_as_message(item) for item in given] if isinstance(given, list) else given
 
-    type: Literal["input_text", "output_text", "text", "text-plain", "refusal", "reasoning_text"]
-    text: str = ""
-    title: str | None = Field(default=None, max_length=MAX_TITLE_CHARS)
+
+def _as_message(item: Any) -> Any:
+    kind = item.get("type") if isinstance(item, dict) else None
+    if kind == "function_call":
+        call = {"id": item.get("call_id"), "function": item}
+        return {"role": "assistant", "tool_calls": [call]}
+    if kind == "function_call_output":
+        output, id = item.get("output"), item.get("call_id")
+        return {"role": "tool", "content": output, "tool_call_id": id}
+    return {**item, "role": "assistant"} if kind == "reasoning" else item
 
 
-InputParts = Annotated[
-    list[InputPart],
+Input = Annotated[
+    list[RequestMessage],
     FailFast,
-    BeforeValidator(parts_of, json_schema_input_type=str | list[InputPart] | None),
+    BeforeValidator(_as_messages, json_schema_input_type=str | list[dict[str, Any]]),
 ]
-
-
-class InputItem(LooseBody):
-    """What somebody said, the model's call of a tool, what the tool answered, or what the model
-    thought.
-    """
-
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
-    role: Literal["system", "developer", "user", "assistant"] | None = None
-    """Who said a message."""
-    content: InputParts | None = None
-    """Of a message or a thought."""
-    call_id: str | None = Field(default=None, min_length=1, max_length=256)
-    """Of a call and its output."""
-    name: str | None = Field(default=None, min_length=1, max_length=64)
-    """Of the tool that is called."""
-    arguments: str | None = None
-    """Of a call: a JSON object."""
-    output: InputParts | None = None
-    """What the tool answered."""
-
-
-ITEMS: TypeAdapter[tuple[InputItem, ...]] = TypeAdapter(tuple[InputItem, ...])
-"""Reads and writes items as they are stored. Unknown fields are ignored, as clients send back
-earlier items whole.
+"""A text, or items: messages, calls of tools with their outputs, and what the model thought.
+Unknown fields are ignored, as clients send back earlier items whole.
 """
-
-
-def _as_items(given: Any) -> Any:
-    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+INPUT: TypeAdapter[list[RequestMessage]] = TypeAdapter(Input)
+"""Reads items, and the messages that were made of them."""
 
 
 class TextOptions(RequestBody):
@@ -77,11 +63,7 @@ class ReasoningOptions(RequestBody):
 class ResponseRequest(AnswerBody):
     """The body of `/v1/responses`."""
 
-    input: Annotated[
-        list[InputItem],
-        Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True),
-        BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem]),
-    ]
+    input: Annotated[Input, Field(min_length=1)]
     instructions: str | None = None
     """A system message before the input. Those of an earlier response are not carried over."""
     previous_response_id: str | None = Field(default=None, min_length=1, max_length=128)
@@ -99,3 +81,70 @@ class ResponseRequest(AnswerBody):
     reasoning: ReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     """auto: the last chunks of a prompt that is too long are left out; disabled: it is refused."""
+
+
+def chat_request_of(
+    body: ResponseRequest, messages: Sequence[RequestMessage], session: str | None
+) -> ChatRequest:
+    """Return the chat request that a response answers.
+
+    Args:
+        body: The body of `/v1/responses`.
+        messages: The conversation: what the response continues, then its own input.
+        session: The session of the conversation; None where nothing is stored.
+
+    Raises:
+        APIError: A tool cannot be used (400).
+        ValidationError: The form of the answer cannot be used.
+    """
+    told = body.instructions
+    system = [RequestMessage.model_validate({"role": "system", "content": told})] if told else []
+    options = body.ragfuse
+    if body.truncation == "auto" and options.overflow is None:
+        options = options.model_copy(update={"overflow": "drop"})
+    choice: Any = body.tool_choice
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    form = body.text.format if body.text is not None else None
+    return ChatRequest.model_validate(
+        {
+            **body.model_dump(
+                include={"model", "temperature", "top_p", "seed", "parallel_tool_calls"}
+            ),
+            "messages": [*system, *_joined(messages)],
+            "max_tokens": body.max_output_tokens,
+            "tools": [_nested(tool) for tool in body.tools or ()] or None,
+            "tool_choice": choice,
+            "response_format": {"type": form.get("type"), "json_schema": form} if form else None,
+            "verbosity": body.text.verbosity if body.text is not None else None,
+            "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
+            "session_id": session,
+            "ragfuse": options,
+        }
+    )
+
+
+def _joined(messages: Sequence[RequestMessage]) -> Iterator[RequestMessage]:
+    """Yield the messages; an assistant's thoughts, text and calls, each an item, become one."""
+    for is_assistants, group in groupby(messages, lambda message: message.role == "assistant"):
+        first, *others = group
+        if not is_assistants:
+            yield from (first, *others)
+            continue
+        content, calls = [*first.content], [*(first.tool_calls or ())]
+        for other in others:
+            content += other.content
+            calls += other.tool_calls or ()
+        yield first.model_copy(update={"content": content, "tool_calls": calls})
+
+
+def _nested(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise unusable(
+            "tools",
+            f"A tool of type {tool.get('type')!r:.40} cannot be used; wanted functions, which you"
+            " call yourself.",
+        )
+    names = ("name", "description", "parameters")
+    function = {name: tool[name] for name in names if tool.get(name) is not None}
+    return {"type": "function", "function": function}

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+from uuid import uuid4
 
 from ragfuse.engine.answer_stream import AnswerStream
 from ragfuse.engine.ask import Ask
@@ -98,6 +99,14 @@ class Completed:
         """Why it ended; "length" where its deadline cut it off."""
         reason = self.answer.finish_reason
         return "length" if self.is_late and reason == "stop" else reason
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """Its tool calls in OpenAI's form; those without an id get one."""
+        return [
+            replace(call, id=call.id or f"call_{uuid4().hex[:24]}").as_openai()
+            for call in self.answer.tool_calls
+        ]
 
     @property
     def trace(self) -> dict[str, Any]:

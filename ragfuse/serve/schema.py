@@ -42,7 +42,7 @@ def _document(given: Any) -> Any:
     return {"text": given} if isinstance(given, str) else given
 
 
-def parts_of(given: Any) -> Any:
+def _parts(given: Any) -> Any:
     """Return a content as the list of its parts."""
     return [{"type": "text", "text": given}] if isinstance(given, str) else given or []
 
@@ -180,9 +180,11 @@ class RequestToolCall(LooseBody):
 
 
 class ContentPart(LooseBody):
-    """A part of a message's content: text, or a document where its type is text-plain."""
+    """A part of a message's content: text, a document where its type is text-plain, or what the
+    assistant thought.
+    """
 
-    type: Literal["text", "text-plain", "refusal"]
+    type: Literal["text", "input_text", "output_text", "text-plain", "reasoning_text", "refusal"]
     text: str = ""
     title: str | None = Field(default=None, max_length=MAX_TITLE_CHARS)
 
@@ -190,7 +192,7 @@ class ContentPart(LooseBody):
 Parts = Annotated[
     list[ContentPart],
     FailFast,
-    BeforeValidator(parts_of, json_schema_input_type=str | list[ContentPart] | None),
+    BeforeValidator(_parts, json_schema_input_type=str | list[ContentPart] | None),
 ]
 """A content: a text, or its parts."""
 
@@ -282,9 +284,6 @@ class CompletionRequest(AnswerBody):
     """Fewest tokens of an answer before it may end."""
     session_id: str | None = Field(default=None, min_length=1, max_length=256)
     """The id of the conversation that this request continues."""
-    pml: str | None = Field(default=None, min_length=1)
-    """A prompt in PML for a registered schema; messages or prompt are appended to it as plain text.
-    """
     kv_transfer_params: dict[str, Any] | None = Field(default=None, max_length=32)
     """vLLM's field for disaggregated prefill; with do_remote_decode the KV is handed over instead
     of decoded.
@@ -297,6 +296,8 @@ class ChatRequest(CompletionRequest):
 
     messages: Annotated[list[RequestMessage], FailFast]
     """At least one message; there may be none if `pml` is given."""
+    pml: str | None = Field(default=None, min_length=1)
+    """A prompt in PML for a registered schema; messages are appended to it as plain text."""
     max_completion_tokens: int | None = Field(default=None, ge=-1)
     """The newer name of `max_tokens`, which comes first."""
     logprobs: bool | None = False
@@ -323,20 +324,6 @@ class TextRequest(CompletionRequest):
     prompt: str | Several[str] | Ids | Several[Ids]
     """One text or several, or the token ids of one or several."""
     logprobs: int | None = Field(default=None, ge=0, le=20)
-
-
-class ErrorBody(BaseModel):
-    """The body of an error response."""
-
-    class Error(BaseModel):
-        """The error as in OpenAI's API: a message, and in `param` the field that caused it."""
-
-        message: str
-        type: str
-        param: str | None
-        code: str | None
-
-    error: Error
 
 
 class ExplainRequest(ChatRequest):

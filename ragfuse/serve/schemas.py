@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from ragfuse.engine.engine import Engine
-from ragfuse.engine.schema_service import RegisteredSchema, StoredSchema, outline, parse_schema
+from ragfuse.engine.schema_service import RegisteredSchema, StoredSchema, parse_schema
 from ragfuse.serve.body import BodyRoute
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.request_state import tenant_of
@@ -34,7 +34,7 @@ def schema_routes(service: Service) -> APIRouter:
         found = await service.work(
             tenant_of(request), lambda engine, check: _register(engine, body.pml, most, check)
         )
-        done, layout = found.done, found.layout
+        done = found.done
         return {
             "object": "ragfuse.schema",
             "name": found.name,
@@ -42,23 +42,19 @@ def schema_routes(service: Service) -> APIRouter:
             "encoded": done.encoded,
             "tokens": done.tokens,
             "nbytes": done.nbytes,
-            "positions": layout.n_positions,
         }
 
     @routes.get("")
     async def ls(request: Request) -> dict[str, Any]:
         """List the schemas of the client's tenant."""
         found = await service.lookup(request, lambda engine: engine.schemas.ls())
-        data = [
-            {"object": "ragfuse.schema", "name": each.name, "added": int(each.added)}
-            for each in found
-        ]
-        return {"object": "list", "data": data}
+        return {"object": "list", "data": list(map(_told, found))}
 
     @routes.get("/{name:path}")
     async def show(request: Request, name: str) -> dict[str, Any]:
-        """Show a schema's text, and the positions of its modules."""
-        return await service.lookup(request, lambda engine: _show(engine, name))
+        """Show a schema's text."""
+        found = await service.lookup(request, lambda engine: _stored(engine, name))
+        return {**_told(found), "pml": found.pml}
 
     @routes.delete("/{name:path}")
     async def remove(request: Request, name: str) -> dict[str, Any]:
@@ -82,22 +78,6 @@ def _register(
     return engine.schemas.register(text, check)
 
 
-def _show(engine: Engine, name: str) -> dict[str, Any]:
-    schema, per_token = _stored(engine, name), engine.model.nbytes_per_token
-    layout = engine.schemas.laid_out(schema)
-    return {
-        "object": "ragfuse.schema",
-        "name": schema.name,
-        "pml": schema.pml,
-        "added": int(schema.added),
-        "positions": layout.n_positions,
-        "runs": len(layout.runs),
-        "tokens": sum(len(run.tokens) for run in layout.runs),
-        "nbytes_per_token": per_token,
-        "parts": list(outline(layout, per_token)),
-    }
-
-
 def _stored(engine: Engine, name: str) -> StoredSchema:
     found = engine.schemas.get(name)
     if found is None:
@@ -106,3 +86,7 @@ def _stored(engine: Engine, name: str) -> StoredSchema:
             404, f"There is no schema '{name:.80}'; wanted {wanted}.", "schema_not_found", "name"
         )
     return found
+
+
+def _told(schema: StoredSchema) -> dict[str, Any]:
+    return {"object": "ragfuse.schema", "name": schema.name, "added": int(schema.added)}

@@ -15,7 +15,7 @@ import uvicorn
 from ragfuse.errors import SettingsError
 from ragfuse.process.openmp import release_pool
 from ragfuse.serve.app import make_app
-from ragfuse.serve.keys import LOOPBACK, check_host
+from ragfuse.serve.keys import LOOPBACK
 from ragfuse.serve.service import Service
 
 BACKLOG = 2048
@@ -83,7 +83,7 @@ class Server(uvicorn.Server):
         """Let running answers end, then close."""
         self._service.stop()
         grace_s = self._service.settings.serve_grace_s
-        n = len(self._service.admission.jobs.running)
+        n = len(self._service.queue.running)
         self._tell(f"Stopping: {n:,} running, within {grace_s:g} s (a second signal cuts off).")
         cutting = asyncio.create_task(self._cut_off(grace_s))
         await super().shutdown(sockets)
@@ -131,9 +131,8 @@ def serve(
             has stopped.
 
     Raises:
-        SettingsError: The address is not available, or others could reach it without an API key.
+        SettingsError: The address is not available.
     """
-    check_host(host, service.keys)
     with contextlib.closing(bound(host, port)) as listener:
         engine = service.engine(service.keys.tenants[0])
         # The tokenizer's threads inherit the priority of the thread that starts them: that of

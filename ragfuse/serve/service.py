@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,13 +18,12 @@ from fastapi import Request
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.schema_service import PMLPrompt
 from ragfuse.models.embedder import Embedder
-from ragfuse.serve.admission import AdmissionControl, Job
 from ragfuse.serve.document_records import DocumentRecords
 from ragfuse.serve.keys import APITenant, Keys
 from ragfuse.serve.metrics import ServerMetrics
-from ragfuse.serve.quotas import Quota, QuotaKeeper
+from ragfuse.serve.quotas import enforce
 from ragfuse.serve.refusals import APIError
-from ragfuse.serve.request_queue import RETRY_S
+from ragfuse.serve.request_queue import RETRY_S, Job, RequestQueue
 from ragfuse.serve.request_state import tenant_of
 from ragfuse.serve.response_records import ResponseRecords
 from ragfuse.serve.run import AnswerRequest, AnswerRun
@@ -55,18 +55,16 @@ class Service:
         self.names = settings.served_model_name or (Path(settings.model).name,)
         self.model = self.names[0]
         max_each = max(1, settings.serve_waiting // 2) if len(self.keys.tenants) > 1 else None
-        self.admission = AdmissionControl(settings.serve_together, settings.serve_waiting, max_each)
-        self.metrics = ServerMetrics(self.admission)
+        self.queue = RequestQueue(settings.serve_together, settings.serve_waiting, max_each)
+        self.metrics = ServerMetrics(self.queue)
         self.threads = Threads(settings.serve_together)
         self.transfers = TransferPlace.open(settings) if settings.transfer_url else None
         self.embedder = Embedder(settings.embedder, settings.home)
         self.responses = ResponseRecords(settings)
         self.documents = DocumentRecords(settings, self.embedder.name)
         self.since = int(time.time())
-        self.quotas: dict[str, QuotaKeeper] = {}  # by salt, as the engines are
-        self._engines: dict[str, Engine] = {}
+        self._engines: dict[str, Engine] = {}  # by salt
         self._lock = threading.Lock()
-        self._look_ahead_lock = threading.Lock()
         self._index = ConversationIndex()
         self._engines_expect = False
         self._runs: set[AnswerRun] = set()
@@ -93,17 +91,11 @@ class Service:
                     "api_keys": (),
                 }
                 engine = Engine(settings.model_copy(update=changes), conversations=self._index)
-                limits = (
-                    settings.serve_tenant_bytes,
-                    settings.serve_tenant_texts,
-                    settings.serve_tenant_sessions,
-                )
-                keeper = QuotaKeeper(engine, Quota(*limits, parts=share))
-                self._engines[tenant.salt], self.quotas[tenant.salt] = engine, keeper
+                self._engines[tenant.salt] = engine
                 name = (
                     f"{self.model}-{tenant.name}" if len(self.keys) and tenant.name else self.model
                 )
-                self.metrics.show(engine, tenant.salt, name, keeper, shares=share > 1)
+                self.metrics.show(engine, tenant.salt, name, shares=share > 1)
             engine = self._engines[tenant.salt]
         engine.model.name = self.model  # clients see no path of this machine
         return engine
@@ -132,22 +124,22 @@ class Service:
             return engine, make(engine)
 
         async with asyncio.timeout_at(deadline_s):
-            job = self.admission.join(tenant.name, session)
+            job = self.queue.join(tenant.name, session)
             try:
                 engine, requests = await self.threads.run(self.threads.planning, prepared)
-                if not job.work.done():
+                if not job.turn.done():
                     self.threads.ahead.submit(
                         self._prefetch_while_waiting, job, tenant, engine, requests[0]
                     )
-                await job.work
+                await job.turn
             except BaseException:
-                self.admission.leave(job)
+                self.queue.leave(job)
                 raise
 
         def done() -> None:
             self._runs.discard(run)
-            self.admission.leave(job)
-            if self._engines_expect and not self.admission.stopping:
+            self.queue.leave(job)
+            if self._engines_expect and not self.queue.stopping:
                 self.threads.ahead.submit(self.look_ahead)
 
         run = AnswerRun(requests, engine, deadline_s, done)
@@ -158,7 +150,6 @@ class Service:
         self,
         tenant: APITenant,
         do: Callable[[Engine, Callable[[object], None]], T],
-        computes: bool = True,
     ) -> T:
         """Wait for the request's turn and return the result of `do`, for requests other than
         answers.
@@ -168,7 +159,6 @@ class Service:
             do: Called with the tenant's engine and a check. It must call the check now and then:
                 that raises an APIError once nobody waits for the result any more, or the server
                 stops (503).
-            computes: Whether `do` runs the model, which takes long.
 
         Raises:
             TimeoutError: The time is over.
@@ -176,28 +166,27 @@ class Service:
         is_over = threading.Event()
 
         def check(_: object) -> None:
-            if is_over.is_set() or self.admission.stopping:
+            if is_over.is_set() or self.queue.stopping:
                 text = (
                     "The request was stopped before it was done. Send it again; what is stored is"
                     " not computed again."
                 )
                 raise APIError(503, text, "stopping", None, RETRY_S)
 
-        pool = self.threads.turns if computes else self.threads.planning
         try:
             async with asyncio.timeout_at(self._deadline_s()):
-                job = self.admission.join(tenant.name)
+                job = self.queue.join(tenant.name)
                 try:
-                    await job.work
+                    await job.turn
                 except BaseException:
-                    self.admission.leave(job)
+                    self.queue.leave(job)
                     raise
                 # The turn ends with the work, also if nobody waits for it any more, so that never
                 # more calls run than there are turns.
                 running = asyncio.get_running_loop().run_in_executor(
-                    pool, lambda: do(self.engine(tenant), check)
+                    self.threads.turns, lambda: do(self.engine(tenant), check)
                 )
-                running.add_done_callback(lambda _: self.admission.leave(job))
+                running.add_done_callback(lambda _: self.queue.leave(job))
                 return await asyncio.shield(running)
         finally:
             is_over.set()
@@ -215,22 +204,22 @@ class Service:
 
     def look_ahead(self) -> None:
         """Pass each tenant's engine the conversations whose requests wait, to prefetch and keep
-        them. It may block.
+        them. It may block, and is called on the one thread of `Threads.ahead`.
         """
-        with self._look_ahead_lock:
-            conversations = self.admission.conversations
-            self._engines_expect = bool(conversations)
-            for salt, engine in dict(self._engines).items():
-                engine.expect(
-                    {name: at for at, (whose, name) in enumerate(conversations) if whose == salt}
-                )
+        conversations = self.queue.conversations
+        self._engines_expect = bool(conversations)
+        for salt, engine in dict(self._engines).items():
+            engine.expect(
+                {name: at for at, (whose, name) in enumerate(conversations) if whose == salt}
+            )
 
     async def upkeep(self) -> None:
         """Keep every tenant within its quota, for as long as the server runs."""
         while True:
             await asyncio.sleep(UPKEEP_S)
             tasks: list[Callable[[], object]] = [
-                keeper.enforce for keeper in list(self.quotas.values())
+                partial(enforce, engine, len(self.keys.tenants))
+                for engine in list(self._engines.values())
             ]
             if self.transfers is not None:
                 tasks.append(self.transfers.sweep_if_due)
@@ -245,7 +234,7 @@ class Service:
 
     def stop(self) -> None:
         """Refuse new requests; running answers continue."""
-        self.admission.stop()
+        self.queue.stop()
 
     def cancel(self) -> None:
         """Cancel all running answers."""
@@ -257,7 +246,6 @@ class Service:
         with self._lock:
             engines = list(self._engines.values())
             self._engines.clear()
-            self.quotas.clear()
         for engine in engines:
             engine.close()
         self.responses.close()
@@ -273,7 +261,7 @@ class Service:
         self, job: Job, tenant: APITenant, engine: Engine, request: AnswerRequest
     ) -> None:
         """Prefetch the KV that a request needs while it waits."""
-        if job.work.done():  # its turn has come, or its client has disconnected
+        if job.turn.done():  # its turn has come, or its client has disconnected
             return
         try:
             engine.prefetch(_chunk_texts(engine, request))

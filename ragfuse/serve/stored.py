@@ -14,10 +14,9 @@ from fastapi import APIRouter, Query, Request
 
 from ragfuse.engine.engine import Engine
 from ragfuse.serve.body import BodyRoute
-from ragfuse.serve.quotas import QuotaKeeper
+from ragfuse.serve.quotas import limits_of
 from ragfuse.serve.refusals import APIError, unusable
 from ragfuse.serve.request_queue import RETRY_S
-from ragfuse.serve.request_state import tenant_of
 from ragfuse.serve.service import Service
 from ragfuse.store.deletion import (
     Chunk,
@@ -44,15 +43,9 @@ def store_routes(service: Service) -> APIRouter:
 
     @routes.get("/store")
     async def store(request: Request) -> dict[str, Any]:
-        """Show the client's tenant's entries in the store, by tier."""
-        return await service.lookup(request, _store)
-
-    @routes.get("/usage")
-    async def usage(request: Request) -> dict[str, Any]:
         """Show what the client's tenant keeps, by tier and by source, and its limits."""
-        return await service.lookup(
-            request, lambda engine: use_of(service.quotas[tenant_of(request).salt], engine)
-        )
+        parts = len(service.keys.tenants)
+        return await service.lookup(request, lambda engine: _use_of(engine, parts))
 
     @routes.get("/live")
     async def live(request: Request) -> dict[str, Any]:
@@ -60,11 +53,11 @@ def store_routes(service: Service) -> APIRouter:
         began.
         """
         counts = await service.lookup(request, lambda engine: engine.counters.now())
-        jobs = service.admission.jobs
+        queue = service.queue
         return {
             "object": "ragfuse.live",
-            "running": len(jobs.running),
-            "waiting": len(jobs),
+            "running": len(queue.running),
+            "waiting": len(queue),
             "counts": dict(counts.sums),
             "ttft": counts.ttft,
             "ttft_bounds_s": TTFT_S,
@@ -109,22 +102,15 @@ def store_routes(service: Service) -> APIRouter:
     return routes
 
 
-def _store(engine: Engine) -> dict[str, Any]:
-    """Return the tenant's entries by tier, and the runs of tokens that wait to be encoded."""
-    tiers = totals(engine.store.tiers, _own(engine))
-    waiting = engine.counters.waiting
-    return {"object": "ragfuse.store", "tiers": tiers, "waiting_to_be_encoded": waiting}
-
-
-def use_of(keeper: QuotaKeeper, engine: Engine) -> dict[str, Any]:
-    """Return what a tenant keeps, by tier and by source, and its limits; "" is the source of what
-    has no known text.
+def _use_of(engine: Engine, parts: int) -> dict[str, Any]:
+    """Return what a tenant keeps, by tier and by source, the runs of tokens that wait to be
+    encoded, and its limits; "" is the source of what has no known text.
 
     `nbytes` of a source counts KV once, however many tiers have a copy of it; `tiers` has the bytes
     of the copies. A chunk of several sources counts in each.
     """
-    use, entries = keeper.enforce(), _own(engine)
-    known, by_source = texts_by_chunk(engine.catalog, [engine.digest]), defaultdict(list)
+    entries, catalog = _own(engine), engine.catalog
+    known, by_source = texts_by_chunk(catalog, [engine.digest]), defaultdict(list)
     for entry in entries:
         texts = known[chunk_of(entry.key)]
         for source in sources_in_order(each.source for each in texts) or ("",):
@@ -138,13 +124,13 @@ def use_of(keeper: QuotaKeeper, engine: Engine) -> dict[str, Any]:
         }
         for source, mine in by_source.items()
     ]
-    tiers = _sizes(entries)["tiers"]
     return {
-        "object": "ragfuse.usage",
-        "nbytes": {tier: tiers.get(tier, 0) for tier in use.nbytes},
-        "texts": use.texts,
-        "sessions": use.sessions,
-        "limits": keeper.limits(),
+        "object": "ragfuse.store",
+        "tiers": totals(engine.store.tiers, entries),
+        "waiting_to_be_encoded": engine.counters.waiting,
+        "texts": catalog.count_texts(engine.digest),
+        "sessions": catalog.count_sessions(engine.digest),
+        "limits": limits_of(engine, parts),
         "sources": sorted(sources, key=lambda each: -each["nbytes"]),
     }
 

@@ -5,11 +5,9 @@ often.
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.plan.tiers import choose_tier, price_of, store_cost
-from ragfuse.settings import Settings
+from ragfuse.plan.tiers import PRICES, choose_tier, price_of, store_cost
 from tests.plan.kit import NBYTES_PER_TOKEN, machine
 
-PRICES = Settings().prices.model_dump()
 ALL = ("memory", "redis", "disk", "objects")
 N, NBYTES = 500, 500 * NBYTES_PER_TOKEN
 

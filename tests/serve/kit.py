@@ -64,10 +64,11 @@ class Served:
         return self.service.engine(self.service.keys.tenants[tenant])
 
     def is_idle(self) -> bool:
-        return self.service.admission.is_idle and not writers()
+        queue = self.service.queue
+        return not len(queue) and not queue.running and not writers()
 
     def waiting(self) -> int:
-        return len(self.service.admission.jobs)
+        return len(self.service.queue)
 
     def request(self, method: str, path: str, headers: dict[str, str], **more: Any) -> Any:
         told = {"authorization": f"Bearer {self.key}"} if self.key else {}

@@ -54,7 +54,7 @@ def test_thirty_explains_whose_senders_are_gone_starve_nobody(two: Served) -> No
     body = {"messages": [said(f"{CHUNKS[0]} " * 20)]}
     with gated(two.engine(), "plan") as (came, opened):
         with clients(two, 30, "/v1/ragfuse/explain", body):
-            wait_for(lambda: len(came) == 1 and two.waiting() == 28)
+            wait_for(lambda: len(came) == 2 and two.waiting() == 28)
             assert two.get("/health").status_code == 200
             assert b"ragfuse_requests_waiting 28.0" in two.get("/metrics").content
             assert two.get("/v1/ragfuse/store").status_code == 200

@@ -41,15 +41,7 @@ def test_a_damaged_document_is_a_missing_one(
     records.add("s", record("b", "other"), VECTORS)
     connection = sqlite3.connect(tmp_path / DOCUMENTS_FILE)
     with connection:
-        connection.execute(f"UPDATE uploads SET {damage} WHERE id = 'a'")
+        connection.execute(f"UPDATE embedded SET {damage} WHERE id = 'a'")
     connection.close()
     assert records.read("s", "a") is None
     assert records.read("s", "b") is not None
-
-
-def test_without_a_disk_nothing_is_written(tmp_path: Path) -> None:
-    records = DocumentRecords(Settings(store=tmp_path / "store", disk_bytes=0), "minilm")
-    records.add("s", record("a"), VECTORS)
-    assert records.ids("s") == ["a"]
-    records.close()
-    assert not (tmp_path / "store").exists()

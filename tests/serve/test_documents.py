@@ -18,7 +18,6 @@ from ragfuse.cli.files import FILE_TYPES
 from ragfuse.errors import InputError, StoreError
 from ragfuse.serve import documents, upload_text
 from ragfuse.serve.document_records import DocumentRecords
-from ragfuse.serve.documents import TenantDocuments
 from ragfuse.serve.keys import Keys
 from ragfuse.text.file_texts import READERS
 from ragfuse.types.keys import token_digest
@@ -28,7 +27,6 @@ from tests.serve.kit import (
     GREEN,
     TENANTS,
     Served,
-    process,
     read_only_disk,
     refused,
     serving,
@@ -89,7 +87,7 @@ def names(served: Served) -> list[str]:
 def kept(root: str, key: str = BLUE) -> dict[str, int]:
     """Chunks whose KV is stored, by source."""
     headers = {"authorization": f"Bearer {key}"}
-    told = httpx.get(f"{root}/v1/ragfuse/usage", headers=headers, timeout=60).json()
+    told = httpx.get(f"{root}/v1/ragfuse/store", headers=headers, timeout=60).json()
     return {each["source"]: each["chunks"] for each in told["sources"]}
 
 
@@ -177,19 +175,6 @@ def test_a_document_that_cannot_be_saved_has_failed_and_is_deleted_with_its_kv(
     assert "unsaved.txt" not in kept(two.root)
 
 
-def test_another_embedder_embeds_saved_passages_anew(
-    two: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done = sent(two, "embedded.txt", text=CHUNKS[0])
-    tenant, records = two.service.keys.tenants[0], DocumentRecords(two.service.settings, "another")
-    monkeypatch.setattr(two.service, "documents", records)
-    found = TenantDocuments(two.service, tenant).get(done["id"])
-    read = records.read(tenant.salt, done["id"])
-    assert read is not None
-    assert len(found.vectors) == len(read.vectors) == done["passages"]
-    records.close()
-
-
 def test_no_tenant_sees_or_finds_another_ones_documents(two: Served) -> None:
     text = "The green tenant keeps a secret lighthouse of its own on the far side."
     id = sent(two.of(GREEN), "secret.txt", text=text)["id"]
@@ -238,20 +223,6 @@ def test_an_upload_that_a_server_did_not_finish_goes_on_when_it_is_sent_again(
         _, done = begun(served.root)
     with serving(settings) as served:
         goes_on(served.root, done)
-
-
-@pytest.mark.slow
-def test_an_upload_goes_on_after_its_server_was_killed(
-    varied_path: Path, minilm_path: Path, tmp_path: Path
-) -> None:
-    settings = settings_at(tmp_path, varied_path)
-    told = {"RAGFUSE_CHUNK_TOKENS": "150", "RAGFUSE_FILLER_TOKENS": "0"}
-    with process(settings, **told) as (run, root):
-        _, done = begun(root)
-        run.kill()
-        run.wait()
-    with process(settings, **told) as (_, root):
-        goes_on(root, done)
 
 
 def test_a_document_that_is_deleted_while_it_is_encoded_leaves_nothing(two: Served) -> None:

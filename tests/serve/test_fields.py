@@ -47,7 +47,6 @@ BOTH: dict[str, tuple[Fields, Fields]] = {
     # at ratio 1, as they are encoded after the first answer
     "documents": ({**PLAIN, "ragfuse": {"ratio": 1}}, with_documents(1)),
     "session_id": (PLAIN, {"session_id": "fields"}),
-    "pml": (PLAIN, {"pml": "<prompt schema='none'/>"}),
     # this server has no place
     "kv_transfer_params": (PLAIN, {"kv_transfer_params": {"do_remote_decode": True}}),
     "ragfuse": (PLAIN, {"ragfuse": {"ratio": 0.5}}),
@@ -56,6 +55,7 @@ BOTH: dict[str, tuple[Fields, Fields]] = {
 """Of both kinds of completion, by field: what else is sent, and what makes a difference to that."""
 CHAT: dict[str, tuple[Fields, Fields]] = {
     **BOTH,
+    "pml": (PLAIN, {"pml": "<prompt schema='none'/>"}),
     "messages": (PLAIN, {"messages": [said("Another?")]}),
     "max_completion_tokens": (PLAIN, {"max_completion_tokens": 3}),
     "logprobs": (PLAIN, {"logprobs": True}),

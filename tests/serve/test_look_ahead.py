@@ -57,7 +57,7 @@ def test_what_a_waiting_turn_reads_stays_in_memory_by_look_ahead_alone(narrow: S
             wait_for(writers)
             turn = {"session_id": "one", "messages": [said(NEXT)], "max_tokens": 4}
             waiting = client.submit(narrow.chat, **turn)
-            wait_for(lambda: ("", "one") in narrow.service.admission.conversations)
+            wait_for(lambda: ("", "one") in narrow.service.queue.conversations)
             wait_for(lambda: engine.conversations.places())
             assert narrow.waiting() == 1
             filled(engine, 2 * ROOM)
@@ -78,10 +78,10 @@ def test_a_waiting_turn_s_conversation_comes_to_memory_before_it(narrow: Served)
     with asking(narrow):
         wait_for(writers)
         with asking(narrow, messages=messages, session_id="two"):
-            wait_for(lambda: ("", "two") in narrow.service.admission.conversations)
+            wait_for(lambda: ("", "two") in narrow.service.queue.conversations)
             wait_for(lambda: in_memory(engine, "two"))
             assert narrow.waiting() == 1
-    wait_for(lambda: narrow.is_idle() and not narrow.service.admission.conversations)
+    wait_for(lambda: narrow.is_idle() and not narrow.service.queue.conversations)
 
 
 def test_tenants_conversations_of_one_name_are_told_apart(
@@ -92,6 +92,6 @@ def test_tenants_conversations_of_one_name_are_told_apart(
     with asking(served.of(BLUE), session_id="one"):
         wait_for(writers)
         with asking(served.of(GREEN), session_id="one"):
-            wait_for(lambda: ("green", "one") in served.service.admission.conversations)
+            wait_for(lambda: ("green", "one") in served.service.queue.conversations)
             wait_for(lambda: (green.digest, "one") in blue.conversations.places())
     wait_for(served.is_idle)

@@ -70,11 +70,8 @@ def test_clients_know_the_error_by_its_code(narrow: Served) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
         client_of(narrow).chat(FAR)
     assert raised.value.code == "context_length_exceeded"
-    engine = RemoteEngine(narrow.root)
     with pytest.raises(OverlongError):
-        engine.answer([("user", JUST)])
-    with pytest.raises(OverlongError), engine.stream([("user", JUST)]) as stream:
-        "".join(stream)
+        RemoteEngine(narrow.root).answer([("user", JUST)])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import torch
 from ragfuse import StoreError
 from ragfuse.serve.logprobs import ZERO_LOGPROB, LogprobRecorder, as_text
 from ragfuse.serve.refusals import APIError, api_error_of
-from ragfuse.serve.requests import chat_requests
 from ragfuse.serve.schema import ChatRequest
 
 
@@ -19,25 +18,6 @@ def chat(**fields: object) -> ChatRequest:
     return ChatRequest.model_validate(
         {"model": "m", "messages": [{"role": "user", "content": "Who?"}], **fields}
     )
-
-
-@pytest.mark.parametrize(
-    ("told", "options"),
-    [
-        ({"temperature": 1e-9}, {}),
-        ({"temperature": 1.0, "top_p": 0}, {}),
-        ({"top_p": 0.5}, {}),
-        (
-            {"temperature": 0.5, "top_p": 0.9},
-            {"do_sample": True, "top_k": 0, "temperature": 0.5, "top_p": 0.9},
-        ),
-    ],
-)
-def test_tokens_are_drawn_only_where_a_temperature_says_so(
-    told: dict[str, float], options: dict[str, object]
-) -> None:
-    (request,) = chat_requests(chat(**told))
-    assert dict(request.ask.options) == options
 
 
 def test_probabilities_are_those_of_a_softmax_and_change_nothing() -> None:

@@ -64,7 +64,6 @@ def test_schemas_are_listed_shown_and_removed(served: Served) -> None:
     assert names(served) == [name, "notes", "trip"]
     shown = served.get(path).json()
     assert shown["pml"].startswith("<schema")
-    assert [part["name"] for part in shown["parts"] if part["what"] == "module"] == ["one"]
     served.engine().flush()
     gone = served.delete(path).json()
     assert gone["deleted"]
@@ -87,7 +86,6 @@ def test_another_tenant_sees_and_uses_nothing_of_it(served: Served) -> None:
     ("pml", "told"),
     [
         ('<schema name="x">\n<modul name="y"/></schema>', "PML:2:1: "),
-        ("/etc/passwd", "XML"),
         (
             '<!DOCTYPE x [<!ENTITY e SYSTEM "file:///etc/passwd">]><schema name="x">&e;</schema>',
             "DTD",
@@ -145,9 +143,9 @@ def test_registering_ends_with_server_or_time_and_goes_on_where_it_stopped(
             patched.setattr(encoder, "keep_run", slowly)
             answer = served.post(SCHEMAS, {"pml": TRIP})
             # work whose time is over keeps its turn until it ends
-            assert not is_late or served.service.admission.jobs.running
+            assert not is_late or served.service.queue.running
             told.set()
-            wait_for(lambda: served.service.admission.is_idle)
+            wait_for(served.is_idle)
         refused(answer, status)
         assert engine.schemas.names() == []
         done = engine.schemas.register(TRIP).done
@@ -191,20 +189,9 @@ def test_messages_behind_it_are_text_whatever_they_look_like(
     assert hostile in served.engine().model.text(list(prompt.token_ids))
 
 
-def test_texts_go_on_from_it(client: Client, served: Served) -> None:
-    prompts, pml = ["So ", "<one/>"], '<prompt schema="notes"><one/></prompt>'
-    answer = client.text(prompts, max_tokens=4, extra_body={"pml": pml})
-    asked = parse_prompt(pml)
-    expected = [served.engine().answer(asked.with_ending(text)) for text in prompts]
-    assert [choice.text for choice in answer.choices] == [each.text[:4] for each in expected]
-    assert answer.usage.prompt_tokens == sum(each.trace.tokens for each in expected)
-    assert answer.usage.prompt_tokens_details.cached_tokens > 0
-
-
 @pytest.mark.parametrize(
     ("fields", "named", "told"),
     [
-        ({"pml": '<prompt schema="trip">\n<dite/></prompt>'}, "pml", "PML:2:1: "),
         ({"pml": '<prompt schema="tripp"/>'}, "pml", "POST /v1/ragfuse/schemas"),
         ({"pml": f'<prompt schema="trip"><plan days="{"d" * 40}"/></prompt>'}, "pml", "12"),
         (with_documents(1), "documents", "documents"),

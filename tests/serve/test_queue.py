@@ -16,8 +16,8 @@ import pytest
 
 from ragfuse import Ask, Engine, InputError, Settings
 from ragfuse.engine.answer_stream import AnswerStream
-from ragfuse.serve.admission import AdmissionControl
 from ragfuse.serve.refusals import APIError
+from ragfuse.serve.request_queue import Job
 from ragfuse.serve.run import AnswerRequest, AnswerRun, Completed, TextDelta
 from tests.serve.kit import (
     Served,
@@ -38,11 +38,11 @@ def narrow(make_server: Callable[..., Served], tiny_path: Path) -> Served:
 
 
 def test_more_than_may_wait_hear_when_to_come_again(narrow: Served) -> None:
-    jobs = narrow.service.admission.jobs
+    queue = narrow.service.queue
     with ExitStack() as clients:
         for at in range(3):
             clients.enter_context(asking(narrow))
-            wait_for(lambda at=at: jobs.running and len(jobs) == at)
+            wait_for(lambda at=at: queue.running and len(queue) == at)
         answer = narrow.chat()
         assert refused(answer, 429)["type"] == "rate_limit_error"
         assert int(answer.headers["retry-after"]) >= 1
@@ -68,16 +68,13 @@ def test_what_waits_is_brought_to_memory_meanwhile(narrow: Served) -> None:
 
 
 def test_a_turn_that_does_not_come_in_time_is_an_error(tiny_settings: Settings) -> None:
-    with serving(
-        tiny_settings.model_copy(update={"serve_together": 1, "serve_timeout_s": 0.5})
-    ) as served:
-        jobs = served.service.admission.jobs
-        jobs.submit(Future())  # type: ignore[arg-type]
-        held = jobs.take()
+    late = {"serve_together": 1, "serve_timeout_s": 0.5}
+    with serving(tiny_settings.model_copy(update=late)) as served:
+        queue = served.service.queue
+        queue.running = (Job(Future(), "", None),)  # type: ignore[arg-type]
         assert refused(served.chat(), 504)["code"] == "timeout"
-        assert held is not None
-        jobs.done(held)
-        assert served.service.admission.is_idle
+        queue.running = ()
+        assert served.is_idle()
 
 
 def test_an_answer_that_does_not_begin_in_time_is_an_error(tiny_settings: Settings) -> None:
@@ -137,15 +134,3 @@ async def test_a_request_keeps_its_place_until_its_prefill_ends_however_often_it
     assert not ended.is_set()
     prefilled.set()
     await asyncio.wait_for(ended.wait(), 60)
-
-
-async def test_a_request_cancelled_as_its_turn_comes_passes_the_turn_on() -> None:
-    admission = AdmissionControl(1, 10)
-    first, second, third = (admission.join(tenant) for tenant in ("a", "a", "b"))
-    await first.work
-    second.work.cancel()
-    admission.leave(first)
-    admission.leave(second)
-    await third.work
-    admission.leave(third)
-    assert admission.is_idle

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ragfuse import Ask, Engine
-from ragfuse.serve.quotas import Quota, QuotaKeeper
+from ragfuse.serve.quotas import enforce, limits_of
 from tests.serve.kit import BLUE, GREEN, TENANTS, Served, settings_of, wait_for
 from tests.tiny import CHUNKS
 
@@ -45,21 +45,26 @@ def filled(*engines: Engine, n: int = 5) -> None:
         engine.flush()
 
 
+def limited(engine: Engine, parts: int = 1, **limits: int) -> None:
+    """Enforce these limits of a tenant."""
+    settings, names = engine.settings, {f"serve_tenant_{name}": n for name, n in limits.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "settings", settings.model_copy(update=names))
+        enforce(engine, parts)
+
+
 def test_the_texts_noted_first_are_forgotten_with_their_kv_and_no_other_tenant_s(
     pair: tuple[Engine, Engine],
 ) -> None:
     one, other = pair
     filled(one, other)
-    keeper = QuotaKeeper(one, Quota(texts=3))
-    use = keeper.enforce()
-    assert (use.texts, keeper.evicted["texts"]) == (3, 2)
-    assert sources(one) == ["book-2", "book-3", "book-4"]
+    for _ in range(2):
+        limited(one, texts=3)
+        assert sources(one) == ["book-2", "book-3", "book-4"]
     assert len(on_disk(one)) == 3
     assert [piece.kind for piece in one.prompts.pieces(f"{CHUNKS[0]}\n\nWho?")] == ["fresh"]
     assert one.prompts.pieces(f"{CHUNKS[4]}\n\nWho?")[0].kind == "chunk"
     assert len(sources(other)) == len(on_disk(other)) == 5
-    assert keeper.enforce().texts == 3
-    assert keeper.evicted["texts"] == 2
 
 
 def test_the_kv_used_longest_ago_is_dropped_but_what_is_pinned(pair: tuple[Engine, Engine]) -> None:
@@ -76,9 +81,8 @@ def test_the_kv_used_longest_ago_is_dropped_but_what_is_pinned(pair: tuple[Engin
         True,
     )
     most = sum(sizes.values()) - 1
-    use = QuotaKeeper(one, Quota(nbytes=most)).enforce()
+    limited(one, bytes=most)
     left = on_disk(one)
-    assert use.nbytes == {"disk": sum(left.values())}
     assert sum(left.values()) <= most
     assert list(left) == [first, *list(sizes)[2:]]
     assert len(on_disk(other)) == 5
@@ -91,16 +95,22 @@ def test_sessions_used_longest_ago_are_deleted(pair: tuple[Engine, Engine]) -> N
             engine.answer([("user", f"Who is {name}?")], Ask(session=name, max_tokens=2))
         engine.answer([("user", "And then?")], Ask(session="a", max_tokens=2))
         engine.flush()
-    keeper = QuotaKeeper(one, Quota(sessions=2))
-    assert (keeper.enforce().sessions, keeper.evicted["sessions"]) == (2, 2)
+    limited(one, sessions=2)
     assert [info.id for info in one.sessions.ls()] == ["a", "d"]
     assert {info.id for info in other.sessions.ls()} == {"a", "b", "c", "d"}
 
 
-def test_tenants_of_a_server_part_each_tier_unless_told_otherwise() -> None:
-    assert Quota(parts=4).byte_limit(100) == 25
-    assert Quota(parts=1).byte_limit(100) is None
-    assert Quota(nbytes=7, parts=4).byte_limit(100) == 7
+def test_tenants_of_a_server_part_each_tier_unless_told_otherwise(
+    pair: tuple[Engine, Engine],
+) -> None:
+    one, _ = pair
+    capacity = one.store.tier("disk").capacity
+    assert limits_of(one, 4)["bytes"] == capacity // 4
+    assert "bytes" not in limits_of(one, 1)
+    told = one.settings.model_copy(update={"serve_tenant_bytes": 7})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one, "settings", told)
+        assert limits_of(one, 4)["bytes"] == 7
 
 
 def test_a_server_keeps_its_tenants_within_their_quotas_and_shows_what_they_keep(
@@ -111,17 +121,12 @@ def test_a_server_keeps_its_tenants_within_their_quotas_and_shows_what_they_keep
     for at, text in enumerate(CHUNKS[:4]):
         asked(served.of(BLUE), documents=[text], session_id=f"s{at}")
     asked(served.of(GREEN), documents=[CHUNKS[0]])
-    name = served.service.model
-    blue, green = (f'engine="{name}-{tenant.name}"' for tenant in served.service.keys.tenants)
-    for key, mine, texts, sessions, gone in ((BLUE, blue, 2, 3, 1), (GREEN, green, 1, 0, 0)):
-        lines = {
-            f"ragfuse_tenant_texts{{{mine}}} {texts}.0",
-            f"ragfuse_tenant_sessions{{{mine}}} {sessions}.0",
-            f'ragfuse_tenant_evictions_total{{{mine},kind="sessions"}} {gone}.0',
-        }
-        metrics = served.of(key).get
-        wait_for(lambda get=metrics, lines=lines: lines <= {*get("/metrics").text.splitlines()})
-    assert green not in served.of(BLUE).get("/metrics").text
+
+    def kept(key: str) -> tuple[int, int]:
+        found = served.of(key).get("/v1/ragfuse/store").json()
+        return found["texts"], found["sessions"]
+
+    wait_for(lambda: (kept(BLUE), kept(GREEN)) == ((2, 3), (1, 0)))
 
 
 def asked(served: Served, **fields: object) -> None:

@@ -1,83 +1,94 @@
 """The queue of requests: order, fairness, its bound, cancelling."""
 
+from __future__ import annotations
+
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.errors import BusyError
-from ragfuse.serve.request_queue import JobQueue
-
-
-def queue_of(*submitted: tuple[str, str], most: int = 100) -> JobQueue[str]:
-    queue: JobQueue[str] = JobQueue(most)
-    for tenant, what in submitted:
-        queue.submit(what, tenant, conversation=what)
-    return queue
-
-
-def taken(queue: JobQueue[str]) -> list[str]:
-    found = []
-    while (job := queue.take()) is not None:
-        found.append(job.work)
-    return found
-
+from ragfuse.serve.refusals import APIError
+from ragfuse.serve.request_queue import Job, RequestQueue
 
 TALKS = st.sampled_from([None, "one", "two"])
-TURNS = st.lists(
+STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["submit", "submit", "take", "cancel", "done"]), st.integers(0, 3), TALKS
+        st.sampled_from(["join", "join", "join", "leave", "cancel"]), st.integers(0, 3), TALKS
     ),
     max_size=60,
 )
 
 
-@given(TURNS)
+@given(STEPS)
 def test_no_turn_runs_beside_another_of_its_conversation_and_none_overtakes_it(steps):
-    queue: JobQueue[int] = JobQueue(1000)
-    waiting, running, ring = [], [], []
-    for number, (step, who, conversation) in enumerate(steps):
-        tenant = "abc"[who % 3]
-        if step == "submit":
-            waiting.append(queue.submit(number, tenant, conversation))
-            ring = ring if tenant in ring else [*ring, tenant]
-        elif step == "take":
-            busy = {
-                (job.tenant, job.conversation) for job in running if job.conversation is not None
-            }
-            free = [job for job in waiting if (job.tenant, job.conversation) not in busy]
-            expected = next((job for name in ring for job in free if job.tenant == name), None)
-            job = queue.take()
-            assert job == expected
-            if job is not None:
+    async def play():
+        queue, turns = RequestQueue(2, 1000), list[str]()
+        waiting, running = list[Job](), list[Job]()
+
+        def last_turn(job):
+            return len(turns) - turns[::-1].index(job.tenant) if job.tenant in turns else 0
+
+        for step, who, conversation in steps:
+            if step == "join":
+                waiting.append(queue.join("abc"[who % 3], conversation))
+            elif all_jobs := [*waiting, *running]:
+                job = all_jobs[who % len(all_jobs)]
+                (waiting if job in waiting else running).remove(job)
+                if step == "cancel":
+                    job.turn.cancel()
+                queue.leave(job)
+            while len(running) < 2:
+                busy = [(job.tenant, job.conversation) for job in running if job.conversation]
+                free = [job for job in waiting if (job.tenant, job.conversation) not in busy]
+                if not free:
+                    break
+                job = min(free, key=last_turn)  # the first of the tenant served longest ago
                 waiting.remove(job)
                 running.append(job)
-                ring = [*(name for name in ring if name != job.tenant), job.tenant]
-        elif step == "done" and running:
-            queue.done(running.pop(who % len(running)))
-        elif step == "cancel" and waiting:
-            job = waiting.pop(who % len(waiting))
-            assert queue.cancel(job)
-            assert not queue.cancel(job)
-        ring = [name for name in ring if any(job.tenant == name for job in waiting)]
-        assert (len(queue), list(queue.running)) == (len(waiting), running)
+                turns.append(job.tenant)
+            assert (len(queue), list(queue.running)) == (len(waiting), running)
+            assert all(job.turn.done() for job in running)
+
+    asyncio.run(play())
 
 
-def test_what_is_ahead_is_what_is_taken_next():
-    queue = queue_of(("a", "1"), ("a", "2"), ("a", "3"), ("b", "4"), ("c", "5"), ("b", "6"))
-    ahead = [job.work for job in queue.ahead()]
-    assert ahead == taken(queue) == ["1", "4", "5", "2", "6", "3"]
+async def test_tenants_take_turns_and_what_is_ahead_is_what_runs_next():
+    queue = RequestQueue(1, 100)
+    names = ["a1", "a2", "a3", "b4", "c5", "b6"]
+    jobs = {queue.join(name[0]): name for name in names}
+    ahead = [jobs[job] for job in (*queue.running, *queue.ahead())]
+    ran = list[str]()
+    while queue.running:
+        (job,) = queue.running
+        ran.append(jobs[job])
+        queue.leave(job)
+    assert ahead == ran == ["a1", "b4", "c5", "a2", "b6", "a3"]
 
 
-def test_a_full_queue_refuses_and_says_when_to_come_again():
-    queue: JobQueue[int] = JobQueue(3, max_each=2)
-    queue.submit(1, "a")
-    queue.submit(2, "a")
-    with pytest.raises(BusyError, match="2 of them yours") as told:
-        queue.submit(3, "a")
-    assert told.value.wait_s > 0
-    queue.submit(3, "b")
-    with pytest.raises(BusyError, match="full"):
-        queue.submit(4, "b")
+async def test_a_full_queue_refuses_and_says_when_to_come_again():
+    queue = RequestQueue(1, 3, max_each=2)
+    for _ in range(3):  # one runs
+        queue.join("a")
+    with pytest.raises(APIError, match="2 of them yours") as told:
+        queue.join("a")
+    assert told.value.status == 429
+    assert told.value.retry_s > 0
+    queue.join("b")
+    with pytest.raises(APIError, match="full"):
+        queue.join("b")
+    queue.leave(queue.ahead()[0])
+    queue.join("b")
     assert len(queue) == 3
-    queue.cancel(queue.ahead()[0])
-    queue.submit(5, "b")
+
+
+async def test_a_request_cancelled_as_its_turn_comes_passes_the_turn_on():
+    queue = RequestQueue(1, 10)
+    first, second, third = (queue.join(tenant) for tenant in ("a", "a", "b"))
+    await first.turn
+    second.turn.cancel()
+    queue.leave(first)
+    queue.leave(second)
+    await third.turn
+    queue.leave(third)
+    assert not queue.running

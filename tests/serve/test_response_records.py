@@ -8,7 +8,6 @@ import os
 import sqlite3
 import stat
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +18,21 @@ from ragfuse.errors import StoreError
 from ragfuse.serve import response_records
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.response_records import RESPONSES_FILE, ResponseRecords
-from ragfuse.serve.response_schema import ITEMS, InputItem
+from ragfuse.serve.response_schema import INPUT
 from tests.serve.kit import Served, client_of, serving, settings_of
 
 ODD = "caf\u00e9 \U0001f600 \ud800 \x00 'quoted'; DROP TABLE responses"
 
 
-def said(text: str) -> InputItem:
-    (item,) = ITEMS.validate_python([{"role": "user", "content": text}])
-    return item
-
-
 def add(
-    records: ResponseRecords, id: str, previous: str | None = None, salt: str = "s", text: str = ""
+    records: ResponseRecords, id: str, session: str = "", salt: str = "s", text: str = ""
 ) -> None:
-    session = records.session_after(salt, previous, id)
-    records.add(salt, {"id": id, "output": []}, [said(text or f"Said {id}.")], previous, session)
+    messages = INPUT.validate_python(text or f"Said {id}.")
+    records.add(salt, {"id": id}, messages, session or id)
 
 
-def texts(records: ResponseRecords, id: str, salt: str = "s") -> list[Any]:
-    return [item.content[0].text for item in records.conversation(salt, id)]
+def texts(records: ResponseRecords, id: str) -> list[str]:
+    return [message.content[0].text for message in records.get("s", id).messages]
 
 
 def has(records: ResponseRecords, id: str, salt: str = "s") -> bool:
@@ -57,36 +51,16 @@ def records(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     assert (tmp_path / "store").exists() == (request.param == "disk")
 
 
-def test_a_conversation_is_found_from_any_of_its_responses(records: ResponseRecords) -> None:
-    for id, previous in (("a", None), ("b", "a"), ("c", "b"), ("branch", "a")):
-        add(records, id, previous, text=ODD if id == "branch" else "")
-    assert texts(records, "c") == ["Said a.", "Said b.", "Said c."]
-    assert texts(records, "branch") == ["Said a.", ODD]
-    assert records.get("s", "c").session == "a"
-    assert records.get("s", "branch").session == "branch"
-
-
-def test_a_response_that_continues_a_deleted_one_is_not_continued(records: ResponseRecords) -> None:
-    for id, previous in (("a", None), ("b", "a"), ("c", "b")):
-        add(records, id, previous)
-    assert records.get("s", "b").items == (said("Said b."),)
-    assert records.delete("s", "b") is None
-    for call in (records.get, records.conversation, records.delete):
-        with pytest.raises(APIError):
-            call("s", "b")
-    with pytest.raises(APIError):
-        records.conversation("s", "c")
-    assert records.get("s", "c").session == "a"
-    assert (records.delete("s", "c"), records.delete("s", "a")) == (None, "a")
-
-
-def test_a_tenant_has_its_own(records: ResponseRecords) -> None:
-    add(records, "a", salt="blue")
-    for salt in ("red", ""):
-        with pytest.raises(APIError):
-            records.get(salt, "a")
-        assert records.session_after(salt, "a", "mine") == "mine"
-    assert records.session_after("blue", "a", "mine") == "a"
+def test_a_response_is_kept_with_its_conversation_until_it_is_deleted(
+    records: ResponseRecords,
+) -> None:
+    add(records, "a", text=ODD)
+    add(records, "b", "a")
+    assert records.get("s", "a").response == {"id": "a"}
+    assert texts(records, "a") == [ODD]
+    assert records.get("s", "b").session == "a"
+    assert (records.delete("s", "a"), records.delete("s", "b")) == (None, "a")
+    assert not has(records, "a")
 
 
 def test_the_latest_are_kept(records: ResponseRecords, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,23 +85,16 @@ def test_conversations_go_when_their_sessions_do(tmp_path: Path) -> None:
     add(records, "b", "a")
     add(records, "alone")
     now[0] += 50
-    assert texts(records, "b") == ["Said a.", "Said b."]
+    assert has(records, "a")  # as its conversation was continued
     now[0] += 50
-    for id in ("a", "b", "alone"):
-        with pytest.raises(APIError):
-            records.get("s", id)
+    assert not any(has(records, id) for id in ("a", "b", "alone"))
     records.close()
 
 
-def test_two_servers_share_a_folder_and_only_one_goes_on_with_a_session(tmp_path: Path) -> None:
+def test_two_servers_share_a_folder(tmp_path: Path) -> None:
     one, other = (ResponseRecords(Settings(store=tmp_path)) for _ in range(2))
     add(one, "a")
     assert texts(other, "a") == ["Said a."]
-    with ThreadPoolExecutor(8) as pool:
-        given = list(
-            pool.map(lambda n: (one, other)[n % 2].session_after("s", "a", f"n{n}"), range(16))
-        )
-    assert given.count("a") == 1
     assert stat.S_IMODE(os.stat(tmp_path / RESPONSES_FILE).st_mode) == 0o600
     one.close()
     other.close()
@@ -136,17 +103,10 @@ def test_two_servers_share_a_folder_and_only_one_goes_on_with_a_session(tmp_path
 def test_a_damaged_record_is_a_missing_one_and_a_damaged_file_is_set_aside(tmp_path: Path) -> None:
     records = ResponseRecords(Settings(store=tmp_path))
     add(records, "a")
-    add(records, "b", "a")
     with sqlite3.connect(tmp_path / RESPONSES_FILE) as connection:
-        connection.execute(
-            "UPDATE responses SET items = '[{\"type\": \"no such\"}]' WHERE id = 'b'"
-        )
-        connection.execute("UPDATE responses SET previous = 'a' WHERE id = 'a'")  # leads to itself
+        connection.execute("UPDATE turns SET messages = '[{}]'")
     connection.close()
-    with pytest.raises(APIError):
-        records.get("s", "b")
-    with pytest.raises(APIError):
-        records.conversation("s", "a")
+    assert not has(records, "a")
     records.close()
     (tmp_path / RESPONSES_FILE).write_bytes(b"no database" * 1000)
     records = ResponseRecords(Settings(store=tmp_path))

@@ -131,8 +131,9 @@ def test_a_conversation_goes_on_from_any_of_its_responses(client: Client, served
     again = client.respond(given, store=False, extra_body=exact)
     assert again.usage.input_tokens == branch.usage.input_tokens
     assert again.output_text == branch.output_text
-    assert {first.id, branch.id} <= sessions(served)
-    assert not {second.id, third.id, again.id} & sessions(served)
+    assert sessions(served) & {each.id for each in (first, second, third, branch, again)} == {
+        first.id
+    }
 
 
 def test_a_response_is_fetched_and_deleted(client: Client, served: Served) -> None:
@@ -141,8 +142,6 @@ def test_a_response_is_fetched_and_deleted(client: Client, served: Served) -> No
     found = responses.retrieve(made.id)
     assert found.output_text == made.output_text
     assert found.metadata == {"of": "test"}
-    items = responses.input_items.list(made.id).data
-    assert [(item.role, item.content[0].text) for item in items] == [("user", "Who?")]
     assert made.id in sessions(served)
     responses.delete(made.id)
     assert made.id not in sessions(served)

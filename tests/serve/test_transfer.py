@@ -97,7 +97,6 @@ def test_how_an_answer_is_written_is_for_the_other_engine(
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"stream": True}, "stream"),
         ({"n": 2}, "n: 1"),
         ({"session_id": "a"}, "session_id"),
         ({"kv_transfer_params": {"do_remote_prefill": True}}, "do_remote_decode"),

@@ -1,7 +1,7 @@
 """One server, its queue and its tiers, from event to event: a turn comes, is taken, is answered; KV
 is fetched ahead.
 
-The queue is `ragfuse.serve.request_queue.JobQueue`, the policies are `ragfuse.plan`'s. Time is the
+Questions are answered in order of arrival, the policies are `ragfuse.plan`'s. Time is the
 simulation's own. Counting begins after `warm_turns` turns were taken.
 """
 
@@ -11,7 +11,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 from ragfuse_bench.sessions.server import DISK_BPS, PCIE_BPS, Server
@@ -20,9 +20,7 @@ from ragfuse_bench.sessions.trace import Talk, Turn, arrivals
 from ragfuse_bench.sessions.windows import by_arrival, eviction_window, prefetch_window
 
 from ragfuse.plan.evict import rank_named
-from ragfuse.serve.request_queue import Job, JobQueue
 
-UNLIMITED = 10**18
 LOOK_AGAIN = 1 / 8
 """Of the prefetching window: so many jobs must be taken before it is looked through again."""
 TRUNCATED = 0.5
@@ -97,7 +95,7 @@ class Simulation:
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._order = count()
-        self._queue: JobQueue[int] = JobQueue(UNLIMITED)
+        self._queue: deque[int] = deque()  # whose questions wait
         self._tiers = Tiers(
             by_arrival
             if given.policy == "fifo"
@@ -110,7 +108,7 @@ class Simulation:
         self._next = [0] * len(talks)
         self._history = [0] * len(talks)
         self._places: list[deque[int]] = [deque() for _ in talks]
-        self._arrived: list[int] = [0]  # by the job's number: whose it is
+        self._arrived: list[int] = [0]  # by a question's number: whose it is
         self._known = 1
         self._free = given.server.batch
         self._prefilled_s = 0.0
@@ -141,25 +139,23 @@ class Simulation:
 
     def _come(self, talk: int) -> None:
         """A question comes and waits."""
-        job = self._queue.submit(talk, conversation=talk)
+        self._places[talk].append(len(self._arrived))
         self._arrived.append(talk)
-        self._places[talk].append(job.number)
+        self._queue.append(talk)
         self._serve()
         self._look()
 
     def _serve(self) -> None:
         """Take turns while the batch has room."""
-        while self._free and (job := self._queue.take()) is not None:
+        while self._free and self._queue:
             self._free -= 1
-            self._begin(job)
+            self._begin(self._queue.popleft())
 
-    def _done(self, told: tuple[Job[int], int]) -> None:
+    def _done(self, told: tuple[int, int]) -> None:
         """An answer is there: its KV is saved, its conversation goes on, and the next turn is
         taken.
         """
-        job, tokens = told
-        talk, given = job.work, self._given
-        self._queue.done(job)
+        (talk, tokens), given = told, self._given
         self._free += 1
         if given.policy != "none":
             self._tiers.save(talk, int(tokens * given.server.token_bytes), self._now)
@@ -178,11 +174,10 @@ class Simulation:
 
     # what they do
 
-    def _begin(self, job: Job[int]) -> None:
+    def _begin(self, talk: int) -> None:
         """A turn is taken: its KV is found or not, it is prefilled after those before it, and
         decoded in the batch.
         """
-        talk = job.work
         self._places[talk].popleft()
         turn = self._talks[talk][self._next[talk]]
         self._next[talk] += 1
@@ -207,7 +202,7 @@ class Simulation:
             work_s + answer * self._given.server.step_s / self._given.server.batch,
         )
         done_s = first_s + answer * self._given.server.step_s
-        self._at(done_s, self._done, (job, history + question + answer))
+        self._at(done_s, self._done, (talk, history + question + answer))
 
     def _lengths(self, talk: int, turn: Turn) -> tuple[int, int, int]:
         """Tokens of history, question and answer that the window has room for; its earliest half
@@ -276,7 +271,7 @@ class Simulation:
             if self._taken - self._looked_at < window * LOOK_AGAIN and self._waiting > window:
                 return
             self._looked_at = self._taken
-            wanted = self._tiers.wanted([job.conversation for job in self._queue.ahead()[:window]])
+            wanted = self._tiers.wanted([*islice(self._queue, window)])
             self._wanted.extend(talk for talk in wanted if isinstance(talk, int))
         while self._wanted:
             talk = self._wanted.popleft()

@@ -44,23 +44,23 @@ function remove(query) {
   return () => ask(`/v1/ragfuse/entries?${new URLSearchParams(query)}`, { method: "DELETE" });
 }
 
-function tiers(store, usage, live) {
+function tiers(store, live) {
   const { missed = 0 } = live.counts;
   const of = (tier) => live.counts[`hit ${tier}`] || 0;
   const hits = store.tiers.reduce((sum, each) => sum + of(each.name), 0);
   const rows = store.tiers.map((each) => [
     each.name, meter(each.nbytes, each.capacity, `${bytes(each.nbytes)} of ${capacity(each.capacity)}`),
     count(each.entries), count(each.n_tokens), count(each.pinned), share(of(each.name), hits + missed)]);
-  const limit = usage.limits.bytes ? `, of at most ${capacity(usage.limits.bytes)} in a tier` : "";
+  const limit = store.limits.bytes ? `, of at most ${capacity(store.limits.bytes)} in a tier` : "";
   return make("section", { class: "card stack", "aria-label": "Tiers" }, make("h2", {}, "Tiers"),
     table("Tiers", ["tier", "filled by you", "entries", "tokens", "pinned", "hit rate"], rows, [2, 3, 4, 5]),
     make("p", { class: "quiet" }, `Hits: of ${many(hits + missed, "lookup")} since the server started, found in this tier; `
-      + `${count(missed)} were found in none. You keep ${many(usage.texts, "known text")} and ${many(usage.sessions, "conversation")}${limit}.`));
+      + `${count(missed)} were found in none. You keep ${many(store.texts, "known text")} and ${many(store.sessions, "conversation")}${limit}.`));
 }
 
-function sources(usage) {
-  const most = Math.max(1, ...usage.sources.map((each) => each.nbytes));
-  const rows = usage.sources.map((each) => [
+function sources(found) {
+  const most = Math.max(1, ...found.sources.map((each) => each.nbytes));
+  const rows = found.sources.map((each) => [
     each.source || "not from a document",
     meter(each.nbytes, most, bytes(each.nbytes)),
     Object.entries(each.tiers).map(([tier, n]) => `${tier} ${bytes(n)}`).join(", "), count(each.chunks), count(each.hits),
@@ -99,9 +99,9 @@ function schemas(found) {
 
 // `told` says what was just done; it goes when the view is shown again.
 export async function showStore(told = "") {
-  const [store, usage, live, talks, forms] = await Promise.all([
-    ask("/v1/ragfuse/store"), ask("/v1/ragfuse/usage"), ask("/v1/ragfuse/live"),
+  const [store, live, talks, forms] = await Promise.all([
+    ask("/v1/ragfuse/store"), ask("/v1/ragfuse/live"),
     ask("/v1/ragfuse/sessions"), ask("/v1/ragfuse/schemas")]);
   const waiting = store.waiting_to_be_encoded ? make("p", { class: "quiet" }, `${many(store.waiting_to_be_encoded, "run")} of tokens wait to be encoded.`) : null;
-  show(byId("store"), told ? make("p", { role: "status" }, told) : null, waiting, tiers(store, usage, live), sources(usage), sessions(talks), schemas(forms));
+  show(byId("store"), told ? make("p", { role: "status" }, told) : null, waiting, tiers(store, live), sources(store), sessions(talks), schemas(forms));
 }
