@@ -32,6 +32,8 @@ from ragfuse.hf.model import HFModel
 from ragfuse.telemetry.progress import progress
 from ragfuse.types.keys import digest
 
+Chunk = tuple[str, str]
+"""A chunk of a document, (text, source)."""
 REUSE = Method("none", 0.0, "alone")
 LADDER = (
     Method("none", 0.0, "filler"),
@@ -107,9 +109,7 @@ class ChoiceResult:
         return self.outcome == "safe"
 
 
-def make_cases(
-    documents: Sequence[tuple[str, Sequence[str]]], wanted: int, seed: int = 0
-) -> list[Case]:
+def make_cases(chunks: Sequence[Chunk], wanted: int, seed: int = 0) -> list[Case]:
     """Make questions from documents: each asks about a name or a rare word of one of its six
     chunks.
 
@@ -118,19 +118,14 @@ def make_cases(
     chunk is asked about once.
 
     Args:
-        documents: (name, chunks) of each document.
+        chunks: The chunks of all documents.
         wanted: Number of questions.
         seed: Seed of all random choices.
 
     Raises:
-        InputError: The documents have too few chunks.
+        InputError: There are too few chunks.
     """
-    chunks = [
-        (name, text)
-        for name, texts in documents
-        for text in texts
-        if len(text) >= MIN_PASSAGE_CHARS
-    ]
+    chunks = [chunk for chunk in chunks if len(chunk[0]) >= MIN_PASSAGE_CHARS]
     if len(chunks) <= PROMPT_PASSAGES:
         raise InputError(
             f"Wanted documents of at least {PROMPT_PASSAGES + 1} chunks to calibrate with, found"
@@ -138,39 +133,37 @@ def make_cases(
             " RAGFUSE_CHUNK_TOKENS."
         )
     generator = random.Random(seed)
-    seen = Counter(word for _, text in chunks for word in set(words_of(text)))
+    seen = Counter(word for text, _ in chunks for word in set(words_of(text)))
     pool = _pool(chunks, max(POOL_PASSAGES, wanted), generator)
     asked = generator.sample(pool, len(pool))
     cases = []
     for index in range(wanted):
-        name, text = asked[index % len(asked)]
-        same_document = [each for each in pool if each[0] == name and each[1] != text]
-        others = [each for each in pool if each[0] != name] or same_document
+        text, source = asked[index % len(asked)]
+        same_document = [each for each in pool if each[1] == source and each[0] != text]
+        others = [each for each in pool if each[1] != source] or same_document
         mates = generator.sample(same_document, min(len(same_document), PROMPT_PASSAGES // 2))
         rest = [
             each
             for each in generator.sample(others, min(len(others), PROMPT_PASSAGES))
             if each not in mates
         ]
-        chosen = [(name, text), *mates, *rest][:PROMPT_PASSAGES]
+        chosen = [(text, source), *mates, *rest][:PROMPT_PASSAGES]
         generator.shuffle(chosen)
         question = f"What is said about {topics(text, seen)[0]}?"
         cases.append(
-            Case("calibrate", f"{seed}.{index}", question, ("",), tuple(text for _, text in chosen))
+            Case("calibrate", f"{seed}.{index}", question, ("",), tuple(text for text, _ in chosen))
         )
     return cases
 
 
-def _pool(
-    chunks: Sequence[tuple[str, str]], size: int, generator: random.Random
-) -> list[tuple[str, str]]:
-    """Return up to `size` of the (document, text) chunks, up to six of a document at a time, of
+def _pool(chunks: Sequence[Chunk], size: int, generator: random.Random) -> list[Chunk]:
+    """Return up to `size` of the chunks, up to six of a document at a time, of
     documents drawn at random.
     """
-    by_document: dict[str, list[tuple[str, str]]] = {}
+    by_document: dict[str, list[Chunk]] = {}
     for chunk in generator.sample(chunks, len(chunks)):
-        by_document.setdefault(chunk[0], []).append(chunk)
-    pool, left = list[tuple[str, str]](), [*by_document.values()]
+        by_document.setdefault(chunk[1], []).append(chunk)
+    pool, left = list[Chunk](), [*by_document.values()]
     while left and len(pool) < size:
         document = left.pop(0)
         pool += document[:PROMPT_PASSAGES]

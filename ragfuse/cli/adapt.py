@@ -91,12 +91,10 @@ def adapt_model(
 
         adaptation = Adaptation(settings)
     with closing(adaptation):
-        texts = list(
-            split_documents(docs, settings, adaptation.plain.tokenizer, console)[0].items()
-        )
-        folder = (out or default_folder(settings, texts)).expanduser()
+        chunks, _ = split_documents(docs, settings, adaptation.plain.tokenizer, console)
+        folder = (out or default_folder(settings, chunks)).expanduser()
         with console.status("preparing"):
-            trainer = adaptation.prepare(texts, folder, rank)
+            trainer = adaptation.prepare(chunks, folder, rank)
         if trainer.state.global_step:
             say(console, f"Going on at step {trainer.state.global_step:,}.")
         with progress_bar(console, "measuring") as bar, _stopped_by_signal(console) as stop:

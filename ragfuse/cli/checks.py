@@ -91,8 +91,8 @@ def calibrate_model(
     if plot is not None:
         require_plotting()
     with loaded_engine(settings, console) as engine:
-        texts = list(split_documents(docs, settings, engine.model.tokenizer, console)[0].items())
-        result = calibrate_engine(engine, texts, questions, console, settings.model)
+        chunks, _ = split_documents(docs, settings, engine.model.tokenizer, console)
+        result = calibrate_engine(engine, chunks, questions, console, settings.model)
     show_calibration(result, console)
     if plot is not None:
         draw_calibration(result, plot)
@@ -102,7 +102,7 @@ def calibrate_model(
 
 def calibrate_engine(
     engine: Engine,
-    texts: Sequence[tuple[str, Sequence[str]]],
+    chunks: Sequence[tuple[str, str]],
     questions: int,
     console: Console,
     name: str,
@@ -112,7 +112,7 @@ def calibrate_engine(
 
     Args:
         engine: The engine.
-        texts: (name, chunks) of each document.
+        chunks: (text, source) of each chunk of the documents.
         questions: Number of questions to make first.
         console: Where progress is shown.
         name: Name of the model, for messages.
@@ -120,8 +120,8 @@ def calibrate_engine(
     from ragfuse.calibration.calibrate import MORE_QUESTIONS, calibrate, make_cases
 
     cases, more_cases = (
-        make_cases(texts, questions),
-        make_cases(texts, MORE_QUESTIONS * questions, seed=1),
+        make_cases(chunks, questions),
+        make_cases(chunks, MORE_QUESTIONS * questions, seed=1),
     )
     with console.status("verifying") as status:
         verified = engine.runtime.verify(lambda check: status.update(f"verifying: {check}")).passed

@@ -32,8 +32,8 @@ from ragfuse.calibration.methods import Method
 from tests.tiny import CHUNKS, messages
 
 DOCUMENTS = [
-    ("one", [f"{c} {c[::-1]} " * 2 for c in CHUNKS]),
-    ("two", [f"{c[::-1]} {c} end " * 2 for c in CHUNKS]),
+    *((f"{c} {c[::-1]} " * 2, "one") for c in CHUNKS),
+    *((f"{c[::-1]} {c} end " * 2, "two") for c in CHUNKS),
 ]
 
 
@@ -43,7 +43,7 @@ def test_questions_are_made_from_the_documents_and_the_same_each_time():
     assert len({case.question for case in cases}) > 3
     for case in cases:
         assert len(set(case.chunks)) == 6
-        assert set(case.chunks) <= {text for _, texts in DOCUMENTS for text in texts}
+        assert set(case.chunks) <= {text for text, _ in DOCUMENTS}
         topic = case.question.removeprefix("What is said about ").removesuffix("?")
         assert any(topic in chunk for chunk in case.chunks)
 
@@ -51,8 +51,9 @@ def test_questions_are_made_from_the_documents_and_the_same_each_time():
 def test_prompts_share_a_pool_of_chunks_and_each_chunk_is_asked_about_once():
     names = [f"document {number}" for number in range(9)]
     documents = [
-        (name, [f"{name} has a part {i} with words of its own, {name}-{i} " * 3 for i in range(20)])
+        (f"{name} has a part {i} with words of its own, {name}-{i} " * 3, name)
         for name in names
+        for i in range(20)
     ]
     cases = make_cases(documents, 20)
     assert len({chunk for case in cases for chunk in case.chunks}) <= POOL_PASSAGES
