@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from ragfuse.calibration.case import Case
 from ragfuse.calibration.comparison import Row, ask, prefill_speedup
@@ -395,42 +394,6 @@ def advice(
         f" {best.ttft_x:.1f}x faster, and {best.kl_over_reuse:.2f} of plain reuse's distance to"
         " full prefill is left."
     )
-
-
-def show_calibration(result: Mapping[str, Any], console: Console) -> None:
-    """Print the measurements as a table, and the advice."""
-    from ragfuse.calibration.plots import model_in_title
-
-    tokens = f"{result['questions']} questions, {result['tokens']:,.0f} prompt tokens on average"
-    table = Table(title=f"{model_in_title(result['model'])}: {tokens}", box=None)
-    for name in ("policy", "", "TTFT", "KL of reuse's", "95%", "top-1", "n", "outcome"):
-        table.add_column(
-            name,
-            justify="left" if name in ("policy", "outcome") else "right",
-            no_wrap=name != "outcome",
-        )
-    for each in result["tried"]:
-        chosen = (each["policy"], each["ratio"]) == (result["policy"], result["ratio"])
-        outcome = "[bold green]chosen[/]" if chosen else each["outcome"]
-        table.add_row(
-            each["policy"],
-            f"{each['ratio']:.0%}",
-            f"{each['ttft_x']:.1f}x",
-            f"{each['kl_over_reuse']:.2f}",
-            f"{each['low']:.2f}..{each['high']:.2f}",
-            f"{each['top1']:.1%}",
-            f"{each['questions']}",
-            outcome,
-        )
-    console.print(table)
-    console.print(
-        "TTFT: how much faster than full prefill. KL: of plain reuse's; safe is an interval (95%)"
-        f" up to {MAX_KL_OVER_REUSE} and {MIN_AGREEMENT:.0%} of the tokens (top-1). n: questions"
-        " asked, until clearly out.",
-        style="dim",
-        highlight=False,
-    )
-    console.print(f"[bold]{result['advice']}[/]", highlight=False)
 
 
 def draw_calibration(result: Mapping[str, Any], path: Any) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from ragfuse.cli.engine import loaded_engine
 from ragfuse.cli.files import find_files
@@ -86,18 +87,46 @@ def calibrate_model(
     find_files(docs)
     tune_malloc(console)
     with console.status("starting"):
-        from ragfuse.calibration.calibrate import draw_calibration, show_calibration
+        from ragfuse.calibration.calibrate import draw_calibration
         from ragfuse.calibration.plots import require_plotting
     if plot is not None:
         require_plotting()
     with loaded_engine(settings, console) as engine:
         chunks, _ = split_documents(docs, settings, engine.model.tokenizer, console)
         result = calibrate_engine(engine, chunks, questions, console, settings.model)
-    show_calibration(result, console)
+    show_calibration(console, result)
     if plot is not None:
         draw_calibration(result, plot)
         say(console, f"Written: {plot}")
     return result, result["safe"]
+
+
+def show_calibration(console: Console, result: Mapping[str, Any]) -> None:
+    """Print the measurements of a calibration as a table, and its advice."""
+    rows = []
+    for each in result["tried"]:
+        is_chosen = (each["policy"], each["ratio"]) == (result["policy"], result["ratio"])
+        rows.append(
+            {
+                "policy": each["policy"],
+                "ratio": f"{each['ratio']:.0%}",
+                "TTFT": f"{each['ttft_x']:.1f}x",
+                "KL of reuse's": each["kl_over_reuse"],
+                "95%": f"{each['low']:.2f}..{each['high']:.2f}",
+                "top-1": f"{each['top1']:.1%}",
+                "n": each["questions"],
+                "outcome": Text("chosen", "bold green") if is_chosen else each["outcome"],
+            }
+        )
+    show_table(console, rows)
+    say(
+        console,
+        f"{result['questions']} questions, {result['tokens']:,.0f} prompt tokens on average. TTFT:"
+        " how much faster than full prefill. KL: of plain reuse's; safe is an interval (95%) up to"
+        " .25 and 90% of the tokens (top-1). n: questions asked, until clearly out.",
+        "dim",
+    )
+    say(console, result["advice"], "bold")
 
 
 def calibrate_engine(
