@@ -187,10 +187,10 @@ def _encode_on_ray(
     if done.unsaved:
         say(
             console,
-            f"In no shared tier: {counted(done.unsaved, 'chunk')}; run it again, else questions"
-            " compute them.",
+            f"{counted(done.unsaved, 'write')} to shared tiers failed: run it again, else questions"
+            " compute what no tier has.",
         )
-    return {**{name: getattr(done, name) for name in NOTHING}, "ray": done.as_dict()}
+    return done.as_dict()
 
 
 def add_documents(
@@ -237,11 +237,11 @@ def add_documents(
     of_files = f"{counted(len(chunks), 'chunk')} of {counted(n_files, 'file')}"
     say(console, f"{of_files} in '{library.name}'; {done['encoded']:,} encoded now ({figures}).")
     return {
+        **done,
         "files": n_files,
         "skipped": skipped,
         "chunks": len(chunks),
         "left": len(left),
-        **done,
     }
 
 
