@@ -8,7 +8,6 @@ fused. No right answers are needed, so any model and any documents will do.
 
 from __future__ import annotations
 
-import math
 import random
 import re
 import time
@@ -50,10 +49,6 @@ interval).
 """
 MIN_AGREEMENT = 0.9
 """Smallest share of the answer's tokens on which a safe choice and full prefill agree."""
-READABLE_SHARE = 0.75
-"""Largest cross-entropy of the documents, as a share of a uniform guess over the vocabulary. A
-model above it cannot read the documents, so how close its answers stay means nothing.
-"""
 PROMPT_PASSAGES = 6
 MIN_PASSAGE_CHARS = 80
 """Fewest characters of a chunk to make a question from."""
@@ -202,8 +197,7 @@ def calibrate(
         cases: The questions.
         console: Where progress is shown.
         name: Name of the model, for messages.
-        verified: Whether the model passed `verify`. A model that did not, or that predicts the
-            documents hardly better than by chance, is never safe.
+        verified: Whether the model passed `verify`. A model that did not is never safe.
         more_cases: Further questions, which are asked where no choice is safe after `cases` and one
             may still turn out so. That is looked at once: with a look after every question
             something would be called safe by chance.
@@ -231,11 +225,6 @@ def calibrate(
             " with ratio 0.15 is used."
         )
     rows, kept = list[Row](), list(LADDER)
-    nats, chance = (
-        nats_per_token(model, cases),
-        math.log(model.model.config.get_text_config().vocab_size),
-    )
-    flaw = flaw_of(verified, nats, chance)
     try:
         with progress(console) as bar:
             task = bar.add_task("questions", total=len(cases))
@@ -245,7 +234,7 @@ def calibrate(
                 if index == len(cases):
                     tried = curve(rows, kept)
                     close = any(each.kl_over_reuse <= MAX_KL_OVER_REUSE for each in tried)
-                    if flaw or choose(tried) is not None or not close:
+                    if not verified or choose(tried) is not None or not close:
                         break
                     bar.update(task, total=len(cases) + len(more_cases))
                 rows += ask(lab, stopwatch, case, (REUSE, *kept), answers=False)
@@ -257,7 +246,7 @@ def calibrate(
     finally:
         lab.close()
     tried = curve(rows)
-    best = None if flaw else choose(tried)
+    best = choose(tried) if verified else None
     return {
         "safe": best is not None,
         "policy": best.policy if best else "full",
@@ -270,8 +259,7 @@ def calibrate(
         "tried": [
             vars(each) | {"is_safe": each.is_safe, "outcome": each.outcome} for each in tried
         ],
-        "nats_per_token": nats,
-        "advice": advice(name, best, tried, flaw),
+        "advice": advice(name, best, tried, verified),
         "model": name,
         "documents": digest(*(chunk for case in cases for chunk in case.chunks)),
         **circumstances(model.device, torch.get_num_threads()),
@@ -340,48 +328,12 @@ def choose(tried: Sequence[ChoiceResult]) -> ChoiceResult | None:
     )
 
 
-def flaw_of(verified: bool, nats: float, chance: float) -> str:
-    """Return the reason why no choice can be safe; "" if one may be.
-
-    Args:
-        verified: Whether the model passed `verify`.
-        nats: The model's cross-entropy of the documents, in nats per token.
-        chance: The cross-entropy of a uniform guess over the vocabulary.
-    """
-    if not verified:
-        return "verify found that fusing is not exact with it where it must be"
-    if nats > READABLE_SHARE * chance:
-        return (
-            f"it needs {nats:.1f} nats for a token of these documents where a blind guess needs"
-            f" {chance:.1f}: it has learned nothing of them, and its answers mean nothing"
-        )
-    return ""
-
-
-def nats_per_token(model: HFModel, cases: Sequence[Case]) -> float:
-    """Return the model's mean cross-entropy in nats per token, over the first chunks of
-    some cases.
-    """
-    found = []
-    for case in cases[:4]:
-        ids = [*model.bos, *model.tokens(case.chunks[0])]
-        logits = model.score_continuation(model.full_prefill(ids[:1]), ids[1:])
-        found.append(
-            float(
-                torch.nn.functional.cross_entropy(
-                    logits, torch.tensor(ids[1:], device=logits.device)
-                )
-            )
-        )
-    return mean(found)
-
-
 def advice(
-    name: str, best: ChoiceResult | None, tried: Sequence[ChoiceResult], flaw: str = ""
+    name: str, best: ChoiceResult | None, tried: Sequence[ChoiceResult], verified: bool = True
 ) -> str:
     """Return the result of a calibration as one sentence."""
-    if flaw:
-        return f"Do not blend with {name}: {flaw}."
+    if not verified:
+        return f"Do not blend with {name}: verify found that fusing is not exact where it must be."
     if best is None:
         closest = min(tried, key=lambda each: each.kl_over_reuse)
         return (

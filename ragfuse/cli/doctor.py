@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -25,6 +24,7 @@ from rich.text import Text
 from ragfuse.cli.check import CheckResult, guarded
 from ragfuse.cli.options import ENGINE, screen
 from ragfuse.cli.show import counted, say, show_table
+from ragfuse.process.folders import can_be_written
 from ragfuse.settings import Settings
 from ragfuse.types.sizes import capacity_text, size_text
 
@@ -44,8 +44,6 @@ MIN_FREE_MEMORY = 2e9
 MIN_FREE_DISK = 64e6
 """Bytes of free disk space below which the check fails."""
 UNUSABLE_TIER = "start it or repair the connection, or remove it from the setting tiers"
-PROBE_NBYTES = 1 << 20
-"""Bytes of the temporary file that tests whether a folder can be written to."""
 
 
 @screen(*ENGINE)
@@ -135,13 +133,10 @@ def _folders(settings: Settings) -> Iterator[CheckResult]:
         remedy = (
             f"free some space there, give this user the right to write, or {setting}=another folder"
         )
-        found, is_bad = f"{folder} ({size_text(free)} free)", free < MIN_FREE_DISK
-        try:
-            with tempfile.TemporaryFile(dir=existing) as file:
-                file.write(bytes(PROBE_NBYTES))
-        except OSError as error:
-            found, is_bad = f"{found}: {existing}: {error.strerror}", True
-        yield CheckResult(what, "bad" if is_bad else "ok", found, remedy if is_bad else "")
+        found, is_well = f"{folder} ({size_text(free)} free)", free >= MIN_FREE_DISK
+        if not can_be_written(folder):
+            found, is_well = f"{found}: cannot be written", False
+        yield CheckResult(what, "ok" if is_well else "bad", found, "" if is_well else remedy)
 
 
 def _tiers(settings: Settings) -> Iterator[CheckResult]:
