@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,9 @@ from ragfuse.calibration.calibrate import (
     MIN_PASSAGE_CHARS,
     PROMPT_PASSAGES,
     Chunk,
+    passages_with,
     topics,
-    words_of,
+    word_counts,
 )
 from ragfuse.calibration.prompts import PROMPT_TEXTS
 from ragfuse.errors import InputError
@@ -107,7 +107,7 @@ def split_chunks(chunks: Sequence[Chunk], seed: int) -> tuple[list[Chunk], list[
     or a part of one where they are few.
 
     Args:
-        chunks: The chunks, one document after another.
+        chunks: The chunks.
         seed: Seed of the choice.
 
     Raises:
@@ -133,7 +133,7 @@ class DocumentExamples:
     process.
 
     Args:
-        chunks: The chunks of all documents, one document after another.
+        chunks: The chunks of all documents.
         seed: Seed of all choices.
         most: Most questions of a context.
     """
@@ -142,38 +142,21 @@ class DocumentExamples:
         self._chunks = chunks
         self._seed = seed
         self._most = most
-        self._seen = Counter(word for text, _ in self._chunks for word in set(words_of(text)))
+        self._seen = word_counts(chunks)
 
     def example(self, number: int) -> Example:
-        """Return the example of a number: chunks of which about half are neighbours, and questions
-        about them.
+        """Return the example of a number: chunks of which about half are from one document, and
+        questions about them.
         """
         generator = random.Random(f"{self._seed} {number}")
-        chosen = self._choose(generator)
+        about, count = generator.choice(self._chunks), generator.choice(SIZES)
+        chosen = passages_with(about, self._chunks, count, generator)
         asked = list(dict.fromkeys(self._questions([text for text, _ in chosen], generator)))
         template = generator.choice(TEMPLATES)
         texts = tuple(
             template.passage.format(title=_title(source), text=text) for text, source in chosen
         )
         return Example(template, texts, tuple(asked[: self._most]))
-
-    def _choose(self, generator: random.Random) -> list[tuple[str, str]]:
-        count = min(generator.choice(SIZES), len(self._chunks))
-        first = generator.randrange(len(self._chunks))
-        source = self._chunks[first][1]
-        near = [
-            i
-            for i in range(first - 3, first + 4)
-            if 0 <= i < len(self._chunks) and self._chunks[i][1] == source
-        ]
-        near.remove(first)
-        mates = generator.sample(
-            near, min(len(near), count // 2 if generator.random() < 0.7 else 0)
-        )
-        rest = [i for i in range(len(self._chunks)) if i != first and i not in mates]
-        chosen = [first, *mates, *generator.sample(rest, max(0, count - 1 - len(mates)))]
-        generator.shuffle(chosen)
-        return [self._chunks[i] for i in chosen]
 
     def _questions(self, texts: Sequence[str], generator: random.Random) -> Iterator[str]:
         """Yield questions in turn: about one chunk, about a gap in a sentence, and about two

@@ -163,11 +163,3 @@ class Adaptation:
                 " take a mask over them. Take another model; this one is fused without an adapter"
                 " as before."
             )
-
-
-def default_folder(settings: Settings, chunks: Sequence[Chunk]) -> Path:
-    """Return the folder of an adapter that no folder was named for: by its model and its
-    documents.
-    """
-    name, documents = Path(settings.model).name or "model", digest(*(text for text, _ in chunks))
-    return settings.placed().home / "adapters" / f"{name}-{documents[:8]}"

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.functional import kl_div
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -61,11 +62,9 @@ def kl_along(wanted: Tensor, found: Tensor) -> Tensor:
     """Return the mean KL(wanted || found) over A positions in nats, with gradients, from logits [A,
     V].
     """
-    log_wanted, log_found = (
-        torch.log_softmax(wanted.float(), -1),
-        torch.log_softmax(found.float(), -1),
-    )
-    return (log_wanted.exp() * (log_wanted - log_found)).sum(-1).mean()
+    log_wanted = torch.log_softmax(wanted.float(), -1)
+    log_found = torch.log_softmax(found.float(), -1)
+    return kl_div(log_found, log_wanted, reduction="batchmean", log_target=True)
 
 
 def hidden_distance(wanted: Tensor, found: Tensor) -> Tensor:

@@ -56,8 +56,6 @@ POOL_PASSAGES = 24
 """Passages that the prompts are drawn from, unless more questions are wanted. Each stands in about
 five prompts, and is encoded once.
 """
-MORE_QUESTIONS = 2
-"""How many times as many questions are asked again where the first do not decide."""
 MIN_QUESTIONS = 8
 """Questions that every choice is measured on before any is dropped."""
 
@@ -127,27 +125,31 @@ def make_cases(chunks: Sequence[Chunk], wanted: int, seed: int = 0) -> list[Case
             " RAGFUSE_CHUNK_TOKENS."
         )
     generator = random.Random(seed)
-    seen = Counter(word for text, _ in chunks for word in set(words_of(text)))
+    seen = word_counts(chunks)
     pool = _pool(chunks, max(POOL_PASSAGES, wanted), generator)
     asked = generator.sample(pool, len(pool))
     cases = []
     for index in range(wanted):
-        text, source = asked[index % len(asked)]
-        same_document = [each for each in pool if each[1] == source and each[0] != text]
-        others = [each for each in pool if each[1] != source] or same_document
-        mates = generator.sample(same_document, min(len(same_document), PROMPT_PASSAGES // 2))
-        rest = [
-            each
-            for each in generator.sample(others, min(len(others), PROMPT_PASSAGES))
-            if each not in mates
-        ]
-        chosen = [(text, source), *mates, *rest][:PROMPT_PASSAGES]
-        generator.shuffle(chosen)
-        question = f"What is said about {topics(text, seen)[0]}?"
-        cases.append(
-            Case("calibrate", f"{seed}.{index}", question, ("",), tuple(text for text, _ in chosen))
-        )
+        about = asked[index % len(asked)]
+        texts = tuple(text for text, _ in passages_with(about, pool, PROMPT_PASSAGES, generator))
+        question = f"What is said about {topics(about[0], seen)[0]}?"
+        cases.append(Case("calibrate", f"{seed}.{index}", question, ("",), texts))
     return cases
+
+
+def passages_with(
+    about: Chunk, pool: Sequence[Chunk], count: int, generator: random.Random
+) -> list[Chunk]:
+    """Return `count` different chunks in random order, if there are as many: the one that is asked
+    about, and others from a pool, of which about half are from its document.
+    """
+    others = [each for each in dict.fromkeys(pool) if each != about]
+    generator.shuffle(others)
+    mates = [each for each in others if each[1] == about[1]][: count // 2]
+    rest = [each for each in others if each not in mates]
+    chosen = [about, *mates, *rest][:count]
+    generator.shuffle(chosen)
+    return chosen
 
 
 def _pool(chunks: Sequence[Chunk], size: int, generator: random.Random) -> list[Chunk]:
@@ -170,6 +172,11 @@ def words_of(text: str) -> list[str]:
     return re.findall(r"[^\W\d_][\w'-]{2,}", text)
 
 
+def word_counts(chunks: Sequence[Chunk]) -> Mapping[str, int]:
+    """Return in how many chunks each word stands."""
+    return Counter(word for text, _ in chunks for word in set(words_of(text)))
+
+
 def topics(text: str, seen: Mapping[str, int]) -> list[str]:
     """Return what a chunk is about: its names, else its long words, the rarest first.
 
@@ -188,7 +195,6 @@ def calibrate(
     console: Console,
     name: str,
     verified: bool = True,
-    more_cases: Sequence[Case] = (),
 ) -> dict[str, Any]:
     """Measure all policies and ratios of `LADDER`, and choose one.
 
@@ -198,9 +204,6 @@ def calibrate(
         console: Where progress is shown.
         name: Name of the model, for messages.
         verified: Whether the model passed `verify`. A model that did not is never safe.
-        more_cases: Further questions, which are asked where no choice is safe after `cases` and one
-            may still turn out so. That is looked at once: with a look after every question
-            something would be called safe by chance.
 
     Returns:
         A report in plain JSON types: {safe, policy, ratio, kl_over_reuse, seconds, tried, advice,
@@ -230,13 +233,7 @@ def calibrate(
             task = bar.add_task("questions", total=len(cases))
             # unmeasured: first uses cost more
             list(ask(lab, stopwatch, cases[0], (REUSE, *LADDER), answers=False))
-            for index, case in enumerate((*cases, *more_cases)):
-                if index == len(cases):
-                    tried = curve(rows, kept)
-                    close = any(each.kl_over_reuse <= MAX_KL_OVER_REUSE for each in tried)
-                    if not verified or choose(tried) is not None or not close:
-                        break
-                    bar.update(task, total=len(cases) + len(more_cases))
+            for index, case in enumerate(cases):
                 rows += ask(lab, stopwatch, case, (REUSE, *kept), answers=False)
                 if index + 1 >= MIN_QUESTIONS:
                     kept = [method for method in kept if not is_hopeless(rows, method)]
@@ -339,7 +336,8 @@ def advice(
         return (
             f"Do not blend with {name}: the closest, {closest.policy} at {closest.ratio:.0%}, keeps"
             f" up to {closest.high:.2f} of plain reuse's distance to full prefill, and agrees on"
-            f" {closest.top1:.1%} of the tokens; prompts are answered by full prefill."
+            f" {closest.top1:.1%} of the tokens; prompts are answered by full prefill. More"
+            " --questions may decide what is not certain."
         )
     return (
         f"Blend with {name} by {best.policy} at {best.ratio:.0%}: the first token comes"

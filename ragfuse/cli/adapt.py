@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ragfuse.cli.checks import calibrate_engine, show_calibration
+from ragfuse.cli.checks import QUESTIONS, calibrate_engine, show_calibration
 from ragfuse.cli.files import find_files
 from ragfuse.cli.ingest import RESUMES, split_documents
 from ragfuse.cli.options import (
@@ -36,13 +36,9 @@ def adapt_model(
     settings: Settings,
     docs: Documents,
     out: Annotated[
-        Path | None,
-        option(
-            "--out",
-            "Folder of the adapter: a new one, or that of an earlier run.",
-            "a new one in RAGFUSE_HOME",
-        ),
-    ] = None,
+        Path,
+        typer.Option("--out", help="Folder of the adapter: a new one, or that of an earlier run."),
+    ],
     minutes: Annotated[
         float, typer.Option(min=0.01, help="Minutes of training, until nothing is gained any more.")
     ] = 60,
@@ -53,9 +49,6 @@ def adapt_model(
     rank: Annotated[
         int, typer.Option(min=1, help="Rank of the LoRA adapter: how much it can learn.")
     ] = 16,
-    questions: Annotated[
-        int, typer.Option(min=12, help="Questions that calibration asks at the end.")
-    ] = 20,
 ) -> tuple[dict[str, Any], bool]:
     """Train a LoRA adapter that encodes chunks, so that answers over reused chunks come closer to
     full prefill.
@@ -70,20 +63,19 @@ def adapt_model(
 
     find_files(docs)
     tune_malloc(console)
-    if out is not None:
-        from ragfuse.adapt.folder import require_place
+    from ragfuse.adapt.folder import require_place
 
-        require_place(out.expanduser())
+    folder = out.expanduser()
+    require_place(folder)
     prepare_model(settings)
     with console.status("loading the model"):
-        from ragfuse.adapt.run import Adaptation, default_folder
+        from ragfuse.adapt.run import Adaptation
         from ragfuse.engine.engine import Engine
         from ragfuse.models.shipped_profile import ShippedProfile, write_shipped
 
         adaptation = Adaptation(settings)
     with closing(adaptation):
         chunks, _ = split_documents(docs, settings, adaptation.plain.tokenizer, console)
-        folder = (out or default_folder(settings, chunks)).expanduser()
         with console.status("preparing"):
             trainer = adaptation.prepare(chunks, folder, rank)
         if trainer.state.global_step:
@@ -105,7 +97,7 @@ def adapt_model(
         made = counted(step, "step")
         say(console, f"{made}: on held-out documents KL at ratio 0 {fell}.")
         with Engine(settings.model_copy(update={"model": str(folder)})) as engine:
-            calibrated = calibrate_engine(engine, adaptation.held, questions, console, str(folder))
+            calibrated = calibrate_engine(engine, adaptation.held, QUESTIONS, console, str(folder))
         chosen = (calibrated["policy"], calibrated["ratio"]) if calibrated["safe"] else ("", None)
         write_shipped(
             folder, ShippedProfile(adaptation.engine.runtime.encoder.filler_tokens, *chosen)

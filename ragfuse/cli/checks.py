@@ -19,6 +19,9 @@ from ragfuse.settings import Settings
 if TYPE_CHECKING:
     from ragfuse.engine.engine import Engine
 
+QUESTIONS = 20
+"""Questions that calibration asks, unless another number is given."""
+
 
 @screen("dtype", "device", "model_kwargs", "policy", "ratio")
 def verify_model(
@@ -69,11 +72,10 @@ def calibrate_model(
         typer.Option(
             min=12,
             help=(
-                "Number of questions to make from the documents; if they do not decide, twice as"
-                " many more are asked."
+                "Number of questions to make from the documents; more of them decide more surely."
             ),
         ),
-    ] = 20,
+    ] = QUESTIONS,
     plot: Plot = None,
 ) -> tuple[dict[str, Any], bool]:
     """Measure on your documents how close answers stay to full prefill's, and choose the policy and
@@ -88,9 +90,8 @@ def calibrate_model(
     tune_malloc(console)
     with console.status("starting"):
         from ragfuse.calibration.calibrate import draw_calibration
-        from ragfuse.calibration.plots import require_plotting
     if plot is not None:
-        require_plotting()
+        import matplotlib  # noqa: F401 - if it is missing, that is told at once
     with loaded_engine(settings, console) as engine:
         chunks, _ = split_documents(docs, settings, engine.model.tokenizer, console)
         result = calibrate_engine(engine, chunks, questions, console, settings.model)
@@ -142,19 +143,16 @@ def calibrate_engine(
     Args:
         engine: The engine.
         chunks: (text, source) of each chunk of the documents.
-        questions: Number of questions to make first.
+        questions: Number of questions to make.
         console: Where progress is shown.
         name: Name of the model, for messages.
     """
-    from ragfuse.calibration.calibrate import MORE_QUESTIONS, calibrate, make_cases
+    from ragfuse.calibration.calibrate import calibrate, make_cases
 
-    cases, more_cases = (
-        make_cases(chunks, questions),
-        make_cases(chunks, MORE_QUESTIONS * questions, seed=1),
-    )
+    cases = make_cases(chunks, questions)
     with console.status("verifying") as status:
         verified = engine.runtime.verify(lambda check: status.update(f"verifying: {check}")).passed
-    result = calibrate(engine.model, cases, console, name, verified, more_cases)
+    result = calibrate(engine.model, cases, console, name, verified)
     chosen = (result["policy"], result["ratio"]) if result["safe"] else ("", None)
     engine.runtime.learn(engine.runtime.profile.calibrated(result["safe"], *chosen))
     if engine.catalog.file is None:

@@ -91,32 +91,21 @@ def test_the_advice_is_one_sentence_that_says_why():
     assert advice("m", far, [far]).startswith("Blend with m by hkvd at 10%")
 
 
-@pytest.mark.parametrize(
-    ("spread", "asked"), [((0.05, 0.05), 12), ((0.08, 0.32), 36), ((0.5, 0.6), 8)]
-)
-def test_more_questions_are_asked_once_where_the_first_do_not_decide(
-    spread,
-    asked,
-    random_weights,
-    monkeypatch,
-):
+@pytest.mark.parametrize(("share", "asked"), [(0.05, 12), (0.6, 8)])
+def test_asking_ends_where_every_choice_is_out(share, asked, random_weights, monkeypatch):
     """Of one choice the KL is given, as a share of plain reuse's; of all others it is far."""
 
     def given(
         lab: Any, runner: Any, case: Case, methods: Sequence[Method], answers: bool
     ) -> list[Row]:
-        at = int(case.id.rpartition(".")[2]) % 2
-        kls = {method: 1.0 if method == REUSE else 0.9 for method in methods} | {
-            LADDER[-1]: spread[at]
-        }
+        kls = {method: 1.0 if method == REUSE else 0.9 for method in methods} | {LADDER[-1]: share}
         return [row(case.id, each.name, each.ratio or 0.0, kls[each]) for each in methods]
 
     monkeypatch.setattr(module, "ask", given)
     with Engine(random_weights) as engine:
-        first, more = make_cases(DOCUMENTS, 12), make_cases(DOCUMENTS, 24, seed=1)
-        result = calibrate(engine.model, first, Console(quiet=True), "m", True, more)
+        result = calibrate(engine.model, make_cases(DOCUMENTS, 12), Console(quiet=True), "m")
     assert result["questions"] == asked
-    assert result["safe"] is (sum(spread) < 1)
+    assert result["safe"] is (share < 0.25)
 
 
 def test_the_curve_is_worked_out_on_the_same_questions():

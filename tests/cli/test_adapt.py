@@ -63,7 +63,7 @@ def invoke(run: Any, books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(adapt, "calibrate_engine", lambda *given: CALIBRATED)
 
     def invoke(*arguments: object) -> Result:
-        given = ["--docs", books, "--out", tmp_path / "out", "--rank", 2, "--questions", 12]
+        given = ["--docs", books, "--out", tmp_path / "out", "--rank", 2]
         return run("adapt", *given, *arguments)
 
     return invoke
