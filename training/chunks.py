@@ -56,7 +56,10 @@ def main() -> None:
     wiki = wikipedia(chosen.wikipedia)
     source = digest(*(each.read_bytes() for each in (chosen.squad, chosen.wikipedia)))
     adaptation = Adaptation(Settings(model=chosen.model, threads=chosen.threads))
-    examples = DrawnExamples(train, wiki, chosen.seed), DrawnExamples(held, wiki, chosen.seed + 1)
+    examples = (
+        DrawnExamples(train, wiki, chosen.seed).example,
+        DrawnExamples(held, wiki, chosen.seed + 1).example,
+    )
     trainer = adaptation.trainer(*examples, source, chosen.out, chosen.rank, seed=chosen.seed)
 
     def say(done: float) -> None:

@@ -9,26 +9,29 @@ from __future__ import annotations
 
 import random
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from ragfuse.calibration.calibrate import MIN_PASSAGE_CHARS, PROMPT_PASSAGES, topics, words_of
+from ragfuse.calibration.calibrate import (
+    MIN_PASSAGE_CHARS,
+    PROMPT_PASSAGES,
+    Chunk,
+    passages_with,
+    topics,
+    word_counts,
+)
 from ragfuse.calibration.prompts import PROMPT_TEXTS
 from ragfuse.errors import InputError
 
-Documents = Sequence[tuple[str, Sequence[str]]]
-"""(name, chunks) of each document."""
+Examples = Callable[[int], "Example"]
+"""Examples by number: the same number gives the same example in any process."""
 HELD_SHARE = 0.15
 """Share of the chunks that is held out of training."""
 HELD_CHUNKS = PROMPT_PASSAGES + 2
 """Least number of chunks that are held out, so that calibration can ask about them."""
 MIN_CHUNKS = 3 * HELD_CHUNKS
 """Least number of chunks to train on a part of."""
-WHOLE_DOCUMENTS = 5
-"""From so many documents on whole ones are held out, else the last chunks of each."""
 SIZES = (2, 3, 4, 4, 5, 6, 6)
 """Numbers of chunks that contexts have, equally often."""
 ABOUT_ONE = (
@@ -99,49 +102,30 @@ class Example:
     questions: tuple[str, ...]
 
 
-def split_documents(documents: Documents, seed: int) -> tuple[Documents, Documents]:
-    """Return the documents to train on and those that are held out.
-
-    Of five documents or more whole ones are held out, of fewer the last chunks of each.
+def split_chunks(chunks: Sequence[Chunk], seed: int) -> tuple[list[Chunk], list[Chunk]]:
+    """Return the chunks to train on and those that are held out: whole documents, drawn at random,
+    or a part of one where they are few.
 
     Args:
-        documents: The documents.
+        chunks: The chunks.
         seed: Seed of the choice.
 
     Raises:
-        InputError: They have too few chunks.
+        InputError: They are too few.
     """
-    long = [
-        (name, [text for text in texts if len(text) >= MIN_PASSAGE_CHARS])
-        for name, texts in documents
-    ]
-    total = sum(len(texts) for _, texts in long)
-    if total < MIN_CHUNKS:
+    long = [chunk for chunk in chunks if len(chunk[0]) >= MIN_PASSAGE_CHARS]
+    if len(long) < MIN_CHUNKS:
         raise InputError(
-            f"Wanted documents of at least {MIN_CHUNKS} chunks to learn from, found {total}. Give"
-            " more documents, or make smaller chunks with RAGFUSE_CHUNK_TOKENS."
+            f"Wanted documents of at least {MIN_CHUNKS} chunks to learn from, found {len(long)}."
+            " Give more documents, or make smaller chunks with RAGFUSE_CHUNK_TOKENS."
         )
-    wanted = max(HELD_CHUNKS, round(HELD_SHARE * total))
-    sizes = {name: len(texts) for name, texts in long}
-    held = dict.fromkeys(sizes, 0)
-    if len(sizes) >= WHOLE_DOCUMENTS:
-        for name in random.Random(seed).sample(sorted(sizes), len(sizes)):
-            count = sum(held.values())
-            if count < wanted and count + sizes[name] <= total // 2:
-                held[name] = sizes[name]
-    if sum(held.values()) < HELD_CHUNKS:
-        held = {name: -(-size * wanted // total) for name, size in sizes.items()}
-    train = [(name, texts[: len(texts) - held[name]]) for name, texts in long]
-    apart = [(name, texts[len(texts) - held[name] :]) for name, texts in long]
-    return [each for each in train if each[1]], [each for each in apart if each[1]]
-
-
-class NumberedExamples(Protocol):
-    """Examples by number: the same number gives the same example in any process."""
-
-    def example(self, number: int) -> Example:
-        """Return the example of a number."""
-        ...
+    sources = sorted({source for _, source in long})
+    random.Random(seed).shuffle(sources)
+    long.sort(key=lambda chunk: sources.index(chunk[1]))
+    least = max(HELD_CHUNKS, round(HELD_SHARE * len(long)))
+    borders = (at for at in range(least, len(long) // 2 + 1) if long[at - 1][1] != long[at][1])
+    cut = next(borders, least)
+    return long[cut:], long[:cut]
 
 
 class DocumentExamples:
@@ -149,47 +133,30 @@ class DocumentExamples:
     process.
 
     Args:
-        documents: The documents.
+        chunks: The chunks of all documents.
         seed: Seed of all choices.
         most: Most questions of a context.
     """
 
-    def __init__(self, documents: Documents, seed: int, most: int) -> None:
-        self._chunks = [(name, text) for name, texts in documents for text in texts]
+    def __init__(self, chunks: Sequence[Chunk], seed: int, most: int) -> None:
+        self._chunks = chunks
         self._seed = seed
         self._most = most
-        self._seen = Counter(word for _, text in self._chunks for word in set(words_of(text)))
+        self._seen = word_counts(chunks)
 
     def example(self, number: int) -> Example:
-        """Return the example of a number: chunks of which about half are neighbours, and questions
-        about them.
+        """Return the example of a number: chunks of which about half are from one document, and
+        questions about them.
         """
         generator = random.Random(f"{self._seed} {number}")
-        chosen = self._choose(generator)
-        asked = list(dict.fromkeys(self._questions([text for _, text in chosen], generator)))
+        about, count = generator.choice(self._chunks), generator.choice(SIZES)
+        chosen = passages_with(about, self._chunks, count, generator)
+        asked = list(dict.fromkeys(self._questions([text for text, _ in chosen], generator)))
         template = generator.choice(TEMPLATES)
         texts = tuple(
-            template.passage.format(title=_title(name), text=text) for name, text in chosen
+            template.passage.format(title=_title(source), text=text) for text, source in chosen
         )
         return Example(template, texts, tuple(asked[: self._most]))
-
-    def _choose(self, generator: random.Random) -> list[tuple[str, str]]:
-        count = min(generator.choice(SIZES), len(self._chunks))
-        first = generator.randrange(len(self._chunks))
-        name = self._chunks[first][0]
-        near = [
-            i
-            for i in range(first - 3, first + 4)
-            if 0 <= i < len(self._chunks) and self._chunks[i][0] == name
-        ]
-        near.remove(first)
-        mates = generator.sample(
-            near, min(len(near), count // 2 if generator.random() < 0.7 else 0)
-        )
-        rest = [i for i in range(len(self._chunks)) if i != first and i not in mates]
-        chosen = [first, *mates, *generator.sample(rest, max(0, count - 1 - len(mates)))]
-        generator.shuffle(chosen)
-        return [self._chunks[i] for i in chosen]
 
     def _questions(self, texts: Sequence[str], generator: random.Random) -> Iterator[str]:
         """Yield questions in turn: about one chunk, about a gap in a sentence, and about two

@@ -4,14 +4,16 @@ of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from ragfuse.adapt.examples import DocumentExamples, Documents, NumberedExamples, split_documents
+from ragfuse.adapt.examples import DocumentExamples, Examples, split_chunks
 from ragfuse.adapt.folder import AdapterFolder, AdaptRecipe
 from ragfuse.adapt.teacher import Teacher, context_of, prompt_of
 from ragfuse.adapt.trainer import Trainer
+from ragfuse.calibration.calibrate import Chunk
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.engine import Engine
 from ragfuse.errors import InputError, ModelError
@@ -73,38 +75,38 @@ class Adaptation:
         self.engine = Engine(
             self.settings, self.plain, KVStore([MemoryTier(STORE_NBYTES_OF_CHECK, lru)])
         )
-        self.held: Documents = ()
+        self.held: Sequence[Chunk] = ()
 
     def close(self) -> None:
         """Close the engine that makes prompts."""
         self.engine.close(0.0)
 
-    def prepare(self, documents: Documents, out: Path, rank: int) -> Trainer:
+    def prepare(self, chunks: Sequence[Chunk], out: Path, rank: int) -> Trainer:
         """Put an adapter beside the model, and return its trainer, which goes on where an earlier
         one stopped.
 
         Args:
-            documents: (name, chunks) of each document.
+            chunks: The chunks of the documents.
             out: Folder of the adapter.
             rank: Rank of the adapter.
 
         Raises:
-            InputError: The documents have too few chunks, or as `trainer` raises.
+            InputError: There are too few chunks, or as `trainer` raises.
             ModelError: As `trainer` raises.
         """
-        train, self.held = split_documents(documents, SEED)
+        train, self.held = split_chunks(chunks, SEED)
         return self.trainer(
-            DocumentExamples(train, SEED, QUESTIONS),
-            DocumentExamples(self.held, SEED + 1, QUESTIONS),
-            documents_digest(documents),
+            DocumentExamples(train, SEED, QUESTIONS).example,
+            DocumentExamples(self.held, SEED + 1, QUESTIONS).example,
+            digest(*(text for text, _ in chunks)),
             out,
             rank,
         )
 
     def trainer(
         self,
-        train: NumberedExamples,
-        held: NumberedExamples,
+        train: Examples,
+        held: Examples,
         source: str,
         out: Path,
         rank: int,
@@ -143,9 +145,9 @@ class Adaptation:
         return Trainer(branches, adapter, teacher, train, held, folder)
 
     @torch.no_grad()
-    def _require_same(self, branches: BranchModel, examples: NumberedExamples) -> None:
+    def _require_same(self, branches: BranchModel, examples: Examples) -> None:
         """Raise ModelError unless the student's logits are those of the engine at ratio 0."""
-        example = examples.example(0)
+        example = examples(0)
         passages = example.passages[:2]
         prompt = prompt_of(self.engine, example.template, passages, example.questions[0])
         context = context_of(prompt)
@@ -161,16 +163,3 @@ class Adaptation:
                 " take a mask over them. Take another model; this one is fused without an adapter"
                 " as before."
             )
-
-
-def default_folder(settings: Settings, documents: Documents) -> Path:
-    """Return the folder of an adapter that no folder was named for: by its model and its
-    documents.
-    """
-    name = Path(settings.model).name or "model"
-    return settings.placed().home / "adapters" / f"{name}-{documents_digest(documents)[:8]}"
-
-
-def documents_digest(documents: Documents) -> str:
-    """Return the digest of all chunks of some documents."""
-    return digest(*(chunk for _, chunks in documents for chunk in chunks))

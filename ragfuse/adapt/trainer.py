@@ -19,10 +19,11 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.functional import kl_div
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from ragfuse.adapt.examples import NumberedExamples
+from ragfuse.adapt.examples import Examples
 from ragfuse.adapt.folder import STATE_FILE, AdapterFolder
 from ragfuse.adapt.teacher import Lesson, Teacher
 from ragfuse.hf.branches import BranchModel
@@ -61,11 +62,9 @@ def kl_along(wanted: Tensor, found: Tensor) -> Tensor:
     """Return the mean KL(wanted || found) over A positions in nats, with gradients, from logits [A,
     V].
     """
-    log_wanted, log_found = (
-        torch.log_softmax(wanted.float(), -1),
-        torch.log_softmax(found.float(), -1),
-    )
-    return (log_wanted.exp() * (log_wanted - log_found)).sum(-1).mean()
+    log_wanted = torch.log_softmax(wanted.float(), -1)
+    log_found = torch.log_softmax(found.float(), -1)
+    return kl_div(log_found, log_wanted, reduction="batchmean", log_target=True)
 
 
 def hidden_distance(wanted: Tensor, found: Tensor) -> Tensor:
@@ -105,8 +104,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         model: BranchModel,
         adapter: LoraAdapter,
         teacher: Teacher,
-        train: NumberedExamples,
-        held: NumberedExamples,
+        train: Examples,
+        held: Examples,
         folder: AdapterFolder,
     ) -> None:
         self._branches = model
@@ -205,7 +204,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Return the loss of the example of a number."""
         model.eval()
         number = inputs["number"]
-        lesson = self._teacher.lesson(str(number), self._train.example(number), self._layers)
+        lesson = self._teacher.lesson(str(number), self._train(number), self._layers)
         found = self._branches.blockwise(lesson.context, lesson.branches, self._layers)
         return (
             kl_along(lesson.states.logits, found.logits)
@@ -218,7 +217,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Measure the weights on held-out documents."""
         self.model.eval()
         self._held_lessons = self._held_lessons or [
-            self._teacher.lesson(f"held {number}", self._held.example(number))
+            self._teacher.lesson(f"held {number}", self._held(number))
             for number in range(HELD_EXAMPLES)
         ]
         distances = [

@@ -8,7 +8,6 @@ fused. No right answers are needed, so any model and any documents will do.
 
 from __future__ import annotations
 
-import math
 import random
 import re
 import time
@@ -20,7 +19,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from ragfuse.calibration.case import Case
 from ragfuse.calibration.comparison import Row, ask, prefill_speedup
@@ -32,6 +30,8 @@ from ragfuse.hf.model import HFModel
 from ragfuse.telemetry.progress import progress
 from ragfuse.types.keys import digest
 
+Chunk = tuple[str, str]
+"""A chunk of a document, (text, source)."""
 REUSE = Method("none", 0.0, "alone")
 LADDER = (
     Method("none", 0.0, "filler"),
@@ -49,10 +49,6 @@ interval).
 """
 MIN_AGREEMENT = 0.9
 """Smallest share of the answer's tokens on which a safe choice and full prefill agree."""
-READABLE_SHARE = 0.75
-"""Largest cross-entropy of the documents, as a share of a uniform guess over the vocabulary. A
-model above it cannot read the documents, so how close its answers stay means nothing.
-"""
 PROMPT_PASSAGES = 6
 MIN_PASSAGE_CHARS = 80
 """Fewest characters of a chunk to make a question from."""
@@ -60,8 +56,6 @@ POOL_PASSAGES = 24
 """Passages that the prompts are drawn from, unless more questions are wanted. Each stands in about
 five prompts, and is encoded once.
 """
-MORE_QUESTIONS = 2
-"""How many times as many questions are asked again where the first do not decide."""
 MIN_QUESTIONS = 8
 """Questions that every choice is measured on before any is dropped."""
 
@@ -107,9 +101,7 @@ class ChoiceResult:
         return self.outcome == "safe"
 
 
-def make_cases(
-    documents: Sequence[tuple[str, Sequence[str]]], wanted: int, seed: int = 0
-) -> list[Case]:
+def make_cases(chunks: Sequence[Chunk], wanted: int, seed: int = 0) -> list[Case]:
     """Make questions from documents: each asks about a name or a rare word of one of its six
     chunks.
 
@@ -118,19 +110,14 @@ def make_cases(
     chunk is asked about once.
 
     Args:
-        documents: (name, chunks) of each document.
+        chunks: The chunks of all documents.
         wanted: Number of questions.
         seed: Seed of all random choices.
 
     Raises:
-        InputError: The documents have too few chunks.
+        InputError: There are too few chunks.
     """
-    chunks = [
-        (name, text)
-        for name, texts in documents
-        for text in texts
-        if len(text) >= MIN_PASSAGE_CHARS
-    ]
+    chunks = [chunk for chunk in chunks if len(chunk[0]) >= MIN_PASSAGE_CHARS]
     if len(chunks) <= PROMPT_PASSAGES:
         raise InputError(
             f"Wanted documents of at least {PROMPT_PASSAGES + 1} chunks to calibrate with, found"
@@ -138,39 +125,41 @@ def make_cases(
             " RAGFUSE_CHUNK_TOKENS."
         )
     generator = random.Random(seed)
-    seen = Counter(word for _, text in chunks for word in set(words_of(text)))
+    seen = word_counts(chunks)
     pool = _pool(chunks, max(POOL_PASSAGES, wanted), generator)
     asked = generator.sample(pool, len(pool))
     cases = []
     for index in range(wanted):
-        name, text = asked[index % len(asked)]
-        same_document = [each for each in pool if each[0] == name and each[1] != text]
-        others = [each for each in pool if each[0] != name] or same_document
-        mates = generator.sample(same_document, min(len(same_document), PROMPT_PASSAGES // 2))
-        rest = [
-            each
-            for each in generator.sample(others, min(len(others), PROMPT_PASSAGES))
-            if each not in mates
-        ]
-        chosen = [(name, text), *mates, *rest][:PROMPT_PASSAGES]
-        generator.shuffle(chosen)
-        question = f"What is said about {topics(text, seen)[0]}?"
-        cases.append(
-            Case("calibrate", f"{seed}.{index}", question, ("",), tuple(text for _, text in chosen))
-        )
+        about = asked[index % len(asked)]
+        texts = tuple(text for text, _ in passages_with(about, pool, PROMPT_PASSAGES, generator))
+        question = f"What is said about {topics(about[0], seen)[0]}?"
+        cases.append(Case("calibrate", f"{seed}.{index}", question, ("",), texts))
     return cases
 
 
-def _pool(
-    chunks: Sequence[tuple[str, str]], size: int, generator: random.Random
-) -> list[tuple[str, str]]:
-    """Return up to `size` of the (document, text) chunks, up to six of a document at a time, of
+def passages_with(
+    about: Chunk, pool: Sequence[Chunk], count: int, generator: random.Random
+) -> list[Chunk]:
+    """Return `count` different chunks in random order, if there are as many: the one that is asked
+    about, and others from a pool, of which about half are from its document.
+    """
+    others = [each for each in dict.fromkeys(pool) if each != about]
+    generator.shuffle(others)
+    mates = [each for each in others if each[1] == about[1]][: count // 2]
+    rest = [each for each in others if each not in mates]
+    chosen = [about, *mates, *rest][:count]
+    generator.shuffle(chosen)
+    return chosen
+
+
+def _pool(chunks: Sequence[Chunk], size: int, generator: random.Random) -> list[Chunk]:
+    """Return up to `size` of the chunks, up to six of a document at a time, of
     documents drawn at random.
     """
-    by_document: dict[str, list[tuple[str, str]]] = {}
+    by_document: dict[str, list[Chunk]] = {}
     for chunk in generator.sample(chunks, len(chunks)):
-        by_document.setdefault(chunk[0], []).append(chunk)
-    pool, left = list[tuple[str, str]](), [*by_document.values()]
+        by_document.setdefault(chunk[1], []).append(chunk)
+    pool, left = list[Chunk](), [*by_document.values()]
     while left and len(pool) < size:
         document = left.pop(0)
         pool += document[:PROMPT_PASSAGES]
@@ -181,6 +170,11 @@ def _pool(
 def words_of(text: str) -> list[str]:
     """Return the words of a text that have three letters or more, in order."""
     return re.findall(r"[^\W\d_][\w'-]{2,}", text)
+
+
+def word_counts(chunks: Sequence[Chunk]) -> Mapping[str, int]:
+    """Return in how many chunks each word stands."""
+    return Counter(word for text, _ in chunks for word in set(words_of(text)))
 
 
 def topics(text: str, seen: Mapping[str, int]) -> list[str]:
@@ -201,7 +195,6 @@ def calibrate(
     console: Console,
     name: str,
     verified: bool = True,
-    more_cases: Sequence[Case] = (),
 ) -> dict[str, Any]:
     """Measure all policies and ratios of `LADDER`, and choose one.
 
@@ -210,11 +203,7 @@ def calibrate(
         cases: The questions.
         console: Where progress is shown.
         name: Name of the model, for messages.
-        verified: Whether the model passed `verify`. A model that did not, or that predicts the
-            documents hardly better than by chance, is never safe.
-        more_cases: Further questions, which are asked where no choice is safe after `cases` and one
-            may still turn out so. That is looked at once: with a look after every question
-            something would be called safe by chance.
+        verified: Whether the model passed `verify`. A model that did not is never safe.
 
     Returns:
         A report in plain JSON types: {safe, policy, ratio, kl_over_reuse, seconds, tried, advice,
@@ -239,23 +228,12 @@ def calibrate(
             " with ratio 0.15 is used."
         )
     rows, kept = list[Row](), list(LADDER)
-    nats, chance = (
-        nats_per_token(model, cases),
-        math.log(model.model.config.get_text_config().vocab_size),
-    )
-    flaw = flaw_of(verified, nats, chance)
     try:
         with progress(console) as bar:
             task = bar.add_task("questions", total=len(cases))
             # unmeasured: first uses cost more
             list(ask(lab, stopwatch, cases[0], (REUSE, *LADDER), answers=False))
-            for index, case in enumerate((*cases, *more_cases)):
-                if index == len(cases):
-                    tried = curve(rows, kept)
-                    close = any(each.kl_over_reuse <= MAX_KL_OVER_REUSE for each in tried)
-                    if flaw or choose(tried) is not None or not close:
-                        break
-                    bar.update(task, total=len(cases) + len(more_cases))
+            for index, case in enumerate(cases):
                 rows += ask(lab, stopwatch, case, (REUSE, *kept), answers=False)
                 if index + 1 >= MIN_QUESTIONS:
                     kept = [method for method in kept if not is_hopeless(rows, method)]
@@ -265,7 +243,7 @@ def calibrate(
     finally:
         lab.close()
     tried = curve(rows)
-    best = None if flaw else choose(tried)
+    best = choose(tried) if verified else None
     return {
         "safe": best is not None,
         "policy": best.policy if best else "full",
@@ -278,8 +256,7 @@ def calibrate(
         "tried": [
             vars(each) | {"is_safe": each.is_safe, "outcome": each.outcome} for each in tried
         ],
-        "nats_per_token": nats,
-        "advice": advice(name, best, tried, flaw),
+        "advice": advice(name, best, tried, verified),
         "model": name,
         "documents": digest(*(chunk for case in cases for chunk in case.chunks)),
         **circumstances(model.device, torch.get_num_threads()),
@@ -348,96 +325,25 @@ def choose(tried: Sequence[ChoiceResult]) -> ChoiceResult | None:
     )
 
 
-def flaw_of(verified: bool, nats: float, chance: float) -> str:
-    """Return the reason why no choice can be safe; "" if one may be.
-
-    Args:
-        verified: Whether the model passed `verify`.
-        nats: The model's cross-entropy of the documents, in nats per token.
-        chance: The cross-entropy of a uniform guess over the vocabulary.
-    """
-    if not verified:
-        return "verify found that fusing is not exact with it where it must be"
-    if nats > READABLE_SHARE * chance:
-        return (
-            f"it needs {nats:.1f} nats for a token of these documents where a blind guess needs"
-            f" {chance:.1f}: it has learned nothing of them, and its answers mean nothing"
-        )
-    return ""
-
-
-def nats_per_token(model: HFModel, cases: Sequence[Case]) -> float:
-    """Return the model's mean cross-entropy in nats per token, over the first chunks of
-    some cases.
-    """
-    found = []
-    for case in cases[:4]:
-        ids = [*model.bos, *model.tokens(case.chunks[0])]
-        logits = model.score_continuation(model.full_prefill(ids[:1]), ids[1:])
-        found.append(
-            float(
-                torch.nn.functional.cross_entropy(
-                    logits, torch.tensor(ids[1:], device=logits.device)
-                )
-            )
-        )
-    return mean(found)
-
-
 def advice(
-    name: str, best: ChoiceResult | None, tried: Sequence[ChoiceResult], flaw: str = ""
+    name: str, best: ChoiceResult | None, tried: Sequence[ChoiceResult], verified: bool = True
 ) -> str:
     """Return the result of a calibration as one sentence."""
-    if flaw:
-        return f"Do not blend with {name}: {flaw}."
+    if not verified:
+        return f"Do not blend with {name}: verify found that fusing is not exact where it must be."
     if best is None:
         closest = min(tried, key=lambda each: each.kl_over_reuse)
         return (
             f"Do not blend with {name}: the closest, {closest.policy} at {closest.ratio:.0%}, keeps"
             f" up to {closest.high:.2f} of plain reuse's distance to full prefill, and agrees on"
-            f" {closest.top1:.1%} of the tokens; prompts are answered by full prefill."
+            f" {closest.top1:.1%} of the tokens; prompts are answered by full prefill. More"
+            " --questions may decide what is not certain."
         )
     return (
         f"Blend with {name} by {best.policy} at {best.ratio:.0%}: the first token comes"
         f" {best.ttft_x:.1f}x faster, and {best.kl_over_reuse:.2f} of plain reuse's distance to"
         " full prefill is left."
     )
-
-
-def show_calibration(result: Mapping[str, Any], console: Console) -> None:
-    """Print the measurements as a table, and the advice."""
-    from ragfuse.calibration.plots import model_in_title
-
-    tokens = f"{result['questions']} questions, {result['tokens']:,.0f} prompt tokens on average"
-    table = Table(title=f"{model_in_title(result['model'])}: {tokens}", box=None)
-    for name in ("policy", "", "TTFT", "KL of reuse's", "95%", "top-1", "n", "outcome"):
-        table.add_column(
-            name,
-            justify="left" if name in ("policy", "outcome") else "right",
-            no_wrap=name != "outcome",
-        )
-    for each in result["tried"]:
-        chosen = (each["policy"], each["ratio"]) == (result["policy"], result["ratio"])
-        outcome = "[bold green]chosen[/]" if chosen else each["outcome"]
-        table.add_row(
-            each["policy"],
-            f"{each['ratio']:.0%}",
-            f"{each['ttft_x']:.1f}x",
-            f"{each['kl_over_reuse']:.2f}",
-            f"{each['low']:.2f}..{each['high']:.2f}",
-            f"{each['top1']:.1%}",
-            f"{each['questions']}",
-            outcome,
-        )
-    console.print(table)
-    console.print(
-        "TTFT: how much faster than full prefill. KL: of plain reuse's; safe is an interval (95%)"
-        f" up to {MAX_KL_OVER_REUSE} and {MIN_AGREEMENT:.0%} of the tokens (top-1). n: questions"
-        " asked, until clearly out.",
-        style="dim",
-        highlight=False,
-    )
-    console.print(f"[bold]{result['advice']}[/]", highlight=False)
 
 
 def draw_calibration(result: Mapping[str, Any], path: Any) -> None:

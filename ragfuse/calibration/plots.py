@@ -4,19 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-from ragfuse.errors import SettingsError
-
-
-def require_plotting() -> None:
-    """Raise SettingsError where matplotlib is not installed."""
-    if find_spec("matplotlib") is None:
-        raise SettingsError(
-            "--plot needs matplotlib, which is not installed: pip install matplotlib"
-        )
 
 
 def model_in_title(model: str) -> str:

@@ -16,16 +16,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ragfuse.cli.checks import calibrate_engine
+from ragfuse.cli.checks import QUESTIONS, calibrate_engine, show_calibration
 from ragfuse.cli.files import find_files
 from ragfuse.cli.ingest import RESUMES, split_documents
 from ragfuse.cli.options import (
     ENGINE,
     Documents,
-    Plot,
     option,
     prepare_model,
-    require_writable,
     screen,
 )
 from ragfuse.cli.show import counted, progress_bar, say
@@ -38,13 +36,9 @@ def adapt_model(
     settings: Settings,
     docs: Documents,
     out: Annotated[
-        Path | None,
-        option(
-            "--out",
-            "Folder of the adapter: a new one, or that of an earlier run.",
-            "a new one in RAGFUSE_HOME",
-        ),
-    ] = None,
+        Path,
+        typer.Option("--out", help="Folder of the adapter: a new one, or that of an earlier run."),
+    ],
     minutes: Annotated[
         float, typer.Option(min=0.01, help="Minutes of training, until nothing is gained any more.")
     ] = 60,
@@ -55,10 +49,6 @@ def adapt_model(
     rank: Annotated[
         int, typer.Option(min=1, help="Rank of the LoRA adapter: how much it can learn.")
     ] = 16,
-    questions: Annotated[
-        int, typer.Option(min=12, help="Questions that calibration asks at the end.")
-    ] = 20,
-    plot: Plot = None,
 ) -> tuple[dict[str, Any], bool]:
     """Train a LoRA adapter that encodes chunks, so that answers over reused chunks come closer to
     full prefill.
@@ -69,34 +59,25 @@ def adapt_model(
     the end the model is verified and calibrated with its adapter; give its folder as --model from
     then on. Exit status 1 if no policy and ratio is safe with it.
     """
-    from ragfuse.calibration.plots import require_plotting
     from ragfuse.calibration.runner import tune_malloc
 
-    require_writable(plot)
-    if plot is not None:
-        require_plotting()
     find_files(docs)
     tune_malloc(console)
-    if out is not None:
-        from ragfuse.adapt.folder import require_place
+    from ragfuse.adapt.folder import require_place
 
-        require_place(out.expanduser())
+    folder = out.expanduser()
+    require_place(folder)
     prepare_model(settings)
     with console.status("loading the model"):
-        from ragfuse.adapt.picture import draw_training
-        from ragfuse.adapt.run import Adaptation, default_folder
-        from ragfuse.calibration.calibrate import show_calibration
+        from ragfuse.adapt.run import Adaptation
         from ragfuse.engine.engine import Engine
         from ragfuse.models.shipped_profile import ShippedProfile, write_shipped
 
         adaptation = Adaptation(settings)
     with closing(adaptation):
-        texts = list(
-            split_documents(docs, settings, adaptation.plain.tokenizer, console)[0].items()
-        )
-        folder = (out or default_folder(settings, texts)).expanduser()
+        chunks, _ = split_documents(docs, settings, adaptation.plain.tokenizer, console)
         with console.status("preparing"):
-            trainer = adaptation.prepare(texts, folder, rank)
+            trainer = adaptation.prepare(chunks, folder, rank)
         if trainer.state.global_step:
             say(console, f"Going on at step {trainer.state.global_step:,}.")
         with progress_bar(console, "measuring") as bar, _stopped_by_signal(console) as stop:
@@ -115,16 +96,13 @@ def adapt_model(
         fell = f"fell from {found[0]['kl']:.3f} to {best['kl']:.3f}, at step {best['step']:,}"
         made = counted(step, "step")
         say(console, f"{made}: on held-out documents KL at ratio 0 {fell}.")
-        if plot is not None:
-            draw_training(found, plot)
-            say(console, f"Written: {plot}")
         with Engine(settings.model_copy(update={"model": str(folder)})) as engine:
-            calibrated = calibrate_engine(engine, adaptation.held, questions, console, str(folder))
+            calibrated = calibrate_engine(engine, adaptation.held, QUESTIONS, console, str(folder))
         chosen = (calibrated["policy"], calibrated["ratio"]) if calibrated["safe"] else ("", None)
         write_shipped(
             folder, ShippedProfile(adaptation.engine.runtime.encoder.filler_tokens, *chosen)
         )
-    show_calibration(calibrated, console)
+    show_calibration(console, calibrated)
     say(console, f"Use it: ragfuse ask --model {shlex.quote(str(folder))} ...")
     result = {
         "folder": str(folder),

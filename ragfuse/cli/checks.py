@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from ragfuse.cli.engine import loaded_engine
 from ragfuse.cli.files import find_files
@@ -17,6 +18,9 @@ from ragfuse.settings import Settings
 
 if TYPE_CHECKING:
     from ragfuse.engine.engine import Engine
+
+QUESTIONS = 20
+"""Questions that calibration asks, unless another number is given."""
 
 
 @screen("dtype", "device", "model_kwargs", "policy", "ratio")
@@ -68,11 +72,10 @@ def calibrate_model(
         typer.Option(
             min=12,
             help=(
-                "Number of questions to make from the documents; if they do not decide, twice as"
-                " many more are asked."
+                "Number of questions to make from the documents; more of them decide more surely."
             ),
         ),
-    ] = 20,
+    ] = QUESTIONS,
     plot: Plot = None,
 ) -> tuple[dict[str, Any], bool]:
     """Measure on your documents how close answers stay to full prefill's, and choose the policy and
@@ -86,23 +89,50 @@ def calibrate_model(
     find_files(docs)
     tune_malloc(console)
     with console.status("starting"):
-        from ragfuse.calibration.calibrate import draw_calibration, show_calibration
-        from ragfuse.calibration.plots import require_plotting
+        from ragfuse.calibration.calibrate import draw_calibration
     if plot is not None:
-        require_plotting()
+        import matplotlib  # noqa: F401 - if it is missing, that is told at once
     with loaded_engine(settings, console) as engine:
-        texts = list(split_documents(docs, settings, engine.model.tokenizer, console)[0].items())
-        result = calibrate_engine(engine, texts, questions, console, settings.model)
-    show_calibration(result, console)
+        chunks, _ = split_documents(docs, settings, engine.model.tokenizer, console)
+        result = calibrate_engine(engine, chunks, questions, console, settings.model)
+    show_calibration(console, result)
     if plot is not None:
         draw_calibration(result, plot)
         say(console, f"Written: {plot}")
     return result, result["safe"]
 
 
+def show_calibration(console: Console, result: Mapping[str, Any]) -> None:
+    """Print the measurements of a calibration as a table, and its advice."""
+    rows = []
+    for each in result["tried"]:
+        is_chosen = (each["policy"], each["ratio"]) == (result["policy"], result["ratio"])
+        rows.append(
+            {
+                "policy": each["policy"],
+                "ratio": f"{each['ratio']:.0%}",
+                "TTFT": f"{each['ttft_x']:.1f}x",
+                "KL of reuse's": each["kl_over_reuse"],
+                "95%": f"{each['low']:.2f}..{each['high']:.2f}",
+                "top-1": f"{each['top1']:.1%}",
+                "n": each["questions"],
+                "outcome": Text("chosen", "bold green") if is_chosen else each["outcome"],
+            }
+        )
+    show_table(console, rows)
+    say(
+        console,
+        f"{result['questions']} questions, {result['tokens']:,.0f} prompt tokens on average. TTFT:"
+        " how much faster than full prefill. KL: of plain reuse's; safe is an interval (95%) up to"
+        " .25 and 90% of the tokens (top-1). n: questions asked, until clearly out.",
+        "dim",
+    )
+    say(console, result["advice"], "bold")
+
+
 def calibrate_engine(
     engine: Engine,
-    texts: Sequence[tuple[str, Sequence[str]]],
+    chunks: Sequence[tuple[str, str]],
     questions: int,
     console: Console,
     name: str,
@@ -112,20 +142,17 @@ def calibrate_engine(
 
     Args:
         engine: The engine.
-        texts: (name, chunks) of each document.
-        questions: Number of questions to make first.
+        chunks: (text, source) of each chunk of the documents.
+        questions: Number of questions to make.
         console: Where progress is shown.
         name: Name of the model, for messages.
     """
-    from ragfuse.calibration.calibrate import MORE_QUESTIONS, calibrate, make_cases
+    from ragfuse.calibration.calibrate import calibrate, make_cases
 
-    cases, more_cases = (
-        make_cases(texts, questions),
-        make_cases(texts, MORE_QUESTIONS * questions, seed=1),
-    )
+    cases = make_cases(chunks, questions)
     with console.status("verifying") as status:
         verified = engine.runtime.verify(lambda check: status.update(f"verifying: {check}")).passed
-    result = calibrate(engine.model, cases, console, name, verified, more_cases)
+    result = calibrate(engine.model, cases, console, name, verified)
     chosen = (result["policy"], result["ratio"]) if result["safe"] else ("", None)
     engine.runtime.learn(engine.runtime.profile.calibrated(result["safe"], *chosen))
     if engine.catalog.file is None:

@@ -9,12 +9,10 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -26,7 +24,7 @@ from rich.text import Text
 from ragfuse.cli.check import CheckResult, guarded
 from ragfuse.cli.options import ENGINE, screen
 from ragfuse.cli.show import counted, say, show_table
-from ragfuse.errors import StoreError
+from ragfuse.process.folders import can_be_written
 from ragfuse.settings import Settings
 from ragfuse.types.sizes import capacity_text, size_text
 
@@ -45,11 +43,7 @@ MIN_FREE_MEMORY = 2e9
 """Bytes of free memory below which the check fails."""
 MIN_FREE_DISK = 64e6
 """Bytes of free disk space below which the check fails."""
-N_READ = 4
-"""Entries of a tier that are read as a test, those used last."""
 UNUSABLE_TIER = "start it or repair the connection, or remove it from the setting tiers"
-PROBE_NBYTES = 1 << 20
-"""Bytes of the temporary file that tests whether a folder can be written to."""
 
 
 @screen(*ENGINE)
@@ -139,59 +133,33 @@ def _folders(settings: Settings) -> Iterator[CheckResult]:
         remedy = (
             f"free some space there, give this user the right to write, or {setting}=another folder"
         )
-        found, is_bad = f"{folder} ({size_text(free)} free)", free < MIN_FREE_DISK
-        try:
-            with tempfile.TemporaryFile(dir=existing) as file:
-                file.write(bytes(PROBE_NBYTES))
-        except OSError as error:
-            found, is_bad = f"{found}: {existing}: {error.strerror}", True
-        yield CheckResult(what, "bad" if is_bad else "ok", found, remedy if is_bad else "")
+        found, is_well = f"{folder} ({size_text(free)} free)", free >= MIN_FREE_DISK
+        if not can_be_written(folder):
+            found, is_well = f"{found}: cannot be written", False
+        yield CheckResult(what, "ok" if is_well else "bad", found, "" if is_well else remedy)
 
 
 def _tiers(settings: Settings) -> Iterator[CheckResult]:
-    """Check each tier that outlives a process: whether it answers, and what it holds. No folder is
-    created.
-    """
-    from ragfuse.plan.evict import lru
-    from ragfuse.store import KVStore, open_tier
-    from ragfuse.store.factory import free_name, kept_places
+    """Check each tier that outlives a process: whether it answers, and what it holds."""
+    from ragfuse.store import open_store
+    from ragfuse.store.factory import kept_places
+    from ragfuse.store.tier import totals
     from ragfuse.store.urls import shown
 
-    settings, names = settings.placed(), list[str]()
-    for url, own in kept_places(settings):
-        where, path = shown(url), url.removeprefix("file://")
-        if "://" not in path and not Path(path).exists():
-            names.append(free_name("disk" if path == url else "objects", names))
-            yield CheckResult(f"tier {names[-1]}", "ok", f"{where} is made when KV is saved")
-            continue
-        try:
-            store = KVStore([open_tier(url, own, lru, names)])
-        except StoreError as error:
-            yield CheckResult(f"tier {where}", "bad", str(error), UNUSABLE_TIER)
-            continue
-        with store:
-            tier, entries = store.tiers[0], store.entries()
-            names.append(tier.name)
-            sample = sorted(entries, key=lambda entry: entry.last_used)[-N_READ:]
-            for entry in sample:
-                store.read_layers(entry.key, 0, entry.n_layers)
-            corrupt, answers = tier.counts["corrupt"], tier.answers
-        size = size_text(sum(entry.nbytes for entry in entries))
-        found = (
-            f"answers: {counted(len(entries), 'entry', 'entries')}, {size} of"
-            f" {capacity_text(tier.capacity)} ({where})"
-        )
-        if sample:
-            found += f"; of {len(sample)} read as a test, {corrupt} were damaged"
-        remedy = ""
-        if corrupt:
-            remedy = (
-                "check the disk or server, then ragfuse store gc; chunks are encoded again when"
-                " needed"
-            )
-        elif not answers:
-            found, remedy = f"{where} does not answer", UNUSABLE_TIER
-        yield CheckResult(f"tier {tier.name}", "bad" if remedy else "ok", found, remedy)
+    # the folder of the store is made when KV is saved
+    more = {} if settings.placed().store_path.exists() else {"disk_bytes": 0}
+    settings = settings.placed().model_copy(update={"gpu_bytes": 0, "memory_bytes": 0, **more})
+    with open_store(settings) as store:
+        held = totals(store.tiers, store.entries())
+        for tier, holds, (url, _) in zip(store.tiers, held, kept_places(settings), strict=True):
+            if not tier.answers:
+                found = f"{shown(url)} does not answer"
+                yield CheckResult(f"tier {tier.name}", "bad", found, UNUSABLE_TIER)
+                continue
+            entries = counted(holds["entries"], "entry", "entries")
+            size = f"{size_text(holds['nbytes'])} of {capacity_text(tier.capacity)}"
+            found = f"answers: {entries}, {size} ({shown(url)})"
+            yield CheckResult(f"tier {tier.name}", "ok", found)
 
 
 def _models(settings: Settings) -> Iterator[CheckResult]:

@@ -4,11 +4,13 @@ them. No model is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
-from ragfuse.errors import InputError, SettingsError
+from ragfuse.errors import InputError, SettingsError, StoreError
 from ragfuse.schemas.registry import SchemaRegistry
 from ragfuse.sessions.session_store import SessionStore
 from ragfuse.settings import Settings
@@ -21,6 +23,7 @@ from ragfuse.store.deletion import (
     forget_texts,
     sources_in_order,
     texts_by_chunk,
+    unanswered,
 )
 from ragfuse.store.tenants import Tenant, tenants_in
 from ragfuse.types.keys import ChunkKey
@@ -82,19 +85,17 @@ class EntryFilter:
     tenant: str | None = None
     source: str | None = None
 
-    @property
-    def selects_tenants(self) -> bool:
-        """Whether it selects whole tenants: all entries of some tenants, or of all."""
-        return not self.keys and self.tier is None and self.source is None
-
     def has(self, row: EntryRow) -> bool:
         """Return whether a row matches, but for its key."""
-        part = (self.source or "").casefold()
         return (
             self.tier in (None, row.entry.tier)
             and self.has_tenant(row.tenant)
-            and (not part or any(part in source.casefold() for source in row.sources))
+            and (not self.source or any(map(self.has_source, row.sources)))
         )
+
+    def has_source(self, source: str) -> bool:
+        """Return whether texts of a source match."""
+        return (self.source or "").casefold() in source.casefold()
 
     def has_tenant(self, tenant: Tenant) -> bool:
         """Return whether entries of a tenant may match."""
@@ -105,8 +106,8 @@ class EntryFilter:
         return is_model and (salt is None or tenant.is_of(salt) or tenant.is_named(salt))
 
 
-class OpenStore:
-    """The store and the catalog that the settings describe.
+class OpenStore(ExitStack):
+    """The store and the catalog that the settings describe, which close with it.
 
     It has no memory tiers: these belong to the process that fills them.
 
@@ -121,10 +122,13 @@ class OpenStore:
                 " and lost when the process ends, so there is nothing to manage. Set disk_bytes or"
                 " tiers."
             )
+        super().__init__()
         settings = settings.placed()
         self._salt = settings.salt
-        self.catalog = open_catalog(settings)
-        self.store = open_store(settings.model_copy(update={"gpu_bytes": 0, "memory_bytes": 0}))
+        self.catalog = self.enter_context(open_catalog(settings))
+        self.store = self.enter_context(
+            open_store(settings.model_copy(update={"gpu_bytes": 0, "memory_bytes": 0}))
+        )
         self.schemas = SchemaRegistry(self.store, self.catalog, self._salt)
         """Those of the tenant whose salt is set."""
         self.sessions = SessionStore(self.store, self.catalog, self._tenants)
@@ -143,65 +147,53 @@ class OpenStore:
         chunks = {_chunk_of_key(found, beginning) for beginning in entry_filter.keys}
         return [row for row in found if not chunks or chunk_of(row.entry.key) in chunks]
 
-    def silent(self, entry_filter: EntryFilter) -> list[str]:
-        """Return the selected tiers that do not answer; an earlier listing lacks their entries."""
-        return [name for name in self.store.silent() if entry_filter.tier in (None, name)]
+    def tenants(self, entry_filter: EntryFilter) -> list[Tenant]:
+        """Return the tenants that have entries, texts or sessions and may match a filter."""
+        catalog = self.catalog.strict
+        known, models = tenants_in(catalog), {entry.key.model for entry in self.store.entries()}
+        found = [known[digest] for digest in sorted(models.union(catalog.tenants()))]
+        return [tenant for tenant in found if entry_filter.has_tenant(tenant)]
 
-    def whole_tenants(self, entry_filter: EntryFilter) -> list[Tenant]:
-        """Return the tenants that a filter selects as a whole, with all their texts."""
-        tenants = tenants_in(self.catalog.strict)
-        known = self.catalog.strict.tenants() if entry_filter.selects_tenants else []
-        return [tenants[digest] for digest in known if entry_filter.has_tenant(tenants[digest])]
+    def chunks(self, rows: Sequence[EntryRow], entry_filter: EntryFilter) -> set[Chunk]:
+        """Return the chunks that a filter selects: those of `rows`, which it selected, and those of
+        matching texts, which may have no entry.
+        """
+        found = {chunk_of(row.entry.key) for row in rows}
+        if not entry_filter.keys and entry_filter.tier is None:
+            for tenant in self.tenants(entry_filter):
+                texts = self.catalog.strict.texts(tenant.digest)
+                found |= {chunk_named(t.key) for t in texts if entry_filter.has_source(t.source)}
+        return found
 
     def clear(
-        self, rows: Sequence[EntryRow], entry_filter: EntryFilter
-    ) -> tuple[list[EntryRow], int, list[str]]:
-        """Delete `rows`, which the filter selected, and the texts of chunks that have no entry
-        left.
+        self, rows: Sequence[EntryRow], chunks: Set[Chunk], tier: str | None
+    ) -> tuple[Sequence[Entry], int]:
+        """Delete the entries of `rows` in a tier or in all, and the texts of those `chunks` that
+        have no entry left.
 
         Returns:
-            The entries that were deleted; how many texts were, none while any tier does not
-            answer, as it may hold entries; and the tiers that failed to delete or do not answer.
-        """
-        done = self.store.forget({row.entry.key for row in rows}, entry_filter.tier)
-        removed = {(entry.key, entry.tier) for entry in done.entries}
-        gone = [row for row in rows if (row.entry.key, row.entry.tier) in removed]
-        silent = list(dict.fromkeys((*done.silent, *self.store.silent())))
-        if silent:
-            return gone, 0, silent
-        catalog = self.catalog.strict
-        chunks = {chunk_of(row.entry.key) for row in gone}
-        n_texts = sum(
-            catalog.delete_texts(tenant.digest) for tenant in self.whole_tenants(entry_filter)
-        )
-        n_texts += forget_texts(
-            catalog, chunks - {chunk_of(entry.key) for entry in self.store.entries()}
-        )
-        return gone, n_texts, []
+            The entries that were deleted, and how many texts: none while any tier does not answer,
+            as it may hold entries.
 
-    def texts_of(self, rows: Sequence[EntryRow]) -> list[KnownText]:
-        """Return the known texts of entries, the oldest first."""
-        wanted = {known for row in rows for known in row.known}
-        models = {row.entry.key.model for row in rows}
-        found = (known for model in models for known in self.catalog.strict.texts(model))
-        return [known for known in found if known in wanted]
+        Raises:
+            StoreError: A tier failed to delete.
+        """
+        done = self.store.forget({row.entry.key for row in rows}, tier)
+        if done.silent:
+            raise StoreError(unanswered(done.silent, "what it holds stays, and so do all texts"))
+        if self.store.silent():
+            return done.entries, 0
+        left = {chunk_of(entry.key) for entry in self.store.entries()}
+        return done.entries, forget_texts(self.catalog.strict, chunks - left)
 
     def add_texts(self, texts: Sequence[KnownText]) -> None:
         """Add known texts, of whatever models, to the catalog."""
-        for model in {ChunkKey.parse(text.key).model for text in texts}:
-            mine = [text for text in texts if chunk_named(text.key)[0] == model]
+
+        def model_of(text: KnownText) -> str:
+            return ChunkKey.parse(text.key).model
+
+        for model, mine in groupby(sorted(texts, key=model_of), model_of):
             self.catalog.strict.add_texts(model, mine)
-
-    def close(self) -> None:
-        """Close all files."""
-        self.store.close()
-        self.catalog.close()
-
-    def __enter__(self) -> OpenStore:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _rows(self) -> list[EntryRow]:
         entries = self.store.entries()

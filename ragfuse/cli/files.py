@@ -6,7 +6,6 @@ import logging
 import os
 import zipfile
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -32,16 +31,8 @@ FILE_TYPES = (*TEXT_TYPES, PDF_TYPE, *CODE_TYPES, WORD_TYPE, *READERS)
 READABLE_TYPES = "txt, md, rst, html, pdf, docx, ipynb, json, jsonl, csv, source code"
 
 
-@dataclass(frozen=True)
-class FilesToIngest:
-    """Files to ingest, and (path, reason) of what is left out."""
-
-    files: tuple[Path, ...]
-    skipped: tuple[tuple[Path, str], ...]
-
-
-def find_files(paths: Sequence[Path], known: Collection[str] = ()) -> FilesToIngest:
-    """Find all documents at `paths`, folders included. Hidden files and links to folders are passed
+def find_files(paths: Sequence[Path], known: Collection[str] = ()) -> list[Path]:
+    """Return all files at `paths`, folders included. Hidden files and links to folders are passed
     over.
 
     Args:
@@ -53,30 +44,23 @@ def find_files(paths: Sequence[Path], known: Collection[str] = ()) -> FilesToIng
         InputError: A path is not there, or there is no document.
     """
     has_lost = any(is_in(source, paths) for source in known)
-    files, skipped = dict[Path, None](), list[tuple[Path, str]]()
+    files = dict[Path, None]()
     for path in paths:
-        if not path.exists() and not has_lost:
+        if path.is_dir():
+            files |= dict.fromkeys(_inside(path))
+        elif path.exists():
+            files[path] = None
+        elif not has_lost:
             raise InputError(
                 f"Wanted a file or folder, found nothing at '{path}'. Check the spelling."
             )
-        for file in _inside(path, skipped) if path.is_dir() else [path] if path.exists() else []:
-            reason = _skip_reason(file)
-            if reason:
-                skipped.append((file, reason))
-            else:
-                files[file] = None
-    if not files and not has_lost:
-        why = (
-            f"{len(skipped)} skipped ({skipped[0][0].name}: {skipped[0][1]})"
-            if skipped
-            else "no file"
-        )
+    if not has_lost and not any(file.suffix.lower() in FILE_TYPES for file in files):
         named = ", ".join(map(str, paths))
         raise InputError(
-            f"Wanted documents ({READABLE_TYPES}) in '{named}', found none: {why}. Name a file or"
-            " folder that has some."
+            f"Wanted documents ({READABLE_TYPES}) in '{named}', found none among"
+            f" {len(files):,} files. Name a file or folder that has some."
         )
-    return FilesToIngest(tuple(files), tuple(skipped))
+    return list(files)
 
 
 def is_in(source: str, paths: Sequence[Path]) -> bool:
@@ -84,34 +68,17 @@ def is_in(source: str, paths: Sequence[Path]) -> bool:
     return any(Path(source).is_relative_to(path.resolve()) for path in paths)
 
 
-def _inside(root: Path, skipped: list[tuple[Path, str]]) -> Iterator[Path]:
-    """Yield the files in a folder that are not hidden, in order; add folders that cannot be read to
-    `skipped`.
+def _inside(root: Path) -> Iterator[Path]:
+    """Yield the files in a folder that are not hidden, in order; warn of folders that cannot be
+    read.
     """
 
     def fail(error: OSError) -> None:
-        skipped.append((Path(error.filename), f"cannot be read ({error.strerror})"))
+        log.warning("'%s' cannot be read (%s): it is left out.", error.filename, error.strerror)
 
     for folder, folders, names in os.walk(root, onerror=fail):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
-
-
-def _skip_reason(file: Path) -> str:
-    """Return why a file cannot be ingested; "" if it can."""
-    if not file.is_file():
-        return "not a plain file"
-    if file.suffix.lower() not in FILE_TYPES:
-        return f"not a supported type of document ('{file.suffix}')"
-    try:
-        with file.open("rb") as handle:
-            head = handle.read(8192)
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    if not head.strip():
-        return "empty"
-    is_text = file.suffix.lower() not in (PDF_TYPE, WORD_TYPE) and encoding_of(head) != "utf-16"
-    return "binary, not text" if is_text and b"\0" in head else ""
 
 
 def encoding_of(data: bytes) -> str:
@@ -133,26 +100,24 @@ def texts_of(file: Path) -> list[str]:
     """Return the texts of a document; NUL and halves of surrogate pairs become U+FFFD.
 
     Raises:
-        InputError: The document cannot be parsed, or contains no text.
+        InputError: It is no document, cannot be parsed, or contains no text.
     """
     from ragfuse.types.whole_text import whole_value
 
     suffix = file.suffix.lower()
+    if suffix not in FILE_TYPES:
+        raise InputError(f"not a supported type of document ('{suffix}')")
+    if not file.is_file():
+        raise InputError("not a plain file")
     try:
         texts = list(_read(file, suffix))
     except ImportError:
         raise
     except Exception as error:
-        raise InputError(
-            f"'{file}' cannot be read as {suffix[1:]} ({error}). Repair it or leave it out."
-        ) from error
+        raise InputError(f"cannot be read as {suffix[1:]} ({error})") from error
     if not any(text.strip() for text in texts):
-        hint = (
-            "if its pages are scanned, run OCR on it first"
-            if suffix == PDF_TYPE
-            else "leave it out"
-        )
-        raise InputError(f"'{file}' contains no text; {hint}.")
+        hint = "; if its pages are scanned, run OCR on it first" if suffix == PDF_TYPE else ""
+        raise InputError(f"contains no text{hint}")
     return list(whole_value(texts, f"'{file}'"))
 
 
@@ -172,6 +137,8 @@ def _read(file: Path, suffix: str) -> Iterator[str]:
         return
     data = file.read_bytes()
     encoding = encoding_of(data)
+    if encoding != "utf-16" and b"\0" in data[:8192]:
+        raise ValueError("it is binary")
     if encoding in ("cp1252", "latin-1"):
         log.warning("'%s' is not valid UTF-8: it is read as %s.", file, encoding)
     yield from texts_in(data.decode(encoding).replace("\r\n", "\n"), suffix)

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from ragfuse.cli.engine import is_local, loaded_engine, tokenizer_for
-from ragfuse.cli.files import READABLE_TYPES, find_files
+from ragfuse.cli.files import READABLE_TYPES, find_files, texts_of
 from ragfuse.cli.options import ENGINE, Index, Ray, RayCPUs, option, screen
 from ragfuse.cli.show import counted, listed, plain, progress_bar, say, short
 from ragfuse.errors import InputError
@@ -30,8 +30,6 @@ Chunks = Sequence[tuple[str, str]]
 Encoder = Callable[["Engine", Chunks, Console], Mapping[str, Any]]
 """What encodes chunks, and returns what it did in JSON types."""
 RESUMES = "Run the same command again to continue."
-SIZED_CHUNKS = 50
-"""Chunks whose size is looked at, to tell how many fit the store."""
 NOTHING = MappingProxyType({"encoded": 0, "tokens": 0, "nbytes": 0, "seconds": 0.0})
 """What encoding says that did nothing."""
 
@@ -67,9 +65,9 @@ def ingest(
 
     library = Library(settings, index)
     find_files(paths, library.sources())
-    encoder: Encoder = encode
+    encoder: Encoder | None = encode
     if no_kv:
-        encoder = _encode_nothing
+        encoder = None
     elif ray is not None:
         from ragfuse.ray.cluster import check_cluster
 
@@ -87,7 +85,7 @@ def split_documents(
     tokenizer: Any,
     console: Console,
     known: Collection[str] = (),
-) -> tuple[dict[str, list[str]], list[tuple[Path, str]]]:
+) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Split files and folders into chunks; print what is left out, and why.
 
     Args:
@@ -98,33 +96,34 @@ def split_documents(
         known: As for `find_files`.
 
     Returns:
-        The chunks of each document, by its path; and (path, reason) of what was left out.
+        (text, path) of each chunk; and (path, reason) of what was left out.
 
     Raises:
         InputError: A path is not there, or no file holds text.
     """
-    from ragfuse.cli.library import split_file
+    from ragfuse.text.splits import split_text
 
-    found = find_files(paths, known)
-    documents, skipped = dict[str, list[str]](), list(found.skipped)
+    files, chunks = find_files(paths, known), list[tuple[str, str]]()
+    skipped = list[tuple[str, str]]()
     with progress_bar(console, "reading", RESUMES) as report:
-        for number, file in enumerate(found.files):
-            report(number, len(found.files), f"reading {short(file.name)}")
+        for number, file in enumerate(files):
+            report(number, len(files), f"reading {short(file.name)}")
             try:
-                documents[str(file.resolve())] = list(split_file(file, settings, tokenizer))
+                texts = texts_of(file)
             except InputError as error:
-                skipped.append((file, str(error)))
-    by_reason = dict[str, list[str]]()
-    for path, why in skipped:
-        by_reason.setdefault(why, []).append(str(path))
-    for why, names in by_reason.items():
-        say(console, f"left out: {listed(names)}: {plain(why)}")
-    if found.files and not documents:
+                skipped.append((str(file), str(error)))
+                continue
+            for text in texts:
+                parts = split_text(text, settings, tokenizer)
+                chunks += [(part, str(file.resolve())) for part in parts]
+    for reason in dict.fromkeys(why for _, why in skipped):
+        names = listed(path for path, why in skipped if why == reason)
+        say(console, f"left out: {names}: {plain(reason)}")
+    if files and not chunks:
         raise InputError(
-            f"Wanted text, found none in {counted(len(found.files), 'file')}; the lines above say"
-            " why."
+            f"Wanted text, found none in {counted(len(files), 'file')}; the lines above say why."
         )
-    return documents, skipped
+    return chunks, skipped
 
 
 def encode(engine: Engine, chunks: Chunks, console: Console) -> Mapping[str, Any]:
@@ -141,7 +140,16 @@ def encode(engine: Engine, chunks: Chunks, console: Console) -> Mapping[str, Any
         )
     if refusal or not chunks:
         return NOTHING
-    chunks = _fitting_chunks(engine, chunks, console)
+    most = len(chunks) * engine.settings.chunk_tokens * engine.model.nbytes_per_token
+    room = max(tier.capacity for tier in engine.store.tiers)
+    if most > room:
+        say(
+            console,
+            f"These chunks may take {size_text(most)}, the store has {size_text(room)}: it drops"
+            " what was used longest ago, which is computed when a question needs it. To keep all,"
+            " raise RAGFUSE_DISK_BYTES.",
+            "yellow",
+        )
     with progress_bar(console, "encoding", RESUMES) as report:
 
         def show(done: Ingested) -> None:
@@ -158,10 +166,6 @@ def encode(engine: Engine, chunks: Chunks, console: Console) -> Mapping[str, Any
                 " when needed.",
             )
     return {name: getattr(done, name) for name in NOTHING}
-
-
-def _encode_nothing(engine: Engine, chunks: Chunks, console: Console) -> Mapping[str, Any]:
-    return NOTHING
 
 
 def _encode_on_ray(
@@ -183,10 +187,10 @@ def _encode_on_ray(
     if done.unsaved:
         say(
             console,
-            f"In no shared tier: {counted(done.unsaved, 'chunk')}; run it again, else questions"
-            " compute them.",
+            f"{counted(done.unsaved, 'write')} to shared tiers failed: run it again, else questions"
+            " compute what no tier has.",
         )
-    return {**{name: getattr(done, name) for name in NOTHING}, "ray": done.as_dict()}
+    return done.as_dict()
 
 
 def add_documents(
@@ -194,7 +198,7 @@ def add_documents(
     answerer: Answerer,
     paths: Sequence[Path],
     console: Console,
-    encoder: Encoder = encode,
+    encoder: Encoder | None = encode,
 ) -> dict[str, Any]:
     """Bring an index up to date with files and folders, encode its chunks, and say what was done.
 
@@ -206,17 +210,17 @@ def add_documents(
         answerer: Who will be asked over it.
         paths: Files and folders.
         console: Where progress is shown.
-        encoder: How chunks are encoded; not used at a server.
+        encoder: How chunks are encoded; None: not at all. Not used at a server.
 
     Returns:
         What was done, in JSON types.
     """
     settings, before = library.settings, set(library.chunks())
     known = {source for _, source in before}
-    documents, skipped = split_documents(
+    chunks, skipped = split_documents(
         paths, settings, tokenizer_for(answerer, settings), console, known
     )
-    chunks = [(text, source) for source, texts in documents.items() for text in texts]
+    n_files = len({source for _, source in chunks})
     with progress_bar(console, "embedding", RESUMES) as report:
 
         def embedded() -> Iterator[tuple[str, str]]:
@@ -225,19 +229,19 @@ def add_documents(
                 yield chunk
 
         library.update(paths, embedded())
-    done = encoder(answerer, chunks, console) if is_local(answerer) else NOTHING
+    done = encoder(answerer, chunks, console) if encoder and is_local(answerer) else NOTHING
     left = before - set(library.chunks())
     if left:
         _forget(answerer, library, left, console)
     figures = f"{done['tokens']:,} tokens, {size_text(done['nbytes'])}, {done['seconds']:.1f} s"
-    of_files = f"{counted(len(chunks), 'chunk')} of {counted(len(documents), 'file')}"
+    of_files = f"{counted(len(chunks), 'chunk')} of {counted(n_files, 'file')}"
     say(console, f"{of_files} in '{library.name}'; {done['encoded']:,} encoded now ({figures}).")
     return {
-        "files": len(documents),
-        "skipped": [[str(path), why] for path, why in skipped],
+        **done,
+        "files": n_files,
+        "skipped": skipped,
         "chunks": len(chunks),
         "left": len(left),
-        **done,
     }
 
 
@@ -253,25 +257,3 @@ def _forget(
         freed = answerer.forget(texts - held - {text for text, _ in library.chunks()})
     what = f"{counted(len(left), 'chunk')} of {listed(sorted(sources))}, {size_text(freed)} of KV"
     say(console, f"left the index: {what}")
-
-
-def _fitting_chunks(engine: Engine, chunks: Chunks, console: Console) -> Chunks:
-    """Return as many of the first chunks as the store can hold: more of them would evict the first
-    ones again.
-    """
-    sample = chunks[:: max(1, len(chunks) // SIZED_CHUNKS)]
-    longest = max((engine.tokens(text) for text, _ in sample), key=len)
-    encoder, slow = engine.runtime.encoder, [tier for tier in engine.store.tiers if tier.slow]
-    home = encoder.home(len(longest), len(longest) * engine.model.nbytes_per_token)
-    tiers = [engine.store.tier(home)] if home is not None else slow or engine.store.tiers
-    room = max(tier.capacity / encoder.nbytes_in(tier.name, longest) for tier in tiers)
-    fitting = int(min(len(chunks), 0.95 * room))
-    if fitting < len(chunks):
-        say(
-            console,
-            f"The store has room for the first {fitting:,} of {len(chunks):,} chunks, which are"
-            " encoded now, the others when a question needs them. Free space on its disk, or raise"
-            " RAGFUSE_DISK_BYTES.",
-            "yellow",
-        )
-    return chunks[:fitting]

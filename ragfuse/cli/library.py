@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -21,12 +21,11 @@ from filelock import FileLock
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from ragfuse.cli.files import is_in, texts_of
+from ragfuse.cli.files import is_in
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.models import quietly, resolve_embedder
 from ragfuse.settings import Settings
 from ragfuse.store.access import make_root, open_file
-from ragfuse.text.splits import split_text
 from ragfuse.types.keys import digest
 
 CHUNKS_A_BATCH = 128
@@ -197,17 +196,6 @@ class Library:
             "chunks": np.frombuffer(head, np.uint8),
         }
         replace_file(self.file, lambda path: save_file(tensors, path))
-
-
-def split_file(file: Path, settings: Settings, tokenizer: Any) -> Iterator[str]:
-    """Yield the chunks of a file, split as the settings say; lengths are counted in tokens of the
-    LLM.
-
-    Raises:
-        InputError: The file cannot be read, or holds no text.
-    """
-    for text in texts_of(file):
-        yield from split_text(text, settings, tokenizer)
 
 
 def replace_file(target: Path, write: Callable[[Path], object]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -89,23 +88,19 @@ def ls(
     with _selected(settings, console, conditions) as (kept, entry_filter, rows):
         from ragfuse.store.tier import totals
 
-        tiers = totals(kept.store.tiers, [row.entry for row in rows])
-        catalog, everything = kept.catalog.strict, kept.store.entries()
-        tenants = list[dict[str, Any]]()
-        for owner in {row.tenant for row in rows}.union(kept.whole_tenants(entry_filter)):
-            nbytes = Counter[str]()
-            for entry in everything:
-                nbytes[entry.tier] += entry.nbytes if entry.key.model == owner.digest else 0
-            tenants.append(
-                {
-                    **vars(owner),
-                    "name": owner.name,
-                    "texts": catalog.count_texts(owner.digest),
-                    "sessions": catalog.count_sessions(owner.digest),
-                    "nbytes": dict(nbytes),
-                }
-            )
-    tenants.sort(key=lambda each: -sum(each["nbytes"].values()))
+        entries = [row.entry for row in rows]
+        tiers, catalog = totals(kept.store.tiers, entries), kept.catalog.strict
+        tenants = [
+            {
+                **vars(owner),
+                "name": owner.name,
+                "texts": catalog.count_texts(owner.digest),
+                "sessions": catalog.count_sessions(owner.digest),
+                "nbytes": sum(each.nbytes for each in entries if each.key.model == owner.digest),
+            }
+            for owner in kept.tenants(entry_filter)
+        ]
+    tenants.sort(key=lambda each: -each["nbytes"])
     shown = [
         {
             "key": row.entry.key.tokens[:12] + "*" * row.entry.pinned,
@@ -123,15 +118,8 @@ def ls(
     if len(shown) < len(rows):
         say(console, f"{len(rows) - len(shown):,} more: --limit 0 shows all.")
     show_table(console, [{**each, "capacity": capacity_text(each["capacity"])} for each in tiers])
-    names = ("name", "texts", "sessions")
-    sizes = [sum(each["nbytes"].values()) for each in tenants]
-    show_table(
-        console,
-        [
-            {name: each[name] for name in names} | {"nbytes": size}
-            for each, size in zip(tenants, sizes, strict=True)
-        ],
-    )
+    names = ("name", "texts", "sessions", "nbytes")
+    show_table(console, [{name: each[name] for name in names} for each in tenants])
     return {
         "entries": [row.as_dict() for row in rows],
         "nbytes": sum(row.entry.nbytes for row in rows),
@@ -150,31 +138,23 @@ def rm(
     If a salt is set (RAGFUSE_SALT), entries of other tenants stay unless --tenant names one;
     without a salt, --all deletes those of all tenants.
 
-    Exit status 1 if nothing matches, or if a tier does not answer: then its entries and all texts
-    are kept.
+    Exit status 1 if nothing matches, or if a tier does not answer: then nothing is deleted, unless
+    --tier names another.
     """
     _require_choice(conditions, all_, "delete")
-    with _selected(settings, console, conditions) as (kept, entry_filter, rows):
-        if rows or kept.whole_tenants(entry_filter):
+    with _selected(settings, console, conditions, whole=True) as (kept, entry_filter, rows):
+        chunks = kept.chunks(rows, entry_filter)
+        if chunks:
             confirm(
-                f"Delete {describe(rows) if rows else 'all texts of chunks that no tier stores'}?",
-                yes,
+                f"Delete {describe(rows)}, and the texts of chunks that no tier holds then?", yes
             )
-        dropped, n_texts, silent = kept.clear(rows, entry_filter)
-    if dropped or n_texts:
-        say(console, f"Deleted {describe(dropped)}, {counted(n_texts, 'text')}.")
-    for name in silent:
-        say(console, f"Tier {name} does not answer: what it holds stays, and so do all texts.")
-    result = {
-        "dropped": len(dropped),
-        "nbytes": sum(row.entry.nbytes for row in dropped),
-        "texts": n_texts,
-        "stayed": len(rows) - len(dropped),
-        "silent": silent,
-    }
-    # whole tiers may be empty
-    found = rows or n_texts or not (entry_filter.keys or entry_filter.source)
-    return result, bool(found and not silent)
+        dropped, n_texts = kept.clear(rows, chunks, entry_filter.tier)
+    nbytes = sum(entry.nbytes for entry in dropped)
+    if chunks:
+        entries = counted(len(dropped), "entry", "entries")
+        say(console, f"Deleted {entries} ({size_text(nbytes)}), {counted(n_texts, 'text')}.")
+    result = {"dropped": len(dropped), "nbytes": nbytes, "texts": n_texts}
+    return result, bool(chunks or all_)
 
 
 @store.command("pin")
@@ -188,22 +168,17 @@ def pin(
     ] = False,
     **conditions: Any,
 ) -> tuple[dict[str, Any], bool]:
-    """Pin chunks: they are never evicted, and never expire.
-
-    Exit status 1 if nothing matches, or a tier concerned does not answer.
-    """
+    """Pin chunks: they are never evicted, and never expire. Exit status 1 if nothing matches."""
     _require_choice(conditions, all_, "pin")
-    with _selected(settings, console, conditions) as (kept, entry_filter, rows):
+    with _selected(settings, console, conditions) as (kept, _, rows):
         # other media decide what they keep
         rows = [row for row in rows if kept.store.tier(row.entry.tier).pins]
         changing = [row for row in rows if row.entry.pinned is off]
         keys = {row.entry.key for row in changing}
         kept.store.pin(keys, not off)
-        silent = kept.silent(entry_filter)
     word = "unpinned" if off else "pinned"
     say(console, f"{describe(changing)} {word}, {len(rows) - len(changing):,} were so before.")
-    result = {word: len(keys), "already": len(rows) - len(changing), "silent": silent}
-    return result, bool((rows or all_) and not silent)
+    return {word: len(keys), "already": len(rows) - len(changing)}, bool(rows or all_)
 
 
 @store.command("export")
@@ -212,15 +187,6 @@ def export(
     console: Console,
     settings: Settings,
     file: Annotated[Path, typer.Argument(help="The archive to write.")],
-    texts: Annotated[
-        bool,
-        typer.Option(
-            help=(
-                "Include the chunks' texts; without them, plain prompts do not match the chunks"
-                " after the import."
-            )
-        ),
-    ] = True,
     yes: Yes = False,
     **conditions: Any,
 ) -> tuple[dict[str, Any], bool]:
@@ -228,15 +194,12 @@ def export(
 
     Anyone who has the file can read the texts in it.
 
-    Exit status 1 if some chunks are, or may be, missing from it; an existing file is then left
-    unchanged.
+    Exit status 1 if some chunks are missing from it, and an existing file is then left unchanged;
+    or if a tier does not answer: then nothing is written, unless --tier names another.
     """
-    from ragfuse.store import archive, deletion
+    from ragfuse.store import archive
 
-    with _selected(settings, console, conditions) as (kept, entry_filter, rows):
-        silent = kept.silent(entry_filter)
-        if silent and (file.is_file() or not rows):
-            raise StoreError(deletion.unanswered(silent, f"nothing was written to '{file}'"))
+    with _selected(settings, console, conditions, whole=True) as (kept, entry_filter, rows):
         if file.is_file():
             confirm(f"'{file}' exists already. Overwrite it?", yes)
         with progress_bar(
@@ -246,12 +209,16 @@ def export(
                 kept.store.tables.entries()
             )  # without which some could not be decoded elsewhere
             entries = [*(row.entry for row in rows), *tables]
-            known = kept.texts_of(rows) if texts else ()
+            wanted = {known for row in rows for known in row.known}
+            owners, catalog = kept.tenants(entry_filter), kept.catalog.strict
+            # the oldest first
+            texts = [each for owner in owners for each in catalog.texts(owner.digest)]
+            known = [each for each in texts if each in wanted]
             copied = archive.export(kept.store, file, entries, known, report)
     result = _told(console, copied, f"written to {file}")
     if copied.missing:
         say(console, f"{counted(copied.missing, 'entry', 'entries')} could not be read.")
-    return {**result, "file": str(file), "silent": silent}, not (copied.missing or silent)
+    return {**result, "file": str(file)}, not copied.missing
 
 
 @store.command("import")
@@ -282,7 +249,7 @@ def import_(
 
 @store.command("gc")
 @screen("store")
-def gc(console: Console, settings: Settings) -> tuple[dict[str, Any], bool]:
+def gc(console: Console, settings: Settings) -> dict[str, Any]:
     """Delete expired entries (ttl_s), and what interrupted writes left behind.
 
     Exit status 1 if a tier does not answer.
@@ -290,19 +257,17 @@ def gc(console: Console, settings: Settings) -> tuple[dict[str, Any], bool]:
     from ragfuse.store import deletion
 
     with open_kv(settings, console) as kept, console.status("looking at every file"):
-        freed = deletion.gc(kept.store)
-        silent = [tier.name for tier in kept.store.tiers if tier.name not in freed]
+        freed, silent = deletion.gc(kept.store), kept.store.silent()
     for name, (expired, nbytes) in freed.items():
         say(console, f"{name}: {expired:,} expired, {size_text(nbytes)} freed")
-    for name in silent:
-        say(console, f"{name}: does not answer, nothing is known of it")
+    if silent:
+        raise StoreError(deletion.unanswered(silent, "nothing is known of it"))
     return {
         "tiers": {
             name: {"expired": expired, "nbytes": nbytes}
             for name, (expired, nbytes) in freed.items()
-        },
-        "silent": silent,
-    }, not silent
+        }
+    }
 
 
 def _require_choice(conditions: dict[str, Any], all_: bool, verb: str) -> None:
@@ -316,13 +281,14 @@ def _require_choice(conditions: dict[str, Any], all_: bool, verb: str) -> None:
 
 @contextmanager
 def _selected(
-    settings: Settings, console: Console, conditions: dict[str, Any]
+    settings: Settings, console: Console, conditions: dict[str, Any], whole: bool = False
 ) -> Iterator[tuple[OpenStore, EntryFilter, list[EntryRow]]]:
     """Open the store, and select entries by the options: of one tenant if a salt is set and they
-    name none. Print which tiers do not answer.
+    name none. Print which tiers do not answer; with `whole`, that is a StoreError.
     """
     with open_kv(settings, console) as kept:
         from ragfuse.cli.entries import EntryFilter
+        from ragfuse.store.deletion import unanswered
 
         entry_filter = EntryFilter(**{**conditions, "keys": tuple(conditions["keys"] or ())})
         selects_all = entry_filter == EntryFilter()
@@ -330,9 +296,13 @@ def _selected(
             entry_filter = replace(entry_filter, tenant=settings.salt)
         with console.status("reading the store"):
             rows = kept.selected(entry_filter)
-        for name in kept.store.silent():
+        tier = entry_filter.tier
+        silent = [name for name in kept.store.silent() if tier in (None, name)]
+        if silent and whole:
+            raise StoreError(unanswered(silent, "nothing was changed or written"))
+        for name in silent:
             say(console, f"Tier {name} does not answer: its entries are not listed.")
-        if not rows and not kept.silent(entry_filter):
+        if not rows and not silent:
             nothing = (
                 "Nothing in the store matches; `ragfuse store ls` lists all, of one tenant if a"
                 " salt is set."

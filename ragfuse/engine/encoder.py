@@ -75,12 +75,6 @@ class Encoder:
             self.digest, token_digest(run.tokens), "", run.layout(self.model.profile.fixed)
         )
 
-    def nbytes_in(self, tier: str, tokens: Sequence[int]) -> int:
-        """Encode a run and return the bytes of its entry in a tier, at that tier's codec levels."""
-        kv = self.model.encode(tokens)
-        wanted = self.levels(len(tokens), kv.nbytes).get(tier) or self.store.levels.of(tier)
-        return self.store.levels.nbytes(self.key(tokens), kv, wanted)
-
     @property
     def shortest(self) -> int:
         """Least tokens of a run that is stored."""

@@ -13,7 +13,6 @@ from typing import Any
 
 from ragfuse.errors import SettingsError
 from ragfuse.ray.cluster import (
-    LOCAL_CLUSTER,
     connected,
     cpus_each,
     nodes,
@@ -29,11 +28,6 @@ QUEUE_FACTOR = 2
 """Requests that a replica accepts, as a multiple of those that it answers at once; others wait in
 the front.
 """
-SCALE_AFTER_S = 10.0
-"""Seconds for which a queue must be long before a replica is added; one is removed after
-`SCALE_DOWN_FACTOR` times.
-"""
-SCALE_DOWN_FACTOR = 30
 
 
 @dataclass(frozen=True)
@@ -42,13 +36,13 @@ class ReplicaOptions:
 
     Args:
         least: Replicas that always run.
-        most: Replicas that run where queues are long; None: as `least`.
+        most: Replicas that run where queues are long.
         cpus: CPUs of each; None: all but one of the smallest node, divided among the replicas, at
             least one.
     """
 
     least: int = 1
-    most: int | None = None
+    most: int = 1
     cpus: float | None = None
 
     @classmethod
@@ -69,11 +63,11 @@ def serve(
     api_keys: Sequence[str],
     host: str,
     port: int,
-    origins: Sequence[str] = (),
-    options: ReplicaOptions | None = None,
-    address: str = LOCAL_CLUSTER,
-    ready: Callable[[str], object] = lambda url: None,
-    tell: Callable[[str], object] = lambda line: None,
+    origins: Sequence[str],
+    options: ReplicaOptions,
+    address: str,
+    ready: Callable[[str], object],
+    tell: Callable[[str], object],
 ) -> None:
     """Serve on a Ray cluster until SIGTERM or Ctrl-C.
 
@@ -83,7 +77,7 @@ def serve(
         host: Address to listen on, of every node with a replica.
         port: Port to listen on.
         origins: Origins of web pages that may call the server (CORS).
-        options: How many replicas there are; None: one.
+        options: How many replicas there are.
         address: The cluster: "local" for a new one on this machine, "auto", HOST:PORT or
             ray://HOST:PORT.
         ready: Called with the server's URL once all replicas have loaded the model.
@@ -91,7 +85,7 @@ def serve(
             replicas are gone.
 
     Raises:
-        SettingsError: The nodes do not share the store.
+        SettingsError: The cluster's nodes do not share the store.
     """
     stop = threading.Event()
     with connected(address):
@@ -124,10 +118,9 @@ def serve(
 def application(
     settings: Settings,
     api_keys: Sequence[str],
-    host: str = "127.0.0.1",
-    origins: Sequence[str] = (),
-    options: ReplicaOptions | None = None,
-    router: str = ROUTER,
+    host: str,
+    origins: Sequence[str],
+    options: ReplicaOptions,
 ) -> Any:
     """Return the application, for `ray.serve.run`. This process must be connected to the cluster.
 
@@ -136,26 +129,14 @@ def application(
         api_keys: The accepted keys, as `Keys` takes them.
         host: Address that the server listens on.
         origins: Origins of web pages that may call the server (CORS).
-        options: How many replicas there are; None: one.
-        router: The request router of the replicas, as "module:class".
+        options: How many replicas there are.
     """
     from ray import serve as ray_serve
     from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
     from ragfuse.ray.deployment import ChunkFront, EngineReplica
 
-    options = options or ReplicaOptions()
-    most, together = options.most or options.least, settings.serve_together
-    size: dict[str, Any] = {"num_replicas": options.least}
-    if most > options.least:
-        autoscaling = AutoscalingConfig(
-            min_replicas=options.least,
-            max_replicas=most,
-            target_ongoing_requests=together,
-            upscale_delay_s=SCALE_AFTER_S,
-            downscale_delay_s=SCALE_AFTER_S * SCALE_DOWN_FACTOR,
-        )
-        size = {"autoscaling_config": autoscaling}
+    together, most = settings.serve_together, options.most
     on_gpu = settings.device.startswith("cuda")
     replicas = ray_serve.deployment(
         EngineReplica,
@@ -167,8 +148,10 @@ def application(
             "num_cpus": options.cpus or cpus_each(nodes(), most),
             **({"num_gpus": 1} if on_gpu else {}),
         },
-        request_router_config=RequestRouterConfig(request_router_class=router),
-        **size,
+        request_router_config=RequestRouterConfig(request_router_class=ROUTER),
+        autoscaling_config=AutoscalingConfig(
+            min_replicas=options.least, max_replicas=most, target_ongoing_requests=together
+        ),
     )
     front = ray_serve.deployment(
         ChunkFront,

@@ -7,7 +7,7 @@ nothing else: killed workers, interrupted runs and several runs at once cost tim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
@@ -43,10 +43,9 @@ class BulkSummary:
         encoded: Those that were encoded now by workers that told it.
         tokens: Tokens of the encoded chunks.
         nbytes: Bytes of their KV.
-        unsaved: Chunks that no shared tier took; run again to try them again.
+        unsaved: Writes that a shared tier did not take; run again to try them again.
         short: Chunks that are too short to be stored. All others were found in the store: from
             before the run, or from a worker of it that died.
-        work_s: Seconds that all workers together took for their batches.
         seconds: Time from the first batch to the last, start of the workers included.
     """
 
@@ -56,7 +55,6 @@ class BulkSummary:
     nbytes: int = 0
     unsaved: int = 0
     short: int = 0
-    work_s: float = 0.0
     seconds: float = 0.0
 
     @property
@@ -68,11 +66,6 @@ class BulkSummary:
         """Return the summary in plain JSON types."""
         return {**asdict(self), "tokens_per_s": self.tokens_per_s}
 
-    def plus(self, row: Mapping[str, Any], seconds: float) -> BulkSummary:
-        """Return the summary with the row of counts that a worker returned for one more batch."""
-        sums = {name: n + row[name] for name, n in asdict(self).items() if name != "seconds"}
-        return BulkSummary(**sums, seconds=seconds)
-
 
 def encode(
     dataset: Any,
@@ -82,11 +75,10 @@ def encode(
     workers: int | None = None,
     cpus: float | None = None,
     batch: int = BATCH,
-    progress: Callable[[int, BulkSummary], object] = lambda pid, done: None,
 ) -> BulkSummary:
     """Encode chunks on a Ray cluster and store their KV, except for those that are stored already.
 
-    Run it again after an interruption: it goes on where it stopped.
+    Run it again after an interruption: it goes on where it stopped. Ray shows its progress.
 
     Args:
         dataset: A `ray.data.Dataset` with a column `text` and perhaps `source`; or (text, source)
@@ -99,8 +91,6 @@ def encode(
             each node.
         cpus: CPUs of each worker; None: all but one of the smallest node, at least one.
         batch: Chunks of a batch.
-        progress: Called after each batch with the process id of its worker and the totals so far.
-            Ray shows its own progress bars besides.
 
     Returns:
         The totals.
@@ -135,11 +125,10 @@ def encode(
             num_cpus=n_cpus,
             **({"num_gpus": 1} if on_gpu else {}),
         )
-        done = BulkSummary()
+        done = Counter[str]()
         for row in counted.iter_rows():
-            done = done.plus(row, perf_counter() - began)
-            progress(row["pid"], done)
-        return done
+            done.update(row)
+        return BulkSummary(**done, seconds=perf_counter() - began)
 
 
 def worker_size(

@@ -19,7 +19,8 @@ MAX_OVER_MEAN = 1.25
 SLACK = 2.0
 """Requests beyond that, so that few requests in all may still follow their chunks."""
 HORIZON = 32
-"""Requests of each replica after which all loads are halved, so that the bound is on recent work.
+"""Requests of each replica after which all loads are halved again, so that the bound is on recent
+work.
 """
 MAX_SENT = 16_384
 """Chunks that a replica is believed to have; beyond that, those sent longest ago are forgotten."""
@@ -81,9 +82,7 @@ class ChunkRouter:
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._replicas: dict[str, ReplicaView] = {}
-        self._n_requests = 0
-        self._recent_requests = 0.0  # halved as the loads are
-        self._recent_cost = 0.0
+        self._n_requests = 0.0  # halved as the loads are
         self.keep_only(names)
 
     def keep_only(self, names: Iterable[str]) -> None:
@@ -110,9 +109,8 @@ class ChunkRouter:
         views, cost = self._replicas, max(1, request.cost)
         if len(views) < 2:
             return list(views)
-        mean = (sum(view.load for view in views.values()) + cost) / len(views)
-        usual_cost = (self._recent_cost + cost) / (self._recent_requests + 1)
-        most_work = MAX_OVER_MEAN * mean + SLACK * usual_cost
+        work = sum(view.load for view in views.values()) + cost
+        most_work = MAX_OVER_MEAN * work / len(views) + SLACK * work / (self._n_requests + 1)
         mean_queue = sum(queues.get(name, 0) for name in views) / len(views)
         most_queue = MAX_OVER_MEAN * mean_queue + SLACK
 
@@ -135,11 +133,7 @@ class ChunkRouter:
         for chunk in request.chunks:
             view.sent.add(chunk, None)
         self._n_requests += 1
-        self._recent_requests += 1
-        self._recent_cost += max(1, request.cost)
-        if self._n_requests >= HORIZON * len(self._replicas):
-            self._n_requests = 0
-            self._recent_requests /= 2
-            self._recent_cost /= 2
+        if self._n_requests >= 2 * HORIZON * len(self._replicas):
+            self._n_requests /= 2
             for each in self._replicas.values():
                 each.load /= 2

@@ -31,6 +31,11 @@ from ragfuse.settings import Settings
 
 REPLICA_HEADER = b"x-ragfuse-replica"
 """The response header that names the replica that answered."""
+SENT = frozenset(
+    {"type", "asgi", "http_version", "scheme", "root_path", "server", "client"}
+    | {"method", "path", "raw_path", "query_string", "headers"}
+)
+"""What a replica gets of a request's ASGI scope."""
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -55,8 +60,7 @@ class ChunkFront:
         routed = RoutedRequest()
         if tenant is not None and request.method == "POST":
             routed = await asyncio.to_thread(routed_request, tenant.salt, body)
-        names = "method", "path", "raw_path", "query_string", "client", "headers"
-        told = {name: request.scope[name] for name in names if name in request.scope}
+        told = {name: value for name, value in request.scope.items() if name in SENT}
         try:
             answer = self._replicas.remote(told, body, **{ROUTED: routed})
             status, found_headers = await anext(answer)
@@ -129,7 +133,7 @@ class EngineReplica:
         """Yield the status and the headers of the response, then its body in pieces.
 
         Args:
-            told: Of the request: method, path, query and headers.
+            told: Of the request's ASGI scope, what `SENT` names.
             body: Its body.
             routed: Its chunks and its conversation, which the router has read.
         """
@@ -145,16 +149,7 @@ class EngineReplica:
             await gone.wait()
             return {"type": "http.disconnect"}
 
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "scheme": "http",
-            "root_path": "",
-            "server": None,
-            "state": {},
-            **told,
-        }
+        scope = {"state": {}, **told}
         running = asyncio.get_running_loop().create_task(self._app(scope, receive, messages.put))
         running.add_done_callback(lambda task: messages.put_nowait(None))
         try:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ragfuse.engine.engine import Engine
@@ -33,29 +31,14 @@ class EncodeWorker:
         """
         texts = [str(text) for text in batch["text"]]
         sources = [str(source) for source in batch.get("source", [""] * len(texts))]
-        began = time.perf_counter()
+        before = self._n_refused()
         done = self._engine.ingest(zip(texts, sources, strict=True))
-        row = {
-            "pid": os.getpid(),
-            "chunks": done.chunks,
-            "encoded": done.encoded,
-            "tokens": done.tokens,
-            "nbytes": done.nbytes,
-            "work_s": time.perf_counter() - began,
-            "unsaved": max(0, _n_unsaved(self._engine, texts) - len(done.left_out)),
-            "short": done.short,
-        }
+        names = ("chunks", "encoded", "tokens", "nbytes", "short")
+        row = {name: getattr(done, name) for name in names}
+        row["unsaved"] = self._n_refused() - before
         return {name: [value] for name, value in row.items()}
 
-
-def _n_unsaved(engine: Engine, texts: Sequence[str]) -> int:
-    """Count the chunks that no shared tier holds, of those that are long enough to be stored."""
-    encoder = engine.runtime.encoder
-    runs = [
-        ids
-        for text in texts
-        if len(ids := engine.tokens(text.strip())) >= engine.settings.min_chunk_tokens
-    ]
-    keys = {encoder.key(ids, encoder.context) for ids in runs}
-    held = {key for tier in engine.store.tiers if tier.slow for key in tier.stat(keys)}
-    return len(keys - held)
+    def _n_refused(self) -> int:
+        """Count the writes that a shared tier did not take so far."""
+        slow = [tier.counts for tier in self._engine.store.tiers if tier.slow]
+        return sum(counts["refused"] + counts["failed"] for counts in slow)

@@ -16,7 +16,6 @@ from ragfuse import Engine, Settings
 from ragfuse.adapt import examples, teacher
 from ragfuse.adapt import run as adapt_run
 from ragfuse.adapt import trainer as module
-from ragfuse.adapt.examples import Documents
 from ragfuse.adapt.folder import CHECKPOINTS, RECIPE_FILE, require_place
 from ragfuse.adapt.run import Adaptation
 from ragfuse.adapt.trainer import (
@@ -64,7 +63,7 @@ def run(settings: Settings, tmp_path: Path) -> Callable[..., Any]:
         seconds: float = 0,
         stop_at: int | None = None,
         killed_at: int | None = None,
-        given: Documents = DOCUMENTS,
+        given: list[tuple[str, str]] = DOCUMENTS,
         rank: int = 2,
     ) -> Any:
         adaptation = Adaptation(settings)

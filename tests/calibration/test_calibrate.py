@@ -22,7 +22,6 @@ from ragfuse.calibration.calibrate import (
     calibrate,
     choose,
     curve,
-    flaw_of,
     is_hopeless,
     make_cases,
 )
@@ -32,8 +31,8 @@ from ragfuse.calibration.methods import Method
 from tests.tiny import CHUNKS, messages
 
 DOCUMENTS = [
-    ("one", [f"{c} {c[::-1]} " * 2 for c in CHUNKS]),
-    ("two", [f"{c[::-1]} {c} end " * 2 for c in CHUNKS]),
+    *((f"{c} {c[::-1]} " * 2, "one") for c in CHUNKS),
+    *((f"{c[::-1]} {c} end " * 2, "two") for c in CHUNKS),
 ]
 
 
@@ -43,7 +42,7 @@ def test_questions_are_made_from_the_documents_and_the_same_each_time():
     assert len({case.question for case in cases}) > 3
     for case in cases:
         assert len(set(case.chunks)) == 6
-        assert set(case.chunks) <= {text for _, texts in DOCUMENTS for text in texts}
+        assert set(case.chunks) <= {text for text, _ in DOCUMENTS}
         topic = case.question.removeprefix("What is said about ").removesuffix("?")
         assert any(topic in chunk for chunk in case.chunks)
 
@@ -51,8 +50,9 @@ def test_questions_are_made_from_the_documents_and_the_same_each_time():
 def test_prompts_share_a_pool_of_chunks_and_each_chunk_is_asked_about_once():
     names = [f"document {number}" for number in range(9)]
     documents = [
-        (name, [f"{name} has a part {i} with words of its own, {name}-{i} " * 3 for i in range(20)])
+        (f"{name} has a part {i} with words of its own, {name}-{i} " * 3, name)
         for name in names
+        for i in range(20)
     ]
     cases = make_cases(documents, 20)
     assert len({chunk for case in cases for chunk in case.chunks}) <= POOL_PASSAGES
@@ -87,37 +87,25 @@ def test_what_is_not_certainly_close_or_does_not_agree_is_not_safe():
 def test_the_advice_is_one_sentence_that_says_why():
     far = tried("hkvd", 0.8, 3.0)
     assert "hkvd at 10%" in advice("m", None, [far])
-    assert "verify" in advice("m", None, [far], flaw_of(False, 1.0, 5.0))
+    assert "verify" in advice("m", None, [far], verified=False)
     assert advice("m", far, [far]).startswith("Blend with m by hkvd at 10%")
 
 
-@pytest.mark.parametrize(
-    ("spread", "asked"), [((0.05, 0.05), 12), ((0.08, 0.32), 36), ((0.5, 0.6), 8)]
-)
-def test_more_questions_are_asked_once_where_the_first_do_not_decide(
-    spread,
-    asked,
-    random_weights,
-    monkeypatch,
-):
+@pytest.mark.parametrize(("share", "asked"), [(0.05, 12), (0.6, 8)])
+def test_asking_ends_where_every_choice_is_out(share, asked, random_weights, monkeypatch):
     """Of one choice the KL is given, as a share of plain reuse's; of all others it is far."""
 
     def given(
         lab: Any, runner: Any, case: Case, methods: Sequence[Method], answers: bool
     ) -> list[Row]:
-        at = int(case.id.rpartition(".")[2]) % 2
-        kls = {method: 1.0 if method == REUSE else 0.9 for method in methods} | {
-            LADDER[-1]: spread[at]
-        }
+        kls = {method: 1.0 if method == REUSE else 0.9 for method in methods} | {LADDER[-1]: share}
         return [row(case.id, each.name, each.ratio or 0.0, kls[each]) for each in methods]
 
     monkeypatch.setattr(module, "ask", given)
-    monkeypatch.setattr(module, "nats_per_token", lambda model, cases: 1.0)
     with Engine(random_weights) as engine:
-        first, more = make_cases(DOCUMENTS, 12), make_cases(DOCUMENTS, 24, seed=1)
-        result = calibrate(engine.model, first, Console(quiet=True), "m", True, more)
+        result = calibrate(engine.model, make_cases(DOCUMENTS, 12), Console(quiet=True), "m")
     assert result["questions"] == asked
-    assert result["safe"] is (sum(spread) < 1)
+    assert result["safe"] is (share < 0.25)
 
 
 def test_the_curve_is_worked_out_on_the_same_questions():
@@ -157,24 +145,21 @@ def random_weights(varied_path, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def unsafe(random_weights):
-    """What that said."""
+def report(random_weights):
+    """What calibration says of it."""
     with Engine(random_weights) as engine:
-        result = calibrate(engine.model, make_cases(DOCUMENTS, 5), Console(quiet=True), "random")
-        engine.runtime.learn(engine.runtime.profile.calibrated(result["safe"]))
-    return result
+        return calibrate(engine.model, make_cases(DOCUMENTS, 5), Console(quiet=True), "random")
 
 
 @pytest.mark.slow
-def test_a_model_of_random_weights_is_called_unsafe(unsafe):
-    assert unsafe["safe"] is False
-    assert (unsafe["policy"], unsafe["ratio"]) == ("full", 1.0)
-    assert "learned nothing" in unsafe["advice"]
-    assert set(unsafe) >= {"safe", "policy", "ratio", "kl_over_reuse", "seconds", "tried", "advice"}
-    assert json.loads(json.dumps(unsafe)) == unsafe
+def test_a_report_is_plain_json(report):
+    assert set(report) >= {"safe", "policy", "ratio", "kl_over_reuse", "seconds", "tried", "advice"}
+    assert json.loads(json.dumps(report)) == report
 
 
-def test_an_unsafe_model_answers_by_full_prefill_in_the_next_process_too(unsafe, random_weights):
+def test_an_unsafe_model_answers_by_full_prefill_in_the_next_process_too(random_weights):
+    with Engine(random_weights) as engine:
+        engine.runtime.learn(engine.runtime.profile.calibrated(False))
     with Engine(random_weights) as engine:
         engine.ingest([(chunk, "book") for chunk in CHUNKS])
         answer = engine.answer(messages())
@@ -194,9 +179,9 @@ def test_a_choice_is_kept_and_used(tiny_settings):
         assert (trace.policy, trace.ratio) == ("lego", 0.25)
 
 
-def test_the_picture_shows_every_rung(unsafe, tmp_path):
+def test_the_picture_shows_every_rung(report, tmp_path):
     from ragfuse.calibration.calibrate import draw_calibration
 
-    draw_calibration(unsafe, tmp_path / "curve.png")
+    draw_calibration(report, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    assert len(unsafe["tried"]) == len(LADDER)
+    assert len(report["tried"]) == len(LADDER)

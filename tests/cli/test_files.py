@@ -17,7 +17,7 @@ def test_a_folder_is_searched_through_in_order_and_hidden_files_are_not_seen(tmp
     for name in ("b.md", "a.txt", "sub/c.html", "sub/d.PDF", ".git/e.txt", "sub/.f.txt", "g.rst"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("text")
-    names = [path.relative_to(tmp_path).as_posix() for path in find_files([tmp_path]).files]
+    names = [path.relative_to(tmp_path).as_posix() for path in find_files([tmp_path])]
     assert names == ["a.txt", "b.md", "g.rst", "sub/c.html", "sub/d.PDF"]
 
 
@@ -27,13 +27,17 @@ def test_what_cannot_be_read_is_passed_over_with_the_reason(tmp_path):
     (tmp_path / "binary.txt").write_bytes(b"ab\0cd")
     (tmp_path / "picture.png").write_bytes(b"PNG")
     os.mkfifo(tmp_path / "pipe.txt")
-    found = find_files([tmp_path, tmp_path / "pipe.txt", tmp_path / "good.txt"])
-    assert found.files == (tmp_path / "good.txt",)
-    assert {(path.name, why) for path, why in found.skipped} == {
-        ("empty.txt", "empty"),
-        ("binary.txt", "binary, not text"),
-        ("picture.png", "not a supported type of document ('.png')"),
-        ("pipe.txt", "not a plain file"),
+    why = {}
+    for path in find_files([tmp_path, tmp_path / "pipe.txt", tmp_path / "good.txt"]):
+        try:
+            assert texts_of(path) == ["text"]
+        except InputError as error:
+            why[path.name] = str(error)
+    assert why == {
+        "empty.txt": "contains no text",
+        "binary.txt": "cannot be read as txt (it is binary)",
+        "picture.png": "not a supported type of document ('.png')",
+        "pipe.txt": "not a plain file",
     }
 
 
@@ -43,7 +47,7 @@ def test_text_in_other_encodings_is_read_right(tmp_path, encoding, name):
     said = "Le café déjà vu à Nanterre, né près de la rivière"
     file = tmp_path / name
     file.write_bytes((said if name == "a.txt" else f"<p>{said}</p>").encode(encoding))
-    assert find_files([file]).files == (file,)
+    assert find_files([file]) == [file]
     assert [text.strip() for text in texts_of(file)] == [said]
 
 
@@ -82,7 +86,7 @@ CELLS = [
 def test_documents_code_and_data_are_read_as_text(tmp_path, name, written, wanted):
     file = tmp_path / name
     file.write_bytes(written if isinstance(written, bytes) else written.encode())
-    assert find_files([tmp_path]).files == (file,)
+    assert find_files([tmp_path]) == [file]
     assert "".join(texts_of(file)).strip() == wanted
 
 
@@ -93,7 +97,7 @@ def test_lines_of_json_are_a_text_each_and_a_bad_one_is_named(tmp_path):
     file.write_text('{"a": "one\u2028more\x85"}\r\n{"a": "two"}', encoding="utf-8")
     assert [json.loads(text)["a"] for text in texts_of(file)] == ["one\u2028more\x85", "two"]
     file.write_text('{"a": 1}\n{"a": \n')
-    with pytest.raises(InputError, match=r"a\.jsonl.*line 2"):
+    with pytest.raises(InputError, match="line 2"):
         texts_of(file)
 
 

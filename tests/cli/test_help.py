@@ -33,7 +33,7 @@ app()
             "calibrate --docs . --plot /nowhere/x.png",
             "InputError: '/nowhere/x.png' cannot be written",
         ),
-        ("adapt --docs /nowhere", "InputError: Wanted a file or folder, found nothing"),
+        ("adapt --docs /nowhere --out new", "InputError: Wanted a file or folder, found nothing"),
         (
             "ask Who? --server nowhere",
             "SettingsError: base_url is 'nowhere'; wanted the address of a server",

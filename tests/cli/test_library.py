@@ -3,9 +3,10 @@ nobody.
 """
 
 import pytest
+from rich.console import Console
 
 from ragfuse.cli import library as module
-from ragfuse.cli.library import split_file
+from ragfuse.cli.ingest import split_documents
 from ragfuse.errors import InputError, SettingsError
 
 
@@ -32,11 +33,12 @@ def chunks(*names, n=3):
 
 def test_a_document_is_cut_into_chunks_that_are_found_by_what_they_mean(library, book, engine):
     lib, tokenizer, file = library(), engine.model.tokenizer, book / "lighthouses.txt"
-    texts = list(split_file(file, lib.settings, tokenizer))
+    chunks, _ = split_documents([file], lib.settings, tokenizer, Console(quiet=True))
+    texts = [text for text, _ in chunks]
     assert len(texts) >= 20
     assert all(len(tokenizer.tokenize(text)) <= 160 and text == text.strip() for text in texts)
     assert "".join("".join(texts).split()) == "".join(file.read_text().split())
-    lib.update([book], [(text, str(file)) for text in texts])
+    lib.update([book], chunks)
     assert any("1817" in text for text, _ in lib.search("What happened in the year 1817?"))
 
 

@@ -109,11 +109,8 @@ def test_a_salt_limits_all_that_takes_filters_to_its_tenant_unless_another_is_na
 ):
     assert {entry["digest"] for entry in told("ls", SALT="acme")["entries"]} == {OURS[0].model}
     assert told("pin", "--all", SALT="acme")["pinned"] == 4
-    assert told("pin", "--off", "--tier", "disk", SALT="other") == {
-        "unpinned": 0,
-        "already": 2,
-        "silent": [],
-    }
+    unpinned = {"unpinned": 0, "already": 2}
+    assert told("pin", "--off", "--tier", "disk", SALT="other") == unpinned
     assert told("export", "a.zip", SALT="other")["texts"] == 1
     assert "Nothing in the store matches" in run("rm", "--all", "--yes", SALT="nobody").output
     assert told("rm", "--tenant", "other", "--yes", SALT="acme")["dropped"] == 2
@@ -147,20 +144,17 @@ def moved(told, far, *filters):
     return n
 
 
-def test_clear_names_a_tier_that_is_down_and_keeps_all_texts(run, told, filled, server):
+def test_a_tier_that_is_down_stops_a_deletion_and_keeps_all_texts(run, told, filled, server):
     far = {"TIERS": json.dumps([server.url()]), "TIER_TIMEOUT_S": 0.5}
     assert moved(told, far, "--source", "ships") == 1
     server.kill()
     assert "redis" in run("ls", **far).output
-    result = run("rm", "--all", "--yes", **far)
-    assert result.exit_code == 1
-    assert "redis" in result.output
+    refused(run("rm", "--all", "--yes", **far), "StoreError", "redis", "nothing was changed")
+    assert len(left(filled)) == 5
+    done = told("rm", "--tier", "disk", "--yes", **far)
+    assert (done["dropped"], done["texts"]) == (5, 0)
     assert left(filled) == set()
     assert (len(texts(filled, OURS[0].model)), len(texts(filled, THEIRS[0].model))) == (2, 1)
-    again = run("rm", "--all", "--yes", "--json", "-", **far)  # nothing is listed any more
-    assert again.exit_code == 1
-    counts = {"dropped": 0, "nbytes": 0, "texts": 0, "stayed": 0}
-    assert json.loads(again.stdout) == {**counts, "silent": ["redis"]}
     server.start()
     assert told("rm", "--all", "--yes", **far)["texts"] == 3
     assert texts(filled, OURS[0].model) == texts(filled, THEIRS[0].model) == []
@@ -173,7 +167,7 @@ def test_pins_are_kept_and_taken_off(told, filled):
         str(FILLER),
     }
     assert told("ls")["tiers"][0]["pinned"] == 2
-    assert told("pin", "--off", "--all") == {"unpinned": 2, "already": 4, "silent": []}
+    assert told("pin", "--off", "--all") == {"unpinned": 2, "already": 4}
     assert not any(entry["pinned"] for entry in told("ls")["entries"])
 
 
@@ -189,8 +183,8 @@ def test_chunks_travel_to_another_store_in_a_file(told, run, filled, tmp_path):
     assert "4 entries and 2 texts" in run("import", "a.zip", STORE=tmp_path / "third").output
 
 
-def test_an_export_without_texts_has_none_and_asks_before_it_replaces_a_file(told, run, filled):
-    assert told("export", "a.zip", "--no-texts")["texts"] == 0
+def test_an_export_asks_before_it_replaces_a_file(told, run, filled):
+    assert told("export", "a.zip", "--tenant", "acme")["texts"] == 2
     assert b"Theirs." not in Path("a.zip").read_bytes()
     assert run("export", "a.zip").exit_code == 1
     assert told("export", "a.zip", "--yes")["texts"] == 3
@@ -251,7 +245,7 @@ def test_ls_shows_the_owner_source_and_use_of_each_entry(told, filled):
     assert (filler["encoded"], filler["source"]) == ("filler", "/docs/Lighthouse.md")
     (use,) = told("ls", "--model", "smol")["tenants"]
     kept = sum(entry["nbytes"] for entry in entries.values() if entry["model"] == "smol")
-    assert use.items() >= {"texts": 2, "sessions": 0, "nbytes": {"disk": kept}}.items()
+    assert use.items() >= {"texts": 2, "sessions": 0, "nbytes": kept}.items()
 
 
 def test_ls_fits_the_terminal_and_prints_no_control_characters(run, filled, monkeypatch):
@@ -302,9 +296,7 @@ def test_deleting_asks_first_and_drops_texts_without_entries(run, told, filled):
     assert (texts(filled, OURS[0].model), texts(filled, THEIRS[0].model)) == ([], ["Theirs."])
 
 
-def test_an_export_refuses_to_replace_a_file_by_less_than_a_silent_tier_holds(
-    run, told, filled, server
-):
+def test_an_export_is_refused_where_a_tier_that_may_hold_some_is_down(run, told, filled, server):
     far = {"TIERS": json.dumps([server.url()]), "TIER_TIMEOUT_S": 0.5}
     assert moved(told, far, "--source", "ships") == 1
     assert told("export", "keep.zip", **far)["entries"] == 6
@@ -313,10 +305,7 @@ def test_an_export_refuses_to_replace_a_file_by_less_than_a_silent_tier_holds(
     for wish in ((), ("--tier", "redis"), ("--source", "ships")):
         refused(run("export", "keep.zip", "--yes", *wish, **far), "StoreError", "redis")
     assert Path("keep.zip").read_bytes() == good
-    for command in (("export", "new.zip"), ("gc",), ("pin", "--off", "--tier", "redis")):
-        result = run(*command, "--json", "-", **far)
-        assert result.exit_code == 1
-        assert json.loads(result.stdout)["silent"] == ["redis"]
+    refused(run("gc", **far), "StoreError", "redis")
     # nothing that is selected is missing
     assert run("export", "keep.zip", "--tier", "disk", "--yes", **far).exit_code == 0
 

@@ -33,7 +33,6 @@ def quality(
     from ragfuse_bench.plots import plot_frontier
     from ragfuse_bench.quality.report import run_quality
 
-    from ragfuse.calibration.plots import require_plotting
     from ragfuse.calibration.runner import tune_malloc
 
     if quick:
@@ -44,7 +43,7 @@ def quality(
         )
     report, settings = begin("quality", json, model=model, dtype=dtype, device=device)
     if plot is not None:
-        require_plotting()
+        import matplotlib  # noqa: F401 - if it is missing, that is told at once
     tune_malloc(report)
     rows = _rows_beside(json)
     result = run_quality(settings, options, report, rows)

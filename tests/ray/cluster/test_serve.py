@@ -69,7 +69,7 @@ def replicas(tiny_path, tmp_path_factory, two_ray_nodes):
         port = free.getsockname()[1]
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     serve.run(
-        application(shared_settings(settings), KEYS, options=ReplicaOptions(2, cpus=1)),
+        application(shared_settings(settings), KEYS, "127.0.0.1", (), ReplicaOptions(2, 2, 1)),
         name=APPLICATION,
     )
     yield Replicas(f"http://127.0.0.1:{port}", tiny_path.name)
