@@ -74,9 +74,3 @@ def text_of(response: Any) -> str:
 def joined_text(responses: list[Any]) -> str:
     """Return the text of a stream, from its deltas."""
     return "".join(response.delta or "" for response in responses)
-
-
-def fingerprint(response: ChatResponse) -> tuple[str, Any]:
-    """Return the text of a response, and the number of its prompt's tokens if it is known."""
-    raw = response.raw if isinstance(response.raw, dict) else {}
-    return text_of(response), raw.get("usage", {}).get("prompt_tokens")

@@ -22,7 +22,6 @@ from llama_index.core.tools import FunctionTool
 from integrations.tests.llama_index_events import (
     CallbackRecorder,
     EventRecorder,
-    fingerprint,
     joined_text,
     text_of,
 )
@@ -97,20 +96,6 @@ class LLMConformance:
                 texts[call] = joined_text(responses) if "stream" in call else text_of(responses[0])
         assert len(set(texts.values())) == 1, texts
         assert next(iter(texts.values()))
-
-    def test_what_was_said_before_counts(self, llm: LLM) -> None:
-        """The answer depends on all messages, not only on the last one."""
-        last = ChatMessage(role="user", content=self.question)
-        before = [
-            ChatMessage(role="user", content="Hello there."),
-            ChatMessage(role="assistant", content="Good day!"),
-        ]
-        assert fingerprint(llm.chat([*before, last])) != fingerprint(llm.chat([last]))
-
-    def test_no_messages_at_all_are_refused_with_words(self, llm: LLM) -> None:
-        """The error says that messages are missing."""
-        with pytest.raises(Exception, match="messages"):
-            llm.chat([])
 
     async def test_a_prompt_template_is_answered_as_its_text(self, llm: LLM) -> None:
         """By predict, stream and their async versions."""

@@ -37,27 +37,20 @@ DOCUMENTS = [
 ]
 
 
-def test_questions_are_made_from_the_documents_and_the_same_each_time():
-    cases = make_cases(DOCUMENTS, 9)
-    assert cases == make_cases(DOCUMENTS, 9)
-    assert len({case.question for case in cases}) > 3
-    for case in cases:
-        assert len(set(case.chunks)) == 6
-        assert set(case.chunks) <= {text for _, texts in DOCUMENTS for text in texts}
-        topic = case.question.removeprefix("What is said about ").removesuffix("?")
-        assert any(topic in chunk for chunk in case.chunks)
-
-
-def test_prompts_share_a_pool_of_chunks_and_each_chunk_is_asked_about_once():
+def test_questions_are_made_from_a_pool_of_the_documents_chunks_and_the_same_each_time():
     names = [f"document {number}" for number in range(9)]
     documents = [
         (name, [f"{name} has a part {i} with words of its own, {name}-{i} " * 3 for i in range(20)])
         for name in names
     ]
     cases = make_cases(documents, 20)
+    assert cases == make_cases(documents, 20)
     assert len({chunk for case in cases for chunk in case.chunks}) <= POOL_PASSAGES
     assert len({frozenset(case.chunks) for case in cases}) == 20
-    assert len({chunk for case in make_cases(documents, 60) for chunk in case.chunks}) <= 60
+    for case in cases:
+        assert len(set(case.chunks)) == 6
+        topic = case.question.removeprefix("What is said about ").removesuffix("?")
+        assert any(topic in chunk for chunk in case.chunks)
 
 
 def row(case: str, method: str, ratio: float, kl: float) -> Row:
@@ -84,11 +77,10 @@ def test_what_is_not_certainly_close_or_does_not_agree_is_not_safe():
     assert choose([]) is None
 
 
-def test_the_advice_is_one_sentence_that_says_why():
+def test_the_advice_names_the_choice_and_a_model_that_is_not_verified():
     far = tried("hkvd", 0.8, 3.0)
-    assert "hkvd at 10%" in advice("m", None, [far])
+    assert "hkvd" in advice("m", far, [far])
     assert "verify" in advice("m", None, [far], flaw_of(False, 1.0, 5.0))
-    assert advice("m", far, [far]).startswith("Blend with m by hkvd at 10%")
 
 
 @pytest.mark.parametrize(
@@ -169,8 +161,6 @@ def unsafe(random_weights):
 def test_a_model_of_random_weights_is_called_unsafe(unsafe):
     assert unsafe["safe"] is False
     assert (unsafe["policy"], unsafe["ratio"]) == ("full", 1.0)
-    assert "learned nothing" in unsafe["advice"]
-    assert set(unsafe) >= {"safe", "policy", "ratio", "kl_over_reuse", "seconds", "tried", "advice"}
     assert json.loads(json.dumps(unsafe)) == unsafe
 
 

@@ -34,5 +34,4 @@ def test_differences_and_ratios_are_drawn_in_pairs():
 
 def test_what_does_not_vary_has_no_width():
     assert mean_interval([0.5]) == (0.5, 0.5)
-    assert mean_interval([0.25] * 9) == (0.25, 0.25)
     assert ratio_interval([1.0, 1.0], [2.0, 2.0]) == (0.5, 0.5)

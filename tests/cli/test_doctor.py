@@ -4,8 +4,6 @@ to do.
 
 import json
 import os
-import shlex
-import shutil
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,7 @@ from tests.store.redis_server import RedisServer
 
 @pytest.fixture
 def doctor(run):
-    """doctor(...): the exit status, the rows by what they are about, and all that was said."""
+    """doctor(...): the exit status, and the rows by what they are about."""
 
     def doctor(*arguments, **changed):
         result = run("doctor", *arguments, "--json", "-", **changed)
@@ -29,7 +27,7 @@ def doctor(run):
         said = json.loads(result.stdout)
         assert said["ok"] is (result.exit_code == 0)
         assert all(row["remedy"] for row in said["rows"] if row["state"] == "bad")
-        return result.exit_code, {row["what"]: row for row in said["rows"]}, said
+        return result.exit_code, {row["what"]: row for row in said["rows"]}
 
     return doctor
 
@@ -43,7 +41,7 @@ def bad(rows):
 
 def test_a_question_is_answered_both_ways_and_nothing_is_changed(doctor, tmp_path):
     before = set(Path("/tmp").glob("ragfuse-doctor-*"))
-    status, rows, _ = doctor()
+    status, rows = doctor()
     assert (status, bad(rows)) == (0, [])
     # digests of weights, once these are seconds old
     assert set(os.listdir(tmp_path / "user")) <= {"fingerprints"}
@@ -54,21 +52,6 @@ def test_a_question_is_answered_both_ways_and_nothing_is_changed(doctor, tmp_pat
     assert rows["verified"]["remedy"].startswith("ragfuse verify ")
 
 
-def test_commands_that_the_doctor_advises_can_be_pasted_into_a_shell(
-    doctor, tiny_settings, tmp_path
-):
-    model, store = tmp_path / "my models" / "m", tmp_path / "my store"
-    shutil.copytree(tiny_settings.model, model)
-    _, rows, _ = doctor("--model", str(model), "--dtype", "float16", "--store", str(store))
-    told = {
-        what: shlex.split(rows[what]["remedy"]) for what in ("verified", "calibrated", "measured")
-    }
-    assert told["verified"] == ["ragfuse", "verify", str(model), "--dtype", "float16"]
-    as_here = ["--model", str(model), "--dtype", "float16", "--store", str(store)]
-    assert told["calibrated"] == ["ragfuse", "calibrate", *as_here, "--docs", "PATH"]
-    assert told["measured"] == ["ragfuse", "measure", *as_here]
-
-
 def test_the_doctor_shows_what_the_store_knows_of_model_and_machine(
     doctor, tiny_settings, tmp_path
 ):
@@ -76,26 +59,16 @@ def test_the_doctor_shows_what_the_store_knows_of_model_and_machine(
         engine.runtime.verify()
         engine.runtime.learn(engine.runtime.profile.calibrated(True, "lego", 0.06))
         engine.timings.learn(timings(engine, memory=0.0, disk=1e-9))
-    _, rows, _ = doctor()
+    _, rows = doctor()
     assert [rows[what]["state"] for what in ("verified", "calibrated", "measured")] == ["ok"] * 3
     assert "lego at 6%" in rows["calibrated"]["found"]
     assert "memory, disk" in rows["measured"]["found"]
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("minilm-l6", "is no llm"),
-        ("no/config", "config.json"),
-    ],
-)
-def test_a_model_that_is_not_there_is_one_red_row(doctor, tmp_path, name, said):
-    folder = tmp_path / "no" / "config"
-    folder.mkdir(parents=True)
-    status, rows, _ = doctor(RAGFUSE_MODEL=name)
+def test_a_model_that_cannot_answer_is_one_red_row(doctor):
+    status, rows = doctor(RAGFUSE_MODEL="minilm-l6")
     assert (status, bad(rows)) == (1, ["model"])
-    assert said in rows["model"]["found"]
-    assert rows["model"]["remedy"].startswith("what it says")
+    assert "minilm-l6" in rows["model"]["found"]
 
 
 # without it
@@ -113,14 +86,14 @@ def test_every_tier_has_a_row_and_one_that_is_silent_is_red(doctor, tmp_path):
         }
         with KVStore([RedisTier(server.url())]) as store:
             store.put(key("a"), kv(), wait=True)
-        status, rows, _ = doctor("--quick", **tiers)
+        status, rows = doctor("--quick", **tiers)
         named = ["tier disk", "tier redis", "tier disk-2", "tier objects"]
         assert (status, [what for what in rows if what.startswith("tier ")]) == (0, named)
         assert "1 entry, 2.2 KB of" in rows["tier redis"]["found"]
         assert "of 1 read as a test, 0 were damaged" in rows["tier redis"]["found"]
     finally:
         server.kill()
-    status, rows, _ = doctor("--quick", **tiers)
+    status, rows = doctor("--quick", **tiers)
     assert (status, bad(rows)) == (1, ["tier redis"])
     assert "does not answer" in rows["tier redis"]["found"]
     assert rows["tier redis"]["remedy"].startswith("start it")
@@ -136,10 +109,7 @@ def test_damaged_entries_are_counted(doctor, tmp_path):
         data = bytearray(file.read_bytes())
         data[-65] ^= 255
         file.write_bytes(data)
-    status, rows, _ = doctor("--quick")
+    status, rows = doctor("--quick")
     assert (status, bad(rows)) == (1, ["tier disk"])
     assert "of 3 read as a test, 2 were damaged" in rows["tier disk"]["found"]
     assert doctor("--quick", RAGFUSE_MODEL="/nowhere/at/all")[0] == 0  # it loads no model
-
-
-# a bare install

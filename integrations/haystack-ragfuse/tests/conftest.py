@@ -18,6 +18,7 @@ from haystack_integrations.components.generators.ragfuse.retrieved import RUNS
 
 from integrations.tests.kit import engine, minilm, real_engine, smollm, tiny_path, tiny_settings
 from integrations.tests.served import served, served_embedded
+from integrations.tests.thoughts import thinking
 
 __all__ = [
     "engine",
@@ -27,6 +28,7 @@ __all__ = [
     "served",
     "served_embedded",
     "smollm",
+    "thinking",
     "tiny_path",
     "tiny_settings",
 ]

@@ -29,7 +29,7 @@ from langchain_ragfuse import ChatRagFuse, RagFuseIndexer, RagFuseLLM
 from langchain_ragfuse.messages import to_ragfuse_messages
 
 from integrations.tests.kit import LETTERS, hits
-from ragfuse import Engine
+from ragfuse import Engine, Settings
 
 DOCUMENTS = [
     Document(f"{text}\n", metadata={"source": f"{text.split('.')[0]}.txt", "page": page})
@@ -40,7 +40,6 @@ PROMPT = ChatPromptTemplate.from_messages(
     [("system", "Answer briefly."), ("user", "{context}\n\nQuestion: {input}")]
 )
 QUESTION = "Who was the last keeper of the lighthouse?"
-WITH_METADATA = PromptTemplate.from_template("[{page}] From {source}:\n{page_content}\n---")
 
 
 class Heard(BaseCallbackHandler):
@@ -100,57 +99,51 @@ def legacy(llm: Any, retriever: Any) -> Runnable[Any, Any]:
     return RetrievalQA.from_chain_type(llm, retriever=retriever)
 
 
-CHAINS = [lcel, classic, legacy]
-
-
 def asked(make: Callable[[Any, Any], Runnable[Any, Any]], llm: Any, retriever: Any) -> list[str]:
     heard = Heard()
     make(llm, retriever).invoke(QUESTION, {"callbacks": [heard]})
     return hits(heard.traces[-1])
 
 
-@pytest.mark.parametrize("make", CHAINS)
-def test_unchanged_documents_hit(make: Any, llm: ChatRagFuse, retriever: BaseRetriever) -> None:
+@pytest.mark.parametrize("make", [lcel, classic, legacy])
+def test_documents_hit_in_every_chain_also_where_they_are_reranked(
+    make: Any, llm: ChatRagFuse, retriever: BaseRetriever
+) -> None:
     for model in (llm, RagFuseLLM(engine=llm.get_engine(), max_tokens=4)):
         assert set(asked(make, model, retriever)) == SOURCES
-
-
-@pytest.mark.parametrize("make", CHAINS)
-def test_reranked_documents_hit(make: Any, llm: ChatRagFuse, retriever: BaseRetriever) -> None:
     reranker = CrossEncoderReranker(model=ByWords(), top_n=3)
     reranked = ContextualCompressionRetriever(base_compressor=reranker, base_retriever=retriever)
-    order = [document.metadata["source"] for document in reranked.invoke(QUESTION)]
-    assert order != [document.metadata["source"] for document in retriever.invoke(QUESTION)][:3]
-    assert asked(make, llm, reranked) == order
+    orders = [
+        [each.metadata["source"] for each in by.invoke(QUESTION)] for by in (retriever, reranked)
+    ]
+    assert orders[0][:3] != orders[1] == asked(make, llm, reranked)
 
 
 def test_an_artifact_marks_the_chunks_of_a_tools_message(
-    engine: Engine, retriever: BaseRetriever
+    tiny_settings: Settings, retriever: BaseRetriever
 ) -> None:
-    """Nothing was indexed: without its artifact the same message teaches the store nothing."""
-    engine = Engine(engine.settings.model_copy(update={"learn": "off"}))  # which hears no retriever
-    llm = ChatRagFuse(engine=engine, max_tokens=4)
+    """Nothing was indexed or heard: without its artifact the same message teaches the store
+    nothing.
+    """
     search = create_retriever_tool(
         retriever,
         "search",
         "Looks things up.",
-        document_prompt=WITH_METADATA,
+        document_prompt=PromptTemplate.from_template(
+            "[{page}] From {source}:\n{page_content}\n---"
+        ),
         response_format="content_and_artifact",
     )
     call = {"name": "search", "args": {"query": QUESTION}, "id": "1", "type": "tool_call"}
     found = search.invoke(call)
-    assert isinstance(found, ToolMessage)
-    messages: list[Any] = [("user", QUESTION), ("ai", "Wait."), found]
     bare = found.model_copy(update={"artifact": None})
-    for message, expected in (
-        (bare, set[str]()),
-        (bare, set[str]()),
-        (found, set[str]()),
-        (found, SOURCES),
-    ):
-        answer = llm.invoke([*messages[:2], message])
-        assert set(hits(answer.response_metadata["ragfuse"])) == expected
-        engine.flush()
+    hit = []
+    with Engine(tiny_settings.model_copy(update={"learn": "off"})) as engine:
+        for message in (bare, bare, found, found):
+            answer = ChatRagFuse(engine=engine, max_tokens=4).invoke([("user", QUESTION), message])
+            hit.append(set(hits(answer.response_metadata["ragfuse"])))
+            engine.flush()
+    assert hit == [set(), set(), set(), SOURCES]
 
 
 @pytest.mark.parametrize(
@@ -162,17 +155,10 @@ def test_an_artifact_marks_the_chunks_of_a_tools_message(
     ],
 )
 def test_a_message_is_read_alike_before_and_after_it_is_stored(
-    engine: Engine, stored: Callable[[Any], Any]
+    stored: Callable[[Any], Any],
 ) -> None:
-    found = [
-        Document(each.page_content, metadata={**each.metadata, "lines": (1, 2)})
-        for each in DOCUMENTS
-    ]
-    text = "".join(f"{number}. {each.page_content}" for number, each in enumerate(found))
-    message = ToolMessage(text, tool_call_id="1", artifact={"found": found})
-    prompts = [engine.prompt(to_ragfuse_messages([each])) for each in (message, stored(message))]
-    assert prompts[0] == prompts[1]
-    assert {segment.source for segment in prompts[1].segments if segment.kind == "chunk"} == SOURCES
-    answer = ChatRagFuse(engine=engine, max_tokens=4).invoke([message])
-    assert answer.response_metadata["ragfuse"]["segments"]
-    assert stored(answer) == answer
+    text = "".join(f"{number}. {each.page_content}" for number, each in enumerate(DOCUMENTS))
+    message = ToolMessage(text, tool_call_id="1", artifact={"found": DOCUMENTS})
+    (first,), (again,) = (to_ragfuse_messages([each]) for each in (message, stored(message)))
+    assert first == again
+    assert {piece.source for piece in again.pieces if piece.kind == "chunk"} == SOURCES

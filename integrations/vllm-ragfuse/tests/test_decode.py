@@ -34,20 +34,6 @@ def test_greedy_tokens_equal_those_of_transformers_over_the_same_kv(pair: Any) -
     pair.wait_until_left()
 
 
-@pytest.mark.slow
-def test_the_embedded_model_goes_on_from_the_same_kv(embedded_pair: Any) -> None:
-    for case in CASES:
-        answers = embedded_pair.decoder.ask(
-            embedded_pair.request(case), embedded_pair.request(None)
-        )
-        assert tokens(answers) == [
-            embedded_pair.prefills.wanted[case],
-            embedded_pair.prefills.wanted["full"],
-        ], case
-        assert loaded(answers) == [True, None]
-    embedded_pair.wait_until_left()
-
-
 def test_a_plain_request_is_never_answered_from_fused_kv(pair: Any) -> None:
     plain = pair.prefills.wanted["full"]
     for case in ("foreign", None, "fused", None, "foreign"):
