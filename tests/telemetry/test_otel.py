@@ -86,13 +86,10 @@ def test_an_answer_has_the_spans_of_its_parts_under_one(warm, spans):
 def test_names_of_generative_ai_are_those_of_the_semantic_conventions(warm, spans):
     from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as conventions
 
-    warm.answer(asking("Who?"), Ask(seed=1))
-    list(warm.stream(asking("Who?")))
+    list(warm.stream(asking("Who?"), Ask(seed=1)))
     used = {name for span in spans() for name in span.attributes if name.startswith("gen_ai.")}
     assert "gen_ai.response.time_to_first_chunk" in used
-    assert used <= {
-        value for name, value in vars(conventions).items() if name.startswith("GEN_AI_")
-    }
+    assert used <= set(vars(conventions).values())
 
 
 def test_loading_stands_beside_fusing_and_a_measured_machine_tells_what_was_foreseen(warm, spans):

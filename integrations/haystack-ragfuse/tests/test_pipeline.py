@@ -77,6 +77,17 @@ def test_documents_may_be_named_to_the_generator_itself_or_connected(
     assert hits(asked(pipeline, SECOND)) == [True] * 4
 
 
+@pytest.mark.slow
+def test_the_embedded_model_answers_from_reused_documents(real_engine: Engine) -> None:
+    pipeline = rag(RagfuseChatGenerator(engine=real_engine, generation_kwargs={"ratio": 0.3}))
+    asked(pipeline, "Which colour is the lighthouse painted?")
+    real_engine.flush()
+    second = asked(pipeline, "In which year was the harbour of Port Elling dug?")
+    assert hits(second) == [True] * 4
+    assert second.meta["ragfuse"]["tokens_reused"] > second.meta["ragfuse"]["tokens"] // 2
+    assert "1847" in (second.text or "")
+
+
 # beside another tracer
 
 

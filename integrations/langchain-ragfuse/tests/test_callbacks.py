@@ -14,6 +14,7 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
+from langchain_classic.chains import RetrievalQA, create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_classic.retrievers import ContextualCompressionRetriever
 from langchain_core.callbacks import AsyncCallbackHandler, BaseCallbackHandler
@@ -115,18 +116,17 @@ def compressed(llm: Any) -> Any:
     return rag(ContextualCompressionRetriever(base_compressor=Cut(), base_retriever=Shelf()), llm)
 
 
-def in_a_function(llm: Any) -> Any:
-    def answer(question: str) -> Any:
-        return llm.invoke(f"{joined(Shelf().invoke(question))}\n{question}")
+def retrieval(llm: Any) -> Any:
+    chain = create_retrieval_chain(Shelf(), create_stuff_documents_chain(llm, PROMPT))
+    return (lambda question: {"input": question}) | chain
 
-    async def aanswer(question: str) -> Any:
-        return await llm.ainvoke(f"{joined(await Shelf().ainvoke(question))}\n{question}")
 
-    return RunnableLambda(answer, aanswer)
+def question_answering(llm: Any) -> Any:
+    return RetrievalQA.from_chain_type(llm, retriever=Shelf())
 
 
 @pytest.mark.parametrize("kind", [ChatRagFuse, RagFuseLLM])
-@pytest.mark.parametrize("chain", [plain, stuffed, compressed, in_a_function])
+@pytest.mark.parametrize("chain", [plain, stuffed, compressed, retrieval, question_answering])
 async def test_what_a_chain_retrieved_reaches_the_engine(
     engine: Engine, asks: list[Ask], kind: Any, chain: Any
 ) -> None:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from langchain_core.messages import AIMessage, HumanMessage, RemoveMessage
+from langchain_core.documents import Document
+from langchain_core.messages import (
+    AIMessage,
+    HumanMessage,
+    RemoveMessage,
+    ToolMessage,
+    messages_from_dict,
+    messages_to_dict,
+)
 from langchain_core.tools import tool
 from langchain_ragfuse import ChatRagFuse
+from langchain_ragfuse.messages import to_ragfuse_messages
 
 from integrations.tests.doors import paint
 from integrations.tests.kit import FIRST, READ, SECOND, hits
@@ -71,3 +83,22 @@ def test_fields_of_the_framework_are_taken_by_name_and_alias(engine: Engine) -> 
     given: Any = {"callbacks": [], "tags": ["a"], "metadata": {"b": 1}, "stop_sequences": ["."]}
     llm = ChatRagFuse(engine=engine, cache=False, **given)
     assert (llm.tags, llm.metadata["b"], llm.stop) == (["a"], 1, ["."])
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        lambda message: messages_from_dict(json.loads(json.dumps(messages_to_dict([message]))))[0],
+        lambda message: type(message).model_validate_json(message.model_dump_json()),
+        lambda message: pickle.loads(pickle.dumps(message)),
+    ],
+)
+def test_documents_of_an_artifact_are_chunks_before_and_after_their_message_is_stored(
+    stored: Callable[[Any], Any],
+) -> None:
+    found = [Document(text, metadata={"source": text[:4]}) for text in (FIRST, SECOND)]
+    message = ToolMessage(f"1. {FIRST}\n2. {SECOND}", tool_call_id="1", artifact={"found": found})
+    (first,), (again,) = (to_ragfuse_messages([each]) for each in (message, stored(message)))
+    assert first == again
+    chunks = [(piece.text, piece.source) for piece in again.pieces if piece.kind == "chunk"]
+    assert chunks == [(each.page_content, each.metadata["source"]) for each in found]

@@ -153,19 +153,16 @@ def test_nodes_of_an_event_reach_the_engine(llm: RagFuseLLM, asks: list[Ask]) ->
 async def test_nodes_put_into_a_prompt_by_hand_reach_the_engine(
     llm: RagFuseLLM, asks: list[Ask]
 ) -> None:
-    found = Shelf().retrieve("harbour")
-    llm.complete(joined(found))
-    llm.chat([ChatMessage(joined(found))])
-    list(llm.stream_complete(joined(found)))
-    assert [ask.documents for ask in asks] == [bare("harbour")] * 3
-    found = await Shelf().aretrieve("valley")
-    await llm.acomplete(joined(found))
-    await llm.achat([ChatMessage(joined(found))])
-    _ = [each async for each in await llm.astream_chat([ChatMessage(joined(found))])]
-    assert [ask.documents for ask in asks[3:]] == [bare("valley")] * 3
-    await asyncio.to_thread(
-        llm.complete, "\n\n".join(text for text, _ in texts("valley", "harbour"))
-    )
+    text = joined(Shelf().retrieve("harbour"))
+    llm.complete(text)
+    list(llm.stream_chat([ChatMessage(text)]))
+    assert [ask.documents for ask in asks] == [bare("harbour")] * 2
+    text = joined(await Shelf().aretrieve("valley"))
+    await llm.achat([ChatMessage(text)])
+    _ = [each async for each in await llm.astream_complete(text)]
+    assert [ask.documents for ask in asks[2:]] == [bare("valley")] * 2
+    both = "\n\n".join(text for text, _ in texts("valley", "harbour"))
+    await asyncio.to_thread(llm.complete, both)
     assert asks[-1].documents == texts("valley", "harbour")
 
 

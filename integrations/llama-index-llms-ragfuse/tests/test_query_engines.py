@@ -99,16 +99,6 @@ async def test_objects_are_synthesized_from_known_nodes(engine: Engine) -> None:
     assert found(seen) == [SOURCES] * 3
 
 
-async def test_an_earlier_answer_is_refined(llm: RagFuseLLM) -> None:
-    texts = [each.node.get_content() for each in NODES]
-    synthesizer, earlier = RagFuseSynthesizer(llm), {"prev_response": "It is green."}
-    with traces() as seen:
-        synthesizer.get_response(QUESTION, texts)
-        refined = synthesizer.get_response(QUESTION, texts, **earlier)
-        assert await synthesizer.aget_response(QUESTION, texts, **earlier) == refined
-    assert seen[0].tokens != seen[1].tokens == seen[2].tokens
-
-
 @pytest.mark.embedded
 async def test_a_real_index_answers_from_the_store(real_engine: Engine, minilm: str) -> None:
     """Real splits, embeddings and FAISS index; nothing changed but the LLM and one step of the
