@@ -29,10 +29,6 @@ class PMLContract(ChatContract):
         """The template with these values given ahead."""
         raise NotImplementedError
 
-    def beside(self, filled: Any) -> Any:
-        """A filled template beside another message."""
-        raise NotImplementedError
-
     async def test_a_template_is_answered_as_the_engine_answers_it(self, engine: Engine) -> None:
         llm, prompt = (
             self.kind(engine=engine),
@@ -80,7 +76,3 @@ class PMLContract(ChatContract):
         expected = template.template.fill({"topic": "tea", self.own_question: HOSTILE}).request
         reply = self.ask(self.kind(engine=engine), self.filled(template, question=HOSTILE))
         assert reply.text == engine.answer(expected).text
-
-    def test_a_template_stands_alone(self, local: Any) -> None:
-        with pytest.raises(InputError):
-            self.ask(local, self.beside(self.filled(type(self).template(TRIP, PROMPT), **VALUES)))

@@ -12,14 +12,11 @@ from typing import Any
 
 import pytest
 from haystack import tracing
-from haystack.components.agents import Agent
-from haystack.dataclasses import ChatMessage, StreamingChunk
-from haystack.tools import create_tool_from_function
+from haystack.dataclasses import StreamingChunk
 from haystack.tracing import Span, Tracer
 from haystack_integrations.components.generators.ragfuse import RagfuseChatGenerator
 from haystack_integrations.components.generators.ragfuse.retrieved import RUNS, RetrievalTracer
 
-from integrations.tests.doors import knock
 from integrations.tests.haystack_pipelines import DOCUMENTS, asked, given, hits, rag
 from ragfuse import Engine
 
@@ -169,12 +166,3 @@ async def test_a_streamed_pipeline_that_is_left_leaves_no_run_behind(
         await pipeline.run_async({**given(SECOND), "llm": {"streaming_callback": seen.append}})
     )["llm"]["replies"]
     assert "".join(chunk.content for chunk in seen) == reply[0].text
-
-
-def test_an_agent_calls_its_tool_and_reads_the_result(engine: Engine) -> None:
-    options = {"max_tokens": 90, "tool_choice": "knock"}
-    llm = RagfuseChatGenerator(engine=engine, generation_kwargs=options)
-    agent = Agent(chat_generator=llm, tools=[create_tool_from_function(knock)], max_agent_steps=2)
-    messages = agent.run([ChatMessage.from_user("Hello?")])["messages"]
-    results = [each.tool_call_result.result for each in messages if each.tool_call_result]
-    assert results[0] == knock(1)

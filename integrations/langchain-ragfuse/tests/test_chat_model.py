@@ -79,12 +79,6 @@ async def test_leaving_a_stream_ends_its_generation(llm: ChatRagFuse, engine: En
     assert engine.model.batcher.wait_idle(60.0)
 
 
-def test_fields_of_the_framework_are_taken_by_name_and_alias(engine: Engine) -> None:
-    given: Any = {"callbacks": [], "tags": ["a"], "metadata": {"b": 1}, "stop_sequences": ["."]}
-    llm = ChatRagFuse(engine=engine, cache=False, **given)
-    assert (llm.tags, llm.metadata["b"], llm.stop) == (["a"], 1, ["."])
-
-
 @pytest.mark.parametrize(
     "stored",
     [

@@ -142,9 +142,6 @@ class TestChatRagFuse(Common, PMLContract):
     def some(self, template: Any, **values: Any) -> Any:
         return template.partial(**values)
 
-    def beside(self, filled: Any) -> Any:
-        return [*filled.to_messages(), HumanMessage("And now?")]
-
     def test_a_copied_binding_shares_the_engine(self, engine: Engine) -> None:
         bound: Any = ChatRagFuse(engine=engine).bind(stop=["x"])
         assert copy.deepcopy(bound).bound.get_engine() is engine

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from langchain_core.messages import HumanMessage
 from langchain_ragfuse import ChatRagFuse, PMLPromptTemplate, RagFuseLLM
 
 from integrations.tests.pml import PROMPT, TRIP, VALUES, WHOLE
-from ragfuse import Engine
+from ragfuse import Engine, InputError
 from ragfuse.schemas.pml import parse_prompt
 
 
@@ -32,7 +33,9 @@ async def test_a_pipe_answers_batches_of_a_schema_that_is_encoded_once(
     assert heard == []
 
 
-def test_tokens_of_a_filled_template_are_counted(engine: Engine) -> None:
+def test_a_filled_template_is_counted_and_stands_alone(engine: Engine) -> None:
     messages = PMLPromptTemplate(TRIP, PROMPT).invoke(VALUES).to_messages()
     counted = ChatRagFuse(engine=engine).get_num_tokens_from_messages(messages)
     assert counted == len(engine.prompt(parse_prompt(WHOLE)))
+    with pytest.raises(InputError):
+        ChatRagFuse(engine=engine).invoke([*messages, HumanMessage("And now?")])

@@ -130,9 +130,6 @@ class TestRagFuseLLM(PMLContract):
     def some(self, template: Any, **values: Any) -> Any:
         return template.partial_format(**values)
 
-    def beside(self, filled: Any) -> Any:
-        return [*filled, *asking("And now?")]
-
     def shown(self, llm: Any) -> list[object]:
         return [repr(llm), str(llm), llm.model_dump(), llm.to_payload()]
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from llama_index.core.agent.workflow import FunctionAgent
-from llama_index.core.program import FunctionCallingProgram, LLMTextCompletionProgram
+from llama_index.core.program import FunctionCallingProgram
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
-from llama_index.core.selectors import PydanticSingleSelector
 from llama_index.core.tools import FunctionTool, QueryEngineTool
 from llama_index.core.types import PydanticProgramMode
 from llama_index.llms.ragfuse import KVPrecompute, RagFuseLLM, traces
 
 from integrations.tests.doors import Paint, knock, paint
 from integrations.tests.kit import LETTERS
-from ragfuse import Engine, Grammar, InputError
+from ragfuse import Engine, InputError
 
 QUESTION = "Which door?"
 ASKED = PromptTemplate("Look at this. {question}")
@@ -77,15 +74,9 @@ async def test_an_agent_asks_a_query_engine_and_answers(llm: RagFuseLLM) -> None
         assert [each.hit for each in seen[1].segments if each.kind == "chunk"] == [True]
 
 
-def test_programs_and_selectors_of_the_house_hold_too(llm: RagFuseLLM) -> None:
+def test_objects_may_be_asked_for_as_calls_and_by_programs(llm: RagFuseLLM) -> None:
     program = FunctionCallingProgram.from_defaults(Paint, prompt=ASKED, llm=llm)
     assert isinstance(program(question=QUESTION), Paint)
-    held = {"grammar": Grammar.json(Paint.model_json_schema())}
-    text: Any = LLMTextCompletionProgram.from_defaults(
-        output_cls=Paint, prompt=ASKED.model_copy(), llm=llm
-    )
-    assert isinstance(text(llm_kwargs=held, question=QUESTION), Paint)
     mode = PydanticProgramMode.FUNCTION
     functions = RagFuseLLM(engine=llm.get_engine(), max_tokens=120, pydantic_program_mode=mode)
     assert isinstance(functions.structured_predict(Paint, ASKED, question=QUESTION), Paint)
-    assert PydanticSingleSelector.from_defaults(llm=llm)

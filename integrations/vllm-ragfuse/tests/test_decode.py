@@ -109,13 +109,4 @@ def test_an_aborted_request_leaves_nothing(step: int, pair: Any) -> None:
     told = pair.request("foreign")
     _, answer = pair.decoder.ask({**told, "abort_at": step}, pair.request("fused"))
     assert answer["tokens"] == pair.prefills.wanted["fused"]
-
-
-def test_nothing_is_left_after_many_requests(pair: Any) -> None:
-    before = pair.waiting()
-    cases = ("fused", "foreign") * 10
-    for _ in range(10):
-        answers = pair.decoder.ask(*map(pair.request, cases), max_tokens=2)
-        assert tokens(answers) == [pair.prefills.wanted[case][:2] for case in cases]
-    pair.wait_until_left(before)
-    assert pair.decoder.counters["vllm:ragfuse_prompts_loaded"] >= 200
+    pair.wait_until_left()
