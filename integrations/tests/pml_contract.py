@@ -17,9 +17,6 @@ class PMLContract(ChatContract):
     """What a template over a schema promises: say how it is filled."""
 
     template: ClassVar[Callable[..., Any]]
-    own: ClassVar[Any]
-    """The framework's own template for a topic, which is tea, and a question."""
-    own_question: ClassVar[str] = "question"
 
     def filled(self, template: Any, **values: Any) -> Any:
         """What `ask` takes."""
@@ -69,10 +66,3 @@ class PMLContract(ChatContract):
         assert by_train.trace["modules"] == [".", "by_train"]
         with pytest.raises((InputError, KeyError), match="days"):
             self.filled(template, question="Where?")
-
-    def test_a_template_of_the_framework_runs_over_its_encoded_text(self, engine: Engine) -> None:
-        most = {"topic": 8, self.own_question: 60}
-        template = type(self).template.from_template("tell", self.own, most)  # type: ignore[attr-defined]
-        expected = template.template.fill({"topic": "tea", self.own_question: HOSTILE}).request
-        reply = self.ask(self.kind(engine=engine), self.filled(template, question=HOSTILE))
-        assert reply.text == engine.answer(expected).text

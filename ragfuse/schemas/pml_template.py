@@ -8,14 +8,14 @@ as PML.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from string import Formatter
 from typing import Any, ClassVar
 
 from ragfuse.errors import InputError
 from ragfuse.schemas.frontends.python import schema_of
-from ragfuse.schemas.frontends.templates import Part, Syntax, from_template, parsed
 from ragfuse.schemas.nodes import (
     Param,
     PMLPrompt,
@@ -25,7 +25,7 @@ from ragfuse.schemas.nodes import (
     TextNode,
     inner,
 )
-from ragfuse.schemas.pml import read_prompt, read_schema
+from ragfuse.schemas.pml import is_name, read_prompt, read_schema
 from ragfuse.schemas.pml_writer import to_pml
 from ragfuse.types.arguments import checks_arguments
 from ragfuse.types.keys import digest
@@ -73,9 +73,8 @@ class PMLTemplate:
         schema: PML text, the path of a PML file, a parsed schema, or a prompt function.
         prompt: PML text, the path of a PML file, or a parsed prompt, with `{variable}` anywhere in
             its texts; None: the variables are the parameters of the prompt function or of the
-            schema.
+            schema. A literal brace is doubled.
         question: Text of a further user message, with variables too.
-        syntax: How variables are written; "jinja2" for `{{ variable }}`.
 
     Raises:
         PMLError: Schema or prompt cannot be parsed; with the position in the source.
@@ -88,13 +87,12 @@ class PMLTemplate:
         schema: Schema | Path | str | Callable[..., Any],
         prompt: PMLPrompt | Path | str | None = None,
         question: str = "",
-        syntax: Syntax = "f-string",
     ) -> None:
         self._function = schema if callable(schema) else None
         if isinstance(schema, str | Path):
             schema = read_schema(schema)
         self.schema = schema if isinstance(schema, Schema) else schema_of(schema)
-        self._syntax, defaults = syntax, dict[str, bool]()
+        defaults = dict[str, bool]()
         if prompt is not None:
             self._function = None
             request = prompt if isinstance(prompt, PMLPrompt) else read_prompt(prompt)
@@ -110,38 +108,11 @@ class PMLTemplate:
             names = dict.fromkeys(
                 item.name for item in inner(self.schema.items) if isinstance(item, Param)
             )
-            variable = "{{%s}}" if syntax == "jinja2" else "{%s}"
-            request = PMLPrompt(
-                self.schema.name, (), tuple((name, variable % name) for name in names)
-            )
+            arguments = tuple((name, f"{{{name}}}") for name in names)
+            request = PMLPrompt(self.schema.name, (), arguments)
         self._request = request.asking(question) if question else request
         self.variables = tuple(dict.fromkeys((*defaults, *self._variables())))
         self.optional = tuple(name for name, has_default in defaults.items() if has_default)
-
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        template: Any,
-        max_tokens: int | Mapping[str, int],
-        question: str = "",
-        syntax: Syntax = "f-string",
-    ) -> PMLTemplate:
-        """Return a PML template made from an ordinary template, whose variables become parameters
-        of the schema.
-
-        Args:
-            name: Name of the schema.
-            template: A prompt template of LangChain or LlamaIndex, a text, or (role, text) pairs.
-            max_tokens: The most tokens of each variable: one number for all, or one by name.
-            question: Text of a further user message, with variables too.
-            syntax: How variables are written in a text, in pairs and in `question`.
-
-        Raises:
-            PMLError: The template uses something that a schema cannot express, such as logic or
-                loops.
-        """
-        return cls(from_template(name, template, max_tokens, syntax), None, question, syntax)
 
     @staticmethod
     def alone(others: int) -> InputError:
@@ -185,7 +156,7 @@ class PMLTemplate:
                     f"The variable '{name}' is missing. Wanted: {', '.join(wanted)}; found:"
                     f" {found}."
                 )
-        request: PMLPrompt = _changed(self._request, lambda text, at: self._text(text, values, at))
+        request: PMLPrompt = _changed(self._request, lambda text, at: _filled(text, values, at))
         if self._function is not None:
             names = inspect.signature(self._function).parameters
             made: PMLPrompt = self._function(
@@ -206,20 +177,33 @@ class PMLTemplate:
         found: list[str] = []
 
         def collect(text: str, at: SourcePosition) -> str:
-            found.extend(name for _, name, _ in self._parsed(text, at) if name is not None)
+            found.extend(name for _, name in _parts(text, at) if name is not None)
             return text
 
         _changed(self._request, collect)
         return found
 
-    def _parsed(self, text: str, at: SourcePosition) -> Iterator[Part]:
-        return parsed(at.file, text, self._syntax, max(at.line, 1))
 
-    def _text(self, text: str, values: Mapping[str, object], at: SourcePosition) -> str:
-        parts = self._parsed(text, at)
-        return "".join(
-            literal if name is None else f"{literal}{values[name]}" for literal, name, _ in parts
-        )
+def _filled(text: str, values: Mapping[str, object], at: SourcePosition) -> str:
+    return "".join(
+        literal if name is None else f"{literal}{values[name]}"
+        for literal, name in _parts(text, at)
+    )
+
+
+def _parts(text: str, at: SourcePosition) -> list[tuple[str, str | None]]:
+    """Return the literal texts, each with the variable after it or None."""
+    try:
+        found = list(Formatter().parse(text))
+    except ValueError as error:
+        message = f"a template that str.format cannot read ({error})"
+        raise at.error(message, "{{ and }} for literal braces") from error
+    for _, name, spec, conversion in found:
+        if name is not None and (spec or conversion or not is_name(name)):
+            raise at.error(
+                f"variable '{name}:{conversion or spec}'", "a plain name, without format"
+            )
+    return [(literal, name) for literal, name, _, _ in found]
 
 
 def _changed(node: Any, change: Change) -> Any:

@@ -74,11 +74,11 @@ def test_a_prompt_function_has_its_parameters_and_their_defaults():
     ).asking("")
 
 
-def test_files_are_read_and_other_syntaxes_known(tmp_path):
+def test_files_are_read(tmp_path):
     schema, prompt = tmp_path / "s.xml", tmp_path / "p.xml"
     schema.write_text(SCHEMA, "utf-8")
-    prompt.write_text('<prompt schema="s"><m n="{{ n }}">{n}</m></prompt>', "utf-8")
-    template = PMLTemplate(schema, str(prompt), syntax="jinja2")
+    prompt.write_text('<prompt schema="s"><m n="{n}">{{n}}</m></prompt>', "utf-8")
+    template = PMLTemplate(schema, str(prompt))
     assert template.variables == ("n",)
     assert template.fill({"n": "2"}).request.items[0] == Import(
         "m", (("n", "2"),), (TextNode("{n}"),)
@@ -98,7 +98,7 @@ def test_files_are_read_and_other_syntaxes_known(tmp_path):
         (
             SCHEMA,
             '<prompt schema="s">\n<m n="{n!r}"/></prompt>',
-            "PML:2:1: found variable 'n:r' in a template",
+            "PML:2:1: found variable 'n:r'",
         ),
         (SCHEMA, '<prompt schema="s">{n</prompt>', "str.format cannot read"),
         (print, None, "decorated with `program`"),

@@ -7,7 +7,7 @@ stays text.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from langchain_core.messages import BaseMessage, HumanMessage
 from langchain_core.prompt_values import PromptValue
@@ -20,7 +20,6 @@ from ragfuse.adapters import Progress, engine_of, shown
 from ragfuse.types.arguments import checks_arguments
 
 Filled = PMLTemplate.Filled
-Syntax = Literal["f-string", "jinja2"]
 
 
 class PMLMessage(HumanMessage):
@@ -77,7 +76,6 @@ class PMLPromptTemplate(BasePromptTemplate[str]):
         prompt: PML text or the path of a PML file, with `{variable}` anywhere in its texts; None:
             the variables are the parameters of the prompt function or of the schema.
         question: Text of a further user message, with variables too.
-        syntax: How variables are written; "jinja2" for `{{ variable }}`.
         template: A `PMLTemplate`, instead of the arguments above.
         partial_variables: Values of some of the variables.
     """
@@ -96,50 +94,17 @@ class PMLPromptTemplate(BasePromptTemplate[str]):
         prompt: Any = None,
         *,
         question: str = "",
-        syntax: Syntax = "f-string",
         template: PMLTemplate | None = None,
         partial_variables: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> None:
-        template = PMLTemplate(schema, prompt, question, syntax) if template is None else template
+        template = PMLTemplate(schema, prompt, question) if template is None else template
         partial = dict(partial_variables or {})
         fields["optional_variables"] = [name for name in template.optional if name not in partial]
         fields["input_variables"] = [
             n for n in template.variables if n not in (*partial, *template.optional)
         ]
         super().__init__(template=template, partial_variables=partial, **fields)
-
-    @classmethod
-    def from_template(
-        cls,
-        name: str,
-        template: Any,
-        max_tokens: int | Mapping[str, int],
-        question: str = "",
-        syntax: Syntax = "f-string",
-        **fields: Any,
-    ) -> PMLPromptTemplate:
-        """Return a PML template made from an ordinary one, whose variables become parameters of the
-        schema.
-
-        Args:
-            name: Name of the schema.
-            template: A `ChatPromptTemplate`, a `PromptTemplate`, a text, or (role, text) pairs.
-            max_tokens: The most tokens of each variable: one number for all, or one by name.
-            question: Text of a further user message, with variables too.
-            syntax: How variables are written in a text, in pairs and in `question`.
-            **fields: Further fields of the template.
-
-        Raises:
-            PMLError: The template uses something that a schema cannot express, such as logic or
-                loops.
-        """
-        partial = {
-            **(getattr(template, "partial_variables", None) or {}),
-            **fields.pop("partial_variables", {}),
-        }
-        pml_template = PMLTemplate.of(name, template, max_tokens, question, syntax)
-        return cls(template=pml_template, partial_variables=partial, **fields)
 
     def register(self, llm: Any, progress: Progress = True) -> Ingested:
         """Encode the modules of the schema that are not stored yet, before the first question.

@@ -77,10 +77,6 @@ class TestChatRagFuse(Common, PMLContract):
     convert = staticmethod(to_ragfuse_messages)
     of_generate = "model_kwargs"
     template = PMLPromptTemplate
-    own: ClassVar = ChatPromptTemplate(
-        [("system", "You know everything about {topic}."), ("human", "{question}")],
-        partial_variables={"topic": "tea"},
-    )
 
     def reply(self, message: Any) -> Reply:
         told = message.response_metadata

@@ -12,7 +12,7 @@ from llama_index.core.base.llms.types import (
     ThinkingBlock,
     ToolCallBlock,
 )
-from llama_index.core.prompts import PromptTemplate, RichPromptTemplate
+from llama_index.core.prompts import PromptTemplate
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
@@ -56,13 +56,6 @@ class TestRagFuseLLM(PMLContract):
     tool = FunctionTool.from_defaults
     convert = staticmethod(to_ragfuse_messages)
     template = PMLPromptTemplate
-    own: ClassVar = RichPromptTemplate(
-        '{% chat role="system" %}You know everything about {{ topic }}.{% endchat %}'
-        '{% chat role="user" %}{{ query_str }}{% endchat %}',
-        template_var_mappings={"question": "query_str"},
-        topic="tea",
-    )
-    own_question = "query_str"
 
     def reply(self, response: Any) -> Reply:
         usage, message = response.raw["usage"], response.message

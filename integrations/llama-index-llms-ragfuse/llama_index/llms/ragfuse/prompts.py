@@ -7,7 +7,7 @@ stays text.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
@@ -19,7 +19,6 @@ from ragfuse.adapters import Progress, engine_of, shown
 from ragfuse.types.arguments import checks_arguments
 
 Filled = PMLTemplate.Filled
-Syntax = Literal["f-string", "jinja2"]
 
 
 class PMLMessage(ChatMessage):
@@ -55,7 +54,6 @@ class PMLPromptTemplate(BasePromptTemplate):
         prompt: PML text or the path of a PML file, with `{variable}` anywhere in its texts; None:
             the variables are the parameters of the prompt function or of the schema.
         question: Text of a further user message, with variables too.
-        syntax: How variables are written; "jinja2" for `{{ variable }}`.
         template: A `PMLTemplate`, instead of the arguments above.
     """
 
@@ -69,7 +67,6 @@ class PMLPromptTemplate(BasePromptTemplate):
         schema: Any = None,
         prompt: Any = None,
         question: str = "",
-        syntax: Syntax = "f-string",
         template: PMLTemplate | None = None,
         metadata: dict[str, Any] | None = None,
         template_var_mappings: dict[str, Any] | None = None,
@@ -77,7 +74,7 @@ class PMLPromptTemplate(BasePromptTemplate):
         show_progress: bool = False,
         **kwargs: Any,
     ) -> None:
-        template = PMLTemplate(schema, prompt, question, syntax) if template is None else template
+        template = PMLTemplate(schema, prompt, question) if template is None else template
         super().__init__(
             template=template,
             template_vars=list(template.variables),
@@ -88,40 +85,6 @@ class PMLPromptTemplate(BasePromptTemplate):
             function_mappings=function_mappings,
             show_progress=show_progress,
         )
-
-    @classmethod
-    def from_template(
-        cls,
-        name: str,
-        template: Any,
-        max_tokens: int | Mapping[str, int],
-        question: str = "",
-        syntax: Syntax = "jinja2",
-        **fields: Any,
-    ) -> PMLPromptTemplate:
-        """Return a PML template made from an ordinary one, whose variables become parameters of the
-        schema.
-
-        Args:
-            name: Name of the schema.
-            template: A `RichPromptTemplate`, `ChatPromptTemplate`, `PromptTemplate`, a text, or
-                (role, text) pairs; its partial values and mappings are kept.
-            max_tokens: The most tokens of each variable: one number for all, or one by name.
-            question: Text of a further user message, with variables too.
-            syntax: How variables are written in a text, in pairs and in `question`.
-            **fields: Further fields of the template.
-
-        Raises:
-            PMLError: The template uses something that a schema cannot express, such as logic or
-                loops.
-        """
-        mappings = {
-            name: getattr(template, name, None)
-            for name in ("template_var_mappings", "function_mappings")
-        }
-        values = getattr(template, "kwargs", None) or {}
-        pml_template = PMLTemplate.of(name, template, max_tokens, question, syntax)
-        return cls(template=pml_template, **{**mappings, **values, **fields})
 
     def register(self, llm: Any, progress: Progress = None) -> Ingested:
         """Encode the modules of the schema that are not stored yet; `progress` is called after
