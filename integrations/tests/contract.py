@@ -304,7 +304,7 @@ class ChatContract(ModelContract):
     @pytest.mark.parametrize("choice", ["paint", "required"])
     async def test_a_tool_that_must_be_called_is_called(self, llm: Any, choice: str) -> None:
         functions = (paint, knock) if choice == "paint" else (paint,)
-        options: dict[str, Any] = {"tools": [type(self).tool(each) for each in functions]}
+        options: dict[str, Any] = {"tools": [self.tool(each) for each in functions]}
         options |= {"tool_choice": choice, "max_tokens": 120}
         reply = self.ask(llm, "Hello?", **options)
         ((name, arguments),) = reply.calls
@@ -316,7 +316,7 @@ class ChatContract(ModelContract):
         assert streamed.calls == (await self.aask(llm, "Hello?", **options)).calls == reply.calls
 
     def test_no_tool_is_called_where_none_is_wanted(self, llm: Any) -> None:
-        tools = [type(self).tool(paint)]
+        tools = [self.tool(paint)]
         reply = self.ask(llm, "Hello?", tools=tools, tool_choice="none")
         assert reply.calls == ()
         assert reply.text
@@ -337,9 +337,9 @@ class ChatContract(ModelContract):
 
     def test_roles_calls_results_and_thoughts_of_a_conversation_are_read(self) -> None:
         for messages in self.conversations():
-            found = type(self).convert(messages)
+            found = self.convert(messages)
             assert [replace(each, content=each.text) for each in found] == CONVERSATION
 
     def test_an_image_is_refused_by_its_name(self) -> None:
         with pytest.raises(InputError, match="image"):
-            type(self).convert([self.image()])
+            self.convert([self.image()])

@@ -125,20 +125,6 @@ class LLMConformance:
         assert len(set(texts.values())) == 1, texts
         assert next(iter(texts.values()))
 
-    async def test_a_prompt_template_is_answered_as_its_text(self, llm: LLM) -> None:
-        """By predict, stream and their async versions."""
-        template = PromptTemplate("{question}")
-        texts = {
-            llm.predict(template, question=self.question),
-            await llm.apredict(template, question=self.question),
-        }
-        texts.add("".join(llm.stream(template, question=self.question)))
-        texts.add(
-            "".join([each async for each in await llm.astream(template, question=self.question)])
-        )
-        assert len(texts) == 1
-        assert texts != {""}
-
     # metadata
 
     def test_metadata_says_what_prompt_helpers_need(self, llm: LLM) -> None:

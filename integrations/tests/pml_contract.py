@@ -27,10 +27,8 @@ class PMLContract(ChatContract):
         raise NotImplementedError
 
     async def test_a_template_is_answered_as_the_engine_answers_it(self, engine: Engine) -> None:
-        llm, prompt = (
-            self.kind(engine=engine),
-            self.filled(type(self).template(TRIP, PROMPT), **VALUES),
-        )
+        llm = self.kind(engine=engine)
+        prompt = self.filled(self.template(TRIP, PROMPT), **VALUES)
         first = self.ask(llm, prompt)
         expected = engine.answer(parse_prompt(WHOLE))
         pieces, last = self.pieces(llm, prompt)
@@ -44,7 +42,7 @@ class PMLContract(ChatContract):
     def test_values_are_text_whatever_they_look_like(
         self, local: Any, remote: Any, engine: Engine, variable: str
     ) -> None:
-        template, values = type(self).template(TRIP, PROMPT), {**VALUES, variable: HOSTILE}
+        template, values = self.template(TRIP, PROMPT), {**VALUES, variable: HOSTILE}
         for llm in (local, remote):
             assert template.register(llm).encoded > 0
         here, there = (self.ask(llm, self.filled(template, **values)) for llm in (local, remote))
@@ -55,10 +53,8 @@ class PMLContract(ChatContract):
         assert here.n_tokens == len(asked)
 
     def test_a_prompt_function_and_values_given_ahead_are_taken(self, engine: Engine) -> None:
-        llm, template = (
-            self.kind(engine=engine),
-            type(self).template(journey, question="{question}"),
-        )
+        llm = self.kind(engine=engine)
+        template = self.template(journey, question="{question}")
         week = self.some(template, days="a week")
         reply = self.ask(llm, self.filled(week, question="Where?"))
         assert reply.text == engine.answer(journey("a week").asking("Where?")).text

@@ -34,12 +34,9 @@ def test_sessions_are_listed_shown_exported_shortened_and_deleted(run, told):
     assert roles == ["user", "assistant"] * 2
     shorter = told("truncate", "one", "--tokens", 40)
     assert shorter["dropped"] == shorter["tokens"] - 40
+    run("rm", "one")
+    assert listed(told) == ["two", "one"]
     done = told("rm", "one", "--yes")
     assert done["sessions"] == 1
     assert done["nbytes"] > 0
     assert listed(told) == ["two"]
-
-
-def test_nothing_is_deleted_unless_somebody_says_so(run, told):
-    run("rm", "one")
-    assert listed(told) == ["two", "one"]

@@ -14,7 +14,7 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
-from langchain_classic.chains import RetrievalQA, create_retrieval_chain
+from langchain_classic.chains import create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_classic.retrievers import ContextualCompressionRetriever
 from langchain_core.callbacks import AsyncCallbackHandler, BaseCallbackHandler
@@ -121,12 +121,8 @@ def retrieval(llm: Any) -> Any:
     return (lambda question: {"input": question}) | chain
 
 
-def question_answering(llm: Any) -> Any:
-    return RetrievalQA.from_chain_type(llm, retriever=Shelf())
-
-
 @pytest.mark.parametrize("kind", [ChatRagFuse, RagFuseLLM])
-@pytest.mark.parametrize("chain", [plain, stuffed, compressed, retrieval, question_answering])
+@pytest.mark.parametrize("chain", [plain, stuffed, compressed, retrieval])
 async def test_what_a_chain_retrieved_reaches_the_engine(
     engine: Engine, asks: list[Ask], kind: Any, chain: Any
 ) -> None:
