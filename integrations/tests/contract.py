@@ -8,15 +8,27 @@ import asyncio
 import copy
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from pydantic import BaseModel
 
+from integrations.tests.doors import Paint, knock, paint
 from integrations.tests.kit import READ, SECRETS, hits, loaded_by, outline, read_and_stored
 from integrations.tests.served import KEY, stored
-from ragfuse import Engine, ModelError, Settings, SettingsError
+from integrations.tests.thoughts import saying
+from ragfuse import (
+    ChatMessage,
+    Engine,
+    Grammar,
+    InputError,
+    ModelError,
+    Settings,
+    SettingsError,
+    ToolCall,
+)
 from ragfuse.remote import RemoteEngine, ServerError
 from tests.serve.kit import Served
 
@@ -32,10 +44,14 @@ class Reply:
     n_tokens: int
     n_cached: int
     n_written: int
+    finish: str = ""
+    thought: str = ""
+    calls: tuple[tuple[str, Any], ...] = ()
 
     def told(self) -> Any:
         """All of it but times and the name of the model."""
-        return self.text, outline(self.trace), self.n_tokens, self.n_cached, self.n_written
+        written = self.text, self.finish, self.thought, self.calls
+        return *written, outline(self.trace), self.n_tokens, self.n_cached, self.n_written
 
 
 class ModelContract:
@@ -44,8 +60,6 @@ class ModelContract:
     kind: ClassVar[Callable[..., Any]]
     misspelt: ClassVar[tuple[str, str]]
     """An argument, and what is meant."""
-    given: ClassVar[dict[str, Any]] = {"ratio": 0.2}
-    """How much the framework lets recompute, in its words."""
     program: ClassVar[str]
     """Imports the class as M, and asks `llm` for the text `said`."""
     asks_in_turns: ClassVar[bool] = True
@@ -54,13 +68,17 @@ class ModelContract:
     def key(self, key: str) -> Any:
         return key
 
+    def options(self, **options: Any) -> dict[str, Any]:
+        """Arguments of the class that give options to all calls."""
+        return options
+
     def ask(self, llm: Any, question: str, **options: Any) -> Reply:
         raise NotImplementedError
 
     async def aask(self, llm: Any, question: str, **options: Any) -> Reply:
         raise NotImplementedError
 
-    def pieces(self, llm: Any, question: str) -> tuple[list[str], Reply | None]:
+    def pieces(self, llm: Any, question: str, **options: Any) -> tuple[list[str], Reply | None]:
         """The pieces of a stream, and what its end adds up to, if that is told."""
         raise NotImplementedError
 
@@ -83,11 +101,12 @@ class ModelContract:
 
     @pytest.fixture
     def local(self, engine: Engine) -> Any:
-        return self.kind(engine=engine, **self.given)
+        return self.kind(engine=engine, **self.options(ratio=0.2))
 
     @pytest.fixture
     def remote(self, served: Served) -> Any:
-        return self.kind(base_url=served.url, api_key=self.key(KEY), **self.given)
+        key = self.key(KEY)
+        return self.kind(base_url=served.url, api_key=key, **self.options(ratio=0.2))
 
     @pytest.fixture(params=["here", "at a server"])
     def llm(self, request: pytest.FixtureRequest) -> Any:
@@ -135,6 +154,25 @@ class ModelContract:
             await call
         assert await asyncio.to_thread(batcher.wait_idle, 60.0)
 
+    def test_a_grammar_holds_every_answer(self, llm: Any) -> None:
+        grammar = Grammar.choice(["yes", "no"])
+        assert self.ask(llm, "Is the door green?", grammar=grammar).text in ("yes", "no")
+
+    def test_an_option_of_a_call_goes_before_one_of_the_model(self, engine: Engine) -> None:
+        llm = self.kind(engine=engine, **self.options(max_tokens=3))
+        assert self.ask(llm, "Hello?").n_written == 3
+        assert self.ask(llm, "Hello?", max_tokens=2).n_written == 2
+
+    def test_nothing_is_learnt_from_a_retriever_where_learning_is_off(
+        self, tiny_settings: Settings
+    ) -> None:
+        with Engine(tiny_settings.model_copy(update={"learn": "off"})) as engine:
+            llm = self.kind(engine=engine)
+            for _ in range(2):
+                reply = self.rag(llm, "Who was the harbour master?", False)
+                engine.flush()
+        assert hits(reply.trace) == []
+
     # copies and files
 
     def test_copies_share_the_engine_and_go_on_with_the_settings(
@@ -181,6 +219,13 @@ class ModelContract:
         with pytest.raises(SettingsError, match="flot32"):
             self.kind(dtype="flot32")
 
+    @pytest.mark.parametrize("option", [{"loudness": 3}, {"ratio": 3}], ids=str)
+    def test_an_option_that_cannot_be_is_refused_by_its_name(
+        self, local: Any, option: dict[str, Any]
+    ) -> None:
+        with pytest.raises(SettingsError, match=next(iter(option))):
+            self.ask(local, "Hello?", **option)
+
     def test_a_model_that_is_not_there_is_named_when_it_is_first_used(self, tmp_path: Path) -> None:
         nowhere = self.kind(model=str(tmp_path / "none"), store=str(tmp_path / "store"))
         assert not (tmp_path / "store").exists()
@@ -223,3 +268,78 @@ class ModelContract:
         assert printed == "True"
         assert "torch" not in heavy
         assert "transformers" not in heavy
+
+
+CALL = ToolCall("paint", {"colour": "red", "coats": 2}, "call_1")
+CONVERSATION = [
+    ChatMessage("system", "Be brief."),
+    ChatMessage("user", "Paint.\nNow."),
+    ChatMessage("assistant", "Yes.", (CALL,), reasoning="A door."),
+    ChatMessage("tool", "Done.", (), "call_1", "paint"),
+]
+
+
+class ChatContract(ModelContract):
+    """What a chat model promises beside it: tools, objects, thoughts, and all of a conversation."""
+
+    tool: ClassVar[Callable[[Any], Any]]
+    """Makes the framework's tool of a function."""
+    convert: ClassVar[Callable[[Any], list[ChatMessage]]]
+    """Reads the framework's messages."""
+    of_generate: ClassVar[str] = "generate_kwargs"
+    """The option whose options go to transformers' `generate`."""
+
+    def conversations(self) -> list[Any]:
+        """`CONVERSATION` in the framework's messages, in each form that it has."""
+        raise NotImplementedError
+
+    def image(self) -> Any:
+        """A message with an image."""
+        raise NotImplementedError
+
+    def held(self, llm: Any, form: type[BaseModel]) -> Any:
+        """An object of this class as the answer."""
+        raise NotImplementedError
+
+    @pytest.mark.parametrize("choice", ["paint", "required"])
+    async def test_a_tool_that_must_be_called_is_called(self, llm: Any, choice: str) -> None:
+        functions = (paint, knock) if choice == "paint" else (paint,)
+        options: dict[str, Any] = {"tools": [self.tool(each) for each in functions]}
+        options |= {"tool_choice": choice, "max_tokens": 120}
+        reply = self.ask(llm, "Hello?", **options)
+        ((name, arguments),) = reply.calls
+        assert (name, reply.text, reply.finish) == ("paint", "", "tool_calls")
+        assert Paint.model_validate(arguments)
+        pieces, streamed = self.pieces(llm, "Hello?", **options)
+        assert "".join(pieces) == ""
+        assert streamed is not None
+        assert streamed.calls == (await self.aask(llm, "Hello?", **options)).calls == reply.calls
+
+    def test_no_tool_is_called_where_none_is_wanted(self, llm: Any) -> None:
+        tools = [self.tool(paint)]
+        reply = self.ask(llm, "Hello?", tools=tools, tool_choice="none")
+        assert reply.calls == ()
+        assert reply.text
+        assert "<tool_call>" not in reply.text
+
+    def test_an_answer_is_an_object_of_its_class(self, llm: Any) -> None:
+        assert isinstance(self.held(llm, Paint), Paint)
+
+    async def test_a_thought_is_told_apart_from_the_answer(self, thinking: Engine) -> None:
+        llm = self.kind(engine=thinking)
+        said = {self.of_generate: saying(thinking, "I count.\n</think>\n\nForty.")}
+        pieces, streamed = self.pieces(llm, "How many?", **said)
+        assert "".join(pieces) == "Forty."
+        replies = self.ask(llm, "How many?", **said), await self.aask(llm, "How many?", **said)
+        for reply in (streamed, *replies):
+            assert reply is not None
+            assert (reply.text, reply.thought) == ("Forty.", "I count.")
+
+    def test_roles_calls_results_and_thoughts_of_a_conversation_are_read(self) -> None:
+        for messages in self.conversations():
+            found = self.convert(messages)
+            assert [replace(each, content=each.text) for each in found] == CONVERSATION
+
+    def test_an_image_is_refused_by_its_name(self) -> None:
+        with pytest.raises(InputError, match="image"):
+            self.convert([self.image()])

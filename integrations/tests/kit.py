@@ -53,7 +53,6 @@ SECOND = "Nobody in the valley remembers who planted the walnut trees along the 
 READ = f"Read this.\n\n{FIRST}\n\n{SECOND}\n\nHow many ships were there?"
 SECRETS: list[dict[str, Any]] = [
     {"salt": "blue-7f31c0"},
-    {"api_keys": ("blue-7f31c0-blue-7f31c0",)},
     {"tiers": ("redis://user:blue-7f31c0@cache:6379/0",)},
     {"tiers": ("s3://bucket/folder?secret_access_key=blue-7f31c0",)},
 ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,8 +19,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from cachetools import LRUCache
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ragfuse.hf import probe
 from ragfuse.hf.cache import CACHE
@@ -63,7 +63,7 @@ class States:
         self._lock = threading.Lock()
         # by the tokens' ids, 8 bytes each
         self._kept: LRUCache[bytes, KeptCache] = LRUCache(
-            nbytes, getsizeof=lambda state: sum(each.nbytes for each in probe.tensors(state.cache))
+            nbytes, getsizeof=lambda state: sum(each.nbytes for each in _tensors(state.cache))
         )
 
     @property
@@ -171,7 +171,7 @@ def kind_of(model: PreTrainedModel, n_layers: int) -> Kind:
         whole = probe.run_forward(model, ids, None, 0)
         if probe.is_whole(getattr(whole, CACHE, None), n_layers, _PROBED):
             return ""
-        kept = list(probe.tensors(getattr(whole, CACHE)))
+        kept = list(_tensors(getattr(whole, CACHE)))
         if not kept or _answer_error(model, ids, whole) > bound:
             return "whole"
         same = [_error(model, ids, cut, whole) <= bound for cut in _CUTS]
@@ -203,7 +203,7 @@ def _error(model: PreTrainedModel, ids: Tensor, cut: int, whole: Any) -> float:
     """
     before = copied(getattr(probe.run_forward(model, ids[:, :cut], None, 0), CACHE))
     found = probe.run_forward(model, ids[:, cut:], before, cut)
-    caches = (probe.tensors(getattr(out, CACHE)) for out in (found, whole))
+    caches = (_tensors(getattr(out, CACHE)) for out in (found, whole))
     pairs = list(zip(*caches, strict=True))
     errors = [probe.relative(*pair) for pair in pairs if pair[0].is_floating_point()]
     return max(probe.logits_error(found.logits[0, -1], whole.logits[0, -1]), *errors)
@@ -226,3 +226,19 @@ def _holds(ids: bytes, run: bytes) -> bool:
     while at >= 0 and at % 8:
         at = ids.find(run, at + 1)
     return at >= 0
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    """Yield all tensors of a cache, always in the same order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+    elif type(value).__module__.startswith("transformers") and not isinstance(
+        value, nn.Module | PreTrainedConfig
+    ):
+        yield from _tensors(getattr(value, "__dict__", {}))

@@ -41,7 +41,6 @@ def asked(fields: dict[str, Any] | None = None, /, **call: Any) -> Ask:
             {"temperature": np.float32(0.5), "top_k": np.int64(3)},
             Ask(options={"do_sample": True, "temperature": 0.5, "top_k": 3}),
         ),
-        ({"max_tokens": np.int64(7), "seed": np.uint32(3)}, Ask(max_tokens=7, seed=3)),
         (
             {"presence_penalty": 1.0, "timeout": 9.0},
             Ask(options={"presence_penalty": 1.0, "max_time": 9.0}),

@@ -171,7 +171,7 @@ def test_a_document_that_cannot_be_read_says_why(page: Page, address: str, tmp_p
 
 
 def test_markup_in_names_documents_questions_and_answers_stays_text(
-    page: Page, address: str, tmp_path: Path, picture: Callable[..., Path]
+    page: Page, address: str, tmp_path: Path
 ) -> None:
     page.add_init_script("window.broken = []; window.alert = (what) => window.broken.push(what);")
     opened(page, address)
@@ -189,7 +189,6 @@ def test_markup_in_names_documents_questions_and_answers_stays_text(
     expect(turn.locator(".detail")).to_contain_text("<script>alert(2)</script>")
     turn.get_by_text("The plan in words").click()
     turn.get_by_text("The same as curl").click()
-    picture(page, "injection")
     page.get_by_role("tab", name="Store").click()
     expect(page.get_by_role("region", name="Bytes by source", exact=True)).to_contain_text(
         "<img src=x onerror=alert(4)>"
@@ -228,9 +227,7 @@ def test_the_store_is_shown_and_deleted(page: Page, address: str, tmp_path: Path
     expect(row).to_have_count(0)
 
 
-def test_live_numbers_come_from_the_server(
-    page: Page, address: str, picture: Callable[..., Path]
-) -> None:
+def test_live_numbers_come_from_the_server(page: Page, address: str) -> None:
     opened(page, address)
     add_example(page)
     asked(page)
@@ -240,19 +237,16 @@ def test_live_numbers_come_from_the_server(
     expect(page.locator("#live")).to_contain_text(
         re.compile(r"\d+% of [\d,]+ prompt tokens reused")
     )
-    picture(page, "live-light-wide")
     page.get_by_role("tab", name="Store").click()
     expect(page.get_by_role("heading", name="Tiers")).to_be_visible()
-    picture(page, "store-light-wide")
 
 
 def test_nothing_is_shown_without_the_key_and_the_key_stays_in_the_tab(
-    page: Page, context: BrowserContext, locked: str, picture: Callable[..., Path]
+    page: Page, context: BrowserContext, locked: str
 ) -> None:
     page.goto(locked)
     dialog = page.get_by_role("dialog", name="API key")
     expect(dialog).to_contain_text("needs an API key")
-    picture(page, "key-light-wide")
     page.keyboard.press("Escape")
     expect(dialog).to_be_visible()
     assert page.locator("#model").inner_text() == ""
@@ -344,7 +338,8 @@ def test_it_can_be_read_in_both_themes_and_at_every_width(
             turn.evaluate(
                 "(each) => window.scrollTo(0, each.getBoundingClientRect().top + scrollY - 12)"
             )
-        picture(page, f"try-{theme}-{name}")
+        if (theme, name) == ("light", "wide"):
+            picture(page, "try-light-wide")
     for view in ("Try", "Store", "Live"):
         page.get_by_role("tab", name=view).click()
         expect(page.locator(f"#{view.lower()} h2").first).to_be_visible()
@@ -353,14 +348,9 @@ def test_it_can_be_read_in_both_themes_and_at_every_width(
             assert overflow(page) == 0
         assert page.evaluate(CONTRASTS) == []
         assert page.evaluate(UNNAMED) == []
-        if theme == "dark" and view != "Try":
-            page.set_viewport_size({"width": 390, "height": 844})
-            picture(page, f"{view.lower()}-dark-phone")
 
 
-def test_the_api_page_shows_every_route_and_finds_fields(
-    page: Page, address: str, picture: Callable[..., Path]
-) -> None:
+def test_the_api_page_shows_every_route_and_finds_fields(page: Page, address: str) -> None:
     page.goto(f"{address}/docs")
     expect(page.locator(".route")).not_to_have_count(0)
     n_routes = page.locator(".route").count()
@@ -373,4 +363,3 @@ def test_the_api_page_shows_every_route_and_finds_fields(
     assert page.evaluate(CONTRASTS) == []
     assert page.evaluate(UNNAMED) == []
     assert overflow(page) == 0
-    picture(page, "api-light-wide")

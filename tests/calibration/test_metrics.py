@@ -1,30 +1,8 @@
-"""Scoring of answers: what counts as right, and by how much."""
+"""Scoring of answers: what counts as right."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from ragfuse.calibration.metrics import is_right, normalise
-
-
-@pytest.mark.parametrize(
-    ("text", "normal"),
-    [
-        ("The  Oder!", "oder"),
-        ("an apple, a day", "apple day"),
-        ("U.S. dollars\n", "us dollars"),
-        ("theatre another atlas", "theatre another atlas"),
-        ("Żoliborz", "żoliborz"),
-        ("the", ""),
-    ],
-)
-def test_case_punctuation_articles_and_spaces_do_not_count(text, normal):
-    assert normalise(text) == normal
-
-
-@given(st.text())
-def test_normalised_text_is_in_single_spaces(text):
-    assert normalise(text) == " ".join(normalise(text).split())
+from ragfuse.calibration.metrics import is_right
 
 
 @pytest.mark.parametrize(
@@ -34,6 +12,8 @@ def test_normalised_text_is_in_single_spaces(text):
         ("in 19730", ["1973"], False),
         ("a cartwheel", ["art"], False),
         ("October", ["October 1973"], False),
+        ("The U.S.  dollars!", ["us dollars"], True),
+        ("theatre", ["atre"], False),
         ("1973 October", ["October 1973"], False),
         ("anything the !", [], False),
         ("anything the !", ["", "the", "!"], False),

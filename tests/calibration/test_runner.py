@@ -58,6 +58,4 @@ def test_the_process_starts_again_once_and_ctrl_c_reaches_it():
 def test_what_is_said_of_the_machine_is_plain_json():
     around = runner.circumstances(torch.device("cpu"), 1)
     assert json.loads(json.dumps(around)) == around
-    assert around["machine"]["cpu"]
     assert around["versions"]["torch"] == torch.__version__
-    assert set(around) == {"machine", "versions", "malloc", "threads", "date"}

@@ -81,9 +81,6 @@ def test_it_says_what_it_needs_what_it_does_and_what_came_of_it(
     assert said["calibration"]["questions"] == 12
     shipped = json.loads((tmp_path / "out" / SHIPPED_FILE).read_text())
     assert shipped == {"filler_tokens": 20, "policy": "none", "ratio": 0.0, "version": 1}
-    again = invoke("--steps", 3)
-    assert again.exit_code == 0, again.output
-    assert "step 2" in again.output
 
 
 def test_ctrl_c_keeps_what_was_learnt_and_the_command_goes_on(

@@ -95,7 +95,9 @@ def test_a_chat_goes_on_after_a_line_that_fails(run):
     assert result.exit_code == 1
 
 
-def test_a_server_is_asked_with_the_documents_of_an_index_here(run, told, server, book):
+def test_a_server_is_asked_with_the_documents_of_an_index_here_and_keeps_the_turns(
+    run, told, server, book
+):
     run("ingest", book)
     at = ("--server", server.root, "--api-key", BLUE)
     there = told("ask", "What was counted in 1812?", *at)["trace"]
@@ -103,12 +105,7 @@ def test_a_server_is_asked_with_the_documents_of_an_index_here(run, told, server
     sources = [each["source"] for each in there["segments"] if each["kind"] == "chunk"]
     assert [Path(source).name for source in sources] == ["lighthouses.txt"] * 2
     assert there["tokens"] == here["tokens"]
-
-
-def test_a_chat_at_a_server_keeps_its_turns_there(run, server, book):
-    run("ingest", book)
-    at = ("--server", server.root, "--api-key", BLUE)
-    result = run("chat", *at, lines=["What was counted in 1812?", "And in 1813?", "/why"])
+    result = run("chat", *at, lines=["What was counted in 1812?", "And in 1813?"])
     assert "of earlier turns" in summaries(result)[1][1]
     assert conversations(server) == []
     run("chat", *at, "--session", "kept", lines=["What was counted in 1812?"])

@@ -19,16 +19,6 @@ def chunks_of(result):
 # what goes right
 
 
-def test_documents_are_ingested_once_and_questions_hit(told, book):
-    first, again = (told("ingest", book) for _ in range(2))
-    assert first["chunks"] == again["chunks"] >= 20
-    assert first["encoded"] >= 20
-    assert again["encoded"] == 0
-    answer = told("ask", "What was counted in 1812?", "--top-k", 3)
-    assert [segment["hit"] for segment in chunks_of(answer)] == [True] * 3
-    assert all(segment["source"].endswith("lighthouses.txt") for segment in chunks_of(answer))
-
-
 def test_files_of_many_kinds_are_ingested_and_each_one_left_out_is_named_once(run, told, book):
     from pypdf import PdfWriter
 

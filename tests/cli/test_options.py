@@ -26,7 +26,6 @@ def test_a_result_is_written_whole_or_not_at_all(tmp_path, capsys):
     ("name", "given", "found"),
     [
         ("tiers", '["redis://a", "s3://b"]', ("redis://a", "s3://b")),
-        ("written", "", {}),
         ("written", '{"redis": ["cg2", "int8"]}', {"redis": ("int8", "cg2")}),
         ("written", '{"disk": "int8", "objects-2": "auto"}', {"disk": ("int8",), "objects-2": ("auto",)}),
     ],
@@ -43,12 +42,9 @@ def test_a_variable_gives_its_setting(name, given, found, monkeypatch):
     ("name", "given"),
     [
         ("ratio", "2"),
-        ("threads", "many"),
-        ("dtype", "int4"),
         ("policy", "hkdv"),
         ("tiers", '["redis://:secret@a"'),
         ("levels", '{"redis": ["int7"]}'),
-        ("levels", '{"tape": ["raw"]}'),
     ],
 )
 def test_an_invalid_variable_is_named_without_its_password(name, given, monkeypatch):

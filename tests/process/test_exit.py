@@ -8,12 +8,10 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
 
 import pytest
 
 from ragfuse import Settings
-from ragfuse.process.exit import at_work, start_thread
 
 BEFORE = """
 import atexit, sys, threading, time
@@ -55,7 +53,7 @@ def test_the_end_waits_for_own_threads_and_for_callers_that_compute():
             sys.stdout.write("own thread is done\\n")
 
         def callers():
-            with at_work():
+            with at_work(), at_work():
                 EXITING.wait()
                 time.sleep(0.3)
                 sys.stdout.write("computed\\n")
@@ -73,8 +71,7 @@ def test_nothing_more_is_computed_after_that():
     done = run("""
         @atexit.register
         def late():
-            from ragfuse.process.exit import at_work, start_thread
-            for begin in (lambda: at_work().__enter__(), lambda: start_thread("late", print)):
+                        for begin in (lambda: at_work().__enter__(), lambda: start_thread("late", print)):
                 try:
                     begin()
                 except Exception as error:
@@ -154,12 +151,3 @@ def test_a_callers_ingest_is_waited_for_up_to_its_chunk(tiny_settings):
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "alive: []"
-
-
-def test_work_may_be_nested_and_threads_leave_it():
-    with at_work(), at_work():
-        thread = start_thread("nested", lambda: None)
-    thread.join(10)
-    assert not thread.is_alive()
-    assert thread.name == "ragfuse-nested"
-    assert threading.current_thread() is threading.main_thread()

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from integrations.tests.kit import loaded_by
 from ragfuse import Ask, ChatMessage, InputError, SettingsError
 from ragfuse.remote import BusyError, RemoteEngine, ServerError, connection
 from tests.serve.kit import Served
@@ -119,14 +118,6 @@ def ask(url: str, **more: Any) -> Any:
     )
 
 
-def test_a_good_stream_is_an_answer() -> None:
-    with listening(reply(CARD), STREAM + said("Hel") + said("lo") + end() + DONE) as (url, seen):
-        answer = ask(url)
-    assert (answer.text, answer.token_ids, answer.trace.tokens) == ("Hello", (1, 2), 3)
-    assert json.loads(seen[1].partition(b"\r\n\r\n")[2])["model"] == "tiny"
-    assert all(f"authorization: Bearer {SECRET}".encode() in each for each in seen)
-
-
 def test_a_proxy_of_the_environment_is_never_asked_for_loopback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -144,7 +135,7 @@ def test_a_proxy_of_the_environment_is_never_asked_for_loopback(
         assert len(asked) == 1
 
 
-def test_no_server_is_one_sentence() -> None:
+def test_a_server_that_is_not_there_is_named_with_its_command() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(ServerError, match=f"127.0.0.1:{port}/v1.*ragfuse serve") as caught:
@@ -156,8 +147,7 @@ def test_no_server_is_one_sentence() -> None:
 def test_a_wrong_key_is_named_as_such_and_not_printed(served: Served, key: str) -> None:
     with pytest.raises(ServerError, match="api_key=") as caught:
         RemoteEngine(served.root, key, max_retries=0).answer("Who?")
-    assert key == "" or key not in str(caught.value)
-    assert key == "" or key not in repr(RemoteEngine(served.root, key).address)
+    assert not key or key not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +155,6 @@ def test_a_wrong_key_is_named_as_such_and_not_printed(served: Served, key: str) 
     [
         reply(b"<html>hello</html>", kind="text/html"),
         reply({**CARD, "max_context": "many"}),
-        reply({"error": {"message": 7, "type": None}}, "418 Teapot"),
         reply({"error": {"message": "Unknown path.", "type": "not_found_error"}}, "404 Not Found"),
     ],
 )
@@ -259,10 +248,3 @@ def test_an_error_of_the_server_keeps_its_words(streamed: bool) -> None:
         pytest.raises((InputError, ServerError), match="There is no field 'x'"),
     ):
         ask(url)
-
-
-def test_a_client_loads_neither_torch_nor_transformers() -> None:
-    with listening(reply(CARD), STREAM + said() + end() + DONE) as (url, _):
-        code = "from ragfuse.remote import RemoteEngine\nprint({})"
-        asked = f"RemoteEngine({url!r}).answer([('user', 'Who?')]).text"
-        assert loaded_by(code.format(asked)) == ["Hi", "[]"]

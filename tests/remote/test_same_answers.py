@@ -4,7 +4,6 @@ errors.
 
 from __future__ import annotations
 
-import itertools
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
 from typing import Any
@@ -26,21 +25,13 @@ from ragfuse import (
 from ragfuse.remote import RemoteEngine
 from tests.serve.kit import Served, wait_for
 
-NUMBERS = itertools.count()
+TEXTS = [
+    f"Passage {number}: the keeper of the {name} tower counted {number} ships at night."
+    for number, name in enumerate(("north", "south", "east"))
+]
 HUE = {"type": "object", "properties": {"hue": {"type": "boolean"}}, "required": ["hue"]}
 LOOK = {"name": "look", "description": "Look at a door.", "parameters": HUE}
 TOOL = {"type": "function", "function": LOOK}
-
-
-@pytest.fixture
-def texts() -> list[str]:
-    """Passages that no other test has asked about."""
-    number = next(NUMBERS)
-    names = ("north", "south", "east")
-    return [
-        f"Passage {number} {name}: the keeper of the {name} tower counted {number} ships at night."
-        for name in names
-    ]
 
 
 @pytest.fixture
@@ -71,15 +62,13 @@ def is_same(here: Answer, there: Answer) -> bool:
     return True
 
 
-def test_retrieved_documents_are_found_in_the_prompt_and_reused(
-    both: Any, texts: list[str]
-) -> None:
-    ask = Ask(documents=[(text, f"book-{at}") for at, text in enumerate(texts)], ratio=0.2)
+def test_retrieved_documents_are_found_in_the_prompt_and_reused(both: Any) -> None:
+    ask = Ask(documents=[(text, f"book-{at}") for at, text in enumerate(TEXTS)], ratio=0.2)
     first = [
-        ChatMessage("user", f"Read this.\n{texts[0]}\n\n{texts[1]}\n\n{texts[2]}\nWhich ships?")
+        ChatMessage("user", f"Read this.\n{TEXTS[0]}\n\n{TEXTS[1]}\n\n{TEXTS[2]}\nWhich ships?")
     ]
     second = [
-        ChatMessage("user", f"Read this too.\n{texts[2]}\n\n{texts[0]}\n\n{texts[1]}\nWhat else?")
+        ChatMessage("user", f"Read this too.\n{TEXTS[2]}\n\n{TEXTS[0]}\n\n{TEXTS[1]}\nWhat else?")
     ]
     answers = both(first, second, ask)
     assert all(is_same(here, there) for here, there in answers)
@@ -87,22 +76,16 @@ def test_retrieved_documents_are_found_in_the_prompt_and_reused(
     assert sum(segment.hit for segment in answers[1][1].trace.segments) == 3
 
 
-def test_documents_of_a_text_and_those_that_were_printed_or_cut_are_found_as_an_engine_finds_them(
-    both: Any, texts: list[str]
-) -> None:
-    text = f'{texts[0]} It is said that "nobody" saw them,\nnot even once in years at the sea.'
-    whole, ask = [text], Ask(documents=[(text, "book"), (texts[1], "book")], ratio=0.2)
-    for first, second in (
-        (f"{text} {texts[1]} And so", f"{texts[1]} {text} And then"),
-        ([ChatMessage("user", f"{whole} Which?")], [ChatMessage("user", f"So: {text[10:]} Who?")]),
-    ):
-        answers = both(first, second, ask)
-        assert all(is_same(here, there) for here, there in answers)
-        assert answers[1][1].trace.tokens_reused > 0
+def test_documents_that_are_printed_or_cut_are_found_as_an_engine_finds_them(both: Any) -> None:
+    text = f'{TEXTS[0]} It is said that "nobody" saw them,\nnot even once in years at the sea.'
+    ask = Ask(documents=[(text, "book"), (TEXTS[1], "book")], ratio=0.2)
+    answers = both(f"{text} {TEXTS[1]} And so", f"So: {[text]} {text[10:]} {TEXTS[1]} Who?", ask)
+    assert all(is_same(here, there) for here, there in answers)
+    assert answers[1][1].trace.tokens_reused > 0
 
 
-def test_odd_text_in_a_chunk_stays_text(both: Any, texts: list[str]) -> None:
-    odd = f"{texts[0]} <|assistant|> \ud83d \x00 </s>"
+def test_odd_text_in_a_chunk_stays_text(both: Any) -> None:
+    odd = f"{TEXTS[0]} <|assistant|> \ud83d \x00 </s>"
     said = [ChatMessage("user", [Piece(odd, "chunk", "odd\ud800.txt"), "\nWhich?"])]
     for here, there in both(said, said, Ask(ratio=0.2)):
         assert is_same(here, there)
@@ -127,32 +110,16 @@ def test_odd_text_in_a_chunk_stays_text(both: Any, texts: list[str]) -> None:
         Ask(stop=["e", "q"]),
         Ask(reuse=False),
         Ask(grammar=Grammar.regex("[a-c]{4}")),
-        Ask(
-            grammar=Grammar.json(
-                {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
-            )
-        ),
         Ask(options={"max_time": 0.0}),
     ],
 )
-@pytest.mark.parametrize("question", ["Once there", [ChatMessage("user", "Which door is it?")]])
+@pytest.mark.parametrize(
+    "question", ["Once there", [ChatMessage("user", "Which door is it?")], [70, 71, 72]]
+)
 def test_every_option_means_the_same(
     local: Engine, remote: RemoteEngine, question: Any, ask: Ask
 ) -> None:
     assert is_same(local.answer(question, ask), remote.answer(question, ask))
-
-
-@pytest.mark.parametrize("choice", ["look", "none"])
-def test_tools_are_called_as_in_this_process(
-    local: Engine, remote: RemoteEngine, choice: str
-) -> None:
-    ask = Ask(tools=[TOOL], tool_choice=choice, parallel_tool_calls=False, max_tokens=120)
-    said = [ChatMessage("user", "Which door?")]
-    here, there = local.answer(said, ask), remote.answer(said, ask)
-    assert is_same(here, there)
-    for mine, theirs in zip(here.tool_calls, there.tool_calls, strict=True):
-        assert (mine.name, mine.arguments) == (theirs.name, theirs.arguments)
-    assert bool(there.tool_calls) is (choice != "none")
 
 
 def test_a_conversation_with_calls_arrives_whole(local: Engine, remote: RemoteEngine) -> None:
@@ -176,18 +143,6 @@ def test_a_conversation_with_calls_arrives_whole(local: Engine, remote: RemoteEn
     assert is_same(local.answer(said), remote.answer(said))
 
 
-def test_token_ids_are_continued(local: Engine, remote: RemoteEngine) -> None:
-    ids = local.tokens("A door is")
-    assert is_same(local.answer(ids), remote.answer(ids))
-
-
-def test_pieces_come_one_by_one_and_are_the_answer(remote: RemoteEngine) -> None:
-    with remote.stream("Once there") as stream:
-        pieces = list(stream)
-        assert "".join(pieces) == stream.answer.text
-    assert len(pieces) > 3
-
-
 def test_eight_threads_get_the_answers_that_one_gets(remote: RemoteEngine) -> None:
     prompts = [f"Door {number} is" for number in range(8)]
     with ThreadPoolExecutor(8) as pool:
@@ -207,15 +162,14 @@ def test_leaving_a_stream_ends_the_generation_at_the_server(
 
 
 def test_a_conversation_goes_on_by_its_name(both: Any) -> None:
-    name = f"talk-{next(NUMBERS)}"
-    ask = Ask(session=name)
+    ask = Ask(session="talk")
     answers = both(
         [ChatMessage("user", "Which door is it, please?")],
         [ChatMessage("user", "And why is that?")],
         ask,
     )
     assert all(is_same(here, there) for here, there in answers)
-    assert answers[1][1].trace.session == name
+    assert answers[1][1].trace.session == "talk"
     assert answers[1][1].trace.history_reused > 0
 
 

@@ -86,13 +86,10 @@ def test_an_answer_has_the_spans_of_its_parts_under_one(warm, spans):
 def test_names_of_generative_ai_are_those_of_the_semantic_conventions(warm, spans):
     from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as conventions
 
-    warm.answer(asking("Who?"), Ask(seed=1))
-    list(warm.stream(asking("Who?")))
+    list(warm.stream(asking("Who?"), Ask(seed=1)))
     used = {name for span in spans() for name in span.attributes if name.startswith("gen_ai.")}
     assert "gen_ai.response.time_to_first_chunk" in used
-    assert used <= {
-        value for name, value in vars(conventions).items() if name.startswith("GEN_AI_")
-    }
+    assert used <= set(vars(conventions).values())
 
 
 def test_loading_stands_beside_fusing_and_a_measured_machine_tells_what_was_foreseen(warm, spans):
@@ -164,24 +161,21 @@ def test_no_text_is_ever_in_a_span(warm, spans):
 
 WITHOUT = """
 import sys
-{before}
+sys.modules["opentelemetry"] = None
 from ragfuse import Engine, Settings
 with Engine(Settings(model={model!r}, dtype="float32", disk_bytes=0, home={home!r}, max_tokens=3)) as engine:
-    print(len(engine.answer("Who?").token_ids), "opentelemetry.sdk" in sys.modules, "opentelemetry" in sys.modules)
+    print(len(engine.answer("Who?").token_ids))
 """
 
 
-@pytest.mark.parametrize(
-    "before", ["sys.modules['opentelemetry'] = None", ""], ids=["without the api", "without an sdk"]
-)
 @pytest.mark.slow
-def test_answers_come_without_the_api_and_without_an_sdk(tiny_settings, tmp_path, before):
-    code = WITHOUT.format(before=before, model=tiny_settings.model, home=str(tmp_path))
+def test_answers_come_without_the_api(tiny_settings, tmp_path):
+    code = WITHOUT.format(model=tiny_settings.model, home=str(tmp_path))
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["3", "False", "True"]
+    assert done.stdout.split() == ["3"]
     # what these say as they are imported, where they are installed
     others = ("torchao", "_pytree.py")
     assert [

@@ -1,6 +1,4 @@
-"""The fixtures that all siblings' tests share, and one that keeps tests from hearing each other's
-retrievers.
-"""
+"""No test hears the retrievers of another one."""
 
 from __future__ import annotations
 
@@ -15,21 +13,6 @@ os.environ["HAYSTACK_TELEMETRY_ENABLED"] = (
 
 from haystack import tracing
 from haystack_integrations.components.generators.ragfuse.retrieved import RUNS
-
-from integrations.tests.kit import engine, minilm, real_engine, smollm, tiny_path, tiny_settings
-from integrations.tests.served import served, served_embedded
-
-__all__ = [
-    "engine",
-    "minilm",
-    "nothing_heard",
-    "real_engine",
-    "served",
-    "served_embedded",
-    "smollm",
-    "tiny_path",
-    "tiny_settings",
-]
 
 
 @pytest.fixture(autouse=True)

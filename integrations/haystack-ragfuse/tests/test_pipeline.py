@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 from haystack import tracing
-from haystack.components.agents import Agent
-from haystack.dataclasses import ChatMessage, StreamingChunk
-from haystack.tools import Tool
+from haystack.dataclasses import StreamingChunk
 from haystack.tracing import Span, Tracer
 from haystack_integrations.components.generators.ragfuse import RagfuseChatGenerator
 from haystack_integrations.components.generators.ragfuse.retrieved import RUNS, RetrievalTracer
 
 from integrations.tests.haystack_pipelines import DOCUMENTS, asked, given, hits, rag
-from ragfuse import Engine, Settings
+from ragfuse import Engine
 
 FIRST, SECOND = "Who was the harbour master?", "Which oil did the lighthouse burn?"
 
@@ -46,13 +44,7 @@ def test_the_second_question_reuses_every_document_in_another_order(
     ]
     assert sorted(sources[0]) == sorted(sources[1]) == [f"letter-{number}" for number in range(4)]
     assert sources[0] != sources[1]
-    usage = second.meta["usage"]
-    assert (
-        usage["prompt_tokens_details"]["cached_tokens"]
-        > second.meta["ragfuse"]["tokens_reused"]
-        > 0
-    )
-    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert second.meta["ragfuse"]["tokens_reused"] > 0
     assert len(RUNS) == 0
 
 
@@ -69,36 +61,28 @@ async def test_an_awaited_pipeline_hears_its_documents_too(
     assert len(RUNS) == 0
 
 
-def test_documents_of_a_program_are_named_to_the_generator_itself(
+def test_documents_may_be_named_to_the_generator_itself_or_connected(
     llm: RagfuseChatGenerator, engine: Engine
 ) -> None:
     text = "\n\n".join(document.content or "" for document in DOCUMENTS)
-    for question in (FIRST, SECOND):
-        (reply,) = llm.run([ChatMessage.from_user(f"{text}\n\n{question}")], documents=DOCUMENTS)[
-            "replies"
-        ]
-        engine.flush()
+    llm.run(f"{text}\n\n{FIRST}", documents=DOCUMENTS)
+    engine.flush()
+    (reply,) = llm.run(f"{text}\n\n{SECOND}", documents=DOCUMENTS)["replies"]
     assert hits(reply) == [True] * 4
-
-
-def test_the_input_for_documents_may_be_connected(
-    llm: RagfuseChatGenerator, engine: Engine
-) -> None:
     pipeline = rag(llm)
     pipeline.connect("retriever.documents", "llm.documents")
-    asked(pipeline, FIRST)
-    engine.flush()
     assert hits(asked(pipeline, SECOND)) == [True] * 4
 
 
-def test_nothing_is_heard_where_learning_is_off(tiny_settings: Settings) -> None:
-    with Engine(tiny_settings.model_copy(update={"learn": "off"})) as engine:
-        llm = RagfuseChatGenerator(engine=engine)
-        assert not isinstance(tracing.tracer.actual_tracer, RetrievalTracer)
-        pipeline = rag(llm)
-        asked(pipeline, FIRST)
-        engine.flush()
-        assert hits(asked(pipeline, SECOND)) == []
+@pytest.mark.slow
+def test_the_embedded_model_answers_from_reused_documents(real_engine: Engine) -> None:
+    pipeline = rag(RagfuseChatGenerator(engine=real_engine, generation_kwargs={"ratio": 0.3}))
+    asked(pipeline, "Which colour is the lighthouse painted?")
+    real_engine.flush()
+    second = asked(pipeline, "In which year was the harbour of Port Elling dug?")
+    assert hits(second) == [True] * 4
+    assert second.meta["ragfuse"]["tokens_reused"] > second.meta["ragfuse"]["tokens"] // 2
+    assert "1847" in (second.text or "")
 
 
 # beside another tracer
@@ -182,22 +166,3 @@ async def test_a_streamed_pipeline_that_is_left_leaves_no_run_behind(
         await pipeline.run_async({**given(SECOND), "llm": {"streaming_callback": seen.append}})
     )["llm"]["replies"]
     assert "".join(chunk.content for chunk in seen) == reply[0].text
-
-
-def test_an_agent_calls_its_tool_and_reads_the_result(engine: Engine) -> None:
-    tool = Tool(
-        name="shelf",
-        description="Finds letters.",
-        parameters={"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]},
-        function=lambda n: DOCUMENTS[n].content,
-    )
-    options = {"max_tokens": 90, "tool_choice": "shelf"}
-    agent = Agent(
-        chat_generator=RagfuseChatGenerator(engine=engine, generation_kwargs=options),
-        tools=[tool],
-        max_agent_steps=2,
-    )
-    messages = agent.run([ChatMessage.from_user("What was it?")])["messages"]
-    results = [message.tool_call_result for message in messages if message.tool_call_result]
-    assert results
-    assert results[0].result in [document.content for document in DOCUMENTS]

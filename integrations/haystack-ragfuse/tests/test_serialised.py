@@ -12,26 +12,15 @@ from haystack.testing.callable_serialization.random_callable import callable_to_
 from haystack.tools import Tool
 from haystack.utils import Secret
 from haystack_integrations.components.generators.ragfuse import RagfuseChatGenerator
-from pydantic import BaseModel
 
+from integrations.tests.doors import Paint
 from integrations.tests.haystack_pipelines import asked, rag
 from ragfuse import Engine, Grammar, InputError, Settings
-
-
-class Named(BaseModel):
-    """A form."""
-
-    name: str
-
 
 TOOL = Tool(
     name="greet",
     description="Greets.",
-    parameters={
-        "type": "object",
-        "properties": {"hello": {"type": "string"}},
-        "required": ["hello"],
-    },
+    parameters={"type": "object", "properties": {"hello": {"type": "string"}}},
     function=callable_to_deserialize,
 )
 
@@ -42,19 +31,16 @@ def test_a_generator_is_read_back_as_it_was(tiny_path: Path, tmp_path: Path) -> 
         dtype="float32",
         store=str(tmp_path / "store"),
         settings=Settings(max_tokens=7, learn="retrieved"),
-        generation_kwargs={"ratio": 0.3, "stop": ["x"], "response_format": Named},
+        generation_kwargs={"ratio": 0.3, "stop": ["x"], "response_format": Paint},
         tools=[TOOL],
         streaming_callback=print_streaming_chunk,
     )
     written = component_to_dict(made, "llm")
-    assert written["type"] == (
-        "haystack_integrations.components.generators.ragfuse.chat.chat_generator.RagfuseChatGenerator"
-    )
     read = component_from_dict(RagfuseChatGenerator, written, "llm")
     assert component_to_dict(read, "llm") == written
     assert read.get_engine() is made.get_engine()
     assert read.get_engine().settings.max_tokens == 7
-    assert read.generation_kwargs["response_format"]["json_schema"]["name"] == "Named"
+    assert read.generation_kwargs["response_format"]["json_schema"]["name"] == "Paint"
     assert (read.streaming_callback, read.tools) == (print_streaming_chunk, [TOOL])
 
 
@@ -75,10 +61,6 @@ def test_keys_are_written_as_the_name_of_their_variable(monkeypatch: pytest.Monk
     read = component_from_dict(RagfuseChatGenerator, written, "llm")
     assert read.api_key == Secret.from_env_var("MY_KEY")
     assert (read.base_url, read.max_retries) == ("http://127.0.0.1:9/v1", 0)
-    with pytest.raises(ValueError, match="Cannot serialize token"):
-        RagfuseChatGenerator(
-            base_url="http://127.0.0.1:9", api_key=Secret.from_token("sesame")
-        ).to_dict()
 
 
 def test_a_grammar_has_no_form_in_a_file(engine: Engine) -> None:

@@ -1,6 +1,4 @@
-"""The fixtures that both siblings' tests share, and one that keeps tests from hearing each other's
-retrievers.
-"""
+"""No test hears the retrievers of another one."""
 
 from __future__ import annotations
 
@@ -8,32 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 from langchain_ragfuse.callbacks import LISTENER
-
-from integrations.tests.kit import (
-    asks,
-    engine,
-    minilm,
-    real_engine,
-    smollm,
-    tiny_path,
-    tiny_settings,
-)
-from integrations.tests.served import served, served_embedded
-from integrations.tests.thoughts import thinking
-
-__all__ = [
-    "asks",
-    "engine",
-    "minilm",
-    "nothing_heard",
-    "real_engine",
-    "served",
-    "served_embedded",
-    "smollm",
-    "thinking",
-    "tiny_path",
-    "tiny_settings",
-]
 
 
 @pytest.fixture(autouse=True)

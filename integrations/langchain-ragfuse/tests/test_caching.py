@@ -13,30 +13,16 @@ from ragfuse import Engine, Grammar
 ASKED = "The lighthouse keeper counted forty ships that night. How many ships were there?"
 
 
-def text_of(answer: Any) -> str:
-    return answer if isinstance(answer, str) else str(answer.content)
-
-
 @pytest.mark.parametrize("kind", [ChatRagFuse, RagFuseLLM])
 async def test_models_with_other_fields_never_get_each_others_answers(
     kind: Any, engine: Engine
 ) -> None:
-    bare, cache = kind(engine=engine, cache=False), InMemoryCache()
-    whole = text_of(bare.invoke(ASKED))
-    wishes: list[dict[str, Any]] = [
-        {},
-        {"stop": [whole[4:6]]},
-        {"max_tokens": 3},
-        {"reuse": False, "max_tokens": 5},
-    ]
+    cache = InMemoryCache()
+    wishes: list[dict[str, Any]] = [{}, {"stop": ["e"]}, {"reuse": False, "max_tokens": 3}]
     wishes += [{"grammar": Grammar.regex(f"{letter}{{3}}")} for letter in "ab"]
     for wish in wishes:
         llm = kind(engine=engine, cache=cache, **wish)
-        expected = text_of(kind(engine=engine, cache=False, **wish).invoke(ASKED))
-        assert (
-            text_of(llm.invoke(ASKED))
-            == text_of(llm.invoke(ASKED))
-            == text_of(await llm.ainvoke(ASKED))
-            == expected
-        )
+        answers = [llm.invoke(ASKED), llm.invoke(ASKED), await llm.ainvoke(ASKED)]
+        answers.append(kind(engine=engine, cache=False, **wish).invoke(ASKED))
+        assert len({getattr(each, "content", each) for each in answers}) == 1
     assert len(cache._cache) == len(wishes)

@@ -1,4 +1,4 @@
-"""RagFuseLLM on a tiny random model: calls, batches, streams, parameters, usage and trace."""
+"""What RagFuseLLM has beside the contract of all frameworks: prompts that are answered together."""
 
 from __future__ import annotations
 
@@ -12,91 +12,64 @@ from langchain_ragfuse import ChatRagFuse, RagFuseLLM
 from langchain_ragfuse.base import RagFuseModel
 
 from integrations.tests.kit import FIRST, READ, SECOND
+from integrations.tests.served import KEY
 from ragfuse import Engine
+from tests.serve.kit import Served
 
-OTHER = f"{SECOND}\n\nWho planted them?"
-
-
-@pytest.fixture
-def llm(engine: Engine) -> RagFuseLLM:
-    engine.ingest([(FIRST, "first.txt"), (SECOND, "second.txt")])
-    return RagFuseLLM(engine=engine)
+PROMPTS = [READ, f"{SECOND}\n\nWho planted them?", FIRST]
 
 
-def info(result: LLMResult, at: int = 0) -> dict[str, Any]:
-    return result.generations[at][0].generation_info or {}
+def test_a_batch_says_what_each_prompt_says_alone_here_and_at_a_server(
+    engine: Engine, served: Served
+) -> None:
+    here = RagFuseLLM(engine=engine, reuse=False)
+    alone = [here.invoke(prompt) for prompt in PROMPTS]
+    there = RagFuseLLM(base_url=served.url, api_key=KEY, reuse=False)
+    for llm in (here, there):
+        result: Any = llm.generate(PROMPTS)
+        assert [each[0].text for each in result.generations] == alone
+        usages = [each[0].generation_info["usage_metadata"] for each in result.generations]
+        total = result.llm_output["token_usage"]["total_tokens"]
+        assert total == sum(usage["total_tokens"] for usage in usages) > 0
+    assert here.batch(PROMPTS, {"max_concurrency": 2}) == alone
+    assert here.batch([]) == []
 
 
-def test_usage_and_trace_come_with_every_generation(llm: RagFuseLLM, engine: Engine) -> None:
-    result = llm.generate([READ, OTHER])
-    for at, prompt in enumerate((READ, OTHER)):
-        usage, trace = info(result, at)["usage_metadata"], info(result, at)["ragfuse"]
-        assert usage["input_tokens"] == len(engine.prompt(prompt))
-        assert (
-            usage["input_token_details"]["cache_read"]
-            == trace["tokens_reused"] + trace["tokens_recomputed"]
-            > 0
-        )
-        assert info(result, at)["finish_reason"] == "length"
-    assert result.llm_output is not None
-    assert result.llm_output["model_name"] == llm.model_name
-    total = result.llm_output["token_usage"]["total_tokens"]
-    assert total == sum(info(result, at)["usage_metadata"]["total_tokens"] for at in (0, 1))
-
-
-def test_a_batch_is_decoded_together_and_says_what_each_says_alone(engine: Engine) -> None:
-    llm, batches = RagFuseLLM(engine=engine, reuse=False), []
-    decode = engine.batch
-    engine.batch = lambda prompts, *rest: batches.append(len(prompts)) or decode(prompts, *rest)  # type: ignore[method-assign]
-    alone = [llm.invoke(prompt) for prompt in (READ, OTHER, FIRST)]
-    batches.clear()
-    assert llm.batch([READ, OTHER, FIRST]) == alone
-    assert batches == [3]
-    assert llm.batch([READ, OTHER, FIRST], {"max_concurrency": 2}) == alone
-    assert batches == [3, 2, 1]
-    assert llm.batch([]) == []
-
-
-class Heard(BaseCallbackHandler):
-    """The tokens that a run said, and its result."""
-
-    def __init__(self) -> None:
-        self.tokens: list[str] = []
-        self.results: list[LLMResult] = []
-
-    def on_llm_new_token(self, token: str, **kwargs: Any) -> None:
-        self.tokens.append(token)
-
-    def on_llm_end(self, response: LLMResult, **kwargs: Any) -> None:
-        self.results.append(response)
-
-
-@pytest.mark.parametrize("kind", [RagFuseLLM, ChatRagFuse])
-async def test_callbacks_hear_every_token(kind: type[RagFuseModel], engine: Engine) -> None:
-    sampled: dict[str, Any] = {"engine": engine, "temperature": 1.5, "seed": 3, "max_tokens": 40}
-    sampled["reuse"] = False
-    llm: Any = kind(**sampled)
-    whole = llm.invoke(READ)
-    text = whole if isinstance(whole, str) else whole.content
-    heard, later, told = Heard(), Heard(), Heard()
-    pieces = list(llm.stream(READ, {"callbacks": [heard]}))
-    assert (
-        "".join(heard.tokens) == text == "".join(getattr(each, "content", each) for each in pieces)
-    )
-    async for _ in llm.astream(READ, {"callbacks": [later]}):
-        pass
-    assert later.tokens == heard.tokens
-    kind(**sampled, streaming=True).invoke(READ, {"callbacks": [told]})  # type: ignore[attr-defined]
-    assert told.tokens == heard.tokens
-    assert told.results[0].generations[0][0].text == text
-
-
-async def test_cancelling_a_batch_ends_its_generation(llm: RagFuseLLM) -> None:
-    call = asyncio.create_task(llm.abatch([READ, OTHER], max_tokens=3000, reuse=False))
-    batcher = llm.get_engine().model.batcher
+async def test_cancelling_a_batch_ends_its_generation(engine: Engine) -> None:
+    call = asyncio.create_task(RagFuseLLM(engine=engine, max_tokens=3000).abatch(PROMPTS))
+    batcher = engine.model.batcher
     while not batcher.active:
         await asyncio.sleep(0.005)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
     assert await asyncio.to_thread(batcher.wait_idle, 60.0)
+
+
+class Heard(BaseCallbackHandler):
+    """The tokens that a run said, and the text of its result."""
+
+    def __init__(self) -> None:
+        self.tokens, self.text = list[str](), ""
+
+    def on_llm_new_token(self, token: str, **kwargs: Any) -> None:
+        self.tokens.append(token)
+
+    def on_llm_end(self, response: LLMResult, **kwargs: Any) -> None:
+        self.text = response.generations[0][0].text
+
+
+@pytest.mark.parametrize("kind", [RagFuseLLM, ChatRagFuse])
+async def test_callbacks_hear_every_token(kind: type[RagFuseModel], engine: Engine) -> None:
+    llm: Any = kind(engine=engine, temperature=1.5, seed=3, max_tokens=40, reuse=False)
+    streaming: Any = kind(
+        engine=engine, temperature=1.5, seed=3, max_tokens=40, reuse=False, streaming=True
+    )
+    heard = [Heard() for _ in range(4)]
+    list(llm.stream(READ, {"callbacks": [heard[0]]}))
+    _ = [chunk async for chunk in llm.astream(READ, {"callbacks": [heard[1]]})]
+    streaming.invoke(READ, {"callbacks": [heard[2]]})
+    await streaming.ainvoke(READ, {"callbacks": [heard[3]]})
+    assert len(heard[0].tokens) > 3
+    for each in heard:
+        assert (each.tokens, each.text) == (heard[0].tokens, "".join(heard[0].tokens))

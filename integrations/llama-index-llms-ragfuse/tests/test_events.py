@@ -6,12 +6,11 @@ The engine is tiny and random, and what it is asked is looked at, not what it an
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from llama_index.core.agent.workflow import FunctionAgent, ReActAgent
-from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole
+from llama_index.core.agent.workflow import FunctionAgent
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, ToolCallBlock
 from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextChatEngine
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.events.rerank import ReRankEndEvent
@@ -20,7 +19,7 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.response_synthesizers import ResponseMode, get_response_synthesizer
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
-from llama_index.core.tools import RetrieverTool, ToolSelection
+from llama_index.core.tools import RetrieverTool
 from llama_index.llms.ragfuse import RagFuseLLM, RagFuseSynthesizer
 from llama_index.llms.ragfuse.events import QUERIES
 
@@ -154,19 +153,16 @@ def test_nodes_of_an_event_reach_the_engine(llm: RagFuseLLM, asks: list[Ask]) ->
 async def test_nodes_put_into_a_prompt_by_hand_reach_the_engine(
     llm: RagFuseLLM, asks: list[Ask]
 ) -> None:
-    found = Shelf().retrieve("harbour")
-    llm.complete(joined(found))
-    llm.chat([ChatMessage(joined(found))])
-    list(llm.stream_complete(joined(found)))
-    assert [ask.documents for ask in asks] == [bare("harbour")] * 3
-    found = await Shelf().aretrieve("valley")
-    await llm.acomplete(joined(found))
-    await llm.achat([ChatMessage(joined(found))])
-    _ = [each async for each in await llm.astream_chat([ChatMessage(joined(found))])]
-    assert [ask.documents for ask in asks[3:]] == [bare("valley")] * 3
-    await asyncio.to_thread(
-        llm.complete, "\n\n".join(text for text, _ in texts("valley", "harbour"))
-    )
+    text = joined(Shelf().retrieve("harbour"))
+    llm.complete(text)
+    list(llm.stream_chat([ChatMessage(text)]))
+    assert [ask.documents for ask in asks] == [bare("harbour")] * 2
+    text = joined(await Shelf().aretrieve("valley"))
+    await llm.achat([ChatMessage(text)])
+    _ = [each async for each in await llm.astream_complete(text)]
+    assert [ask.documents for ask in asks[2:]] == [bare("valley")] * 2
+    both = "\n\n".join(text for text, _ in texts("valley", "harbour"))
+    await asyncio.to_thread(llm.complete, both)
     assert asks[-1].documents == texts("valley", "harbour")
 
 
@@ -190,49 +186,26 @@ class CallsOnce(RagFuseLLM):
     async def astream_chat_with_tools(
         self, tools: Any, chat_history: Any = None, **kwargs: Any
     ) -> Any:
-        return await self.astream_chat(chat_history)
-
-    async def astream_chat(self, messages: Any, **kwargs: Any) -> Any:
-        if any("letter 1" in (each.content or "") for each in messages):
-            return await super().astream_chat(messages)
+        if any("letter 1" in (each.content or "") for each in chat_history):
+            return await self.astream_chat(chat_history)
 
         async def call() -> Any:
-            text = 'Thought: I search.\nAction: letters\nAction Input: {"input": "harbour"}'
-            yield ChatResponse(message=ChatMessage(text, role=MessageRole.ASSISTANT), delta=text)
+            block = ToolCallBlock(tool_name="letters", tool_kwargs={"input": "harbour"})
+            yield ChatResponse(message=ChatMessage(role="assistant", blocks=[block]))
 
         return call()
 
-    def get_tool_calls_from_response(
-        self, response: ChatResponse, *args: Any, **kwargs: Any
-    ) -> list[ToolSelection]:
-        if "Action" not in (response.message.content or ""):
-            return []
-        return [ToolSelection(tool_id="1", tool_name="letters", tool_kwargs={"input": "harbour"})]
 
-
-@pytest.mark.parametrize("kind", [FunctionAgent, ReActAgent])
 async def test_what_an_agents_tool_retrieved_reaches_the_engine(
-    engine: Engine, asks: list[Ask], kind: Any
+    engine: Engine, asks: list[Ask]
 ) -> None:
     tool = RetrieverTool.from_defaults(Shelf(), name="letters", description="Searches letters.")
-    agent = kind(tools=[tool], llm=CallsOnce(engine=engine, max_tokens=4), streaming=True)
+    agent = FunctionAgent(tools=[tool], llm=CallsOnce(engine=engine, max_tokens=4))
     await agent.run("When?", max_iterations=4)
-    assert asks
     assert asks[0].documents == texts("harbour")
 
 
 # what must not be
-
-
-@pytest.mark.parametrize("learn", ["off", "retrieved"])
-async def test_no_documents_reach_the_engine_where_learning_is_off(
-    engine: Engine, asks: list[Ask], learn: str
-) -> None:
-    llm = RagFuseLLM(engine=engine, max_tokens=4)
-    llm._place = replace(llm._place, settings=engine.settings.model_copy(update={"learn": learn}))
-    over(Shelf(), llm).query("harbour")
-    await over(Shelf(), llm).aquery("harbour")
-    assert [ask.documents for ask in asks] == [() if learn == "off" else texts("harbour")] * 2
 
 
 class Broken(Shelf):

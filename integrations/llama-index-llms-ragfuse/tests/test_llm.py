@@ -1,118 +1,92 @@
-"""RagFuseLLM on a tiny random model: the eight calls, parameters, usage and trace."""
+"""What RagFuseLLM has beside the contract of all frameworks: completions, counters, templates over a
+schema in LlamaIndex's own calls.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock
+from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
-from llama_index.llms.ragfuse import RagFuseLLM
+from llama_index.llms.ragfuse import PMLPromptTemplate, RagFuseLLM, traces
+from pydantic import BaseModel
 
-from integrations.tests.kit import READ, hits, read_and_stored
+from integrations.tests.kit import READ
+from integrations.tests.pml import PROMPT, TRIP, VALUES, WHOLE
 from ragfuse import Engine, InputError, SettingsError
+from ragfuse.schemas.pml import parse_prompt
 
-CHAT = [ChatMessage(role="user", content=READ)]
+
+class Door(BaseModel):
+    """A door."""
+
+    is_open: bool
 
 
 @pytest.fixture
 def llm(engine: Engine) -> RagFuseLLM:
-    llm = RagFuseLLM(engine=engine)
-    read_and_stored(engine, lambda: llm.chat(CHAT))
-    return llm
+    return RagFuseLLM(engine=engine)
 
 
-async def gathered(stream: Any) -> list[Any]:
-    return [response async for response in await stream]
+def n_tokens(response: Any) -> int:
+    return int(response.raw["usage"]["prompt_tokens"])
 
 
-async def test_the_eight_calls_agree_and_reuse_what_is_known(llm: RagFuseLLM) -> None:
-    chats = [llm.chat(CHAT), await llm.achat(CHAT), list(llm.stream_chat(CHAT))[-1]]
-    chats.append((await gathered(llm.astream_chat(CHAT)))[-1])
-    completions = [
-        llm.complete(READ),
-        await llm.acomplete(READ),
-        list(llm.stream_complete(READ))[-1],
-    ]
-    completions.append((await gathered(llm.astream_complete(READ)))[-1])
-    texts = {each.message.content for each in chats} | {each.text for each in completions}
-    assert len(texts) == 1
-    assert texts != {""}
-    for response in (*chats, *completions):
-        assert hits(response.raw["ragfuse"]) == ["first.txt", "second.txt"]
-        assert response.raw["usage"] == chats[0].raw["usage"]
+def test_a_completion_is_a_message_unless_it_is_formatted(llm: RagFuseLLM, engine: Engine) -> None:
+    assert n_tokens(llm.complete(READ)) == len(engine.prompt([("user", READ)]))
+    assert n_tokens(llm.complete(READ, formatted=True)) == len(engine.prompt(READ))
+    own = RagFuseLLM(engine=engine, completion_to_prompt=lambda text: f"Q: {text} A:")
+    assert n_tokens(own.complete("Why?")) == len(engine.prompt("Q: Why? A:"))
 
 
-def test_usage_is_counted(llm: RagFuseLLM, engine: Engine) -> None:
+def test_token_counters_hear_of_every_answer(llm: RagFuseLLM) -> None:
     counter = TokenCountingHandler()
     llm.callback_manager = CallbackManager([counter])
-    response = llm.chat(CHAT)
-    usage = response.raw["usage"]
-    assert (
-        usage["prompt_tokens"]
-        == len(engine.prompt([("user", READ)]))
-        == counter.prompt_llm_token_count
-    )
-    assert usage["completion_tokens"] == 12 == counter.completion_llm_token_count
-    assert (
-        usage["prompt_tokens_details"]["cached_tokens"]
-        > response.raw["ragfuse"]["tokens_reused"]
-        > 0
-    )
-    assert usage["prompt_tokens_details"]["cache_creation_tokens"] == 0
-    assert response.additional_kwargs["total_tokens"] == usage["total_tokens"]
-
-
-def test_a_formatted_text_goes_to_the_model_as_it_is(llm: RagFuseLLM, engine: Engine) -> None:
-    raw = llm.complete(READ, formatted=True).raw
-    assert raw["usage"]["prompt_tokens"] == len(engine.prompt(READ))
-    assert llm.complete(READ).raw["usage"]["prompt_tokens"] > raw["usage"]["prompt_tokens"]
-    own = RagFuseLLM(engine=engine, completion_to_prompt=lambda text: f"Q: {text} A:")
-    assert own.complete("Why?").raw["usage"]["prompt_tokens"] == len(engine.prompt("Q: Why? A:"))
-
-
-def test_roles_reach_the_template_and_neighbours_are_merged(
-    llm: RagFuseLLM, engine: Engine
-) -> None:
-    said = [
-        ("developer", "Be brief."),
-        ("user", "Ask."),
-        ("user", "Again."),
-        ("model", "Wait."),
-        ("user", "And?"),
-    ]
-    messages = [ChatMessage(role=role, content=text) for role, text in said]
-    expected = (
-        "<s><|system|>Be"
-        " brief.\n<|user|>Ask.\nAgain.\n<|assistant|>Wait.\n<|user|>And?\n<|assistant|>"
-    )
-    assert llm.chat(messages).raw["usage"]["prompt_tokens"] == len(
-        engine.tokens(expected, special=True)
-    )
-    blocks = [
-        ChatMessage(role=MessageRole.USER, blocks=[TextBlock(text="As"), TextBlock(text="k.")])
-    ]
-    assert (
-        llm.chat(blocks).message.content == llm.chat([ChatMessage(content="Ask.")]).message.content
-    )
-
-
-def test_what_cannot_work_is_refused(llm: RagFuseLLM) -> None:
-    image = ChatMessage(
-        role="user", blocks=[TextBlock(text="What is it?"), ImageBlock(url="http://x/y.png")]
-    )
-    with pytest.raises(InputError, match=r"'image' cannot be read"):
-        llm.chat([image])
-    with pytest.raises(SettingsError, match=r"no argument 'ratios'"):
-        llm.complete(READ, ratios=0.5)
-    with pytest.raises(SettingsError, match="ratios"):
-        RagFuseLLM(ratios=0.5)
+    usage = llm.chat([ChatMessage(content=READ)]).raw["usage"]
+    counted = counter.prompt_llm_token_count, counter.completion_llm_token_count
+    assert counted == (usage["prompt_tokens"], usage["completion_tokens"])
 
 
 def test_fields_of_the_framework_are_taken_by_name_and_alias(engine: Engine) -> None:
-    llm = RagFuseLLM(engine=engine, callback_manager=CallbackManager(), system_prompt="Be brief.")
-    assert llm.system_prompt == "Be brief."
-    assert (
-        RagFuseLLM(model_name=engine.settings.model, settings=engine.settings).model
-        == engine.settings.model
-    )
+    given = RagFuseLLM(model_name=engine.settings.model, system_prompt="Be brief.")
+    assert (given.model, given.system_prompt) == (engine.settings.model, "Be brief.")
+    with pytest.raises(SettingsError, match="ratio"):
+        RagFuseLLM(ratios=0.5)
+
+
+# templates over a schema
+
+
+async def test_predictions_and_completions_of_a_template_are_what_the_engine_answers(
+    llm: RagFuseLLM, engine: Engine
+) -> None:
+    template, expected = PMLPromptTemplate(TRIP, PROMPT), set[str]()
+    with traces() as seen:
+        found = {
+            llm.predict(template, **VALUES),
+            await llm.apredict(template, **VALUES),
+            "".join(llm.stream(template, **VALUES)),
+            "".join([text async for text in await llm.astream(template, **VALUES)]),
+            llm.complete(template.format(**VALUES)).text,
+            [each async for each in await llm.astream_complete(template.format(**VALUES))][-1].text,
+        }
+    expected.add(engine.answer(parse_prompt(WHOLE)).text)
+    assert found == expected
+    assert [trace.modules for trace in seen] == [(".", "plan")] * 6
+
+
+async def test_an_object_is_asked_for_behind_a_template(engine: Engine) -> None:
+    llm, template = RagFuseLLM(engine=engine, max_tokens=60), PMLPromptTemplate(TRIP, PROMPT)
+    with traces() as seen:
+        found = llm.structured_predict(Door, template, **VALUES)
+    assert isinstance(found, Door)
+    assert seen[0].modules == (".", "plan")
+    assert seen[0].tokens > len(engine.prompt(parse_prompt(WHOLE))) + len("is_open")
+    assert await llm.astructured_predict(Door, template, **VALUES) == found
+
+
+def test_nothing_is_added_to_a_template(engine: Engine) -> None:
+    told = RagFuseLLM(engine=engine, system_prompt="Be brief.")
+    with pytest.raises(InputError):
+        told.predict(PMLPromptTemplate(TRIP, PROMPT), **VALUES)

@@ -13,24 +13,13 @@ from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import BaseNode, TextNode
 from llama_index.llms.ragfuse import KVPrecompute, RagFuseLLM
 
+from integrations.tests.kit import hits
 from ragfuse import Engine, InputError, Settings
-from ragfuse.types.plan import LoadPlan
 
-GREEN = (
-    "The lighthouse of Port Elling is painted green, because red paint was too dear in the year it"
-    " was built."
-)
-GREY = (
-    "The lighthouse of Port Elling is painted grey, because green paint was too dear when it was"
-    " repaired."
-)
-OIL = (
-    "Its lamp burned whale oil until 1902, then petroleum, and since the year 1957 it has been"
-    " electric."
-)
-TREES = (
-    "Every October the village of the walnut valley holds a fair at which the oldest tree is given"
-    " a name."
+GREEN, OIL, TREES = (
+    "The lighthouse of Port Elling is painted green, for red paint was too dear in that year.",
+    "Its lamp burned whale oil until 1902, then petroleum, and since 1957 it has been electric.",
+    "Every October the village holds a fair at which the oldest walnut tree is given a name.",
 )
 SPLITTER = SentenceSplitter(chunk_size=30, chunk_overlap=0, paragraph_separator="\n\n")
 
@@ -40,24 +29,11 @@ def llm(engine: Engine) -> RagFuseLLM:
     return RagFuseLLM(engine=engine)
 
 
-def document(name: str, *texts: str) -> Document:
-    return Document(id_=name, text="\n\n".join(texts))
-
-
-def kept(llm: RagFuseLLM, *more: str) -> set[str]:
-    """Which of the texts would come from the store, were they in a prompt."""
-    engine = llm.get_engine()
-    engine.flush()
-    plans = {
-        text: engine.plan(f"Read this.\n\n{text}\n\nWhy is that?")
-        for text in (GREEN, GREY, OIL, TREES, *more)
-    }
-    return {text for text, plan in plans.items() if len(engine.tokens(text)) in _fetched(plan)}
-
-
-def _fetched(plan: LoadPlan) -> set[int]:
-    """Tokens of each segment that would come from the store."""
-    return {len(plan.prompt.segments[fetch.segment].tokens) for fetch in plan.fetches}
+def kept(llm: RagFuseLLM) -> set[str]:
+    """Which of the texts come from the store in a prompt."""
+    llm.get_engine().flush()
+    asked = ((text, llm.complete(f"Read this.\n\n{text}\n\nWhy?")) for text in (GREEN, OIL, TREES))
+    return {text for text, answer in asked if hits(answer.raw["ragfuse"])}
 
 
 def nodes(*texts: str) -> list[BaseNode]:
@@ -67,7 +43,7 @@ def nodes(*texts: str) -> list[BaseNode]:
 def test_a_pipeline_precomputes_what_its_splitter_makes(llm: RagFuseLLM, engine: Engine) -> None:
     step = KVPrecompute(llm)
     made = IngestionPipeline(transformations=[SPLITTER, step]).run(
-        documents=[document("a", GREEN, OIL)]
+        documents=[Document(text=f"{GREEN}\n\n{OIL}")]
     )
     assert [node.get_content() for node in made] == [GREEN, OIL]
     assert kept(llm) == {GREEN, OIL}
@@ -95,13 +71,8 @@ def test_the_kv_of_deleted_nodes_is_forgotten(llm: RagFuseLLM) -> None:
 
 
 def test_several_workers_are_refused(llm: RagFuseLLM) -> None:
-    step = KVPrecompute(llm)
-    with pytest.raises(InputError, match="num_workers=None"):
-        pickle.dumps(step)
-    ingest = IngestionPipeline(transformations=[SPLITTER, step], disable_cache=True)
-    documents = [document("a", GREEN), document("b", OIL)]
-    with pytest.raises(InputError, match="num_workers=None"):
-        ingest.run(documents=documents, num_workers=2)
+    with pytest.raises(InputError, match="num_workers"):
+        pickle.dumps(KVPrecompute(llm))
 
 
 def test_a_written_step_goes_by_the_digest_and_holds_no_salt(tiny_settings: Settings) -> None:

@@ -4,17 +4,13 @@ embedded one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import faiss
 import pytest
 from llama_index.core import Document, StorageContext, VectorStoreIndex
-from llama_index.core.base.response.schema import PydanticResponse
 from llama_index.core.bridge.pydantic import BaseModel
-from llama_index.core.instrumentation import get_dispatcher
-from llama_index.core.instrumentation.event_handlers import BaseEventHandler
-from llama_index.core.instrumentation.events.llm import LLMChatEndEvent
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.retrievers import BaseRetriever
@@ -24,7 +20,7 @@ from llama_index.llms.ragfuse import KVPrecompute, RagFuseLLM, RagFuseSynthesize
 from llama_index.vector_stores.faiss import FaissVectorStore
 
 from integrations.tests.kit import LETTERS, hits
-from ragfuse import Engine, InputError
+from ragfuse import Engine, Trace
 
 QUESTION = "What colour is the lighthouse painted?"
 TEXTS = [
@@ -36,33 +32,7 @@ NODES = [
     NodeWithScore(node=TextNode(text=text, metadata={"file_name": f"{number}.txt"}))
     for number, text in enumerate(TEXTS)
 ]
-
-
-class Heard(BaseEventHandler):
-    """Keeps the responses of all chats that end."""
-
-    responses: list[Any]
-
-    def handle(self, event: Any, **kwargs: Any) -> None:
-        if isinstance(event, LLMChatEndEvent) and event.response is not None:
-            self.responses.append(event.response)
-
-    def reused(self) -> list[float]:
-        """Per chat: the share of its prompt's tokens that was reused."""
-        traces = [response.raw["ragfuse"] for response in self.responses]
-        return [trace["tokens_reused"] / trace["tokens"] for trace in traces]
-
-    def hits(self) -> list[list[str]]:
-        """Per chat: where the chunks that came from the store are from."""
-        return [hits(response.raw["ragfuse"]) for response in self.responses]
-
-
-@pytest.fixture
-def heard() -> Iterator[Heard]:
-    handler, dispatcher = Heard(responses=[]), get_dispatcher()
-    dispatcher.add_event_handler(handler)
-    yield handler
-    dispatcher.event_handlers.remove(handler)
+SOURCES = ["0.txt", "1.txt", "2.txt"]
 
 
 @pytest.fixture
@@ -70,39 +40,34 @@ def llm(engine: Engine) -> RagFuseLLM:
     return RagFuseLLM(engine=engine)
 
 
-async def test_our_synthesizer_needs_no_precomputing(
-    llm: RagFuseLLM, engine: Engine, heard: Heard
-) -> None:
-    synthesizer = RagFuseSynthesizer(llm)
-    synthesizer.synthesize(QUESTION, NODES)
-    engine.flush()
-    again = synthesizer.synthesize(QUESTION, NODES)
-    streamed = RagFuseSynthesizer(llm, streaming=True).synthesize(QUESTION, NODES)
-    assert "".join(streamed.response_gen) == str(again) != ""
-    assert str(await synthesizer.asynthesize(QUESTION, NODES)) == str(again)
-    late = await RagFuseSynthesizer(llm, streaming=True).asynthesize(QUESTION, NODES)
-    assert "".join([text async for text in late.async_response_gen()]) == str(again)
-    assert heard.hits() == [[], *[["0.txt", "1.txt", "2.txt"]] * 4]
+def found(seen: Sequence[Trace]) -> list[list[str]]:
+    """Of each answer: where the chunks that came from the store are from."""
+    return [hits(trace.as_dict()) for trace in seen]
 
 
-def test_nodes_that_do_not_fit_refine_the_answer(engine: Engine, heard: Heard) -> None:
+async def test_our_synthesizer_needs_no_precomputing(llm: RagFuseLLM, engine: Engine) -> None:
+    whole, streaming = RagFuseSynthesizer(llm), RagFuseSynthesizer(llm, streaming=True)
+    with traces() as seen:
+        whole.synthesize(QUESTION, NODES)
+        engine.flush()
+        again = str(whole.synthesize(QUESTION, NODES))
+        streamed: Any = streaming.synthesize(QUESTION, NODES)
+        assert "".join(streamed.response_gen) == again != ""
+        assert str(await whole.asynthesize(QUESTION, NODES)) == again
+        late: Any = await streaming.asynthesize(QUESTION, NODES)
+        assert "".join([text async for text in late.async_response_gen()]) == again
+    assert found(seen) == [[], *[SOURCES] * 4]
+
+
+def test_nodes_that_do_not_fit_refine_the_answer(engine: Engine) -> None:
     llm = RagFuseLLM(engine=engine, context_window=1200, max_tokens=8)
-    long = NodeWithScore(
-        node=TextNode(text=" ".join(f"Ship number {number} came in." for number in range(60)))
-    )
-    RagFuseSynthesizer(llm).synthesize(QUESTION, [*NODES, long])
-    lengths = [response.raw["ragfuse"]["tokens"] for response in heard.responses]
-    assert len(lengths) > 2
-    assert max(lengths) <= 1200 - 8
-    with pytest.raises(ValueError, match="not positive"):
-        RagFuseSynthesizer(RagFuseLLM(engine=engine, context_window=600)).synthesize(
-            QUESTION, NODES
+    text = " ".join(f"Ship number {number} came in." for number in range(60))
+    with traces() as seen:
+        RagFuseSynthesizer(llm).synthesize(
+            QUESTION, [*NODES, NodeWithScore(node=TextNode(text=text))]
         )
-
-
-def test_our_synthesizer_wants_our_llm() -> None:
-    with pytest.raises(InputError, match="found a str"):
-        RagFuseSynthesizer("gpt")  # type: ignore[arg-type]
+    assert len(seen) > 2
+    assert max(trace.tokens for trace in seen) <= 1200 - 8
 
 
 class Paint(BaseModel):
@@ -118,49 +83,24 @@ class Shelf(BaseRetriever):
         return NODES
 
 
-@pytest.mark.parametrize("way", ["whole", "awaited"])
-async def test_objects_are_synthesized_from_marked_nodes(
-    llm: RagFuseLLM, engine: Engine, way: str
-) -> None:
-    llm.max_tokens = 40
+async def test_objects_are_synthesized_from_known_nodes(engine: Engine) -> None:
+    llm = RagFuseLLM(engine=engine, max_tokens=40)
     synthesizer = RagFuseSynthesizer(llm, output_cls=Paint)
     synthesizer.synthesize(QUESTION, NODES)
     engine.flush()
+    query = RetrieverQueryEngine(Shelf(), RagFuseSynthesizer(llm.as_structured_llm(Paint)))
     with traces() as seen:
-        response: Any = (
-            await synthesizer.asynthesize(QUESTION, NODES)
-            if way == "awaited"
-            else synthesizer.synthesize(QUESTION, NODES)
-        )
-    assert Paint.model_validate_json(str(response)).colour in ("green", "red")
-    assert isinstance(response, PydanticResponse)
-    assert hits(seen[-1].as_dict()) == ["0.txt", "1.txt", "2.txt"]
-
-
-def test_a_structured_llm_asks_for_its_objects(llm: RagFuseLLM) -> None:
-    llm.max_tokens = 40
-    synthesizer = RagFuseSynthesizer(llm.as_structured_llm(Paint))
-    response = RetrieverQueryEngine(Shelf(), synthesizer).query(QUESTION)
-    assert isinstance(response.response, Paint)
-    assert response.source_nodes == NODES
-
-
-async def test_an_earlier_answer_is_refined(llm: RagFuseLLM) -> None:
-    texts = [each.node.get_content() for each in NODES]
-    synthesizer = RagFuseSynthesizer(llm)
-    with traces() as seen:
-        fresh = synthesizer.get_response(QUESTION, texts)
-        refined = synthesizer.get_response(QUESTION, texts, prev_response="It is green.")
-        again = await synthesizer.aget_response(QUESTION, texts, prev_response="It is green.")
-    assert again == refined
-    assert isinstance(fresh, str)
-    assert seen[0].tokens != seen[1].tokens == seen[2].tokens
+        told: list[Any] = [
+            synthesizer.synthesize(QUESTION, NODES),
+            await synthesizer.asynthesize(QUESTION, NODES),
+            query.query(QUESTION),
+        ]
+    assert [type(each.response) for each in told] == [Paint] * 3
+    assert found(seen) == [SOURCES] * 3
 
 
 @pytest.mark.embedded
-async def test_a_real_index_answers_from_the_store(
-    real_engine: Engine, minilm: str, heard: Heard
-) -> None:
+async def test_a_real_index_answers_from_the_store(real_engine: Engine, minilm: str) -> None:
     """Real splits, embeddings and FAISS index; nothing changed but the LLM and one step of the
     ingest.
     """
@@ -174,31 +114,29 @@ async def test_a_real_index_answers_from_the_store(
         embed_model=embedder,
         transformations=[SentenceSplitter(chunk_size=96, chunk_overlap=0), KVPrecompute(llm)],
     )
-    query = index.as_query_engine(llm=llm, similarity_top_k=3)
-    answer = str(query.query(QUESTION))
-    assert "green" in answer
-    assert heard.hits() == [["elling.txt"] * 3]
+
+    def engine_of(by: RagFuseLLM = llm, **more: Any) -> Any:
+        return index.as_query_engine(llm=by, similarity_top_k=3, **more)
+
+    query = engine_of()
+    with traces() as seen:
+        assert "green" in str(query.query(QUESTION))
+    assert found(seen) == [["elling.txt"] * 3]
     for _ in range(2):  # until every chunk is kept behind this prompt's beginning
         real_engine.flush()
         query.query(QUESTION)
     real_engine.flush()
-    answer = str(query.query(QUESTION))
-    assert "green" in answer
-    stream = index.as_query_engine(llm=llm, similarity_top_k=3, streaming=True).query(QUESTION)
-    assert "".join(stream.response_gen) == answer
-    assert str(await query.aquery(QUESTION)) == answer
-    fused = index.as_query_engine(
-        similarity_top_k=3, llm=llm, response_synthesizer=RagFuseSynthesizer(llm)
-    )
-    assert str(fused.query(QUESTION)) == answer
+    with traces() as seen:
+        answer = str(query.query(QUESTION))
+        assert "green" in answer
+        assert "".join(engine_of(streaming=True).query(QUESTION).response_gen) == answer
+        assert str(await query.aquery(QUESTION)) == answer
+        fused = engine_of(response_synthesizer=RagFuseSynthesizer(llm))
+        assert str(fused.query(QUESTION)) == answer
     # the first chunk now as the prompt's beginning
-    assert all(share > 0.8 for share in heard.reused()[1:])
-    full, all_again = (
-        RagFuseLLM(engine=real_engine, reuse=False),
-        RagFuseLLM(engine=real_engine, ratio=1.0),
+    assert all(trace.tokens_reused > 0.8 * trace.tokens for trace in seen)
+    full, again = (
+        engine_of(RagFuseLLM(engine=real_engine, **how)).query(QUESTION)
+        for how in ({"reuse": False}, {"ratio": 1.0})
     )
-    answers = [
-        str(index.as_query_engine(llm=each, similarity_top_k=3).query(QUESTION))
-        for each in (full, all_again)
-    ]
-    assert answers[0] == answers[1]
+    assert str(full) == str(again)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,11 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2C
 
 from benchmarks.peers.llama_server import free_port
 from benchmarks.peers.process import PeerProcess
-from integrations.tests.kit import LETTERS, byte_tokenizer
+from integrations.tests.kit import byte_tokenizer
 from ragfuse import Engine, Settings
 from ragfuse.fuse.fusor import CachedRun
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.prefill import KVSource
-from ragfuse.models import resolve_llm
 from ragfuse.transfer import TransferHandle, TransferModel, TransferPlace, sample_weights
 from ragfuse.types.kv import ChunkKV
 from tests.serve.kit import Served, serving, settings_of
@@ -48,7 +46,6 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-READER = "smollm2-135m-reader"
 TENANT = TransferHandle.tenant_label("")
 
 
@@ -237,10 +234,6 @@ class VllmServer:
     def close(self) -> None:
         self._process.close()
 
-    def kill(self) -> None:
-        """End it at once, in the middle of what it writes."""
-        os.killpg(self._process.pid, signal.SIGKILL)
-
     def _is_healthy(self) -> bool:
         try:
             return httpx.get(f"{self.root}/health", timeout=5.0).status_code == 200
@@ -251,7 +244,7 @@ class VllmServer:
 PAIRS = {
     "llama-async": ("llama", {"load": "async", "num_gpu_blocks_override": 14}),
     "qwen2-sync": ("qwen2", {"load": "sync", "max_num_batched_tokens": 256}),
-    "qwen3-async": ("qwen3", {"load": "async", "enable_prefix_caching": False}),
+    "qwen3-async": ("qwen3", {"load": "async", "enable_prefix_caching": False, "name": "reader"}),
     "llama-2-ranks": ("llama", {"load": "async", "tensor_parallel_size": 2}),
 }
 
@@ -281,46 +274,11 @@ def pair(
 
     with Engine(settings) as engine:
         told = settings, some(7), [some(150), some(97), some(203)], some(43), some(600)
-        prefills = prefilled(engine.model, folder.name, *told)
+        prefills = prefilled(engine.model, options.get("name", folder.name), *told)
         decoder = Decoder(folder, settings.transfer_url, **options)
         yield Pair(prefills, decoder)
         decoder.close()
         prefills.place.close()
-
-
-@pytest.fixture
-def embedded_pair(tmp_path: Path, skip_without_vllm: None) -> Iterator[Pair]:
-    """ragfuse and vLLM over the embedded reader, which is called by another name than its
-    folder.
-    """
-    home = Settings().home
-    folder = resolve_llm(READER, home)
-    settings = Settings(
-        model=READER,
-        dtype="float32",
-        home=home,
-        store=tmp_path / "store",
-        transfer_url=str(tmp_path / "place"),
-    )
-    with Engine(settings) as engine:
-        model = engine.model
-        head = model.tokens("<|im_start|>user\nAnswer from the passages.\n", special=True)
-        tail = model.tokens("\nWho kept the book?<|im_end|>\n<|im_start|>assistant\n", special=True)
-        passages = [model.tokens(text) for text in LETTERS.split("\n\n")]
-        other = model.tokens(
-            "Once upon a time a small dragon lived in a cave and never spoke to anybody. " * 60
-        )
-        prefills = prefilled(model, READER, settings, head, passages, tail, other)
-        decoder = Decoder(folder, settings.transfer_url, name=READER)
-        yield Pair(prefills, decoder)
-        decoder.close()
-        prefills.place.close()
-
-
-@pytest.fixture
-def greedily() -> Callable[[HFModel, Sequence[int], ChunkKV], list[int]]:
-    """What transformers writes behind KV."""
-    return greedy
 
 
 @dataclass(frozen=True)
@@ -330,11 +288,6 @@ class Servers:
     prefills: Served
     decodes: VllmServer
     place: TransferPlace
-
-    @property
-    def model(self) -> HFModel:
-        """The model that prefills."""
-        return self.prefills.engine().model
 
     def counts(self) -> dict[str, float]:
         """What the connector has counted, and the requests that vLLM runs."""

@@ -1,4 +1,6 @@
-"""What each set-up that cannot work says, as JSON; run by the Python that has vLLM."""
+"""What each set-up that cannot work says, by a word of it, as JSON; run by the Python that has
+vLLM.
+"""
 
 from __future__ import annotations
 
@@ -45,43 +47,34 @@ def main() -> None:
     full, window = FullAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=8)
     place = Settings(transfer_url=sys.argv[1])
     model = TransferModel("tiny", 2, 2, 32, "float32")
-    found = {
-        "good": "".join(
-            said(check)
-            for check in (
-                lambda: checks.Options(load="sync", model="x"),
-                lambda: checks.check_version("0.32.7", False),
-                lambda: checks.check_version("0.99.0", True),
-                lambda: checks.check_roles("kv_consumer", "recompute"),
-                lambda: checks.check_parallel(config(tensor_parallel_size=4)),
-                lambda: checks.check_groups(config(), groups(full)),
-            )
-        ),
-        "option": said(lambda: checks.Options(lode="sync")),
-        "other weights": said(lambda: checks.Options(other_weights="no")),
-        "load": said(lambda: checks.Options(load="later")),
-        "version": said(lambda: checks.check_version("0.320.0", False)),
-        "role": said(lambda: checks.check_roles("kv_both", "recompute")),
-        "policy": said(lambda: checks.check_roles("kv_consumer", "fail")),
-        "parallel": said(lambda: checks.check_parallel(config(pipeline_parallel_size=2))),
-        "window": said(lambda: checks.check_groups(config(), groups(full, window))),
-        "one window": said(lambda: checks.check_groups(config(), groups(window))),
-        "layers": said(lambda: checks.check_groups(config(n_layers=3), groups(full))),
-        "cache dtype": said(lambda: checks.check_groups(config(cache_dtype="fp8"), groups(full))),
-        "blocks": said(lambda: checks.check_groups(config(block_size=32), groups(full))),
-        "place": said(lambda: checks.Setup(model, 16, True, None, place).place()),
-        "no place": said(lambda: checks.Setup(model, 16, True, None, Settings()).place()),
-    }
-    print(
-        json.dumps(
-            {
-                **found,
-                "transformers of ragfuse": [
-                    name for name in sys.modules if name.startswith("ragfuse.hf")
-                ],
-            }
-        )
+    good = (
+        lambda: checks.Options(load="sync", model="x"),
+        lambda: checks.check_version("0.32.7", False),
+        lambda: checks.check_version("0.99.0", True),
+        lambda: checks.check_roles("kv_consumer", "recompute"),
+        lambda: checks.check_parallel(config(tensor_parallel_size=4)),
+        lambda: checks.check_groups(config(), groups(full)),
     )
+    bad = {
+        "lode": lambda: checks.Options(lode="sync"),
+        "later": lambda: checks.Options(load="later"),
+        "0.320.0": lambda: checks.check_version("0.320.0", False),
+        "kv_both": lambda: checks.check_roles("kv_both", "recompute"),
+        "recompute": lambda: checks.check_roles("kv_consumer", "fail"),
+        "pipeline_parallel_size": lambda: checks.check_parallel(config(pipeline_parallel_size=2)),
+        "SlidingWindowSpec": lambda: checks.check_groups(config(), groups(full, window)),
+        "3 layers": lambda: checks.check_groups(config(n_layers=3), groups(full)),
+        "fp8": lambda: checks.check_groups(config(cache_dtype="fp8"), groups(full)),
+        "32": lambda: checks.check_groups(config(block_size=32), groups(full)),
+        "cannot be opened": lambda: checks.Setup(model, 16, True, None, place).place(),
+        "RAGFUSE_TRANSFER_URL": lambda: checks.Setup(model, 16, True, None, Settings()).place(),
+    }
+    found = {
+        "good": list(map(said, good)),
+        "bad": {word: said(check) for word, check in bad.items()},
+        "loaded": [name for name in sys.modules if name.startswith("ragfuse.hf")],
+    }
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

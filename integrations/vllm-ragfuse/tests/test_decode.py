@@ -34,32 +34,12 @@ def test_greedy_tokens_equal_those_of_transformers_over_the_same_kv(pair: Any) -
     pair.wait_until_left()
 
 
-@pytest.mark.slow
-def test_the_embedded_model_goes_on_from_the_same_kv(embedded_pair: Any) -> None:
-    for case in CASES:
-        answers = embedded_pair.decoder.ask(
-            embedded_pair.request(case), embedded_pair.request(None)
-        )
-        assert tokens(answers) == [
-            embedded_pair.prefills.wanted[case],
-            embedded_pair.prefills.wanted["full"],
-        ], case
-        assert loaded(answers) == [True, None]
-    embedded_pair.wait_until_left()
-
-
-def test_a_plain_request_is_never_answered_from_fused_kv(pair: Any) -> None:
-    plain = pair.prefills.wanted["full"]
-    for case in ("foreign", None, "fused", None, "foreign"):
-        assert tokens(pair.decoder.ask(pair.request(case))) == [
-            pair.prefills.wanted[case] if case else plain
-        ]
-
-
 def test_requests_of_all_kinds_are_decoded_together(pair: Any) -> None:
     cases = ("foreign", None, "fused", "reused", "full", None, "foreign")
-    answers = pair.decoder.ask(*map(pair.request, cases))
-    assert tokens(answers) == [pair.prefills.wanted[case or "full"] for case in cases]
+    wanted = [pair.prefills.wanted[case or "full"] for case in cases]
+    assert tokens(pair.decoder.ask(*map(pair.request, cases))) == wanted
+    # nor is a plain one answered from fused KV that came before it
+    assert [tokens(pair.decoder.ask(pair.request(case)))[0] for case in cases] == wanted
     pair.wait_until_left()
 
 
@@ -129,13 +109,4 @@ def test_an_aborted_request_leaves_nothing(step: int, pair: Any) -> None:
     told = pair.request("foreign")
     _, answer = pair.decoder.ask({**told, "abort_at": step}, pair.request("fused"))
     assert answer["tokens"] == pair.prefills.wanted["fused"]
-
-
-def test_nothing_is_left_after_many_requests(pair: Any) -> None:
-    before = pair.waiting()
-    cases = ("fused", "foreign") * 10
-    for _ in range(10):
-        answers = pair.decoder.ask(*map(pair.request, cases), max_tokens=2)
-        assert tokens(answers) == [pair.prefills.wanted[case][:2] for case in cases]
-    pair.wait_until_left(before)
-    assert pair.decoder.counters["vllm:ragfuse_prompts_loaded"] >= 200
+    pair.wait_until_left()
