@@ -140,16 +140,3 @@ def test_a_prompt_that_nothing_is_known_of_is_foretold_as_full_prefill():
 @pytest.mark.parametrize("policy", ["lego-8", "none", "full"])
 def test_a_policy_that_takes_what_it_takes_keeps_its_ratio(policy):
     assert planned(["far"] * 6, 2e-8, policy).ratio == LEAST
-
-
-def test_the_forecast_tells_every_segment_and_adds_up():
-    found = planned(["disk", "memory", "", "disk"], policy="hkvd", ratio=0.2)
-    segments = {at: (load, compute) for at, load, compute in found.forecast.segments}
-    assert set(segments) == {0, 1, 2, 3}
-    assert segments[0][1] == 0.0  # exact: nothing of it is computed
-    assert segments[2][0] == 0.0
-    assert segments[2][1] > segments[1][1] > 0
-    assert sum(load for load, _ in segments.values()) == pytest.approx(
-        found.forecast.load_s, rel=0.2
-    )
-    assert sum(compute for _, compute in segments.values()) < found.forecast.recompute_s

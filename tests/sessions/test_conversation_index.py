@@ -50,22 +50,3 @@ def test_a_key_is_its_first_waiting_conversation_s_else_its_last_one_s(steps):
         assert conversations.conversation_of(key) == next(iter([*waiting, *reversed(owners)]), None)
     for name in NAMES:
         assert conversations.keys(name) == tuple(noted.get(name, ()))
-
-
-def test_what_earlier_processes_knew_is_asked_once_and_changes_nothing_that_is_known():
-    conversations, asked = ConversationIndex(), []
-
-    def known():
-        asked.append(1)
-        return [(NAMES[0], KEYS[0]), (NAMES[1], KEYS[1]), (NAMES[1], KEYS[2])]
-
-    conversations.recall(known)
-    conversations.note(NAMES[0], KEYS[3:4])
-    assert asked == []
-    assert [conversations.conversation_of(key) for key in KEYS[:4]] == [
-        None,
-        NAMES[1],
-        NAMES[1],
-        NAMES[0],
-    ]
-    assert asked == [1]
