@@ -6,13 +6,12 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing
-from math import inf
 
 import pytest
 from hypothesis import given
 from hypothesis import settings as slowly
 from hypothesis import strategies as some
-from ragfuse_bench.line import LEAST_NBYTES, TICK_S, Line, Trace, constant, line_to, recorded
+from ragfuse_bench.line import LEAST_NBYTES, TICK_S, Line, Trace, line_to, recorded
 
 NBYTES = 300_000
 
@@ -82,12 +81,6 @@ def test_what_has_passed_by_a_time_has_passed_by_then(spans, seconds):
     assert passed == pytest.approx(by_hand, abs=1e6 * seconds / 4000 * (1 + len(spans)) + 1e-9)
 
 
-def test_a_trace_that_ends_in_nothing_never_carries_more():
-    assert trace_of([(1, 10), (1, 0)]).when(10) == 1.0
-    assert trace_of([(1, 10), (1, 0)]).when(11) == inf
-    assert trace_of([(1, 10), (1, 0), (1, 10)]).when(11) == pytest.approx(2.1)
-
-
 def test_scaling_keeps_what_a_trace_looks_like():
     trace = recorded("phone", [(0.5, 8), (1.5, 0), (3.5, 16)])
     assert trace.steps == ((0.0, 1e6), (1.0, 0.0), (3.0, 2e6))
@@ -110,11 +103,3 @@ def test_everything_arrives_and_never_more_than_the_trace_allows(line):
         passed += nbytes
         assert passed <= trace.carried(at + 2 * TICK_S) + LEAST_NBYTES
     assert passed == line.carried >= 3 * NBYTES
-
-
-def test_a_line_breaks_in_the_middle_and_serves_the_next_client(line):
-    line.start(constant(1e8), breaks=[NBYTES / 2])
-    with pytest.raises(ConnectionResetError):
-        fetch(line)
-    assert NBYTES / 2 <= line.carried < NBYTES
-    assert fetch(line) == NBYTES

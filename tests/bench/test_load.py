@@ -8,13 +8,7 @@ from typing import Any
 
 from ragfuse_bench.load import run_load
 from ragfuse_bench.options import LoadOptions
-from ragfuse_bench.throttle import ThrottledTier
 from rich.console import Console
-
-from ragfuse.load.timings import forget_pages
-from ragfuse.plan.evict import lru
-from ragfuse.store import DiskTier
-from tests.store.kit import encoded, key, kv
 
 
 def test_every_speed_has_its_times_and_the_nearest_to_100_is_the_headline(tmp_path: Path):
@@ -29,15 +23,3 @@ def test_every_speed_has_its_times_and_the_nearest_to_100_is_the_headline(tmp_pa
         assert len(case["wall_s"]["rounds"]) == 2
     payload_s = 0.9 * result["nbytes"] / 2e6  # the files hold headers and padding too
     assert min(slow["sync_s"], slow["threaded_s"]) >= payload_s
-
-
-def test_a_throttled_tier_gives_the_same_bytes(tmp_path: Path):
-    disk = DiskTier(tmp_path, 1 << 20, lru)
-    tier = ThrottledTier(disk, 1000.0)
-    meta, blobs = encoded(kv())
-    assert tier.put(key("a"), meta, blobs)
-    forget_pages(tmp_path)
-    found = tier.get(key("a"), range(3))
-    assert found is not None
-    assert all(got.equal(put) for got, put in zip(found[1:], blobs, strict=True))
-    disk.close()

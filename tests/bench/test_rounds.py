@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from ragfuse_bench.rounds import Runner, Times, speedup
+from ragfuse_bench.rounds import Runner, speedup
 from rich.console import Console
-
-from ragfuse.calibration.runner import Sample
 
 
 def test_cases_take_turns_after_one_warm_up_each() -> None:
@@ -14,13 +12,6 @@ def test_cases_take_turns_after_one_warm_up_each() -> None:
     times = runner.measure({name: lambda name=name: seen.append(name) for name in "abc"})
     assert seen == list("abc" * 4)
     assert [len(times[name].samples) for name in "abc"] == [3, 3, 3]
-
-
-def test_times_give_minimum_median_and_maximum_of_both_clocks() -> None:
-    samples = (Sample(1.0, 5.0), Sample(4.0, 6.0), Sample(2.0, 9.0))
-    found = Times(samples, "cpu").as_dict()
-    assert found["cpu_s"] == {"min": 1.0, "median": 2.0, "max": 4.0, "rounds": [1.0, 4.0, 2.0]}
-    assert found["wall_s"]["median"] == Times(samples, "wall").median_s == 6.0
 
 
 def test_a_ratio_is_the_median_over_rounds_measured_side_by_side() -> None:

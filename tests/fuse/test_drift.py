@@ -10,7 +10,6 @@ from ragfuse.fuse.drift import added
 from ragfuse.types.kv import ChunkKV, LayerKV, RopeLayout
 from tests import reference
 from tests.fuse.test_rope import LAYOUTS
-from training.drift import measured
 
 FREQUENCIES = (1.0, 0.31, 0.04, 0.0007)
 ROPES = {
@@ -60,28 +59,6 @@ def test_every_row_gets_the_drift_as_it_stands_at_its_place(
             torch.testing.assert_close(
                 found[:, row : row + 1].double(), wanted, atol=1e-5, rtol=1e-5
             )
-
-
-@roped
-def test_a_measured_drift_is_the_mean_over_all_rows_before_rotation(
-    rope,
-):
-    pairs = [
-        (kv(9, 2), kv(9, 3), torch.tensor([4, 6])),
-        (kv(5, 4), kv(5, 5), torch.tensor([1, 2, 4])),
-    ]
-    found = parts(measured(pairs, rope), rope)
-    for index, (drift, layout) in enumerate(found):
-        rows = [
-            slowly(
-                (parts(b, rope)[index][0] - parts(a, rope)[index][0])[:, row : row + 1],
-                -row,
-                layout,
-            )
-            for a, b, chosen in pairs
-            for row in chosen.tolist()
-        ]
-        torch.testing.assert_close(drift.double(), torch.stack(rows).mean(0), atol=1e-5, rtol=1e-5)
 
 
 def test_the_dtype_stays_and_the_chunk_is_left_alone():

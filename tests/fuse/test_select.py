@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ragfuse.errors import SettingsError
 from ragfuse.fuse.select import POLICIES, Candidates, Policy, policy_named
-from ragfuse.fuse.select.policy import best
 from ragfuse.types.policy_cost import schedule
 from ragfuse.types.selection import is_policy
 from tests import reference
@@ -83,18 +82,6 @@ def test_ratio_one_takes_all_and_zero_nothing(name):
         assert not any(len(kept) for kept in none)
 
 
-@given(share=st.floats(0, 1), candidate_rows=st.integers(0, 3000), forced=st.integers(0, 300))
-def test_budgets_fill_whole_tiles_and_stay_within_a_quarter(share, candidate_rows, forced):
-    rows = view([candidate_rows], 0.1, forced=forced).budget(share) if candidate_rows else 0
-    asked = share * candidate_rows
-    assert 0 <= rows <= candidate_rows
-    assert abs(rows - asked) <= max(0.5, asked / (8 if asked >= 64 else 4) + 0.5)
-    if 32 <= round(asked) < candidate_rows and rows not in (0, candidate_rows):
-        assert (rows + forced) % 16 == 0
-    if round(asked) < 32:
-        assert rows == round(asked)
-
-
 @given(
     ratio=st.floats(0, 1), first=st.integers(0, 3), depth=st.integers(1, 40), gradual=st.booleans()
 )
@@ -106,17 +93,6 @@ def test_the_schedule_falls_evenly_around_the_ratio(ratio, first, depth, gradual
     assert found == pytest.approx(reference.shares(ratio, first, first + depth, gradual))
     assert sum(found) / depth == pytest.approx(ratio)
     assert all(0 <= later <= earlier + 1e-9 <= 1 + 2e-9 for earlier, later in pairwise(found))
-
-
-@given(
-    scores=st.lists(st.floats(0, 100), min_size=1, max_size=40, unique=True),
-    count=st.integers(0, 50),
-)
-def test_the_best_are_those_that_sorting_puts_first(scores, count):
-    assume(len(set(torch.tensor(scores).tolist())) == len(scores))
-    alive = torch.arange(len(scores)) * 3
-    found = best(alive, torch.tensor(scores), count)
-    assert found.tolist() == [3 * index for index in reference.top(scores, min(count, len(scores)))]
 
 
 def test_random_draws_the_same_rows_again_but_no_pattern():

@@ -136,12 +136,3 @@ def test_layers_are_lost_with_those_read_together(store, tier):
         found = [reader.read(layer)[0] for layer in range(LAYERS)]
     # of reads of 1, 2, 3, 3, 3
     assert [layer for layer, kv in enumerate(found) if kv is None] == [3, 4, 5]
-
-
-def test_a_chunk_that_is_gone_is_none_and_the_others_are_there(store):
-    store.forget([key(1)])
-    with LayerReader(store, fetches("disk", "disk", "disk"), LAYERS) as reader:
-        found = reader.read(0)
-    assert found[2] is None
-    assert same(found[0], CHUNKS[0].layers[0])
-    assert same(found[4], CHUNKS[2].layers[0])

@@ -7,24 +7,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from ragfuse_bench.line import constant, drawn, line_to
+from ragfuse_bench.line import constant, line_to
+from ragfuse_bench.stream.lines import published
 
 from ragfuse.load.link import Link
-from ragfuse.load.stream import BYTES_UNREADABLE, COMPUTED, GIVEN_UP, NOT_WAITED_FOR, Stream
-from ragfuse.plan.stream_level import AS_TEXT, StreamPart
+from ragfuse.load.stream import BYTES_UNREADABLE, GIVEN_UP, NOT_WAITED_FOR, Stream
+from ragfuse.plan.stream_level import StreamPart
 from ragfuse.store import KVStore
 from ragfuse.store.redis import RedisTier
 from ragfuse.types.plan import Fetch
-from tests.load.proxy import published
-from tests.store import s3_server
+from tests.load.replay import SCALE
 from tests.store.kit import CODECS, encoded_at, key, kv, same
 from tests.store.redis_server import RedisServer
 
 LAYERS, TOKENS, PIECES = 3, 1000, 4
 CHUNKS = tuple(kv(seed, TOKENS, n_layers=LAYERS) for seed in range(PIECES))
 SIZES = {level: encoded_at(CHUNKS[0], level)[0].nbytes for level in ("raw", "int8")}
-TRACES = {**published(), "random": drawn(1, 3.0, 0.1, 10.0)}
-SPEED = 30
 
 
 class Watched(KVStore):
@@ -50,25 +48,11 @@ def redis(tmp_path_factory):
     server.kill()
 
 
-def redis_tier(server, **options):
-    return RedisTier(f"redis://127.0.0.1:{server}/0", **options)
-
-
-@pytest.fixture(params=["redis", pytest.param("objects", marks=pytest.mark.slow)])
-def kind(request):
-    return request.param
-
-
 @pytest.fixture
-def store(kind, request, monkeypatch):
+def store(redis):
     """Chunks at two levels on a real server behind a line."""
-    made = s3_server.shared() if kind == "objects" else None
-    port = made.port if made is not None else request.getfixturevalue("redis")
-    with line_to(port) as line:
-        if made is not None:
-            tier = made.tier(made.new_url(), port=line.port, name="line", timeout_s=3.0)
-        else:
-            tier = redis_tier(line.port, name="line", timeout_s=3.0)
+    with line_to(redis) as line:
+        tier = RedisTier(f"redis://127.0.0.1:{line.port}/0", name="line", timeout_s=3.0)
         for number, chunk in enumerate(CHUNKS):
             assert tier.put(key(number), *encoded_at(chunk, "raw", "int8"))
         with Watched(tier, line) as store:
@@ -148,23 +132,6 @@ def mbps(number):
     return constant(number * 1e6)
 
 
-def test_text_that_is_in_time_is_read_by_nobody(store):
-    store.line.start(mbps(8))
-    stream = Case(store, text_s=1.0).run(60.0)
-    assert (levels(stream), store.reads, set(stream.text.values())) == (
-        [AS_TEXT] * PIECES,
-        [],
-        {COMPUTED},
-    )
-
-
-def test_what_a_line_is_too_slow_for_comes_with_loss(store):
-    store.line.start(mbps(1))
-    stream = Case(store, text_s=None).run(0.8 * PIECES * SIZES["raw"] / 1e6, prior=1e6)
-    assert {level for level, _ in stream.received.values()} == {"int8"}
-    assert all(piece.throughput > 0 for piece in stream.pieces if not piece.why)
-
-
 @pytest.mark.parametrize(("text_s", "why"), [(1.0, GIVEN_UP), (None, BYTES_UNREADABLE)])
 def test_a_line_that_stands_still_is_given_up_and_what_had_come_is_used(store, text_s, why):
     store.line.start(mbps(4))
@@ -181,9 +148,9 @@ def test_a_line_that_breaks_in_the_middle_of_a_piece_loses_nothing_but_bytes(sto
     assert store.line.carried > sum(piece.nbytes for piece in stream.pieces if not piece.why)
 
 
-@pytest.mark.parametrize("name", TRACES)
-def test_whatever_a_line_does_each_segment_arrives_whole_or_is_text(store, name):
-    store.line.start(TRACES[name].scaled(1.0, speed=SPEED).to_mean(2e6, 1.0))
+@pytest.mark.parametrize("course", [*published(SCALE, 3.0)], ids=lambda course: course.name)
+def test_whatever_a_line_does_each_segment_arrives_whole_or_is_text(store, course):
+    store.line.start(course.trace.to_mean(2e6, 1.0))
     stream = Case(store, text_s=0.5).run(1.0)
     assert sum(piece.nbytes for piece in stream.pieces) <= store.line.carried
 

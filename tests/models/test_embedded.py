@@ -117,36 +117,6 @@ def test_what_is_no_model_is_told_with_what_is_wanted(tmp_path):
         prepare("gpt5", tmp_path)
 
 
-@pytest.mark.slow
-def test_the_prepared_weights_are_those_of_the_gguf(smollm_path):
-    """Bit for bit, by gguf's own dequantisation; q and k also put from interleaved pairs to halves
-    (9 and 3 heads).
-    """
-    from gguf import GGUFReader
-    from gguf.quants import dequantize
-
-    packed = {tensor.name: tensor for tensor in GGUFReader(llm().source).tensors}
-    names = {
-        "token_embd": ("model.embed_tokens", 0),
-        "blk.7.ffn_down": ("model.layers.7.mlp.down_proj", 0),
-        "blk.3.attn_q": ("model.layers.3.self_attn.q_proj", 9),
-        "blk.29.attn_k": ("model.layers.29.self_attn.k_proj", 3),
-        "blk.29.attn_v": ("model.layers.29.self_attn.v_proj", 0),
-    }
-    with safe_open(smollm_path / "model.safetensors", "pt") as weights:
-        assert len(weights.keys()) == len(packed) == 272
-        for theirs, (ours, heads) in names.items():
-            tensor = packed[f"{theirs}.weight"]
-            wanted = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()).bfloat16()
-            if heads:
-                wanted = (
-                    wanted.reshape(heads, -1, 2, wanted.shape[1])
-                    .swapaxes(1, 2)
-                    .reshape(wanted.shape)
-                )
-            assert torch.equal(weights.get_tensor(f"{ours}.weight"), wanted), ours
-
-
 def test_the_prepared_model_answers(smollm_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

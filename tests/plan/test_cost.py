@@ -96,22 +96,15 @@ def test_the_share_is_what_a_policy_takes_whatever_was_asked():
     assert cost_of("lego-16").share_of(0.2, [100, 60, 8]) == 40 / 168
 
 
-@given(BLENDS, st.sampled_from([1e-10, 1e-8, 1e-6]))
-def test_the_first_token_waits_for_the_longer_one_and_never_for_more_than_both(blend, byte_s):
-    costs, fetches = machine(far=byte_s), [fetch("far", segment=at) for at in range(3)]
+@given(BLENDS, st.sampled_from(["memory", "disk", "far"]))
+def test_the_first_token_waits_for_the_longer_one_and_never_for_more_than_both(blend, tier):
+    """What is read where it is used, as from memory, takes both."""
+    costs, fetches = machine(far=1e-8), [fetch(tier, segment=at) for at in range(3)]
     load_s, compute_s = sum(costs.steps_s(fetches)), costs.fused_s(blend)
-    assert max(load_s, compute_s) <= costs.ttft_s(blend, fetches) * (1 + 1e-9)
+    least = load_s + compute_s if tier == "memory" else max(load_s, compute_s)
+    assert least <= costs.ttft_s(blend, fetches) * (1 + 1e-9)
     held_up_s = HELD_UP_S * len(fetches) * len(costs.steps_s(fetches))
     assert costs.ttft_s(blend, fetches) <= (load_s + compute_s + held_up_s) * (1 + 1e-9)
-
-
-def test_memory_is_read_where_it_is_used_and_a_slow_tier_behind_fusing():
-    costs, blend = machine(), Blend(cost_of("lego"), 1000, 50, 500, 0.2)
-    inline, ahead = [fetch("memory")], [fetch("memory"), fetch("disk", 20 << 20, 1)]
-    assert costs.ttft_s(blend, inline) == pytest.approx(
-        sum(costs.steps_s(inline)) + costs.fused_s(blend)
-    )
-    assert costs.ttft_s(blend, ahead) < sum(costs.steps_s(ahead)) + costs.fused_s(blend)
 
 
 def test_a_policy_that_looks_computes_after_three_quarters_are_loaded():

@@ -101,13 +101,6 @@ def test_levels_never_make_the_first_token_later(tiers, levels, far):
     assert found.forecast.ttft_s <= alone.forecast.ttft_s * 1.02 + 1e-9
 
 
-def test_decoding_counts_as_loading():
-    times, fetch = levels_machine(), planned(["disk"], ["int8"]).fetches[0]
-    assert times.fetch_s(fetch) == pytest.approx(times.load_s("disk", RAW // 2) + 1e-6 * N)
-    raw = replace(fetch, level="raw")
-    assert sum(times.steps_s([fetch])) == pytest.approx(sum(times.steps_s([raw])) + 1e-6 * N)
-
-
 # where and how a new chunk is kept
 
 

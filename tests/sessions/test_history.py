@@ -123,20 +123,6 @@ def test_lost_entries_are_computed_from_their_tokens_and_kept_again(engine):
     assert [rows.key for rows in engine.sessions.show("one").rows][:6] == keys
 
 
-def test_a_damaged_entry_is_computed_anew(engine, tiny_settings):
-    talk(engine, QUESTIONS[:2])
-    engine.close()
-    for path in (tiny_settings.store / "chunks").rglob("*"):
-        if path.is_file():
-            data = bytearray(path.read_bytes())
-            data[len(data) // 2] ^= 0xFF
-            path.write_bytes(data)
-    with Engine(tiny_settings.model_copy(update={"memory_bytes": 0})) as other:
-        asked = [("user", QUESTIONS[2])]
-        full = other.answer(asked, Ask(session="one", reuse=False))
-        assert other.answer(asked, Ask(session="one")).token_ids == full.token_ids
-
-
 def test_a_session_is_unknown_to_another_tenant(engine, tiny_settings):
     talk(engine, QUESTIONS[:2])
     engine.flush()

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from ragfuse.sessions.session import (
     Session,
     Turn,
-    agreed,
     is_again,
     is_same,
     truncated,
@@ -161,17 +160,3 @@ def test_another_question_or_other_chunks_are_never_taken_for_what_was_said():
         replace(user(WHY), role="assistant"), message("assistant", (FIRST, PARTED, WHY))
     )
     assert is_same(user(FIRST, PARTED, WHY), user(("A passage.\n\nwhy?", "fresh", "")))
-
-
-def test_turns_agree_as_far_as_their_messages_do():
-    given, reply = session(3, 4), message("assistant")
-    asked = given.messages[0]
-    assert agreed(given, [asked, reply, asked, reply, user(WHY)]) == given
-    first = replace(given, turns=given.turns[:1])
-    assert (
-        agreed(given, [asked, reply, asked])
-        == agreed(given, [asked, reply, user(PARTED), reply])
-        == first
-    )
-    assert agreed(given, [user(PARTED), reply, asked, reply]).turns == ()
-    assert agreed(given, [user(WHY), reply, user(WHY), reply]) == given

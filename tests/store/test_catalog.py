@@ -67,16 +67,6 @@ def test_concurrent_writers_lose_nothing(book, tmp_path):
     assert {text.key for text in book.texts("m")} == {f"k{i}" for i in range(60)}
 
 
-def test_a_damaged_book_is_set_aside_and_a_new_one_begun(tmp_path, caplog):
-    (tmp_path / "catalog.sqlite").write_bytes(b"nothing of a database " * 99)
-    with CatalogFile(tmp_path) as book:
-        assert book.names() == []
-        book.put("p", {})
-        assert book.names() == ["p"]
-    assert (tmp_path / "catalog.sqlite.bad").exists()
-    assert "set aside" in caplog.text
-
-
 def test_a_book_that_cannot_be_read_says_where_and_what_to_do(book, tmp_path):
     with sqlite3.connect(tmp_path / "catalog.sqlite") as connection:
         connection.execute("DROP TABLE texts")

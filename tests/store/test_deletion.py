@@ -75,16 +75,6 @@ def test_a_forgotten_chunk_that_waits_to_be_encoded_is_not_encoded(engine):
     assert [text for text in CHUNKS[:3] if entries_of(engine, text) or is_known(engine, text)] == []
 
 
-def test_a_question_asked_while_chunks_are_forgotten_equals_full_prefill(filled):
-    wanted = filled.answer(messages(), Ask(reuse=False)).token_ids
-    with ThreadPoolExecutor(1) as pool:
-        forgetting = pool.map(lambda text: filled.forget([text]), CHUNKS)
-        for _ in range(len(CHUNKS)):
-            answer = filled.answer(messages(), Ask(policy="hkvd", ratio=1.0))
-            assert answer.token_ids == wanted
-        assert all(forgetting)
-
-
 def test_while_a_tier_is_down_the_rest_is_forgotten_and_the_text_stays_written_down(
     tiny_settings, tmp_path, caplog
 ):

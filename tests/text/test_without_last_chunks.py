@@ -9,6 +9,7 @@ from ragfuse.text.chat_messages import without_last_chunks
 
 C = tuple(Piece(f"chunk {name}", "chunk", f"{name}.md") for name in "abc")
 ALIKE = ("<doc>", C[0], "</doc>\n<doc>", C[1], "</doc>\n<doc>", C[2], "</doc>\nWho?")
+SPACED = ("Say.\n\n", C[0], "\n\n", C[1], "\n\n", C[2], "\n\n", "Who?")
 WORDS = ("Read: ", C[0], "\n\nThen compare it with ", C[1], "\n\nWho?")
 
 
@@ -17,24 +18,10 @@ def text(pieces):
 
 
 def left(n, *pieces):
-    contents, sources = without_last_chunks(
+    contents, _ = without_last_chunks(
         [[Piece(each) if isinstance(each, str) else each for each in pieces]], n
     )
-    return text(contents[0]), tuple(sources)
-
-
-@pytest.mark.parametrize(
-    ("n", "wanted", "sources"),
-    [
-        (1, "Say.\n\nchunk a\n\nchunk b\n\nWho?", ("c.md",)),
-        (2, "Say.\n\nchunk a\n\nWho?", ("b.md", "c.md")),
-        (3, "Say.\n\nWho?", ("a.md", "b.md", "c.md")),
-        (9, "Say.\n\nWho?", ("a.md", "b.md", "c.md")),
-    ],
-)
-def test_the_last_chunk_is_dropped_first_with_the_space_before_it(n, wanted, sources):
-    pieces = ("Say.\n\n", C[0], "\n\n", C[1], "\n\n", C[2], "\n\n", "Who?")
-    assert left(n, *pieces) == (wanted, sources)
+    return text(contents[0])
 
 
 @pytest.mark.parametrize(
@@ -44,6 +31,8 @@ def test_the_last_chunk_is_dropped_first_with_the_space_before_it(n, wanted, sou
             (1, ("['", C[0], gap, C[1], "']\nWho?"), "['chunk a']\nWho?")
             for gap in ("\n---\n", "\n[2] ", "', '", "\n\n2. ", "")
         ),
+        (1, SPACED, "Say.\n\nchunk a\n\nchunk b\n\nWho?"),
+        (9, SPACED, "Say.\n\nWho?"),
         (1, ALIKE, "<doc>chunk a</doc>\n<doc>chunk b</doc>\nWho?"),
         (2, ALIKE, "<doc>chunk a</doc>\nWho?"),
         (1, WORDS, "Read: chunk a\n\nThen compare it with Who?"),
@@ -53,7 +42,7 @@ def test_the_last_chunk_is_dropped_first_with_the_space_before_it(n, wanted, sou
 )
 def test_what_parts_chunks_goes_with_them_and_words_between_them_stay(n, pieces, wanted):
     """What has no letter, or parts all of them alike, is no word."""
-    assert left(n, *pieces)[0] == wanted
+    assert left(n, *pieces) == wanted
 
 
 @pytest.mark.parametrize(

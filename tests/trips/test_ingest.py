@@ -7,7 +7,7 @@ from ragfuse import Engine
 from ragfuse.engine.encoder import GAP
 from ragfuse.text import filler_text
 from ragfuse.types.keys import filler_context
-from tests.tiny import CHUNKS, ingest, messages
+from tests.tiny import CHUNKS, messages
 
 SOURCED = [(text, f"book-{number}") for number, text in enumerate(CHUNKS)]
 
@@ -83,14 +83,6 @@ def test_a_store_without_room_keeps_nothing_and_says_so(tiny_settings):
     ) as engine:
         assert engine.ingest(SOURCED).encoded == 0
         assert engine.store.dropped_writes == 12
-
-
-def test_another_salt_has_its_own_entries_and_texts(tiny_settings, engine):
-    ingest(engine)
-    with Engine(tiny_settings.model_copy(update={"salt": "other"})) as other:
-        assert other.store.lookup(keys(other)) == {}
-        assert list(other.catalog.file.texts(other.digest)) == []
-        assert [piece.kind for piece in other.prompts.pieces(CHUNKS[0])] == ["fresh"]
 
 
 def test_every_chunk_of_a_prompt_comes_from_amid_other_text_also_the_first_one_and_the_prefix_is_exact(

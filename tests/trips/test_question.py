@@ -33,15 +33,6 @@ def test_six_cached_chunks_are_reused_and_few_rows_recomputed(engine, policy):
     assert not trace.fallback_reason
 
 
-def test_at_ratio_one_the_answer_is_full_prefill_s_own(engine):
-    ingest(engine)
-    fused = engine.answer(messages(), Ask(ratio=1.0))
-    full = engine.answer(messages(), Ask(reuse=False))
-    assert fused.token_ids == full.token_ids
-    assert fused.text == full.text
-    assert fused.trace.mean_ratio == 1.0
-
-
 SAID = INSTRUCTION + "\n\n".join(CHUNKS) + f"\n\n{QUESTION}"
 
 

@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from ragfuse_bench.quality.cases import Packing, read_cases
 
 from ragfuse.calibration.case import Case
-from ragfuse.errors import InputError
 
 
 def words(text: str) -> int:
@@ -73,14 +71,3 @@ def test_longbench_passages_become_a_summary_or_an_answer(tmp_path: Path) -> Non
     summary, answer = read(tmp_path, rows, lines=True)
     assert summary.chunks == answer.chunks == ("first\nline", "second")
     assert (summary.task, answer.task) == ("summary", "answer")
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"[1, 2]", b'{"data": 3}', b"\xff\xfe", b"no json", b'[{"a": 1}]'],
-)
-def test_a_file_that_is_no_data_set_is_refused_by_its_name(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "set.json"
-    path.write_bytes(content)
-    with pytest.raises(InputError, match=r"set\.json"):
-        read_cases(path, Packing(words))

@@ -3,31 +3,22 @@ hand.
 """
 
 import json
-import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from ragfuse_bench.options import QualityOptions
 from ragfuse_bench.quality import run
 from ragfuse_bench.quality.methods import QualityLab, methods_of
 from ragfuse_bench.quality.report import run_quality
-from ragfuse_bench.quality.run import Plan, measure
 from ragfuse_bench.quality.scored import ScoredRow
 from ragfuse_bench.quality.table import results_of
 from rich.console import Console
 
 from ragfuse import Settings
 from ragfuse.calibration.case import Case
-from ragfuse.calibration.methods import Lab, Method
-from ragfuse.fuse.fusor import CachedRun
-from ragfuse.hf.model import HFModel, Prefill
+from ragfuse.hf.model import HFModel
 from ragfuse.models.loader import load_model
-from ragfuse.types.kv import ChunkKV, LayerKV
-from ragfuse.types.prompt import Prompt
 from tests.tiny import CHUNKS
 
 TEXTS = tuple(f"{chunk} {chunk[::-1]}" for chunk in CHUNKS)
@@ -74,68 +65,6 @@ def test_every_method_recomputing_all_is_full_prefill(model: HFModel) -> None:
         assert row.kl < 1e-6, name
         assert row.top1 == 1.0
         assert row.identical, name
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """A source of KV in memory, by segment."""
-
-    chunks: Mapping[int, ChunkKV]
-
-    def read(self, layer: int) -> Mapping[int, LayerKV]:
-        return {index: chunk.layers[layer] for index, chunk in self.chunks.items()}
-
-    def ready(self) -> int:
-        return sys.maxsize
-
-
-def plain_reuse(model: HFModel, prompt: Prompt) -> Prefill:
-    """Each module and chunk encoded alone, moved to its position, nothing recomputed."""
-    cached = [index for index, segment in enumerate(prompt.segments) if segment.kind != "fresh"]
-    source = Encoded({index: model.encode(prompt.segments[index].tokens) for index in cached})
-    runs = [
-        CachedRun(index, *prompt.spans[index], prompt.segments[index].start, blend=True)
-        for index in cached
-    ]
-    return model.fuse(prompt.token_ids, prompt.positions, runs, source, "none", 0.0)
-
-
-def test_plain_reuse_is_its_slow_twin(model: HFModel) -> None:
-    lab, method = Lab(model), Method("none", 0.0, "alone")
-    lab.hold(CASE, [method])
-    prompt = lab.prompt(CASE, "alone")
-    torch.testing.assert_close(
-        lab.prefill(method, prompt).logits, plain_reuse(model, prompt).logits
-    )
-    lab.close()
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_goes_on_where_it_stopped(
-    model: HFModel, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = tmp_path / "rows.jsonl"
-    plan = Plan(QualityOptions((str(file),)), tuple(methods_of(("none",), (), model)), rows)
-    whole = measure(plan, model, Console(quiet=True))
-    assert [(row.case, row.method) for row in whole] == [
-        (str(i), m) for i in range(3) for m in ("full", "none")
-    ]
-    lines = rows.read_text().splitlines(keepends=True)
-    rows.write_text("".join(lines[:3]) + lines[3][:20])  # killed while it wrote
-    done: list[tuple[str, str]] = []
-    real = run.ask
-
-    def counted(lab: Any, runner: Any, case: Case, methods: Any, answers: bool) -> Any:
-        done.extend((case.id, method.name) for method in methods if answers)
-        return real(lab, runner, case, methods, answers)
-
-    monkeypatch.setattr(run, "ask", counted)
-    again = measure(plan, model, Console(quiet=True))
-    assert done == [("1", "none"), ("2", "full"), ("2", "none")]
-    untimed = [
-        {k: v for k, v in asdict(row).items() if not k.endswith("_s")} for row in (*whole, *again)
-    ]
-    assert untimed[:6] == untimed[6:]
 
 
 def row(case: str, method: str, ratio: float, **given: Any) -> ScoredRow:

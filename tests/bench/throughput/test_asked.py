@@ -1,45 +1,10 @@
-"""Questions in other words keep what they ask about; their passages are those that share rare words
-with them.
-"""
+"""Requests of a load are drawn from a seed: questions in other words, over their own passages."""
 
 from __future__ import annotations
 
-from math import log
-
-from hypothesis import given
-from hypothesis import strategies as st
 from ragfuse_bench.throughput.asked import TOP, drawn, top
 
 from ragfuse.calibration.case import Case
-
-WORDS = st.lists(st.sampled_from(["a", "b", "c", "d", "e", "f"]), min_size=1, max_size=6).map(
-    " ".join
-)
-
-
-def slow_top(question: str, passages: list[str], count: int) -> list[str]:
-    """Every passage's score, counted anew for every word of the question; the best is taken out
-    again and again.
-    """
-    left = dict(enumerate(passages))
-    scores = {
-        at: sum(
-            log(1 + len(passages) / sum(word in other.split() for other in passages))
-            for word in sorted(set(question.split()))
-            if word in text.split()
-        )
-        for at, text in left.items()
-    }
-    found = []
-    while left and len(found) < count:
-        best = min(left, key=lambda at: (-scores[at], at))
-        found.append(left.pop(best))
-    return found
-
-
-@given(WORDS, st.lists(WORDS, max_size=8), st.integers(1, 8))
-def test_passages_are_taken_by_the_rare_words_that_they_share(question, passages, count):
-    assert top(question, passages, count) == slow_top(question, passages, count)
 
 
 def case(name: str) -> Case:
