@@ -159,5 +159,5 @@ dist: $(READY) ## before a release: all wheels built, installed elsewhere and tr
 
 clean: ## remove .venv, caches and reports; the prepared models stay in the user's cache
 	rm -rf $(VENV) .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist docs/_build docs/api/made
-	rm -f demo-report.json $(LOG)
+	rm -f demo-report.json demo-report.png $(LOG)
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,16 +15,22 @@ from ragfuse.cli.show import say
 from ragfuse.errors import InputError
 from ragfuse.settings import Settings
 
-DEMO_NEEDS = ("faiss", "langchain_community", "langchain_huggingface", "langchain_ragfuse")
+DEMO_NEEDS = (
+    "faiss",
+    "langchain_community",
+    "langchain_huggingface",
+    "langchain_ragfuse",
+    "matplotlib",
+)
 
 
 @screen("model", "dtype", "device", "policy", "ratio")
 def demo(
     console: Console,
     settings: Settings,
-    out: Annotated[Path, typer.Option("--out", help="JSON report to write.")] = Path(
-        "demo-report.json"
-    ),
+    out: Annotated[
+        Path, typer.Option("--out", help="JSON report to write, with a PNG beside it.")
+    ] = Path("demo-report.json"),
 ) -> None:
     """Ask real questions over real documents through a LangChain chain: full prefill and ragfuse
     side by side.
@@ -34,14 +40,17 @@ def demo(
     if missing:
         wanted = "pip install 'ragfuse-kv[demo]' langchain-ragfuse"
         raise InputError(f"The demo needs more packages ({', '.join(missing)}): {wanted}")
+    from ragfuse.demo.picture import draw
     from ragfuse.demo.run import run
     from ragfuse.demo.show import summary_text
 
     settings = settings.model_copy(update={"store": settings.home / "demo-store"})
-    require_writable(out)
+    picture = out.with_suffix(".png")
+    require_writable(out, picture)
     with loaded_engine(settings, console) as engine:
         report = run(engine, console)
     write_json(report, out)
+    draw(report, picture)
     say(console, summary_text(report))
-    say(console, f"Written: {out}.")
+    say(console, f"Written: {out} and, as a picture, {picture}.")
     say(console, 'Your own documents: ragfuse ingest PATH, then ragfuse ask "..." --compare')

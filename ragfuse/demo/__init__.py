@@ -21,7 +21,7 @@ def corpus_path() -> Path:
 
 
 def questions() -> dict[str, Any]:
-    """Return the demo's questions: `template`, `chosen_how`, `questions`.
+    """Return the demo's questions: `template`, `chosen_how`, `questions`, and one `long` question.
 
     Each question is {id, question, answers, article}. questions.json names them; they come from
     ragfuse's own set (`ragfuse bench quality --data demo`).
@@ -34,4 +34,5 @@ def questions() -> dict[str, Any]:
     return {
         **data,
         "questions": [by_id[name] for name in data["questions"]],
+        "long": by_id[data["long"]],
     }

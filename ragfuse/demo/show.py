@@ -1,8 +1,9 @@
-"""What the demo prints: each question with both answers, and all of them together."""
+"""What the demo prints: each question with both answers, and all of them in one table."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import mean
 from typing import Any
 
 BAR_CHARS = 24
@@ -38,13 +39,21 @@ def question_text(answer: Mapping[str, Any]) -> str:
 
 
 def summary_text(report: Mapping[str, Any]) -> str:
-    """Return the mean times to the first token, and how many answers are right."""
-    full, fused = report["mean_ttft_full_s"], report["mean_ttft_fused_s"]
-    questions = report["questions"]
-    same = sum(question["answer_full"] == question["answer_fused"] for question in questions)
-    return (
-        f"Of {len(questions)} questions, on average: first token after {full:.2f} s by full"
-        f" prefill, {fused:.2f} s by ragfuse, {full / fused:.1f} times as fast. Right answers: full"
-        f" prefill {report['right_full']}, ragfuse {report['right_fused']}. The model is a small"
-        f" one; both say the same to {same} of them."
+    """Return the table of all questions: mean times to the first token, of the long prompt too, and
+    right answers.
+    """
+    questions, long = report["questions"], report["long"]
+    means = [mean(each[f"ttft_{of}_s"] for each in questions) for of in ("full", "fused")]
+    rows = (
+        (f"{len(questions)} questions, on average", *means),
+        ("the long prompt", long["ttft_full_s"], long["ttft_fused_s"]),
     )
+    lines = [f"{'Seconds to the first token':30}{'full prefill':>14}{'ragfuse':>10}{'faster':>10}"]
+    for what, full, fused in rows:
+        lines.append(f"{what:30}{full:14.2f}{fused:10.2f}{full / fused:9.1f}x")
+    same = sum(question["answer_full"] == question["answer_fused"] for question in questions)
+    lines.append(
+        f"Right answers of {len(questions)}: full prefill {report['right_full']}, ragfuse"
+        f" {report['right_fused']}. The model is a small one; both say the same to {same} of them."
+    )
+    return "\n".join(lines)

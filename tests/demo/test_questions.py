@@ -10,9 +10,10 @@ from ragfuse.calibration.metrics import is_right
 from ragfuse.demo import corpus_path, questions
 
 SAID = questions()
+ASKED = [*SAID["questions"], SAID["long"]]
 
 
-@pytest.mark.parametrize("item", SAID["questions"], ids=lambda item: item["id"])
+@pytest.mark.parametrize("item", ASKED, ids=lambda item: item["id"])
 def test_known_answers_stand_in_their_article_and_not_in_the_question(item):
     article = (corpus_path() / f"{item['article']}.md").read_text(encoding="utf-8")
     assert item["answers"]
@@ -28,6 +29,8 @@ def test_questions_are_twelve_on_the_articles_that_the_reader_was_not_trained_on
     held_out = {article["title"].lower().replace(" ", "-") for article in articles}
     assert len({item["question"] for item in asked}) == len(asked) == 12
     assert {item["article"] for item in asked} == held_out
+    assert SAID["long"]["article"] in held_out
+    assert SAID["long"] not in asked
 
 
 def test_every_article_names_its_origin_and_licence():

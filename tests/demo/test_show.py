@@ -1,8 +1,18 @@
-"""The README's sample is what the demo prints."""
+"""The demo's picture, and that the README's sample is what it prints."""
 
 import re
 
 from docs.sample import README, sample, shown
+from ragfuse.demo.picture import draw, strip_of
+
+TRACE = {
+    "tokens": 100,
+    "segments": [
+        {"hit": True, "start": 10, "n_tokens": 60},
+        {"hit": False, "start": 70, "n_tokens": 20},
+    ],
+    "recomputed_rows": [10, 11, 12, 13, 14, 15],
+}
 
 
 def answered(**changes):
@@ -19,8 +29,24 @@ def answered(**changes):
         "tokens": 100,
         "tokens_reused": 54,
         "tokens_recomputed": 6,
+        "trace": TRACE,
     }
     return {**found, **changes}
+
+
+def test_the_picture_shows_what_became_of_every_token(tmp_path):
+    kinds = strip_of(TRACE).tolist()
+    assert [kinds.count(kind) / len(kinds) for kind in range(3)] == [0.54, 0.06, 0.4]
+    report = {
+        "questions": [answered()],
+        "long": answered(),
+        "mean_speedup": 4.0,
+        "long_speedup": 4.0,
+        "right_full": 1,
+        "right_fused": 0,
+    }
+    draw(report, tmp_path / "demo.png")
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_readme_s_sample_is_what_the_demo_prints():
