@@ -16,14 +16,12 @@ from ragfuse.store import open_catalog, open_store
 from ragfuse.store.catalog import KnownText
 from ragfuse.store.deletion import (
     Chunk,
-    chunk_named,
     chunk_of,
     forget_texts,
     sources_in_order,
     texts_by_chunk,
 )
 from ragfuse.store.tenants import Tenant, tenants_in
-from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
 SHOWN_CHARS = 200
@@ -178,19 +176,6 @@ class OpenStore:
             catalog, chunks - {chunk_of(entry.key) for entry in self.store.entries()}
         )
         return gone, n_texts, []
-
-    def texts_of(self, rows: Sequence[EntryRow]) -> list[KnownText]:
-        """Return the known texts of entries, the oldest first."""
-        wanted = {known for row in rows for known in row.known}
-        models = {row.entry.key.model for row in rows}
-        found = (known for model in models for known in self.catalog.strict.texts(model))
-        return [known for known in found if known in wanted]
-
-    def add_texts(self, texts: Sequence[KnownText]) -> None:
-        """Add known texts, of whatever models, to the catalog."""
-        for model in {ChunkKey.parse(text.key).model for text in texts}:
-            mine = [text for text in texts if chunk_named(text.key)[0] == model]
-            self.catalog.strict.add_texts(model, mine)
 
     def close(self) -> None:
         """Close all files."""

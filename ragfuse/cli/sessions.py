@@ -54,9 +54,7 @@ def ls(console: Console, settings: Settings) -> dict[str, Any]:
 @sessions.command("show")
 @screen("store")
 def show(console: Console, settings: Settings, name: Name) -> dict[str, Any]:
-    """Show the messages of a session; --json has its tokens and keys as well. For its KV: `ragfuse
-    store export`.
-    """
+    """Show the messages of a session; --json has its tokens and keys as well."""
     with open_kv(settings, console) as kept:
         session, payload = kept.sessions.show(name), kept.sessions.export(name)
     for message in session.messages:

@@ -1,4 +1,4 @@
-"""`ragfuse store`: list, delete, pin and archive stored entries, without loading a model."""
+"""`ragfuse store`: list, delete and pin stored entries, without loading a model."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from rich.console import Console
 
 from ragfuse.cli.open_store import confirm, open_kv
 from ragfuse.cli.options import Yes, option, screen
-from ragfuse.cli.show import counted, plain, progress_bar, say, short, show_table, when
-from ragfuse.errors import InputError, StoreError
+from ragfuse.cli.show import counted, plain, say, short, show_table, when
+from ragfuse.errors import InputError
 from ragfuse.settings import Settings
 from ragfuse.types.sizes import capacity_text, size_text
 
 if TYPE_CHECKING:
     from ragfuse.cli.entries import EntryFilter, EntryRow, OpenStore
-    from ragfuse.store.archive import Copied
 
 store = typer.Typer(
     no_args_is_help=True,
     help=(
         "Look after the stored KV, without loading a model.\n\nChanges take effect at once in all"
         " processes, except for KV that they hold in memory. If a salt is set (RAGFUSE_SALT), ls,"
-        " rm, pin and export apply to its tenant unless --tenant names another; without a salt, to"
-        " all tenants. gc and import apply to the whole store."
+        " rm and pin apply to its tenant unless --tenant names another; without a salt, to all"
+        " tenants. gc applies to the whole store."
     ),
 )
 
@@ -206,80 +205,6 @@ def pin(
     return result, bool((rows or all_) and not silent)
 
 
-@store.command("export")
-@screen("store", **FILTER)
-def export(
-    console: Console,
-    settings: Settings,
-    file: Annotated[Path, typer.Argument(help="The archive to write.")],
-    texts: Annotated[
-        bool,
-        typer.Option(
-            help=(
-                "Include the chunks' texts; without them, plain prompts do not match the chunks"
-                " after the import."
-            )
-        ),
-    ] = True,
-    yes: Yes = False,
-    **conditions: Any,
-) -> tuple[dict[str, Any], bool]:
-    """Write chunks to an archive: those selected, or all (of the tenant whose salt is set, if any).
-
-    Anyone who has the file can read the texts in it.
-
-    Exit status 1 if some chunks are, or may be, missing from it; an existing file is then left
-    unchanged.
-    """
-    from ragfuse.store import archive, deletion
-
-    with _selected(settings, console, conditions) as (kept, entry_filter, rows):
-        silent = kept.silent(entry_filter)
-        if silent and (file.is_file() or not rows):
-            raise StoreError(deletion.unanswered(silent, f"nothing was written to '{file}'"))
-        if file.is_file():
-            confirm(f"'{file}' exists already. Overwrite it?", yes)
-        with progress_bar(
-            console, "exporting", "Nothing was written; an existing file is unchanged."
-        ) as report:
-            tables = (
-                kept.store.tables.entries()
-            )  # without which some could not be decoded elsewhere
-            entries = [*(row.entry for row in rows), *tables]
-            known = kept.texts_of(rows) if texts else ()
-            copied = archive.export(kept.store, file, entries, known, report)
-    result = _told(console, copied, f"written to {file}")
-    if copied.missing:
-        say(console, f"{counted(copied.missing, 'entry', 'entries')} could not be read.")
-    return {**result, "file": str(file), "silent": silent}, not (copied.missing or silent)
-
-
-@store.command("import")
-@screen("store")
-def import_(
-    console: Console,
-    settings: Settings,
-    file: Annotated[Path, typer.Argument(help="An archive written by `ragfuse store export`.")],
-    tier: Annotated[
-        str | None, option("--tier", "Target tier.", "the first that outlives the process")
-    ] = None,
-) -> dict[str, Any]:
-    """Import the chunks of an archive. They are hits only for the same model, dtype and salt.
-
-    The author of an archive controls what the model reads: import only archives from people you
-    trust.
-    """
-    from ragfuse.store import archive
-
-    stopped = "What was imported so far stays. Run the same command again to continue."
-    with (
-        open_kv(settings, console, may_be_new=True) as kept,
-        progress_bar(console, "importing", stopped) as report,
-    ):
-        copied = archive.import_(kept.store, file, tier, kept.add_texts, report)
-    return _told(console, copied, f"imported, {copied.known} were there already")
-
-
 @store.command("gc")
 @screen("store")
 def gc(console: Console, settings: Settings) -> tuple[dict[str, Any], bool]:
@@ -347,10 +272,3 @@ def describe(rows: Sequence[EntryRow]) -> str:
     names = "".join(f" of {plain(name)}" for name in dict.fromkeys(row.tenant.name for row in rows))
     nbytes = sum(row.entry.nbytes for row in rows)
     return f"{counted(len(rows), 'entry', 'entries')} ({size_text(nbytes)}){names}"
-
-
-def _told(console: Console, copied: Copied, where: str) -> dict[str, Any]:
-    """Print what was exported or imported; return it as JSON types."""
-    done = f"{counted(copied.entries, 'entry', 'entries')} and {counted(copied.texts, 'text')}"
-    say(console, f"{done} ({size_text(copied.nbytes)}) {where}.")
-    return copied._asdict()

@@ -22,7 +22,6 @@ from ragfuse.settings import AUTO_LEVEL, Settings
 from ragfuse.store.levels import tableless
 from ragfuse.store.tier import EntryMeta, Tier
 from ragfuse.types.keys import ChunkKey, digest
-from ragfuse.types.kv import Entry
 from ragfuse.types.levels import LEVEL_NAMES
 
 log = logging.getLogger("ragfuse.store")
@@ -97,11 +96,6 @@ class CodecRegistry:
                 _save(tier, tables.digest, tables.as_dict())
             if _value_in(tier, model) != tables.digest:
                 _save(tier, model, tables.digest)
-
-    def entries(self) -> list[Entry]:
-        """Return the entries that hold tables, which `KVStore.entries` leaves out."""
-        listed = (entry for tier in self._tiers for entry in tier.list())
-        return [entry for entry in listed if entry.key.model == OWNER]
 
     def _found(self, name: str) -> CodecTables | None:
         """Return tables from the first tier that has them undamaged."""

@@ -2,24 +2,24 @@
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import CatalogFile, DiskTier, KVStore
+from ragfuse.store.redis import RedisTier
 from ragfuse.store.tenants import hidden, remember_tenant
 from ragfuse.types.keys import ChunkKey, filler_context
 from tests.cli.kit import refused
-from tests.store.kit import files, key, kv
+from tests.store.kit import files, key, kv, leave_only_in
 from tests.store.redis_server import RedisServer
 from tests.tiny import python
 
 MB = 1 << 20
 OURS, THEIRS = [key(i, "ours") for i in range(3)], [key(i, "theirs") for i in range(2)]
 FILLER = ChunkKey(OURS[0].model, OURS[0].tokens, filler_context("abc"))
-COMMANDS = [("ls",), ("rm", "--all"), ("pin", "--all"), ("gc",), ("export", "a.zip")]
+COMMANDS = [("ls",), ("rm", "--all"), ("pin", "--all"), ("gc",)]
 
 
 @pytest.fixture
@@ -114,7 +114,6 @@ def test_a_salt_limits_all_that_takes_filters_to_its_tenant_unless_another_is_na
         "already": 2,
         "silent": [],
     }
-    assert told("export", "a.zip", SALT="other")["texts"] == 1
     assert "Nothing in the store matches" in run("rm", "--all", "--yes", SALT="nobody").output
     assert told("rm", "--tenant", "other", "--yes", SALT="acme")["dropped"] == 2
     assert left(shared) == {*OURS, FILLER}
@@ -137,19 +136,11 @@ def server(tmp_path):
     server.kill()
 
 
-def moved(told, far, *filters):
-    """Lets a further tier alone hold what is selected; returns how many entries these are."""
-    assert told("export", "moved.zip", "--yes", *filters, **far)["entries"]
-    n = told("import", "moved.zip", "--tier", json.loads(far["TIERS"])[0].partition(":")[0], **far)[
-        "entries"
-    ]
-    assert told("rm", "--tier", "disk", "--yes", *filters, **far)["dropped"] == n
-    return n
-
-
 def test_clear_names_a_tier_that_is_down_and_keeps_all_texts(run, told, filled, server):
     far = {"TIERS": json.dumps([server.url()]), "TIER_TIMEOUT_S": 0.5}
-    assert moved(told, far, "--source", "ships") == 1
+    tiers = DiskTier(filled, 10 * MB, lru), RedisTier(server.url(), timeout_s=30)
+    with KVStore(tiers) as store:
+        leave_only_in(store, [OURS[1]], "redis")
     server.kill()
     assert "redis" in run("ls", **far).output
     result = run("rm", "--all", "--yes", **far)
@@ -175,25 +166,6 @@ def test_pins_are_kept_and_taken_off(told, filled):
     assert told("ls")["tiers"][0]["pinned"] == 2
     assert told("pin", "--off", "--all") == {"unpinned": 2, "already": 4, "silent": []}
     assert not any(entry["pinned"] for entry in told("ls")["entries"])
-
-
-def test_chunks_travel_to_another_store_in_a_file(told, run, filled, tmp_path):
-    away = {"STORE": tmp_path / "other"}
-    exported = told("export", "a.zip", "--tenant", "acme")
-    assert (exported["entries"], exported["texts"], exported["missing"]) == (4, 2, 0)
-    imported = told("import", "a.zip", **away)
-    assert (imported["entries"], imported["texts"], imported["known"]) == (4, 2, 0)
-    assert left(tmp_path / "other") == {*OURS, FILLER}
-    assert texts(tmp_path / "other", OURS[0].model) == texts(filled, OURS[0].model)
-    assert told("import", "a.zip", **away)["known"] == 4
-    assert "4 entries and 2 texts" in run("import", "a.zip", STORE=tmp_path / "third").output
-
-
-def test_an_export_without_texts_has_none_and_asks_before_it_replaces_a_file(told, run, filled):
-    assert told("export", "a.zip", "--no-texts")["texts"] == 0
-    assert b"Theirs." not in Path("a.zip").read_bytes()
-    assert run("export", "a.zip").exit_code == 1
-    assert told("export", "a.zip", "--yes")["texts"] == 3
 
 
 def test_gc_frees_rests_and_what_is_too_old_and_keeps_pins(told, filled):
@@ -302,35 +274,10 @@ def test_deleting_asks_first_and_drops_texts_without_entries(run, told, filled):
     assert (texts(filled, OURS[0].model), texts(filled, THEIRS[0].model)) == ([], ["Theirs."])
 
 
-def test_an_export_refuses_to_replace_a_file_by_less_than_a_silent_tier_holds(
-    run, told, filled, server
-):
+def test_gc_and_pin_tell_which_tier_is_down(run, filled, server):
     far = {"TIERS": json.dumps([server.url()]), "TIER_TIMEOUT_S": 0.5}
-    assert moved(told, far, "--source", "ships") == 1
-    assert told("export", "keep.zip", **far)["entries"] == 6
-    good = Path("keep.zip").read_bytes()
     server.kill()
-    for wish in ((), ("--tier", "redis"), ("--source", "ships")):
-        refused(run("export", "keep.zip", "--yes", *wish, **far), "StoreError", "redis")
-    assert Path("keep.zip").read_bytes() == good
-    for command in (("export", "new.zip"), ("gc",), ("pin", "--off", "--tier", "redis")):
+    for command in (("gc",), ("pin", "--off", "--tier", "redis")):
         result = run(*command, "--json", "-", **far)
         assert result.exit_code == 1
         assert json.loads(result.stdout)["silent"] == ["redis"]
-    # nothing that is selected is missing
-    assert run("export", "keep.zip", "--tier", "disk", "--yes", **far).exit_code == 0
-
-
-def test_what_is_damaged_is_refused(run, told, filled, tmp_path):
-    assert told("export", "a.zip")["entries"] == 6
-    data = Path("a.zip").read_bytes()
-    path = next(path for path in files(filled) if path.suffix == ".kv")
-    path.write_bytes(path.read_bytes()[:-100] + bytes(100))
-    refused(run("export", "a.zip", "--yes"), "StoreError", "was not replaced")
-    assert Path("a.zip").read_bytes() == data
-    Path("a.zip").write_bytes(data[:1500] + b"damage" + data[1506:])
-    result = run("import", "a.zip", STORE=tmp_path / "other")
-    refused(result, "StoreError", "Wanted a whole archive")
-    assert len(left(tmp_path / "other")) < 6
-    refused(run("import", "b.zip"), "StoreError", "found none")
-    refused(run("export", "no/such/folder/a.zip"), "StoreError", "cannot be written")

@@ -22,7 +22,7 @@ import torch
 from ragfuse.codec import INT8, RAW, Codec, LayerMeta
 from ragfuse.plan.evict import lru
 from ragfuse.store import EntryMeta, MemoryTier
-from ragfuse.store.archive import read_whole
+from ragfuse.store.levels import joined
 from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.kv import ChunkKV, LayerKV
 
@@ -160,6 +160,17 @@ def child(code: str, *arguments: object) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+    )
+
+
+def read_whole(tier, entry):
+    """Description and pieces of an entry at all of its levels."""
+    found = [tier.get(entry.key, range(entry.n_layers), level) for level in entry.sizes]
+    return joined(
+        [
+            (meta.only(level), tuple(blobs))
+            for level, (meta, *blobs) in zip(entry.sizes, found, strict=True)
+        ]
     )
 
 

@@ -181,6 +181,18 @@ def test_a_folder_without_permission_is_refused(tmp_path):
         assert "permission" in message.lower()
 
 
+def test_files_copied_from_another_store_are_entries_once_it_is_opened(tier, tmp_path):
+    with closing(DiskTier(tmp_path / "other", 1 << 20, lru)) as other:
+        assert other.put(key("b"), *encoded(kv(3)))
+        assert other.put(key("c"), *encoded(kv(4)))
+    cut = next(iter(files(tmp_path / "other")))
+    cut.write_bytes(cut.read_bytes()[:-1])
+    shutil.copytree(tmp_path / "other" / "chunks", tier.path / "chunks", dirs_exist_ok=True)
+    with closing(again(tier)) as opened:
+        assert (len(opened.list()), opened.counts["corrupt"]) == (2, 1)
+        assert all(opened.get(entry.key, range(3)) is not None for entry in opened.list())
+
+
 def test_foreign_files_in_the_folder_are_left_alone(tier):
     stranger = files(tier.path)[0].parent / "notes.txt"
     stranger.write_text("mine")
