@@ -162,12 +162,10 @@ class TierLevels:
                 self._unread.add(key, f"it cannot be decoded: {'; '.join(dict.fromkeys(reasons))}")
         return found
 
-    def forget(self, keys: Iterable[ChunkKey]) -> None:
-        """Forget the reasons that `why_not` gives for these keys, as they are looked up again."""
-        self._unread.discard(keys)
-
     def why_not(self, key: ChunkKey) -> str:
-        """Return why `readable` left out an entry, if that is remembered; else ""."""
+        """Return why `readable` left out an entry when it saw it last, if that is remembered; else
+        "".
+        """
         return self._unread.get(key) or ""
 
     def read(

@@ -29,7 +29,7 @@ def test_every_chunk_is_kept_once_amid_other_text_and_the_prefix_alone_and_its_t
     assert (done.chunks, done.encoded) == (7, 6)
     assert kept(engine) == {*keys(engine), engine.runtime.encoder.key(prefix)}
     assert {entry.tier for entry in engine.store.entries()} == {"memory", "disk"}
-    texts = engine.catalog.file.texts(engine.digest)
+    texts = engine.catalog.strict.texts(engine.digest)
     assert {(known.text, known.source) for known in texts} == set(SOURCED)
     again = engine.ingest(SOURCED, prefix)
     assert (again.chunks, again.encoded, again.tokens, again.nbytes) == (6, 0, 0, 0)
@@ -89,7 +89,7 @@ def test_another_salt_has_its_own_entries_and_texts(tiny_settings, engine):
     ingest(engine)
     with Engine(tiny_settings.model_copy(update={"salt": "other"})) as other:
         assert other.store.lookup(keys(other)) == {}
-        assert list(other.catalog.file.texts(other.digest)) == []
+        assert list(other.catalog.strict.texts(other.digest)) == []
         assert [piece.kind for piece in other.prompts.pieces(CHUNKS[0])] == ["fresh"]
 
 
