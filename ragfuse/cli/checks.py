@@ -155,6 +155,6 @@ def calibrate_engine(
     result = calibrate(engine.model, cases, console, name, verified)
     chosen = (result["policy"], result["ratio"]) if result["safe"] else ("", None)
     engine.runtime.learn(engine.runtime.profile.calibrated(result["safe"], *chosen))
-    if engine.catalog.file is None:
+    if not engine.catalog.strict.is_open:
         say(console, "Not saved: there is no disk tier to save it in (disk_bytes is 0).", "yellow")
     return result

@@ -25,7 +25,7 @@ def measure(console: Console, settings: Settings) -> dict[str, Any]:
                 engine.digest,
                 lambda what, done: report(done, 1.0, what),
             )
-        is_kept = engine.catalog.file is not None
+        is_kept = engine.catalog.strict.is_open
     say(console, f"Full prefill of {engine.model.name}, {counted(machine.threads, 'thread')}:")
     points = [
         {"tokens": tokens, "measured s": seconds, "fitted s": machine.prefill_s(tokens)}

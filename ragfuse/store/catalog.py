@@ -242,9 +242,6 @@ class CatalogFile:
     ) -> bool | None:
         """Save a session, replacing version `row.version` of it (0: there is none yet).
 
-        A session whose last use lies after `row.used`, which is now, gets now as its last use: a
-            clock ran ahead.
-
         Args:
             row: The session.
             state: Its state, plain JSON types.
@@ -264,7 +261,6 @@ class CatalogFile:
                     return False
                 _drop(transaction, who)
                 transaction.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?)", values)
-                transaction.execute("UPDATE sessions SET used = ?1 WHERE used > ?1", (row.used,))
                 transaction.executemany(
                     "INSERT OR IGNORE INTO session_keys(key, model, id) VALUES (?, ?, ?)",
                     [(name, *who) for name in dict.fromkeys(keys)],
@@ -352,11 +348,6 @@ class Catalog(CatalogFile):
         self.strict, self.failures = file, 0
         self._lock, self._why = threading.Lock(), ""
         self._breaker = Breaker(f"The catalog of {file.path}", COOL_DOWN_S)
-
-    @property
-    def file(self) -> CatalogFile | None:
-        """The file while it is open."""
-        return self.strict if self.strict.is_open else None
 
     def tried(self, query: Callable[[CatalogFile], T]) -> tuple[bool, T | None]:
         """Return whether the file could be used, and the result of a query."""

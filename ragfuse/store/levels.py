@@ -85,11 +85,6 @@ class EncodedLayers:
         """Bytes of the encoded layers."""
         return sum(blob.numel() for blob in self.blobs)
 
-    @property
-    def layers(self) -> range:
-        """Indices of the layers."""
-        return range(self.first, self.first + len(self.blobs))
-
     def layer(self, at: int) -> LayerKV:
         """Decode the layer with index `at`, on the calling thread (`decoded`)."""
         return self.decoded(range(at, at + 1))[0]
@@ -109,7 +104,13 @@ class EncodedLayers:
                 self.key, level, blobs, self.meta.layers[layers.start : layers.stop]
             )
         except OtherTables as error:
-            self.levels.mark_undecodable(self.key, level, str(error))
+            self.levels.undecodable.add((self.key, level), str(error))
+            log.warning(
+                "%s cannot be decoded here at level %s, so it stays stored but unused: %s",
+                self.key,
+                level,
+                error,
+            )
             raise
         except ValueError as error:
             self.tier.counts.add("corrupt")
@@ -128,6 +129,10 @@ class TierLevels:
     Args:
         codecs: Returns the codec of a level for a model.
         written: Levels by tier name; tiers that are not named are written raw.
+
+    Attributes:
+        undecodable: Levels of entries that cannot be decoded here although there is a codec, and
+            why; they count as not stored.
     """
 
     def __init__(self, codecs: Codecs, written: Mapping[str, Sequence[str]] | None = None) -> None:
@@ -138,7 +143,7 @@ class TierLevels:
                 for tier, levels in (written or {}).items()
             },
         )
-        self._undecodable = LRU[tuple[ChunkKey, str], str](_REMEMBERED)
+        self.undecodable = LRU[tuple[ChunkKey, str], str](_REMEMBERED)
         self._unread = LRU[ChunkKey, str](_REMEMBERED)
 
     def of(self, tier: str) -> tuple[str, ...]:
@@ -156,18 +161,16 @@ class TierLevels:
             else:
                 missing = "this store has no codec tables for level"
                 reasons = (
-                    self._undecodable.get((key, level)) or f"{missing} {level}"
+                    self.undecodable.get((key, level)) or f"{missing} {level}"
                     for level in entry.sizes
                 )
                 self._unread.add(key, f"it cannot be decoded: {'; '.join(dict.fromkeys(reasons))}")
         return found
 
-    def forget(self, keys: Iterable[ChunkKey]) -> None:
-        """Forget the reasons that `why_not` gives for these keys, as they are looked up again."""
-        self._unread.discard(keys)
-
     def why_not(self, key: ChunkKey) -> str:
-        """Return why `readable` left out an entry, if that is remembered; else ""."""
+        """Return why `readable` left out an entry when it saw it last, if that is remembered; else
+        "".
+        """
         return self._unread.get(key) or ""
 
     def read(
@@ -209,25 +212,12 @@ class TierLevels:
             raise OtherTables(f"this store has no codec tables for level {level}")
         return [codec.decode(blob, layer) for blob, layer in zip(blobs, metas, strict=True)]
 
-    def mark_undecodable(self, key: ChunkKey, level: str, why: str) -> None:
-        """Treat a level of an entry as not stored from now on: it cannot be decoded here, although
-        there is a codec.
-        """
-        if (key, level) not in self._undecodable:
-            log.warning(
-                "%s cannot be decoded here at level %s, so it stays stored but unused: %s",
-                key,
-                level,
-                why,
-            )
-        self._undecodable.add((key, level), why)
-
     def _decodable(self, key: ChunkKey, levels: Iterable[str]) -> list[str]:
         """Return those of an entry's levels that can be decoded here, in the given order."""
         return [
             level
             for level in levels
-            if (key, level) not in self._undecodable and self.codecs(level, key.model)
+            if (key, level) not in self.undecodable and self.codecs(level, key.model)
         ]
 
     def at_levels(self, key: ChunkKey, whole: Whole, wanted: Sequence[str]) -> Whole:

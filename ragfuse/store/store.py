@@ -102,7 +102,6 @@ class KVStore:
         """
         wanted = dict.fromkeys(keys)
         found: dict[ChunkKey, Entry] = {}
-        self.levels.forget(wanted)
         for tier in () if self._closed else self.tiers:
             missing = [key for key in wanted if key not in found]
             if missing:

@@ -11,7 +11,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from threading import Lock
 
 from ragfuse.codec import codec_for
 from ragfuse.errors import RagFuseError, TransferError
@@ -52,7 +51,6 @@ class TransferPlace:
         self.label = label or tier.name
         self.where = where or self.label
         self._tier, self._ttl_s, self._clock = tier, ttl_s, clock
-        self._swept_at, self._lock = clock(), Lock()
         self.sweep()
 
     @classmethod
@@ -167,8 +165,7 @@ class TransferPlace:
         """Delete the KV of all handles that have expired, also those that an engine left when it
         crashed.
         """
-        with self._lock:
-            self._swept_at = now_s = self._clock()
+        self._swept_at = now_s = self._clock()
         doomed = expired((entry.key for entry in self._tier.list()), now_s)
         if not doomed:
             return 0
@@ -181,9 +178,7 @@ class TransferPlace:
 
     def sweep_if_due(self) -> None:
         """Sweep if the last time is a fifth of a handle's life ago."""
-        with self._lock:
-            is_due = not 0 <= self._clock() - self._swept_at < self._ttl_s / _SWEEPS_A_LIFE
-        if is_due:
+        if not 0 <= self._clock() - self._swept_at < self._ttl_s / _SWEEPS_A_LIFE:
             self.sweep()
 
     def close(self) -> None:

@@ -92,25 +92,21 @@ def refused_arguments(
         cls: The class whose fields it checked, a model or a dataclass of pydantic.
         place: Returns where the value of a field was set, for people; "" where the caller gave it.
     """
-    errors, known_fields = error.errors(include_url=False), cls.__pydantic_fields__
-    strange = next(
-        (each for each in errors if each["type"] in UNKNOWN_NAME and len(each["loc"]) == 1), None
-    )
-    if strange is not None:
-        aliases = [field.alias for field in known_fields.values() if field.alias]
-        name = str(strange["loc"][0])
-        return unknown_argument(place(name) or cls.__name__, name, [*known_fields, *aliases])
-    first = errors[0]
+    errors = error.errors(include_url=False)
+    known = {
+        each: field
+        for name, field in cls.__pydantic_fields__.items()
+        for each in (name, field.alias)
+        if each
+    }
+    strange = (each for each in errors if each["type"] in UNKNOWN_NAME and len(each["loc"]) == 1)
+    first = next(strange, errors[0])
     name = str(first["loc"][0]) if first["loc"] else ""
-    field = next(
-        (field for known, field in known_fields.items() if name in (known, field.alias)), None
-    )
-    alternatives = [
-        each["msg"].removeprefix("Value error, ")
-        for each in errors
-        if each["loc"][:1] == first["loc"][:1]
-    ]
-    told = " or ".join(dict.fromkeys(alternatives))
+    if first["type"] in UNKNOWN_NAME and name not in known:
+        return unknown_argument(place(name) or cls.__name__, name, list(known))
+    field = known.get(name)
+    alike = (each["msg"] for each in errors if each["loc"][:1] == first["loc"][:1])
+    told = " or ".join(dict.fromkeys(each.removeprefix("Value error, ") for each in alike))
     is_secret = field is None or not field.repr or first["type"] == "missing"
     found = "" if is_secret or "found" in told else f", found {first['input']!r:.80}"
     where = place(name)

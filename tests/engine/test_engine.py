@@ -306,7 +306,7 @@ def test_a_chunk_that_several_prompts_miss_is_encoded_once(engine):
 def test_an_engine_without_disk_knows_its_chunks_while_it_lives(tiny_settings):
     with Engine(tiny_settings.model_copy(update={"disk_bytes": 0})) as engine:
         ingest(engine)
-        assert engine.catalog.file is None
+        assert not engine.catalog.strict.is_open
         said = [("user", f"{INSTRUCTION}{CHUNKS[4]}\n\n{QUESTION}")]
         assert chunk_hits(engine.answer(said).trace) == [True]
     assert not tiny_settings.store_path.exists()

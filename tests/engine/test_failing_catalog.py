@@ -52,7 +52,7 @@ def test_a_session_goes_on_in_memory_while_the_book_fails_and_the_trace_says_so(
     engine, fault, caplog
 ):
     (first,) = talk(engine, QUESTIONS[:1])
-    with fault(engine.catalog.file):
+    with fault(engine.catalog.strict):
         answers = [first, *talk(engine, QUESTIONS[1:3])]
         _, session = engine.sessions.get(engine.digest, "one")
     said = [message.text for message in session.messages]
@@ -63,7 +63,7 @@ def test_a_session_goes_on_in_memory_while_the_book_fails_and_the_trace_says_so(
     assert first.trace.unsaved == ()
     for answer in answers[1:]:
         (said,) = answer.trace.unsaved
-        assert str(engine.catalog.file.path) in said
+        assert str(engine.catalog.strict.path) in said
     assert sum("goes on without it" in record.message for record in caplog.records) == 1
     assert answers[-1].trace.as_dict()["unsaved"] == list(answers[-1].trace.unsaved)
     assert engine.catalog.failures > 0
@@ -71,7 +71,7 @@ def test_a_session_goes_on_in_memory_while_the_book_fails_and_the_trace_says_so(
 
 def test_turns_that_the_book_did_not_take_are_written_with_the_next_one(engine, tiny_settings):
     talk(engine, QUESTIONS[:1])
-    with unwritable(engine.catalog.file):
+    with unwritable(engine.catalog.strict):
         talk(engine, QUESTIONS[1:2])
     assert len(CatalogFile(tiny_settings.store).session(engine.digest, "one")[2]["turns"]) == 1
     mended(engine)
@@ -84,7 +84,7 @@ def test_turns_that_the_book_did_not_take_are_written_with_the_next_one(engine, 
 
 def test_a_session_that_another_process_went_on_with_meanwhile_is_that_ones(engine, tiny_settings):
     talk(engine, QUESTIONS[:1])
-    with unwritable(engine.catalog.file):
+    with unwritable(engine.catalog.strict):
         talk(engine, QUESTIONS[1:2])
     with Engine(tiny_settings) as other:
         talk(other, QUESTIONS[2:3])
@@ -98,7 +98,7 @@ def test_what_a_locked_book_does_not_take_is_written_with_the_next_turn(
     engine, tiny_settings, monkeypatch
 ):
     with locked(tiny_settings.store), monkeypatch.context() as impatient:
-        impatient.setattr(engine.catalog.file._database, "_timeout_s", 0.05)
+        impatient.setattr(engine.catalog.strict._database, "_timeout_s", 0.05)
         (first,) = talk(engine, QUESTIONS[:1])
     assert "locked" in first.trace.unsaved[0]
     mended(engine)
@@ -107,7 +107,7 @@ def test_what_a_locked_book_does_not_take_is_written_with_the_next_turn(
 
 
 def test_chunks_that_were_met_while_the_book_fails_are_reused_in_this_process(engine, caplog):
-    with broken(engine.catalog.file):
+    with broken(engine.catalog.strict):
         assert engine.answer(messages()).trace.unsaved
         engine.flush()
         again = engine.answer(messages())
@@ -120,9 +120,9 @@ def test_chunks_that_were_met_while_the_book_fails_are_reused_in_this_process(en
 
 def test_a_prompt_over_a_schema_is_answered_though_the_book_fails(engine):
     engine.schemas.register(PML)
-    with broken(engine.catalog.file):
+    with broken(engine.catalog.strict):
         assert engine.answer(pml=PROMPT).trace.tokens_reused > 0
-    with unwritable(engine.catalog.file):
+    with unwritable(engine.catalog.strict):
         assert engine.schemas.ensure(engine.schemas.show("trip").schema) is None
         with pytest.raises(StoreError, match="is full"):
             engine.schemas.register(PML.replace("trip", "other"))
@@ -131,7 +131,7 @@ def test_a_prompt_over_a_schema_is_answered_though_the_book_fails(engine):
 
 def test_a_call_that_needs_the_book_fails_clearly(engine):
     talk(engine, QUESTIONS[:1])
-    with broken(engine.catalog.file):
+    with broken(engine.catalog.strict):
         for asked in (
             engine.sessions.ls,
             lambda: engine.sessions.delete("one"),
@@ -149,7 +149,7 @@ def test_kv_of_sessions_is_kept_while_the_book_cannot_be_read(engine):
     talk(engine, QUESTIONS[:2])
     engine.flush()
     keys = engine.sessions.show("one").keys
-    with broken(engine.catalog.file):
+    with broken(engine.catalog.strict):
         engine.sessions.release(keys)
     assert set(engine.store.lookup(keys)) == set(keys)
 

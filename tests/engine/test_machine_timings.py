@@ -12,7 +12,7 @@ from tests.tiny import messages
 @pytest.fixture
 def known(engine):
     """Timings over an engine's store, asked before any were taken."""
-    known = MachineTimings(engine.settings.tiers, Catalog(engine.catalog.file))
+    known = MachineTimings(engine.settings.tiers, Catalog(engine.catalog.strict))
     assert known.machine(engine.model) is None
     return known
 
@@ -26,9 +26,9 @@ def test_what_another_process_measures_counts(engine, tiny_settings, known):
 
 def test_a_book_that_says_nothing_or_cannot_be_read_takes_no_timings_away(engine, known, caplog):
     known.learn(taken := timings(engine, memory=0.0, disk=1e-9))
-    engine.catalog.file.put(known.name(taken.model, taken.device, taken.threads), {"version": 0})
+    engine.catalog.strict.put(known.name(taken.model, taken.device, taken.threads), {"version": 0})
     assert known.machine(engine.model) == taken
-    engine.catalog.file._database.close()
+    engine.catalog.strict._database.close()
     assert known.machine(engine.model) == taken
     assert "book" in caplog.text
     assert "goes on without it" in caplog.text

@@ -24,8 +24,8 @@ def pair(varied_path: Path, tmp_path: Path) -> Iterator[tuple[Engine, Engine]]:
 
 
 def sources(engine: Engine) -> list[str]:
-    assert engine.catalog.file is not None
-    return [known.source for known in engine.catalog.file.texts(engine.digest)]
+    assert engine.catalog.strict.is_open
+    return [known.source for known in engine.catalog.strict.texts(engine.digest)]
 
 
 def on_disk(engine: Engine) -> dict[str, int]:

@@ -29,7 +29,7 @@ def test_every_chunk_is_kept_once_amid_other_text_and_the_prefix_alone_and_its_t
     assert (done.chunks, done.encoded) == (7, 6)
     assert kept(engine) == {*keys(engine), engine.runtime.encoder.key(prefix)}
     assert {entry.tier for entry in engine.store.entries()} == {"memory", "disk"}
-    texts = engine.catalog.file.texts(engine.digest)
+    texts = engine.catalog.strict.texts(engine.digest)
     assert {(known.text, known.source) for known in texts} == set(SOURCED)
     again = engine.ingest(SOURCED, prefix)
     assert (again.chunks, again.encoded, again.tokens, again.nbytes) == (6, 0, 0, 0)

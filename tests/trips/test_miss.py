@@ -45,7 +45,7 @@ def test_a_missing_chunk_is_encoded_after_the_answer_and_its_text_is_known(engin
     trace = engine.answer(messages(CHUNKS[3:])).trace
     found = [(segment.kind, segment.encoded, segment.exact) for segment in trace.segments]
     assert found == [("prefix", "alone", True)] + [("chunk", "filler", False)] * 3
-    assert set(CHUNKS) <= {known.text for known in engine.catalog.file.texts(engine.digest)}
+    assert set(CHUNKS) <= {known.text for known in engine.catalog.strict.texts(engine.digest)}
 
 
 def test_a_beginning_that_is_new_is_not_encoded_and_its_chunks_are_once_each(engine):
