@@ -12,12 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ragfuse.engine.machine_timings import MachineTimings
 from ragfuse.engine.overflow import remaining_context
 from ragfuse.hf.model import HFModel
-from ragfuse.plan.tiers import choose_level
 from ragfuse.schemas.layout import SchemaRun
-from ragfuse.settings import AUTO_LEVEL, Settings
+from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.text import filler_text
 from ragfuse.types.keys import ChunkKey, filler_context, token_digest
@@ -39,21 +37,17 @@ class Encoder:
     Args:
         model: The model.
         store: The store.
-        settings: Of these, the smallest number of tokens that is stored and codec levels are used.
-        timings: Timings of this machine, by which levels are chosen.
+        settings: Of these, the smallest number of tokens that is stored is used.
         digest: Digest of model and tenant in keys.
         filler_tokens: Tokens of filler text before a chunk; 0: chunks are encoded alone.
-        ratio: Returns the default recompute ratio.
         pace_s: Most seconds to wait for a save; None: wait until all tiers have it.
     """
 
     model: HFModel
     store: KVStore
     settings: Settings
-    timings: MachineTimings
     digest: str
     filler_tokens: int
-    ratio: Callable[[], float]
     pace_s: float | None = None
 
     def in_background(self, pace_s: float = PACE_S) -> Encoder:
@@ -77,24 +71,12 @@ class Encoder:
     def nbytes_in(self, tier: str, tokens: Sequence[int]) -> int:
         """Encode a run and return the bytes of its entry in a tier, at that tier's codec levels."""
         kv = self.model.encode(tokens)
-        wanted = self.levels(len(tokens), kv.nbytes).get(tier) or self.store.levels.of(tier)
-        return self.store.levels.nbytes(self.key(tokens), kv, wanted)
+        return self.store.levels.nbytes(self.key(tokens), kv, self.store.levels.of(tier))
 
     @property
     def shortest(self) -> int:
         """Least tokens of a run that is stored."""
         return self.settings.min_chunk_tokens
-
-    def levels(self, n_tokens: int, nbytes: int) -> dict[str, tuple[str, ...]]:
-        """Return the level of a new chunk in each tier whose level is `auto`; raw until the machine
-        was measured.
-        """
-        chosen = [tier for tier, levels in self.settings.written.items() if levels == (AUTO_LEVEL,)]
-        costs = self.timings.costs(self.model) if chosen else None
-        if costs is None or not costs.tiers:
-            return {}
-        ratio = self.ratio()
-        return {tier: (choose_level(n_tokens, nbytes, costs, tier, ratio),) for tier in chosen}
 
     @property
     def context(self) -> str:
@@ -186,6 +168,6 @@ class Encoder:
         kv = kv_of()
         if not persistent:
             return kv.nbytes if self.store.put(key, kv, tier=fast[0], levels=raw) else 0
-        levels, wait = self.levels(kv.n_tokens, kv.nbytes) | raw, self.pace_s is None
-        kept = self.store.put(key, kv, wait=wait, pace_s=self.pace_s or 0.0, levels=levels)
+        wait = self.pace_s is None
+        kept = self.store.put(key, kv, wait=wait, pace_s=self.pace_s or 0.0, levels=raw)
         return kv.nbytes if kept else 0

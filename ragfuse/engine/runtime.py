@@ -123,15 +123,7 @@ class Runtime:
         filler = model.profile.filler_tokens  # as it was trained
         if filler is None or "filler_tokens" in settings.model_fields_set:
             filler = settings.filler_tokens
-        self._encoder = Encoder(
-            model,
-            self.store,
-            settings,
-            self.timings,
-            tenant,
-            filler,
-            lambda: settle(settings.policy, settings.ratio, self._profile.default_choice)[1],
-        )
+        self._encoder = Encoder(model, self.store, settings, tenant, filler)
         return model
 
     def _probed(self, fingerprint: str) -> ModelProfile | None:

@@ -282,13 +282,6 @@ class CostModel:
         """Return the time to read and decode one segment."""
         return self.load_s(fetch.tier, fetch.nbytes) + self.decode_s(fetch.level, fetch.n_tokens)
 
-    def stored_s(self, tier: str, level: str, raw_nbytes: int, n_tokens: int) -> float:
-        """Return the time to load a chunk, of `raw_nbytes` as raw, from a measured tier at a
-        measured level.
-        """
-        nbytes = round(raw_nbytes * self.packed.get(level, 1.0))
-        return self.load_s(tier, nbytes) + self.decode_s(level, n_tokens)
-
     def counts(self, fetches: Sequence[Fetch]) -> list[int]:
         """Return how many layers of each chunk may be read at once, the most first.
 

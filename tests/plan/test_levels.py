@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.plan.tiers import choose_level
 from ragfuse.types.levels import loss
 from tests.plan.kit import NBYTES_PER_TOKEN, machine, plan, prompt_of
 
@@ -105,15 +104,3 @@ def test_decoding_counts_as_loading():
     assert times.fetch_s(fetch) == pytest.approx(times.load_s("disk", RAW // 2) + 1e-6 * N)
     raw = replace(fetch, level="raw")
     assert sum(times.steps_s([fetch])) == pytest.approx(sum(times.steps_s([raw])) + 1e-6 * N)
-
-
-# where and how a new chunk is kept
-
-
-@pytest.mark.parametrize(
-    ("byte_s", "level"),
-    [(1e-10, "raw"), (3.6e-9, "int8"), (8e-9, "cg1"), (1.6e-8, "cg2"), (1e-3, "cg3")],
-)
-def test_the_level_of_a_tier_is_what_loses_least_and_hides_else_the_soonest(byte_s, level):
-    assert choose_level(N, RAW, levels_machine(far=byte_s), "far", 0.15) == level
-    assert choose_level(N, RAW, machine(far=byte_s), "far", 0.15) == "raw"  # none was measured
