@@ -38,10 +38,6 @@ log = logging.getLogger("ragfuse.engine")
 
 TURN_SAVE_WAIT_S = 5.0
 """Longest time in seconds that a turn waits until the KV of the turn before it is saved."""
-STOP_SEARCH_TOKENS = 64
-"""How many of an answer's last token ids are searched for the place where a stop string cut its
-text.
-"""
 
 
 class ConversationHistory:
@@ -210,16 +206,11 @@ class ConversationHistory:
             self._later(lambda: self.sessions.release(unused_keys))
 
     def _text_ids(self, answer: Answer) -> tuple[int, ...]:
-        """Return the ids of an answer's text: the generated ones, with the end tokenised anew where
-        a stop cut it.
+        """Return the ids of an answer's text: the generated ones, unless a stop string cut it or
+        some of it is reasoning or calls.
         """
         model, ids = self._runtime.encoder.model, answer.token_ids
-        for count in range(len(ids), max(-1, len(ids) - STOP_SEARCH_TOKENS), -1):
-            text = model.text(ids[:count])
-            if answer.text.startswith(text):
-                rest = answer.text[len(text) :]
-                return (*ids[:count], *(model.tokens(rest) if rest else ()))
-        return tuple(model.tokens(answer.text))
+        return ids if model.text(ids) == answer.text else tuple(model.tokens(answer.text))
 
 
 def _without_turns(whole: Prompt, short: Prompt, pending: PendingTurn) -> Prompt:

@@ -116,7 +116,7 @@ class CodecRegistry:
 
 
 def wants_tables(settings: Settings) -> bool:
-    """Return whether the settings have a tier that is written at a level that needs codec tables."""
+    """Return whether a tier is written at a level that needs codec tables."""
     levels = {level for each in settings.written.values() for level in each}
     return any(tableless(level, "") is None for level in levels)
 
