@@ -19,7 +19,6 @@ from ragfuse.engine.prefix_cache import PrefixCache, with_rows, without_rows
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.question import is_ids, messages_of
 from ragfuse.engine.request import PreparedPrompt, Request
-from ragfuse.sessions.conversation_index import Name
 from ragfuse.sessions.session import (
     PendingTurn,
     Session,
@@ -31,7 +30,6 @@ from ragfuse.sessions.session import (
 from ragfuse.sessions.session_store import SessionStore
 from ragfuse.text.chat_messages import ChatMessage, LaterMessages, Piece
 from ragfuse.types.answer import Answer
-from ragfuse.types.keys import ChunkKey
 from ragfuse.types.prompt import Prompt
 
 log = logging.getLogger("ragfuse.engine")
@@ -84,13 +82,6 @@ class ConversationHistory:
             return fitted(lambda n: self._prompts.prompt(request, leave_out=n), limit)
         found = fitted(lambda n: self._shortened(request, pending, n), limit)
         return found if request.ask.session is not None else replace(found, conversation=None)
-
-    def keys_of(self, name: Name) -> Sequence[ChunkKey]:
-        """Return the keys of a conversation's KV; a conversation that is not in the index is read
-        from the catalog.
-        """
-        index = self._runtime.conversations
-        return index.keys(name) or (self.sessions.get(*name) and index.keys(name)) or ()
 
     def _pending_turn(self, request: Request) -> PendingTurn | None:
         """Return the turn that a question adds to its session; None for a text or ids without one.

@@ -103,13 +103,10 @@ class PromptBuilder:
         forgotten = {text.strip(): self.runtime.model.tokens(text.strip()) for text in texts}
         passages = self._spans.sharing(list(forgotten.values()), (LEARNT, CODE))
         for text, ids in (*forgotten.items(), *((span.text, span.tokens) for span in passages)):
-            self._drop(ids, text)
+            self._spans.discard(ids)
+            with self._lock:
+                self._read_texts.pop(digest_of(text), None)
         return {span.tokens for span in passages}
-
-    def _drop(self, ids: Sequence[int], text: str) -> None:
-        self._spans.discard(ids)
-        with self._lock:
-            self._read_texts.pop(digest_of(text), None)
 
     # the index
 

@@ -225,10 +225,6 @@ class CostModel:
         """Return the time of a full prefill of `tokens`."""
         return self.prefill.fixed_s + self.prefill.rows_s(tokens, tokens)
 
-    def recompute_s(self, ratio: float, tokens: int) -> float:
-        """Return T_recompute of CacheBlend 5.1: `ratio` times a full prefill."""
-        return ratio * self.prefill_s(tokens)
-
     def fused_s(self, blend: Blend) -> float:
         """Return the time of a fused prefill whose cached KV is loaded."""
         costs = self.fused.fixed_s, self.fused.row_s, self.fused.key_s, self.placed_s
