@@ -45,8 +45,6 @@ from ragfuse.types.tiers import TIER_KINDS
 log = logging.getLogger("ragfuse.settings")
 
 PREFIX = "RAGFUSE_"
-AUTO_LEVEL = "auto"
-"""The level of a tier is chosen by the measured speed of this machine."""
 SINKS = 4
 """First tokens of a conversation that a truncation keeps: later tokens attend to them
 (StreamingLLM, 3.1).
@@ -76,9 +74,9 @@ def _tier(given: str) -> str:
 
 
 def _levels(given: tuple[str, ...]) -> tuple[str, ...]:
-    if given != (AUTO_LEVEL,) and (not given or not {*given} <= {*LEVEL_NAMES}):
-        raise ValueError(f"wanted some of {', '.join(LEVEL_NAMES)}, or {AUTO_LEVEL} alone")
-    return tuple(level for level in (AUTO_LEVEL, *LEVEL_NAMES) if level in given)
+    if not given or not {*given} <= {*LEVEL_NAMES}:
+        raise ValueError(f"wanted some of {', '.join(LEVEL_NAMES)}")
+    return tuple(level for level in LEVEL_NAMES if level in given)
 
 
 TierName = Annotated[str, AfterValidator(_tier)]
@@ -185,8 +183,7 @@ class Settings(BaseSettings):
         default=(),
         description=(
             'Codec levels in which a tier stores KV, by name: {"redis": ["int8", "cg2"]}. raw,'
-            " int8, cg1 (least lossy) to cg4, or several of them; auto: chosen by the measured"
-            " speed. Tiers not named here store raw."
+            " int8, cg1 (least lossy) to cg4, or several of them. Tiers not named here store raw."
         ),
     )
     tier_timeout_s: float = Field(
@@ -470,9 +467,7 @@ class Settings(BaseSettings):
 
     @property
     def written(self) -> dict[str, tuple[str, ...]]:
-        """The codec levels of each tier, least lossy first; `AUTO_LEVEL` where the machine's speed
-        decides.
-        """
+        """The codec levels of each tier, least lossy first."""
         return dict(self.levels)
 
     @property

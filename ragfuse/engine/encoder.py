@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from ragfuse.engine.machine_timings import MachineTimings
 from ragfuse.engine.overflow import remaining_context
 from ragfuse.hf.model import HFModel
-from ragfuse.plan.tiers import PRICES, choose_level, choose_tier
+from ragfuse.plan.tiers import PRICES, choose_tier
 from ragfuse.schemas.layout import SchemaRun
-from ragfuse.settings import AUTO_LEVEL, Settings
+from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.text import filler_text
 from ragfuse.types.keys import ChunkKey, filler_context, token_digest
@@ -39,9 +39,9 @@ class Encoder:
     Args:
         model: The model.
         store: The store.
-        settings: Of these, the smallest number of tokens that is stored, codec
-            levels and placement are used.
-        timings: Timings of this machine, by which tiers and levels are chosen.
+        settings: Of these, the smallest number of tokens that is stored and the placement are
+            used.
+        timings: Timings of this machine, by which tiers are chosen.
         digest: Digest of model and tenant in keys.
         filler_tokens: Tokens of filler text before a chunk; 0: chunks are encoded alone.
         ratio: Returns the default recompute ratio.
@@ -89,21 +89,8 @@ class Encoder:
         slow = [tier.name for tier in self.store.tiers if tier.slow]
         if costs is None or len(slow) < 2 or self.settings.placement == "all":
             return None
-        written = {tier: self.store.levels.of(tier) for tier in slow} | self.levels(
-            n_tokens, nbytes
-        )
+        written = {tier: self.store.levels.of(tier) for tier in slow}
         return choose_tier(n_tokens, nbytes, costs, slow, PRICES, self.ratio(), written)
-
-    def levels(self, n_tokens: int, nbytes: int) -> dict[str, tuple[str, ...]]:
-        """Return the level of a new chunk in each tier whose level is `auto`; raw until the machine
-        was measured.
-        """
-        chosen = [tier for tier, levels in self.settings.written.items() if levels == (AUTO_LEVEL,)]
-        costs = self.timings.costs(self.model) if chosen else None
-        if costs is None or not costs.tiers:
-            return {}
-        ratio = self.ratio()
-        return {tier: (choose_level(n_tokens, nbytes, costs, tier, ratio),) for tier in chosen}
 
     @property
     def context(self) -> str:
@@ -195,7 +182,10 @@ class Encoder:
         kv = kv_of()
         if not persistent:
             return kv.nbytes if self.store.put(key, kv, tier=fast[0], levels=raw) else 0
-        home, levels = self.home(kv.n_tokens, kv.nbytes), self.levels(kv.n_tokens, kv.nbytes) | raw
-        wait, pace_s = self.pace_s is None, self.pace_s or 0.0
-        kept = self.store.put(key, kv, wait=wait, slow_tier=home, pace_s=pace_s, levels=levels)
+        home, wait, pace_s = (
+            self.home(kv.n_tokens, kv.nbytes),
+            self.pace_s is None,
+            self.pace_s or 0.0,
+        )
+        kept = self.store.put(key, kv, wait=wait, slow_tier=home, pace_s=pace_s, levels=raw)
         return kv.nbytes if kept else 0

@@ -115,7 +115,7 @@ class Engine(OneProcess):
         self.schemas = SchemaService(self.prompts)
         self.history = ConversationHistory(self.prompts, self.prefixes)
         self.sessions = self.history.sessions
-        self.prefetcher = Prefetcher(runtime, self.history.keys_of)
+        self.prefetcher = Prefetcher(runtime)
         self._planner = Planner(runtime, self.prefixes)
         self._prefiller = Prefiller(self._planner, self.prefixes, self.prefetcher)
         self._remember = RememberStage(self.prompts, self.history, self.prefixes, self.prefetcher)

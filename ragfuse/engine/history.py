@@ -19,7 +19,6 @@ from ragfuse.engine.prefix_cache import PrefixCache, with_rows, without_rows
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.question import is_ids, messages_of
 from ragfuse.engine.request import PreparedPrompt, Request
-from ragfuse.sessions.conversation_index import Name
 from ragfuse.sessions.session import (
     PendingTurn,
     Session,
@@ -31,17 +30,12 @@ from ragfuse.sessions.session import (
 from ragfuse.sessions.session_store import SessionStore
 from ragfuse.text.chat_messages import ChatMessage, LaterMessages, Piece
 from ragfuse.types.answer import Answer
-from ragfuse.types.keys import ChunkKey
 from ragfuse.types.prompt import Prompt
 
 log = logging.getLogger("ragfuse.engine")
 
 TURN_SAVE_WAIT_S = 5.0
 """Longest time in seconds that a turn waits until the KV of the turn before it is saved."""
-STOP_SEARCH_TOKENS = 64
-"""How many of an answer's last token ids are searched for the place where a stop string cut its
-text.
-"""
 
 
 class ConversationHistory:
@@ -88,13 +82,6 @@ class ConversationHistory:
             return fitted(lambda n: self._prompts.prompt(request, leave_out=n), limit)
         found = fitted(lambda n: self._shortened(request, pending, n), limit)
         return found if request.ask.session is not None else replace(found, conversation=None)
-
-    def keys_of(self, name: Name) -> Sequence[ChunkKey]:
-        """Return the keys of a conversation's KV; a conversation that is not in the index is read
-        from the catalog.
-        """
-        index = self._runtime.conversations
-        return index.keys(name) or (self.sessions.get(*name) and index.keys(name)) or ()
 
     def _pending_turn(self, request: Request) -> PendingTurn | None:
         """Return the turn that a question adds to its session; None for a text or ids without one.
@@ -210,16 +197,11 @@ class ConversationHistory:
             self._later(lambda: self.sessions.release(unused_keys))
 
     def _text_ids(self, answer: Answer) -> tuple[int, ...]:
-        """Return the ids of an answer's text: the generated ones, with the end tokenised anew where
-        a stop cut it.
+        """Return the ids of an answer's text: the generated ones, unless a stop string cut it or
+        some of it is reasoning or calls.
         """
         model, ids = self._runtime.encoder.model, answer.token_ids
-        for count in range(len(ids), max(-1, len(ids) - STOP_SEARCH_TOKENS), -1):
-            text = model.text(ids[:count])
-            if answer.text.startswith(text):
-                rest = answer.text[len(text) :]
-                return (*ids[:count], *(model.tokens(rest) if rest else ()))
-        return tuple(model.tokens(answer.text))
+        return ids if model.text(ids) == answer.text else tuple(model.tokens(answer.text))
 
 
 def _without_turns(whole: Prompt, short: Prompt, pending: PendingTurn) -> Prompt:

@@ -115,10 +115,11 @@ class Planner:
         """Return the precise reason of a miss: its entry may be undecodable here, or still being
         encoded.
         """
-        if why == MISSING and (segment.stored or segment.tokens) in self._runtime.jobs.names:
+        if why != MISSING:
+            return why
+        if (segment.stored or segment.tokens) in self._runtime.jobs.names:
             return ENCODING
-        reasons = (self._store.levels.why_not(key) for key in segment.keys if why == MISSING)
-        return next(filter(None, reasons), why)
+        return next(filter(None, map(self._store.levels.why_not, segment.keys)), why)
 
     def _why_nothing(self, prompt: Prompt, lost: bool) -> str:
         """Return why nothing of a prompt was found, with the tiers that do not answer and may have

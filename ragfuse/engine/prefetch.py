@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from threading import Lock
 
 from ragfuse.engine.overflow import may_fit
@@ -26,7 +26,6 @@ log = logging.getLogger("ragfuse.engine")
 
 MAX_WAITING_REQUESTS = 8
 """Most requests that may wait; beyond that the oldest is dropped."""
-KeysOf = Callable[[Name], Sequence[ChunkKey]]
 MAX_TIER_SHARE = 0.5
 """Share of a fast tier's bytes, without pinned entries, that one request may fill."""
 
@@ -40,11 +39,10 @@ class Prefetcher:
 
     Args:
         runtime: The model with its encoder, and the store whose tiers are read.
-        keys_of: Returns the keys of a conversation's KV.
     """
 
-    def __init__(self, runtime: Runtime, keys_of: KeysOf) -> None:
-        self._store, self._runtime, self._keys_of = runtime.store, runtime, keys_of
+    def __init__(self, runtime: Runtime) -> None:
+        self._store, self._runtime = runtime.store, runtime
         self._jobs, self._lock = BackgroundJobs("prefetch", limit=1), Lock()
         # looked up in the background, one after the other
         self._ahead: deque[Iterator[Entry]] = deque(maxlen=1)
@@ -64,7 +62,8 @@ class Prefetcher:
         """Prefetch the KV of these conversations in their order; they replace those of an earlier
         call.
         """
-        groups = (self._store.lookup(self._keys_of(name)).values() for name in waiting)
+        known = map(self._runtime.conversations.keys, waiting)
+        groups = (self._store.lookup(keys).values() for keys in known)
         self._submit(self._ahead, self._fitting(groups))
 
     def skip(self, keys: Iterable[ChunkKey]) -> None:

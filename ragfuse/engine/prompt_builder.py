@@ -64,8 +64,6 @@ class PromptBuilder:
         shortest = max(6, runtime.settings.min_chunk_tokens)
         self._spans = KnownSpans(shortest, max(MIN_ALTERED_TOKENS, shortest))
         self._read_texts: LRUCache[str, bool] = LRUCache(MAX_READ_TEXTS)  # by their digests
-        # by role, whether the template takes contents as lists of parts
-        self._in_parts: dict[str, bool] = {}
 
     def knows(self, text: str, tokens: Sequence[int]) -> bool:
         """Return whether prompts are searched for this text, whose token ids are given."""
@@ -105,13 +103,10 @@ class PromptBuilder:
         forgotten = {text.strip(): self.runtime.model.tokens(text.strip()) for text in texts}
         passages = self._spans.sharing(list(forgotten.values()), (LEARNT, CODE))
         for text, ids in (*forgotten.items(), *((span.text, span.tokens) for span in passages)):
-            self._drop(ids, text)
+            self._spans.discard(ids)
+            with self._lock:
+                self._read_texts.pop(digest_of(text), None)
         return {span.tokens for span in passages}
-
-    def _drop(self, ids: Sequence[int], text: str) -> None:
-        self._spans.discard(ids)
-        with self._lock:
-            self._read_texts.pop(digest_of(text), None)
 
     # the index
 
@@ -312,33 +307,20 @@ class PromptBuilder:
         """Return a message with its content in the form that the template renders: a text, or a
         list of parts.
         """
-        content, role = message.get("content"), str(message.get("role"))
-        if not isinstance(content, str):
+        content = message.get("content")
+        if not isinstance(content, str) or not self._takes_parts:
             return dict(message)
-        role = role if role in ("system", "assistant", "user") else "user"
-        if role not in self._in_parts:
-            self._in_parts[role] = self._takes_parts(role)
-        return {
-            **message,
-            "content": [{"type": "text", "text": content}] if self._in_parts[role] else content,
-        }
+        return {**message, "content": [{"type": "text", "text": content}]}
 
-    def _takes_parts(self, role: str) -> bool:
-        """Return whether the template renders contents of this role only where they are lists of
-        parts.
-        """
-        others = (
-            [] if role == "user" else [self._in_template_form({"role": "user", "content": "Why?"})]
-        )
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template renders contents only where they are lists of parts."""
         for content, is_list in (
             (PARTS_PROBE, False),
             ([{"type": "text", "text": PARTS_PROBE}], True),
         ):
-            message = {"role": role, "content": content}
             try:
-                text = self._rendered(
-                    [message, *others] if role == "system" else [*others, message], (), {}
-                )
+                text = self._rendered([{"role": "user", "content": content}], (), {})
             except Exception:  # a template may raise anything
                 continue
             if PARTS_PROBE in text:

@@ -297,7 +297,6 @@ class Timed:
         full_s = costs.prefill_s(len(plan.prompt))
         if not plan.fetches:
             return replace(plan, forecast=Forecast(0.0, full_s, full_s, full_s, bound, deadline_s))
-        tiers = {fetch.tier for fetch in (*plan.fetches, *plan.unread)}
         forecast = Forecast(
             load_s=self.load_s,
             recompute_s=costs.fused_s(self.blend),
@@ -305,9 +304,6 @@ class Timed:
             full_s=full_s,
             bound=bound,
             deadline_s=deadline_s,
-            corrections=tuple(
-                (tier, times) for tier, times in sorted(costs.corrections.items()) if tier in tiers
-            ),
         )
         return replace(plan, layers_a_read=self.layers_a_read, forecast=forecast)
 

@@ -187,8 +187,6 @@ class CostModel:
         decode: Seconds to decode one token's KV, by codec level; raw is not listed, as it takes no
             time.
         packed: Size relative to raw, by codec level; raw is not listed.
-        corrections: By tier, how many times as long as measured it took in recent answers; `tiers`
-            includes it.
         version: `COST_VERSION` when it was written.
     """
 
@@ -204,24 +202,11 @@ class CostModel:
     prefill_points: tuple[tuple[Count, Seconds], ...] = ()
     decode: Mapping[str, Seconds] = field(default_factory=dict)
     packed: Mapping[str, Seconds] = field(default_factory=dict)
-    corrections: Mapping[str, float] = field(default_factory=dict)
     version: int = COST_VERSION
 
     def as_dict(self) -> dict[str, Any]:
         """Return the model in plain JSON types."""
         return asdict(self)
-
-    def corrected(self, times: Mapping[str, float]) -> CostModel:
-        """Return the model with the times of all tiers multiplied."""
-        tiers = {
-            name: replace(
-                tier,
-                read_s=tier.read_s * times.get(name, 1.0),
-                byte_s=tier.byte_s * times.get(name, 1.0),
-            )
-            for name, tier in self.tiers.items()
-        }
-        return replace(self, tiers=tiers, corrections=times)
 
     def knows(self, fetches: Sequence[Fetch]) -> bool:
         """Return whether the tiers and levels of all these fetches were measured; False where no

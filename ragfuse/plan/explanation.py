@@ -81,12 +81,6 @@ def in_words(plan: LoadPlan, unmeasured: str = UNMEASURED) -> str:
         f"First token after {found.ttft_s:.3f} s: {found.load_s:.3f} s of loading,"
         f" {found.recompute_s:.3f} s of computing{both}. Full prefill: {found.full_s:.3f} s."
     )
-    for tier, times in found.corrections:
-        factor = f"{times:.1f}" if times > 1 else f"{times:.2f}"
-        lines.append(
-            f"Reading {tier} is assumed to take {factor} times as long as measured, as it did for"
-            " the last answers."
-        )
     if found.is_late:
         lines.append(f"The deadline, {found.deadline_s:.3f} s from now, cannot be met.")
     return "\n".join(lines)

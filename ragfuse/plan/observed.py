@@ -96,13 +96,14 @@ class Observed:
         as other load on the machine only adds to them; None before the first of them.
         """
         if measured is not None:
-            times = {tier: self.times(tier) for tier in self.tiers}
-            wrong = {
-                tier: each
-                for tier, each in times.items()
-                if not 1 / MIN_CORRECTION < each < MIN_CORRECTION
-            }
-            return measured.corrected(wrong)
+            tiers = dict(measured.tiers)
+            for name in tiers.keys() & self.tiers:
+                tier, times = tiers[name], self.times(name)
+                if not 1 / MIN_CORRECTION < times < MIN_CORRECTION:
+                    tiers[name] = replace(
+                        tier, read_s=tier.read_s * times, byte_s=tier.byte_s * times
+                    )
+            return replace(measured, tiers=tiers)
         if not self.rows:
             return None
         row = RowCost(0.0, min(self.rows), 0.0)

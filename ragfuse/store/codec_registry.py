@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ragfuse.codec import RAW, Codec, CodecTables, LayerMeta, codec_for
-from ragfuse.settings import AUTO_LEVEL, Settings
+from ragfuse.settings import Settings
 from ragfuse.store.levels import tableless
 from ragfuse.store.tier import EntryMeta, Tier
 from ragfuse.types.keys import ChunkKey, digest
@@ -116,11 +116,9 @@ class CodecRegistry:
 
 
 def wants_tables(settings: Settings) -> bool:
-    """Return whether the settings have a tier that is, or may be, written at a level that needs
-    codec tables.
-    """
+    """Return whether a tier is written at a level that needs codec tables."""
     levels = {level for each in settings.written.values() for level in each}
-    return any(level == AUTO_LEVEL or tableless(level, "") is None for level in levels)
+    return any(tableless(level, "") is None for level in levels)
 
 
 def _key(name: str) -> ChunkKey:

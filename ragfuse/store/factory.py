@@ -11,7 +11,7 @@ from typing import Any
 
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import Evictor, lru
-from ragfuse.settings import AUTO_LEVEL, Settings
+from ragfuse.settings import Settings
 from ragfuse.store.catalog import Catalog, CatalogFile
 from ragfuse.store.memory import MemoryTier
 from ragfuse.store.store import KVStore
@@ -39,7 +39,7 @@ def open_store(settings: Settings, evict: Evictor = lru) -> KVStore:
     order.
 
     A tier of 0 bytes is left out. For a model on a GPU, a tier in GPU memory comes first and host
-    memory is pinned. A tier whose codec level is "auto" is written raw until a level is chosen.
+    memory is pinned.
 
     Args:
         settings: Sizes, paths, URLs and codec levels.
@@ -71,8 +71,8 @@ def open_store(settings: Settings, evict: Evictor = lru) -> KVStore:
         for tier in opened:
             tier.close()
         raise
-    levels = {tier: chosen for tier, chosen in settings.written.items() if chosen != (AUTO_LEVEL,)}
-    return KVStore(opened, levels=levels, writer_queue=settings.writer_queue, ttl_s=settings.ttl_s)
+    levels, queue = settings.written, settings.writer_queue
+    return KVStore(opened, levels=levels, writer_queue=queue, ttl_s=settings.ttl_s)
 
 
 def open_tier(

@@ -121,7 +121,6 @@ class Trace:
             check layer.
         predicted_ttft_s: Predicted time to the first logits; None: this machine was not measured.
         predicted_load_s: Predicted time spent loading; None: this machine was not measured.
-        corrections: As in `Forecast`.
         dropped: Sources of chunks that were left out so that prompt and answer fit the context.
         stream: How KV was streamed under a deadline, piece by piece.
         session: The conversation that the prompt continues; "" for none.
@@ -156,7 +155,6 @@ class Trace:
     recomputed_rows: tuple[int, ...] = field(default=(), repr=False)
     predicted_ttft_s: float | None = None
     predicted_load_s: float | None = None
-    corrections: tuple[tuple[str, float], ...] = ()
     dropped: tuple[str, ...] = ()
     stream: StreamTrace | None = None
     session: str = ""

@@ -27,8 +27,6 @@ class Forecast:
         full_s: Full prefill of the prompt.
         bound: What bounds the recompute ratio.
         deadline_s: The deadline for the first token; None for none.
-        corrections: (tier, factor) of tiers that recently took `factor` times as long as measured;
-            all times above include it.
     """
 
     load_s: float
@@ -37,7 +35,6 @@ class Forecast:
     full_s: float
     bound: Bound = "floor"
     deadline_s: float | None = None
-    corrections: tuple[tuple[str, float], ...] = ()
 
     @property
     def is_late(self) -> bool:

@@ -27,7 +27,7 @@ def test_a_result_is_written_whole_or_not_at_all(tmp_path, capsys):
     [
         ("tiers", '["redis://a", "s3://b"]', ("redis://a", "s3://b")),
         ("written", '{"redis": ["cg2", "int8"]}', {"redis": ("int8", "cg2")}),
-        ("written", '{"disk": "int8", "objects-2": "auto"}', {"disk": ("int8",), "objects-2": ("auto",)}),
+        ("written", '{"disk": "int8"}', {"disk": ("int8",)}),
     ],
 )  # fmt: skip
 def test_a_variable_gives_its_setting(name, given, found, monkeypatch):

@@ -6,7 +6,7 @@ import logging
 from contextlib import closing
 from dataclasses import replace
 
-from ragfuse import Ask, Engine, Settings
+from ragfuse import Engine, Settings
 from ragfuse.codec import CodecTables
 from ragfuse.plan.evict import lru
 from ragfuse.plan.explanation import in_words
@@ -14,8 +14,7 @@ from ragfuse.process.shared import forget
 from ragfuse.store import DiskTier, KVStore
 from ragfuse.store.codec_registry import OWNER, CodecRegistry
 from ragfuse.types.keys import ChunkKey, digest
-from tests.plan.kit import timings
-from tests.tiny import CHUNKS, ingest, messages, on_disk_only
+from tests.tiny import ingest, messages, on_disk_only
 
 
 def at(settings, path=None, **levels):
@@ -99,20 +98,6 @@ def test_without_the_tables_it_is_a_miss_that_says_so_and_nothing_is_dropped(tin
         assert "no codec tables for level cg2" in in_words(plan)
         assert disk.nbytes == before > 0
         assert disk.counts["corrupt"] == 0
-
-
-def test_a_tier_whose_level_is_chosen_is_raw_until_this_machine_was_measured(tiny_settings):
-    settings = at(tiny_settings, disk="auto")
-    with Engine(settings) as engine:
-        ingest(engine)
-        assert levels_in(engine, "disk") == {("raw",)}
-        slow = replace(timings(engine, memory=0.0, disk=1e-3), decode={"int8": 0.0, "cg3": 0.0})
-        engine.timings.learn(replace(slow, packed={"int8": 0.5, "cg3": 0.1}))
-        assert set(engine.runtime.encoder.levels(100, 10_000).values()) == {("cg3",)}
-        engine.forget(CHUNKS)
-        ingest(engine)
-        assert ("cg3",) in levels_in(engine, "disk")
-        assert engine.answer(messages(), Ask()).trace.tokens
 
 
 def test_tables_lie_in_a_slow_tier_by_their_digest_and_no_other(tmp_path, tiny_settings):

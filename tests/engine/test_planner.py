@@ -65,15 +65,11 @@ def test_a_tier_that_is_slower_than_measured_is_planned_as_it_is_after_three_ans
     with on_disk_only(tiny_settings) as engine:
         engine.timings.learn(timings(engine, disk=1e-15))
         wrong = engine.plan(messages(), ask).forecast
-        traces = [engine.answer(messages(), ask).trace for _ in range(3)]
-        assert (traces[0].corrections, wrong.corrections) == ((), ())
-        planned = engine.plan(messages(), ask).forecast
-        ((name, times),) = planned.corrections
-        assert (name, times > 5) == ("disk", True)
-        assert planned.load_s == pytest.approx(times * wrong.load_s)
-        assert engine.answer(messages(), ask).trace.corrections
+        for _ in range(3):
+            engine.answer(messages(), ask)
+        assert engine.plan(messages(), ask).forecast.load_s > 5 * wrong.load_s
         engine.timings.learn(timings(engine, disk=1e-15))
-        assert engine.plan(messages(), ask).forecast.corrections == ()
+        assert engine.plan(messages(), ask).forecast.load_s == wrong.load_s
 
 
 @pytest.fixture

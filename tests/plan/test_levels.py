@@ -3,13 +3,11 @@ waits for it.
 """
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.plan.tiers import choose_level, choose_tier
 from ragfuse.types.levels import loss
 from tests.plan.kit import NBYTES_PER_TOKEN, machine, plan, prompt_of
 
@@ -101,20 +99,8 @@ def test_levels_never_make_the_first_token_later(tiers, levels, far):
     assert found.forecast.ttft_s <= alone.forecast.ttft_s * 1.02 + 1e-9
 
 
-# where and how a new chunk is kept
-
-
-@pytest.mark.parametrize(
-    ("byte_s", "level"),
-    [(1e-10, "raw"), (3.6e-9, "int8"), (8e-9, "cg1"), (1.6e-8, "cg2"), (1e-3, "cg3")],
-)
-def test_the_level_of_a_tier_is_what_loses_least_and_hides_else_the_soonest(byte_s, level):
-    assert choose_level(N, RAW, levels_machine(far=byte_s), "far", 0.15) == level
-    assert choose_level(N, RAW, machine(far=byte_s), "far", 0.15) == "raw"  # none was measured
-
-
-def test_a_cheap_tier_becomes_fast_enough_by_its_level():
-    choose = partial(choose_tier, N, RAW, levels_machine(far=1.2e-8), ["disk", "far"])
-    assert choose({"disk": 1.0, "far": 0.1}, 0.15) == "disk"
-    for prices in ({"disk": 1.0, "far": 0.1}, {"disk": 0.1, "far": 0.3}):
-        assert choose(prices, 0.15, {"far": ("cg2",)}) == "far"
+def test_decoding_counts_as_loading():
+    times, fetch = levels_machine(), planned(["disk"], ["int8"]).fetches[0]
+    assert times.fetch_s(fetch) == pytest.approx(times.load_s("disk", RAW // 2) + 1e-6 * N)
+    raw = replace(fetch, level="raw")
+    assert sum(times.steps_s([fetch])) == pytest.approx(sum(times.steps_s([raw])) + 1e-6 * N)
