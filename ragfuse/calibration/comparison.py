@@ -89,7 +89,8 @@ def ask(
     prompt, max_tokens = prompts[FULL.encoded], NEW_TOKENS[case.task]
     remaining_context(len(prompt) + max_tokens, lab.model, f"{case.dataset} {case.id}")
     full, full_time = _timed(lab, stopwatch, FULL, prompt)
-    full_ids = lab.write(full.copy(), max_tokens)
+    full_ids = lab.write(full, max_tokens)
+    full.rewind()
     forced_ids = [*full_ids, *(ends_of(lab.model)[:1] or (0,))][:max_tokens]
     wanted = lab.model.score_continuation(full, forced_ids)
     for method in methods:
@@ -97,7 +98,8 @@ def ask(
             prefill, time, found, ids = full, full_time, wanted, full_ids
         else:
             prefill, time = _timed(lab, stopwatch, method, prompts[method.encoded])
-            ids = lab.write(prefill.copy(), max_tokens) if answers else []
+            ids = lab.write(prefill, max_tokens) if answers else []
+            prefill.rewind()
             found = lab.model.score_continuation(prefill, forced_ids)
         has_answer = answers or method == FULL
         yield Row(

@@ -212,7 +212,7 @@ def _version_of(place: Path) -> str:
     has_weights = place.is_file() or any(
         any(place.glob(name)) for name in ("*.safetensors", "*.gguf", CHUNK_ADAPTER)
     )
-    return identity([place], {})[0] if has_weights else ""
+    return identity([place], {}) if has_weights else ""
 
 
 def handed_over(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from ragfuse.fuse.rope import part_layout, shifted
 from ragfuse.types.kv import ChunkKV, LayerKV, RopeLayout
@@ -27,15 +28,17 @@ def added(kv: ChunkKV, drift: ChunkKV, rope: Rope) -> ChunkKV:
         rope: The rotation of each layer; None where keys carry no position.
     """
     positions = torch.arange(kv.n_tokens, dtype=torch.float64)[:, None]
-    layers = []
-    for layer, one, layout in zip(kv.layers, drift.layers, rope, strict=True):
-        keys, values = (
-            shifted(part.float().expand(-1, kv.n_tokens, -1), positions, part_layout(layout, name))
-            for name, part in (("keys", one.keys), ("values", one.values))
+
+    def moved(part: Tensor, one: Tensor, layout: RopeLayout | None) -> Tensor:
+        every = one.float().expand(-1, kv.n_tokens, -1)
+        return (part.float() + shifted(every, positions, layout)).to(part)
+
+    return ChunkKV(
+        tuple(
+            LayerKV(
+                moved(layer.keys, one.keys, part_layout(layout, "keys")),
+                moved(layer.values, one.values, part_layout(layout, "values")),
+            )
+            for layer, one, layout in zip(kv.layers, drift.layers, rope, strict=True)
         )
-        keys, values = (
-            (layer.keys.float() + keys).to(layer.keys),
-            (layer.values.float() + values).to(layer.values),
-        )
-        layers.append(LayerKV(keys, values))
-    return ChunkKV(tuple(layers))
+    )

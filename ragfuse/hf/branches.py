@@ -24,6 +24,7 @@ from ragfuse.fuse.rope import angles, rotated
 from ragfuse.hf import probe
 from ragfuse.hf.cache import CACHE
 from ragfuse.hf.lora import LoraAdapter
+from ragfuse.types.kv import LayerKV
 from ragfuse.types.profiles import ModelProfile
 
 CONTEXT_ROW = -1
@@ -113,6 +114,15 @@ class BranchModel:
         refuse_unadaptable(model, profile)
         self.model, self.rope, self.device = model, profile.rope, probe.device_of(model)
         self.filler, self.chunk_adapter = tuple(filler), chunk_adapter
+
+    def full(
+        self, context: ContextTokens, branches: Sequence[Branch], layers: Collection[int] = ()
+    ) -> BranchStates:
+        """Return what full causal attention gives; `layers` are the numbers of the hidden states
+        that are wanted.
+        """
+        with self._plain():
+            return self._ended(self._causal(context), (), branches, layers)
 
     def blockwise(
         self,
@@ -216,22 +226,19 @@ class BranchModel:
         """Return the KV of all chunks, each encoded after the filler, with keys rotated to their
         places.
         """
-        cut, before, placed = len(self.filler), DynamicCache(), DynamicCache()
+        cut, before, placed = len(self.filler), tuple[LayerKV, ...](), DynamicCache()
         if cut:
             # no gradients for rows that are cut off
             ids = torch.tensor([self.filler], device=self.device)
-            probe.run_forward(self.model, ids, before, -cut)
+            before = probe.plain_kv(self.model, ids, -cut)
         for lo, hi in context.chunks:
-            cache = DynamicCache()
-            for number, layer in enumerate(before.layers):
-                cache.update(layer.keys, layer.values, number)
             ids = torch.tensor([context.token_ids[lo:hi]], device=self.device)
-            probe.forward(self.model, ids, cache, 0)
-            for number, (layer, layout) in enumerate(zip(cache.layers, self.rope, strict=True)):
-                keys, values = layer.keys[:, :, cut:], layer.values[:, :, cut:]
+            layers = probe.plain_kv(self.model, ids, 0, before, probe.forward)
+            for number, (layer, layout) in enumerate(zip(layers, self.rope, strict=True)):
+                keys, values = layer.keys[:, cut:], layer.values[:, cut:]
                 if layout is not None:
                     keys = rotated(keys, angles(layout, lo, self.device), layout)
-                placed.update(keys, values, number)
+                placed.update(keys[None], values[None], number)
         rows = torch.tensor([row for lo, hi in context.chunks for row in range(lo, hi)])
         return _Past(placed, torch.full((len(rows),), CONTEXT_ROW), rows)
 

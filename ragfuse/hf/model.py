@@ -49,8 +49,6 @@ AT_ONCE_NBYTES, AT_ONCE_ON_CPU_NBYTES = 32 << 20, 4 << 20
 """Most bytes of cached keys that are copied into a prompt's buffers and rotated at once; less for a
 CPU's cache.
 """
-SCORED_TOKENS = 256
-"""Tokens of a text whose logits are computed at once, each as long as the vocabulary."""
 CONTEXTS = 2
 """Number of contexts whose KV is kept in memory, since many chunks are encoded after the same
 prefix.
@@ -101,9 +99,8 @@ class HFModel(OneProcess):
         # prompts are fused in shapes that recur, and nothing is read back
         self.accelerated = self.device.type != "cpu"
         self.name = str(model.config._name_or_path) or model.config.model_type
-        self.files: Path | None = (
-            None  # the folder that the weights were read from and not changed since, if known
-        )
+        # the folder that the weights were read from and not changed since, if known
+        self.files: Path | None = None
         self.weights = weights or weights_digest(model)
         adapted = chunk_adapter.digest if chunk_adapter is not None else ""
         self.fingerprint = fingerprint(model, tokenizer, drift, self.weights, adapted, words)
@@ -329,19 +326,17 @@ class HFModel(OneProcess):
                 out: Any = self.model(input_ids=whole, use_cache=False)
             logits: Tensor = out.logits[0, -len(token_ids) :]
             return logits.float()
-        parts = [prefill.logits[None].float()]
-        begin = (
-            len(prefill.token_ids) if prefill.positions is None else int(prefill.positions[-1]) + 1
-        )
-        read = list(token_ids[:-1])
-        for lo in range(0, len(read), SCORED_TOKENS):
-            ids = torch.tensor([read[lo : lo + SCORED_TOKENS]], device=self.device)
-            at = torch.arange(begin + lo, begin + lo + ids.shape[1], device=self.device)
+        scored = [prefill.logits[None]]
+        if len(token_ids) > 1:
+            at = prefill.positions
+            begin = len(prefill.token_ids) if at is None else int(at[-1]) + 1
+            ids = torch.tensor([list(token_ids[:-1])], device=self.device)
+            places = torch.arange(begin, begin + ids.shape[1], device=self.device)
+            options = {CACHE: prefill.cache, **probe.at_positions(self.model, places)}
             with self.lock, torch.no_grad():
-                options = probe.at_positions(self.model, at)
-                out = self.model(input_ids=ids, use_cache=True, **{CACHE: prefill.cache}, **options)
-            parts.append(out.logits[0].float())
-        return torch.cat(parts)
+                out = self.model(input_ids=ids, use_cache=True, **options)
+            scored.append(out.logits[0])
+        return torch.cat(scored).float()
 
     def fuse(
         self,

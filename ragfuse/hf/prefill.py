@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -90,15 +90,10 @@ class Prefill:
             errors.append(by_row(a.values[:, chosen], b.values[:, chosen]))
         return max(error if math.isfinite(error) else NO_NUMBER for error in errors)
 
-    def copy(self) -> Prefill:
-        """Return a copy with its own cache, so that the prompt can be continued twice."""
-        if self.cache is None:
-            return self
-        cache = RowCache(len(self.cache.layers))
-        for copied, layer in zip(cache.layers, self.cache.layers, strict=True):
-            keys, values = layer.whole()
-            copied.fill(keys.clone(), values.clone(), layer.length)
-        return replace(self, cache=cache)
+    def rewind(self) -> None:
+        """Drop all rows after the prompt, so that it can be continued again."""
+        if self.cache is not None:
+            self.cache.length = len(self.token_ids)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from operator import itemgetter
 from typing import Any
@@ -150,27 +150,6 @@ def _rope_types(config: PreTrainedConfig) -> Iterator[str]:
         yield group.get("rope_type") or group.get("type") or "default"
 
 
-def plain_kv(
-    model: PreTrainedModel,
-    token_ids: Tensor,
-    positions: Tensor | int,
-    before: Sequence[LayerKV] = (),
-) -> tuple[LayerKV, ...]:
-    """Return the KV of every layer from the model's own forward.
-
-    Args:
-        model: The model.
-        token_ids: int64 [1, n].
-        positions: int64 [n], or the first of n consecutive ones.
-        before: KV of preceding tokens that these attend to; the result begins with it.
-    """
-    cache = DynamicCache()
-    for layer, kv in enumerate(before):
-        cache.update(kv.keys[None], kv.values[None], layer)
-    run_forward(model, token_ids, cache, positions)
-    return tuple(LayerKV(layer.keys[0], layer.values[0]) for layer in cache.layers)
-
-
 def forward(
     model: PreTrainedModel, token_ids: Tensor, cache: Any, positions: Tensor | int | None
 ) -> Any:
@@ -197,6 +176,29 @@ def forward(
 
 run_forward = torch.no_grad()(forward)
 """`forward` without gradients."""
+
+
+def plain_kv(
+    model: PreTrainedModel,
+    token_ids: Tensor,
+    positions: Tensor | int,
+    before: Sequence[LayerKV] = (),
+    run: Callable[..., object] = run_forward,
+) -> tuple[LayerKV, ...]:
+    """Return the KV of every layer from the model's own forward.
+
+    Args:
+        model: The model.
+        token_ids: int64 [1, n].
+        positions: int64 [n], or the first of n consecutive ones.
+        before: KV of preceding tokens that these attend to; the result begins with it.
+        run: `forward`, for gradients, or `run_forward`.
+    """
+    cache = DynamicCache()
+    for layer, kv in enumerate(before):
+        cache.update(kv.keys[None], kv.values[None], layer)
+    run(model, token_ids, cache, positions)
+    return tuple(LayerKV(layer.keys[0], layer.values[0]) for layer in cache.layers)
 
 
 def at_positions(model: PreTrainedModel, positions: Tensor | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -23,7 +23,6 @@ from ragfuse.hf.cache import RowCache
 from ragfuse.hf.model import HFModel, Prefill
 from ragfuse.hf.prefill import PromptPart
 from ragfuse.hf.probe import bound_of, plain_kv, run_forward
-from ragfuse.types.kv import LayerKV
 
 PART_TOKENS = (9, 41, 34, 47, 12)
 """Tokens of the parts of the test prompt: an exact prefix, three chunks, a question."""
@@ -85,7 +84,12 @@ class _Checks:
 
     def __init__(self, model: HFModel, policy: str, ratio: float) -> None:
         self.model, self.policy, self.ratio = model, policy, ratio
-        self._alone = cache(partial(_alone, model))
+        # the KV of a run without context, by the model itself, at positions from a first one on
+        self._alone = cache(
+            lambda ids, first: plain_kv(
+                model.model, torch.tensor([ids], device=model.device), first
+            )
+        )
         self.parts = model.probe_parts(PART_TOKENS)
 
     def run(self) -> Iterator[Check]:
@@ -183,10 +187,3 @@ class _Checks:
         rows = RowCache(self.model.n_layers)
         rows.adopt(known)
         return Prefill(tuple(ids), rows, logits)
-
-
-def _alone(model: HFModel, ids: tuple[int, ...], start: int) -> tuple[LayerKV, ...]:
-    """Return the KV of a run without context, computed by the model itself at positions from
-    `start` on.
-    """
-    return plain_kv(model.model, torch.tensor([ids], device=model.device), start)

@@ -15,13 +15,14 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -394,17 +395,19 @@ def _is_intact(folder: Path, recipe: str) -> bool:
     return bool(found == {"recipe": recipe, "files": _sizes(folder)})
 
 
-def require_hub(name: str, cache_dir: str | Path | None = None) -> None:
+def require_hub(source: Path | str, options: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Raise ModelError if a Hugging Face id is not cached and the hub is unreachable, without the
     hub's many retries.
 
     Args:
-        name: The id.
-        cache_dir: The hub's cache; None: the usual one.
+        source: The id; a folder is left to loading.
+        options: Options of `from_pretrained`.
     """
     from huggingface_hub import constants, try_to_load_from_cache
 
-    cached = try_to_load_from_cache(name, "config.json", cache_dir=cache_dir)
+    if isinstance(source, Path) or options.get("local_files_only"):
+        return
+    cached = try_to_load_from_cache(source, "config.json", cache_dir=options.get("cache_dir"))
     if constants.HF_HUB_OFFLINE or getproxies() or isinstance(cached, str):
         return
     hub = urlsplit(constants.ENDPOINT)
@@ -413,9 +416,9 @@ def require_hub(name: str, cache_dir: str | Path | None = None) -> None:
     except OSError as error:
         names = ", ".join(model.name for model in EMBEDDED)
         raise ModelError(
-            f"No model '{name}': it is none of the included ones ({names}), not in the Hugging Face"
-            f" cache, and {hub.hostname} cannot be reached ({error.strerror or error}). Give a"
-            " local folder or the name of an included model."
+            f"No model '{source}': it is none of the included ones ({names}), not in the Hugging"
+            f" Face cache, and {hub.hostname} cannot be reached ({error.strerror or error}). Give"
+            " a local folder or the name of an included model."
         ) from error
 
 
@@ -424,11 +427,8 @@ def quietly(source: Path | str) -> Iterator[None]:
     """Hide transformers' progress bars while a folder is loaded; for an id, check the hub and show
     download bars.
     """
-    if isinstance(source, str):
-        require_hub(source)
-        yield
-        return
-    with _no_bars():
+    require_hub(source)
+    with _no_bars() if isinstance(source, Path) else nullcontext():
         yield
 
 

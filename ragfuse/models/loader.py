@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoTokenizer,
@@ -25,7 +26,6 @@ from transformers import (
 
 from ragfuse.errors import ModelError
 from ragfuse.hf.chunk_adapter import ADAPTER_CONFIG, read_chunk_adapter
-from ragfuse.hf.drift import read_drift
 from ragfuse.hf.fingerprint import tokenizer_digest
 from ragfuse.hf.json_object import read_json_object
 from ragfuse.hf.model import HFModel
@@ -33,13 +33,14 @@ from ragfuse.models.adapters import CHUNK_ADAPTER, DRIFT_NAME
 from ragfuse.models.dtypes import dtype_named, require_device
 from ragfuse.models.embedded import require_hub, resolve_llm
 from ragfuse.models.shipped_profile import read_shipped
-from ragfuse.models.weight_files import identity, keep_digests, kept_digests
+from ragfuse.models.weight_files import keep_digests, kept_digests, kept_file
 from ragfuse.models.weights import (
     is_quantised,
     load_adapted,
     load_weights,
     refuse_outside,
 )
+from ragfuse.types.kv import ChunkKV, LayerKV
 from ragfuse.types.profiles import ModelProfile
 
 FOR_TOKENIZERS = (
@@ -116,7 +117,7 @@ def load_model(
             all(path.is_dir() for path in parts) and (Path(words_from) / "tokenizer.json").is_file()
         )
         is_known = is_local and not options["trust_remote_code"]
-        name, changed = identity(parts, load_options) if is_known else ("", 0)
+        kept = kept_file(home, parts, load_options) if is_known else None
         with _readable_errors(base):
             tokenizer = _tokenizer(words_from, options)
             model = load_weights(base, dtype, device, options)
@@ -125,18 +126,17 @@ def load_model(
     generation = model.generation_config
     if generation is not None and generation.eos_token_id is None:
         generation.eos_token_id = tokenizer.eos_token_id
-    # where the files changed meanwhile, what was read is not known
-    is_same = bool(name) and identity(parts, load_options) == (name, changed)
-    kept = home.expanduser() / "fingerprints" / name if home is not None and is_same else None
+    if kept is not None and kept != kept_file(home, parts, load_options):
+        kept = None  # the files changed meanwhile, so what was read is not known
     known = kept_digests(kept) if kept is not None else None
     weights, words = known or (None, tokenizer_digest(tokenizer))
     chunk_adapter = read_chunk_adapter(adapted_chunks, model) if has_chunk_adapter else None
-    drift = None if has_chunk_adapter else read_drift(folder / DRIFT_NAME, model)
+    drift = None if has_chunk_adapter else _drift_of(model, folder / DRIFT_NAME)
     loaded = HFModel(model, tokenizer, profile_of, drift, weights, chunk_adapter, words)
     if not (is_quantised(model) or is_adapter):
         loaded.files = _files_of(source, options)
     if kept is not None and known is None:
-        keep_digests(kept, loaded.weights, words, changed)
+        keep_digests(kept, loaded.weights, words)
     if shipped is not None:
         loaded.profile = shipped.over(loaded.profile)
     has_adapters = any(type(each).__module__.startswith("peft.") for each in model.modules())
@@ -157,7 +157,7 @@ def load_tokenizer(
         ModelError: There is no such model, or it has no tokenizer.
     """
     source = resolve_llm(name_or_path, home)
-    _require_reachable(source, model_kwargs)
+    require_hub(source, model_kwargs)
     with _readable_errors(source):
         for adapted in (Path(source) / CHUNK_ADAPTER, Path(source)):
             if (adapted / ADAPTER_CONFIG).is_file() and not (
@@ -248,21 +248,13 @@ def _base_of(folder: Path, home: Path | None, options: Mapping[str, Any]) -> str
 
     try:
         base = resolve_llm(name, home if home is not None else Settings().home)
-        _require_reachable(base, options)
+        require_hub(base, options)
     except ModelError as error:
         raise ModelError(
             f"The adapter in '{folder}' cannot be loaded without the base model that its"
             f" {ADAPTER_CONFIG} names as base_model_name_or_path. {error}"
         ) from error
     return base
-
-
-def _require_reachable(source: str | Path, options: Mapping[str, Any]) -> None:
-    """Raise ModelError for an id that is not cached while the hub cannot be reached; a folder is
-    left to loading.
-    """
-    if isinstance(source, str) and not options.get("local_files_only"):
-        require_hub(source, options.get("cache_dir"))
 
 
 def _adapter_on_hub(name: str, options: Mapping[str, Any]) -> Path | None:
@@ -284,6 +276,18 @@ def _adapter_on_hub(name: str, options: Mapping[str, Any]) -> Path | None:
             name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"], **where
         )
     )
+
+
+def _drift_of(model: PreTrainedModel, file: Path) -> ChunkKV | None:
+    """Return the drift (`fuse/drift.py`) in a file, on the model's device; None if there is
+    none.
+    """
+    if not file.is_file():
+        return None
+    with _readable_errors(file):
+        parts = load_file(file, device=str(model.device))
+        layers = range(model.config.get_text_config().num_hidden_layers)
+        return ChunkKV(tuple(LayerKV(parts[f"keys.{at}"], parts[f"values.{at}"]) for at in layers))
 
 
 def _tokenizer(source: str | Path, options: Mapping[str, Any]) -> PreTrainedTokenizerBase:

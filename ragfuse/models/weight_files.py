@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -21,23 +20,15 @@ from ragfuse.process.folders import make_own_folder
 from ragfuse.types.keys import digest
 
 DIGESTS = re.compile("([0-9a-f]{32}) ([0-9a-f]{32})")
-SETTLED_NS = 2_000_000_000
-"""The least age of the newest file, in nanoseconds, for a digest to be kept.
-
-A later change within the same clock tick would not show in the file's times.
-"""
 
 
-def identity(places: Iterable[Path], options: Mapping[str, Any]) -> tuple[str, int]:
-    """Return a name for the weights in some folders or files, and when the newest file changed.
+def identity(places: Iterable[Path], options: Mapping[str, Any]) -> str:
+    """Return a name for the weights in some folders or files as they are now; "" if JSON cannot
+    represent `options` or a file is missing.
 
     Args:
         places: The files, or the folders with them.
         options: The options that the weights are loaded with.
-
-    Returns:
-        (name, nanoseconds since 1970); ("", 0) if JSON cannot represent `options` or a file is
-        missing.
     """
     try:
         options_json = json.dumps(dict(options), sort_keys=True)
@@ -47,13 +38,20 @@ def identity(places: Iterable[Path], options: Mapping[str, Any]) -> tuple[str, i
         files = sorted({path.resolve() for path in under if path.is_file()})
         stats = [(str(path), path.stat()) for path in files]
     except (TypeError, ValueError, OSError):
-        return "", 0
+        return ""
     lines = [
         f"{path} {at.st_size} {at.st_ino} {at.st_mtime_ns} {at.st_ctime_ns}" for path, at in stats
     ]
-    changed = max((max(at.st_mtime_ns, at.st_ctime_ns) for _, at in stats), default=0)
     libraries = [f"{name} {version(name)}" for name in ("torch", "transformers", "tokenizers")]
-    return (digest("weights", options_json, *libraries, *lines), changed) if lines else ("", 0)
+    return digest("weights", options_json, *libraries, *lines) if lines else ""
+
+
+def kept_file(home: Path | None, places: Iterable[Path], options: Mapping[str, Any]) -> Path | None:
+    """Return the file in `home` that keeps the digests of weights as they are now (`identity`);
+    None where none can.
+    """
+    name = identity(places, options) if home is not None else ""
+    return home.expanduser() / "fingerprints" / name if home is not None and name else None
 
 
 def kept_digests(file: Path) -> tuple[str, str] | None:
@@ -65,12 +63,8 @@ def kept_digests(file: Path) -> tuple[str, str] | None:
     return (found[1], found[2]) if found else None
 
 
-def keep_digests(file: Path, weights: str, words: str, changed_ns: int) -> None:
-    """Keep the digests of weights and tokenizer if possible, unless their files changed less than
-    `SETTLED_NS` ago.
-    """
-    if time.time_ns() - changed_ns < SETTLED_NS:
-        return
+def keep_digests(file: Path, weights: str, words: str) -> None:
+    """Keep the digests of weights and tokenizer if possible."""
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         make_own_folder(file.parent)

@@ -118,7 +118,4 @@ def refuse_outside(config: Any) -> None:
 def is_quantised(model: nn.Module) -> bool:
     """Return whether the weights of a model are quantised."""
     config = getattr(model, "config", None)
-    return (
-        isinstance(config, PreTrainedConfig)
-        and getattr(config, "quantization_config", None) is not None
-    )
+    return getattr(config, "quantization_config", None) is not None

@@ -85,12 +85,6 @@ def assert_close(found: object, wanted: object, error: float = 1e-4) -> None:
     torch.testing.assert_close(found, wanted, rtol=error, atol=error)
 
 
-def full_pass(model, context, branches, layers=()):
-    """What the teacher computes along answers that are known."""
-    questions, answers = [b.question for b in branches], [b.answer for b in branches]
-    return model.taught(context, questions, 3, (), layers, answers)[1]
-
-
 def test_the_student_is_reuse_and_the_teacher_is_full_prefill(tiny_path):
     with opened(tiny_path) as engine:
         prompts, context, each = asked(engine)
@@ -98,7 +92,7 @@ def test_the_student_is_reuse_and_the_teacher_is_full_prefill(tiny_path):
         branches = branches_of(engine)
         student = scored(engine, reused(engine, prompts), each)
         assert_close(branches.blockwise(context, each).logits, student)
-        states = full_pass(branches, context, each, (1, 3))
+        states = branches.full(context, each, (1, 3))
         assert_close(states.logits, scored(engine, full(engine, prompts), each))
         assert states.hidden.shape == (2, sum(len(branch.tokens) for branch in each), 64)
 
@@ -111,8 +105,10 @@ def test_with_a_chunk_adapter_the_student_is_the_engine_that_has_it(tiny_path, t
         adapter.save(tmp_path / CHUNK_ADAPTER)
         model = branches_of(engine, adapter)
         student = model.blockwise(context, each, (1,))
-        taught = full_pass(model, context, each, (1,))
-        teacher = taught.logits
+        teacher = model.full(context, each).logits
+        _, taught = model.taught(
+            context, [b.question for b in each], 3, (), (1,), [b.answer for b in each]
+        )
         student.logits.square().mean().backward()
         assert not teacher.requires_grad
     # the gradients reach it through the chunks alone: of the last layer only their KV is read
@@ -125,6 +121,7 @@ def test_with_a_chunk_adapter_the_student_is_the_engine_that_has_it(tiny_path, t
         wanted = reused(engine, prompts)
         assert_close(student.logits, scored(engine, wanted, each))
         assert_close(teacher, scored(engine, full(engine, prompts), each))
+        assert_close(taught.logits, teacher)
         assert not torch.allclose(student.logits, teacher, atol=1e-2)
         plain = engine.model.full_prefill(context.token_ids)
         assert torch.equal(plain.logits, before)
@@ -154,6 +151,7 @@ def test_answers_are_written_side_by_side_as_apart(varied_path):
         )
         assert again == branches
         assert_close(same.logits, states.logits, 1e-5)
+        assert_close(same.logits, model.full(context, branches).logits, 1e-5)
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if not name.endswith(REFUSED_HERE)])

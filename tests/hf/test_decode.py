@@ -181,10 +181,16 @@ def test_logits_of_a_shared_step_are_those_of_the_whole_text(name, patient):
     assert model.batcher.rows - before[1] == (LENGTH - 1) * len(SIZES)
 
 
+def rewind(prefills: Sequence[Prefill]) -> None:
+    for prefill in prefills:
+        prefill.rewind()
+
+
 def test_requests_join_and_leave_in_the_middle(model):
     """One comes late and ends early, another is cancelled and leaves at its next token."""
     each = prefills(model)
-    wanted, gone = alone(model, [one.copy() for one in each], [way()] * 4), threading.Event()
+    wanted, gone = alone(model, each, [way()] * 4), threading.Event()
+    rewind(each)
     late: list[Job] = []
     short = kit.greedy(3)
     join = Said(4, lambda: late.append(Job(model, each[1], options=short)))
@@ -211,7 +217,8 @@ def test_all_ways_to_write_go_beside_each_other(model):
         ]
 
     each = prefills(model, range(11, 18))
-    wanted = alone(model, [one.copy() for one in each], ways())
+    wanted = alone(model, each, ways())
+    rewind(each)
     assert set(words.decode(wanted[-1][:4])) <= set("ab")
     # what asks for hidden states shares no step, and would be waited for
     model.batcher.patience_s = 0.02
@@ -222,7 +229,8 @@ def test_a_step_does_not_wait_for_a_slow_request(model):
     model.batcher.patience_s = 0.02
     over = threading.Event()
     one, two, three = prefills(model, SIZES[:3])
-    wanted = generate(model, one.copy(), GREEDY)
+    wanted = generate(model, one, GREEDY)
+    rewind([one])
     slow = Job(model, one, Said(2, lambda: waited(over)))
     quick = [Job(model, prefill) for prefill in (two, three)]
     assert all(len(job.ids) == LENGTH for job in quick)
@@ -232,7 +240,8 @@ def test_a_step_does_not_wait_for_a_slow_request(model):
 
 def test_a_thread_that_holds_the_lock_can_generate(model):
     one, two, three = prefills(model, SIZES[:3])
-    wanted = generate(model, two.copy(), GREEDY)
+    wanted = generate(model, two, GREEDY)
+    rewind([two])
     began, done = threading.Event(), threading.Event()
     jobs = [
         Job(model, one, Said(2, began.set, done), options=LONG),

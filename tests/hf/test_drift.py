@@ -58,5 +58,5 @@ def test_a_truncated_drift_file_is_an_error(folder):
     plain = load_model(folder, "float32")
     write_drift(folder, drift_of(plain))
     (folder / DRIFT_NAME).write_bytes((folder / DRIFT_NAME).read_bytes()[:100])
-    with pytest.raises(ModelError, match="cannot be read"):
+    with pytest.raises(ModelError, match=DRIFT_NAME):
         load_model(folder, "float32")

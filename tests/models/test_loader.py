@@ -372,7 +372,6 @@ def test_weights_from_files_are_hashed_once(folder, varied_path, tmp_path, monke
         monkeypatch.setattr(
             module, name, lambda part, digest=digest: counted.append(1) or digest(part)
         )
-    monkeypatch.setattr("ragfuse.models.weight_files.SETTLED_NS", 0)
 
     def told(dtype: str = "float32") -> str:
         return load_model(folder, dtype, home=home).fingerprint
@@ -396,14 +395,8 @@ def test_weights_from_files_are_hashed_once(folder, varied_path, tmp_path, monke
     assert told() == found
 
 
-def test_files_that_change_while_they_are_read_or_changed_just_now_are_hashed_again(
-    folder, tmp_path, monkeypatch
-):
-    """A clock's tick may hide a change that comes right after another."""
+def test_files_that_change_while_they_are_read_are_hashed_again(folder, tmp_path, monkeypatch):
     home = tmp_path / "home"
-    load_model(folder, "float32", home=home)
-    assert not list(home.glob("fingerprints/*"))
-    monkeypatch.setattr("ragfuse.models.weight_files.SETTLED_NS", 0)
     before, plain = load_model(folder, "float32", home=home).fingerprint, loader._tokenizer
 
     def changed(source: Any, options: Any) -> Any:

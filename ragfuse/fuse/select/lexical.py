@@ -27,5 +27,5 @@ class Lexical(Policy):
         """Return the nearness, and less than 0 by their offsets for rows that are near no word."""
         if candidates.score is None:
             return None
-        near = candidates.score.double()
-        return near.where(near > 0, -candidates.offset.to(near)) - TIE * active
+        near = candidates.score.double().where(candidates.score > 0, -candidates.offset)
+        return near.sub(active, alpha=TIE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import log
+
 import torch
 from torch import Tensor
 from torch.nn.functional import conv1d
@@ -29,7 +31,7 @@ def nearness(words: Tensor, question_rows: Tensor, candidates: Tensor) -> Tensor
     chunk_words, question_words = words[candidates], words[question_rows]
     found_words, count = torch.unique(chunk_words[chunk_words >= 0], return_counts=True)
     weight = torch.zeros(int(words.max()) + 2)
-    weight[found_words] = torch.log(len(candidates) / count)
+    weight[found_words] = log(len(candidates)) - count.log()
     known = torch.zeros_like(weight)
     known[question_words[question_words >= 0]] = 1.0
     row_weight = torch.zeros(len(words))
