@@ -327,11 +327,10 @@ def _told(console: Console, outcome: Outcome, where: str) -> dict[str, Any]:
     say(console, f"{done} ({size_text(nbytes)}) {where}.")
     for what, why in outcome.troubles:
         say(console, f"left out: {what}: {why}")
-    counts = {
+    return {
         "entries": len(outcome.done),
         "nbytes": nbytes,
         "known": outcome.known,
         "texts": outcome.texts,
+        "troubles": outcome.troubles,
     }
-    troubles = [{"what": what, "why": why} for what, why in outcome.troubles]
-    return {**counts, "failed": len(troubles), "troubles": troubles}

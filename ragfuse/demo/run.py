@@ -19,7 +19,6 @@ from ragfuse.demo import corpus_path, questions
 from ragfuse.demo.show import question_text
 from ragfuse.engine.engine import Engine, Ingested
 from ragfuse.models import quietly, resolve_embedder
-from ragfuse.telemetry.progress import progress
 from ragfuse.text.splits import split_text
 from ragfuse.types.sizes import duration_text, size_text
 
@@ -45,12 +44,12 @@ def run(engine: Engine, console: Console) -> dict[str, Any]:
     demo-report.json.
     """
     data, say = questions(), partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    demo = Demo(engine, data["template"])
+    with console.status("indexing passages"):
+        demo = Demo(engine, data["template"])
     n_articles = len({source for _, source in demo.texts})
     say(INTRODUCTION.format(articles=n_articles, passages=len(demo.texts)))
-    with console.status("indexing passages"):
-        demo.index()
-    done = demo.ingest([item["question"] for item in data["questions"]], console)
+    with console.status("computing the KV of passages"):
+        done = demo.ingest([item["question"] for item in data["questions"]])
     how = f"{done.tokens:,} tokens, {size_text(done.nbytes)}, {duration_text(done.seconds)}"
     computed = f"The KV of {done.encoded} was computed now ({how})." if done.encoded else ""
     say(f"The questions find {done.chunks} of these passages. {computed or 'All are stored.'}\n")
@@ -86,47 +85,34 @@ class Demo:
     """
 
     def __init__(self, engine: Engine, template: dict[str, str]) -> None:
+        from langchain_community.vectorstores import FAISS
         from langchain_core.prompts import ChatPromptTemplate
+        from langchain_core.runnables import RunnablePassthrough
+        from langchain_huggingface import HuggingFaceEmbeddings
         from langchain_ragfuse import ChatRagFuse
 
         self.engine = engine
-        roles = [(role, template[role]) for role in ("system", "human") if template.get(role)]
-        self.prompt = ChatPromptTemplate.from_messages(roles)
-        self.llm = ChatRagFuse(engine=engine, max_tokens=DEMO_ANSWER_TOKENS)
         self.texts = _split_corpus(engine)
-        self.retriever: Any = None
-        self.chain: Any = None
-
-    def index(self) -> None:
-        """Index all chunks with FAISS."""
-        from langchain_community.vectorstores import FAISS
-        from langchain_core.runnables import RunnablePassthrough
-        from langchain_huggingface import HuggingFaceEmbeddings
-
-        source = resolve_embedder(self.engine.settings.embedder, self.engine.settings.home)
+        source = resolve_embedder(engine.settings.embedder, engine.settings.home)
         with quietly(source):
             embedder = HuggingFaceEmbeddings(model_name=str(source))
             found = FAISS.from_texts([text for text, _ in self.texts], embedder)
         self.retriever = found.as_retriever(search_kwargs={"k": 6})
+        roles = [(role, template[role]) for role in ("system", "human") if template.get(role)]
         inputs = {"context": self.retriever | _join_texts, "question": RunnablePassthrough()}
-        self.chain = inputs | self.prompt
+        self.chain: Any = inputs | ChatPromptTemplate.from_messages(roles)
+        self.llm = ChatRagFuse(engine=engine, max_tokens=DEMO_ANSWER_TOKENS)
 
-    def ingest(self, asked: Sequence[str], console: Console) -> Ingested:
+    def ingest(self, asked: Sequence[str]) -> Ingested:
         """Compute the KV of the chunks that questions find, and have what an earlier run stored in
         memory, too.
 
         KV of the other chunks would only delay the first question.
         """
-        with console.status("searching"):
-            found = {
-                each.page_content for question in asked for each in self.retriever.invoke(question)
-            }
-        texts = [(text, source) for text, source in self.texts if text in found]
-        with progress(console) as bar:
-            task = bar.add_task("computing the KV of passages", total=len(texts))
-            done = self.engine.ingest(
-                texts, progress=lambda done: bar.update(task, completed=done.chunks)
-            )
+        found = {
+            each.page_content for question in asked for each in self.retriever.invoke(question)
+        }
+        done = self.engine.ingest([chunk for chunk in self.texts if chunk[0] in found])
         self.engine.prefetch(found)
         self.engine.flush()
         return done

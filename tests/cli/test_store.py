@@ -174,7 +174,7 @@ def test_pins_are_kept_and_taken_off(told, filled):
 def test_chunks_travel_to_another_store_in_a_file(told, run, filled, tmp_path):
     away = {"STORE": tmp_path / "other"}
     exported = told("export", "a.zip", "--tenant", "acme")
-    assert (exported["entries"], exported["texts"], exported["failed"]) == (4, 2, 0)
+    assert (exported["entries"], exported["texts"], exported["troubles"]) == (4, 2, [])
     imported = told("import", "a.zip", **away)
     assert (imported["entries"], imported["texts"], imported["known"]) == (4, 2, 0)
     assert left(tmp_path / "other") == {*OURS, FILLER}
