@@ -95,11 +95,6 @@ class ChoiceResult:
             return "top-1 too low"
         return "safe" if self.high <= MAX_KL_OVER_REUSE else "not certain"
 
-    @property
-    def is_safe(self) -> bool:
-        """Whether its answers stay close to full prefill's."""
-        return self.outcome == "safe"
-
 
 def make_cases(chunks: Sequence[Chunk], wanted: int, seed: int = 0) -> list[Case]:
     """Make questions from documents: each asks about a name or a rare word of one of its six
@@ -253,9 +248,7 @@ def calibrate(
         "questions": len({row.case for row in rows}),
         "tokens": mean(row.tokens for row in rows),
         "verified": verified,
-        "tried": [
-            vars(each) | {"is_safe": each.is_safe, "outcome": each.outcome} for each in tried
-        ],
+        "tried": [vars(each) | {"outcome": each.outcome} for each in tried],
         "advice": advice(name, best, tried, verified),
         "model": name,
         "documents": digest(*(chunk for case in cases for chunk in case.chunks)),
@@ -315,7 +308,7 @@ def choose(tried: Sequence[ChoiceResult]) -> ChoiceResult | None:
 
     A slower choice is thus taken only for a clear gain in KL, not for noise.
     """
-    safe = [each for each in tried if each.is_safe]
+    safe = [each for each in tried if each.outcome == "safe"]
     if not safe:
         return None
     best = min(each.kl_over_reuse for each in safe)

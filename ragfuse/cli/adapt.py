@@ -121,11 +121,8 @@ def _stopped_by_signal(console: Console) -> Iterator[Any]:
     asked = threading.Event()
 
     def ask(*_: object) -> None:
-        if asked.is_set():
-            raise KeyboardInterrupt(
-                "Run the same command again to continue from what was last saved."
-            )
         asked.set()
+        signal.signal(signal.SIGINT, before)
         say(console, "\nFinishing this step; Ctrl-C again stops at once.")
 
     before = signal.signal(signal.SIGINT, ask)

@@ -19,7 +19,6 @@ from rich.console import Console
 
 from ragfuse.cli.ask import library_for, prompt_for
 from ragfuse.cli.engine import given_for, is_local, open_answerer
-from ragfuse.cli.files import find_files
 from ragfuse.cli.ingest import add_documents
 from ragfuse.cli.options import ENGINE, DocsFirst, Index, Server, Session, screen
 from ragfuse.cli.show import counted, say, show_trace, tell_sources, write
@@ -70,9 +69,8 @@ def chat(
     library = Library(settings, index) if docs is None else library_for(settings, index, docs)
     name = session or f"chat-{secrets.token_hex(8)}"
     how = Ask(session=name, **given_for(settings, server))
-    for ending in ("SIGHUP", "SIGTERM"):  # as Ctrl-D does, so that nothing of the chat stays behind
-        if hasattr(signal, ending):
-            signal.signal(getattr(signal, ending), lambda number, _: sys.exit(128 + number))
+    for ending in (signal.SIGHUP, signal.SIGTERM):  # so that nothing of the chat stays behind
+        signal.signal(ending, lambda number, _: sys.exit(128 + number))
     with open_answerer(settings, console, server, model) as answerer:
         if not answerer.card.has_chat_template:
             how = Ask()  # a plain text has no turns
@@ -80,7 +78,7 @@ def chat(
         try:
             if docs is not None:
                 talk.add(docs)
-            talk.begin(session)
+            talk.begin()
             for line in typed_lines("> "):
                 if not talk.take(line.strip()):
                     break
@@ -128,7 +126,6 @@ class Talk:
             template.
         answer: The last answer; None before the first.
         failed: How many lines failed.
-        truncated: Tokens of the oldest turns that the last prompt left out.
     """
 
     console: Console
@@ -137,15 +134,10 @@ class Talk:
     how: Ask
     answer: Answer | None = None
     failed: int = 0
-    truncated: int = 0
     _question: str = ""
 
-    def begin(self, session: str | None) -> None:
-        """Say with what one talks, and how; `session` is one that goes on."""
-        if is_local(self.answerer) and any(
-            each.id == session for each in self.answerer.sessions.ls()
-        ):
-            self._say(f"Going on with '{session}'.")
+    def begin(self) -> None:
+        """Say with what one talks, and how."""
         sources = self.library.sources()
         over = (
             f"{counted(sum(sources.values()), 'chunk')} of {counted(len(sources), 'document')}"
@@ -191,7 +183,6 @@ class Talk:
 
     def add(self, path: Path) -> None:
         """Ingest a file or folder into the index."""
-        find_files([path], self.library.sources())
         add_documents(self.library, self.answerer, [path], self.console)
 
     def forget(self, session: str) -> None:
@@ -220,12 +211,6 @@ class Talk:
         self.console.print()
         tell_sources(sources)
         self._say(answer.trace.summary)
-        left_out = answer.trace.truncated
-        if left_out > self.truncated:
-            self._say(
-                f"The window is full: {counted(left_out, 'token')} of the oldest turns left out."
-            )
-        self.truncated = left_out
 
     def _docs(self, rest: str) -> None:
         word, _, named = rest.partition(" ")

@@ -112,15 +112,13 @@ def _machine(settings: Settings) -> Iterator[CheckResult]:
     from ragfuse.models.dtypes import auto_device
 
     device = auto_device() if settings.device == "auto" else settings.device
-    if not device.startswith("cuda"):
-        yield CheckResult(
-            "device", "ok", "a GPU, unused" if torch.cuda.is_available() else "no GPU"
-        )
-    elif torch.cuda.is_available():
-        yield CheckResult("device", "ok", torch.cuda.get_device_name(device))
-    else:
+    has_gpu, wants_gpu = torch.cuda.is_available(), device.startswith("cuda")
+    if wants_gpu and not has_gpu:
         remedy = "install torch with CUDA, or RAGFUSE_DEVICE=cpu"
         yield CheckResult("device", "bad", f"{device}: torch finds no GPU", remedy)
+    else:
+        name = torch.cuda.get_device_name() if has_gpu else "no GPU"
+        yield CheckResult("device", "ok", name if wants_gpu else f"{device}, {name}")
 
 
 def _folders(settings: Settings) -> Iterator[CheckResult]:

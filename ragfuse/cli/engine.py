@@ -5,7 +5,7 @@ an address.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +22,12 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def loaded_engine(
-    settings: Settings, console: Console, check: Callable[[Engine], object] = lambda engine: None
-) -> Iterator[Engine]:
+def loaded_engine(settings: Settings, console: Console) -> Iterator[Engine]:
     """Yield an engine with its model loaded, and close it at the end.
 
     Args:
         settings: Those of the engine.
         console: Where the wait is shown. How long it took is told on standard error.
-        check: Called before the model is loaded; it raises for what makes loading useless.
     """
     prepare_model(settings)
     began = time.perf_counter()
@@ -39,7 +36,6 @@ def loaded_engine(
 
         engine = Engine(settings)
     with engine:
-        check(engine)
         with console.status("loading the model"):
             device = engine.model.device
         seconds = time.perf_counter() - began

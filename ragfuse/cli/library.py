@@ -123,7 +123,7 @@ class Library:
         saved, chunks = self._read()
         if not chunks:
             return []
-        sources = dict(reversed(self.chunks()))
+        sources = {text: source for _, text, source in reversed(chunks)}
         copies = len(chunks) - len(sources)
         most = self.settings.top_k
         found = self._open(saved, chunks).similarity_search(question, k=most + copies)

@@ -5,7 +5,6 @@ traceback.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from importlib.metadata import entry_points
 from importlib.metadata import version as installed
@@ -48,9 +47,8 @@ class CommandGroup(TyperGroup):
             return super().invoke(ctx)
         except RagFuseError as error:
             self._fail(type(error).__name__, str(error), error)
-        except BrokenPipeError as error:  # the reader of the output has closed it
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(1) from error
+        except BrokenPipeError:  # the reader of the output has closed it: typer ends quietly
+            raise
         except ImportError as error:
             extras = "pip install 'ragfuse-kv[demo,serve]'"
             self._fail("ImportError", f"{error.msg}. A package is missing: {extras}", error)

@@ -98,7 +98,7 @@ def show(
     name: Annotated[str, typer.Argument(help="Name of a registered schema, or a PML file.")],
 ) -> dict[str, Any]:
     """Show the tree of a schema: first and last position, tokens and KV bytes of every module."""
-    with loaded_engine(settings, console, lambda engine: engine.schemas.named(name)) as engine:
+    with loaded_engine(settings, console) as engine:
         from ragfuse.engine.schema_service import outline
 
         layout, per_token = engine.schemas.show(name), engine.model.nbytes_per_token

@@ -99,18 +99,15 @@ def serve(
             name=APPLICATION,
             route_prefix="/",
         )
-        before = {
-            sig: signal.signal(sig, lambda *_: stop.set())
-            for sig in (signal.SIGINT, signal.SIGTERM)
-        }
+        for ending in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(ending, lambda *_: stop.set())
         try:
             ready(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1")
             while not stop.wait(1.0):
                 pass
             tell("Stopping: replicas end what they answer, then what is left is saved.")
         finally:
-            for sig, handler in before.items():
-                signal.signal(sig, handler)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             ray_serve.delete(APPLICATION)
     tell("Stopped.")
 

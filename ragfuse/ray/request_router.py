@@ -52,6 +52,5 @@ class ChunkRequestRouter(RequestRouter):
 
 
 def _routed(pending_request: PendingRequest | None) -> RoutedRequest:
-    """Return what a request asks; nothing for a call without the argument `routed`."""
-    told = pending_request.kwargs.get(ROUTED) if pending_request is not None else None
-    return told if isinstance(told, RoutedRequest) else RoutedRequest()
+    """Return what a request asks."""
+    return RoutedRequest() if pending_request is None else pending_request.kwargs[ROUTED]

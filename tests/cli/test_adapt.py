@@ -26,7 +26,7 @@ MEASURED = {"ttft_x": 6.04, "kl_over_reuse": 0.1, "low": 0, "high": 0, "top1": 1
 CALIBRATED = {
     **CHOSEN,
     "safe": True,
-    "tried": [{**CHOSEN, **MEASURED, "is_safe": True, "outcome": "safe"}],
+    "tried": [{**CHOSEN, **MEASURED, "outcome": "safe"}],
     "tokens": 500,
     "model": "m",
     "advice": "Blend.",

@@ -29,6 +29,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.request import Request
+from ragfuse.errors import InputError
 from ragfuse.hf.tokens import TextEncoder, control_tokens
 from ragfuse.settings import Settings
 from ragfuse.store.catalog import Catalog, CatalogFile
