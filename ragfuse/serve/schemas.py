@@ -94,7 +94,7 @@ def _show(engine: Engine, name: str) -> dict[str, Any]:
         "runs": len(layout.runs),
         "tokens": sum(len(run.tokens) for run in layout.runs),
         "nbytes_per_token": per_token,
-        "parts": list(outline(layout, per_token)),
+        "modules": outline(layout, per_token),
     }
 
 

@@ -442,9 +442,7 @@ def _value_rules(
         yield from _until(after, name, literal, f"{{{fields.get('minLength', 0)},{most}}}")
 
 
-def _until(
-    end: str, name: str, literal: Callable[[str], str], n_chars: str = "*"
-) -> Iterator[str]:
+def _until(end: str, name: str, literal: Callable[[str], str], n_chars: str = "*") -> Iterator[str]:
     """Yield the Lark rules of any text, of so many characters, and the first `end`."""
     text, written = f"{name.upper()}_TEXT", literal(end)
     letters, is_token, rest = written.partition("<[")

@@ -64,7 +64,7 @@ def test_schemas_are_listed_shown_and_removed(served: Served) -> None:
     assert names(served) == [name, "notes", "trip"]
     shown = served.get(path).json()
     assert shown["pml"].startswith("<schema")
-    assert [part["name"] for part in shown["parts"] if part["what"] == "module"] == ["one"]
+    assert [part["module"] for part in shown["modules"]] == [".", "one"]
     served.engine().flush()
     gone = served.delete(path).json()
     assert gone["deleted"]
