@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from ragfuse.cli.engine import loaded_engine
 from ragfuse.cli.open_store import open_kv
@@ -26,9 +24,6 @@ schema = typer.Typer(
         " its tenant."
     ),
 )
-
-NAMELESS = MappingProxyType({"schema": "the schema's own text", "text": "text"})
-"""What parts of a schema without a name are called."""
 
 
 @schema.command("add")
@@ -97,27 +92,21 @@ def show(
     settings: Settings,
     name: Annotated[str, typer.Argument(help="Name of a registered schema, or a PML file.")],
 ) -> dict[str, Any]:
-    """Show the tree of a schema: first and last position, tokens and KV bytes of every module."""
+    """Show the modules of a schema: first and last position, tokens, parameters and KV bytes."""
     with loaded_engine(settings, console) as engine:
         from ragfuse.engine.schema_service import outline
 
         layout, per_token = engine.schemas.show(name), engine.model.nbytes_per_token
-        parts = list(outline(layout, per_token))
+        modules = outline(layout, per_token)
     rows = [
         {
-            "module": Text(
-                "  " * part["depth"]
-                + plain(NAMELESS.get(part["what"]) or f"{part['what']} {part.get('name', '')}")
-            ),
-            "positions": (
-                f"{part['start']:,}-{part['stop'] - 1:,}"
-                if part["stop"] > part["start"]
-                else "none"
-            ),
-            "tokens": part.get("tokens", part["stop"] - part["start"]),
-            "nbytes": part.get("nbytes") or 0,
+            "module": plain(row["module"]),
+            "positions": f"{row['start']:,}-{row['stop'] - 1:,}",
+            "tokens": row["tokens"],
+            "parameters": ", ".join(row["parameters"]),
+            "nbytes": row["nbytes"],
         }
-        for part in parts
+        for row in modules
     ]
     show_table(console, rows)
     n_tokens = sum(len(run.tokens) for run in layout.runs)
@@ -131,7 +120,7 @@ def show(
         "positions": layout.n_positions,
         "tokens": n_tokens,
         "nbytes_per_token": per_token,
-        "parts": parts,
+        "modules": modules,
     }
 
 

@@ -16,7 +16,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
 from typing import Any, cast
 
 from ragfuse.schemas.nodes import (
@@ -442,43 +441,23 @@ def check_together(
             raise at.error(f"'{other}' and '{path}' of the same union", "only one of them")
 
 
-def outline(layout: SchemaLayout, nbytes_per_token: int) -> Iterator[dict[str, Any]]:
-    """Yield one row in plain JSON types for each part of a layout, in order.
+def outline(layout: SchemaLayout, nbytes_per_token: int) -> list[dict[str, Any]]:
+    """Return a row in plain JSON types for each module, parents first.
 
-    A row has depth, what ("schema", "module", "union", "param" or "text"), and positions start to
-    stop. A module also has name, path, tokens (own text and room for arguments) and nbytes (bytes
-    of its run's KV); a parameter has name and tokens.
+    A row has the module's path ("." is the schema's own text), positions start to stop, tokens (own
+    text and room for arguments), parameters with their most tokens, and nbytes (bytes of its run's
+    KV).
     """
-
-    def rows(part: Part, depth: int) -> Iterator[dict[str, Any]]:
-        row = {"depth": depth, "what": "text", "start": part.start, "stop": part.stop}
-        if isinstance(part, TokenRange):
-            yield (
-                {**row, "what": "param", "name": part.param, "tokens": len(part.tokens)}
-                if part.param
-                else row
-            )
-            return
-        run = layout.modules.get(part.path)
-        sizes = {
-            "tokens": sum(len(each.tokens) for each in part.ranges),
-            "nbytes": len(run.tokens) * nbytes_per_token if run is not None else 0,
+    return [
+        {
+            "module": path or ".",
+            "start": place.start,
+            "stop": place.stop,
+            "tokens": sum(len(each.tokens) for each in place.ranges),
+            "parameters": {each.param: len(each.tokens) for each in place.ranges if each.param},
+            "nbytes": len(run.tokens) * nbytes_per_token
+            if (run := layout.modules.get(path)) is not None
+            else 0,
         }
-        yield {
-            **row,
-            "what": "module" if part.path else "schema",
-            "name": part.name,
-            "path": part.path,
-            **sizes,
-        }
-        for union, group in groupby(
-            part.parts, lambda each: isinstance(each, ModulePosition) and each.union
-        ):
-            inside = list(group)
-            if union:
-                stop = max(each.stop for each in inside)
-                yield {"depth": depth + 1, "what": "union", "start": inside[0].start, "stop": stop}
-            for each in inside:
-                yield from rows(each, depth + 1 + bool(union))
-
-    yield from rows(layout.root, 0)
+        for path, place in layout.places.items()
+    ]

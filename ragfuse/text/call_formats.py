@@ -23,16 +23,18 @@ true; may raise.
 HERMES = CallFormat(
     head='<tool_call>\n{"name": "',
     inner=('", "arguments": ',),
-    again='}\n</tool_call>\n<tool_call>\n{"name": "',
-    tail="}\n</tool_call>",
+    end="}\n</tool_call>",
+    again='\n<tool_call>\n{"name": "',
+    tail="",
     marker="<tool_call>",
     native=True,
 )
 LLAMA = CallFormat(
     head='{"name": "',
     inner=('", "parameters": ',),
+    end="}",
     again=None,
-    tail="}",
+    tail="",
     marker="",
     native=True,
     lead="<|python_tag|>",
@@ -40,8 +42,9 @@ LLAMA = CallFormat(
 MISTRAL_LIST = CallFormat(
     head='[TOOL_CALLS] [{"name": "',
     inner=('", "arguments": ', ', "id": "'),
-    again='"}, {"name": "',
-    tail='"}]',
+    end='"}',
+    again=', {"name": "',
+    tail="]",
     marker="[TOOL_CALLS]",
     slots=("name", "arguments", "id"),
     native=True,
@@ -50,6 +53,7 @@ MISTRAL_LIST = CallFormat(
 MISTRAL = CallFormat(
     head="[TOOL_CALLS]",
     inner=("[ARGS]",),
+    end="",
     again="[TOOL_CALLS]",
     tail="",
     marker="[TOOL_CALLS]",
@@ -58,8 +62,9 @@ MISTRAL = CallFormat(
 DEEPSEEK = CallFormat(
     head="<\uff5ctool▁calls▁begin\uff5c><\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>",
     inner=("\n```json\n",),
-    again="\n```<\uff5ctool▁call▁end\uff5c>\n<\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>",
-    tail="\n```<\uff5ctool▁call▁end\uff5c><\uff5ctool▁calls▁end\uff5c>",
+    end="\n```<\uff5ctool▁call▁end\uff5c>",
+    again="\n<\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>",
+    tail="<\uff5ctool▁calls▁end\uff5c>",
     marker="<\uff5ctool▁calls▁begin\uff5c>",
     native=True,
     as_text=True,
@@ -67,8 +72,9 @@ DEEPSEEK = CallFormat(
 QWEN_CODER = CallFormat(
     head="<tool_call>\n<function=",
     inner=(">\n",),
-    again="</function>\n</tool_call>\n<tool_call>\n<function=",
-    tail="</function>\n</tool_call>",
+    end="</function>\n</tool_call>",
+    again="\n<tool_call>\n<function=",
+    tail="",
     marker="<tool_call>",
     native=True,
     pairs=Pairs("<parameter=", ">\n", "\n</parameter>\n"),
@@ -76,8 +82,9 @@ QWEN_CODER = CallFormat(
 GLM = CallFormat(
     head="<tool_call>",
     inner=("\n",),
-    again="</tool_call>\n<tool_call>",
-    tail="</tool_call>",
+    end="</tool_call>",
+    again="\n<tool_call>",
+    tail="",
     marker="<tool_call>",
     native=True,
     pairs=Pairs("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
@@ -85,7 +92,7 @@ GLM = CallFormat(
 GLM_TIGHT = replace(
     GLM,
     inner=("",),
-    again="</tool_call><tool_call>",
+    again="<tool_call>",
     pairs=Pairs("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
 )
 KNOWN_FORMATS = (

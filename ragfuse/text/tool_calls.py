@@ -1,7 +1,8 @@
 """Tool calls in text: the format in which a model writes them, its grammar, and the parser.
 
 The format is that of the chat template (`text/call_formats.py`), or `DEFAULT_CALL_FORMAT` if it has
-none. Callers decide which tools there are and whether they must be called.
+none. Callers decide which tools there are and whether they must be called. Answers are held to the
+grammar while they are generated, so calls are parsed exactly as the format writes them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -24,8 +26,8 @@ Schemas = Mapping[str, str]
 """The JSON schema of each tool's arguments, as JSON text, by the tool's name."""
 MAX_SPACE_CHARS = 4096
 """The most characters of white space before a call that are skipped."""
-MAX_SCHEMA_DEPTH = 16
-"""The most nested references and unions that are followed."""
+_NAME = re.compile(r"[\w.-]+")
+"""A tool's name, or a call's id."""
 
 
 @dataclass(frozen=True)
@@ -51,42 +53,28 @@ class Pairs:
             for name, value in arguments.items()
         )
 
-    def read(
-        self, text: str, at: int, schema: Mapping[str, Any], behind: re.Pattern[str]
-    ) -> tuple[dict[str, Any], int]:
-        """Parse arguments from `at` on; return them and where they end. `behind` matches what
-        follows the last one.
-        """
+    def read(self, text: str, at: int, schema: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+        """Parse arguments from `at` on; return them and where they end."""
         found: dict[str, Any] = {}
-        before, after = _pattern(self.before).pattern, _pattern(self.after).pattern
-        named = re.compile(rf"{before}\s*([^\n<>]+?)\s*{_pattern(self.between).pattern}")
-        follows = f"(?={before}|{behind.pattern})"
-        ends = [re.compile(f"{each}{follows}") for each in (re.escape(self.after), rf"{after}\s*")]
-        space = self.between[len(self.between.rstrip()) :]
-        while name := named.match(text, at):
-            start = name.end() + len(space) * text.startswith(space, name.end())
-            value_end = min(
-                (end for each in ends if (end := each.search(text, start))),
-                key=re.Match.end,
-                default=None,
-            )
-            if value_end is None:
-                break
-            found[name[1]] = _value(text[start : value_end.start()], name[1], schema)
-            at = value_end.end()
+        ends = map(re.escape, (self.before, self.between, self.after))
+        pair = re.compile("{}(.*?){}(.*?){}".format(*ends), re.DOTALL)
+        while match := pair.match(text, at):
+            found[match[1]], at = _value(match[2], match[1], schema), match.end()
         return found, at
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """The text format of tool calls: `head`, the slots of a call with `inner` between them, `again`
-    and more, `tail`.
+    """The text format of tool calls: `head`, the slots of a call with `inner` between them, `end`,
+    `again` and more, `tail`.
 
     Args:
         head: Text before the first call's slots.
         inner: Texts between the slots.
-        again: Text between two calls; None: an answer holds one call only.
-        tail: Text after the last call.
+        end: Text after the slots of every call.
+        again: Text between the end of a call and the slots of the next; None: an answer holds one
+            call only.
+        tail: Text after the end of the last call.
         marker: Text that begins a call and nothing else; "": calls are bare JSON, and an answer
             that begins with the first letter of `head` (`opener`) is a call.
         slots: The order of name, arguments and id.
@@ -99,6 +87,7 @@ class CallFormat:
 
     head: str
     inner: tuple[str, ...]
+    end: str
     again: str | None
     tail: str
     marker: str
@@ -112,7 +101,7 @@ class CallFormat:
     @property
     def opener(self) -> str:
         """The first letter of a call."""
-        return self.head.lstrip()[:1]
+        return self.head[:1]
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -122,23 +111,17 @@ class CallFormat:
             if self.pairs is not None
             else ()
         )
-        return (self.lead, self.head, *self.inner, self.again or "", self.tail, *pairs)
+        return (self.lead, self.head, *self.inner, self.end, self.again or "", self.tail, *pairs)
 
-    def opens(self, text: str, lo: int = 0, seen: int = 0) -> int:
+    def opens(self, text: str, lo: int = 0) -> int:
         """Return where the first call in text[lo:] begins, with the white space before it; -1 if
         there is none.
-
-        The first `seen` characters were searched before without finding one.
         """
         if self.marker:
-            at = text.find(self.marker, max(lo, seen - len(self.marker) + 1))
+            at = text.find(self.marker, lo)
             return at if at < 0 else stripped_end(text, lo, at)
-        return (
-            lo
-            if _pattern(self.lead + self.head).match(text, lo)
-            or _pattern(self.head).match(text, lo)
-            else -1
-        )
+        begun = text[lo : lo + MAX_SPACE_CHARS].lstrip().removeprefix(self.lead)
+        return lo if begun.startswith(self.head) else -1
 
     def undecided(self, text: str, lo: int = 0) -> int:
         """Return how many characters at the end of text[lo:], which has no call yet, may become
@@ -157,46 +140,25 @@ class CallFormat:
         """Parse the call whose slots begin at `at`.
 
         Returns:
-            The call and where its last slot ends; (None, -1) if it is invalid or incomplete.
+            The call and where it ends; (None, -1) if it is incomplete.
         """
         found: dict[str, Any] = {}
-        value: Any = None
-        for slot, after in zip(self.slots, (*self.inner, ""), strict=True):
-            if slot == "arguments":
-                value, at = self._arguments_at(text, at, found.get("name", ""), schemas)
+        for slot, after in zip(self.slots, (*self.inner, self.end), strict=True):
+            if slot != "arguments":
+                match = _NAME.match(text, at)
+                found[slot], at = (match[0], match.end()) if match else ("", at)
+            elif self.pairs is not None:
+                schema = json.loads(schemas.get(found["name"], "{}"))
+                found[slot], at = self.pairs.read(text, at, schema)
             else:
-                name = r"\s*([\w.-]+)" if self.pairs else r"([^\s\"\\{}<>\[\]()]+)"
-                match = re.compile(name if slot == "name" else f"(.{{{self.id_size}}})").match(
-                    text, at
-                )
-                value, at = (match[1], match.end()) if match else (None, at)
-            passed = _pattern(after).match(text, at)
-            if value is None or passed is None:
+                try:
+                    found[slot], at = json.JSONDecoder().raw_decode(text, at)
+                except ValueError:
+                    return None, -1
+            if not text.startswith(after, at):
                 return None, -1
-            found[slot], at = value, passed.end()
+            at += len(after)
         return ToolCall(found["name"], found["arguments"], call_id()), at
-
-    def _arguments_at(
-        self, text: str, at: int, name: str, schemas: Schemas
-    ) -> tuple[dict[str, Any] | None, int]:
-        if self.pairs is None:
-            try:
-                value, end = json.JSONDecoder().raw_decode(
-                    text, at + len(text[at:]) - len(text[at:].lstrip())
-                )
-            except (ValueError, RecursionError):  # no JSON, or nested too deeply
-                return None, at
-            return (value, end) if isinstance(value, dict) else (None, at)
-        behind = _pattern(self._call_end) if self._call_end else re.compile(r"\s*\Z")
-        found, end = self.pairs.read(text, at, json.loads(schemas.get(name, "{}")), behind)
-        return (found, end) if behind.match(text, end) else (None, at)
-
-    @property
-    def _call_end(self) -> str:
-        """The text that follows the last slot of every call, whether another call comes after it or
-        none.
-        """
-        return self.tail if self.again is None else _shared(self.tail, self.again)
 
     def rules(
         self,
@@ -217,45 +179,40 @@ class CallFormat:
             tags: Tags that free text may contain, such as those around thoughts.
             form: The JSON schema of an answer that calls none; "": free text.
         """
-        again = self.again if several else None
-        shared = _shared(self.tail, again) if again is not None else self.tail
         one = " | ".join(f"call_{at}" for at in range(len(schemas)))
-        first = (
-            f"start: %json {form} | {literal(self.head.lstrip())} calls"
-            if form
-            else self._start(literal, free, tags)
-        )
-        lines = [first, f"one: ({one}) {literal(shared)}"]
-        more = f"({literal(again[len(shared) :])} one)*" if again is not None else ""
-        lines.append(f"calls: one {more} {literal(self.tail[len(shared) :])}")
+        again = self.again if several else None
+        more = f"({literal(again)} one)*" if again is not None else ""
+        lines = [
+            *(
+                [f"start: %json {form} | {literal(self.head)} calls"]
+                if form
+                else self._start(literal, free, tags)
+            ),
+            f"one: ({one}) {literal(self.end)}",
+            f"calls: one {more} {literal(self.tail)}",
+        ]
         for at, (name, schema) in enumerate(schemas.items()):
             lines.append(f"call_{at}: {' '.join(self._terms(name, schema, f'args_{at}', literal))}")
             if self.pairs is not None:
                 lines += _pair_rules(self.pairs, f"args_{at}", json.loads(schema), literal)
         return "\n".join(lines) + "\n"
 
-    def _start(self, literal: Callable[[str], str], free: bool, tags: Sequence[str]) -> str:
+    def _start(
+        self, literal: Callable[[str], str], free: bool, tags: Sequence[str]
+    ) -> Iterator[str]:
+        rest = literal(self.head[len(self.marker) :])
+        # a tag that is not one token is matched by the text itself
+        tag_tokens = [mark for mark in map(literal, tags) if mark.startswith("<[")]
+        before = f"(OPENED_TEXT ({' | '.join(tag_tokens)}))* " if tag_tokens else ""
         if not free:
-            return f"start: {literal(self.head)} calls"
-        rest = literal(self.head.lstrip()[len(self.marker) :])
-        before = _before(literal, tags)
-        if not self.marker:
+            yield f"start: {literal(self.head)} calls"
+        elif self.marker:
+            yield f"start: {before}(OPENED_TEXT | opened {rest} calls)"
+            yield from _until(self.marker, "opened", literal)
+        else:
             lead = f"({literal(self.lead)})? " if self.lead else ""
-            return (
-                f"start: {before}(TEXT | {lead}{rest} calls)\nTEXT:"
-                f" /\\s*([^{_escaped(self.opener)}\\s](.|\\n)*)?/"
-            )
-        mark = literal(self.marker)
-        # a token; text that spells it letter by letter would be parsed as a call
-        if mark.startswith("<["):
-            return (
-                f"start: {before}(TEXT | TEXT {mark} {rest} calls)\nTEXT: /(.|\\n)*/ &"
-                f" ~{_containing(self.marker)}"
-            )
-        return (
-            f"start: {before}(TEXT | opened {rest} calls)\nopened[lazy]: TEXT {mark}\nTEXT:"
-            " /(.|\\n)*/"
-        )
+            yield f"start: {before}(OPENED_TEXT | {lead}{rest} calls)"
+            yield f"OPENED_TEXT: /\\s*([^{_escaped(self.opener)}\\s](.|\\n)*)?/"
 
     def _terms(
         self, name: str, schema: str, arguments: str, literal: Callable[[str], str]
@@ -307,7 +264,7 @@ class CallFormat:
         slot_texts = {"name": call.name, "arguments": arguments, "id": self._id(call.id)}
         return "".join(
             slot_texts[slot] + after
-            for slot, after in zip(self.slots, (*self.inner, ""), strict=True)
+            for slot, after in zip(self.slots, (*self.inner, self.end), strict=True)
         )
 
 
@@ -324,17 +281,17 @@ class CallReader:
         self.calls: tuple[ToolCall, ...] = ()
         self.repeats = False
         self._format, self._schemas = format, schemas
+        self._mark: str | None = format.head
         self._at = -1
 
     def read(self, text: str, opening: int) -> tuple[ToolCall, ...]:
         """Return all complete calls of a text whose first call begins at `opening`."""
-        lead, head = _pattern(self._format.lead).pattern, _pattern(self._format.head).pattern
-        first = re.compile(f"(?:{lead})?{head}").match(text, opening)
-        while start := first if self._at < 0 else self._next(text):
-            call, end = self._format.one(text, start.end(), self._schemas)
+        at = text.find(self._format.head, opening) if self._at < 0 else self._at
+        while at >= 0 and self._mark is not None and text.startswith(self._mark, at):
+            call, at = self._format.one(text, at + len(self._mark), self._schemas)
             if call is None:
                 break
-            self._at = end
+            self._at, self._mark = at, self._format.again
             if any(
                 call.name == other.name and call.arguments == other.arguments
                 for other in self.calls
@@ -344,19 +301,13 @@ class CallReader:
                 self.calls += (call,)
         return self.calls
 
-    def _next(self, text: str) -> re.Match[str] | None:
-        return (
-            None
-            if self._format.again is None
-            else _pattern(self._format.again).match(text, self._at)
-        )
-
 
 DEFAULT_CALL_FORMAT = CallFormat(
     head='<tool_call>{"name": "',
     inner=('", "arguments": ',),
-    again='}</tool_call>\n<tool_call>{"name": "',
-    tail="}</tool_call>",
+    end="}</tool_call>",
+    again='\n<tool_call>{"name": "',
+    tail="",
     marker="<tool_call>",
 )
 """The format for models whose chat template does not support tools."""
@@ -405,12 +356,6 @@ def _spelled(turn: ChatMessage) -> ChatMessage:
     return turn
 
 
-def _shared(one: str, other: str) -> str:
-    """Return the common beginning of two texts."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return one[: next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))]
-
-
 def stripped_end(text: str, lo: int, hi: int) -> int:
     """Return the end of text[lo:hi] without the white space at its end."""
     last = text[max(lo, hi - MAX_SPACE_CHARS) : hi]
@@ -422,15 +367,6 @@ def _escaped(text: str) -> str:
     class.
     """
     return "".join(f"\\x{{{ord(letter):x}}}" for letter in text)
-
-
-def _pattern(text: str) -> re.Pattern[str]:
-    """Return a pattern that matches a text of the format with any white space between and before
-    its words.
-    """
-    words = [re.escape(word) for word in text.split()]
-    inner = r"\s*".join(words)
-    return re.compile(rf"\s*{inner}") if words else re.compile("")
 
 
 def _as_text(value: Any) -> str:
@@ -453,28 +389,21 @@ def _value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
         fits = not isinstance(value, str) and Draft202012Validator(schema).evolve(
             schema=known
         ).is_valid(value)
-    # no JSON, nested too deeply, or a pattern that Python does not read
-    except (ValueError, RecursionError, re.error):
+    except (ValueError, re.error):  # no JSON, or a pattern that Python does not read
         return text
     return value if fits else text
 
 
-def _types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+def _types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """Return the types that a schema allows; empty if it allows any, or does not tell."""
-    if not isinstance(schema, Mapping) or depth > MAX_SCHEMA_DEPTH:
+    if not isinstance(schema, Mapping):
         return frozenset()
-    if isinstance(ref := schema.get("$ref"), str):
-        found: Any = root
-        for name in ref.removeprefix("#/").split("/"):
-            found = found.get(name) if isinstance(found, Mapping) else None
-        return _types_of(found, root, depth + 1)
+    if ref := schema.get("$ref"):
+        names = ref.removeprefix("#/").split("/")
+        return _types_of(reduce(lambda found, name: found[name], names, root), root)
     if types := schema.get("type"):
         return frozenset([types] if isinstance(types, str) else types)
-    parts = [
-        _types_of(each, root, depth + 1)
-        for name in ("anyOf", "oneOf")
-        for each in schema.get(name, ())
-    ]
+    parts = [_types_of(each, root) for name in ("anyOf", "oneOf") for each in schema.get(name, ())]
     return frozenset().union(*parts) if all(parts) else frozenset()
 
 
@@ -482,14 +411,7 @@ def _pair_rules(
     pairs: Pairs, name: str, schema: Mapping[str, Any], literal: Callable[[str], str]
 ) -> Iterator[str]:
     """Yield Lark rules of arguments that are written one by one, in the order of their schema."""
-    properties, required = schema.get("properties") or {}, set(schema.get("required") or ())
-    if not properties and schema.get("additionalProperties", True) is not False:
-        yield (
-            f"{name}: ({literal(pairs.before)} /[a-zA-Z_][a-zA-Z0-9_.-]*/ {literal(pairs.between)}"
-            f" {name}_any)*"
-        )
-        yield from _value_rules(pairs.after, f"{name}_any", {}, schema, literal)
-        return
+    properties, required = schema.get("properties") or {}, schema.get("required") or ()
     rule_names = (
         f"{name}_{at}" + ("" if key in required else "?") for at, key in enumerate(properties)
     )
@@ -516,43 +438,20 @@ def _value_rules(
         shared = {key: root[key] for key in ("$defs", "definitions", "x-guidance") if key in root}
         yield f"{name}: %json {json.dumps({**shared, **fields})} {literal(after)}"
     else:
-        yield from _text_rules(after, name, fields, literal)
+        most = fields.get("maxLength", "")
+        yield from _until(after, name, literal, f"{{{fields.get('minLength', 0)},{most}}}")
 
 
-def _text_rules(
-    after: str, name: str, schema: Mapping[str, Any], literal: Callable[[str], str]
-) -> Iterator[str]:
-    min_chars, max_chars = schema.get("minLength", 0), schema.get("maxLength", "")
-    any_text = f"(.|\\n){{{min_chars},{max_chars}}}" if min_chars or max_chars != "" else "(.|\\n)*"
-    cut = next((at for at in range(len(after)) if literal(after[at:]).startswith("<[")), None)
-    text = f"{name.upper()}_TEXT"
-    if cut is None:
-        yield f"{name}[lazy]: {text} {literal(after)}"
-        yield f"{text}: /{any_text}/"
+def _until(end: str, name: str, literal: Callable[[str], str], n_chars: str = "*") -> Iterator[str]:
+    """Yield the Lark rules of any text, of so many characters, and the first `end`."""
+    text, written = f"{name.upper()}_TEXT", literal(end)
+    letters, is_token, rest = written.partition("<[")
+    if not is_token:
+        yield f"{name}[lazy]: {text} {written}"
+        yield f"{text}: /(.|\\n){n_chars}/"
         return
-    # The end is a token, and the value must not contain its letters: spelled out, they would end
-    # the value.
-    sizes = range(1, len(after) - cut + 1)
-    mark = next(
-        after[cut : cut + size]
-        for size in sizes
-        if _TOKEN_LITERAL.fullmatch(literal(after[cut : cut + size]))
-    )
-    yield f"{name}: {text} {literal(after[cut:])}"
-    yield f"{text}: /{any_text}{_escaped(after[:cut])}/ & ~{_containing(mark)}"
-
-
-_TOKEN_LITERAL = re.compile(r"<\[[0-9]+\]>")
-
-
-def _before(literal: Callable[[str], str], tags: Sequence[str]) -> str:
-    """Return the rule of texts that each end in a tag; a tag that is not one token is matched by
-    TEXT already.
-    """
-    tag_tokens = [mark for mark in map(literal, tags) if _TOKEN_LITERAL.fullmatch(mark)]
-    return f"(TEXT ({' | '.join(tag_tokens)}))* " if tag_tokens else ""
-
-
-def _containing(text: str) -> str:
-    """Return a Lark regular expression of all texts that contain this one."""
-    return f"/(.|\\n)*{_escaped(text)}(.|\\n)*/"
+    # Spelled letter by letter, what holds a token would be read as the end.
+    lead = json.loads(letters or '""')
+    yield f"{name}: {text} <[{rest}"
+    token = _escaped(end[len(lead) :])
+    yield f"{text}: /(.|\\n){n_chars}{_escaped(lead)}/ & ~/(.|\\n)*{token}(.|\\n)*/"

@@ -212,17 +212,6 @@ def test_values_that_stand_as_they_are_are_read_by_their_schema(source):
     assert python.arguments["sure"] is True
 
 
-@pytest.mark.parametrize("source", [CODER, GLM, TIGHT], ids=["coder", "glm", "tight"])
-def test_a_call_without_the_white_space_of_its_format_is_read_too(source):
-    found = format_of(source)
-    tight = "".join(
-        line.strip()
-        for line in found.write((ToolCall("walk", {"to": "Rome", "by": "bus"}),)).splitlines()
-    )
-    (call,) = read(found, tight)
-    assert (call.name, call.arguments) == ("walk", {"to": "Rome", "by": "bus"})
-
-
 def ready(format: CallFormat, text: str) -> int:
     """How much of a text's beginning is no part of a call, whatever follows."""
     at = format.opens(text)
