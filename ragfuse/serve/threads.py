@@ -38,7 +38,7 @@ class Threads:
         intake: For parsing bodies, one at a time, so that it takes little interpreter time from
             running answers.
         ahead: For what is done in the background: look-ahead, tenants' quotas.
-        planning: For converting requests, and for the plans of `/v1/ragfuse/explain`.
+        planning: For converting requests.
         lookups: For lookups in the store.
         turns: For running requests, two threads each: one to generate, one to finish the request
             before.
