@@ -148,11 +148,8 @@ def _options(body: CompletionRequest) -> dict[str, Any]:
     values = {name: getattr(body, name) for name in SAMPLED}
     if (body.temperature or 0) < MIN_TEMPERATURE or body.top_p == 0:
         values["temperature"] = None
-    values["top_k"] = (
-        max(0, body.top_k or 0)
-        if body.top_k is not None or not body.ragfuse.model_sampling
-        else None
-    )
+    if body.top_k is not None or not body.ragfuse.model_sampling:
+        values["top_k"] = max(0, body.top_k or 0)
     more = {
         "stop_token_ids": body.stop_token_ids or None,
         "min_new_tokens": body.min_tokens or None,

@@ -60,14 +60,7 @@ class Threads:
 
     def close(self) -> None:
         """Start no more calls; running calls end by themselves."""
-        for each in (
-            self.intake,
-            self.ahead,
-            self.planning,
-            self.lookups,
-            self.turns,
-            self.control,
-        ):
+        for each in vars(self).values():
             each.shutdown(wait=False, cancel_futures=True)
 
 
