@@ -55,7 +55,7 @@ def request_of(question: Question, ask: Ask) -> tuple[str, Json]:
 def prompt_for(question: Question) -> Json:
     """Return the fields of a question whose tokens are counted."""
     if isinstance(question, PMLPrompt):
-        return {"pml": to_pml(question)}
+        return {"pml": to_pml(question), "messages": []}
     return {"messages": list(map(_message, messages_of(question)))}
 
 
@@ -74,13 +74,6 @@ def encoded(body: Json) -> bytes:
 
 def _asked(question: Question, ask: Ask) -> tuple[str, Json]:
     """Return the route, and the fields that depend on what kind of question it is."""
-    if isinstance(question, PMLPrompt):
-        if ask.tools or ask.session is not None:
-            raise InputError(
-                "A prompt in PML cannot have tools or a session. Leave these out, or ask with"
-                " messages."
-            )
-        return CHAT, {"messages": [], "pml": to_pml(question)}
     if is_ids(question) and not ask.tools:
         return TEXT, {"prompt": [int(id) for id in question]}
     if isinstance(question, str) and not ask.tools:

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from ragfuse.engine.engine import Engine
 from ragfuse.serve.completion_events import CompletionEvents
 from ragfuse.serve.refusals import api_error_of
-from ragfuse.serve.request_state import tenant_of, text_response
+from ragfuse.serve.request_state import tenant_of
 from ragfuse.serve.response_events import ResponseEvents
 from ragfuse.serve.run import AnswerRequest, AnswerRun, Item
 from ragfuse.serve.service import Service
@@ -24,8 +24,6 @@ Json = dict[str, Any]
 Renderer = CompletionEvents | ResponseEvents
 """What writes the items of a run as events, and folds these into one response."""
 MakeRequests = Callable[[Engine], Sequence[AnswerRequest]]
-EVENT_STREAM = text_response("text/event-stream")
-"""The OpenAPI entry of a route that may answer with a stream."""
 SLOW_S = 30.0
 """Seconds that a client may take to read a stream, beyond the time that the answer may take."""
 

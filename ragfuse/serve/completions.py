@@ -11,14 +11,14 @@ from fastapi.responses import Response
 
 from ragfuse.engine.engine import Engine
 from ragfuse.plan.explanation import as_dict, in_words
-from ragfuse.serve.answers import EVENT_STREAM, respond
+from ragfuse.serve.answers import respond
 from ragfuse.serve.body import BodyRoute
 from ragfuse.serve.completion_events import CompletionEvents
 from ragfuse.serve.refusals import unusable
 from ragfuse.serve.request_state import tenant_of
 from ragfuse.serve.requests import chat_requests, text_requests
 from ragfuse.serve.run import AnswerRequest
-from ragfuse.serve.schema import ChatRequest, CompletionRequest, ExplainRequest, TextRequest
+from ragfuse.serve.schema import ChatRequest, CompletionRequest, TextRequest
 from ragfuse.serve.service import Service
 from ragfuse.serve.token_trace import TokenRecorder
 from ragfuse.serve.transfer import FIELD, PromptTransfer
@@ -36,18 +36,18 @@ def completion_routes(service: Service) -> APIRouter:
     """Return the routes of completions."""
     routes = APIRouter(route_class=BodyRoute)
 
-    @routes.post("/v1/chat/completions", responses=EVENT_STREAM)
+    @routes.post("/v1/chat/completions")
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         """Answer chat messages."""
         return await _answer(service, request, body, lambda: chat_requests(body))
 
-    @routes.post("/v1/completions", responses=EVENT_STREAM)
+    @routes.post("/v1/completions")
     async def completions(request: Request, body: TextRequest) -> Response:
         """Continue a text."""
         return await _answer(service, request, body, lambda: text_requests(body))
 
     @routes.post("/v1/ragfuse/explain")
-    async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
+    async def explain(request: Request, body: ChatRequest) -> dict[str, Any]:
         """Show what a request would read and compute, how long that would take, and why, without
         answering it.
         """
@@ -119,7 +119,7 @@ def _prefill_only(
     )
 
 
-def _explain(engine: Engine, body: ExplainRequest) -> dict[str, Any]:
+def _explain(engine: Engine, body: ChatRequest) -> dict[str, Any]:
     request = chat_requests(body)[0]
     plan = engine.plan(request.question, request.ask)
     return {"object": "ragfuse.plan", **as_dict(plan), "words": in_words(plan, NOT_PREDICTED)}

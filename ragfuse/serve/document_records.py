@@ -39,18 +39,16 @@ class StoredDocument(BaseModel):
     passages: list[str] = []
     encoded: int = 0
     """Passages that are done."""
-    tokens: int = 0
     nbytes: int = 0
     """Bytes of the KV that was encoded for it; what was stored before does not count."""
-    seconds: float = 0.0
     vectors: Any = Field(default_factory=list, exclude=True)
     """float32 [passages, dims]."""
     is_deleted: bool = Field(default=False, exclude=True)
 
     def as_dict(self) -> dict[str, Any]:
         """Return it in plain JSON types, with the number of its passages in place of their text."""
-        told = {"passages": len(self.passages), "seconds": round(self.seconds, 2)}
-        return {"object": "ragfuse.document", **self.model_dump(), **told}
+        told = {"object": "ragfuse.document", "passages": len(self.passages)}
+        return {**self.model_dump(), **told}
 
 
 class DocumentRecords:

@@ -21,8 +21,8 @@ from ragfuse.serve.schema import RequestBody
 from ragfuse.serve.service import Service
 from ragfuse.serve.upload_text import PDF, text_of
 
-MAX_NAME = 256
-"""Most characters of a document's name."""
+MAX_NAME = 240
+"""Most characters of a document's name, so that the numbered source of a passage is a title."""
 MAX_QUERY_CHARS = 8192
 """Most characters of a search."""
 MAX_PASSAGES = 50

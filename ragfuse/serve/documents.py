@@ -10,7 +10,6 @@ server that ended had not finished.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -36,8 +35,6 @@ BATCH_PASSAGES = 4
 """Passages that are encoded in one turn; between two turns other requests are answered."""
 BUSY_S = 2.0
 """Seconds after which a turn is asked for again where the queue was full."""
-SOURCE_NAME_CHARS = 240
-"""Characters of a document's name in the source of a passage."""
 
 
 class TenantDocuments:
@@ -134,7 +131,7 @@ class TenantDocuments:
                 "document": document.id,
                 "name": document.name,
                 "number": at + 1,
-                "source": f"{document.name[:SOURCE_NAME_CHARS]} #{at + 1}",
+                "source": f"{document.name} #{at + 1}",
                 "text": text,
                 "score": round(float(scores[place]), 4),
             }
@@ -153,8 +150,7 @@ class TenantDocuments:
                 document.status, document.error = "failed", api_error_of(error).message
 
     async def _encode_now(self, document: StoredDocument, read: Callable[[], str]) -> None:
-        began_s, document.status = time.monotonic(), "reading"
-        name, vectors = document.name, list[Any]()
+        name, vectors, document.status = document.name, list[Any](), "reading"
         text = whole_text(await asyncio.to_thread(read), f"'{name}'")
         document.passages = passages = await self._turn(lambda engine: _split(engine, text))
         document.status = "encoding"
@@ -165,7 +161,6 @@ class TenantDocuments:
             vectors += await self._turn(partial(self._embedded, document, texts))
             document.vectors = vectors
             document.encoded += len(texts)
-            document.seconds = time.monotonic() - began_s
         records, salt = self._service.documents, self._tenant.salt
         there = await asyncio.to_thread(self.all)
         if not document.is_deleted:
@@ -187,7 +182,6 @@ class TenantDocuments:
     ) -> list[Any]:
         """Encode passages unless they are stored, and return their vectors."""
         document.nbytes += engine.ingest([(text, document.name) for text in texts]).nbytes
-        document.tokens += sum(len(engine.tokens(text)) for text in texts)
         return list(self._service.embedder.embed(texts))
 
     async def _turn(self, do: Callable[[Engine], Any]) -> Any:
@@ -216,7 +210,7 @@ def _left(engine: Engine, name: str, texts: Collection[str]) -> list[str]:
     A passage that was found by a search and asked about is the document's as well, by the source
     that the search gave.
     """
-    numbered = f"{name[:SOURCE_NAME_CHARS]} #"
+    numbered = f"{name} #"
     shared = leave_source(
         engine.catalog.strict,
         engine.digest,

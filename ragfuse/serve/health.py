@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from ragfuse.serve.request_state import tenant_of, text_response
+from ragfuse.serve.request_state import tenant_of
 from ragfuse.serve.service import Service
 
 
@@ -18,7 +18,7 @@ def health_routes(service: Service) -> APIRouter:
         """Report that the server accepts requests; while it stops there is no connection."""
         return {"status": "ok", "model": service.model}
 
-    @routes.get("/metrics", responses=text_response("text/plain"))
+    @routes.get("/metrics")
     async def metrics(request: Request) -> Response:
         """Report Prometheus metrics of all requests and of the client's tenant."""
         salt = tenant_of(request).salt

@@ -21,11 +21,6 @@ def tenant_of(request: Request) -> APITenant:
     return tenant
 
 
-def text_response(kind: str) -> dict[int | str, dict[str, Any]]:
-    """Return an OpenAPI response entry for a route that may answer with text of this media type."""
-    return {200: {"description": "The text.", "content": {kind: {"schema": {"type": "string"}}}}}
-
-
 async def unless_disconnected(
     receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, T]
 ) -> T:

@@ -4,14 +4,14 @@ its `Ask`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, cast
 
 from ragfuse.engine.ask import SAMPLED, Ask
 from ragfuse.engine.schema_service import PMLPrompt, parse_prompt
-from ragfuse.errors import InputError
+from ragfuse.errors import about
 from ragfuse.serve.logprobs import LogprobRecorder
 from ragfuse.serve.refusals import unusable
 from ragfuse.serve.run import AnswerRequest
@@ -33,7 +33,6 @@ MIN_TEMPERATURE = 1e-3
 GRAMMARS: Mapping[str, Callable[[Any], Grammar]] = MappingProxyType(
     {
         "json": Grammar.json,
-        "json_object": lambda _: Grammar.json(None),
         "regex": Grammar.regex,
         "choice": Grammar.choice,
         "grammar": Grammar.lark,
@@ -72,7 +71,7 @@ def chat_requests(body: ChatRequest) -> list[AnswerRequest]:
             "documents",
             "pml cannot be used with documents, as its texts are modules of a schema; give one.",
         )
-    question = question_of(body.pml, with_documents(body.messages, body.documents or ()))
+    question = question_of(body.pml, with_documents(body.messages, body.documents))
     return _answers(question, ask, body.n or 1, body.top_logprobs or 0 if body.logprobs else None)
 
 
@@ -82,21 +81,13 @@ def text_requests(body: TextRequest) -> list[AnswerRequest]:
     Raises:
         APIError: Fields contradict each other, or cannot be honoured (400).
     """
-    given, chunks = body.prompt, _titled(body.documents or ())
-    ask = _ask_of(body)
-    ask = replace(ask, max_tokens=body.max_tokens, documents=(*ask.documents, *chunks))
+    given, ask = body.prompt, replace(_ask_of(body), max_tokens=body.max_tokens)
     is_one = isinstance(given, str) or isinstance(given[0], int)
-    found = list[AnswerRequest]()
-    for prompt in [given] if is_one else given:
-        question: Any = prompt
-        if isinstance(prompt, str):
-            question = "".join([*(f"{text}\n\n" for text, _ in chunks), prompt])
-        elif chunks:
-            raise unusable("documents", "documents cannot be used with a prompt of token ids.")
-        if not question:
-            raise unusable("prompt", "The prompt is empty; wanted a text to continue.")
-        found += _answers(question, ask, body.n or 1, body.logprobs)
-    return found
+    return [
+        request
+        for prompt in ([given] if is_one else given)
+        for request in _answers(prompt, ask, body.n or 1, body.logprobs)
+    ]
 
 
 def _answers(question: Any, ask: Ask, n: int, n_top: int | None) -> list[AnswerRequest]:
@@ -147,11 +138,8 @@ def _options(body: CompletionRequest) -> dict[str, Any]:
     values = {name: getattr(body, name) for name in SAMPLED}
     if (body.temperature or 0) < MIN_TEMPERATURE or body.top_p == 0:
         values["temperature"] = None
-    values["top_k"] = (
-        max(0, body.top_k or 0)
-        if body.top_k is not None or not body.ragfuse.model_sampling
-        else None
-    )
+    if body.top_k is not None or not body.ragfuse.model_sampling:
+        values["top_k"] = max(0, body.top_k or 0)
     more = {
         "stop_token_ids": body.stop_token_ids or None,
         "min_new_tokens": body.min_tokens or None,
@@ -173,10 +161,8 @@ def question_of(
     """
     if pml is not None and not messages:
         return parse_prompt(pml)
-    try:
+    with about("messages"):
         conversation = ChatMessage.conversation(map(_chat_message, messages))
-    except InputError as error:
-        raise unusable("messages", str(error)) from error
     if pml is None:
         return conversation
     prompt = parse_prompt(pml)
@@ -192,7 +178,7 @@ def question_of(
 
 
 def with_documents(
-    messages: Sequence[RequestMessage], documents: Sequence[Document]
+    messages: Sequence[RequestMessage], documents: Sequence[Document] | None
 ) -> list[RequestMessage]:
     """Return the messages with documents as parts of the last one of a user; APIError (400) where
     there is none.
@@ -206,18 +192,12 @@ def with_documents(
             "documents", "documents are placed before the last user message, found none. Add one."
         )
     parts = list[ContentPart]()
-    for text, title in _titled(documents):
-        parts.append(ContentPart(type="text-plain", text=text, title=title))
+    for number, each in enumerate(documents, 1):
+        title = each.title or f"document {number}"
+        parts.append(ContentPart(type="text-plain", text=each.text, title=title))
         parts.append(ContentPart(type="text", text="\n\n"))
     found[at] = found[at].model_copy(update={"content": [*parts, *found[at].content]})
     return found
-
-
-def _titled(documents: Iterable[Document]) -> list[tuple[str, str]]:
-    """Return the texts and titles of documents, which are numbered where they have no title."""
-    return [
-        (each.text, each.title or f"document {number}") for number, each in enumerate(documents, 1)
-    ]
 
 
 def _chat_message(message: RequestMessage) -> ChatMessage:

@@ -11,7 +11,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, TypeAdapter
 
 from ragfuse.serve.refusals import unusable
-from ragfuse.serve.schema import AnswerBody, ChatRequest, FailFast, RequestBody, RequestMessage
+from ragfuse.serve.schema import (
+    AnswerBody,
+    ChatRequest,
+    Documents,
+    FailFast,
+    RequestBody,
+    RequestMessage,
+)
 
 
 def _as_messages(given: Any) -> Any:
@@ -64,6 +71,7 @@ class ResponseRequest(AnswerBody):
     """The body of `/v1/responses`."""
 
     input: Annotated[Input, Field(min_length=1)]
+    documents: Documents | None = None
     instructions: str | None = None
     """A system message before the input. Those of an earlier response are not carried over."""
     previous_response_id: str | None = Field(default=None, min_length=1, max_length=128)

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from ragfuse.errors import NoSessionError, StoreError
-from ragfuse.serve.answers import EVENT_STREAM, respond
+from ragfuse.serve.answers import respond
 from ragfuse.serve.body import BodyRoute
 from ragfuse.serve.request_state import tenant_of
 from ragfuse.serve.requests import chat_requests, with_documents
@@ -28,7 +28,7 @@ def response_routes(service: Service) -> APIRouter:
     """Return the routes of responses."""
     routes, records = APIRouter(route_class=BodyRoute), service.responses
 
-    @routes.post("/v1/responses", responses=EVENT_STREAM)
+    @routes.post("/v1/responses")
     async def answer(request: Request, body: ResponseRequest) -> Response:
         """Answer an input, as a new conversation or as the next turn of a stored response."""
         service.check_model(body.model)
@@ -38,7 +38,7 @@ def response_routes(service: Service) -> APIRouter:
             found = await to_thread(records.get, salt, body.previous_response_id)
             before, session = found.messages, found.session
         # with the documents, so that later turns have them too
-        messages = [*before, *with_documents(body.input, body.documents or ())]
+        messages = [*before, *with_documents(body.input, body.documents)]
         is_stored = body.store is not False
         chat = chat_request_of(body, messages, session if is_stored else None)
 

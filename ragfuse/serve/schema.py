@@ -91,10 +91,8 @@ class RequestBody(BaseModel):
         def is_kept(name: str, value: Any) -> bool:
             if name in cls.model_fields:
                 return True
-            changes_nothing = value is None or (
-                value in INERT[name] if name in INERT else not value
-            )
-            return not (is_prefill or changes_nothing)
+            is_inert = value in INERT[name] if name in INERT else not value
+            return not (is_prefill or value is None or is_inert)
 
         return {name: value for name, value in given.items() if is_kept(name, value)}
 
@@ -116,9 +114,11 @@ class Document(RequestBody):
 
 Documents = Annotated[
     list[Annotated[Document, BeforeValidator(_document, json_schema_input_type=str | Document)]],
-    FailFast,
+    Field(max_length=1000, fail_fast=True),
 ]
-"""Retrieved documents, each an object or its text alone."""
+"""Retrieved documents, each an object or its text alone, which are placed before the question; the
+stored KV of earlier requests is reused for them.
+"""
 
 
 class AnswerOptions(RequestBody):
@@ -157,7 +157,6 @@ class StructuredOutputs(RequestBody):
     """The form of an answer in vLLM's words, of which one request may use one."""
 
     json_schema: dict[str, Any] | Json[dict[str, Any]] | None = Field(default=None, alias="json")
-    json_object: Literal[True] | None = None
     regex: str | None = Field(default=None, min_length=1)
     choice: list[Annotated[str, Field(min_length=1)]] | None = Field(
         default=None, min_length=1, max_length=1024
@@ -242,10 +241,6 @@ class AnswerBody(RequestBody):
     """0 or null means greedy decoding."""
     top_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-SEED_LIMIT, lt=SEED_LIMIT)
-    documents: Documents | None = Field(default=None, max_length=1000)
-    """Retrieved documents, placed before the question; the stored KV of earlier requests is reused
-    for them.
-    """
     ragfuse: AnswerOptions = AnswerOptions()
 
     # labels, which never change an answer
@@ -296,6 +291,7 @@ class ChatRequest(CompletionRequest):
 
     messages: Annotated[list[RequestMessage], FailFast]
     """At least one message; there may be none if `pml` is given."""
+    documents: Documents | None = None
     pml: str | None = Field(default=None, min_length=1)
     """A prompt in PML for a registered schema; messages are appended to it as plain text."""
     max_completion_tokens: int | None = Field(default=None, ge=-1)
@@ -324,13 +320,6 @@ class TextRequest(CompletionRequest):
     prompt: str | Several[str] | Ids | Several[Ids]
     """One text or several, or the token ids of one or several."""
     logprobs: int | None = Field(default=None, ge=0, le=20)
-
-
-class ExplainRequest(ChatRequest):
-    """The body of `/v1/ragfuse/explain`: that of a chat."""
-
-    model: str = ""
-    messages: Annotated[list[RequestMessage], FailFast] = []
 
 
 class SchemaRequest(RequestBody):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Set
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Request
 
 from ragfuse.engine.engine import Engine
 from ragfuse.serve.body import BodyRoute
@@ -30,11 +30,6 @@ from ragfuse.store.tier import totals
 from ragfuse.telemetry.counters import TTFT_S
 from ragfuse.types.keys import token_digest
 from ragfuse.types.kv import Entry
-
-MAX_SESSIONS = 1000
-"""Most rows of a listing."""
-MAX_SOURCE_CHARS = 4096
-"""Most characters of a source."""
 
 
 def store_routes(service: Service) -> APIRouter:
@@ -65,9 +60,7 @@ def store_routes(service: Service) -> APIRouter:
 
     @routes.delete("/entries")
     async def delete_entries(
-        request: Request,
-        source: Annotated[str | None, Query(max_length=MAX_SOURCE_CHARS)] = None,
-        all: bool = False,
+        request: Request, source: str | None = None, all: bool = False
     ) -> dict[str, Any]:
         """Delete chunks of the client's tenant from every tier: those of a source, or all."""
         if (source is not None) is all:
@@ -77,7 +70,7 @@ def store_routes(service: Service) -> APIRouter:
     @routes.get("/sessions")
     async def sessions(request: Request) -> dict[str, Any]:
         """List the stored conversations of the client's tenant, most recently used first."""
-        found = await service.lookup(request, lambda engine: engine.sessions.ls()[:MAX_SESSIONS])
+        found = await service.lookup(request, lambda engine: engine.sessions.ls())
         names = ("id", "turns", "tokens", "used", "persistent")
         rows = [
             {"object": "ragfuse.session", **{name: getattr(each, name) for name in names}}
@@ -127,7 +120,7 @@ def _use_of(engine: Engine, parts: int) -> dict[str, Any]:
     return {
         "object": "ragfuse.store",
         "tiers": totals(engine.store.tiers, entries),
-        "waiting_to_be_encoded": engine.counters.waiting,
+        "waiting_to_be_encoded": engine.counters.waiting(),
         "texts": catalog.count_texts(engine.digest),
         "sessions": catalog.count_sessions(engine.digest),
         "limits": limits_of(engine, parts),

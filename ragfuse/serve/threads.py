@@ -38,7 +38,7 @@ class Threads:
         intake: For parsing bodies, one at a time, so that it takes little interpreter time from
             running answers.
         ahead: For what is done in the background: look-ahead, tenants' quotas.
-        planning: For converting requests, and for the plans of `/v1/ragfuse/explain`.
+        planning: For converting requests.
         lookups: For lookups in the store.
         turns: For running requests, two threads each: one to generate, one to finish the request
             before.
@@ -60,14 +60,7 @@ class Threads:
 
     def close(self) -> None:
         """Start no more calls; running calls end by themselves."""
-        for each in (
-            self.intake,
-            self.ahead,
-            self.planning,
-            self.lookups,
-            self.turns,
-            self.control,
-        ):
+        for each in vars(self).values():
             each.shutdown(wait=False, cancel_futures=True)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from collections.abc import Iterable
 
 from ragfuse.errors import InputError
 from ragfuse.text.file_texts import READERS, texts_in
@@ -19,8 +20,6 @@ TIMEOUT_S = 60
 """Seconds that reading an upload may take."""
 MEMORY_NBYTES = 1 << 30
 """Bytes of address space of the process that reads it."""
-MAX_PAGES = 1000
-"""Most pages of a PDF."""
 PDF = ".pdf"
 
 
@@ -33,7 +32,7 @@ def text_of(data: bytes, suffix: str, most_chars: int) -> str:
         most_chars: Most characters of the result of a type that is not plain text.
 
     Raises:
-        InputError: It cannot be read, has more characters or too many pages, or takes too long.
+        InputError: It cannot be read, has more characters, or takes too long.
     """
     if suffix != PDF and suffix not in READERS:
         return data.decode("utf-8", "surrogatepass")
@@ -56,21 +55,15 @@ def text_of(data: bytes, suffix: str, most_chars: int) -> str:
 def read(data: bytes, suffix: str, most_chars: int) -> str:
     """Return the text of a file of this type; any exception says that it cannot be read."""
     if suffix == PDF:
-        text = _pdf_text(data)
+        from pypdf import PdfReader
+
+        texts: Iterable[str] = (page.extract_text() for page in PdfReader(io.BytesIO(data)).pages)
     else:
-        text = "\n\n".join(texts_in(data.decode("utf-8", "surrogatepass"), suffix))
+        texts = texts_in(data.decode("utf-8", "surrogatepass"), suffix)
+    text = "\n\n".join(texts)
     if len(text) > most_chars:
         raise InputError(f"it has more than {most_chars:,} characters when it is read")
     return text
-
-
-def _pdf_text(data: bytes) -> str:
-    from pypdf import PdfReader
-
-    pages = PdfReader(io.BytesIO(data)).pages
-    if len(pages) > MAX_PAGES:
-        raise InputError(f"it has {len(pages):,} pages, wanted {MAX_PAGES:,} at most")
-    return "\n\n".join(page.extract_text() for page in pages)
 
 
 def _limit_memory() -> None:
@@ -86,8 +79,6 @@ if __name__ == "__main__":
     _limit_memory()
     try:
         found = read(sys.stdin.buffer.read(), sys.argv[1], int(sys.argv[2]))
-    except InputError as error:
-        sys.exit(str(error))
     except Exception as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+        sys.exit(str(error) or type(error).__name__)
     sys.stdout.buffer.write(found.encode("utf-8", "surrogatepass"))

@@ -79,16 +79,11 @@ class AnswerCounters:
     """
 
     def __init__(self, waiting: Callable[[], int], catalog_failures: Callable[[], int]) -> None:
-        self._waiting, self._catalog_failures = waiting, catalog_failures
+        self.waiting, self._catalog_failures = waiting, catalog_failures
         self._at_close: list[Callable[[], object]] = []
         self._lock = threading.Lock()
         self._sums: Counter[str] = Counter()
         self._ttft, self._ttft_s = [0] * (len(TTFT_S) + 1), 0.0
-
-    @property
-    def waiting(self) -> int:
-        """Number of background jobs that wait."""
-        return self._waiting()
 
     def add(self, answer: Answer) -> None:
         """Count an answer."""

@@ -81,7 +81,7 @@ def _gauges(engine: MeteredEngine, shares: bool) -> Iterator[tuple[str, str, str
     tiers = engine.store.tiers
     sized = [tier for tier in tiers if not tier.remote and not (shares and tier.slow)]
     waiting = "Runs of tokens that wait to be encoded in the background."
-    yield "waiting", waiting, "", {"": engine.counters.waiting}
+    yield "waiting", waiting, "", {"": engine.counters.waiting()}
     nbytes = {tier.name: tier.nbytes for tier in sized}
     yield "tier_bytes", "Bytes stored in a tier.", "tier", nbytes
     capacities = {tier.name: tier.capacity for tier in sized}

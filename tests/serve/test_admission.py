@@ -51,7 +51,7 @@ def clients(served: Served, n: int, path: str, body: Any = None) -> Iterator[Non
 
 
 def test_thirty_explains_whose_senders_are_gone_starve_nobody(two: Served) -> None:
-    body = {"messages": [said(f"{CHUNKS[0]} " * 20)]}
+    body = {"model": two.service.model, "messages": [said(f"{CHUNKS[0]} " * 20)]}
     with gated(two.engine(), "plan") as (came, opened):
         with clients(two, 30, "/v1/ragfuse/explain", body):
             wait_for(lambda: len(came) == 2 and two.waiting() == 28)

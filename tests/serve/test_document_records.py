@@ -17,7 +17,7 @@ VECTORS = np.arange(len(PASSAGES) * 3, dtype=np.float32).reshape(len(PASSAGES), 
 
 
 def record(id: str, name: str = "lights.txt") -> StoredDocument:
-    return StoredDocument(id=id, name=name, passages=PASSAGES, tokens=12, seconds=0.5)
+    return StoredDocument(id=id, name=name, passages=PASSAGES)
 
 
 @pytest.fixture

@@ -44,8 +44,6 @@ BOTH: dict[str, tuple[Fields, Fields]] = {
     "stop_token_ids": (PLAIN, {"stop_token_ids": LETTERS}),
     "min_tokens": ({"stop_token_ids": LETTERS[:20]}, {"min_tokens": 8}),
     "seed": (WARM, {"seed": 8}),
-    # at ratio 1, as they are encoded after the first answer
-    "documents": ({**PLAIN, "ragfuse": {"ratio": 1}}, with_documents(1)),
     "session_id": (PLAIN, {"session_id": "fields"}),
     # this server has no place
     "kv_transfer_params": (PLAIN, {"kv_transfer_params": {"do_remote_decode": True}}),
@@ -55,6 +53,8 @@ BOTH: dict[str, tuple[Fields, Fields]] = {
 """Of both kinds of completion, by field: what else is sent, and what makes a difference to that."""
 CHAT: dict[str, tuple[Fields, Fields]] = {
     **BOTH,
+    # at ratio 1, as they are encoded after the first answer
+    "documents": ({**PLAIN, "ragfuse": {"ratio": 1}}, with_documents(1)),
     "pml": (PLAIN, {"pml": "<prompt schema='none'/>"}),
     "messages": (PLAIN, {"messages": [said("Another?")]}),
     "max_completion_tokens": (PLAIN, {"max_completion_tokens": 3}),
@@ -210,7 +210,8 @@ def test_minus_one_is_no_limit(served: Served) -> None:
 
 def test_a_plan_is_of_the_prompt_that_the_same_fields_make(served: Served) -> None:
     def plan(**fields: Any) -> Any:
-        return served.post("/v1/ragfuse/explain", {"messages": [said()], **fields})
+        body = {"model": served.service.model, "messages": [said()], **fields}
+        return served.post("/v1/ragfuse/explain", body)
 
     tools, none, plain = (
         plan(**fields).json()["tokens"]

@@ -68,7 +68,7 @@ def test_a_key_finds_what_was_ingested_under_its_salt_alone(
     for salt, text in (("mine-3f1", CHUNKS[0]), ("", CHUNKS[1])):
         with Engine(settings.model_copy(update={"salt": salt})) as engine:
             engine.ingest([(text, "book")])
-    body = {"messages": [said()], "documents": list(CHUNKS[:2])}
+    body = {"model": varied_path.name, "messages": [said()], "documents": list(CHUNKS[:2])}
     with serving(settings, Keys([f"mine-3f1:{BLUE}", f":{OTHER_BLUE}", GREEN])) as served:
         for key, hits in (
             (BLUE, [True, False]),

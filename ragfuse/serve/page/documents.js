@@ -3,7 +3,7 @@
 import { ask } from "./api.js";
 import { byId, make, show } from "./dom.js";
 import { EXAMPLE } from "./example.js";
-import { bytes, capacity, many, seconds } from "./format.js";
+import { bytes, capacity, many } from "./format.js";
 
 const MAX_PDF_NBYTES = 8 * 1024 * 1024;
 const POLL_MS = 700;
@@ -32,7 +32,7 @@ async function base64(file) {
 }
 
 async function bodyOf(file) {
-  const name = file.name.slice(0, 256);
+  const name = file.name.slice(0, 240);
   if (file.name.toLowerCase().endsWith(".pdf")) {
     if (file.size > MAX_PDF_NBYTES) throw new Error(`It has ${bytes(file.size)}; wanted ${capacity(MAX_PDF_NBYTES)} at most.`);
     return { name, pdf: await base64(file) };
@@ -72,7 +72,7 @@ function state(each) {
   if (each.status === "failed") return each.error;
   if (each.status === "ready") {
     const parts = [many(each.passages, "passage")];
-    if (each.nbytes) parts.push(`${bytes(each.nbytes)} of KV encoded in ${seconds(each.seconds)}`);
+    if (each.nbytes) parts.push(`${bytes(each.nbytes)} of KV encoded`);
     if (each.error) parts.push(each.error);
     return parts.join(", ");
   }
