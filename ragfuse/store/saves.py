@@ -19,7 +19,7 @@ from cachetools import LRUCache
 from torch import Tensor
 
 from ragfuse.codec import RAW
-from ragfuse.process.jobs import BackgroundJobs, close_at_exit, countdown
+from ragfuse.process.jobs import BackgroundJobs, countdown
 from ragfuse.store.levels import EncodedLayers, TierLevels, loss_of
 from ragfuse.store.tier import EntryMeta, Tier, Whole
 from ragfuse.types.keys import ChunkKey
@@ -105,7 +105,6 @@ class Saves:
             limit_nbytes, getsizeof=lambda each: each[0].nbytes
         )
         self._reported: LRUCache[ChunkKey, float] = LRUCache(_REMEMBERED)
-        close_at_exit(self)
 
     def under_way(self) -> set[ChunkKey]:
         """Return the keys of chunks that are being saved or were read in part."""

@@ -34,12 +34,9 @@ def plan(
     choice=None,
     costs=None,
     deadline_s=None,
-    others=(),
 ) -> LoadPlan:
     """The plan of a controller over the policies that there are."""
-    return Controller(cost_of, costs, choice, policy, ratio, deadline_s).plan(
-        prompt, entries, lost, dict(others)
-    )
+    return Controller(cost_of, costs, choice, policy, ratio, deadline_s).plan(prompt, entries, lost)
 
 
 def machine(**byte_s: float) -> CostModel:

@@ -31,13 +31,9 @@ def at_levels(tiers, *levels):
     return prompt, {key: replace(entry, sizes=sizes(*levels)) for key, entry in entries.items()}
 
 
-def planned(tiers, levels, others=(), machine=None, **options):
+def planned(tiers, levels, machine=None, **options):
     prompt, entries = at_levels(tiers, *levels)
-    elsewhere = {
-        key: [replace(entry, tier=tier, sizes=sizes(*there)) for tier, there in others]
-        for key, entry in entries.items()
-    }
-    return plan(prompt, entries, costs=machine, others=elsewhere, **options)
+    return plan(prompt, entries, costs=machine, **options)
 
 
 def read(found):
@@ -54,7 +50,7 @@ def test_raw_is_read_where_loading_hides_or_decoding_costs_more_than_it_saves():
 
 
 def test_without_timings_what_loses_least_is_read_from_where_it_was_found():
-    found = planned(["memory", "far"], ["int8", "cg2"], [("disk", ["raw"])])
+    found = planned(["memory", "far"], ["int8", "cg2"])
     assert read(found) == [("memory", "int8"), ("far", "int8")]
 
 
@@ -65,15 +61,6 @@ def test_a_slow_tier_is_read_at_a_level_that_hides():
     assert {level for _, level in read(found)} & {"cg1", "cg2", "cg3"}
     assert ("far", "cg3") not in read(found)
     assert found.forecast.ttft_s < 0.7 * only_raw.forecast.ttft_s
-
-
-def test_what_lost_less_is_read_from_another_tier_where_that_hides_and_else_where_it_was_found():
-    quick, slow = (
-        read(planned(["memory"] * 4, ["int8"], [("far", ["raw"])], levels_machine(far=byte_s)))
-        for byte_s in (1e-10, 1e-6)
-    )
-    assert set(quick) == {("far", "raw")}
-    assert ("memory", "int8") in slow
 
 
 def test_a_level_whose_decoding_was_not_measured_is_foretold_by_nobody():
