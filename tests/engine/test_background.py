@@ -1,6 +1,7 @@
 """What is encoded after an answer: once each, whole, and in nobody's way."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,42 +16,15 @@ from ragfuse.types.prompt import Prompt, Segment
 from ragfuse.types.reasons import ENCODING
 from tests.tiny import CHUNKS, chunk_hits, messages
 
-KEY = ChunkKey("model", "tokens")
 
-
-def after(prompt, *hits):
-    """What is encoded after a prompt of which these segments were read."""
-    fetches = tuple(
-        Fetch(index, prompt.segments[index].keys[0], "memory", "raw", 1) for index in hits
-    )
-    return list(jobs_after(LoadPlan(prompt, 0.1, "hkvd", fetches)))
-
-
-def chunk(number, start, **given):
-    """One token as a chunk with a key of its own."""
-    key = ChunkKey("model", f"tokens-{number}")
-    return Segment(
-        (3 + number,), start, "chunk", (key,), f"book-{number}", f"text-{number}", **given
-    )
-
-
-def test_chunks_that_were_missed_are_encoded_whole_and_once_and_the_prompt_s_beginning_is_not():
-    prompt = Prompt(
-        (
-            Segment((1, 2), 0, "prefix", (KEY,)),
-            *(chunk(i, 2 + i) for i in range(3)),
-            Segment((9,), 5),
-        )
-    )
-    missed = [EncodeJob("chunk", (3 + i,), f"text-{i}", f"book-{i}") for i in range(3)]
-    assert after(prompt, 0, 1, 2, 3) == after(prompt, 1, 2, 3) == []
-    assert after(prompt, 0, 2) == [missed[0], missed[2]]
-    assert after(prompt) == missed
-    twice = Prompt((chunk(0, 0), chunk(1, 1), chunk(0, 2), Segment((9,), 3)))
-    assert after(twice) == missed[:2]
-    assert after(twice, 0) == [missed[1]]
-    in_part = Prompt((chunk(0, 0, rows=(1, 2), stored=(7, 3, 8)), Segment((9,), 1)))
-    assert after(in_part) == [EncodeJob("chunk", (7, 3, 8), "text-0", "book-0")]
+def test_of_a_missed_chunk_that_stands_in_part_the_whole_is_encoded_once():
+    key = ChunkKey("model", "tokens")
+    part = Segment((3,), 0, "chunk", (key,), "book", "text", rows=(1, 2), stored=(7, 3, 8))
+    prompt = Prompt((part, replace(part, start=1), Segment((9,), 2)))
+    job = EncodeJob("chunk", (7, 3, 8), "text", "book")
+    assert list(jobs_after(LoadPlan(prompt, 0.1, "hkvd", ()))) == [job]
+    read = Fetch(0, key, "memory", "raw", 1)
+    assert list(jobs_after(LoadPlan(prompt, 0.1, "hkvd", (read, replace(read, segment=1))))) == []
 
 
 def test_a_question_that_comes_while_documents_are_encoded_says_so_and_waits_for_a_few_tokens(

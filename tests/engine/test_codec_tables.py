@@ -3,16 +3,13 @@ a tier.
 """
 
 import logging
-from contextlib import closing
 from dataclasses import replace
 
 from ragfuse import Ask, Engine, Settings
 from ragfuse.codec import CodecTables
-from ragfuse.plan.evict import lru
 from ragfuse.plan.explanation import in_words
 from ragfuse.process.shared import forget
-from ragfuse.store import DiskTier, KVStore
-from ragfuse.store.codec_registry import OWNER, CodecRegistry
+from ragfuse.store.codec_registry import OWNER
 from ragfuse.types.keys import ChunkKey, digest
 from tests.plan.kit import timings
 from tests.tiny import CHUNKS, ingest, messages, on_disk_only
@@ -113,17 +110,3 @@ def test_a_tier_whose_level_is_chosen_is_raw_until_this_machine_was_measured(tin
         ingest(engine)
         assert ("cg3",) in levels_in(engine, "disk")
         assert engine.answer(messages(), Ask()).trace.tokens
-
-
-def test_tables_lie_in_a_slow_tier_by_their_digest_and_no_other(tmp_path, tiny_settings):
-    with Engine(at(tiny_settings, disk=["cg2"])) as engine:
-        tables = CodecTables.from_dict(engine.model.profile.codec)
-    with closing(DiskTier(tmp_path / "tier", 1 << 30, lru)) as tier:
-        CodecRegistry([tier]).learn("model", tables)
-        fresh = CodecRegistry([tier])
-        assert fresh("cg2", "", tables.digest).name == "cg2"
-        assert fresh("cg2", "", "0" * 16) is None
-        assert fresh("cg2", "model").name == "cg2"
-        KVStore([tier]).clear()  # later entries of other processes need them
-        assert KVStore([tier]).entries() == []
-        assert CodecRegistry([tier]).tables("model") == tables

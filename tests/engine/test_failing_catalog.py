@@ -30,16 +30,20 @@ def broken(book, calls=("query", "write"), error="disk I/O error"):
         yield
 
 
-unwritable = partial(broken, calls=("write",), error="database or disk is full")
-
-
 @contextmanager
-def locked(path):
+def locked(book):
     """A book that another process holds for itself."""
-    with closing(sqlite3.connect(path / "catalog.sqlite", isolation_level=None)) as other:
+    with (
+        closing(sqlite3.connect(book.path / "catalog.sqlite", isolation_level=None)) as other,
+        pytest.MonkeyPatch.context() as impatient,
+    ):
+        impatient.setattr(book._database, "_timeout_s", 0.05)
         other.execute("BEGIN IMMEDIATE")
         yield
         other.execute("ROLLBACK")
+
+
+unwritable = partial(broken, calls=("write",), error="database or disk is full")
 
 
 def mended(engine):
@@ -69,10 +73,13 @@ def test_a_session_goes_on_in_memory_while_the_book_fails_and_the_trace_says_so(
     assert engine.catalog.failures > 0
 
 
-def test_turns_that_the_book_did_not_take_are_written_with_the_next_one(engine, tiny_settings):
+@pytest.mark.parametrize("fault", [unwritable, locked])
+def test_turns_that_the_book_did_not_take_are_written_with_the_next_one(
+    engine, tiny_settings, fault
+):
     talk(engine, QUESTIONS[:1])
-    with unwritable(engine.catalog.file):
-        talk(engine, QUESTIONS[1:2])
+    with fault(engine.catalog.file):
+        assert talk(engine, QUESTIONS[1:2])[0].trace.unsaved
     assert len(CatalogFile(tiny_settings.store).session(engine.digest, "one")[2]["turns"]) == 1
     mended(engine)
     (last,) = talk(engine, QUESTIONS[2:3])
@@ -92,18 +99,6 @@ def test_a_session_that_another_process_went_on_with_meanwhile_is_that_ones(engi
     talk(engine, QUESTIONS[3:])
     said = [message.text for message in engine.sessions.show("one").messages]
     assert said[::2] == [QUESTIONS[0], QUESTIONS[2], QUESTIONS[3]]
-
-
-def test_what_a_locked_book_does_not_take_is_written_with_the_next_turn(
-    engine, tiny_settings, monkeypatch
-):
-    with locked(tiny_settings.store), monkeypatch.context() as impatient:
-        impatient.setattr(engine.catalog.file._database, "_timeout_s", 0.05)
-        (first,) = talk(engine, QUESTIONS[:1])
-    assert "locked" in first.trace.unsaved[0]
-    mended(engine)
-    assert talk(engine, QUESTIONS[1:2])[0].trace.unsaved == ()
-    assert len(CatalogFile(tiny_settings.store).session(engine.digest, "one")[2]["turns"]) == 2
 
 
 def test_chunks_that_were_met_while_the_book_fails_are_reused_in_this_process(engine, caplog):

@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from ragfuse.fuse.fusor import CachedRun
-from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, KVSource
 from ragfuse.hf.verify import verify
 from ragfuse.models.loader import load_model
-from tests.hf import kit
 
 pytestmark = pytest.mark.slow
 HEAD = "<|im_start|>user\nAnswer from the passages.\n\n"
@@ -53,18 +51,6 @@ def fused(
 def test_the_embedded_model_passes_verify(model):
     verdict = verify(model)
     assert [check for check in verdict.checks if not check.passed] == []
-
-
-@pytest.mark.parametrize(
-    "options", [{"do_sample": False}, {"do_sample": True}], ids=["greedy", "sampled"]
-)
-def test_ratio_one_writes_what_transformers_writes(model, prompt, options):
-    """In bfloat16 near-equal logits may swap by a rounding, so there the first tokens count."""
-    ids, options = prompt[0], {"max_new_tokens": 24, **options}
-    wanted = kit.theirs(model, ids, options, seed=3)
-    count = None if model.dtype == torch.float32 else 3
-    for prefill in (fused(model, prompt), model.full_prefill(ids)):
-        assert generate(model, prefill, options, seed=3)[:count] == wanted[:count]
 
 
 @pytest.mark.parametrize("policy", ["hkvd", "hkvd-flat", "query-gradual", "hybrid"])
