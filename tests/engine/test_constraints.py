@@ -63,15 +63,6 @@ def random_engine(tiny_path, tmp_path_factory):
         yield engine
 
 
-@pytest.fixture(scope="module")
-def small_engine(smollm_path, tmp_path_factory):
-    """An engine over the embedded model, whose template says nothing of tools."""
-    with Engine(
-        Settings(model="smollm2-135m", store=tmp_path_factory.mktemp("calling"), max_tokens=60)
-    ) as engine:
-        yield engine
-
-
 def fits(text, schema):
     jsonschema.validate(json.loads(text), schema)
     return True
@@ -118,17 +109,13 @@ def test_stop_strings_and_suppressed_tokens_give_way_to_a_grammar(random_engine,
     assert fits(random_engine.answer("Write.", ask).text, TWO)
 
 
-@pytest.mark.parametrize(
-    "engine", ["random_engine", pytest.param("small_engine", marks=pytest.mark.embedded)]
-)
 @pytest.mark.parametrize("choice", ["required", "weather"])
-def test_a_tool_that_must_be_called_is_called(request, engine, choice):
+def test_a_tool_that_must_be_called_is_called(random_engine, choice):
     ask = Ask(tools=[tool(), tool("other")], tool_choice=choice, max_tokens=400)
-    engine = request.getfixturevalue(engine)
-    answer = engine.answer(ASKED, ask)
+    answer = random_engine.answer(ASKED, ask)
     assert (answer.text, answer.finish_reason) == ("", "tool_calls")
     assert answer.tool_calls
-    assert list(engine.stream(ASKED, ask)) == []
+    assert list(random_engine.stream(ASKED, ask)) == []
     for call in answer.tool_calls:
         assert call.name in ((choice,) if choice == "weather" else ("weather", "other"))
         jsonschema.validate(call.arguments, CITY)

@@ -73,13 +73,6 @@ def test_another_program_on_the_store_reads_no_source_of_the_first(tiny_settings
     assert sources(again) == ["third.md"]
 
 
-def test_what_is_encoded_later_is_counted_once(engine):
-    trace = asked(engine, [(CHUNKS[0], "a.md"), (CHUNKS[0], "b.md")])
-    (missed,) = {segment.n_tokens for segment in trace.segments if segment.kind == "chunk"}
-    assert trace.tokens_to_encode == missed
-    assert asked(engine, [(CHUNKS[0], "a.md"), (CHUNKS[0], "b.md")]).tokens_to_encode == 0
-
-
 def test_stored_passages_of_a_document_are_parts_of_one(engine):
     engine.ingest([(text, "old.md") for text in CHUNKS[:3]])
     trace = asked(

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from transformers import GenerationConfig
 
-from ragfuse import Ask, Engine, Settings
+from ragfuse import Ask, Engine
 from tests.scripted import saying
 
 ASKED = [("user", "Go\n")]
@@ -62,26 +62,11 @@ def test_a_stop_string_with_the_last_token_is_a_stop(engine):
     assert (answer.text, answer.finish_reason, len(answer.token_ids)) == ("Obs n", "stop", 7)
 
 
-def with_config(folder, to, **fields):
-    """A copy of a model with another generation config."""
-    shutil.copytree(folder, to)
-    config = GenerationConfig.from_pretrained(folder)
-    config.update(**fields)
-    config.save_pretrained(to)
-    return to
-
-
-def made(folder, store):
-    return Engine(
-        Settings(
-            model=str(folder), dtype="float32", store=store, home=store, max_tokens=24, learn="off"
-        )
-    )
-
-
-def test_stop_strings_of_a_generation_config_end_answers_too(tiny_path, tmp_path):
-    folder = with_config(tiny_path, tmp_path / "model", stop_strings=["<end>", "<|user|>"])
-    with made(folder, tmp_path) as engine:
+def test_stop_strings_of_a_generation_config_end_answers_too(tiny_settings, tmp_path):
+    shutil.copytree(tiny_settings.model, tmp_path / "model")
+    config = GenerationConfig(stop_strings=["<end>", "<|user|>"], eos_token_id=2)
+    config.save_pretrained(tmp_path / "model")
+    with Engine(tiny_settings.model_copy(update={"model": str(tmp_path / "model")})) as engine:
         for text in ("Say<end>x", "Say<|user|>x"):
             answer = engine.answer(ASKED, saying(engine, text))
             assert (answer.text, answer.finish_reason) == ("Say", "stop")

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from ragfuse import Engine, Settings
-from tests.tiny import CHUNKS, chunk_hits, messages
+from tests.tiny import CHUNKS, messages
 
 
 @pytest.fixture
@@ -47,22 +47,6 @@ def test_settings_from_the_environment_and_from_toml_mean_the_folder_where_they_
     gone(here)
     assert (settings.store, settings.home) == (here / "kv", here / "house")
     assert settings.tiers == (f"file://{here / 'far'}", "redis://cache:6379/0", "s3://a/b")
-
-
-@pytest.mark.parametrize(
-    "place", [{"store": "kv"}, {"tiers": ("far",), "memory_bytes": 0, "disk_bytes": 0}]
-)
-def test_an_engine_keeps_its_store_and_tiers_wherever_its_process_goes(here, tiny_settings, place):
-    settings = Settings(**{**tiny_settings.model_dump(), **place})
-    there = gone(here)
-    for n_new in (3, 0):
-        with Engine(settings) as engine:
-            assert engine.ingest([(text, "a") for text in CHUNKS[:3]]).encoded == n_new
-            os.chdir(here)
-            assert engine.ingest([(text, "a") for text in CHUNKS[3:]]).encoded == n_new
-            os.chdir(there)
-            assert chunk_hits(engine.answer(messages()).trace) == [True] * len(CHUNKS)
-    assert list(there.iterdir()) == []
 
 
 def test_engines_that_were_named_from_different_folders_are_shared_only_where_they_mean_the_same(

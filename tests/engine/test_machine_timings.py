@@ -2,7 +2,7 @@
 
 import pytest
 
-from ragfuse import Ask, Engine
+from ragfuse import Ask
 from ragfuse.engine.machine_timings import MachineTimings
 from ragfuse.store.catalog import Catalog
 from tests.plan.kit import timings
@@ -15,13 +15,6 @@ def known(engine):
     known = MachineTimings(engine.settings.tiers, Catalog(engine.catalog.strict))
     assert known.machine(engine.model) is None
     return known
-
-
-def test_what_another_process_measures_counts(engine, tiny_settings, known):
-    for byte_s in (1e-9, 2e-9):
-        with Engine(tiny_settings) as other:
-            other.timings.learn(timings(other, memory=0.0, disk=byte_s))
-        assert known.machine(engine.model).tiers["disk"].byte_s == byte_s
 
 
 def test_a_book_that_says_nothing_or_cannot_be_read_takes_no_timings_away(engine, known, caplog):

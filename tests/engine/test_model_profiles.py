@@ -10,12 +10,9 @@ from transformers import LlamaConfig
 from ragfuse import Engine, Settings
 from ragfuse.engine.model_profiles import (
     calibrate_command,
-    name_for_calibrate,
-    options_for,
     refusal_of,
 )
 from ragfuse.hf.model import HFModel
-from ragfuse.models import dtypes
 from ragfuse.models.loader import load_model
 from ragfuse.types.profiles import UNCALIBRATED, UNCALIBRATED_DENSE, ModelProfile
 from tests.tiny import CHUNKS, messages
@@ -56,24 +53,6 @@ def test_a_safe_calibration_is_the_choice_else_the_default(profile, choice, defa
     assert (profile.choice, profile.default_choice) == (choice, default)
 
 
-def loaded(name="m", dtype=torch.bfloat16, device="cpu"):
-    """A stand-in for a loaded model: what commands need to know of one."""
-    model = object.__new__(HFModel)
-    model.name, model.dtype, model.device = name, dtype, torch.device(device)
-    model.model = torch.nn.Module()
-    model.model.config = LlamaConfig(name_or_path=name)
-    return model
-
-
-@pytest.fixture
-def with_units(monkeypatch):
-    """A machine whose CPU has units for bfloat16, so that this is the dtype unless another one is
-    given.
-    """
-    monkeypatch.setattr(dtypes.torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
-
-
-@pytest.mark.usefixtures("with_units")
 def test_a_command_that_is_told_is_about_the_model_as_it_is_here(tmp_path):
     folder = tmp_path / "my models" / "m"
     folder.mkdir(parents=True)
@@ -82,9 +61,13 @@ def test_a_command_that_is_told_is_about_the_model_as_it_is_here(tmp_path):
         store=tmp_path / "my store",
         model_kwargs={"revision": "r", "token": "hf"},
     )
-    told = shlex.split(calibrate_command(settings, loaded(str(folder), torch.float32)))
+    model = object.__new__(HFModel)  # what a command needs to know of a loaded one
+    model.name, model.dtype, model.device = str(folder), torch.float16, torch.device("cpu")
+    model.model = torch.nn.Module()
+    model.model.config = LlamaConfig(name_or_path=str(folder))
+    told = shlex.split(calibrate_command(settings, model))
     assert told == [
-        *("ragfuse", "calibrate", "--model", str(folder), "--dtype", "float32"),
+        *("ragfuse", "calibrate", "--model", str(folder), "--dtype", "float16"),
         *(
             "--model-kwargs",
             '{"revision": "r"}',
@@ -94,10 +77,6 @@ def test_a_command_that_is_told_is_about_the_model_as_it_is_here(tmp_path):
             "PATH",
         ),
     ]
-    assert options_for(settings, loaded("m", torch.float16, "cuda:1"), has_store=False)[:4] == [
-        *("--dtype", "float16", "--device", "cuda:1"),
-    ]
-    assert options_for(Settings(), loaded()) == []
 
 
 def test_an_uncalibrated_model_answers_at_the_default_and_a_hint_names_it_once(
@@ -109,7 +88,6 @@ def test_an_uncalibrated_model_answers_at_the_default_and_a_hint_names_it_once(
         traces = [engine.answer(messages()).trace for _ in range(2)]
     assert [(trace.policy, trace.ratio) for trace in traces] == [UNCALIBRATED] * 2
     assert caplog.text.count(f"ragfuse calibrate --model {shlex.quote(tiny.name)} --") == 1
-    assert name_for_calibrate("/models/q", "q") == "/models/q"
 
 
 def test_verify_s_verdict_is_kept(tiny_settings):

@@ -108,11 +108,3 @@ def test_a_new_chunk_goes_to_the_cheapest_tier_that_is_fast_enough_or_to_all(
         ingest(engine)
         entries = engine.store.entries()
         assert {entry.tier for entry in entries} - {"memory"} == homes
-
-
-def test_what_was_measured_is_planned_by(engine, monkeypatch):
-    ingest(engine)
-    known = timings(engine, memory=0.0, disk=1e-9)
-    monkeypatch.setattr("ragfuse.engine.machine_timings.measure", lambda *given, **more: known)
-    assert engine.timings.measure(engine.model, engine.store, engine.digest, print) == known
-    assert engine.plan(messages()).forecast is not None

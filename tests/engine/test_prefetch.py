@@ -115,14 +115,6 @@ def test_a_prefetch_evicts_nothing_that_the_next_prompt_needs(old):
         assert keys[3] in in_memory(engine)
 
 
-def test_without_a_memory_tier_a_prefetch_does_nothing(old, caplog):
-    with again(old, memory_bytes=0) as engine:
-        engine.prefetch(CHUNKS)
-        engine.flush()
-        assert not caplog.records
-        assert set(tiers(engine.answer(messages()).trace)) == {"disk"}
-
-
 class Gate:
     """Holds back every read of a tier until it is opened, and counts what came."""
 

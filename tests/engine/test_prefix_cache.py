@@ -57,13 +57,6 @@ def test_all_but_the_last_token_of_an_identical_prompt_is_reused(cached):
     assert again.token_ids == first.token_ids
 
 
-def test_a_system_prompt_is_reused_under_another_question(cached):
-    asked(cached, FIRST)
-    second = asked(cached, OTHER)
-    assert second.trace.tokens_prefix > len(SYSTEM[1])  # tokens are bytes
-    assert second.token_ids == cached.answer(OTHER, Ask(reuse=False)).token_ids
-
-
 def test_messages_without_a_session_are_reused_with_what_was_answered(cached):
     said = [SYSTEM, ("user", "Count the ships, please.")]
     for _ in range(3):
@@ -89,15 +82,6 @@ def test_rows_computed_behind_a_blended_row_are_never_saved(cached):
     cached.runtime.saves.flush()
     begun = asked(cached, messages(CHUNKS[::-1], "Question: When?"))
     assert begun.trace.tokens_prefix <= len(cached.prefix(messages())) + len(CHUNKS[-1])
-
-
-def test_an_entry_that_memory_dropped_is_computed_again_and_kept_again(cached):
-    first = asked(cached, FIRST)
-    cached.store.clear()
-    second = asked(cached, FIRST)
-    third = asked(cached, FIRST)
-    assert (second.trace.tokens_reused, third.trace.tokens_reused) == (0, third.trace.tokens - 1)
-    assert first.token_ids == second.token_ids == third.token_ids
 
 
 def test_entries_that_were_evicted_are_swept_from_the_tree(cached, monkeypatch):
@@ -216,16 +200,6 @@ def forgetful(varied_path, tmp_path_factory):
         Settings(model=str(varied_path), dtype="float32", store=folder, home=folder, **small)
     ) as engine:
         yield engine
-
-
-def test_threads_that_share_beginnings_answer_as_full_prefill_does(cached):
-    questions = [
-        [SYSTEM, ("user", f"What happened in year {number % 5}? {'More. ' * number}")]
-        for number in range(16)
-    ]
-    wanted = [cached.answer(question, Ask(reuse=False)).token_ids for question in questions]
-    with ThreadPoolExecutor(len(questions)) as pool:
-        assert [answer.token_ids for answer in pool.map(cached.answer, questions)] == wanted
 
 
 def test_the_first_chunk_of_a_prompt_is_exact_where_its_beginning_recurred(cached):

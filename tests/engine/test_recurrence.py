@@ -2,8 +2,6 @@
 tenants.
 """
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 
 from ragfuse import Ask, Engine
@@ -92,17 +90,6 @@ def test_learnt_passages_are_known_to_later_processes(learns):
             ask(engine, CHUNKS[:3], question)
     with Engine(learns) as engine:
         assert chunk_hits(ask(engine, CHUNKS[:3], "Question: Why?").trace) == [True] * 3
-
-
-def test_threads_that_learn_at_the_same_time_answer_and_learn(learner):
-    asked = [
-        [SYSTEM, ("user", "\n\n".join([*CHUNKS[number % 4 :], f"Question {number}: Who?"]))]
-        for number in range(16)
-    ]
-    with ThreadPoolExecutor(16) as pool:
-        assert all(answer.token_ids for answer in pool.map(learner.answer, asked))
-    learner.flush()
-    assert all(chunk_hits(ask(learner, CHUNKS[2:], "Question: At last?").trace))
 
 
 def test_a_passage_is_forgotten_after_a_while():

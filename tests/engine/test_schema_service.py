@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ragfuse import Ask, Engine, InputError, PMLTemplate, Settings
+from ragfuse import Ask, Engine, InputError, PMLTemplate
 from ragfuse.errors import PMLError
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.shared_kv import SharedKV
@@ -189,17 +189,6 @@ def test_a_scaffold_over_the_prompt_and_a_first_module_equal_full_prefill(engine
         assert all(segment.exact for segment in answer.trace.segments)
 
 
-@pytest.mark.slow
-@pytest.mark.embedded
-def test_a_trained_model_over_a_scaffold_and_a_first_module_equals_full_prefill(
-    smollm_path, tmp_path
-):
-    with Engine(Settings(model="smollm2-135m-reader", dtype="float32", store=tmp_path)) as engine:
-        for schema, pml in ((LINES, ALL_LINES), (ONE, FIRST)):
-            engine.schemas.register(schema)
-            assert equal_full_prefill(engine, pml)
-
-
 def test_the_order_of_imports_does_not_matter(trip):
     orders = ('<diet/><plan days="a week"/>', '<plan days="a week"/><diet/>')
     one, other = (
@@ -241,14 +230,6 @@ def test_what_is_missing_is_computed_and_encoded_as_a_whole_afterwards(trip):
     trip.flush()
     assert trip.store.lookup([trip.runtime.encoder.key_of(run)])
     assert trip.answer(parse_prompt(PROMPT)).trace.modules == CHOSEN
-
-
-def test_full_prefill_of_a_prompt_with_gaps_stands_at_its_positions(trip):
-    prompt = trip.prompt(parse_prompt(PROMPT))
-    whole = trip.prepare(prompt, Ask(reuse=False)).prefill
-    assert whole.positions.tolist() == prompt.positions.tolist()
-    packed = trip.model.full_prefill(prompt.token_ids)
-    assert off(states(whole), states(packed)) > 1e-2
 
 
 def test_a_prompt_is_answered_over_the_very_schema_that_it_was_made_for(engine):

@@ -5,7 +5,6 @@ computed.
 import json
 
 import pytest
-import torch
 from ragfuse_bench.line import constant, line_to
 
 from ragfuse import Ask, Engine
@@ -118,10 +117,3 @@ def test_kv_that_cannot_be_decoded_is_computed_and_the_rest_is_used(engine, monk
     lost = [segment for segment in trace.segments if segment.kind == "chunk" and not segment.hit]
     assert [(segment.source, segment.why) for segment in lost] == [("book-2", UNREADABLE)]
     assert adds_up(trace)
-
-
-def test_a_prompt_is_as_long_under_a_deadline_as_without(engine):
-    computing(engine, SLOWLY)
-    ready = engine.prepare(engine.prompt(messages()), Ask(ratio=0.0, deadline_s=50.0))
-    plain = engine.prepare(engine.prompt(messages()), Ask(ratio=0.0))
-    assert torch.equal(ready.prefill.logits, plain.prefill.logits)

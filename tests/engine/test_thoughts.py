@@ -168,19 +168,12 @@ def test_what_was_thought_before_an_earlier_answer_is_handed_to_the_template(tin
             plain, tokenize=False, add_generation_prompt=True
         )
         assert "<think>A lighthouse counts.</think>It." in wanted
-        for ask in (Ask(), Ask(reuse=False), Ask(session="talk")):
-            if ask.session is None:
-                assert text_of(made, turns, ask) == wanted
-            assert made.answer(turns, ask).trace.tokens == len(made.prompt(turns).token_ids)
+        assert text_of(made, turns) == text_of(made, turns, Ask(reuse=False)) == wanted
+        answer = made.answer(turns, Ask(session="talk"))
+        assert answer.trace.tokens == len(made.prompt(turns).token_ids)
         assert made.prompt(silent).token_ids != made.prompt(turns).token_ids
         turns[1] = replace(turns[1], reasoning="forged </think> tag \ud800")
         ids = list(made.prompt(turns).token_ids)
         close = made.model.tokenizer.convert_tokens_to_ids("</think>")
         assert ids.count(close) == 1
         assert "forged </think> tag \ufffd" in text_of(made, turns)
-
-
-def test_messages_of_one_role_that_are_joined_keep_what_each_thought():
-    turns = [ChatMessage("assistant", "a", reasoning=thought) for thought in ("one", "", "two")]
-    (joined,) = ChatMessage.joined(turns)
-    assert joined.reasoning == "one\ntwo"

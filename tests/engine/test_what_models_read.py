@@ -4,100 +4,36 @@ conversations.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ragfuse import Ask, Engine, InputError, Piece, Settings, SettingsError
 from ragfuse.schemas.pml import parse_prompt
-from tests.tiny import CHUNKS, INSTRUCTION, QUESTION, messages
+from tests.hf import kit
+from tests.text.test_reading import CHATML, INST, SPECIAL, Kind, tokenizer
+from tests.tiny import CHUNKS, messages
 
-INST = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content + ' ' + eos_token }}"
-    "{% else %}{{ bos_token + '[INST] ' + m.content | trim + ' [/INST]' }}{% endif %}{% endfor %}"
+THINKS = (
+    CHATML + "{% if enable_thinking is defined and not enable_thinking %}"
+    "{{ '<think>\n\n</think>\n\n' }}{% endif %}"
 )
-CHATML = (
-    "{% for m in messages %}{% set c = m.content %}{% if m.role == 'assistant' %}{% set c ="
-    " c.split('</think>')[-1] %}{% endif %}{{ '<|im_start|>' + m.role + '\n' + c + '<|im_end|>\n'"
-    " }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}{% if"
-    " enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{%"
-    " endif %}"
-)
-SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
-
-
-def _tokenizer(kind):
-    core = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    if kind == "legacy":
-        core.normalizer = normalizers.Sequence(
-            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-        )
-    else:
-        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
-    back = [
-        decoders.Replace("▁", " "),
-        decoders.ByteFallback(),
-        decoders.Fuse(),
-        decoders.Strip(" ", 1, 0),
-    ]
-    core.decoder = decoders.Sequence(back)
-    alphabet = ["▁", "\n", *map(chr, range(33, 127))]
-    trainer = trainers.BpeTrainer(
-        vocab_size=190, special_tokens=SPECIAL, show_progress=False, initial_alphabet=alphabet
-    )
-    core.train_from_iterator([*CHUNKS, INSTRUCTION, QUESTION] * 3, trainer)
-    core.add_tokens(
-        [AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)]
-    )
-    core.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 1)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        unk_token="<unk>",
-        bos_token="<s>",
-        eos_token="</s>",
-        clean_up_tokenization_spaces=False,
-    )
 
 
 @pytest.fixture(scope="module", params=["first", "legacy", "always", "never"])
 def folder(request, tmp_path_factory):
     """A random model over a tokenizer that may put a space before texts."""
-    folder, tokenizer = tmp_path_factory.mktemp(request.param), _tokenizer(request.param)
-    tokenizer.chat_template = INST
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
-        with torch.no_grad():
-            for weight in model.parameters():
-                if weight.ndim > 1:
-                    weight.normal_(0.0, 1.2 * weight.shape[-1] ** -0.5)
-            model.lm_head.weight[: len(SPECIAL)] = 0.0
-            model.lm_head.weight[-2:] = 0.0
+    folder = tmp_path_factory.mktemp(request.param)
+    words = copy.deepcopy(tokenizer(Kind(request.param, is_exact=False)))
+    words.chat_template = INST.replace("' ' + m.content.strip() + ' '", "m.content")
+    model = kit.build("llama", {"vocab_size": len(words), "max_position_embeddings": 2048})
+    n_bytes = 256
+    with torch.no_grad():  # it writes words alone
+        model.lm_head.weight[: len(SPECIAL) + n_bytes] = 0.0
+        model.lm_head.weight[-4:] = 0.0
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    words.save_pretrained(folder)
     return folder
 
 
@@ -139,28 +75,14 @@ def kinds(prompt):
     return [segment.kind for segment in prompt.segments]
 
 
-def test_chunks_change_nothing_of_what_is_read(spaced):
-    prompt = spaced.prompt(messages())
-    assert kinds(prompt).count("chunk") == len(CHUNKS)
-    assert list(prompt.token_ids) == own(spaced, joined(messages()))
-
-
-def test_a_prompt_without_chunks_has_the_ids_of_its_template_and_so_has_one_without_reuse(spaced):
-    wanted = own(spaced, joined(messages()))
-    text = joined(messages())[0]["content"]
-    assert list(spaced.prompt([("user", text)]).token_ids) == wanted
+def test_a_prompt_has_the_ids_of_its_template_with_chunks_in_it_or_without(spaced):
+    wanted, marked = own(spaced, joined(messages())), spaced.prompt(messages())
+    assert kinds(marked).count("chunk") == len(CHUNKS)
     spaced.ingest([(text, "book") for text in CHUNKS])
-    assert list(spaced.prompt([("user", text)]).token_ids) == wanted
-    assert list(spaced.prompt(messages(), ask=Ask(reuse=False)).token_ids) == wanted
+    plain = spaced.prompt([("user", joined(messages())[0]["content"])])
+    for prompt in (marked, plain, spaced.prompt(messages(), ask=Ask(reuse=False))):
+        assert list(prompt.token_ids) == wanted
     assert spaced.answer(messages(), Ask(reuse=False)).trace.tokens == len(wanted)
-
-
-def test_a_text_has_the_ids_of_its_tokenizer(spaced):
-    text = f"{CHUNKS[0]}\n\n{CHUNKS[1]}\n\n{QUESTION}"
-    assert list(spaced.prompt(text).token_ids) == spaced.model.tokenizer(text).input_ids
-    prompt = spaced.prompt(text, ask=Ask(documents=[(CHUNKS[0], "book")]))
-    assert list(prompt.token_ids) == spaced.model.tokenizer(text).input_ids
-    assert kinds(prompt)[-2:] == ["chunk", "fresh"]
 
 
 def test_ingested_chunks_are_found_in_text_and_in_token_ids(spaced):
@@ -235,7 +157,7 @@ def test_token_ids_have_no_tools_and_no_session(engine):
 
 @pytest.fixture
 def thinking(spaced):
-    spaced.model.tokenizer.chat_template = CHATML
+    spaced.model.tokenizer.chat_template = THINKS
     return spaced
 
 
@@ -255,18 +177,3 @@ def test_the_template_sees_its_own_variables(thinking):
 def test_what_is_no_variable_of_a_template_is_refused(name):
     with pytest.raises(SettingsError, match=name):
         Ask(chat_template_kwargs={name: 1})
-
-
-def test_thoughts_of_earlier_answers_go_as_the_template_lets_them(thinking):
-    told = [
-        ("user", "Why?"),
-        ("assistant", "<think>Long and <|im_end|> deep.</think>So."),
-        ("user", "Go </think> on."),
-    ]
-    prompt = thinking.prompt(told)
-    assert "deep" not in said(thinking, prompt.token_ids)
-    wanted = said(thinking, own(thinking, joined(told)))
-    # some put a space behind a token, none is one
-    assert said(thinking, prompt.token_ids).split() == wanted.split()
-    words = thinking.model.tokenizer
-    assert prompt.token_ids.count(words.convert_tokens_to_ids("</think>")) == 0

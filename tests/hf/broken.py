@@ -144,16 +144,11 @@ BREAKS: Mapping[str, Break] = MappingProxyType(
             )
         ),
         "the mask is a triangle of the last rows": attend_wrongly(_bottom_right),
-        "everything is seen": attend_wrongly(lambda rows, at, keys, window: keys < 0),
         "stored keys stand one position too far": with_kv(_one_further),
-        "stored values are scaled by a tenth": with_kv(
-            lambda _, layer: LayerKV(layer.keys, layer.values * 1.1)
-        ),
         "keys and values are shifted by one row": with_kv(
             lambda _, layer: LayerKV(layer.keys.roll(1, 1), layer.values.roll(1, 1))
         ),
         "the rotation pairs other dims": with_profile(_other_pairing),
-        "keys are not rotated": with_profile(lambda model: {"rope": (None,) * model.n_layers}),
         "chunks are placed one position too early": with_fused(
             lambda _, runs, source: (
                 [replace(run, shift=max(run.shift - 1, 0)) for run in runs],

@@ -27,7 +27,7 @@ from ragfuse.types.kv import ChunkKV
 from ragfuse.types.prompt import Prompt
 from tests.hf import kit
 from tests.hf.families import FAMILIES
-from tests.hf.test_lora import filled
+from tests.hf.test_chunk_adapter import filled
 from tests.tiny import CHUNKS, INSTRUCTION
 
 ANSWERS = {
@@ -83,18 +83,6 @@ def scored(engine: Engine, prefills: Sequence[Prefill], branches: Sequence[Branc
 
 def assert_close(found: object, wanted: object, error: float = 1e-4) -> None:
     torch.testing.assert_close(found, wanted, rtol=error, atol=error)
-
-
-def test_the_student_is_reuse_and_the_teacher_is_full_prefill(tiny_path):
-    with opened(tiny_path) as engine:
-        prompts, context, each = asked(engine)
-        LoraAdapter(engine.model.model, 4, 0, "tiny")  # a new one, which changes nothing
-        branches = branches_of(engine)
-        student = scored(engine, reused(engine, prompts), each)
-        assert_close(branches.blockwise(context, each).logits, student)
-        states = branches.full(context, each, (1, 3))
-        assert_close(states.logits, scored(engine, full(engine, prompts), each))
-        assert states.hidden.shape == (2, sum(len(branch.tokens) for branch in each), 64)
 
 
 def test_with_a_chunk_adapter_the_student_is_the_engine_that_has_it(tiny_path, tmp_path):

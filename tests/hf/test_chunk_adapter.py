@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ragfuse.errors import ModelError
 from ragfuse.hf.chunk_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -20,10 +21,21 @@ from ragfuse.hf.packed_linear import PackedLinear
 from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.loader import load_model
 from tests.hf import kit
-from tests.hf.test_lora import filled, model_at
 from tests.hf.test_packed_linear import packs
 
 CHUNK, FILLER = list(range(5, 45)), list(range(60, 80))
+
+
+def model_at(path: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def filled(adapter: LoraAdapter) -> LoraAdapter:
+    """The adapter with random weights, as one that has learnt."""
+    generator = torch.Generator().manual_seed(2)
+    for weight in adapter.weights.values():
+        weight.data.copy_(0.1 * torch.randn(weight.shape, generator=generator))
+    return adapter
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
 from ragfuse.hf.grammar import GrammarCompiler, GrammarProcessor
 from ragfuse.hf.handover import generate
@@ -163,24 +163,6 @@ def test_every_family_says_together_what_each_says_alone(name, patient):
     assert (model.batcher.steps > before) == shares
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "gemma3-two-ropes", "gpt-oss-sinks-window", "gemma2-softcap-window"]
-)
-def test_logits_of_a_shared_step_are_those_of_the_whole_text(name, patient):
-    """The twin reads prompt and answer anew for every token, without a cache of ours."""
-    model = patient(name)
-    notes, before = [Noting() for _ in SIZES], (model.batcher.steps, model.batcher.rows)
-    said = beside(model, prefills(model), [way(note) for note in notes])
-    for prefill, note, row in zip(prefills(model), notes, said, strict=True):
-        for count, scores in enumerate(note.scores):
-            text = kit.tensor([[*prefill.token_ids, *row[:count]]])
-            with torch.no_grad():
-                logits = model.model(text, past_key_values=DynamicCache()).logits[:, -1]
-            assert float((scores - logits).abs().max() / logits.std()) < 1e-4
-    assert model.batcher.steps - before[0] == LENGTH - 1
-    assert model.batcher.rows - before[1] == (LENGTH - 1) * len(SIZES)
-
-
 def rewind(prefills: Sequence[Prefill]) -> None:
     for prefill in prefills:
         prefill.rewind()
@@ -236,23 +218,6 @@ def test_a_step_does_not_wait_for_a_slow_request(model):
     assert all(len(job.ids) == LENGTH for job in quick)
     over.set()
     assert slow.ids == wanted
-
-
-def test_a_thread_that_holds_the_lock_can_generate(model):
-    one, two, three = prefills(model, SIZES[:3])
-    wanted = generate(model, two, GREEDY)
-    rewind([two])
-    began, done = threading.Event(), threading.Event()
-    jobs = [
-        Job(model, one, Said(2, began.set, done), options=LONG),
-        Job(model, three, Said(end=done), options=LONG),
-    ]
-    waited(began)
-    model.batcher.patience_s = 0.02  # who holds the lock is waited for, and never there
-    with model.lock:
-        assert generate(model, two, GREEDY) == wanted
-    done.set()
-    assert all(len(job.ids) < 400 for job in jobs)
 
 
 def test_requests_are_active_while_they_decode_and_not_afterwards(model):

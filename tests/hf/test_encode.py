@@ -11,7 +11,6 @@ from ragfuse.errors import ModelError
 from ragfuse.fuse.rope import shifted
 from ragfuse.hf.model import HFModel, fingerprint
 from ragfuse.models.loader import load_model
-from ragfuse.types.profiles import ModelProfile
 from tests.hf import kit
 from tests.hf.families import FAMILIES
 
@@ -83,14 +82,3 @@ def test_a_model_keeps_its_fingerprint_on_its_way_through_files(tmp_path):
     assert model.fingerprint == first
     kit.fuse(model, kit.usual(), "hkvd", 0.3)
     assert eager.config._attn_implementation == "eager"
-
-
-def test_a_known_profile_is_taken_and_not_measured_again():
-    model = kit.build("llama", {})
-
-    def known(name: str) -> ModelProfile:
-        return ModelProfile(name, 4, refusal="because I say so")
-
-    loaded = HFModel(model, kit.tokenizer(), known)
-    assert loaded.profile == known(loaded.fingerprint)
-    assert HFModel(model, kit.tokenizer(), lambda name: None).profile.refusal == ""

@@ -145,14 +145,6 @@ def test_a_models_own_wish_for_another_cache_or_beams_is_overruled():
     assert own.items() <= model.model.generation_config.to_dict().items()
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_the_shortest_prompts_work(count):
-    model, scene = kit.family("llama"), kit.scene([count], ["chunk"])
-    wanted = kit.theirs(model, scene.token_ids, GREEDY)
-    for prefill in (model.full_prefill(scene.token_ids), kit.fuse(model, scene, "hkvd", 1.0)):
-        assert generate(model, prefill, GREEDY) == wanted
-
-
 def test_a_long_answer_outgrows_its_buffers():
     model, options = kit.family("mistral-window"), kit.greedy(150)
     wanted = kit.theirs(model, kit.usual().token_ids, options)

@@ -4,15 +4,10 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import torch
-from ragfuse_bench.deviation import attention_of
 
-from ragfuse.fuse.fusor import Buffers, Fusion, Places
-from ragfuse.fuse.select import policy_named
 from ragfuse.hf.handover import generate
-from ragfuse.hf.hooks import FusedPrefill
 from ragfuse.hf.model import HFModel, KVSource
 from ragfuse.types.kv import LayerKV
-from ragfuse.types.policy_cost import watched_layers
 from tests.hf import kit
 
 
@@ -101,26 +96,3 @@ def test_a_forward_of_somebody_else_stays_in_place():
     generate(model, kit.fuse(model, scene, "hkvd", 0.3), kit.greedy(4))
     assert model.model.forward is theirs
     assert len(calls) >= 4
-
-
-@families
-def test_a_look_returns_the_question_s_attention_and_runs_no_later_layer(name):
-    model, scene = kit.family(name), kit.usual()
-    ids, profile = kit.tensor([list(scene.token_ids)]), model.profile
-    n_tokens, before, watched = len(scene.token_ids), traces(model), watched_layers(model.n_layers)
-    positions = torch.arange(n_tokens, device=ids.device)
-    asking = torch.arange(n_tokens - 3, n_tokens)
-    buffers = Buffers(n_tokens, (), KVSource(), profile.rope, model.device)
-    places = Places.of((), n_tokens, model.device)
-    reuse = Fusion(buffers, positions, places, policy_named("none"), 0.0)
-    unwanted = failing_at(model, watched[-1]) if profile.mode == "rows" else lambda: None
-    with torch.no_grad():
-        found = FusedPrefill(model._wiring(profile), reuse).look(ids, asking)
-    unwanted()
-    assert traces(model) == before
-    assert (found is None) == (profile.mode != "rows")
-    whole = attention_of(model, model.full_prefill(scene.token_ids), ids.shape[1])
-    rows = asking if watched[-1] < model.n_layers - 1 else asking[-1:]
-    wanted = sum(whole[layer][:, rows].sum((0, 1)) for layer in watched)
-    if found is not None and "sinks" not in name:  # sinks take a share that the look leaves out
-        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)

@@ -76,11 +76,6 @@ def test_a_prompt_that_comes_again_or_shares_its_beginning_reuses_all_that_its_f
         assert reused == [0, len(SYSTEM) if runs else 0]
 
 
-def test_without_prefix_cache_no_state_is_kept(on):
-    with engine_of("qwen3-next", on.model_copy(update={"prefix_cache": False})) as engine:
-        assert [asked(engine, WHO).trace.tokens_reused for _ in range(2)] == [0, 0]
-
-
 def test_a_prompt_is_computed_once(engine, monkeypatch):
     """Also where nothing is reused: `generate` goes on from the prefill."""
     rows, forward = [], engine.model.model.forward

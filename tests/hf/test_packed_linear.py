@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from ragfuse_bench.random_model import random_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, fingerprint
 from ragfuse.hf.packed_linear import PackedLinear, can_pack, pack
 from ragfuse.hf.probe import decoder_layers
@@ -63,7 +61,7 @@ def test_a_packed_layer_multiplies_as_exactly_as_the_plain_one_and_gives_its_wei
 
 @packs
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2-softcap-window"])
-def test_a_packed_model_prefills_fuses_and_writes_as_before(family):
+def test_a_packed_model_prefills_and_fuses_as_before(family):
     plain, model = built(family), built(family)
     pack(model.model)
     before, after = plain.model.state_dict(), model.model.state_dict()
@@ -74,8 +72,6 @@ def test_a_packed_model_prefills_fuses_and_writes_as_before(family):
     for policy, ratio in (("lego", 0.3), ("full", 1.0)):
         wanted, found = (kit.fuse(each, scene, policy, ratio) for each in (plain, model))
         torch.testing.assert_close(found.logits, wanted.logits, rtol=0.05, atol=0.05)
-        said = [generate(each, of, kit.greedy(4)) for each, of in ((plain, wanted), (model, found))]
-        assert len(said[0]) == len(said[1]) == 4
     wanted, found = (each.full_prefill(scene.token_ids) for each in (plain, model))
     torch.testing.assert_close(found.logits, wanted.logits, rtol=0.05, atol=0.05)
 
@@ -100,16 +96,15 @@ def test_the_file_that_weights_came_from_is_let_go(tmp_path):
 
 
 @packs
-def test_loaded_and_random_models_come_packed(varied_path):
-    for model in (load_model(varied_path, "bfloat16"), random_model(SHAPE, "bfloat16")):
-        assert any(isinstance(module, PackedLinear) for module in model.model.modules())
-        assert not any(
-            type(m) is nn.Linear for layer in decoder_layers(model.model) for m in layer.modules()
-        )
+def test_a_loaded_model_comes_packed(varied_path):
+    layers = decoder_layers(load_model(varied_path, "bfloat16").model)
+    kinds = {type(module) for layer in layers for module in layer.modules()}
+    assert PackedLinear in kinds
+    assert nn.Linear not in kinds
 
 
 def test_other_dtypes_and_devices_are_not_packed(varied_path):
     assert not can_pack(CPU, torch.float32)
     assert not can_pack(torch.device("cuda"), torch.bfloat16)
-    for model in (load_model(varied_path, "float32"), random_model(SHAPE, "float32")):
-        assert not any(isinstance(module, PackedLinear) for module in model.model.modules())
+    model = load_model(varied_path, "float32").model
+    assert not any(isinstance(module, PackedLinear) for module in model.modules())

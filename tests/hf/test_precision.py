@@ -5,12 +5,10 @@ no refusal.
 import pytest
 import torch
 
-from ragfuse.hf import probe
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.probe import typical
 from tests import reference
 from tests.hf import kit
-from tests.hf.families import VOCABULARY
 
 BOUNDS = {torch.bfloat16: 6e-2, torch.float16: 1e-2}
 dtypes = pytest.mark.parametrize("dtype", BOUNDS)
@@ -50,14 +48,6 @@ def test_keys_that_are_mostly_a_constant_bias_are_moved_all_the_same():
             bias = layer.self_attn.k_proj.bias.view(2, -1)
             bias[:, bias.shape[1] // 2 - 1] = 40.0  # of the pair that turns slowest
     model, scene = HFModel(built, kit.tokenizer()), kit.usual()
-    tokens = probe.probe_tokens(VOCABULARY, probe.RUN_TOKENS, model.device)
-    near = torch.arange(probe.RUN_TOKENS)
-    pairs = zip(
-        *(probe.plain_kv(built, tokens, near + delta) for delta in (0, probe.DELTA)), strict=True
-    )
-    changes = [typical(a.keys, b.keys) for a, b in pairs]
-    # what moving does passes for rounding
-    assert max(changes[1::2]) < probe.tolerance_of(dtype, model.n_layers)
     assert all(layout is not None for layout in model.profile.rope)
     fused = kit.fuse(model, scene, "none", 0.0)
     logits, states = reference.prefill_by_hand(model.model, scene.by_hand, scene.positions.tolist())

@@ -6,7 +6,6 @@ import torch
 from ragfuse.hf.queries import query_sizes
 from tests.hf import kit
 from tests.hf.families import FAMILIES
-from tests.hf.kit import family
 
 RUNS = ([5, 6, 7, 8, 9, 10, 11], [40, 3, 77])
 
@@ -39,9 +38,3 @@ def test_sizes_are_what_the_projections_give_head_by_head(name):
         assert torch.allclose(
             size.double().square().view(heads, 2, dim // 2).sum(1).cpu(), pairs.cpu(), rtol=1e-4
         )
-
-
-def test_query_sizes_are_empty_without_text_and_for_families_with_their_own_attention():
-    assert query_sizes(family("llama"), []) == ()
-    own = next(name for name in FAMILIES if family(name).profile.mode == "dense")
-    assert query_sizes(family(own), RUNS) == ()

@@ -2,12 +2,10 @@
 kind of memory.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from ragfuse.load.layers import LayerReader, is_far
+from ragfuse.load.layers import LayerReader
 from ragfuse.load.staging_buffer import StagingBuffer, _bytes_of
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, KVStore, MemoryTier
@@ -72,19 +70,6 @@ def test_layers_arrive_as_they_were_however_busy_both_streams_are(pin):
         assert [(float(keys), float(values), none) for keys, values, none in step] == [
             (2.0 * number, 2.0 * number + 1, None)
         ] * 2
-
-
-def test_a_tier_is_read_ahead_if_it_is_slow_or_on_another_device(tmp_path):
-    disk, memory = DiskTier(tmp_path, 1, lru), MemoryTier(1, lru)
-    gpu = SimpleNamespace(slow=False, device=torch.device("cuda:1"))
-    assert [is_far(tier, CPU) for tier in (disk, memory, gpu)] == [True, False, True]
-    assert [is_far(tier, torch.device("cuda:1")) for tier in (disk, memory, gpu)] == [
-        True,
-        True,
-        False,
-    ]
-    assert is_far(gpu, torch.device("cuda:0"))
-    disk.close()
 
 
 @needs_gpu

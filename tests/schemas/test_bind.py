@@ -57,19 +57,6 @@ def test_modules_are_on_offer_to_be_recomputed_where_that_is_asked():
 # scaffolds
 
 
-def test_the_largest_scaffold_that_fits_is_taken():
-    inside = (
-        '<module name="m">bc</module><module name="n">ef</module><module name="o">gh</module>ij'
-    )
-    layout = laid(
-        inside + '<scaffold modules="m n"/><scaffold modules=". m n o"/><scaffold modules="o"/>'
-    )
-    large, small, only = layout.scaffolds
-    assert bound(layout, "<m/><n/><o/>").runs == (large,)
-    assert bound(layout, "<m/><n/>").runs == (small, layout.modules[""])
-    assert bound(layout, "<o/>").runs == (only, layout.modules[""])
-
-
 def test_with_one_of_two_stand_ins_missing_the_other_is_taken_alone():
     inside = (
         '<union scaffold="a"><module name="a">1</module></union><union scaffold="b"><module'

@@ -7,10 +7,9 @@ import pytest
 from ragfuse.errors import SettingsError, StoreError
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
-from ragfuse.store import DiskTier, KVStore, MemoryTier, open_store, open_tier
+from ragfuse.store import open_store, open_tier
 from ragfuse.store.urls import shown
 from ragfuse.types.sizes import UNLIMITED
-from tests.store.kit import key, kv, read_all
 
 
 def test_tiers_are_opened_in_order_and_named_by_kind(tmp_path):
@@ -70,14 +69,3 @@ def test_two_tiers_at_one_place_are_refused(tmp_path, second):
         open_store(Settings(home=tmp_path, tiers=(second.format(home=tmp_path),)), lru)
     with pytest.raises(StoreError, match="Two tiers are at 'redis://h"):
         open_store(Settings(home=tmp_path, tiers=("redis://u:p@h", "redis://u:p@h/")), lru)
-
-
-def test_a_chunk_has_one_home_among_the_slow_tiers_until_it_is_warmed(tmp_path):
-    disk, home = (DiskTier(tmp_path / name, 1 << 20, lru, name=name) for name in ("disk", "home"))
-    with KVStore([MemoryTier(1 << 20, lru), disk, home]) as store:
-        assert store.put(key("a"), kv(), wait=True, slow_tier="home")
-        assert [tier.name for tier in store.tiers if tier.list()] == ["memory", "home"]
-        store.tiers[0].delete([key("a")])
-        read_all(store, key("a"), key("strange"))
-        store.flush()
-        assert [tier.name for tier in store.tiers if tier.list()] == ["memory", "disk", "home"]

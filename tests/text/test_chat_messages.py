@@ -2,24 +2,10 @@
 anything.
 """
 
-from ragfuse.text.chat_messages import ChatMessage, Piece
+from ragfuse.text.chat_messages import ChatMessage
 from ragfuse.types.answer import ToolCall
 
 CALL = ToolCall("look", {"at": "sea"}, "1")
-
-
-def test_neighbours_of_one_role_are_one_message_with_a_line_between_them():
-    found = ChatMessage.joined(
-        [
-            ChatMessage("user", "one"),
-            ChatMessage("user", [Piece("two", "chunk")]),
-            ChatMessage("assistant", "three"),
-        ]
-    )
-    assert found == [
-        ChatMessage("user", ["one", "\n", Piece("two", "chunk")]),
-        ChatMessage("assistant", "three"),
-    ]
 
 
 def test_what_tools_returned_stays_apart_and_calls_are_kept():

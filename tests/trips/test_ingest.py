@@ -119,19 +119,6 @@ def test_a_chunk_is_encoded_behind_as_much_other_text_as_the_model_has_room_for(
     )
 
 
-def test_what_was_ingested_without_the_prompts_beginning_is_all_that_there_is_to_encode(engine):
-    engine.runtime.learn(engine.runtime.profile.calibrated(True, "lego", 0.06))
-    engine.ingest(SOURCED)
-    before = kept(engine)
-    for _ in range(3):
-        trace = engine.answer(messages()).trace
-        engine.flush()
-        assert trace.policy == "lego"  # what was calibrated, at once
-        found = [(segment.kind, segment.encoded) for segment in trace.segments]
-        assert found == [("chunk", "filler")] * 6
-    assert kept(engine) == before
-
-
 def test_a_chunk_has_the_same_kv_whether_it_was_ingested_or_met_in_a_prompt(
     engine, tiny_settings, tmp_path
 ):

@@ -36,15 +36,6 @@ def test_six_cached_chunks_are_reused_and_few_rows_recomputed(engine, policy):
 SAID = INSTRUCTION + "\n\n".join(CHUNKS) + f"\n\n{QUESTION}"
 
 
-def test_a_plain_prompt_finds_the_chunks_by_their_text(engine):
-    ingest(engine)
-    prompt = engine.prompt(SAID)
-    chunks = [segment for segment in prompt.segments if segment.kind == "chunk"]
-    assert [engine.model.text(segment.tokens) for segment in chunks] == list(CHUNKS)
-    assert [segment.source for segment in chunks] == [f"book-{i}" for i in range(6)]
-    assert engine.model.text(prompt.token_ids) == SAID
-
-
 def test_from_disk_and_from_memory_the_answer_is_the_same(tiny_settings, engine):
     ingest(engine)
     answers = [engine.answer(messages())]

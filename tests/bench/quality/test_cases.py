@@ -60,14 +60,3 @@ def test_rows_with_ctxs_keep_their_order_under_their_titles(tmp_path: Path) -> N
     }
     (case,) = read(tmp_path, [row], lines=True)
     assert (case.chunks, case.task, case.id) == (("A\none", "two"), "answer", "0")
-
-
-def test_longbench_passages_become_a_summary_or_an_answer(tmp_path: Path) -> None:
-    context = "Passage 1:\nfirst NEWLINE_CHAR NEWLINE_CHAR line\nPassage 2:\nsecond"
-    rows = [
-        {"input": asked, "context": context, "answers": ["x"], "_id": asked or "s"}
-        for asked in ("", "why?")
-    ]
-    summary, answer = read(tmp_path, rows, lines=True)
-    assert summary.chunks == answer.chunks == ("first\nline", "second")
-    assert (summary.task, answer.task) == ("summary", "answer")
