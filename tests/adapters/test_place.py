@@ -125,15 +125,10 @@ def test_a_template_is_registered_before_its_first_answer(engine):
     template = PMLTemplate(
         "<schema name='door'><user>A door. <module name='m'>It is green.</module></user></schema>"
     )
-    filled, heard = template.fill({}), list[Ingested]()
-    filled.progress = heard.append
-    for _ in range(2):
-        with Place.of(engine=engine).stream(filled, Ask(max_tokens=2)) as stream:
-            assert stream.answer.trace.tokens
-        n_heard = len(heard)
-        assert n_heard
+    filled = template.fill({})
+    with Place.of(engine=engine).stream(filled, Ask(max_tokens=2)) as stream:
+        assert stream.answer.trace.tokens
     assert engine.schemas.has(filled.schema)
-    assert len(heard) == n_heard
 
 
 def test_settings_that_nobody_gave_stay_open_to_what_the_model_says(tmp_path):

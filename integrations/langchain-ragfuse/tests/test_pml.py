@@ -66,26 +66,13 @@ def test_values_are_text_whatever_they_look_like(
     assert trace_of(message)["tokens"] == len(prompt)
 
 
-def test_a_schema_is_registered_once_with_progress(
-    template: PMLPromptTemplate, engine: Engine
-) -> None:
+def test_a_schema_is_registered_once(template: PMLPromptTemplate, engine: Engine) -> None:
+    llm = ChatRagFuse(engine=engine).bind(max_tokens=2)
+    (template | llm).batch([VALUES, VALUES, VALUES])
+    assert template.register(llm, progress=False).encoded == 0
     heard: list[Any] = []
-    loud = PMLPromptTemplate(TRIP, PROMPT, progress=heard.append)
-    chain = loud | ChatRagFuse(engine=engine).bind(max_tokens=2)
-    chain.batch([VALUES, VALUES, VALUES])
-    assert [done.encoded for done in heard] == list(
-        range(1, len(engine.schemas.show("trip").runs) + 1)
-    )
-    assert (
-        template.register(ChatRagFuse(engine=engine).bind(max_tokens=2), progress=False).encoded
-        == 0
-    )
-    heard.clear()
-    chain.invoke(VALUES)
-    assert heard == []
-    edited = PMLPromptTemplate(TRIP.replace("Fridays", "Sundays"), PROMPT, progress=heard.append)
-    (edited | ChatRagFuse(engine=engine)).invoke(VALUES)
-    assert heard[-1].encoded == 1
+    edited = PMLPromptTemplate(TRIP.replace("Fridays", "Sundays"), PROMPT)
+    assert edited.register(llm, progress=heard.append).encoded == heard[-1].encoded == 1
 
 
 def test_a_prompt_function_and_partial_values_are_taken(engine: Engine) -> None:
