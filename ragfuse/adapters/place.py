@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from ragfuse.adapters.progress import shown
 from ragfuse.engine.answer_stream import AnswerStream
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.question import Question
@@ -246,9 +245,8 @@ def ready(prompt: Any, engine: Answerer) -> Any:
     """
     if not isinstance(prompt, FilledTemplate):
         return prompt
-    if not engine.schemas.has(prompt.schema):
-        with shown(prompt.progress, None, "Encoding modules") as report:
-            engine.schemas.ensure(prompt.schema, report)
+    if not engine.schemas.has(prompt.schema):  # which waits for no other schema
+        engine.schemas.ensure(prompt.schema)
     return prompt.request
 
 

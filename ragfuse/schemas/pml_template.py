@@ -40,28 +40,25 @@ class FilledTemplate(str):
     Attributes:
         request: The parsed prompt with the values.
         schema: The schema of the prompt, which must be registered with the engine.
-        progress: An arbitrary value for the code that registers the schema.
     """
 
     request: PMLPrompt
     schema: Schema
-    progress: Any
 
-    def __new__(cls, request: PMLPrompt, schema: Schema, progress: Any = None) -> FilledTemplate:
+    def __new__(cls, request: PMLPrompt, schema: Schema) -> FilledTemplate:
         """Make a text that is unique to prompt and schema."""
         template = super().__new__(
             cls, f"{to_pml(request)}<!-- {digest(repr(schema), repr(request))} -->"
         )
         template.request, template.schema = replace(request, over=schema), schema
-        template.progress = progress
         return template
 
     def asking(self, text: str) -> FilledTemplate:
         """Return the prompt with a further user message at its end."""
-        return FilledTemplate(self.request.asking(text), self.schema, self.progress)
+        return FilledTemplate(self.request.asking(text), self.schema)
 
     def __getnewargs__(self) -> tuple[Any, ...]:
-        return self.request, self.schema, self.progress
+        return self.request, self.schema
 
 
 @checks_arguments
@@ -138,12 +135,11 @@ class PMLTemplate:
             raise cls.alone(len(found) - 1)
         return templates[0] if templates else None
 
-    def fill(self, values: Mapping[str, object], progress: Any = None) -> FilledTemplate:
+    def fill(self, values: Mapping[str, object]) -> FilledTemplate:
         """Return the prompt with the `str` of these values.
 
         Args:
             values: By variable; other names are ignored.
-            progress: Kept as `FilledTemplate.progress`.
 
         Raises:
             InputError: The value of a variable that is not optional is missing.
@@ -163,7 +159,7 @@ class PMLTemplate:
                 **{name: values[name] for name in names if name in values}
             )
             request = replace(made, items=(*made.items, *request.items))
-        return FilledTemplate(request, self.schema, progress)
+        return FilledTemplate(request, self.schema)
 
     def __repr__(self) -> str:
         return (

@@ -77,12 +77,9 @@ def _table(text: str) -> Iterator[str]:
 
 
 def _notebook(text: str) -> Iterator[str]:
-    """Yield the cells of a Jupyter notebook of any version, without their outputs."""
-    data = json.loads(text)
-    sheets = data.get("worksheets") or [data]
-    for cell in (cell for sheet in sheets for cell in sheet.get("cells", ())):
-        source = cell.get("source", cell.get("input", ""))
-        yield source if isinstance(source, str) else "".join(map(str, source))
+    """Yield the cells of a Jupyter notebook, without their outputs."""
+    for cell in json.loads(text).get("cells", ()):
+        yield "".join(cell["source"])
 
 
 READERS: Mapping[str, Callable[[str], Iterator[str]]] = MappingProxyType(

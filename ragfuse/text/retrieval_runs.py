@@ -19,12 +19,16 @@ from functools import lru_cache
 from itertools import chain
 from weakref import ReferenceType, ref
 
+from cachetools import LRUCache
+
 MAX_TEXTS = 64
 """The most texts kept per task or thread; a run keeps four times as many."""
 MAX_RETRIEVED_CHARS = 4 << 20
 """The most characters of text kept per run, task or thread."""
-MAX_RUNS = 1024
-"""The most outermost runs that are open at the same time; beyond it the oldest are dropped."""
+MAX_RUNS = 4096
+"""The most runs that are open at the same time; beyond it those used longest ago are dropped, as
+their end may never be reported.
+"""
 
 SEARCH_PLACES = 16
 """Number of evenly spaced places of a text that are searched in a prompt that does not contain the
@@ -70,7 +74,6 @@ class RetrievalRun:
     started it.
     """
 
-    id: Hashable
     task: RetrievedTexts
     open: set[Hashable] = field(default_factory=set)
     texts: RetrievedTexts = field(default_factory=RetrievedTexts)
@@ -87,23 +90,20 @@ class RetrievalRun:
 class RetrievalRuns:
     """The texts that were retrieved in each open run. Thread-safe.
 
-    A run's texts are dropped when it ends. Those that no model was asked about are kept for the
-    task or thread that called it, which may put them into a prompt by hand.
+    A run's texts are dropped when the last of the runs nested in it ends, which may be after itself
+    if a stream is read later. Those that no model was asked about are kept for the task or thread
+    that called it, which may put them into a prompt by hand.
 
     Args:
         framework: Its name, for the context variable that holds a task's texts.
-        outlasts: Whether a nested run may end after its outermost run, for example if a stream is
-            read later. Then the texts are dropped when the last of them ends.
     """
 
-    def __init__(self, framework: str, outlasts: bool) -> None:
-        self._outlasts = outlasts
+    def __init__(self, framework: str) -> None:
         self._task: ContextVar[RetrievedTexts | None] = ContextVar(
             f"ragfuse_{framework}_texts", default=None
         )
         self._lock = threading.Lock()
-        self._roots: dict[Hashable, RetrievalRun] = {}
-        self._runs: dict[Hashable, RetrievalRun] = {}
+        self._runs: LRUCache[Hashable, RetrievalRun] = LRUCache(MAX_RUNS)
 
     def __len__(self) -> int:
         """Number of open runs."""
@@ -116,9 +116,7 @@ class RetrievalRuns:
         with self._lock:
             run = self._runs.get(parent) if parent else None
             if run is None:  # an outermost run, or one whose parent was not reported
-                run = self._roots[id] = RetrievalRun(id, self._task_texts())
-                if len(self._roots) > MAX_RUNS:  # the end of the oldest may never be reported
-                    self._drop(next(iter(self._roots.values())))
+                run = RetrievalRun(self._task_texts())
             self._runs[id] = run
             run.open.add(id)
             run.record(texts)
@@ -148,10 +146,7 @@ class RetrievalRuns:
             run.record(texts)
             run.model_asked = run.model_asked and not unread
             run.open.discard(id)
-            if run.open if self._outlasts else run.id != id:
-                return
-            self._drop(run)
-            if not run.model_asked:
+            if not run.open and not run.model_asked:
                 run.task.add(run.texts.all)
 
     def retrieved(
@@ -213,11 +208,6 @@ class RetrievalRuns:
             found = RetrievedTexts(ref(owner), found.all if found else ())
             self._task.set(found)
         return found
-
-    def _drop(self, run: RetrievalRun) -> None:
-        del self._roots[run.id]
-        for id in run.open:
-            self._runs.pop(id, None)  # a program may use an id twice
 
 
 def _letters(text: str) -> str:

@@ -40,7 +40,7 @@ def told(runs: RetrievalRuns, *ids: str, prompt: str = ALL) -> list[str]:
 
 @pytest.fixture
 def runs():
-    return RetrievalRuns("test", outlasts=False)
+    return RetrievalRuns("test")
 
 
 def test_a_run_knows_what_was_retrieved_in_all_runs_below_the_outermost(
@@ -66,18 +66,15 @@ def test_what_a_model_was_asked_about_is_dropped_with_its_run_and_the_rest_kept_
     assert len(runs) == 0
 
 
-def test_a_run_that_may_outlast_its_parent_keeps_its_texts_until_it_ends():
-    both = [RetrievalRuns("test", outlasts=outlasts) for outlasts in (False, True)]
-    for each in both:
-        each.begin("query", None, [letter("mill")])
-        each.begin("stream", "query")
-        told(each, "stream")
-        each.end("query")
-    assert [len(each) for each in both] == [0, 1]
-    assert [told(each, "stream") for each in both] == [[], ["mill.txt"]]
-    outlasts = both[1]
-    outlasts.end("stream", unread=True)
-    assert told(outlasts) == ["mill.txt"]  # the stream may still be read
+def test_a_run_that_outlasts_its_parent_keeps_its_texts_until_it_ends(runs):
+    runs.begin("query", None, [letter("mill")])
+    runs.begin("stream", "query")
+    told(runs, "stream")
+    runs.end("query")
+    assert len(runs) == 1
+    assert told(runs, "stream") == ["mill.txt"]
+    runs.end("stream", unread=True)
+    assert told(runs) == ["mill.txt"]  # the stream may still be read
 
 
 def test_a_text_is_returned_as_the_prompt_has_it(runs):
@@ -136,8 +133,9 @@ def test_the_newest_texts_are_kept_in_number_and_in_characters(runs, monkeypatch
     assert told(runs)[0] == "xx.txt"
 
 
-def test_runs_that_never_end_are_given_up(runs, monkeypatch):
-    monkeypatch.setattr(retrieval_runs, "MAX_RUNS", 3)
+def test_runs_that_never_end_are_given_up(monkeypatch):
+    monkeypatch.setattr(retrieval_runs, "MAX_RUNS", 6)
+    runs = RetrievalRuns("test")
     for number in range(5):
         runs.begin(f"chain {number}", None, [letter(str(number))])
         runs.begin(f"retriever {number}", f"chain {number}")

@@ -35,7 +35,7 @@ class Listener(BaseCallbackHandler):
     ignore_llm = ignore_chat_model = ignore_retry = ignore_custom_event = True
 
     def __init__(self) -> None:
-        self.runs = RetrievalRuns("langchain", outlasts=False)
+        self.runs = RetrievalRuns("langchain")
 
     def __reduce__(self) -> str:
         """Copy and unpickle to the one `LISTENER` of the process, as configurations contain it."""

@@ -83,10 +83,6 @@ class PMLPromptTemplate(BasePromptTemplate[str]):
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
     template: PMLTemplate = Field(exclude=True, repr=False)
-    progress: Any = Field(default=True, exclude=True, repr=False)
-    """Progress of encoding. True: a bar on stderr if that is a terminal. A callable: called after
-    every module.
-    """
 
     def __init__(
         self,
@@ -139,7 +135,7 @@ class PMLPromptTemplate(BasePromptTemplate[str]):
         return "ragfuse-pml"
 
     def _filled(self, values: Mapping[str, Any]) -> Filled:
-        return self.template.fill(self._merge_partial_and_user_variables(**values), self.progress)
+        return self.template.fill(self._merge_partial_and_user_variables(**values))
 
 
 def pml_of(messages: Sequence[BaseMessage]) -> Filled | None:

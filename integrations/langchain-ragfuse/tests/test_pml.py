@@ -18,7 +18,8 @@ async def test_a_pipe_answers_batches_of_a_schema_that_is_encoded_once(
     kind: Any, engine: Engine
 ) -> None:
     heard: list[Any] = []
-    template = PMLPromptTemplate(TRIP, PROMPT, progress=heard.append)
+    template = PMLPromptTemplate(TRIP, PROMPT)
+    template.register(kind(engine=engine), progress=heard.append)
     chain = template | kind(engine=engine)
     others = [VALUES, {**VALUES, "question": "Where?"}]
     found = chain.batch(others)

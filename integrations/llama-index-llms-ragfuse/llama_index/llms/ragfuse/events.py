@@ -23,7 +23,7 @@ from llama_index.llms.ragfuse.convert import NODES
 
 from ragfuse import RetrievalRuns
 
-QUERIES = RetrievalRuns("llama_index", outlasts=True)
+QUERIES = RetrievalRuns("llama_index")
 """The nodes of each open query: results of retrievers and postprocessors, inputs of synthesizers.
 """
 

@@ -58,9 +58,6 @@ class PMLPromptTemplate(BasePromptTemplate):
     """
 
     template: PMLTemplate = Field(exclude=True, repr=False)
-    show_progress: bool = Field(
-        default=False, exclude=True, description="Show a bar while the schema is encoded."
-    )
 
     def __init__(
         self,
@@ -71,7 +68,6 @@ class PMLPromptTemplate(BasePromptTemplate):
         metadata: dict[str, Any] | None = None,
         template_var_mappings: dict[str, Any] | None = None,
         function_mappings: dict[str, Callable[..., Any]] | None = None,
-        show_progress: bool = False,
         **kwargs: Any,
     ) -> None:
         template = PMLTemplate(schema, prompt, question) if template is None else template
@@ -83,14 +79,13 @@ class PMLPromptTemplate(BasePromptTemplate):
             output_parser=None,
             template_var_mappings=template_var_mappings,
             function_mappings=function_mappings,
-            show_progress=show_progress,
         )
 
     def register(self, llm: Any, progress: Progress = None) -> Ingested:
         """Encode the modules of the schema that are not stored yet; `progress` is called after
         each.
         """
-        with shown(progress or self.show_progress, None, "Encoding modules") as report:
+        with shown(progress, None, "Encoding modules") as report:
             return engine_of(llm).schemas.register(self.template.schema, report).done
 
     def partial_format(self, **kwargs: Any) -> PMLPromptTemplate:
@@ -113,7 +108,7 @@ class PMLPromptTemplate(BasePromptTemplate):
 
     def _filled(self, given: Mapping[str, Any]) -> Filled:
         values = self._map_all_vars({**self.kwargs, **given})
-        filled = self.template.fill(values, self.show_progress)
+        filled = self.template.fill(values)
         parser = self.output_parser
         return (
             filled

@@ -22,7 +22,7 @@ from haystack_integrations.components.generators.ragfuse.messages import DOCUMEN
 
 from ragfuse import RetrievalRuns
 
-RUNS = RetrievalRuns("haystack", outlasts=False)
+RUNS = RetrievalRuns("haystack")
 """The documents of each running pipeline: inputs and outputs of its components."""
 _ACTIVE: ContextVar[int] = ContextVar("ragfuse_haystack_span", default=0)
 _NUMBERS = count(1)
