@@ -41,15 +41,16 @@ class RemoteSchemas:
         return found is not None and parse_schema(found["pml"]) == schema
 
     def ensure(self, schema: Schema, progress: Progress | None = None) -> RemoteSchema | None:
-        """Register a schema, which the server encodes, in place of one of the same name; None where
-        the server has it already.
+        """Register a schema unless the server has it already; None where it does."""
+        return None if self.has(schema) else self.register(schema, progress)
+
+    def register(self, schema: Schema, progress: Progress | None = None) -> RemoteSchema:
+        """Register a schema, which the server encodes; it replaces one of the same name.
 
         Args:
             schema: The schema.
             progress: Called once, at the end.
         """
-        if self.has(schema):
-            return None
         found = self._connection.ask("POST", ROUTE, encoded({"pml": to_pml(schema)})) or {}
         done = Ingested(found["runs"], found["encoded"], found["tokens"], found["nbytes"])
         if progress is not None:

@@ -33,6 +33,7 @@ from ragfuse.errors import InputError
 from ragfuse.hf.tokens import TextEncoder, control_tokens
 from ragfuse.settings import Settings
 from ragfuse.store.catalog import Catalog, CatalogFile
+from ragfuse.text import Assembler
 from ragfuse.text.chat_messages import ChatMessage, Piece
 from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT as PLAIN_CALLS
 from ragfuse.types.answer import ToolCall
@@ -478,6 +479,11 @@ def test_special_tokens_in_tools_calls_and_names_stay_text(as_text, monkeypatch)
 def test_a_template_that_refuses_the_roles_is_an_error_with_its_reason():
     with pytest.raises(InputError, match="Roles must alternate"):
         _prompt(prompter(KINDS[0], "gemma"), [("assistant", "a"), ("user", "b")])
+
+
+def test_messages_need_a_chat_template():
+    with pytest.raises(InputError, match="no chat template"):
+        Assembler(TextEncoder(tokenizer(KINDS[0])), key_of).chat([("user", "Hi")])
 
 
 @kinds
