@@ -71,7 +71,8 @@ def test_nothing_more_is_computed_after_that():
     done = run("""
         @atexit.register
         def late():
-                        for begin in (lambda: at_work().__enter__(), lambda: start_thread("late", print)):
+            from ragfuse.process.exit import at_work, start_thread
+            for begin in (lambda: at_work().__enter__(), lambda: start_thread("late", print)):
                 try:
                     begin()
                 except Exception as error:

@@ -11,6 +11,7 @@ from ragfuse import Settings, SettingsError
 from ragfuse.cli.main import app
 from ragfuse.ray import bulk, cluster
 from ragfuse.ray.application import ReplicaOptions
+from ragfuse.ray.bulk import BulkSummary
 from ragfuse.ray.cluster import Node, check_cluster
 
 
@@ -77,3 +78,12 @@ def test_numbers_of_replicas_are_read_and_refused_where_they_make_no_sense():
 def test_workers_are_sized_by_the_nodes(members, on_gpu, workers, cpus, wanted):
     found = [Node(str(at), each, float(on_gpu)) for at, each in enumerate(members)]
     assert bulk.worker_size(found, on_gpu, workers, cpus) == wanted
+
+
+def test_a_summary_adds_up_what_workers_say() -> None:
+    row = {"chunks": 4, "nbytes": 100, "work_s": 2.0, "unsaved": 1, "short": 1}
+    done = BulkSummary()
+    for more in ({"encoded": 4, "tokens": 40}, {"encoded": 2, "tokens": 80}):
+        done = done.plus({**row, **more}, 10.0)
+    assert done == BulkSummary(8, 6, 120, 200, unsaved=2, short=2, work_s=4.0, seconds=10.0)
+    assert done.as_dict()["tokens_per_s"] == 12.0

@@ -10,6 +10,7 @@ A, B, C = "a", "b", "c"
 
 
 def test_the_replica_that_got_most_bytes_comes_first():
+    assert ChunkRouter([A]).rank(RoutedRequest()) == [A]
     router = ChunkRouter([A, B, C])
     router.send(A, RoutedRequest({1: 1, 2: 1}, 5))
     router.send(B, RoutedRequest({3: 1}, 4))
