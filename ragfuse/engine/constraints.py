@@ -13,7 +13,6 @@ from ragfuse.engine.request import Request
 from ragfuse.errors import InputError, about
 from ragfuse.hf.grammar import GrammarCompiler, GrammarProcessor
 from ragfuse.hf.held_schema import held_schema
-from ragfuse.hf.model import HFModel
 from ragfuse.text.chat_template import ChatTemplate
 from ragfuse.types.grammar import Grammar
 from ragfuse.types.prompt import Prompt
@@ -32,7 +31,9 @@ class ConstraintCompiler:
     def __init__(self, prompts: PromptBuilder) -> None:
         self._runtime, self._prompts = prompts.runtime, prompts
         # one, as a caller with its own end tokens usually stays with them
-        self._over = lru_cache(maxsize=1)(_grammars)
+        self._over = lru_cache(maxsize=1)(
+            lambda model, ends: GrammarCompiler(model.tokenizer, n_logits(model), ends)
+        )
 
     def draft(self, request: Request, prompt: Prompt) -> Draft:
         """Return an empty draft of the answer to a prompt, which has its constraints.
@@ -86,7 +87,3 @@ class ConstraintCompiler:
         return ChatTemplate.of(
             getattr(tokenizer, "chat_template", None), {str(token) for token in added}
         )
-
-
-def _grammars(model: HFModel, ends: tuple[int, ...]) -> GrammarCompiler:
-    return GrammarCompiler(model.tokenizer, n_logits(model), ends)

@@ -168,7 +168,10 @@ class ConversationHistory:
         pending = prompt.conversation
         if not isinstance(pending, PendingTurn):
             return
-        answer_ids = self._text_ids(answer)
+        # a stop string may cut its text, and reasoning and calls are not in it
+        model, answer_ids = encoder.model, answer.token_ids
+        if model.text(answer_ids) != answer.text:
+            answer_ids = tuple(model.tokens(answer.text))
         n_written = min(_n_common(answer_ids, ids), ready.n_held(len(ids)) - len(prompt))
         tokens, rows = self._prefixes.keep(ready, pending, answer_ids[:n_written])
         messages = list[ChatMessage]()
@@ -195,13 +198,6 @@ class ConversationHistory:
             unused_keys = set(session.keys).difference(pending.previous_keys)
         if unused_keys:  # dropped after all pending saves
             self._later(lambda: self.sessions.release(unused_keys))
-
-    def _text_ids(self, answer: Answer) -> tuple[int, ...]:
-        """Return the ids of an answer's text: the generated ones, unless a stop string cut it or
-        some of it is reasoning or calls.
-        """
-        model, ids = self._runtime.encoder.model, answer.token_ids
-        return ids if model.text(ids) == answer.text else tuple(model.tokens(answer.text))
 
 
 def _without_turns(whole: Prompt, short: Prompt, pending: PendingTurn) -> Prompt:

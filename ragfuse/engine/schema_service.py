@@ -227,12 +227,8 @@ class SchemaService(SchemaRegistry):
         found = self._layouts.get(stored.pml)
         if found is not None:
             return found
-        layout, encoder = self._lay_out(stored), self._runtime.encoder
-        keys = [str(encoder.key_of(run)) for run in layout.runs]
-        return self._layouts.add(stored.pml, (layout, keys))
-
-    def _lay_out(self, stored: StoredSchema) -> SchemaLayout:
-        model, schema = self._runtime.encoder.model, parse_schema(stored.pml, stored.file)
+        encoder, schema = self._runtime.encoder, parse_schema(stored.pml, stored.file)
+        model = encoder.model
         begins, wrapping = self._wrapping()
         is_chat = wrapping is not NO_WRAPPING and has_messages(schema.items)
         bos = model.tokens(begins, True) if is_chat else model.bos
@@ -241,7 +237,9 @@ class SchemaService(SchemaRegistry):
         unknown = model.tokenizer.unk_token_id
         placeholder = unknown if isinstance(unknown, int) else model.tokens(" ")[0]
         shortest, fixed = self._runtime.settings.min_chunk_tokens, model.profile.fixed
-        return lay_out(schema, model.tokens, placeholder, wrapping, bos, shortest, fixed)
+        layout = lay_out(schema, model.tokens, placeholder, wrapping, bos, shortest, fixed)
+        keys = [str(encoder.key_of(run)) for run in layout.runs]
+        return self._layouts.add(stored.pml, (layout, keys))
 
     def _wrapping(self) -> tuple[str, Wrapping]:
         """Return how the chat template begins a prompt, and the texts it puts around messages;
