@@ -32,7 +32,7 @@ from ragfuse.settings import Settings
 from ragfuse.store import KVStore, MemoryTier
 from ragfuse.types.keys import digest
 
-QUESTIONS = 10
+MAX_QUESTIONS = 10
 """Most questions of a context."""
 SEED = 0
 STORE_NBYTES_OF_CHECK = 1 << 30
@@ -96,8 +96,8 @@ class Adaptation:
         """
         train, self.held = split_chunks(chunks, SEED)
         return self.trainer(
-            DocumentExamples(train, SEED, QUESTIONS).example,
-            DocumentExamples(self.held, SEED + 1, QUESTIONS).example,
+            DocumentExamples(train, SEED, MAX_QUESTIONS).example,
+            DocumentExamples(self.held, SEED + 1, MAX_QUESTIONS).example,
             digest(*(text for text, _ in chunks)),
             out,
             rank,
