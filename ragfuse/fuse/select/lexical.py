@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ragfuse.fuse.select.policy import Candidates, Policy, Wanted
 
-EARLIER = 1e-12
+TIE_STEP = 1e-12
 """What a row scores less than an equal one before it, so that the same rows are chosen always."""
 
 
@@ -28,4 +28,4 @@ class Lexical(Policy):
         if candidates.score is None:
             return None
         near = candidates.score.double().where(candidates.score > 0, -candidates.offset)
-        return near.sub(active, alpha=EARLIER)
+        return near.sub(active, alpha=TIE_STEP)
