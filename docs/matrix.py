@@ -17,8 +17,8 @@ import torch
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.verify import verify
 from ragfuse.types.kv import RopeLayout
-from tests.hf import kit
-from tests.hf.families import FAMILIES, HYBRIDS, REFUSED
+from tests.kits import hf as kit
+from tests.kits.families import FAMILIES, HYBRIDS, REFUSED
 
 PAGE = Path(__file__).resolve().parent / "matrix.md"
 HEAD = """\

@@ -287,7 +287,7 @@ def test_no_file_names_a_path_of_one_machine() -> None:
 
 
 def test_every_test_that_holds_a_promise_is_there() -> None:
-    from tests.promises import PROMISES
+    from tests.promises.__main__ import PROMISES
 
     files = {test.partition("::")[0] for tests in PROMISES.values() for test in tests}
     assert [file for file in sorted(files) if not (ROOT / file).is_file()] == []

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from ragfuse import Settings
-from tests.store.test_contract import toy_code
+from tests.contracts.store.test_contract import toy_code
 
 ROOT = Path(__file__).parents[1]
 
@@ -56,7 +56,7 @@ PROGRAM = """
 import json, sys
 from ragfuse import Ask, Engine, Settings
 from ragfuse.plan.explanation import in_words
-from tests.tiny import CHUNKS, ingest, messages
+from tests.kits.tiny import CHUNKS, ingest, messages
 
 settings = Settings(
     model=sys.argv[2], dtype="float32", store=sys.argv[1] + "/store", min_chunk_tokens=8, memory_bytes=0, tiers=("toy://a",),

@@ -30,7 +30,7 @@ from ragfuse import (
     ToolCall,
 )
 from ragfuse.remote import RemoteEngine, ServerError
-from tests.serve.kit import Served
+from tests.kits.serve import Served
 
 SALT = "blue-7f31c0"
 

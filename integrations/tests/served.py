@@ -11,7 +11,7 @@ import pytest
 
 from ragfuse import Settings
 from ragfuse.serve.keys import Keys
-from tests.serve.kit import Served, process, serving
+from tests.kits.serve import Served, process, serving
 
 KEY = "a-key-of-these-tests-alone"
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ragfuse import Engine, Settings
-from tests.scripted import Script, spelled
-from tests.thinking import thinking_model
+from tests.kits.scripted import Script, spelled
+from tests.kits.thinking import thinking_model
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,7 @@ class States:
         self._lock = threading.Lock()
         # by the tokens' ids, 8 bytes each
         self._kept: LRUCache[bytes, KeptCache] = LRUCache(
-            nbytes, getsizeof=lambda state: sum(each.nbytes for each in _tensors(state.cache))
+            nbytes, getsizeof=lambda state: sum(each.nbytes for each in tensors(state.cache))
         )
 
     @property
@@ -171,7 +171,7 @@ def kind_of(model: PreTrainedModel, n_layers: int) -> Kind:
         whole = probe.run_forward(model, ids, None, 0)
         if probe.is_whole(getattr(whole, CACHE, None), n_layers, _PROBED):
             return ""
-        kept = list(_tensors(getattr(whole, CACHE)))
+        kept = list(tensors(getattr(whole, CACHE)))
         if not kept or _answer_error(model, ids, whole) > bound:
             return "whole"
         same = [_error(model, ids, cut, whole) <= bound for cut in _CUTS]
@@ -203,7 +203,7 @@ def _error(model: PreTrainedModel, ids: Tensor, cut: int, whole: Any) -> float:
     """
     before = copied(getattr(probe.run_forward(model, ids[:, :cut], None, 0), CACHE))
     found = probe.run_forward(model, ids[:, cut:], before, cut)
-    caches = (_tensors(getattr(out, CACHE)) for out in (found, whole))
+    caches = (tensors(getattr(out, CACHE)) for out in (found, whole))
     pairs = list(zip(*caches, strict=True))
     errors = [probe.relative(*pair) for pair in pairs if pair[0].is_floating_point()]
     return max(probe.logits_error(found.logits[0, -1], whole.logits[0, -1]), *errors)
@@ -228,17 +228,17 @@ def _holds(ids: bytes, run: bytes) -> bool:
     return at >= 0
 
 
-def _tensors(value: object) -> Iterator[Tensor]:
+def tensors(value: object) -> Iterator[Tensor]:
     """Yield all tensors of a cache, always in the same order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
         for each in value.values():
-            yield from _tensors(each)
+            yield from tensors(each)
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _tensors(each)
+            yield from tensors(each)
     elif type(value).__module__.startswith("transformers") and not isinstance(
         value, nn.Module | PreTrainedConfig
     ):
-        yield from _tensors(getattr(value, "__dict__", {}))
+        yield from tensors(getattr(value, "__dict__", {}))

@@ -17,7 +17,7 @@ import pytest
 from docs._ext.book_reference import root
 from ragfuse import Settings
 from tests.docs.blocks import OURS, PAGES, ROOT, Block, blocks, commands, is_there, rewrite
-from tests.tiny import CHUNKS
+from tests.kits.tiny import CHUNKS
 
 PYTHON = {
     page: found for page in PAGES if (found := [b for b in blocks(page) if b.language == "python"])

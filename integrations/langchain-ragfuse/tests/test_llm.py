@@ -14,7 +14,7 @@ from langchain_ragfuse.base import RagFuseModel
 from integrations.tests.kit import FIRST, READ, SECOND
 from integrations.tests.served import KEY
 from ragfuse import Engine
-from tests.serve.kit import Served
+from tests.kits.serve import Served
 
 PROMPTS = [READ, f"{SECOND}\n\nWho planted them?", FIRST]
 

@@ -14,7 +14,7 @@ from langchain_ragfuse import ChatRagFuse, RagFuseIndexer, RagFuseRetriever
 from integrations.tests.kit import LETTERS
 from integrations.tests.served import KEY
 from ragfuse import Engine, InputError, Settings
-from tests.serve.kit import Served
+from tests.kits.serve import Served
 
 DOCUMENTS = [
     Document(text, metadata={"source": text.split(".")[0]}) for text in LETTERS.split("\n\n")

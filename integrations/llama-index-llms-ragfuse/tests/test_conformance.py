@@ -12,7 +12,7 @@ from llama_index.llms.ragfuse import RagFuseLLM
 
 from integrations.tests.llama_index_suite import LLMConformance
 from ragfuse import Engine, Settings
-from tests.serve.kit import process
+from tests.kits.serve import process
 
 THREADS = ("asyncio_", "ragfuse-encode", "ragfuse-writer", "ragfuse-notes")
 

@@ -29,7 +29,7 @@ from ragfuse.hf.model import HFModel
 from ragfuse.hf.prefill import KVSource
 from ragfuse.transfer import TransferHandle, TransferModel, TransferPlace, sample_weights
 from ragfuse.types.kv import ChunkKV
-from tests.serve.kit import Served, serving, settings_of
+from tests.kits.serve import Served, serving, settings_of
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).resolve().parent

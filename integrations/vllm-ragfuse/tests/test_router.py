@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from benchmarks.peers.llama_server import free_port
-from tests.serve.kit import CHAT, TEXT, events, said, wait_for, with_documents
+from tests.kits.serve import CHAT, TEXT, events, said, wait_for, with_documents
 
 PATIENCE_S = 900.0
 ROUTER = os.environ.get(

@@ -15,7 +15,7 @@ from ragfuse.calibration.prompts import PROMPT_TEXTS
 from ragfuse.schemas.layout import lay_out
 from ragfuse.schemas.pml import parse_schema
 from ragfuse.schemas.pml_writer import to_pml
-from tests.text.layouts import Bound
+from tests.kits.layouts import Bound
 
 
 def encode(text: str, special: bool) -> list[int]:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from ragfuse import Ask, Engine, Settings
 from ragfuse.schemas.pml import parse_prompt, parse_schema
-from tests.tiny import CHUNKS
+from tests.kits.tiny import CHUNKS
 
 KEYS = {"slope", "by_set", "cases"}
 DOORS = """<schema name="doors">All that is known of the doors of lighthouses:

@@ -19,7 +19,7 @@ from ragfuse import Settings
 from ragfuse.calibration.case import Case
 from ragfuse.hf.model import HFModel
 from ragfuse.models.loader import load_model
-from tests.tiny import CHUNKS
+from tests.kits.tiny import CHUNKS
 
 TEXTS = tuple(f"{chunk} {chunk[::-1]}" for chunk in CHUNKS)
 CASE = Case("made", "1", "Who counted?", ("forty",), TEXTS[:4])

@@ -30,7 +30,7 @@ from ragfuse_bench.throughput.served import serving
 from rich.console import Console
 
 from ragfuse import Settings
-from tests.tiny import CHUNKS
+from tests.kits.tiny import CHUNKS
 
 pytest.importorskip("uvicorn", reason="the server's extra is not installed")
 TINY = {

@@ -1,0 +1,38 @@
+"""Where a chunk should lie: the cheapest place that is fast enough, a faster one once it is hit
+often.
+"""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragfuse.plan.tiers import PRICES, choose_tier, price_of, store_cost
+from tests.kits.plan import NBYTES_PER_TOKEN, machine
+
+ALL = ("memory", "redis", "disk", "objects")
+N, NBYTES = 500, 500 * NBYTES_PER_TOKEN
+
+
+def chosen(ratio=0.15, tiers=ALL, **byte_s):
+    return choose_tier(N, NBYTES, machine(**byte_s), tiers, PRICES, ratio)
+
+
+def test_tiers_that_were_not_measured_are_not_chosen():
+    assert chosen() == "disk"
+    assert chosen(tiers=("objects",)) is None
+
+
+@given(st.floats(0, 1), st.dictionaries(st.sampled_from(ALL), st.floats(1e-12, 1e-6), min_size=1))
+def test_what_is_chosen_hides_or_nothing_does(ratio, byte_s):
+    measured = machine(**byte_s)
+    tier = choose_tier(N, NBYTES, measured, ALL, PRICES, ratio)
+    load_s = {name: measured.load_s(name, NBYTES) for name in ALL if name in measured.tiers}
+    hidden = {name for name, seconds in load_s.items() if seconds <= measured.recompute_s(ratio, N)}
+    assert tier in hidden or (not hidden and load_s[tier] == min(load_s.values()))
+    assert all(PRICES[tier] <= PRICES[name] for name in hidden)
+
+
+def test_a_tier_s_price_is_that_of_its_name_or_its_kind():
+    assert price_of("disk", PRICES) == PRICES["disk"]
+    assert price_of("objects-2", PRICES) == PRICES["objects"]
+    assert price_of("tape", PRICES) == float("inf")
+    assert store_cost(2_000_000_000, 0.5) == 1.0
