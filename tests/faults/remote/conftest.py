@@ -1,5 +1,5 @@
-"""The fixtures of tests/promises/remote."""
+"""The server and client of tests/contracts/remote."""
 
-from tests.promises.remote.conftest import remote, served
+from tests.contracts.remote.conftest import alone, local, remote, served
 
-__all__ = ["remote", "served"]
+__all__ = ["alone", "local", "remote", "served"]

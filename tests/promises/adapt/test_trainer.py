@@ -39,7 +39,7 @@ DOCUMENTS = documents(3, 12)
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask little, and measure and save often."""
-    monkeypatch.setattr(adapt_run, "QUESTIONS", 3)
+    monkeypatch.setattr(adapt_run, "MAX_QUESTIONS", 3)
     monkeypatch.setattr(teacher, "ANSWER_TOKENS", 3)
     monkeypatch.setattr(examples, "SIZES", (2, 3))
     for name, value in {"EVALUATE_STEPS": 2, "HELD_EXAMPLES": 2}.items():
