@@ -434,13 +434,18 @@ def quietly(source: Path | str) -> Iterator[None]:
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """Hide transformers' progress bars in this context."""
+    """Hide transformers' progress bars in this context; the bar of GGUF cannot be switched off and
+    is replaced.
+    """
+    from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, bar = logging.is_progress_bar_enabled(), gguf.tqdm
     logging.disable_progress_bar()
+    gguf.tqdm = lambda tensors, desc="": tensors
     try:
         yield
     finally:
+        gguf.tqdm = bar
         if shown:
             logging.enable_progress_bar()
