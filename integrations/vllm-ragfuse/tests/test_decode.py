@@ -106,7 +106,7 @@ def test_a_handle_is_read_once(pair: Any) -> None:
 
 @pytest.mark.parametrize("step", [0, 1, 3])
 def test_an_aborted_request_leaves_nothing(step: int, pair: Any) -> None:
-    told = pair.request("foreign")
+    before, told = pair.waiting(), pair.request("foreign")
     _, answer = pair.decoder.ask({**told, "abort_at": step}, pair.request("fused"))
     assert answer["tokens"] == pair.prefills.wanted["fused"]
-    pair.wait_until_left()
+    pair.wait_until_left(before)
