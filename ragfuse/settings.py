@@ -233,7 +233,7 @@ class Settings(BaseSettings):
         default="auto",
         description=(
             "Policy that selects the tokens to recompute, see ragfuse.fuse.select; auto: the"
-            " calibrated one, else query; for chunks encoded without filler text hkvd."
+            " calibrated one, else query, or hkvd for chunks encoded without filler text."
         ),
     )
     ratio: float | None = Field(
@@ -266,7 +266,7 @@ class Settings(BaseSettings):
         description="Least tokens of a chunk that is reused; shorter ones are computed.",
     )
     top_k: int = Field(default=6, ge=1, description="Chunks retrieved for a question.")
-    max_tokens: int = Field(default=256, ge=1, description="Most tokens of an answer.")
+    max_tokens: int = Field(default=256, ge=1, description="Maximum tokens of an answer.")
     overflow: Literal["error", "drop"] = Field(
         default="error",
         description=(
@@ -526,8 +526,8 @@ def _tell_unknown(name: str, fields: tuple[str, ...]) -> None:
 
 
 def _in_words(init: Callable[..., None]) -> Callable[..., None]:
-    """Return the constructor of `Settings` that raises SettingsError, with where a value
-    was set.
+    """Wrap the constructor of `Settings`: validation errors become a SettingsError that names the
+    variable or the file of the value.
     """
 
     @wraps(init)

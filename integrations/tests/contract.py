@@ -16,7 +16,15 @@ import pytest
 from pydantic import BaseModel
 
 from integrations.tests.doors import Paint, knock, paint
-from integrations.tests.kit import READ, SECRETS, hits, loaded_by, outline, read_and_stored
+from integrations.tests.kit import (
+    READ,
+    SECRETS,
+    ends_when_cancelled,
+    hits,
+    loaded_by,
+    outline,
+    read_and_stored,
+)
 from integrations.tests.served import KEY, stored
 from integrations.tests.thoughts import saying
 from ragfuse import (
@@ -146,13 +154,7 @@ class ModelContract:
         self, local: Any, engine: Engine
     ) -> None:
         call = asyncio.create_task(self.aask(local, READ, max_tokens=3000, reuse=False))
-        batcher = engine.model.batcher
-        while not batcher.active:
-            await asyncio.sleep(0.005)
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        assert await asyncio.to_thread(batcher.wait_idle, 60.0)
+        await ends_when_cancelled(call, engine)
 
     def test_a_grammar_holds_every_answer(self, llm: Any) -> None:
         grammar = Grammar.choice(["yes", "no"])

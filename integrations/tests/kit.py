@@ -4,6 +4,7 @@ for questions.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -190,3 +191,13 @@ def loaded_by(code: str) -> list[str]:
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     return run.stdout.splitlines()
+
+
+async def ends_when_cancelled(call: asyncio.Task[Any], engine: Engine) -> None:
+    """Cancel an awaited call once it generates, and see that its generation ends."""
+    while not engine.model.batcher.active:
+        await asyncio.sleep(0.005)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert await asyncio.to_thread(engine.model.batcher.wait_idle, 60.0)

@@ -52,7 +52,9 @@ def require_place(path: Path) -> None:
     is_file = any(place.is_file() for place in (path, *path.parents))
     has_others = path.is_dir() and any(path.iterdir()) and not (path / RECIPE_FILE).is_file()
     if is_file or has_others or not can_be_written(path):
-        found = "a file there" if is_file else "other files in it" if has_others else "no right"
+        found = (
+            "a file there" if is_file else "other files in it" if has_others else "no write access"
+        )
         raise InputError(
             "Wanted a new folder for the adapter or one that `ragfuse adapt` began, found"
             f" {found}: '{path}'. Name another folder with --out."
@@ -80,8 +82,8 @@ class AdapterFolder:
         other = [name for name in wanted if wanted[name] != begun[name]]
         if other:
             raise InputError(
-                f"'{path}' has an adapter that was trained with another {' and '.join(other)}."
-                " Give the same again to go on, or name another folder with --out."
+                f"'{path}' has an adapter that was trained with another {' and '.join(other)}. Give"
+                " the same values to go on, or name another folder with --out."
             )
 
     def begin(self) -> None:

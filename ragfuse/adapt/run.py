@@ -53,9 +53,8 @@ class Adaptation:
         source = resolve_llm(settings.model, settings.home)
         if any((Path(source) / place / ADAPTER_CONFIG).is_file() for place in ("", CHUNK_ADAPTER)):
             raise ModelError(
-                "Wanted a model to train an adapter for, found the folder of an adapter:"
-                f" '{settings.model}'. Give the model that it was made for, or merge it and give"
-                " the folder."
+                f"'{settings.model}' is an adapter, not a model. Give its base model, or merge the"
+                " adapter and give the merged model's folder."
             )
         if settings.device.startswith("cpu"):
             limit_threads(None if settings.threads == "auto" else settings.threads)
@@ -158,8 +157,7 @@ class Adaptation:
         error = logits_error(branches.blockwise(context, [branch]).logits[0], wanted)
         if error > 2 * tolerance_of(self.plain.dtype, self.plain.n_layers):
             raise ModelError(
-                "Wanted the logits that the engine computes over separately encoded chunks, found"
-                f" others with {self.plain.name} (relative error {error:.2g}): its forward does not"
-                " take a mask over them. Take another model; this one is fused without an adapter"
-                " as before."
+                f"No adapter can be trained for {self.plain.name}: its logits under a mask that"
+                f" keeps chunks apart differ from the engine's (relative error {error:.2g}). Take"
+                " another model; this one is fused without an adapter as before."
             )

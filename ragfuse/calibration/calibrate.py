@@ -100,9 +100,9 @@ def make_cases(chunks: Sequence[Chunk], wanted: int, seed: int = 0) -> list[Case
     """Make questions from documents: each asks about a name or a rare word of one of its six
     chunks.
 
-    That chunk stands at a random place; about half of the others are from its document. All prompts
-    are drawn from a pool of `POOL_PASSAGES` chunks, or of as many as there are questions, and each
-    chunk is asked about once.
+    That chunk is at a random position; about half of the others are from its document. Chunks are
+    sampled from a pool of at most `POOL_PASSAGES`, or `wanted` if that is more. No chunk is asked
+    about twice unless the pool is smaller than `wanted`.
 
     Args:
         chunks: The chunks of all documents.

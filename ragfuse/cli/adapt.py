@@ -40,11 +40,19 @@ def adapt_model(
         typer.Option("--out", help="Folder of the adapter: a new one, or that of an earlier run."),
     ],
     minutes: Annotated[
-        float, typer.Option(min=0.01, help="Minutes of training, until nothing is gained any more.")
+        float,
+        typer.Option(
+            min=0.01, help="Most minutes of training; it ends earlier where nothing is gained."
+        ),
     ] = 60,
     steps: Annotated[
         int | None,
-        option("--steps", "Train this many steps instead.", "as many as --minutes allow", min=1),
+        option(
+            "--steps",
+            "Most steps, those of earlier runs included.",
+            "as many as --minutes allow",
+            min=1,
+        ),
     ] = None,
     rank: Annotated[
         int, typer.Option(min=1, help="Rank of the LoRA adapter: how much it can learn.")
@@ -115,8 +123,8 @@ def adapt_model(
 
 @contextmanager
 def _stopped_by_signal(console: Console) -> Iterator[Any]:
-    """Yield a function that says whether Ctrl-C was pressed: the step is finished then; a second
-    one stops at once.
+    """Yield a function that returns whether Ctrl-C was pressed. The first Ctrl-C finishes the
+    current step; the second one stops at once.
     """
     asked = threading.Event()
 

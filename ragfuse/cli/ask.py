@@ -40,14 +40,14 @@ def ask(
         Path | None,
         option(
             "--pml",
-            "Ask the prompt in this PML file; QUESTION, if given, is appended to it.",
+            "Take the prompt from this PML file; QUESTION, if given, is appended to it.",
             "none",
         ),
     ] = None,
     blend: Annotated[
         bool,
         typer.Option(
-            "--blend", help="With --pml: recompute some tokens of modules, by --policy and --ratio."
+            "--blend", help="With --pml: also recompute tokens of modules, by --policy and --ratio."
         ),
     ] = False,
     index: Index = "default",

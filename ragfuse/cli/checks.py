@@ -72,7 +72,7 @@ def calibrate_model(
         typer.Option(
             min=12,
             help=(
-                "Number of questions to make from the documents; more of them decide more surely."
+                "Number of questions to make from the documents; more give a more reliable result."
             ),
         ),
     ] = QUESTIONS,

@@ -48,7 +48,7 @@ def ingest(
         int | None,
         option(
             "--ray-workers",
-            "Engines that encode on the Ray cluster.",
+            "Number of engines that encode on the Ray cluster.",
             "one for each node or GPU",
             min=1,
         ),

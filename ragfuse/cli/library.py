@@ -42,7 +42,7 @@ class Library:
 
     def __init__(self, settings: Settings, name: str = "default") -> None:
         if not name.replace("-", "").replace("_", "").isalnum():
-            raise SettingsError(f"An index is named by letters, digits, - and _; found '{name}'.")
+            raise SettingsError(f"Index names have letters, digits, - and _ only; found '{name}'.")
         if settings.chunk_overlap >= settings.chunk_tokens:
             raise SettingsError(
                 f"chunk_overlap is {settings.chunk_overlap}; wanted less than chunk_tokens"

@@ -51,7 +51,7 @@ Session = Annotated[
     option(
         "--session",
         "Continue the conversation of this name, or start it; see `ragfuse sessions`.",
-        "none is kept",
+        "not kept",
     ),
 ]
 Server = Annotated[
@@ -75,15 +75,15 @@ Ray = Annotated[
 ]
 RayCPUs = Annotated[
     float | None,
-    option(
-        "--ray-cpus", "CPUs of each engine on the Ray cluster.", "chosen by the size of its nodes"
-    ),
+    option("--ray-cpus", "CPUs of each engine on the Ray cluster.", "by the size of its nodes"),
 ]
-Plot = Annotated[Path | None, option("--plot", "Draw the result into this PNG.", "none is drawn")]
+Plot = Annotated[
+    Path | None, option("--plot", "Write a plot of the result to this PNG.", "not drawn")
+]
 Json = Annotated[
     Path | None,
     option(
-        "--json", "Write the result as JSON to this file ('-': standard output).", "none is written"
+        "--json", "Write the result as JSON to this file ('-': standard output).", "not written"
     ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]

@@ -133,7 +133,9 @@ def rm(
         str, typer.Argument(help="Name of the schema, as `ragfuse schema ls` shows it.")
     ],
 ) -> dict[str, Any]:
-    """Remove a schema, and its KV in every tier unless another schema uses it. Its file stays."""
+    """Remove a schema, and its KV in every tier unless another schema uses it. The PML
+    file is not deleted.
+    """
     with open_kv(settings, console) as kept:
         nbytes = kept.schemas.remove(name)
     say(console, f"Removed '{plain(name)}' and {size_text(nbytes)} of KV.")

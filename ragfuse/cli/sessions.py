@@ -77,7 +77,7 @@ def rm(
 ) -> dict[str, Any]:
     """Delete sessions, and their KV in every tier unless another session uses it.
 
-    Unused ones go by themselves after RAGFUSE_SESSION_TTL_S.
+    Unused sessions expire after RAGFUSE_SESSION_TTL_S seconds, if that is set.
     """
     with open_kv(settings, console) as kept:
         confirm("Delete these conversations for good?", yes)

@@ -57,7 +57,7 @@ FILTER = MappingProxyType(
             option(
                 "--tenant",
                 "Only entries of the tenant with this salt or name ('': no salt).",
-                "RAGFUSE_SALT, or all tenants without",
+                "RAGFUSE_SALT if set, else all tenants",
             ),
         ],
     }
@@ -164,7 +164,7 @@ def pin(
     settings: Settings,
     all_: All = False,
     off: Annotated[
-        bool, typer.Option("--off", help="Take pins off, so that chunks can be evicted again.")
+        bool, typer.Option("--off", help="Unpin instead, so that chunks can be evicted again.")
     ] = False,
     **conditions: Any,
 ) -> tuple[dict[str, Any], bool]:
@@ -228,7 +228,7 @@ def import_(
     settings: Settings,
     file: Annotated[Path, typer.Argument(help="An archive written by `ragfuse store export`.")],
     tier: Annotated[
-        str | None, option("--tier", "Target tier.", "the first that outlives the process")
+        str | None, option("--tier", "Target tier.", "the first persistent tier")
     ] = None,
 ) -> dict[str, Any]:
     """Import the chunks of an archive. They are hits only for the same model, dtype and salt.

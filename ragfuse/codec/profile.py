@@ -56,8 +56,7 @@ def profile_tables(
     long_chunks = [chunk for chunk in chunks if chunk.n_tokens >= MIN_TOKENS]
     if not long_chunks:
         raise ValueError(
-            f"Codec tables are made from chunks of at least {MIN_TOKENS} tokens, found none. Give"
-            " longer ones."
+            f"Codec tables need chunks of at least {MIN_TOKENS} tokens; none is that long."
         )
     n_layers, layers = len(long_chunks[0].layers), list[LayerTables]()
     layouts = tuple(rope) or (None,) * n_layers

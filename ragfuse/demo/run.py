@@ -1,8 +1,8 @@
 """`ragfuse demo`: real questions over real documents through a LangChain chain, full prefill and
 ragfuse side by side.
 
-Retrieval, prompt and chain are LangChain's; only the chat model is ours. No question is chosen by
-how it is answered.
+Retrieval, prompt and chain are LangChain's; only the chat model is ours. No question was
+chosen by its answers.
 """
 
 from __future__ import annotations

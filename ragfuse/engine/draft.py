@@ -128,10 +128,10 @@ class Draft:
             self._call(text, opening)
 
     def _think(self, text: str) -> int:
-        """Find the reasoning that the answer begins with; return where its text begins, -1 while
-        that is not known.
+        """Find the reasoning at the start of the output. Return the offset where the answer's text
+        begins, -1 while that is not known.
 
-        It ends with its closing tag, or with a tool call that is made without closing it.
+        Reasoning ends with its closing tag, or with a tool call where the tag is missing.
         """
         assert self._tags is not None
         lo, close, rest = 0, self._tags.close, text.lstrip()

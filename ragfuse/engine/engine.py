@@ -465,16 +465,16 @@ class Engine(OneProcess):
     def _check_process(self) -> None:
         if self._process != os.getpid():
             raise StoreError(
-                "This engine was made in another process, from which this one was forked. Start"
-                " workers by spawn, or make the engine in each worker and not before."
+                "This engine was made before fork(). Start workers by spawn, or make the engine in"
+                " each worker."
             )
 
     def _check_open(self) -> None:
         self._check_process()
         if self._is_closed:
             raise StoreError(
-                "The engine is closed: close() was called, or its `with` block has ended. Ask it"
-                " before that, or make a new Engine."
+                "The engine is closed: close() was called, or its `with` block has ended. Make"
+                " a new Engine."
             )
 
     @property

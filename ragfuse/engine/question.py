@@ -82,7 +82,7 @@ def messages_of(question: Question) -> list[ChatMessage]:
     """Return a question's messages; a text is one message of the user.
 
     Raises:
-        InputError: It is token ids, or no messages, or an empty list.
+        InputError: The question is token ids, an empty list, or holds something else than messages.
     """
     if is_ids(question):
         raise InputError(

@@ -235,7 +235,7 @@ class Buffers:
             block.index_copy_(2, rows, fresh)
 
     def _empty(self, like: Tensor, n_layers: int, n_parts: int) -> Tensor:
-        """Return a buffer [layers, parts, H, T + room, D] for tensors like the given [H, n, D]."""
+        """Return a zeroed buffer [layers, parts, H, length, D] for tensors as `like`, [H, n, D]."""
         size = (n_layers, n_parts, like.shape[0], self._length, like.shape[-1])
         return torch.zeros(size, dtype=like.dtype, device=self._device)
 

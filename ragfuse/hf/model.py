@@ -580,8 +580,8 @@ class HFModel(OneProcess):
 
 
 def _question_rows(cached: Tensor, runs: Sequence[CachedRun]) -> tuple[Tensor, Tensor]:
-    """Return the rows int64 that are not cached, bool [T], after the last run of a prompt, and all
-    of them.
+    """Return two row sets, int64: rows after the last run that are not cached, and all rows that
+    are not cached. `cached` is bool [T].
     """
     outside = (~cached).nonzero()[:, 0]
     return outside[outside >= max((run.hi for run in runs), default=0)], outside

@@ -266,7 +266,7 @@ class Stream:
         return True
 
     def _run(self, reading: PendingRead) -> None:
-        """Read a part, on a thread of its own."""
+        """Read one part. Runs in a thread of its own."""
         try:
             with self._link.slot:
                 reading.began, fetch = self._clock(), reading.part.fetch

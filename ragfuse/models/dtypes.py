@@ -73,9 +73,7 @@ def dtype_named(given: object) -> Literal["float32", "bfloat16", "float16"]:
     """
     name = str(given).removeprefix("torch.")
     if name not in ("float32", "bfloat16", "float16"):
-        raise ModelError(
-            f"Wanted a dtype of float32, bfloat16 or float16, found '{name}'. Name one of these."
-        )
+        raise ModelError(f"Wanted dtype float32, bfloat16 or float16, found '{name}'.")
     return name  # type: ignore[return-value]
 
 

@@ -279,8 +279,8 @@ def _adapter_on_hub(name: str, options: Mapping[str, Any]) -> Path | None:
 
 
 def _drift_of(model: PreTrainedModel, file: Path) -> ChunkKV | None:
-    """Return the drift (`fuse/drift.py`) in a file, on the model's device; None if there is
-    none.
+    """Return the drift (`fuse/drift.py`) in a file, on the model's device; None if there is no
+    such file.
     """
     if not file.is_file():
         return None

@@ -69,8 +69,8 @@ def available_threads() -> int:
 
 
 def allowed_threads() -> int:
-    """Return the physical cores that this process may use, by its CPU affinity and its container's
-    quota.
+    """Return how many threads this process may use: the least of physical cores, CPU affinity and
+    the container's quota.
     """
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     quota = cpu_quota()

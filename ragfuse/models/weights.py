@@ -110,8 +110,8 @@ def refuse_outside(config: Any) -> None:
     kind = "activated LoRA" if getattr(config, "alora_invocation_tokens", None) else kind
     if getattr(config, "is_prompt_learning", False) or kind in ("activated LoRA", "XLORA", "POLY"):
         raise ModelError(
-            "Wanted an adapter that changes layers only, whatever the prompt is (such as LoRA),"
-            f" found {kind}. Use another one, or the model without it."
+            f"{kind} adapters are not supported: an adapter must change layers in the same way for"
+            " every prompt, as LoRA does. Use another one, or the model without it."
         )
 
 

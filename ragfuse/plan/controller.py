@@ -279,7 +279,7 @@ class Timed:
 
     @property
     def load_s(self) -> float:
-        """Seconds of loading."""
+        """Predicted seconds of reading the plan's fetches; 0 without any."""
         return (
             sum(self.costs.steps_s(self.plan.fetches, self.layers_a_read))
             if self.plan.fetches

@@ -65,9 +65,7 @@ def at_work() -> Iterator[None]:
             _WORKING.depths[me] = depth + 1
     if is_late:
         _stay()
-        raise RuntimeError(
-            "The program is ending, so nothing more is computed. Ask before its end."
-        )
+        raise RuntimeError("The interpreter is shutting down: no new request is computed.")
     try:
         yield
     finally:
@@ -98,7 +96,7 @@ def start_thread(name: str, target: Callable[..., object], *args: Any) -> thread
         RuntimeError: No thread can be started, as the process is ending or has too many.
     """
     if EXITING.is_set():
-        raise RuntimeError("The program is ending, so no thread is started.")
+        raise RuntimeError("The interpreter is shutting down: no thread is started.")
     thread = _OwnThread(target=target, args=args, name=f"ragfuse-{name}", daemon=True)
     thread.start()
     return thread

@@ -39,6 +39,6 @@ class EncodeWorker:
         return {name: [value] for name, value in row.items()}
 
     def _n_refused(self) -> int:
-        """Count the writes that a shared tier did not take so far."""
+        """Return the number of writes to shared tiers that were refused or failed so far."""
         slow = [tier.counts for tier in self._engine.store.tiers if tier.slow]
         return sum(counts["refused"] + counts["failed"] for counts in slow)

@@ -312,8 +312,8 @@ class _Placing:
         self.cursor = part.stop + self.moved
 
     def _make_room(self, start: int) -> None:
-        """Shift what comes next if its place is taken; PMLError if the model's KV cannot be
-        moved.
+        """Shift the following positions if text already stands at `start`; PMLError if the model's
+        KV cannot be moved.
         """
         overlap = self.cursor - start - self.moved
         if overlap <= 0:

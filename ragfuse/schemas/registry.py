@@ -47,8 +47,8 @@ class StoredSchema:
         return self.encoded.get(model) == digest("schema", self.pml)
 
     def with_keys(self, model: str, keys: Sequence[str]) -> StoredSchema:
-        """Return it with keys of one model; those of earlier versions of the text stay, as their KV
-        is still stored.
+        """Return a copy with keys added for one model. Keys of earlier versions of the text stay,
+        as their KV is still stored.
         """
         known = dict.fromkeys((*keys, *self.keys.get(model, ())))
         return replace(self, keys={**self.keys, model: list(known)})

@@ -18,7 +18,7 @@ from ragfuse.serve.service import Service
 
 
 def model_routes(service: Service) -> APIRouter:
-    """Return the routes of models."""
+    """Return the routes /v1/models, /v1/ragfuse/model and /v1/ragfuse/tokens."""
     routes = APIRouter(route_class=BodyRoute)
 
     def told(name: str) -> dict[str, Any]:

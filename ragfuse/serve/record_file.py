@@ -24,5 +24,5 @@ def record_file(settings: Settings, name: str, schema: str) -> Database:
 
 
 def tenant_digest(salt: str, *more: str) -> str:
-    """Return the name of a tenant in such files, from which its salt cannot be found."""
+    """Return the id of a tenant in record files: a digest from which its salt cannot be found."""
     return digest("records", salt, *more)

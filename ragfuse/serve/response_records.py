@@ -122,8 +122,10 @@ class ResponseRecords:
             transaction.execute(_BEYOND_LIMITS, limits)
 
     def delete(self, salt: str, id: str) -> str | None:
-        """Delete a response; return its session if no other one belongs to it; APIError (404) where
-        there is none.
+        """Delete a response. Return its session if no other response uses that session, else None.
+
+        Raises:
+            APIError: The response does not exist (404).
         """
         tenant, session = tenant_digest(salt), self.get(salt, id).session
         with self._file.write() as transaction:

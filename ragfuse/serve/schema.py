@@ -67,7 +67,9 @@ null, false, 0, "" and empty lists and objects.
 
 
 class RequestBody(BaseModel):
-    """The base of request bodies: unknown fields, wrong types, NaN and infinity are errors."""
+    """The base of request bodies. Wrong types, NaN and infinity are errors, and so are unknown
+    fields, unless their value has no effect or another engine decodes.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
@@ -98,9 +100,7 @@ class RequestBody(BaseModel):
 
 
 class LooseBody(BaseModel):
-    """The base of what clients send back as they got it, with fields of their own: unknown ones are
-    ignored.
-    """
+    """The base of objects that clients send back as they got them. Unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 

@@ -71,7 +71,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     def stop(self) -> None:
-        """Shut down as on a signal; a second call cuts off what is still running."""
+        """Shut down as on SIGTERM. A second call aborts the requests that still run."""
         self._is_hasty = self.should_exit
         self.should_exit = True
 

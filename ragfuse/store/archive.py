@@ -90,9 +90,9 @@ def export(
         missing = len(sources) - written
         if not written or (missing and path.exists()):
             raise StoreError(
-                f"'{path}' was not replaced or written: it would lack {missing:,} of"
-                f" {len(sources):,} entries, which cannot be read. Export again, or name another"
-                " file."
+                f"Nothing was exported, and '{path}' is unchanged: {missing:,} of"
+                f" {len(sources):,} entries could not be read. Export again, or to a new file,"
+                " which gets those that can be read."
             )
         os.replace(partial, path)
     except OSError as error:

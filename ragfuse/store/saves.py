@@ -38,18 +38,18 @@ class Save:
     """One entry that is being saved, encoded for a tier when it is first needed. Threads may share
     it.
 
-    Deleting its key meanwhile cancels it, even where it is already written.
+    Deleting the key cancels the save, and deletes what the save has written.
 
     Args:
-        levels: Encodes it.
+        levels: The encoder for codec levels.
         key: The chunk.
         whole: The entry as it was given.
         wanted: Levels by tier name; tiers that are not named get the entry as it is.
 
     Attributes:
         meta: The description of the entry as it was given.
-        barred: Names of tiers that must not get or keep it, as the chunk was deleted there since
-            the save began.
+        barred: Names of tiers where the chunk was deleted after the save began: they must not
+            have the entry.
     """
 
     def __init__(

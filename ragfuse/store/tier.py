@@ -93,8 +93,8 @@ class EntryMeta:
         }
 
     def pieces(self, layers: range, level: str | None = None) -> range | None:
-        """Return the indices of the pieces of some layers at a level (None: the first); None if it
-        lacks any.
+        """Return the indices of the pieces of a layer range at a level, by default the first level.
+        The result is None if the entry lacks the level or one of the layers.
         """
         if (
             level not in (None, *self.levels)
@@ -265,7 +265,7 @@ class Tier(ABC):
         """Take the hint that these layers will be read soon. Returns at once."""
 
     def occupied(self, nbytes: int) -> int:
-        """Return the bytes that an entry of `nbytes` occupies."""
+        """Return the bytes that are allocated for an entry of `nbytes`."""
         return nbytes
 
     def close(self) -> None:

@@ -73,10 +73,10 @@ def _counters(
 
 
 def _gauges(engine: MeteredEngine, shares: bool) -> Iterator[tuple[str, str, str, Values]]:
-    """Yield the same of each gauge.
+    """Yield name, help text, label and values of each gauge.
 
-    Other tenants use the slow tiers too where `shares`, so that their sizes are not shown; a remote
-    medium has metrics of its own.
+    Sizes of slow tiers are left out if other tenants share them (`shares`), and those of remote
+    tiers always, as their servers have metrics of their own.
     """
     tiers = engine.store.tiers
     sized = [tier for tier in tiers if not tier.remote and not (shares and tier.slow)]

@@ -100,7 +100,7 @@ class CallFormat:
 
     @property
     def opener(self) -> str:
-        """The first letter of a call."""
+        """The first character of a call."""
         return self.head[:1]
 
     @property

@@ -57,9 +57,10 @@ class TransferModel:
             for part in (layer.keys, layer.values):
                 if part.shape != first.shape or part.dtype != first.dtype:
                     raise TransferError(
-                        "Wanted KV with the same heads in all layers to hand over, found"
-                        f" {tuple(first.shape)} in layer 0 and {tuple(part.shape)} in layer {at}."
-                        f" Answer prompts of '{name}' here."
+                        "Wanted keys and values of one shape and dtype in all layers to hand over,"
+                        f" found {tuple(first.shape)}, {first.dtype} in layer 0 and"
+                        f" {tuple(part.shape)}, {part.dtype} in layer {at}. Decode '{name}' in this"
+                        " process instead."
                     )
         heads, _, dim = first.shape
         return cls(name, len(kv.layers), heads, dim, str(first.dtype).removeprefix("torch."))

@@ -11,7 +11,7 @@ from langchain_core.outputs import LLMResult
 from langchain_ragfuse import ChatRagFuse, RagFuseLLM
 from langchain_ragfuse.base import RagFuseModel
 
-from integrations.tests.kit import FIRST, READ, SECOND
+from integrations.tests.kit import FIRST, READ, SECOND, ends_when_cancelled
 from integrations.tests.served import KEY
 from ragfuse import Engine
 from tests.kits.serve import Served
@@ -37,13 +37,7 @@ def test_a_batch_says_what_each_prompt_says_alone_here_and_at_a_server(
 
 async def test_cancelling_a_batch_ends_its_generation(engine: Engine) -> None:
     call = asyncio.create_task(RagFuseLLM(engine=engine, max_tokens=3000).abatch(PROMPTS))
-    batcher = engine.model.batcher
-    while not batcher.active:
-        await asyncio.sleep(0.005)
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    assert await asyncio.to_thread(batcher.wait_idle, 60.0)
+    await ends_when_cancelled(call, engine)
 
 
 class Heard(BaseCallbackHandler):

@@ -77,7 +77,7 @@ def test_every_use_of_an_engine_is_one_error_in_a_forked_child(tiny_settings):
     assert lines[-2:] == ["3", "True"]
     assert len(lines) == 10
     assert len({*lines[:-2]}) == 1
-    assert lines[0].startswith("This engine was made in another process, from which this one")
+    assert "spawn" in lines[0]
 
 
 @pytest.mark.parametrize("work", ["sys.exit()", "engine.__exit__(None)"])

@@ -80,7 +80,7 @@ def test_nothing_more_is_computed_after_that():
 
         import ragfuse.process.exit
         """)
-    assert done.stdout.count("The program is ending") == 2, done.stderr
+    assert done.stdout.count("shutting down") == 2, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ def test_a_student_that_is_not_the_engine_is_refused(run, monkeypatch):
     from ragfuse.hf import branches
 
     monkeypatch.setattr(branches, "rotated", lambda keys, shift, layout: keys)
-    with pytest.raises(ModelError, match="does not take a mask"):
+    with pytest.raises(ModelError, match="under a mask"):
         run()
 
 
@@ -216,6 +216,6 @@ def test_a_place_that_cannot_have_an_adapter_is_told_and_not_made(tmp_path, monk
         with pytest.raises(InputError, match=f"found {found}"):
             require_place(place)
     monkeypatch.setattr("ragfuse.adapt.folder.can_be_written", lambda path: False)
-    with pytest.raises(InputError, match="found no right"):
+    with pytest.raises(InputError, match="no write access"):
         require_place(new)
     assert list(tmp_path.iterdir()) == [mine.parent]

@@ -315,7 +315,7 @@ def test_what_is_damaged_is_refused(run, told, filled, tmp_path):
     data = Path("a.zip").read_bytes()
     path = next(path for path in files(filled) if path.suffix == ".kv")
     path.write_bytes(path.read_bytes()[:-100] + bytes(100))
-    refused(run("export", "a.zip", "--yes"), "StoreError", "was not replaced")
+    refused(run("export", "a.zip", "--yes"), "StoreError", "could not be read")
     assert Path("a.zip").read_bytes() == data
     Path("a.zip").write_bytes(data[:1500] + b"damage" + data[1506:])
     result = run("import", "a.zip", STORE=tmp_path / "other")
