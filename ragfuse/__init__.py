@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from ragfuse.telemetry.prometheus import metrics
     from ragfuse.text import Piece, RetrievalRuns
     from ragfuse.text.chat_messages import ChatMessage
-    from ragfuse.types.answer import Answer, ToolCall, Trace
+    from ragfuse.types.answer import Answer, Ingested, ToolCall, Trace
     from ragfuse.types.grammar import Grammar
-    from ragfuse.types.ingested import Ingested
     from ragfuse.types.prompt import Prompt
 
 give_temporary_files_a_place()
@@ -66,9 +65,8 @@ __getattr__, __dir__, _ = lazy_loader.attach(
         "telemetry.prometheus": ["metrics"],
         "text": ["Piece", "RetrievalRuns"],
         "text.chat_messages": ["ChatMessage"],
-        "types.answer": ["Answer", "ToolCall", "Trace"],
+        "types.answer": ["Answer", "Ingested", "ToolCall", "Trace"],
         "types.grammar": ["Grammar"],
-        "types.ingested": ["Ingested"],
         "types.prompt": ["Prompt"],
     },
 )

@@ -35,12 +35,15 @@ from pydantic_settings import (
 from ragfuse.errors import SettingsError
 from ragfuse.process.folders import can_be_written, make_own_folder, temporary_folder
 from ragfuse.types.arguments import refused_arguments
-from ragfuse.types.eviction import EVICTION_POLICIES
-from ragfuse.types.levels import LEVEL_NAMES
-from ragfuse.types.load_options import LOADING, LoadingOptions
+from ragfuse.types.choices import (
+    EVICTION_POLICIES,
+    LEVEL_NAMES,
+    LOADING,
+    TIER_KINDS,
+    LoadingOptions,
+    as_setting,
+)
 from ragfuse.types.places import model_placed, placed_folder, tier_placed
-from ragfuse.types.selection import as_setting
-from ragfuse.types.tiers import TIER_KINDS
 
 log = logging.getLogger("ragfuse.settings")
 
@@ -157,7 +160,7 @@ class Settings(BaseSettings):
         description=(
             "Eviction policy of memory and disk. look-ahead: evict whole conversations, first those"
             " that no waiting request continues, least recently used first. lru: evict entry by"
-            " entry, least recently used first. Others: ragfuse.types.eviction."
+            " entry, least recently used first. Others: ragfuse.types.choices."
         ),
     )
     disk_bytes: int = Field(default=20 << 30, ge=0, description="Capacity of the disk tier.")

@@ -21,7 +21,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PUBLIC_PACKAGES = {"adapters", "remote", "transfer"}
 """For clients, and for engines that decode: what their `__all__` names."""
-PUBLIC_FILES = {"types.arguments", "types.whole_text"}
+PUBLIC_FILES = {"types.arguments", "types.texts"}
 """For classes of frameworks."""
 MUTABLE_CALLS = {
     "list",

@@ -97,18 +97,18 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         policies, "POLICIES = (\n", "from ragfuse.fuse.select.every_second import EverySecond\n\n"
     )
     _insert(policies, '    Policy(name="full"', "    EverySecond(),\n")
-    _insert(folder / "ragfuse/types/selection.py", '    "full",\n', '    "every-second",\n')
+    _insert(folder / "ragfuse/types/choices.py", '    "full",\n', '    "every-second",\n')
     _insert(
-        folder / "ragfuse/types/levels.py",
+        folder / "ragfuse/types/choices.py",
         '    CodecLevel("cg1"',
         '    CodecLevel("cg0", "cachegen", width=0.3),\n',
     )
     (folder / "ragfuse/store/toy.py").write_text(toy_code(), encoding="utf-8")
     line = '    TierKind("toy", ("toy",), "ragfuse.store.toy:ToyTier"),\n'
-    _insert(folder / "ragfuse/types/tiers.py", '    TierKind("objects"', line)
+    _insert(folder / "ragfuse/types/choices.py", '    TierKind("objects"', line)
     (folder / "ragfuse/plan/evict_by_size.py").write_text(EVICTION, encoding="utf-8")
     line = '        "by-size": "ragfuse.plan.evict_by_size:by_size",\n'
-    _insert(folder / "ragfuse/types/eviction.py", '        "look-ahead"', line)
+    _insert(folder / "ragfuse/types/choices.py", '        "look-ahead"', line)
     return folder
 
 

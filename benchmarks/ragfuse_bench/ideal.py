@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ragfuse.types.policy_cost import watched_layers
+from ragfuse.types.plan import watched_layers
 
 FORMULA = (
     "N*T / (c*T + (N-c)*(r*ctx + suffix) + N*look), ctx = all chunks, look = .75 suffix if the"

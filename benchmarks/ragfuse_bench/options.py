@@ -35,7 +35,7 @@ from ragfuse_bench.option_types import (
 
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.settings import Settings
-from ragfuse.types.eviction import EVICTION_POLICIES
+from ragfuse.types.choices import EVICTION_POLICIES
 
 KVPlace = Literal["memory", "pinned", "gpu", "disk"]
 HEADLINE_CHUNKS = 6

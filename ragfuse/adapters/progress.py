@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 
 from ragfuse.telemetry.progress import LineProgress
-from ragfuse.types.ingested import Ingested
+from ragfuse.types.answer import Ingested
 
 Progress = bool | Callable[[Ingested], None] | None
 """True: a bar on stderr if that is a terminal. False or None: nothing. A callable: called after

@@ -102,7 +102,7 @@ def texts_of(file: Path) -> list[str]:
     Raises:
         InputError: It is no document, cannot be parsed, or contains no text.
     """
-    from ragfuse.types.whole_text import whole_value
+    from ragfuse.types.texts import whole_value
 
     suffix = file.suffix.lower()
     if suffix not in FILE_TYPES:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ragfuse.cli.library import Library
     from ragfuse.engine.engine import Engine
     from ragfuse.remote.answerer import Answerer
-    from ragfuse.types.ingested import Ingested
+    from ragfuse.types.answer import Ingested
 
 Chunks = Sequence[tuple[str, str]]
 """(text, source) of each chunk."""

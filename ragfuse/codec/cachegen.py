@@ -34,8 +34,8 @@ from ragfuse.codec.quantise import (
 )
 from ragfuse.codec.tables import MIDDLE, STEPS_PER_OCTAVE, CodecTables, LayerTables
 from ragfuse.fuse.rope import part_layout, rotate_in_place
+from ragfuse.types.choices import CodecLevel
 from ragfuse.types.kv import LayerKV
-from ragfuse.types.levels import CodecLevel
 
 LEVEL_FIELDS: Final = struct.Struct("<f12x")
 WIDTHS: Final = ((256, 4), (64, 8), (0, 16))

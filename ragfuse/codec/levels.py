@@ -1,4 +1,4 @@
-"""The codec of each codec level in `types/levels.py`."""
+"""The codec of each codec level in `types/choices.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ragfuse.codec.codec import Codec
 from ragfuse.codec.raw import RAW
 from ragfuse.codec.tables import CodecTables
 from ragfuse.codec.uniform import INT8
-from ragfuse.types.levels import LEVEL_NAMES, LEVELS
+from ragfuse.types.choices import LEVEL_NAMES, LEVELS
 
 
 def codec_for(level: str, tables: CodecTables | None = None) -> Codec:

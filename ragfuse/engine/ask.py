@@ -23,9 +23,9 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 
 from ragfuse.types.arguments import checks_arguments, refused_arguments
+from ragfuse.types.choices import as_setting
 from ragfuse.types.grammar import Grammar
-from ragfuse.types.selection import as_setting
-from ragfuse.types.whole_text import whole_value
+from ragfuse.types.texts import whole_value
 
 NO_LIMIT = -1
 """The `max_tokens` of an answer that gets all of the model's context after its prompt."""

@@ -16,7 +16,7 @@ from ragfuse.hf.stream import Detokenizer, StopFinder
 from ragfuse.text.chat_template import Thoughts
 from ragfuse.text.tool_calls import CallFormat, CallReader, stripped_end
 from ragfuse.types.answer import Answer, Ended, Thought, Trace
-from ragfuse.types.partial_match import partial_match
+from ragfuse.types.texts import partial_match
 
 
 class Draft:

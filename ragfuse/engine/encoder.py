@@ -20,9 +20,9 @@ from ragfuse.schemas.layout import SchemaRun
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.text import filler_text
+from ragfuse.types.choices import LEVEL_NAMES
 from ragfuse.types.keys import ChunkKey, filler_context, token_digest
 from ragfuse.types.kv import ChunkKV
-from ragfuse.types.levels import LEVEL_NAMES
 
 GAP = "\n\n"
 """The text between the filler text and a chunk."""

@@ -57,13 +57,11 @@ from ragfuse.store.radix import holds
 from ragfuse.telemetry.counters import AnswerCounters
 from ragfuse.telemetry.otel import counted
 from ragfuse.text.chat_messages import Content
-from ragfuse.types.answer import Answer
+from ragfuse.types.answer import Answer, Ingested, ModelCard
 from ragfuse.types.arguments import checks_arguments
-from ragfuse.types.ingested import Ingested
-from ragfuse.types.model_card import ModelCard
 from ragfuse.types.plan import LoadPlan
 from ragfuse.types.prompt import Prompt
-from ragfuse.types.whole_text import whole_text
+from ragfuse.types.texts import whole_text
 
 __all__ = ["Ask", "Content", "Engine", "Ingested", "PreparedPrompt", "RegisteredSchema"]
 

@@ -18,9 +18,8 @@ from ragfuse.hf.model import HFModel
 from ragfuse.models.dtypes import auto_dtype
 from ragfuse.settings import Settings
 from ragfuse.store.catalog import CatalogFile
-from ragfuse.types.policy_cost import AUTO
+from ragfuse.types.plan import AUTO, NOT_EXACT, NOT_SAFE
 from ragfuse.types.profiles import PROFILE_VERSION, ModelProfile
-from ragfuse.types.reasons import NOT_EXACT, NOT_SAFE
 
 log = logging.getLogger("ragfuse")
 

@@ -16,11 +16,8 @@ from ragfuse.engine.runtime import Runtime
 from ragfuse.fuse.select import cost_of
 from ragfuse.plan.controller import Controller
 from ragfuse.telemetry.otel import planned
-from ragfuse.types.plan import LoadPlan
-from ragfuse.types.policy_cost import AUTO
-from ragfuse.types.profiles import ModelProfile
-from ragfuse.types.prompt import Prompt, Segment
-from ragfuse.types.reasons import (
+from ragfuse.types.plan import (
+    AUTO,
     DOCUMENTS_ALTERED,
     ENCODING,
     FULL_PREFILL_ASKED,
@@ -28,7 +25,10 @@ from ragfuse.types.reasons import (
     NOT_ENCODED,
     NOTHING_STORED,
     PROMPT_TOO_SHORT,
+    LoadPlan,
 )
+from ragfuse.types.profiles import ModelProfile
+from ragfuse.types.prompt import Prompt, Segment
 
 log = logging.getLogger("ragfuse.engine")
 

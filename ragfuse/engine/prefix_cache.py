@@ -26,9 +26,9 @@ from ragfuse.engine.runtime import Runtime
 from ragfuse.hf.kept_states import States
 from ragfuse.sessions.session import PendingTurn
 from ragfuse.store.radix import RadixTree, Rows, merged
+from ragfuse.types.choices import LEVEL_NAMES
 from ragfuse.types.keys import ChunkKey, Kind, digest, filler_context, token_digest
 from ragfuse.types.kv import ChunkKV, Entry, LayerKV
-from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import LoadPlan, is_exact
 from ragfuse.types.prompt import Prompt, Segment
 

@@ -13,7 +13,7 @@ from ragfuse.errors import InputError
 from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.schemas.pml import read_prompt
 from ragfuse.text.chat_messages import ChatMessage, Content, Piece
-from ragfuse.types.whole_text import whole_text, whole_value
+from ragfuse.types.texts import whole_text, whole_value
 
 ChatInput = str | Sequence[tuple[str, Content] | ChatMessage]
 """One text, or messages for the chat template, each a (role, content) pair or a `ChatMessage`."""

@@ -20,9 +20,8 @@ from ragfuse.schemas.layout import SchemaRun
 from ragfuse.store.deletion import LEARNT
 from ragfuse.text.passages import is_code
 from ragfuse.types.answer import Answer
-from ragfuse.types.plan import LoadPlan
+from ragfuse.types.plan import CODE, LoadPlan
 from ragfuse.types.prompt import Segment
-from ragfuse.types.reasons import CODE
 
 IDLE_WAIT_S = 2.0
 """Seconds that a job waits for a moment in which no answer is generated, as encoding delays many

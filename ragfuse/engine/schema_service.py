@@ -38,7 +38,7 @@ from ragfuse.schemas.pml import parse_prompt, parse_schema, read_schema
 from ragfuse.schemas.pml_writer import to_pml
 from ragfuse.schemas.registry import SchemaRegistry, StoredSchema
 from ragfuse.schemas.wrap_probe import wrapping_of
-from ragfuse.types.ingested import Ingested
+from ragfuse.types.answer import Ingested
 from ragfuse.types.prompt import Prompt
 
 __all__ = [

@@ -23,7 +23,7 @@ from ragfuse.fuse.attend import Ragged, RowMask, Watch, attend, attend_ragged
 from ragfuse.fuse.fusor import Fusion
 from ragfuse.hf.cache import RowCache
 from ragfuse.hf.probe import run_forward
-from ragfuse.types.policy_cost import watched_layers
+from ragfuse.types.plan import watched_layers
 
 ATTENTION = "ragfuse"
 WATCHED_ROWS = 256

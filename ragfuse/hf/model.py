@@ -39,7 +39,7 @@ from ragfuse.hf.tokens import TextEncoder
 from ragfuse.process.shared import OneProcess
 from ragfuse.types.kv import ChunkKV, LayerKV
 from ragfuse.types.profiles import ModelProfile
-from ragfuse.types.whole_text import whole_text
+from ragfuse.types.texts import whole_text
 
 __all__ = ["HFModel", "KVSource", "Prefill", "fingerprint"]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
-from ragfuse.types.partial_match import partial_match
+from ragfuse.types.texts import partial_match
 
 UNFINISHED = "\ufffd"
 """The replacement character, which tokenizers return for bytes that do not form a whole character

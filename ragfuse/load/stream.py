@@ -34,8 +34,8 @@ from ragfuse.plan.stream_level import (
 )
 from ragfuse.store import EncodedLayers, KVStore
 from ragfuse.types.answer import PieceTrace
+from ragfuse.types.choices import loss
 from ragfuse.types.kv import LayerKV
-from ragfuse.types.levels import loss
 
 log = logging.getLogger("ragfuse.load")
 

@@ -33,9 +33,9 @@ from ragfuse.load.layers import CPU, is_far
 from ragfuse.plan.cost import Blend, CostModel, RowCost, TierCost
 from ragfuse.process.jobs import EXIT_S
 from ragfuse.store import DiskTier, KVStore, Tier
+from ragfuse.types.choices import LEVEL_NAMES
 from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.kv import ChunkKV, LayerKV
-from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.sizes import UNLIMITED
 
 log = logging.getLogger("ragfuse.load")

@@ -14,13 +14,21 @@ from functools import cached_property
 from math import floor
 
 from ragfuse.plan.cost import Blend, CostModel
+from ragfuse.types.choices import loss
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
-from ragfuse.types.levels import loss
-from ragfuse.types.plan import Bound, Fetch, Forecast, LoadPlan, is_blended
-from ragfuse.types.policy_cost import AUTO, PolicyCost
+from ragfuse.types.plan import (
+    AUTO,
+    MISSING,
+    UNREADABLE,
+    Bound,
+    Fetch,
+    Forecast,
+    LoadPlan,
+    PolicyCost,
+    is_blended,
+)
 from ragfuse.types.prompt import Prompt, Segment
-from ragfuse.types.reasons import MISSING, UNREADABLE
 
 MEASURED = ("hkvd", 0.15)
 """Policy and ratio for chunks that were not encoded after filler text (CacheBlend 4.3)."""

@@ -15,9 +15,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ragfuse.types.levels import LEVEL_NAMES
-from ragfuse.types.plan import Fetch, LoadPlan, is_blended
-from ragfuse.types.policy_cost import Needs, PolicyCost, watched_layers
+from ragfuse.types.choices import LEVEL_NAMES
+from ragfuse.types.plan import Fetch, LoadPlan, Needs, PolicyCost, is_blended, watched_layers
 
 COST_VERSION = 8
 """Version of `CostModel`; models of another version are ignored."""

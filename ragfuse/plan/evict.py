@@ -13,7 +13,7 @@ from importlib import import_module
 from math import inf
 
 from ragfuse.plan.eviction_item import EvictionItem, Rank
-from ragfuse.types.eviction import EVICTION_POLICIES
+from ragfuse.types.choices import EVICTION_POLICIES
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 

@@ -8,11 +8,10 @@ from types import MappingProxyType
 from typing import Any
 
 from ragfuse.types.answer import SegmentTrace
+from ragfuse.types.choices import LEVEL_NAMES
 from ragfuse.types.keys import Kind
-from ragfuse.types.levels import LEVEL_NAMES
-from ragfuse.types.plan import LoadPlan, is_exact
+from ragfuse.types.plan import CODE, LoadPlan, is_exact
 from ragfuse.types.prompt import Segment
-from ragfuse.types.reasons import CODE
 from ragfuse.types.sizes import size_text
 
 BOUNDS = MappingProxyType(

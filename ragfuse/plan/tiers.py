@@ -7,7 +7,7 @@ from math import inf
 from types import MappingProxyType
 
 from ragfuse.plan.cost import CostModel
-from ragfuse.types.levels import LEVEL_NAMES
+from ragfuse.types.choices import LEVEL_NAMES
 
 RAW_ALONE: Mapping[str, Sequence[str]] = MappingProxyType({})
 

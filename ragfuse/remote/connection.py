@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from ragfuse.errors import BusyError, InputError, OverlongError, RagFuseError, ServerError
 from ragfuse.remote.address import LOCAL, ServerAddress
-from ragfuse.types.request_limits import OVERLONG
+from ragfuse.types.prompt import OVERLONG
 
 try:
     import httpx

@@ -26,9 +26,8 @@ from ragfuse.remote.answer_reader import AnswerReader
 from ragfuse.remote.connection import Connection
 from ragfuse.remote.remote_schemas import RemoteSchemas
 from ragfuse.remote.request_body import encoded, prompt_for, request_of
-from ragfuse.types.answer import Answer, Trace
+from ragfuse.types.answer import Answer, ModelCard, Trace
 from ragfuse.types.arguments import checks_arguments
-from ragfuse.types.model_card import ModelCard
 
 T = TypeVar("T")
 LOOK_S = 0.05

@@ -11,7 +11,7 @@ from ragfuse.remote.request_body import encoded
 from ragfuse.schemas.nodes import Schema
 from ragfuse.schemas.pml import parse_schema
 from ragfuse.schemas.pml_writer import to_pml
-from ragfuse.types.ingested import Ingested
+from ragfuse.types.answer import Ingested
 
 Progress = Callable[[Ingested], None]
 ROUTE = "ragfuse/schemas"

@@ -16,8 +16,8 @@ from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.schemas.pml_writer import to_pml
 from ragfuse.text.chat_messages import ChatMessage, Piece
 from ragfuse.types.grammar import Grammar
-from ragfuse.types.request_limits import MAX_RETRIEVED, MAX_TITLE_CHARS
-from ragfuse.types.whole_text import whole_text
+from ragfuse.types.prompt import MAX_RETRIEVED, MAX_TITLE_CHARS
+from ragfuse.types.texts import whole_text
 
 Json = dict[str, Any]
 CHAT, TEXT = "chat/completions", "completions"

@@ -33,7 +33,7 @@ from ragfuse.schemas.nodes import (
     Union,
     joined,
 )
-from ragfuse.types.whole_text import whole_text
+from ragfuse.types.texts import whole_text
 
 Root = TypeVar("Root", Schema, PMLPrompt)
 MAX_DEPTH = 64

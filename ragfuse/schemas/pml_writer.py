@@ -19,7 +19,7 @@ from ragfuse.schemas.nodes import (
     TextNode,
     Union,
 )
-from ragfuse.types.whole_text import whole_text
+from ragfuse.types.texts import whole_text
 
 NO_TEXT = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML cannot represent."""

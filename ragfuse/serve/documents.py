@@ -25,7 +25,7 @@ from ragfuse.serve.service import Service
 from ragfuse.serve.stored import freed
 from ragfuse.store.deletion import leave_source
 from ragfuse.text.splits import split_text
-from ragfuse.types.whole_text import whole_text
+from ragfuse.types.texts import whole_text
 
 MAX_LISTED = 100
 """Most documents in a tenant's list."""

@@ -26,7 +26,7 @@ from ragfuse.errors import (
     StoreError,
     TransferError,
 )
-from ragfuse.types.request_limits import OVERLONG
+from ragfuse.types.prompt import OVERLONG
 
 log = logging.getLogger("ragfuse.serve")
 

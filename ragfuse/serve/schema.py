@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Json, model_validator
 
-from ragfuse.types.request_limits import MAX_RETRIEVED, MAX_TITLE_CHARS
+from ragfuse.types.prompt import MAX_RETRIEVED, MAX_TITLE_CHARS
 
 MAX_STOP_CHARS = 256
 """Most characters of a stop string."""

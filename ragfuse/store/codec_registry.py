@@ -21,9 +21,9 @@ from ragfuse.codec import RAW, Codec, CodecTables, LayerMeta, codec_for
 from ragfuse.settings import Settings
 from ragfuse.store.levels import tableless
 from ragfuse.store.tier import EntryMeta, Tier
+from ragfuse.types.choices import LEVEL_NAMES
 from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.kv import Entry
-from ragfuse.types.levels import LEVEL_NAMES
 
 log = logging.getLogger("ragfuse.store")
 

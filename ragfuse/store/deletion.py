@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from ragfuse.store.catalog import CatalogFile, KnownText
 from ragfuse.store.store import Forgotten, KVStore
 from ragfuse.types.keys import ChunkKey
-from ragfuse.types.whole_text import whole_text
+from ragfuse.types.texts import whole_text
 
 log = logging.getLogger("ragfuse.store")
 

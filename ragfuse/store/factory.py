@@ -17,7 +17,7 @@ from ragfuse.store.memory import MemoryTier
 from ragfuse.store.store import KVStore
 from ragfuse.store.tier import Tier
 from ragfuse.store.urls import shown
-from ragfuse.types.tiers import kind_of_scheme
+from ragfuse.types.choices import kind_of_scheme
 
 
 def open_catalog(settings: Settings) -> Catalog:

@@ -1,7 +1,7 @@
 """The codec levels of entries: which ones each tier is written at, which can be decoded here, and
 reading at one.
 
-A codec level is one way to encode KV, such as raw, int8 or a CacheGen level; `types/levels.py`
+A codec level is one way to encode KV, such as raw, int8 or a CacheGen level; `types/choices.py`
 lists them.
 """
 
@@ -19,9 +19,9 @@ from ragfuse.codec import INT8, RAW, Codec, LayerMeta, OtherTables
 from ragfuse.codec.container import tables_of
 from ragfuse.process.lru import LRU
 from ragfuse.store.tier import EntryMeta, Tier, Whole
+from ragfuse.types.choices import LEVEL_NAMES, loss
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import ChunkKV, Entry, LayerKV
-from ragfuse.types.levels import LEVEL_NAMES, loss
 
 log = logging.getLogger("ragfuse.store")
 

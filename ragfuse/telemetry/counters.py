@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ragfuse.types import reasons
+from ragfuse.types import plan
 from ragfuse.types.answer import Answer, Trace
 
 TTFT_S = (0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 60.0)
@@ -26,14 +26,14 @@ TOKEN_FATES = ("reused", "recomputed", "fresh")
 """
 _KIND_BY_REASON = MappingProxyType(
     {
-        reasons.FULL_PREFILL_ASKED: "asked",
-        reasons.NOTHING_STORED: "nothing_stored",
-        reasons.NOT_ENCODED: "nothing_stored",
-        reasons.ENCODING: "nothing_stored",
-        reasons.PROMPT_TOO_SHORT: "too_short",
-        reasons.DOCUMENTS_ALTERED: "altered",
-        reasons.NOT_EXACT: "inexact",
-        reasons.NOT_SAFE: "unsafe",
+        plan.FULL_PREFILL_ASKED: "asked",
+        plan.NOTHING_STORED: "nothing_stored",
+        plan.NOT_ENCODED: "nothing_stored",
+        plan.ENCODING: "nothing_stored",
+        plan.PROMPT_TOO_SHORT: "too_short",
+        plan.DOCUMENTS_ALTERED: "altered",
+        plan.NOT_EXACT: "inexact",
+        plan.NOT_SAFE: "unsafe",
         "full prefill ": "faster",  # last, as FULL_PREFILL_ASKED begins with it too
     }
 )
@@ -129,5 +129,5 @@ def _lookups(trace: Trace, fallback: str) -> Iterator[str]:
                 continue
             if segment.hit:
                 yield f"hit {segment.tier}"
-            elif fallback or segment.why in (reasons.MISSING, reasons.UNREADABLE, reasons.ENCODING):
+            elif fallback or segment.why in (plan.MISSING, plan.UNREADABLE, plan.ENCODING):
                 yield "missed"

@@ -23,8 +23,8 @@ from ragfuse.text.chat_template import Chars, Rendered, rendered
 from ragfuse.text.known_spans import Match
 from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT, CallFormat, spelled
 from ragfuse.types.keys import ChunkKey
+from ragfuse.types.plan import CODE
 from ragfuse.types.prompt import Prompt, Segment
-from ragfuse.types.reasons import CODE
 
 Message = tuple[str, Content] | ChatMessage
 """(role, content) or a `ChatMessage`; the content is one text or a list of texts and pieces."""

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from ragfuse.text.chat_messages import ChatMessage, Piece
 from ragfuse.types.answer import ToolCall
 from ragfuse.types.keys import digest
-from ragfuse.types.partial_match import partial_match
+from ragfuse.types.texts import partial_match
 
 Slot = Literal["name", "arguments", "id"]
 Schemas = Mapping[str, str]

@@ -1,4 +1,6 @@
-"""An answer, its trace of what was reused and why, and the tools that it calls."""
+"""What an engine gives: an answer, its trace of what was reused and why, the tools that it calls,
+the totals of an ingest, the card of its model.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from pydantic_core import to_jsonable_python
 
 from ragfuse.errors import InputError
 from ragfuse.types.keys import Encoded, Kind
-from ragfuse.types.reasons import ENCODING, MISSING
+from ragfuse.types.plan import ENCODING, MISSING
 
 
 @dataclass(frozen=True)
@@ -306,3 +308,61 @@ class Thought:
     """A streamed piece of the reasoning that a model writes before its answer."""
 
     text: str
+
+
+@dataclass(frozen=True)
+class Ingested:
+    """The totals of an ingest.
+
+    Args:
+        chunks: Chunks processed.
+        encoded: Those that were encoded and stored now.
+        tokens: Tokens of the encoded chunks.
+        nbytes: Bytes of their KV.
+        seconds: Time since the start.
+        of: Number of chunks in all; None: unknown.
+        short: Those that are too short to be stored.
+        left_out: Sources of texts that are longer than the model reads; they are not counted
+            elsewhere.
+    """
+
+    chunks: int = 0
+    encoded: int = 0
+    tokens: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    of: int | None = None
+    short: int = 0
+    left_out: tuple[str, ...] = ()
+
+    def plus(self, tokens: int, nbytes: int, seconds: float, is_short: bool = False) -> Ingested:
+        """Return the totals after one more chunk; `nbytes` of new KV, 0 if it was stored before or
+        is too short.
+        """
+        new = bool(nbytes)
+        found = (
+            self.chunks + 1,
+            self.encoded + new,
+            self.tokens + new * tokens,
+            self.nbytes + nbytes,
+        )
+        return Ingested(*found, seconds, self.of, self.short + is_short, self.left_out)
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """A model as those who ask it see it.
+
+    Args:
+        name: Its name.
+        max_context: Most tokens of prompt and answer; None: no limit is known.
+        has_chat_template: Whether messages are rendered by a chat template of its own.
+        max_tokens: Most tokens of an answer that asks for no other number.
+        refusal: Why its KV is not reused; "" where it is.
+    """
+
+    name: str
+    max_context: int | None
+    has_chat_template: bool
+    max_tokens: int
+    refusal: str = ""

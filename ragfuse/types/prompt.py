@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+MAX_TITLE_CHARS = 256
+"""Most characters of a document's title, which is stored with its chunk."""
+MAX_RETRIEVED = 256
+"""Most documents of one question that are searched for in it; retrievers give the best first."""
+OVERLONG = "context_length_exceeded"
+"""The code of the error about a prompt that is too long, as at OpenAI: clients know it by this."""
+
+
 @dataclass(frozen=True)
 class Segment:
     """A run of tokens of a prompt whose KV is computed (fresh) or loaded as one piece.

@@ -14,8 +14,8 @@ from ragfuse.codec.cachegen import CacheGenCodec
 from ragfuse.codec.tables import CodecTables
 from ragfuse.engine.codec_tables import made_tables
 from ragfuse.hf.model import HFModel
+from ragfuse.types.choices import LEVEL_NAMES
 from ragfuse.types.kv import ChunkKV
-from ragfuse.types.levels import LEVEL_NAMES
 
 INT8 = "int8"
 BASELINES = (FewBits(4), FewBits(3))

@@ -14,7 +14,7 @@ from ragfuse.errors import InputError, SettingsError
 from ragfuse.fuse.fusor import CachedRun
 from ragfuse.fuse.select import policy_named
 from ragfuse.hf.model import HFModel, KVSource, Prefill
-from ragfuse.types.policy_cost import AUTO
+from ragfuse.types.plan import AUTO
 from ragfuse.types.prompt import Prompt
 
 RATIO_BY_NAME = MappingProxyType({"full": 1.0, "prefix": None, "none": 0.0})

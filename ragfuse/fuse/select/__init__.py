@@ -11,8 +11,8 @@ from ragfuse.fuse.select.policy import Candidates, Policy
 from ragfuse.fuse.select.query import Query
 from ragfuse.fuse.select.random import Random
 from ragfuse.fuse.select.words import nearness
-from ragfuse.types.policy_cost import PolicyCost
-from ragfuse.types.selection import COUNTED, no_policy
+from ragfuse.types.choices import COUNTED, no_policy
+from ragfuse.types.plan import PolicyCost
 
 __all__ = ["POLICIES", "Candidates", "Policy", "cost_of", "nearness", "policy_named"]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ragfuse.fuse.select.policy import Candidates, Policy
-from ragfuse.types.policy_cost import PolicyCost
+from ragfuse.types.plan import PolicyCost
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from ragfuse.types.policy_cost import Needs, PolicyCost, schedule
+from ragfuse.types.plan import Needs, PolicyCost, schedule
 
 TILE = 16
 Wanted = Literal["nothing", "attention", "words"]

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ragfuse import Settings
 from ragfuse.hf.model import HFModel
-from ragfuse.types.levels import LEVEL_NAMES
+from ragfuse.types.choices import LEVEL_NAMES
 
 LOSSY = list(LEVEL_NAMES[1:])
 

@@ -15,8 +15,8 @@ from blake3 import blake3
 from ragfuse.codec import CacheGenCodec, LayerMeta, OtherTables, codec_for
 from ragfuse.codec.codec import DTYPES
 from ragfuse.codec.quantise import outlier_tokens
+from ragfuse.types.choices import LEVEL_NAMES, LEVELS
 from ragfuse.types.kv import LayerKV
-from ragfuse.types.levels import LEVEL_NAMES, LEVELS
 from tests.kits.codec import layer, tables
 from tests.twins import reference
 

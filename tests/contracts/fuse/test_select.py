@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ragfuse.errors import SettingsError
 from ragfuse.fuse.select import POLICIES, Candidates, Policy, policy_named
-from ragfuse.types.policy_cost import schedule
-from ragfuse.types.selection import is_policy
+from ragfuse.types.choices import is_policy
+from ragfuse.types.plan import schedule
 from tests.twins import reference
 
 EVERY = [*(policy.name for policy in POLICIES), "lego-3"]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragfuse.plan.evict import ConversationEvictor, by_next_use, by_use, expired, lru, rank_named
-from ragfuse.types.eviction import EVICTION_POLICIES
+from ragfuse.types.choices import EVICTION_POLICIES
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 

@@ -39,7 +39,7 @@ from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT as PLAIN_CALLS
 from ragfuse.types.answer import ToolCall
 from ragfuse.types.keys import ChunkKey, token_digest
 from ragfuse.types.prompt import Prompt
-from ragfuse.types.whole_text import whole_text
+from ragfuse.types.texts import whole_text
 
 CORPUS = [
     "The keeper of the northern lighthouse counted forty ships in one night; its door is green.",

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragfuse import Ask, Piece
-from ragfuse.types.whole_text import whole_text, whole_value
+from ragfuse.types.texts import whole_text, whole_value
 from tests.kits.tiny import CHUNKS, chunk_hits, known_texts, messages
 
 ODD = (

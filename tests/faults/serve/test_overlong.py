@@ -14,7 +14,7 @@ import pytest
 
 from ragfuse.errors import OverlongError
 from ragfuse.remote import RemoteEngine
-from ragfuse.types.request_limits import OVERLONG
+from ragfuse.types.prompt import OVERLONG
 from tests.kits.serve import CHAT, TEXT, Served, client_of, refused, said
 from tests.kits.tiny import CHUNKS
 

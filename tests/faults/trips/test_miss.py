@@ -11,7 +11,7 @@ from ragfuse import Ask, Engine, Settings
 from ragfuse.engine.model_profiles import stored_profile
 from ragfuse.store import KVStore
 from ragfuse.types.keys import filler_context
-from ragfuse.types.reasons import NOT_ENCODED
+from ragfuse.types.plan import NOT_ENCODED
 from tests.kits.tiny import CHUNKS, adds_up, chunk_hits, file_of, ingest, messages, on_disk_only
 
 

@@ -10,7 +10,7 @@ from ragfuse import Ask, InputError, Settings, SettingsError
 from ragfuse.adapters import Place, engine_of, shown
 from ragfuse.remote import RemoteEngine
 from ragfuse.remote.address import ServerAddress
-from ragfuse.types.ingested import Ingested
+from ragfuse.types.answer import Ingested
 
 URL = "http://127.0.0.1:8000/v1"
 

@@ -10,9 +10,8 @@ from ragfuse.engine.remember import missed
 from ragfuse.hf import probe
 from ragfuse.hf.model import ENCODE_STEP_TOKENS
 from ragfuse.types.keys import ChunkKey
-from ragfuse.types.plan import Fetch, LoadPlan
+from ragfuse.types.plan import ENCODING, Fetch, LoadPlan
 from ragfuse.types.prompt import Prompt, Segment
-from ragfuse.types.reasons import ENCODING
 from tests.kits.tiny import CHUNKS, chunk_hits, messages
 
 KEY = ChunkKey("model", "tokens")

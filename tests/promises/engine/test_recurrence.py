@@ -6,9 +6,8 @@ import pytest
 
 from ragfuse import Ask, Engine
 from ragfuse.engine.recurrence import RecurringPassages
-from ragfuse.types.plan import LoadPlan
+from ragfuse.types.plan import CODE, LoadPlan
 from ragfuse.types.prompt import Prompt, Segment
-from ragfuse.types.reasons import CODE
 from tests.kits.tiny import CHUNKS, adds_up, chunk_hits
 
 SYSTEM = ("system", "Answer from the passages.")

@@ -10,7 +10,7 @@ from ragfuse_bench.line import constant, line_to
 from ragfuse import Ask, Engine
 from ragfuse.codec import RawCodec
 from ragfuse.load.stream import COMPUTED
-from ragfuse.types.reasons import UNREADABLE
+from ragfuse.types.plan import UNREADABLE
 from tests.kits.plan import timings, with_cost
 from tests.kits.redis_server import RedisServer
 from tests.kits.tiny import CHUNKS, adds_up, chunk_hits, ingest, messages

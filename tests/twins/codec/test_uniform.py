@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from ragfuse.codec import INT8, LayerMeta, codec_for
 from ragfuse.codec.codec import DTYPES
+from ragfuse.types.choices import LEVEL_NAMES
 from ragfuse.types.kv import LayerKV
-from ragfuse.types.levels import LEVEL_NAMES
 from tests.kits.codec import layer, tables
 from tests.twins.reference import uniform
 

@@ -9,8 +9,7 @@ import pytest
 from ragfuse.plan.controller import MEASURED, settle
 from ragfuse.types.keys import ChunkKey, filler_context, token_digest
 from ragfuse.types.kv import Entry
-from ragfuse.types.plan import Fetch, is_exact
-from ragfuse.types.policy_cost import AUTO
+from ragfuse.types.plan import AUTO, Fetch, is_exact
 from ragfuse.types.prompt import Prompt, Segment
 from tests.kits.plan import plan
 

@@ -19,8 +19,7 @@ from ragfuse.plan.cost import (
     spans,
 )
 from ragfuse.types.keys import ChunkKey
-from ragfuse.types.plan import Fetch
-from ragfuse.types.policy_cost import schedule, watched_layers
+from ragfuse.types.plan import Fetch, schedule, watched_layers
 from tests.kits.plan import LAYERS, machine
 
 BLENDS = st.builds(

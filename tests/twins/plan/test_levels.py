@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.types.levels import loss
+from ragfuse.types.choices import loss
 from tests.kits.plan import NBYTES_PER_TOKEN, machine, plan, prompt_of
 
 PACKED = {"int8": 0.5, "cg1": 0.25, "cg2": 0.12, "cg3": 0.08}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ragfuse.types.answer import SegmentTrace, Trace
-from ragfuse.types.reasons import MISSING, NOT_SAFE
+from ragfuse.types.plan import MISSING, NOT_SAFE
 
 
 def chunk(at: int, why: str) -> SegmentTrace:

@@ -1,9 +1,9 @@
-"""Which characters no text holds, and what stands for them: one rule for all doors of ragfuse."""
+"""Rules for texts: which characters none holds, and a partial match at the end of a growing one."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -59,3 +59,11 @@ def whole_value(value: Any, what: str) -> Any:
         parts = {each.name: getattr(value, each.name) for each in fields(value)}
         return replace(value, **whole_value(parts, what))
     return value
+
+
+def partial_match(text: str, words: Sequence[str]) -> int:
+    """Return how many characters at the end of a text could be the beginning of one of
+    these words.
+    """
+    sizes = range(min(len(text), max(map(len, words), default=0) - 1), 0, -1)
+    return next((size for size in sizes if any(word.startswith(text[-size:]) for word in words)), 0)

@@ -1,0 +1,187 @@
+"""The names that settings choose from: codec levels, selection and eviction policies, kinds of
+tiers, options for loading a model. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+from ragfuse.errors import SettingsError
+from ragfuse.types.arguments import meant
+from ragfuse.types.plan import AUTO
+
+
+@dataclass(frozen=True)
+class CodecLevel:
+    """One codec level and the parameters of its codec.
+
+    Args:
+        name: Its name in settings, entries and traces.
+        codec: The codec that packs it, as `codec.levels.codec_for` knows it.
+        width: Width of the bins of a `cachegen` level, in units of each channel's step
+            (CacheGen 5.2).
+    """
+
+    name: str
+    codec: Literal["raw", "uniform", "cachegen"] | str
+    width: float = 1.0
+
+
+LEVELS = (
+    CodecLevel("raw", "raw"),
+    CodecLevel("int8", "uniform"),
+    CodecLevel("cg1", "cachegen", width=0.4),
+    CodecLevel("cg2", "cachegen", width=1.0),
+    CodecLevel("cg3", "cachegen", width=1.3),
+    CodecLevel("cg4", "cachegen", width=1.9),
+)
+"""All levels, from the least to the most lossy; the first is lossless."""
+LEVEL_NAMES = tuple(level.name for level in LEVELS)
+"""The names of all levels, from the least to the most lossy."""
+
+
+def loss(level: str) -> int:
+    """Return the rank of a level by loss, 0 for lossless; an unknown level counts as the
+    lossiest.
+    """
+    return LEVEL_NAMES.index(level) if level in LEVEL_NAMES else len(LEVEL_NAMES)
+
+
+POLICY_NAMES = (
+    "full",
+    "none",
+    "random",
+    "hkvd-flat",
+    "hkvd",
+    "lego",
+    "lexical",
+    "query",
+    "query-gradual",
+)
+"""All policies of `fuse.select.POLICIES`, in order."""
+COUNTED = re.compile(r"lego-0*([1-9][0-9]*)")
+"""The policy `lego` with the first so many tokens of each chunk."""
+
+
+def is_policy(name: str) -> bool:
+    """Return whether there is a selection policy called `name`; `auto` stands for one."""
+    return name in (AUTO, *POLICY_NAMES) or COUNTED.fullmatch(name) is not None
+
+
+def no_policy(name: str) -> SettingsError:
+    """Return the error for a name that is no policy's: it says which one may be meant, or which
+    there are.
+    """
+    known = (AUTO, *POLICY_NAMES, "lego-16")
+    return SettingsError(
+        f"No selection policy '{name}'. {meant(name, known, 'It is one of')}", "policy"
+    )
+
+
+def as_setting(name: str) -> str:
+    """Return the name of a selection policy as it is; ValueError for one that is none's, as
+    pydantic wants it.
+    """
+    if not is_policy(name):
+        raise ValueError(str(no_policy(name)).rstrip("."))
+    return name
+
+
+EVICTION_POLICIES: Mapping[str, str] = MappingProxyType(
+    {
+        "lru": "ragfuse.plan.evict:by_use",
+        "look-ahead": "ragfuse.plan.evict:by_next_use",
+    }
+)
+"""The rank function (`plan.eviction_item.Rank`) of each policy as `module:function`, which
+`plan.evict` imports.
+"""
+
+
+@dataclass(frozen=True)
+class TierKind:
+    """One kind of tier.
+
+    Args:
+        name: The name of its tiers; several of a kind are numbered: `redis`, `redis-2`.
+        schemes: Schemes of its URLs; "": a folder without a scheme; "*": all schemes that no other
+            kind has.
+        home: Its class as `module:class`, imported when a tier is opened.
+        extra: The ragfuse extra to install for it; "" for none.
+    """
+
+    name: str
+    schemes: tuple[str, ...]
+    home: str
+    extra: str = ""
+
+
+TIER_KINDS = (
+    TierKind("disk", ("",), "ragfuse.store.disk:DiskTier"),
+    TierKind("redis", ("redis", "rediss", "unix"), "ragfuse.store.redis:RedisTier", extra="redis"),
+    TierKind("objects", ("*",), "ragfuse.store.objects:ObjectTier", extra="objects"),
+)
+"""All kinds that a URL can open, the one of all other schemes last; the memory tier belongs to the
+process and has no URL.
+"""
+
+
+def kind_of_scheme(scheme: str) -> TierKind:
+    """Return the kind of tier that a URL with this scheme opens."""
+    return next(kind for kind in TIER_KINDS if {scheme, "*"} & {*kind.schemes})
+
+
+LOADING = (
+    "revision",
+    "trust_remote_code",
+    "attn_implementation",
+    "device_map",
+    "token",
+    "torch_dtype",
+    "dtype",
+    "quantization_config",
+    "max_memory",
+    "offload_folder",
+    "offload_buffers",
+    "experts_implementation",
+    "subfolder",
+    "cache_dir",
+    "local_files_only",
+    "variant",
+    "gguf_file",
+    "merge_adapter",
+)
+"""Options for loading a model: those of transformers' `from_pretrained`, and whether an adapter is
+merged.
+"""
+
+
+class LoadingOptions(dict[str, Any]):
+    """Options for loading a model, by name. Hashable, so that settings are; never mutate one."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(repr(sorted(self.items(), key=lambda item: item[0])))
+
+    @classmethod
+    def read(cls, given: Any) -> LoadingOptions:
+        """Return loading options from a mapping or its JSON.
+
+        Raises:
+            ValueError: A name is not in `LOADING`, or it is neither.
+        """
+        try:
+            options = dict(json.loads(given or "{}") if isinstance(given, str) else given)
+        except (TypeError, ValueError):
+            raise ValueError(
+                'wanted a JSON object of options by name, such as {"revision": "main"}'
+            ) from None
+        for name in options:
+            if name not in LOADING:
+                hint = meant(str(name), LOADING).rstrip(".")
+                raise ValueError(f"'{name}' is not an option for loading a model. {hint}")
+        return cls(options)
