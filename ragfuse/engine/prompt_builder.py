@@ -34,8 +34,8 @@ from ragfuse.text.chat_messages import ChatMessage, Content, Piece, without_last
 from ragfuse.text.known_spans import MIN_ALTERED_TOKENS, KnownSpans, Match
 from ragfuse.text.tool_calls import CallFormat
 from ragfuse.types.keys import digest as digest_of
+from ragfuse.types.plan import CODE
 from ragfuse.types.prompt import Prompt
-from ragfuse.types.reasons import CODE
 
 __all__ = ["PromptBuilder"]
 

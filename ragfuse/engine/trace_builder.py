@@ -10,7 +10,7 @@ from ragfuse.engine.request import PreparedPrompt
 from ragfuse.plan.explanation import segment_traces
 from ragfuse.schemas.bind import SchemaUse
 from ragfuse.types.answer import SegmentTrace, Trace
-from ragfuse.types.levels import LEVEL_NAMES
+from ragfuse.types.choices import LEVEL_NAMES
 
 
 def trace_of(ready: PreparedPrompt, first_s: float | None) -> Trace:
