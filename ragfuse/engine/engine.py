@@ -17,18 +17,8 @@ from pathlib import Path
 from typing import cast
 
 from ragfuse.engine.answer_stream import AnswerStream, answers_of
-from ragfuse.engine.ask import Ask
-from ragfuse.engine.build import build, check_fits
-from ragfuse.engine.constraints import ConstraintCompiler
-from ragfuse.engine.generate import generated, share
-from ragfuse.engine.history import ConversationHistory
-from ragfuse.engine.overflow import may_fit
-from ragfuse.engine.planner import Planner
-from ragfuse.engine.prefetch import Prefetcher
-from ragfuse.engine.prefill import Prefiller
-from ragfuse.engine.prefix_cache import PrefixCache
-from ragfuse.engine.prompt_builder import PromptBuilder
-from ragfuse.engine.question import (
+from ragfuse.engine.ask import (
+    Ask,
     Ids,
     Question,
     mended_documents,
@@ -36,11 +26,17 @@ from ragfuse.engine.question import (
     question_of,
     texts_of,
 )
+from ragfuse.engine.build import ConversationHistory, build, check_fits
+from ragfuse.engine.encoder import may_fit
+from ragfuse.engine.generate import ConstraintCompiler, generated, share
+from ragfuse.engine.prefetch import Prefetcher
+from ragfuse.engine.prefill import Planner, Prefiller
+from ragfuse.engine.prefix_cache import PrefixCache
+from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.remember import RememberStage
-from ragfuse.engine.request import Prefilled, PreparedPrompt, Request, Say
+from ragfuse.engine.request import Prefilled, PreparedPrompt, Request, Say, Tool
 from ragfuse.engine.runtime import Runtime, handed_over
 from ragfuse.engine.schema_service import RegisteredSchema, SchemaService
-from ragfuse.engine.tools import Tool
 from ragfuse.errors import StoreError, about
 from ragfuse.hf.model import HFModel
 from ragfuse.models.dtypes import resolve_auto
@@ -49,7 +45,7 @@ from ragfuse.process.exit import at_work
 from ragfuse.process.jobs import BackgroundJobs, countdown
 from ragfuse.process.shared import OneProcess, collect_notes, forget, shared
 from ragfuse.schemas.nodes import PMLPrompt
-from ragfuse.sessions.conversation_index import ConversationIndex
+from ragfuse.sessions.session_store import ConversationIndex
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.store.deletion import chunk_of, forget_chunks

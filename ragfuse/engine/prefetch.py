@@ -13,12 +13,12 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from threading import Lock
 
-from ragfuse.engine.overflow import may_fit
-from ragfuse.engine.question import texts_of
+from ragfuse.engine.ask import texts_of
+from ragfuse.engine.encoder import may_fit
 from ragfuse.engine.runtime import Runtime
-from ragfuse.plan.look_ahead import to_prefetch
+from ragfuse.plan.tiers import to_prefetch
 from ragfuse.process.jobs import BackgroundJobs, close_at_exit
-from ragfuse.sessions.conversation_index import Name
+from ragfuse.sessions.session_store import Name
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 

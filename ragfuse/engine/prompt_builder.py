@@ -19,9 +19,8 @@ from typing import Any
 
 from cachetools import LRUCache
 
-from ragfuse.engine.ask import Ask
-from ragfuse.engine.overflow import may_fit
-from ragfuse.engine.question import Ids, is_ids, messages_of
+from ragfuse.engine.ask import Ask, Ids, is_ids, messages_of
+from ragfuse.engine.encoder import may_fit
 from ragfuse.engine.request import Request
 from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError

@@ -11,10 +11,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ragfuse.engine.codec_tables import ensure_tables
 from ragfuse.engine.encoder import Encoder
-from ragfuse.engine.machine_timings import MachineTimings
-from ragfuse.engine.model_profiles import judged_profile, profile_name, stored_profile
+from ragfuse.engine.model_records import (
+    MachineTimings,
+    ensure_tables,
+    judged_profile,
+    profile_name,
+    stored_profile,
+)
 from ragfuse.errors import ModelError, SettingsError
 from ragfuse.hf.fingerprint import weights_digest
 from ragfuse.hf.model import HFModel
@@ -31,7 +35,7 @@ from ragfuse.plan.controller import settle
 from ragfuse.process.exit import at_work
 from ragfuse.process.jobs import BackgroundJobs
 from ragfuse.process.shared import shared, shared_while_used
-from ragfuse.sessions.conversation_index import ConversationIndex
+from ragfuse.sessions.session_store import ConversationIndex
 from ragfuse.settings import Settings
 from ragfuse.store import Catalog, CatalogFile, KVStore, open_catalog, open_store
 from ragfuse.store.tenants import remember_tenant

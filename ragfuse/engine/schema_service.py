@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ragfuse.engine.ask import Ask
-from ragfuse.engine.overflow import remaining_context
+from ragfuse.engine.encoder import remaining_context
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.errors import InputError, PMLError
 from ragfuse.process.lru import LRU

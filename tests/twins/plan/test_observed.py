@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.plan.observed import MAX_CORRECTION, MIN_PREFILL_ROWS, READINGS, Observed
+from ragfuse.plan.cost import MAX_CORRECTION, MIN_PREFILL_ROWS, READINGS, Observed
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import Fetch, LoadPlan
 from ragfuse.types.prompt import Prompt, Segment
