@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import chain
 
-from ragfuse.engine.ask import is_ids, messages_of
+from ragfuse.engine.ask import is_ids
 from ragfuse.engine.encoder import TOKEN_CHARS, remaining_context
 from ragfuse.engine.prefix_cache import PrefixCache, with_rows, without_rows
 from ragfuse.engine.prompt_builder import PromptBuilder
@@ -96,7 +96,7 @@ class ConversationHistory:
         question, name = request.question, request.ask.session
         if name is None and (isinstance(question, str) or is_ids(question)):
             return None
-        given = messages_of(question)
+        given = request.messages
         if name is None:
             return PendingTurn(Session(""), tuple(given))
         version, session = self.sessions.get(self._runtime.encoder.digest, name) or (

@@ -11,7 +11,7 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -125,14 +125,6 @@ def hint(profile: ModelProfile, settings: Settings, model: HFModel) -> None:
     )
 
 
-@dataclass
-class _Known:
-    """The timings under one name: those measured, and what was observed."""
-
-    measured: CostModel | None
-    observed: Observed = field(default_factory=Observed)
-
-
 class MachineTimings:
     """Timings by model, device and number of threads. Thread-safe.
 
@@ -143,7 +135,7 @@ class MachineTimings:
 
     def __init__(self, tiers: Sequence[str], catalog: Catalog) -> None:
         self._catalog, self._lock = catalog, threading.Lock()
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, Observed] = {}
         self._environment = version("torch"), version("transformers"), *tiers
 
     def machine(self, model: HFModel) -> CostModel | None:
@@ -161,8 +153,7 @@ class MachineTimings:
         before the first.
         """
         with self._lock:
-            known = self._of(model)
-            return known.observed.applied(known.measured, model.n_layers)
+            return self._of(model).applied(model.n_layers)
 
     def learn(self, costs: CostModel) -> None:
         """Use these timings from now on, here and in other processes on this store.
@@ -172,7 +163,7 @@ class MachineTimings:
         """
         name = self.name(costs.model, costs.device, costs.threads)
         with self._lock:
-            self._known[name] = _Known(costs)
+            self._known[name] = Observed(costs)
         self._catalog.strict.put(name, costs)
 
     @at_work()
@@ -201,10 +192,11 @@ class MachineTimings:
         """
         with self._lock:
             known = self._of(model)
-            if load_s is not None and plan.forecast is not None and known.measured is not None:
-                known.observed = known.observed.loaded(known.measured, plan, load_s)
+            if load_s is not None and plan.forecast is not None:
+                known = known.loaded(plan, load_s)
             if compute_s is not None:
-                known.observed = known.observed.computed(plan, model.n_layers, compute_s)
+                known = known.computed(plan, model.n_layers, compute_s)
+            self._known[self.name_of(model)] = known
 
     def name(self, fingerprint: str, device: str, threads: int) -> str:
         """Return the catalog name of timings.
@@ -216,12 +208,16 @@ class MachineTimings:
         environment = digest(platform.node(), gpu, *self._environment)
         return f"machine-{fingerprint}-{device}-{threads}-{COST_VERSION}-{environment[:12]}"
 
-    def _of(self, model: HFModel) -> _Known:
+    def name_of(self, model: HFModel) -> str:
+        """Return the catalog name of a model's timings here."""
+        return self.name(model.fingerprint, str(model.device), torch.get_num_threads())
+
+    def _of(self, model: HFModel) -> Observed:
         """Return the timings of a model on this machine; call it with the lock held."""
-        name = self.name(model.fingerprint, str(model.device), torch.get_num_threads())
+        name = self.name_of(model)
         known, found = self._known.get(name), self._catalog.get(name, CostModel)
         if known is None or found not in (None, known.measured):
-            known = self._known[name] = _Known(found)
+            known = self._known[name] = Observed(found)
         return known
 
 

@@ -56,18 +56,65 @@ MIN_PROMPT_TOKENS = 32
 """Prompts of fewer tokens are too short to gain from reuse."""
 
 
-class Planner:
-    """Makes the plans of an engine's prompts.
+def _exactly(prompt: Prompt, profile: ModelProfile) -> ModelProfile:
+    """Return the profile as far as it concerns the segments of a prompt that are not blended.
+
+    They need no calibration, and those that are used at their encoded positions no model whose KV
+    can be moved.
+    """
+    shifts = [segment.shift for segment in prompt.segments if segment.kind in ("prefix", "history")]
+    stays = prompt.schema_use is not None or (bool(shifts) and not any(shifts))
+    return replace(profile, safe=None, refusal="" if profile.fixed and stays else profile.refusal)
+
+
+NOTHING_CAME = "nothing of it came in time over the line"
+
+
+@dataclass(frozen=True)
+class _CachedKV:
+    """The cached KV of a prompt, layer by layer.
 
     Args:
-        runtime: Timings of this machine, the store where entries are looked up, the catalog of
-            known texts, and chunks that wait to be encoded.
-        prefixes: The prefix cache.
+        prompt: The prompt.
+        reader: Reads the layers of the segments that were not streamed.
+        stream: KV that was streamed under a deadline; None: nothing was.
     """
 
-    def __init__(self, runtime: Runtime, prefixes: PrefixCache) -> None:
+    prompt: Prompt
+    reader: LayerReader
+    stream: Stream | None
+
+    def read(self, layer: int) -> Mapping[int, LayerKV | None]:
+        """Return the KV of a layer by segment, its rows alone; None for a segment that cannot be
+        read.
+        """
+        found = dict(self.reader.read(layer))
+        if self.stream is not None:
+            found |= self.stream.read(layer)
+        return {at: _part(kv, self.prompt.segments[at].rows) for at, kv in found.items()}
+
+    def ready(self) -> int:
+        """Return how many of the next layers need no waiting; 0 where some are still decoded from a
+        stream.
+        """
+        return self.reader.ready() if self.stream is None else 0
+
+
+class Prefiller:
+    """Plans and prefills the prompts of an engine.
+
+    Args:
+        runtime: Timings of this machine, the store where entries are looked up, and chunks that
+            wait to be encoded.
+        prefixes: Knows beginnings, which prompts wait for one another, and the states of models
+            whose cache is not KV per token.
+        prefetcher: Skips keys that a prompt reads itself.
+    """
+
+    def __init__(self, runtime: Runtime, prefixes: PrefixCache, prefetcher: Prefetcher) -> None:
         self._runtime, self._prefixes, self._store = runtime, prefixes, runtime.store
-        self._is_hinted = False
+        self._prefetcher, self._is_hinted = prefetcher, False
+        self._next = FairLock()  # of the one prompt that gets the model next, and reads ahead
 
     @planned
     def plan(
@@ -156,65 +203,6 @@ class Planner:
         has_chunks = any(segment.kind == "chunk" for segment in prompt.segments)
         return NOT_ENCODED if has_chunks and not lost else NOTHING_STORED
 
-
-def _exactly(prompt: Prompt, profile: ModelProfile) -> ModelProfile:
-    """Return the profile as far as it concerns the segments of a prompt that are not blended.
-
-    They need no calibration, and those that are used at their encoded positions no model whose KV
-    can be moved.
-    """
-    shifts = [segment.shift for segment in prompt.segments if segment.kind in ("prefix", "history")]
-    stays = prompt.schema_use is not None or (bool(shifts) and not any(shifts))
-    return replace(profile, safe=None, refusal="" if profile.fixed and stays else profile.refusal)
-
-
-NOTHING_CAME = "nothing of it came in time over the line"
-
-
-@dataclass(frozen=True)
-class _CachedKV:
-    """The cached KV of a prompt, layer by layer.
-
-    Args:
-        prompt: The prompt.
-        reader: Reads the layers of the segments that were not streamed.
-        stream: KV that was streamed under a deadline; None: nothing was.
-    """
-
-    prompt: Prompt
-    reader: LayerReader
-    stream: Stream | None
-
-    def read(self, layer: int) -> Mapping[int, LayerKV | None]:
-        """Return the KV of a layer by segment, its rows alone; None for a segment that cannot be
-        read.
-        """
-        found = dict(self.reader.read(layer))
-        if self.stream is not None:
-            found |= self.stream.read(layer)
-        return {at: _part(kv, self.prompt.segments[at].rows) for at, kv in found.items()}
-
-    def ready(self) -> int:
-        """Return how many of the next layers need no waiting; 0 where some are still decoded from a
-        stream.
-        """
-        return self.reader.ready() if self.stream is None else 0
-
-
-class Prefiller:
-    """Prefills the prompts of an engine.
-
-    Args:
-        planner: Plans them.
-        prefixes: Knows which of them wait for one another, and keeps the states of models whose
-            cache is not KV per token.
-        prefetcher: Skips keys that a prompt reads itself.
-    """
-
-    def __init__(self, planner: Planner, prefixes: PrefixCache, prefetcher: Prefetcher) -> None:
-        self._planner, self._prefixes, self._prefetcher = planner, prefixes, prefetcher
-        self._next = FairLock()  # of the one prompt that gets the model next, and reads ahead
-
     @contextmanager
     def prefilled(self, prompt: Prompt, request: Request) -> Iterator[PreparedPrompt]:
         """Plan, load and prefill a prompt, and hold the model; again without an entry that turns
@@ -227,7 +215,7 @@ class Prefiller:
         waits = ask.reuse and ask.deadline_s is None and not request.model.lock.is_mine
         with self._prefixes.turn(prompt) if waits else nullcontext():
             while True:
-                plan = self._planner.plan(prompt, request, lost)
+                plan = self.plan(prompt, request, lost)
                 with ExitStack() as held:
                     try:
                         prepared = self._prefilled(plan, request, held)

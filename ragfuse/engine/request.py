@@ -152,8 +152,13 @@ class Request:
 
     @cached_property
     def messages(self) -> list[ChatMessage]:
-        """The messages of the question; empty if it is token ids or a prompt in PML."""
-        if isinstance(self.question, PMLPrompt) or is_ids(self.question):
+        """The messages of the question; empty if it is token ids or a prompt in PML.
+
+        Raises:
+            InputError: Token ids came with tools or a session.
+        """
+        is_bare = is_ids(self.question) and not self.tools and self.ask.session is None
+        if is_bare or isinstance(self.question, PMLPrompt):
             return []
         return messages_of(self.question)
 

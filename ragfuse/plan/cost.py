@@ -349,14 +349,16 @@ dominates.
 
 @dataclass(frozen=True)
 class Observed:
-    """What recent answers took.
+    """What was measured on a machine, and what recent answers took.
 
     Args:
+        measured: What was measured; None: nothing.
         tiers: By tier: the last readings, oldest first, each the actual seconds divided by the
             measured ones.
         rows: Seconds per computed row of the last prefills, oldest first.
     """
 
+    measured: CostModel | None = None
     tiers: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     rows: tuple[float, ...] = ()
 
@@ -366,13 +368,16 @@ class Observed:
         """
         return exp(median(log(reading) for reading in self.tiers.get(tier, INITIAL_READINGS)))
 
-    def loaded(self, measured: CostModel, plan: LoadPlan, load_s: float) -> Observed:
+    def loaded(self, plan: LoadPlan, load_s: float) -> Observed:
         """Return what is observed after one more plan, whose loading took `load_s` seconds.
 
         If it loaded from several tiers, the predicted times of all of them are corrected by the
         same factor. A tier that it left unread moves back towards its measured speed, so that a
         tier that was once slow is tried again.
         """
+        measured = self.measured
+        if measured is None:
+            return self
         read = {fetch.tier for fetch in plan.fetches} & measured.tiers.keys()
         shares = {tier: [fetch for fetch in plan.fetches if fetch.tier == tier] for tier in read}
         predicted = {
@@ -401,21 +406,21 @@ class Observed:
             else self
         )
 
-    def applied(self, measured: CostModel | None, n_layers: int) -> CostModel | None:
+    def applied(self, n_layers: int) -> CostModel | None:
         """Return the cost model that holds now: the measured one, with its tiers corrected.
 
         Where nothing was measured, it has no tiers, and a row costs the least of the last readings,
         as other load on the machine only adds to them; None before the first of them.
         """
-        if measured is not None:
-            tiers = dict(measured.tiers)
+        if self.measured is not None:
+            tiers = dict(self.measured.tiers)
             for name in tiers.keys() & self.tiers:
                 tier, times = tiers[name], self.times(name)
                 if not 1 / MIN_CORRECTION < times < MIN_CORRECTION:
                     tiers[name] = replace(
                         tier, read_s=tier.read_s * times, byte_s=tier.byte_s * times
                     )
-            return replace(measured, tiers=tiers)
+            return replace(self.measured, tiers=tiers)
         if not self.rows:
             return None
         row = RowCost(0.0, min(self.rows), 0.0)
