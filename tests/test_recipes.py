@@ -44,7 +44,7 @@ class EverySecond(Policy):
 
 EVICTION = '''"""The largest first."""
 
-from ragfuse.plan.eviction_item import EvictionItem
+from ragfuse.plan.evict import EvictionItem
 
 
 def by_size(item: EvictionItem, place: float | None) -> tuple[int, float]:

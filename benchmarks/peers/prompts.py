@@ -13,7 +13,7 @@ from ragfuse_bench.quality.cases import Packing, read_cases
 
 from ragfuse.calibration.case import Case
 from ragfuse.calibration.methods import Lab
-from ragfuse.engine.options import ends_of
+from ragfuse.engine.request import ends_of
 from ragfuse.errors import InputError
 
 LEAST_DRAWN = 6

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ragfuse.adapt.examples import Example, Template
 from ragfuse.engine.engine import Engine
-from ragfuse.engine.options import ends_of
+from ragfuse.engine.request import ends_of
 from ragfuse.errors import InputError
 from ragfuse.hf.branches import Branch, BranchModel, BranchStates, ContextTokens
 from ragfuse.text.chat_messages import Piece

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ragfuse.engine.answer_stream import AnswerStream
-from ragfuse.engine.ask import Ask
-from ragfuse.engine.question import Question
+from ragfuse.engine.ask import Ask, Question
 from ragfuse.errors import InputError
 from ragfuse.remote import RemoteEngine
 from ragfuse.remote.address import ServerAddress

@@ -9,8 +9,8 @@ from ragfuse.calibration.case import Case
 from ragfuse.calibration.methods import Lab, Method
 from ragfuse.calibration.prompts import NEW_TOKENS
 from ragfuse.calibration.runner import Clock, Sample, Stopwatch
-from ragfuse.engine.options import ends_of
-from ragfuse.engine.overflow import remaining_context
+from ragfuse.engine.encoder import remaining_context
+from ragfuse.engine.request import ends_of
 from ragfuse.hf.model import Prefill
 from ragfuse.hf.rounding_error import kl
 from ragfuse.types.prompt import Prompt

@@ -15,7 +15,7 @@ from ragfuse.calibration.case import Case
 from ragfuse.calibration.prompts import PROMPT_TEXTS
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.engine import Engine
-from ragfuse.engine.options import ends_of
+from ragfuse.engine.request import ends_of
 from ragfuse.errors import InputError, ModelError
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, Prefill

@@ -18,8 +18,12 @@ from ragfuse.cli.check import CheckResult, guarded
 from ragfuse.cli.engine import loaded_engine
 from ragfuse.cli.prompts import prefix_of, rag_prompt
 from ragfuse.engine.engine import Ask, Engine
-from ragfuse.engine.machine_timings import MachineTimings
-from ragfuse.engine.model_profiles import calibrate_command, judged_profile, options_for
+from ragfuse.engine.model_records import (
+    MachineTimings,
+    calibrate_command,
+    judged_profile,
+    options_for,
+)
 from ragfuse.process.jobs import EXIT_S
 from ragfuse.settings import Settings
 from ragfuse.store import Catalog, CatalogFile

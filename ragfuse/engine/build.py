@@ -1,20 +1,253 @@
 """Stage 1, build: turn a question and the history of its conversation into a prompt that fits the
 model's context.
+
+KV is reused only for identical token ids (AttentionStore); `prefix_cache.py` saves it, and
+`sessions/session.py` truncates it.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache, lru_cache
 from itertools import chain
 
-from ragfuse.engine.history import ConversationHistory
-from ragfuse.engine.overflow import TOKEN_CHARS, remaining_context
-from ragfuse.engine.request import Request
+from ragfuse.engine.ask import is_ids
+from ragfuse.engine.encoder import TOKEN_CHARS, remaining_context
+from ragfuse.engine.prefix_cache import PrefixCache, with_rows, without_rows
+from ragfuse.engine.prompt_builder import PromptBuilder
+from ragfuse.engine.request import PreparedPrompt, Request
 from ragfuse.engine.schema_service import SchemaService
 from ragfuse.errors import OverlongError, about
 from ragfuse.schemas.nodes import PMLPrompt
-from ragfuse.text.chat_messages import LaterMessages
+from ragfuse.sessions.session import (
+    PendingTurn,
+    Session,
+    Turn,
+    agreed,
+    is_same,
+    truncated,
+)
+from ragfuse.sessions.session_store import SessionStore
+from ragfuse.text.chat_messages import ChatMessage, LaterMessages, Piece
+from ragfuse.types.answer import Answer
 from ragfuse.types.prompt import Prompt
+
+log = logging.getLogger("ragfuse.engine")
+
+TURN_SAVE_WAIT_S = 5.0
+"""Longest time in seconds that a turn waits until the KV of the turn before it is saved."""
+
+
+class ConversationHistory:
+    """The conversations of one engine. Thread-safe.
+
+    Args:
+        prompts: Splits messages into chunks and fresh text.
+        prefixes: The tree of beginnings, which saves the KV of turns.
+    """
+
+    def __init__(self, prompts: PromptBuilder, prefixes: PrefixCache) -> None:
+        runtime = prompts.runtime
+        self._settings, self._prompts, self._runtime = runtime.settings, prompts, runtime
+        self._prefixes = prefixes
+        self.sessions = SessionStore(
+            runtime.store,
+            runtime.catalog,
+            lambda: [runtime.digest],
+            runtime.settings.session_ttl_s,
+            settle=runtime.saves.flush,
+            later=self._later,
+            index=runtime.conversations,
+        )
+
+    def _later(self, job: Callable[[], object]) -> None:
+        self._runtime.saves.submit(job, is_awaited=True)
+
+    # before the answer
+
+    def fitted(self, request: Request) -> Prompt:
+        """Return the prompt of a question, with the stored turns of its conversation as history
+        segments.
+
+        The history is truncated first; chunks are left out only where that is not enough, and
+        overflow is "drop".
+
+        Args:
+            request: The new messages, or all messages of the conversation; `Ask.session` names it.
+        """
+        max_context = self._runtime.model.max_context
+        limit = 1 + request.limit(max_context) if max_context and request.drops else None
+        pending = self._pending_turn(request)
+        if pending is None:
+            return fitted(lambda n: self._prompts.prompt(request, leave_out=n), limit)
+        found = fitted(lambda n: self._shortened(request, pending, n), limit)
+        return found if request.ask.session is not None else replace(found, conversation=None)
+
+    def _pending_turn(self, request: Request) -> PendingTurn | None:
+        """Return the turn that a question adds to its session; None for a text or ids without one.
+
+        Messages that include one of the assistant are the whole conversation: only the turns that
+        agree with them stay. Messages without a session have no stored turns.
+        """
+        question, name = request.question, request.ask.session
+        if name is None and (isinstance(question, str) or is_ids(question)):
+            return None
+        given = request.messages
+        if name is None:
+            return PendingTurn(Session(""), tuple(given))
+        version, session = self.sessions.get(self._runtime.encoder.digest, name) or (
+            0,
+            Session(name),
+        )
+        self._runtime.saves.wait([name], TURN_SAVE_WAIT_S)
+        kept, new = session, given
+        if any(message.role == "assistant" for message in given):
+            kept = agreed(session, given)
+            new = given[len(kept.messages) :]
+        elif session.messages:
+            first = session.messages[0]
+            new = [each for each in given if each.role != "system" or not is_same(each, first)]
+        return PendingTurn(kept, tuple(new), version, session.keys)
+
+    def _shortened(self, request: Request, pending: PendingTurn, leave_out: int) -> Prompt:
+        """Return the prompt with its history, shortened to fit the context window.
+
+        First KV rows of the history are truncated. Where that is not enough, the fewest earliest
+        turns that have to go are left out; such a prompt is computed without history.
+        """
+        messages = [*pending.session.messages, *pending.messages]
+        whole = self._prompts.prompt(request, messages, leave_out)
+        placed = self._placed(whole, pending, request)
+        shorter = () if self._fits(placed, request) else LaterMessages(messages)
+        if not shorter:
+            return placed
+
+        @cache
+        def without(n: int) -> Prompt:
+            short = self._prompts.prompt(request, shorter[n], leave_out)
+            return _without_turns(whole, short, pending)
+
+        shortest = without(
+            bisect_left(
+                range(len(shorter) - 1), True, key=lambda n: self._fits(without(n), request)
+            )
+        )
+        return shortest if len(shortest) < len(placed) else placed
+
+    def _placed(self, prompt: Prompt, pending: PendingTurn, request: Request) -> Prompt:
+        """Return the prompt with its first tokens replaced by history segments, truncated to the
+        context window.
+        """
+        session, ids = pending.session, prompt.token_ids
+        known = session.known(ids)
+        n_past = known[-1].hi if known else 0
+        lo, hi = session.left_out if session.left_out[1] <= n_past else (0, 0)
+        window, settings = self._window, self._settings
+        if window is not None:
+            room = max(0, request.limit(window) - (len(prompt) - n_past))
+            step = max(1, int(settings.truncate_ratio * window))
+            lo, hi = truncated((lo, hi), n_past, room, step, settings.sinks)
+        short = without_rows(with_rows(prompt, known, "history"), lo, hi)
+        return replace(short, conversation=replace(pending, left_out=(lo, ids[lo:hi])))
+
+    def _fits(self, prompt: Prompt, request: Request) -> bool:
+        window = self._window
+        return window is None or len(prompt) <= request.limit(window)
+
+    @property
+    def _window(self) -> int | None:
+        """The most tokens of prompt and answer together; None without a limit."""
+        limits = (self._settings.window_tokens, self._runtime.model.max_context)
+        return min((each for each in limits if each), default=None)
+
+    # after it
+
+    def after(self, ready: PreparedPrompt, answer: Answer, ids: Sequence[int]) -> None:
+        """Record the turn of a session that was answered, and save its KV in the background."""
+        prompt, encoder = ready.plan.prompt, self._runtime.encoder
+        pending = prompt.conversation
+        if not isinstance(pending, PendingTurn):
+            return
+        # a stop string may cut its text, and reasoning and calls are not in it
+        model, answer_ids = encoder.model, answer.token_ids
+        if model.text(answer_ids) != answer.text:
+            answer_ids = tuple(model.tokens(answer.text))
+        n_written = min(_n_common(answer_ids, ids), ready.n_held(len(ids)) - len(prompt))
+        tokens, rows = self._prefixes.keep(ready, pending, answer_ids[:n_written])
+        messages = list[ChatMessage]()
+        for each in pending.messages:
+            messages.append(replace(each, content=tuple(self._prompts.pieces(each.pieces))))
+        said = Piece(answer.text, ids=() if answer.tool_calls else answer_ids)
+        turn = Turn((*messages, ChatMessage("assistant", (said,), answer.tool_calls)))
+        row, left_out = pending.left_out
+        turns = (*pending.session.turns, turn)
+        session = Session(
+            pending.id,
+            turns,
+            tokens,
+            rows,
+            (row, row + len(left_out)) if left_out and tokens else (0, 0),
+        )
+        unused_keys = set(pending.previous_keys).difference(session.keys)
+        if not self.sessions.put(encoder.digest, session, pending.version):
+            log.warning(
+                "Another question continued session %s first, so this question and its answer are"
+                " not saved in it. The answer is right.",
+                pending.id,
+            )
+            unused_keys = set(session.keys).difference(pending.previous_keys)
+        if unused_keys:  # dropped after all pending saves
+            self._later(lambda: self.sessions.release(unused_keys))
+
+
+def _without_turns(whole: Prompt, short: Prompt, pending: PendingTurn) -> Prompt:
+    """Return the short prompt, with the tokens of the omitted turns recorded for the conversation's
+    next turn.
+    """
+    row, n_omitted = _n_common(whole.token_ids, short.token_ids), max(0, len(whole) - len(short))
+    omitted = whole.token_ids[row : row + n_omitted]
+    if whole.token_ids != (
+        *short.token_ids[:row],
+        *omitted,
+        *short.token_ids[row:],
+    ):
+        omitted = ()
+    return replace(
+        short, truncated=n_omitted, conversation=replace(pending, left_out=(row, omitted))
+    )
+
+
+def _n_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the longest common prefix of two id sequences."""
+    return next(
+        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
+
+
+def fitted(make: Callable[[int], Prompt], limit: int | None) -> Prompt:
+    """Return the prompt with as few chunks left out as needed to have at most `limit` tokens.
+
+    Args:
+        make: `make(n)` builds the prompt without the last n of the chunks that may be left out
+            (all, if there are fewer).
+        limit: Most tokens; None: any number.
+
+    Returns:
+        The prompt; without all those chunks where even that is too long.
+    """
+    without = lru_cache(maxsize=None)(make)
+    if limit is None or len(without(0)) <= limit:
+        return without(0)
+    shortest = make(sys.maxsize)
+    if len(shortest) > limit:
+        return shortest
+    fewer = range(1, len(shortest.dropped))
+    return without(1 + bisect_left(fewer, True, key=lambda n: len(without(n)) <= limit))
 
 
 @about("prompt")

@@ -3,8 +3,7 @@ at their positions.
 
 A chunk that is encoded as the start of a text gets KV that a model computes only there (attention
 sinks). One that is encoded after filler text comes several times closer to full prefill wherever it
-is placed. So each chunk has one entry, the same whether it was indexed or found in a prompt, and
-whatever the prompt's prefix.
+is placed. So each chunk has one entry, whatever prompt it was found in.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ragfuse.engine.machine_timings import MachineTimings
-from ragfuse.engine.overflow import remaining_context
+from ragfuse.engine.model_records import MachineTimings
+from ragfuse.errors import OverlongError
 from ragfuse.hf.model import HFModel
 from ragfuse.plan.tiers import PRICES, choose_tier
 from ragfuse.schemas.layout import SchemaRun
@@ -23,6 +22,54 @@ from ragfuse.text import filler_text
 from ragfuse.types.choices import LEVEL_NAMES
 from ragfuse.types.keys import ChunkKey, filler_context, token_digest
 from ragfuse.types.kv import ChunkKV
+
+TOKEN_CHARS = 128
+"""Most characters that a token stands for, in the longest vocabularies: a run of spaces."""
+
+
+def remaining_context(
+    n_tokens: int,
+    model: HFModel,
+    what: str = "The prompt",
+    advice: str = "Shorten it.",
+    may_drop: bool = False,
+    at_least: bool = False,
+) -> int | None:
+    """Return how many new tokens fit after a prompt of `n_tokens`; None where the model has no
+    limit.
+
+    Args:
+        n_tokens: Tokens of the prompt.
+        model: The model.
+        what: How an error message names the prompt.
+        advice: The last sentence of the error message.
+        may_drop: Whether chunks may be left out on request; then that is the advice.
+        at_least: Whether the prompt has more tokens than that.
+
+    Raises:
+        OverlongError: The prompt itself does not fit.
+    """
+    max_tokens = model.max_context
+    if max_tokens is None:
+        return None
+    if may_drop:
+        advice = "Take fewer or shorter chunks, or leave out the last ones with overflow='drop'."
+    if n_tokens > max_tokens:
+        raise OverlongError(
+            f"{what} does not fit: {model.name} takes at most {max_tokens:,} tokens, found "
+            f"{'at least ' if at_least else ''}{n_tokens:,}.",
+            advice,
+            may_drop,
+        )
+    return max_tokens - n_tokens + 1
+
+
+def may_fit(text: str, model: HFModel) -> bool:
+    """Return False for a text that can never fit the model's context; True means that it
+    may fit.
+    """
+    return model.max_context is None or len(text) // TOKEN_CHARS <= model.max_context
+
 
 GAP = "\n\n"
 """The text between the filler text and a chunk."""

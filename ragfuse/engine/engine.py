@@ -17,18 +17,8 @@ from pathlib import Path
 from typing import cast
 
 from ragfuse.engine.answer_stream import AnswerStream, answers_of
-from ragfuse.engine.ask import Ask
-from ragfuse.engine.build import build, check_fits
-from ragfuse.engine.constraints import ConstraintCompiler
-from ragfuse.engine.generate import generated, share
-from ragfuse.engine.history import ConversationHistory
-from ragfuse.engine.overflow import may_fit
-from ragfuse.engine.planner import Planner
-from ragfuse.engine.prefetch import Prefetcher
-from ragfuse.engine.prefill import Prefiller
-from ragfuse.engine.prefix_cache import PrefixCache
-from ragfuse.engine.prompt_builder import PromptBuilder
-from ragfuse.engine.question import (
+from ragfuse.engine.ask import (
+    Ask,
     Ids,
     Question,
     mended_documents,
@@ -36,20 +26,25 @@ from ragfuse.engine.question import (
     question_of,
     texts_of,
 )
+from ragfuse.engine.build import ConversationHistory, build, check_fits
+from ragfuse.engine.encoder import may_fit
+from ragfuse.engine.generate import ConstraintCompiler, generated, share
+from ragfuse.engine.prefetch import Prefetcher
+from ragfuse.engine.prefill import Prefiller
+from ragfuse.engine.prefix_cache import PrefixCache
+from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.remember import RememberStage
-from ragfuse.engine.request import Prefilled, PreparedPrompt, Request, Say
+from ragfuse.engine.request import Prefilled, PreparedPrompt, Request, Say, Tool
 from ragfuse.engine.runtime import Runtime, handed_over
 from ragfuse.engine.schema_service import RegisteredSchema, SchemaService
-from ragfuse.engine.tools import Tool
 from ragfuse.errors import StoreError, about
 from ragfuse.hf.model import HFModel
-from ragfuse.models.dtypes import resolve_auto
 from ragfuse.models.loader import Given, Tokens
 from ragfuse.process.exit import at_work
 from ragfuse.process.jobs import BackgroundJobs, countdown
 from ragfuse.process.shared import OneProcess, collect_notes, forget, shared
 from ragfuse.schemas.nodes import PMLPrompt
-from ragfuse.sessions.conversation_index import ConversationIndex
+from ragfuse.sessions.session_store import ConversationIndex
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.store.deletion import chunk_of, forget_chunks
@@ -102,9 +97,8 @@ class Engine(OneProcess):
         *,
         tokenizer: Tokens = None,
     ) -> None:
-        given, chosen = handed_over(model, tokenizer, settings or Settings())
+        given, self.settings = handed_over(model, tokenizer, settings)
         self._process = os.getpid()
-        self.settings = resolve_auto(chosen.usable())
         self.conversations = conversations if conversations is not None else ConversationIndex()
         self.runtime = runtime = Runtime(self.settings, given, store, self.conversations)
         self.catalog, self.store, self.timings = runtime.catalog, runtime.store, runtime.timings
@@ -114,8 +108,7 @@ class Engine(OneProcess):
         self.history = ConversationHistory(self.prompts, self.prefixes)
         self.sessions = self.history.sessions
         self.prefetcher = Prefetcher(runtime)
-        self._planner = Planner(runtime, self.prefixes)
-        self._prefiller = Prefiller(self._planner, self.prefixes, self.prefetcher)
+        self._prefiller = Prefiller(runtime, self.prefixes, self.prefetcher)
         self._remember = RememberStage(self.prompts, self.history, self.prefixes, self.prefetcher)
         self.counters = AnswerCounters(lambda: len(runtime.jobs), lambda: runtime.catalog.failures)
 
@@ -128,8 +121,7 @@ class Engine(OneProcess):
         What it has to save is saved when the process ends. After an earlier `close`, the next call
         makes a new engine.
         """
-        given, chosen = handed_over(model, tokenizer, settings or Settings())
-        settings = resolve_auto(chosen.usable())
+        given, settings = handed_over(model, tokenizer, settings)
         return shared(("engine", settings, given), partial(Engine, settings, given))
 
     # one question, from its prompt to its answer
@@ -244,7 +236,7 @@ class Engine(OneProcess):
         """
         self._check_open()
         request = Request.of(prompt, ask, self.runtime)
-        return self._planner.plan(build(request, self.history, self.schemas), request)
+        return self._prefiller.plan(build(request, self.history, self.schemas), request)
 
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> PreparedPrompt:
         """Plan, load and prefill a prompt; raise OverlongError where it does not fit the model's
@@ -476,9 +468,9 @@ class Engine(OneProcess):
             )
 
     @property
-    def _background(self) -> tuple[Prefetcher | BackgroundJobs, ...]:
+    def _background(self) -> tuple[BackgroundJobs, ...]:
         """The background workers, in the order in which each passes work to the next."""
-        return self.prefetcher, self.runtime.jobs, self.runtime.saves
+        return self.prefetcher.jobs, self.runtime.jobs, self.runtime.saves
 
     def __enter__(self) -> Engine:
         self._check_open()

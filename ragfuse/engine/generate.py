@@ -1,18 +1,336 @@
-"""Stage 5, generate: decode the answer of a prefilled prompt, streaming it while it is generated.
+"""Stage 4, generate: the constraints of an answer, its draft while it is decoded, and its trace.
 
 Answers that are generated at the same time are decoded in one batch by `hf.decode`.
 """
 
 from __future__ import annotations
 
-from ragfuse.engine.draft import Draft
-from ragfuse.engine.request import PreparedPrompt
-from ragfuse.engine.trace_builder import trace_of
-from ragfuse.hf.handover import generate
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property, lru_cache
+from typing import Any
+
+from ragfuse.engine.prompt_builder import PromptBuilder
+from ragfuse.engine.remember import missed
+from ragfuse.engine.request import PreparedPrompt, Request, ends_of, generate_options, n_logits
+from ragfuse.errors import InputError, about
+from ragfuse.hf.grammar import GrammarCompiler, GrammarProcessor
+from ragfuse.hf.handover import generate, resolve_option, stop_strings_of
+from ragfuse.hf.held_schema import held_schema
 from ragfuse.hf.shared_kv import SharedSpan
-from ragfuse.hf.stream import Follower
+from ragfuse.hf.stream import Detokenizer, Follower, StopFinder
+from ragfuse.plan.explanation import segment_traces
+from ragfuse.schemas.bind import SchemaUse
 from ragfuse.telemetry.otel import span
-from ragfuse.types.answer import Answer
+from ragfuse.text.chat_template import ChatTemplate, Thoughts
+from ragfuse.text.tool_calls import CallFormat, CallReader, stripped_end
+from ragfuse.types.answer import Answer, Ended, SegmentTrace, Thought, Trace
+from ragfuse.types.choices import LEVEL_NAMES
+from ragfuse.types.grammar import Grammar
+from ragfuse.types.prompt import Prompt
+from ragfuse.types.texts import partial_match
+
+
+class Draft:
+    """One answer, parsed as its token ids arrive.
+
+    Stop strings end plain text only; tool calls, and text that follows a grammar, end by
+    themselves.
+
+    Args:
+        request: The request that it answers.
+        options: The options of `generate` that it is generated with.
+        calls: The format of tool calls; None without tools.
+        tags: The tags around reasoning; None where the model writes none.
+        is_thinking: Whether the answer begins inside reasoning.
+
+    Attributes:
+        options: See above.
+        ids: The ids before the end token.
+        over: Whether the answer has ended; later ids are ignored.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        options: Mapping[str, Any],
+        calls: CallFormat | None,
+        tags: Thoughts | None,
+        is_thinking: bool,
+    ) -> None:
+        ask, model = request.ask, request.model
+        self.options = options
+        self.ids = list[int]()
+        self.over = False
+        self._request, self._must_call = request, request.must_call
+        stops: tuple[str, ...] = ()
+        if ask.grammar is None and not request.must_call:
+            stops = *ask.stop, *stop_strings_of(ask.options, model)
+        shown = *stops, *(calls.texts if calls is not None else ())
+        self._detokenizer = Detokenizer.of(
+            model.tokenizer, shown if tags is None else (*shown, tags.open, tags.close)
+        )
+        self._ends, self._stops = ends_of(model, ask.options), StopFinder(stops)
+        self._end_ids: tuple[int, ...] = ()
+        self._format, self._max_calls = calls, None if ask.parallel_tool_calls else 1
+        self._reader = CallReader(calls, request.schemas) if calls is not None else None
+        self._tags, self._is_thinking, self._is_complete = tags, is_thinking, False
+        self._thought = self._text = (0, 0)  # characters lo:hi that are final
+        self._taken = [0, 0]  # characters of reasoning and text that `take` has yielded
+
+    def add(self, ids: Iterable[int]) -> None:
+        """Parse the next generated ids."""
+        for id in ids:
+            if self.over:
+                return
+            if id in self._ends:
+                self.over = True
+                self._end_ids = (id,)
+                return
+            self.ids.append(id)
+            self._detokenizer.add([id])
+            self._read()
+
+    def end(self) -> None:
+        """Finish the answer: no more ids come, so all of it becomes final."""
+        self._detokenizer.end()
+        self._is_complete = True
+        self._read()
+
+    def take(self) -> Iterator[str | Thought]:
+        """Yield the reasoning and text that became final since the last call."""
+        (a, b), (lo, hi) = self._thought, self._text
+        if piece := self._detokenizer.visible(max(a, self._taken[0]), b):
+            self._taken[0] = b
+            yield Thought(piece)
+        if piece := self._detokenizer.visible(max(lo, self._taken[1]), hi):
+            self._taken[1] = hi
+            yield piece
+
+    def answer(self, trace: Trace) -> Answer:
+        """Return the answer, which has ended."""
+        ask, model = self._request.ask, self._request.model
+        calls = () if self._reader is None else self._reader.calls[: self._max_calls]
+        text = self._detokenizer.visible(*self._text)
+        has_time_limit = bool(resolve_option("max_time", ask.options, model))
+        is_short = len(self.ids) < self.options.get("max_new_tokens", 0) and not has_time_limit
+        reason: Ended = "length"
+        if (self.over or is_short) and (calls or not self._must_call):
+            reason = "tool_calls" if calls else "stop"
+        return Answer(
+            text,
+            tuple(self.ids),
+            reason,
+            trace,
+            calls,
+            self._detokenizer.visible(*self._thought),
+            self._end_ids,
+        )
+
+    # inside
+
+    def _read(self) -> None:
+        """Find what of the text so far is reasoning, text and calls."""
+        text = self._detokenizer.text
+        if not self._must_call:
+            begin = self._think(text) if self._tags is not None else 0
+            if begin >= 0:
+                self._write(text, begin)
+        elif self._format is not None and (opening := self._format.opens(text)) >= 0:
+            self._call(text, opening)
+
+    def _think(self, text: str) -> int:
+        """Find the reasoning at the start of the output. Return the offset where the answer's text
+        begins, -1 while that is not known.
+
+        Reasoning ends with its closing tag, or with a tool call where the tag is missing.
+        """
+        assert self._tags is not None
+        lo, close, rest = 0, self._tags.close, text.lstrip()
+        if not self._is_thinking:
+            if not rest.startswith(self._tags.open):
+                return -1 if self._tags.open.startswith(rest) and not self._is_complete else 0
+            lo = len(text) - len(rest) + len(self._tags.open)
+        lo = len(text) - len(text[lo:].lstrip())
+        marker = self._format.marker if self._format is not None else ""
+        closed, called = text.find(close, lo), text.find(marker, lo) if marker else -1
+        ends = [at for at in (closed, called) if at >= 0]
+        last = text[max(lo, len(text) - max(len(close), len(marker))) :]
+        unsure = 0 if self._is_complete else partial_match(last, (close, marker))
+        end = min(ends, default=len(text) - unsure)
+        self._thought = lo, max(lo, stripped_end(text, lo, end))
+        if not ends:
+            return -1
+        return called if end == called else len(text) - len(text[end + len(close) :].lstrip())
+
+    def _write(self, text: str, lo: int) -> None:
+        """Find the end of the text, which begins at `lo`: a stop string or a tool call."""
+        format = self._format
+        opening = format.opens(text, lo) if format is not None else -1
+        hi = len(text) if opening < 0 else opening
+        stop = self._stops.look(text, lo, hi)
+        if stop >= 0:
+            self.over, self._text = True, (lo, stop)
+        elif opening >= 0 or self._is_complete:
+            self._text = lo, hi
+        else:
+            undecided = format.undecided(text, lo) if format is not None else 0
+            self._text = (
+                lo,
+                max(lo, self._text[1], hi - max(undecided, self._stops.possible_start(text, lo))),
+            )
+        if opening >= 0 > stop:
+            self._call(text, opening)
+
+    def _call(self, text: str, opening: int) -> None:
+        """Read tool calls, at most `max_calls` of them; repeated calls end the answer."""
+        assert self._reader is not None
+        self._reader.read(text, opening)
+        if self._reader.repeats or (
+            self._max_calls is not None and len(self._reader.calls) >= self._max_calls
+        ):
+            self.over = True
+
+
+TAIL = 32
+"""How many of a prompt's last tokens are searched for a tag that opens reasoning."""
+
+
+class ConstraintCompiler:
+    """Compiles the constraints of answers. Thread-safe.
+
+    Args:
+        prompts: The model, and how its template writes tool calls.
+    """
+
+    def __init__(self, prompts: PromptBuilder) -> None:
+        self._runtime, self._prompts = prompts.runtime, prompts
+        # one, as a caller with its own end tokens usually stays with them
+        self._over = lru_cache(maxsize=1)(
+            lambda model, ends: GrammarCompiler(model.tokenizer, n_logits(model), ends)
+        )
+
+    def draft(self, request: Request, prompt: Prompt) -> Draft:
+        """Return an empty draft of the answer to a prompt, which has its constraints.
+
+        Raises:
+            InputError: The tools, the grammar or an option cannot be used, or the chat template has
+                no variable of a name in `chat_template_kwargs`.
+        """
+        ask, model, form = request.ask, request.model, request.ask.grammar
+        if ask.chat_template_kwargs and (name := self.template.unread(ask.chat_template_kwargs)):
+            raise InputError(
+                f"chat_template_kwargs has '{name:.40}', which the chat template of {model.name}"
+                f" does not use. It uses {sorted(self.template.names)}; leave others out.",
+                "chat_template_kwargs",
+            )
+        thoughts, is_thinking = None, False
+        # answers to any other prompt have no reasoning
+        if request.is_chat and form is None and not request.must_call:
+            thoughts = self.template.thoughts
+        if thoughts is not None:
+            end = model.tokenizer.decode(list(prompt.token_ids[-TAIL:]), skip_special_tokens=False)
+            is_thinking = thoughts.is_open(str(end))
+        calls, rules = None, list[GrammarProcessor]()
+        if form is not None or request.tools:
+            grammars = self._over(model, ends_of(model, ask.options))
+            # The texts of any other form are never read as tool calls.
+            if form is None or (
+                request.tools and form.kind == "json" and self._prompts.calls.marker
+            ):
+                calls = self._prompts.calls
+                tags = () if thoughts is None else (thoughts.open, thoughts.close)
+                schemas = {name: held_schema(each) for name, each in request.schemas.items()}
+                several = ask.parallel_tool_calls and ask.tool_choice not in schemas
+                either = "" if form is None else held_schema(form.source)
+                form = Grammar.lark(
+                    calls.rules(
+                        schemas, grammars.literal, not request.must_call, several, tags, either
+                    )
+                )
+            with about("tools" if ask.grammar is None else "grammar"):
+                rules.append(GrammarProcessor(grammars, form))
+        options = generate_options(request, prompt.segments[-1].stop, rules)
+        return Draft(request, options, calls, thoughts, is_thinking)
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The properties of the model's chat template, read once."""
+        model = self._runtime.model
+        tokenizer = model.tokenizer if model.has_tokenizer else None
+        added = () if tokenizer is None else tokenizer.added_tokens_decoder.values()
+        return ChatTemplate.of(
+            getattr(tokenizer, "chat_template", None), {str(token) for token in added}
+        )
+
+
+def trace_of(ready: PreparedPrompt, first_s: float | None) -> Trace:
+    """Return the trace of an answer that ends now.
+
+    Args:
+        ready: The prefilled prompt.
+        first_s: `time.perf_counter()` at the answer's first token; None where it has none.
+    """
+    request, plan, prefill, now_s = ready.request, ready.plan, ready.prefill, time.perf_counter()
+    began_s, prompt, forecast = request.began_s, plan.prompt, plan.forecast
+    rows = tuple(prefill.chosen.tolist())
+    segments = tuple(segment_traces(plan, rows))
+    if prefill.n_before:
+        known = SegmentTrace(
+            "",
+            "prefix",
+            prefill.n_before,
+            0,
+            True,
+            "memory",
+            LEVEL_NAMES[0],
+            exact=True,
+            encoded="alone",
+        )
+        segments = (
+            known,
+            *(each for each in segments if each.start + each.n_tokens > prefill.n_before),
+        )
+    hits = Counter[str]()
+    for each in segments:
+        hits[each.kind] += each.n_tokens if each.hit else 0
+    cached = hits.total()
+    blended = (s.n_tokens for s in segments if s.hit and s.kind == "chunk" and not s.exact)
+    recomputed = round(prefill.mean_ratio * sum(blended))
+    use, read = prompt.schema_use, {fetch.key for fetch in plan.fetches}
+    modules = use.modules if isinstance(use, SchemaUse) else ()
+    return Trace(
+        model=request.model.name,
+        policy=plan.policy,
+        ratio=plan.ratio,
+        tokens=len(prompt),
+        tokens_reused=cached - recomputed,
+        tokens_recomputed=recomputed,
+        tokens_fresh=len(prompt) - cached,
+        mean_ratio=prefill.mean_ratio,
+        nbytes=sum(s.nbytes for s in segments),
+        load_s=ready.load_s,
+        compute_s=ready.compute_s,
+        prefill_s=ready.wait_s + ready.compute_s,
+        ttft_s=(first_s or now_s) - began_s,
+        deadline_s=request.ask.deadline_s,
+        total_s=now_s - began_s,
+        fallback_reason=plan.fallback_reason,
+        segments=segments,
+        recomputed_rows=rows,
+        predicted_ttft_s=forecast.ttft_s if forecast is not None else None,
+        predicted_load_s=forecast.load_s if forecast is not None else None,
+        dropped=prompt.dropped,
+        stream=ready.stream,
+        session=prompt.conversation.id if prompt.conversation is not None else "",
+        truncated=prompt.truncated,
+        schema=use.schema if isinstance(use, SchemaUse) else "",
+        modules=tuple(path for path, key in modules if key in read),
+        tokens_prefix=hits["prefix"],
+        tokens_chunks=hits["chunk"] - recomputed,
+        tokens_to_encode=sum(len(each.tokens) for each in missed(plan)),
+    )
 
 
 def share(prepared: PreparedPrompt) -> None:

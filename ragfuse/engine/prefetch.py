@@ -8,55 +8,49 @@ prefetched.
 
 from __future__ import annotations
 
-import logging
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from threading import Lock
+from functools import partial
 
-from ragfuse.engine.overflow import may_fit
-from ragfuse.engine.question import texts_of
+from ragfuse.engine.ask import texts_of
+from ragfuse.engine.encoder import may_fit
 from ragfuse.engine.runtime import Runtime
-from ragfuse.plan.look_ahead import to_prefetch
-from ragfuse.process.jobs import BackgroundJobs, close_at_exit
-from ragfuse.sessions.conversation_index import Name
+from ragfuse.plan.tiers import to_prefetch
+from ragfuse.process.jobs import BackgroundJobs
+from ragfuse.sessions.session_store import Name
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
-log = logging.getLogger("ragfuse.engine")
-
 MAX_WAITING_REQUESTS = 8
-"""Most requests that may wait; beyond that the oldest is dropped."""
+"""Most requests that may wait; further ones are dropped."""
 MAX_TIER_SHARE = 0.5
 """Share of a fast tier's bytes, without pinned entries, that one request may fill."""
 
 
 class Prefetcher:
-    """Reads entries from slow tiers so that they enter the fast ones: one at a time, the newest
-    request first.
+    """Reads entries from slow tiers so that they enter the fast ones, one at a time.
 
-    Conversations are prefetched while no texts wait. No lock is held while a tier is queried or
-    read.
+    Requests take turns, entry by entry. No lock is held while a tier is queried or read.
 
     Args:
         runtime: The model with its encoder, and the store whose tiers are read.
+
+    Attributes:
+        jobs: The requests that wait.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self._store, self._runtime = runtime.store, runtime
-        self._jobs, self._lock = BackgroundJobs("prefetch", limit=1), Lock()
-        # looked up in the background, one after the other
-        self._ahead: deque[Iterator[Entry]] = deque(maxlen=1)
-        self._requests: deque[Iterator[Entry]] = deque(maxlen=MAX_WAITING_REQUESTS)
+        self.jobs = BackgroundJobs("prefetch", MAX_WAITING_REQUESTS)
+        self._ahead: Iterator[Entry] | None = None
         self._skipped = set[ChunkKey]()
-        close_at_exit(self)
 
     def submit(self, texts: Iterable[str]) -> None:
-        """Prefetch the KV of these texts, before all earlier requests. Returns at once."""
+        """Prefetch the KV of these texts. Returns at once."""
         self.submit_keys(self._keys(texts_of(texts)))
 
     def submit_keys(self, keys: Iterable[ChunkKey]) -> None:
         """Prefetch the entries of these keys, given with the likeliest first. Returns at once."""
-        self._submit(self._requests, self._of_keys(keys))
+        self.jobs.submit(partial(self._read, self._of_keys(keys)))
 
     def look_ahead(self, waiting: Sequence[Name]) -> None:
         """Prefetch the KV of these conversations in their order; they replace those of an earlier
@@ -64,59 +58,27 @@ class Prefetcher:
         """
         known = map(self._runtime.conversations.keys, waiting)
         groups = (self._store.lookup(keys).values() for keys in known)
-        self._submit(self._ahead, self._fitting(groups))
+        self._ahead = self._fitting(groups)
+        self.jobs.submit(partial(self._read, self._ahead, is_ahead=True))
 
     def skip(self, keys: Iterable[ChunkKey]) -> None:
         """Skip these keys in waiting requests, as a question now reads them by itself."""
-        with self._lock:
-            if self._requests or self._ahead:
-                self._skipped.update(keys)
-
-    def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all requests are done; return False if that takes longer than `timeout_s`
-        seconds.
-        """
-        return self._jobs.flush(timeout_s)
-
-    def close(self, timeout_s: float | None = None) -> None:
-        """Accept no more requests, drop waiting ones, and wait at most `timeout_s` seconds for the
-        current read.
-        """
-        with self._lock:
-            self._ahead.clear()
-            self._requests.clear()
-        self._jobs.close(timeout_s)
+        if len(self.jobs):
+            self._skipped.update(keys)
 
     # inside
 
-    def _submit(self, requests: deque[Iterator[Entry]], entries: Iterator[Entry]) -> None:
-        with self._lock:
-            requests.append(entries)
-        self._jobs.submit(self._read_all)
-
-    def _read_all(self) -> None:
-        """Read entry by entry; a request stays in the queue until its last entry is read."""
-        while True:
-            with self._lock:
-                entries = next((each[-1] for each in (self._requests, self._ahead) if each), None)
-                if entries is None:
-                    self._skipped.clear()
-                    return
-            entry = None
-            try:
-                entry = next(entries, None)
-                if entry is not None and entry.key not in self._skipped:
-                    self._store.read_layers(entry.key, 0, entry.n_layers, entry.tier)
-            except Exception as error:
-                log.warning(
-                    "Prefetching stopped early. Questions load the rest when they need it: %r",
-                    error,
-                )
-                entry = None
-            with self._lock:
-                for requests in (self._requests, self._ahead):
-                    if entry is None and entries in requests:
-                        requests.remove(entries)
+    def _read(self, entries: Iterator[Entry], is_ahead: bool = False) -> None:
+        """Read the next entry of a request, and let the others go first with theirs."""
+        if is_ahead and entries is not self._ahead:
+            return
+        for entry in entries:
+            if entry.key not in self._skipped:
+                self._store.read_layers(entry.key, 0, entry.n_layers, entry.tier)
+                self.jobs.submit(partial(self._read, entries, is_ahead))
+                return
+        if len(self.jobs) == 1:
+            self._skipped.clear()
 
     def _keys(self, texts: Sequence[str]) -> Iterator[ChunkKey]:
         """Yield the key of each text that fits the model and is long enough to be stored."""

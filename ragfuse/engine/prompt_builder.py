@@ -19,9 +19,8 @@ from typing import Any
 
 from cachetools import LRUCache
 
-from ragfuse.engine.ask import Ask
-from ragfuse.engine.overflow import may_fit
-from ragfuse.engine.question import Ids, is_ids, messages_of
+from ragfuse.engine.ask import Ask, Ids, is_ids
+from ragfuse.engine.encoder import may_fit
 from ragfuse.engine.request import Request
 from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError
@@ -186,11 +185,7 @@ class PromptBuilder:
         render: Callable[..., str] | None = None
         if getattr(model.tokenizer, "chat_template", None):
             render = partial(self.render, more=ask.chat_template_kwargs)
-        ids: list[int] | None = None
-        if is_plain and is_ids(question):
-            ids, messages = _checked(question, len(model.tokenizer)), []
-        elif messages is None:
-            messages = messages_of(question)
+        messages = request.messages if messages is None else messages
         documents = self._taken(messages, ask) if ask.reuse else []
         sources = {text.strip(): source for text, source in documents}
         assembler = Assembler(
@@ -203,8 +198,8 @@ class PromptBuilder:
             find=partial(self._find, sources),
             documents=documents,
         )
-        if ids is not None:
-            return assembler.ids(ids)
+        if is_plain and is_ids(question):
+            return assembler.ids(_checked(question, len(model.tokenizer)))
         dropped = list[str]()
         if leave_out:
             last_user = max(

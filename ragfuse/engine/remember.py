@@ -1,27 +1,89 @@
-"""Stage 6, remember: save and encode in the background what later prompts can reuse of a prompt and
+"""Stage 5, remember: save and encode in the background what later prompts can reuse of a prompt and
 its answer.
+
+A passage whose lines a second prompt contains is encoded from that prompt's ids, and is a known
+chunk from then on. No text is remembered for that: a line is recognised by a digest of its ids.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from ragfuse.engine.history import ConversationHistory
-from ragfuse.engine.model_profiles import refusal_of
+from cachetools import TTLCache
+
+from ragfuse.engine.build import ConversationHistory
+from ragfuse.engine.model_records import refusal_of
 from ragfuse.engine.prefetch import Prefetcher
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.prompt_builder import PromptBuilder
-from ragfuse.engine.recurrence import RecurringPassages
 from ragfuse.engine.request import PreparedPrompt
 from ragfuse.schemas.bind import SchemaUse
 from ragfuse.schemas.layout import SchemaRun
 from ragfuse.store.deletion import LEARNT
-from ragfuse.text.passages import is_code
+from ragfuse.text.passages import BorderOf, is_code, last_paragraph, passages
 from ragfuse.types.answer import Answer
+from ragfuse.types.keys import token_digest
 from ragfuse.types.plan import CODE, LoadPlan
 from ragfuse.types.prompt import Segment
+
+MAX_FINGERPRINTS = 65_536
+"""Most fingerprints that are remembered, about 20 MB; the one seen longest ago is dropped first."""
+TTL_S = 24 * 3600.0
+"""Seconds that a fingerprint is remembered."""
+
+
+class RecurringPassages:
+    """Finds passages that recur in one tenant's prompts. Thread-safe.
+
+    Args:
+        ttl_s: Seconds that each is remembered.
+        clock: Returns seconds.
+    """
+
+    def __init__(
+        self,
+        ttl_s: float = TTL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._lock = threading.Lock()
+        # fingerprint of a line -> the prompt that held it first
+        self._met: TTLCache[str, str] = TTLCache(MAX_FINGERPRINTS, ttl_s, clock)
+
+    def met_again(self, plan: LoadPlan, border_of: BorderOf) -> list[tuple[int, ...]]:
+        """Return the token ids of passages whose lines an earlier, different prompt had, too. Lines
+        seen for the first time are remembered.
+
+        Text found in the store, and the question itself, are not learnt.
+        """
+        prompt, read = plan.prompt, {fetch.segment for fetch in (*plan.fetches, *plan.unread)}
+        prompt_digest, ids = token_digest(prompt.token_ids), prompt.token_ids
+        lo_question, hi_question = prompt.last_user_rows
+        lo_question += last_paragraph(ids[lo_question:hi_question], border_of)
+
+        def recurs(begin: int, rows: tuple[int, int]) -> bool:
+            lo, hi = rows[0] + begin, rows[1] + begin
+            if lo < hi_question and lo_question < hi:
+                return False
+            with self._lock:
+                return (
+                    self._met.setdefault(token_digest(ids[lo:hi]), prompt_digest) != prompt_digest
+                )
+
+        found = list[tuple[int, ...]]()
+        for index, (segment, (begin, _)) in enumerate(
+            zip(prompt.segments, prompt.spans, strict=True)
+        ):
+            if segment.kind in ("fresh", "prefix") and index not in read:
+                found += [
+                    segment.tokens[lo:hi]
+                    for lo, hi in passages(segment.tokens, border_of, partial(recurs, begin))
+                ]
+        return found
+
 
 IDLE_WAIT_S = 2.0
 """Seconds that a job waits for a moment in which no answer is generated, as encoding delays many

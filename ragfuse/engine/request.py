@@ -1,26 +1,107 @@
-"""The request for one answer, made where a question comes in, and its prompt once it is
-prefilled.
-"""
+"""The request for one answer, checked once, and its prompt once it is prefilled."""
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
+from typing import Any
 
-from ragfuse.engine.ask import NO_LIMIT, Ask
-from ragfuse.engine.question import Question, is_ids, mended_question, messages_of
+from ragfuse.engine.ask import NO_LIMIT, Ask, Question, is_ids, mended_question, messages_of
 from ragfuse.engine.runtime import Runtime
-from ragfuse.engine.tools import TOOLS_AUTO, Tool, schemas_of, tools_of
 from ragfuse.errors import InputError, about
+from ragfuse.hf.grammar import GrammarProcessor, check
+from ragfuse.hf.handover import resolve_option
 from ragfuse.hf.model import HFModel, Prefill
+from ragfuse.hf.penalties import Penalties
 from ragfuse.process.exit import EXITING
 from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.text.chat_messages import ChatMessage
 from ragfuse.types.answer import StreamTrace, Thought
+from ragfuse.types.grammar import Grammar, json_text
 from ragfuse.types.plan import LoadPlan
+
+Tool = Mapping[str, Any]
+"""A tool in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}.
+"""
+
+TOOLS_AUTO, TOOLS_NONE, TOOLS_REQUIRED = "auto", "none", "required"
+NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+
+
+def tools_of(ask: Ask) -> tuple[Tool, ...]:
+    """Check the tools and the grammar of a question, and return the tools that its prompt
+    describes.
+
+    Raises:
+        InputError: A tool, the choice or the grammar cannot be used; the message names it.
+    """
+    choice, grammar, names = ask.tool_choice, ask.grammar, [_name(tool) for tool in ask.tools]
+    twice = next((name for at, name in enumerate(names) if name in names[:at]), None)
+    if twice is not None:
+        raise InputError(f"Two tools are called '{twice}'; give each a name of its own.", "tools")
+    if choice not in (TOOLS_AUTO, TOOLS_NONE, *names) and not (choice == TOOLS_REQUIRED and names):
+        raise InputError(
+            f"tool_choice is '{choice}', the tools are {names}; wanted 'auto', 'none', 'required'"
+            " (with tools), or the name of one of them.",
+            "tool_choice",
+        )
+    offered = () if choice == TOOLS_NONE else tuple(ask.tools)
+    if grammar is not None:
+        if offered and choice != TOOLS_AUTO:
+            raise InputError(
+                "A grammar and a tool that must be called were both asked for; leave one of them"
+                " out.",
+                "grammar",
+            )
+        with about("grammar"):
+            check(grammar, "The schema" if grammar.kind == "json" else "The grammar")
+    with about("tools"):
+        for name, schema in schemas_of(offered).items():
+            check(Grammar("json", schema), f"The parameters of the tool '{name}'")
+    return offered
+
+
+def schemas_of(tools: Sequence[Tool]) -> dict[str, str]:
+    """Return the JSON schemas (as text) of the arguments of tools, by the tools' names."""
+    return {tool["function"]["name"]: _schema(tool) for tool in tools}
+
+
+def _name(tool: Tool) -> str:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise InputError(
+            "A tool must be {'type': 'function', 'function': {'name': ..., 'description': ...,"
+            " 'parameters': {...}}}, and its name letters, digits, '_', '-' and '.'; found"
+            f" {tool!r}.",
+            "tools",
+        )
+    return name
+
+
+def _schema(tool: Tool) -> str:
+    """Return the JSON schema (as text) of a tool's arguments; raise InputError unless it describes
+    an object.
+    """
+    function = tool["function"]
+    what = f"parameters of the tool '{function['name']}'"
+    given = function.get("parameters") or {}
+    text = json_text(
+        given if not isinstance(given, Mapping) else {"type": "object", "properties": {}, **given},
+        what,
+    )
+    if json.loads(text)["type"] != "object":
+        raise InputError(
+            f"The {what} must be a JSON schema of type 'object'; found type {given['type']!r}."
+        )
+    return text
+
 
 Say = Callable[[str | Thought], None] | None
 """A callback for pieces of an answer as they are generated; None: the answer is not streamed."""
@@ -71,8 +152,13 @@ class Request:
 
     @cached_property
     def messages(self) -> list[ChatMessage]:
-        """The messages of the question; empty if it is token ids or a prompt in PML."""
-        if isinstance(self.question, PMLPrompt) or is_ids(self.question):
+        """The messages of the question; empty if it is token ids or a prompt in PML.
+
+        Raises:
+            InputError: Token ids came with tools or a session.
+        """
+        is_bare = is_ids(self.question) and not self.tools and self.ask.session is None
+        if is_bare or isinstance(self.question, PMLPrompt):
             return []
         return messages_of(self.question)
 
@@ -186,3 +272,86 @@ class PreparedPrompt:
         if cache is None or cache.length != n_prompt + n_ids - 1:
             return n_prompt
         return cache.length
+
+
+RAGFUSE_OPTIONS = ("presence_penalty", "frequency_penalty", "logit_bias", "stop_token_ids")
+"""Options that transformers' `generate` does not have."""
+
+
+def generate_options(
+    request: Request, n_prompt: int, rules: Sequence[GrammarProcessor] = ()
+) -> dict[str, Any]:
+    """Return the options for transformers' `generate`: greedy by default, and no longer than the
+    model's context allows.
+
+    Stop strings are not handled here (see `generate.py`).
+
+    Args:
+        request: The request.
+        n_prompt: The positions that the prompt takes.
+        rules: What else changes the logits.
+
+    Raises:
+        InputError: `min_new_tokens` exceeds the room for the answer, or an option names ids that
+            are not tokens.
+    """
+    ask, model, options = request.ask, request.model, dict(request.ask.options)
+    config = options.get("generation_config")
+    if config is None:
+        options.setdefault("do_sample", False)
+    if not options.get("do_sample", getattr(config, "do_sample", False)):
+        options = {"temperature": None, "top_p": None, "top_k": None, **options}
+    if options.get("max_length") is None:
+        room = model.max_context and model.max_context - n_prompt + 1
+        limit = (
+            request.max_tokens(room)
+            or getattr(config, "max_new_tokens", None)
+            or request.runtime.settings.max_tokens
+        )
+        options["max_new_tokens"] = limit if room is None else min(limit, room)
+        min_tokens = options.get("min_new_tokens") or 0
+        if min_tokens > options["max_new_tokens"]:
+            raise InputError(
+                f"min_new_tokens is {min_tokens}, but the answer can have at most"
+                f" {options['max_new_tokens']} tokens. Lower it, raise max_tokens, or shorten the"
+                " prompt.",
+                "min_new_tokens",
+            )
+    presence, frequency, bias, stops = (options.pop(name, None) for name in RAGFUSE_OPTIONS)
+    processors = [*(options.get("logits_processor") or ())]
+    if presence or frequency:
+        processors.append(Penalties(float(presence or 0), float(frequency or 0)))
+    if bias:
+        _check_ids("logit_bias", bias, model)
+        options["sequence_bias"] = {(int(id),): float(value) for id, value in bias.items()}
+    if stops:
+        _check_ids("stop_token_ids", stops, model)
+        options["eos_token_id"] = list(ends_of(model, ask.options))
+    if processors := [*processors, *rules]:
+        options["logits_processor"] = processors
+    return {**options, "stop_strings": ()}
+
+
+def ends_of(model: HFModel, options: Mapping[str, Any] = MappingProxyType({})) -> tuple[int, ...]:
+    """Return the ids that end an answer: the model's end tokens and those in `stop_token_ids`."""
+    ends = resolve_option("eos_token_id", options, model)
+    own = tuple(ends) if isinstance(ends, Sequence) else () if ends is None else (ends,)
+    return tuple(dict.fromkeys((*own, *(options.get("stop_token_ids") or ()))))
+
+
+def n_logits(model: HFModel) -> int:
+    """Return the size of the model's logits: how many tokens it can generate."""
+    head = model.model.get_output_embeddings()
+    return int(head.weight.shape[0]) if head is not None else len(model.tokenizer)
+
+
+def _check_ids(name: str, ids: Iterable[Any], model: HFModel) -> None:
+    """Raise InputError if the option `name` has an id that is not a token's."""
+    n_ids = n_logits(model)
+    wrong = next((id for id in ids if not str(id).isdecimal() or int(id) >= n_ids), None)
+    if wrong is not None:
+        raise InputError(
+            f"{name} has {wrong!r:.40}, which is not a token id of {model.name}; wanted 0 to"
+            f" {n_ids - 1:,}.",
+            name,
+        )

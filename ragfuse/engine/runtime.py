@@ -11,10 +11,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ragfuse.engine.codec_tables import ensure_tables
 from ragfuse.engine.encoder import Encoder
-from ragfuse.engine.machine_timings import MachineTimings
-from ragfuse.engine.model_profiles import judged_profile, profile_name, stored_profile
+from ragfuse.engine.model_records import (
+    MachineTimings,
+    ensure_tables,
+    judged_profile,
+    profile_name,
+    stored_profile,
+)
 from ragfuse.errors import ModelError, SettingsError
 from ragfuse.hf.fingerprint import weights_digest
 from ragfuse.hf.model import HFModel
@@ -24,6 +28,7 @@ from ragfuse.hf.verify import Verdict, verify
 from ragfuse.load.link import Link
 from ragfuse.models import quietly, resolve_llm
 from ragfuse.models.adapters import CHUNK_ADAPTER
+from ragfuse.models.dtypes import resolve_auto
 from ragfuse.models.loader import Given, LoadedModel, ProfileOf, Tokens, load_model
 from ragfuse.models.threads import limit_threads
 from ragfuse.models.weight_files import identity
@@ -31,7 +36,7 @@ from ragfuse.plan.controller import settle
 from ragfuse.process.exit import at_work
 from ragfuse.process.jobs import BackgroundJobs
 from ragfuse.process.shared import shared, shared_while_used
-from ragfuse.sessions.conversation_index import ConversationIndex
+from ragfuse.sessions.session_store import ConversationIndex
 from ragfuse.settings import Settings
 from ragfuse.store import Catalog, CatalogFile, KVStore, open_catalog, open_store
 from ragfuse.store.tenants import remember_tenant
@@ -216,48 +221,47 @@ def _version_of(place: Path) -> str:
 
 
 def handed_over(
-    given: Given, tokenizer: Tokens, settings: Settings
+    given: Given, tokenizer: Tokens, settings: Settings | None
 ) -> tuple[LoadedModel | HFModel | None, Settings]:
     """Return the loaded model that was given (None: only a name was), and the settings adapted to
-    it.
+    it and to this machine.
 
     Args:
         given: A name, path or loaded model; None: the model in the settings.
         tokenizer: The tokenizer of a loaded model.
-        settings: The settings.
+        settings: The settings; None: those of the environment.
 
     Raises:
         ModelError: The combination is invalid; the message says why.
         SettingsError: A setting contradicts the loaded model.
     """
+    settings = Settings() if settings is None else settings
     if not isinstance(settings, Settings):
         raise ModelError(
             f"The first argument of Engine is Settings, found {settings!r:.60}. Give a model as"
             " Engine(model=...), and the folder of the store as Engine(Settings(store=...))."
         )
-    if given is None or isinstance(given, str | Path | HFModel | LoadedModel):
-        if tokenizer is not None:
-            raise ModelError(
-                "tokenizer= is only for a loaded transformers model, found none: other models have"
-                " their own. Leave tokenizer= out."
-            )
-        if isinstance(given, HFModel | LoadedModel):
-            return given, settings
-        return None, (
-            settings.model_copy(update={"model": str(given)}) if given is not None else settings
-        )
-    if settings.model_kwargs:
+    update, loaded = dict[str, str](), given if isinstance(given, HFModel | LoadedModel) else None
+    is_named = given is None or isinstance(given, str | Path)
+    if (is_named or loaded is not None) and tokenizer is not None:
         raise ModelError(
-            "model_kwargs only apply when ragfuse loads the model, and this one is loaded already."
-            " Leave them out, or give the model's name."
+            "tokenizer= is only for a loaded transformers model, found none: other models have"
+            " their own. Leave tokenizer= out."
         )
-    found = LoadedModel.of(given, tokenizer)
-    device, dtype = str(device_of(found.model)), str(found.model.dtype).removeprefix("torch.")
-    _check_same(settings, "dtype", dtype)
-    _check_same(settings, "device", device)
-    return found, settings.model_copy(
-        update={"model": found.name, "device": device, "dtype": dtype}
-    )
+    if is_named:
+        update = {} if given is None else {"model": str(given)}
+    elif loaded is None:
+        if settings.model_kwargs:
+            raise ModelError(
+                "model_kwargs only apply when ragfuse loads the model, and this one is loaded"
+                " already. Leave them out, or give the model's name."
+            )
+        loaded = LoadedModel.of(given, tokenizer)
+        device, dtype = str(device_of(loaded.model)), str(loaded.model.dtype).removeprefix("torch.")
+        _check_same(settings, "dtype", dtype)
+        _check_same(settings, "device", device)
+        update = {"model": loaded.name, "device": device, "dtype": dtype}
+    return loaded, resolve_auto(settings.model_copy(update=update).usable())
 
 
 def _check_same(settings: Settings, name: str, found: str) -> None:

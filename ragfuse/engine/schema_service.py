@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ragfuse.engine.ask import Ask
-from ragfuse.engine.overflow import remaining_context
+from ragfuse.engine.encoder import remaining_context
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.errors import InputError, PMLError
 from ragfuse.process.lru import LRU
@@ -87,8 +87,7 @@ class SchemaService(SchemaRegistry):
         super().__init__(runtime.store, runtime.catalog, runtime.settings.salt)
         self._prompts, self._runtime = prompts, runtime
         self._ensuring = threading.Lock()
-        # by text, with the keys
-        self._layouts = LRU[str, tuple[SchemaLayout, list[str]]](MAX_LAYOUTS)
+        self._layouts = LRU[str, SchemaLayout](MAX_LAYOUTS)
         self._template: tuple[str, Wrapping] | None = None
 
     def register(
@@ -114,11 +113,7 @@ class SchemaService(SchemaRegistry):
             StoreError: It cannot be written to the catalog.
         """
         stored = _stored_schema(schema)
-        (layout, keys), encoder, began = (
-            self._laid_out(stored),
-            self._runtime.encoder,
-            time.perf_counter(),
-        )
+        layout, encoder, began = self.laid_out(stored), self._runtime.encoder, time.perf_counter()
         remaining_context(
             layout.n_positions, encoder.model, f"Schema '{stored.name}'", "Shorten its modules."
         )
@@ -127,7 +122,7 @@ class SchemaService(SchemaRegistry):
             done = done.plus(len(run.tokens), encoder.keep_run(run), time.perf_counter() - began)
             if progress is not None:
                 progress(done)
-        self.put(stored, encoder.digest, keys, must)
+        self.put(stored, encoder.digest, self._keys(layout), must)
         return RegisteredSchema(layout, done)
 
     def has(self, schema: Schema) -> bool:
@@ -179,12 +174,6 @@ class SchemaService(SchemaRegistry):
             )
         return stored
 
-    def laid_out(self, stored: StoredSchema) -> SchemaLayout:
-        """Return the layout of a stored schema for the engine's model; the latest ones are
-        cached.
-        """
-        return self._laid_out(stored)[0]
-
     def prompt(self, request: PMLPrompt, ask: Ask) -> Prompt:
         """Build the prompt of a request in PML: modules at the schema's positions, and new text
         (`schemas.bind`).
@@ -212,23 +201,19 @@ class SchemaService(SchemaRegistry):
                 self.describe_names(),
                 "Register it first: `ragfuse schema add FILE` or engine.schemas.register(FILE).",
             )
-        layout, keys = self._laid_out(
-            stored if request.over is None else _stored_schema(request.over)
-        )
+        layout = self.laid_out(stored if request.over is None else _stored_schema(request.over))
+        keys = self._keys(layout)
         if not {*keys} <= {*stored.keys.get(encoder.digest, ())}:
             # the answer may store them: they are deleted with the schema
             self.note(stored.name, encoder.digest, keys)
         return bind(request, layout, encoder.model.tokens, encoder.key_of, ask.blend)
 
-    # inside
-
-    def _laid_out(self, stored: StoredSchema) -> tuple[SchemaLayout, list[str]]:
-        """Return the layout of a schema, and the keys of its runs."""
+    def laid_out(self, stored: StoredSchema) -> SchemaLayout:
+        """Return the layout of a schema for the engine's model; the latest ones are cached."""
         found = self._layouts.get(stored.pml)
         if found is not None:
             return found
-        encoder, schema = self._runtime.encoder, parse_schema(stored.pml, stored.file)
-        model = encoder.model
+        schema, model = parse_schema(stored.pml, stored.file), self._runtime.model
         begins, wrapping = self._wrapping()
         is_chat = wrapping is not NO_WRAPPING and has_messages(schema.items)
         bos = model.tokens(begins, True) if is_chat else model.bos
@@ -238,8 +223,12 @@ class SchemaService(SchemaRegistry):
         placeholder = unknown if isinstance(unknown, int) else model.tokens(" ")[0]
         shortest, fixed = self._runtime.settings.min_chunk_tokens, model.profile.fixed
         layout = lay_out(schema, model.tokens, placeholder, wrapping, bos, shortest, fixed)
-        keys = [str(encoder.key_of(run)) for run in layout.runs]
-        return self._layouts.add(stored.pml, (layout, keys))
+        return self._layouts.add(stored.pml, layout)
+
+    # inside
+
+    def _keys(self, layout: SchemaLayout) -> list[str]:
+        return [str(self._runtime.encoder.key_of(run)) for run in layout.runs]
 
     def _wrapping(self) -> tuple[str, Wrapping]:
         """Return how the chat template begins a prompt, and the texts it puts around messages;

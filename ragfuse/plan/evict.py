@@ -1,5 +1,4 @@
-"""Eviction: what to drop when a tier is full, or an entry too old. Decisions only, no clock, file
-or tensor is read.
+"""Eviction: what to drop when a tier is full, or an entry too old.
 
 An eviction policy is an order over the stored items (`Rank`); `ConversationEvictor` sorts the
 entries of a tier by it.
@@ -12,10 +11,39 @@ from dataclasses import dataclass
 from importlib import import_module
 from math import inf
 
-from ragfuse.plan.eviction_item import EvictionItem, Rank
 from ragfuse.types.choices import EVICTION_POLICIES
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionItem:
+    """All entries of a conversation in one tier, or a single entry that belongs to none; evicted or
+    moved as a whole.
+
+    A conversation's KV is used whole or not at all (AttentionStore, section 3.3.2).
+
+    Args:
+        name: The name of the conversation, or the key itself.
+        keys: Keys of the entries.
+        nbytes: Bytes of all entries.
+        last_used: When the most recently used entry was used, in seconds.
+        arrived: When the oldest entry was stored, in seconds.
+    """
+
+    name: Hashable
+    keys: tuple[ChunkKey, ...]
+    nbytes: int
+    last_used: float
+    arrived: float = 0.0
+
+
+Rank = Callable[[EvictionItem, float | None], tuple[int, float]]
+"""An eviction policy, a pure function: the item with the smallest rank is evicted first. Arguments:
+an item, and the queue position of its first waiting job, which grows from head to tail (None: no
+job waits for it).
+"""
+
 
 Evictor = Callable[[Iterable[Entry]], Iterable[Iterable[ChunkKey]]]
 """A function from the entries of a tier, least recently used first, to the keys to drop, in order.

@@ -1,13 +1,17 @@
-"""The choice of tier for a new chunk. Decisions only."""
+"""Decisions about tiers: which one a new chunk is written to, what is prefetched from slow ones
+(AttentionStore 3.3), and how many layers are read before a prefill (3.2.1).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import inf
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import ceil, inf
 from types import MappingProxyType
+from typing import TypeVar
 
 from ragfuse.plan.cost import CostModel
 from ragfuse.types.choices import LEVEL_NAMES
+from ragfuse.types.plan import LoadPlan
 
 RAW_ALONE: Mapping[str, Sequence[str]] = MappingProxyType({})
 
@@ -72,3 +76,38 @@ def choose_tier(
     if not hidden:
         return min(load_s, key=lambda tier: load_s[tier], default=None)
     return min(hidden, key=lambda tier: (price[tier], load_s[tier]))
+
+
+T = TypeVar("T")
+
+
+def to_prefetch(waiting: Iterable[tuple[T, int]], memory_bytes: int) -> Iterator[T]:
+    """Yield conversations to prefetch, in queue order, while they fit in memory with all those
+    before them.
+
+    Section 3.3.1, by bytes where the paper counts conversations of average size. It ends at the
+    first that does not fit, so that later ones do not take its room.
+
+    Args:
+        waiting: Conversations of the waiting jobs with their stored bytes, from head to tail.
+        memory_bytes: Bytes of memory for them.
+    """
+    for conversation, nbytes in waiting:
+        memory_bytes -= nbytes
+        if memory_bytes < 0:
+            return
+        yield conversation
+
+
+def layers_before(plan: LoadPlan, n_layers: int) -> int:
+    """Return how many layers of a plan to read before its prefill begins, so that no layer waits
+    for its KV.
+
+    S_buf = B(T_load L_hist - T_pref L_new) of section 3.2.1, in layers, rounded up; 0 where this
+    machine was not measured, or loading hides behind the prefill anyway.
+    """
+    forecast = plan.forecast
+    if forecast is None or not plan.fetches or forecast.load_s <= 0:
+        return 0
+    share = 1 - forecast.recompute_s / forecast.load_s
+    return max(0, ceil(n_layers * share - 1e-9))

@@ -17,8 +17,7 @@ from urllib.parse import quote
 from pydantic import TypeAdapter, ValidationError
 
 from ragfuse.engine.answer_stream import AnswerStream, Piece, answers_of
-from ragfuse.engine.ask import Ask
-from ragfuse.engine.question import Question, prompts_of
+from ragfuse.engine.ask import Ask, Question, prompts_of
 from ragfuse.errors import InputError, ServerError
 from ragfuse.process.shared import OneProcess, shared
 from ragfuse.remote.address import LOCAL, ServerAddress

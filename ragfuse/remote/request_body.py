@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ragfuse.engine.ask import SAMPLING, Ask
-from ragfuse.engine.question import Question, is_ids, messages_of
+from ragfuse.engine.ask import SAMPLING, Ask, Question, is_ids, messages_of
 from ragfuse.errors import InputError
 from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.schemas.pml_writer import to_pml

@@ -6,7 +6,7 @@ tenant's own requests run in order of arrival, but a request waits while another
 conversation runs, because each turn continues from the history with the turn before.
 
 Look-ahead prefetching and eviction use the order of the waiting requests
-(`ragfuse.plan.look_ahead`, AttentionStore section 3.3).
+(`ragfuse.plan.tiers`, AttentionStore section 3.3).
 """
 
 from __future__ import annotations

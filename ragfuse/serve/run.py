@@ -14,9 +14,8 @@ from typing import Any
 from uuid import uuid4
 
 from ragfuse.engine.answer_stream import AnswerStream
-from ragfuse.engine.ask import Ask
+from ragfuse.engine.ask import Ask, Question
 from ragfuse.engine.engine import Engine
-from ragfuse.engine.question import Question
 from ragfuse.engine.request import PreparedPrompt
 from ragfuse.serve.logprobs import LogprobRecorder, TokenLogprob
 from ragfuse.serve.refusals import APIError

@@ -28,7 +28,7 @@ from ragfuse.serve.request_state import tenant_of
 from ragfuse.serve.response_records import ResponseRecords
 from ragfuse.serve.run import AnswerRequest, AnswerRun
 from ragfuse.serve.threads import Threads
-from ragfuse.sessions.conversation_index import ConversationIndex
+from ragfuse.sessions.session_store import ConversationIndex
 from ragfuse.settings import Settings
 from ragfuse.text.chat_messages import ChatMessage, Content
 from ragfuse.transfer import TransferPlace

@@ -1,7 +1,7 @@
 """Counters over all answers of an engine, with few fixed names: never a document, a question or a
 key.
 
-The figures of a single answer are in its trace (`engine/trace_builder.py`) and its spans
+The figures of a single answer are in its trace (`engine/generate.py`) and its spans
 (`otel.py`); `prometheus.py` exports these counters.
 """
 

@@ -17,8 +17,7 @@ from ragfuse_bench.sessions.windows import (
     required_capacity,
 )
 
-from ragfuse.plan.evict import by_next_use, by_use
-from ragfuse.plan.eviction_item import EvictionItem
+from ragfuse.plan.evict import EvictionItem, by_next_use, by_use
 
 GB = 10**9
 

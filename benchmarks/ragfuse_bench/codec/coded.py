@@ -12,7 +12,7 @@ from ragfuse_bench.codec.few_bits import FewBits
 from ragfuse.codec import Codec, LayerMeta, codec_for
 from ragfuse.codec.cachegen import CacheGenCodec
 from ragfuse.codec.tables import CodecTables
-from ragfuse.engine.codec_tables import made_tables
+from ragfuse.engine.model_records import made_tables
 from ragfuse.hf.model import HFModel
 from ragfuse.types.choices import LEVEL_NAMES
 from ragfuse.types.kv import ChunkKV

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ragfuse.engine.options import ends_of
+from ragfuse.engine.request import ends_of
 from ragfuse.hf.cache import RowCache
 from ragfuse.hf.model import HFModel
 from ragfuse.types.kv import ChunkKV

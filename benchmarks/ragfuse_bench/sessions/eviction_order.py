@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable, Iterator
 
-from ragfuse.plan.eviction_item import EvictionItem, Rank
+from ragfuse.plan.evict import EvictionItem, Rank
 
 _SLACK = 64
 

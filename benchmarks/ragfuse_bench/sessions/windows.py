@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ragfuse.plan.eviction_item import EvictionItem
+from ragfuse.plan.evict import EvictionItem
 
 
 def by_arrival(item: EvictionItem, place: float | None) -> tuple[int, float]:

@@ -8,7 +8,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from ragfuse import Ask, Engine, Settings
-from ragfuse.engine.model_profiles import stored_profile
+from ragfuse.engine.model_records import stored_profile
 from ragfuse.store import KVStore
 from ragfuse.types.keys import filler_context
 from ragfuse.types.plan import NOT_ENCODED

@@ -14,7 +14,7 @@ def short(monkeypatch):
     """What is measured is short."""
     own, less = measuring.measure, {"longest": 128, "rounds": 1}
     monkeypatch.setattr(
-        "ragfuse.engine.machine_timings.measure", lambda *given, **more: own(*given, **less, **more)
+        "ragfuse.engine.model_records.measure", lambda *given, **more: own(*given, **less, **more)
     )
 
 

@@ -75,7 +75,7 @@ def test_what_another_machine_packed_with_its_own_tables_is_read_with_these(
         same.store.tier("objects").delete([ChunkKey(OWNER, digest("tables", same.digest))])
     model.profile = replace(model.profile, codec=None)  # which engines of one process share
     monkeypatch.setattr(
-        "ragfuse.engine.codec_tables.sample",
+        "ragfuse.engine.model_records.sample",
         lambda: ("Quite another text, so that the tables differ. " * 9,) * 2,
     )
     with Engine(third) as other:

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig
 
 from ragfuse import Engine, Settings
-from ragfuse.engine.model_profiles import (
+from ragfuse.engine.model_records import (
     calibrate_command,
     refusal_of,
 )

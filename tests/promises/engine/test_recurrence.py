@@ -5,7 +5,7 @@ tenants.
 import pytest
 
 from ragfuse import Ask, Engine
-from ragfuse.engine.recurrence import RecurringPassages
+from ragfuse.engine.remember import RecurringPassages
 from ragfuse.types.plan import CODE, LoadPlan
 from ragfuse.types.prompt import Prompt, Segment
 from tests.kits.tiny import CHUNKS, adds_up, chunk_hits

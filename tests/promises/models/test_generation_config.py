@@ -1,6 +1,6 @@
 """A model's generation config is completed where it has no end."""
 
-from ragfuse.engine.options import ends_of
+from ragfuse.engine.request import ends_of
 from ragfuse.models.loader import load_model
 
 

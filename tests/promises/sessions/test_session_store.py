@@ -15,7 +15,7 @@ import pytest
 
 from ragfuse import Ask, Engine, InputError
 from ragfuse.cli.entries import OpenStore
-from ragfuse.engine.history import ConversationHistory
+from ragfuse.engine.build import ConversationHistory
 from tests.kits.sessions import QUESTIONS, is_full_prefill, resent, talk
 from tests.kits.store import Clock
 from tests.kits.tiny import ROOT, ingest

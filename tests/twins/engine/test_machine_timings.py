@@ -3,7 +3,7 @@
 import pytest
 
 from ragfuse import Ask
-from ragfuse.engine.machine_timings import MachineTimings
+from ragfuse.engine.model_records import MachineTimings
 from ragfuse.store.catalog import Catalog
 from tests.kits.plan import timings
 from tests.kits.tiny import messages

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ragfuse import Ask, Engine, Piece, Settings
 from ragfuse.adapt.teacher import context_of
-from ragfuse.engine.options import ends_of
+from ragfuse.engine.request import ends_of
 from ragfuse.errors import RefusedError
 from ragfuse.fuse.fusor import CachedRun
 from ragfuse.hf.branches import Branch, BranchModel, ContextTokens

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from ragfuse.engine.codec_tables import made_tables
+from ragfuse.engine.model_records import made_tables
 from ragfuse.hf.rounding_error import rounding_costs
 from ragfuse.types.kv import ChunkKV, LayerKV
 from tests.kits import hf as kit
@@ -68,5 +68,5 @@ def test_every_family_gets_tables_by_what_errors_cost(name, monkeypatch):
     model = family(name)
     tables = made_tables(model)
     assert len(tables.layers) == model.n_layers
-    monkeypatch.setattr("ragfuse.engine.codec_tables.rounding_costs", lambda *_: ())
+    monkeypatch.setattr("ragfuse.engine.model_records.rounding_costs", lambda *_: ())
     assert tables.digest != made_tables(model).digest

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.plan.observed import MAX_CORRECTION, MIN_PREFILL_ROWS, READINGS, Observed
+from ragfuse.plan.cost import MAX_CORRECTION, MIN_PREFILL_ROWS, READINGS, Observed
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import Fetch, LoadPlan
 from ragfuse.types.prompt import Prompt, Segment
@@ -33,15 +33,15 @@ def load_s(*tiers):
 
 def seen(*times, tiers=("far", "far"), before=None):
     """After prompts over these tiers that took so many times as long as measured."""
-    found = before or Observed()
+    found = before or Observed(SPEEDS)
     for each in times:
-        found = found.loaded(SPEEDS, planned(*tiers), each * load_s(*tiers))
+        found = found.loaded(planned(*tiers), each * load_s(*tiers))
     return found
 
 
 def corrections(found):
     """How many times as long as measured tiers are taken to need."""
-    measured, now = SPEEDS.tiers, found.applied(SPEEDS, 12).tiers
+    measured, now = SPEEDS.tiers, found.applied(12).tiers
     return {
         name: each.read_s / measured[name].read_s
         for name, each in now.items()
@@ -72,9 +72,9 @@ def test_what_happened_once_changes_nothing(times, odd):
     st.lists(st.sampled_from(["far", "near", "memory"]), min_size=1),
 )
 def test_no_tier_is_corrected_beyond_the_bounds(took, tiers):
-    found = Observed()
+    found = Observed(SPEEDS)
     for seconds in took:
-        found = found.loaded(SPEEDS, planned(*tiers), seconds)
+        found = found.loaded(planned(*tiers), seconds)
     for tier in found.tiers:
         assert 1 / MAX_CORRECTION <= found.times(tier) * (1 + 1e-9) <= MAX_CORRECTION * (1 + 2e-9)
 
@@ -86,7 +86,7 @@ def test_tiers_of_one_prompt_share_what_was_seen_as_they_share_the_time():
     alike = seen(4.0, 4.0, 4.0, tiers=("far", "near", "near", "near", "near"))
     assert corrections(alike) == {"far": pytest.approx(4.0), "near": pytest.approx(4.0)}
     known = seen(8.0, 8.0, 8.0, 8.0, 8.0, tiers=("near",))
-    after = known.loaded(SPEEDS, planned("far", "near"), load_s("far") + 8 * load_s("near"))
+    after = known.loaded(planned("far", "near"), load_s("far") + 8 * load_s("near"))
     assert after.tiers["near"][-1] == pytest.approx(8.0, rel=0.1)
     assert after.tiers["far"][-1] == pytest.approx(1.0, rel=0.1)
 
@@ -95,7 +95,7 @@ def test_a_slow_tier_that_is_left_unread_is_believed_again():
     slow = seen(10.0, 10.0, 10.0, 10.0, 10.0)
     for _ in range(3):
         assert corrections(slow)
-        slow = slow.loaded(SPEEDS, planned(unread=("far", "near")), 0.0)
+        slow = slow.loaded(planned(unread=("far", "near")), 0.0)
     assert (corrections(slow), set(slow.tiers)) == ({}, {"far"})
 
 
@@ -104,16 +104,16 @@ def test_where_nothing_was_measured_a_row_takes_the_least_of_the_last_readings()
         Observed().computed(planned(n_tokens=100), 4, 1.0).computed(planned(n_tokens=200), 4, 3.0)
     )
     assert found.rows == (0.01, 0.015)
-    assert found.applied(None, 4).prefill_s(3) == pytest.approx(0.03)
-    assert not found.applied(None, 4).knows([])
+    assert found.applied(4).prefill_s(3) == pytest.approx(0.03)
+    assert not found.applied(4).knows([])
     for _ in range(READINGS):
         found = found.computed(planned(n_tokens=100), 4, 2.0)
     assert len(found.rows) == READINGS
-    assert found.applied(None, 4).prefill_s(3) == pytest.approx(0.06)
+    assert found.applied(4).prefill_s(3) == pytest.approx(0.06)
 
 
 def test_a_short_prefill_says_nothing_of_a_row():
     assert Observed(rows=(0.5,)).computed(planned(n_tokens=MIN_PREFILL_ROWS - 1), 4, 1.0).rows == (
         0.5,
     )
-    assert Observed().applied(None, 4) is None
+    assert Observed().applied(4) is None

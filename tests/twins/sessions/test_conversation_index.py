@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.sessions.conversation_index import ConversationIndex
+from ragfuse.sessions.session_store import ConversationIndex
 from ragfuse.types.keys import ChunkKey
 
 KEYS = tuple(ChunkKey("m", name) for name in "pqrst")

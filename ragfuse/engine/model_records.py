@@ -1,0 +1,334 @@
+"""What the catalog keeps about a model: its profile with its verdicts, its timings on this machine,
+its codec tables.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import shlex
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ragfuse.codec import Codec, CodecTables, LayerMeta, codec_for, profile_tables
+from ragfuse.hf.model import HFModel
+from ragfuse.hf.queries import query_sizes
+from ragfuse.hf.rounding_error import rounding_costs
+from ragfuse.load.timings import Progress, measure
+from ragfuse.models.dtypes import auto_dtype
+from ragfuse.plan.cost import COST_VERSION, CostModel, Observed
+from ragfuse.process.exit import at_work
+from ragfuse.settings import Settings
+from ragfuse.store import KVStore
+from ragfuse.store.catalog import Catalog, CatalogFile
+from ragfuse.store.codec_registry import CodecRegistry, wants_tables
+from ragfuse.text import sample
+from ragfuse.types.keys import digest
+from ragfuse.types.kv import ChunkKV, LayerKV
+from ragfuse.types.plan import AUTO, NOT_EXACT, NOT_SAFE, LoadPlan
+from ragfuse.types.profiles import PROFILE_VERSION, ModelProfile
+
+log = logging.getLogger("ragfuse")
+
+
+def refusal_of(profile: ModelProfile, policy: str) -> str:
+    """Return why a model's prompts need a full prefill; "" where they may be blended.
+
+    The verdicts of `verify` and calibration count for the policy "auto" only, not for one that was
+    asked for.
+    """
+    if profile.refusal or policy != AUTO:
+        return profile.refusal
+    return NOT_EXACT if profile.verified is False else NOT_SAFE if profile.safe is False else ""
+
+
+def stored_profile(catalog: CatalogFile, fingerprint: str) -> ModelProfile | None:
+    """Return the profile of a model that a catalog has; None where it has none."""
+    return catalog.get(profile_name(fingerprint), ModelProfile)
+
+
+def judged_profile(catalog: CatalogFile, own: ModelProfile) -> ModelProfile:
+    """Return the model's own profile, overridden by the verdicts in a catalog."""
+    stored = stored_profile(catalog, own.model)
+    if stored is None:
+        return own
+    judged = stored if stored.safe is not None else replace(own, verified=stored.verified)
+    return replace(judged, filler_tokens=own.filler_tokens)
+
+
+def profile_name(fingerprint: str) -> str:
+    """Return a profile's name in the catalog; it has the library versions, since a profile is valid
+    for these only.
+    """
+    versions = f"torch-{version('torch')}-transformers-{version('transformers')}"
+    return f"model-{fingerprint}-{PROFILE_VERSION}-{versions}"
+
+
+def name_for_calibrate(setting: str, name: str) -> str:
+    """Return the name by which `ragfuse calibrate` finds a model.
+
+    Args:
+        setting: The model in the settings.
+        name: The model's own name; a server shortens a path to its last part. If it is another
+            model than that in the settings, the engine was given one.
+    """
+    return setting if name in (setting, Path(setting).name) else name
+
+
+def options_for(settings: Settings, model: HFModel, has_store: bool = True) -> list[str]:
+    """Return the options of a command that judges or times a model as it is here: what is not the
+    command's default.
+
+    An access token is left out.
+
+    Args:
+        settings: The settings of the engine, or those that the command line was given.
+        model: The loaded model.
+        has_store: Whether the command takes --store.
+    """
+    device, dtype = str(model.device), str(model.dtype).removeprefix("torch.")
+    loading = {name: value for name, value in settings.model_kwargs.items() if name != "token"}
+    return [
+        *(["--dtype", dtype] if dtype != auto_dtype(device) else []),
+        *(["--device", device] if device != Settings.model_fields["device"].default else []),
+        *(["--model-kwargs", json.dumps(loading)] if loading else []),
+        *(["--store", str(settings.store)] if has_store and settings.store is not None else []),
+    ]
+
+
+def calibrate_command(settings: Settings, model: HFModel) -> str:
+    """Return the command that calibrates a model as it is here, for documents at PATH."""
+    named = "--model", name_for_calibrate(settings.model, model.name)
+    options = options_for(settings, model)
+    return shlex.join(["ragfuse", "calibrate", *named, *options, "--docs", "PATH"])
+
+
+def hint(profile: ModelProfile, settings: Settings, model: HFModel) -> None:
+    """Log that a model is not calibrated, and what to do about it."""
+    name, ratio = profile.default_choice
+    log.warning(
+        "%s is not calibrated, so the default is used: policy %s, which recomputes %.0f%% of the"
+        " reused tokens. To find what suits this model, and whether reuse is safe with it: %s",
+        name_for_calibrate(settings.model, model.name),
+        name,
+        100 * ratio,
+        calibrate_command(settings, model),
+    )
+
+
+class MachineTimings:
+    """Timings by model, device and number of threads. Thread-safe.
+
+    Args:
+        tiers: URLs of tiers beside memory and disk; timings are valid for these only.
+        catalog: The store's catalog, where timings are kept.
+    """
+
+    def __init__(self, tiers: Sequence[str], catalog: Catalog) -> None:
+        self._catalog, self._lock = catalog, threading.Lock()
+        self._known: dict[str, Observed] = {}
+        self._environment = version("torch"), version("transformers"), *tiers
+
+    def machine(self, model: HFModel) -> CostModel | None:
+        """Return what was measured for torch's current number of threads, also by another process;
+        None where nothing was.
+        """
+        with self._lock:
+            return self._of(model).measured
+
+    def costs(self, model: HFModel) -> CostModel | None:
+        """Return what reading and computing cost now: what was measured, corrected by the times of
+        real answers.
+
+        Where nothing was measured it has no tiers, and computing goes by the last prefills; None
+        before the first.
+        """
+        with self._lock:
+            return self._of(model).applied(model.n_layers)
+
+    def learn(self, costs: CostModel) -> None:
+        """Use these timings from now on, here and in other processes on this store.
+
+        Raises:
+            StoreError: They cannot be written to the catalog.
+        """
+        name = self.name(costs.model, costs.device, costs.threads)
+        with self._lock:
+            self._known[name] = Observed(costs)
+        self._catalog.strict.put(name, costs)
+
+    @at_work()
+    def measure(self, model: HFModel, store: KVStore, tenant: str, progress: Progress) -> CostModel:
+        """Time a model and the tiers of a store on this machine, and use the timings from now on.
+
+        Args:
+            model: The loaded model.
+            store: The store whose tiers are timed.
+            tenant: The digest of model and tenant in keys, whose codecs are timed.
+            progress: Called with what is being timed, and the share that is done (0 to 1).
+
+        Raises:
+            StoreError: The timings cannot be written to the catalog.
+        """
+        codecs = partial(store.levels.codecs, model=tenant)
+        costs = measure(model, store.tiers, progress, codecs=codecs)
+        self.learn(costs)
+        return costs
+
+    def note(
+        self, model: HFModel, plan: LoadPlan, load_s: float | None, compute_s: float | None
+    ) -> None:
+        """Note how long a plan took: loading its entries, and computing; None where that tells
+        nothing.
+        """
+        with self._lock:
+            known = self._of(model)
+            if load_s is not None and plan.forecast is not None:
+                known = known.loaded(plan, load_s)
+            if compute_s is not None:
+                known = known.computed(plan, model.n_layers, compute_s)
+            self._known[self.name_of(model)] = known
+
+    def name(self, fingerprint: str, device: str, threads: int) -> str:
+        """Return the catalog name of timings.
+
+        It covers the machine, the library versions and the tiers, so that timings are not used
+        after a change of these.
+        """
+        gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
+        environment = digest(platform.node(), gpu, *self._environment)
+        return f"machine-{fingerprint}-{device}-{threads}-{COST_VERSION}-{environment[:12]}"
+
+    def name_of(self, model: HFModel) -> str:
+        """Return the catalog name of a model's timings here."""
+        return self.name(model.fingerprint, str(model.device), torch.get_num_threads())
+
+    def _of(self, model: HFModel) -> Observed:
+        """Return the timings of a model on this machine; call it with the lock held."""
+        name = self.name_of(model)
+        known, found = self._known.get(name), self._catalog.get(name, CostModel)
+        if known is None or found not in (None, known.measured):
+            known = self._known[name] = Observed(found)
+        return known
+
+
+log = logging.getLogger("ragfuse.engine")
+
+SAMPLE_TOKENS = 240
+"""Most tokens of one sample text that tables are made from; two of them fit the context of any
+model.
+"""
+
+
+COST_LEVEL = "cg3"
+"""The codec level at which the cost of rounding errors in each layer is measured."""
+
+
+CONTEXT_TOKENS = 768
+"""Most tokens of sample text whose KV is rounded for that measurement."""
+
+
+CONTINUATION_TOKENS = 256
+"""Most tokens of the text that follows, whose predictions show the cost of those errors."""
+
+
+def ensure_tables(registry: CodecRegistry, digest: str, model: HFModel, settings: Settings) -> None:
+    """Set a model's codec tables if a tier needs them: the known ones, or ones that are made now.
+
+    Args:
+        registry: The codecs of the store, which keeps tables.
+        digest: The digest of model and tenant in keys.
+        model: The loaded model; its profile receives the tables.
+        settings: The levels at which the tiers are written.
+    """
+    if model.profile.refusal or not wants_tables(settings):
+        return
+    found = CodecTables.from_dict(model.profile.codec) or registry.tables(digest)
+    found = found or made_tables(model)
+    registry.learn(digest, found)
+    model.profile = replace(model.profile, codec=found.as_dict())
+
+
+def made_tables(model: HFModel) -> CodecTables:
+    """Return a model's codec tables, profiled on the sample texts of the package.
+
+    Bins depend on the cost of errors in each layer, which is measured with tables made without it.
+    """
+    began, chunks = time.perf_counter(), [*_chunks(model)]
+    known = model.profile.rope, _queries(model)
+    tables = profile_tables(chunks, *known)
+    if found := rounding_costs(
+        model, *_split_sample(model), _rounded(codec_for(COST_LEVEL, tables))
+    ):
+        tables = profile_tables(chunks, *known, found)
+    seconds = time.perf_counter() - began
+    log.info(
+        "Prepared the compression of KV for %s in %.1f s (codec tables %s)",
+        model.name,
+        seconds,
+        tables.digest,
+    )
+    return tables
+
+
+def _rounded(codec: Codec) -> Callable[[ChunkKV], ChunkKV]:
+    """Return a function that encodes and decodes KV with a codec."""
+
+    def rounded(layer: LayerKV, at: int) -> LayerKV:
+        blob = codec.encode(layer, at)
+        return codec.decode(blob, LayerMeta.of(layer, blob))
+
+    return lambda kv: ChunkKV(tuple(rounded(layer, at) for at, layer in enumerate(kv.layers)))
+
+
+def _split_sample(model: HFModel) -> tuple[list[int], list[int]]:
+    """Return two thirds of the texts as one run, and the rest as the run after it, cut to fit the
+    model's context.
+    """
+    runs = _runs(model)
+    before, follow = (
+        [token for run in some for token in run] for some in (runs[::3] + runs[1::3], runs[2::3])
+    )
+    max_tokens = model.max_context or 2 * SAMPLE_TOKENS
+    n_follow = min(CONTINUATION_TOKENS, max_tokens // 4)
+    return before[: min(CONTEXT_TOKENS, max_tokens - n_follow)], follow[:n_follow]
+
+
+def _chunks(model: HFModel) -> Iterator[ChunkKV]:
+    """Yield the KV of every text, encoded after the text before it as filler, like stored
+    chunks.
+    """
+    before: Sequence[int] = ()
+    for ids in _runs(model):
+        yield model.encode_with_filler(ids, before)
+        before = ids
+
+
+def _runs(model: HFModel) -> list[list[int]]:
+    """Return the token ids of the sample texts, each cut so that two fit the context of any
+    model.
+    """
+    return [model.tokens(text)[:SAMPLE_TOKENS] for text in sample()]
+
+
+def _queries(model: HFModel) -> tuple[Tensor, ...]:
+    """Return, layer by layer, how large the queries of each key channel are: `[kv_heads,
+    head_dim]`.
+
+    Empty for a model whose cached keys have another shape.
+    """
+    runs = _runs(model)
+    sizes, layers = query_sizes(model, runs), model.encode(runs[0][:2]).layers
+    shapes = [tuple(size.shape) for size in sizes]
+    return (
+        sizes if shapes == [(layer.keys.shape[0], layer.keys.shape[2]) for layer in layers] else ()
+    )
