@@ -45,8 +45,7 @@ from ragfuse.errors import StoreError, about
 from ragfuse.hf.model import HFModel
 from ragfuse.models.dtypes import resolve_auto
 from ragfuse.models.loader import Given, Tokens
-from ragfuse.process.exit import at_work
-from ragfuse.process.jobs import BackgroundJobs, countdown
+from ragfuse.process.jobs import BackgroundJobs, at_work, countdown
 from ragfuse.process.shared import OneProcess, collect_notes, forget, shared
 from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.sessions.conversation_index import ConversationIndex

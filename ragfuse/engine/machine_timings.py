@@ -19,7 +19,7 @@ from ragfuse.hf.model import HFModel
 from ragfuse.load.timings import Progress, measure
 from ragfuse.plan.cost import COST_VERSION, CostModel
 from ragfuse.plan.observed import Observed
-from ragfuse.process.exit import at_work
+from ragfuse.process.jobs import at_work
 from ragfuse.store import KVStore
 from ragfuse.store.catalog import Catalog
 from ragfuse.types.keys import digest

@@ -16,7 +16,7 @@ from ragfuse.engine.runtime import Runtime
 from ragfuse.engine.tools import TOOLS_AUTO, Tool, schemas_of, tools_of
 from ragfuse.errors import InputError, about
 from ragfuse.hf.model import HFModel, Prefill
-from ragfuse.process.exit import EXITING
+from ragfuse.process.jobs import EXITING
 from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.text.chat_messages import ChatMessage
 from ragfuse.types.answer import StreamTrace, Thought
