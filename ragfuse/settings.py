@@ -33,7 +33,14 @@ from pydantic_settings import (
 )
 
 from ragfuse.errors import SettingsError
-from ragfuse.process.folders import can_be_written, make_own_folder, temporary_folder
+from ragfuse.process.folders import (
+    can_be_written,
+    make_own_folder,
+    model_placed,
+    placed_folder,
+    temporary_folder,
+    tier_placed,
+)
 from ragfuse.types.arguments import refused_arguments
 from ragfuse.types.choices import (
     EVICTION_POLICIES,
@@ -43,7 +50,6 @@ from ragfuse.types.choices import (
     LoadingOptions,
     as_setting,
 )
-from ragfuse.types.places import model_placed, placed_folder, tier_placed
 
 log = logging.getLogger("ragfuse.settings")
 

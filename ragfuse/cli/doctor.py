@@ -141,8 +141,7 @@ def _tiers(settings: Settings) -> Iterator[CheckResult]:
     """Check each tier that outlives a process: whether it answers, and what it holds."""
     from ragfuse.store import open_store
     from ragfuse.store.factory import kept_places
-    from ragfuse.store.tier import totals
-    from ragfuse.store.urls import shown
+    from ragfuse.store.tier import shown, totals
 
     # the folder of the store is made when KV is saved
     more = {} if settings.placed().store_path.exists() else {"disk_bytes": 0}

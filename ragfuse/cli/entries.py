@@ -15,7 +15,7 @@ from ragfuse.schemas.registry import SchemaRegistry
 from ragfuse.sessions.session_store import SessionStore
 from ragfuse.settings import Settings
 from ragfuse.store import open_catalog, open_store
-from ragfuse.store.catalog import KnownText
+from ragfuse.store.catalog import KnownText, Tenant, tenants_in
 from ragfuse.store.deletion import (
     Chunk,
     chunk_named,
@@ -25,7 +25,6 @@ from ragfuse.store.deletion import (
     texts_by_chunk,
     unanswered,
 )
-from ragfuse.store.tenants import Tenant, tenants_in
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 

@@ -25,7 +25,7 @@ from ragfuse.cli.files import is_in
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.models import quietly, resolve_embedder
 from ragfuse.settings import Settings
-from ragfuse.store.access import make_root, open_file
+from ragfuse.store.folder import make_root, open_file
 from ragfuse.types.keys import digest
 
 CHUNKS_A_BATCH = 128

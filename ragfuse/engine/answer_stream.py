@@ -10,8 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 
 from ragfuse.errors import InputError
-from ragfuse.process.exit import start_thread
-from ragfuse.process.openmp import release_pool
+from ragfuse.process.jobs import release_pool, start_thread
 from ragfuse.types.answer import Answer, Thought
 
 Piece = str | Thought

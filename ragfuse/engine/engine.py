@@ -40,8 +40,7 @@ from ragfuse.engine.schema_service import RegisteredSchema, SchemaService
 from ragfuse.errors import StoreError, about
 from ragfuse.hf.model import HFModel
 from ragfuse.models.loader import Given, Tokens
-from ragfuse.process.exit import at_work
-from ragfuse.process.jobs import BackgroundJobs, countdown
+from ragfuse.process.jobs import BackgroundJobs, at_work, countdown
 from ragfuse.process.shared import OneProcess, collect_notes, forget, shared
 from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.sessions.session_store import ConversationIndex

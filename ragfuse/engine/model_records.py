@@ -26,7 +26,7 @@ from ragfuse.hf.rounding_error import rounding_costs
 from ragfuse.load.timings import Progress, measure
 from ragfuse.models.dtypes import auto_dtype
 from ragfuse.plan.cost import COST_VERSION, CostModel, Observed
-from ragfuse.process.exit import at_work
+from ragfuse.process.jobs import at_work
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.store.catalog import Catalog, CatalogFile

@@ -24,7 +24,7 @@ from ragfuse.engine.encoder import may_fit
 from ragfuse.engine.request import Request
 from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError
-from ragfuse.process.exit import EXITING, start_thread
+from ragfuse.process.jobs import EXITING, start_thread
 from ragfuse.store import KnownText
 from ragfuse.store.deletion import LEARNT
 from ragfuse.text.assemble import Assembler

@@ -19,7 +19,7 @@ from ragfuse.hf.grammar import GrammarProcessor, check
 from ragfuse.hf.handover import resolve_option
 from ragfuse.hf.model import HFModel, Prefill
 from ragfuse.hf.penalties import Penalties
-from ragfuse.process.exit import EXITING
+from ragfuse.process.jobs import EXITING
 from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.text.chat_messages import ChatMessage
 from ragfuse.types.answer import StreamTrace, Thought

@@ -33,13 +33,12 @@ from ragfuse.models.loader import Given, LoadedModel, ProfileOf, Tokens, load_mo
 from ragfuse.models.threads import limit_threads
 from ragfuse.models.weight_files import identity
 from ragfuse.plan.controller import settle
-from ragfuse.process.exit import at_work
-from ragfuse.process.jobs import BackgroundJobs
+from ragfuse.process.jobs import BackgroundJobs, at_work
 from ragfuse.process.shared import shared, shared_while_used
 from ragfuse.sessions.session_store import ConversationIndex
 from ragfuse.settings import Settings
 from ragfuse.store import Catalog, CatalogFile, KVStore, open_catalog, open_store
-from ragfuse.store.tenants import remember_tenant
+from ragfuse.store.catalog import remember_tenant
 from ragfuse.types.keys import digest
 from ragfuse.types.profiles import ModelProfile
 

@@ -21,7 +21,7 @@ from ragfuse.engine.ask import Ask
 from ragfuse.engine.encoder import remaining_context
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.errors import InputError, PMLError
-from ragfuse.process.lru import LRU
+from ragfuse.process.shared import LRU
 from ragfuse.schemas.bind import bind
 from ragfuse.schemas.layout import NO_WRAPPING, SchemaLayout, Wrapping, lay_out, outline
 from ragfuse.schemas.nodes import (

@@ -33,8 +33,7 @@ from ragfuse.hf.cache import CACHE, JointCache, RowCache
 from ragfuse.hf.hooks import KVTransformed, Wiring, attending
 from ragfuse.hf.lock import FairLock
 from ragfuse.hf.seed import undrawn
-from ragfuse.process.exit import start_thread
-from ragfuse.process.openmp import release_pool, use_threads
+from ragfuse.process.jobs import release_pool, start_thread, use_threads
 
 log = logging.getLogger("ragfuse.hf")
 

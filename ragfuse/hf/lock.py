@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ragfuse.process.openmp import release_pool
+from ragfuse.process.jobs import release_pool
 
 
 class FairLock:

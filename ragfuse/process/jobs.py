@@ -1,24 +1,183 @@
-"""Background work: a bounded queue of jobs, run one by one in a daemon thread that lives only while
-jobs wait.
+"""Background threads: a bounded queue of jobs, the end of the process, which waits for threads that
+compute, and torch's pool of threads.
+
+An ending interpreter stops its daemon threads where they next ask for it; one that is inside native
+code then, such as a product of matrices, aborts the whole process. So the end waits for them.
+
+torch's libgomp keeps a pool of threads for each thread that has computed. While all pools together
+have more threads than there are CPUs, idle ones sleep between operations instead of spinning, and a
+token takes nearly twice as long. So a thread that leaves computing to another releases its pool.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import os
+import sys
+import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from math import inf
+from pathlib import Path
 from threading import Condition, Thread
 from typing import Any, Protocol
 
-from ragfuse.process.exit import start_thread
-from ragfuse.process.openmp import release_pool
+_SOFT = 1  # omp_pause_soft: what `omp_set_num_threads` has set stays
+
+
+def release_pool() -> None:
+    """Release this thread's pool of compute threads; it starts another one when it computes
+    again.
+    """
+    if (libgomp := _libgomp()) is not None:
+        libgomp.omp_pause_resource_all(_SOFT)
+
+
+def use_threads(count: int) -> None:
+    """Set by how many threads operations of this thread are computed, without an effect on
+    others.
+    """
+    if (libgomp := _libgomp()) is not None:
+        libgomp.omp_set_num_threads(count)
+
+
+def _libgomp() -> ctypes.CDLL | None:
+    """Return torch's libgomp; None where torch is not loaded, uses none, or one older than OpenMP
+    5.
+    """
+    torch = sys.modules.get("torch")
+    return _loaded(Path(str(torch.__file__)).parent) if torch is not None else None
+
+
+@cache
+def _loaded(folder: Path) -> ctypes.CDLL | None:
+    files = [*folder.glob("lib/libgomp*"), *folder.parent.glob("torch.libs/libgomp*")]
+    libgomp = ctypes.CDLL(str(files[0])) if files else None
+    return libgomp if hasattr(libgomp, "omp_pause_resource_all") else None
+
+
+log = logging.getLogger("ragfuse")
+EXITING = threading.Event()
+"""Set when the process ends; it ends every answer at the next token."""
+AT_MOST_S = 120.0
+"""Longest time in seconds that the end of the process is put off."""
+_SILENT_S = 2.0
+"""Time in seconds after which a line in the log says what is waited for."""
+
+
+class _Working:
+    """The threads that compute, and how deeply their `at_work` is nested."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.depths: dict[int, int] = {}
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until no other thread computes; return False if that takes longer than `timeout_s`
+        seconds.
+        """
+        me = threading.get_ident()
+        with self.changed:
+            return self.changed.wait_for(lambda: not self.depths.keys() - {me}, timeout_s)
+
+
+_WORKING = _Working()
+if hasattr(os, "register_at_fork"):  # the threads of a forked child's parent are not its own
+    os.register_at_fork(after_in_child=lambda: _Working.__init__(_WORKING))
+
+
+@contextmanager
+def at_work() -> Iterator[None]:
+    """Let the end of the process wait until this thread leaves the block.
+
+    A caller's daemon thread that enters or leaves it after that stays here, so that it does not go
+    on with an answer that was cut off.
+
+    Raises:
+        RuntimeError: The process is ending already, and this is no daemon thread of a caller.
+    """
+    me = threading.get_ident()
+    with _WORKING.changed:
+        depth = _WORKING.depths.get(me, 0)
+        is_late = EXITING.is_set() and not depth
+        if not is_late:
+            _WORKING.depths[me] = depth + 1
+    if is_late:
+        _stay()
+        raise RuntimeError("The interpreter is shutting down: no new request is computed.")
+    try:
+        yield
+    finally:
+        with _WORKING.changed:
+            _WORKING.depths[me] = depth
+            if not depth:
+                del _WORKING.depths[me]
+                _WORKING.changed.notify_all()
+        if not depth and EXITING.is_set():
+            _stay()
+
+
+def _stay() -> None:
+    """Keep a caller's daemon thread here, outside of native code, until the process is gone."""
+    thread = threading.current_thread()
+    if thread.daemon and not isinstance(thread, _OwnThread):
+        threading.Event().wait()
+
+
+def start_thread(name: str, target: Callable[..., object], *args: Any) -> threading.Thread:
+    """Start a daemon thread that the end of the process waits for, and return it.
+
+    Args:
+        name: The thread's name is `ragfuse-` followed by this.
+        target: What it runs, with `args`.
+
+    Raises:
+        RuntimeError: No thread can be started, as the process is ending or has too many.
+    """
+    if EXITING.is_set():
+        raise RuntimeError("The interpreter is shutting down: no thread is started.")
+    thread = _OwnThread(target=target, args=args, name=f"ragfuse-{name}", daemon=True)
+    thread.start()
+    return thread
+
+
+class _OwnThread(threading.Thread):
+    """A thread of ragfuse's own, which ends at the end of its target."""
+
+    def run(self) -> None:
+        with at_work():
+            super().run()
+
+
+def _wait() -> None:
+    """End all answers, and wait for the threads that compute; a second Ctrl-C ends the process at
+    once.
+    """
+    EXITING.set()
+    began_s = time.monotonic()
+    try:
+        if not _WORKING.wait(_SILENT_S):
+            log.info("The program ends once the model's current step is over.")
+            _WORKING.wait(AT_MOST_S - (time.monotonic() - began_s))
+        for thread in threading.enumerate():
+            if isinstance(thread, _OwnThread):
+                thread.join(1)  # its work is done
+    except KeyboardInterrupt:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(130)
+
+
+atexit.register(_wait)
+
 
 log = logging.getLogger("ragfuse")
 

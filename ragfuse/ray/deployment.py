@@ -19,8 +19,7 @@ from ray.serve.exceptions import BackPressureError
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from ragfuse.ray.chunk_router import RoutedRequest
-from ragfuse.ray.digests import routed_request
+from ragfuse.ray.chunk_router import RoutedRequest, routed_request
 from ragfuse.ray.request_router import ROUTED
 from ragfuse.serve.app import make_app
 from ragfuse.serve.keys import Keys

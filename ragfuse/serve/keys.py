@@ -8,7 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from ragfuse.errors import InputError, SettingsError
-from ragfuse.store.tenants import tenant_name
+from ragfuse.store.catalog import tenant_name
 from ragfuse.types.keys import digest
 
 MIN_KEY_CHARS = 16

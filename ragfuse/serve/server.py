@@ -13,7 +13,7 @@ from types import FrameType
 import uvicorn
 
 from ragfuse.errors import SettingsError
-from ragfuse.process.openmp import release_pool
+from ragfuse.process.jobs import release_pool
 from ragfuse.serve.app import make_app
 from ragfuse.serve.keys import LOOPBACK
 from ragfuse.serve.service import Service

@@ -19,8 +19,8 @@ from zipfile import ZipFile
 import torch
 
 from ragfuse.errors import StoreError
+from ragfuse.store.blobs import Header, pack_header, pieces
 from ragfuse.store.catalog import KnownText
-from ragfuse.store.chunkfile import Header, pack_header, pieces
 from ragfuse.store.disk import chunk_path
 from ragfuse.store.levels import joined, loss_of
 from ragfuse.store.store import KVStore

@@ -15,8 +15,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, TypeVar
 
-from ragfuse.store.access import open_file, share_file
-from ragfuse.store.folder import locked, refusal
+from ragfuse.store.folder import locked, open_file, refusal, share_file
 from ragfuse.types.keys import FORMAT_VERSION
 
 log = logging.getLogger("ragfuse.store")

@@ -1,6 +1,6 @@
 """A tier that stores each entry as a file in one folder, which threads and processes may share.
 
-`chunkfile.py` has the file format; an SQLite file has a row per entry. A file appears by a rename
+`blobs.py` has the file format; an SQLite file has a row per entry. A file appears by a rename
 inside the transaction that makes room for it and adds its row, so a process that is killed leaves
 an entry whole or absent; what else it leaves is put right when the folder is opened next.
 """
@@ -22,11 +22,9 @@ import torch
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import Evictor
 from ragfuse.settings import Settings
-from ragfuse.store.access import make_folder, open_file
-from ragfuse.store.blobs import BlobTier
-from ragfuse.store.chunkfile import MAX_HEADER_NBYTES, Header
+from ragfuse.store.blobs import MAX_HEADER_NBYTES, BlobTier, Header
 from ragfuse.store.database import Database, Row
-from ragfuse.store.folder import fsync_folder, locked, open_folder, refusal
+from ragfuse.store.folder import fsync_folder, locked, make_folder, open_file, open_folder, refusal
 from ragfuse.store.tier import EntryMeta, ReadLayers, victims
 from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.kv import Entry

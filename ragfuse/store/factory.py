@@ -15,8 +15,7 @@ from ragfuse.settings import Settings
 from ragfuse.store.catalog import Catalog, CatalogFile
 from ragfuse.store.memory import MemoryTier
 from ragfuse.store.store import KVStore
-from ragfuse.store.tier import Tier
-from ragfuse.store.urls import shown
+from ragfuse.store.tier import Tier, shown
 from ragfuse.types.choices import kind_of_scheme
 
 

@@ -26,10 +26,9 @@ from fsspec.utils import get_protocol
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import Evictor
 from ragfuse.settings import Settings
-from ragfuse.store.access import make_root, open_file
 from ragfuse.store.blobs import BlobTier
-from ragfuse.store.tier import EntryMeta
-from ragfuse.store.urls import shown
+from ragfuse.store.folder import make_root, open_file
+from ragfuse.store.tier import EntryMeta, shown
 from ragfuse.types.keys import ChunkKey
 
 _MAX_PARALLEL = 32

@@ -15,8 +15,7 @@ from ragfuse.errors import StoreError
 from ragfuse.plan.evict import Evictor
 from ragfuse.settings import Settings
 from ragfuse.store.blobs import BlobTier
-from ragfuse.store.tier import EntryMeta
-from ragfuse.store.urls import shown
+from ragfuse.store.tier import EntryMeta, shown
 from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
 
 _PREFIX = f"ragfuse:{FORMAT_VERSION}:"

@@ -3,9 +3,8 @@ reach.
 """
 
 from ragfuse.errors import TransferError
-from ragfuse.transfer.handle import TransferHandle, TransferModel
+from ragfuse.transfer.handle import UNKNOWN, TransferHandle, TransferModel, sample_weights
 from ragfuse.transfer.place import TransferPlace
-from ragfuse.transfer.weights import UNKNOWN, sample_weights
 
 __all__ = [
     "UNKNOWN",

@@ -16,10 +16,8 @@ from ragfuse.codec import codec_for
 from ragfuse.errors import RagFuseError, TransferError
 from ragfuse.settings import Settings
 from ragfuse.store.factory import open_tier
-from ragfuse.store.tier import EntryMeta, Tier
-from ragfuse.store.urls import shown
-from ragfuse.transfer.handle import TransferHandle, TransferModel, expired
-from ragfuse.transfer.weights import UNKNOWN
+from ragfuse.store.tier import EntryMeta, Tier, shown
+from ragfuse.transfer.handle import UNKNOWN, TransferHandle, TransferModel, expired
 from ragfuse.types.keys import ChunkKey, digest, token_digest
 from ragfuse.types.kv import ChunkKV, Entry, LayerKV
 

@@ -45,7 +45,7 @@ def run(program: str, settings: Settings | None = None) -> subprocess.CompletedP
 
 def test_the_end_waits_for_own_threads_and_for_callers_that_compute():
     done = run("""
-        from ragfuse.process.exit import EXITING, at_work, start_thread
+        from ragfuse.process.jobs import EXITING, at_work, start_thread
 
         def own():
             EXITING.wait()
@@ -71,14 +71,14 @@ def test_nothing_more_is_computed_after_that():
     done = run("""
         @atexit.register
         def late():
-            from ragfuse.process.exit import at_work, start_thread
+            from ragfuse.process.jobs import at_work, start_thread
             for begin in (lambda: at_work().__enter__(), lambda: start_thread("late", print)):
                 try:
                     begin()
                 except Exception as error:
                     print(error)
 
-        import ragfuse.process.exit
+        import ragfuse.process.jobs
         """)
     assert done.stdout.count("shutting down") == 2, done.stderr
 

@@ -10,7 +10,7 @@ import pytest
 
 from ragfuse.plan.evict import lru
 from ragfuse.store import CatalogFile, DiskTier
-from ragfuse.store.access import make_root
+from ragfuse.store.folder import make_root
 from ragfuse.store.objects import ObjectTier
 from tests.kits.store import encoded, key, kv
 

@@ -4,7 +4,7 @@ a time.
 
 import pytest
 
-from ragfuse.store.breaker import Breaker
+from ragfuse.store.tier import Breaker
 from tests.kits.store import Clock
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier
-from ragfuse.store.chunkfile import _FIXED, Header
+from ragfuse.store.blobs import _FIXED, Header
 from tests.kits.store import encoded, files, key, kv
 
 A, META, BLOBS = key("a"), *encoded(kv(3, n=7))

@@ -9,7 +9,7 @@ import pytest
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import CatalogFile, DiskTier, KVStore
-from ragfuse.store.tenants import hidden, remember_tenant
+from ragfuse.store.catalog import hidden, remember_tenant
 from ragfuse.types.keys import ChunkKey, filler_context
 from tests.kits.cli import refused
 from tests.kits.redis_server import RedisServer

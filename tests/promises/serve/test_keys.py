@@ -10,7 +10,7 @@ import pytest
 
 from ragfuse import Engine, InputError, Settings, SettingsError
 from ragfuse.serve.keys import Keys, check_host, read_keys
-from ragfuse.store.tenants import hidden
+from ragfuse.store.catalog import hidden
 from tests.kits.serve import (
     BLUE,
     GREEN,

@@ -8,7 +8,7 @@ from ragfuse.errors import SettingsError, StoreError
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import open_store, open_tier
-from ragfuse.store.urls import shown
+from ragfuse.store.tier import shown
 from ragfuse.types.sizes import UNLIMITED
 
 

@@ -1,6 +1,6 @@
 """A bounded mapping: what was used last stays, whoever asks."""
 
-from ragfuse.process.lru import LRU
+from ragfuse.process.shared import LRU
 
 
 def test_an_lru_drops_the_least_recently_used_value():

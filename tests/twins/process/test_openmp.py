@@ -7,16 +7,16 @@ import threading
 import pytest
 import torch
 
-from ragfuse.process import openmp
+from ragfuse.process import jobs
 from tests.kits.tiny import python
 
-pytestmark = pytest.mark.skipif(openmp._libgomp() is None, reason="torch uses no libgomp here")
+pytestmark = pytest.mark.skipif(jobs._libgomp() is None, reason="torch uses no libgomp here")
 
 
 def test_a_released_pool_leaves_no_thread_and_starts_again():
     counts = python("""
         import json, os, time, torch
-        from ragfuse.process.openmp import release_pool
+        from ragfuse.process.jobs import release_pool
         numbers = torch.ones(1_000_000)
 
         def threads():
@@ -38,7 +38,7 @@ def test_threads_are_set_for_the_own_thread_alone():
     found = list[int]()
 
     def set_own():
-        openmp.use_threads(1)
+        jobs.use_threads(1)
         found.append(torch.get_num_threads())
 
     before = torch.get_num_threads()
@@ -51,7 +51,7 @@ def test_threads_are_set_for_the_own_thread_alone():
 def test_without_torch_nothing_is_loaded():
     code = """
         import json, sys
-        from ragfuse.process.openmp import release_pool
+        from ragfuse.process.jobs import release_pool
         release_pool()
         print(json.dumps("torch" in sys.modules))
         """

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 
-from ragfuse.ray.chunk_router import chunk_digest
-from ragfuse.ray.digests import MAX_ROUTED_BYTES, routed_request
+from ragfuse.ray.chunk_router import MAX_ROUTED_BYTES, chunk_digest, routed_request
 
 BODY = {
     "model": "m",
