@@ -9,7 +9,7 @@ from ragfuse.adapters.documents import DocumentReader, source_of
 from ragfuse.adapters.options import CALL_OPTIONS, ask_of, text_only
 from ragfuse.adapters.place import Place, engine_of, ready
 from ragfuse.adapters.progress import Progress, shown
-from ragfuse.remote.answerer import Answerer
+from ragfuse.remote.remote_engine import Answerer
 
 __all__ = [
     "CALL_OPTIONS",

@@ -14,8 +14,8 @@ from ragfuse.engine.answer_stream import AnswerStream
 from ragfuse.engine.ask import Ask, Question
 from ragfuse.errors import InputError
 from ragfuse.remote import RemoteEngine
-from ragfuse.remote.address import ServerAddress
-from ragfuse.remote.answerer import Answerer
+from ragfuse.remote.connection import ServerAddress
+from ragfuse.remote.remote_engine import Answerer
 from ragfuse.schemas.pml_template import FilledTemplate
 from ragfuse.settings import Settings
 from ragfuse.types.answer import Answer

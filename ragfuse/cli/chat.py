@@ -28,7 +28,7 @@ from ragfuse.settings import Settings
 if TYPE_CHECKING:
     from ragfuse.cli.library import Library
     from ragfuse.engine.ask import Ask
-    from ragfuse.remote.answerer import Answerer
+    from ragfuse.remote.remote_engine import Answerer
     from ragfuse.types.answer import Answer
 
 COMMANDS: Mapping[str, str] = MappingProxyType(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
     from ragfuse.engine.engine import Engine
-    from ragfuse.remote.answerer import Answerer
+    from ragfuse.remote.remote_engine import Answerer
     from ragfuse.settings import Settings
 
 

@@ -22,7 +22,7 @@ from ragfuse.types.sizes import size_text
 if TYPE_CHECKING:
     from ragfuse.cli.library import Library
     from ragfuse.engine.engine import Engine
-    from ragfuse.remote.answerer import Answerer
+    from ragfuse.remote.remote_engine import Answerer
     from ragfuse.types.answer import Ingested
 
 Chunks = Sequence[tuple[str, str]]

@@ -12,7 +12,7 @@ from ragfuse.text.chat_messages import Piece
 
 if TYPE_CHECKING:
     from ragfuse.engine.engine import Content
-    from ragfuse.remote.answerer import Answerer
+    from ragfuse.remote.remote_engine import Answerer
 
 INSTRUCTION = "Answer the question in a few words, using only the passages below.\n\n"
 FILLER = "A passage long enough to be reused, whatever the model. " * 8

@@ -1,6 +1,4 @@
-"""An engine in another process: each question goes to `ragfuse serve`, and the answer is read as a
-stream.
-"""
+"""An engine in another process: questions go to `ragfuse serve`, answers are read as a stream."""
 
 from __future__ import annotations
 
@@ -9,9 +7,10 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from urllib.parse import quote
 
 from pydantic import TypeAdapter, ValidationError
@@ -20,13 +19,120 @@ from ragfuse.engine.answer_stream import AnswerStream, Piece, answers_of
 from ragfuse.engine.ask import Ask, Question, prompts_of
 from ragfuse.errors import InputError, ServerError
 from ragfuse.process.shared import OneProcess, shared
-from ragfuse.remote.address import LOCAL, ServerAddress
-from ragfuse.remote.answer_reader import AnswerReader
-from ragfuse.remote.connection import Connection
-from ragfuse.remote.remote_schemas import RemoteSchemas
+from ragfuse.remote.connection import LOCAL, Connection, ServerAddress
 from ragfuse.remote.request_body import encoded, prompt_for, request_of
-from ragfuse.types.answer import Answer, ModelCard, Trace
+from ragfuse.schemas.nodes import Schema
+from ragfuse.schemas.pml import parse_schema
+from ragfuse.schemas.pml_writer import to_pml
+from ragfuse.types.answer import Answer, Ingested, ModelCard, Thought, ToolCall, Trace
 from ragfuse.types.arguments import checks_arguments
+
+if TYPE_CHECKING:
+    from ragfuse.engine.engine import Engine
+
+
+Answerer: TypeAlias = "Engine | RemoteEngine"
+"""What answers prompts and reuses the KV of their chunks; both have the same methods, which
+`Engine` documents.
+"""
+
+
+TRACE = TypeAdapter(Trace)
+
+
+class AnswerReader:
+    """Joins the events of one answer, and checks what is in them."""
+
+    def __init__(self) -> None:
+        self._texts, self._thoughts = list[str](), list[str]()
+        self._calls: tuple[ToolCall, ...] = ()
+        self._last: dict[str, Any] = {}
+
+    def read(self, event: dict[str, Any]) -> Piece | None:
+        """Return the piece of text or reasoning in an event, if there is one; raise ServerError for
+        anything that is no answer.
+        """
+        try:
+            (choice,) = event["choices"]
+            delta = choice.get("delta", {})
+            self._calls += tuple(map(ToolCall.from_openai, delta.get("tool_calls", ())))
+            if choice["finish_reason"] is not None:
+                self._last = {**choice, "trace": TRACE.validate_python(event["ragfuse"])}
+            if thought := delta.get("reasoning_content"):
+                self._thoughts.append("" + thought)
+                return Thought(thought)
+            text = delta.get("content") or choice.get("text") or ""
+            self._texts.append("" + text)
+        except (ValueError, LookupError, TypeError, AttributeError, InputError) as error:
+            raise _wrong(repr(error)) from None
+        return text or None
+
+    @property
+    def answer(self) -> Answer:
+        """The whole answer; raises ServerError where the events had no end."""
+        if not self._last:
+            raise _wrong("it broke off before finish_reason and trace")
+        return Answer(
+            "".join(self._texts),
+            tuple(self._last["token_ids"]),
+            self._last["finish_reason"],
+            self._last["trace"],
+            self._calls,
+            "".join(self._thoughts),
+        )
+
+
+def _wrong(found: str) -> ServerError:
+    return ServerError(
+        f"The server's answer cannot be read: {found:.300}. Check base_url=, that client and server"
+        " have one version, and the server's log."
+    )
+
+
+Progress = Callable[[Ingested], None]
+ROUTE = "ragfuse/schemas"
+
+
+@dataclass(frozen=True)
+class RemoteSchema:
+    """A schema that a server has registered, with the counts of its encoding."""
+
+    name: str
+    done: Ingested
+
+
+class RemoteSchemas:
+    """Registers schemas at a server.
+
+    Args:
+        connection: The connection to it.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def has(self, schema: Schema) -> bool:
+        """Return whether the server has an equal schema."""
+        found = self._connection.ask("GET", f"{ROUTE}/{quote(schema.name, safe='')}")
+        return found is not None and parse_schema(found["pml"]) == schema
+
+    def ensure(self, schema: Schema, progress: Progress | None = None) -> RemoteSchema | None:
+        """Register a schema unless the server has it already; None where it does."""
+        return None if self.has(schema) else self.register(schema, progress)
+
+    def register(self, schema: Schema, progress: Progress | None = None) -> RemoteSchema:
+        """Register a schema, which the server encodes; it replaces one of the same name.
+
+        Args:
+            schema: The schema.
+            progress: Called once, at the end.
+        """
+        found = self._connection.ask("POST", ROUTE, encoded({"pml": to_pml(schema)})) or {}
+        done = Ingested(found["runs"], found["encoded"], found["tokens"], found["nbytes"])
+        if progress is not None:
+            progress(done)
+        return RemoteSchema(found["name"], done)
+
 
 T = TypeVar("T")
 LOOK_S = 0.05

@@ -1,24 +1,41 @@
-"""One road for all answers: a run's items become events, which are streamed, or folded into one
-response.
-"""
+"""The routes that answer: chat and text completions, responses, and the plan of a request."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
+from asyncio import to_thread
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any
+from uuid import uuid4
 
-from fastapi import Request
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from ragfuse.engine.engine import Engine
-from ragfuse.serve.completion_events import CompletionEvents
-from ragfuse.serve.refusals import api_error_of
-from ragfuse.serve.request_state import tenant_of
-from ragfuse.serve.response_events import ResponseEvents
-from ragfuse.serve.run import AnswerRequest, AnswerRun, Item
+from ragfuse.errors import NoSessionError, StoreError
+from ragfuse.plan.explanation import as_dict, in_words
+from ragfuse.serve.events import CompletionEvents, ResponseEvents
+from ragfuse.serve.guard import BodyRoute
+from ragfuse.serve.keys import tenant_of
+from ragfuse.serve.refusals import api_error_of, unusable
+from ragfuse.serve.requests import chat_requests, text_requests, with_documents
+from ragfuse.serve.run import FIELD, AnswerRequest, AnswerRun, Item, handed_over
+from ragfuse.serve.schema import (
+    INPUT,
+    ChatRequest,
+    CompletionRequest,
+    RequestMessage,
+    ResponseRequest,
+    TextRequest,
+    chat_request_of,
+)
 from ragfuse.serve.service import Service
+from ragfuse.transfer import sample_weights
 
 Json = dict[str, Any]
 Renderer = CompletionEvents | ResponseEvents
@@ -108,3 +125,166 @@ async def _lines(events: AsyncIterator[Json], renderer: Renderer) -> AsyncIterat
 def _line(event: Json) -> bytes:
     name = f"event: {event['type']}\n" if "type" in event else ""
     return f"{name}data: {json.dumps(event)}\n\n".encode()
+
+
+NOT_PREDICTED = (
+    "Times are not predicted: the server's machine was not measured with this model and its tiers."
+)
+"""What an explained plan says instead of times; how to measure is told to whoever starts the
+server.
+"""
+
+
+def completion_routes(service: Service) -> APIRouter:
+    """Return the routes of completions."""
+    routes = APIRouter(route_class=BodyRoute)
+
+    @routes.post("/v1/chat/completions")
+    async def chat_completions(request: Request, body: ChatRequest) -> Response:
+        """Answer chat messages."""
+        return await _answer(service, request, body, lambda: chat_requests(body))
+
+    @routes.post("/v1/completions")
+    async def completions(request: Request, body: TextRequest) -> Response:
+        """Continue a text."""
+        return await _answer(service, request, body, lambda: text_requests(body))
+
+    @routes.post("/v1/ragfuse/explain")
+    async def explain(request: Request, body: ChatRequest) -> dict[str, Any]:
+        """Show what a request would read and compute, how long that would take, and why, without
+        answering it.
+        """
+        return await service.work(tenant_of(request), lambda engine, _: _explain(engine, body))
+
+    return routes
+
+
+async def _answer(
+    service: Service,
+    request: Request,
+    body: CompletionRequest,
+    make: Callable[[], Sequence[AnswerRequest]],
+) -> Response:
+    """Return the response with the answers to the `AnswerRequest`s that `make` returns."""
+    service.check_model(body.model)
+    if body.stream_options is not None and not body.stream:
+        raise unusable("stream_options", "stream_options need stream: true; give both or neither.")
+    salt = tenant_of(request).salt
+
+    def made(engine: Engine) -> Sequence[AnswerRequest]:
+        found = make()
+        if body.kv_transfer_params:
+            found = [_prefill_only(service, salt, engine, body, found)]
+        if body.ragfuse.token_trace:
+            found = [replace(each, traces_tokens=True) for each in found]
+        return found
+
+    def render(engine: Engine) -> CompletionEvents:
+        return CompletionEvents(body, service.model, engine)
+
+    return await respond(service, request, made, render, bool(body.stream), body.session_id)
+
+
+def _prefill_only(
+    service: Service,
+    salt: str,
+    engine: Engine,
+    body: CompletionRequest,
+    made: Sequence[AnswerRequest],
+) -> AnswerRequest:
+    """Return the one request that prefills the prompt and writes a single token, so that another
+    engine decodes; APIError (400) where that cannot be done.
+
+    How an answer is sampled and where it ends is for the engine that decodes.
+    """
+    if service.transfers is None:
+        raise unusable(
+            FIELD,
+            f"{FIELD} ask this server to hand KV over, but it has no place for it. Start it with"
+            " RAGFUSE_TRANSFER_URL set to a folder or URL that the engine that decodes reaches,"
+            " too.",
+        )
+    params, (request, *others) = body.kv_transfer_params or {}, made
+    if not params.get("do_remote_decode") or others or body.stream or body.session_id:
+        raise unusable(
+            FIELD,
+            f'{FIELD} takes {{"do_remote_decode": true}} of a request with one prompt and n: 1,'
+            " without stream and session_id: this server prefills it, another engine decodes it.",
+        )
+    weights, level = sample_weights(engine.model.files), service.settings.transfer_level
+    choice = "none" if request.ask.tool_choice == "none" else "auto"
+    return AnswerRequest(
+        request.question,
+        replace(request.ask, max_tokens=1, stop=(), options={}, grammar=None, tool_choice=choice),
+        transfer=partial(
+            handed_over,
+            place=service.transfers,
+            name=service.model,
+            salt=salt,
+            level=level,
+            weights=weights,
+        ),
+    )
+
+
+def _explain(engine: Engine, body: ChatRequest) -> dict[str, Any]:
+    request = chat_requests(body)[0]
+    plan = engine.plan(request.question, request.ask)
+    return {"object": "ragfuse.plan", **as_dict(plan), "words": in_words(plan, NOT_PREDICTED)}
+
+
+log = logging.getLogger("ragfuse.serve")
+
+
+def response_routes(service: Service) -> APIRouter:
+    """Return the routes of responses."""
+    routes, records = APIRouter(route_class=BodyRoute), service.responses
+
+    @routes.post("/v1/responses")
+    async def answer(request: Request, body: ResponseRequest) -> Response:
+        """Answer an input, as a new conversation or as the next turn of a stored response."""
+        service.check_model(body.model)
+        salt, id, before = tenant_of(request).salt, f"resp_{uuid4().hex}", list[RequestMessage]()
+        session = id
+        if body.previous_response_id:
+            found = await to_thread(records.get, salt, body.previous_response_id)
+            before, session = found.messages, found.session
+        # with the documents, so that later turns have them too
+        messages = [*before, *with_documents(body.input, body.documents)]
+        is_stored = body.store is not False
+        chat = chat_request_of(body, messages, session if is_stored else None)
+
+        async def keep(response: dict[str, Any]) -> None:
+            if not is_stored:
+                return
+            whole = [*messages, *INPUT.validate_python(response["output"])]
+            try:
+                await to_thread(records.add, salt, response, whole, session)
+            except StoreError as error:  # the answer is there all the same
+                log.error("A response was answered, but not stored: %s", error)
+                response["store"] = False
+
+        return await respond(
+            service,
+            request,
+            lambda _: chat_requests(chat),
+            lambda engine: ResponseEvents(body, service.model, id, keep),
+            bool(body.stream),
+            chat.session_id,
+        )
+
+    @routes.get("/v1/responses/{id}")
+    async def fetch(request: Request, id: str) -> dict[str, Any]:
+        """Return a stored response."""
+        return (await to_thread(records.get, tenant_of(request).salt, id)).response
+
+    @routes.delete("/v1/responses/{id}")
+    async def delete(request: Request, id: str) -> dict[str, Any]:
+        """Delete a stored response, and with the last one of a conversation its session."""
+        session = await to_thread(records.delete, tenant_of(request).salt, id)
+        if session is not None:
+            with suppress(NoSessionError):  # it was never saved, or is deleted already
+                await service.lookup(request, lambda engine: engine.sessions.delete(session))
+        return {"id": id, "object": "response", "deleted": True}
+
+    return routes

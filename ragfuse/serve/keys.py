@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from fastapi import Request
+
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.store.catalog import tenant_name
 from ragfuse.types.keys import digest
@@ -68,6 +70,12 @@ class Keys:
             return self._default
         scheme, _, key = (authorization or "").partition(" ")
         return self._keys.get(_digest(key.strip() if scheme.lower() == "bearer" else ""))
+
+
+def tenant_of(request: Request) -> APITenant:
+    """Return the tenant whose key a request came with."""
+    tenant: APITenant = request.state.tenant
+    return tenant
 
 
 def check_host(host: str, keys: Keys) -> None:

@@ -30,16 +30,13 @@ class Job:
 
     Args:
         turn: Resolved when it may run.
-        tenant: Whose it is.
+        tenant: The tenant's salt.
         conversation: The name of its conversation; None for none.
-        reads: The tenant's salt and the session whose KV it will read, as far as is known. Any
-            thread may set it.
     """
 
     turn: asyncio.Future[None]
     tenant: str
     conversation: str | None
-    reads: tuple[str, str] | None = None
 
 
 class RequestQueue:
@@ -70,11 +67,12 @@ class RequestQueue:
 
     @property
     def conversations(self) -> Sequence[tuple[str, str]]:
-        """The conversations of running requests, then those of waiting ones in the order in which
-        they will run.
+        """The tenant and conversation of each running request, then of each waiting one in the
+        order in which they will run.
         """
         jobs = (*self.running, *self.ahead())
-        return tuple(dict.fromkeys(job.reads for job in jobs if job.reads is not None))
+        found = ((job.tenant, job.conversation) for job in jobs if job.conversation is not None)
+        return tuple(dict.fromkeys(found))
 
     def ahead(self) -> list[Job]:
         """Return the waiting requests in the order in which they will run, if no further one comes
@@ -90,7 +88,7 @@ class RequestQueue:
         """Queue a request: its `turn` is resolved once it may run. Its caller ends it with `leave`.
 
         Args:
-            tenant: Name of the tenant.
+            tenant: The tenant's salt.
             conversation: The request's conversation; only one request of a conversation runs at a
                 time.
 

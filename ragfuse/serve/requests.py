@@ -12,9 +12,8 @@ from typing import Any, cast
 from ragfuse.engine.ask import SAMPLED, Ask
 from ragfuse.engine.schema_service import PMLPrompt, parse_prompt
 from ragfuse.errors import about
-from ragfuse.serve.logprobs import LogprobRecorder
 from ragfuse.serve.refusals import unusable
-from ragfuse.serve.run import AnswerRequest
+from ragfuse.serve.run import AnswerRequest, LogprobRecorder
 from ragfuse.serve.schema import (
     ChatRequest,
     CompletionRequest,

@@ -1,8 +1,7 @@
-"""The answers of one request, generated one after the other in the background, and read by the HTTP
-response.
+"""The answers of one request, generated in the background and read by the HTTP response.
 
-A slow client does not delay the queue: the request's turn ends when its last answer is generated,
-read or not. If the client disconnects, the generation ends at the next token.
+A slow client does not delay the queue: the turn ends when the last answer is generated, read or
+not. If the client disconnects, generation ends at the next token.
 """
 
 from __future__ import annotations
@@ -17,11 +16,188 @@ from ragfuse.engine.answer_stream import AnswerStream
 from ragfuse.engine.ask import Ask, Question
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.request import PreparedPrompt
-from ragfuse.serve.logprobs import LogprobRecorder, TokenLogprob
-from ragfuse.serve.refusals import APIError
-from ragfuse.serve.token_trace import TokenRecorder
-from ragfuse.serve.transfer import PromptTransfer
+from ragfuse.errors import ModelError, TransferError
+from ragfuse.serve.refusals import APIError, unusable
+from ragfuse.transfer import TransferHandle, TransferModel, TransferPlace
 from ragfuse.types.answer import Answer, Thought
+
+FIELD = "kv_transfer_params"
+
+
+def handed_over(
+    prepared: PreparedPrompt, place: TransferPlace, name: str, salt: str, level: str, weights: str
+) -> dict[str, Any]:
+    """Put a prefilled prompt's KV into a place; return the `kv_transfer_params` that find it.
+
+    Args:
+        prepared: The prefilled prompt.
+        place: Where to put it.
+        name: Name of the model, which both engines must be told.
+        salt: The tenant's salt.
+        level: The codec level.
+        weights: Digest of the model's weights (`sample_weights`).
+
+    Raises:
+        APIError: No other engine could go on from it (400).
+        TransferError: It does not fit now, or the place failed.
+    """
+    prefill = prepared.prefill
+    positions, ids = prefill.positions, tuple(prefill.token_ids)
+    if positions is not None and positions.tolist() != list(range(len(ids))):
+        raise unusable(
+            FIELD,
+            "This prompt's positions have gaps, as those of schemas do; an engine that decodes"
+            f" wants 0, 1, 2 and so on. Leave out {FIELD}, or send the prompt without pml.",
+        )
+    try:
+        kv = prefill.kv
+        model = TransferModel.of(name, kv)
+    except (ModelError, TransferError) as error:
+        raise unusable(FIELD, f"{error} Leave out {FIELD}.") from error
+    handle = place.put(kv, ids, model, TransferHandle.tenant_label(salt), level, weights)
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": handle.place,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+        "prompt_token_ids": list(ids),
+        "ragfuse": handle.as_dict(),
+    }
+
+
+MAX_TRACED_TOKENS = 16_384
+"""Most tokens of a prompt that are shown; of a longer one, the first."""
+
+
+def token_fates(prepared: PreparedPrompt) -> tuple[Sequence[int], str]:
+    """Return the token ids of a prefilled prompt, and a letter for each.
+
+    "f" for a fresh token; "p" for one reused exactly, as part of a prefix, a module or earlier
+    turns; "r" for one reused from a chunk; "c" for one of a chunk that was recomputed.
+    """
+    plan, prefill, fates = prepared.plan, prepared.prefill, list[str]()
+    hits = {fetch.segment for fetch in plan.fetches} if not plan.fallback_reason else set()
+    for at, segment in enumerate(plan.prompt.segments):
+        lo, hi = plan.prompt.spans[at]
+        reused = "r" if segment.kind == "chunk" else "p"
+        fates += [reused if at in hits else "f"] * (hi - lo)
+    for row in prefill.chosen.tolist():
+        fates[row] = "c" if fates[row] == "r" else fates[row]
+    fates[: prefill.n_before] = ["p"] * prefill.n_before
+    return plan.prompt.token_ids, "".join(fates)
+
+
+def token_trace(engine: Engine, ids: Sequence[int], fates: str) -> dict[str, Any]:
+    """Return the texts of a prompt's first tokens, with the letter of each (`token_fates`)."""
+    decode, shown = engine.model.tokenizer.decode, ids[:MAX_TRACED_TOKENS]
+    texts = [decode([id], skip_special_tokens=False) for id in shown]
+    return {"tokens": len(ids), "texts": texts, "fates": fates[: len(shown)]}
+
+
+ZERO_LOGPROB = -9999.0
+"""The log probability that OpenAI's API gives for a probability of zero."""
+
+DecodeToken = Callable[[int], str]
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """One token with its log probability before any sampling options apply.
+
+    Args:
+        id: The token id.
+        logprob: Its log probability.
+        top: The most likely tokens at this position, as (id, log probability), best first.
+    """
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class LogprobRecorder:
+    """A logits processor that records the log probabilities of one sequence.
+
+    `generate` calls it before it draws a token, so which token was drawn shows only at the next
+    call. The generating thread calls it; `take` may be called from another thread.
+
+    Args:
+        n_top: Most likely tokens to record for each position.
+    """
+
+    def __init__(self, n_top: int) -> None:
+        self.n_top, self._log_probabilities, self._recorded, self._n_taken = (
+            n_top,
+            None,
+            list[TokenLogprob](),
+            0,
+        )
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """Record the scores `[1, vocabulary]`, and return them unchanged."""
+        if self._log_probabilities is not None:
+            self._record(int(input_ids[0, -1]))
+        self._log_probabilities = scores[0].detach().float().log_softmax(-1)
+        return scores
+
+    def end(self, ids: Sequence[int]) -> None:
+        """Record the last token of the finished answer `ids`, its end token included, and drop what
+        follows.
+        """
+        if self._log_probabilities is not None and len(self._recorded) < len(ids):
+            self._record(ids[-1])
+        self._log_probabilities = None
+        del self._recorded[len(ids) :]
+
+    def take(self) -> list[TokenLogprob]:
+        """Return the tokens recorded since the last call."""
+        new = self._recorded[self._n_taken :]
+        self._n_taken += len(new)
+        return new
+
+    def _record(self, token: int) -> None:
+        row: Any = self._log_probabilities
+        n = min(self.n_top, len(row))
+        best = row.topk(n) if n else None
+        top = (
+            ()
+            if best is None
+            else tuple(zip(best.indices.tolist(), map(_finite, best.values.tolist()), strict=True))
+        )
+        self._recorded.append(TokenLogprob(token, _finite(float(row[token])), top))
+
+
+def as_chat(token_logprobs: Sequence[TokenLogprob], decode: DecodeToken) -> dict[str, Any]:
+    """Return `logprobs` of a chat completion."""
+    content = [
+        {
+            **_token(each.id, each.logprob, decode),
+            "top_logprobs": [_token(id, p, decode) for id, p in each.top],
+        }
+        for each in token_logprobs
+    ]
+    return {"content": content, "refusal": None}
+
+
+def as_text(token_logprobs: Sequence[TokenLogprob], decode: DecodeToken) -> dict[str, Any]:
+    """Return `logprobs` of a text completion, without `text_offset`."""
+    tops = [{decode(id): p for id, p in reversed(each.top)} for each in token_logprobs]
+    return {
+        "tokens": [decode(each.id) for each in token_logprobs],
+        "token_logprobs": [each.logprob for each in token_logprobs],
+        "top_logprobs": tops,
+    }
+
+
+def _token(id: int, logprob: float, decode: DecodeToken) -> dict[str, Any]:
+    text = decode(id)
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace"))}
+
+
+def _finite(value: float) -> float:
+    return max(value, ZERO_LOGPROB)
 
 
 @dataclass(frozen=True)
@@ -32,22 +208,16 @@ class AnswerRequest:
         question: The prompt.
         ask: How to answer it.
         recorder: Records the tokens' log probabilities; None: they are not wanted.
-        transfer: Takes the prefilled prompt to another engine; None: the answer is generated here.
-        tokens: Records what becomes of the prompt's tokens; None: that is not wanted.
+        transfer: Hands the prefilled prompt to another engine and returns its
+            `kv_transfer_params`; None: the answer is generated here.
+        traces_tokens: Whether the trace says what became of each token of the prompt.
     """
 
     question: Question
     ask: Ask
     recorder: LogprobRecorder | None = None
-    transfer: PromptTransfer | None = None
-    tokens: TokenRecorder | None = None
-
-    def prefilled(self, prepared: PreparedPrompt) -> None:
-        """Hand on the prefilled prompt to whoever wants it."""
-        if self.tokens is not None:
-            self.tokens.put(prepared)
-        if self.transfer is not None:
-            self.transfer.put(prepared)
+    transfer: Callable[[PreparedPrompt], dict[str, Any]] | None = None
+    traces_tokens: bool = False
 
     def take_logprobs(self, answer: Answer | None = None) -> list[TokenLogprob]:
         """Return the log probabilities recorded since the last call; with the finished answer, all
@@ -191,10 +361,19 @@ class AnswerRun:
             self._done()
 
     async def _answer(self, index: int, request: AnswerRequest) -> None:
-        put = self._items.put_nowait
-        self._has_begun = False
+        put, self._has_begun = self._items.put_nowait, False
+        params: dict[str, Any] | None = None
+        tokens: Sequence[Any] = ()
+
+        def prefilled(prepared: PreparedPrompt) -> None:
+            nonlocal params, tokens
+            if request.traces_tokens:
+                tokens = token_fates(prepared)
+            if request.transfer is not None:
+                params = request.transfer(prepared)
+
         self._stream = stream = await asyncio.to_thread(
-            self.engine.stream, request.question, request.ask, prefilled=request.prefilled
+            self.engine.stream, request.question, request.ask, prefilled=prefilled
         )
         if self._is_over:
             stream.cancel()
@@ -206,14 +385,8 @@ class AnswerRun:
             answer = stream.answer
             if token_logprobs := request.take_logprobs(answer):
                 put(TextDelta(index, "", token_logprobs))
-            params = request.transfer.params if request.transfer is not None else None
-            recorder = request.tokens
-            tokens = (
-                await asyncio.to_thread(recorder.as_dict, self.engine)
-                if recorder is not None
-                else None
-            )
-            put(Completed(index, answer, self._is_late, params, tokens))
+            trace = await asyncio.to_thread(token_trace, self.engine, *tokens) if tokens else None
+            put(Completed(index, answer, self._is_late, params, trace))
         finally:
             stream.cancel()
             await asyncio.to_thread(stream.close)

@@ -1,14 +1,16 @@
-"""The state that all routes share: the tenants' engines over one model, the request queue, the
-running answers.
-"""
+"""What all routes share: engines of the tenants, queue, threads, metrics, quotas."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -18,24 +20,196 @@ from fastapi import Request
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.schema_service import PMLPrompt
 from ragfuse.models.embedder import Embedder
-from ragfuse.serve.document_records import DocumentRecords
-from ragfuse.serve.keys import APITenant, Keys
-from ragfuse.serve.metrics import ServerMetrics
-from ragfuse.serve.quotas import enforce
+from ragfuse.serve.keys import APITenant, Keys, tenant_of
+from ragfuse.serve.records import DocumentRecords, ResponseRecords
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.request_queue import RETRY_S, Job, RequestQueue
-from ragfuse.serve.request_state import tenant_of
-from ragfuse.serve.response_records import ResponseRecords
 from ragfuse.serve.run import AnswerRequest, AnswerRun
-from ragfuse.serve.threads import Threads
 from ragfuse.sessions.session_store import ConversationIndex
 from ragfuse.settings import Settings
+from ragfuse.store import Tier
+from ragfuse.telemetry.prometheus import metrics
 from ragfuse.text.chat_messages import ChatMessage, Content
 from ragfuse.transfer import TransferPlace
+from ragfuse.types.keys import ChunkKey
+
+T = TypeVar("T")
+N_PLANNING = 1
+"""Requests planned at once: planning is Python code, which runs one thread at a time, so more
+threads gain nothing.
+"""
+N_LOOKUPS = 2
+"""Requests at once that look up entries in the store."""
+ANSWER_NICE, WORKER_NICE = 5, 10
+"""`nice` values of threads that generate answers, and of all other worker threads."""
+
+
+class Threads:
+    """The executors of one server.
+
+    Args:
+        together: Requests that run at once.
+
+    Attributes:
+        control: For monitoring, such as metrics.
+        intake: For parsing bodies, one at a time, so that it takes little interpreter time from
+            running answers.
+        ahead: For what is done in the background: look-ahead, tenants' quotas.
+        planning: For converting requests.
+        lookups: For lookups in the store.
+        turns: For running requests, two threads each: one to generate, one to finish the request
+            before.
+    """
+
+    def __init__(self, together: int) -> None:
+        self.control = _executor("control", 2)
+        self.intake = _executor("intake", 1, _lower_priority)
+        self.ahead = _executor("ahead", 1, _lower_priority)
+        self.planning = _executor("planning", N_PLANNING, _lower_priority)
+        self.lookups = _executor("lookups", N_LOOKUPS, _lower_priority)
+        self.turns = _executor("turns", 2 * together + 2, partial(_lower_priority, ANSWER_NICE))
+
+    async def run(self, pool: ThreadPoolExecutor, call: Callable[[], T]) -> T:
+        """Return the result of `call` on one of these executors; cancelled before it begins, it
+        never runs.
+        """
+        return await asyncio.get_running_loop().run_in_executor(pool, call)
+
+    def close(self) -> None:
+        """Start no more calls; running calls end by themselves."""
+        for each in vars(self).values():
+            each.shutdown(wait=False, cancel_futures=True)
+
+
+def _executor(
+    name: str, n: int, initializer: Callable[[], object] | None = None
+) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(n, thread_name_prefix=f"ragfuse-{name}", initializer=initializer)
+
+
+def _lower_priority(nice: int = WORKER_NICE) -> None:
+    """Lower this thread's priority, and that of threads it starts, so that the event loop runs
+    first on a busy machine.
+
+    Only Linux has priorities for single threads; elsewhere nothing happens.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+
+
+class ServerMetrics:
+    """The metrics of a server. A tenant sees those of its own engine only. Thread-safe.
+
+    Args:
+        queue: The requests that wait and run.
+    """
+
+    def __init__(self, queue: RequestQueue) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Gauge
+
+        self._registry, self._tenants = CollectorRegistry(), dict[str, CollectorRegistry]()
+        self._requests = Counter(
+            "ragfuse_requests",
+            "Requests, by path and status.",
+            ("path", "status"),
+            registry=self._registry,
+        )
+        for name, help_text, count in (
+            ("waiting", "Requests that wait for their turn.", lambda: len(queue)),
+            ("running", "Requests that are being answered.", lambda: len(queue.running)),
+        ):
+            gauge = Gauge(f"ragfuse_requests_{name}", help_text, registry=self._registry)
+            gauge.set_function(count)
+
+    def count(self, path: str, status: int) -> None:
+        """Count one request by the path of its route, such as "/v1/ragfuse/schemas/{name}"."""
+        self._requests.labels(path, str(status)).inc()
+
+    def show(self, engine: Engine, salt: str, name: str, shares: bool) -> None:
+        """Add the metrics of a tenant's engine, visible to that tenant until the engine is closed.
+
+        Args:
+            engine: The tenant's engine.
+            salt: The tenant's salt.
+            name: Value of the label "engine".
+            shares: Whether other tenants use the same slow tiers, whose totals are then not shown.
+        """
+        from prometheus_client import CollectorRegistry
+
+        self._tenants[salt] = CollectorRegistry()
+        metrics(engine, self._tenants[salt], name, shares)
+
+    def text(self, salt: str) -> bytes:
+        """Return the metrics that the tenant of this salt may see, in Prometheus' text format."""
+        from prometheus_client import generate_latest
+
+        own = self._tenants.get(salt)
+        return generate_latest(self._registry) + (generate_latest(own) if own is not None else b"")
+
+
+QUOTA_MARGIN = 0.05
+"""Share of a quota that is freed beyond what is needed, so that not every new text causes a search
+for the oldest.
+"""
+
+
+def limits_of(engine: Engine, parts: int) -> dict[str, int]:
+    """Return a tenant's limits by kind: known texts, stored sessions, and bytes in a folder of KV
+    where these are limited.
+
+    Args:
+        engine: The tenant's engine.
+        parts: The number of tenants, among whom a tier is divided unless a setting says otherwise.
+    """
+    settings = engine.settings
+    nbytes = [limit for tier in _capped(engine) if (limit := _byte_limit(engine, tier, parts))]
+    return {
+        **({"bytes": min(nbytes)} if nbytes else {}),
+        "texts": settings.serve_tenant_texts,
+        "sessions": settings.serve_tenant_sessions,
+    }
+
+
+def enforce(engine: Engine, parts: int) -> None:
+    """Delete the oldest of what a tenant has over its limits (`limits_of`), but for pinned entries.
+    It may take long.
+    """
+    digest, catalog, settings = engine.digest, engine.catalog.strict, engine.settings
+    for tier in _capped(engine):
+        entries = [entry for entry in tier.list() if entry.key.model == digest]
+        limit, doomed = _byte_limit(engine, tier, parts), list[ChunkKey]()
+        excess = _excess(sum(entry.nbytes for entry in entries), limit) if limit else 0
+        for entry in sorted(entries, key=lambda entry: entry.last_used):
+            if excess > 0 and not entry.pinned:
+                doomed.append(entry.key)
+                excess -= entry.nbytes
+        engine.store.forget(doomed, tier.name)
+    if excess := _excess(catalog.count_texts(digest), settings.serve_tenant_texts):
+        engine.forget({known.text for known in catalog.texts(digest, excess)})
+    sessions = catalog.count_sessions(digest)
+    if excess := _excess(sessions, settings.serve_tenant_sessions):
+        engine.sessions.keep_latest(sessions - excess)
+
+
+def _capped(engine: Engine) -> list[Tier]:
+    """Return the tiers that outlive the process and have a capacity; others limit themselves."""
+    return [tier for tier in engine.store.tiers if tier.slow and not tier.remote]
+
+
+def _byte_limit(engine: Engine, tier: Tier, parts: int) -> int | None:
+    """Return the bytes that a tenant may keep in a tier; None: no limit."""
+    share = tier.capacity // parts if parts > 1 else None
+    return engine.settings.serve_tenant_bytes or share
+
+
+def _excess(n: int, limit: int) -> int:
+    """Return how much of `n` is to be deleted: where it is beyond the limit, a margin more."""
+    return n - limit + int(QUOTA_MARGIN * limit) if n > limit else 0
+
 
 log = logging.getLogger("ragfuse.serve")
 
-T = TypeVar("T")
 UPKEEP_S = 5.0
 """Seconds between two checks of the tenants' quotas."""
 
@@ -124,13 +298,11 @@ class Service:
             return engine, make(engine)
 
         async with asyncio.timeout_at(deadline_s):
-            job = self.queue.join(tenant.name, session)
+            job = self.queue.join(tenant.salt, session)
             try:
                 engine, requests = await self.threads.run(self.threads.planning, prepared)
                 if not job.turn.done():
-                    self.threads.ahead.submit(
-                        self._prefetch_while_waiting, job, tenant, engine, requests[0]
-                    )
+                    self.threads.ahead.submit(self._prefetch, job, engine, requests[0])
                 await job.turn
             except BaseException:
                 self.queue.leave(job)
@@ -175,7 +347,7 @@ class Service:
 
         try:
             async with asyncio.timeout_at(self._deadline_s()):
-                job = self.queue.join(tenant.name)
+                job = self.queue.join(tenant.salt)
                 try:
                     await job.turn
                 except BaseException:
@@ -257,16 +429,13 @@ class Service:
         """Return the deadline of a request that comes now, on the event loop's clock."""
         return asyncio.get_running_loop().time() + self.settings.serve_timeout_s
 
-    def _prefetch_while_waiting(
-        self, job: Job, tenant: APITenant, engine: Engine, request: AnswerRequest
-    ) -> None:
+    def _prefetch(self, job: Job, engine: Engine, request: AnswerRequest) -> None:
         """Prefetch the KV that a request needs while it waits."""
         if job.turn.done():  # its turn has come, or its client has disconnected
             return
         try:
             engine.prefetch(_chunk_texts(engine, request))
-            if request.ask.session is not None:
-                job.reads = tenant.salt, request.ask.session
+            if job.conversation is not None:
                 self.look_ahead()
         except Exception as error:
             log.debug("Nothing is prefetched for a waiting request: %s", error)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ragfuse import Settings
-from ragfuse.serve.document_records import DOCUMENTS_FILE, DocumentRecords, StoredDocument
+from ragfuse.serve.records import DOCUMENTS_FILE, DocumentRecords, StoredDocument
 
 PASSAGES = ["The northern light is kept by Ada.", "caf\u00e9 'quoted'"]
 VECTORS = np.arange(len(PASSAGES) * 3, dtype=np.float32).reshape(len(PASSAGES), 3)

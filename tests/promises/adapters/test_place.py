@@ -9,7 +9,7 @@ import pytest
 from ragfuse import Ask, InputError, Settings, SettingsError
 from ragfuse.adapters import Place, engine_of, shown
 from ragfuse.remote import RemoteEngine
-from ragfuse.remote.address import ServerAddress
+from ragfuse.remote.connection import ServerAddress
 from ragfuse.types.answer import Ingested
 
 URL = "http://127.0.0.1:8000/v1"

@@ -16,8 +16,8 @@ from ragfuse import Settings
 from ragfuse.cli.files import FILE_TYPES
 from ragfuse.errors import InputError, StoreError
 from ragfuse.serve import documents, upload_text
-from ragfuse.serve.document_records import DocumentRecords
 from ragfuse.serve.keys import Keys
+from ragfuse.serve.records import DocumentRecords
 from ragfuse.text.file_texts import READERS
 from ragfuse.types.keys import token_digest
 from tests.kits.pdf import pdf

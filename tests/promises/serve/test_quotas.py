@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ragfuse import Ask, Engine
-from ragfuse.serve.quotas import enforce, limits_of
+from ragfuse.serve.service import enforce, limits_of
 from tests.kits.serve import BLUE, GREEN, TENANTS, Served, settings_of, wait_for
 from tests.kits.tiny import CHUNKS
 

@@ -15,10 +15,10 @@ import pytest
 
 from ragfuse import Settings
 from ragfuse.errors import StoreError
-from ragfuse.serve import response_records
+from ragfuse.serve import records as record_files
+from ragfuse.serve.records import RESPONSES_FILE, ResponseRecords
 from ragfuse.serve.refusals import APIError
-from ragfuse.serve.response_records import RESPONSES_FILE, ResponseRecords
-from ragfuse.serve.response_schema import INPUT
+from ragfuse.serve.schema import INPUT
 from tests.kits.serve import Served, client_of, serving, settings_of
 
 ODD = "caf\u00e9 \U0001f600 \ud800 \x00 'quoted'; DROP TABLE responses"
@@ -64,13 +64,13 @@ def test_a_response_is_kept_with_its_conversation_until_it_is_deleted(
 
 
 def test_the_latest_are_kept(records: ResponseRecords, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_records, "MAX_RECORDS", 3)
+    monkeypatch.setattr(record_files, "MAX_RECORDS", 3)
     for number in range(5):
         add(records, f"r{number}")
         add(records, f"r{number}", salt="other")
     kept = [number for number in range(5) if has(records, f"r{number}")]
     assert kept == [2, 3, 4]
-    monkeypatch.setattr(response_records, "MAX_RECORD_NBYTES", 1000)
+    monkeypatch.setattr(record_files, "MAX_RECORD_NBYTES", 1000)
     add(records, "long", text="x" * 5000)
     assert has(records, "long")
     assert not has(records, "r4")

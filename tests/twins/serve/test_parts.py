@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ragfuse import StoreError
-from ragfuse.serve.logprobs import ZERO_LOGPROB, LogprobRecorder, as_text
 from ragfuse.serve.refusals import APIError, api_error_of
+from ragfuse.serve.run import ZERO_LOGPROB, LogprobRecorder, as_text
 from ragfuse.serve.schema import ChatRequest
 
 

@@ -1,0 +1,251 @@
+"""SQLite files in the store's folder with what tenants store besides KV: responses and documents.
+
+Both outlive the process, and servers that share the folder share them. Where the store is in memory
+only, so are the records.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, Field
+
+from ragfuse.serve.refusals import APIError
+from ragfuse.serve.schema import INPUT, RequestMessage
+from ragfuse.settings import Settings
+from ragfuse.store.database import Database
+from ragfuse.store.folder import open_folder
+from ragfuse.types.keys import digest
+
+
+def record_file(settings: Settings, name: str, schema: str) -> Database:
+    """Open tables in a file of the store's folder; where the store is in memory alone, in memory.
+
+    Args:
+        settings: Where the store is.
+        name: The file's name.
+        schema: CREATE TABLE statements.
+
+    Raises:
+        StoreError: It cannot be opened.
+    """
+    folder = open_folder(settings.store_path) if settings.disk_bytes else None
+    return Database(folder, name, schema)
+
+
+def tenant_digest(salt: str, *more: str) -> str:
+    """Return the id of a tenant in record files: a digest from which its salt cannot be found."""
+    return digest("records", salt, *more)
+
+
+log = logging.getLogger("ragfuse.serve")
+
+RESPONSES_FILE = "responses.sqlite"
+MAX_RECORDS = 1024
+"""Most stored responses of a tenant."""
+MAX_RECORD_NBYTES = 32 << 20
+"""Most bytes of a tenant's stored responses, as JSON."""
+_RESPONSES = """
+CREATE TABLE IF NOT EXISTS turns(
+    number INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL, id TEXT NOT NULL,
+    response TEXT NOT NULL, messages TEXT NOT NULL, session TEXT NOT NULL,
+    nbytes INTEGER NOT NULL, made_s REAL NOT NULL, UNIQUE(tenant, id)
+);
+CREATE INDEX IF NOT EXISTS turns_of_session ON turns(tenant, session);
+"""
+_BEYOND_LIMITS = """
+DELETE FROM turns WHERE number IN (
+    SELECT number FROM (
+        SELECT number, row_number() OVER latest AS rank, sum(nbytes) OVER latest AS total
+        FROM turns WHERE tenant = :tenant WINDOW latest AS (ORDER BY number DESC)
+    ) WHERE rank > 1 AND (rank > :most OR total > :most_nbytes)
+)
+"""
+_UNUSED = """
+DELETE FROM turns WHERE tenant = :tenant AND session IN (
+    SELECT session FROM turns WHERE tenant = :tenant GROUP BY session
+    HAVING max(made_s) < :since_s
+)
+"""
+
+
+class Record(NamedTuple):
+    """One stored response, as it was sent; the conversation up to it; the name of its session."""
+
+    response: dict[str, Any]
+    messages: list[RequestMessage]
+    session: str
+
+
+class ResponseRecords:
+    """The stored responses of all tenants; a tenant sees its own only. Thread-safe; methods may
+    wait for the disk.
+
+    An unreadable file raises StoreError. Responses of a conversation that was
+    continued last longer ago than `session_ttl_s` are deleted, as its session is.
+
+    Args:
+        settings: Where the store is, and how long sessions are kept.
+        clock: Unix time in seconds.
+    """
+
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
+        self._ttl_s, self._clock = settings.session_ttl_s, clock
+        self._file = record_file(settings, RESPONSES_FILE, _RESPONSES)
+
+    def get(self, salt: str, id: str) -> Record:
+        """Return the response of the tenant with this salt; APIError (404) where there is none, or
+        a damaged one.
+        """
+        tenant = tenant_digest(salt)
+        if self._ttl_s is not None:
+            with self._file.write() as transaction:
+                since_s = self._clock() - self._ttl_s
+                transaction.execute(_UNUSED, {"tenant": tenant, "since_s": since_s})
+        sql = "SELECT response, messages, session FROM turns WHERE tenant = ? AND id = ?"
+        for response, messages, session in self._file.query(sql, (tenant, id)):
+            try:
+                found = INPUT.validate_python(json.loads(messages))
+                return Record(json.loads(response), found, session)
+            except ValueError:
+                log.warning("A stored response is damaged, and is taken as missing.")
+        raise APIError(
+            404,
+            f"There is no response '{id:.80}' here: it was not stored, was deleted, or is older"
+            f" than the latest {MAX_RECORDS}. Send the whole conversation as input.",
+            "response_not_found",
+            "previous_response_id",
+        )
+
+    def add(
+        self,
+        salt: str,
+        response: dict[str, Any],
+        messages: Sequence[RequestMessage],
+        session: str,
+    ) -> None:
+        """Store a response; the oldest ones of the tenant are deleted beyond the limits."""
+        told = [message.model_dump(exclude_none=True) for message in messages]
+        texts = json.dumps(response), json.dumps(told)
+        tenant, nbytes = tenant_digest(salt), sum(map(len, texts))
+        row = (tenant, response["id"], *texts, session, nbytes, self._clock())
+        limits = {"tenant": tenant, "most": MAX_RECORDS, "most_nbytes": MAX_RECORD_NBYTES}
+        with self._file.write() as transaction:
+            transaction.execute(
+                "INSERT INTO turns(tenant, id, response, messages, session, nbytes, made_s)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                row,
+            )
+            transaction.execute(_BEYOND_LIMITS, limits)
+
+    def delete(self, salt: str, id: str) -> str | None:
+        """Delete a response. Return its session if no other response uses that session, else None.
+
+        Raises:
+            APIError: The response does not exist (404).
+        """
+        tenant, session = tenant_digest(salt), self.get(salt, id).session
+        with self._file.write() as transaction:
+            transaction.execute("DELETE FROM turns WHERE tenant = ? AND id = ?", (tenant, id))
+            sql = "SELECT 1 FROM turns WHERE tenant = ? AND session = ? LIMIT 1"
+            return None if transaction.execute(sql, (tenant, session)).fetchall() else session
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+DOCUMENTS_FILE = "documents.sqlite"
+_DOCUMENTS = """
+CREATE TABLE IF NOT EXISTS embedded(
+    number INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL, id TEXT NOT NULL,
+    name TEXT NOT NULL, document TEXT NOT NULL, vectors BLOB NOT NULL, UNIQUE(tenant, id)
+);
+"""
+
+
+class StoredDocument(BaseModel):
+    """One document and how far its passages are."""
+
+    name: str
+    id: str = Field(default_factory=lambda: f"doc_{uuid4().hex[:24]}")
+    status: str = "waiting"
+    error: str = ""
+    passages: list[str] = []
+    encoded: int = 0
+    """Passages that are done."""
+    nbytes: int = 0
+    """Bytes of the KV that was encoded for it; what was stored before does not count."""
+    vectors: Any = Field(default_factory=list, exclude=True)
+    """float32 [passages, dims]."""
+    is_deleted: bool = Field(default=False, exclude=True)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it in plain JSON types, with the number of its passages in place of their text."""
+        told = {"object": "ragfuse.document", "passages": len(self.passages)}
+        return {**self.model_dump(), **told}
+
+
+class DocumentRecords:
+    """The documents of all tenants. Thread-safe; methods may wait for the disk, and raise
+    StoreError where it fails.
+
+    Args:
+        settings: Where the store is.
+        embedder: Name of the embedder, with whose vectors the documents are stored; those of
+            another embedder are not seen.
+    """
+
+    def __init__(self, settings: Settings, embedder: str) -> None:
+        self._file, self._embedder = record_file(settings, DOCUMENTS_FILE, _DOCUMENTS), embedder
+
+    def ids(self, salt: str) -> list[str]:
+        """Return the ids of the documents of the tenant with this salt, the oldest first."""
+        sql = "SELECT id FROM embedded WHERE tenant = ? ORDER BY number"
+        return [str(row[0]) for row in self._file.query(sql, (self._tenant(salt),))]
+
+    def read(self, salt: str, id: str) -> StoredDocument | None:
+        """Return a document; None for none or a damaged one."""
+        sql = "SELECT document, vectors FROM embedded WHERE tenant = ? AND id = ?"
+        for text, vectors in self._file.query(sql, (self._tenant(salt), id)):
+            try:
+                found = StoredDocument.model_validate_json(text)
+                shape = len(found.passages), -1
+                found.vectors = np.frombuffer(vectors, dtype="<f4").reshape(shape)
+            except (TypeError, ValueError):
+                log.warning("A stored document is damaged, and is taken as missing.")
+                return None
+            return found
+        return None
+
+    def add(self, salt: str, document: StoredDocument, vectors: NDArray[np.float32]) -> None:
+        """Store a document with its vectors, in place of those of the same name or id."""
+        named = self._tenant(salt), document.name, document.id
+        blob = np.ascontiguousarray(vectors, dtype="<f4").tobytes()
+        with self._file.write() as transaction:
+            transaction.execute(
+                "DELETE FROM embedded WHERE tenant = ? AND (name = ? OR id = ?)", named
+            )
+            transaction.execute(
+                "INSERT INTO embedded(tenant, name, id, document, vectors) VALUES (?, ?, ?, ?, ?)",
+                (*named, document.model_dump_json(), blob),
+            )
+
+    def delete(self, salt: str, id: str) -> None:
+        """Delete a document of a tenant, if it is there."""
+        sql = "DELETE FROM embedded WHERE tenant = ? AND id = ?"
+        self._file.change(sql, (self._tenant(salt), id))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _tenant(self, salt: str) -> str:
+        return tenant_digest(salt, self._embedder)
