@@ -31,8 +31,7 @@ def remaining_context(
     n_tokens: int,
     model: HFModel,
     what: str = "The prompt",
-    advice: str = "Shorten it.",
-    may_drop: bool = False,
+    advice: str = "Shorten it, or take fewer or shorter chunks.",
     at_least: bool = False,
 ) -> int | None:
     """Return how many new tokens fit after a prompt of `n_tokens`; None where the model has no
@@ -43,7 +42,6 @@ def remaining_context(
         model: The model.
         what: How an error message names the prompt.
         advice: The last sentence of the error message.
-        may_drop: Whether chunks may be left out on request; then that is the advice.
         at_least: Whether the prompt has more tokens than that.
 
     Raises:
@@ -52,14 +50,11 @@ def remaining_context(
     max_tokens = model.max_context
     if max_tokens is None:
         return None
-    if may_drop:
-        advice = "Take fewer or shorter chunks, or leave out the last ones with overflow='drop'."
     if n_tokens > max_tokens:
         raise OverlongError(
             f"{what} does not fit: {model.name} takes at most {max_tokens:,} tokens, found "
-            f"{'at least ' if at_least else ''}{n_tokens:,}.",
-            advice,
-            may_drop,
+            f"{'at least ' if at_least else ''}{n_tokens:,}. {advice}",
+            "prompt",
         )
     return max_tokens - n_tokens + 1
 

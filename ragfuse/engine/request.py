@@ -180,11 +180,6 @@ class Request:
         """
         return bool(self.ask.tools) if isinstance(self.question, str) else not is_ids(self.question)
 
-    @property
-    def drops(self) -> bool:
-        """Whether chunks may be left out of a prompt that is too long."""
-        return (self.ask.overflow or self.runtime.settings.overflow) == "drop"
-
     def max_tokens(self, room: int | None = None) -> int | None:
         """Return the most tokens that the question itself gives its answer; None where it does not
         say.

@@ -110,9 +110,7 @@ def _ask_of(body: CompletionRequest) -> Ask:
     if body.session_id is not None and (body.n or 1) > 1:
         raise unusable("n", "n must be 1 with session_id, as a conversation has one answer a turn.")
     ask = Ask(
-        **options.model_dump(
-            include={"policy", "ratio", "reuse", "overflow", "deadline_s", "blend"}
-        ),
+        **options.model_dump(include={"policy", "ratio", "reuse", "deadline_s", "blend"}),
         documents=tuple((each.text, each.title) for each in options.retrieved),
         stop=[stop] if isinstance(stop, str) else stop or (),
         seed=body.seed,

@@ -108,8 +108,6 @@ def chat_request_of(
     told = body.instructions
     system = [RequestMessage.model_validate({"role": "system", "content": told})] if told else []
     options = body.ragfuse
-    if body.truncation == "auto" and options.overflow is None:
-        options = options.model_copy(update={"overflow": "drop"})
     choice: Any = body.tool_choice
     if isinstance(choice, dict) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}

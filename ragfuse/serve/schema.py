@@ -127,7 +127,6 @@ class AnswerOptions(RequestBody):
     policy: str | None = None
     ratio: float | None = Field(default=None, ge=0, le=1)
     reuse: bool = True
-    overflow: Literal["error", "drop"] | None = None
     deadline_s: float | None = Field(default=None, ge=0)
     blend: bool = False
     """For prompts in PML: whether some tokens of modules are recomputed, as those of chunks are."""
