@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -57,13 +57,9 @@ class ConversationHistory:
             runtime.catalog,
             lambda: [runtime.digest],
             runtime.settings.session_ttl_s,
-            settle=runtime.saves.flush,
-            later=self._later,
-            index=runtime.conversations,
+            runtime.saves,
+            runtime.conversations,
         )
-
-    def _later(self, job: Callable[[], object]) -> None:
-        self._runtime.saves.submit(job, is_awaited=True)
 
     # before the answer
 
@@ -194,7 +190,7 @@ class ConversationHistory:
             )
             unused_keys = set(session.keys).difference(pending.previous_keys)
         if unused_keys:  # dropped after all pending saves
-            self._later(lambda: self.sessions.release(unused_keys))
+            self.sessions.release(unused_keys)
 
 
 def _without_turns(whole: Prompt, short: Prompt, pending: PendingTurn) -> Prompt:

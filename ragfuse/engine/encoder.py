@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from ragfuse.engine.model_records import MachineTimings
 from ragfuse.errors import OverlongError
 from ragfuse.hf.model import HFModel
-from ragfuse.plan.tiers import PRICES, choose_tier
+from ragfuse.plan.tiers import choose_tier
 from ragfuse.schemas.layout import SchemaRun
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
@@ -132,7 +132,7 @@ class Encoder:
         if costs is None or len(slow) < 2 or self.settings.placement == "all":
             return None
         written = {tier: self.store.levels.of(tier) for tier in slow}
-        return choose_tier(n_tokens, nbytes, costs, slow, PRICES, self.ratio(), written)
+        return choose_tier(n_tokens, nbytes, costs, written, self.ratio())
 
     @property
     def context(self) -> str:

@@ -10,8 +10,9 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from ragfuse.engine.ask import SAMPLED, Ask
-from ragfuse.engine.schema_service import PMLPrompt, parse_prompt
 from ragfuse.errors import about
+from ragfuse.schemas.nodes import PMLPrompt
+from ragfuse.schemas.pml import parse_prompt
 from ragfuse.serve.logprobs import LogprobRecorder
 from ragfuse.serve.refusals import unusable
 from ragfuse.serve.run import AnswerRequest

@@ -13,7 +13,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from ragfuse.engine.engine import Engine
-from ragfuse.engine.schema_service import RegisteredSchema, StoredSchema, parse_schema
+from ragfuse.engine.schema_service import RegisteredSchema
+from ragfuse.schemas.pml import parse_schema
+from ragfuse.schemas.registry import StoredSchema
 from ragfuse.serve.body import BodyRoute
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.request_state import tenant_of

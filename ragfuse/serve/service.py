@@ -16,8 +16,8 @@ from typing import TypeVar
 from fastapi import Request
 
 from ragfuse.engine.engine import Engine
-from ragfuse.engine.schema_service import PMLPrompt
 from ragfuse.models.embedder import Embedder
+from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.serve.document_records import DocumentRecords
 from ragfuse.serve.keys import APITenant, Keys
 from ragfuse.serve.metrics import ServerMetrics
