@@ -59,11 +59,10 @@ def remaining_context(
     return max_tokens - n_tokens + 1
 
 
-def may_fit(text: str, model: HFModel) -> bool:
-    """Return False for a text that can never fit the model's context; True means that it
-    may fit.
-    """
-    return model.max_context is None or len(text) // TOKEN_CHARS <= model.max_context
+def ids_of(text: str, model: HFModel) -> list[int]:
+    """Return the token ids of a text; none where it can never fit the model's context."""
+    limit = model.max_context
+    return model.tokens(text) if limit is None or len(text) // TOKEN_CHARS <= limit else []
 
 
 GAP = "\n\n"

@@ -20,7 +20,7 @@ from typing import Any
 from cachetools import LRUCache
 
 from ragfuse.engine.ask import Ask, Ids, is_ids
-from ragfuse.engine.encoder import may_fit
+from ragfuse.engine.encoder import ids_of
 from ragfuse.engine.request import Request
 from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError
@@ -150,10 +150,9 @@ class PromptBuilder:
         with self._lock:
             if self._read_texts.get(name):
                 return
-        if may_fit(text, self.runtime.model):
-            ids = self.runtime.model.tokens(text)
-            if len(ids) >= self._settings.min_chunk_tokens:
-                self._spans.add(ids, text, source, is_stored)
+        ids = ids_of(text, self.runtime.model)
+        if len(ids) >= self._settings.min_chunk_tokens:
+            self._spans.add(ids, text, source, is_stored)
         with self._lock:
             self._read_texts[name] = True
 
