@@ -69,21 +69,7 @@ class NoSessionError(InputError):
 
 
 class OverlongError(InputError):
-    """A text with more tokens than the model's context holds.
-
-    Args:
-        found: What was wanted and found.
-        advice: What to do, in words for a program in Python.
-        may_drop: Whether the prompt has chunks that may be left out where that is asked for
-            (overflow "drop").
-        argument: "max_tokens" where the answer is too long, and not the text.
-    """
-
-    def __init__(
-        self, found: str, advice: str = "", may_drop: bool = False, argument: str = "prompt"
-    ) -> None:
-        self.found, self.advice, self.may_drop = found, advice, may_drop
-        super().__init__(f"{found} {advice}".strip(), argument)
+    """A text with more tokens than the model's context holds, or an answer that would have more."""
 
 
 class PMLError(InputError):

@@ -276,13 +276,6 @@ class Settings(BaseSettings):
     )
     top_k: int = Field(default=6, ge=1, description="Chunks retrieved for a question.")
     max_tokens: int = Field(default=256, ge=1, description="Maximum tokens of an answer.")
-    overflow: Literal["error", "drop"] = Field(
-        default="error",
-        description=(
-            "What to do with a prompt that is too long. error: raise OverlongError. drop: leave out"
-            " its last chunks until prompt and answer fit."
-        ),
-    )
     history_buffer_bytes: int = Field(
         default=1 << 30,
         ge=0,

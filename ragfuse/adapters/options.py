@@ -22,7 +22,6 @@ PLAIN = (
     "stop",
     "seed",
     "deadline_s",
-    "overflow",
     "parallel_tool_calls",
 )
 """Options that an `Ask` takes as they are."""

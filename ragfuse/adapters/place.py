@@ -142,9 +142,7 @@ class Place:
         if self.address is not None:
             return {"base_url": self.address.base_url, "model": self.address.model}
         assert self.settings is not None
-        return self.settings.model_dump(
-            include={"model", "dtype", "policy", "ratio", "overflow", "max_tokens"}
-        )
+        return self.settings.model_dump(include={"model", "dtype", "policy", "ratio", "max_tokens"})
 
     def engine(self, model: str | None = None) -> Answerer:
         """Return what answers: what was given, else an engine or a client that the process shares.

@@ -78,9 +78,7 @@ def given_for(settings: Settings, server: str | None) -> dict[str, Any]:
     """Return the options of an answer that were set here, for a server, which has its own for the
     others.
     """
-    names = (
-        settings.model_fields_set & {"policy", "ratio", "max_tokens", "overflow"} if server else ()
-    )
+    names = settings.model_fields_set & {"policy", "ratio", "max_tokens"} if server else ()
     return {name: getattr(settings, name) for name in names}
 
 

@@ -94,7 +94,7 @@ def show(
 ) -> dict[str, Any]:
     """Show the modules of a schema: first and last position, tokens, parameters and KV bytes."""
     with loaded_engine(settings, console) as engine:
-        from ragfuse.engine.schema_service import outline
+        from ragfuse.schemas.layout import outline
 
         layout, per_token = engine.schemas.show(name), engine.model.nbytes_per_token
         modules = outline(layout, per_token)

@@ -103,9 +103,6 @@ def show_trace(console: Console, trace: Trace) -> None:
         )
     if rows:
         show_table(console, rows)
-    if trace.dropped:
-        names = ", ".join(Path(source).name or "a chunk" for source in trace.dropped)
-        say(console, f"left out, so that prompt and answer fit: {names}")
     if trace.stream is not None:
         pieces = [vars(piece) for piece in trace.stream.pieces]
         columns = "level", "tokens", "nbytes", "began_s", "seconds", "why"

@@ -232,8 +232,8 @@ class Ask:
 
     Args:
         max_tokens: Most tokens of the answer. More than the model's context has room for after the
-            prompt are refused; in a session, or where earlier turns or chunks may be left out for
-            them, more than it takes in all. -1 is no limit: as many as fit.
+            prompt are refused; where earlier turns may be left out, more than it takes in all. -1
+            is no limit: as many as fit.
         policy: The selection policy: which tokens of reused chunks are recomputed.
         ratio: The share of them that is recomputed, 0..1.
         reuse: False for a full prefill without any reuse, for comparison.
@@ -252,9 +252,6 @@ class Ask:
         parallel_tool_calls: False for at most one call.
         grammar: The grammar that the answer must match. Beside a JSON schema it may call tools
             instead.
-        overflow: For a prompt that is too long: "error", or "drop" to leave out its last chunks
-            until there is room for an answer of `max_tokens`, or of a quarter of the model's
-            context.
         session: The name of a stored conversation that this question continues. Messages that
             include one of the assistant are the whole conversation; other messages, or a text, are
             its next turn.
@@ -279,7 +276,6 @@ class Ask:
     tool_choice: str = "auto"
     parallel_tool_calls: bool = True
     grammar: Grammar | None = None
-    overflow: Literal["error", "drop"] | None = None
     session: Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")] | None = (
         None
     )

@@ -8,12 +8,10 @@ KV is reused only for identical token ids (AttentionStore); `prefix_cache.py` sa
 from __future__ import annotations
 
 import logging
-import sys
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
-from itertools import chain
+from functools import cache
 
 from ragfuse.engine.ask import is_ids
 from ragfuse.engine.encoder import TOKEN_CHARS, remaining_context
@@ -59,13 +57,9 @@ class ConversationHistory:
             runtime.catalog,
             lambda: [runtime.digest],
             runtime.settings.session_ttl_s,
-            settle=runtime.saves.flush,
-            later=self._later,
-            index=runtime.conversations,
+            runtime.saves,
+            runtime.conversations,
         )
-
-    def _later(self, job: Callable[[], object]) -> None:
-        self._runtime.saves.submit(job, is_awaited=True)
 
     # before the answer
 
@@ -73,18 +67,13 @@ class ConversationHistory:
         """Return the prompt of a question, with the stored turns of its conversation as history
         segments.
 
-        The history is truncated first; chunks are left out only where that is not enough, and
-        overflow is "drop".
-
         Args:
             request: The new messages, or all messages of the conversation; `Ask.session` names it.
         """
-        max_context = self._runtime.model.max_context
-        limit = 1 + request.limit(max_context) if max_context and request.drops else None
         pending = self._pending_turn(request)
         if pending is None:
-            return fitted(lambda n: self._prompts.prompt(request, leave_out=n), limit)
-        found = fitted(lambda n: self._shortened(request, pending, n), limit)
+            return self._prompts.prompt(request)
+        found = self._shortened(request, pending)
         return found if request.ask.session is not None else replace(found, conversation=None)
 
     def _pending_turn(self, request: Request) -> PendingTurn | None:
@@ -113,14 +102,14 @@ class ConversationHistory:
             new = [each for each in given if each.role != "system" or not is_same(each, first)]
         return PendingTurn(kept, tuple(new), version, session.keys)
 
-    def _shortened(self, request: Request, pending: PendingTurn, leave_out: int) -> Prompt:
+    def _shortened(self, request: Request, pending: PendingTurn) -> Prompt:
         """Return the prompt with its history, shortened to fit the context window.
 
         First KV rows of the history are truncated. Where that is not enough, the fewest earliest
         turns that have to go are left out; such a prompt is computed without history.
         """
         messages = [*pending.session.messages, *pending.messages]
-        whole = self._prompts.prompt(request, messages, leave_out)
+        whole = self._prompts.prompt(request, messages)
         placed = self._placed(whole, pending, request)
         shorter = () if self._fits(placed, request) else LaterMessages(messages)
         if not shorter:
@@ -128,7 +117,7 @@ class ConversationHistory:
 
         @cache
         def without(n: int) -> Prompt:
-            short = self._prompts.prompt(request, shorter[n], leave_out)
+            short = self._prompts.prompt(request, shorter[n])
             return _without_turns(whole, short, pending)
 
         shortest = without(
@@ -201,7 +190,7 @@ class ConversationHistory:
             )
             unused_keys = set(session.keys).difference(pending.previous_keys)
         if unused_keys:  # dropped after all pending saves
-            self._later(lambda: self.sessions.release(unused_keys))
+            self.sessions.release(unused_keys)
 
 
 def _without_turns(whole: Prompt, short: Prompt, pending: PendingTurn) -> Prompt:
@@ -229,31 +218,9 @@ def _n_common(one: Sequence[int], other: Sequence[int]) -> int:
     )
 
 
-def fitted(make: Callable[[int], Prompt], limit: int | None) -> Prompt:
-    """Return the prompt with as few chunks left out as needed to have at most `limit` tokens.
-
-    Args:
-        make: `make(n)` builds the prompt without the last n of the chunks that may be left out
-            (all, if there are fewer).
-        limit: Most tokens; None: any number.
-
-    Returns:
-        The prompt; without all those chunks where even that is too long.
-    """
-    without = lru_cache(maxsize=None)(make)
-    if limit is None or len(without(0)) <= limit:
-        return without(0)
-    shortest = make(sys.maxsize)
-    if len(shortest) > limit:
-        return shortest
-    fewer = range(1, len(shortest.dropped))
-    return without(1 + bisect_left(fewer, True, key=lambda n: len(without(n)) <= limit))
-
-
 @about("prompt")
 def build(request: Request, history: ConversationHistory, schemas: SchemaService) -> Prompt:
-    """Return the prompt of a question; where it is too long and overflow is "drop", without its
-    last chunks.
+    """Return the prompt of a question.
 
     Args:
         request: The request.
@@ -261,8 +228,7 @@ def build(request: Request, history: ConversationHistory, schemas: SchemaService
         schemas: The schemas over which a prompt in PML is.
 
     Raises:
-        OverlongError: The prompt or the length of its answer does not fit the model's context, and
-            nothing more may be left out.
+        OverlongError: The prompt or the length of its answer does not fit the model's context.
         InputError: The question is invalid.
     """
     question, ask, messages = request.question, request.ask, request.messages
@@ -272,12 +238,9 @@ def build(request: Request, history: ConversationHistory, schemas: SchemaService
         return prompt
     contents = "\n".join(message.text for message in messages)
     # earlier turns may be left out
-    may_shorten = request.drops or ask.session is not None or len(LaterMessages(messages)) > 0
+    may_shorten = ask.session is not None or len(LaterMessages(messages)) > 0
     if not may_shorten:
-        pieces = chain.from_iterable(message.pieces for message in messages)
-        has_chunks = bool(ask.documents) or any(piece.kind == "chunk" for piece in pieces)
-        n_tokens = len(contents) // TOKEN_CHARS
-        remaining_context(n_tokens, request.model, may_drop=has_chunks, at_least=True)
+        remaining_context(len(contents) // TOKEN_CHARS, request.model, at_least=True)
     prompt = history.fitted(request)
     check_fits(prompt, request, may_shorten)
     if not ask.documents or any(segment.kind == "chunk" for segment in prompt.segments):
@@ -293,8 +256,7 @@ def check_fits(prompt: Prompt, request: Request, may_shorten: bool = False) -> N
 
     Args:
         prompt: The prompt.
-        request: The request, which says whether chunks are left out where it is too long; else that
-            is the advice.
+        request: The request.
         may_shorten: Whether the prompt may be shortened for the answer; then its length alone
             counts.
 
@@ -302,15 +264,14 @@ def check_fits(prompt: Prompt, request: Request, may_shorten: bool = False) -> N
         OverlongError: One of them does not fit.
     """
     n_tokens, model = prompt.segments[-1].stop, request.model
-    may_drop = not request.drops and any(segment.kind == "chunk" for segment in prompt.segments)
-    left = remaining_context(n_tokens, model, may_drop=may_drop)
+    left = remaining_context(n_tokens, model)
     wanted, max_context = request.max_tokens(), model.max_context
     room = max_context if may_shorten else left
     if wanted is not None and room is not None and wanted > room:
         behind = "" if may_shorten else f" after a prompt of {n_tokens:,}"
         raise OverlongError(
             f"An answer of {wanted:,} tokens does not fit{behind}: the context of"
-            f" {model.name} is {max_context:,} tokens.",
-            f"Ask for at most {room:,} tokens{'' if may_shorten else ', or shorten the prompt'}.",
-            argument="max_tokens",
+            f" {model.name} is {max_context:,} tokens. Ask for at most {room:,} tokens"
+            f"{'' if may_shorten else ', or shorten the prompt'}.",
+            "max_tokens",
         )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from ragfuse.engine.model_records import MachineTimings
 from ragfuse.errors import OverlongError
 from ragfuse.hf.model import HFModel
-from ragfuse.plan.tiers import PRICES, choose_tier
+from ragfuse.plan.tiers import choose_tier
 from ragfuse.schemas.layout import SchemaRun
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
@@ -31,8 +31,7 @@ def remaining_context(
     n_tokens: int,
     model: HFModel,
     what: str = "The prompt",
-    advice: str = "Shorten it.",
-    may_drop: bool = False,
+    advice: str = "Shorten it, or take fewer or shorter chunks.",
     at_least: bool = False,
 ) -> int | None:
     """Return how many new tokens fit after a prompt of `n_tokens`; None where the model has no
@@ -43,7 +42,6 @@ def remaining_context(
         model: The model.
         what: How an error message names the prompt.
         advice: The last sentence of the error message.
-        may_drop: Whether chunks may be left out on request; then that is the advice.
         at_least: Whether the prompt has more tokens than that.
 
     Raises:
@@ -52,23 +50,19 @@ def remaining_context(
     max_tokens = model.max_context
     if max_tokens is None:
         return None
-    if may_drop:
-        advice = "Take fewer or shorter chunks, or leave out the last ones with overflow='drop'."
     if n_tokens > max_tokens:
         raise OverlongError(
             f"{what} does not fit: {model.name} takes at most {max_tokens:,} tokens, found "
-            f"{'at least ' if at_least else ''}{n_tokens:,}.",
-            advice,
-            may_drop,
+            f"{'at least ' if at_least else ''}{n_tokens:,}. {advice}",
+            "prompt",
         )
     return max_tokens - n_tokens + 1
 
 
-def may_fit(text: str, model: HFModel) -> bool:
-    """Return False for a text that can never fit the model's context; True means that it
-    may fit.
-    """
-    return model.max_context is None or len(text) // TOKEN_CHARS <= model.max_context
+def ids_of(text: str, model: HFModel) -> list[int]:
+    """Return the token ids of a text; none where it can never fit the model's context."""
+    limit = model.max_context
+    return model.tokens(text) if limit is None or len(text) // TOKEN_CHARS <= limit else []
 
 
 GAP = "\n\n"
@@ -137,7 +131,7 @@ class Encoder:
         if costs is None or len(slow) < 2 or self.settings.placement == "all":
             return None
         written = {tier: self.store.levels.of(tier) for tier in slow}
-        return choose_tier(n_tokens, nbytes, costs, slow, PRICES, self.ratio(), written)
+        return choose_tier(n_tokens, nbytes, costs, written, self.ratio())
 
     @property
     def context(self) -> str:

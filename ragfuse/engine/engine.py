@@ -27,7 +27,7 @@ from ragfuse.engine.ask import (
     texts_of,
 )
 from ragfuse.engine.build import ConversationHistory, build, check_fits
-from ragfuse.engine.encoder import may_fit
+from ragfuse.engine.encoder import ids_of
 from ragfuse.engine.generate import ConstraintCompiler, generated, share
 from ragfuse.engine.prefetch import Prefetcher
 from ragfuse.engine.prefill import Prefiller
@@ -308,7 +308,7 @@ class Engine(OneProcess):
         for text, source in mended_documents(texts):
             text = text.strip()
             with at_work():  # each chunk for itself: a process that ends waits for one, not for all
-                ids = model.tokens(text) if may_fit(text, model) else []
+                ids = ids_of(text, model)
                 is_long = model.max_context is not None and len(ids) > model.max_context
                 if is_long or (text and not ids):
                     log.warning(
@@ -338,7 +338,7 @@ class Engine(OneProcess):
         self._check_open()
         for text, source in mended_documents(texts):
             text = text.strip()
-            ids = self.model.tokens(text) if may_fit(text, self.model) else []
+            ids = ids_of(text, self.model)
             if len(ids) >= self.settings.min_chunk_tokens and not self.prompts.knows(text, ids):
                 self.prompts.note(text, source, ids)
 

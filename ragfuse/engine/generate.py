@@ -321,7 +321,6 @@ def trace_of(ready: PreparedPrompt, first_s: float | None) -> Trace:
         recomputed_rows=rows,
         predicted_ttft_s=forecast.ttft_s if forecast is not None else None,
         predicted_load_s=forecast.load_s if forecast is not None else None,
-        dropped=prompt.dropped,
         stream=ready.stream,
         session=prompt.conversation.id if prompt.conversation is not None else "",
         truncated=prompt.truncated,

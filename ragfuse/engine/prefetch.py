@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 
 from ragfuse.engine.ask import texts_of
-from ragfuse.engine.encoder import may_fit
+from ragfuse.engine.encoder import ids_of
 from ragfuse.engine.runtime import Runtime
 from ragfuse.plan.tiers import to_prefetch
 from ragfuse.process.jobs import BackgroundJobs
@@ -83,12 +83,10 @@ class Prefetcher:
     def _keys(self, texts: Sequence[str]) -> Iterator[ChunkKey]:
         """Yield the key of each text that fits the model and is long enough to be stored."""
         encoder = self._runtime.encoder
-        runs = (
-            encoder.model.tokens(text.strip()) for text in texts if may_fit(text, encoder.model)
-        )
-        yield from (
-            encoder.key(ids, encoder.context) for ids in runs if len(ids) >= encoder.shortest
-        )
+        for text in texts:
+            ids = ids_of(text.strip(), encoder.model)
+            if len(ids) >= encoder.shortest:
+                yield encoder.key(ids, encoder.context)
 
     def _of_keys(self, keys: Iterable[ChunkKey]) -> Iterator[Entry]:
         """Yield the entries of keys to read, and tell their tiers, which may read them all

@@ -20,7 +20,7 @@ from typing import Any
 from cachetools import LRUCache
 
 from ragfuse.engine.ask import Ask, Ids, is_ids
-from ragfuse.engine.encoder import may_fit
+from ragfuse.engine.encoder import ids_of
 from ragfuse.engine.request import Request
 from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError
@@ -29,7 +29,7 @@ from ragfuse.store import KnownText
 from ragfuse.store.deletion import LEARNT
 from ragfuse.text.assemble import Assembler
 from ragfuse.text.call_formats import call_format
-from ragfuse.text.chat_messages import ChatMessage, Content, Piece, without_last_chunks
+from ragfuse.text.chat_messages import ChatMessage, Content, Piece
 from ragfuse.text.known_spans import MIN_ALTERED_TOKENS, KnownSpans, Match
 from ragfuse.text.tool_calls import CallFormat
 from ragfuse.types.keys import digest as digest_of
@@ -150,10 +150,9 @@ class PromptBuilder:
         with self._lock:
             if self._read_texts.get(name):
                 return
-        if may_fit(text, self.runtime.model):
-            ids = self.runtime.model.tokens(text)
-            if len(ids) >= self._settings.min_chunk_tokens:
-                self._spans.add(ids, text, source, is_stored)
+        ids = ids_of(text, self.runtime.model)
+        if len(ids) >= self._settings.min_chunk_tokens:
+            self._spans.add(ids, text, source, is_stored)
         with self._lock:
             self._read_texts[name] = True
 
@@ -168,14 +167,12 @@ class PromptBuilder:
         self,
         request: Request,
         messages: Sequence[ChatMessage] | None = None,
-        leave_out: int = 0,
     ) -> Prompt:
         """Build a prompt. Its chunks are all known ones that are found in its ids.
 
         Args:
             request: The question, its options and tools.
             messages: What is asked instead of its own messages.
-            leave_out: How many of the last chunks are left out (`without_last_chunks`).
 
         Raises:
             InputError: The question is not valid.
@@ -200,21 +197,9 @@ class PromptBuilder:
         )
         if is_plain and is_ids(question):
             return assembler.ids(_checked(question, len(model.tokenizer)))
-        dropped = list[str]()
-        if leave_out:
-            last_user = max(
-                (at for at, message in enumerate(messages) if message.role == "user"), default=-1
-            )
-            contents = [self.pieces(_split_at(message.pieces, sources)) for message in messages]
-            kept, dropped = without_last_chunks(contents, leave_out, last_user)
-            messages = [
-                replace(each, content=content) for each, content in zip(messages, kept, strict=True)
-            ]
         if is_plain and isinstance(question, str):
-            found = assembler.text(messages[0].text, model.bos)
-        else:
-            found = assembler.chat(messages, request.tools)
-        return replace(found, dropped=tuple(dropped))
+            return assembler.text(messages[0].text, model.bos)
+        return assembler.chat(messages, request.tools)
 
     def _taken(self, messages: Sequence[ChatMessage], ask: Ask) -> list[tuple[str, str]]:
         """Put the chunks that are given with a question into the index, and return (text, source)
@@ -332,21 +317,3 @@ def _checked(ids: Ids, n_ids: int) -> list[int]:
             " the prompt with the model's own tokenizer."
         )
     return [int(id) for id in ids]
-
-
-def _split_at(pieces: Sequence[Piece], sources: Mapping[str, str]) -> list[Piece]:
-    """Return pieces with the texts that are keys of `sources`, which has the source of each, as
-    chunks.
-    """
-    found = list(pieces)
-    for text, source in filter(lambda given: given[0], sources.items()):
-        split = list[Piece]()
-        for piece in found:
-            if piece.kind == "chunk" or text not in piece.text:
-                split.append(piece)
-                continue
-            for at, part in enumerate(piece.text.split(text)):
-                split += [Piece(text, "chunk", source)] if at else []
-                split.append(Piece(part))
-        found = split
-    return found

@@ -7,9 +7,7 @@ chunk from then on. No text is remembered for that: a line is recognised by a di
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -36,53 +34,37 @@ TTL_S = 24 * 3600.0
 """Seconds that a fingerprint is remembered."""
 
 
-class RecurringPassages:
-    """Finds passages that recur in one tenant's prompts. Thread-safe.
+def met_again(
+    plan: LoadPlan, border_of: BorderOf, met: MutableMapping[str, str]
+) -> list[tuple[int, ...]]:
+    """Return the token ids of passages whose lines an earlier, different prompt had, too.
+
+    Text found in the store, and the question itself, are not learnt.
 
     Args:
-        ttl_s: Seconds that each is remembered.
-        clock: Returns seconds.
+        plan: The plan of the prompt.
+        border_of: How a token ends lines and paragraphs.
+        met: The prompt that held each line first, by digests; new lines are added.
     """
+    prompt, read = plan.prompt, {fetch.segment for fetch in (*plan.fetches, *plan.unread)}
+    prompt_digest, ids = token_digest(prompt.token_ids), prompt.token_ids
+    lo_question, hi_question = prompt.last_user_rows
+    lo_question += last_paragraph(ids[lo_question:hi_question], border_of)
 
-    def __init__(
-        self,
-        ttl_s: float = TTL_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._lock = threading.Lock()
-        # fingerprint of a line -> the prompt that held it first
-        self._met: TTLCache[str, str] = TTLCache(MAX_FINGERPRINTS, ttl_s, clock)
+    def recurs(begin: int, rows: tuple[int, int]) -> bool:
+        lo, hi = rows[0] + begin, rows[1] + begin
+        if lo < hi_question and lo_question < hi:
+            return False
+        return met.setdefault(token_digest(ids[lo:hi]), prompt_digest) != prompt_digest
 
-    def met_again(self, plan: LoadPlan, border_of: BorderOf) -> list[tuple[int, ...]]:
-        """Return the token ids of passages whose lines an earlier, different prompt had, too. Lines
-        seen for the first time are remembered.
-
-        Text found in the store, and the question itself, are not learnt.
-        """
-        prompt, read = plan.prompt, {fetch.segment for fetch in (*plan.fetches, *plan.unread)}
-        prompt_digest, ids = token_digest(prompt.token_ids), prompt.token_ids
-        lo_question, hi_question = prompt.last_user_rows
-        lo_question += last_paragraph(ids[lo_question:hi_question], border_of)
-
-        def recurs(begin: int, rows: tuple[int, int]) -> bool:
-            lo, hi = rows[0] + begin, rows[1] + begin
-            if lo < hi_question and lo_question < hi:
-                return False
-            with self._lock:
-                return (
-                    self._met.setdefault(token_digest(ids[lo:hi]), prompt_digest) != prompt_digest
-                )
-
-        found = list[tuple[int, ...]]()
-        for index, (segment, (begin, _)) in enumerate(
-            zip(prompt.segments, prompt.spans, strict=True)
-        ):
-            if segment.kind in ("fresh", "prefix") and index not in read:
-                found += [
-                    segment.tokens[lo:hi]
-                    for lo, hi in passages(segment.tokens, border_of, partial(recurs, begin))
-                ]
-        return found
+    found = list[tuple[int, ...]]()
+    for index, (segment, (begin, _)) in enumerate(zip(prompt.segments, prompt.spans, strict=True)):
+        if segment.kind in ("fresh", "prefix") and index not in read:
+            found += [
+                segment.tokens[lo:hi]
+                for lo, hi in passages(segment.tokens, border_of, partial(recurs, begin))
+            ]
+    return found
 
 
 IDLE_WAIT_S = 2.0
@@ -115,7 +97,8 @@ class RememberStage:
             prefixes,
             prefetcher,
         )
-        self._runtime, self._passages = prompts.runtime, RecurringPassages()
+        self._runtime = prompts.runtime
+        self._met: TTLCache[str, str] = TTLCache(MAX_FINGERPRINTS, TTL_S)
 
     def begin(self, prepared: PreparedPrompt) -> None:
         """Save the new KV of a prompt while its answer is generated (AttentionStore 3.2.2)."""
@@ -173,7 +156,7 @@ class RememberStage:
     def _learn(self, plan: LoadPlan) -> None:
         """Encode the passages of a prompt that an earlier one had, too."""
         model = self._runtime.model
-        for ids in self._passages.met_again(plan, model.border):
+        for ids in met_again(plan, model.border, self._met):
             if is_code(model.text(ids)):
                 self._prompts.note("", CODE, ids)
             else:

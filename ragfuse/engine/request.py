@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 import time
@@ -92,15 +91,9 @@ def _schema(tool: Tool) -> str:
     function = tool["function"]
     what = f"parameters of the tool '{function['name']}'"
     given = function.get("parameters") or {}
-    text = json_text(
-        given if not isinstance(given, Mapping) else {"type": "object", "properties": {}, **given},
-        what,
-    )
-    if json.loads(text)["type"] != "object":
-        raise InputError(
-            f"The {what} must be a JSON schema of type 'object'; found type {given['type']!r}."
-        )
-    return text
+    if not isinstance(given, Mapping) or given.get("type", "object") != "object":
+        raise InputError(f"The {what} must be a JSON schema of type 'object'; found {given!r:.80}.")
+    return json_text({"type": "object", "properties": {}, **given}, what)
 
 
 Say = Callable[[str | Thought], None] | None
@@ -179,11 +172,6 @@ class Request:
         continue.
         """
         return bool(self.ask.tools) if isinstance(self.question, str) else not is_ids(self.question)
-
-    @property
-    def drops(self) -> bool:
-        """Whether chunks may be left out of a prompt that is too long."""
-        return (self.ask.overflow or self.runtime.settings.overflow) == "drop"
 
     def max_tokens(self, room: int | None = None) -> int | None:
         """Return the most tokens that the question itself gives its answer; None where it does not

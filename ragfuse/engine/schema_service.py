@@ -23,7 +23,7 @@ from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.errors import InputError, PMLError
 from ragfuse.process.shared import LRU
 from ragfuse.schemas.bind import bind
-from ragfuse.schemas.layout import NO_WRAPPING, SchemaLayout, Wrapping, lay_out, outline
+from ragfuse.schemas.layout import NO_WRAPPING, SchemaLayout, Wrapping, lay_out
 from ragfuse.schemas.nodes import (
     Item,
     Module,
@@ -34,23 +34,12 @@ from ragfuse.schemas.nodes import (
     has_messages,
     inner,
 )
-from ragfuse.schemas.pml import parse_prompt, parse_schema, read_schema
+from ragfuse.schemas.pml import parse_schema, read_schema
 from ragfuse.schemas.pml_writer import to_pml
 from ragfuse.schemas.registry import SchemaRegistry, StoredSchema
 from ragfuse.schemas.wrap_probe import wrapping_of
 from ragfuse.types.answer import Ingested
 from ragfuse.types.prompt import Prompt
-
-__all__ = [
-    "PMLPrompt",
-    "RegisteredSchema",
-    "SchemaService",
-    "StoredSchema",
-    "outline",
-    "parse_prompt",
-    "parse_schema",
-]
-
 
 MAX_LAYOUTS = 256
 """Most schemas whose layouts are cached."""

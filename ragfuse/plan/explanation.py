@@ -59,9 +59,6 @@ def in_words(plan: LoadPlan, unmeasured: str = UNMEASURED) -> str:
     """
     found = plan.forecast
     lines = [f"{plan.explain()}.", *map(_line, segment_traces(plan))]
-    if plan.prompt.dropped:
-        named = ", ".join(source or KIND_NAMES["chunk"] for source in plan.prompt.dropped)
-        lines.append(f"Left out, so that the prompt and an answer fit: {named}.")
     if found is not None and plan.chooses:
         quantity, bound = f"Ratio {plan.ratio:.2f}", BOUNDS[found.bound]
         if not plan.cost.is_adjustable:

@@ -183,7 +183,7 @@ class Connection:
             wait_s = float(after) if after.isdecimal() else WAIT_S
             return BusyError(f"The server at {url} is busy: {message}", wait_s)
         if code == OVERLONG:
-            return OverlongError(message)
+            return OverlongError(message, "prompt")
         if kind == "invalid_request_error" and code != "model_not_found":
             return InputError(message)
         if kind == "server_error":

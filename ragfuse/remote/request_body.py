@@ -31,7 +31,7 @@ FIELDS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Options of `generate` that a server takes, with its names for them."""
-OWN_FIELDS = ("policy", "ratio", "overflow", "deadline_s", "reuse", "blend")
+OWN_FIELDS = ("policy", "ratio", "deadline_s", "reuse", "blend")
 """What of an `Ask` goes into the field `ragfuse` under its own name."""
 HANDLED = frozenset({"do_sample", "logit_bias", "max_time", *SAMPLING, *FIELDS})
 

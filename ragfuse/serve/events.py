@@ -183,7 +183,7 @@ class ResponseEvents:
             "tool_choice": body.tool_choice or "auto",
             "tools": [{"strict": True, "parameters": None, **tool} for tool in body.tools or ()],
             "top_p": 1.0 if body.top_p is None else body.top_p,
-            "truncation": body.truncation or "disabled",
+            "truncation": "disabled",
             "usage": None,
             "metadata": body.metadata or {},
         }

@@ -38,11 +38,6 @@ CODES = MappingProxyType({"extra_forbidden": "unknown_field", "missing": "missin
 """Codes of pydantic's types of errors; others are "unusable"."""
 UNREAD = (401, 408, 413, 415, 421)
 """Statuses of errors that are told before a body was read whole."""
-DROP_ADVICE = (
-    'Send fewer or shorter documents, or let the last ones be left out: "ragfuse": {"overflow":'
-    ' "drop"}.'
-)
-"""What to do about a prompt that is too long with its documents."""
 SESSION_ADVICE = "GET /v1/ragfuse/sessions lists them."
 """What to do about a session that does not exist: a client has no command line on the server's
 machine.
@@ -128,8 +123,7 @@ def api_error_of(error: BaseException) -> APIError:
     if isinstance(error, NoSessionError):
         return APIError(404, f"{error.found} {SESSION_ADVICE}", "session_not_found", "id")
     if isinstance(error, OverlongError):
-        text = f"{error.found} {DROP_ADVICE if error.may_drop else error.advice}".strip()
-        return APIError(400, text, OVERLONG, error.argument or None)
+        return APIError(400, str(error), OVERLONG, error.argument or None)
     if isinstance(error, InputError | SettingsError):
         return APIError(400, str(error), "unusable", error.argument or None)
     log.error("A request failed with %s: %s", type(error).__name__, error, exc_info=error)

@@ -10,8 +10,9 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from ragfuse.engine.ask import SAMPLED, Ask
-from ragfuse.engine.schema_service import PMLPrompt, parse_prompt
 from ragfuse.errors import about
+from ragfuse.schemas.nodes import PMLPrompt
+from ragfuse.schemas.pml import parse_prompt
 from ragfuse.serve.refusals import unusable
 from ragfuse.serve.run import AnswerRequest, LogprobRecorder
 from ragfuse.serve.schema import (
@@ -109,9 +110,7 @@ def _ask_of(body: CompletionRequest) -> Ask:
     if body.session_id is not None and (body.n or 1) > 1:
         raise unusable("n", "n must be 1 with session_id, as a conversation has one answer a turn.")
     ask = Ask(
-        **options.model_dump(
-            include={"policy", "ratio", "reuse", "overflow", "deadline_s", "blend"}
-        ),
+        **options.model_dump(include={"policy", "ratio", "reuse", "deadline_s", "blend"}),
         documents=tuple((each.text, each.title) for each in options.retrieved),
         stop=[stop] if isinstance(stop, str) else stop or (),
         seed=body.seed,

@@ -136,7 +136,6 @@ class AnswerOptions(RequestBody):
     policy: str | None = None
     ratio: float | None = Field(default=None, ge=0, le=1)
     reuse: bool = True
-    overflow: Literal["error", "drop"] | None = None
     deadline_s: float | None = Field(default=None, ge=0)
     blend: bool = False
     """For prompts in PML: whether some tokens of modules are recomputed, as those of chunks are."""
@@ -437,8 +436,6 @@ def chat_request_of(
     told = body.instructions
     system = [RequestMessage.model_validate({"role": "system", "content": told})] if told else []
     options = body.ragfuse
-    if body.truncation == "auto" and options.overflow is None:
-        options = options.model_copy(update={"overflow": "drop"})
     choice: Any = body.tool_choice
     if isinstance(choice, dict) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}

@@ -18,8 +18,8 @@ from typing import TypeVar
 from fastapi import Request
 
 from ragfuse.engine.engine import Engine
-from ragfuse.engine.schema_service import PMLPrompt
 from ragfuse.models.embedder import Embedder
+from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.serve.keys import APITenant, Keys, tenant_of
 from ragfuse.serve.records import DocumentRecords, ResponseRecords
 from ragfuse.serve.refusals import APIError

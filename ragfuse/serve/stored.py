@@ -12,7 +12,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from ragfuse.engine.engine import Engine
-from ragfuse.engine.schema_service import RegisteredSchema, StoredSchema, parse_schema
+from ragfuse.engine.schema_service import RegisteredSchema
+from ragfuse.schemas.pml import parse_schema
+from ragfuse.schemas.registry import StoredSchema
 from ragfuse.serve.guard import BodyRoute
 from ragfuse.serve.keys import tenant_of
 from ragfuse.serve.refusals import APIError, unusable

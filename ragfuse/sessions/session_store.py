@@ -19,8 +19,11 @@ from math import inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from cachetools import LRUCache
+
 from ragfuse.errors import InputError, NoSessionError, StoreError
 from ragfuse.plan.evict import ConversationEvictor, Evictor, lru, rank_named
+from ragfuse.process.jobs import BackgroundJobs
 from ragfuse.sessions.session import Session
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore, SessionInfo
@@ -139,8 +142,8 @@ class SessionStore:
         tenants: Returns the digests of the tenants whose sessions are listed; None for all.
         ttl_s: Seconds without use after which a session has expired; it is deleted when others are
             written.
-        settle: Waits for pending saves, so that their KV can be deleted.
-        later: Runs a job in the background, after pending saves.
+        saves: The queue of pending saves, which KV that is deleted must not follow; None: there
+            are none.
         index: Notified of the keys of each session, those of earlier processes included.
     """
 
@@ -150,20 +153,13 @@ class SessionStore:
         catalog: Catalog,
         tenants: Callable[[], Sequence[str] | None],
         ttl_s: float | None = None,
-        settle: Callable[[], object] = lambda: None,
-        later: Callable[[Callable[[], object]], object] = lambda job: job(),
+        saves: BackgroundJobs | None = None,
         index: ConversationIndex | None = None,
     ) -> None:
-        self._store, self._catalog, self._tenants, self._ttl_s, self._clock = (
-            store,
-            catalog,
-            tenants,
-            ttl_s,
-            time.time,
-        )
-        self._lock, self._settle, self._later = threading.Lock(), settle, later
-        # the most recently used one last; of version 0 the catalog has nothing
-        self._in_memory: dict[Name, tuple[SessionInfo, Session]] = {}
+        self._store, self._catalog, self._tenants, self._ttl_s = store, catalog, tenants, ttl_s
+        self._lock, self._saves, self._clock = threading.Lock(), saves, time.time
+        # of version 0 the catalog has nothing
+        self._in_memory: LRUCache[Name, tuple[SessionInfo, Session]] = LRUCache(MAX_IN_MEMORY)
         self._swept, self._index = 0.0, index or ConversationIndex()
         known = defaultdict[Name, list[ChunkKey]](list)
         for model, id, key in catalog.owned() if index is not None else ():
@@ -292,23 +288,32 @@ class SessionStore:
         """Keep a session in memory as the most recently used one."""
         kept = _info(name, session, version, used), session
         with self._lock:
-            self._in_memory.pop(name, None)
             self._in_memory[name] = kept
-            dropped = next(iter(self._in_memory)) if len(self._in_memory) > MAX_IN_MEMORY else None
-            was_alone = dropped is not None and not self._in_memory.pop(dropped)[0].version
-        if dropped is not None and was_alone:
-            self._index.note(dropped, ())
         self._index.note(name, session.keys)
         return kept
 
-    def release(self, keys: Iterable[ChunkKey]) -> None:
-        """Drop the KV of those keys that no session uses; of none while the catalog does not
-        answer.
+    def release(self, keys: set[ChunkKey]) -> None:
+        """Drop the KV of those keys that no session uses, after pending saves; of none while the
+        catalog does not answer.
         """
-        with _unless_silent("KV that sessions may use stays"):
-            self._store.forget(self._unused(set(keys)))
+
+        def drop() -> None:
+            with _unless_silent("KV that sessions may use stays"):
+                self._store.forget(self._unused(keys))
+
+        self._later(drop)
 
     # inside
+
+    def _settle(self) -> None:
+        if self._saves is not None:
+            self._saves.flush()
+
+    def _later(self, job: Callable[[], object]) -> None:
+        if self._saves is None:
+            job()
+        else:
+            self._saves.submit(job, is_awaited=True)
 
     def _sweep(self, ttl_s: float) -> None:
         with _unless_silent("Overdue sessions stay for now"):

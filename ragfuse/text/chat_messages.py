@@ -4,7 +4,6 @@ answers.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -152,55 +151,6 @@ class LaterMessages:
 
     def __getitem__(self, index: int) -> list[ChatMessage]:
         return [*self._messages[: self._head], *self._messages[self._begins[index] :]]
-
-
-def without_last_chunks(
-    contents: Sequence[Sequence[Piece]], n: int, question: int = -1
-) -> tuple[list[list[Piece]], list[str]]:
-    """Leave out the last n chunks of messages, with what separated each from the chunk before it.
-
-    A separator is text between two chunks that has no letters, or that is between others, too.
-
-    Args:
-        contents: The pieces of each message.
-        n: Number of chunks to leave out.
-        question: Index of the message with the question; if it consists of chunks only, they are
-            the question and stay.
-
-    Returns:
-        The contents without these chunks, and the sources of the chunks, in order.
-    """
-    places = [
-        (index, at)
-        for index, pieces in enumerate(contents)
-        if index != question % len(contents)
-        or any(each.kind == "fresh" and each.text.strip() for each in pieces)
-        for at, piece in enumerate(pieces)
-        if piece.kind == "chunk" and piece.text.strip()
-    ]
-    dropped = places[max(0, len(places) - n) :]
-    gone, kept = set(dropped), list[list[Piece]]()
-    for index, pieces in enumerate(contents):
-        gaps = [""]  # the fresh text before each chunk, and after the last
-        for piece in pieces:
-            if piece.kind == "chunk":
-                gaps.append("")
-            else:
-                gaps[-1] += piece.text
-        counts = Counter(gaps[1:-1])
-        chunks = [at for at, piece in enumerate(pieces) if piece.kind == "chunk"]
-        left = list[Piece]()
-        for number, (at, gap) in enumerate(zip(chunks, gaps, strict=False)):
-            is_separator = number > 0 and (counts[gap] > 1 or not any(map(str.isalpha, gap)))
-            if (index, at) not in gone:
-                left += [Piece(gap), pieces[at]]
-            elif not is_separator:
-                left.append(Piece(gap))
-        tail = gaps[-1]
-        if chunks and (index, chunks[-1]) in gone and left and left[-1].text[-1:].isspace():
-            tail = tail.lstrip()
-        kept.append([piece for piece in (*left, Piece(tail)) if piece.text])
-    return kept, [contents[index][at].source for index, at in dropped]
 
 
 def _parts(content: Content) -> Sequence[str | Piece]:

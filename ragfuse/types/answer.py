@@ -123,7 +123,6 @@ class Trace:
             check layer.
         predicted_ttft_s: Predicted time to the first logits; None: this machine was not measured.
         predicted_load_s: Predicted time spent loading; None: this machine was not measured.
-        dropped: Sources of chunks that were left out so that prompt and answer fit the context.
         stream: How KV was streamed under a deadline, piece by piece.
         session: The conversation that the prompt continues; "" for none.
         truncated: Earliest tokens of that conversation that were left out.
@@ -157,7 +156,6 @@ class Trace:
     recomputed_rows: tuple[int, ...] = field(default=(), repr=False)
     predicted_ttft_s: float | None = None
     predicted_load_s: float | None = None
-    dropped: tuple[str, ...] = ()
     stream: StreamTrace | None = None
     session: str = ""
     truncated: int = 0

@@ -75,7 +75,6 @@ class Prompt:
 
     Args:
         segments: The segments.
-        dropped: Sources of chunks that were left out so that the prompt fits.
         truncated: Tokens of the conversation that were left out so that the prompt fits.
         conversation: The conversation that the prompt continues
             (`engine.history.PendingTurn`); None for none.
@@ -87,7 +86,6 @@ class Prompt:
     """
 
     segments: tuple[Segment, ...]
-    dropped: tuple[str, ...] = ()
     truncated: int = 0
     conversation: Any = field(default=None, repr=False, compare=False)
     schema_use: object = field(default=None, repr=False, compare=False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, field_serializer
@@ -65,10 +65,6 @@ class RagFuseModel(BaseModel):
     """
     reuse: bool = True
     """False: a full prefill by the model itself, for comparison."""
-    overflow: Literal["error", "drop"] | None = None
-    """If a prompt is longer than the context window: raise an error, or drop its last documents;
-    None: as in the settings.
-    """
 
     temperature: float | None = Field(default=None, ge=0)
     """None or 0: greedy decoding."""

@@ -1,6 +1,4 @@
-"""Prompts that are too long for their model: told with the numbers, or answered without as few
-chunks as it takes.
-"""
+"""Prompts that are too long for their model are refused with the numbers."""
 
 import json
 import shutil
@@ -9,10 +7,7 @@ import pytest
 
 from ragfuse import Ask, Engine, InputError
 from ragfuse.errors import OverlongError
-from ragfuse.plan.explanation import in_words
-from tests.kits.tiny import CHUNKS, chunk_hits, ingest, messages
-
-SOURCES = tuple(f"book-{number}" for number in range(len(CHUNKS)))
+from tests.kits.tiny import CHUNKS, messages
 
 
 @pytest.fixture
@@ -46,62 +41,12 @@ def tight(narrow, engine):
     return narrow(length(engine, 4) + 11)
 
 
-def test_unless_chunks_may_be_left_out_too_long_a_prompt_is_refused_with_the_numbers(tight):
+def test_too_long_a_prompt_is_refused_with_the_numbers(tight, narrow, engine):
     longest, found = length(tight, 4) + 11, length(tight, 6)
-    with pytest.raises(InputError, match=f"{longest:,} tokens.*{found:,}.*overflow='drop'"):
+    with pytest.raises(OverlongError, match=f"{longest:,} tokens.*{found:,}.*fewer or shorter"):
         tight.answer(messages())
-
-
-def test_the_last_chunks_are_left_out_and_told_by_plans_answers_streams_and_batches(tight):
-    ingest(tight)
-    ask, fitting = Ask(overflow="drop"), messages(CHUNKS[:4])
-    assert "book-4, book-5" in in_words(tight.plan(messages(), ask))
-    assert "book-" not in in_words(tight.plan(fitting, ask)).splitlines()[-1]
-    wanted = tight.answer(fitting)
-    with tight.stream(messages(), ask) as stream:
-        "".join(stream)
-    batch = tight.batch([messages(), fitting], ask)
-    for answer in (tight.answer(messages(), ask), stream.answer, batch[0]):
-        assert (answer.trace.dropped, answer.trace.tokens) == (SOURCES[4:], length(tight, 4))
-        assert chunk_hits(answer.trace) == [True] * 4
-        assert len(answer.token_ids) == 12
-        assert answer.token_ids == wanted.token_ids
-    assert batch[1].trace.dropped == ()
-
-
-@pytest.mark.parametrize("given", [{"max_tokens": 13}, {"options": {"max_new_tokens": 13}}])
-def test_one_token_more_to_say_costs_one_chunk_more(tight, given):
-    assert tight.answer(messages(), Ask(overflow="drop", **given)).trace.dropped == SOURCES[3:]
-
-
-def test_a_long_answer_claims_a_quarter_of_the_room_at_most(tight):
-    longest = length(tight, 4) + 11
-    answer = tight.answer(messages(), Ask(overflow="drop", max_tokens=longest))
-    kept = len(CHUNKS) - len(answer.trace.dropped)
-    assert answer.trace.tokens <= longest + 1 - longest // 4 < length(tight, kept + 1)
-    assert len(answer.token_ids) >= longest // 4
-    with pytest.raises(OverlongError, match=f"at most {longest:,} tokens"):
-        tight.answer(messages(), Ask(overflow="drop", max_tokens=longest + 1))
-
-
-def test_the_settings_may_say_so_and_a_question_otherwise(narrow, engine):
-    tight = narrow(length(engine, 4) + 11, overflow="drop")
-    assert tight.answer(messages()).trace.dropped == SOURCES[4:]
     with pytest.raises(InputError, match="does not fit"):
-        tight.answer(messages(), Ask(overflow="error"))
-
-
-def test_a_question_that_is_too_long_by_itself_is_refused(narrow, engine):
-    tight = narrow(length(engine, 0) - 1)
-    for chunks in (CHUNKS, ()):
-        with pytest.raises(InputError, match="does not fit"):
-            tight.answer(messages(chunks), Ask(overflow="drop"))
-
-
-def test_without_chunks_the_answer_takes_what_room_there_is(narrow, engine):
-    tight = narrow(length(engine, 0) + 4)
-    answer = tight.answer(messages(), Ask(overflow="drop"))
-    assert (answer.trace.dropped, len(answer.token_ids)) == (SOURCES, 5)
+        narrow(length(engine, 0) - 1).answer(messages(()))
 
 
 def test_an_answer_that_does_not_fit_behind_its_prompt_is_refused_with_the_numbers(tight):

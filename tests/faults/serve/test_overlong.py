@@ -16,11 +16,9 @@ from ragfuse.errors import OverlongError
 from ragfuse.remote import RemoteEngine
 from ragfuse.types.prompt import OVERLONG
 from tests.kits.serve import CHAT, TEXT, Served, client_of, refused, said
-from tests.kits.tiny import CHUNKS
 
 WINDOW = 400
 JUST, FAR = "word " * (WINDOW // 4), "word " * 20_000
-DROP = {"ragfuse": {"overflow": "drop"}}
 KINDS: dict[str, Callable[[str], dict[str, Any]]] = {
     CHAT: lambda text: {"messages": [said(text)]},
     TEXT: lambda text: {"prompt": text},
@@ -47,23 +45,12 @@ def body(path: str, text: str, **fields: Any) -> tuple[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("text", [JUST, FAR], ids=["just", "far"])
 @pytest.mark.parametrize("path", KINDS)
-def test_a_message_that_is_too_long_alone_has_openais_code_and_no_advice_about_documents(
+def test_a_message_that_is_too_long_alone_has_openais_code(
     narrow: Served, path: str, text: str
 ) -> None:
     told = refused(narrow.post(*body(path, text)))
     assert (told["code"], told["type"]) == ("context_length_exceeded", "invalid_request_error")
     assert f"at most {WINDOW} tokens" in told["message"]
-    assert "overflow" not in told["message"]
-
-
-@pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
-def test_documents_that_are_too_long_may_be_left_out(narrow: Served, path: str) -> None:
-    documents = [f"{text} ({number})" for number in range(20) for text in CHUNKS]
-    asked = body(path, "Who?", stream=True, documents=documents)
-    told = refused(narrow.post(*asked))
-    assert told["code"] == "context_length_exceeded"
-    assert json.dumps(DROP)[1:-1] in told["message"]
-    assert narrow.post(path, asked[1] | DROP).status_code == 200
 
 
 def test_clients_know_the_error_by_its_code(narrow: Served) -> None:

@@ -1,4 +1,4 @@
-"""Documents of a prompt: each may be left out, has its own source, and is counted once."""
+"""Documents of a prompt: each has its own source, and is counted once."""
 
 import pytest
 
@@ -23,18 +23,6 @@ def asked(engine, documents, **options):
 
 def sources(trace):
     return [segment.source for segment in trace.segments if segment.kind == "chunk"]
-
-
-def test_a_document_may_be_left_out_however_long_it_is_and_is_named(engine):
-    given = [(CHUNKS[0], "a.md"), ("Yes.", "short.md"), (LONG, "long.md")]
-    trace = asked(engine, given, overflow="drop")
-    assert trace.dropped == ("long.md",)
-    assert sources(trace) == ["a.md"]
-    assert asked(engine, [given[2], *given[:2]], overflow="drop").dropped == (
-        "long.md",
-        "a.md",
-        "short.md",
-    )
 
 
 def test_an_ingest_goes_on_without_what_is_too_long_and_names_it(engine):

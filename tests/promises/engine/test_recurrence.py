@@ -3,9 +3,10 @@ tenants.
 """
 
 import pytest
+from cachetools import TTLCache
 
 from ragfuse import Ask, Engine
-from ragfuse.engine.remember import RecurringPassages
+from ragfuse.engine.remember import met_again
 from ragfuse.types.plan import CODE, LoadPlan
 from ragfuse.types.prompt import Prompt, Segment
 from tests.kits.tiny import CHUNKS, adds_up, chunk_hits
@@ -93,16 +94,16 @@ def test_learnt_passages_are_known_to_later_processes(learns):
 
 def test_a_passage_is_forgotten_after_a_while():
     now = [0.0]
-    sightings = RecurringPassages(ttl_s=10.0, clock=lambda: now[0])
+    met = TTLCache(9, 10.0, lambda: now[0])
     border = lambda token: (0, True)  # noqa: E731
     prompts = (
         Prompt((Segment(tuple(range(10, 60)), 0), Segment((token,), 50))) for token in (1, 2)
     )
     first, second = (LoadPlan(prompt, 0.1, "hkvd", ()) for prompt in prompts)
-    assert sightings.met_again(first, border) == []
+    assert met_again(first, border, met) == []
     now[0] = 11.0
-    assert sightings.met_again(second, border) == []
-    assert len(sightings.met_again(first, border)) == 1
+    assert met_again(second, border, met) == []
+    assert len(met_again(first, border, met)) == 1
 
 
 def test_programs_are_reused_behind_an_equal_beginning_alone_and_the_trace_says_so(learns):

@@ -32,8 +32,8 @@ def asked(fields: dict[str, Any] | None = None, /, **call: Any) -> Ask:
     [
         ({"max_tokens": 7, "seed": 3, "stop": ["."]}, Ask(max_tokens=7, seed=3, stop=["."])),
         (
-            {"policy": "hkvd", "ratio": 0.3, "overflow": "drop"},
-            Ask(policy="hkvd", ratio=0.3, overflow="drop"),
+            {"policy": "hkvd", "ratio": 0.3},
+            Ask(policy="hkvd", ratio=0.3),
         ),
         ({"reuse": False, "deadline_s": 2.0}, Ask(reuse=False, deadline_s=2.0)),
         ({"top_p": 0.5}, Ask()),
@@ -95,7 +95,6 @@ def test_tools_and_documents_come_along():
     [
         ("ratios", 0.5),
         ("ratio", 3.0),
-        ("overflow", "cut"),
         ("top_p", 3),
         ("stop", [""]),
     ],

@@ -5,7 +5,7 @@ often.
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.plan.tiers import PRICES, choose_tier, price_of, store_cost
+from ragfuse.plan.tiers import PRICES, choose_tier
 from tests.kits.plan import NBYTES_PER_TOKEN, machine
 
 ALL = ("memory", "redis", "disk", "objects")
@@ -13,7 +13,7 @@ N, NBYTES = 500, 500 * NBYTES_PER_TOKEN
 
 
 def chosen(ratio=0.15, tiers=ALL, **byte_s):
-    return choose_tier(N, NBYTES, machine(**byte_s), tiers, PRICES, ratio)
+    return choose_tier(N, NBYTES, machine(**byte_s), {tier: ["raw"] for tier in tiers}, ratio)
 
 
 def test_tiers_that_were_not_measured_are_not_chosen():
@@ -24,15 +24,14 @@ def test_tiers_that_were_not_measured_are_not_chosen():
 @given(st.floats(0, 1), st.dictionaries(st.sampled_from(ALL), st.floats(1e-12, 1e-6), min_size=1))
 def test_what_is_chosen_hides_or_nothing_does(ratio, byte_s):
     measured = machine(**byte_s)
-    tier = choose_tier(N, NBYTES, measured, ALL, PRICES, ratio)
+    tier = choose_tier(N, NBYTES, measured, {name: ["raw"] for name in ALL}, ratio)
     load_s = {name: measured.load_s(name, NBYTES) for name in ALL if name in measured.tiers}
     hidden = {name for name, seconds in load_s.items() if seconds <= measured.recompute_s(ratio, N)}
     assert tier in hidden or (not hidden and load_s[tier] == min(load_s.values()))
     assert all(PRICES[tier] <= PRICES[name] for name in hidden)
 
 
-def test_a_tier_s_price_is_that_of_its_name_or_its_kind():
-    assert price_of("disk", PRICES) == PRICES["disk"]
-    assert price_of("objects-2", PRICES) == PRICES["objects"]
-    assert price_of("tape", PRICES) == float("inf")
-    assert store_cost(2_000_000_000, 0.5) == 1.0
+def test_a_tier_s_price_is_that_of_its_kind():
+    far = {"objects-2": ["raw"], "disk": ["raw"], "tape": ["raw"]}
+    costs = machine(**{"objects-2": 0.0, "tape": 0.0})
+    assert choose_tier(N, NBYTES, costs, far, 1.0) == "objects-2"

@@ -1,4 +1,4 @@
-"""Leaving out and joining messages is linear in them."""
+"""Leaving out turns and joining messages is linear in them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ragfuse.text.chat_messages import ChatMessage, LaterMessages, Piece, without_last_chunks
+from ragfuse.text.chat_messages import ChatMessage, LaterMessages
 from tests.kits.operations import MOST_GROWTH, lines
 
 
@@ -15,18 +15,6 @@ def messages(n: int) -> list[ChatMessage]:
 
 
 WORK: dict[str, tuple[Callable[[int], object], Callable[[object], object]]] = {
-    "chunks without text between": (
-        lambda n: [[Piece("c", "chunk")] * n + [Piece("q")]],
-        lambda contents: without_last_chunks(contents, len(contents[0]) // 2),
-    ),
-    "chunks with space between": (
-        lambda n: [[Piece("c", "chunk"), Piece(" ")] * n + [Piece("q")]],
-        lambda contents: without_last_chunks(contents, len(contents[0]) // 4),
-    ),
-    "chunks in many messages": (
-        lambda n: [[Piece("q"), Piece("c", "chunk")] for _ in range(n)],
-        lambda contents: without_last_chunks(contents, len(contents)),
-    ),
     "many messages of one role": (lambda n: [ChatMessage("user", "hello")] * n, ChatMessage.joined),
     "many turns to leave out": (messages, LaterMessages),
 }

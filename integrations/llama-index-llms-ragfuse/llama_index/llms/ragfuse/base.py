@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -89,9 +89,6 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     """Share of tokens to recompute, 0 to 1."""
     reuse: bool = True
     """False: full prefill by the model itself, for comparison."""
-    overflow: Literal["error", "drop"] | None = None
-    """For a prompt longer than the context window: raise an error, or drop its last documents.
-    """
 
     temperature: float | None = Field(default=None, ge=0)
     """None or 0: greedy decoding."""
