@@ -89,7 +89,7 @@ class MachineTimings:
         Raises:
             StoreError: The timings cannot be written to the catalog.
         """
-        codecs = partial(store.levels.codecs, model=tenant)
+        codecs = partial(store.levels.codec, model=tenant)
         costs = measure(model, store.tiers, progress, codecs=codecs)
         self.learn(costs)
         return costs
