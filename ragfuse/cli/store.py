@@ -206,7 +206,7 @@ def export(
             console, "exporting", "Nothing was written; an existing file is unchanged."
         ) as report:
             tables = (
-                kept.store.tables.entries()
+                kept.store.levels.table_entries()
             )  # without which some could not be decoded elsewhere
             entries = [*(row.entry for row in rows), *tables]
             wanted = {known for row in rows for known in row.known}

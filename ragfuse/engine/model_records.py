@@ -30,7 +30,7 @@ from ragfuse.process.jobs import at_work
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.store.catalog import Catalog, CatalogFile
-from ragfuse.store.codec_registry import CodecRegistry, wants_tables
+from ragfuse.store.levels import TierLevels, wants_tables
 from ragfuse.text import sample
 from ragfuse.types.keys import digest
 from ragfuse.types.kv import ChunkKV, LayerKV
@@ -179,7 +179,7 @@ class MachineTimings:
         Raises:
             StoreError: The timings cannot be written to the catalog.
         """
-        codecs = partial(store.levels.codecs, model=tenant)
+        codecs = partial(store.levels.codec, model=tenant)
         costs = measure(model, store.tiers, progress, codecs=codecs)
         self.learn(costs)
         return costs
@@ -241,20 +241,20 @@ CONTINUATION_TOKENS = 256
 """Most tokens of the text that follows, whose predictions show the cost of those errors."""
 
 
-def ensure_tables(registry: CodecRegistry, digest: str, model: HFModel, settings: Settings) -> None:
+def ensure_tables(levels: TierLevels, digest: str, model: HFModel, settings: Settings) -> None:
     """Set a model's codec tables if a tier needs them: the known ones, or ones that are made now.
 
     Args:
-        registry: The codecs of the store, which keeps tables.
+        levels: The codec levels of the store, which keeps tables.
         digest: The digest of model and tenant in keys.
         model: The loaded model; its profile receives the tables.
         settings: The levels at which the tiers are written.
     """
     if model.profile.refusal or not wants_tables(settings):
         return
-    found = CodecTables.from_dict(model.profile.codec) or registry.tables(digest)
+    found = CodecTables.from_dict(model.profile.codec) or levels.tables(digest)
     found = found or made_tables(model)
-    registry.learn(digest, found)
+    levels.learn(digest, found)
     model.profile = replace(model.profile, codec=found.as_dict())
 
 

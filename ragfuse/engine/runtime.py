@@ -122,7 +122,7 @@ class Runtime:
             profile = model.profile.probed
             self.catalog.put(profile_name(profile.model), profile, replaces=False)
             remember_tenant(self.catalog, tenant, settings)
-        ensure_tables(self.store.tables, tenant, model, settings)
+        ensure_tables(self.store.levels, tenant, model, settings)
         self._profile = judged_profile(self.catalog, model.profile)
         filler = model.profile.filler_tokens  # as it was trained
         if filler is None or "filler_tokens" in settings.model_fields_set:

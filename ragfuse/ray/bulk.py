@@ -8,10 +8,12 @@ nothing else: killed workers, interrupted runs and several runs at once cost tim
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
+from ragfuse.errors import RefusedError
 from ragfuse.ray.cluster import (
     LOCAL_CLUSTER,
     Node,
@@ -22,6 +24,43 @@ from ragfuse.ray.cluster import (
     shared_settings,
 )
 from ragfuse.settings import Settings
+
+
+class EncodeWorker:
+    """Encodes batches of chunks into the shared store. What is stored already is not encoded again.
+
+    Args:
+        settings: The settings, with only those tiers that all workers share.
+
+    Raises:
+        RefusedError: KV of this model cannot be reused.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        from ragfuse.engine.engine import Engine
+
+        self._engine = Engine(settings)
+        if refusal := self._engine.model.profile.refusal:
+            raise RefusedError(f"No KV is stored for this model: {refusal}")
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
+        """Encode the chunks in the columns `text` and, if there is one, `source`; return one row of
+        counts.
+        """
+        texts = [str(text) for text in batch["text"]]
+        sources = [str(source) for source in batch.get("source", [""] * len(texts))]
+        before = self._n_refused()
+        done = self._engine.ingest(zip(texts, sources, strict=True))
+        names = ("chunks", "encoded", "tokens", "nbytes", "short")
+        row = {name: getattr(done, name) for name in names}
+        row["unsaved"] = self._n_refused() - before
+        return {name: [value] for name, value in row.items()}
+
+    def _n_refused(self) -> int:
+        """Return the number of writes to shared tiers that were refused or failed so far."""
+        slow = [tier.counts for tier in self._engine.store.tiers if tier.slow]
+        return sum(counts["refused"] + counts["failed"] for counts in slow)
+
 
 BATCH = 16
 """Chunks of a batch; a worker that is killed repeats at most a block of batches, without what is
@@ -104,8 +143,6 @@ def encode(
     check_cluster(settings)
     with connected(address):
         import ray
-
-        from ragfuse.ray.worker import EncodeWorker
 
         settings, members = shared_settings(settings), nodes()
         on_gpu = settings.device.startswith("cuda") or (

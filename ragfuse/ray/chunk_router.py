@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -28,7 +28,7 @@ MAX_SENT = 16_384
 """Chunks that a replica is believed to have; beyond that, those sent longest ago are forgotten."""
 
 
-def chunk_digest(salt: str, kind: str, text: str) -> int:
+def chunk_digest(salt: str, kind: str, text: str | bytes) -> int:
     """Return the digest by which the front names a chunk: an int of 64 bits.
 
     It depends on the tenant's salt, so that the digest of one tenant's chunk says nothing about
@@ -36,24 +36,10 @@ def chunk_digest(salt: str, kind: str, text: str) -> int:
 
     Args:
         salt: The tenant's salt.
-        kind: What `text` is: "chunk", or "session" for the name of a conversation.
+        kind: What `text` is: "chunk", "session" for the name of a conversation, or "body".
         text: The chunk's text, without white space around it.
     """
     return int(digest(salt, kind, text)[:16], 16)
-
-
-@dataclass(frozen=True, slots=True)
-class RoutedRequest:
-    """What a request asks of a replica.
-
-    Args:
-        chunks: Bytes of each of its chunks, by digest. Their proportions matter, so bytes of text
-            do as bytes of KV. Its conversation counts as one.
-        cost: Work of the whole request, in the same unit; at least 1 is counted.
-    """
-
-    chunks: Mapping[int, int] = field(default_factory=dict)
-    cost: int = 1
 
 
 @dataclass
@@ -99,16 +85,17 @@ class ChunkRouter:
         }
 
     def rank(
-        self, request: RoutedRequest, queues: Mapping[str, int] = MappingProxyType({})
+        self, chunks: Mapping[int, int], queues: Mapping[str, int] = MappingProxyType({})
     ) -> list[str]:
         """Return all replicas, the one to ask first first.
 
         Args:
-            request: The request.
+            chunks: Bytes of each of the request's chunks, by digest (`routed_chunks`). They are its
+                work, too.
             queues: Requests that each replica has accepted and not answered; 0 where it is not
                 named.
         """
-        views, cost = self._replicas, max(1, request.cost)
+        views, cost = self._replicas, sum(chunks.values())
         if len(views) < 2:
             return list(views)
         work = sum(view.load for view in views.values()) + cost
@@ -119,20 +106,20 @@ class ChunkRouter:
         def order(name: str) -> tuple[bool, int, float, int]:
             view, queue = views[name], queues.get(name, 0)
             is_over = view.load + cost > most_work or queue > most_queue
-            sent = sum(nbytes for chunk, nbytes in request.chunks.items() if chunk in view.sent)
+            sent = sum(nbytes for chunk, nbytes in chunks.items() if chunk in view.sent)
             return is_over, -sent, view.load, queue
 
         return sorted(views, key=order)
 
-    def send(self, name: str, request: RoutedRequest) -> None:
+    def send(self, name: str, chunks: Mapping[int, int]) -> None:
         """Note that a replica got a request: it will have its chunks, and its work counts against
         the bound.
         """
         view = self._replicas.get(name)
         if view is None:
             return
-        view.load += max(1, request.cost)
-        for chunk in request.chunks:
+        view.load += sum(chunks.values())
+        for chunk in chunks:
             view.sent.add(chunk, None)
         self._n_requests += 1
         if self._n_requests >= 2 * HORIZON * len(self._replicas):
@@ -149,37 +136,37 @@ MAX_ROUTED_BYTES = 16 << 20
 """Bytes of a body that is parsed for its chunks; a larger one is sent by load alone."""
 
 
-def routed_request(salt: str, body: bytes) -> RoutedRequest:
-    """Return what a request's body asks of a replica: its documents and its conversation.
+def routed_chunks(salt: str, body: bytes) -> dict[int, int]:
+    """Return the bytes of a request's documents and of its conversation, by digest.
 
-    Bytes are those of the documents' texts, to which the bytes of their KV are in proportion. A
-    body that is no valid request has no chunks; the replica that gets it says what is wrong.
+    A conversation counts as several times the request, so that its turns stay with one replica; a
+    request of none counts as itself, so that an equal one goes where its prefix is. A body that is
+    no valid request has no documents; the replica that gets it says what is wrong.
 
     Args:
         salt: The salt of the request's tenant.
         body: The body, JSON of OpenAI's API with ragfuse's fields.
     """
     try:
-        request = json.loads(body) if len(body) <= MAX_ROUTED_BYTES else None
+        found = json.loads(body) if len(body) <= MAX_ROUTED_BYTES else None
     except (ValueError, RecursionError):
-        request = None
-    if not isinstance(request, dict):
-        return RoutedRequest(cost=max(1, len(body)))
+        found = None
+    request = found if isinstance(found, dict) else {}
     chunks = {
         chunk_digest(salt, "chunk", text): len(text.encode("utf-8", "replace"))
-        for text in texts_of(request)
+        for text in _texts_of(request)
     }
     session = request.get("session_id")
     if isinstance(session, str):
         chunks[chunk_digest(salt, "session", session)] = SESSION_SHARE * len(body)
-    return RoutedRequest(chunks, max(1, len(body)))
+    else:
+        chunks[chunk_digest(salt, "body", body)] = len(body)
+    return chunks
 
 
-def texts_of(request: Mapping[str, Any]) -> list[str]:
-    """Return the texts of the documents in a request, without white space around them, as they are
-    stored.
-
-    They are the texts of `documents`, and of parts of messages of the type "text-plain".
+def _texts_of(request: Mapping[str, Any]) -> list[str]:
+    """Return the texts of `documents` and of message parts of the type "text-plain", without white
+    space around them, as they are stored.
     """
     documents = request.get("documents")
     found = [each.get("text") if isinstance(each, dict) else each for each in _items(documents)]

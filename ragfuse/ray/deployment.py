@@ -19,7 +19,7 @@ from ray.serve.exceptions import BackPressureError
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from ragfuse.ray.chunk_router import RoutedRequest, routed_request
+from ragfuse.ray.chunk_router import routed_chunks
 from ragfuse.ray.request_router import ROUTED
 from ragfuse.serve.app import make_app
 from ragfuse.serve.keys import Keys
@@ -56,12 +56,12 @@ class ChunkFront:
         """Answer one HTTP request."""
         body = await request.body()
         tenant = self._keys.tenant(request.headers.get("authorization"))
-        routed = RoutedRequest()
+        chunks = dict[int, int]()
         if tenant is not None and request.method == "POST":
-            routed = await asyncio.to_thread(routed_request, tenant.salt, body)
+            chunks = await asyncio.to_thread(routed_chunks, tenant.salt, body)
         told = {name: value for name, value in request.scope.items() if name in SENT}
         try:
-            answer = self._replicas.remote(told, body, **{ROUTED: routed})
+            answer = self._replicas.remote(told, body, **{ROUTED: chunks})
             status, found_headers = await anext(answer)
         except BackPressureError:
             return refusal(
@@ -127,14 +127,14 @@ class EngineReplica:
         self._name = serve.get_replica_context().replica_id.unique_id.encode()
 
     async def answer(
-        self, told: Mapping[str, Any], body: bytes, routed: RoutedRequest
+        self, told: Mapping[str, Any], body: bytes, routed: Mapping[int, int]
     ) -> AsyncIterator[tuple[int, Headers] | bytes]:
         """Yield the status and the headers of the response, then its body in pieces.
 
         Args:
             told: Of the request's ASGI scope, what `SENT` names.
             body: Its body.
-            routed: Its chunks and its conversation, which the router has read.
+            routed: Its chunks, which the router has read.
         """
         if self._upkeep is None:
             self._upkeep = asyncio.get_running_loop().create_task(self._service.upkeep())

@@ -8,10 +8,10 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from ragfuse.ray.chunk_router import ChunkRouter, RoutedRequest
+from ragfuse.ray.chunk_router import ChunkRouter
 
 ROUTED = "routed"
-"""The keyword argument of a handle's call that holds what the request asks, a `RoutedRequest`."""
+"""The keyword argument of a handle's call that holds the request's chunks (`routed_chunks`)."""
 
 
 class ChunkRequestRouter(RequestRouter):
@@ -42,15 +42,14 @@ class ChunkRequestRouter(RequestRouter):
             name: self.replica_queue_len_cache.get(replica.replica_id) or 0
             for name, replica in by_name.items()
         }
-        return [[by_name[name]] for name in self._router.rank(_routed(pending_request), queues)]
+        return [[by_name[name]] for name in self._router.rank(_chunks(pending_request), queues)]
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
         """Note which replica got a request."""
-        self._router.send(str(replica_id), _routed(pending_request))
+        self._router.send(str(replica_id), _chunks(pending_request))
 
 
-def _routed(pending_request: PendingRequest | None) -> RoutedRequest:
-    """Return what a request asks."""
-    return RoutedRequest() if pending_request is None else pending_request.kwargs[ROUTED]
+def _chunks(pending_request: PendingRequest | None) -> dict[int, int]:
+    return {} if pending_request is None else pending_request.kwargs[ROUTED]

@@ -416,7 +416,7 @@ class ResponseRequest(AnswerBody):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    """auto: the last chunks of a prompt that is too long are left out; disabled: it is refused."""
+    """Accepted and not used: a prompt that is too long is refused."""
 
 
 def chat_request_of(

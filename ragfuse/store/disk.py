@@ -245,49 +245,38 @@ class DiskTier(BlobTier):
         return _remove(transaction, keys)
 
     def _reconcile(self) -> None:
-        """Make rows and files agree: add a row for a file without one, remove a row whose file is
-        missing.
-
-        Others may write meanwhile, so every mismatch is checked again inside a transaction.
+        """Make rows and files agree, while no other process writes: add a row for a whole file
+        without one, delete any other file, remove a row without a file.
         """
-        named = self._index.query("SELECT key, nbytes FROM entries")
-        rows = {chunk_path(self.path, key): (key, nbytes) for key, nbytes in named}
-        stray = set[Path]()
-        for path in (self.path / "chunks").glob("*/*"):
-            with suppress(FileNotFoundError):  # deleted or written to its end meanwhile
-                stat = path.stat()
-                if path.suffix == ".kv" and rows.get(path, ("", -1))[1] == stat.st_size:
-                    del rows[path]
-                elif path.suffix == ".kv" or (
-                    path.suffix == ".tmp" and time.time() - stat.st_mtime > _ABANDONED_S
-                ):
-                    stray.add(path)
-        if not rows and not stray:
-            return
         with self._index.write() as transaction:
-            for path in stray:
-                self._settle(transaction, path)
-            for path, (key, _) in rows.items():
-                # or it was evicted
-                is_removed = not path.exists() and _remove(transaction, [key])
-                if is_removed and path not in stray:  # or its damaged file was counted
-                    self._corrupt(key, "its file is gone")
+            named = transaction.execute("SELECT key, nbytes FROM entries")
+            rows = {chunk_path(self.path, key): (key, nbytes) for key, nbytes in named}
+            for path in (self.path / "chunks").glob("*/*"):
+                with suppress(FileNotFoundError):  # a temporary file, renamed meanwhile
+                    stat = path.stat()
+                    key, nbytes = rows.pop(path, ("", -1))
+                    if path.suffix == ".kv" and nbytes != stat.st_size:
+                        self._settle(transaction, path, key)
+                    elif path.suffix == ".tmp" and time.time() - stat.st_mtime > _ABANDONED_S:
+                        path.unlink()
+            for key, _ in rows.values():
+                _remove(transaction, [key])
+                self._corrupt(key, "its file is gone")
 
-    def _settle(self, transaction: sqlite3.Connection, path: Path) -> None:
-        """Add the row of a whole file that has none; delete any other file."""
+    def _settle(self, transaction: sqlite3.Connection, path: Path, key: str) -> None:
+        """Write the row of a whole file; delete any other file, and the row that `key` names."""
         try:
             with path.open("rb") as file:
                 header = Header.parse(file.read(MAX_HEADER_NBYTES))
-            if chunk_path(self.path, header.key) != path or path.stat().st_size != header.nbytes:
+            stat = path.stat()
+            if chunk_path(self.path, header.key) != path or stat.st_size != header.nbytes:
                 raise ValueError(f"it is no whole file of {header.key}")
-            entry = header.meta.entry(header.key, self.name, header.nbytes, path.stat().st_mtime)
+            entry = header.meta.entry(header.key, self.name, header.nbytes, stat.st_mtime)
             _publish(transaction, entry)
-        except FileNotFoundError:
-            return
         except ValueError as error:
-            if path.suffix == ".kv":
-                self._corrupt(path.name, error)
+            self._corrupt(path.name, error)
             path.unlink()
+            _remove(transaction, [key])
 
 
 def _publish(transaction: sqlite3.Connection, entry: Entry) -> None:

@@ -7,48 +7,37 @@ lists them.
 
 from __future__ import annotations
 
+import json
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol
+from threading import Lock
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from ragfuse.codec import INT8, RAW, Codec, LayerMeta, OtherTables
+from ragfuse.codec import INT8, RAW, Codec, CodecTables, LayerMeta, OtherTables, codec_for
 from ragfuse.codec.container import tables_of
 from ragfuse.process.shared import LRU
+from ragfuse.settings import Settings
 from ragfuse.store.tier import EntryMeta, Tier, Whole
 from ragfuse.types.choices import LEVEL_NAMES, loss
-from ragfuse.types.keys import ChunkKey
+from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.kv import ChunkKV, Entry, LayerKV
 
 log = logging.getLogger("ragfuse.store")
 
+TABLES_RECHECK_S = 60.0
+"""Seconds until missing tables are looked for again in the tiers."""
+OWNER = digest("codec tables")
+"""The `ChunkKey.model` of tables in a tier, in place of a model's digest."""
+_TABLELESS = {RAW.name, INT8.name}
+
 _REMEMBERED = 8192
-
-
-class Codecs(Protocol):
-    """A function that returns the codec of a level for a model."""
-
-    def __call__(self, level: str, model: str, tables: str = "") -> Codec | None:
-        """Return the codec of a level for a model digest (`ChunkKey.model`), or None if there is
-        none.
-
-        Args:
-            level: Name of the level.
-            model: The model digest.
-            tables: Digest of the codec tables that layers were encoded with, on any machine; "":
-                those of the model.
-        """
-        ...
-
-
-def tableless(level: str, model: str, tables: str = "") -> Codec | None:
-    """Return the codec of a level that needs no tables of the model (raw, int8); None for other
-    levels.
-    """
-    return RAW if level == RAW.name else INT8 if level == INT8.name else None
 
 
 def loss_of(levels: Iterable[str]) -> int:
@@ -126,25 +115,96 @@ class EncodedLayers:
 class TierLevels:
     """The codec levels that each tier is written at, and the codecs that encode and decode them.
 
-    Args:
-        codecs: Returns the codec of a level for a model.
-        written: Levels by tier name; tiers that are not named are written raw.
+    A model's codec tables are profiled once and saved in every slow tier, pinned: under the tables'
+    digest, which each encoded layer names, so that another machine that shares the tier can decode
+    what this one encoded; and their digest under the model's. Threads may share it.
 
-    Attributes:
-        undecodable: Levels of entries that cannot be decoded here although there is a codec, and
-            why; they count as not stored.
+    Args:
+        tiers: The store's tiers; the slow ones keep tables.
+        written: Levels by tier name; tiers that are not named are written raw.
     """
 
-    def __init__(self, codecs: Codecs, written: Mapping[str, Sequence[str]] | None = None) -> None:
-        self.codecs, self._written = (
-            codecs,
-            {
-                tier: tuple(sorted(set(levels), key=loss))
-                for tier, levels in (written or {}).items()
-            },
-        )
+    def __init__(
+        self, tiers: Sequence[Tier], written: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
+        self._slow = [tier for tier in tiers if tier.slow]
+        self._written = {
+            tier: tuple(sorted(set(levels), key=loss)) for tier, levels in (written or {}).items()
+        }
+        self._lock = Lock()
+        # by model or digest, and when it was asked for
+        self._known: dict[str, tuple[CodecTables | None, float]] = {}
+        self._codecs: dict[tuple[str, str], Codec] = {}  # by level and digest of tables
         self.undecodable = LRU[tuple[ChunkKey, str], str](_REMEMBERED)
         self._unread = LRU[ChunkKey, str](_REMEMBERED)
+
+    def codec(self, level: str, model: str, tables: str = "") -> Codec | None:
+        """Return the codec of a level, or None if its tables are missing.
+
+        Args:
+            level: Name of the level.
+            model: The model digest (`ChunkKey.model`).
+            tables: Digest of the tables that layers were encoded with; "": those of the model.
+        """
+        if level in _TABLELESS:
+            return codec_for(level)
+        known = self.tables(tables or model) if level in LEVEL_NAMES else None
+        if known is None:
+            return None
+        with self._lock:
+            if (level, known.digest) not in self._codecs:
+                self._codecs[level, known.digest] = codec_for(level, known)
+            return self._codecs[level, known.digest]
+
+    def tables(self, name: str) -> CodecTables | None:
+        """Return the tables of a digest, or those that a model's KV is written with.
+
+        Unknown ones are looked for again only after `TABLES_RECHECK_S`.
+
+        Args:
+            name: The digest of the tables, or the digest of model and tenant.
+
+        Returns:
+            The tables; None where no tier has them, as where the model has not been profiled.
+        """
+        with self._lock:
+            found, searched_s = self._known.get(name, (None, float("-inf")))
+        if found is not None or time.monotonic() - searched_s < TABLES_RECHECK_S:
+            return found
+        found = self._found(name)
+        with self._lock:
+            self._known[name] = found, time.monotonic()
+        return found
+
+    def learn(self, model: str, tables: CodecTables) -> None:
+        """Set the tables that a model's KV is written with from now on, here and in later processes
+        on this store.
+
+        Tiers that cannot save them go without.
+        """
+        with self._lock:
+            self._known |= dict.fromkeys((model, tables.digest), (tables, time.monotonic()))
+        for tier in self._slow:
+            if not tier.stat([_key(tables.digest)]):
+                _save(tier, tables.digest, tables.as_dict())
+            if _value_in(tier, model) != tables.digest:
+                _save(tier, model, tables.digest)
+
+    def table_entries(self) -> list[Entry]:
+        """Return the entries that hold tables, which `KVStore.entries` leaves out."""
+        listed = (entry for tier in self._slow for entry in tier.list())
+        return [entry for entry in listed if entry.key.model == OWNER]
+
+    def _found(self, name: str) -> CodecTables | None:
+        """Return tables from the first tier that has them undamaged."""
+        for tier in self._slow:
+            value = _value_in(tier, name)
+            if isinstance(value, str):  # of a model
+                return self.tables(value)
+            found = CodecTables.from_dict(value)
+            if found is not None and found.digest == name:
+                return found
+        return None
 
     def of(self, tier: str) -> tuple[str, ...]:
         """Return the levels that a tier is written at, least lossy first."""
@@ -203,11 +263,11 @@ class TierLevels:
                 here.
             ValueError: The bytes cannot be decoded.
         """
-        codec = self.codecs(level, key.model)
+        codec = self.codec(level, key.model)
         if codec is RAW:
             return RAW.decode_all(blobs, metas)
         if tables := tables_of(blobs[0]):
-            codec = self.codecs(level, key.model, tables)
+            codec = self.codec(level, key.model, tables)
         if codec is None:
             raise OtherTables(f"this store has no codec tables for level {level}")
         return [codec.decode(blob, layer) for blob, layer in zip(blobs, metas, strict=True)]
@@ -217,7 +277,7 @@ class TierLevels:
         return [
             level
             for level in levels
-            if (key, level) not in self.undecodable and self.codecs(level, key.model)
+            if (key, level) not in self.undecodable and self.codec(level, key.model)
         ]
 
     def at_levels(self, key: ChunkKey, whole: Whole, wanted: Sequence[str]) -> Whole:
@@ -240,13 +300,6 @@ class TierLevels:
             return only(whole, RAW.name) if RAW.name in meta.levels else whole
         return joined(found)
 
-    def nbytes(self, key: ChunkKey, kv: ChunkKV, wanted: Sequence[str]) -> int:
-        """Return the bytes that a chunk's KV occupies at the wanted levels; encodes it to
-        find out.
-        """
-        blobs = RAW.encode_all(kv.layers)
-        return self.at_levels(key, (EntryMeta.of(kv, RAW.name, blobs), blobs), wanted)[0].nbytes
-
     def _at_or_none(self, key: ChunkKey, whole: Whole, level: str) -> Whole | None:
         """Return the entry at one level, encoding it from raw if it does not have that level.
 
@@ -254,7 +307,7 @@ class TierLevels:
         """
         if level in whole[0].levels:
             return only(whole, level)
-        codec = self.codecs(level, key.model)
+        codec = self.codec(level, key.model)
         if RAW.name not in whole[0].levels:
             return None
         try:
@@ -292,3 +345,34 @@ def joined(wholes: Sequence[Whole]) -> Whole:
     return EntryMeta(wholes[0][0].n_tokens, levels, layers), tuple(
         blob for _, blobs in wholes for blob in blobs
     )
+
+
+def wants_tables(settings: Settings) -> bool:
+    """Return whether a tier is written at a level that needs codec tables."""
+    levels = {level for each in settings.written.values() for level in each}
+    return not levels <= _TABLELESS
+
+
+def _key(name: str) -> ChunkKey:
+    return ChunkKey(OWNER, digest("tables", name))
+
+
+def _save(tier: Tier, name: str, value: object) -> None:
+    """Save JSON in a tier, pinned, as the values of an entry of one token, one layer and one key
+    channel.
+
+    So it is written whole, has a checksum and counts towards the capacity like any other entry.
+    """
+    text = json.dumps(value).encode()
+    blob = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    layer = LayerMeta((1, 1, 1), (1, 1, len(text) - 1), "float8_e5m2", len(text))
+    if tier.put(_key(name), EntryMeta(1, (RAW.name,), (layer,)), (blob,)):
+        tier.pin([_key(name)], True)
+
+
+def _value_in(tier: Tier, name: str) -> Any:
+    """Return saved JSON; None if there is none or it is damaged."""
+    for blob in (tier.get(_key(name), range(1)) or ())[1:]:
+        with suppress(ValueError):
+            return json.loads(blob.numpy().tobytes())
+    return None

@@ -17,8 +17,7 @@ from itertools import product
 from ragfuse.codec import RAW
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import expired
-from ragfuse.store.codec_registry import OWNER, CodecRegistry
-from ragfuse.store.levels import Codecs, EncodedLayers, TierLevels, loss_of
+from ragfuse.store.levels import OWNER, EncodedLayers, TierLevels, loss_of
 from ragfuse.store.saves import Saves
 from ragfuse.store.tier import EntryMeta, Tier
 from ragfuse.types.keys import ChunkKey
@@ -54,8 +53,6 @@ class KVStore:
 
     Args:
         tiers: The tiers, fastest first, of different names.
-        codecs: Returns the codec of a level for a model; None: with the tables that its tiers have.
-            A level without a codec counts as not stored.
         levels: Codec levels that each tier is written at, by tier name; "raw" for a tier that is
             not named. An entry is stored at all levels of its tier, the least lossy first.
         writer_queue: Saves that may wait for each slow tier; further ones are dropped.
@@ -63,7 +60,7 @@ class KVStore:
         clock: Returns the time in seconds since the epoch.
 
     Attributes:
-        tables: The codec tables in its tiers.
+        levels: The codec levels of its tiers.
         report_every_s: Seconds between two reports of a chunk's use to the tiers that it was not
             read from. Without these reports, a chunk that is always read from memory would age, and
             be evicted, in the other tiers.
@@ -72,7 +69,6 @@ class KVStore:
     def __init__(
         self,
         tiers: Sequence[Tier],
-        codecs: Codecs | None = None,
         levels: Mapping[str, Sequence[str]] | None = None,
         *,
         writer_queue: int = 64,
@@ -80,8 +76,7 @@ class KVStore:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tiers, self._ttl_s, self._clock = tuple(tiers), ttl_s, clock
-        self.tables = CodecRegistry(self.tiers)
-        self.levels = TierLevels(codecs or self.tables, levels)
+        self.levels = TierLevels(self.tiers, levels)
         self._saves, self._closed = Saves(self.tiers, writer_queue, self.levels), False
         self.report_every_s = 600.0 if ttl_s is None else min(600.0, ttl_s / 8)
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from ragfuse_bench.ray.workload import TimedRequest
 
-from ragfuse.ray.chunk_router import ChunkRouter, RoutedRequest
+from ragfuse.ray.chunk_router import ChunkRouter
 
 REUSED_SHARE = 0.15
 """Of a chunk's tokens, those that are computed although its KV is in memory."""
@@ -107,7 +107,7 @@ def simulate(
             name: replica.queue(request.at_s) for name, replica in zip(names, replicas, strict=True)
         }
         if policy == "chunks":
-            routed = RoutedRequest(request.chunks, request.tokens)
+            routed = {**request.chunks, -1 - number: request.tokens - sum(request.chunks.values())}
             began = time.perf_counter()
             name = router.rank(routed, queues)[0]
             decision_us.append(1e6 * (time.perf_counter() - began))
@@ -146,10 +146,10 @@ def lookup_us(
     names = [str(number) for number in range(n_replicas)]
     router = ChunkRouter(names)
     for at, name in enumerate(names):
-        router.send(name, RoutedRequest(dict.fromkeys(known[at::n_replicas], 1)))
+        router.send(name, dict.fromkeys(known[at::n_replicas], 1))
     taken = []
     for picks in rng.integers(n_known, size=(rounds, n_chunks)).tolist():
-        request = RoutedRequest({known[pick]: 1 for pick in picks}, n_chunks)
+        request = {known[pick]: 1 for pick in picks}
         began = time.perf_counter()
         router.rank(request)
         taken.append(1e6 * (time.perf_counter() - began))

@@ -129,11 +129,9 @@ class Rig:
         return self._worth[name]
 
     def _store(self, codecs: Mapping[str, Codec]) -> KVStore:
-        return KVStore(
-            [self.tier],
-            lambda level, model, tables="": codecs.get(level),
-            {"redis": self.options.levels},
-        )
+        store = KVStore([self.tier], {"redis": self.options.levels})
+        store.levels.codec = lambda level, model, tables="": codecs.get(level)  # type: ignore[method-assign]
+        return store
 
     def _engine(self, store: KVStore) -> Engine:
         settings = Settings(

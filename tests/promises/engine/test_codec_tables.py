@@ -12,7 +12,7 @@ from ragfuse.plan.evict import lru
 from ragfuse.plan.explanation import in_words
 from ragfuse.process.shared import forget
 from ragfuse.store import DiskTier, KVStore
-from ragfuse.store.codec_registry import OWNER, CodecRegistry
+from ragfuse.store.levels import OWNER, TierLevels
 from ragfuse.types.keys import ChunkKey, digest
 from tests.kits.tiny import ingest, messages, on_disk_only
 
@@ -91,8 +91,8 @@ def test_without_the_tables_it_is_a_miss_that_says_so_and_nothing_is_dropped(tin
         memory, disk = engine.store.tiers
         disk.delete([each.key for each in disk.list() if each.key.model != engine.digest])
         memory.delete([each.key for each in memory.list()])
-        known = engine.store.tables._known
-        engine.store.tables._known = dict.fromkeys(known, (None, 1e18))
+        known = engine.store.levels._known
+        engine.store.levels._known = dict.fromkeys(known, (None, 1e18))
         before, plan = disk.nbytes, engine.plan(messages())
         assert plan.fetches == ()
         assert "no codec tables for level cg2" in in_words(plan)
@@ -104,11 +104,11 @@ def test_tables_lie_in_a_slow_tier_by_their_digest_and_no_other(tmp_path, tiny_s
     with Engine(at(tiny_settings, disk=["cg2"])) as engine:
         tables = CodecTables.from_dict(engine.model.profile.codec)
     with closing(DiskTier(tmp_path / "tier", 1 << 30, lru)) as tier:
-        CodecRegistry([tier]).learn("model", tables)
-        fresh = CodecRegistry([tier])
-        assert fresh("cg2", "", tables.digest).name == "cg2"
-        assert fresh("cg2", "", "0" * 16) is None
-        assert fresh("cg2", "model").name == "cg2"
+        TierLevels([tier]).learn("model", tables)
+        fresh = TierLevels([tier])
+        assert fresh.codec("cg2", "", tables.digest).name == "cg2"
+        assert fresh.codec("cg2", "", "0" * 16) is None
+        assert fresh.codec("cg2", "model").name == "cg2"
         KVStore([tier]).clear()  # later entries of other processes need them
         assert KVStore([tier]).entries() == []
-        assert CodecRegistry([tier]).tables("model") == tables
+        assert TierLevels([tier]).tables("model") == tables

@@ -29,7 +29,7 @@ class Watched(KVStore):
     """A store with one tier that says which piece is about to be read."""
 
     def __init__(self, tier, line):
-        super().__init__([tier], codecs=lambda level, model: CODECS.get(level))
+        super().__init__([tier])
         self.line, self.before = line, lambda number: None
         self.reads: list[int] = []
 

@@ -124,7 +124,8 @@ def test_layers_of_other_tables_are_a_miss_and_left_alone_and_the_other_level_is
     tmp_path, caplog
 ):
     codecs = {"raw": UniformCodec(), "int8": Tabled()}
-    with KVStore([DiskTier(tmp_path, MB, lru)], lambda level, model: codecs[level]) as store:
+    with KVStore([DiskTier(tmp_path, MB, lru)]) as store:
+        store.levels.codec = lambda level, model, tables="": codecs[level]
         store.tiers[0].put(A, *encoded_at(kv(), "int8"))
         assert list(store.lookup([A])) == [A]
         assert store.read_layers(A, 0, 3) is None

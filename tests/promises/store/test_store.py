@@ -169,9 +169,8 @@ def test_interleaved_chunks_are_promoted_and_half_read_ones_are_not(store, tmp_p
 
 
 def test_bytes_that_cannot_be_decoded_are_dropped_counted_and_none(tmp_path):
-    with KVStore(
-        [DiskTier(tmp_path, MB, lru)], lambda level, model, tables=None: BrokenCodec()
-    ) as store:
+    with KVStore([DiskTier(tmp_path, MB, lru)]) as store:
+        store.levels.codec = lambda level, model, tables=None: BrokenCodec()
         store.put(A, kv(), wait=True)
         assert layer_of(store, A, 0) is None
         assert store.tiers[0].counts["corrupt"] == 1
