@@ -17,7 +17,7 @@ from pathlib import Path
 from ragfuse.hf.model import HFModel
 from ragfuse.models.dtypes import auto_dtype
 from ragfuse.settings import Settings
-from ragfuse.store.catalog import CatalogFile
+from ragfuse.store.catalog import Catalog
 from ragfuse.types.plan import AUTO, NOT_EXACT, NOT_SAFE
 from ragfuse.types.profiles import PROFILE_VERSION, ModelProfile
 
@@ -35,12 +35,12 @@ def refusal_of(profile: ModelProfile, policy: str) -> str:
     return NOT_EXACT if profile.verified is False else NOT_SAFE if profile.safe is False else ""
 
 
-def stored_profile(catalog: CatalogFile, fingerprint: str) -> ModelProfile | None:
+def stored_profile(catalog: Catalog, fingerprint: str) -> ModelProfile | None:
     """Return the profile of a model that a catalog has; None where it has none."""
     return catalog.get(profile_name(fingerprint), ModelProfile)
 
 
-def judged_profile(catalog: CatalogFile, own: ModelProfile) -> ModelProfile:
+def judged_profile(catalog: Catalog, own: ModelProfile) -> ModelProfile:
     """Return the model's own profile, overridden by the verdicts in a catalog."""
     stored = stored_profile(catalog, own.model)
     if stored is None:

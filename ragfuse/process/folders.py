@@ -4,8 +4,10 @@ umask, and a temporary one where none can be.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
+import shutil
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -76,14 +78,12 @@ def give_temporary_files_a_place() -> None:
 
 
 @cache
-def _temporary() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="ragfuse-", ignore_cleanup_errors=True)
-
-
 def temporary_folder() -> Path:
     """Return this process's temporary folder, which is removed at its end.
 
     Raises:
         OSError: Nothing can be written at all.
     """
-    return Path(_temporary().name)
+    folder = tempfile.mkdtemp(prefix="ragfuse-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)

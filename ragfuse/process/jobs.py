@@ -28,7 +28,7 @@ from functools import cache
 from math import inf
 from pathlib import Path
 from threading import Condition, Thread
-from typing import Any, Protocol
+from typing import Any
 
 _SOFT = 1  # omp_pause_soft: what `omp_set_num_threads` has set stays
 
@@ -90,8 +90,8 @@ class _Working:
 
 
 _WORKING = _Working()
-if hasattr(os, "register_at_fork"):  # the threads of a forked child's parent are not its own
-    os.register_at_fork(after_in_child=lambda: _Working.__init__(_WORKING))
+# the threads of a forked child's parent are not its own
+os.register_at_fork(after_in_child=lambda: _Working.__init__(_WORKING))
 
 
 @contextmanager
@@ -211,12 +211,10 @@ class BackgroundJobs:
     def __init__(
         self, name: str, limit: int = 64, max_nbytes: float = inf, finishes: bool = False
     ) -> None:
-        self._name, self._limit, self._max_nbytes, self._finishes = (
-            name,
-            limit,
-            max_nbytes,
-            finishes,
-        )
+        self._name = name
+        self._limit = limit
+        self._max_nbytes = max_nbytes
+        self._finishes = finishes
         self._changed = Condition()
         self._closed = False
         self._waiting: deque[_Job] = deque()
@@ -336,23 +334,17 @@ class BackgroundJobs:
             return self._current
 
 
-class Closes(Protocol):
-    """An owner of background work."""
-
-    def close(self, timeout_s: float | None = None) -> object:
-        """Accept no more jobs, and wait at most `timeout_s` seconds for those that wait."""
-        ...
-
-
-def close_at_exit(owner: Closes, timeout_s: float = EXIT_S) -> None:
-    """Close `owner` when this process ends, if it still exists; only a weak reference is kept."""
-    atexit.register(_close, os.getpid(), weakref.ref(owner), timeout_s)
+def close_at_exit(owner: Any) -> None:
+    """Close an owner of background work when this process ends, within `EXIT_S`; only a weak
+    reference is kept.
+    """
+    atexit.register(_close, os.getpid(), weakref.ref(owner))
 
 
-def _close(process: int, reference: weakref.ref[Closes], timeout_s: float) -> None:
+def _close(process: int, reference: weakref.ref[Any]) -> None:
     owner = reference()
     if owner is not None and process == os.getpid():  # else a fork of it ends
-        owner.close(timeout_s)
+        owner.close(EXIT_S)
 
 
 def countdown(timeout_s: float | None) -> Callable[[], float | None]:

@@ -3,7 +3,7 @@ no model.
 """
 
 from ragfuse.plan.evict import Evictor
-from ragfuse.store.catalog import Catalog, CatalogFile, KnownText, SessionInfo
+from ragfuse.store.catalog import Catalog, KnownText, SessionInfo
 from ragfuse.store.disk import DiskTier
 from ragfuse.store.factory import open_catalog, open_store, open_tier
 from ragfuse.store.levels import EncodedLayers
@@ -13,7 +13,6 @@ from ragfuse.store.tier import EntryMeta, Tier
 
 __all__ = [
     "Catalog",
-    "CatalogFile",
     "DiskTier",
     "EncodedLayers",
     "EntryMeta",

@@ -7,8 +7,7 @@ model digest, so that a salted tenant has its own, and are as private as the fol
 version it replaces.
 
 An answer must not fail because the catalog does, so `Catalog` returns defaults when its file cannot
-be read or written. `Catalog.strict`, a `CatalogFile`, raises instead, for callers who ask for the
-catalog itself.
+be read or written. `Catalog.strict` raises instead, for callers that ask for the catalog itself.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import asdict, dataclass
 from functools import cache
 from math import inf
@@ -109,14 +109,19 @@ class SessionInfo:
         return asdict(self)
 
 
-class CatalogFile:
-    """The catalog in a store's folder. Threads and processes may share it.
+class Catalog:
+    """A store's catalog. Threads and processes may share it.
 
-    Every query raises StoreError if the file cannot be read or written: unlike a KV entry, what is
-    lost here would not come back by itself. Once it is closed, queries return defaults.
+    A query returns its default if there is no file, or if the file cannot be read or written. Such
+    a failure is counted in `failures`, logged once, and named in the trace of each answer that it
+    affects. The file is then not tried again for `COOL_DOWN_S`.
 
     Args:
         path: The store's folder; None: there is no file, and nothing is kept.
+
+    Attributes:
+        strict: The same catalog with queries that raise StoreError, for callers that ask for the
+            catalog itself: unlike a KV entry, what is lost here would not come back by itself.
     """
 
     def __init__(self, path: str | Path | None) -> None:
@@ -125,28 +130,52 @@ class CatalogFile:
         if path is not None:
             self.path = open_folder(Path(path).expanduser())
             self._database = Database(self.path, _NAME, _SCHEMA, LOCK_WAIT_S)
+        self.strict = copy(self)
+        self.strict.strict = self.strict
+        self.failures, self._lock, self._why = 0, threading.Lock(), ""
+        self._breaker = Breaker(f"The catalog of {self.path}", COOL_DOWN_S)
 
     @property
     def is_open(self) -> bool:
         """Whether there is a file, and it is not closed."""
-        return self._database is not None
+        return self._database is not None and self._database.is_open
+
+    def tried(self, query: Callable[[Catalog], T]) -> tuple[bool, T | None]:
+        """Return whether the file could be used, and the result of a query of `strict`."""
+        if not self.is_open:
+            return False, None
+        if self._breaker.enter():
+            try:
+                found = query(self.strict)
+            except StoreError as error:
+                self._breaker.failed("be used", error)
+                self._why = f"{self._breaker.name}: {error.__cause__ or error}"
+            else:
+                self._breaker.succeeded()
+                return True, found
+        with self._lock:
+            self.failures += 1
+        note(self._why)
+        return False, None
 
     def ask(self, query: Callable[[Database], T], default: T) -> T:
-        """Return the result of a query; `default` without an open file."""
-        if self._database is None:
-            return default
+        """Return the result of a query, or `default` without an open file; where the file cannot be
+        used, `strict` raises StoreError.
+        """
+        if self is not self.strict:
+            answered, found = self.tried(lambda strict: strict.ask(query, default))
+            return found if answered else default  # type: ignore[return-value]
         try:
-            return query(self._database)
+            return query(self._database) if self._database and self.is_open else default
         except StoreError:
-            if self._database is None:
-                return default  # closed during the query
-            raise
+            if self.is_open:
+                raise
+            return default  # closed during the query
 
     def close(self) -> None:
-        """Close the file."""
-        database, self._database = self._database, None
-        if database is not None:
-            database.close()
+        """Close the file. From now on queries return their defaults, and nothing is saved."""
+        if self._database is not None:
+            self._database.close()
 
     def __enter__(self) -> Self:
         return self
@@ -334,58 +363,13 @@ def _drop(transaction: Connection, session: tuple[str, str]) -> None:
         transaction.execute(f"DELETE FROM {table} WHERE model = ? AND id = ?", session)
 
 
-class Catalog(CatalogFile):
-    """A store's catalog for callers that can do without it. Threads may share it.
-
-    A query returns its default if there is no file, or if the file cannot be read or written. Such
-    a failure is counted in `failures`, logged once, and named in the trace of each answer that it
-    affects. The file is then not tried again for `COOL_DOWN_S`.
-
-    Args:
-        file: The file; one without a path for a store without a disk, whose catalog stays empty.
-    """
-
-    def __init__(self, file: CatalogFile) -> None:
-        super().__init__(None)
-        self.strict, self.failures = file, 0
-        self._lock, self._why = threading.Lock(), ""
-        self._breaker = Breaker(f"The catalog of {file.path}", COOL_DOWN_S)
-
-    def tried(self, query: Callable[[CatalogFile], T]) -> tuple[bool, T | None]:
-        """Return whether the file could be used, and the result of a query."""
-        if not self.strict.is_open:
-            return False, None
-        if self._breaker.enter():
-            try:
-                found = query(self.strict)
-            except StoreError as error:
-                self._breaker.failed("be used", error)
-                self._why = f"{self._breaker.name}: {error.__cause__ or error}"
-            else:
-                self._breaker.succeeded()
-                return True, found
-        with self._lock:
-            self.failures += 1
-        note(self._why)
-        return False, None
-
-    def ask(self, query: Callable[[Database], T], default: T) -> T:
-        """Return the result of a query, or `default` where the file cannot be used."""
-        answered, found = self.tried(lambda file: file.ask(query, default))
-        return found if answered else default  # type: ignore[return-value]
-
-    def close(self) -> None:
-        """Close the file. From now on queries return their defaults, and nothing is saved."""
-        self.strict.close()
-
-
 _PREFIX = "tenant-"
 """How the catalog's names of tenants begin."""
 NAME_CHARS = 8
 """Characters of the digest of a salt that are a tenant's name."""
 
 
-def remember_tenant(catalog: CatalogFile, digest: str, settings: Settings) -> None:
+def remember_tenant(catalog: Catalog, digest: str, settings: Settings) -> None:
     """Save the model and tenant behind a model digest, so that people can be shown names."""
     catalog.put(_PREFIX + digest, Tenant(digest, settings.model, hidden(settings.salt)))
 
@@ -409,7 +393,7 @@ class Tenants(dict[str, "Tenant"]):
         return Tenant(digest)
 
 
-def tenants_in(catalog: CatalogFile) -> Tenants:
+def tenants_in(catalog: Catalog) -> Tenants:
     """Return the tenants that a catalog has.
 
     Raises:

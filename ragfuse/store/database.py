@@ -55,7 +55,7 @@ class Database:
     ) -> None:
         self._path, self._timeout_s = folder and folder / name, timeout_s
         self._where = folder or Path(":memory:"), name
-        self._write_lock = RLock()
+        self._write_lock, self.is_open = RLock(), True
         self._read_lock = RLock() if folder is not None else self._write_lock
         with (
             store_errors(*self._where),
@@ -123,6 +123,7 @@ class Database:
         """Close the file. If a writer is still at work after a second, its connection is left to
         it.
         """
+        self.is_open = False
         if self._write_lock.acquire(timeout=_CLOSE_S):
             with self._read_lock:
                 self._reader.close()

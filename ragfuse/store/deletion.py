@@ -11,7 +11,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 
-from ragfuse.store.catalog import CatalogFile, KnownText
+from ragfuse.store.catalog import Catalog, KnownText
 from ragfuse.store.store import Forgotten, KVStore
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.texts import whole_text
@@ -43,9 +43,7 @@ def chunk_named(text: str) -> Chunk:
         return "", ""
 
 
-def texts_by_chunk(
-    catalog: CatalogFile, models: Iterable[str]
-) -> defaultdict[Chunk, list[KnownText]]:
+def texts_by_chunk(catalog: Catalog, models: Iterable[str]) -> defaultdict[Chunk, list[KnownText]]:
     """Return the texts that the catalog has of the chunks of these model digests; of a chunk with
     several sources, one for each.
     """
@@ -61,14 +59,14 @@ def unanswered(names: Sequence[str], consequence: str) -> str:
     return f"Tier {' and '.join(names)} does not answer: {consequence}. Try again later."
 
 
-def forget_texts(catalog: CatalogFile, chunks: Iterable[Chunk]) -> int:
+def forget_texts(catalog: Catalog, chunks: Iterable[Chunk]) -> int:
     """Delete the texts of chunks from the catalog, whatever their source, and return how many there
     were.
     """
     return catalog.delete_texts(keys=[str(ChunkKey(*chunk)) for chunk in chunks])
 
 
-def forget_chunks(store: KVStore, catalog: CatalogFile, chunks: Set[Chunk]) -> Forgotten:
+def forget_chunks(store: KVStore, catalog: Catalog, chunks: Set[Chunk]) -> Forgotten:
     """Delete chunks everywhere: stored KV, pending saves and texts.
 
     If a tier does not answer, the texts stay in the catalog, so that `ragfuse store rm` still finds
@@ -85,7 +83,7 @@ def forget_chunks(store: KVStore, catalog: CatalogFile, chunks: Set[Chunk]) -> F
 
 
 def leave_source(
-    catalog: CatalogFile, model: str, texts: Collection[str], is_left: Callable[[str], bool]
+    catalog: Catalog, model: str, texts: Collection[str], is_left: Callable[[str], bool]
 ) -> set[str]:
     """Forget that texts came from some sources, where another one holds them too; the only source
     of a text stays.

@@ -12,7 +12,7 @@ from typing import Any
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import Evictor, lru
 from ragfuse.settings import Settings
-from ragfuse.store.catalog import Catalog, CatalogFile
+from ragfuse.store.catalog import Catalog
 from ragfuse.store.memory import MemoryTier
 from ragfuse.store.store import KVStore
 from ragfuse.store.tier import Tier, shown
@@ -23,7 +23,7 @@ def open_catalog(settings: Settings) -> Catalog:
     """Open the catalog beside the store that the settings describe; without bytes for the disk it
     keeps nothing.
     """
-    return Catalog(CatalogFile(settings.store_path if settings.disk_bytes else None))
+    return Catalog(settings.store_path if settings.disk_bytes else None)
 
 
 def kept_places(settings: Settings) -> list[tuple[str, Settings]]:

@@ -35,7 +35,7 @@ TABLES_RECHECK_S = 60.0
 """Seconds until missing tables are looked for again in the tiers."""
 OWNER = digest("codec tables")
 """The `ChunkKey.model` of tables in a tier, in place of a model's digest."""
-_TABLELESS = {RAW.name, INT8.name}
+_TABLELESS = frozenset((RAW.name, INT8.name))
 
 _REMEMBERED = 8192
 
