@@ -119,14 +119,9 @@ def application(
     origins: Sequence[str],
     options: ReplicaOptions,
 ) -> Any:
-    """Return the application, for `ray.serve.run`. This process must be connected to the cluster.
+    """Return the application, for `ray.serve.run`, with the tiers that all replicas share.
 
-    Args:
-        settings: The settings, with only those tiers that all replicas share (`shared_settings`).
-        api_keys: The accepted keys, as `Keys` takes them.
-        host: Address that the server listens on.
-        origins: Origins of web pages that may call the server (CORS).
-        options: How many replicas there are.
+    This process must be connected to the cluster.
     """
     from ray import serve as ray_serve
     from ray.serve.config import AutoscalingConfig, RequestRouterConfig

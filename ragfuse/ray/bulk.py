@@ -44,9 +44,7 @@ class EncodeWorker:
             raise RefusedError(f"No KV is stored for this model: {refusal}")
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Encode the chunks in the columns `text` and, if there is one, `source`; return one row of
-        counts.
-        """
+        """Encode the columns `text` and perhaps `source`; return one row of counts."""
         texts = [str(text) for text in batch["text"]]
         sources = [str(source) for source in batch.get("source", [""] * len(texts))]
         before = self._n_refused()

@@ -159,9 +159,7 @@ class Catalog:
         return False, None
 
     def ask(self, query: Callable[[Database], T], default: T) -> T:
-        """Return the result of a query, or `default` without an open file; where the file cannot be
-        used, `strict` raises StoreError.
-        """
+        """Return a query's result, or `default`; of `strict`, a failing file is a StoreError."""
         if self is not self.strict:
             answered, found = self.tried(lambda strict: strict.ask(query, default))
             return found if answered else default  # type: ignore[return-value]
@@ -195,9 +193,7 @@ class Catalog:
         return None
 
     def put(self, name: str, record: Any, replaces: bool = True) -> bool:
-        """Save a record, replacing an earlier one if it `replaces`; return whether it was
-        written.
-        """
+        """Save a record, and return whether it was written; `replaces`: over an earlier one."""
         kind: Any = type(record)
         text = json.dumps(_adapter(kind).dump_python(record))
         way = "REPLACE" if replaces else "IGNORE"
@@ -215,9 +211,7 @@ class Catalog:
     # texts
 
     def add_texts(self, model: str, texts: Iterable[tuple[str, str, str]]) -> None:
-        """Save (key, text, source) of chunks encoded for the model digest `model`; adding one again
-        changes nothing.
-        """
+        """Save (key, text, source) of a model digest's chunks, each once."""
         rows = [(model, *text) for text in texts]
 
         def add(database: Database) -> None:
@@ -227,9 +221,7 @@ class Catalog:
         self.ask(add, None)
 
     def texts(self, model: str, n: int = -1) -> list[KnownText]:
-        """Return the oldest `n` known texts of a model digest (-1: all), in order; one of two
-        sources comes twice.
-        """
+        """Return a model digest's `n` oldest texts (-1: all), one for each source."""
         rows = self._query(_TEXTS, model, n)
         # else damaged
         return [KnownText(*row) for row in rows if all(isinstance(word, str) for word in row)]
@@ -249,9 +241,7 @@ class Catalog:
         source: str | None = None,
         keys: Iterable[str] | None = None,
     ) -> int:
-        """Delete the texts that match all given arguments (without any: all texts), and return how
-        many there were.
-        """
+        """Delete the texts that match all given arguments, and return how many."""
         given = None if keys is None else json.dumps(list(keys))
         tests = {"model = ?": model, "source = ?": source, _AMONG: given}
         used = {test: value for test, value in tests.items() if value is not None}
@@ -260,9 +250,7 @@ class Catalog:
     # sessions
 
     def session(self, model: str, id: str) -> tuple[int, float, dict[str, Any]] | None:
-        """Return version, last use and state of a session, or None if there is none or its state is
-        damaged.
-        """
+        """Return version, last use and state of a session; None if missing or damaged."""
         for version, used, text in self._query(_SESSION, model, id):
             with suppress(ValueError):
                 return version, used, _adapter(dict).validate_python(json.loads(text))
@@ -271,16 +259,9 @@ class Catalog:
     def put_session(
         self, row: SessionInfo, state: Mapping[str, Any], keys: Iterable[str]
     ) -> bool | None:
-        """Save a session, replacing version `row.version` of it (0: there is none yet).
-
-        Args:
-            row: The session.
-            state: Its state, plain JSON types.
-            keys: Keys of its KV.
-
-        Returns:
-            True if it was written, False if another writer replaced that version first, None if the
-            catalog has no file or cannot use it.
+        """Save a session, its state in plain JSON types and the keys of its KV, in place of version
+        `row.version` (0: none yet). Return False if another writer replaced that version first,
+        None if the catalog has no file or cannot use it.
         """
         who = (row.model, row.id)
         values = (*who, row.version + 1, row.used, row.turns, row.tokens, json.dumps(dict(state)))
@@ -309,9 +290,7 @@ class Catalog:
         return self._number("SELECT count(*) FROM sessions WHERE model = ?", model)
 
     def owned(self) -> list[Row]:
-        """Return (tenant's digest, session, key) of all keys of all sessions, least recently used
-        sessions first.
-        """
+        """Return (model, session, key) of all sessions' keys, least recently used first."""
         return self._query(_OWNED)
 
     def in_use(self, keys: Sequence[str]) -> list[str]:
@@ -321,11 +300,7 @@ class Catalog:
         )
 
     def delete_session(self, model: str, id: str, before: float = inf) -> list[str] | None:
-        """Delete a session if its last use is before `before` (seconds since the epoch).
-
-        Returns:
-            Its keys, or None if no session was deleted.
-        """
+        """Delete a session last used before a time; return its keys, None if none was deleted."""
 
         def remove(database: Database) -> list[str] | None:
             with database.write() as transaction:
@@ -380,9 +355,7 @@ def hidden(salt: str) -> str:
 
 
 def tenant_name(salt: str) -> str:
-    """Return the name that people know the tenant of a salt by, in lists and in a server's log; ""
-    for no salt.
-    """
+    """Return the name of a salt's tenant in lists and in a server's log; "" for no salt."""
     return hidden(salt)[:NAME_CHARS]
 
 
@@ -394,23 +367,15 @@ class Tenants(dict[str, "Tenant"]):
 
 
 def tenants_in(catalog: Catalog) -> Tenants:
-    """Return the tenants that a catalog has.
-
-    Raises:
-        StoreError: The catalog is strict, and cannot be read.
-    """
+    """Return the tenants that a catalog has."""
     saved = {digest: catalog.get(_PREFIX + digest, Tenant) for digest in catalog.names(_PREFIX)}
     return Tenants({digest: tenant for digest, tenant in saved.items() if tenant is not None})
 
 
 @dataclass(frozen=True)
 class Tenant:
-    """The tenant that an entry belongs to.
-
-    Args:
-        digest: The model digest in the entry's key.
-        model: Name of the model; "" if unknown.
-        tenant: Digest of the tenant's salt; "" for none.
+    """The tenant of an entry: the model digest in its key, the model's name ("": unknown), and the
+    digest of the tenant's salt ("": none).
     """
 
     digest: str
@@ -429,7 +394,5 @@ class Tenant:
         return bool(self.model) and self.tenant == hidden(salt)
 
     def is_named(self, name: str) -> bool:
-        """Return whether this is a tenant of that name, as lists and a server's log have it, or of
-        a longer digest.
-        """
+        """Return whether a name, or a longer digest, names this tenant."""
         return len(name) >= NAME_CHARS and self.tenant.startswith(name)

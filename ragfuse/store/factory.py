@@ -20,9 +20,7 @@ from ragfuse.types.choices import kind_of_scheme
 
 
 def open_catalog(settings: Settings) -> Catalog:
-    """Open the catalog beside the store that the settings describe; without bytes for the disk it
-    keeps nothing.
-    """
+    """Open the catalog of the settings' store; without bytes for the disk it is empty."""
     return Catalog(settings.store_path if settings.disk_bytes else None)
 
 

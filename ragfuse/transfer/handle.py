@@ -99,10 +99,8 @@ class TransferModel:
 
     @classmethod
     def of(cls, name: str, kv: ChunkKV) -> Self:
-        """Return the model of this name to which the KV belongs.
-
-        Raises:
-            TransferError: Its layers differ from each other, or its keys from its values.
+        """Return the model of this name to which the KV belongs; TransferError where its layers or
+        its keys and values differ.
         """
         first = kv.layers[0].keys
         for at, layer in enumerate(kv.layers):
@@ -165,8 +163,7 @@ class TransferHandle:
 
     @property
     def key(self) -> ChunkKey:
-        """The key under which its place stores the KV; handles share a key only if all fields are
-        equal."""
+        """The key of the stored KV; handles share one only if all fields are equal."""
         fields = digest("handle", *map(str, asdict(self).values()))
         return ChunkKey(
             self.model.digest, self.tokens, self.tenant, f"until-{self.expires_s}-{fields}"

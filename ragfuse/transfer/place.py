@@ -160,9 +160,7 @@ class TransferPlace:
         return len(self._tier.list())
 
     def sweep(self) -> int:
-        """Delete the KV of all handles that have expired, also those that an engine left when it
-        crashed.
-        """
+        """Delete the KV of all handles that have expired, and return how many there were."""
         self._swept_at = now_s = self._clock()
         doomed = expired((entry.key for entry in self._tier.list()), now_s)
         if not doomed:

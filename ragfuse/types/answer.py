@@ -170,9 +170,7 @@ class Trace:
 
     @property
     def tokens_found(self) -> int:
-        """Tokens whose KV was found and loaded, those that were then recomputed
-        (`tokens_recomputed`) included.
-        """
+        """Tokens whose KV was found and loaded, also those that were then recomputed."""
         return self.tokens_reused + self.tokens_recomputed
 
     @property
@@ -225,9 +223,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One tool call that the model asks for. The message with the tool's result refers to it by
-    `id`.
-    """
+    """A tool call that the model asks for; the message with its result names its `id`."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -336,9 +332,7 @@ class Ingested:
     left_out: tuple[str, ...] = ()
 
     def plus(self, tokens: int, nbytes: int, seconds: float, is_short: bool = False) -> Ingested:
-        """Return the totals after one more chunk; `nbytes` of new KV, 0 if it was stored before or
-        is too short.
-        """
+        """Return the totals after one more chunk; `nbytes`: of new KV, else 0."""
         new = bool(nbytes)
         found = (
             self.chunks + 1,

@@ -46,9 +46,7 @@ LEVEL_NAMES = tuple(level.name for level in LEVELS)
 
 
 def loss(level: str) -> int:
-    """Return the rank of a level by loss, 0 for lossless; an unknown level counts as the
-    lossiest.
-    """
+    """Return the rank of a level by loss: 0 for lossless, most for an unknown level."""
     return LEVEL_NAMES.index(level) if level in LEVEL_NAMES else len(LEVEL_NAMES)
 
 
@@ -74,9 +72,7 @@ def is_policy(name: str) -> bool:
 
 
 def no_policy(name: str) -> SettingsError:
-    """Return the error for a name that is no policy's: it says which one may be meant, or which
-    there are.
-    """
+    """Return the error for an unknown policy: which one may be meant, or all there are."""
     known = (AUTO, *POLICY_NAMES, "lego-16")
     return SettingsError(
         f"No selection policy '{name}'. {meant(name, known, 'It is one of')}", "policy"
@@ -84,9 +80,7 @@ def no_policy(name: str) -> SettingsError:
 
 
 def as_setting(name: str) -> str:
-    """Return the name of a selection policy as it is; ValueError for one that is none's, as
-    pydantic wants it.
-    """
+    """Return the name of a selection policy; ValueError, for pydantic, if it is none."""
     if not is_policy(name):
         raise ValueError(str(no_policy(name)).rstrip("."))
     return name

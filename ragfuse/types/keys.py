@@ -22,9 +22,7 @@ Kind = Literal["fresh", "chunk", "prefix", "module", "history"]
 
 
 def digest(*parts: str | bytes) -> str:
-    """Return the BLAKE3 digest of length-prefixed parts: 32 hex digits, the same in every process
-    and machine.
-    """
+    """Return the BLAKE3 digest of length-prefixed parts, 32 hex digits."""
     hasher = blake3()
     for part in parts:
         data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
@@ -39,10 +37,8 @@ def token_digest(tokens: Sequence[int]) -> str:
 
 
 def filler_context(context: str) -> str:
-    """Return the `ChunkKey.context` of a run that is encoded after `context` and then filler text.
-
-    Args:
-        context: A token digest, or "" for filler text alone.
+    """Return the context of a run that is encoded after `context`, a token digest or "", and then
+    filler text.
     """
     return f"~{context}"
 

@@ -57,9 +57,7 @@ class LayerKV:
 
 @dataclass(frozen=True)
 class ChunkKV:
-    """The KV of one run of tokens, layer by layer. Layers may differ in heads and head dim. Never
-    mutated.
-    """
+    """The KV of one run of tokens, layer by layer; layers may differ in shape. Never mutated."""
 
     layers: tuple[LayerKV, ...]
 

@@ -46,11 +46,8 @@ a pass over the first three quarters of the layers that measures the question's 
 
 
 def watched_layers(n_layers: int) -> range:
-    """Return the layers in which the question's attention is measured: the third quarter of a
-    model's layers.
-
-    The middle layers of a model show which rows a question needs: earlier layers attend to nearby
-    tokens, later ones to the next token. The pass ends after the last of these layers.
+    """Return the third quarter of a model's layers, in which the question's attention is measured:
+    earlier layers attend to nearby tokens, later ones to the next token. The pass ends there.
     """
     first = n_layers // 2
     return range(first, max(first + 1, 3 * n_layers // 4))
@@ -190,9 +187,7 @@ def is_blended(prompt: Prompt, fetch: Fetch) -> bool:
 
 
 def is_exact(prompt: Prompt, fetch: Fetch) -> bool:
-    """Return whether a fetched segment attended to exactly the tokens before it here, so that its
-    KV equals full prefill's.
-    """
+    """Return whether a fetched segment attended to exactly the tokens before it here."""
     segment, before = prompt.segments[fetch.segment], prompt.segments[: fetch.segment]
     lo, start = prompt.spans[fetch.segment][0], segment.start
     if segment.kind == "prefix":
@@ -242,9 +237,7 @@ class LoadPlan:
 
     @property
     def chooses(self) -> bool:
-        """Whether the policy has tokens to choose: some that are read may be recomputed, and some
-        of them will be.
-        """
+        """Whether the policy chooses tokens to recompute among those that are read."""
         recomputes = self.ratio > 0 and self.cost.fixed_share != 0.0
         return recomputes and any(is_blended(self.prompt, fetch) for fetch in self.fetches)
 

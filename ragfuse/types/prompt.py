@@ -55,9 +55,7 @@ class Segment:
 
     @property
     def shift(self) -> int:
-        """Positions by which the keys of the stored run are rotated to stand at their place in the
-        prompt.
-        """
+        """Positions by which the keys of the stored run are rotated."""
         return self.origin if self.origin is not None else self.start - (self.rows or (0, 0))[0]
 
     @property
