@@ -1,6 +1,4 @@
-"""Folders: absolute paths for settings, folders made for this user alone whatever the process's
-umask, and a temporary one where none can be.
-"""
+"""Folders: absolute paths for settings, folders for this user alone, a temporary one."""
 
 from __future__ import annotations
 

@@ -163,8 +163,7 @@ atexit.register(_wait)
 log = logging.getLogger("ragfuse")
 
 EXIT_S = 5.0
-"""Most seconds that an ending process spends on the waiting jobs of an owner that was not closed.
-"""
+"""Most seconds that an ending process spends on the jobs of an owner that was not closed."""
 
 
 @dataclass(frozen=True, eq=False)

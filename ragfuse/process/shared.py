@@ -1,6 +1,4 @@
-"""Ragfuse's only process-wide state (loaded models, engines by settings, notes for the current
-answer), and a bounded mapping that threads share.
-"""
+"""Ragfuse's only process-wide state, and a bounded mapping that threads share."""
 
 from __future__ import annotations
 

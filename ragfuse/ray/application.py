@@ -1,6 +1,4 @@
-"""The server as an application of Ray Serve: fronts, replicas behind the request router, and how
-many there are.
-"""
+"""The server as an application of Ray Serve: fronts, the request router, replicas."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ APPLICATION = "ragfuse"
 """The name of the application in Ray Serve."""
 ROUTER = "ragfuse.ray.request_router:ChunkRequestRouter"
 QUEUE_FACTOR = 2
-"""Requests that a replica accepts, as a multiple of those that it answers at once; others wait in
-the front.
-"""
+"""Requests that a replica accepts, as a multiple of those answered at once; others wait."""
 
 
 @dataclass(frozen=True)

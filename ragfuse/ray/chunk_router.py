@@ -1,5 +1,4 @@
-"""The choice of the replica that answers a request: the one that got most bytes of its chunks,
-within a bound; a request's chunks are read from its body.
+"""The choice of the replica that answers a request: the one that got most bytes of its chunks.
 
 Pure Python: no Ray, no torch, no clock. Ray's router asks it, tests and simulations too.
 """
@@ -16,14 +15,11 @@ from ragfuse.process.shared import LRU
 from ragfuse.types.keys import digest
 
 MAX_OVER_MEAN = 1.25
-"""Most work of a replica, and most requests in its queue, as a multiple of the mean over replicas.
-"""
+"""Most work and queued requests of a replica, as a multiple of the mean over replicas."""
 SLACK = 2.0
 """Requests beyond that, so that few requests in all may still follow their chunks."""
 HORIZON = 32
-"""Requests of each replica after which all loads are halved again, so that the bound is on recent
-work.
-"""
+"""Requests of each replica after which loads are halved: the bound is on recent work."""
 MAX_SENT = 16_384
 """Chunks that a replica is believed to have; beyond that, those sent longest ago are forgotten."""
 
@@ -111,9 +107,7 @@ class ChunkRouter:
 
 
 SESSION_SHARE = 4
-"""A conversation counts as this many times the request's own text, so that its turns stay with one
-replica.
-"""
+"""A conversation counts as its request's text times this, so that it stays with one replica."""
 MAX_ROUTED_BYTES = 16 << 20
 """Bytes of a body that is parsed for its chunks; a larger one is sent by load alone."""
 

@@ -1,9 +1,7 @@
-"""The two classes that Ray Serve runs: the front that knows each request's chunks, and the replicas
-that answer.
+"""The two classes that Ray Serve runs: the front, and the replicas that answer.
 
 A front reads a request's body for its chunks and hands it on as it came; a replica runs the
-server's own app, so that all of the server's rules hold: keys, tenants, limits, streams, errors.
-Ray Serve loads this file by its name.
+server's own app, so that all of its rules hold. Ray Serve loads this file by its name.
 """
 
 from __future__ import annotations

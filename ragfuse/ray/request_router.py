@@ -1,6 +1,4 @@
-"""Ray Serve's request router over `ChunkRouter`. Ray Serve loads this file by its name, wherever a
-handle is used.
-"""
+"""Ray Serve's request router over `ChunkRouter`. Ray Serve loads this file by its name."""
 
 from __future__ import annotations
 

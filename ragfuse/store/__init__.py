@@ -1,6 +1,4 @@
-"""KV at rest: tiers, the store over them, and the catalog beside them. It plans nothing and knows
-no model.
-"""
+"""KV at rest: tiers, the store over them, and the catalog beside them. It plans nothing."""
 
 from ragfuse.plan.evict import Evictor
 from ragfuse.store.catalog import Catalog, KnownText, SessionInfo

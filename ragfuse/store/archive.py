@@ -1,10 +1,7 @@
-"""Archives: chunks, as the files of the disk tier, and known texts in one plain zip file.
+"""Archives: chunks, as the files of the disk tier, and texts.jsonl in one plain zip file.
 
-    chunks/ab/<digest>.kv ... · texts.jsonl
-
-Names of members are never used as paths, and every layer has a checksum. Checksums detect damage
-but not malice: whoever made an archive decides what KV cache the model continues from, so import
-archives only from people you trust.
+Names of members are never used as paths. Checksums detect damage but not malice: whoever made an
+archive decides what KV the model continues from, so import only from people you trust.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """The catalog of a store: records by name, texts of known chunks, and sessions.
 
-A record is a value of one type: what was found out about a model, timed on a machine, or
-registered. The texts let a later process find the same chunks in a prompt. They are stored per
-model digest, so that a salted tenant has its own, and are as private as the folder.
-`sessions/session.py` defines what a session is. Here its state is opaque; a write must name the
-version it replaces.
-
-An answer must not fail because the catalog does, so `Catalog` returns defaults when its file cannot
-be read or written. `Catalog.strict` raises instead, for callers that ask for the catalog itself.
+Texts let a later process find the same chunks in a prompt. They are stored per model digest, so
+that a salted tenant has its own. A session's state is opaque here; a write must name the version it
+replaces. An answer must not fail because the catalog does, so queries return defaults when the file
+cannot be used; those of `Catalog.strict` raise instead.
 """
 
 from __future__ import annotations

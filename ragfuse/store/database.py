@@ -1,8 +1,4 @@
-"""A small SQLite file that threads and processes share: WAL mode, one connection to read and one to
-write.
-
-`disk.py`, `catalog.py` and those who have a `record_file` define the tables.
-"""
+"""A small SQLite file that threads and processes share: WAL, a reader and a writer."""
 
 from __future__ import annotations
 

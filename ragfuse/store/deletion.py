@@ -1,8 +1,6 @@
-"""Delete chunks completely, all their KV from the tiers and their texts from the catalog, and
-those that have expired.
+"""Delete chunks completely, KV and texts, and those that have expired.
 
-The caller decides which chunks. A tier that does not answer is always reported, as it may still
-hold some.
+The caller decides which. A tier that does not answer is reported, as it may still hold some.
 """
 
 from __future__ import annotations
@@ -19,13 +17,10 @@ from ragfuse.types.texts import whole_text
 log = logging.getLogger("ragfuse.store")
 
 LEARNT = "seen again"
-"""The source of known chunks that were learnt because several prompts contained them: no document.
-"""
+"""The source of known chunks that were learnt from several prompts: no document."""
 
 Chunk = tuple[str, str]
-"""One tenant's chunk: digests of model and token ids, shared by its entries in whatever context
-they were encoded.
-"""
+"""One tenant's chunk, in whatever context it was encoded: digests of model and token ids."""
 
 
 def chunk_of(key: ChunkKey) -> Chunk:

@@ -1,8 +1,7 @@
 """A tier that stores each entry as a file in one folder, which threads and processes may share.
 
-`blobs.py` has the file format; an SQLite file has a row per entry. A file appears by a rename
-inside the transaction that makes room for it and adds its row, so a process that is killed leaves
-an entry whole or absent; what else it leaves is put right when the folder is opened next.
+An SQLite file has a row per entry. A file appears by a rename inside the transaction that adds its
+row, so a killed process leaves an entry whole or absent; opening the folder settles the rest.
 """
 
 from __future__ import annotations

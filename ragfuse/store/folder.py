@@ -1,10 +1,8 @@
-"""A store's folder: open it or refuse it with a clear error, lock it during set-up, and give each
-file in it to the right users.
+"""A store's folder: open it or refuse it, lock it during set-up, give its files to their users.
 
 A folder is shared if its group may write to it and its set-group-id bit is set (02770): files and
-folders made in it are for the group. Those made in any other folder are for this user alone,
-whatever the process's umask. Locks are flock(2) locks, which the kernel releases when a process
-dies.
+folders made in it are for the group, all others for this user alone, whatever the umask. Locks are
+flock(2) locks, which the kernel releases when a process dies.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""The codec levels of entries: which ones each tier is written at, which can be decoded here, and
-reading at one.
-
-A codec level is one way to encode KV, such as raw, int8 or a CacheGen level; `types/choices.py`
-lists them.
-"""
+"""The codec levels of entries, such as raw, int8 or CacheGen's, and the codec tables of models."""
 
 from __future__ import annotations
 

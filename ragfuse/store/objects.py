@@ -1,8 +1,7 @@
-"""A tier in an object store behind an fsspec URL: s3://, gs://, abfs://, or a shared file://
-folder.
+"""A tier in an object store behind an fsspec URL: s3:
 
-Each entry is one object. What expires and how much is kept is said by the bucket's lifecycle rules:
-expire objects after some days, and abort incomplete multipart uploads after one.
+, gs://, abfs://, or a shared file://.//Each entry is one object. The bucket's lifecycle rules
+evict: expire objects after some days, and abort incomplete multipart uploads after one.
 """
 
 from __future__ import annotations

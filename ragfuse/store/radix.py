@@ -1,9 +1,7 @@
-"""A radix tree of earlier prompts' token ids, which finds the stored entries that hold the KV of a
-new prompt's prefix.
+"""A radix tree of earlier prompts' token ids, which finds the stored KV of a new prompt's prefix.
 
-The tree is that of SGLang and vLLM, but edges have any length: there is no block size, so every
-token of a shared prefix is found. A node names an entry of the store and the rows of it that hold
-its edge's tokens; it holds no KV.
+The tree is that of SGLang and vLLM, but edges have any length, so every token of a shared prefix is
+found. A node names an entry of the store and the rows that hold its edge's tokens.
 """
 
 from __future__ import annotations
@@ -63,11 +61,6 @@ class RadixTree:
     def __init__(self) -> None:
         self._root = _Node(np.empty(0, np.int32))
         self.n_nodes = 0
-
-    @property
-    def n_tokens(self) -> int:
-        """Number of tokens on all edges."""
-        return sum(len(node.tokens) for node, _ in self._walk())
 
     @property
     def keys(self) -> set[ChunkKey]:

@@ -1,7 +1,6 @@
 """A tier on a Redis or Valkey server, shared by all machines that open it.
 
-The server evicts and expires: set its `maxmemory` and `maxmemory-policy allkeys-lru`; `ttl_s` sets
-a time to live that each use restarts.
+The server evicts: set its `maxmemory` and `maxmemory-policy allkeys-lru`. `ttl_s` expires entries.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The write-behind queue of a store: all saves that are under way, of entries put, copied or read
-from a slower tier.
+"""The write-behind queue of a store: all saves that are under way.
 
-Each tier has a thread, so that a slow or hanging one does not delay the others. Deleting a chunk
-cancels its saves.
+Each tier has a thread, so that none delays the others. Deleting a chunk cancels its saves.
 """
 
 from __future__ import annotations
@@ -28,9 +26,7 @@ log = logging.getLogger("ragfuse.store")
 
 _Partial = tuple[EntryMeta, dict[int, Tensor]]
 _PARTIAL_NBYTES = 1 << 28
-"""Bytes of half-read chunks that are collected where no tier is in memory; else a quarter of that
-tier.
-"""
+"""Bytes of half-read chunks that are collected: this, or a quarter of a tier in memory."""
 _REMEMBERED = 1 << 14
 
 

@@ -1,8 +1,6 @@
-"""KVStore: the KV cache of chunks over several tiers, fastest first. In the store, only it and
-`levels.py` use codecs.
+"""KVStore: the KV cache of chunks over several tiers, fastest first.
 
-It finds, reads, saves, moves and deletes entries. Its callers decide what to read, from which tier,
-and what to evict.
+Its callers decide what to read, from which tier, and what to evict.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The contract of a storage tier (`Tier`), the description of an entry (`EntryMeta`), and the
-choice of victims.
-
-A tier stores bytes; `store.py` handles codecs and copies between tiers.
-"""
+"""The contract of a storage tier, the description of an entry, and the choice of victims."""
 
 from __future__ import annotations
 
@@ -123,9 +119,7 @@ class EntryMeta:
 
 
 ReadLayers = tuple[EntryMeta, *tuple[Tensor, ...]]
-"""The description of a whole entry, then some of its layers, each uint8 `[nbytes]` and not to be
-written to.
-"""
+"""The description of a whole entry, then some of its layers, uint8 `[nbytes]`, read-only."""
 Whole = tuple[EntryMeta, tuple[Tensor, ...]]
 """A whole entry: its description and all of its pieces, each uint8 `[nbytes]`."""
 LAYER_ALIGNMENT = 64

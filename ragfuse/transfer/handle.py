@@ -1,8 +1,7 @@
-"""Handles of prompts whose KV waits for another engine, the model that the KV belongs to, and the
-digest of its weights.
+"""Handles of prompts whose KV waits for another engine, their model, a digest of its weights.
 
 The engine that decodes may have other versions of everything but this package, so a handle is plain
-JSON types, and what it is bound to are digests that both engines compute for themselves.
+JSON types, bound to digests that both engines compute for themselves.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ from ragfuse.types.keys import ChunkKey, digest, token_digest
 from ragfuse.types.kv import ChunkKV
 
 UNKNOWN = "unknown"
-"""Stands for the digest of weights that were not read from safetensors files, or changed since;
-equals any other.
-"""
+"""The digest of weights that were not read from safetensors files; equals any other."""
 N_VALUES = 64
 """The most values of a tensor that count."""
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"

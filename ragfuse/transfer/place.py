@@ -1,8 +1,6 @@
-"""A place where the KV of whole prompts waits for another engine: one of the store's tiers, opened
-by its URL.
+"""A place where the KV of whole prompts waits for another engine: a tier, opened by its URL.
 
-Bytes are written, checked and deleted by the tier, and encoded by the codecs. What is added here
-are handles: secret, bound to model, tenant and token ids, and short-lived.
+Added here are handles: secret, bound to model, tenant and token ids, and short-lived.
 """
 
 from __future__ import annotations

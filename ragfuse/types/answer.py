@@ -1,6 +1,4 @@
-"""What an engine gives: an answer, its trace of what was reused and why, the tools that it calls,
-the totals of an ingest, the card of its model.
-"""
+"""What an engine gives: an answer, its trace and tool calls; an ingest's totals; a model's card."""
 
 from __future__ import annotations
 
@@ -271,9 +269,7 @@ class ToolCall:
 
 
 Ended = Literal["stop", "length", "tool_calls"]
-"""Why an answer ended: an end token or stop string, `max_tokens`, or a tool call whose result is
-awaited.
-"""
+"""Why an answer ended: end token or stop string, `max_tokens`, or an awaited tool call."""
 
 
 @dataclass(frozen=True)

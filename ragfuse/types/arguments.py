@@ -1,9 +1,4 @@
-"""What is told where a constructor refuses its arguments: what was wanted, what was found, and
-which may be meant.
-
-For classes that users construct, those of frameworks too. Nothing here decides which arguments are
-right.
-"""
+"""Errors for arguments that a constructor refuses: what was wanted, found, may be meant."""
 
 from __future__ import annotations
 

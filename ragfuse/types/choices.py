@@ -1,6 +1,4 @@
-"""The names that settings choose from: codec levels, selection and eviction policies, kinds of
-tiers, options for loading a model. Imports no torch.
-"""
+"""The names that settings choose from: levels, policies, kinds of tiers, loading options."""
 
 from __future__ import annotations
 
@@ -92,9 +90,7 @@ EVICTION_POLICIES: Mapping[str, str] = MappingProxyType(
         "look-ahead": "ragfuse.plan.evict:by_next_use",
     }
 )
-"""The rank function (`plan.eviction_item.Rank`) of each policy as `module:function`, which
-`plan.evict` imports.
-"""
+"""The rank function of each policy as `module:function`, which `plan.evict` imports."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +116,7 @@ TIER_KINDS = (
     TierKind("redis", ("redis", "rediss", "unix"), "ragfuse.store.redis:RedisTier", extra="redis"),
     TierKind("objects", ("*",), "ragfuse.store.objects:ObjectTier", extra="objects"),
 )
-"""All kinds that a URL can open, the one of all other schemes last; the memory tier belongs to the
-process and has no URL.
-"""
+"""All kinds that a URL can open, the one of all other schemes last."""
 
 
 def kind_of_scheme(scheme: str) -> TierKind:
@@ -150,9 +144,7 @@ LOADING = (
     "gguf_file",
     "merge_adapter",
 )
-"""Options for loading a model: those of transformers' `from_pretrained`, and whether an adapter is
-merged.
-"""
+"""Options of transformers' `from_pretrained`, and whether an adapter is merged."""
 
 
 class LoadingOptions(dict[str, Any]):

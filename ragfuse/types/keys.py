@@ -1,6 +1,4 @@
-"""Keys of KV entries: digests of the model, the token ids, and the tokens that these
-attended to.
-"""
+"""Keys of KV entries: digests of the model, the token ids, and what these attended to."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ from typing import Literal
 from blake3 import blake3
 
 FORMAT_VERSION = 2
-"""Version of everything that is written: keys, headers, profiles. A change turns old entries into
-misses.
-"""
+"""Version of everything that is written. A change turns old entries into misses."""
 _KEY = re.compile(r"[0-9A-Za-z_.~-]{4,300}")
 Encoded = Literal["alone", "prefix", "filler"]
 Kind = Literal["fresh", "chunk", "prefix", "module", "history"]

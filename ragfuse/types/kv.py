@@ -1,6 +1,4 @@
-"""The tensors of a chunk's KV, how its keys carry position, and what the store knows about an
-entry.
-"""
+"""The tensors of a chunk's KV, how its keys carry position, and a tier's record of an entry."""
 
 from __future__ import annotations
 

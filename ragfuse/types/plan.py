@@ -1,6 +1,4 @@
-"""The plan for one prompt: which segments are read, which are computed, how long that takes and why
-KV is not reused; the cost of a selection policy.
-"""
+"""The plan for one prompt: what is read and computed, how long that takes, and why."""
 
 from __future__ import annotations
 
@@ -32,17 +30,11 @@ UNREADABLE = "its entry could not be read"
 
 
 AUTO = "auto"
-"""The policy name that stands for the model's own choice where it applies, else for the
-controller's `MEASURED`.
-"""
+"""The policy that stands for the model's own choice, else for the controller's `MEASURED`."""
 STAIRS = 8
-"""Most different numbers of rows that a gradual policy computes; attention is planned anew for
-each.
-"""
+"""Most different numbers of rows of a gradual policy; each plans attention anew."""
 Needs = Literal["nothing", "all rows of a layer", "attention"]
-"""What a policy needs before it can choose its rows: nothing, K and V of all rows of one layer, or
-a pass over the first three quarters of the layers that measures the question's attention.
-"""
+"""What a policy needs first; "attention": a pass over three quarters of the layers."""
 
 
 def watched_layers(n_layers: int) -> range:
@@ -123,9 +115,7 @@ BY_RATIO = PolicyCost()
 
 
 Bound = Literal["floor", "loading", "deadline", "asked"]
-"""What bounds the ratio: the smallest safe ratio, what loading hides, the deadline, or the caller's
-own ratio.
-"""
+"""What bounds the ratio: the smallest safe one, what loading hides, a deadline, the caller."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""The profile of a model: a versioned value that is saved as JSON and outlives the process.
-
-Nothing here measures, decides or writes.
-"""
+"""The profile of a model: a versioned value that is saved as JSON and outlives the process."""
 
 from __future__ import annotations
 
@@ -15,13 +12,9 @@ PROFILE_VERSION = 6
 """Version of ModelProfile; profiles of another version are ignored."""
 
 UNCALIBRATED = ("query", 0.10)
-"""Policy and ratio for a model that is not calibrated, over chunks that were encoded after filler
-text.
-"""
+"""Policy and ratio of a model without calibration, for chunks encoded after filler text."""
 UNCALIBRATED_DENSE = ("lexical", 0.10)
-"""The same for a model that computes attention itself, so that ragfuse does not see what its
-question attends to.
-"""
+"""The same for a model that computes attention itself, unseen by ragfuse."""
 
 
 @dataclass(frozen=True)

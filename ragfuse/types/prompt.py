@@ -1,6 +1,4 @@
-"""A prompt as segments of tokens. Each segment is fresh, or has keys under which its KV may be
-stored.
-"""
+"""A prompt as segments of tokens, fresh ones and those whose KV may be stored."""
 
 from __future__ import annotations
 
