@@ -26,7 +26,7 @@ from ragfuse.engine.model_records import (
 )
 from ragfuse.process.jobs import EXIT_S
 from ragfuse.settings import Settings
-from ragfuse.store import Catalog, CatalogFile
+from ragfuse.store import Catalog
 
 SOURCE = "almanac.txt"
 TRIAL_PASSAGES = (
@@ -86,8 +86,7 @@ def _check_catalog(settings: Settings, engine: Engine) -> Iterator[CheckResult]:
     model = engine.model
     # none is created
     has_file = settings.disk_bytes and (settings.store_path / "catalog.sqlite").is_file()
-    file = CatalogFile(settings.store_path if has_file else None)
-    with Catalog(file) as catalog:
+    with Catalog(settings.store_path if has_file else None) as catalog:
         profile = judged_profile(catalog, model.profile)
         machine = MachineTimings(settings.tiers, catalog).machine(model)
     verify = ["ragfuse", "verify", settings.model, *options_for(settings, model, has_store=False)]

@@ -29,7 +29,7 @@ from ragfuse.plan.cost import COST_VERSION, CostModel, Observed
 from ragfuse.process.jobs import at_work
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
-from ragfuse.store.catalog import Catalog, CatalogFile
+from ragfuse.store.catalog import Catalog
 from ragfuse.store.levels import TierLevels, wants_tables
 from ragfuse.text import sample
 from ragfuse.types.keys import digest
@@ -51,12 +51,12 @@ def refusal_of(profile: ModelProfile, policy: str) -> str:
     return NOT_EXACT if profile.verified is False else NOT_SAFE if profile.safe is False else ""
 
 
-def stored_profile(catalog: CatalogFile, fingerprint: str) -> ModelProfile | None:
+def stored_profile(catalog: Catalog, fingerprint: str) -> ModelProfile | None:
     """Return the profile of a model that a catalog has; None where it has none."""
     return catalog.get(profile_name(fingerprint), ModelProfile)
 
 
-def judged_profile(catalog: CatalogFile, own: ModelProfile) -> ModelProfile:
+def judged_profile(catalog: Catalog, own: ModelProfile) -> ModelProfile:
     """Return the model's own profile, overridden by the verdicts in a catalog."""
     stored = stored_profile(catalog, own.model)
     if stored is None:

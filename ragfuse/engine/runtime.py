@@ -37,7 +37,7 @@ from ragfuse.process.jobs import BackgroundJobs, at_work
 from ragfuse.process.shared import shared, shared_while_used
 from ragfuse.sessions.session_store import ConversationIndex
 from ragfuse.settings import Settings
-from ragfuse.store import Catalog, CatalogFile, KVStore, open_catalog, open_store
+from ragfuse.store import Catalog, KVStore, open_catalog, open_store
 from ragfuse.store.catalog import remember_tenant
 from ragfuse.types.keys import digest
 from ragfuse.types.profiles import ModelProfile
@@ -91,7 +91,7 @@ class Runtime:
                 f"store= takes an open KVStore, found {store!r:.60}. Give a folder as"
                 " Settings(store=...)."
             )
-        self.catalog = open_catalog(settings) if store is None else Catalog(CatalogFile(None))
+        self.catalog = open_catalog(settings) if store is None else Catalog(None)
         self.store = store or open_store(settings, conversations.evict(settings))
         self.timings = MachineTimings(settings.tiers, self.catalog)
         self.links = dict[str, Link]()

@@ -1,11 +1,11 @@
-"""Folders: absolute paths for settings, folders made for this user alone whatever the process's
-umask, and a temporary one where none can be.
-"""
+"""Folders: absolute paths for settings, folders for this user alone, a temporary one."""
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
+import shutil
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -27,9 +27,7 @@ def tier_placed(url: str) -> str:
 
 
 def model_placed(name: str) -> str:
-    """Return the absolute path where a model's name is an existing folder; any other name
-    unchanged.
-    """
+    """Return the absolute path of an existing folder; any other model's name unchanged."""
     try:
         is_folder = bool(name.strip()) and os.path.isdir(os.path.expanduser(name))
     except ValueError:  # no path at all
@@ -41,11 +39,7 @@ OWN_FOLDER = 0o700
 
 
 def make_own_folder(path: Path) -> None:
-    """Make a folder and all missing folders above it with mode 0700; those that exist keep theirs.
-
-    Raises:
-        OSError: It cannot be made, or a file is there.
-    """
+    """Make a folder and all missing ones above it with mode 0700; others keep theirs."""
     if path.is_dir():
         return
     if path.parent != path:
@@ -54,9 +48,7 @@ def make_own_folder(path: Path) -> None:
 
 
 def can_be_written(path: Path) -> bool:
-    """Return False for a folder that this user cannot write to or make; a full disk and a file
-    there count as True.
-    """
+    """Return False for a folder that this user cannot write to or make."""
     existing = next(place for place in (path, *path.parents) if os.path.lexists(place))
     try:
         tempfile.TemporaryFile(dir=existing).close()
@@ -66,9 +58,7 @@ def can_be_written(path: Path) -> bool:
 
 
 def give_temporary_files_a_place() -> None:
-    """Let temporary files lie in memory where no usual folder takes them: torch cannot be imported
-    without one.
-    """
+    """Use memory where no usual folder takes temporary files, which torch's import needs."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError:
@@ -76,14 +66,8 @@ def give_temporary_files_a_place() -> None:
 
 
 @cache
-def _temporary() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="ragfuse-", ignore_cleanup_errors=True)
-
-
 def temporary_folder() -> Path:
-    """Return this process's temporary folder, which is removed at its end.
-
-    Raises:
-        OSError: Nothing can be written at all.
-    """
-    return Path(_temporary().name)
+    """Return this process's temporary folder, which is removed at its end."""
+    folder = tempfile.mkdtemp(prefix="ragfuse-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)

@@ -28,31 +28,25 @@ from functools import cache
 from math import inf
 from pathlib import Path
 from threading import Condition, Thread
-from typing import Any, Protocol
+from typing import Any
 
 _SOFT = 1  # omp_pause_soft: what `omp_set_num_threads` has set stays
 
 
 def release_pool() -> None:
-    """Release this thread's pool of compute threads; it starts another one when it computes
-    again.
-    """
+    """Release this thread's pool of compute threads until it computes again."""
     if (libgomp := _libgomp()) is not None:
         libgomp.omp_pause_resource_all(_SOFT)
 
 
 def use_threads(count: int) -> None:
-    """Set by how many threads operations of this thread are computed, without an effect on
-    others.
-    """
+    """Set by how many threads operations of this thread, and no other, are computed."""
     if (libgomp := _libgomp()) is not None:
         libgomp.omp_set_num_threads(count)
 
 
 def _libgomp() -> ctypes.CDLL | None:
-    """Return torch's libgomp; None where torch is not loaded, uses none, or one older than OpenMP
-    5.
-    """
+    """Return torch's libgomp; None where there is none, or one older than OpenMP 5."""
     torch = sys.modules.get("torch")
     return _loaded(Path(str(torch.__file__)).parent) if torch is not None else None
 
@@ -81,28 +75,23 @@ class _Working:
         self.depths: dict[int, int] = {}
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until no other thread computes; return False if that takes longer than `timeout_s`
-        seconds.
-        """
+        """Wait until no other thread computes; return False if `timeout_s` ran out."""
         me = threading.get_ident()
         with self.changed:
             return self.changed.wait_for(lambda: not self.depths.keys() - {me}, timeout_s)
 
 
 _WORKING = _Working()
-if hasattr(os, "register_at_fork"):  # the threads of a forked child's parent are not its own
-    os.register_at_fork(after_in_child=lambda: _Working.__init__(_WORKING))
+# the threads of a forked child's parent are not its own
+os.register_at_fork(after_in_child=lambda: _Working.__init__(_WORKING))
 
 
 @contextmanager
 def at_work() -> Iterator[None]:
     """Let the end of the process wait until this thread leaves the block.
 
-    A caller's daemon thread that enters or leaves it after that stays here, so that it does not go
-    on with an answer that was cut off.
-
-    Raises:
-        RuntimeError: The process is ending already, and this is no daemon thread of a caller.
+    After that, a caller's daemon thread stays here, so that it does not go on with an answer that
+    was cut off; for another thread it is a RuntimeError.
     """
     me = threading.get_ident()
     with _WORKING.changed:
@@ -133,14 +122,8 @@ def _stay() -> None:
 
 
 def start_thread(name: str, target: Callable[..., object], *args: Any) -> threading.Thread:
-    """Start a daemon thread that the end of the process waits for, and return it.
-
-    Args:
-        name: The thread's name is `ragfuse-` followed by this.
-        target: What it runs, with `args`.
-
-    Raises:
-        RuntimeError: No thread can be started, as the process is ending or has too many.
+    """Start a daemon thread `ragfuse-NAME` that the end of the process waits for; RuntimeError if
+    the process is ending or has too many.
     """
     if EXITING.is_set():
         raise RuntimeError("The interpreter is shutting down: no thread is started.")
@@ -158,9 +141,7 @@ class _OwnThread(threading.Thread):
 
 
 def _wait() -> None:
-    """End all answers, and wait for the threads that compute; a second Ctrl-C ends the process at
-    once.
-    """
+    """End all answers, and wait for threads that compute; a second Ctrl-C ends at once."""
     EXITING.set()
     began_s = time.monotonic()
     try:
@@ -182,8 +163,7 @@ atexit.register(_wait)
 log = logging.getLogger("ragfuse")
 
 EXIT_S = 5.0
-"""Most seconds that an ending process spends on the waiting jobs of an owner that was not closed.
-"""
+"""Most seconds that an ending process spends on the jobs of an owner that was not closed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,12 +191,10 @@ class BackgroundJobs:
     def __init__(
         self, name: str, limit: int = 64, max_nbytes: float = inf, finishes: bool = False
     ) -> None:
-        self._name, self._limit, self._max_nbytes, self._finishes = (
-            name,
-            limit,
-            max_nbytes,
-            finishes,
-        )
+        self._name = name
+        self._limit = limit
+        self._max_nbytes = max_nbytes
+        self._finishes = finishes
         self._changed = Condition()
         self._closed = False
         self._waiting: deque[_Job] = deque()
@@ -232,18 +210,11 @@ class BackgroundJobs:
         *,
         is_awaited: bool = False,
     ) -> Future[Any] | None:
-        """Queue a job. Never waits.
+        """Queue a job, which `wait` and `cancel` know by its names; never wait.
 
-        Args:
-            run: Does the job.
-            names: What `wait` and `cancel` know it by.
-            nbytes: Bytes that stay in memory until it is done.
-            is_awaited: Whether the caller waits for it. The limits do not apply then: there cannot
-                be more such jobs than waiting threads.
-
-        Returns:
-            What it will return; None if it fails, or is dropped later. None for a job that was
-                dropped at once.
+        Return its future, whose result is None if it fails or is dropped later; None if it is
+        dropped at once. The limits do not apply to a job that is awaited: there are no more of
+        these than threads that wait.
         """
         with self._changed:
             held = sum(job.nbytes for job in self._jobs)
@@ -282,9 +253,7 @@ class BackgroundJobs:
             return self._changed.wait_for(lambda: self._thread is None, timeout_s)
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Take no more jobs and finish those queued; if `timeout_s` runs out, drop the rest and
-        return False.
-        """
+        """Finish the queued jobs; if `timeout_s` runs out, drop the rest and return False."""
         with self._changed:
             self._closed = True
         done = self.flush(timeout_s)
@@ -302,9 +271,7 @@ class BackgroundJobs:
         return [*self._waiting, *([self._current] if self._current is not None else ())]
 
     def _start(self) -> bool:
-        """Start the thread unless it runs; return False if the process is ending or has too many
-        threads.
-        """
+        """Start the thread; return False if the process ends or has too many threads."""
         if self._thread is None:
             try:
                 self._thread = start_thread(self._name, self._run)
@@ -336,28 +303,18 @@ class BackgroundJobs:
             return self._current
 
 
-class Closes(Protocol):
-    """An owner of background work."""
-
-    def close(self, timeout_s: float | None = None) -> object:
-        """Accept no more jobs, and wait at most `timeout_s` seconds for those that wait."""
-        ...
+def close_at_exit(owner: Any) -> None:
+    """Close an owner, weakly referenced, when this process ends, within `EXIT_S`."""
+    atexit.register(_close, os.getpid(), weakref.ref(owner))
 
 
-def close_at_exit(owner: Closes, timeout_s: float = EXIT_S) -> None:
-    """Close `owner` when this process ends, if it still exists; only a weak reference is kept."""
-    atexit.register(_close, os.getpid(), weakref.ref(owner), timeout_s)
-
-
-def _close(process: int, reference: weakref.ref[Closes], timeout_s: float) -> None:
+def _close(process: int, reference: weakref.ref[Any]) -> None:
     owner = reference()
     if owner is not None and process == os.getpid():  # else a fork of it ends
-        owner.close(timeout_s)
+        owner.close(EXIT_S)
 
 
 def countdown(timeout_s: float | None) -> Callable[[], float | None]:
-    """Start a countdown, and return a function that gives the seconds left (at least 0; None for no
-    limit).
-    """
+    """Return a function that gives the seconds left, at least 0; None for no limit."""
     end = None if timeout_s is None else time.monotonic() + timeout_s
     return lambda: None if end is None else max(0.0, end - time.monotonic())

@@ -1,6 +1,4 @@
-"""Ragfuse's only process-wide state (loaded models, engines by settings, notes for the current
-answer), and a bounded mapping that threads share.
-"""
+"""Ragfuse's only process-wide state, and a bounded mapping that threads share."""
 
 from __future__ import annotations
 
@@ -62,9 +60,7 @@ _NOTES: ContextVar[list[str] | None] = ContextVar("ragfuse_noted", default=None)
 
 
 class OneProcess:
-    """The base of engines and loaded models, which belong to one process: copies of what holds one
-    share it.
-    """
+    """The base of objects that belong to one process, whose copies are the same object."""
 
     def __copy__(self) -> Self:
         return self
@@ -81,14 +77,9 @@ class OneProcess:
 
 
 def shared(name: Hashable, make: Callable[[], T], version: Hashable = None) -> T:
-    """Return the object of that name; the first caller's `make` creates it, and later callers get
-    the same one.
+    """Return the object of that name, which the first caller's `make` creates.
 
-    Args:
-        name: What the object is known by.
-        make: Creates it.
-        version: Of what it is made from; an object of another version is dropped, and `make`
-            creates a new one.
+    One of another version is dropped, and `make` creates a new one.
     """
     with _LOCK:
         if name not in _SHARED or _SHARED[name][0] != version:
@@ -116,9 +107,7 @@ def forget(instance: object) -> None:
 
 @contextmanager
 def collect_notes() -> Iterator[list[str]]:
-    """Collect the notes made in this block, by this thread and by those that run in a copy of its
-    context.
-    """
+    """Collect the notes made in this block, by threads in a copy of its context, too."""
     notes: list[str] = []
     token = _NOTES.set(notes)
     try:

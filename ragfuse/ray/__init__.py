@@ -1,7 +1,4 @@
-"""Ray spreads the work over machines: bulk encoding by Ray Data, serving by Ray Serve.
-
-Imports of `ray` are absolute and stand in functions, or in modules that only Ray loads.
-"""
+"""Ray spreads the work over machines. Only functions, and modules that Ray loads, import it."""
 
 from typing import TYPE_CHECKING
 

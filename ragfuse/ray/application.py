@@ -1,6 +1,4 @@
-"""The server as an application of Ray Serve: fronts, replicas behind the request router, and how
-many there are.
-"""
+"""The server as an application of Ray Serve: fronts, the request router, replicas."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ APPLICATION = "ragfuse"
 """The name of the application in Ray Serve."""
 ROUTER = "ragfuse.ray.request_router:ChunkRequestRouter"
 QUEUE_FACTOR = 2
-"""Requests that a replica accepts, as a multiple of those that it answers at once; others wait in
-the front.
-"""
+"""Requests that a replica accepts, as a multiple of those answered at once; others wait."""
 
 
 @dataclass(frozen=True)
@@ -119,14 +115,9 @@ def application(
     origins: Sequence[str],
     options: ReplicaOptions,
 ) -> Any:
-    """Return the application, for `ray.serve.run`. This process must be connected to the cluster.
+    """Return the application, for `ray.serve.run`, with the tiers that all replicas share.
 
-    Args:
-        settings: The settings, with only those tiers that all replicas share (`shared_settings`).
-        api_keys: The accepted keys, as `Keys` takes them.
-        host: Address that the server listens on.
-        origins: Origins of web pages that may call the server (CORS).
-        options: How many replicas there are.
+    This process must be connected to the cluster.
     """
     from ray import serve as ray_serve
     from ray.serve.config import AutoscalingConfig, RequestRouterConfig

@@ -1,8 +1,7 @@
-"""Bulk encoding on a Ray cluster: Ray Data maps batches of chunks over workers, each with an engine
-on a shared store.
+"""Bulk encoding on a Ray cluster: workers with an engine each encode batches of chunks.
 
-Entries are found by their content, so a batch that is tried again writes what is missing and
-nothing else: killed workers, interrupted runs and several runs at once cost time, never an entry.
+Entries are found by their content, so a batch that is tried again writes what is missing: killed
+workers, interrupted runs and several runs at once cost time, never an entry.
 """
 
 from __future__ import annotations
@@ -44,9 +43,7 @@ class EncodeWorker:
             raise RefusedError(f"No KV is stored for this model: {refusal}")
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Encode the chunks in the columns `text` and, if there is one, `source`; return one row of
-        counts.
-        """
+        """Encode the columns `text` and perhaps `source`; return one row of counts."""
         texts = [str(text) for text in batch["text"]]
         sources = [str(source) for source in batch.get("source", [""] * len(texts))]
         before = self._n_refused()
@@ -63,9 +60,7 @@ class EncodeWorker:
 
 
 BATCH = 16
-"""Chunks of a batch; a worker that is killed repeats at most a block of batches, without what is
-stored already.
-"""
+"""Chunks of a batch; what a killed worker has stored is not encoded again."""
 BLOCKS_A_WORKER = 4
 """Blocks that a list of chunks is cut into for each worker, so that slow workers get fewer."""
 

@@ -1,5 +1,4 @@
-"""The choice of the replica that answers a request: the one that got most bytes of its chunks,
-within a bound; a request's chunks are read from its body.
+"""The choice of the replica that answers a request: the one that got most bytes of its chunks.
 
 Pure Python: no Ray, no torch, no clock. Ray's router asks it, tests and simulations too.
 """
@@ -16,40 +15,26 @@ from ragfuse.process.shared import LRU
 from ragfuse.types.keys import digest
 
 MAX_OVER_MEAN = 1.25
-"""Most work of a replica, and most requests in its queue, as a multiple of the mean over replicas.
-"""
+"""Most work and queued requests of a replica, as a multiple of the mean over replicas."""
 SLACK = 2.0
 """Requests beyond that, so that few requests in all may still follow their chunks."""
 HORIZON = 32
-"""Requests of each replica after which all loads are halved again, so that the bound is on recent
-work.
-"""
+"""Requests of each replica after which loads are halved: the bound is on recent work."""
 MAX_SENT = 16_384
 """Chunks that a replica is believed to have; beyond that, those sent longest ago are forgotten."""
 
 
 def chunk_digest(salt: str, kind: str, text: str | bytes) -> int:
-    """Return the digest by which the front names a chunk: an int of 64 bits.
+    """Return the 64-bit digest of a chunk, a conversation's name ("session") or a "body".
 
-    It depends on the tenant's salt, so that the digest of one tenant's chunk says nothing about
-    another's.
-
-    Args:
-        salt: The tenant's salt.
-        kind: What `text` is: "chunk", "session" for the name of a conversation, or "body".
-        text: The chunk's text, without white space around it.
+    It depends on the tenant's salt, so it says nothing about another tenant's chunk.
     """
     return int(digest(salt, kind, text)[:16], 16)
 
 
 @dataclass
 class ReplicaView:
-    """What is known of one replica.
-
-    Args:
-        load: Work sent to it, older work counted less.
-        sent: The digests of the chunks that were sent to it.
-    """
+    """The work that was sent to a replica, older work counted less, and its chunks' digests."""
 
     load: float
     sent: LRU[int, None]
@@ -74,9 +59,7 @@ class ChunkRouter:
         self.keep_only(names)
 
     def keep_only(self, names: Iterable[str]) -> None:
-        """Forget replicas that are gone, and take in new ones, with the mean of the others' recent
-        work.
-        """
+        """Forget replicas that are gone; new ones begin with the others' mean work."""
         wanted = dict.fromkeys(names)
         known = {name: self._replicas[name] for name in wanted if name in self._replicas}
         mean = sum(view.load for view in known.values()) / len(known) if known else 0.0
@@ -89,11 +72,8 @@ class ChunkRouter:
     ) -> list[str]:
         """Return all replicas, the one to ask first first.
 
-        Args:
-            chunks: Bytes of each of the request's chunks, by digest (`routed_chunks`). They are its
-                work, too.
-            queues: Requests that each replica has accepted and not answered; 0 where it is not
-                named.
+        The bytes of a request's chunks (`routed_chunks`) are its work, too; queues have the
+        requests that are not answered.
         """
         views, cost = self._replicas, sum(chunks.values())
         if len(views) < 2:
@@ -112,9 +92,7 @@ class ChunkRouter:
         return sorted(views, key=order)
 
     def send(self, name: str, chunks: Mapping[int, int]) -> None:
-        """Note that a replica got a request: it will have its chunks, and its work counts against
-        the bound.
-        """
+        """Note that a replica got a request: its chunks, and its work for the bound."""
         view = self._replicas.get(name)
         if view is None:
             return
@@ -129,9 +107,7 @@ class ChunkRouter:
 
 
 SESSION_SHARE = 4
-"""A conversation counts as this many times the request's own text, so that its turns stay with one
-replica.
-"""
+"""A conversation counts as its request's text times this, so that it stays with one replica."""
 MAX_ROUTED_BYTES = 16 << 20
 """Bytes of a body that is parsed for its chunks; a larger one is sent by load alone."""
 
@@ -141,11 +117,7 @@ def routed_chunks(salt: str, body: bytes) -> dict[int, int]:
 
     A conversation counts as several times the request, so that its turns stay with one replica; a
     request of none counts as itself, so that an equal one goes where its prefix is. A body that is
-    no valid request has no documents; the replica that gets it says what is wrong.
-
-    Args:
-        salt: The salt of the request's tenant.
-        body: The body, JSON of OpenAI's API with ragfuse's fields.
+    no valid request has no documents.
     """
     try:
         found = json.loads(body) if len(body) <= MAX_ROUTED_BYTES else None
@@ -165,9 +137,7 @@ def routed_chunks(salt: str, body: bytes) -> dict[int, int]:
 
 
 def _texts_of(request: Mapping[str, Any]) -> list[str]:
-    """Return the texts of `documents` and of message parts of the type "text-plain", without white
-    space around them, as they are stored.
-    """
+    """Return the texts of a request's documents and "text-plain" parts, stripped."""
     documents = request.get("documents")
     found = [each.get("text") if isinstance(each, dict) else each for each in _items(documents)]
     for message in _items(request.get("messages")):

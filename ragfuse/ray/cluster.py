@@ -31,9 +31,7 @@ class Node:
 
 
 def check_cluster(settings: Settings) -> None:
-    """Raise SettingsError where Ray is not installed or the store is memory alone, before a model
-    is loaded.
-    """
+    """Raise SettingsError if Ray is not installed or the store is memory alone."""
     if find_spec("ray") is None:
         raise SettingsError(
             "Wanted the package ray, found none in this environment. Install it: `make venv-ray` in"
@@ -49,12 +47,8 @@ def check_cluster(settings: Settings) -> None:
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Connect to a cluster for the duration of a block; one that this process is connected to
-    already stays so.
-
-    Args:
-        address: "local" for a new cluster on this machine; "auto" for one that runs on it;
-            HOST:PORT or ray://HOST:PORT.
+    """Connect to a cluster for a block: "local" for a new one on this machine, "auto" for one that
+    runs on it, HOST:PORT or ray://HOST:PORT. An earlier connection stays.
     """
     import ray
 
@@ -87,22 +81,14 @@ def nodes() -> list[Node]:
 
 
 def cpus_each(members: Sequence[Node], n: int) -> float:
-    """Return the CPUs of each of `n` workers: all but one of the smallest node's, divided among
-    those there.
-    """
+    """Return the CPUs of each of `n` workers: a share of the smallest node's, but for one."""
     sizes = [node.cpus for node in members if node.cpus >= 1] or [1.0]
     return max(1.0, (min(sizes) - 1) // -(-n // len(sizes)))
 
 
 def shared_settings(settings: Settings) -> Settings:
-    """Return the settings for workers on the connected cluster: of its store, the tiers that all
-    nodes share.
-
-    The disk tier is shared by nodes of one machine alone; tiers with a URL are by all. New chunks
-    go to all tiers that are left.
-
-    Raises:
-        SettingsError: The nodes share no tier.
+    """Return the settings for workers on the connected cluster, with those tiers that all nodes
+    share: the disk tier is only among nodes of one machine. New chunks go to all of them.
     """
     settings = settings.placed()
     n_machines = len({node.machine for node in nodes()})

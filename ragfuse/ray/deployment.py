@@ -1,9 +1,7 @@
-"""The two classes that Ray Serve runs: the front that knows each request's chunks, and the replicas
-that answer.
+"""The two classes that Ray Serve runs: the front, and the replicas that answer.
 
 A front reads a request's body for its chunks and hands it on as it came; a replica runs the
-server's own app, so that all of the server's rules hold: keys, tenants, limits, streams, errors.
-Ray Serve loads this file by its name.
+server's own app, so that all of its rules hold. Ray Serve loads this file by its name.
 """
 
 from __future__ import annotations
@@ -42,10 +40,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 class ChunkFront:
     """Hands requests on to replicas, with the digests of their chunks for the request router.
 
-    Args:
-        replicas: The handle of the replicas.
-        api_keys: The accepted keys, as `Keys` takes them.
-        salt: The salt of all requests where there are no keys.
+    Keys are as `Keys` takes them; without any, the salt is that of all requests.
     """
 
     def __init__(self, replicas: Any, api_keys: Sequence[str], salt: str) -> None:
@@ -79,9 +74,7 @@ class ChunkFront:
 
 
 def _log_beside_ray() -> None:
-    """Write the server's lines, one for each request among them, into the log that Ray Serve has
-    for this replica.
-    """
+    """Write the server's log lines into Ray Serve's log of this replica."""
     mine, of_ray = logging.getLogger("ragfuse"), logging.getLogger("ray.serve")
     mine.setLevel(logging.INFO)
     for handler in of_ray.handlers:
@@ -89,9 +82,7 @@ def _log_beside_ray() -> None:
 
 
 async def _pieces(answer: Any) -> AsyncIterator[bytes]:
-    """Yield the body of an answer, which breaks off where the replica dies; cancel it where the
-    client is gone.
-    """
+    """Yield the body of an answer; cancel it where the client is gone."""
     try:
         async for piece in answer:
             yield piece
@@ -129,12 +120,8 @@ class EngineReplica:
     async def answer(
         self, told: Mapping[str, Any], body: bytes, routed: Mapping[int, int]
     ) -> AsyncIterator[tuple[int, Headers] | bytes]:
-        """Yield the status and the headers of the response, then its body in pieces.
-
-        Args:
-            told: Of the request's ASGI scope, what `SENT` names.
-            body: Its body.
-            routed: Its chunks, which the router has read.
+        """Yield the status and headers of the response, then its body in pieces, for a scope's
+        `SENT` fields; the router has read the chunks.
         """
         if self._upkeep is None:
             self._upkeep = asyncio.get_running_loop().create_task(self._service.upkeep())

@@ -1,6 +1,4 @@
-"""Ray Serve's request router over `ChunkRouter`. Ray Serve loads this file by its name, wherever a
-handle is used.
-"""
+"""Ray Serve's request router over `ChunkRouter`. Ray Serve loads this file by its name."""
 
 from __future__ import annotations
 
@@ -15,11 +13,9 @@ ROUTED = "routed"
 
 
 class ChunkRequestRouter(RequestRouter):
-    """Sends a request to the replica that got most bytes of its chunks before, with a bound on
-    imbalance.
+    """Sends a request to the replica that got most bytes of its chunks before, within a bound.
 
-    It is no `FIFOMixin`: that would give the replica which was chosen for one request to the one
-        that came first.
+    A `FIFOMixin` would give that replica to the request that came first.
     """
 
     def initialize_state(self) -> None:

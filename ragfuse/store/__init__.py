@@ -1,9 +1,7 @@
-"""KV at rest: tiers, the store over them, and the catalog beside them. It plans nothing and knows
-no model.
-"""
+"""KV at rest: tiers, the store over them, and the catalog beside them. It plans nothing."""
 
 from ragfuse.plan.evict import Evictor
-from ragfuse.store.catalog import Catalog, CatalogFile, KnownText, SessionInfo
+from ragfuse.store.catalog import Catalog, KnownText, SessionInfo
 from ragfuse.store.disk import DiskTier
 from ragfuse.store.factory import open_catalog, open_store, open_tier
 from ragfuse.store.levels import EncodedLayers
@@ -13,7 +11,6 @@ from ragfuse.store.tier import EntryMeta, Tier
 
 __all__ = [
     "Catalog",
-    "CatalogFile",
     "DiskTier",
     "EncodedLayers",
     "EntryMeta",

@@ -1,10 +1,7 @@
-"""Archives: chunks, as the files of the disk tier, and known texts in one plain zip file.
+"""Archives: chunks, as the files of the disk tier, and texts.jsonl in one plain zip file.
 
-    chunks/ab/<digest>.kv ... · texts.jsonl
-
-Names of members are never used as paths, and every layer has a checksum. Checksums detect damage
-but not malice: whoever made an archive decides what KV cache the model continues from, so import
-archives only from people you trust.
+Names of members are never used as paths. Checksums detect damage but not malice: whoever made an
+archive decides what KV the model continues from, so import only from people you trust.
 """
 
 from __future__ import annotations
@@ -60,16 +57,8 @@ def export(
 ) -> Copied:
     """Write chunks and known texts to an archive file, which appears whole or not at all.
 
-    Args:
-        store: The store.
-        path: The file.
-        entries: Entries of the store; of several of one chunk, the least lossy one is written.
-        texts: The known texts.
-        progress: Called after each entry.
-
-    Raises:
-        StoreError: The file cannot be written, no chunk can be exported, or the file exists and the
-            new one would lack some. Nothing is written.
+    Of several entries of one chunk, the least lossy one is written. Raises StoreError where the
+    file cannot be written, no chunk can be read, or an existing file would lose some.
     """
     sources = {
         entry.key: entry for entry in sorted(entries, key=lambda entry: -loss_of(entry.sizes))
@@ -112,20 +101,10 @@ def import_(
     take_texts: Callable[[Sequence[KnownText]], object] = lambda texts: None,
     progress: Progress = lambda done, total: None,
 ) -> Copied:
-    """Import the chunks of an archive.
-
-    Imported chunks are only found by the same model with the same dtype and salt.
-
-    Args:
-        store: The store.
-        path: The archive file.
-        tier: Name of the tier to import to; None: the first slow one.
-        take_texts: Called with the known texts of the archive.
-        progress: Called after each member.
-
-    Raises:
-        StoreError: The file is no archive or damaged, the tier has too little space, or there is no
-            tier of that name. What was imported before that stays.
+    """Import the chunks of an archive into a tier, by default the first slow one, and hand its
+    texts to `take_texts`. Only the same model with the same dtype and salt finds them. Raises
+    StoreError where the file is damaged or the tier lacks space; what was imported before that
+    stays.
     """
     target = store.tier(tier or next(each.name for each in store.tiers if each.slow))
     added, texts, known = dict[ChunkKey, int](), list[KnownText](), 0
@@ -160,9 +139,7 @@ def import_(
 
 
 def read_whole(tier: Tier, entry: Entry) -> Whole | None:
-    """Return description and pieces of an entry at all of its levels; None if it cannot be read
-    whole.
-    """
+    """Return an entry's description and all pieces; None if one of them cannot be read."""
     wholes = list[Whole]()
     for level in entry.sizes:
         found = tier.get(entry.key, range(entry.n_layers), level)

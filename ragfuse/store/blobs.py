@@ -57,9 +57,7 @@ def pieces(header: bytes, blobs: Sequence[Tensor]) -> Iterator[bytes | memoryvie
 
 
 def header_nbytes(begin: bytes | bytearray) -> int:
-    """Return the padded length of an entry's header, from its first bytes; raise ValueError if it
-    is none.
-    """
+    """Return the padded length of a header from its first bytes; ValueError if it is none."""
     if len(begin) < _FIXED.size:
         raise ValueError("it ends too early")
     magic, version, nbytes, _ = _FIXED.unpack_from(begin)
@@ -70,12 +68,8 @@ def header_nbytes(begin: bytes | bytearray) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of an entry.
-
-    Args:
-        key: The entry's key.
-        meta: Its description.
-        offsets: Where each piece begins in bytes, and last the size of the whole entry.
+    """The header of an entry: its key, its description, and where each piece begins in bytes; the
+    last offset is the size of the whole entry.
     """
 
     key: ChunkKey
@@ -84,9 +78,7 @@ class Header:
 
     @classmethod
     def parse(cls, data: bytes | bytearray) -> Header:
-        """Parse the header at the beginning of `data`; raise ValueError if it is incomplete,
-        damaged or no header.
-        """
+        """Parse the header at the beginning of `data`; ValueError if it is damaged."""
         end = header_nbytes(data)
         _, _, nbytes, digest = _FIXED.unpack_from(data)
         text = bytes(data[_FIXED.size : _FIXED.size + nbytes])
@@ -107,9 +99,7 @@ class Header:
         return self.offsets[wanted.start], self.offsets[wanted.stop]
 
     def cut(self, span: Tensor, wanted: range) -> list[Tensor]:
-        """Cut the bytes of a `span`, uint8, into its pieces, which are views of it; ValueError for
-        a damaged one.
-        """
+        """Cut a `span` into its pieces, which are views of it; ValueError for a damaged one."""
         blobs = []
         for at in wanted:
             begin = self.offsets[at] - self.offsets[wanted.start]
@@ -163,18 +153,14 @@ class BlobTier(Tier):
 
     @abstractmethod
     def _write(self, key: ChunkKey, meta: EntryMeta, parts: Sequence[bytes | memoryview]) -> bool:
-        """Store the parts of an entry as one value, whole or not at all; return False if there is
-        no room.
-        """
+        """Store an entry as one value, whole or not at all; return False without room."""
 
     @abstractmethod
     def _remove(self, names: Sequence[str]) -> int:
         """Delete values and return how many there were."""
 
     def _used(self) -> Mapping[str, float]:
-        """Return when each value was last used or written, in seconds since the epoch, by
-        its name.
-        """
+        """Return each value's last use or write, in seconds since the epoch, by its name."""
         return {}
 
     def _heads(self, names: Sequence[str], nbytes: int) -> list[bytes | None]:
@@ -198,9 +184,7 @@ class BlobTier(Tier):
         return not self._breaker.is_open
 
     def get(self, key: ChunkKey, layers: range, level: str | None = None) -> ReadLayers | None:
-        """Read some layers of an entry in one request, once its header is known. A damaged entry is
-        dropped.
-        """
+        """Read layers in one request, once the header is known; drop a damaged entry."""
         return self._ask(f"read {key}", lambda: self._get(key, layers, level), None)
 
     def put(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
@@ -227,9 +211,7 @@ class BlobTier(Tier):
         )
 
     def stat(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Entry]:
-        """Return the stored entries with these keys, in one round trip for some hundreds of
-        them.
-        """
+        """Return the stored entries with these keys, in one round trip for 256 of them."""
         return self._ask("look up entries", lambda: self._stat(list(dict.fromkeys(keys))), {})
 
     def list(self) -> Sequence[Entry]:
@@ -245,15 +227,11 @@ class BlobTier(Tier):
     def _ask(
         self, doing: str, call: Callable[[], _Found], otherwise: _Found, *, changes: bool = False
     ) -> _Found:
-        """Return what `call` returns, or `otherwise` if the medium fails (counted) or is left out.
-
-        While it is left out, only a call that `changes` something counts as failed; a lookup or
-        read is a miss.
-        """
+        """Return what `call` returns, or `otherwise` if the medium fails or is left out."""
         if self._closed:
             return otherwise
         if not self._breaker.enter():
-            self.counts.add("failed", int(changes))
+            self.counts.add("failed", int(changes))  # a read is a miss, nothing failed
             return otherwise
         try:
             found = call()
@@ -304,12 +282,7 @@ class BlobTier(Tier):
         return found
 
     def _header(self, key: ChunkKey, head: bytes = b"") -> Header:
-        """Read the header of an entry, whose first bytes may be known.
-
-        Raises:
-            FileNotFoundError: There is no such entry.
-            ValueError: It is damaged.
-        """
+        """Read an entry's header; FileNotFoundError if there is none, ValueError if damaged."""
         head = head or bytes(self._read(str(key), 0, self._head_nbytes))
         missing = header_nbytes(head) - len(head)
         if missing > 0:
@@ -321,9 +294,7 @@ class BlobTier(Tier):
         return self._headers.add(key, header)
 
     def _get(self, key: ChunkKey, layers: range, level: str | None) -> ReadLayers | None:
-        """Read layers. If they do not fit the known header, the entry may have been rewritten: read
-        that again, too.
-        """
+        """Read layers; where a known header does not fit, the entry may have been rewritten."""
         known = self._headers.get(key)
         try:
             header = known or self._header(key)

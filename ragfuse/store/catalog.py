@@ -1,14 +1,9 @@
 """The catalog of a store: records by name, texts of known chunks, and sessions.
 
-A record is a value of one type: what was found out about a model, timed on a machine, or
-registered. The texts let a later process find the same chunks in a prompt. They are stored per
-model digest, so that a salted tenant has its own, and are as private as the folder.
-`sessions/session.py` defines what a session is. Here its state is opaque; a write must name the
-version it replaces.
-
-An answer must not fail because the catalog does, so `Catalog` returns defaults when its file cannot
-be read or written. `Catalog.strict`, a `CatalogFile`, raises instead, for callers who ask for the
-catalog itself.
+Texts let a later process find the same chunks in a prompt. They are stored per model digest, so
+that a salted tenant has its own. A session's state is opaque here; a write must name the version it
+replaces. An answer must not fail because the catalog does, so queries return defaults when the file
+cannot be used; those of `Catalog.strict` raise instead.
 """
 
 from __future__ import annotations
@@ -17,6 +12,7 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import asdict, dataclass
 from functools import cache
 from math import inf
@@ -109,14 +105,19 @@ class SessionInfo:
         return asdict(self)
 
 
-class CatalogFile:
-    """The catalog in a store's folder. Threads and processes may share it.
+class Catalog:
+    """A store's catalog. Threads and processes may share it.
 
-    Every query raises StoreError if the file cannot be read or written: unlike a KV entry, what is
-    lost here would not come back by itself. Once it is closed, queries return defaults.
+    A query returns its default if there is no file, or if the file cannot be read or written. Such
+    a failure is counted in `failures`, logged once, and named in the trace of each answer that it
+    affects. The file is then not tried again for `COOL_DOWN_S`.
 
     Args:
         path: The store's folder; None: there is no file, and nothing is kept.
+
+    Attributes:
+        strict: The same catalog with queries that raise StoreError, for callers that ask for the
+            catalog itself: unlike a KV entry, what is lost here would not come back by itself.
     """
 
     def __init__(self, path: str | Path | None) -> None:
@@ -125,28 +126,50 @@ class CatalogFile:
         if path is not None:
             self.path = open_folder(Path(path).expanduser())
             self._database = Database(self.path, _NAME, _SCHEMA, LOCK_WAIT_S)
+        self.strict = copy(self)
+        self.strict.strict = self.strict
+        self.failures, self._lock, self._why = 0, threading.Lock(), ""
+        self._breaker = Breaker(f"The catalog of {self.path}", COOL_DOWN_S)
 
     @property
     def is_open(self) -> bool:
         """Whether there is a file, and it is not closed."""
-        return self._database is not None
+        return self._database is not None and self._database.is_open
+
+    def tried(self, query: Callable[[Catalog], T]) -> tuple[bool, T | None]:
+        """Return whether the file could be used, and the result of a query of `strict`."""
+        if not self.is_open:
+            return False, None
+        if self._breaker.enter():
+            try:
+                found = query(self.strict)
+            except StoreError as error:
+                self._breaker.failed("be used", error)
+                self._why = f"{self._breaker.name}: {error.__cause__ or error}"
+            else:
+                self._breaker.succeeded()
+                return True, found
+        with self._lock:
+            self.failures += 1
+        note(self._why)
+        return False, None
 
     def ask(self, query: Callable[[Database], T], default: T) -> T:
-        """Return the result of a query; `default` without an open file."""
-        if self._database is None:
-            return default
+        """Return a query's result, or `default`; of `strict`, a failing file is a StoreError."""
+        if self is not self.strict:
+            answered, found = self.tried(lambda strict: strict.ask(query, default))
+            return found if answered else default  # type: ignore[return-value]
         try:
-            return query(self._database)
+            return query(self._database) if self._database and self.is_open else default
         except StoreError:
-            if self._database is None:
-                return default  # closed during the query
-            raise
+            if self.is_open:
+                raise
+            return default  # closed during the query
 
     def close(self) -> None:
-        """Close the file."""
-        database, self._database = self._database, None
-        if database is not None:
-            database.close()
+        """Close the file. From now on queries return their defaults, and nothing is saved."""
+        if self._database is not None:
+            self._database.close()
 
     def __enter__(self) -> Self:
         return self
@@ -166,9 +189,7 @@ class CatalogFile:
         return None
 
     def put(self, name: str, record: Any, replaces: bool = True) -> bool:
-        """Save a record, replacing an earlier one if it `replaces`; return whether it was
-        written.
-        """
+        """Save a record, and return whether it was written; `replaces`: over an earlier one."""
         kind: Any = type(record)
         text = json.dumps(_adapter(kind).dump_python(record))
         way = "REPLACE" if replaces else "IGNORE"
@@ -186,9 +207,7 @@ class CatalogFile:
     # texts
 
     def add_texts(self, model: str, texts: Iterable[tuple[str, str, str]]) -> None:
-        """Save (key, text, source) of chunks encoded for the model digest `model`; adding one again
-        changes nothing.
-        """
+        """Save (key, text, source) of a model digest's chunks, each once."""
         rows = [(model, *text) for text in texts]
 
         def add(database: Database) -> None:
@@ -198,9 +217,7 @@ class CatalogFile:
         self.ask(add, None)
 
     def texts(self, model: str, n: int = -1) -> list[KnownText]:
-        """Return the oldest `n` known texts of a model digest (-1: all), in order; one of two
-        sources comes twice.
-        """
+        """Return a model digest's `n` oldest texts (-1: all), one for each source."""
         rows = self._query(_TEXTS, model, n)
         # else damaged
         return [KnownText(*row) for row in rows if all(isinstance(word, str) for word in row)]
@@ -220,9 +237,7 @@ class CatalogFile:
         source: str | None = None,
         keys: Iterable[str] | None = None,
     ) -> int:
-        """Delete the texts that match all given arguments (without any: all texts), and return how
-        many there were.
-        """
+        """Delete the texts that match all given arguments, and return how many."""
         given = None if keys is None else json.dumps(list(keys))
         tests = {"model = ?": model, "source = ?": source, _AMONG: given}
         used = {test: value for test, value in tests.items() if value is not None}
@@ -231,9 +246,7 @@ class CatalogFile:
     # sessions
 
     def session(self, model: str, id: str) -> tuple[int, float, dict[str, Any]] | None:
-        """Return version, last use and state of a session, or None if there is none or its state is
-        damaged.
-        """
+        """Return version, last use and state of a session; None if missing or damaged."""
         for version, used, text in self._query(_SESSION, model, id):
             with suppress(ValueError):
                 return version, used, _adapter(dict).validate_python(json.loads(text))
@@ -242,16 +255,9 @@ class CatalogFile:
     def put_session(
         self, row: SessionInfo, state: Mapping[str, Any], keys: Iterable[str]
     ) -> bool | None:
-        """Save a session, replacing version `row.version` of it (0: there is none yet).
-
-        Args:
-            row: The session.
-            state: Its state, plain JSON types.
-            keys: Keys of its KV.
-
-        Returns:
-            True if it was written, False if another writer replaced that version first, None if the
-            catalog has no file or cannot use it.
+        """Save a session, its state in plain JSON types and the keys of its KV, in place of version
+        `row.version` (0: none yet). Return False if another writer replaced that version first,
+        None if the catalog has no file or cannot use it.
         """
         who = (row.model, row.id)
         values = (*who, row.version + 1, row.used, row.turns, row.tokens, json.dumps(dict(state)))
@@ -280,9 +286,7 @@ class CatalogFile:
         return self._number("SELECT count(*) FROM sessions WHERE model = ?", model)
 
     def owned(self) -> list[Row]:
-        """Return (tenant's digest, session, key) of all keys of all sessions, least recently used
-        sessions first.
-        """
+        """Return (model, session, key) of all sessions' keys, least recently used first."""
         return self._query(_OWNED)
 
     def in_use(self, keys: Sequence[str]) -> list[str]:
@@ -292,11 +296,7 @@ class CatalogFile:
         )
 
     def delete_session(self, model: str, id: str, before: float = inf) -> list[str] | None:
-        """Delete a session if its last use is before `before` (seconds since the epoch).
-
-        Returns:
-            Its keys, or None if no session was deleted.
-        """
+        """Delete a session last used before a time; return its keys, None if none was deleted."""
 
         def remove(database: Database) -> list[str] | None:
             with database.write() as transaction:
@@ -334,58 +334,13 @@ def _drop(transaction: Connection, session: tuple[str, str]) -> None:
         transaction.execute(f"DELETE FROM {table} WHERE model = ? AND id = ?", session)
 
 
-class Catalog(CatalogFile):
-    """A store's catalog for callers that can do without it. Threads may share it.
-
-    A query returns its default if there is no file, or if the file cannot be read or written. Such
-    a failure is counted in `failures`, logged once, and named in the trace of each answer that it
-    affects. The file is then not tried again for `COOL_DOWN_S`.
-
-    Args:
-        file: The file; one without a path for a store without a disk, whose catalog stays empty.
-    """
-
-    def __init__(self, file: CatalogFile) -> None:
-        super().__init__(None)
-        self.strict, self.failures = file, 0
-        self._lock, self._why = threading.Lock(), ""
-        self._breaker = Breaker(f"The catalog of {file.path}", COOL_DOWN_S)
-
-    def tried(self, query: Callable[[CatalogFile], T]) -> tuple[bool, T | None]:
-        """Return whether the file could be used, and the result of a query."""
-        if not self.strict.is_open:
-            return False, None
-        if self._breaker.enter():
-            try:
-                found = query(self.strict)
-            except StoreError as error:
-                self._breaker.failed("be used", error)
-                self._why = f"{self._breaker.name}: {error.__cause__ or error}"
-            else:
-                self._breaker.succeeded()
-                return True, found
-        with self._lock:
-            self.failures += 1
-        note(self._why)
-        return False, None
-
-    def ask(self, query: Callable[[Database], T], default: T) -> T:
-        """Return the result of a query, or `default` where the file cannot be used."""
-        answered, found = self.tried(lambda file: file.ask(query, default))
-        return found if answered else default  # type: ignore[return-value]
-
-    def close(self) -> None:
-        """Close the file. From now on queries return their defaults, and nothing is saved."""
-        self.strict.close()
-
-
 _PREFIX = "tenant-"
 """How the catalog's names of tenants begin."""
 NAME_CHARS = 8
 """Characters of the digest of a salt that are a tenant's name."""
 
 
-def remember_tenant(catalog: CatalogFile, digest: str, settings: Settings) -> None:
+def remember_tenant(catalog: Catalog, digest: str, settings: Settings) -> None:
     """Save the model and tenant behind a model digest, so that people can be shown names."""
     catalog.put(_PREFIX + digest, Tenant(digest, settings.model, hidden(settings.salt)))
 
@@ -396,9 +351,7 @@ def hidden(salt: str) -> str:
 
 
 def tenant_name(salt: str) -> str:
-    """Return the name that people know the tenant of a salt by, in lists and in a server's log; ""
-    for no salt.
-    """
+    """Return the name of a salt's tenant in lists and in a server's log; "" for no salt."""
     return hidden(salt)[:NAME_CHARS]
 
 
@@ -409,24 +362,16 @@ class Tenants(dict[str, "Tenant"]):
         return Tenant(digest)
 
 
-def tenants_in(catalog: CatalogFile) -> Tenants:
-    """Return the tenants that a catalog has.
-
-    Raises:
-        StoreError: The catalog is strict, and cannot be read.
-    """
+def tenants_in(catalog: Catalog) -> Tenants:
+    """Return the tenants that a catalog has."""
     saved = {digest: catalog.get(_PREFIX + digest, Tenant) for digest in catalog.names(_PREFIX)}
     return Tenants({digest: tenant for digest, tenant in saved.items() if tenant is not None})
 
 
 @dataclass(frozen=True)
 class Tenant:
-    """The tenant that an entry belongs to.
-
-    Args:
-        digest: The model digest in the entry's key.
-        model: Name of the model; "" if unknown.
-        tenant: Digest of the tenant's salt; "" for none.
+    """The tenant of an entry: the model digest in its key, the model's name ("": unknown), and the
+    digest of the tenant's salt ("": none).
     """
 
     digest: str
@@ -445,7 +390,5 @@ class Tenant:
         return bool(self.model) and self.tenant == hidden(salt)
 
     def is_named(self, name: str) -> bool:
-        """Return whether this is a tenant of that name, as lists and a server's log have it, or of
-        a longer digest.
-        """
+        """Return whether a name, or a longer digest, names this tenant."""
         return len(name) >= NAME_CHARS and self.tenant.startswith(name)

@@ -1,8 +1,4 @@
-"""A small SQLite file that threads and processes share: WAL mode, one connection to read and one to
-write.
-
-`disk.py`, `catalog.py` and those who have a `record_file` define the tables.
-"""
+"""A small SQLite file that threads and processes share: WAL, a reader and a writer."""
 
 from __future__ import annotations
 
@@ -27,9 +23,7 @@ _CLOSE_S = 1.0
 
 @contextmanager
 def store_errors(folder: Path, name: str) -> Iterator[None]:
-    """Turn errors of a file in a store's folder into StoreError, which says where and what
-    to do.
-    """
+    """Turn errors of a file in a store's folder into StoreError."""
     try:
         yield
     except (OSError, sqlite3.Error) as error:
@@ -37,17 +31,9 @@ def store_errors(folder: Path, name: str) -> Iterator[None]:
 
 
 class Database:
-    """A SQLite file of a store's folder, with a given schema. It is opened under the folder's lock.
-    Thread-safe.
-
-    A file that is damaged or of another version is renamed to name + ".bad", and a new one created.
-    A file that cannot be opened, read or written is a StoreError.
-
-    Args:
-        folder: The folder; None: tables in this process's memory.
-        name: The file's name.
-        schema: CREATE TABLE statements.
-        timeout_s: Seconds to wait for another thread or process that is writing.
+    """A SQLite file of a store's folder, opened under the folder's lock; without a folder, tables
+    in memory. Thread-safe. A file that is damaged or of another version is renamed to end in
+    ".bad", and a new one made; one that cannot be opened, read or written is a StoreError.
     """
 
     def __init__(
@@ -55,7 +41,7 @@ class Database:
     ) -> None:
         self._path, self._timeout_s = folder and folder / name, timeout_s
         self._where = folder or Path(":memory:"), name
-        self._write_lock = RLock()
+        self._write_lock, self.is_open = RLock(), True
         self._read_lock = RLock() if folder is not None else self._write_lock
         with (
             store_errors(*self._where),
@@ -94,14 +80,8 @@ class Database:
     @contextmanager
     def write(self, wait_s: float | None = None) -> Iterator[sqlite3.Connection]:
         """Run the block as one transaction, exclusive among all processes; it is rolled back if the
-        block raises.
-
-        Args:
-            wait_s: Seconds to wait for another thread, and again for another process, that is
-                writing. None: `timeout_s`.
-
-        Raises:
-            StoreError: Another writer was still at work after that time.
+        block raises. Raises StoreError where another writer is still at work after `wait_s` (None:
+        `timeout_s`).
         """
         wait_s = self._timeout_s if wait_s is None else wait_s
         with store_errors(*self._where):
@@ -120,9 +100,8 @@ class Database:
                 self._write_lock.release()
 
     def close(self) -> None:
-        """Close the file. If a writer is still at work after a second, its connection is left to
-        it.
-        """
+        """Close the file; a writer that takes more than a second keeps its connection."""
+        self.is_open = False
         if self._write_lock.acquire(timeout=_CLOSE_S):
             with self._read_lock:
                 self._reader.close()

@@ -1,8 +1,6 @@
-"""Delete chunks completely, all their KV from the tiers and their texts from the catalog, and
-those that have expired.
+"""Delete chunks completely, KV and texts, and those that have expired.
 
-The caller decides which chunks. A tier that does not answer is always reported, as it may still
-hold some.
+The caller decides which. A tier that does not answer is reported, as it may still hold some.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 
-from ragfuse.store.catalog import CatalogFile, KnownText
+from ragfuse.store.catalog import Catalog, KnownText
 from ragfuse.store.store import Forgotten, KVStore
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.texts import whole_text
@@ -19,13 +17,10 @@ from ragfuse.types.texts import whole_text
 log = logging.getLogger("ragfuse.store")
 
 LEARNT = "seen again"
-"""The source of known chunks that were learnt because several prompts contained them: no document.
-"""
+"""The source of known chunks that were learnt from several prompts: no document."""
 
 Chunk = tuple[str, str]
-"""One tenant's chunk: digests of model and token ids, shared by its entries in whatever context
-they were encoded.
-"""
+"""One tenant's chunk, in whatever context it was encoded: digests of model and token ids."""
 
 
 def chunk_of(key: ChunkKey) -> Chunk:
@@ -34,21 +29,15 @@ def chunk_of(key: ChunkKey) -> Chunk:
 
 
 def chunk_named(text: str) -> Chunk:
-    """Return the chunk of a key as the catalog writes it; for a damaged key, a chunk that does not
-    exist.
-    """
+    """Return the chunk of a key in the catalog; ("", "") for a damaged one."""
     try:
         return chunk_of(ChunkKey.parse(text))
     except ValueError:
         return "", ""
 
 
-def texts_by_chunk(
-    catalog: CatalogFile, models: Iterable[str]
-) -> defaultdict[Chunk, list[KnownText]]:
-    """Return the texts that the catalog has of the chunks of these model digests; of a chunk with
-    several sources, one for each.
-    """
+def texts_by_chunk(catalog: Catalog, models: Iterable[str]) -> defaultdict[Chunk, list[KnownText]]:
+    """Return the catalog's texts of these model digests by chunk, one for each source."""
     found = defaultdict[Chunk, list[KnownText]](list)
     for model in models:
         for known in catalog.texts(model):
@@ -61,18 +50,15 @@ def unanswered(names: Sequence[str], consequence: str) -> str:
     return f"Tier {' and '.join(names)} does not answer: {consequence}. Try again later."
 
 
-def forget_texts(catalog: CatalogFile, chunks: Iterable[Chunk]) -> int:
-    """Delete the texts of chunks from the catalog, whatever their source, and return how many there
-    were.
-    """
+def forget_texts(catalog: Catalog, chunks: Iterable[Chunk]) -> int:
+    """Delete the texts of chunks from the catalog, and return how many there were."""
     return catalog.delete_texts(keys=[str(ChunkKey(*chunk)) for chunk in chunks])
 
 
-def forget_chunks(store: KVStore, catalog: CatalogFile, chunks: Set[Chunk]) -> Forgotten:
+def forget_chunks(store: KVStore, catalog: Catalog, chunks: Set[Chunk]) -> Forgotten:
     """Delete chunks everywhere: stored KV, pending saves and texts.
 
-    If a tier does not answer, the texts stay in the catalog, so that `ragfuse store rm` still finds
-    what it holds.
+    Texts stay while a tier does not answer, so that `ragfuse store rm` still finds what it holds.
     """
     if not chunks:
         return Forgotten((), ())
@@ -85,19 +71,11 @@ def forget_chunks(store: KVStore, catalog: CatalogFile, chunks: Set[Chunk]) -> F
 
 
 def leave_source(
-    catalog: CatalogFile, model: str, texts: Collection[str], is_left: Callable[[str], bool]
+    catalog: Catalog, model: str, texts: Collection[str], is_left: Callable[[str], bool]
 ) -> set[str]:
-    """Forget that texts came from some sources, where another one holds them too; the only source
-    of a text stays.
-
-    Args:
-        catalog: The catalog.
-        model: The tenant's model digest.
-        texts: The texts.
-        is_left: Whether a source is one that they leave.
-
-    Returns:
-        Those of the texts that another source holds; what was learnt from prompts is no source.
+    """Forget that a tenant's texts came from the sources that `is_left` names, where another one
+    holds them too; return those texts. What was learnt from prompts is no source, and the only
+    source of a text stays.
     """
     wanted = {whole_text(text).strip() for text in texts}
     rows = [row for row in catalog.texts(model) if row.text in wanted]
@@ -111,18 +89,13 @@ def leave_source(
 
 
 def sources_in_order(sources: Iterable[str]) -> tuple[str, ...]:
-    """Return the sources of a text, each once: the one that brought it first, and last what was
-    learnt from prompts.
-    """
+    """Return the sources of a text, the first one first and what was learnt last."""
     return tuple(sorted(dict.fromkeys(sources), key=lambda source: source == LEARNT))
 
 
 def gc(store: KVStore) -> dict[str, tuple[int, int]]:
-    """Delete expired entries. Remote tiers expire entries by themselves, and what writers that were
-    killed left was deleted when the store was opened.
-
-    Returns:
-        How many were deleted and their bytes, by tier name; tiers that do not answer are left out.
+    """Delete expired entries; return how many and their bytes by tier name, without tiers that do
+    not answer. Remote tiers expire entries by themselves.
     """
     freed = dict[str, tuple[int, int]]()
     for tier in store.tiers:

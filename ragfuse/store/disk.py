@@ -1,8 +1,7 @@
 """A tier that stores each entry as a file in one folder, which threads and processes may share.
 
-`blobs.py` has the file format; an SQLite file has a row per entry. A file appears by a rename
-inside the transaction that makes room for it and adds its row, so a process that is killed leaves
-an entry whole or absent; what else it leaves is put right when the folder is opened next.
+An SQLite file has a row per entry. A file appears by a rename inside the transaction that adds its
+row, so a killed process leaves an entry whole or absent; opening the folder settles the rest.
 """
 
 from __future__ import annotations
@@ -112,9 +111,7 @@ class DiskTier(BlobTier):
         return self._ask("be weighed", lambda: int(self._index.query(_NBYTES)[0][0]), 0)
 
     def stat(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Entry]:
-        """Return the entries with these keys, as the index lists them; the file of one may be
-        missing.
-        """
+        """Return the entries in the index; the file of one may be missing."""
         return {entry.key: entry for entry in self._found(_WITH_KEYS, (_json(keys),))}
 
     def list(self) -> Sequence[Entry]:
@@ -122,18 +119,14 @@ class DiskTier(BlobTier):
         return self._found(_OLDEST)
 
     def get(self, key: ChunkKey, layers: range, level: str | None = None) -> ReadLayers | None:
-        """Return an entry's description and some layers (`Tier.get`). A damaged entry is dropped
-        and counted.
-        """
+        """Return description and some layers; a damaged entry is dropped and counted."""
         found = super().get(key, layers, level)
         if found is not None and layers.start == 0:
             self._use([key], hits=1)
         return found
 
     def expect(self, keys: Iterable[ChunkKey], layers: range, level: str | None = None) -> None:
-        """Ask the operating system to prefetch these layers, where it can; errors are left to the
-        read that follows.
-        """
+        """Ask the operating system to prefetch these layers, where it can."""
         for key in keys if hasattr(os, "posix_fadvise") and not self._closed else ():
             with suppress(OSError, ValueError):
                 header = self._headers.get(key) or self._header(key)
@@ -194,9 +187,7 @@ class DiskTier(BlobTier):
             return self._delete(transaction, names)
 
     def _missing(self, key: ChunkKey) -> None:
-        """Remove the row of an entry whose file is gone, unless another process wrote it anew
-        meanwhile.
-        """
+        """Remove the row of a missing file, unless another process wrote it meanwhile."""
         with self._index.write() as transaction:
             if not chunk_path(self.path, key).exists() and _remove(transaction, [key]):
                 self._corrupt(key, "its file is gone")
@@ -218,9 +209,7 @@ class DiskTier(BlobTier):
                 yield Entry(*parsed, last_used, hits, bool(pinned))
 
     def _use(self, keys: Iterable[ChunkKey], hits: int) -> None:
-        """Record a use in the index, unless another thread or process is writing it: no reader
-        waits.
-        """
+        """Record a use, unless the index is being written: no reader waits."""
         with suppress(StoreError), self._index.write(0.0) as transaction:
             transaction.execute(_TOUCH, (self._clock(), hits, _json(keys)))
 
@@ -237,9 +226,7 @@ class DiskTier(BlobTier):
         return doomed is not None
 
     def _delete(self, transaction: sqlite3.Connection, keys: Sequence[ChunkKey | str]) -> int:
-        """Delete files, then rows: if killed in between, a row without a file is left, and that
-        reads as a miss.
-        """
+        """Delete files, then rows: after a kill in between, the row reads as a miss."""
         for key in keys:
             chunk_path(self.path, key).unlink(missing_ok=True)
         return _remove(transaction, keys)
@@ -280,9 +267,7 @@ class DiskTier(BlobTier):
 
 
 def _publish(transaction: sqlite3.Connection, entry: Entry) -> None:
-    """Add the row of an entry, visible from the commit on; hits and pin of an older entry of that
-    key stay.
-    """
+    """Add an entry's row, visible from the commit on; hits and pin of an older one stay."""
     row = (entry.n_tokens, entry.n_layers, entry.nbytes, entry.last_used)
     transaction.execute(_PUBLISH, (str(entry.key), json.dumps(dict(entry.sizes)), *row))
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from importlib import import_module
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import Evictor, lru
 from ragfuse.settings import Settings
-from ragfuse.store.catalog import Catalog, CatalogFile
+from ragfuse.store.catalog import Catalog
 from ragfuse.store.memory import MemoryTier
 from ragfuse.store.store import KVStore
 from ragfuse.store.tier import Tier, shown
@@ -20,10 +19,8 @@ from ragfuse.types.choices import kind_of_scheme
 
 
 def open_catalog(settings: Settings) -> Catalog:
-    """Open the catalog beside the store that the settings describe; without bytes for the disk it
-    keeps nothing.
-    """
-    return Catalog(CatalogFile(settings.store_path if settings.disk_bytes else None))
+    """Open the catalog of the settings' store; without bytes for the disk it is empty."""
+    return Catalog(settings.store_path if settings.disk_bytes else None)
 
 
 def kept_places(settings: Settings) -> list[tuple[str, Settings]]:
@@ -95,13 +92,9 @@ def open_tier(
             f"Wanted a folder or a URL such as redis://, s3:// or file://, found '{shown(url)}'."
         )
     kind = kind_of_scheme(scheme.group(1).lower() if scheme is not None else "")
-    module, _, name = kind.home.partition(":")
-    kind_of_tier: Any = getattr(import_module(module), name)
-    tier: Tier = kind_of_tier.open(url, settings, evict, free_name(kind.name, names_in_use))
+    module, _, tier_class = kind.home.partition(":")
+    n_before = sum(name.partition("-")[0] == kind.name for name in names_in_use)
+    name = f"{kind.name}-{n_before + 1}" if n_before else kind.name
+    kind_of_tier: Any = getattr(import_module(module), tier_class)
+    tier: Tier = kind_of_tier.open(url, settings, evict, name)
     return tier
-
-
-def free_name(kind: str, in_use: Collection[str]) -> str:
-    """Return the first name of `redis`, `redis-2`, `redis-3`, ... that is not in use."""
-    names = chain([kind], (f"{kind}-{number}" for number in count(2)))
-    return next(name for name in names if name not in in_use)

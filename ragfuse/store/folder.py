@@ -1,10 +1,8 @@
-"""A store's folder: open it or refuse it with a clear error, lock it during set-up, and give each
-file in it to the right users.
+"""A store's folder: open it or refuse it, lock it during set-up, give its files to their users.
 
 A folder is shared if its group may write to it and its set-group-id bit is set (02770): files and
-folders made in it are for the group. Those made in any other folder are for this user alone,
-whatever the process's umask. Locks are flock(2) locks, which the kernel releases when a process
-dies.
+folders made in it are for the group, all others for this user alone, whatever the umask. Locks are
+flock(2) locks, which the kernel releases when a process dies.
 """
 
 from __future__ import annotations
@@ -28,11 +26,8 @@ _SHARED = stat.S_ISGID | stat.S_IWGRP
 
 
 def make_root(path: Path) -> None:
-    """Make a root folder if it is missing, for this user alone, and log a warning if more users
-    than intended have access to it.
-
-    Raises:
-        OSError: It cannot be made, or something else is there.
+    """Make a root folder for this user alone if it is missing; log a warning if more users than
+    intended have access to it.
     """
     make_own_folder(path)
     mode = path.stat().st_mode
@@ -51,18 +46,14 @@ def make_folder(path: Path) -> None:
 
 
 def open_file(path: Path, flags: int) -> int:
-    """Open a file, which is created if it is missing, and return its descriptor; `flags` are those
-    of `os.open`.
-    """
+    """Open a file with flags of `os.open`, make it if it is missing, return its descriptor."""
     fd = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, _OWN_FILE)
     share_file(path)
     return fd
 
 
 def share_file(path: Path) -> None:
-    """Open a file that exists to the group of its folder, if the folder is shared; the file itself
-    is not opened.
-    """
+    """Open a file to the group of a shared folder, without opening the file itself."""
     if _is_shared(path.parent.stat().st_mode):
         with suppress(PermissionError):  # another of the group made it
             path.chmod(_GROUP_FILE)
@@ -95,16 +86,8 @@ def refusal(path: Path, found: object) -> StoreError:
 
 
 def open_folder(path: Path) -> Path:
-    """Create a folder if it is missing, and check that it can be used.
-
-    Args:
-        path: The folder.
-
-    Returns:
-        Its absolute path, which stays valid if the working directory changes.
-
-    Raises:
-        StoreError: It cannot be used.
+    """Make a folder if it is missing, and return its absolute path; StoreError if it cannot be
+    used.
     """
     path = Path(os.path.abspath(path))
     try:

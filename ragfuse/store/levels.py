@@ -1,9 +1,4 @@
-"""The codec levels of entries: which ones each tier is written at, which can be decoded here, and
-reading at one.
-
-A codec level is one way to encode KV, such as raw, int8 or a CacheGen level; `types/choices.py`
-lists them.
-"""
+"""The codec levels of entries, such as raw, int8 or CacheGen's, and the codec tables of models."""
 
 from __future__ import annotations
 
@@ -35,15 +30,13 @@ TABLES_RECHECK_S = 60.0
 """Seconds until missing tables are looked for again in the tiers."""
 OWNER = digest("codec tables")
 """The `ChunkKey.model` of tables in a tier, in place of a model's digest."""
-_TABLELESS = {RAW.name, INT8.name}
+_TABLELESS = frozenset((RAW.name, INT8.name))
 
 _REMEMBERED = 8192
 
 
 def loss_of(levels: Iterable[str]) -> int:
-    """Return the rank of the least lossy of these levels: 0 for raw, more for lossier ones, most
-    for unknown ones.
-    """
+    """Return the rank of the least lossy of these levels: 0 for raw, most for unknown ones."""
     return min(map(loss, levels), default=len(LEVEL_NAMES))
 
 
@@ -79,12 +72,9 @@ class EncodedLayers:
         return self.decoded(range(at, at + 1))[0]
 
     def decoded(self, layers: range) -> Sequence[LayerKV]:
-        """Decode some of the layers, on the calling thread.
+        """Decode some of the layers, on the calling thread; ValueError if that fails.
 
-        An entry that cannot be decoded is dropped and counted; one of other tables is left alone.
-
-        Raises:
-            ValueError: Their bytes cannot be decoded.
+        The entry is then dropped and counted; one of other tables is left alone.
         """
         blobs = self.blobs[layers.start - self.first : layers.stop - self.first]
         level = self.meta.levels[0]
@@ -139,12 +129,8 @@ class TierLevels:
         self._unread = LRU[ChunkKey, str](_REMEMBERED)
 
     def codec(self, level: str, model: str, tables: str = "") -> Codec | None:
-        """Return the codec of a level, or None if its tables are missing.
-
-        Args:
-            level: Name of the level.
-            model: The model digest (`ChunkKey.model`).
-            tables: Digest of the tables that layers were encoded with; "": those of the model.
+        """Return the codec of a level for a model digest, or for the digest of the tables that
+        layers were encoded with; None if its tables are missing.
         """
         if level in _TABLELESS:
             return codec_for(level)
@@ -157,15 +143,8 @@ class TierLevels:
             return self._codecs[level, known.digest]
 
     def tables(self, name: str) -> CodecTables | None:
-        """Return the tables of a digest, or those that a model's KV is written with.
-
-        Unknown ones are looked for again only after `TABLES_RECHECK_S`.
-
-        Args:
-            name: The digest of the tables, or the digest of model and tenant.
-
-        Returns:
-            The tables; None where no tier has them, as where the model has not been profiled.
+        """Return the tables of a digest, or those that the KV of a model digest is written with;
+        None where no tier has them. They are looked for again after `TABLES_RECHECK_S`.
         """
         with self._lock:
             found, searched_s = self._known.get(name, (None, float("-inf")))
@@ -177,11 +156,7 @@ class TierLevels:
         return found
 
     def learn(self, model: str, tables: CodecTables) -> None:
-        """Set the tables that a model's KV is written with from now on, here and in later processes
-        on this store.
-
-        Tiers that cannot save them go without.
-        """
+        """Write a model's KV with these tables from now on; save them in every slow tier."""
         with self._lock:
             self._known |= dict.fromkeys((model, tables.digest), (tables, time.monotonic()))
         for tier in self._slow:
@@ -211,9 +186,7 @@ class TierLevels:
         return self._written.get(tier) or (RAW.name,)
 
     def readable(self, entries: Mapping[ChunkKey, Entry]) -> dict[ChunkKey, Entry]:
-        """Return the entries that can be decoded here, each with only the levels that can (see
-        `why_not`).
-        """
+        """Return the entries that can be decoded here, with only the levels that can."""
         found = {}
         for key, entry in entries.items():
             if levels := self._decodable(key, entry.sizes):
@@ -228,17 +201,13 @@ class TierLevels:
         return found
 
     def why_not(self, key: ChunkKey) -> str:
-        """Return why `readable` left out an entry when it saw it last, if that is remembered; else
-        "".
-        """
+        """Return why `readable` last left out an entry; "" if that is not known."""
         return self._unread.get(key) or ""
 
     def read(
         self, tier: Tier, key: ChunkKey, layers: range, level: str | None
     ) -> EncodedLayers | None:
-        """Read some layers of an entry at a level (None: the first that can be decoded here),
-        without decoding them.
-        """
+        """Read encoded layers at a level (None: the first that can be decoded here)."""
         found = tier.get(key, layers, level)
         if found is None:
             return None
@@ -256,12 +225,8 @@ class TierLevels:
     def decoded(
         self, key: ChunkKey, level: str, blobs: Sequence[Tensor], metas: Sequence[LayerMeta]
     ) -> list[LayerKV]:
-        """Decode layers of one entry at one level, with the tables that they were encoded with.
-
-        Raises:
-            OtherTables: It was encoded with tables, bins or a codec version that are not available
-                here.
-            ValueError: The bytes cannot be decoded.
+        """Decode layers of one entry at one level, with the tables that they were encoded with;
+        OtherTables if these are missing here, ValueError for damaged bytes.
         """
         codec = self.codec(level, key.model)
         if codec is RAW:
@@ -281,12 +246,8 @@ class TierLevels:
         ]
 
     def at_levels(self, key: ChunkKey, whole: Whole, wanted: Sequence[str]) -> Whole:
-        """Return the entry at the wanted levels: levels that it has are taken as they are, others
-        encoded from raw.
-
-        Levels that it lacks and that cannot be encoded are left out; a lossy level is never the
-        source of another. If none is left, the entry is returned as raw, or as it is if it has no
-        raw level.
+        """Return the entry at the wanted levels: those that it has as they are, others encoded from
+        raw, never from a lossy level. If none can be made, it is returned as raw, or as it is.
         """
         meta, _ = whole
         if meta.levels == tuple(wanted):
@@ -301,10 +262,7 @@ class TierLevels:
         return joined(found)
 
     def _at_or_none(self, key: ChunkKey, whole: Whole, level: str) -> Whole | None:
-        """Return the entry at one level, encoding it from raw if it does not have that level.
-
-        None if it has neither, or cannot be encoded, which is logged once.
-        """
+        """Return the entry at one level, encoded from raw where needed; None if it cannot be."""
         if level in whole[0].levels:
             return only(whole, level)
         codec = self.codec(level, key.model)
@@ -358,10 +316,8 @@ def _key(name: str) -> ChunkKey:
 
 
 def _save(tier: Tier, name: str, value: object) -> None:
-    """Save JSON in a tier, pinned, as the values of an entry of one token, one layer and one key
-    channel.
-
-    So it is written whole, has a checksum and counts towards the capacity like any other entry.
+    """Save JSON in a tier, pinned, as an entry of one token, one layer and one key channel: written
+    whole, with a checksum, within the capacity.
     """
     text = json.dumps(value).encode()
     blob = torch.frombuffer(bytearray(text), dtype=torch.uint8)

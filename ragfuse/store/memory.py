@@ -21,9 +21,7 @@ log = logging.getLogger("ragfuse.store")
 
 @dataclass(slots=True)
 class _Slot:
-    """One stored entry. blobs: its pieces, uint8 `[nbytes]` each. nbytes: bytes that it occupies in
-    this tier.
-    """
+    """One stored entry, its pieces, uint8 `[nbytes]` each, and the bytes it occupies."""
 
     entry: Entry
     meta: EntryMeta
@@ -105,9 +103,7 @@ class MemoryTier(Tier):
             return slot.meta, *slot.blobs[wanted.start : wanted.stop]
 
     def put(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
-        """Store an entry (`Tier.put`). Without `copies` the tensors are shared: do not write to
-        them afterwards.
-        """
+        """Store an entry; without `copies` the tensors are shared, so never write to them."""
         nbytes = sum(aligned(blob.numel()) if self.copies else blob.numel() for blob in blobs)
         nbytes = self.occupied(nbytes)
         old = self._slots.get(key)
@@ -160,9 +156,7 @@ class MemoryTier(Tier):
         return 1 << (nbytes - 1).bit_length() if self._pin_memory else nbytes
 
     def _stored_here(self, blobs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the pieces in this tier's memory: the same tensors, or views of one block with
-        copies of them.
-        """
+        """Return the same tensors, or copies of them in one block of this tier's memory."""
         nbytes = sum(aligned(blob.numel()) for blob in blobs)
         if self._pin_memory:
             return _into(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), blobs)
@@ -178,9 +172,7 @@ class MemoryTier(Tier):
         return layers
 
     def _reserve(self, key: ChunkKey, nbytes: int) -> bool:
-        """Reserve `nbytes`, evicting if needed; return False, and evict nothing, if not enough can
-        be freed.
-        """
+        """Reserve `nbytes`, evicting if needed; evict nothing if they cannot be freed."""
         with self._lock:
             old = self._slots.get(key)
             free = self.capacity - self._nbytes + (old.nbytes if old else 0)

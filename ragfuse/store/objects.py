@@ -1,8 +1,7 @@
-"""A tier in an object store behind an fsspec URL: s3://, gs://, abfs://, or a shared file://
-folder.
+"""A tier in an object store behind an fsspec URL: s3:
 
-Each entry is one object. What expires and how much is kept is said by the bucket's lifecycle rules:
-expire objects after some days, and abort incomplete multipart uploads after one.
+, gs://, abfs://, or a shared file://.//Each entry is one object. The bucket's lifecycle rules
+evict: expire objects after some days, and abort incomplete multipart uploads after one.
 """
 
 from __future__ import annotations
@@ -79,9 +78,7 @@ class ObjectTier(BlobTier):
 
     @classmethod
     def open(cls, url: str, settings: Settings, evict: Evictor, name: str) -> Self:
-        """Open the tier at a URL with the settings' timeout; the bucket's lifecycle rules say what
-        is evicted.
-        """
+        """Open the tier with the settings' timeout; the bucket's lifecycle rules evict."""
         return cls(url, timeout_s=settings.tier_timeout_s, name=name)
 
     # inside
@@ -96,9 +93,7 @@ class ObjectTier(BlobTier):
         return sync(self._fs.loop, run, timeout=timeout_s)
 
     def _check(self) -> None:
-        """Raise StoreError for a bucket that does not exist or refuses access; a missing folder in
-        it is made later.
-        """
+        """Raise StoreError where the bucket is missing or refuses access."""
         try:
             with suppress(FileNotFoundError):
                 self._call(self._fs._ls(self._root, detail=False), extra_s=_OPENING_S)
@@ -137,9 +132,7 @@ class ObjectTier(BlobTier):
         return [None if isinstance(each, Exception) else bytes(each) for each in found]
 
     def _write(self, key: ChunkKey, meta: EntryMeta, parts: Sequence[bytes | memoryview]) -> bool:
-        """Put an object in one step; on other file systems, write a temporary file and
-        rename it.
-        """
+        """Put an object in one step; elsewhere, write a temporary file and rename it."""
         path = self._path(str(key))
         data = b"".join(parts)
         if self._is_store:
@@ -186,9 +179,7 @@ class ObjectTier(BlobTier):
 
 
 def _file_system(url: str, timeout_s: float) -> tuple[Any, str, bool]:
-    """Return the file system of a URL, its root folder, and whether it is a store that puts an
-    object in one step.
-    """
+    """Return a URL's file system, its root, and whether it puts an object in one step."""
     scheme = get_protocol(url)
     options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
     if scheme in ("s3", "s3a"):

@@ -1,9 +1,7 @@
-"""A radix tree of earlier prompts' token ids, which finds the stored entries that hold the KV of a
-new prompt's prefix.
+"""A radix tree of earlier prompts' token ids, which finds the stored KV of a new prompt's prefix.
 
-The tree is that of SGLang and vLLM, but edges have any length: there is no block size, so every
-token of a shared prefix is found. A node names an entry of the store and the rows of it that hold
-its edge's tokens; it holds no KV.
+The tree is that of SGLang and vLLM, but edges have any length, so every token of a shared prefix is
+found. A node names an entry of the store and the rows that hold its edge's tokens.
 """
 
 from __future__ import annotations
@@ -38,9 +36,7 @@ class Rows:
     origin: int = 0
 
     def cut(self, lo: int, hi: int) -> Rows:
-        """Return the part of this span that lies within tokens `lo` to `hi` (exclusive) of the
-        prompt.
-        """
+        """Return the part of this span within tokens `lo` to `hi` (exclusive) of the prompt."""
         first = max(lo, self.lo)
         return replace(self, lo=first, hi=min(hi, self.hi), row=self.row + first - self.lo)
 
@@ -60,18 +56,11 @@ class _Node:
 
 
 class RadixTree:
-    """The radix tree of earlier prompts' prefixes. Not thread-safe: `PrefixCache` holds a lock
-    around every call.
-    """
+    """The radix tree of earlier prompts' prefixes. Not thread-safe."""
 
     def __init__(self) -> None:
         self._root = _Node(np.empty(0, np.int32))
         self.n_nodes = 0
-
-    @property
-    def n_tokens(self) -> int:
-        """Number of tokens on all edges."""
-        return sum(len(node.tokens) for node, _ in self._walk())
 
     @property
     def keys(self) -> set[ChunkKey]:
@@ -79,13 +68,8 @@ class RadixTree:
         return {node.key for node, _ in self._walk() if node.key is not None}
 
     def match(self, token_ids: Sequence[int] | Ids) -> list[Rows]:
-        """Return the entries' rows for the longest known prefix of a prompt.
-
-        Args:
-            token_ids: Token ids of the prompt.
-
-        Returns:
-            Spans of the prefix in order. There are gaps where a node's entry was discarded.
+        """Return the entries' rows for the longest known prefix of a prompt, in order, with gaps
+        where a node's entry was discarded.
         """
         ids, found, at = _array(token_ids), list[Rows](), 0
         for node, count in self._path(ids):
@@ -95,16 +79,8 @@ class RadixTree:
         return merged(found)
 
     def insert(self, token_ids: Sequence[int] | Ids, parts: Sequence[Rows]) -> set[ChunkKey]:
-        """Add a prompt's prefix to the tree. Nodes that already name an entry keep it.
-
-        Args:
-            token_ids: Token ids of the prompt.
-            parts: Where the KV of the prefix is stored: adjacent spans that start at token 0 and do
-                not go beyond the prompt's end.
-
-        Returns:
-            The keys of `parts` that the tree now refers to for some of these tokens because it had
-            no entry for them.
+        """Add a prompt's prefix, stored in adjacent spans from token 0 on; nodes that name an entry
+        keep it. Return the keys of `parts` that the tree now refers to.
         """
         ids, inserted, node = _array(token_ids), set[ChunkKey](), self._root
         for part in parts:
@@ -135,11 +111,7 @@ class RadixTree:
                 self.n_nodes -= 1
 
     def holding(self, run: Sequence[int]) -> set[ChunkKey]:
-        """Return the keys of the entries whose KV depends on a run of tokens.
-
-        These are the entries of every node whose path from the root contains the run (matched as in
-        `holds`).
-        """
+        """Return the keys of the entries whose KV depends on a run of tokens (see `holds`)."""
         wanted, found = _array(_inner(run)).tobytes(), set[ChunkKey]()
         stack = [(self._root, b"")]
         while stack:
@@ -151,9 +123,7 @@ class RadixTree:
         return found
 
     def _path(self, ids: Ids) -> Iterator[tuple[_Node, int]]:
-        """Yield the nodes along `ids` from the root down, each with the number of its tokens that
-        match.
-        """
+        """Yield the nodes along `ids`, each with the number of its tokens that match."""
         node, at = self._root, 0
         while at < len(ids):
             child = node.children.get(int(ids[at]))

@@ -1,7 +1,6 @@
 """A tier on a Redis or Valkey server, shared by all machines that open it.
 
-The server evicts and expires: set its `maxmemory` and `maxmemory-policy allkeys-lru`; `ttl_s` sets
-a time to live that each use restarts.
+The server evicts: set its `maxmemory` and `maxmemory-policy allkeys-lru`. `ttl_s` expires entries.
 """
 
 from __future__ import annotations
@@ -56,9 +55,7 @@ class RedisTier(BlobTier):
 
     @classmethod
     def open(cls, url: str, settings: Settings, evict: Evictor, name: str) -> Self:
-        """Open the tier at a URL, with timeout and time to live from the settings; the server has
-        its own eviction.
-        """
+        """Open the tier with timeout and time to live from the settings."""
         return cls(url, timeout_s=settings.tier_timeout_s, ttl_s=settings.ttl_s, name=name)
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
@@ -99,9 +96,7 @@ class RedisTier(BlobTier):
             return [data or None for data in pipeline.execute()]
 
     def _write(self, key: ChunkKey, meta: EntryMeta, parts: Sequence[bytes | memoryview]) -> bool:
-        """Send the bytes piece by piece, so that a slow link answers within the timeout, then
-        rename the whole.
-        """
+        """Send the bytes in pieces, as a slow link must answer in time, then rename the whole."""
         name = _PREFIX + str(key)
         upload = f"{_UPLOADS}{uuid.uuid4().hex}"
         data = memoryview(b"".join(parts))
@@ -124,9 +119,7 @@ class RedisTier(BlobTier):
         return int(self._client.unlink(*(_PREFIX + name for name in names)))
 
     def _used(self) -> Mapping[str, float]:
-        """Return the last uses; a server that does not tell idle times, as with an LFU policy, has
-        used all now.
-        """
+        """Return the last uses: now for all, where the server does not tell idle times."""
         now, found = time.time(), [*self._client.scan_iter(f"{_PREFIX}*", _SCAN, "string")]
         with self._client.pipeline(transaction=False) as pipeline:
             for name in found:

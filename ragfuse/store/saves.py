@@ -1,8 +1,6 @@
-"""The write-behind queue of a store: all saves that are under way, of entries put, copied or read
-from a slower tier.
+"""The write-behind queue of a store: all saves that are under way.
 
-Each tier has a thread, so that a slow or hanging one does not delay the others. Deleting a chunk
-cancels its saves.
+Each tier has a thread, so that none delays the others. Deleting a chunk cancels its saves.
 """
 
 from __future__ import annotations
@@ -28,28 +26,15 @@ log = logging.getLogger("ragfuse.store")
 
 _Partial = tuple[EntryMeta, dict[int, Tensor]]
 _PARTIAL_NBYTES = 1 << 28
-"""Bytes of half-read chunks that are collected where no tier is in memory; else a quarter of that
-tier.
-"""
+"""Bytes of half-read chunks that are collected: this, or a quarter of a tier in memory."""
 _REMEMBERED = 1 << 14
 
 
 class Save:
-    """One entry that is being saved, encoded for a tier when it is first needed. Threads may share
-    it.
+    """One entry that is being saved, encoded for a tier when it is first needed.
 
-    Deleting the key cancels the save, and deletes what the save has written.
-
-    Args:
-        levels: The encoder for codec levels.
-        key: The chunk.
-        whole: The entry as it was given.
-        wanted: Levels by tier name; tiers that are not named get the entry as it is.
-
-    Attributes:
-        meta: The description of the entry as it was given.
-        barred: Names of tiers where the chunk was deleted after the save began: they must not
-            have the entry.
+    Threads may share it. Deleting the key names tiers in `barred`, which must not have the entry:
+    the save is cancelled there, and what it has written is deleted.
     """
 
     def __init__(
@@ -60,9 +45,7 @@ class Save:
         self._lock, self._made = Lock(), dict[tuple[str, ...], Whole]()
 
     def write(self, tier: Tier) -> bool:
-        """Write it to a tier unless the chunk was deleted there, and delete it again if that
-        happened meanwhile; return whether it is there.
-        """
+        """Write it to a tier unless the chunk is deleted there; return whether it is there."""
         if tier.name in self.barred or not tier.put(self.key, *self._at_levels_of(tier.name)):
             return False
         if tier.name in self.barred:
@@ -78,19 +61,11 @@ class Save:
 
 
 class Saves:
-    """All saves that are under way. Threads may share it; no lock is held while a tier reads or
-    writes.
+    """All saves that are under way, at most `limit` waiting for each tier.
 
-    A chunk that was read whole is saved to the faster tiers.
-
-    Args:
-        tiers: The store's tiers.
-        limit: Most jobs that wait for each tier.
-        levels: The codec levels of the tiers.
-
-    Attributes:
-        epoch: A number that changes with every `cancel`.
-        dropped: Saves that were dropped or that failed.
+    Threads may share it; no lock is held while a tier reads or writes. A chunk that was read whole
+    is saved to the faster tiers. `epoch` changes with every `cancel`; `dropped` counts saves that
+    failed or found no place.
     """
 
     def __init__(self, tiers: Sequence[Tier], limit: int, levels: TierLevels) -> None:
@@ -112,9 +87,7 @@ class Saves:
             return {save.key for save in self._under_way} | set(self._partials)
 
     def submit(self, tier: Tier, job: Callable[[], object]) -> None:
-        """Queue housekeeping after a tier's saves; it is dropped if the queue is full, which does
-        no harm.
-        """
+        """Queue housekeeping after a tier's saves; a full queue drops it."""
         self._writers[tier.name].submit(job)
 
     def begin(self, key: ChunkKey, whole: Whole, wanted: Mapping[str, Sequence[str]]) -> Save:
@@ -125,16 +98,9 @@ class Saves:
         return save
 
     def queue(self, save: Save, tiers: Iterable[Tier], wait_s: float | None = 0.0) -> bool:
-        """Write to some tiers in the background, each on its own thread.
+        """Write to some tiers, each on its own thread; return whether one has it or has it queued.
 
-        Args:
-            save: What to write.
-            tiers: The tiers.
-            wait_s: None: wait until all of them are done; else seconds to wait at most until one of
-                them has it.
-
-        Returns:
-            Whether one of these tiers has it or has it queued.
+        Wait until all are done (`wait_s` None), or at most that long until one has it.
         """
         queued = [self._queued(save, tier, is_awaited=wait_s is None) for tier in tiers]
         awaited = [each for each in queued if each is not None]
@@ -145,15 +111,11 @@ class Saves:
         return any(not each.done() or each.result() for each in awaited)
 
     def warm(self, read: EncodedLayers, epoch: int) -> None:
-        """Collect layers that were just read. Once all layers of a chunk were read, save it to the
-        tiers that are faster than its own.
+        """Collect layers that were just read.
 
-        Nothing is read a second time. If a tier is slow, or has to encode or copy the chunk, that
-        happens in the background, so that the reader does not wait.
-
-        Args:
-            read: The layers.
-            epoch: `epoch` before the read began; the layers are ignored if a `cancel` came since.
+        Once all layers of a chunk were read, save it to the faster tiers, in the background where a
+        tier is slow, or has to encode or copy it. Layers are ignored if a `cancel` came after
+        `epoch`.
         """
         faster = self._tiers[: self._tiers.index(read.tier)]
         whole = self._collected(read, epoch) if faster else None
@@ -174,12 +136,7 @@ class Saves:
                 save.write(tier)
 
     def used(self, key: ChunkKey, source: Tier, now: float, every_s: float) -> None:
-        """Report a use to the tiers that were not read, in the background, unless one was reported
-        a while ago.
-
-        Without these reports, a chunk that is always read from memory would look unused in the
-        others.
-        """
+        """Report a use to the other tiers, where the chunk would otherwise look unused."""
         with self._lock:
             if 0 <= now - self._reported.get(key, -every_s) < every_s:
                 return
@@ -199,17 +156,13 @@ class Saves:
                 self._partials.pop(key, None)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all saves queued before now are done; return False if `timeout_s`, for all
-        together, ran out.
-        """
+        """Wait until all queued saves are done; return False if `timeout_s` ran out."""
         remaining_s = countdown(timeout_s)
         done = [writer.flush(remaining_s()) for writer in self._writers.values()]
         return all(done)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Finish the queued saves, or as many as fit in `timeout_s` seconds; nobody waits for the
-        others any more.
-        """
+        """Finish the queued saves, or as many as fit in `timeout_s` seconds."""
         remaining_s = countdown(timeout_s)
         for writer in self._writers.values():
             writer.close(remaining_s())
@@ -217,9 +170,7 @@ class Saves:
     # inside
 
     def _collected(self, read: EncodedLayers, epoch: int) -> tuple[Tensor, ...] | None:
-        """Return all layers of a chunk once they were read, else None. Collecting begins with layer
-        0.
-        """
+        """Return all layers of a chunk once they were read, from layer 0 on, else None."""
         key, meta = read.key, read.meta
         with self._lock:
             known, parts = self._partials.get(key) or (meta, {})

@@ -1,8 +1,6 @@
-"""KVStore: the KV cache of chunks over several tiers, fastest first. In the store, only it and
-`levels.py` use codecs.
+"""KVStore: the KV cache of chunks over several tiers, fastest first.
 
-It finds, reads, saves, moves and deletes entries. Its callers decide what to read, from which tier,
-and what to evict.
+Its callers decide what to read, from which tier, and what to evict.
 """
 
 from __future__ import annotations
@@ -167,9 +165,7 @@ class KVStore:
     def expect(
         self, tier: str, keys: Iterable[ChunkKey], first: int, count: int, level: str | None = None
     ) -> None:
-        """Hint to a tier that `count` layers from `first` on will be read soon, so that it may
-        prefetch them.
-        """
+        """Tell a tier that `count` layers from `first` on will be read soon."""
         self.tier(tier).expect(keys, range(first, first + count), level)
 
     def entries(self) -> list[Entry]:
@@ -179,17 +175,12 @@ class KVStore:
 
     @property
     def dropped_writes(self) -> int:
-        """Writes that were skipped since the store was opened: the queue was full, no room could be
-        made, or the medium failed.
-        """
+        """Writes that were skipped: the queue or the tier was full, or the medium failed."""
         refused = sum(tier.counts["refused"] + tier.counts["failed"] for tier in self.tiers)
         return self._saves.dropped + refused
 
     def is_persistent(self, key: ChunkKey) -> bool:
-        """Return whether a chunk is as persistent as it can be now.
-
-        That is: a slow tier has it, it is being saved, or there is no slow tier that answers.
-        """
+        """Return whether a chunk is in a slow tier, on its way there, or none answers."""
         slow = [tier for tier in self.tiers if tier.slow and tier.answers]
         return (
             not slow
@@ -198,9 +189,7 @@ class KVStore:
         )
 
     def tier(self, name: str) -> Tier:
-        """Return the tier of that name; raise StoreError, which lists the tiers there are, if there
-        is none.
-        """
+        """Return the tier of that name; raise StoreError if there is none."""
         for tier in self.tiers:
             if tier.name == name:
                 return tier
@@ -277,37 +266,25 @@ class KVStore:
         return Forgotten([entry for entry in entries if entry.tier not in silent], silent)
 
     def all_keys(self) -> set[ChunkKey]:
-        """Return the keys of all chunks, also of those that are being saved or were read in
-        part.
-        """
+        """Return the keys of all chunks, also of those that are being saved or read."""
         under_way = self._saves.under_way()  # before listing: a save may end meanwhile
         return under_way | {entry.key for entry in self.entries()}
 
     def silent(self) -> list[str]:
-        """Return the names of tiers that do not answer now; what they hold is unknown and not in
-        `entries()`.
-        """
+        """Return the names of tiers that do not answer now, and are not in `entries()`."""
         return [tier.name for tier in self.tiers if not tier.answers]
 
     def clear(self, model: str | None = None) -> Forgotten:
-        """Delete every chunk of a model digest (which is one tenant's, if salted), or all
-        chunks.
-        """
+        """Delete every chunk of a model digest (one tenant's, if salted), or all chunks."""
         return self.forget(key for key in self.all_keys() if model in (None, key.model))
 
     def pin(self, keys: Collection[ChunkKey], pinned: bool = True) -> None:
-        """Protect chunks from eviction in every tier that has them, or allow them to be evicted
-        again.
-
-        On disk a pin outlives the process: it holds until the chunk is unpinned or deleted.
-        """
+        """Protect chunks from eviction in every tier, or stop; pins on disk last."""
         for tier in self.tiers:
             tier.pin(keys, pinned)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until everything put so far is written; return False if `timeout_s` ran out first
-        (None: no limit).
-        """
+        """Wait until all is written; return False if `timeout_s` ran out (None: no limit)."""
         return self._saves.flush(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -342,9 +319,7 @@ class KVStore:
             self._saves.warm(found, epoch)
 
     def _fresh(self, tier: Tier, entries: dict[ChunkKey, Entry]) -> dict[ChunkKey, Entry]:
-        """Return the entries that have not expired; delete the others in the background, so that no
-        answer waits.
-        """
+        """Return the entries that have not expired; delete the others in the background."""
         old = self.too_old(entries.values())
         if old:
             self._saves.submit(tier, lambda: tier.delete(self.too_old(tier.stat(old).values())))

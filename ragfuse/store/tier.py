@@ -1,8 +1,4 @@
-"""The contract of a storage tier (`Tier`), the description of an entry (`EntryMeta`), and the
-choice of victims.
-
-A tier stores bytes; `store.py` handles codecs and copies between tiers.
-"""
+"""The contract of a storage tier, the description of an entry, and the choice of victims."""
 
 from __future__ import annotations
 
@@ -33,17 +29,9 @@ def victims(
     excess: int,
     nbytes_of: Callable[[Entry], int] = operator.attrgetter("nbytes"),
 ) -> list[ChunkKey] | None:
-    """Choose the entries to evict so that `excess` bytes come free.
-
-    Args:
-        evict: The eviction policy.
-        candidates: Entries that may be evicted, least recently used first; pinned ones are never
-            chosen. No more of them are taken than the policy looks at.
-        excess: Bytes to free.
-        nbytes_of: Returns the bytes that an entry occupies in the tier.
-
-    Returns:
-        The keys to evict, or None if the policy does not free enough.
+    """Return the entries to evict so that `excess` bytes come free; None if the policy does not
+    free enough. Candidates come least recently used first, no more of them than the policy looks
+    at; pinned ones are never chosen. `nbytes_of` gives the bytes that an entry occupies.
     """
     chosen, nbytes = list[ChunkKey](), dict[ChunkKey, int]()
 
@@ -96,9 +84,7 @@ class EntryMeta:
         }
 
     def pieces(self, layers: range, level: str | None = None) -> range | None:
-        """Return the indices of the pieces of a layer range at a level, by default the first level.
-        The result is None if the entry lacks the level or one of the layers.
-        """
+        """Return the pieces of layers at a level (None: the first); None if one is missing."""
         if (
             level not in (None, *self.levels)
             or not 0 <= layers.start < layers.stop <= self.n_layers
@@ -114,9 +100,7 @@ class EntryMeta:
 
     @classmethod
     def of(cls, kv: ChunkKV, level: str, blobs: Sequence[Tensor]) -> EntryMeta:
-        """Return the description of `kv` encoded at one level as `blobs`, one uint8 tensor per
-        layer.
-        """
+        """Return the description of `kv` encoded as `blobs`, one uint8 tensor per layer."""
         layers = tuple(
             LayerMeta.of(layer, blob) for layer, blob in zip(kv.layers, blobs, strict=True)
         )
@@ -128,18 +112,14 @@ class EntryMeta:
         return replace(self, layers=layers)
 
     def entry(self, key: ChunkKey, tier: str, nbytes: int, last_used: float) -> Entry:
-        """Return the record of an entry of `nbytes`; its first level also counts header and
-        padding.
-        """
+        """Return the record of an entry; its first level also counts header and padding."""
         sizes = self.sizes
         sizes[self.levels[0]] += nbytes - self.nbytes
         return Entry(key, tier, self.n_tokens, self.n_layers, sizes, last_used)
 
 
 ReadLayers = tuple[EntryMeta, *tuple[Tensor, ...]]
-"""The description of a whole entry, then some of its layers, each uint8 `[nbytes]` and not to be
-written to.
-"""
+"""The description of a whole entry, then some of its layers, uint8 `[nbytes]`, read-only."""
 Whole = tuple[EntryMeta, tuple[Tensor, ...]]
 """A whole entry: its description and all of its pieces, each uint8 `[nbytes]`."""
 LAYER_ALIGNMENT = 64
@@ -251,18 +231,14 @@ class Tier(ABC):
 
     @property
     def answers(self) -> bool:
-        """Whether the medium answered when it was last asked. Else it is left out for a while: no
-        entries are found, but there may be some.
-        """
+        """Whether the medium answered when it was last asked; else it is left out for a while."""
         return True
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
         """Protect entries from eviction (but not from `delete`), or stop protecting them."""
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
-        """Set the last use of these entries to now, without counting a hit; ignore keys that are
-        not stored here.
-        """
+        """Set the last use of these entries to now, without counting a hit."""
 
     def expect(self, keys: Iterable[ChunkKey], layers: range, level: str | None = None) -> None:
         """Take the hint that these layers will be read soon. Returns at once."""

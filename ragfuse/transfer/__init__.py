@@ -1,6 +1,4 @@
-"""KV of whole prompts on its way to another engine: handles, and the places that both engines
-reach.
-"""
+"""KV of whole prompts on its way to another engine: handles, and places that both reach."""
 
 from ragfuse.errors import TransferError
 from ragfuse.transfer.handle import UNKNOWN, TransferHandle, TransferModel, sample_weights

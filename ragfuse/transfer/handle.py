@@ -1,8 +1,7 @@
-"""Handles of prompts whose KV waits for another engine, the model that the KV belongs to, and the
-digest of its weights.
+"""Handles of prompts whose KV waits for another engine, their model, a digest of its weights.
 
 The engine that decodes may have other versions of everything but this package, so a handle is plain
-JSON types, and what it is bound to are digests that both engines compute for themselves.
+JSON types, bound to digests that both engines compute for themselves.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ from ragfuse.types.keys import ChunkKey, digest, token_digest
 from ragfuse.types.kv import ChunkKV
 
 UNKNOWN = "unknown"
-"""Stands for the digest of weights that were not read from safetensors files, or changed since;
-equals any other.
-"""
+"""The digest of weights that were not read from safetensors files; equals any other."""
 N_VALUES = 64
 """The most values of a tensor that count."""
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -99,10 +96,8 @@ class TransferModel:
 
     @classmethod
     def of(cls, name: str, kv: ChunkKV) -> Self:
-        """Return the model of this name to which the KV belongs.
-
-        Raises:
-            TransferError: Its layers differ from each other, or its keys from its values.
+        """Return the model of this name to which the KV belongs; TransferError where its layers or
+        its keys and values differ.
         """
         first = kv.layers[0].keys
         for at, layer in enumerate(kv.layers):
@@ -165,8 +160,7 @@ class TransferHandle:
 
     @property
     def key(self) -> ChunkKey:
-        """The key under which its place stores the KV; handles share a key only if all fields are
-        equal."""
+        """The key of the stored KV; handles share one only if all fields are equal."""
         fields = digest("handle", *map(str, asdict(self).values()))
         return ChunkKey(
             self.model.digest, self.tokens, self.tenant, f"until-{self.expires_s}-{fields}"

@@ -1,8 +1,6 @@
-"""A place where the KV of whole prompts waits for another engine: one of the store's tiers, opened
-by its URL.
+"""A place where the KV of whole prompts waits for another engine: a tier, opened by its URL.
 
-Bytes are written, checked and deleted by the tier, and encoded by the codecs. What is added here
-are handles: secret, bound to model, tenant and token ids, and short-lived.
+Added here are handles: secret, bound to model, tenant and token ids, and short-lived.
 """
 
 from __future__ import annotations
@@ -160,9 +158,7 @@ class TransferPlace:
         return len(self._tier.list())
 
     def sweep(self) -> int:
-        """Delete the KV of all handles that have expired, also those that an engine left when it
-        crashed.
-        """
+        """Delete the KV of all handles that have expired, and return how many there were."""
         self._swept_at = now_s = self._clock()
         doomed = expired((entry.key for entry in self._tier.list()), now_s)
         if not doomed:

@@ -1,3 +1,1 @@
-"""Values shared by all packages: keys, KV, prompts, plans, answers. Nothing here does I/O or makes
-decisions.
-"""
+"""Values shared by all packages. Nothing here does I/O or makes decisions."""

@@ -1,6 +1,4 @@
-"""What an engine gives: an answer, its trace of what was reused and why, the tools that it calls,
-the totals of an ingest, the card of its model.
-"""
+"""What an engine gives: an answer, its trace and tool calls; an ingest's totals; a model's card."""
 
 from __future__ import annotations
 
@@ -168,9 +166,7 @@ class Trace:
 
     @property
     def tokens_found(self) -> int:
-        """Tokens whose KV was found and loaded, those that were then recomputed
-        (`tokens_recomputed`) included.
-        """
+        """Tokens whose KV was found and loaded, also those that were then recomputed."""
         return self.tokens_reused + self.tokens_recomputed
 
     @property
@@ -223,9 +219,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One tool call that the model asks for. The message with the tool's result refers to it by
-    `id`.
-    """
+    """A tool call that the model asks for; the message with its result names its `id`."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -273,9 +267,7 @@ class ToolCall:
 
 
 Ended = Literal["stop", "length", "tool_calls"]
-"""Why an answer ended: an end token or stop string, `max_tokens`, or a tool call whose result is
-awaited.
-"""
+"""Why an answer ended: end token or stop string, `max_tokens`, or an awaited tool call."""
 
 
 @dataclass(frozen=True)
@@ -334,9 +326,7 @@ class Ingested:
     left_out: tuple[str, ...] = ()
 
     def plus(self, tokens: int, nbytes: int, seconds: float, is_short: bool = False) -> Ingested:
-        """Return the totals after one more chunk; `nbytes` of new KV, 0 if it was stored before or
-        is too short.
-        """
+        """Return the totals after one more chunk; `nbytes`: of new KV, else 0."""
         new = bool(nbytes)
         found = (
             self.chunks + 1,

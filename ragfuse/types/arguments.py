@@ -1,9 +1,4 @@
-"""What is told where a constructor refuses its arguments: what was wanted, what was found, and
-which may be meant.
-
-For classes that users construct, those of frameworks too. Nothing here decides which arguments are
-right.
-"""
+"""Errors for arguments that a constructor refuses: what was wanted, found, may be meant."""
 
 from __future__ import annotations
 
@@ -58,25 +53,12 @@ def checks_arguments(cls: T) -> T:
 
 
 def unknown_argument(owner: str, name: str, known: Sequence[str]) -> SettingsError:
-    """Return the error for an argument that there is not, with the one that may be meant.
-
-    Args:
-        owner: The class that does not take it.
-        name: What was given.
-        known: What the class takes.
-    """
+    """Return the error for an argument that a class does not take, and which may be meant."""
     return SettingsError(f"{owner} has no argument '{name:.80}'. {meant(name, known)}", name)
 
 
 def meant(name: str, known: Sequence[str], all_known: str = "It takes") -> str:
-    """Return the sentence that says which known name may be meant by another, or all that there
-    are.
-
-    Args:
-        name: What was given.
-        known: All names that there are.
-        all_known: How a sentence begins that names them all.
-    """
+    """Return a sentence with the known name that may be meant, or with all of them."""
     near = get_close_matches(name.lower(), known, 1)
     return f"Did you mean {near[0]}?" if near else f"{all_known}: {', '.join(known)}."
 
@@ -84,13 +66,8 @@ def meant(name: str, known: Sequence[str], all_known: str = "It takes") -> str:
 def refused_arguments(
     error: ValidationError, cls: Any, place: Callable[[str], str] = lambda name: ""
 ) -> SettingsError:
-    """Return an error that tells in words what pydantic refused: first a name that there is not,
-    else the first value.
-
-    Args:
-        error: What pydantic raised.
-        cls: The class whose fields it checked, a model or a dataclass of pydantic.
-        place: Returns where the value of a field was set, for people; "" where the caller gave it.
+    """Return an error that tells in words what pydantic refused: an unknown name first, else the
+    first value. `place` says where a field was set, "" for the caller.
     """
     errors = error.errors(include_url=False)
     known = {

@@ -1,6 +1,4 @@
-"""The names that settings choose from: codec levels, selection and eviction policies, kinds of
-tiers, options for loading a model. Imports no torch.
-"""
+"""The names that settings choose from: levels, policies, kinds of tiers, loading options."""
 
 from __future__ import annotations
 
@@ -46,9 +44,7 @@ LEVEL_NAMES = tuple(level.name for level in LEVELS)
 
 
 def loss(level: str) -> int:
-    """Return the rank of a level by loss, 0 for lossless; an unknown level counts as the
-    lossiest.
-    """
+    """Return the rank of a level by loss: 0 for lossless, most for an unknown level."""
     return LEVEL_NAMES.index(level) if level in LEVEL_NAMES else len(LEVEL_NAMES)
 
 
@@ -74,9 +70,7 @@ def is_policy(name: str) -> bool:
 
 
 def no_policy(name: str) -> SettingsError:
-    """Return the error for a name that is no policy's: it says which one may be meant, or which
-    there are.
-    """
+    """Return the error for an unknown policy: which one may be meant, or all there are."""
     known = (AUTO, *POLICY_NAMES, "lego-16")
     return SettingsError(
         f"No selection policy '{name}'. {meant(name, known, 'It is one of')}", "policy"
@@ -84,9 +78,7 @@ def no_policy(name: str) -> SettingsError:
 
 
 def as_setting(name: str) -> str:
-    """Return the name of a selection policy as it is; ValueError for one that is none's, as
-    pydantic wants it.
-    """
+    """Return the name of a selection policy; ValueError, for pydantic, if it is none."""
     if not is_policy(name):
         raise ValueError(str(no_policy(name)).rstrip("."))
     return name
@@ -98,9 +90,7 @@ EVICTION_POLICIES: Mapping[str, str] = MappingProxyType(
         "look-ahead": "ragfuse.plan.evict:by_next_use",
     }
 )
-"""The rank function (`plan.eviction_item.Rank`) of each policy as `module:function`, which
-`plan.evict` imports.
-"""
+"""The rank function of each policy as `module:function`, which `plan.evict` imports."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +116,7 @@ TIER_KINDS = (
     TierKind("redis", ("redis", "rediss", "unix"), "ragfuse.store.redis:RedisTier", extra="redis"),
     TierKind("objects", ("*",), "ragfuse.store.objects:ObjectTier", extra="objects"),
 )
-"""All kinds that a URL can open, the one of all other schemes last; the memory tier belongs to the
-process and has no URL.
-"""
+"""All kinds that a URL can open, the one of all other schemes last."""
 
 
 def kind_of_scheme(scheme: str) -> TierKind:
@@ -156,9 +144,7 @@ LOADING = (
     "gguf_file",
     "merge_adapter",
 )
-"""Options for loading a model: those of transformers' `from_pretrained`, and whether an adapter is
-merged.
-"""
+"""Options of transformers' `from_pretrained`, and whether an adapter is merged."""
 
 
 class LoadingOptions(dict[str, Any]):

@@ -40,9 +40,7 @@ class Grammar:
 
     @staticmethod
     def choice(texts: Sequence[str]) -> Grammar:
-        """Return the grammar of exactly one of these texts; raise InputError where there is none,
-        or an empty one.
-        """
+        """Return the grammar of one of these texts; InputError for none or an empty one."""
         if isinstance(texts, str) or not texts or not all(texts):
             raise InputError(
                 f"Grammar.choice takes a list of texts, none of them empty; found {texts!r}."
@@ -51,18 +49,13 @@ class Grammar:
 
     @staticmethod
     def lark(rules: str) -> Grammar:
-        """Return the grammar with these Lark rules, in llguidance's dialect; the first rule applied
-        is `start`.
-        """
+        """Return the grammar of Lark rules in llguidance's dialect, from `start` on."""
         return Grammar("lark", rules)
 
 
 def json_text(schema: Mapping[str, Any], what: str = "The schema of a grammar") -> str:
-    """Return a schema as JSON text; raise InputError where it is not an object or has no JSON form.
-
-    Args:
-        schema: A JSON schema.
-        what: How an error message names it.
+    """Return a JSON schema, called `what` in errors, as JSON text; InputError where it is no object
+    or has no JSON form.
     """
     if not isinstance(schema, Mapping):
         raise InputError(

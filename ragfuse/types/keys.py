@@ -1,6 +1,4 @@
-"""Keys of KV entries: digests of the model, the token ids, and the tokens that these
-attended to.
-"""
+"""Keys of KV entries: digests of the model, the token ids, and what these attended to."""
 
 from __future__ import annotations
 
@@ -13,18 +11,14 @@ from typing import Literal
 from blake3 import blake3
 
 FORMAT_VERSION = 2
-"""Version of everything that is written: keys, headers, profiles. A change turns old entries into
-misses.
-"""
+"""Version of everything that is written. A change turns old entries into misses."""
 _KEY = re.compile(r"[0-9A-Za-z_.~-]{4,300}")
 Encoded = Literal["alone", "prefix", "filler"]
 Kind = Literal["fresh", "chunk", "prefix", "module", "history"]
 
 
 def digest(*parts: str | bytes) -> str:
-    """Return the BLAKE3 digest of length-prefixed parts: 32 hex digits, the same in every process
-    and machine.
-    """
+    """Return the BLAKE3 digest of length-prefixed parts, 32 hex digits."""
     hasher = blake3()
     for part in parts:
         data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
@@ -39,10 +33,8 @@ def token_digest(tokens: Sequence[int]) -> str:
 
 
 def filler_context(context: str) -> str:
-    """Return the `ChunkKey.context` of a run that is encoded after `context` and then filler text.
-
-    Args:
-        context: A token digest, or "" for filler text alone.
+    """Return the context of a run that is encoded after `context`, a token digest or "", and then
+    filler text.
     """
     return f"~{context}"
 

@@ -1,6 +1,4 @@
-"""The tensors of a chunk's KV, how its keys carry position, and what the store knows about an
-entry.
-"""
+"""The tensors of a chunk's KV, how its keys carry position, and a tier's record of an entry."""
 
 from __future__ import annotations
 
@@ -57,9 +55,7 @@ class LayerKV:
 
 @dataclass(frozen=True)
 class ChunkKV:
-    """The KV of one run of tokens, layer by layer. Layers may differ in heads and head dim. Never
-    mutated.
-    """
+    """The KV of one run of tokens, layer by layer; layers may differ in shape. Never mutated."""
 
     layers: tuple[LayerKV, ...]
 

@@ -1,6 +1,4 @@
-"""The plan for one prompt: which segments are read, which are computed, how long that takes and why
-KV is not reused; the cost of a selection policy.
-"""
+"""The plan for one prompt: what is read and computed, how long that takes, and why."""
 
 from __future__ import annotations
 
@@ -32,25 +30,16 @@ UNREADABLE = "its entry could not be read"
 
 
 AUTO = "auto"
-"""The policy name that stands for the model's own choice where it applies, else for the
-controller's `MEASURED`.
-"""
+"""The policy that stands for the model's own choice, else for the controller's `MEASURED`."""
 STAIRS = 8
-"""Most different numbers of rows that a gradual policy computes; attention is planned anew for
-each.
-"""
+"""Most different numbers of rows of a gradual policy; each plans attention anew."""
 Needs = Literal["nothing", "all rows of a layer", "attention"]
-"""What a policy needs before it can choose its rows: nothing, K and V of all rows of one layer, or
-a pass over the first three quarters of the layers that measures the question's attention.
-"""
+"""What a policy needs first; "attention": a pass over three quarters of the layers."""
 
 
 def watched_layers(n_layers: int) -> range:
-    """Return the layers in which the question's attention is measured: the third quarter of a
-    model's layers.
-
-    The middle layers of a model show which rows a question needs: earlier layers attend to nearby
-    tokens, later ones to the next token. The pass ends after the last of these layers.
+    """Return the third quarter of a model's layers, in which the question's attention is measured:
+    earlier layers attend to nearby tokens, later ones to the next token. The pass ends there.
     """
     first = n_layers // 2
     return range(first, max(first + 1, 3 * n_layers // 4))
@@ -126,9 +115,7 @@ BY_RATIO = PolicyCost()
 
 
 Bound = Literal["floor", "loading", "deadline", "asked"]
-"""What bounds the ratio: the smallest safe ratio, what loading hides, the deadline, or the caller's
-own ratio.
-"""
+"""What bounds the ratio: the smallest safe one, what loading hides, a deadline, the caller."""
 
 
 @dataclass(frozen=True)
@@ -190,9 +177,7 @@ def is_blended(prompt: Prompt, fetch: Fetch) -> bool:
 
 
 def is_exact(prompt: Prompt, fetch: Fetch) -> bool:
-    """Return whether a fetched segment attended to exactly the tokens before it here, so that its
-    KV equals full prefill's.
-    """
+    """Return whether a fetched segment attended to exactly the tokens before it here."""
     segment, before = prompt.segments[fetch.segment], prompt.segments[: fetch.segment]
     lo, start = prompt.spans[fetch.segment][0], segment.start
     if segment.kind == "prefix":
@@ -242,9 +227,7 @@ class LoadPlan:
 
     @property
     def chooses(self) -> bool:
-        """Whether the policy has tokens to choose: some that are read may be recomputed, and some
-        of them will be.
-        """
+        """Whether the policy chooses tokens to recompute among those that are read."""
         recomputes = self.ratio > 0 and self.cost.fixed_share != 0.0
         return recomputes and any(is_blended(self.prompt, fetch) for fetch in self.fetches)
 

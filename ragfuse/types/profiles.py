@@ -1,7 +1,4 @@
-"""The profile of a model: a versioned value that is saved as JSON and outlives the process.
-
-Nothing here measures, decides or writes.
-"""
+"""The profile of a model: a versioned value that is saved as JSON and outlives the process."""
 
 from __future__ import annotations
 
@@ -15,13 +12,9 @@ PROFILE_VERSION = 6
 """Version of ModelProfile; profiles of another version are ignored."""
 
 UNCALIBRATED = ("query", 0.10)
-"""Policy and ratio for a model that is not calibrated, over chunks that were encoded after filler
-text.
-"""
+"""Policy and ratio of a model without calibration, for chunks encoded after filler text."""
 UNCALIBRATED_DENSE = ("lexical", 0.10)
-"""The same for a model that computes attention itself, so that ragfuse does not see what its
-question attends to.
-"""
+"""The same for a model that computes attention itself, unseen by ragfuse."""
 
 
 @dataclass(frozen=True)
@@ -72,25 +65,19 @@ class ModelProfile:
 
     @property
     def choice(self) -> tuple[str, float] | None:
-        """Policy and ratio that calibration chose; None without calibration, or where it found
-        nothing safe.
-        """
+        """Policy and ratio that calibration chose; None if it did not run or found none safe."""
         if not self.safe or not self.policy or self.ratio is None:
             return None
         return self.policy, self.ratio
 
     @property
     def default_choice(self) -> tuple[str, float]:
-        """Policy and ratio of "auto" for chunks that were encoded after filler text:
-        calibration's, else a default.
-        """
+        """Policy and ratio of "auto": those of the calibration, else a default."""
         return self.choice or (UNCALIBRATED if self.mode == "rows" else UNCALIBRATED_DENSE)
 
     @property
     def probed(self) -> ModelProfile:
-        """The profile with only what the probe found, without verification, calibration and codec
-        statistics.
-        """
+        """The profile with only what the probe found."""
         return replace(self, policy="", ratio=None, verified=None, safe=None, codec=None)
 
     def calibrated(self, safe: bool, policy: str = "", ratio: float | None = None) -> ModelProfile:

@@ -1,6 +1,4 @@
-"""A prompt as segments of tokens. Each segment is fresh, or has keys under which its KV may be
-stored.
-"""
+"""A prompt as segments of tokens, fresh ones and those whose KV may be stored."""
 
 from __future__ import annotations
 
@@ -55,9 +53,7 @@ class Segment:
 
     @property
     def shift(self) -> int:
-        """Positions by which the keys of the stored run are rotated to stand at their place in the
-        prompt.
-        """
+        """Positions by which the keys of the stored run are rotated."""
         return self.origin if self.origin is not None else self.start - (self.rows or (0, 0))[0]
 
     @property

@@ -8,9 +8,7 @@ _UNITS = ("KB", "MB", "GB", "TB", "PB")
 
 
 def size_text(nbytes: float) -> str:
-    """Return a number of bytes with two digits or more and a decimal unit: "46 KB", "4.8 MB", "1.9
-    GB".
-    """
+    """Return a number of bytes with a decimal unit: "46 KB", "4.8 MB", "1.9 GB"."""
     value, unit = float(nbytes), "B"
     for larger in _UNITS:
         if value < 999.5:
@@ -20,9 +18,7 @@ def size_text(nbytes: float) -> str:
 
 
 def capacity_text(nbytes: int) -> str:
-    """Return a capacity as its setting is written: "20 GiB" for 20 << 30; one that is not round by
-    `size_text`.
-    """
+    """Return a capacity as its setting is written: "20 GiB"; else as `size_text` does."""
     if nbytes == UNLIMITED:
         return "no limit"
     for shift, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB")):

@@ -43,11 +43,8 @@ def whole_text(text: str, what: str = "") -> str:
 
 
 def whole_value(value: Any, what: str) -> Any:
-    """Return a value with all texts in it, keys too, as `whole_text` does.
-
-    Args:
-        value: Texts, numbers, lists, mappings and dataclasses.
-        what: How a warning names it.
+    """Return a value with all texts in it, keys too, as `whole_text` does; `what` names it in
+    warnings.
     """
     if isinstance(value, str):
         return whole_text(value, what)
@@ -62,8 +59,6 @@ def whole_value(value: Any, what: str) -> Any:
 
 
 def partial_match(text: str, words: Sequence[str]) -> int:
-    """Return how many characters at the end of a text could be the beginning of one of
-    these words.
-    """
+    """Return how many characters at the end of a text may begin one of these words."""
     sizes = range(min(len(text), max(map(len, words), default=0) - 1), 0, -1)
     return next((size for size in sizes if any(word.startswith(text[-size:]) for word in words)), 0)

@@ -32,7 +32,7 @@ from ragfuse.engine.request import Request
 from ragfuse.errors import InputError
 from ragfuse.hf.tokens import TextEncoder, control_tokens
 from ragfuse.settings import Settings
-from ragfuse.store.catalog import Catalog, CatalogFile
+from ragfuse.store.catalog import Catalog
 from ragfuse.text import Assembler
 from ragfuse.text.chat_messages import ChatMessage, Piece
 from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT as PLAIN_CALLS
@@ -335,7 +335,7 @@ def prompter(kind: Kind, template: str) -> PromptBuilder:
         model=model,
         encoder=SimpleNamespace(key=key_of, context=""),
         settings=Settings(min_chunk_tokens=1),
-        catalog=Catalog(CatalogFile(None)),
+        catalog=Catalog(None),
     )
     made = PromptBuilder(runtime)
     made.calls = replace(PLAIN_CALLS, native=True)  # results of tools are messages of their own

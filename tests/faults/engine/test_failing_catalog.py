@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from ragfuse import Engine, InputError, StoreError
-from ragfuse.store import CatalogFile
+from ragfuse.store import Catalog
 from tests.kits.sessions import QUESTIONS, talk
 from tests.kits.tiny import CHUNKS, chunk_hits, known_texts, messages
 
@@ -73,7 +73,7 @@ def test_turns_that_the_book_did_not_take_are_written_with_the_next_one(engine, 
     talk(engine, QUESTIONS[:1])
     with unwritable(engine.catalog.strict):
         talk(engine, QUESTIONS[1:2])
-    assert len(CatalogFile(tiny_settings.store).session(engine.digest, "one")[2]["turns"]) == 1
+    assert len(Catalog(tiny_settings.store).strict.session(engine.digest, "one")[2]["turns"]) == 1
     mended(engine)
     (last,) = talk(engine, QUESTIONS[2:3])
     assert last.trace.unsaved == ()
@@ -103,7 +103,7 @@ def test_what_a_locked_book_does_not_take_is_written_with_the_next_turn(
     assert "locked" in first.trace.unsaved[0]
     mended(engine)
     assert talk(engine, QUESTIONS[1:2])[0].trace.unsaved == ()
-    assert len(CatalogFile(tiny_settings.store).session(engine.digest, "one")[2]["turns"]) == 2
+    assert len(Catalog(tiny_settings.store).strict.session(engine.digest, "one")[2]["turns"]) == 2
 
 
 def test_chunks_that_were_met_while_the_book_fails_are_reused_in_this_process(engine, caplog):

@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 
 from ragfuse.plan.evict import lru
-from ragfuse.store import CatalogFile, DiskTier
+from ragfuse.store import Catalog, DiskTier
 from ragfuse.store.folder import make_root
 from ragfuse.store.objects import ObjectTier
 from tests.kits.store import encoded, key, kv
@@ -48,7 +48,7 @@ def behind_a_url(root):
 
 
 def a_book(root):
-    book = CatalogFile(root)
+    book = Catalog(root).strict
     book.put("name", {"a": 1})
     return book
 

@@ -8,7 +8,7 @@ import pytest
 
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
-from ragfuse.store import CatalogFile, DiskTier, KVStore
+from ragfuse.store import Catalog, DiskTier, KVStore
 from ragfuse.store.catalog import hidden, remember_tenant
 from ragfuse.types.keys import ChunkKey, filler_context
 from tests.kits.cli import refused
@@ -39,7 +39,7 @@ def filled(tmp_path):
     """Six entries of two tenants, one chunk of ours in two companies; the book knows most texts."""
     with (
         KVStore([DiskTier(tmp_path / "store", 10 * MB, lru)]) as store,
-        CatalogFile(tmp_path / "store") as book,
+        Catalog(tmp_path / "store").strict as book,
     ):
         for i, one in enumerate([*OURS, FILLER, *THEIRS]):
             store.put(one, kv(i), wait=True)
@@ -59,7 +59,7 @@ def left(path) -> set[ChunkKey]:
 
 
 def texts(path, model) -> list[str]:
-    with CatalogFile(path) as book:
+    with Catalog(path).strict as book:
         return [known.text for known in book.texts(model)]
 
 
@@ -88,7 +88,7 @@ def test_a_store_that_is_empty_or_not_there_says_so_and_is_not_made(run, told, t
 @pytest.fixture
 def shared(filled):
     """The store, with the others known by their salt as well."""
-    with CatalogFile(filled) as book:
+    with Catalog(filled).strict as book:
         remember_tenant(book, THEIRS[0].model, Settings(model="smol", salt="other"))
     return filled
 

@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ragfuse.errors import StoreError
-from ragfuse.store import CatalogFile
+from ragfuse.store import Catalog
 
 
 @pytest.fixture
 def book(tmp_path):
-    with CatalogFile(tmp_path) as book:
+    with Catalog(tmp_path).strict as book:
         yield book
 
 
@@ -58,7 +58,7 @@ def test_deleting_forgets_what_matches_all_that_is_given(book):
 
 
 def test_concurrent_writers_lose_nothing(book, tmp_path):
-    with CatalogFile(tmp_path) as other, ThreadPoolExecutor(4) as pool:
+    with Catalog(tmp_path).strict as other, ThreadPoolExecutor(4) as pool:
         list(
             pool.map(
                 lambda i: (book, other)[i % 2].add_texts("m", [(f"k{i}", "t", "s")]), range(60)

@@ -4,7 +4,6 @@ import pytest
 
 from ragfuse import Ask
 from ragfuse.engine.model_records import MachineTimings
-from ragfuse.store.catalog import Catalog
 from tests.kits.plan import timings
 from tests.kits.tiny import messages
 
@@ -12,7 +11,7 @@ from tests.kits.tiny import messages
 @pytest.fixture
 def known(engine):
     """Timings over an engine's store, asked before any were taken."""
-    known = MachineTimings(engine.settings.tiers, Catalog(engine.catalog.strict))
+    known = MachineTimings(engine.settings.tiers, engine.catalog)
     assert known.machine(engine.model) is None
     return known
 
@@ -21,7 +20,7 @@ def test_a_book_that_says_nothing_or_cannot_be_read_takes_no_timings_away(engine
     known.learn(taken := timings(engine, memory=0.0, disk=1e-9))
     engine.catalog.strict.put(known.name(taken.model, taken.device, taken.threads), {"version": 0})
     assert known.machine(engine.model) == taken
-    engine.catalog.strict._database.close()
+    engine.catalog._database._reader.close()
     assert known.machine(engine.model) == taken
     assert "book" in caplog.text
     assert "goes on without it" in caplog.text

@@ -201,7 +201,7 @@ class Owner:
     def close(self, timeout_s=None):
         print("closed", timeout_s)
 owner, other = Owner(), Owner()
-close_at_exit(owner, 1.5)
+close_at_exit(owner)
 close_at_exit(other)
 del other
 print("last line")
@@ -209,4 +209,4 @@ print("last line")
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert done.stdout.split("\n")[:-1] == ["last line", "closed 1.5"]
+    assert done.stdout.split("\n")[:-1] == ["last line", "closed 5.0"]
