@@ -21,8 +21,8 @@ from ragfuse.serve.service import Service
 
 
 def model_routes(service: Service) -> APIRouter:
-    """Return the routes /v1/models, /v1/ragfuse/model and /v1/ragfuse/tokens."""
-    routes = APIRouter(route_class=BodyRoute)
+    """Return the routes of the model and the embedder."""
+    routes, embedder = APIRouter(route_class=BodyRoute), service.embedder
 
     def told(name: str) -> dict[str, Any]:
         since = service.since
@@ -43,19 +43,41 @@ def model_routes(service: Service) -> APIRouter:
 
     @routes.get("/v1/ragfuse/model")
     async def card(request: Request) -> dict[str, Any]:
-        """Show what a client needs to know of the model: its window, whether it has a chat
-        template, its refusal.
-        """
+        """Show the window of the model, whether it has a chat template, and any refusal."""
         found = await service.lookup(request, lambda engine: asdict(engine.card))
         return {"object": "ragfuse.model", **found, "name": service.model}
 
     @routes.post("/v1/ragfuse/tokens")
     async def tokens(request: Request, body: TokensRequest) -> dict[str, Any]:
-        """Return the token ids of a text in the middle of a prompt, or of the whole prompt that
-        messages make.
-        """
+        """Return the token ids of a text, or of the prompt that messages make."""
         ids = await service.lookup(request, lambda engine: _tokens(engine, body))
         return {"object": "ragfuse.tokens", "tokens": ids}
+
+    @routes.post("/v1/embeddings")
+    async def embeddings(request: Request, body: EmbeddingRequest) -> dict[str, Any]:
+        """Return the vectors of texts. Waits in the request queue."""
+        if body.model not in (embedder.name, service.settings.embedder):
+            text = f"This server embeds with '{embedder.name}', not '{body.model:.80}'. Use it."
+            raise APIError(404, text, "model_not_found", "model")
+        texts = [body.input] if isinstance(body.input, str) else body.input
+        vectors, n_tokens = await service.work(
+            tenant_of(request), lambda _, check: _embed(embedder, texts, check)
+        )
+        is_packed = body.encoding_format == "base64"
+        data = [
+            {
+                "object": "embedding",
+                "index": at,
+                "embedding": (
+                    base64.b64encode(each.astype("<f4").tobytes()).decode()
+                    if is_packed
+                    else each.tolist()
+                ),
+            }
+            for at, each in enumerate(vectors)
+        ]
+        usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+        return {"object": "list", "model": embedder.name, "data": data, "usage": usage}
 
     return routes
 
@@ -93,46 +115,10 @@ class EmbeddingRequest(RequestBody):
     user: str | None = None
 
 
-def embedding_routes(service: Service) -> APIRouter:
-    """Return the route of embeddings."""
-    routes, embedder = APIRouter(route_class=BodyRoute), service.embedder
-
-    @routes.post("/v1/embeddings")
-    async def embeddings(request: Request, body: EmbeddingRequest) -> dict[str, Any]:
-        """Return the vectors of texts. Waits in the request queue."""
-        if body.model not in (embedder.name, service.settings.embedder):
-            text = (
-                f"This server embeds with '{embedder.name}', not '{body.model:.80}'. Ask for that"
-                " one."
-            )
-            raise APIError(404, text, "model_not_found", "model")
-        texts = [body.input] if isinstance(body.input, str) else body.input
-        vectors, n_tokens = await service.work(
-            tenant_of(request), lambda _, check: _embed(embedder, texts, check)
-        )
-        is_packed = body.encoding_format == "base64"
-        data = [
-            {
-                "object": "embedding",
-                "index": at,
-                "embedding": (
-                    base64.b64encode(each.astype("<f4").tobytes()).decode()
-                    if is_packed
-                    else each.tolist()
-                ),
-            }
-            for at, each in enumerate(vectors)
-        ]
-        usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
-        return {"object": "list", "model": embedder.name, "data": data, "usage": usage}
-
-    return routes
-
-
 def _embed(
     embedder: Embedder, texts: Sequence[str], check: Callable[[object], None]
 ) -> tuple[list[Any], int]:
-    """Return the vectors, and the number of tokens that were read."""
+    """Return the vectors and the number of tokens."""
     lengths, vectors = embedder.lengths(texts), list[Any]()
     if (longest := max(lengths)) > embedder.max_tokens:
         raise APIError(

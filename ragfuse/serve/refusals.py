@@ -44,9 +44,7 @@ DROP_ADVICE = (
 )
 """What to do about a prompt that is too long with its documents."""
 SESSION_ADVICE = "GET /v1/ragfuse/sessions lists them."
-"""What to do about a session that does not exist: a client has no command line on the server's
-machine.
-"""
+"""What to do about a session that does not exist."""
 SCHEMA_ADVICE = "Register it first: POST /v1/ragfuse/schemas."
 """What to do about a schema that is not registered."""
 
@@ -85,9 +83,7 @@ class APIError(Exception):
 
 
 def refusal(error: APIError) -> Response:
-    """Return the response that tells an error; of a body that was not read whole, the connection is
-    closed.
-    """
+    """Return the response of an error; the connection closes if the body was not read whole."""
     headers = {} if error.retry_s is None else {"retry-after": str(max(1, round(error.retry_s)))}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
@@ -102,9 +98,7 @@ def unusable(param: str, message: str) -> APIError:
 
 
 def api_error_of(error: BaseException) -> APIError:
-    """Convert an exception into an APIError; errors that the client did not cause are logged, not
-    disclosed.
-    """
+    """Convert an exception to an APIError; errors of the server are logged, not disclosed."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, RequestValidationError | ValidationError):
@@ -114,8 +108,7 @@ def api_error_of(error: BaseException) -> APIError:
     if isinstance(error, TimeoutError):
         return APIError(
             504,
-            "This request was not done in time. Send it again; what is stored is not computed"
-            " again.",
+            "The request timed out. Send it again; what is stored is not computed again.",
             "timeout",
             None,
             5,
@@ -149,7 +142,7 @@ def api_error_of(error: BaseException) -> APIError:
 
 
 def _invalid(errors: Sequence[Any]) -> APIError:
-    """Convert the first of pydantic's errors into an APIError; an unknown field comes first."""
+    """Convert pydantic's first error; unknown fields come first."""
     first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
     parts = (part for part in first["loc"] if part not in ("body", "query", "path"))
     # without alternatives of a type

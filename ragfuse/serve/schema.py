@@ -35,9 +35,7 @@ MAX_BIASES = 1024
 """Most tokens whose logits one request may bias."""
 
 FailFast = Field(fail_fast=True)
-"""For a list whose first bad item alone is reported: thousands of errors would take longer than the
-request.
-"""
+"""Report only the first bad item of a list: thousands of errors would take too long."""
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Id = Annotated[int, Field(ge=0, lt=2**31)]
@@ -52,7 +50,6 @@ def _document(given: Any) -> Any:
 
 
 def _parts(given: Any) -> Any:
-    """Return a content as the list of its parts."""
     return [{"type": "text", "text": given}] if isinstance(given, str) else given or []
 
 
@@ -70,15 +67,11 @@ INERT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "function_call": ("none", "auto"),
     }
 )
-"""Values that change nothing here, of fields that only other servers have; of all others these are
-null, false, 0, "" and empty lists and objects.
-"""
+"""Values without effect, by field of another server; of other unknown fields, falsy values."""
 
 
 class RequestBody(BaseModel):
-    """The base of request bodies. Wrong types, NaN and infinity are errors, and so are unknown
-    fields, unless their value has no effect or another engine decodes.
-    """
+    """The base of request bodies. Wrong types, NaN, infinity and unknown fields are errors."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -91,9 +84,7 @@ class RequestBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, given: Any) -> Any:
-        """Leave out what changes nothing, and all that is unknown where another engine decodes and
-        may know it.
-        """
+        """Leave out what changes nothing, and unknown fields if another engine decodes."""
         if not isinstance(given, dict):
             return given
         params = given.get("kv_transfer_params")
@@ -109,13 +100,13 @@ class RequestBody(BaseModel):
 
 
 class LooseBody(BaseModel):
-    """The base of objects that clients send back as they got them. Unknown fields are ignored."""
+    """The base of objects that clients send back. Unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
 
 class Document(RequestBody):
-    """A retrieved document. The model reads only `text`; `title` names its source for people."""
+    """A retrieved document. The model reads only `text`; `title` names its source."""
 
     text: str = Field(pattern=r"\S")
     title: str = Field(default="", max_length=MAX_TITLE_CHARS)
@@ -125,9 +116,7 @@ Documents = Annotated[
     list[Annotated[Document, BeforeValidator(_document, json_schema_input_type=str | Document)]],
     Field(max_length=1000, fail_fast=True),
 ]
-"""Retrieved documents, each an object or its text alone, which are placed before the question; the
-stored KV of earlier requests is reused for them.
-"""
+"""Retrieved documents, as objects or texts, placed before the question; their KV is reused."""
 
 
 class AnswerOptions(RequestBody):
@@ -141,15 +130,11 @@ class AnswerOptions(RequestBody):
     blend: bool = False
     """For prompts in PML: whether some tokens of modules are recomputed, as those of chunks are."""
     retrieved: Annotated[list[Document], FailFast] = Field(default=[], max_length=MAX_RETRIEVED)
-    """Retrieved documents that the prompt already contains, whole, cut or altered; there they are
-    found as chunks.
-    """
+    """Retrieved documents that the prompt already contains, whole, cut or altered."""
     max_time_s: float | None = Field(default=None, ge=0)
     """Seconds of generation, after which the answer ends unfinished."""
     model_sampling: bool = False
-    """Whether a sampled answer takes the top_k of the model's generation config where the request
-    gives none.
-    """
+    """Whether sampling uses the model's own top_k if the request gives none."""
     token_ids: bool = False
     """Whether each choice has the ids of its generated tokens, in a stream with its last event."""
     token_trace: bool = False
@@ -188,9 +173,7 @@ class RequestToolCall(LooseBody):
 
 
 class ContentPart(LooseBody):
-    """A part of a message's content: text, a document where its type is text-plain, or what the
-    assistant thought.
-    """
+    """A part of a message: text, a document (text-plain), or the assistant's reasoning."""
 
     type: Literal["text", "input_text", "output_text", "text-plain", "reasoning_text", "refusal"]
     text: str = ""
@@ -206,9 +189,7 @@ Parts = Annotated[
 
 
 class RequestMessage(LooseBody):
-    """One message. Unknown fields are ignored, as clients send back answers with fields of their
-    own.
-    """
+    """One message. Unknown fields are ignored, as clients send back whole answers."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Parts = []
@@ -274,24 +255,19 @@ class CompletionRequest(AnswerBody):
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     """Subtracted from a token's logit once for each time that the answer has that token."""
     repetition_penalty: float | None = Field(default=None, gt=0, le=100)
-    """Divides the logits above zero of tokens in prompt or answer, and multiplies those below zero.
-    """
+    """Divides positive logits of tokens in prompt or answer, multiplies negative ones."""
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASES)] | None = None
     """The number to add to a token's logit, by token id."""
     n: int | None = Field(default=1, ge=1, le=MAX_CHOICES)
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[Id], Field(max_length=64)] | None = None
-    """Ids of tokens that end an answer, as the model's own end tokens do; the answer does not
-    contain them.
-    """
+    """Ids of tokens that end an answer, which does not contain them."""
     min_tokens: int | None = Field(default=None, ge=0)
     """Fewest tokens of an answer before it may end."""
     session_id: str | None = Field(default=None, min_length=1, max_length=256)
     """The id of the conversation that this request continues."""
     kv_transfer_params: dict[str, Any] | None = Field(default=None, max_length=32)
-    """vLLM's field for disaggregated prefill; with do_remote_decode the KV is handed over instead
-    of decoded.
-    """
+    """vLLM's field for disaggregated prefill; do_remote_decode hands over the KV."""
     structured_outputs: StructuredOutputs | None = None
 
 
@@ -314,8 +290,7 @@ class ChatRequest(CompletionRequest):
         None
     )
     reasoning_effort: str | None = Field(default=None, max_length=64)
-    """A variable of the chat template, like `verbosity`; refused if the template does not read it.
-    """
+    """A variable of the chat template; refused if the template does not read it."""
     verbosity: str | None = Field(default=None, max_length=64)
     enable_thinking: bool | None = None
     """A variable of the chat template, which `chat_template_kwargs` may give as well."""
@@ -338,9 +313,7 @@ class SchemaRequest(RequestBody):
 
 
 class TokensRequest(RequestBody):
-    """The body of `/v1/ragfuse/tokens`: a text, or messages with the tools that their prompt
-    describes.
-    """
+    """The body of `/v1/ragfuse/tokens`: a text, or messages with their tools."""
 
     text: str | None = None
     special: bool = False
@@ -351,7 +324,6 @@ class TokensRequest(RequestBody):
 
 
 def _as_messages(given: Any) -> Any:
-    """Return an input as chat messages; what cannot be one is left for pydantic to refuse."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     return [_as_message(item) for item in given] if isinstance(given, list) else given
@@ -373,9 +345,7 @@ Input = Annotated[
     FailFast,
     BeforeValidator(_as_messages, json_schema_input_type=str | list[dict[str, Any]]),
 ]
-"""A text, or items: messages, calls of tools with their outputs, and what the model thought.
-Unknown fields are ignored, as clients send back earlier items whole.
-"""
+"""A text, or items: messages, tool calls with their outputs, the model's reasoning."""
 INPUT: TypeAdapter[list[RequestMessage]] = TypeAdapter(Input)
 """Reads items, and the messages that were made of them."""
 
@@ -384,9 +354,7 @@ class TextOptions(RequestBody):
     """The form of the answer."""
 
     format: dict[str, Any] | None = None
-    """{"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "name": ..., "schema":
-    {...}}.
-    """
+    """{"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "schema": {...}}."""
     verbosity: str | None = Field(default=None, max_length=64)
 
 
@@ -409,9 +377,7 @@ class ResponseRequest(AnswerBody):
     """Whether the response can be continued and fetched later."""
     max_output_tokens: int | None = Field(default=None, ge=-1)
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
-    """Functions, in the flat form of this API: {"type": "function", "name": ..., "parameters":
-    {...}}.
-    """
+    """Functions in flat form: {"type": "function", "name": ..., "parameters": {...}}."""
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -427,8 +393,8 @@ def chat_request_of(
 
     Args:
         body: The body of `/v1/responses`.
-        messages: The conversation: what the response continues, then its own input.
-        session: The session of the conversation; None where nothing is stored.
+        messages: The conversation so far and the input.
+        session: The session of the conversation; None if nothing is stored.
 
     Raises:
         APIError: A tool cannot be used (400).
@@ -462,7 +428,7 @@ def chat_request_of(
 
 
 def _joined(messages: Sequence[RequestMessage]) -> Iterator[RequestMessage]:
-    """Yield the messages; an assistant's thoughts, text and calls, each an item, become one."""
+    """Join the assistant's reasoning, text and calls, each an item, into one message."""
     for is_assistants, group in groupby(messages, lambda message: message.role == "assistant"):
         first, *others = group
         if not is_assistants:

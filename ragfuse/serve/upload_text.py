@@ -24,18 +24,18 @@ PDF = ".pdf"
 
 
 def text_of(data: bytes, suffix: str, most_chars: int) -> str:
-    """Return the text in an upload, as `ragfuse ingest` reads a file of this type.
+    """Return the text in an upload, as `ragfuse ingest` reads it.
 
     Args:
-        data: The content of the file; of a text, in UTF-8.
-        suffix: Its type, such as ".html"; one that is neither a PDF nor in `READERS` is plain text.
-        most_chars: Most characters of the result of a type that is not plain text.
+        data: The file; text in UTF-8.
+        suffix: Its type, such as ".html"; unknown ones are plain text.
+        most_chars: Most characters of the result, unless it is plain text.
 
     Raises:
-        InputError: It cannot be read, has more characters, or takes too long.
+        InputError: It cannot be read, is too long, or takes too long.
     """
     if suffix != PDF and suffix not in READERS:
-        return data.decode("utf-8", "surrogatepass")
+        return data.decode()
     what = f"The {suffix[1:]} document"
     command = [sys.executable, "-P", "-m", "ragfuse.serve.upload_text", suffix, str(most_chars)]
     try:
@@ -59,7 +59,7 @@ def read(data: bytes, suffix: str, most_chars: int) -> str:
 
         texts: Iterable[str] = (page.extract_text() for page in PdfReader(io.BytesIO(data)).pages)
     else:
-        texts = texts_in(data.decode("utf-8", "surrogatepass"), suffix)
+        texts = texts_in(data.decode(), suffix)
     text = "\n\n".join(texts)
     if len(text) > most_chars:
         raise InputError(f"it has more than {most_chars:,} characters when it is read")

@@ -25,8 +25,7 @@ SPEED_OVER_S = 600.0
 
 
 class LineProgress(Progress):
-    """A progress bar that prints one plain line every `LINE_EVERY_S` seconds where no bar can be
-    shown, and disappears when the work is done.
+    """A progress bar; without a terminal, a line every `LINE_EVERY_S` seconds.
 
     Args:
         console: Where it is shown. A quiet console shows nothing.
