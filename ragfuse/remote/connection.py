@@ -20,7 +20,7 @@ from ragfuse.errors import (
 from ragfuse.types.prompt import OVERLONG
 
 LOCAL = "http://127.0.0.1:8000/v1"
-"""The address that `ragfuse serve` has by default, for error messages."""
+"""The default address of `ragfuse serve`."""
 
 
 @dataclass(frozen=True)
@@ -85,17 +85,14 @@ except ImportError as error:
 
 Json = dict[str, Any]
 CONNECT_S = 10.0
-"""Seconds that a connection may take to open."""
 MAX_ERROR_CHARS = 500
-"""Characters of a server's own error message that are passed on."""
 BUSY = frozenset({429, 502, 503, 504})
-"""Statuses of a server that did nothing yet and may answer later."""
+"""Statuses of a server that did nothing and may answer later."""
 WAIT_S = 5.0
-"""Seconds before a busy server is asked again that does not say when."""
+"""Seconds before the next try without Retry-After."""
 MAX_WAIT_S = 60.0
-"""Most seconds between two tries, whatever Retry-After says."""
 NOT_FOUND = ("schema_not_found", "session_not_found")
-"""Codes of what a server may be asked for without having it."""
+"""Error codes for which `ask` returns None."""
 
 
 class Connection:

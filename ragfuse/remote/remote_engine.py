@@ -82,9 +82,8 @@ class RemoteSchemas:
 
 T = TypeVar("T")
 LOOK_S = 0.05
-"""Seconds between two looks whether a running answer is still wanted."""
+"""Seconds between two checks whether an answer is still wanted."""
 MAX_TOGETHER = 8
-"""Most prompts of a batch that are asked at the same time."""
 ENGINE_ALONE = ("ingest", "prefix", "forget", "digest", "settings")
 """What only an engine in this process has."""
 
@@ -135,7 +134,14 @@ class RemoteEngine(OneProcess):
             ServerError: There is no ragfuse server at the address, or it has another model.
         """
         if self._card is None:
-            self._card = self._read_card()
+            card = self._read_as(ModelCard, self._connection.ask("GET", "ragfuse/model"))
+            wanted = self.address.model
+            if wanted and Path(wanted).name != card.name:
+                raise ServerError(
+                    f"The server at {self.address.base_url} has the model '{card.name:.80}', wanted"
+                    f" '{wanted:.80}'. Leave out model=, or ask the server that has it."
+                )
+            self._card = card
         return self._card
 
     # questions
@@ -257,16 +263,6 @@ class RemoteEngine(OneProcess):
     def _token_ids(self, body: dict[str, Any]) -> list[int]:
         found = self._connection.ask("POST", "ragfuse/tokens", encoded(body)) or {}
         return self._read_as(list[int], found.get("tokens"))
-
-    def _read_card(self) -> ModelCard:
-        card = self._read_as(ModelCard, self._connection.ask("GET", "ragfuse/model"))
-        wanted = self.address.model
-        if wanted and Path(wanted).name != card.name:
-            raise ServerError(
-                f"The server at {self.address.base_url} has the model '{card.name:.80}', wanted"
-                f" '{wanted:.80}'. Leave out model=, or ask the server that has it."
-            )
-        return card
 
     def _read_as(self, kind: type[T], found: object) -> T:
         try:

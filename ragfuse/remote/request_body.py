@@ -1,6 +1,4 @@
-"""A question and its `Ask` as the body of a request to `ragfuse serve`. What the server cannot do
-is refused here.
-"""
+"""A question and its `Ask` as a request body; what a server cannot do is refused."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ CHAT, TEXT = "chat/completions", "completions"
 FIELDS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids")
 """Options of `generate` that a server takes under the same name."""
 OWN_FIELDS = ("policy", "ratio", "overflow", "deadline_s", "reuse", "blend")
-"""What of an `Ask` goes into the field `ragfuse` under its own name."""
+"""Fields of an `Ask` that are sent inside `ragfuse`."""
 LENGTHS = ("max_new_tokens", "min_new_tokens")
 HANDLED = frozenset({"do_sample", "logit_bias", "max_time", *LENGTHS, *SAMPLING, *FIELDS})
 

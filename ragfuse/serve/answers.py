@@ -43,13 +43,12 @@ log = logging.getLogger("ragfuse.serve")
 Json = dict[str, Any]
 FIELD = "kv_transfer_params"
 Renderer = CompletionEvents | ResponseEvents
-"""What writes the items of a run as events, and folds these into one response."""
+"""Turns a run's items into events, and these into one response."""
 NOT_PREDICTED = (
     "Times are not predicted: the server's machine was not measured with this model and its tiers."
 )
-"""What an explained plan says in place of times."""
 SLOW_S = 30.0
-"""Seconds that a client may take to read a stream, beyond the time that the answer may take."""
+"""Seconds for reading a stream beyond the answer's own time."""
 
 
 async def respond(

@@ -32,13 +32,12 @@ from ragfuse.text.splits import split_text
 from ragfuse.types.texts import whole_text
 
 MAX_LISTED = 100
-"""Most documents in a tenant's list."""
+"""Most documents of a tenant."""
 MAX_DOCUMENT_CHARS = 400_000
-"""Most characters of a document."""
 BATCH_PASSAGES = 4
-"""Passages that are encoded in one turn; between two turns other requests are answered."""
+"""Passages encoded in one turn of the queue."""
 BUSY_S = 2.0
-"""Seconds after which a turn is asked for again where the queue was full."""
+"""Seconds between two tries while the queue is full."""
 
 
 class TenantDocuments:
@@ -219,11 +218,9 @@ def _left(engine: Engine, name: str, texts: Collection[str]) -> list[str]:
 
 
 MAX_NAME = 240
-"""Most characters of a document's name, so that the numbered source of a passage is a title."""
+"""Longest name: numbered, it must fit into a title."""
 MAX_QUERY_CHARS = 8192
-"""Most characters of a search."""
 MAX_PASSAGES = 50
-"""Most passages that a search returns."""
 
 
 class DocumentRequest(RequestBody):

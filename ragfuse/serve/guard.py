@@ -1,6 +1,6 @@
 """Admission of requests: API key and tenant, host, body limits; metrics and a log line.
 
-The middleware works at the ASGI level, so that nothing of a refused request is read. A log line has
+The middleware works at the ASGI level, so that a refused request is not read. A log line has
 method, path, status, tenant and time; never a key, a question or a document.
 """
 
@@ -132,11 +132,10 @@ async def _body(request: Request, settings: Settings) -> bytes:
 
 
 PUBLIC = ("/health", "/", "/docs")
-"""Paths that need no key."""
 PAGE_FILES = "/page/"
-"""Where the paths of the web page's files begin, which need no key either: they hold no data."""
+"""Prefix of the page's files, which need no key."""
 QUIET = ("/health", "/metrics")
-"""Paths whose lines have the level DEBUG."""
+"""Paths that are logged at DEBUG."""
 
 
 class Guard:

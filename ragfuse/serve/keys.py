@@ -14,7 +14,6 @@ from ragfuse.store.tenants import tenant_name
 from ragfuse.types.keys import digest
 
 MIN_KEY_CHARS = 16
-"""Shortest API key allowed, in characters."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 

@@ -92,11 +92,9 @@ def _tokens(engine: Engine, body: TokensRequest) -> list[int]:
 
 
 BATCH_TEXTS = 32
-"""Texts embedded in one step; between two steps the request may be ended."""
+"""Texts embedded before the next check whether the request was stopped."""
 MAX_EMBEDDED = 2048
-"""Most texts of one request, as at OpenAI."""
 MAX_TEXT_CHARS = 65_536
-"""Most characters of one of them."""
 EmbeddedText = Annotated[str, Field(min_length=1, max_length=MAX_TEXT_CHARS)]
 
 
@@ -110,7 +108,7 @@ class EmbeddingRequest(RequestBody):
             list[EmbeddedText], Field(min_length=1, max_length=MAX_EMBEDDED, fail_fast=True)
         ]
     )
-    """The texts. Token ids are refused: they would be those of another model's tokenizer."""
+    """The texts. Token ids are refused, as the embedder has its own tokenizer."""
     encoding_format: Literal["float", "base64"] | None = "float"
     user: str | None = None
 

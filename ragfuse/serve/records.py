@@ -40,7 +40,6 @@ log = logging.getLogger("ragfuse.serve")
 
 RESPONSES_FILE = "responses.sqlite"
 MAX_RECORDS = 1024
-"""Most stored responses of a tenant."""
 MAX_RECORD_NBYTES = 32 << 20
 """Most bytes of a tenant's stored responses, as JSON."""
 _RESPONSES = """
@@ -168,9 +167,8 @@ class StoredDocument(BaseModel):
     error: str = ""
     passages: list[str] = []
     encoded: int = 0
-    """Passages that are done."""
     nbytes: int = 0
-    """Bytes of the KV that was encoded for it; what was stored before does not count."""
+    """Bytes of KV encoded for it, without what was already stored."""
     vectors: Any = Field(default_factory=list, exclude=True)
     """float32 [passages, dims]."""
     is_deleted: bool = Field(default=False, exclude=True)

@@ -1,6 +1,4 @@
-"""API errors in OpenAI's format. Messages say what was wanted, what was found, what to do; they
-hold no traceback.
-"""
+"""API errors in OpenAI's format, without tracebacks."""
 
 from __future__ import annotations
 
@@ -35,18 +33,15 @@ ERROR_TYPES = MappingProxyType(
 )
 """OpenAI's error types by status; other statuses below 500 are an "invalid_request_error"."""
 CODES = MappingProxyType({"extra_forbidden": "unknown_field", "missing": "missing"})
-"""Codes of pydantic's types of errors; others are "unusable"."""
+"""Codes by pydantic's error type; others are "unusable"."""
 UNREAD = (401, 408, 413, 415, 421)
-"""Statuses of errors that are told before a body was read whole."""
+"""Statuses of errors that are sent before the body is read."""
 DROP_ADVICE = (
     'Send fewer or shorter documents, or let the last ones be left out: "ragfuse": {"overflow":'
     ' "drop"}.'
 )
-"""What to do about a prompt that is too long with its documents."""
 SESSION_ADVICE = "GET /v1/ragfuse/sessions lists them."
-"""What to do about a session that does not exist."""
 SCHEMA_ADVICE = "Register it first: POST /v1/ragfuse/schemas."
-"""What to do about a schema that is not registered."""
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from itertools import count
 from ragfuse.serve.refusals import APIError
 
 RETRY_S = 5.0
-"""Seconds after which those who were refused should ask again."""
+"""Retry-After of refused requests."""
 STOPPING = "The server is stopping and takes no more requests. Retry later, or ask another server."
 
 

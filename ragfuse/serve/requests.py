@@ -1,6 +1,4 @@
-"""Convert request bodies into `AnswerRequest`s: questions with their documents as chunks, each with
-its `Ask`.
-"""
+"""Convert request bodies into `AnswerRequest`s, with documents as chunks."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ GRAMMARS: Mapping[str, Callable[[Any], Grammar]] = MappingProxyType(
         "grammar": Grammar.lark,
     }
 )
-"""What makes grammars, by their names in vLLM's `structured_outputs`."""
+"""Makers of grammars, by their names in vLLM's `structured_outputs`."""
 
 
 def chat_requests(body: ChatRequest) -> list[AnswerRequest]:

@@ -21,7 +21,7 @@ from ragfuse.serve.refusals import APIError
 from ragfuse.types.answer import Answer, Thought
 
 MAX_TRACED_TOKENS = 16_384
-"""Most tokens of a prompt that are shown; of a longer one, the first."""
+"""Most tokens of a prompt in its trace."""
 
 
 def token_fates(prepared: PreparedPrompt) -> tuple[Sequence[int], str]:
@@ -50,7 +50,7 @@ def token_trace(engine: Engine, ids: Sequence[int], fates: str) -> dict[str, Any
 
 
 ZERO_LOGPROB = -9999.0
-"""The log probability that OpenAI's API gives for a probability of zero."""
+"""OpenAI's log probability of a probability of zero."""
 
 DecodeToken = Callable[[int], str]
 

@@ -25,14 +25,11 @@ from ragfuse.serve.refusals import unusable
 from ragfuse.types.prompt import MAX_RETRIEVED, MAX_TITLE_CHARS
 
 MAX_STOP_CHARS = 256
-"""Most characters of a stop string."""
 MAX_CHOICES = 8
-"""Most answers to one prompt."""
 SEED_LIMIT = 2**63
 """Seeds are from -SEED_LIMIT to SEED_LIMIT - 1."""
 
 MAX_BIASES = 1024
-"""Most tokens whose logits one request may bias."""
 
 FailFast = Field(fail_fast=True)
 """Report only the first bad item of a list: thousands of errors would take too long."""
@@ -185,7 +182,6 @@ Parts = Annotated[
     FailFast,
     BeforeValidator(_parts, json_schema_input_type=str | list[ContentPart] | None),
 ]
-"""A content: a text, or its parts."""
 
 
 class RequestMessage(LooseBody):
@@ -194,9 +190,9 @@ class RequestMessage(LooseBody):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Parts = []
     name: Annotated[str, Field(pattern=r"^[^\s<|\\/>\[\]]+$", max_length=64)] | None = None
-    """The name of a tool or of a speaker, for chat templates that write it."""
+    """The name of a tool or speaker, for chat templates that write it."""
     reasoning_content: str | None = None
-    """The assistant's reasoning before its answer, for chat templates that write it."""
+    """The assistant's reasoning, for chat templates that write it."""
     reasoning: str | None = None
     """The same under the name that some servers use."""
     tool_calls: Annotated[list[RequestToolCall], FailFast] | None = None
@@ -265,7 +261,7 @@ class CompletionRequest(AnswerBody):
     min_tokens: int | None = Field(default=None, ge=0)
     """Fewest tokens of an answer before it may end."""
     session_id: str | None = Field(default=None, min_length=1, max_length=256)
-    """The id of the conversation that this request continues."""
+    """The conversation that this request continues."""
     kv_transfer_params: dict[str, Any] | None = Field(default=None, max_length=32)
     """vLLM's field for disaggregated prefill; do_remote_decode hands over the KV."""
     structured_outputs: StructuredOutputs | None = None
@@ -302,7 +298,7 @@ class TextRequest(CompletionRequest):
     """The body of `/v1/completions`: a request to continue one text, or each of several."""
 
     prompt: str | Several[str] | Ids | Several[Ids]
-    """One text or several, or the token ids of one or several."""
+    """Texts, or token ids."""
     logprobs: int | None = Field(default=None, ge=0, le=20)
 
 
@@ -347,7 +343,6 @@ Input = Annotated[
 ]
 """A text, or items: messages, tool calls with their outputs, the model's reasoning."""
 INPUT: TypeAdapter[list[RequestMessage]] = TypeAdapter(Input)
-"""Reads items, and the messages that were made of them."""
 
 
 class TextOptions(RequestBody):
@@ -372,7 +367,6 @@ class ResponseRequest(AnswerBody):
     instructions: str | None = None
     """A system message before the input. Those of an earlier response are not carried over."""
     previous_response_id: str | None = Field(default=None, min_length=1, max_length=128)
-    """The stored response that this request continues."""
     store: bool | None = True
     """Whether the response can be continued and fetched later."""
     max_output_tokens: int | None = Field(default=None, ge=-1)

@@ -145,15 +145,14 @@ async def _error_response(request: Request, error: Exception) -> Response:
 
 
 BACKLOG = 2048
-"""Connections that may wait to be accepted."""
 SWITCH_S = 0.0001
 """Python's thread switch interval in seconds, short so that health checks do not wait."""
 TOKENIZER_WARMUP_WORDS = 8192
-"""Words of a text that is long enough for the tokenizer to start its own threads."""
+"""Enough words for the tokenizer to start its threads."""
 AFTER_S = 5
-"""Seconds that connections may take to close once all answers have ended."""
+"""Seconds for connections to close after all answers have ended."""
 POLL_S = 0.1
-"""Seconds between two looks whether a server that stops was told to hurry."""
+"""Seconds between two checks for a second signal."""
 
 
 class Server(uvicorn.Server):

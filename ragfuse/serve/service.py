@@ -38,7 +38,7 @@ log = logging.getLogger("ragfuse.serve")
 
 T = TypeVar("T")
 ANSWER_NICE, WORKER_NICE = 5, 10
-"""`nice` values of threads that generate answers, and of all other worker threads."""
+"""`nice` of threads that generate answers, and of other workers."""
 
 
 class Threads:
@@ -136,7 +136,7 @@ def _excess(n: int, limit: int) -> int:
 
 
 UPKEEP_S = 5.0
-"""Seconds between two checks of the tenants' quotas."""
+"""Seconds between two checks of quotas."""
 
 
 class Service:

@@ -1,9 +1,7 @@
-"""The text of an upload, read in a process of its own: a file from a stranger may take all time and
-memory.
+"""The text of an upload, read in its own process with limits of time and memory.
 
-PDFs are read by pypdf, other types as `ragfuse.text.file_texts` reads them. `python -m
-ragfuse.serve.upload_text SUFFIX CHARS` is that process: the file on its standard input, its text on
-its standard output, or on its standard error why it cannot be read.
+`python -m ragfuse.serve.upload_text SUFFIX CHARS` is that process: it reads the file from standard
+input, and writes its text to standard output or the reason of a failure to standard error.
 """
 
 from __future__ import annotations
@@ -12,14 +10,14 @@ import io
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 
 from ragfuse.errors import InputError
 from ragfuse.text.file_texts import READERS, texts_in
 
 TIMEOUT_S = 60
-"""Seconds that reading an upload may take."""
 MEMORY_NBYTES = 1 << 30
-"""Bytes of address space of the process that reads it."""
+"""Address space of the process that reads an upload."""
 PDF = ".pdf"
 
 
@@ -66,17 +64,11 @@ def read(data: bytes, suffix: str, most_chars: int) -> str:
     return text
 
 
-def _limit_memory() -> None:
-    try:
+if __name__ == "__main__":
+    with suppress(ImportError, ValueError, OSError):  # a system without this limit
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_NBYTES, MEMORY_NBYTES))
-    except (ImportError, ValueError, OSError):
-        return  # this system has no such limit; the time is limited anyway
-
-
-if __name__ == "__main__":
-    _limit_memory()
     try:
         found = read(sys.stdin.buffer.read(), sys.argv[1], int(sys.argv[2]))
     except Exception as error:

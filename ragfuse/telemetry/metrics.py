@@ -131,9 +131,7 @@ def _lookups(trace: Trace, fallback: str) -> Iterator[str]:
 
 
 Registry = Any
-"""A `CollectorRegistry` of prometheus_client."""
 Values = Mapping[str, float]
-"""Values by their label."""
 
 
 class MeteredEngine(Protocol):

@@ -1,9 +1,7 @@
 """OpenTelemetry spans of an answer: plan, load, fuse and decode under one `ragfuse.answer`.
 
-Only opentelemetry-api is used, and only if it is installed; without an SDK nothing is recorded, at
-almost no cost. Attributes have the names of the semantic conventions for generative AI where these
-have one. They never contain text of a question, document or answer. Counts over many answers are in
-`metrics.py`.
+Without opentelemetry-api and an SDK nothing is recorded, at almost no cost. Attributes follow the
+semantic conventions for generative AI, and never contain text of questions, documents or answers.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from rich.progress import (
 from ragfuse.types.sizes import duration_text
 
 LINE_EVERY_S = 10.0
-"""Seconds between two lines where the output is no terminal."""
+"""Seconds between two lines without a terminal."""
 SPEED_OVER_S = 600.0
-"""Seconds of the latest work by which the time left is estimated."""
+"""Seconds of work by which the time left is estimated."""
 
 
 class LineProgress(Progress):
