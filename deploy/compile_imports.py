@@ -16,7 +16,7 @@ MODULES = (
     "ragfuse.cli.engine",
     "ragfuse.demo.run",
     "ragfuse.serve.run",
-    "ragfuse.serve.app",
+    "ragfuse.serve.server",
     "langchain_ragfuse",
     "langchain_community.vectorstores.faiss",
     "langchain_classic.chains",

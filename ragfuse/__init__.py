@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ragfuse.errors import InputError, ModelError, RagFuseError, SettingsError, StoreError
     from ragfuse.schemas.pml_template import PMLTemplate
     from ragfuse.settings import Settings
-    from ragfuse.telemetry.prometheus import metrics
+    from ragfuse.telemetry.metrics import metrics
     from ragfuse.text import Piece, RetrievalRuns
     from ragfuse.text.chat_messages import ChatMessage
     from ragfuse.types.answer import Answer, Ingested, ToolCall, Trace
@@ -62,7 +62,7 @@ __getattr__, __dir__, _ = lazy_loader.attach(
         ],
         "schemas.pml_template": ["PMLTemplate"],
         "settings": ["Settings"],
-        "telemetry.prometheus": ["metrics"],
+        "telemetry.metrics": ["metrics"],
         "text": ["Piece", "RetrievalRuns"],
         "text.chat_messages": ["ChatMessage"],
         "types.answer": ["Answer", "Ingested", "ToolCall", "Trace"],

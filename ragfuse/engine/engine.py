@@ -48,7 +48,7 @@ from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.store.deletion import chunk_of, forget_chunks
 from ragfuse.store.radix import holds
-from ragfuse.telemetry.counters import AnswerCounters
+from ragfuse.telemetry.metrics import AnswerCounters
 from ragfuse.telemetry.otel import counted
 from ragfuse.text.chat_messages import Content
 from ragfuse.types.answer import Answer, Ingested, ModelCard

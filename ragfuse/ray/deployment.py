@@ -19,10 +19,10 @@ from starlette.responses import Response, StreamingResponse
 
 from ragfuse.ray.chunk_router import routed_chunks
 from ragfuse.ray.request_router import ROUTED
-from ragfuse.serve.app import make_app
 from ragfuse.serve.keys import Keys
 from ragfuse.serve.refusals import APIError, refusal
 from ragfuse.serve.request_queue import RETRY_S
+from ragfuse.serve.server import make_app
 from ragfuse.serve.service import Service
 from ragfuse.settings import Settings
 
@@ -155,6 +155,6 @@ class EngineReplica:
         """Save what is pending; Ray Serve calls it when the replica stops."""
         service = getattr(self, "_service", None)
         if service is not None:
-            service.stop()
+            service.queue.stop()
             service.cancel()
             service.close()

@@ -1,6 +1,4 @@
-"""A client of `ragfuse serve` that answers prompts as an `Engine` in this process does, without a
-model or torch.
-"""
+"""A client of `ragfuse serve` with the interface of an `Engine`, without model or torch."""
 
 from ragfuse.errors import BusyError, ServerError
 from ragfuse.remote.remote_engine import RemoteEngine

@@ -20,22 +20,22 @@ from ragfuse.errors import (
 from ragfuse.types.prompt import OVERLONG
 
 LOCAL = "http://127.0.0.1:8000/v1"
-"""The address that `ragfuse serve` has by default, for error messages."""
+"""The default address of `ragfuse serve`."""
 
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """The address of a server, with the key and the model that it is asked for.
+    """The address of a server, with API key and model.
 
     Args:
         base_url: The address that `ragfuse serve` prints, with or without `/v1`.
-        api_key: The API key; "" where the server needs none. It is never printed.
+        api_key: The API key; "" for none. It is never printed.
         model: Name of the model; "": whichever the server has.
-        max_retries: How often a request is sent again that found no server or a busy one.
+        max_retries: Retries if the server is not found or busy.
         timeout_s: Seconds that the server may be silent.
 
     Raises:
-        SettingsError: The address is no HTTP address, or the key none that HTTP takes.
+        SettingsError: The address is no HTTP address, or the key cannot be sent.
     """
 
     base_url: str
@@ -85,25 +85,18 @@ except ImportError as error:
 
 Json = dict[str, Any]
 CONNECT_S = 10.0
-"""Seconds that a connection may take to open."""
 MAX_ERROR_CHARS = 500
-"""Characters of a server's own error message that are passed on."""
 BUSY = frozenset({429, 502, 503, 504})
-"""Statuses of a server that did nothing yet and may answer later."""
+"""Statuses of a server that did nothing and may answer later."""
 WAIT_S = 5.0
-"""Seconds before a busy server is asked again that does not say when."""
+"""Seconds before the next try without Retry-After."""
 MAX_WAIT_S = 60.0
-"""Most seconds between two tries, whatever Retry-After says."""
 NOT_FOUND = ("schema_not_found", "session_not_found")
-"""Codes of what a server may be asked for without having it."""
+"""Error codes for which `ask` returns None."""
 
 
 class Connection:
-    """Sends requests to one server. Thread-safe.
-
-    Args:
-        address: The server.
-    """
+    """Sends requests to one server. Thread-safe."""
 
     def __init__(self, address: ServerAddress) -> None:
         self._address = address
@@ -128,12 +121,11 @@ class Connection:
         }
 
     def ask(self, method: str, path: str, body: bytes = b"") -> Json | None:
-        """Return the JSON that a route answers; None for a schema or session that the server does
-        not have.
+        """Return a route's JSON; None for a schema or session that does not exist.
 
         Raises:
             InputError: The server refuses the request.
-            BusyError: It is busy, after all tries.
+            BusyError: It is busy, after all retries.
             ServerError: It cannot be reached, or breaks off.
         """
 
@@ -152,7 +144,7 @@ class Connection:
 
     @asynccontextmanager
     async def events(self, path: str, body: bytes) -> AsyncIterator[AsyncIterator[Json]]:
-        """Yield the events of a streamed answer as JSON; errors are those of `ask`."""
+        """Yield the events of a streamed answer as JSON; raises as `ask`."""
         with self._one_sentence():
             async with httpx.AsyncClient(**self._options) as client:
 
@@ -174,7 +166,7 @@ class Connection:
                 yield event
 
     def _error(self, response: httpx.Response, found: Json) -> RagFuseError:
-        """Return the error that a response, or an event of it, tells."""
+        """Return the error that a response or event describes."""
         status, told, url = response.status_code, _told(found), self._address.base_url
         message = str(told.get("message") or f"HTTP status {status}")[:MAX_ERROR_CHARS]
         kind, code = told.get("type"), told.get("code")
@@ -195,7 +187,7 @@ class Connection:
 
     @contextmanager
     def _one_sentence(self) -> Iterator[None]:
-        """Raise one ServerError for whatever keeps a request from being answered."""
+        """Raise one ServerError for whatever breaks the connection."""
         try:
             yield
         except httpx.HTTPError as error:
@@ -207,16 +199,14 @@ class Connection:
 
 
 def _wait_s(state: RetryCallState) -> float:
-    """Return the seconds before the next try: as a busy server says, else half a second, doubled
-    each time.
-    """
+    """Return the seconds before the next try: what a busy server says, else a growing delay."""
     error = state.outcome.exception() if state.outcome is not None else None
     wait_s = error.wait_s if isinstance(error, BusyError) else 0.25 * 2**state.attempt_number
     return min(MAX_WAIT_S, wait_s)
 
 
 def _json(raw: bytes | str) -> Json:
-    """Return the JSON object of a text; {} where it is none."""
+    """Return the JSON object of a text; {} if it is none."""
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError):
@@ -225,6 +215,5 @@ def _json(raw: bytes | str) -> Json:
 
 
 def _told(found: Json) -> Json:
-    """Return an error in OpenAI's form; {} where there is none."""
     error = found.get("error")
     return error if isinstance(error, dict) else {}

@@ -32,61 +32,10 @@ if TYPE_CHECKING:
 
 
 Answerer: TypeAlias = "Engine | RemoteEngine"
-"""What answers prompts and reuses the KV of their chunks; both have the same methods, which
-`Engine` documents.
-"""
+"""An engine in this process, or a client of a server; both have the same methods."""
 
 
 TRACE = TypeAdapter(Trace)
-
-
-class AnswerReader:
-    """Joins the events of one answer, and checks what is in them."""
-
-    def __init__(self) -> None:
-        self._texts, self._thoughts = list[str](), list[str]()
-        self._calls: tuple[ToolCall, ...] = ()
-        self._last: dict[str, Any] = {}
-
-    def read(self, event: dict[str, Any]) -> Piece | None:
-        """Return the piece of text or reasoning in an event, if there is one; raise ServerError for
-        anything that is no answer.
-        """
-        try:
-            (choice,) = event["choices"]
-            delta = choice.get("delta", {})
-            self._calls += tuple(map(ToolCall.from_openai, delta.get("tool_calls", ())))
-            if choice["finish_reason"] is not None:
-                self._last = {**choice, "trace": TRACE.validate_python(event["ragfuse"])}
-            if thought := delta.get("reasoning_content"):
-                self._thoughts.append("" + thought)
-                return Thought(thought)
-            text = delta.get("content") or choice.get("text") or ""
-            self._texts.append("" + text)
-        except (ValueError, LookupError, TypeError, AttributeError, InputError) as error:
-            raise _wrong(repr(error)) from None
-        return text or None
-
-    @property
-    def answer(self) -> Answer:
-        """The whole answer; raises ServerError where the events had no end."""
-        if not self._last:
-            raise _wrong("it broke off before finish_reason and trace")
-        return Answer(
-            "".join(self._texts),
-            tuple(self._last["token_ids"]),
-            self._last["finish_reason"],
-            self._last["trace"],
-            self._calls,
-            "".join(self._thoughts),
-        )
-
-
-def _wrong(found: str) -> ServerError:
-    return ServerError(
-        f"The server's answer cannot be read: {found:.300}. Check base_url=, that client and server"
-        " have one version, and the server's log."
-    )
 
 
 Progress = Callable[[Ingested], None]
@@ -102,11 +51,7 @@ class RemoteSchema:
 
 
 class RemoteSchemas:
-    """Registers schemas at a server.
-
-    Args:
-        connection: The connection to it.
-    """
+    """The schemas of a server, for prompts in PML."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -117,7 +62,7 @@ class RemoteSchemas:
         return found is not None and parse_schema(found["pml"]) == schema
 
     def ensure(self, schema: Schema, progress: Progress | None = None) -> RemoteSchema | None:
-        """Register a schema unless the server has it already; None where it does."""
+        """Register a schema unless the server has it; None if it does."""
         return None if self.has(schema) else self.register(schema, progress)
 
     def register(self, schema: Schema, progress: Progress | None = None) -> RemoteSchema:
@@ -136,28 +81,24 @@ class RemoteSchemas:
 
 T = TypeVar("T")
 LOOK_S = 0.05
-"""Seconds between two looks whether a running answer is still wanted."""
+"""Seconds between two checks whether an answer is still wanted."""
 MAX_TOGETHER = 8
-"""Most prompts of a batch that are asked at the same time."""
 ENGINE_ALONE = ("ingest", "prefix", "forget", "digest", "settings")
-"""What an `Engine` has and no server does for its clients: chunks that are encoded ahead, and its
-store.
-"""
+"""What only an engine in this process has."""
 
 
 @checks_arguments
 class RemoteEngine(OneProcess):
-    """A client of `ragfuse serve` with the interface of an `Engine` (`Answerer`). Thread-safe; it
-    opens no store.
+    """A client of `ragfuse serve` with the interface of an `Engine`. Thread-safe.
 
-    Documents keep their boundaries: marked chunks become documents of the request, and retrieved
-    ones (`Ask.documents`) are found in the prompt by the server, as an engine finds them.
+    Marked chunks become documents of the request. The server finds retrieved documents
+    (`Ask.documents`) in the prompt.
 
     Args:
         base_url: The address that `ragfuse serve` prints.
-        api_key: The API key; "": none.
+        api_key: The API key; "" for none.
         model: Name of the model that the server must have; "": whichever it has.
-        max_retries: How often a request is sent again that found no server or a busy one.
+        max_retries: Retries if the server is not found or busy.
         timeout_s: Seconds that the server may be silent.
     """
 
@@ -181,20 +122,25 @@ class RemoteEngine(OneProcess):
 
     @property
     def name(self) -> str:
-        """The model's name as far as it is known without asking the server: "" before the first
-        question.
-        """
+        """The model's name; "" if not known before the first question."""
         return self.address.model or (self._card.name if self._card is not None else "")
 
     @property
     def card(self) -> ModelCard:
-        """The model's name, window and limits, as the server says; asked once.
+        """The model's name, window and limits, asked once.
 
         Raises:
             ServerError: There is no ragfuse server at the address, or it has another model.
         """
         if self._card is None:
-            self._card = self._read_card()
+            card = self._read_as(ModelCard, self._connection.ask("GET", "ragfuse/model"))
+            wanted = self.address.model
+            if wanted and Path(wanted).name != card.name:
+                raise ServerError(
+                    f"The server at {self.address.base_url} has the model '{card.name:.80}', wanted"
+                    f" '{wanted:.80}'. Leave out model=, or ask the server that has it."
+                )
+            self._card = card
         return self._card
 
     # questions
@@ -205,9 +151,7 @@ class RemoteEngine(OneProcess):
             return stream.answer
 
     def stream(self, prompt: Question, ask: Ask | None = None) -> AnswerStream:
-        """Return an iterator over the answer's text as it comes; as `Engine.stream`. Closing it
-        ends the generation.
-        """
+        """Return an iterator over the answer as it comes; closing it ends the generation."""
         return AnswerStream(partial(self._say, *request_of(prompt, ask or Ask())))
 
     def batch(
@@ -216,9 +160,7 @@ class RemoteEngine(OneProcess):
         ask: Ask | None = None,
         cancelled: threading.Event | None = None,
     ) -> list[Answer]:
-        """Return the answers to several prompts, asked together; the first failure ends the others
-        and is raised.
-        """
+        """Return the answers to prompts that are asked together; the first failure is raised."""
         bodies = [request_of(prompt, ask or Ask()) for prompt in prompts_of(prompts)]
         if not bodies:
             return []
@@ -230,7 +172,7 @@ class RemoteEngine(OneProcess):
             return answers_of([pool.submit(copy_context().run, call) for call in calls], stop)
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
-        """Return the ids of a text in the middle of a prompt, by the server's tokenizer."""
+        """Return the server's token ids of a text in the middle of a prompt."""
         return self._token_ids({"text": text, "special": special}) if text else []
 
     def count_tokens(self, prompt: Question, tools: Sequence[Mapping[str, Any]] = ()) -> int:
@@ -239,24 +181,20 @@ class RemoteEngine(OneProcess):
         return len(self._token_ids(body))
 
     def delete_session(self, name: str) -> int:
-        """Delete a conversation that the server keeps, and return the bytes that came free; 0 where
-        there is none.
-        """
+        """Delete a conversation at the server; return the bytes freed."""
         found = self._connection.ask("DELETE", f"ragfuse/sessions/{quote(name, safe='')}")
         return 0 if found is None else int(found["nbytes"])
 
     # documents: hints that a server needs not
 
     def know(self, texts: Iterable[tuple[str, str]]) -> None:
-        """Do nothing: retrieved documents come with each question, by which the server recognises
-        them.
-        """
+        """Do nothing: documents are sent with each question."""
 
     def prefetch(self, texts: Iterable[str]) -> None:
-        """Do nothing: the server brings a question's KV to memory while it waits for its turn."""
+        """Do nothing: the server prefetches for requests that wait."""
 
     def __getattr__(self, name: str) -> Any:
-        """Raise InputError for what only an engine on the server's store does."""
+        """Raise InputError for what only a local engine does."""
         if name not in ENGINE_ALONE:
             raise AttributeError(name)
         raise InputError(
@@ -270,9 +208,7 @@ class RemoteEngine(OneProcess):
     def _say(
         self, path: str, body: dict[str, Any], say: Callable[[Piece], None], stop: threading.Event
     ) -> Answer:
-        """Ask, pass each piece to `say`, and return the answer; an event loop of this thread's own
-        does the reading.
-        """
+        """Ask in an event loop of this thread, pass pieces to `say`, and return the answer."""
         try:
             # the card raises for what is no ragfuse server
             raw = encoded({**body, "model": self.card.name})
@@ -300,26 +236,32 @@ class RemoteEngine(OneProcess):
         return asking.result()
 
     async def _read(self, path: str, body: bytes, say: Callable[[Piece], None]) -> Answer:
-        reader = AnswerReader()
+        text, thoughts, calls, end = "", "", list[ToolCall](), None
         async with self._connection.events(path, body) as events:
             async for event in events:
-                if piece := reader.read(event):
-                    say(piece)
-        return reader.answer
+                try:
+                    (choice,) = event["choices"]
+                    delta = choice.get("delta", {})
+                    calls += map(ToolCall.from_openai, delta.get("tool_calls", ()))
+                    thought = "" + (delta.get("reasoning_content") or "")
+                    said = "" + (delta.get("content") or choice.get("text") or "")
+                    if (reason := choice["finish_reason"]) is not None:
+                        trace = TRACE.validate_python(event["ragfuse"])
+                        end = tuple(choice["token_ids"]), reason, trace
+                except (ValueError, LookupError, TypeError, AttributeError, InputError) as error:
+                    raise _unreadable(repr(error)) from None
+                text, thoughts = text + said, thoughts + thought
+                if thought:
+                    say(Thought(thought))
+                if said:
+                    say(said)
+        if end is None:
+            raise _unreadable("it broke off before finish_reason and trace")
+        return Answer(text, *end, tuple(calls), thoughts)
 
     def _token_ids(self, body: dict[str, Any]) -> list[int]:
         found = self._connection.ask("POST", "ragfuse/tokens", encoded(body)) or {}
         return self._read_as(list[int], found.get("tokens"))
-
-    def _read_card(self) -> ModelCard:
-        card = self._read_as(ModelCard, self._connection.ask("GET", "ragfuse/model"))
-        wanted = self.address.model
-        if wanted and Path(wanted).name != card.name:
-            raise ServerError(
-                f"The server at {self.address.base_url} has the model '{card.name:.80}', wanted"
-                f" '{wanted:.80}'. Leave out model=, or ask the server that has it."
-            )
-        return card
 
     def _read_as(self, kind: type[T], found: object) -> T:
         try:
@@ -330,3 +272,10 @@ class RemoteEngine(OneProcess):
                 f" found {found!r:.60}. Wanted the address that `ragfuse serve` prints, such as"
                 f" {LOCAL}."
             ) from None
+
+
+def _unreadable(found: str) -> ServerError:
+    return ServerError(
+        f"The server's answer cannot be read: {found:.300}. Check base_url=, that client and server"
+        " have one version, and the server's log."
+    )

@@ -1,12 +1,8 @@
-"""A question and its `Ask` as the body of a request to `ragfuse serve`. What the server cannot do
-is refused here.
-"""
+"""A question and its `Ask` as a request body; what a server cannot do is refused."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from ragfuse.engine.ask import SAMPLING, Ask, Question, is_ids, messages_of
@@ -20,29 +16,20 @@ from ragfuse.types.texts import whole_text
 
 Json = dict[str, Any]
 CHAT, TEXT = "chat/completions", "completions"
-FIELDS: Mapping[str, str] = MappingProxyType(
-    {
-        "presence_penalty": "presence_penalty",
-        "frequency_penalty": "frequency_penalty",
-        "repetition_penalty": "repetition_penalty",
-        "stop_token_ids": "stop_token_ids",
-        "min_new_tokens": "min_tokens",
-        "max_new_tokens": "max_tokens",
-    }
-)
-"""Options of `generate` that a server takes, with its names for them."""
+FIELDS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids")
+"""Options of `generate` that a server takes under the same name."""
 OWN_FIELDS = ("policy", "ratio", "deadline_s", "reuse", "blend")
-"""What of an `Ask` goes into the field `ragfuse` under its own name."""
-HANDLED = frozenset({"do_sample", "logit_bias", "max_time", *SAMPLING, *FIELDS})
+"""Fields of an `Ask` that are sent inside `ragfuse`."""
+LENGTHS = ("max_new_tokens", "min_new_tokens")
+HANDLED = frozenset({"do_sample", "logit_bias", "max_time", *LENGTHS, *SAMPLING, *FIELDS})
 
 
 def request_of(question: Question, ask: Ask) -> tuple[str, Json]:
-    """Return the route of a question and the body of its request, which asks for a stream; the
-    model is left out.
+    """Return the route and the body of a streaming request, without the model.
 
     Args:
         question: A text, messages, token ids or a prompt in PML.
-        ask: How it is to be answered.
+        ask: How to answer it.
 
     Raises:
         InputError: The question or an option cannot be sent to a server.
@@ -59,9 +46,7 @@ def prompt_for(question: Question) -> Json:
 
 
 def encoded(body: Json) -> bytes:
-    """Return a body as UTF-8 JSON, without lone surrogates; raise InputError for values that JSON
-    does not have.
-    """
+    """Return a body as UTF-8 JSON; InputError for values that JSON does not have."""
     try:
         return whole_text(json.dumps(body, ensure_ascii=False, allow_nan=False)).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -72,7 +57,7 @@ def encoded(body: Json) -> bytes:
 
 
 def _asked(question: Question, ask: Ask) -> tuple[str, Json]:
-    """Return the route, and the fields that depend on what kind of question it is."""
+    """Return the route, and the fields that depend on the kind of question."""
     if is_ids(question) and not ask.tools:
         return TEXT, {"prompt": [int(id) for id in question]}
     if isinstance(question, str) and not ask.tools:
@@ -92,9 +77,7 @@ def _asked(question: Question, ask: Ask) -> tuple[str, Json]:
 
 
 def _shared(ask: Ask) -> Json:
-    """Return the fields that all kinds of requests have; retrieved documents are found in the
-    prompt by the server.
-    """
+    """Return the fields of all kinds of requests."""
     documents = [
         {"text": text, "title": _title(source)} for text, source in ask.documents if text.strip()
     ]
@@ -120,8 +103,10 @@ def _shared(ask: Ask) -> Json:
         "model_sampling": True,
     }
     biases = options.get("logit_bias") or {}
-    found = {
-        **{sent: options.get(name) for name, sent in FIELDS.items()},
+    return {
+        **{name: options.get(name) for name in FIELDS},
+        "min_tokens": options.get("min_new_tokens"),
+        "max_tokens": options.get("max_new_tokens") if ask.max_tokens is None else ask.max_tokens,
         **{name: options.get(name) for name in SAMPLING if options.get("do_sample")},
         "logit_bias": {str(id): value for id, value in biases.items()},
         "stop": list(ask.stop),
@@ -130,7 +115,6 @@ def _shared(ask: Ask) -> Json:
         "structured_outputs": None if ask.grammar is None else _grammar(ask.grammar),
         "ragfuse": reuse,
     }
-    return found if ask.max_tokens is None else {**found, "max_tokens": ask.max_tokens}
 
 
 def _grammar(grammar: Grammar) -> Json:

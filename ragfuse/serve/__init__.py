@@ -1,4 +1,1 @@
-"""The server: OpenAI's HTTP interface over engines, one process, one model.
-
-Only what is asked for over HTTP lives here; how an answer is made is the engine's.
-"""
+"""The server: OpenAI's HTTP interface over engines, one process, one model."""

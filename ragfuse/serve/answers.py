@@ -17,14 +17,15 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from ragfuse.engine.engine import Engine
-from ragfuse.errors import NoSessionError, StoreError
+from ragfuse.engine.request import PreparedPrompt
+from ragfuse.errors import ModelError, NoSessionError, StoreError, TransferError
 from ragfuse.plan.explanation import as_dict, in_words
 from ragfuse.serve.events import CompletionEvents, ResponseEvents
 from ragfuse.serve.guard import BodyRoute
 from ragfuse.serve.keys import tenant_of
 from ragfuse.serve.refusals import api_error_of, unusable
 from ragfuse.serve.requests import chat_requests, text_requests, with_documents
-from ragfuse.serve.run import FIELD, AnswerRequest, AnswerRun, Item, handed_over
+from ragfuse.serve.run import AnswerRequest, AnswerRun, Item
 from ragfuse.serve.schema import (
     INPUT,
     ChatRequest,
@@ -35,20 +36,25 @@ from ragfuse.serve.schema import (
     chat_request_of,
 )
 from ragfuse.serve.service import Service
-from ragfuse.transfer import sample_weights
+from ragfuse.transfer import TransferHandle, TransferModel, TransferPlace, sample_weights
+
+log = logging.getLogger("ragfuse.serve")
 
 Json = dict[str, Any]
+FIELD = "kv_transfer_params"
 Renderer = CompletionEvents | ResponseEvents
-"""What writes the items of a run as events, and folds these into one response."""
-MakeRequests = Callable[[Engine], Sequence[AnswerRequest]]
+"""Turns a run's items into events, and these into one response."""
+NOT_PREDICTED = (
+    "Times are not predicted: the server's machine was not measured with this model and its tiers."
+)
 SLOW_S = 30.0
-"""Seconds that a client may take to read a stream, beyond the time that the answer may take."""
+"""Seconds for reading a stream beyond the answer's own time."""
 
 
 async def respond(
     service: Service,
     request: Request,
-    make: MakeRequests,
+    make: Callable[[Engine], Sequence[AnswerRequest]],
     render: Callable[[Engine], Renderer],
     streams: bool,
     session: str | None = None,
@@ -58,9 +64,9 @@ async def respond(
     Args:
         service: The service.
         request: The request.
-        make: Returns the `AnswerRequest`s, in the request's turn.
-        render: Returns what writes the events of the answers.
-        streams: Whether the events are sent as they come.
+        make: Returns the `AnswerRequest`s. It is called in the request's turn.
+        render: Returns what turns the answers into events.
+        streams: Whether events are sent as they come.
         session: The conversation that the request continues.
     """
     run = await service.begin(tenant_of(request), make, session)
@@ -76,9 +82,7 @@ async def respond(
 
 
 async def _first_then(items: AsyncIterator[Item]) -> AsyncIterator[Item]:
-    """Wait for the first item, so that an error before it is a response of its own; return all
-    items.
-    """
+    """Wait for the first item, so that an error before it has a status of its own."""
     first = await anext(items)
 
     async def all_items() -> AsyncIterator[Item]:
@@ -90,9 +94,7 @@ async def _first_then(items: AsyncIterator[Item]) -> AsyncIterator[Item]:
 
 
 class EventStream(StreamingResponse):
-    """The server-sent events of a run, which is cancelled if the client disconnects or reads too
-    slowly.
-    """
+    """The server-sent events of a run; a client that leaves or reads too slowly cancels it."""
 
     def __init__(
         self, events: AsyncIterator[Json], renderer: Renderer, run: AnswerRun, seconds: float
@@ -113,7 +115,7 @@ class EventStream(StreamingResponse):
 
 
 async def _lines(events: AsyncIterator[Json], renderer: Renderer) -> AsyncIterator[bytes]:
-    """Yield the events as they are sent, an error as the last one."""
+    """Yield the lines of all events; an error is the last event."""
     try:
         async for event in events:
             yield _line(event)
@@ -127,17 +129,9 @@ def _line(event: Json) -> bytes:
     return f"{name}data: {json.dumps(event)}\n\n".encode()
 
 
-NOT_PREDICTED = (
-    "Times are not predicted: the server's machine was not measured with this model and its tiers."
-)
-"""What an explained plan says instead of times; how to measure is told to whoever starts the
-server.
-"""
-
-
-def completion_routes(service: Service) -> APIRouter:
-    """Return the routes of completions."""
-    routes = APIRouter(route_class=BodyRoute)
+def answer_routes(service: Service) -> APIRouter:
+    """Return the routes of completions and responses."""
+    routes, records = APIRouter(route_class=BodyRoute), service.responses
 
     @routes.post("/v1/chat/completions")
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
@@ -151,94 +145,8 @@ def completion_routes(service: Service) -> APIRouter:
 
     @routes.post("/v1/ragfuse/explain")
     async def explain(request: Request, body: ChatRequest) -> dict[str, Any]:
-        """Show what a request would read and compute, how long that would take, and why, without
-        answering it.
-        """
+        """Show the plan of a request, its predicted time and the reasons, without an answer."""
         return await service.work(tenant_of(request), lambda engine, _: _explain(engine, body))
-
-    return routes
-
-
-async def _answer(
-    service: Service,
-    request: Request,
-    body: CompletionRequest,
-    make: Callable[[], Sequence[AnswerRequest]],
-) -> Response:
-    """Return the response with the answers to the `AnswerRequest`s that `make` returns."""
-    service.check_model(body.model)
-    if body.stream_options is not None and not body.stream:
-        raise unusable("stream_options", "stream_options need stream: true; give both or neither.")
-    salt = tenant_of(request).salt
-
-    def made(engine: Engine) -> Sequence[AnswerRequest]:
-        found = make()
-        if body.kv_transfer_params:
-            found = [_prefill_only(service, salt, engine, body, found)]
-        if body.ragfuse.token_trace:
-            found = [replace(each, traces_tokens=True) for each in found]
-        return found
-
-    def render(engine: Engine) -> CompletionEvents:
-        return CompletionEvents(body, service.model, engine)
-
-    return await respond(service, request, made, render, bool(body.stream), body.session_id)
-
-
-def _prefill_only(
-    service: Service,
-    salt: str,
-    engine: Engine,
-    body: CompletionRequest,
-    made: Sequence[AnswerRequest],
-) -> AnswerRequest:
-    """Return the one request that prefills the prompt and writes a single token, so that another
-    engine decodes; APIError (400) where that cannot be done.
-
-    How an answer is sampled and where it ends is for the engine that decodes.
-    """
-    if service.transfers is None:
-        raise unusable(
-            FIELD,
-            f"{FIELD} ask this server to hand KV over, but it has no place for it. Start it with"
-            " RAGFUSE_TRANSFER_URL set to a folder or URL that the engine that decodes reaches,"
-            " too.",
-        )
-    params, (request, *others) = body.kv_transfer_params or {}, made
-    if not params.get("do_remote_decode") or others or body.stream or body.session_id:
-        raise unusable(
-            FIELD,
-            f'{FIELD} takes {{"do_remote_decode": true}} of a request with one prompt and n: 1,'
-            " without stream and session_id: this server prefills it, another engine decodes it.",
-        )
-    weights, level = sample_weights(engine.model.files), service.settings.transfer_level
-    choice = "none" if request.ask.tool_choice == "none" else "auto"
-    return AnswerRequest(
-        request.question,
-        replace(request.ask, max_tokens=1, stop=(), options={}, grammar=None, tool_choice=choice),
-        transfer=partial(
-            handed_over,
-            place=service.transfers,
-            name=service.model,
-            salt=salt,
-            level=level,
-            weights=weights,
-        ),
-    )
-
-
-def _explain(engine: Engine, body: ChatRequest) -> dict[str, Any]:
-    request = chat_requests(body)[0]
-    plan = engine.plan(request.question, request.ask)
-    return {"object": "ragfuse.plan", **as_dict(plan), "words": in_words(plan, NOT_PREDICTED)}
-
-
-log = logging.getLogger("ragfuse.serve")
-
-
-def response_routes(service: Service) -> APIRouter:
-    """Return the routes of responses."""
-    routes, records = APIRouter(route_class=BodyRoute), service.responses
 
     @routes.post("/v1/responses")
     async def answer(request: Request, body: ResponseRequest) -> Response:
@@ -288,3 +196,102 @@ def response_routes(service: Service) -> APIRouter:
         return {"id": id, "object": "response", "deleted": True}
 
     return routes
+
+
+async def _answer(
+    service: Service,
+    request: Request,
+    body: CompletionRequest,
+    make: Callable[[], Sequence[AnswerRequest]],
+) -> Response:
+    service.check_model(body.model)
+    if body.stream_options is not None and not body.stream:
+        raise unusable("stream_options", "stream_options need stream: true; give both or neither.")
+    salt = tenant_of(request).salt
+
+    def made(engine: Engine) -> Sequence[AnswerRequest]:
+        found = make()
+        if body.kv_transfer_params:
+            found = [_prefill_only(service, salt, engine, body, found)]
+        if body.ragfuse.token_trace:
+            found = [replace(each, traces_tokens=True) for each in found]
+        return found
+
+    return await respond(
+        service,
+        request,
+        made,
+        lambda engine: CompletionEvents(body, service.model, engine),
+        bool(body.stream),
+        body.session_id,
+    )
+
+
+def _prefill_only(
+    service: Service,
+    salt: str,
+    engine: Engine,
+    body: CompletionRequest,
+    made: Sequence[AnswerRequest],
+) -> AnswerRequest:
+    """Return the one request that prefills the prompt, so that another engine decodes.
+
+    How an answer is sampled and where it ends is for that one. APIError: it cannot be done (400).
+    """
+    if service.transfers is None:
+        raise unusable(
+            FIELD,
+            f"{FIELD} needs a server with RAGFUSE_TRANSFER_URL: a folder or URL that the decoding"
+            " engine can reach.",
+        )
+    params, (request, *others) = body.kv_transfer_params or {}, made
+    if not params.get("do_remote_decode") or others or body.stream or body.session_id:
+        raise unusable(
+            FIELD,
+            f'{FIELD} needs {{"do_remote_decode": true}}, one prompt and n: 1, without stream and'
+            " session_id: another engine decodes the answer.",
+        )
+    weights = sample_weights(engine.model.files)
+    choice = "none" if request.ask.tool_choice == "none" else "auto"
+    return AnswerRequest(
+        request.question,
+        replace(request.ask, max_tokens=1, stop=(), options={}, grammar=None, tool_choice=choice),
+        transfer=partial(_hand_over, service.transfers, service, salt, weights),
+    )
+
+
+def _hand_over(
+    place: TransferPlace, service: Service, salt: str, weights: str, prepared: PreparedPrompt
+) -> dict[str, Any]:
+    """Put a prefilled prompt's KV into a place; return the `kv_transfer_params` that find it."""
+    prefill = prepared.prefill
+    positions, ids = prefill.positions, tuple(prefill.token_ids)
+    if positions is not None and positions.tolist() != list(range(len(ids))):
+        raise unusable(
+            FIELD,
+            "This prompt's positions have gaps, as in PML, which the decoding engine cannot use."
+            f" Leave out {FIELD}, or send the prompt without pml.",
+        )
+    try:
+        kv = prefill.kv
+        model = TransferModel.of(service.model, kv)
+    except (ModelError, TransferError) as error:
+        raise unusable(FIELD, f"{error} Leave out {FIELD}.") from error
+    label, level = TransferHandle.tenant_label(salt), service.settings.transfer_level
+    handle = place.put(kv, ids, model, label, level, weights)
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": handle.place,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+        "prompt_token_ids": list(ids),
+        "ragfuse": handle.as_dict(),
+    }
+
+
+def _explain(engine: Engine, body: ChatRequest) -> dict[str, Any]:
+    request = chat_requests(body)[0]
+    plan = engine.plan(request.question, request.ask)
+    return {"object": "ragfuse.plan", **as_dict(plan), "words": in_words(plan, NOT_PREDICTED)}

@@ -32,24 +32,19 @@ from ragfuse.text.splits import split_text
 from ragfuse.types.texts import whole_text
 
 MAX_LISTED = 100
-"""Most documents in a tenant's list."""
+"""Most documents of a tenant."""
 MAX_DOCUMENT_CHARS = 400_000
-"""Most characters of a document."""
 BATCH_PASSAGES = 4
-"""Passages that are encoded in one turn; between two turns other requests are answered."""
+"""Passages encoded in one turn of the queue."""
 BUSY_S = 2.0
-"""Seconds after which a turn is asked for again where the queue was full."""
+"""Seconds between two tries while the queue is full."""
 
 
 class TenantDocuments:
     """The documents of one tenant, encoded one after the other.
 
-    Those in the file are read from it whenever they are asked for, so that they are what another
-    server has made of them; those that are waiting or failed are held here.
-
-    Args:
-        service: The service.
-        tenant: The tenant.
+    Ready documents are read from the file at each call, as another server may have changed them;
+    waiting and failed ones are held here. Methods may block.
     """
 
     def __init__(self, service: Service, tenant: APITenant) -> None:
@@ -59,14 +54,14 @@ class TenantDocuments:
         self._turns, self._tasks = asyncio.Lock(), set[asyncio.Task[None]]()
 
     def all(self) -> dict[str, StoredDocument]:
-        """Return all documents by their ids. It may block."""
+        """Return all documents by id."""
         records, known, salt = self._service.documents, self._saved, self._tenant.salt
         read = {id: known.get(id) or records.read(salt, id) for id in records.ids(salt)}
         self._saved = {id: found for id, found in read.items() if found is not None}
         return {**self._saved, **self._held}
 
     def get(self, id: str) -> StoredDocument:
-        """Return a document; APIError (404) where there is none. It may block."""
+        """Return a document; APIError (404) if there is none."""
         found = self.all().get(id)
         if found is None:
             raise APIError(
@@ -77,8 +72,11 @@ class TenantDocuments:
         return found
 
     async def add(self, document: StoredDocument, read: Callable[[], str]) -> None:
-        """Add a document, whose text `read` returns, and encode it. Once it is ready, it replaces
-        one of the same name.
+        """Encode a document in the background; once ready, it replaces one of the same name.
+
+        Args:
+            document: The document, without passages.
+            read: Returns its text.
 
         Raises:
             APIError: There are too many documents (400).
@@ -98,8 +96,7 @@ class TenantDocuments:
         task.add_done_callback(self._tasks.discard)
 
     def remove(self, engine: Engine, id: str) -> dict[str, Any]:
-        """Delete a document and the KV that no other source has; return what that freed (`freed`).
-        It may block.
+        """Delete a document and the KV that no other source has; return what was freed.
 
         Raises:
             APIError: There is no such document (404), or KV may still be stored (503); the document
@@ -115,9 +112,7 @@ class TenantDocuments:
         return done
 
     def search(self, query: str, top_k: int, ids: Sequence[str] | None) -> list[dict[str, Any]]:
-        """Return the passages that are closest to a query, closest first; each text once. It may
-        block.
-        """
+        """Return the passages closest to a query, closest first, each text once."""
         chosen = list(self.all().values()) if ids is None else [self.get(id) for id in ids]
         found = [(each, at) for each in chosen for at in range(len(each.vectors))]
         if not found:
@@ -184,12 +179,11 @@ class TenantDocuments:
     def _embedded(
         self, document: StoredDocument, texts: Sequence[str], engine: Engine
     ) -> list[Any]:
-        """Encode passages unless they are stored, and return their vectors."""
         document.nbytes += engine.ingest([(text, document.name) for text in texts]).nbytes
         return list(self._service.embedder.embed(texts))
 
     async def _turn(self, do: Callable[[Engine], Any]) -> Any:
-        """Return the result of `do`, run when its turn in the request queue has come."""
+        """Run `do` in a turn of the request queue."""
         while True:
             try:
                 return await self._service.work(self._tenant, lambda engine, _: do(engine))
@@ -209,10 +203,9 @@ def _split(engine: Engine, text: str) -> list[str]:
 
 
 def _left(engine: Engine, name: str, texts: Collection[str]) -> list[str]:
-    """Forget that passages came from a document, and return those that no other source has.
+    """Remove a document as the source of passages; return those that no other source has.
 
-    A passage that was found by a search and asked about is the document's as well, by the source
-    that the search gave.
+    A passage that a search found and a question used has the numbered source of that search, too.
     """
     numbered = f"{name} #"
     shared = leave_source(
@@ -225,18 +218,15 @@ def _left(engine: Engine, name: str, texts: Collection[str]) -> list[str]:
 
 
 MAX_NAME = 240
-"""Most characters of a document's name, so that the numbered source of a passage is a title."""
+"""Longest name: numbered, it must fit into a title."""
 MAX_QUERY_CHARS = 8192
-"""Most characters of a search."""
 MAX_PASSAGES = 50
-"""Most passages that a search returns."""
 
 
 class DocumentRequest(RequestBody):
-    """A document to encode: its text, or a PDF in base64. It replaces a document of the same name.
+    """A document to encode: its text, or a PDF in base64. It replaces one of the same name.
 
-    The end of its name says how the text is read: HTML without marks and scripts, CSV as "column:
-        value".
+    The suffix of its name says how the text is read: HTML without tags, CSV as "column: value".
     """
 
     name: str = Field(min_length=1, max_length=MAX_NAME)
@@ -267,17 +257,14 @@ def document_routes(service: Service) -> APIRouter:
 
     @routes.post("")
     async def add(request: Request, body: DocumentRequest) -> dict[str, Any]:
-        """Take a document and encode its passages in the background; ask for it again to see how
-        far it is.
-        """
+        """Encode a document in the background; GET it to see how far it is."""
         if (body.text is None) is (body.pdf is None):
             raise unusable("text", "Give either text or pdf, found both or neither.")
-        suffix = PDF if body.pdf is not None else PurePosixPath(body.name).suffix.lower()
-        data = (
-            body.pdf
-            if body.pdf is not None
-            else (body.text or "").removeprefix("\ufeff").encode("utf-8", "surrogatepass")
-        )
+        if body.text is None:
+            suffix, data = PDF, body.pdf or b""
+        else:
+            suffix = PurePosixPath(body.name).suffix.lower()
+            data = body.text.removeprefix("\ufeff").encode()
         document = StoredDocument(name=body.name)
         read = partial(text_of, data, suffix, MAX_DOCUMENT_CHARS)
         await documents_of(request).add(document, read)

@@ -17,7 +17,7 @@ Json = dict[str, Any]
 
 
 class CompletionEvents:
-    """The events of the answers to one request.
+    """The events of chat or text completions, in OpenAI's format.
 
     Args:
         body: The request.
@@ -101,9 +101,7 @@ class CompletionEvents:
         return {"index": index, name: delta, "logprobs": logprobs, "finish_reason": None}
 
     def _usage(self) -> Json:
-        """Return OpenAI's usage; a prompt counts once for its `n` answers, with what the first of
-        these reused.
-        """
+        """Return OpenAI's usage; a prompt counts once for its `n` answers."""
         n = self._body.n or 1
         prompts = [each.answer.trace for each in self._completed if each.index % n == 0]
         n_prompt = sum(trace.tokens for trace in prompts)
@@ -119,9 +117,7 @@ class CompletionEvents:
 
 
 def _joined(before: Any, value: Any) -> Any:
-    """Return what two events say of one thing: texts and lists one after the other, else what was
-    told last.
-    """
+    """Merge two events: texts and lists are concatenated, other values replaced."""
     if isinstance(before, dict) and isinstance(value, dict):
         return {**before, **{name: _joined(before.get(name), each) for name, each in value.items()}}
     if isinstance(before, str | list) and isinstance(value, str | list):
@@ -130,9 +126,7 @@ def _joined(before: Any, value: Any) -> Any:
 
 
 def _whole_choice(choice: Json) -> Json:
-    """Return a choice of a chat with its message in place of all deltas, of a text with the places
-    of its tokens.
-    """
+    """Replace a chat's deltas by its message; give a text's tokens their offsets."""
     if "text" in choice:
         if logprobs := choice["logprobs"]:
             lengths = map(len, logprobs["tokens"][:-1])
@@ -149,7 +143,7 @@ def _whole_choice(choice: Json) -> Json:
 
 
 class ResponseEvents:
-    """The events of one response.
+    """The events of one response; the last one has the whole response.
 
     Args:
         body: The request.
@@ -253,7 +247,7 @@ class ResponseEvents:
         yield self._item_event(f"{part['type']}.delta", delta=text, logprobs=[])
 
     def _close(self) -> Iterator[Json]:
-        """Yield the events that end the open item, if there is one."""
+        """Yield the events that end the open item."""
         if not self._open:
             return
         self._open, item = "", self._items[-1]
@@ -263,7 +257,7 @@ class ResponseEvents:
         yield self._item_event("output_item.done", item=item)
 
     def _ending(self, completed: Completed) -> Iterator[Json]:
-        """Yield the end of the open item, and the calls, which come whole."""
+        """Yield the end of the open item and the tool calls."""
         calls = completed.calls
         if not self._items and not calls:  # an answer without any text
             yield from self._piece("message", "")
@@ -279,7 +273,6 @@ class ResponseEvents:
             yield self._item_event("output_item.done", item=item)
 
     def _item_event(self, kind: str, **fields: Any) -> Json:
-        """Return an event of the last item, and of the one part of its content."""
         id, at = self._items[-1]["id"], len(self._items) - 1
         return self._event(kind, item_id=id, output_index=at, content_index=0, **fields)
 
@@ -288,7 +281,6 @@ class ResponseEvents:
 
 
 def _item(kind: str) -> Json:
-    """Return an empty message, or the reasoning before it."""
     item: Json = {"id": f"{kind[:3]}_{uuid4().hex}", "type": kind, "status": "in_progress"}
     if kind == "reasoning":
         return {**item, "summary": [], "content": [{"type": "reasoning_text", "text": ""}]}

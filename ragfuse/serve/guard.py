@@ -1,6 +1,6 @@
 """Admission of requests: API key and tenant, host, body limits; metrics and a log line.
 
-The middleware works at the ASGI level, so that nothing of a refused request is read. A log line has
+The middleware works at the ASGI level, so that a refused request is not read. A log line has
 method, path, status, tenant and time; never a key, a question or a document.
 """
 
@@ -26,15 +26,15 @@ from ragfuse.serve.refusals import APIError, refusal
 from ragfuse.serve.service import Service
 from ragfuse.settings import Settings
 
+log = logging.getLogger("ragfuse.serve.access")
+
 T = TypeVar("T")
 
 
 async def unless_disconnected(
     receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, T]
 ) -> T:
-    """Return the result of `work`, or cancel it and raise APIError (499) once the client
-    disconnects.
-    """
+    """Return the result of `work`; if the client leaves, cancel it and raise APIError (499)."""
     task, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
@@ -54,20 +54,18 @@ async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
 
 
 DRAIN_FACTOR = 8
-"""A body over the limit is read up to this many times the limit, as its sender reads the error only
-after sending.
-"""
+"""A larger body is read up to this many times the limit: clients read errors after sending."""
 
 
 class ParsedRequest(Request):
-    """A request whose body is already parsed and validated; FastAPI gets the result from `json`."""
+    """A request with a validated body, which FastAPI gets from `json`."""
 
     def __init__(self, request: Request, value: BaseModel) -> None:
         super().__init__(request.scope, request.receive)
         self._value = value
 
     async def body(self) -> bytes:
-        """Return a placeholder, so that FastAPI asks for `json`; the original bytes are freed."""
+        """Return a placeholder, so that FastAPI asks for `json`."""
         return b"{}"
 
     async def json(self) -> Any:
@@ -78,11 +76,11 @@ class ParsedRequest(Request):
 class BodyRoute(APIRoute):
     """A route whose handler is cancelled once the client disconnects.
 
-    A body is JSON within the limits of the settings, parsed on the intake thread.
+    Its body is JSON within the limits of the settings, parsed on the intake thread.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return a handler that reads the body, if any, then calls FastAPI's own handler."""
+        """Return a handler that reads the body, then calls FastAPI's handler."""
         handler = super().get_route_handler()
         model = next((each.field_info.annotation for each in self.dependant.body_params), None)
 
@@ -97,9 +95,8 @@ class BodyRoute(APIRoute):
                     f"Wanted a body of type application/json, found '{kind:.60}'.",
                     "content_type",
                 )
-            raw = [
-                await _body(request, service.settings)
-            ]  # popped, so that the bytes are freed once they are parsed
+            # popped, so that the bytes are freed once they are parsed
+            raw = [await _body(request, service.settings)]
             body = await service.threads.run(
                 service.threads.intake, lambda: model.model_validate_json(raw.pop())
             )
@@ -109,7 +106,7 @@ class BodyRoute(APIRoute):
 
 
 async def _body(request: Request, settings: Settings) -> bytes:
-    """Return the whole body; APIError where it is too large or too slow."""
+    """Return the body; APIError if it is too large or too slow."""
     most, patience_s = settings.serve_body_bytes, settings.serve_patience_s
     body, n = bytearray(), 0
     told = request.headers.get("content-length", "")
@@ -134,31 +131,27 @@ async def _body(request: Request, settings: Settings) -> bytes:
     return bytes(body)
 
 
-log = logging.getLogger("ragfuse.serve.access")
-
 PUBLIC = ("/health", "/", "/docs")
-"""Paths that need no key."""
 PAGE_FILES = "/page/"
-"""Where the paths of the web page's files begin, which need no key either: they hold no data."""
+"""Prefix of the page's files, which need no key."""
 QUIET = ("/health", "/metrics")
-"""Paths whose lines have the level DEBUG."""
+"""Paths that are logged at DEBUG."""
 
 
 class Guard:
     """Checks each request, and puts its tenant into the request's state.
 
     Args:
-        app: The app that answers the requests that pass.
+        app: The app behind it.
         service: The service.
-        loopback_only: Accept only loopback names in the Host header, so that no web page reaches a
-            server without keys by DNS rebinding.
+        loopback_only: Accept only loopback names in the Host header, against DNS rebinding.
     """
 
     def __init__(self, app: ASGIApp, service: Service, loopback_only: bool) -> None:
         self._app, self._service, self._loopback_only = app, service, loopback_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check, pass on, count and log one request; lifespan events pass unchecked."""
+        """Check, pass on, count and log one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -169,7 +162,8 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                self._service.metrics.count(getattr(scope.get("route"), "path", "other"), status)
+                route = getattr(scope.get("route"), "path", "other")
+                self._service.requests.labels(route, str(status)).inc()
             await send(message)
 
         try:

@@ -14,7 +14,6 @@ from ragfuse.store.catalog import tenant_name
 from ragfuse.types.keys import digest
 
 MIN_KEY_CHARS = 16
-"""Shortest API key allowed, in characters."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -23,17 +22,14 @@ class APITenant:
     """The tenant of an API key.
 
     Args:
-        salt: The salt in the store keys of all entries of this tenant, which keeps tenants apart;
-            "" for none.
+        salt: Part of the store keys of all its entries, which keeps tenants apart; "" for none.
     """
 
     salt: str
 
     @property
     def name(self) -> str:
-        """Its name in the log, in metrics and in `ragfuse store ls`, which reveals no salt; "" for
-        none.
-        """
+        """Its name in logs and metrics, which reveals no salt; "" for none."""
         return tenant_name(self.salt)
 
 
@@ -41,9 +37,9 @@ class Keys:
     """The accepted API keys, kept as digests.
 
     Args:
-        given: Keys as `KEY`, each for a separate tenant, or as `SALT:KEY`, for the tenant of that
-            salt; `:KEY` is for the tenant without a salt.
-        salt: If no keys are given, all requests belong to one tenant, which has this salt.
+        given: Keys as `KEY`, each for its own tenant, or `SALT:KEY`, for the tenant of that salt;
+            `:KEY` is for the tenant without a salt.
+        salt: Salt of the one tenant if no keys are given.
 
     Raises:
         SettingsError: A key is too short, or holds spaces or non-ASCII characters.
@@ -62,9 +58,9 @@ class Keys:
         return tuple(dict.fromkeys(self._keys.values())) or (self._default,)
 
     def tenant(self, authorization: str | None) -> APITenant | None:
-        """Return the tenant whose key an `Authorization` header holds; None for an unknown key.
+        """Return the tenant of the key in an `Authorization` header; None for an unknown key.
 
-        Digests are compared, so that the time that it takes says nothing about a key.
+        Digests are compared, so timing reveals nothing about a key.
         """
         if not self._keys:
             return self._default

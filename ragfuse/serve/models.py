@@ -21,8 +21,8 @@ from ragfuse.serve.service import Service
 
 
 def model_routes(service: Service) -> APIRouter:
-    """Return the routes /v1/models, /v1/ragfuse/model and /v1/ragfuse/tokens."""
-    routes = APIRouter(route_class=BodyRoute)
+    """Return the routes of the model and the embedder."""
+    routes, embedder = APIRouter(route_class=BodyRoute), service.embedder
 
     def told(name: str) -> dict[str, Any]:
         since = service.since
@@ -43,68 +43,21 @@ def model_routes(service: Service) -> APIRouter:
 
     @routes.get("/v1/ragfuse/model")
     async def card(request: Request) -> dict[str, Any]:
-        """Show what a client needs to know of the model: its window, whether it has a chat
-        template, its refusal.
-        """
+        """Show the window of the model, whether it has a chat template, and any refusal."""
         found = await service.lookup(request, lambda engine: asdict(engine.card))
         return {"object": "ragfuse.model", **found, "name": service.model}
 
     @routes.post("/v1/ragfuse/tokens")
     async def tokens(request: Request, body: TokensRequest) -> dict[str, Any]:
-        """Return the token ids of a text in the middle of a prompt, or of the whole prompt that
-        messages make.
-        """
+        """Return the token ids of a text, or of the prompt that messages make."""
         ids = await service.lookup(request, lambda engine: _tokens(engine, body))
         return {"object": "ragfuse.tokens", "tokens": ids}
-
-    return routes
-
-
-def _tokens(engine: Engine, body: TokensRequest) -> list[int]:
-    if (body.text is not None) is (body.messages is not None or body.pml is not None):
-        raise unusable("text", "Give either text, or messages or pml; found both or neither.")
-    if body.text is not None:
-        return engine.tokens(body.text, body.special)
-    question = question_of(body.pml, body.messages or ())
-    return [*engine.prompt(question, body.tools or ()).token_ids]
-
-
-BATCH_TEXTS = 32
-"""Texts embedded in one step; between two steps the request may be ended."""
-MAX_EMBEDDED = 2048
-"""Most texts of one request, as at OpenAI."""
-MAX_TEXT_CHARS = 65_536
-"""Most characters of one of them."""
-EmbeddedText = Annotated[str, Field(min_length=1, max_length=MAX_TEXT_CHARS)]
-
-
-class EmbeddingRequest(RequestBody):
-    """The body of `/v1/embeddings`: one text or several."""
-
-    model: str
-    input: (
-        EmbeddedText
-        | Annotated[
-            list[EmbeddedText], Field(min_length=1, max_length=MAX_EMBEDDED, fail_fast=True)
-        ]
-    )
-    """The texts. Token ids are refused: they would be those of another model's tokenizer."""
-    encoding_format: Literal["float", "base64"] | None = "float"
-    user: str | None = None
-
-
-def embedding_routes(service: Service) -> APIRouter:
-    """Return the route of embeddings."""
-    routes, embedder = APIRouter(route_class=BodyRoute), service.embedder
 
     @routes.post("/v1/embeddings")
     async def embeddings(request: Request, body: EmbeddingRequest) -> dict[str, Any]:
         """Return the vectors of texts. Waits in the request queue."""
         if body.model not in (embedder.name, service.settings.embedder):
-            text = (
-                f"This server embeds with '{embedder.name}', not '{body.model:.80}'. Ask for that"
-                " one."
-            )
+            text = f"This server embeds with '{embedder.name}', not '{body.model:.80}'. Use it."
             raise APIError(404, text, "model_not_found", "model")
         texts = [body.input] if isinstance(body.input, str) else body.input
         vectors, n_tokens = await service.work(
@@ -129,10 +82,41 @@ def embedding_routes(service: Service) -> APIRouter:
     return routes
 
 
+def _tokens(engine: Engine, body: TokensRequest) -> list[int]:
+    if (body.text is not None) is (body.messages is not None or body.pml is not None):
+        raise unusable("text", "Give either text, or messages or pml; found both or neither.")
+    if body.text is not None:
+        return engine.tokens(body.text, body.special)
+    question = question_of(body.pml, body.messages or ())
+    return [*engine.prompt(question, body.tools or ()).token_ids]
+
+
+BATCH_TEXTS = 32
+"""Texts embedded before the next check whether the request was stopped."""
+MAX_EMBEDDED = 2048
+MAX_TEXT_CHARS = 65_536
+EmbeddedText = Annotated[str, Field(min_length=1, max_length=MAX_TEXT_CHARS)]
+
+
+class EmbeddingRequest(RequestBody):
+    """The body of `/v1/embeddings`: one text or several."""
+
+    model: str
+    input: (
+        EmbeddedText
+        | Annotated[
+            list[EmbeddedText], Field(min_length=1, max_length=MAX_EMBEDDED, fail_fast=True)
+        ]
+    )
+    """The texts. Token ids are refused, as the embedder has its own tokenizer."""
+    encoding_format: Literal["float", "base64"] | None = "float"
+    user: str | None = None
+
+
 def _embed(
     embedder: Embedder, texts: Sequence[str], check: Callable[[object], None]
 ) -> tuple[list[Any], int]:
-    """Return the vectors, and the number of tokens that were read."""
+    """Return the vectors and the number of tokens."""
     lengths, vectors = embedder.lengths(texts), list[Any]()
     if (longest := max(lengths)) > embedder.max_tokens:
         raise APIError(

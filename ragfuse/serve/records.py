@@ -26,22 +26,13 @@ from ragfuse.types.keys import digest
 
 
 def record_file(settings: Settings, name: str, schema: str) -> Database:
-    """Open tables in a file of the store's folder; where the store is in memory alone, in memory.
-
-    Args:
-        settings: Where the store is.
-        name: The file's name.
-        schema: CREATE TABLE statements.
-
-    Raises:
-        StoreError: It cannot be opened.
-    """
+    """Open tables in a file of the store's folder, or in memory if the store is in memory only."""
     folder = open_folder(settings.store_path) if settings.disk_bytes else None
     return Database(folder, name, schema)
 
 
 def tenant_digest(salt: str, *more: str) -> str:
-    """Return the id of a tenant in record files: a digest from which its salt cannot be found."""
+    """Return a tenant's id in record files, which does not reveal its salt."""
     return digest("records", salt, *more)
 
 
@@ -49,7 +40,6 @@ log = logging.getLogger("ragfuse.serve")
 
 RESPONSES_FILE = "responses.sqlite"
 MAX_RECORDS = 1024
-"""Most stored responses of a tenant."""
 MAX_RECORD_NBYTES = 32 << 20
 """Most bytes of a tenant's stored responses, as JSON."""
 _RESPONSES = """
@@ -77,7 +67,7 @@ DELETE FROM turns WHERE tenant = :tenant AND session IN (
 
 
 class Record(NamedTuple):
-    """One stored response, as it was sent; the conversation up to it; the name of its session."""
+    """A stored response, the conversation up to it, and the name of its session."""
 
     response: dict[str, Any]
     messages: list[RequestMessage]
@@ -85,11 +75,10 @@ class Record(NamedTuple):
 
 
 class ResponseRecords:
-    """The stored responses of all tenants; a tenant sees its own only. Thread-safe; methods may
-    wait for the disk.
+    """The stored responses of all tenants. Thread-safe; methods may block.
 
-    An unreadable file raises StoreError. Responses of a conversation that was
-    continued last longer ago than `session_ttl_s` are deleted, as its session is.
+    Conversations that were not continued for `session_ttl_s` are deleted. An unreadable file raises
+    StoreError.
 
     Args:
         settings: Where the store is, and how long sessions are kept.
@@ -101,9 +90,7 @@ class ResponseRecords:
         self._file = record_file(settings, RESPONSES_FILE, _RESPONSES)
 
     def get(self, salt: str, id: str) -> Record:
-        """Return the response of the tenant with this salt; APIError (404) where there is none, or
-        a damaged one.
-        """
+        """Return a tenant's response; APIError (404) if it is missing or damaged."""
         tenant = tenant_digest(salt)
         if self._ttl_s is not None:
             with self._file.write() as transaction:
@@ -131,7 +118,7 @@ class ResponseRecords:
         messages: Sequence[RequestMessage],
         session: str,
     ) -> None:
-        """Store a response; the oldest ones of the tenant are deleted beyond the limits."""
+        """Store a response; beyond the limits, the tenant's oldest are deleted."""
         told = [message.model_dump(exclude_none=True) for message in messages]
         texts = json.dumps(response), json.dumps(told)
         tenant, nbytes = tenant_digest(salt), sum(map(len, texts))
@@ -146,7 +133,7 @@ class ResponseRecords:
             transaction.execute(_BEYOND_LIMITS, limits)
 
     def delete(self, salt: str, id: str) -> str | None:
-        """Delete a response. Return its session if no other response uses that session, else None.
+        """Delete a response. Return its session if no other response uses it, else None.
 
         Raises:
             APIError: The response does not exist (404).
@@ -172,7 +159,7 @@ CREATE TABLE IF NOT EXISTS embedded(
 
 
 class StoredDocument(BaseModel):
-    """One document and how far its passages are."""
+    """A document, and how many of its passages are encoded."""
 
     name: str
     id: str = Field(default_factory=lambda: f"doc_{uuid4().hex[:24]}")
@@ -180,34 +167,31 @@ class StoredDocument(BaseModel):
     error: str = ""
     passages: list[str] = []
     encoded: int = 0
-    """Passages that are done."""
     nbytes: int = 0
-    """Bytes of the KV that was encoded for it; what was stored before does not count."""
+    """Bytes of KV encoded for it, without what was already stored."""
     vectors: Any = Field(default_factory=list, exclude=True)
     """float32 [passages, dims]."""
     is_deleted: bool = Field(default=False, exclude=True)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it in plain JSON types, with the number of its passages in place of their text."""
+        """Return it as JSON types, with the number of passages in place of their texts."""
         told = {"object": "ragfuse.document", "passages": len(self.passages)}
         return {**self.model_dump(), **told}
 
 
 class DocumentRecords:
-    """The documents of all tenants. Thread-safe; methods may wait for the disk, and raise
-    StoreError where it fails.
+    """The documents of all tenants. Thread-safe; methods may block or raise StoreError.
 
     Args:
         settings: Where the store is.
-        embedder: Name of the embedder, with whose vectors the documents are stored; those of
-            another embedder are not seen.
+        embedder: Name of the embedder; documents with vectors of another one are not seen.
     """
 
     def __init__(self, settings: Settings, embedder: str) -> None:
         self._file, self._embedder = record_file(settings, DOCUMENTS_FILE, _DOCUMENTS), embedder
 
     def ids(self, salt: str) -> list[str]:
-        """Return the ids of the documents of the tenant with this salt, the oldest first."""
+        """Return the ids of a tenant's documents, oldest first."""
         sql = "SELECT id FROM embedded WHERE tenant = ? ORDER BY number"
         return [str(row[0]) for row in self._file.query(sql, (self._tenant(salt),))]
 

@@ -1,6 +1,4 @@
-"""API errors in OpenAI's format. Messages say what was wanted, what was found, what to do; they
-hold no traceback.
-"""
+"""API errors in OpenAI's format, without tracebacks."""
 
 from __future__ import annotations
 
@@ -35,15 +33,11 @@ ERROR_TYPES = MappingProxyType(
 )
 """OpenAI's error types by status; other statuses below 500 are an "invalid_request_error"."""
 CODES = MappingProxyType({"extra_forbidden": "unknown_field", "missing": "missing"})
-"""Codes of pydantic's types of errors; others are "unusable"."""
+"""Codes by pydantic's error type; others are "unusable"."""
 UNREAD = (401, 408, 413, 415, 421)
-"""Statuses of errors that are told before a body was read whole."""
+"""Statuses of errors that are sent before the body is read."""
 SESSION_ADVICE = "GET /v1/ragfuse/sessions lists them."
-"""What to do about a session that does not exist: a client has no command line on the server's
-machine.
-"""
 SCHEMA_ADVICE = "Register it first: POST /v1/ragfuse/schemas."
-"""What to do about a schema that is not registered."""
 
 
 @dataclass(eq=False)
@@ -80,9 +74,7 @@ class APIError(Exception):
 
 
 def refusal(error: APIError) -> Response:
-    """Return the response that tells an error; of a body that was not read whole, the connection is
-    closed.
-    """
+    """Return the response of an error; the connection closes if the body was not read whole."""
     headers = {} if error.retry_s is None else {"retry-after": str(max(1, round(error.retry_s)))}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
@@ -97,9 +89,7 @@ def unusable(param: str, message: str) -> APIError:
 
 
 def api_error_of(error: BaseException) -> APIError:
-    """Convert an exception into an APIError; errors that the client did not cause are logged, not
-    disclosed.
-    """
+    """Convert an exception to an APIError; errors of the server are logged, not disclosed."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, RequestValidationError | ValidationError):
@@ -109,8 +99,7 @@ def api_error_of(error: BaseException) -> APIError:
     if isinstance(error, TimeoutError):
         return APIError(
             504,
-            "This request was not done in time. Send it again; what is stored is not computed"
-            " again.",
+            "The request timed out. Send it again; what is stored is not computed again.",
             "timeout",
             None,
             5,
@@ -143,7 +132,7 @@ def api_error_of(error: BaseException) -> APIError:
 
 
 def _invalid(errors: Sequence[Any]) -> APIError:
-    """Convert the first of pydantic's errors into an APIError; an unknown field comes first."""
+    """Convert pydantic's first error; unknown fields come first."""
     first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
     parts = (part for part in first["loc"] if part not in ("body", "query", "path"))
     # without alternatives of a type

@@ -1,12 +1,8 @@
 """How many requests run at once, which one is next, and how many may wait.
 
-The next request is the first one of the tenant that was served longest ago, so that a new tenant's
-first request waits for at most one of each other tenant, however many one of them has sent. A
-tenant's own requests run in order of arrival, but a request waits while another one of its
-conversation runs, because each turn continues from the history with the turn before.
-
-Look-ahead prefetching and eviction use the order of the waiting requests
-(`ragfuse.plan.tiers`, AttentionStore section 3.3).
+Tenants take turns: the next request is the oldest one of the tenant that was served longest ago.
+Requests of one conversation run one after the other, as each continues the history before it.
+Look-ahead uses the order of waiting requests (`ragfuse.plan.tiers`, AttentionStore 3.3).
 """
 
 from __future__ import annotations
@@ -20,19 +16,13 @@ from itertools import count
 from ragfuse.serve.refusals import APIError
 
 RETRY_S = 5.0
-"""Seconds after which those who were refused should ask again."""
+"""Retry-After of refused requests."""
 STOPPING = "The server is stopping and takes no more requests. Retry later, or ask another server."
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A request that waits or runs.
-
-    Args:
-        turn: Resolved when it may run.
-        tenant: The tenant's salt.
-        conversation: The name of its conversation; None for none.
-    """
+    """A request that waits or runs, and its tenant's salt; `turn` is resolved when it may run."""
 
     turn: asyncio.Future[None]
     tenant: str
@@ -40,16 +30,16 @@ class Job:
 
 
 class RequestQueue:
-    """The requests that wait and run. It is changed on one event loop; any thread may look.
+    """The requests that wait and run, changed on one event loop; any thread may read it.
 
     Args:
-        max_running: Requests that run at once; others wait.
+        max_running: Most requests that run at once.
         max_waiting: Most requests that wait.
-        max_each: Most requests of one tenant that wait; None: as many as `max_waiting`.
+        max_each: Most requests of one tenant that wait; None: `max_waiting`.
 
     Attributes:
         running: The requests that run.
-        stopping: Whether no more requests are taken.
+        stopping: Whether new requests are refused.
     """
 
     def __init__(self, max_running: int, max_waiting: int, max_each: int | None = None) -> None:
@@ -62,22 +52,17 @@ class RequestQueue:
         self._served = dict[str, int]()  # by tenant, the number of its last turn
 
     def __len__(self) -> int:
-        """Return how many requests wait."""
         return len(self._waiting)
 
     @property
     def conversations(self) -> Sequence[tuple[str, str]]:
-        """The tenant and conversation of each running request, then of each waiting one in the
-        order in which they will run.
-        """
+        """Tenant and conversation of each request: running ones, then in queue order."""
         jobs = (*self.running, *self.ahead())
         found = ((job.tenant, job.conversation) for job in jobs if job.conversation is not None)
         return tuple(dict.fromkeys(found))
 
     def ahead(self) -> list[Job]:
-        """Return the waiting requests in the order in which they will run, if no further one comes
-        and none has to wait for another of its conversation.
-        """
+        """Return the waiting requests in the order in which they will run."""
         before, places = Counter[str](), dict[Job, tuple[int, int]]()
         for job in self._waiting:
             places[job] = before[job.tenant], self._served.get(job.tenant, 0)
@@ -85,12 +70,11 @@ class RequestQueue:
         return sorted(places, key=places.__getitem__)
 
     def join(self, tenant: str, conversation: str | None = None) -> Job:
-        """Queue a request: its `turn` is resolved once it may run. Its caller ends it with `leave`.
+        """Queue a request; its `turn` is resolved once it may run. End it with `leave`.
 
         Args:
             tenant: The tenant's salt.
-            conversation: The request's conversation; only one request of a conversation runs at a
-                time.
+            conversation: The request's conversation, of which one request runs at a time.
 
         Raises:
             APIError: Too many requests wait (429), or the server is stopping (503).
@@ -113,15 +97,13 @@ class RequestQueue:
         return job
 
     def leave(self, job: Job) -> None:
-        """End a request, whether it was answered, waits still or was given up, and admit the next
-        one; further calls do nothing.
-        """
+        """End a request and admit the next one; further calls do nothing."""
         self._waiting = tuple(each for each in self._waiting if each is not job)
         self.running = tuple(each for each in self.running if each is not job)
         self._call_next()
 
     def stop(self) -> None:
-        """Admit no more requests; those that wait fail with APIError (503)."""
+        """Refuse new requests, and fail those that wait with APIError (503)."""
         self.stopping = True
         for job in self._waiting:
             if not job.turn.done():

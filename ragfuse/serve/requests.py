@@ -1,6 +1,4 @@
-"""Convert request bodies into `AnswerRequest`s: questions with their documents as chunks, each with
-its `Ask`.
-"""
+"""Convert request bodies into `AnswerRequest`s, with documents as chunks."""
 
 from __future__ import annotations
 
@@ -38,15 +36,11 @@ GRAMMARS: Mapping[str, Callable[[Any], Grammar]] = MappingProxyType(
         "grammar": Grammar.lark,
     }
 )
-"""What makes grammars, by their names in vLLM's `structured_outputs`."""
+"""Makers of grammars, by their names in vLLM's `structured_outputs`."""
 
 
 def chat_requests(body: ChatRequest) -> list[AnswerRequest]:
-    """Convert a chat request into `n` answer requests, one for each answer that it asks for.
-
-    Raises:
-        APIError: Fields contradict each other, or cannot be honoured (400).
-    """
+    """Return `n` requests for a chat; APIError (400) if fields contradict each other."""
     if body.top_logprobs and not body.logprobs:
         raise unusable("top_logprobs", "top_logprobs needs logprobs: true; give both or neither.")
     tools = body.tools or []
@@ -69,18 +63,14 @@ def chat_requests(body: ChatRequest) -> list[AnswerRequest]:
     if body.pml and body.documents:
         raise unusable(
             "documents",
-            "pml cannot be used with documents, as its texts are modules of a schema; give one.",
+            "pml cannot be used with documents: its texts are modules. Give one of them.",
         )
     question = question_of(body.pml, with_documents(body.messages, body.documents))
     return _answers(question, ask, body.n or 1, body.top_logprobs or 0 if body.logprobs else None)
 
 
 def text_requests(body: TextRequest) -> list[AnswerRequest]:
-    """Convert a text request into answer requests: `n` for each of its prompts.
-
-    Raises:
-        APIError: Fields contradict each other, or cannot be honoured (400).
-    """
+    """Return `n` requests for each prompt; APIError (400) if fields contradict each other."""
     given, ask = body.prompt, replace(_ask_of(body), max_tokens=body.max_tokens)
     is_one = isinstance(given, str) or isinstance(given[0], int)
     return [
@@ -91,9 +81,7 @@ def text_requests(body: TextRequest) -> list[AnswerRequest]:
 
 
 def _answers(question: Any, ask: Ask, n: int, n_top: int | None) -> list[AnswerRequest]:
-    """Return the requests for `n` answers to a question, each with a seed and a recorder of its
-    own.
-    """
+    """Return requests for `n` answers, each with its own seed and recorder."""
     found = list[AnswerRequest]()
     for number in range(n):
         own = replace(ask, seed=ask.seed + number if ask.seed is not None else None)
@@ -105,7 +93,6 @@ def _answers(question: Any, ask: Ask, n: int, n_top: int | None) -> list[AnswerR
 
 
 def _ask_of(body: CompletionRequest) -> Ask:
-    """Return the `Ask` for the fields that chat and text requests share."""
     stop, options = body.stop, body.ragfuse
     if body.session_id is not None and (body.n or 1) > 1:
         raise unusable("n", "n must be 1 with session_id, as a conversation has one answer a turn.")
@@ -124,15 +111,13 @@ def _ask_of(body: CompletionRequest) -> Ask:
     ):
         name = "min_tokens" if body.min_tokens else "stop_token_ids"
         raise unusable(
-            name, f"{name} and tools, an output format or stop both decide where an answer ends."
+            name, f"{name} cannot be used with tools, an output format or stop; give one of them."
         )
     return ask
 
 
 def _options(body: CompletionRequest) -> dict[str, Any]:
-    """Return the options of `generate`, penalties included; decoding is greedy without a
-    temperature.
-    """
+    """Return the options of `generate`; decoding is greedy without a temperature."""
     values = {name: getattr(body, name) for name in SAMPLED}
     if (body.temperature or 0) < MIN_TEMPERATURE or body.top_p == 0:
         values["temperature"] = None
@@ -152,11 +137,7 @@ def _options(body: CompletionRequest) -> dict[str, Any]:
 def question_of(
     pml: str | None, messages: Sequence[RequestMessage]
 ) -> list[ChatMessage] | PMLPrompt:
-    """Return the messages as a conversation.
-
-    With `pml`, return that prompt with the messages appended as plain text; PML inside messages is
-    not parsed.
-    """
+    """Return the messages as a conversation, or appended to a prompt in PML as plain text."""
     if pml is not None and not messages:
         return parse_prompt(pml)
     with about("messages"):
@@ -178,9 +159,7 @@ def question_of(
 def with_documents(
     messages: Sequence[RequestMessage], documents: Sequence[Document] | None
 ) -> list[RequestMessage]:
-    """Return the messages with documents as parts of the last one of a user; APIError (400) where
-    there is none.
-    """
+    """Put documents into the last user message; APIError (400) if there is none."""
     found = list(messages)
     if not documents:
         return found
@@ -227,12 +206,7 @@ def _chat_message(message: RequestMessage) -> ChatMessage:
 
 
 def _grammar(body: CompletionRequest) -> Grammar | None:
-    """Return the grammar of the answer, from OpenAI's `response_format` or vLLM's field; None: free
-    text.
-
-    Raises:
-        APIError: More than one is given (400).
-    """
+    """Return the grammar of the answer; APIError (400) if several fields give one."""
     given = body.structured_outputs
     kinds = {} if given is None else given.model_dump(by_alias=True, exclude_none=True)
     found = [GRAMMARS[kind](value) for kind, value in kinds.items()]

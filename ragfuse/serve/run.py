@@ -16,59 +16,11 @@ from ragfuse.engine.answer_stream import AnswerStream
 from ragfuse.engine.ask import Ask, Question
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.request import PreparedPrompt
-from ragfuse.errors import ModelError, TransferError
-from ragfuse.serve.refusals import APIError, unusable
-from ragfuse.transfer import TransferHandle, TransferModel, TransferPlace
+from ragfuse.serve.refusals import APIError
 from ragfuse.types.answer import Answer, Thought
 
-FIELD = "kv_transfer_params"
-
-
-def handed_over(
-    prepared: PreparedPrompt, place: TransferPlace, name: str, salt: str, level: str, weights: str
-) -> dict[str, Any]:
-    """Put a prefilled prompt's KV into a place; return the `kv_transfer_params` that find it.
-
-    Args:
-        prepared: The prefilled prompt.
-        place: Where to put it.
-        name: Name of the model, which both engines must be told.
-        salt: The tenant's salt.
-        level: The codec level.
-        weights: Digest of the model's weights (`sample_weights`).
-
-    Raises:
-        APIError: No other engine could go on from it (400).
-        TransferError: It does not fit now, or the place failed.
-    """
-    prefill = prepared.prefill
-    positions, ids = prefill.positions, tuple(prefill.token_ids)
-    if positions is not None and positions.tolist() != list(range(len(ids))):
-        raise unusable(
-            FIELD,
-            "This prompt's positions have gaps, as those of schemas do; an engine that decodes"
-            f" wants 0, 1, 2 and so on. Leave out {FIELD}, or send the prompt without pml.",
-        )
-    try:
-        kv = prefill.kv
-        model = TransferModel.of(name, kv)
-    except (ModelError, TransferError) as error:
-        raise unusable(FIELD, f"{error} Leave out {FIELD}.") from error
-    handle = place.put(kv, ids, model, TransferHandle.tenant_label(salt), level, weights)
-    return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_engine_id": handle.place,
-        "remote_block_ids": None,
-        "remote_host": None,
-        "remote_port": None,
-        "prompt_token_ids": list(ids),
-        "ragfuse": handle.as_dict(),
-    }
-
-
 MAX_TRACED_TOKENS = 16_384
-"""Most tokens of a prompt that are shown; of a longer one, the first."""
+"""Most tokens of a prompt in its trace."""
 
 
 def token_fates(prepared: PreparedPrompt) -> tuple[Sequence[int], str]:
@@ -97,14 +49,14 @@ def token_trace(engine: Engine, ids: Sequence[int], fates: str) -> dict[str, Any
 
 
 ZERO_LOGPROB = -9999.0
-"""The log probability that OpenAI's API gives for a probability of zero."""
+"""OpenAI's log probability of a probability of zero."""
 
 DecodeToken = Callable[[int], str]
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """One token with its log probability before any sampling options apply.
+    """A token with its log probability before sampling options apply.
 
     Args:
         id: The token id.
@@ -120,20 +72,17 @@ class TokenLogprob:
 class LogprobRecorder:
     """A logits processor that records the log probabilities of one sequence.
 
-    `generate` calls it before it draws a token, so which token was drawn shows only at the next
-    call. The generating thread calls it; `take` may be called from another thread.
+    `generate` calls it before it draws a token, so the token is known at the next call. `take` may
+    be called from another thread.
 
     Args:
         n_top: Most likely tokens to record for each position.
     """
 
     def __init__(self, n_top: int) -> None:
-        self.n_top, self._log_probabilities, self._recorded, self._n_taken = (
-            n_top,
-            None,
-            list[TokenLogprob](),
-            0,
-        )
+        self.n_top, self._n_taken = n_top, 0
+        self._log_probabilities: Any = None
+        self._recorded = list[TokenLogprob]()
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """Record the scores `[1, vocabulary]`, and return them unchanged."""
@@ -143,9 +92,7 @@ class LogprobRecorder:
         return scores
 
     def end(self, ids: Sequence[int]) -> None:
-        """Record the last token of the finished answer `ids`, its end token included, and drop what
-        follows.
-        """
+        """Record the last token of the finished answer `ids`, and drop what follows."""
         if self._log_probabilities is not None and len(self._recorded) < len(ids):
             self._record(ids[-1])
         self._log_probabilities = None
@@ -158,7 +105,7 @@ class LogprobRecorder:
         return new
 
     def _record(self, token: int) -> None:
-        row: Any = self._log_probabilities
+        row = self._log_probabilities
         n = min(self.n_top, len(row))
         best = row.topk(n) if n else None
         top = (
@@ -207,9 +154,9 @@ class AnswerRequest:
     Args:
         question: The prompt.
         ask: How to answer it.
-        recorder: Records the tokens' log probabilities; None: they are not wanted.
-        transfer: Hands the prefilled prompt to another engine and returns its
-            `kv_transfer_params`; None: the answer is generated here.
+        recorder: Records log probabilities; None: they are not wanted.
+        transfer: Hands the prefilled prompt to another engine and returns its `kv_transfer_params`;
+            None: the answer is generated here.
         traces_tokens: Whether the trace says what became of each token of the prompt.
     """
 
@@ -220,9 +167,7 @@ class AnswerRequest:
     traces_tokens: bool = False
 
     def take_logprobs(self, answer: Answer | None = None) -> list[TokenLogprob]:
-        """Return the log probabilities recorded since the last call; with the finished answer, all
-        remaining ones.
-        """
+        """Return the log probabilities since the last call; with the answer, all that are left."""
         if self.recorder is not None and answer is not None:
             self.recorder.end((*answer.token_ids, *answer.end_ids))
         return self.recorder.take() if self.recorder is not None else []
@@ -230,14 +175,7 @@ class AnswerRequest:
 
 @dataclass(frozen=True)
 class TextDelta:
-    """A piece of one answer.
-
-    Args:
-        index: The answer's index in the request.
-        text: A piece of its text.
-        token_logprobs: Log probabilities of the tokens since the last piece.
-        reasoning: A piece of the model's reasoning.
-    """
+    """A piece of an answer: text or reasoning, and the log probabilities of its tokens."""
 
     index: int
     text: str
@@ -247,14 +185,14 @@ class TextDelta:
 
 @dataclass(frozen=True)
 class Completed:
-    """The end of one answer, all of whose text came in pieces before.
+    """The end of an answer.
 
     Args:
         index: The answer's index in the request.
         answer: The whole answer.
         is_late: Whether its deadline cut it off.
-        transfer_params: How another engine finds the prompt's KV; None: it was not handed over.
-        token_trace: What became of the prompt's tokens; None: that was not wanted.
+        transfer_params: How another engine finds the prompt's KV.
+        token_trace: What became of the prompt's tokens.
     """
 
     index: int
@@ -271,7 +209,7 @@ class Completed:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """Its tool calls in OpenAI's form; those without an id get one."""
+        """Its tool calls in OpenAI's form, each with an id."""
         return [
             replace(call, id=call.id or f"call_{uuid4().hex[:24]}").as_openai()
             for call in self.answer.tool_calls
@@ -279,9 +217,7 @@ class Completed:
 
     @property
     def trace(self) -> dict[str, Any]:
-        """The trace without `recomputed_rows`, which may be thousands of numbers; with the tokens
-        if wanted.
-        """
+        """The trace without `recomputed_rows`, which may be thousands of numbers."""
         trace = self.answer.trace.as_dict()
         del trace["recomputed_rows"]
         return trace if self.token_trace is None else {**trace, "token_trace": self.token_trace}
@@ -296,8 +232,8 @@ class AnswerRun:
     Args:
         requests: The answers to generate, one after the other.
         engine: The tenant's engine.
-        deadline_s: The deadline on the event loop's clock, in seconds. A running answer ends there
-            with the text so far; an answer that has not begun fails with APIError (504).
+        deadline_s: The deadline on the event loop's clock. A running answer keeps its text
+            and ends; an answer that has not begun fails with APIError (504).
         done: Called when the last answer has ended, was cancelled or failed.
     """
 
@@ -316,18 +252,14 @@ class AnswerRun:
         self._task = asyncio.get_running_loop().create_task(self._write())
 
     async def read(self) -> AsyncIterator[Item]:
-        """Yield text pieces and completed answers as they come; raise the error that ended them, if
-        any.
-        """
+        """Yield pieces and completed answers as they come; raise the error that ended them."""
         while (item := await self._items.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
             yield item
 
     def finish(self) -> None:
-        """Stop at the deadline. An answer that has started keeps its text so far; answers that have
-        not started fail.
-        """
+        """Stop at the deadline: a running answer keeps its text, others fail."""
         self._is_late = True
         if self._has_begun and self._stream is not None:
             self._stream.finish()
@@ -335,9 +267,7 @@ class AnswerRun:
             self.cancel(_late())
 
     def cancel(self, error: APIError | None = None) -> None:
-        """Cancel all answers. The turn ends once the running computation has; further calls do
-        nothing.
-        """
+        """Cancel all answers. The turn ends once the running computation has."""
         if not self._is_over:
             self._items.put_nowait(error or _given_up())  # now: a running prefill may take a while
         self._is_over = True

@@ -25,19 +25,14 @@ from ragfuse.serve.refusals import unusable
 from ragfuse.types.prompt import MAX_RETRIEVED, MAX_TITLE_CHARS
 
 MAX_STOP_CHARS = 256
-"""Most characters of a stop string."""
 MAX_CHOICES = 8
-"""Most answers to one prompt."""
 SEED_LIMIT = 2**63
 """Seeds are from -SEED_LIMIT to SEED_LIMIT - 1."""
 
 MAX_BIASES = 1024
-"""Most tokens whose logits one request may bias."""
 
 FailFast = Field(fail_fast=True)
-"""For a list whose first bad item alone is reported: thousands of errors would take longer than the
-request.
-"""
+"""Report only the first bad item of a list: thousands of errors would take too long."""
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Id = Annotated[int, Field(ge=0, lt=2**31)]
@@ -52,7 +47,6 @@ def _document(given: Any) -> Any:
 
 
 def _parts(given: Any) -> Any:
-    """Return a content as the list of its parts."""
     return [{"type": "text", "text": given}] if isinstance(given, str) else given or []
 
 
@@ -70,15 +64,11 @@ INERT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "function_call": ("none", "auto"),
     }
 )
-"""Values that change nothing here, of fields that only other servers have; of all others these are
-null, false, 0, "" and empty lists and objects.
-"""
+"""Values without effect, by field of another server; of other unknown fields, falsy values."""
 
 
 class RequestBody(BaseModel):
-    """The base of request bodies. Wrong types, NaN and infinity are errors, and so are unknown
-    fields, unless their value has no effect or another engine decodes.
-    """
+    """The base of request bodies. Wrong types, NaN, infinity and unknown fields are errors."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -91,9 +81,7 @@ class RequestBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, given: Any) -> Any:
-        """Leave out what changes nothing, and all that is unknown where another engine decodes and
-        may know it.
-        """
+        """Leave out what changes nothing, and unknown fields if another engine decodes."""
         if not isinstance(given, dict):
             return given
         params = given.get("kv_transfer_params")
@@ -109,13 +97,13 @@ class RequestBody(BaseModel):
 
 
 class LooseBody(BaseModel):
-    """The base of objects that clients send back as they got them. Unknown fields are ignored."""
+    """The base of objects that clients send back. Unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
 
 class Document(RequestBody):
-    """A retrieved document. The model reads only `text`; `title` names its source for people."""
+    """A retrieved document. The model reads only `text`; `title` names its source."""
 
     text: str = Field(pattern=r"\S")
     title: str = Field(default="", max_length=MAX_TITLE_CHARS)
@@ -125,9 +113,7 @@ Documents = Annotated[
     list[Annotated[Document, BeforeValidator(_document, json_schema_input_type=str | Document)]],
     Field(max_length=1000, fail_fast=True),
 ]
-"""Retrieved documents, each an object or its text alone, which are placed before the question; the
-stored KV of earlier requests is reused for them.
-"""
+"""Retrieved documents, as objects or texts, placed before the question; their KV is reused."""
 
 
 class AnswerOptions(RequestBody):
@@ -140,15 +126,11 @@ class AnswerOptions(RequestBody):
     blend: bool = False
     """For prompts in PML: whether some tokens of modules are recomputed, as those of chunks are."""
     retrieved: Annotated[list[Document], FailFast] = Field(default=[], max_length=MAX_RETRIEVED)
-    """Retrieved documents that the prompt already contains, whole, cut or altered; there they are
-    found as chunks.
-    """
+    """Retrieved documents that the prompt already contains, whole, cut or altered."""
     max_time_s: float | None = Field(default=None, ge=0)
     """Seconds of generation, after which the answer ends unfinished."""
     model_sampling: bool = False
-    """Whether a sampled answer takes the top_k of the model's generation config where the request
-    gives none.
-    """
+    """Whether sampling uses the model's own top_k if the request gives none."""
     token_ids: bool = False
     """Whether each choice has the ids of its generated tokens, in a stream with its last event."""
     token_trace: bool = False
@@ -187,9 +169,7 @@ class RequestToolCall(LooseBody):
 
 
 class ContentPart(LooseBody):
-    """A part of a message's content: text, a document where its type is text-plain, or what the
-    assistant thought.
-    """
+    """A part of a message: text, a document (text-plain), or the assistant's reasoning."""
 
     type: Literal["text", "input_text", "output_text", "text-plain", "reasoning_text", "refusal"]
     text: str = ""
@@ -201,20 +181,17 @@ Parts = Annotated[
     FailFast,
     BeforeValidator(_parts, json_schema_input_type=str | list[ContentPart] | None),
 ]
-"""A content: a text, or its parts."""
 
 
 class RequestMessage(LooseBody):
-    """One message. Unknown fields are ignored, as clients send back answers with fields of their
-    own.
-    """
+    """One message. Unknown fields are ignored, as clients send back whole answers."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Parts = []
     name: Annotated[str, Field(pattern=r"^[^\s<|\\/>\[\]]+$", max_length=64)] | None = None
-    """The name of a tool or of a speaker, for chat templates that write it."""
+    """The name of a tool or speaker, for chat templates that write it."""
     reasoning_content: str | None = None
-    """The assistant's reasoning before its answer, for chat templates that write it."""
+    """The assistant's reasoning, for chat templates that write it."""
     reasoning: str | None = None
     """The same under the name that some servers use."""
     tool_calls: Annotated[list[RequestToolCall], FailFast] | None = None
@@ -273,24 +250,19 @@ class CompletionRequest(AnswerBody):
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     """Subtracted from a token's logit once for each time that the answer has that token."""
     repetition_penalty: float | None = Field(default=None, gt=0, le=100)
-    """Divides the logits above zero of tokens in prompt or answer, and multiplies those below zero.
-    """
+    """Divides positive logits of tokens in prompt or answer, multiplies negative ones."""
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASES)] | None = None
     """The number to add to a token's logit, by token id."""
     n: int | None = Field(default=1, ge=1, le=MAX_CHOICES)
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[Id], Field(max_length=64)] | None = None
-    """Ids of tokens that end an answer, as the model's own end tokens do; the answer does not
-    contain them.
-    """
+    """Ids of tokens that end an answer, which does not contain them."""
     min_tokens: int | None = Field(default=None, ge=0)
     """Fewest tokens of an answer before it may end."""
     session_id: str | None = Field(default=None, min_length=1, max_length=256)
-    """The id of the conversation that this request continues."""
+    """The conversation that this request continues."""
     kv_transfer_params: dict[str, Any] | None = Field(default=None, max_length=32)
-    """vLLM's field for disaggregated prefill; with do_remote_decode the KV is handed over instead
-    of decoded.
-    """
+    """vLLM's field for disaggregated prefill; do_remote_decode hands over the KV."""
     structured_outputs: StructuredOutputs | None = None
 
 
@@ -313,8 +285,7 @@ class ChatRequest(CompletionRequest):
         None
     )
     reasoning_effort: str | None = Field(default=None, max_length=64)
-    """A variable of the chat template, like `verbosity`; refused if the template does not read it.
-    """
+    """A variable of the chat template; refused if the template does not read it."""
     verbosity: str | None = Field(default=None, max_length=64)
     enable_thinking: bool | None = None
     """A variable of the chat template, which `chat_template_kwargs` may give as well."""
@@ -326,7 +297,7 @@ class TextRequest(CompletionRequest):
     """The body of `/v1/completions`: a request to continue one text, or each of several."""
 
     prompt: str | Several[str] | Ids | Several[Ids]
-    """One text or several, or the token ids of one or several."""
+    """Texts, or token ids."""
     logprobs: int | None = Field(default=None, ge=0, le=20)
 
 
@@ -337,9 +308,7 @@ class SchemaRequest(RequestBody):
 
 
 class TokensRequest(RequestBody):
-    """The body of `/v1/ragfuse/tokens`: a text, or messages with the tools that their prompt
-    describes.
-    """
+    """The body of `/v1/ragfuse/tokens`: a text, or messages with their tools."""
 
     text: str | None = None
     special: bool = False
@@ -350,7 +319,6 @@ class TokensRequest(RequestBody):
 
 
 def _as_messages(given: Any) -> Any:
-    """Return an input as chat messages; what cannot be one is left for pydantic to refuse."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     return [_as_message(item) for item in given] if isinstance(given, list) else given
@@ -372,20 +340,15 @@ Input = Annotated[
     FailFast,
     BeforeValidator(_as_messages, json_schema_input_type=str | list[dict[str, Any]]),
 ]
-"""A text, or items: messages, calls of tools with their outputs, and what the model thought.
-Unknown fields are ignored, as clients send back earlier items whole.
-"""
+"""A text, or items: messages, tool calls with their outputs, the model's reasoning."""
 INPUT: TypeAdapter[list[RequestMessage]] = TypeAdapter(Input)
-"""Reads items, and the messages that were made of them."""
 
 
 class TextOptions(RequestBody):
     """The form of the answer."""
 
     format: dict[str, Any] | None = None
-    """{"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "name": ..., "schema":
-    {...}}.
-    """
+    """{"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "schema": {...}}."""
     verbosity: str | None = Field(default=None, max_length=64)
 
 
@@ -403,14 +366,11 @@ class ResponseRequest(AnswerBody):
     instructions: str | None = None
     """A system message before the input. Those of an earlier response are not carried over."""
     previous_response_id: str | None = Field(default=None, min_length=1, max_length=128)
-    """The stored response that this request continues."""
     store: bool | None = True
     """Whether the response can be continued and fetched later."""
     max_output_tokens: int | None = Field(default=None, ge=-1)
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
-    """Functions, in the flat form of this API: {"type": "function", "name": ..., "parameters":
-    {...}}.
-    """
+    """Functions in flat form: {"type": "function", "name": ..., "parameters": {...}}."""
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -426,8 +386,8 @@ def chat_request_of(
 
     Args:
         body: The body of `/v1/responses`.
-        messages: The conversation: what the response continues, then its own input.
-        session: The session of the conversation; None where nothing is stored.
+        messages: The conversation so far and the input.
+        session: The session of the conversation; None if nothing is stored.
 
     Raises:
         APIError: A tool cannot be used (400).
@@ -459,7 +419,7 @@ def chat_request_of(
 
 
 def _joined(messages: Sequence[RequestMessage]) -> Iterator[RequestMessage]:
-    """Yield the messages; an assistant's thoughts, text and calls, each an item, become one."""
+    """Join the assistant's reasoning, text and calls, each an item, into one message."""
     for is_assistants, group in groupby(messages, lambda message: message.role == "assistant"):
         first, *others = group
         if not is_assistants:

@@ -1,4 +1,4 @@
-"""The server process: its socket, uvicorn, signals, and a shutdown that saves everything."""
+"""The server: routes behind the guard, socket, signals, and a shutdown that saves everything."""
 
 from __future__ import annotations
 
@@ -7,44 +7,165 @@ import contextlib
 import gc
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from types import FrameType
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType, MappingProxyType
+from typing import Any
 
 import uvicorn
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import FileResponse, Response
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 
-from ragfuse.errors import SettingsError
+from ragfuse.errors import RagFuseError, SettingsError
 from ragfuse.process.jobs import release_pool
-from ragfuse.serve.app import make_app
-from ragfuse.serve.keys import LOOPBACK
+from ragfuse.serve.answers import answer_routes
+from ragfuse.serve.documents import document_routes
+from ragfuse.serve.guard import Guard
+from ragfuse.serve.keys import LOOPBACK, tenant_of
+from ragfuse.serve.models import model_routes
+from ragfuse.serve.refusals import APIError, api_error_of, refusal
 from ragfuse.serve.service import Service
+from ragfuse.serve.stored import store_routes
+
+
+def own_routes(service: Service) -> APIRouter:
+    """Return the routes of health and metrics, and of the pages with their files."""
+    routes = APIRouter()
+
+    @routes.get("/health")
+    async def health() -> dict[str, str]:
+        """Report that the server accepts requests."""
+        return {"status": "ok", "model": service.model}
+
+    @routes.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        """Report Prometheus metrics of all requests and of the client's tenant."""
+        tenant = tenant_of(request)
+        text = await service.threads.run(
+            service.threads.control, lambda: service.metrics_of(tenant)
+        )
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    @routes.get("/", include_in_schema=False)
+    async def page() -> FileResponse:
+        """Show the page to try ragfuse on."""
+        return _file("index.html")
+
+    @routes.get("/docs", include_in_schema=False)
+    async def api_page() -> FileResponse:
+        """Show all routes with their fields."""
+        return _file("docs.html")
+
+    @routes.get("/page/{name}", include_in_schema=False)
+    async def page_file(name: str) -> FileResponse:
+        """Return a file of the pages."""
+        return _file(name)
+
+    return routes
+
+
+FOLDER = Path(__file__).parent / "page"
+HEADERS = MappingProxyType(
+    {
+        "content-security-policy": (
+            "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+            "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        ),
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
+)
+"""Headers of each file: no scripts of other origins, no inline scripts, no frames."""
+
+
+def _file(name: str) -> FileResponse:
+    if not (FOLDER / name).is_file():
+        raise APIError(404, f"The page has no file '{name:.80}'.", "http")
+    return FileResponse(FOLDER / name, headers=HEADERS)
+
+
+def make_app(service: Service, origins: Sequence[str] = (), loopback_only: bool = True) -> Any:
+    """Return the ASGI app of a service.
+
+    Args:
+        service: The service.
+        origins: Origins of web pages that may call the server (CORS).
+        loopback_only: Whether the server listens on a loopback address only.
+    """
+    app = FastAPI(
+        title="ragfuse",
+        version=version("ragfuse-kv"),
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lambda _: _open(service),
+        responses={status: {"description": "An error."} for status in ("4XX", "5XX")},
+    )
+    app.state.service = service
+    for routes in (answer_routes, model_routes, document_routes, store_routes, own_routes):
+        app.include_router(routes(service))
+    for kind in (
+        APIError,
+        RagFuseError,
+        RequestValidationError,
+        ValidationError,
+        HTTPException,
+        Exception,
+    ):
+        app.add_exception_handler(kind, _error_response)
+    guarded = Guard(app, service, loopback_only and not len(service.keys))
+    return CORSMiddleware(
+        guarded, list(origins), allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"]
+    )
+
+
+@asynccontextmanager
+async def _open(service: Service) -> AsyncIterator[None]:
+    """Run the background work of the service; save everything at the end."""
+    asyncio.get_running_loop().set_default_executor(service.threads.turns)
+    upkeep = asyncio.create_task(service.upkeep())
+    try:
+        yield
+    finally:
+        upkeep.cancel()
+        service.queue.stop()
+        service.cancel()
+        await asyncio.to_thread(service.close)
+        service.threads.close()
+
+
+async def _error_response(request: Request, error: Exception) -> Response:
+    return refusal(api_error_of(error))
+
 
 BACKLOG = 2048
-"""Connections that may wait to be accepted."""
 SWITCH_S = 0.0001
-"""Python's thread switch interval in seconds: short, so that health checks do not wait for busy
-threads.
-"""
+"""Python's thread switch interval in seconds, short so that health checks do not wait."""
 TOKENIZER_WARMUP_WORDS = 8192
-"""Words of a text that is long enough for the tokenizer to start its own threads."""
+"""Enough words for the tokenizer to start its threads."""
 AFTER_S = 5
-"""Seconds that connections may take to close once all answers have ended."""
+"""Seconds for connections to close after all answers have ended."""
 POLL_S = 0.1
-"""Seconds between two looks whether a server that stops was told to hurry."""
+"""Seconds between two checks for a second signal."""
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that on SIGTERM or Ctrl-C refuses waiting requests, lets running answers
-    end, and then ends.
+    """A uvicorn server that lets running answers end on SIGTERM or Ctrl-C, then saves all KV.
 
-    Answers that take longer than `serve_grace_s`, or are running at a second signal, are cut off.
-    Then all pending KV is saved.
+    Waiting requests are refused. Answers that still run after `serve_grace_s` or at a second signal
+    are cut off.
 
     Args:
         service: The service.
         origins: Origins of web pages that may call the server (CORS).
         host: Address to listen on.
-        tell: Called with a line for people once the server begins to stop, and with another one
-            once it has stopped.
+        tell: Called with a line when the server begins to stop, and when it has stopped.
     """
 
     def __init__(
@@ -81,7 +202,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let running answers end, then close."""
-        self._service.stop()
+        self._service.queue.stop()
         grace_s = self._service.settings.serve_grace_s
         n = len(self._service.queue.running)
         self._tell(f"Stopping: {n:,} running, within {grace_s:g} s (a second signal cuts off).")
@@ -99,9 +220,7 @@ class Server(uvicorn.Server):
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at this address; raise SettingsError where the system refuses
-    it.
-    """
+    """Return a socket that listens at this address; SettingsError if the system refuses it."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -127,8 +246,7 @@ def serve(
         port: Port to listen on; 0: any free one.
         origins: Origins of web pages that may call the server (CORS).
         ready: Called with the server's URL once the model is loaded.
-        tell: Called with a line about what the server waits for once it stops, and with one that it
-            has stopped.
+        tell: Called with a line when the server begins to stop, and when it has stopped.
 
     Raises:
         SettingsError: The address is not available.

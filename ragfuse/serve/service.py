@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from fastapi import Request
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from ragfuse.engine.engine import Engine
 from ragfuse.models.embedder import Embedder
@@ -28,20 +29,16 @@ from ragfuse.serve.run import AnswerRequest, AnswerRun
 from ragfuse.sessions.session_store import ConversationIndex
 from ragfuse.settings import Settings
 from ragfuse.store import Tier
-from ragfuse.telemetry.prometheus import metrics
+from ragfuse.telemetry.metrics import metrics
 from ragfuse.text.chat_messages import ChatMessage, Content
 from ragfuse.transfer import TransferPlace
 from ragfuse.types.keys import ChunkKey
 
+log = logging.getLogger("ragfuse.serve")
+
 T = TypeVar("T")
-N_PLANNING = 1
-"""Requests planned at once: planning is Python code, which runs one thread at a time, so more
-threads gain nothing.
-"""
-N_LOOKUPS = 2
-"""Requests at once that look up entries in the store."""
 ANSWER_NICE, WORKER_NICE = 5, 10
-"""`nice` values of threads that generate answers, and of all other worker threads."""
+"""`nice` of threads that generate answers, and of other workers."""
 
 
 class Threads:
@@ -51,28 +48,24 @@ class Threads:
         together: Requests that run at once.
 
     Attributes:
-        control: For monitoring, such as metrics.
-        intake: For parsing bodies, one at a time, so that it takes little interpreter time from
-            running answers.
-        ahead: For what is done in the background: look-ahead, tenants' quotas.
-        planning: For converting requests.
-        lookups: For lookups in the store.
-        turns: For running requests, two threads each: one to generate, one to finish the request
-            before.
+        control: Metrics.
+        intake: Parsing of bodies, one at a time, which takes little time from running answers.
+        ahead: Background work: look-ahead, tenants' quotas.
+        planning: Conversion of requests.
+        lookups: Lookups in the store.
+        turns: Running requests, two threads each: one generates, one finishes the request before.
     """
 
     def __init__(self, together: int) -> None:
-        self.control = _executor("control", 2)
-        self.intake = _executor("intake", 1, _lower_priority)
-        self.ahead = _executor("ahead", 1, _lower_priority)
-        self.planning = _executor("planning", N_PLANNING, _lower_priority)
-        self.lookups = _executor("lookups", N_LOOKUPS, _lower_priority)
-        self.turns = _executor("turns", 2 * together + 2, partial(_lower_priority, ANSWER_NICE))
+        self.control = _executor("control", 2, 0)
+        self.intake = _executor("intake", 1)
+        self.ahead = _executor("ahead", 1)
+        self.planning = _executor("planning", 1)
+        self.lookups = _executor("lookups", 2)
+        self.turns = _executor("turns", 2 * together + 2, ANSWER_NICE)
 
     async def run(self, pool: ThreadPoolExecutor, call: Callable[[], T]) -> T:
-        """Return the result of `call` on one of these executors; cancelled before it begins, it
-        never runs.
-        """
+        """Return the result of `call`, run on one of these executors."""
         return await asyncio.get_running_loop().run_in_executor(pool, call)
 
     def close(self) -> None:
@@ -81,142 +74,73 @@ class Threads:
             each.shutdown(wait=False, cancel_futures=True)
 
 
-def _executor(
-    name: str, n: int, initializer: Callable[[], object] | None = None
-) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(n, thread_name_prefix=f"ragfuse-{name}", initializer=initializer)
+def _executor(name: str, n: int, nice: int = WORKER_NICE) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(n, f"ragfuse-{name}", _lower_priority, (nice,))
 
 
-def _lower_priority(nice: int = WORKER_NICE) -> None:
-    """Lower this thread's priority, and that of threads it starts, so that the event loop runs
-    first on a busy machine.
-
-    Only Linux has priorities for single threads; elsewhere nothing happens.
-    """
+def _lower_priority(nice: int) -> None:
+    """Lower this thread's priority on Linux, so that the event loop runs first."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
-class ServerMetrics:
-    """The metrics of a server. A tenant sees those of its own engine only. Thread-safe.
-
-    Args:
-        queue: The requests that wait and run.
-    """
-
-    def __init__(self, queue: RequestQueue) -> None:
-        from prometheus_client import CollectorRegistry, Counter, Gauge
-
-        self._registry, self._tenants = CollectorRegistry(), dict[str, CollectorRegistry]()
-        self._requests = Counter(
-            "ragfuse_requests",
-            "Requests, by path and status.",
-            ("path", "status"),
-            registry=self._registry,
-        )
-        for name, help_text, count in (
-            ("waiting", "Requests that wait for their turn.", lambda: len(queue)),
-            ("running", "Requests that are being answered.", lambda: len(queue.running)),
-        ):
-            gauge = Gauge(f"ragfuse_requests_{name}", help_text, registry=self._registry)
-            gauge.set_function(count)
-
-    def count(self, path: str, status: int) -> None:
-        """Count one request by the path of its route, such as "/v1/ragfuse/schemas/{name}"."""
-        self._requests.labels(path, str(status)).inc()
-
-    def show(self, engine: Engine, salt: str, name: str, shares: bool) -> None:
-        """Add the metrics of a tenant's engine, visible to that tenant until the engine is closed.
-
-        Args:
-            engine: The tenant's engine.
-            salt: The tenant's salt.
-            name: Value of the label "engine".
-            shares: Whether other tenants use the same slow tiers, whose totals are then not shown.
-        """
-        from prometheus_client import CollectorRegistry
-
-        self._tenants[salt] = CollectorRegistry()
-        metrics(engine, self._tenants[salt], name, shares)
-
-    def text(self, salt: str) -> bytes:
-        """Return the metrics that the tenant of this salt may see, in Prometheus' text format."""
-        from prometheus_client import generate_latest
-
-        own = self._tenants.get(salt)
-        return generate_latest(self._registry) + (generate_latest(own) if own is not None else b"")
-
-
 QUOTA_MARGIN = 0.05
-"""Share of a quota that is freed beyond what is needed, so that not every new text causes a search
-for the oldest.
-"""
+"""Share of a quota freed beyond need, so that not every new text causes a search."""
 
 
 def limits_of(engine: Engine, parts: int) -> dict[str, int]:
-    """Return a tenant's limits by kind: known texts, stored sessions, and bytes in a folder of KV
-    where these are limited.
+    """Return a tenant's limits: known texts, sessions, and bytes on disk if limited.
 
     Args:
         engine: The tenant's engine.
-        parts: The number of tenants, among whom a tier is divided unless a setting says otherwise.
+        parts: The number of tenants that share a tier.
     """
     settings = engine.settings
-    nbytes = [limit for tier in _capped(engine) if (limit := _byte_limit(engine, tier, parts))]
+    given = settings.serve_tenant_bytes
+    shares = [given or tier.capacity // parts for tier in _capped(engine) if given or parts > 1]
     return {
-        **({"bytes": min(nbytes)} if nbytes else {}),
+        **({"bytes": min(shares)} if shares else {}),
         "texts": settings.serve_tenant_texts,
         "sessions": settings.serve_tenant_sessions,
     }
 
 
 def enforce(engine: Engine, parts: int) -> None:
-    """Delete the oldest of what a tenant has over its limits (`limits_of`), but for pinned entries.
-    It may take long.
-    """
-    digest, catalog, settings = engine.digest, engine.catalog.strict, engine.settings
+    """Delete the oldest entries, texts and sessions beyond `limits_of`. It may take long."""
+    digest, catalog, limits = engine.digest, engine.catalog.strict, limits_of(engine, parts)
     for tier in _capped(engine):
         entries = [entry for entry in tier.list() if entry.key.model == digest]
-        limit, doomed = _byte_limit(engine, tier, parts), list[ChunkKey]()
-        excess = _excess(sum(entry.nbytes for entry in entries), limit) if limit else 0
+        nbytes, doomed = sum(entry.nbytes for entry in entries), list[ChunkKey]()
+        excess = _excess(nbytes, limits.get("bytes", nbytes))
         for entry in sorted(entries, key=lambda entry: entry.last_used):
             if excess > 0 and not entry.pinned:
                 doomed.append(entry.key)
                 excess -= entry.nbytes
         engine.store.forget(doomed, tier.name)
-    if excess := _excess(catalog.count_texts(digest), settings.serve_tenant_texts):
+    if excess := _excess(catalog.count_texts(digest), limits["texts"]):
         engine.forget({known.text for known in catalog.texts(digest, excess)})
     sessions = catalog.count_sessions(digest)
-    if excess := _excess(sessions, settings.serve_tenant_sessions):
+    if excess := _excess(sessions, limits["sessions"]):
         engine.sessions.keep_latest(sessions - excess)
 
 
 def _capped(engine: Engine) -> list[Tier]:
-    """Return the tiers that outlive the process and have a capacity; others limit themselves."""
+    """Return the slow tiers that have a capacity of their own."""
     return [tier for tier in engine.store.tiers if tier.slow and not tier.remote]
 
 
-def _byte_limit(engine: Engine, tier: Tier, parts: int) -> int | None:
-    """Return the bytes that a tenant may keep in a tier; None: no limit."""
-    share = tier.capacity // parts if parts > 1 else None
-    return engine.settings.serve_tenant_bytes or share
-
-
 def _excess(n: int, limit: int) -> int:
-    """Return how much of `n` is to be deleted: where it is beyond the limit, a margin more."""
+    """Return how much of `n` to delete: what is beyond the limit, and a margin."""
     return n - limit + int(QUOTA_MARGIN * limit) if n > limit else 0
 
 
-log = logging.getLogger("ragfuse.serve")
-
 UPKEEP_S = 5.0
-"""Seconds between two checks of the tenants' quotas."""
+"""Seconds between two checks of quotas."""
 
 
 class Service:
-    """A service over one model. Each tenant has its own engine, made at its first request, with a
-    share of memory.
+    """A service over one model. Each tenant has its own engine, made at its first request.
 
     Args:
         settings: The server's settings.
@@ -230,7 +154,15 @@ class Service:
         self.model = self.names[0]
         max_each = max(1, settings.serve_waiting // 2) if len(self.keys.tenants) > 1 else None
         self.queue = RequestQueue(settings.serve_together, settings.serve_waiting, max_each)
-        self.metrics = ServerMetrics(self.queue)
+        self._registry, self._tenants = CollectorRegistry(), dict[str, CollectorRegistry]()
+        names, registry = ("path", "status"), self._registry
+        self.requests = Counter(
+            "ragfuse_requests", "Requests, by path and status.", names, registry=registry
+        )
+        waiting = Gauge("ragfuse_requests_waiting", "Requests in the queue.", registry=registry)
+        waiting.set_function(lambda: len(self.queue))
+        running = Gauge("ragfuse_requests_running", "Requests being answered.", registry=registry)
+        running.set_function(lambda: len(self.queue.running))
         self.threads = Threads(settings.serve_together)
         self.transfers = TransferPlace.open(settings) if settings.transfer_url else None
         self.embedder = Embedder(settings.embedder, settings.home)
@@ -243,6 +175,11 @@ class Service:
         self._engines_expect = False
         self._runs: set[AnswerRun] = set()
 
+    def metrics_of(self, tenant: APITenant) -> bytes:
+        """Return the metrics of the server and of a tenant's engine, in Prometheus' text format."""
+        own = self._tenants.get(tenant.salt, CollectorRegistry())
+        return generate_latest(self._registry) + generate_latest(own)
+
     def check_model(self, name: str) -> None:
         """Raise APIError (404) for a model that this server does not have."""
         settings = self.settings
@@ -252,9 +189,7 @@ class Service:
             raise APIError(404, text, "model_not_found", "model")
 
     def engine(self, tenant: APITenant) -> Engine:
-        """Return a tenant's engine with its model loaded. It may block: do not call it on the event
-        loop.
-        """
+        """Return a tenant's engine with its model loaded. It may block."""
         with self._lock:
             if tenant.salt not in self._engines:
                 settings, share = self.settings, len(self.keys.tenants)
@@ -269,7 +204,8 @@ class Service:
                 name = (
                     f"{self.model}-{tenant.name}" if len(self.keys) and tenant.name else self.model
                 )
-                self.metrics.show(engine, tenant.salt, name, shares=share > 1)
+                registry = self._tenants[tenant.salt] = CollectorRegistry()
+                metrics(engine, registry, name, shares=share > 1)
             engine = self._engines[tenant.salt]
         engine.model.name = self.model  # clients see no path of this machine
         return engine
@@ -283,9 +219,9 @@ class Service:
         """Wait for the request's turn and start its answers.
 
         Args:
-            tenant: The tenant of the request.
-            make: Returns one `AnswerRequest` for each answer to generate.
-            session: The conversation that the request continues; None for none.
+            tenant: The tenant.
+            make: Returns one `AnswerRequest` for each answer.
+            session: The conversation that the request continues.
 
         Raises:
             APIError: The queue is full (429), or the server stops (503).
@@ -323,14 +259,12 @@ class Service:
         tenant: APITenant,
         do: Callable[[Engine, Callable[[object], None]], T],
     ) -> T:
-        """Wait for the request's turn and return the result of `do`, for requests other than
-        answers.
+        """Wait for the request's turn and return the result of `do`.
 
         Args:
-            tenant: The tenant of the request.
-            do: Called with the tenant's engine and a check. It must call the check now and then:
-                that raises an APIError once nobody waits for the result any more, or the server
-                stops (503).
+            tenant: The tenant.
+            do: Called with the tenant's engine and a check to call now and then, which raises an
+                APIError once nobody waits for the result, or the server stops (503).
 
         Raises:
             TimeoutError: The time is over.
@@ -339,10 +273,7 @@ class Service:
 
         def check(_: object) -> None:
             if is_over.is_set() or self.queue.stopping:
-                text = (
-                    "The request was stopped before it was done. Send it again; what is stored is"
-                    " not computed again."
-                )
+                text = "The request was stopped. Send it again; stored KV is not computed again."
                 raise APIError(503, text, "stopping", None, RETRY_S)
 
         try:
@@ -364,8 +295,7 @@ class Service:
             is_over.set()
 
     async def lookup(self, request: Request, do: Callable[[Engine], T]) -> T:
-        """Return the result of `do`, a lookup in the store of a request's tenant; it does not wait
-        in the queue.
+        """Return the result of `do`, a lookup in the tenant's store, without a turn in the queue.
 
         Raises:
             TimeoutError: The time is over.
@@ -375,9 +305,7 @@ class Service:
             return await self.threads.run(self.threads.lookups, lambda: do(self.engine(tenant)))
 
     def look_ahead(self) -> None:
-        """Pass each tenant's engine the conversations whose requests wait, to prefetch and keep
-        them. It may block, and is called on the one thread of `Threads.ahead`.
-        """
+        """Tell the engines which conversations wait, to prefetch and keep them. It may block."""
         conversations = self.queue.conversations
         self._engines_expect = bool(conversations)
         for salt, engine in dict(self._engines).items():
@@ -386,7 +314,7 @@ class Service:
             )
 
     async def upkeep(self) -> None:
-        """Keep every tenant within its quota, for as long as the server runs."""
+        """Keep every tenant within its quota while the server runs."""
         while True:
             await asyncio.sleep(UPKEEP_S)
             tasks: list[Callable[[], object]] = [
@@ -399,14 +327,7 @@ class Service:
                 try:
                     await self.threads.run(self.threads.ahead, task)
                 except Exception as error:
-                    log.warning(
-                        "A tenant's quota could not be enforced now; it is tried again soon: %s",
-                        error,
-                    )
-
-    def stop(self) -> None:
-        """Refuse new requests; running answers continue."""
-        self.queue.stop()
+                    log.warning("A tenant's quota could not be enforced; retrying soon: %s", error)
 
     def cancel(self) -> None:
         """Cancel all running answers."""
@@ -426,11 +347,9 @@ class Service:
             self.transfers.close()
 
     def _deadline_s(self) -> float:
-        """Return the deadline of a request that comes now, on the event loop's clock."""
         return asyncio.get_running_loop().time() + self.settings.serve_timeout_s
 
     def _prefetch(self, job: Job, engine: Engine, request: AnswerRequest) -> None:
-        """Prefetch the KV that a request needs while it waits."""
         if job.turn.done():  # its turn has come, or its client has disconnected
             return
         try:
@@ -442,9 +361,7 @@ class Service:
 
 
 def _chunk_texts(engine: Engine, request: AnswerRequest) -> list[str]:
-    """Return the texts of the chunks in a question, and of its documents; modules are found through
-    their schema.
-    """
+    """Return the texts of a question's chunks and documents."""
     question, contents = request.question, list[Content]()
     if isinstance(question, str):
         contents = [question]

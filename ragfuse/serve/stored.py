@@ -30,13 +30,13 @@ from ragfuse.store.deletion import (
     texts_by_chunk,
 )
 from ragfuse.store.tier import totals
-from ragfuse.telemetry.counters import TTFT_S
+from ragfuse.telemetry.metrics import TTFT_S
 from ragfuse.types.keys import token_digest
 from ragfuse.types.kv import Entry
 
 
 def store_routes(service: Service) -> APIRouter:
-    """Return the routes of the store, its use and its sessions."""
+    """Return the routes of entries, sessions and schemas, and of what runs."""
     routes = APIRouter(prefix="/v1/ragfuse", route_class=BodyRoute)
 
     @routes.get("/store")
@@ -47,9 +47,7 @@ def store_routes(service: Service) -> APIRouter:
 
     @routes.get("/live")
     async def live(request: Request) -> dict[str, Any]:
-        """Show requests that run and wait, and what the client's tenant reused since the server
-        began.
-        """
+        """Show running and waiting requests, and what the tenant reused since the start."""
         counts = await service.lookup(request, lambda engine: engine.counters.now())
         queue = service.queue
         return {
@@ -95,15 +93,51 @@ def store_routes(service: Service) -> APIRouter:
             **silent,
         }
 
+    @routes.post("/schemas")
+    async def register(request: Request, body: SchemaRequest) -> dict[str, Any]:
+        """Register a schema and encode its modules. It waits in the request queue."""
+        most = service.settings.serve_schemas
+        found = await service.work(
+            tenant_of(request), lambda engine, check: _register(engine, body.pml, most, check)
+        )
+        done = found.done
+        return {
+            "object": "ragfuse.schema",
+            "name": found.name,
+            "runs": done.chunks,
+            "encoded": done.encoded,
+            "tokens": done.tokens,
+            "nbytes": done.nbytes,
+        }
+
+    @routes.get("/schemas")
+    async def schemas(request: Request) -> dict[str, Any]:
+        """List the schemas of the client's tenant."""
+        found = await service.lookup(request, lambda engine: engine.schemas.ls())
+        return {"object": "list", "data": list(map(_told, found))}
+
+    @routes.get("/schemas/{name:path}")
+    async def schema(request: Request, name: str) -> dict[str, Any]:
+        """Show a schema's text."""
+        found = await service.lookup(request, lambda engine: _stored(engine, name))
+        return {**_told(found), "pml": found.pml}
+
+    @routes.delete("/schemas/{name:path}")
+    async def remove_schema(request: Request, name: str) -> dict[str, Any]:
+        """Remove a schema, and its KV unless another schema of the tenant uses it."""
+        nbytes = await service.lookup(
+            request, lambda engine: engine.schemas.remove(_stored(engine, name).name)
+        )
+        return {"object": "ragfuse.schema", "name": name, "deleted": True, "nbytes": nbytes}
+
     return routes
 
 
 def _use_of(engine: Engine, parts: int) -> dict[str, Any]:
-    """Return what a tenant keeps, by tier and by source, the runs of tokens that wait to be
-    encoded, and its limits; "" is the source of what has no known text.
+    """Return what a tenant keeps, by tier and by source, and its limits.
 
-    `nbytes` of a source counts KV once, however many tiers have a copy of it; `tiers` has the bytes
-    of the copies. A chunk of several sources counts in each.
+    `nbytes` of a source counts each KV once, `tiers` all copies. A chunk counts in each of its
+    sources; "" is the source of KV without a known text.
     """
     entries, catalog = _own(engine), engine.catalog
     known, by_source = texts_by_chunk(catalog, [engine.digest]), defaultdict(list)
@@ -132,40 +166,33 @@ def _use_of(engine: Engine, parts: int) -> dict[str, Any]:
 
 
 def delete(engine: Engine, source: str | None) -> dict[str, Any]:
-    """Delete the chunks of a source (None: all) from every tier, with their texts; return how many,
-    and what it freed.
+    """Delete the chunks of a source (None: all) with their texts; return what was freed.
 
-    A chunk that another source holds, too, is kept, and has only the other one then.
+    A chunk that has another source is kept.
 
     Raises:
         APIError: KV may still be stored somewhere (503).
     """
     known = engine.catalog.texts(engine.digest)
     texts = {each.text for each in known if source in (None, each.source)}
-    if source is None:
-        kept, more = set[str](), {chunk_of(entry.key) for entry in _own(engine)}
-    else:
-        kept = leave_source(engine.catalog.strict, engine.digest, texts, source.__eq__)
-        more = set()
+    strict = engine.catalog.strict
+    kept = leave_source(strict, engine.digest, texts, lambda each: source in (None, each))
+    more = {chunk_of(entry.key) for entry in _own(engine)} if source is None else set()
     return {"object": "ragfuse.deleted", **freed(engine, texts - kept, more), "kept": len(kept)}
 
 
 def freed(engine: Engine, texts: Collection[str], more: Set[Chunk] = frozenset()) -> dict[str, Any]:
-    """Delete texts with their chunks, and `more` chunks; return how many these are, and what it
-    freed: `nbytes` of KV, each once, `tiers` the bytes of all copies.
+    """Delete texts with their chunks, and `more` chunks; return what was freed.
 
     Raises:
-        APIError: A tier cannot be written or does not answer, so that some of it may still be
-            stored there (503).
+        APIError: A tier failed, so KV may still be stored there (503).
     """
     chunks = more | {(engine.digest, token_digest(engine.tokens(text))) for text in texts}
     done = forget_chunks(engine.store, engine.catalog.strict, chunks)
     engine.forget(texts)
     if done.silent:
         names = ", ".join(sorted(done.silent))
-        text = (
-            f"KV of what was to be deleted may still be stored in {names}. Delete it again later."
-        )
+        text = f"Some of its KV may still be stored in {names}. Delete it again later."
         raise APIError(503, text, "store", None, RETRY_S)
     return {"chunks": len(chunks), **_sizes(done.entries)}
 
@@ -175,61 +202,13 @@ def _own(engine: Engine) -> list[Entry]:
 
 
 def _sizes(entries: Collection[Entry]) -> dict[str, Any]:
-    """Return the bytes of KV in entries, of the copies of a key in several tiers the largest; and
-    the bytes of all copies by tier.
-    """
+    """Return the bytes of KV, copies counted once, and the bytes of all copies by tier."""
     tiers = Counter[str]()
     for entry in entries:
         tiers[entry.tier] += entry.nbytes
     ascending = sorted(entries, key=lambda entry: entry.nbytes)
     largest = {entry.key: entry.nbytes for entry in ascending}
     return {"nbytes": sum(largest.values()), "tiers": dict(tiers)}
-
-
-def schema_routes(service: Service) -> APIRouter:
-    """Return the router of all schema routes."""
-    routes = APIRouter(prefix="/v1/ragfuse/schemas", route_class=BodyRoute)
-
-    @routes.post("")
-    async def register(request: Request, body: SchemaRequest) -> dict[str, Any]:
-        """Register a schema, and compute the KV of its modules that is not stored yet. Waits in the
-        request queue.
-        """
-        most = service.settings.serve_schemas
-        found = await service.work(
-            tenant_of(request), lambda engine, check: _register(engine, body.pml, most, check)
-        )
-        done = found.done
-        return {
-            "object": "ragfuse.schema",
-            "name": found.name,
-            "runs": done.chunks,
-            "encoded": done.encoded,
-            "tokens": done.tokens,
-            "nbytes": done.nbytes,
-        }
-
-    @routes.get("")
-    async def ls(request: Request) -> dict[str, Any]:
-        """List the schemas of the client's tenant."""
-        found = await service.lookup(request, lambda engine: engine.schemas.ls())
-        return {"object": "list", "data": list(map(_told, found))}
-
-    @routes.get("/{name:path}")
-    async def show(request: Request, name: str) -> dict[str, Any]:
-        """Show a schema's text."""
-        found = await service.lookup(request, lambda engine: _stored(engine, name))
-        return {**_told(found), "pml": found.pml}
-
-    @routes.delete("/{name:path}")
-    async def remove(request: Request, name: str) -> dict[str, Any]:
-        """Remove a schema, and its KV unless another schema of the tenant uses it."""
-        nbytes = await service.lookup(
-            request, lambda engine: engine.schemas.remove(_stored(engine, name).name)
-        )
-        return {"object": "ragfuse.schema", "name": name, "deleted": True, "nbytes": nbytes}
-
-    return routes
 
 
 def _register(

@@ -1,9 +1,7 @@
-"""The text of an upload, read in a process of its own: a file from a stranger may take all time and
-memory.
+"""The text of an upload, read in its own process with limits of time and memory.
 
-PDFs are read by pypdf, other types as `ragfuse.text.file_texts` reads them. `python -m
-ragfuse.serve.upload_text SUFFIX CHARS` is that process: the file on its standard input, its text on
-its standard output, or on its standard error why it cannot be read.
+`python -m ragfuse.serve.upload_text SUFFIX CHARS` is that process: it reads the file from standard
+input, and writes its text to standard output or the reason of a failure to standard error.
 """
 
 from __future__ import annotations
@@ -12,30 +10,30 @@ import io
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 
 from ragfuse.errors import InputError
 from ragfuse.text.file_texts import READERS, texts_in
 
 TIMEOUT_S = 60
-"""Seconds that reading an upload may take."""
 MEMORY_NBYTES = 1 << 30
-"""Bytes of address space of the process that reads it."""
+"""Address space of the process that reads an upload."""
 PDF = ".pdf"
 
 
 def text_of(data: bytes, suffix: str, most_chars: int) -> str:
-    """Return the text in an upload, as `ragfuse ingest` reads a file of this type.
+    """Return the text in an upload, as `ragfuse ingest` reads it.
 
     Args:
-        data: The content of the file; of a text, in UTF-8.
-        suffix: Its type, such as ".html"; one that is neither a PDF nor in `READERS` is plain text.
-        most_chars: Most characters of the result of a type that is not plain text.
+        data: The file; text in UTF-8.
+        suffix: Its type, such as ".html"; unknown ones are plain text.
+        most_chars: Most characters of the result, unless it is plain text.
 
     Raises:
-        InputError: It cannot be read, has more characters, or takes too long.
+        InputError: It cannot be read, is too long, or takes too long.
     """
     if suffix != PDF and suffix not in READERS:
-        return data.decode("utf-8", "surrogatepass")
+        return data.decode()
     what = f"The {suffix[1:]} document"
     command = [sys.executable, "-P", "-m", "ragfuse.serve.upload_text", suffix, str(most_chars)]
     try:
@@ -59,24 +57,18 @@ def read(data: bytes, suffix: str, most_chars: int) -> str:
 
         texts: Iterable[str] = (page.extract_text() for page in PdfReader(io.BytesIO(data)).pages)
     else:
-        texts = texts_in(data.decode("utf-8", "surrogatepass"), suffix)
+        texts = texts_in(data.decode(), suffix)
     text = "\n\n".join(texts)
     if len(text) > most_chars:
         raise InputError(f"it has more than {most_chars:,} characters when it is read")
     return text
 
 
-def _limit_memory() -> None:
-    try:
+if __name__ == "__main__":
+    with suppress(ImportError, ValueError, OSError):  # a system without this limit
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_NBYTES, MEMORY_NBYTES))
-    except (ImportError, ValueError, OSError):
-        return  # this system has no such limit; the time is limited anyway
-
-
-if __name__ == "__main__":
-    _limit_memory()
     try:
         found = read(sys.stdin.buffer.read(), sys.argv[1], int(sys.argv[2]))
     except Exception as error:

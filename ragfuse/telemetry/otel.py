@@ -1,19 +1,16 @@
 """OpenTelemetry spans of an answer: plan, load, fuse and decode under one `ragfuse.answer`.
 
-Only opentelemetry-api is used, and only if it is installed; without an SDK nothing is recorded, at
-almost no cost. Attributes have the names of the semantic conventions for generative AI where these
-have one. They never contain text of a question, document or answer. Counts over many answers are in
-`counters.py`.
+Without opentelemetry-api and an SDK nothing is recorded, at almost no cost. Attributes follow the
+semantic conventions for generative AI, and never contain text of questions, documents or answers.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import wraps
 from time import perf_counter, time_ns
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from ragfuse.settings import Settings
 from ragfuse.types.answer import Answer
@@ -21,8 +18,6 @@ from ragfuse.types.plan import LoadPlan
 
 log = logging.getLogger("ragfuse")
 
-P = ParamSpec("P")
-R = TypeVar("R")
 _SUMS = ("tokens", "tokens_reused", "tokens_recomputed", "tokens_fresh", "nbytes")
 _OF_ONE = ("predicted_ttft_s", "policy", "ratio", "mean_ratio", "fallback_reason")
 Attributes = dict[str, Any]
@@ -30,44 +25,24 @@ Attributes = dict[str, Any]
 
 @contextmanager
 def span(name: str) -> Iterator[Any]:
-    """Open a span `ragfuse.<name>` under the current one, which also records exceptions; None
-    without a recorder.
-    """
+    """Open a span `ragfuse.<name>` under the current one; yields None without a recorder."""
     tracer = _tracer()
     with tracer.start_as_current_span(f"ragfuse.{name}") if tracer else nullcontext() as current:
         yield current
 
 
-def spanned(
-    name: str, attributes_of: Callable[[Any], Attributes]
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that gives each call a span, whose attributes `attributes_of` derives from
-    the result.
-    """
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        @wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            with span(name) as current:
-                result = function(*args, **kwargs)
-                if current is not None:
-                    current.set_attributes(attributes_of(result))
-                return result
-
-        return call
-
-    return decorate
+planned, fused = span("plan"), span("fuse")
+"""Decorators that give each call a span."""
 
 
 @contextmanager
 def counted(name: str, engine: Any, ask: Any, streams: bool = False) -> Iterator[list[Answer]]:
-    """Run the block under the root span of a request, and count and log its answers, or the request
-    as failed.
+    """Run a request under its root span; count and log its answers, or its failure.
 
     Args:
-        name: The span's name is `ragfuse.` and this.
-        engine: The engine, which has settings and counters.
-        ask: The options of the request: an `Ask`.
+        name: The name of the span, after `ragfuse.`.
+        engine: The engine.
+        ask: The `Ask` of the request.
         streams: Whether the answer is streamed.
 
     Yields:
@@ -95,9 +70,7 @@ def counted(name: str, engine: Any, ask: Any, streams: bool = False) -> Iterator
 
 @contextmanager
 def loading(reader: Any, plan: LoadPlan) -> Iterator[Any]:
-    """Open a reader of layers, with a span that lasts until its last layer is read, beside the span
-    of the prefill.
-    """
+    """Open a reader of layers, with a span that lasts until the last layer is read."""
     tracer = _tracer() if plan.fetches else None
     load_span = tracer.start_span("ragfuse.load") if tracer else None
     try:
@@ -117,26 +90,11 @@ def loading(reader: Any, plan: LoadPlan) -> Iterator[Any]:
 
 
 def _named(**values: Any) -> Attributes:
-    """Return values that are not None as attributes."""
     return {f"ragfuse.{name}": value for name, value in values.items() if value is not None}
 
 
-def _plan_attributes(plan: LoadPlan) -> Attributes:
-    return _named(
-        policy=plan.policy,
-        ratio=plan.ratio,
-        fallback_reason=plan.fallback_reason,
-        tokens=len(plan.prompt),
-        hits=len(plan.fetches),
-        misses=len(plan.misses),
-        predicted_ttft_s=None if plan.forecast is None else plan.forecast.ttft_s,
-    )
-
-
 def _answer_attributes(answers: Sequence[Answer]) -> Attributes:
-    """Return what all answers together reused, and the longest time; of one, also its policy,
-    ratios and forecast.
-    """
+    """Return sums over all answers; for a single one also its policy, ratios and forecast."""
     traces = [answer.trace for answer in answers]
     sums = {name: sum(getattr(trace, name) for trace in traces) for name in _SUMS}
     of_one = {name: getattr(traces[0], name) for name in _OF_ONE} if len(traces) == 1 else {}
@@ -157,14 +115,6 @@ def _answer_attributes(answers: Sequence[Answer]) -> Attributes:
     }
 
 
-planned = spanned("plan", _plan_attributes)
-"""Decorate a function that returns a plan, so that each call has a span."""
-fused = spanned(
-    "fuse", lambda prefill: _named(mean_ratio=prefill.mean_ratio, tokens=len(prefill.token_ids))
-)
-"""Decorate a function that returns a prefill, so that each call has a span."""
-
-
 def _request_attributes(settings: Settings, ask: Any, streams: bool) -> Attributes:
     seed = {} if ask.seed is None else {"gen_ai.request.seed": ask.seed}
     return {
@@ -179,7 +129,7 @@ def _request_attributes(settings: Settings, ask: Any, streams: bool) -> Attribut
 
 
 def _tracer() -> Any:
-    """Return the current tracer; None without opentelemetry-api, or until an SDK is set up."""
+    """Return the tracer; None without opentelemetry-api, or until an SDK is set up."""
     try:
         from opentelemetry import trace
     except ImportError:

@@ -19,14 +19,13 @@ from rich.progress import (
 from ragfuse.types.sizes import duration_text
 
 LINE_EVERY_S = 10.0
-"""Seconds between two lines where the output is no terminal."""
+"""Seconds between two lines without a terminal."""
 SPEED_OVER_S = 600.0
-"""Seconds of the latest work by which the time left is estimated."""
+"""Seconds of work by which the time left is estimated."""
 
 
 class LineProgress(Progress):
-    """A progress bar that prints one plain line every `LINE_EVERY_S` seconds where no bar can be
-    shown, and disappears when the work is done.
+    """A progress bar; without a terminal, a line every `LINE_EVERY_S` seconds.
 
     Args:
         console: Where it is shown. A quiet console shows nothing.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ragfuse.serve.app import HEADERS
+from ragfuse.serve.server import HEADERS
 from tests.kits.serve import BLUE, TENANTS, Served, access_lines, refused, wait_for
 
 

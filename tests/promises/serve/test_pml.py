@@ -136,7 +136,7 @@ def test_registering_ends_with_server_or_time_and_goes_on_where_it_stopped(
             if is_late:
                 told.wait(60)
             else:
-                served.service.stop()
+                served.service.queue.stop()
             return keep(*args)
 
         with pytest.MonkeyPatch.context() as patched:

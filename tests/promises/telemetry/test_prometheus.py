@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ragfuse import Ask, Engine, InputError, metrics
-from ragfuse.telemetry.counters import FALLBACK_KINDS, TTFT_S, fallback_kind
+from ragfuse.telemetry.metrics import FALLBACK_KINDS, TTFT_S, fallback_kind
 from ragfuse.types.plan import FULL_PREFILL_ASKED, PROMPT_TOO_SHORT
 from tests.kits.redis_server import RedisServer
 from tests.kits.store import key, kv

@@ -1,33 +1,137 @@
-"""Prometheus metrics of an engine and its tiers, registered by one call (`metrics`).
+"""Counters over all answers of an engine, and their export to Prometheus.
 
-Values are read when Prometheus collects them, so answers are not slowed down. Labels are names of
-engines, tiers and kinds.
+Names are fixed and few: never a document, a question or a key. Values are read when Prometheus
+collects them, so answers are not slowed down.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from ragfuse.errors import InputError
 from ragfuse.process.shared import shared
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
-from ragfuse.telemetry.counters import (
-    FALLBACK_KINDS,
-    TOKEN_FATES,
-    TTFT_S,
-    AnswerCounters,
-    CounterSnapshot,
+from ragfuse.types import plan
+from ragfuse.types.answer import Answer, Trace
+
+TTFT_S = (0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 60.0)
+"""Upper bounds in seconds of the TTFT histogram; one more bucket has longer times."""
+TOKEN_FATES = ("reused", "recomputed", "fresh")
+"""Tokens of a prompt: reused, reused but recomputed, or computed fresh."""
+_KIND_BY_REASON = MappingProxyType(
+    {
+        plan.FULL_PREFILL_ASKED: "asked",
+        plan.NOTHING_STORED: "nothing_stored",
+        plan.NOT_ENCODED: "nothing_stored",
+        plan.ENCODING: "nothing_stored",
+        plan.PROMPT_TOO_SHORT: "too_short",
+        plan.DOCUMENTS_ALTERED: "altered",
+        plan.NOT_EXACT: "inexact",
+        plan.NOT_SAFE: "unsafe",
+        "full prefill ": "faster",  # last, as FULL_PREFILL_ASKED begins with it too
+    }
 )
+FALLBACK_KINDS = (*dict.fromkeys(_KIND_BY_REASON.values()), "model")
+"""Why prompts were prefilled in full; "model": the model cannot be fused."""
+
+
+def fallback_kind(reason: str) -> str:
+    """Return the `FALLBACK_KINDS` name of a plan's fallback reason; "" if it was fused."""
+    return next(
+        (kind for prefix, kind in _KIND_BY_REASON.items() if reason.startswith(prefix)),
+        "model" if reason else "",
+    )
+
+
+@dataclass(frozen=True)
+class CounterSnapshot:
+    """The counts of an engine at one moment.
+
+    Args:
+        sums: Counts since the engine was made, by name.
+        ttft: Answers in each bucket of `TTFT_S`, and above the last.
+        ttft_s: Sum of all times to first token, in seconds.
+    """
+
+    sums: Counter[str]
+    ttft: Sequence[int]
+    ttft_s: float
+
+
+class AnswerCounters:
+    """The counters of one engine's answers. Thread-safe.
+
+    Args:
+        waiting: Returns the number of jobs that wait to be encoded.
+        catalog_failures: Returns how often the catalog could not be read or written.
+    """
+
+    def __init__(self, waiting: Callable[[], int], catalog_failures: Callable[[], int]) -> None:
+        self.waiting, self._catalog_failures = waiting, catalog_failures
+        self._at_close: list[Callable[[], object]] = []
+        self._lock = threading.Lock()
+        self._sums: Counter[str] = Counter()
+        self._ttft, self._ttft_s = [0] * (len(TTFT_S) + 1), 0.0
+
+    def add(self, answer: Answer) -> None:
+        """Count an answer."""
+        trace = answer.trace
+        fallback = fallback_kind(trace.fallback_reason)
+        sums = Counter(
+            {f"full {fallback}" if fallback else "fused": 1, "written": len(answer.token_ids)}
+        )
+        sums.update({fate: getattr(trace, f"tokens_{fate}") for fate in TOKEN_FATES})
+        sums.update(_lookups(trace, fallback))
+        with self._lock:
+            self._sums.update(sums)
+            self._ttft[bisect_left(TTFT_S, trace.ttft_s)] += 1
+            self._ttft_s += trace.ttft_s
+
+    def fail(self) -> None:
+        """Count a question that was not answered."""
+        with self._lock:
+            self._sums["failed"] += 1
+
+    def now(self) -> CounterSnapshot:
+        """Return a consistent snapshot of all counts."""
+        with self._lock:
+            sums = Counter(self._sums)
+            sums["catalog_failures"] = self._catalog_failures()
+            return CounterSnapshot(sums, tuple(self._ttft), self._ttft_s)
+
+    def when_closed(self, function: Callable[[], object]) -> None:
+        """Call `function` when the engine is closed."""
+        self._at_close.append(function)
+
+    def close(self) -> None:
+        """Call the functions given to `when_closed`."""
+        while self._at_close:
+            self._at_close.pop()()
+
+
+def _lookups(trace: Trace, fallback: str) -> Iterator[str]:
+    """Yield "hit <tier>" or "missed" for each lookup."""
+    if fallback in ("", "nothing_stored"):
+        for segment in trace.segments:
+            if segment.goes_on:
+                continue
+            if segment.hit:
+                yield f"hit {segment.tier}"
+            elif fallback or segment.why in (plan.MISSING, plan.UNREADABLE, plan.ENCODING):
+                yield "missed"
+
 
 Registry = Any
-"""A `CollectorRegistry` of prometheus_client."""
 Values = Mapping[str, float]
-"""Values by their label."""
 
 
 class MeteredEngine(Protocol):
@@ -41,7 +145,7 @@ class MeteredEngine(Protocol):
 def _counters(
     engine: MeteredEngine, counts: CounterSnapshot
 ) -> Iterator[tuple[str, str, str, Values]]:
-    """Yield the name, help text, label beside that of the engine, and values of each counter."""
+    """Yield name, help text, label and values of each counter."""
     sums, tiers = counts.sums, engine.store.tiers
     refused = {why: sums[f"full {why}"] for why in FALLBACK_KINDS}
     answers = {"fused": sums["fused"], "full": sum(refused.values())}
@@ -75,8 +179,7 @@ def _counters(
 def _gauges(engine: MeteredEngine, shares: bool) -> Iterator[tuple[str, str, str, Values]]:
     """Yield name, help text, label and values of each gauge.
 
-    Sizes of slow tiers are left out if other tenants share them (`shares`), and those of remote
-    tiers always, as their servers have metrics of their own.
+    Sizes of remote tiers are left out, and those of slow tiers that tenants share.
     """
     tiers = engine.store.tiers
     sized = [tier for tier in tiers if not tier.remote and not (shares and tier.slow)]
@@ -96,16 +199,13 @@ def _gauges(engine: MeteredEngine, shares: bool) -> Iterator[tuple[str, str, str
 def metrics(
     engine: MeteredEngine, registry: Registry | None = None, name: str = "", shares: bool = False
 ) -> None:
-    """Export an engine's metrics to Prometheus until the engine is closed. A second call for an
-    engine does nothing.
+    """Export an engine's metrics to Prometheus until it is closed; a second call does nothing.
 
     Args:
         engine: The engine.
         registry: The `CollectorRegistry`; None for the default one.
-        name: The value of the label `engine`; "" for the model's name. A number is added where it
-            is taken.
-        shares: Whether other tenants use the same slow tiers, whose bytes and entries are then not
-            exported.
+        name: The label `engine`; "" for the model's name. A number is added if it is taken.
+        shares: Whether tenants share the slow tiers, whose sizes are then left out.
 
     Raises:
         InputError: prometheus-client is not installed.
@@ -123,9 +223,7 @@ def metrics(
 
 
 class _Collector:
-    """The collector of all engines in one registry; they share it, as a registry accepts each
-    metric name once.
-    """
+    """The collector of all engines in a registry, which accepts each metric name once."""
 
     def __init__(self, registry: Registry) -> None:
         self._lock = threading.Lock()
