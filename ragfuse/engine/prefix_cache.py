@@ -280,18 +280,13 @@ class PrefixCache:
     def _insert(self, token_ids: Sequence[int], parts: Sequence[Rows]) -> set[ChunkKey]:
         """Insert the parts into the tree, and return the keys that became nodes.
 
-        Parts after a gap are left out, as no match would reach them. Where the tree has doubled in
-        size since, evicted entries are removed from it in the background.
+        Parts after a gap are left out, as no match would reach them.
         """
         if not self.is_on or not parts:
             return set()
         with self._changed:
-            tree = self._tree
-            inserted = tree.insert(token_ids, _chained([*tree.match(token_ids), *parts]))
-            if tree.n_nodes >= self._sweep_at:
-                self._sweep_at = 2 * tree.n_nodes
-                self._pending.submit(self._sweep, is_awaited=True)
-        return inserted
+            known = self._tree.match(token_ids)
+            return self._tree.insert(token_ids, _chained([*known, *parts]))
 
     def _stored(self, keys: set[ChunkKey]) -> dict[ChunkKey, Entry]:
         """Return those of the entries that are stored, and remove evicted ones from the tree."""
@@ -301,13 +296,6 @@ class PrefixCache:
             with self._changed:
                 self._tree.discard(evicted)
         return entries
-
-    def _sweep(self) -> None:
-        with self._changed:
-            keys = self._tree.keys
-        self._stored(keys)
-        with self._changed:
-            self._sweep_at = max(SWEEP_NODES, 2 * self._tree.n_nodes)
 
     def _save(
         self,
@@ -357,11 +345,16 @@ class PrefixCache:
 
     def _write(self, kv: ChunkKV, new: Mapping[ChunkKey, Spans], is_persistent: bool) -> None:
         """Write entries: to memory without loss, and to slow tiers as well where they are
-        persistent.
+        persistent. Where the tree has doubled in size, evicted entries are removed from it.
         """
         encoder = self._runtime.encoder.in_background(0.0 if self._fast else PACE_S)
         for key, spans in new.items():
             encoder.save(key, partial(_copied, kv, spans), is_persistent, exact=True)
+        if self._tree.n_nodes >= self._sweep_at:
+            with self._changed:
+                keys = self._tree.keys
+            self._stored(keys)
+            self._sweep_at = max(SWEEP_NODES, 2 * self._tree.n_nodes)
 
 
 def exact_rows(plan: LoadPlan) -> int:
