@@ -117,8 +117,7 @@ class AnswerStream:
         self._channel.close()
 
     def finish(self) -> None:
-        """End the generation at the next token and keep what was generated as the answer, also in
-        its conversation.
+        """End the generation at the next token and keep the answer, also in its conversation.
 
         An answer that has not started raises InputError for its reader.
         """
@@ -162,7 +161,7 @@ class AnswerStream:
 
 
 class _Channel:
-    """The state that the generating thread shares with the reader.
+    """State shared with the generating thread, which must not keep a dropped stream alive.
 
     The thread holds no reference to the stream itself, so that a dropped stream is garbage
     collected and noticed.
@@ -182,7 +181,6 @@ class _Channel:
             self.close()
 
     def close(self) -> None:
-        """Note that nobody reads any more, which ends the generation."""
         self.is_closed = self.stop.is_abandoned = True
         self.stop.set()
 
