@@ -109,15 +109,15 @@ class Prefetcher:
         fast = {tier.name: tier for tier in self._store.tiers if not tier.slow}
         if not fast:
             return
-        rooms = list[float]()
-        for tier in fast.values():
-            pinned = sum(tier.occupied(entry.nbytes) for entry in tier.list() if entry.pinned)
-            rooms.append(share * (tier.capacity - pinned))
+        room = min(
+            tier.capacity
+            - sum(tier.occupied(entry.nbytes) for entry in tier.list() if entry.pinned)
+            for tier in fast.values()
+        )
 
-        def sized(group: Collection[Entry]) -> tuple[Collection[Entry], int]:
-            return group, sum(
-                max(tier.occupied(entry.nbytes) for tier in fast.values()) for entry in group
-            )
+        def nbytes(entry: Entry) -> int:
+            return max(tier.occupied(entry.nbytes) for tier in fast.values())
 
-        for group in to_prefetch(map(sized, groups), int(min(rooms))):
+        sized = ((group, sum(map(nbytes, group))) for group in groups)
+        for group in to_prefetch(sized, int(share * room)):
             yield from (entry for entry in group if entry.tier not in fast)

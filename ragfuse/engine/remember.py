@@ -135,23 +135,23 @@ class RememberStage:
         settings = self._runtime.settings
         learns = settings.learn == "text" and schema_use is None
         if learns and not refusal_of(self._runtime.profile, settings.policy):
-            self._queue(plan.prompt.token_ids, partial(self._learn, plan), waits=False)
+            self._queue(plan.prompt.token_ids, partial(self._learn, plan))
         # what loads too slowly from its tier, and the other modules of unions
         others = schema_use.others if isinstance(schema_use, SchemaUse) else ()
         if wanted := (*(fetch.key for fetch in plan.unread), *others):
             self._prefetcher.submit_keys(wanted)
 
-    def _queue(self, ids: tuple[int, ...], do: Callable[[], object], waits: bool = True) -> None:
-        """Queue a job once, known by the ids that it is about."""
+    def _queue(self, ids: tuple[int, ...], do: Callable[[], object]) -> None:
+        """Queue a job once, known by the ids that it is about, for when no answer is generated."""
+
+        def once_idle() -> None:
+            self._runtime.model.batcher.wait_idle(IDLE_WAIT_S)
+            do()
+
         if ids not in self._runtime.jobs.names:
-            self._runtime.jobs.submit(partial(self._do, do, waits), [ids])
+            self._runtime.jobs.submit(once_idle, [ids])
 
     # in the background
-
-    def _do(self, do: Callable[[], object], waits: bool) -> None:
-        if waits:
-            self._runtime.model.batcher.wait_idle(IDLE_WAIT_S)
-        do()
 
     def _learn(self, plan: LoadPlan) -> None:
         model = self._runtime.model
