@@ -16,9 +16,7 @@ from ragfuse.types.answer import Answer, Thought
 
 Piece = str | Thought
 Run = Callable[[Callable[[Piece], None], threading.Event], Answer]
-"""Generates an answer: passes each piece of reasoning or text to the callback, and ends early once
-the event is set.
-"""
+"""Generates an answer: passes each piece to the callback; ends early once the event is set."""
 
 
 class StopSignal(threading.Event):

@@ -38,9 +38,7 @@ Ids = Sequence[int]
 
 
 Question = ChatInput | Ids | PMLPrompt
-"""A question that an engine answers: text or messages, token ids, or a prompt in PML over a
-registered schema.
-"""
+"""A question: text or messages, token ids, or a prompt in PML over a registered schema."""
 
 
 def is_ids(question: object) -> TypeGuard[Ids]:
@@ -162,9 +160,7 @@ RESERVED = frozenset(
         "tokenizer_kwargs",
     }
 )
-"""Parameters of `apply_chat_template` itself, which therefore cannot be variables of a chat
-template.
-"""
+"""Parameters of `apply_chat_template` itself, which are no variables of a chat template."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 """Options that change a sampled answer alone."""
 SAMPLED = (*SAMPLING, "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")

@@ -67,9 +67,7 @@ def ids_of(text: str, model: HFModel) -> list[int]:
 GAP = "\n\n"
 """The text between the filler text and a chunk."""
 PACE_S = 2.0
-"""In the background: most seconds to wait, before the next run, until the first slow tier has saved
-this one.
-"""
+"""Most seconds that background work waits until the first slow tier has saved a run."""
 
 
 @dataclass(frozen=True)

@@ -63,9 +63,7 @@ __all__ = ["Ask", "Content", "Engine", "Ingested", "PreparedPrompt", "Registered
 log = logging.getLogger("ragfuse.engine")
 
 MAX_BATCH_ANSWERS = 32
-"""Answers of one batch that are generated at the same time. Each holds its prompt's KV; the next
-starts as one ends.
-"""
+"""Answers of one batch that are decoded at the same time, each holding its prompt's KV."""
 
 
 @checks_arguments

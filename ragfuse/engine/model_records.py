@@ -209,9 +209,7 @@ class MachineTimings:
 log = logging.getLogger("ragfuse.engine")
 
 SAMPLE_TOKENS = 240
-"""Most tokens of one sample text that tables are made from; two of them fit the context of any
-model.
-"""
+"""Most tokens of one sample text; two of them fit the context of any model."""
 
 
 COST_LEVEL = "cg3"

@@ -33,16 +33,11 @@ from ragfuse.types.plan import LoadPlan, is_exact
 from ragfuse.types.prompt import Prompt, Segment
 
 PREFIX_SAVE_WAIT_S = 5.0
-"""Longest time in seconds that a prompt waits for a shared prefix that is being saved, while
-another prompt uses the model anyway.
-"""
+"""Most seconds that a prompt waits for a shared prefix that is being saved."""
 MAX_BEFORE = 4096
-"""Most tokens before a first chunk for it to be encoded after them: they are recomputed for that.
-"""
+"""Most tokens before a first chunk for it to be encoded after them."""
 SWEEP_NODES = 256
-"""Tree nodes at which evicted entries are first removed from the tree; again each time it has
-doubled in size.
-"""
+"""Tree nodes at which evicted entries are first swept; again each time it has doubled."""
 
 Spans = Sequence[tuple[int, int]]
 """Ranges lo:hi of a prompt's rows, in order."""

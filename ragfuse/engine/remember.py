@@ -68,9 +68,7 @@ def met_again(
 
 
 IDLE_WAIT_S = 2.0
-"""Seconds that a job waits for a moment in which no answer is generated, as encoding delays many
-tokens of one.
-"""
+"""Most seconds that a job waits until no answer is generated, as encoding delays its tokens."""
 
 
 class RememberStage:

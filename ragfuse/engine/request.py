@@ -96,8 +96,7 @@ def _schema(tool: Tool) -> str:
 Say = Callable[[str | Thought], None] | None
 """A callback for pieces of an answer as they are generated; None: the answer is not streamed."""
 Prefilled = Callable[["PreparedPrompt"], object] | None
-"""A callback for a prompt once it is prefilled, before its answer is generated; None: nobody asks.
-"""
+"""A callback for a prefilled prompt, before its answer is generated; None: nobody asks."""
 
 
 @dataclass(frozen=True)

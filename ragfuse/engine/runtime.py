@@ -46,9 +46,7 @@ from ragfuse.types.profiles import ModelProfile
 log = logging.getLogger("ragfuse")
 
 MAX_WAITING_JOBS = 256
-"""Most jobs that may wait; further ones are dropped, and submitted again by the next question that
-needs them.
-"""
+"""Most jobs that may wait; dropped ones are submitted again by the next question."""
 
 
 def ignore(*what: object) -> None:

@@ -308,9 +308,7 @@ class CostModel:
 
 
 READINGS = 5
-"""Number of last readings that count. Their median is used, so that one or two outliers change
-nothing.
-"""
+"""Last readings that count, by their median, so that an outlier or two change nothing."""
 INITIAL_READINGS = (1.0, 1.0)
 """Readings assumed before any was made; three readings that agree outvote them."""
 MAX_CORRECTION = 20.0
@@ -322,9 +320,7 @@ MIN_TIER_SHARE = 0.2
 MIN_LOAD_S = 1e-3
 """Least seconds of loading, predicted or actual, from which a tier's speed is inferred."""
 MIN_PREFILL_ROWS = 64
-"""Least rows of a prefill from which the time per row is inferred: with fewer, its fixed cost
-dominates.
-"""
+"""Least rows of a prefill from which the time per row is inferred."""
 
 
 @dataclass(frozen=True)

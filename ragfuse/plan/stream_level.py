@@ -26,14 +26,11 @@ COMPUTE_MARGIN = 1.15
 PATIENCE = 2.0
 """A part is checked for lateness once it took this many times as long as predicted."""
 BACKOFF = 1.5
-"""Back-off factor: the next check for lateness comes after this many times the time already waited.
-"""
+"""The next check for lateness comes after this many times the time already waited."""
 MIN_THROUGHPUT = 1e-9
 """Stands for a throughput of zero, in bytes per second."""
 NEVER_LATE_S = 0.02
-"""Seconds within which no part counts as late: shorter waits depend on the machine rather than on
-the link.
-"""
+"""Seconds within which no part counts as late."""
 
 
 @dataclass(frozen=True)
