@@ -15,9 +15,7 @@ from ragfuse.types.answer import Answer, Thought
 
 Piece = str | Thought
 Run = Callable[[Callable[[Piece], None], threading.Event], Answer]
-"""Generates an answer: passes each piece of reasoning or text to the callback, and ends early once
-the event is set.
-"""
+"""Generates an answer: passes each piece to the callback; ends early once the event is set."""
 
 
 class StopSignal(threading.Event):
@@ -116,8 +114,7 @@ class AnswerStream:
         self._channel.close()
 
     def finish(self) -> None:
-        """End the generation at the next token and keep what was generated as the answer, also in
-        its conversation.
+        """End the generation at the next token and keep the answer, also in its conversation.
 
         An answer that has not started raises InputError for its reader.
         """
@@ -161,7 +158,7 @@ class AnswerStream:
 
 
 class _Channel:
-    """The state that the generating thread shares with the reader.
+    """State shared with the generating thread, which must not keep a dropped stream alive.
 
     The thread holds no reference to the stream itself, so that a dropped stream is garbage
     collected and noticed.
@@ -181,7 +178,6 @@ class _Channel:
             self.close()
 
     def close(self) -> None:
-        """Note that nobody reads any more, which ends the generation."""
         self.is_closed = self.stop.is_abandoned = True
         self.stop.set()
 

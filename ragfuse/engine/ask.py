@@ -38,9 +38,7 @@ Ids = Sequence[int]
 
 
 Question = ChatInput | Ids | PMLPrompt
-"""A question that an engine answers: text or messages, token ids, or a prompt in PML over a
-registered schema.
-"""
+"""A question: text or messages, token ids, or a prompt in PML over a registered schema."""
 
 
 def is_ids(question: object) -> TypeGuard[Ids]:
@@ -51,9 +49,7 @@ def is_ids(question: object) -> TypeGuard[Ids]:
 
 
 def mended_documents(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield (text, source) of documents as `whole_text` does; raise InputError for anything else
-    than such pairs.
-    """
+    """Yield (text, source) of documents, mended; raise InputError for other than pairs."""
     for each in texts if isinstance(texts, Iterable) and not isinstance(texts, str) else (texts,):
         is_pair = isinstance(each, Sequence) and not isinstance(each, str) and len(each) == 2
         if not is_pair or not all(isinstance(part, str) for part in each):
@@ -67,12 +63,12 @@ def mended_documents(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, st
 
 
 def texts_of(texts: Iterable[str]) -> tuple[str, ...]:
-    """Return texts, or one that is given alone."""
+    """Return several texts, or one that is given alone."""
     return (texts,) if isinstance(texts, str) else tuple(texts)
 
 
 def prompts_of(prompts: Iterable[Question]) -> list[Question]:
-    """Return the prompts of a batch; raise InputError for what is no list of them."""
+    """Return the prompts of a batch; raise InputError unless it is a list."""
     if isinstance(prompts, str | PMLPrompt) or not isinstance(prompts, Iterable):
         raise InputError(
             f"A batch takes a list of prompts; found {prompts!r:.80}. Write [prompt].", "prompts"
@@ -81,9 +77,7 @@ def prompts_of(prompts: Iterable[Question]) -> list[Question]:
 
 
 def mended_question(question: Question) -> Question:
-    """Return a question with its texts as `whole_text` does; token ids and PML are returned
-    unchanged.
-    """
+    """Return a question with its texts mended."""
     if isinstance(question, PMLPrompt) or is_ids(question):
         return question
     whole: ChatInput = whole_value(
@@ -117,9 +111,7 @@ def messages_of(question: Question) -> list[ChatMessage]:
 
 
 def question_of(prompt: Question | None, pml: Path | str | None) -> Question:
-    """Return `prompt`, or the prompt that `pml` holds or names; raise InputError unless exactly one
-    is given.
-    """
+    """Return `prompt`, or the one that `pml` holds or names; exactly one must be given."""
     if prompt is not None and pml is None:
         return prompt
     if pml is not None and prompt is None:
@@ -130,9 +122,6 @@ def question_of(prompt: Question | None, pml: Path | str | None) -> Question:
 
 
 def _message(given: object) -> ChatMessage:
-    """Return a (role, content) pair or `ChatMessage` as a `ChatMessage`; raise InputError for
-    anything else.
-    """
     is_pair = isinstance(given, Sequence) and not isinstance(given, str) and len(given) == 2
     message = given if isinstance(given, ChatMessage) else ChatMessage(*given) if is_pair else None  # type: ignore[misc]
     if message is None or not isinstance(message.role, str) or not _is_content(message.content):
@@ -171,9 +160,7 @@ RESERVED = frozenset(
         "tokenizer_kwargs",
     }
 )
-"""Parameters of `apply_chat_template` itself, which therefore cannot be variables of a chat
-template.
-"""
+"""Parameters of `apply_chat_template` itself, which are no variables of a chat template."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 """Options that change a sampled answer alone."""
 SAMPLED = (*SAMPLING, "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
@@ -190,8 +177,6 @@ def _variables(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _Sampling(BaseModel, extra="allow"):
-    """Options of sampling that are numbers."""
-
     temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     top_p: float | None = Field(default=None, ge=0, le=1)
     min_p: float | None = Field(default=None, ge=0, le=1)
@@ -202,8 +187,7 @@ class _Sampling(BaseModel, extra="allow"):
 
 
 def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options for `generate` whose whole numbers are floats where transformers takes nothing
-    else.
+    """Return the options with their numbers checked and converted.
 
     Raises:
         SettingsError: A number is outside of its range, or no number.
@@ -221,7 +205,7 @@ def _stops(given: Any) -> Any:
 
 
 def _mended(what: str, nothing: Any = ()) -> BeforeValidator:
-    """Return a validator that takes None for nothing, and mends the texts of anything else."""
+    """Return a validator that takes None for nothing and mends all texts."""
     return BeforeValidator(lambda given: nothing if given is None else whole_value(given, what))
 
 
@@ -291,8 +275,7 @@ class Ask:
 
     @staticmethod
     def template_kwargs(*fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Merge the `chat_template_kwargs` and `enable_thinking` of several mappings; later ones
-        win.
+        """Merge `chat_template_kwargs` and `enable_thinking` of several mappings; the last wins.
 
         Args:
             fields: The fields of a model, then those of a call.

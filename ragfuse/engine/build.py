@@ -64,8 +64,7 @@ class ConversationHistory:
     # before the answer
 
     def fitted(self, request: Request) -> Prompt:
-        """Return the prompt of a question, with the stored turns of its conversation as history
-        segments.
+        """Return the prompt of a question, with the stored turns as history segments.
 
         Args:
             request: The new messages, or all messages of the conversation; `Ask.session` names it.
@@ -77,7 +76,7 @@ class ConversationHistory:
         return found if request.ask.session is not None else replace(found, conversation=None)
 
     def _pending_turn(self, request: Request) -> PendingTurn | None:
-        """Return the turn that a question adds to its session; None for a text or ids without one.
+        """Return the turn that a question adds to a session; None without session or messages.
 
         Messages that include one of the assistant are the whole conversation: only the turns that
         agree with them stay. Messages without a session have no stored turns.
@@ -128,9 +127,7 @@ class ConversationHistory:
         return shortest if len(shortest) < len(placed) else placed
 
     def _placed(self, prompt: Prompt, pending: PendingTurn, request: Request) -> Prompt:
-        """Return the prompt with its first tokens replaced by history segments, truncated to the
-        context window.
-        """
+        """Return the prompt with history segments, truncated to the context window."""
         session, ids = pending.session, prompt.token_ids
         known = session.known(ids)
         n_past = known[-1].hi if known else 0
@@ -149,14 +146,14 @@ class ConversationHistory:
 
     @property
     def _window(self) -> int | None:
-        """The most tokens of prompt and answer together; None without a limit."""
+        """Most tokens of prompt and answer together; None without a limit."""
         limits = (self._settings.window_tokens, self._runtime.model.max_context)
         return min((each for each in limits if each), default=None)
 
     # after it
 
     def after(self, ready: PreparedPrompt, answer: Answer, ids: Sequence[int]) -> None:
-        """Record the turn of a session that was answered, and save its KV in the background."""
+        """Record the answered turn of a session, and save its KV in the background."""
         prompt, encoder = ready.plan.prompt, self._runtime.encoder
         pending = prompt.conversation
         if not isinstance(pending, PendingTurn):
@@ -194,9 +191,7 @@ class ConversationHistory:
 
 
 def _without_turns(whole: Prompt, short: Prompt, pending: PendingTurn) -> Prompt:
-    """Return the short prompt, with the tokens of the omitted turns recorded for the conversation's
-    next turn.
-    """
+    """Return the short prompt with the omitted turns' tokens recorded for the next turn."""
     row, n_omitted = _n_common(whole.token_ids, short.token_ids), max(0, len(whole) - len(short))
     omitted = whole.token_ids[row : row + n_omitted]
     if whole.token_ids != (
@@ -211,7 +206,6 @@ def _without_turns(whole: Prompt, short: Prompt, pending: PendingTurn) -> Prompt
 
 
 def _n_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the longest common prefix of two id sequences."""
     return next(
         (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
         min(len(one), len(other)),
@@ -249,8 +243,7 @@ def build(request: Request, history: ConversationHistory, schemas: SchemaService
 
 
 def check_fits(prompt: Prompt, request: Request, may_shorten: bool = False) -> None:
-    """Refuse a prompt, or an answer that was asked to be longer than the model's context has room
-    for after it.
+    """Raise OverlongError for a prompt or a requested answer that exceeds the context.
 
     Without a length in the request an answer gets what is left.
 

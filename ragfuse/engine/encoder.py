@@ -34,8 +34,7 @@ def remaining_context(
     advice: str = "Shorten it, or take fewer or shorter chunks.",
     at_least: bool = False,
 ) -> int | None:
-    """Return how many new tokens fit after a prompt of `n_tokens`; None where the model has no
-    limit.
+    """Return how many tokens fit after `n_tokens`; None where the model has no limit.
 
     Args:
         n_tokens: Tokens of the prompt.
@@ -68,9 +67,7 @@ def ids_of(text: str, model: HFModel) -> list[int]:
 GAP = "\n\n"
 """The text between the filler text and a chunk."""
 PACE_S = 2.0
-"""In the background: most seconds to wait, before the next run, until the first slow tier has saved
-this one.
-"""
+"""Most seconds that background work waits until the first slow tier has saved a run."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +96,7 @@ class Encoder:
     pace_s: float | None = None
 
     def in_background(self, pace_s: float = PACE_S) -> Encoder:
-        """Return an encoder that waits at most `pace_s` for a save, so that no slow or hanging tier
-        blocks it.
-        """
+        """Return an encoder that waits at most `pace_s` for the save to a slow tier."""
         return replace(self, pace_s=pace_s)
 
     def key(self, tokens: Sequence[int], context: str = "") -> ChunkKey:
@@ -109,9 +104,7 @@ class Encoder:
         return ChunkKey(self.digest, token_digest(tokens), context)
 
     def key_of(self, run: SchemaRun) -> ChunkKey:
-        """Return the key of a schema's run, which is encoded alone, with the gaps between its
-        positions.
-        """
+        """Return the key of a schema's run, which includes the gaps between its positions."""
         return ChunkKey(
             self.digest, token_digest(run.tokens), "", run.layout(self.model.profile.fixed)
         )
@@ -122,10 +115,7 @@ class Encoder:
         return self.settings.min_chunk_tokens
 
     def home(self, n_tokens: int, nbytes: int) -> str | None:
-        """Return the slow tier to write a new chunk to.
-
-        None means all of them: by the settings, or because this machine was not measured.
-        """
+        """Return the slow tier for a new chunk; None: all, by setting or without timings."""
         costs = self.timings.costs(self.model)
         slow = [tier.name for tier in self.store.tiers if tier.slow]
         if costs is None or len(slow) < 2 or self.settings.placement == "all":
@@ -139,9 +129,7 @@ class Encoder:
         return filler_context("") if self.filler_tokens else ""
 
     def keep_prefix(self, tokens: Sequence[int]) -> int:
-        """Encode and store a prefix of prompts; return the bytes of new KV, 0 if it was stored
-        before.
-        """
+        """Encode and store a prefix of prompts; return the bytes of new KV."""
         return self._put(tokens, self.key(tokens), lambda: self.model.encode(tokens))
 
     def keep_chunk(self, tokens: Sequence[int], persistent: bool = True) -> int:
@@ -186,10 +174,8 @@ class Encoder:
         at_encoded_position: bool = False,
         persistent: bool = True,
     ) -> int:
-        """Store a run under a key unless it is stored already, and return the bytes of new KV.
-
-        at_encoded_position: whether it will be used at the positions at which it is encoded, which
-        models allow whose KV cannot be moved. persistent: whether slow tiers get it too.
+        """Store a run unless it is stored; return the bytes of new KV. A model whose KV cannot be
+        moved stores only runs that stay `at_encoded_position`.
         """
         profile = self.model.profile
         refused = profile.refusal and not (at_encoded_position and profile.fixed)

@@ -62,9 +62,7 @@ __all__ = ["Ask", "Content", "Engine", "Ingested", "PreparedPrompt", "Registered
 log = logging.getLogger("ragfuse.engine")
 
 MAX_BATCH_ANSWERS = 32
-"""Answers of one batch that are generated at the same time. Each holds its prompt's KV; the next
-starts as one ends.
-"""
+"""Answers of one batch that are decoded at the same time, each holding its prompt's KV."""
 
 
 @checks_arguments
@@ -115,7 +113,7 @@ class Engine(OneProcess):
     def shared(
         settings: Settings | None = None, model: Given = None, *, tokenizer: Tokens = None
     ) -> Engine:
-        """Return the process-wide engine for these settings and this model, made at the first call.
+        """Return this process's engine for these settings and model; `close` ends it.
 
         What it has to save is saved when the process ends. After an earlier `close`, the next call
         makes a new engine.
@@ -177,8 +175,7 @@ class Engine(OneProcess):
         ask: Ask | None = None,
         cancelled: threading.Event | None = None,
     ) -> list[Answer]:
-        """Return the answers to several prompts: each is prefilled by itself, all are decoded
-        together.
+        """Return the answers to several prompts, prefilled one by one and decoded together.
 
         Each answer is the same as if it were asked alone, also with a seed.
 
@@ -214,7 +211,6 @@ class Engine(OneProcess):
 
     @at_work()
     def _run(self, request: Request) -> Answer:
-        """Take a question through its stages to its answer."""
         prompt = build(request, self.history, self.schemas)
         draft = self.constraints.draft(request, prompt)
         with self._prefiller.prefilled(prompt, request) as prepared:
@@ -230,17 +226,13 @@ class Engine(OneProcess):
         return self._answer(replace(request, say=say, ends=(*request.ends, stop)))
 
     def plan(self, prompt: Question, ask: Ask | None = None) -> LoadPlan:
-        """Return what would be read and computed for a prompt, and how long that would take,
-        without doing it.
-        """
+        """Return what would be read and computed for a prompt, and the time that it would take."""
         self._check_open()
         request = Request.of(prompt, ask, self.runtime)
         return self._prefiller.plan(build(request, self.history, self.schemas), request)
 
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> PreparedPrompt:
-        """Plan, load and prefill a prompt; raise OverlongError where it does not fit the model's
-        context.
-        """
+        """Plan, load and prefill a prompt. Raises OverlongError where it does not fit."""
         self._check_open()
         request = Request.of(prompt.token_ids, ask, self.runtime)
         check_fits(prompt, request)
@@ -273,9 +265,7 @@ class Engine(OneProcess):
         return len(self.prompt(prompt, tools))
 
     def prefix(self, prompt: Question, ask: Ask | None = None) -> tuple[int, ...]:
-        """Return the ids before the first chunk of a prompt, for `ingest(prefix=...)`; () where
-        there are none.
-        """
+        """Return the ids before a prompt's first chunk, for `ingest(prefix=...)`; () for none."""
         first = self.prompt(prompt, ask=ask).segments[0]
         return first.tokens if first.kind == "prefix" else ()
 
@@ -287,7 +277,7 @@ class Engine(OneProcess):
         prefix: Sequence[int] = (),
         progress: Callable[[Ingested], None] | None = None,
     ) -> Ingested:
-        """Encode chunks and store their KV, except for those that are stored already.
+        """Encode chunks and store their KV, unless it is stored already.
 
         An interruption loses at most the current chunk; a second call continues where the first one
         stopped.
@@ -329,8 +319,7 @@ class Engine(OneProcess):
         return done
 
     def know(self, texts: Iterable[tuple[str, str]]) -> None:
-        """Recognise chunks, given as (text, source), in prompts from now on, without encoding them
-        now.
+        """Recognise chunks, given as (text, source), in prompts from now on; encode none now.
 
         Chunks that a prompt contains are encoded after its answer. Meant for retrievers, which see
         chunks first.
@@ -371,8 +360,7 @@ class Engine(OneProcess):
         )
 
     def forget(self, texts: Iterable[str]) -> int:
-        """Delete this tenant's KV of these chunks from every tier, pinned or not, and return the
-        bytes freed.
+        """Delete this tenant's KV of these chunks from every tier; return the bytes freed.
 
         The chunks, and passages learned from them, are no longer recognised in prompts. Copies in
         the memory of other processes stay.
@@ -468,7 +456,7 @@ class Engine(OneProcess):
 
     @property
     def _background(self) -> tuple[BackgroundJobs, ...]:
-        """The background workers, in the order in which each passes work to the next."""
+        """Background workers, in the order in which each passes work to the next."""
         return self.prefetcher.jobs, self.runtime.jobs, self.runtime.saves
 
     def __enter__(self) -> Engine:
@@ -480,7 +468,6 @@ class Engine(OneProcess):
 
 
 def _with_unsaved(answer: Answer, unsaved: Sequence[str]) -> Answer:
-    """Return the answer, with what could not be read or written in its trace."""
     return (
         replace(answer, trace=replace(answer.trace, unsaved=tuple(unsaved))) if unsaved else answer
     )

@@ -131,7 +131,7 @@ class Draft:
     # inside
 
     def _read(self) -> None:
-        """Find what of the text so far is reasoning, text and calls."""
+        """Split the text so far into reasoning, text and calls."""
         text = self._detokenizer.text
         if not self._must_call:
             begin = self._think(text) if self._tags is not None else 0
@@ -141,8 +141,7 @@ class Draft:
             self._call(text, opening)
 
     def _think(self, text: str) -> int:
-        """Find the reasoning at the start of the output. Return the offset where the answer's text
-        begins, -1 while that is not known.
+        """Find the reasoning; return where the answer's text begins, -1 while unknown.
 
         Reasoning ends with its closing tag, or with a tool call where the tag is missing.
         """
@@ -165,7 +164,7 @@ class Draft:
         return called if end == called else len(text) - len(text[end + len(close) :].lstrip())
 
     def _write(self, text: str, lo: int) -> None:
-        """Find the end of the text, which begins at `lo`: a stop string or a tool call."""
+        """Find where the text that begins at `lo` ends: at a stop string or a tool call."""
         format = self._format
         opening = format.opens(text, lo) if format is not None else -1
         hi = len(text) if opening < 0 else opening
@@ -184,7 +183,7 @@ class Draft:
             self._call(text, opening)
 
     def _call(self, text: str, opening: int) -> None:
-        """Read tool calls, at most `max_calls` of them; repeated calls end the answer."""
+        """Read tool calls, at most `max_calls`; repeated calls end the answer."""
         assert self._reader is not None
         self._reader.read(text, opening)
         if self._reader.repeats or (
@@ -333,9 +332,7 @@ def trace_of(ready: PreparedPrompt, first_s: float | None) -> Trace:
 
 
 def share(prepared: PreparedPrompt) -> None:
-    """Share the KV of modules and prefixes in memory with other answers that are generated at the
-    same time.
-    """
+    """Share the KV of modules and prefixes with answers that are decoded at the same time."""
     request, cache, plan = prepared.request, prepared.prefill.cache, prepared.plan
     runtime, wiring = request.runtime, request.model.shared_wiring
     if not runtime.settings.share or not (request.has_company or request.model.batcher.active):
@@ -351,9 +348,7 @@ def share(prepared: PreparedPrompt) -> None:
 
 
 def generated(prepared: PreparedPrompt, draft: Draft) -> tuple[Answer, list[int]]:
-    """Generate and return the answer, and the ids as generated, streaming it to `request.say`; stop
-    once one of `request.ends` is set.
-    """
+    """Decode the answer, streaming it to `request.say`; return it with its generated ids."""
     request = prepared.request
     follower = Follower(draft, request.say, request.ends)
     with span("decode"):

@@ -52,12 +52,12 @@ def refusal_of(profile: ModelProfile, policy: str) -> str:
 
 
 def stored_profile(catalog: Catalog, fingerprint: str) -> ModelProfile | None:
-    """Return the profile of a model that a catalog has; None where it has none."""
+    """Return the profile of a model that a catalog has."""
     return catalog.get(profile_name(fingerprint), ModelProfile)
 
 
 def judged_profile(catalog: Catalog, own: ModelProfile) -> ModelProfile:
-    """Return the model's own profile, overridden by the verdicts in a catalog."""
+    """Return a model's own profile with the verdicts of a catalog."""
     stored = stored_profile(catalog, own.model)
     if stored is None:
         return own
@@ -66,9 +66,7 @@ def judged_profile(catalog: Catalog, own: ModelProfile) -> ModelProfile:
 
 
 def profile_name(fingerprint: str) -> str:
-    """Return a profile's name in the catalog; it has the library versions, since a profile is valid
-    for these only.
-    """
+    """Return a profile's name in the catalog; it is valid for these library versions only."""
     versions = f"torch-{version('torch')}-transformers-{version('transformers')}"
     return f"model-{fingerprint}-{PROFILE_VERSION}-{versions}"
 
@@ -85,8 +83,7 @@ def name_for_calibrate(setting: str, name: str) -> str:
 
 
 def options_for(settings: Settings, model: HFModel, has_store: bool = True) -> list[str]:
-    """Return the options of a command that judges or times a model as it is here: what is not the
-    command's default.
+    """Return the options of a command that judges or times this model as it is loaded here.
 
     An access token is left out.
 
@@ -139,18 +136,13 @@ class MachineTimings:
         self._environment = version("torch"), version("transformers"), *tiers
 
     def machine(self, model: HFModel) -> CostModel | None:
-        """Return what was measured for torch's current number of threads, also by another process;
-        None where nothing was.
-        """
+        """Return what was measured for torch's current number of threads; None: nothing."""
         with self._lock:
             return self._of(model).measured
 
     def costs(self, model: HFModel) -> CostModel | None:
-        """Return what reading and computing cost now: what was measured, corrected by the times of
-        real answers.
-
-        Where nothing was measured it has no tiers, and computing goes by the last prefills; None
-        before the first.
+        """Return current costs: the measured ones, corrected by recent answers. Without
+        measurements they have no tiers; None before the first prefill.
         """
         with self._lock:
             return self._of(model).applied(model.n_layers)
@@ -187,34 +179,27 @@ class MachineTimings:
     def note(
         self, model: HFModel, plan: LoadPlan, load_s: float | None, compute_s: float | None
     ) -> None:
-        """Note how long a plan took: loading its entries, and computing; None where that tells
-        nothing.
-        """
+        """Note the seconds that a plan took to load and to compute; None tells nothing."""
         with self._lock:
             known = self._of(model)
             if load_s is not None and plan.forecast is not None:
                 known = known.loaded(plan, load_s)
             if compute_s is not None:
                 known = known.computed(plan, model.n_layers, compute_s)
-            self._known[self.name_of(model)] = known
+            self._known[self._name_of(model)] = known
 
     def name(self, fingerprint: str, device: str, threads: int) -> str:
-        """Return the catalog name of timings.
-
-        It covers the machine, the library versions and the tiers, so that timings are not used
-        after a change of these.
-        """
+        """Return the catalog name of timings, which covers machine, library versions and tiers."""
         gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
         environment = digest(platform.node(), gpu, *self._environment)
         return f"machine-{fingerprint}-{device}-{threads}-{COST_VERSION}-{environment[:12]}"
 
-    def name_of(self, model: HFModel) -> str:
-        """Return the catalog name of a model's timings here."""
+    def _name_of(self, model: HFModel) -> str:
         return self.name(model.fingerprint, str(model.device), torch.get_num_threads())
 
     def _of(self, model: HFModel) -> Observed:
-        """Return the timings of a model on this machine; call it with the lock held."""
-        name = self.name_of(model)
+        """Return the timings of a model here; the lock must be held."""
+        name = self._name_of(model)
         known, found = self._known.get(name), self._catalog.get(name, CostModel)
         if known is None or found not in (None, known.measured):
             known = self._known[name] = Observed(found)
@@ -224,9 +209,7 @@ class MachineTimings:
 log = logging.getLogger("ragfuse.engine")
 
 SAMPLE_TOKENS = 240
-"""Most tokens of one sample text that tables are made from; two of them fit the context of any
-model.
-"""
+"""Most tokens of one sample text; two of them fit the context of any model."""
 
 
 COST_LEVEL = "cg3"
@@ -281,7 +264,6 @@ def made_tables(model: HFModel) -> CodecTables:
 
 
 def _rounded(codec: Codec) -> Callable[[ChunkKV], ChunkKV]:
-    """Return a function that encodes and decodes KV with a codec."""
 
     def rounded(layer: LayerKV, at: int) -> LayerKV:
         blob = codec.encode(layer, at)
@@ -291,9 +273,7 @@ def _rounded(codec: Codec) -> Callable[[ChunkKV], ChunkKV]:
 
 
 def _split_sample(model: HFModel) -> tuple[list[int], list[int]]:
-    """Return two thirds of the texts as one run, and the rest as the run after it, cut to fit the
-    model's context.
-    """
+    """Return two thirds of the sample as one run and the rest as the run that follows it."""
     runs = _runs(model)
     before, follow = (
         [token for run in some for token in run] for some in (runs[::3] + runs[1::3], runs[2::3])
@@ -304,9 +284,7 @@ def _split_sample(model: HFModel) -> tuple[list[int], list[int]]:
 
 
 def _chunks(model: HFModel) -> Iterator[ChunkKV]:
-    """Yield the KV of every text, encoded after the text before it as filler, like stored
-    chunks.
-    """
+    """Yield the KV of every sample text, with the text before it as filler."""
     before: Sequence[int] = ()
     for ids in _runs(model):
         yield model.encode_with_filler(ids, before)
@@ -314,18 +292,12 @@ def _chunks(model: HFModel) -> Iterator[ChunkKV]:
 
 
 def _runs(model: HFModel) -> list[list[int]]:
-    """Return the token ids of the sample texts, each cut so that two fit the context of any
-    model.
-    """
+    """Return the ids of the sample texts, cut so that two fit any context."""
     return [model.tokens(text)[:SAMPLE_TOKENS] for text in sample()]
 
 
 def _queries(model: HFModel) -> tuple[Tensor, ...]:
-    """Return, layer by layer, how large the queries of each key channel are: `[kv_heads,
-    head_dim]`.
-
-    Empty for a model whose cached keys have another shape.
-    """
+    """Return query magnitudes by layer, `[kv_heads, head_dim]`; () if keys are otherwise."""
     runs = _runs(model)
     sizes, layers = query_sizes(model, runs), model.encode(runs[0][:2]).layers
     shapes = [tuple(size.shape) for size in sizes]

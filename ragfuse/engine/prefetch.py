@@ -53,23 +53,21 @@ class Prefetcher:
         self.jobs.submit(partial(self._read, self._of_keys(keys)))
 
     def look_ahead(self, waiting: Sequence[Name]) -> None:
-        """Prefetch the KV of these conversations in their order; they replace those of an earlier
-        call.
-        """
+        """Prefetch these conversations in order, in place of those of an earlier call."""
         known = map(self._runtime.conversations.keys, waiting)
         groups = (self._store.lookup(keys).values() for keys in known)
         self._ahead = self._fitting(groups)
         self.jobs.submit(partial(self._read, self._ahead, is_ahead=True))
 
     def skip(self, keys: Iterable[ChunkKey]) -> None:
-        """Skip these keys in waiting requests, as a question now reads them by itself."""
+        """Skip keys that a question now reads by itself."""
         if len(self.jobs):
             self._skipped.update(keys)
 
     # inside
 
     def _read(self, entries: Iterator[Entry], is_ahead: bool = False) -> None:
-        """Read the next entry of a request, and let the others go first with theirs."""
+        """Read a request's next entry, then queue the rest behind the other requests."""
         if is_ahead and entries is not self._ahead:
             return
         for entry in entries:
@@ -81,7 +79,6 @@ class Prefetcher:
             self._skipped.clear()
 
     def _keys(self, texts: Sequence[str]) -> Iterator[ChunkKey]:
-        """Yield the key of each text that fits the model and is long enough to be stored."""
         encoder = self._runtime.encoder
         for text in texts:
             ids = ids_of(text.strip(), encoder.model)
@@ -89,9 +86,7 @@ class Prefetcher:
                 yield encoder.key(ids, encoder.context)
 
     def _of_keys(self, keys: Iterable[ChunkKey]) -> Iterator[Entry]:
-        """Yield the entries of keys to read, and tell their tiers, which may read them all
-        at once.
-        """
+        """Yield the entries to read, and tell their tiers, which may read all at once."""
         found = self._store.lookup(keys)
         for fast in (tier for tier in self._store.tiers if not tier.slow):
             fast.touch([entry.key for entry in found.values() if entry.tier == fast.name])
@@ -103,8 +98,7 @@ class Prefetcher:
         yield from chosen
 
     def _fitting(self, groups: Iterable[Collection[Entry]], share: float = 1.0) -> Iterator[Entry]:
-        """Yield the entries in slow tiers of the first groups that fit together into the fast
-        tiers.
+        """Yield the slow-tier entries of the first groups that fit into the fast tiers.
 
         Args:
             groups: Entries alone, or those of conversations in the order of the queue
@@ -115,15 +109,15 @@ class Prefetcher:
         fast = {tier.name: tier for tier in self._store.tiers if not tier.slow}
         if not fast:
             return
-        rooms = list[float]()
-        for tier in fast.values():
-            pinned = sum(tier.occupied(entry.nbytes) for entry in tier.list() if entry.pinned)
-            rooms.append(share * (tier.capacity - pinned))
+        room = min(
+            tier.capacity
+            - sum(tier.occupied(entry.nbytes) for entry in tier.list() if entry.pinned)
+            for tier in fast.values()
+        )
 
-        def sized(group: Collection[Entry]) -> tuple[Collection[Entry], int]:
-            return group, sum(
-                max(tier.occupied(entry.nbytes) for tier in fast.values()) for entry in group
-            )
+        def nbytes(entry: Entry) -> int:
+            return max(tier.occupied(entry.nbytes) for tier in fast.values())
 
-        for group in to_prefetch(map(sized, groups), int(min(rooms))):
+        sized = ((group, sum(map(nbytes, group))) for group in groups)
+        for group in to_prefetch(sized, int(share * room)):
             yield from (entry for entry in group if entry.tier not in fast)

@@ -57,10 +57,8 @@ MIN_PROMPT_TOKENS = 32
 
 
 def _exactly(prompt: Prompt, profile: ModelProfile) -> ModelProfile:
-    """Return the profile as far as it concerns the segments of a prompt that are not blended.
-
-    They need no calibration, and those that are used at their encoded positions no model whose KV
-    can be moved.
+    """Return the profile for segments that are not blended: these need no calibration, and stay
+    valid for models whose KV cannot be moved.
     """
     shifts = [segment.shift for segment in prompt.segments if segment.kind in ("prefix", "history")]
     stays = prompt.schema_use is not None or (bool(shifts) and not any(shifts))
@@ -85,18 +83,14 @@ class _CachedKV:
     stream: Stream | None
 
     def read(self, layer: int) -> Mapping[int, LayerKV | None]:
-        """Return the KV of a layer by segment, its rows alone; None for a segment that cannot be
-        read.
-        """
+        """Return a layer's KV by segment; None for a segment that cannot be read."""
         found = dict(self.reader.read(layer))
         if self.stream is not None:
             found |= self.stream.read(layer)
         return {at: _part(kv, self.prompt.segments[at].rows) for at, kv in found.items()}
 
     def ready(self) -> int:
-        """Return how many of the next layers need no waiting; 0 where some are still decoded from a
-        stream.
-        """
+        """Return how many next layers need no waiting; 0 while a stream is decoded."""
         return self.reader.ready() if self.stream is None else 0
 
 
@@ -179,9 +173,7 @@ class Prefiller:
         return replace(found.with_full_prefill(why), misses=() if unblended else found.misses)
 
     def _explained(self, segment: Segment, why: str) -> str:
-        """Return the precise reason of a miss: its entry may be undecodable here, or still being
-        encoded.
-        """
+        """Return the precise reason of a miss: undecodable here, or still being encoded."""
         if why != MISSING:
             return why
         if (segment.stored or segment.tokens) in self._runtime.jobs.names:
@@ -189,9 +181,7 @@ class Prefiller:
         return next(filter(None, map(self._store.levels.why_not, segment.keys)), why)
 
     def _why_nothing(self, prompt: Prompt, lost: bool) -> str:
-        """Return why nothing of a prompt was found, with the tiers that do not answer and may have
-        it.
-        """
+        """Return why nothing was found, naming tiers that do not answer."""
         if len(prompt) < MIN_PROMPT_TOKENS:
             return f"{PROMPT_TOO_SHORT}: {len(prompt)} tokens"
         # their breakers know from the lookup just done; do not ask slow tiers again
@@ -205,8 +195,7 @@ class Prefiller:
 
     @contextmanager
     def prefilled(self, prompt: Prompt, request: Request) -> Iterator[PreparedPrompt]:
-        """Plan, load and prefill a prompt, and hold the model; again without an entry that turns
-        out unreadable.
+        """Plan, load and prefill a prompt, and hold the model; retry without unreadable entries.
 
         Raises:
             InputError: The request was cancelled; the prefill ends before its next layer.
@@ -226,9 +215,7 @@ class Prefiller:
                     return
 
     def _prefilled(self, plan: LoadPlan, request: Request, held: ExitStack) -> PreparedPrompt:
-        """Carry out a plan, and note how long that took; `held` then holds the model and the
-        layers.
-        """
+        """Carry out a plan; `held` then holds the model and the layers."""
         runtime, model, left_s = request.runtime, request.model, request.left_s
         remote, far = {tier.name for tier in runtime.store.tiers if tier.remote}, list[Fetch]()
         if left_s is not None and request.ask.reuse:
@@ -276,9 +263,7 @@ class Prefiller:
 
 @fused
 def _computed(model: HFModel, plan: LoadPlan, cached: _CachedKV, states: States | None) -> Prefill:
-    """Compute what the plan does not load: the whole prompt, the tokens after a kept state, or the
-    selected rows.
-    """
+    """Compute what was not loaded: the prompt, its part after a kept state, or selected rows."""
     prompt = plan.prompt
     if plan.fallback_reason and model.profile.state and prompt.schema_use is None:
         return model.prefill_state(prompt.token_ids, states)
@@ -294,7 +279,6 @@ def _computed(model: HFModel, plan: LoadPlan, cached: _CachedKV, states: States 
 
 
 def _stream(plan: LoadPlan, far: Sequence[Fetch], left_s: float, request: Request) -> Stream:
-    """Return the stream of the fetches from remote tiers."""
     runtime, model, tier = request.runtime, request.model, far[0].tier
     costs = runtime.timings.costs(model)
     return Stream(
@@ -317,10 +301,8 @@ def _part(kv: LayerKV | None, rows: tuple[int, int] | None) -> LayerKV | None:
 
 
 def _after(plan: LoadPlan, stream: Stream) -> LoadPlan:
-    """Return the plan with the levels at which segments arrived, and with those that did not arrive
-    computed.
-
-    These count as stored but unread, except those whose bytes are unreadable.
+    """Return the plan with the levels that arrived; the rest is computed and counts as stored but
+    unread, unless its bytes were bad.
     """
     why, fetches = stream.text, list[Fetch]()
     for fetch in plan.fetches:

@@ -33,16 +33,11 @@ from ragfuse.types.plan import LoadPlan, is_exact
 from ragfuse.types.prompt import Prompt, Segment
 
 PREFIX_SAVE_WAIT_S = 5.0
-"""Longest time in seconds that a prompt waits for a shared prefix that is being saved, while
-another prompt uses the model anyway.
-"""
+"""Most seconds that a prompt waits for a shared prefix that is being saved."""
 MAX_BEFORE = 4096
-"""Most tokens before a first chunk for it to be encoded after them: they are recomputed for that.
-"""
+"""Most tokens before a first chunk for it to be encoded after them."""
 SWEEP_NODES = 256
-"""Tree nodes at which evicted entries are first removed from the tree; again each time it has
-doubled in size.
-"""
+"""Tree nodes at which evicted entries are first swept; again each time it has doubled."""
 
 Spans = Sequence[tuple[int, int]]
 """Ranges lo:hi of a prompt's rows, in order."""
@@ -83,8 +78,7 @@ class PrefixCache:
     # before the prefill
 
     def placed(self, prompt: Prompt) -> Prompt:
-        """Return the prompt with the prefix it shares with earlier prompts as segments of kind
-        "prefix".
+        """Return the prompt with its known prefix as segments of kind "prefix".
 
         History segments stay, and so does the last token, which is always computed.
         """
@@ -108,15 +102,12 @@ class PrefixCache:
 
     @property
     def kept_states(self) -> States | None:
-        """The kept states of a model whose cache is not KV per token; None where prefix caching is
-        off.
-        """
+        """States of a model whose cache is not KV per token; None without prefix caching."""
         return self._states if self.is_on else None
 
     @contextmanager
     def turn(self, prompt: Prompt) -> Iterator[None]:
-        """Wait for what other prompts are about to save of this one's beginning, and let such
-        prompts wait for it.
+        """Wait for prompts that compute or save the same beginning, and let others wait for this.
 
         Saves are waited for at most `PREFIX_SAVE_WAIT_S` seconds, prefills until they are over.
         """
@@ -144,8 +135,7 @@ class PrefixCache:
     # after it
 
     def save(self, ready: PreparedPrompt, written: Sequence[int] = ()) -> None:
-        """Save to memory, in the background, those exact rows of a prefilled prompt that are not
-        cached yet.
+        """Save a prompt's uncached exact rows to memory, in the background.
 
         This is called while the answer is generated (AttentionStore 3.2.2), and again for the
         answer's rows.
@@ -233,10 +223,7 @@ class PrefixCache:
         return (), 0
 
     def extend(self, token_ids: Sequence[int], n_exact: int) -> None:
-        """Encode the ids after a cached prefix of `n_exact` tokens, and add them to the cache.
-
-        Does nothing where the prefix is no longer cached.
-        """
+        """Encode the ids after a prefix of `n_exact` tokens, if that is still cached."""
         encoder, before, run = self._runtime.encoder, token_ids[:n_exact], token_ids[n_exact:]
         with self._changed:
             known = self._tree.match(before)
@@ -247,9 +234,7 @@ class PrefixCache:
         self._insert(token_ids, [Rows(n_exact, len(token_ids), key, 0, n_exact)])
 
     def forget(self, runs: Collection[Sequence[int]]) -> None:
-        """Drop every entry that holds one of these runs of tokens, and the entries that
-        follow it.
-        """
+        """Drop every entry that holds one of these runs of tokens, and all that follow it."""
         self._states.forget(runs)
         with self._changed:
             keys = set().union(*map(self._tree.holding, runs)) if runs else set()
@@ -269,45 +254,28 @@ class PrefixCache:
         return movable and ready.prefill.cache is not None and _is_plain(ready.plan.prompt)
 
     def _exact(self, token_ids: Sequence[int], lo: int, hi: int) -> Rows:
-        """Return tokens lo:hi as a new entry; its KV stays at the positions at which it was
-        computed.
-        """
+        """Return tokens lo:hi as a new entry, which keeps its positions."""
         key = self._runtime.encoder.key(
             token_ids[lo:hi], token_digest(token_ids[:lo]) if lo else ""
         )
         return Rows(lo, hi, replace(key, layout=f"at{lo}" if lo else ""))
 
     def _insert(self, token_ids: Sequence[int], parts: Sequence[Rows]) -> set[ChunkKey]:
-        """Insert the parts into the tree, and return the keys that became nodes.
-
-        Parts after a gap are left out, as no match would reach them. Where the tree has doubled in
-        size since, evicted entries are removed from it in the background.
-        """
+        """Insert the parts up to the first gap; return the keys that became nodes."""
         if not self.is_on or not parts:
             return set()
         with self._changed:
-            tree = self._tree
-            inserted = tree.insert(token_ids, _chained([*tree.match(token_ids), *parts]))
-            if tree.n_nodes >= self._sweep_at:
-                self._sweep_at = 2 * tree.n_nodes
-                self._pending.submit(self._sweep, is_awaited=True)
-        return inserted
+            known = self._tree.match(token_ids)
+            return self._tree.insert(token_ids, _chained([*known, *parts]))
 
     def _stored(self, keys: set[ChunkKey]) -> dict[ChunkKey, Entry]:
-        """Return those of the entries that are stored, and remove evicted ones from the tree."""
+        """Return the entries that are stored; remove evicted ones from the tree."""
         pending = self._pending.names  # asked before the store: a save is there or was there
         entries = self._store.lookup(keys)
         if evicted := keys - pending - set(entries):
             with self._changed:
                 self._tree.discard(evicted)
         return entries
-
-    def _sweep(self) -> None:
-        with self._changed:
-            keys = self._tree.keys
-        self._stored(keys)
-        with self._changed:
-            self._sweep_at = max(SWEEP_NODES, 2 * self._tree.n_nodes)
 
     def _save(
         self,
@@ -317,8 +285,7 @@ class PrefixCache:
         n_exact: int,
         turn: PendingTurn | None = None,
     ) -> list[Rows]:
-        """Save runs of a prompt in the background, unless too much waits already, and return where
-        all their rows are.
+        """Save runs of a prompt in the background; return where all their rows are.
 
         Args:
             ready: The prefilled prompt.
@@ -356,18 +323,19 @@ class PrefixCache:
         return parts
 
     def _write(self, kv: ChunkKV, new: Mapping[ChunkKey, Spans], is_persistent: bool) -> None:
-        """Write entries: to memory without loss, and to slow tiers as well where they are
-        persistent.
-        """
+        """Write entries, lossless in memory; persistent ones to slow tiers, too. Sweep the tree."""
         encoder = self._runtime.encoder.in_background(0.0 if self._fast else PACE_S)
         for key, spans in new.items():
             encoder.save(key, partial(_copied, kv, spans), is_persistent, exact=True)
+        if self._tree.n_nodes >= self._sweep_at:
+            with self._changed:
+                keys = self._tree.keys
+            self._stored(keys)
+            self._sweep_at = max(SWEEP_NODES, 2 * self._tree.n_nodes)
 
 
 def exact_rows(plan: LoadPlan) -> int:
-    """Return how many of a prompt's first rows equal a full prefill's: those before the first
-    blended or lossy one.
-    """
+    """Return how many first rows equal full prefill's: those before a blended or lossy one."""
     lossy = (
         f.segment for f in plan.fetches if f.level != LEVEL_NAMES[0] or not is_exact(plan.prompt, f)
     )
@@ -376,9 +344,7 @@ def exact_rows(plan: LoadPlan) -> int:
 
 
 def with_rows(prompt: Prompt, found: Sequence[Rows], kind: Kind) -> Prompt:
-    """Return a prompt with segments of a kind in place of the tokens that were found, which are in
-    order.
-    """
+    """Return a prompt with the found rows, in order, as segments of a kind."""
     segments, at, ids = list[Segment](), 0, prompt.token_ids
     for each in found:
         segments += _between(prompt, at, each.lo)
@@ -407,7 +373,6 @@ def without_rows(prompt: Prompt, lo: int, hi: int) -> Prompt:
 
 
 def _between(prompt: Prompt, lo: int, hi: int) -> list[Segment]:
-    """Return the segments of rows lo:hi of a prompt."""
     placed = zip(prompt.segments, prompt.spans, strict=True)
     return [
         _cut(segment, max(lo, begin) - begin, min(hi, end) - begin)
@@ -417,7 +382,6 @@ def _between(prompt: Prompt, lo: int, hi: int) -> list[Segment]:
 
 
 def _cut(segment: Segment, lo: int, hi: int) -> Segment:
-    """Return a segment of tokens lo:hi of a segment."""
     if (lo, hi) == (0, len(segment.tokens)):
         return segment
     first = (segment.rows or (0, 0))[0]
@@ -430,8 +394,7 @@ def _cut(segment: Segment, lo: int, hi: int) -> Segment:
 
 
 def _runs(plan: LoadPlan, owns: bool = False) -> list[_Run]:
-    """Return a prompt's rows as runs that were read and runs that were computed; none is both exact
-    and not.
+    """Return a prompt's rows as runs that were read or computed, each exact or not.
 
     Args:
         plan: The plan by which it was computed.
@@ -454,15 +417,12 @@ def _runs(plan: LoadPlan, owns: bool = False) -> list[_Run]:
 
 
 def _plan_digest(plan: LoadPlan) -> str:
-    """Return a digest of how a prompt was computed: tokens, policy, ratio and entries read."""
     read = [f"{fetch.segment} {fetch.key} {fetch.level}" for fetch in plan.fetches]
     return digest("made", token_digest(plan.prompt.token_ids), plan.policy, repr(plan.ratio), *read)
 
 
 def _chained(parts: Sequence[Rows]) -> list[Rows]:
-    """Return adjacent parts from row 0 on, up to the first gap; of parts that overlap, the first
-    counts.
-    """
+    """Return adjacent parts from row 0 to the first gap; where they overlap, the first counts."""
     chain: list[Rows] = []
     for part in sorted(parts, key=lambda part: part.lo):
         at = chain[-1].hi if chain else 0
@@ -472,7 +432,7 @@ def _chained(parts: Sequence[Rows]) -> list[Rows]:
 
 
 def _n_chained(parts: Sequence[Rows]) -> int:
-    """Return how many of the first rows are covered by parts without a gap."""
+    """Return how many first rows are covered without a gap."""
     return next((part.hi for part in reversed(_chained(parts))), 0)
 
 
@@ -486,7 +446,5 @@ def _copied(kv: ChunkKV, spans: Spans) -> ChunkKV:
 
 
 def _is_plain(prompt: Prompt) -> bool:
-    """Return whether the prompt's positions are 0, 1, 2, ..., unlike those of a prompt over a
-    schema.
-    """
+    """Return whether positions are 0, 1, 2, ..., unlike those over a schema."""
     return prompt.schema_use is None and prompt.segments[-1].stop == len(prompt)

@@ -70,8 +70,7 @@ class PromptBuilder:
         return tokens in self._spans
 
     def note(self, text: str, source: str, tokens: Sequence[int], must: bool = False) -> None:
-        """Add a known chunk, in this process and, if it has text, in the catalog for other
-        processes.
+        """Add a known chunk; if it has text, to the catalog too.
 
         A chunk that is known already keeps the source that brought it first.
 
@@ -93,9 +92,7 @@ class PromptBuilder:
             catalog.add_texts(self.runtime.digest, [(key, text, source)])
 
     def forget(self, texts: Iterable[str]) -> set[tuple[int, ...]]:
-        """Forget these texts and the passages learnt from them, in this process; return the
-        passages' token ids.
-        """
+        """Forget texts and the passages learnt from them; return the passages' token ids."""
         for each in self._catalog.texts(self.runtime.digest):
             if each.source == LEARNT:
                 self._index(each.text, LEARNT)
@@ -110,9 +107,7 @@ class PromptBuilder:
     # the index
 
     def _load(self, text: str) -> None:
-        """Fill the index from the catalog, once and in the background; at once with what this text
-        may hold.
-        """
+        """Fill the index from the catalog in the background; at once with what a text may hold."""
         with self._lock:
             if not self._is_loaded:
                 self._is_loaded, texts = self._catalog.tried(
@@ -142,9 +137,7 @@ class PromptBuilder:
             self._unread = {}
 
     def _index(self, text: str, source: str, is_stored: bool = True) -> None:
-        """Search prompts for a text from now on; each is tokenised once. A text that is not stored
-        was only given.
-        """
+        """Search prompts for a text from now on; it is tokenised once."""
         text = text.strip()
         name = digest_of(text)
         with self._lock:
@@ -202,12 +195,7 @@ class PromptBuilder:
         return assembler.chat(messages, request.tools)
 
     def _taken(self, messages: Sequence[ChatMessage], ask: Ask) -> list[tuple[str, str]]:
-        """Put the chunks that are given with a question into the index, and return (text, source)
-        of all of them.
-
-        They are pieces of its messages and its documents, which are not learnt where `learn` is
-        "off".
-        """
+        """Index the chunks that come with a question, and return (text, source) of all of them."""
         self._load("\n".join(message.text for message in messages))
         pieces = chain.from_iterable(message.pieces for message in messages)
         given = [(piece.text, piece.source) for piece in pieces if piece.kind == "chunk"]
@@ -216,9 +204,7 @@ class PromptBuilder:
         return [*ask.documents, *given]
 
     def _find(self, given: Mapping[str, str], ids: Sequence[int]) -> list[Match]:
-        """Return the known chunks in ids; one that was given altered has the source that it was
-        given last.
-        """
+        """Return the known chunks in ids, with the source under which each was given."""
         return [
             replace(
                 match,
@@ -228,9 +214,7 @@ class PromptBuilder:
         ]
 
     def pieces(self, content: Content) -> Sequence[Piece]:
-        """Return a message's content cut into chunks and fresh text; its own chunks stay as they
-        are.
-        """
+        """Return a content cut into chunks and fresh text."""
         given = ChatMessage("user", content).pieces
         parts = (
             [each] if each.kind == "chunk" or each.ids else self._cut(each.text) for each in given
@@ -284,9 +268,7 @@ class PromptBuilder:
         return str(tokenizer.apply_chat_template(messages, tools=given, tokenize=False, **more))
 
     def _in_template_form(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message with its content in the form that the template renders: a text, or a
-        list of parts.
-        """
+        """Return a message with its content as text or as parts, as the template renders it."""
         content = message.get("content")
         if not isinstance(content, str) or not self._takes_parts:
             return dict(message)
@@ -309,7 +291,6 @@ class PromptBuilder:
 
 
 def _checked(ids: Ids, n_ids: int) -> list[int]:
-    """Return token ids as ints; raise InputError for an id that the tokenizer does not have."""
     unknown = next((id for id in ids if not isinstance(id, Integral) or not 0 <= id < n_ids), None)
     if unknown is not None:
         raise InputError(

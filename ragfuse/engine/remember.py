@@ -68,9 +68,7 @@ def met_again(
 
 
 IDLE_WAIT_S = 2.0
-"""Seconds that a job waits for a moment in which no answer is generated, as encoding delays many
-tokens of one.
-"""
+"""Most seconds that a job waits until no answer is generated, as encoding delays its tokens."""
 
 
 class RememberStage:
@@ -122,7 +120,7 @@ class RememberStage:
             self._prefixes.save(prepared, ids)
 
     def _submit(self, prepared: PreparedPrompt) -> None:
-        """Queue the background jobs of an answered prompt: chunks to encode, passages to learn."""
+        """Queue the background jobs of an answered prompt."""
         plan, profile = prepared.plan, self._runtime.model.profile
         schema_use = plan.prompt.schema_use
         if not profile.refusal or (profile.fixed and schema_use is not None):
@@ -135,26 +133,25 @@ class RememberStage:
         settings = self._runtime.settings
         learns = settings.learn == "text" and schema_use is None
         if learns and not refusal_of(self._runtime.profile, settings.policy):
-            self._queue(plan.prompt.token_ids, partial(self._learn, plan), waits=False)
+            self._queue(plan.prompt.token_ids, partial(self._learn, plan))
         # what loads too slowly from its tier, and the other modules of unions
         others = schema_use.others if isinstance(schema_use, SchemaUse) else ()
         if wanted := (*(fetch.key for fetch in plan.unread), *others):
             self._prefetcher.submit_keys(wanted)
 
-    def _queue(self, ids: tuple[int, ...], do: Callable[[], object], waits: bool = True) -> None:
-        """Queue a job, which is known by the ids that it is about: each waits only once."""
+    def _queue(self, ids: tuple[int, ...], do: Callable[[], object]) -> None:
+        """Queue a job once, known by the ids that it is about, for when no answer is generated."""
+
+        def once_idle() -> None:
+            self._runtime.model.batcher.wait_idle(IDLE_WAIT_S)
+            do()
+
         if ids not in self._runtime.jobs.names:
-            self._runtime.jobs.submit(partial(self._do, do, waits), [ids])
+            self._runtime.jobs.submit(once_idle, [ids])
 
     # in the background
 
-    def _do(self, do: Callable[[], object], waits: bool) -> None:
-        if waits:
-            self._runtime.model.batcher.wait_idle(IDLE_WAIT_S)
-        do()
-
     def _learn(self, plan: LoadPlan) -> None:
-        """Encode the passages of a prompt that an earlier one had, too."""
         model = self._runtime.model
         for ids in met_again(plan, model.border, self._met):
             if is_code(model.text(ids)):
@@ -172,18 +169,14 @@ class RememberStage:
         self._prompts.note(text, each.source, each.tokens)
 
     def _text(self, tokens: tuple[int, ...]) -> str:
-        """The text of ids, where it is tokenised as these; else "": then later processes do not
-        know it.
-        """
+        """Return the text of ids; "" where it is not tokenised as these."""
         model = self._runtime.model
         text = model.text(tokens).strip()
         return text if tuple(model.tokens(text)) == tokens else ""
 
 
 def missed(plan: LoadPlan) -> Iterator[Segment | SchemaRun]:
-    """Yield what a plan missed, which is encoded after its answer: whole chunks or runs of a
-    schema, each once.
-    """
+    """Yield each missed chunk or run of a schema once, to be encoded after the answer."""
     segments, schema_use = plan.prompt.segments, plan.prompt.schema_use
     hits = {fetch.key for fetch in (*plan.fetches, *plan.unread)}
     if isinstance(schema_use, SchemaUse):

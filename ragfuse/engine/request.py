@@ -34,8 +34,7 @@ NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
 def tools_of(ask: Ask) -> tuple[Tool, ...]:
-    """Check the tools and the grammar of a question, and return the tools that its prompt
-    describes.
+    """Check the tools and the grammar; return the tools that the prompt describes.
 
     Raises:
         InputError: A tool, the choice or the grammar cannot be used; the message names it.
@@ -85,9 +84,7 @@ def _name(tool: Tool) -> str:
 
 
 def _schema(tool: Tool) -> str:
-    """Return the JSON schema (as text) of a tool's arguments; raise InputError unless it describes
-    an object.
-    """
+    """Return the JSON schema of a tool's arguments, which must be an object."""
     function = tool["function"]
     what = f"parameters of the tool '{function['name']}'"
     given = function.get("parameters") or {}
@@ -99,8 +96,7 @@ def _schema(tool: Tool) -> str:
 Say = Callable[[str | Thought], None] | None
 """A callback for pieces of an answer as they are generated; None: the answer is not streamed."""
 Prefilled = Callable[["PreparedPrompt"], object] | None
-"""A callback for a prompt once it is prefilled, before its answer is generated; None: nobody asks.
-"""
+"""A callback for a prefilled prompt, before its answer is generated; None: nobody asks."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +129,7 @@ class Request:
     def of(
         cls, question: Question, ask: Ask | None, runtime: Runtime, *ends: threading.Event
     ) -> Request:
-        """Return the request for the answer to a question that came now; the end of the process
-        ends it, too.
+        """Return the request for a question that came now; the process's end ends it, too.
 
         Raises:
             InputError: The question, a tool or the grammar cannot be used.
@@ -168,14 +163,11 @@ class Request:
 
     @property
     def is_chat(self) -> bool:
-        """Whether the prompt uses the chat template, rather than being a text or token ids to
-        continue.
-        """
+        """Whether the chat template is used, as it is not for a bare text or token ids."""
         return bool(self.ask.tools) if isinstance(self.question, str) else not is_ids(self.question)
 
     def max_tokens(self, room: int | None = None) -> int | None:
-        """Return the most tokens that the question itself gives its answer; None where it does not
-        say.
+        """Return the most tokens that the question gives its answer; None: it does not say.
 
         Args:
             room: What an answer without a limit gets.
@@ -184,19 +176,15 @@ class Request:
         return room if asked == NO_LIMIT else asked
 
     def limit(self, window: int) -> int:
-        """Return the most tokens of a prompt that is shortened to fit into so many with its answer.
-
-        It leaves room for an answer of the requested length, but at most for a quarter of the
-        window.
+        """Return the most tokens of a shortened prompt: the answer gets its room, at most a
+        quarter.
         """
         wanted = self.max_tokens() or self.runtime.settings.max_tokens
         return window - min(wanted, max(1, window // 4))
 
     @property
     def began_s(self) -> float:
-        """`time.perf_counter()` when the request came, later by what it then waited for the model
-        to be loaded.
-        """
+        """When the request came, or when the model was loaded, if later."""
         return max(self.came_s, self.runtime.loaded_s)
 
     @property
@@ -211,7 +199,7 @@ class Request:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether it was ended as nobody reads the answer, rather than as it is long enough."""
+        """Whether it was ended because nobody reads the answer."""
         return any(end.is_set() and getattr(end, "is_abandoned", True) for end in self.ends)
 
     def check_open(self) -> None:
@@ -250,11 +238,8 @@ class PreparedPrompt:
     stream: StreamTrace | None = None
 
     def n_held(self, n_ids: int) -> int:
-        """Return how many rows of the prompt and its answer of `n_ids` tokens are in the prompt's
-        KV cache.
-
-        The answer's last token never has a row. Where the model's own cache took the answer's, it
-        has none.
+        """Return how many rows of the prompt and its answer of `n_ids` tokens the cache holds:
+        never the answer's last, and none of it in the model's own cache.
         """
         cache, n_prompt = self.prefill.cache, len(self.plan.prompt)
         if cache is None or cache.length != n_prompt + n_ids - 1:
@@ -269,8 +254,7 @@ RAGFUSE_OPTIONS = ("presence_penalty", "frequency_penalty", "logit_bias", "stop_
 def generate_options(
     request: Request, n_prompt: int, rules: Sequence[GrammarProcessor] = ()
 ) -> dict[str, Any]:
-    """Return the options for transformers' `generate`: greedy by default, and no longer than the
-    model's context allows.
+    """Return the options for transformers' `generate`: greedy by default, within the context.
 
     Stop strings are not handled here (see `generate.py`).
 
@@ -334,7 +318,6 @@ def n_logits(model: HFModel) -> int:
 
 
 def _check_ids(name: str, ids: Iterable[Any], model: HFModel) -> None:
-    """Raise InputError if the option `name` has an id that is not a token's."""
     n_ids = n_logits(model)
     wrong = next((id for id in ids if not str(id).isdecimal() or int(id) >= n_ids), None)
     if wrong is not None:

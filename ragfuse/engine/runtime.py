@@ -45,9 +45,7 @@ from ragfuse.types.profiles import ModelProfile
 log = logging.getLogger("ragfuse")
 
 MAX_WAITING_JOBS = 256
-"""Most jobs that may wait; further ones are dropped, and submitted again by the next question that
-needs them.
-"""
+"""Most jobs that may wait; dropped ones are submitted again by the next question."""
 
 
 def ignore(*what: object) -> None:
@@ -114,7 +112,7 @@ class Runtime:
             return self._model
 
     def _opened(self) -> HFModel:
-        """Load the model; note its profile and tenant, make its codec tables and its encoder."""
+        """Load the model, note its profile and tenant, and make its encoder."""
         settings, given = self.settings, self._given
         model = given if isinstance(given, HFModel) else loaded(settings, self._probed, given)
         tenant = digest(model.fingerprint, settings.salt)
@@ -139,9 +137,7 @@ class Runtime:
         return model
 
     def _probed(self, fingerprint: str) -> ModelProfile | None:
-        """Return a model's stored profile without the verdicts of this store, as engines share the
-        model.
-        """
+        """Return a model's stored profile without verdicts, as engines share the model."""
         found = stored_profile(self.catalog, fingerprint)
         return found.probed if found else None
 
@@ -169,9 +165,7 @@ class Runtime:
 
     @at_work()
     def verify(self, progress: Callable[[str], object] = ignore) -> Verdict:
-        """Check with the model's real weights that fusing is exact where it must be; the profile
-        keeps the verdict.
-        """
+        """Check on the real weights that fusing is exact where it must be; keep the verdict."""
         how = settle(self.settings.policy, self.settings.ratio, self.profile.default_choice)
         verdict = verify(self.model, *how, progress)
         own, catalog = self.model.profile, self.catalog.strict
@@ -210,9 +204,7 @@ def loaded(settings: Settings, profile_of: ProfileOf, given: LoadedModel | None 
 
 
 def _version_of(place: Path) -> str:
-    """Return what changes with a model's file, or with the files of its folder; "" where there is
-    no model.
-    """
+    """Return what changes with a model's files; "" where there is no model."""
     has_weights = place.is_file() or any(
         any(place.glob(name)) for name in ("*.safetensors", "*.gguf", CHUNK_ADAPTER)
     )
@@ -264,9 +256,7 @@ def handed_over(
 
 
 def _check_same(settings: Settings, name: str, found: str) -> None:
-    """Raise SettingsError for a setting that contradicts a loaded model; what the environment says
-    does not count.
-    """
+    """Raise SettingsError for a setting that contradicts a loaded model."""
     wanted = str(getattr(settings, name))
     is_same = wanted == found or (name == "device" and wanted == found.partition(":")[0])
     if not is_same and wanted not in ("auto", str(getattr(Settings(), name))):
@@ -278,7 +268,6 @@ def _check_same(settings: Settings, name: str, found: str) -> None:
 
 
 def _load(settings: Settings, profile_of: ProfileOf) -> HFModel:
-    """Load the model in the settings, and log how long it took."""
     began = time.perf_counter()
     source = resolve_llm(settings.model, settings.home)
     with quietly(source):

@@ -85,8 +85,7 @@ class SchemaService(SchemaRegistry):
         progress: Callable[[Ingested], None] | None = None,
         must: bool = True,
     ) -> RegisteredSchema:
-        """Lay out a schema, encode those of its runs that are not stored yet, and register it for
-        later processes too.
+        """Lay out a schema, encode its new runs, and register it for later processes too.
 
         It replaces a registered schema of the same name; runs that both have are not encoded again.
 
@@ -126,8 +125,7 @@ class SchemaService(SchemaRegistry):
     def ensure(
         self, schema: Schema, progress: Callable[[Ingested], None] | None = None
     ) -> RegisteredSchema | None:
-        """Register a schema unless it is registered already; a registration in another thread is
-        waited for.
+        """Register a schema once, waiting for a registration in another thread.
 
         A catalog that cannot be written is not an error here, unlike in `register`.
 
@@ -138,8 +136,7 @@ class SchemaService(SchemaRegistry):
             return None if self.has(schema) else self.register(schema, progress, must=False)
 
     def show(self, name: str | Path) -> SchemaLayout:
-        """Return the layout, for the engine's model, of a registered schema or of one in a file
-        (without registering).
+        """Return the layout of a registered schema, or of one in a file.
 
         Raises:
             InputError: There is no such schema and no such file.
@@ -147,8 +144,7 @@ class SchemaService(SchemaRegistry):
         return self.laid_out(self.named(name))
 
     def named(self, name: str | Path) -> StoredSchema:
-        """Return a registered schema, or the one in a file (without registering it); no model is
-        needed.
+        """Return a registered schema, or the one in a file; needs no model.
 
         Raises:
             InputError: There is no such schema and no such file.
@@ -220,9 +216,7 @@ class SchemaService(SchemaRegistry):
         return [str(self._runtime.encoder.key_of(run)) for run in layout.runs]
 
     def _wrapping(self) -> tuple[str, Wrapping]:
-        """Return how the chat template begins a prompt, and the texts it puts around messages;
-        probed once.
-        """
+        """Return how the template begins a prompt and wraps messages; probed once."""
         if self._template is None:
             tokenizer = self._runtime.encoder.model.tokenizer
             has_template = getattr(tokenizer, "chat_template", None)
@@ -236,9 +230,7 @@ class SchemaService(SchemaRegistry):
 
 
 def _first_text(items: tuple[Item, ...], wrapping: Wrapping) -> str:
-    """Return the first text of a prompt over a schema, which decides how its first token is
-    made.
-    """
+    """Return the first text over a schema, which decides how its first token is made."""
     for item in inner(items):
         if isinstance(item, TextNode) and (item.text.strip() or not has_messages(items)):
             return item.text
@@ -250,7 +242,6 @@ def _first_text(items: tuple[Item, ...], wrapping: Wrapping) -> str:
 
 
 def _stored_schema(schema: Schema | Path | str) -> StoredSchema:
-    """Return a schema, PML text or file as a `StoredSchema`."""
     if isinstance(schema, Schema):
         return StoredSchema(
             schema.name, to_pml(schema), os.path.abspath(schema.at.file) if schema.at.file else ""

@@ -89,7 +89,7 @@ class Controller:
         entries: Mapping[ChunkKey, Entry],
         lost: frozenset[int] = frozenset(),
     ) -> LoadPlan:
-        """Return what to read, what to compute, and on a measured machine how long that will take.
+        """Return what to read and what to compute; on a measured machine, also the time.
 
         Every segment that is in the store is read under the best of its keys, at the least lossy
         level that hides behind computing. The ratio is raised as far as loading hides the extra
@@ -137,7 +137,6 @@ class Controller:
         misses: Mapping[int, str],
         unread: Sequence[Fetch] = (),
     ) -> LoadPlan:
-        """Return the plan that reads these segments."""
         read = tuple(_once(fetches))
         blended = [fetch for fetch in read if is_blended(prompt, fetch)]
         all_behind_filler = bool(blended) and all(
@@ -162,9 +161,7 @@ class Controller:
         found: Mapping[int, list[Fetch]],
         misses: Mapping[int, str],
     ) -> Timed:
-        """Return the plan at the least lossy levels with which the first token comes about as early
-        as it can.
-        """
+        """Return the plan at the least lossy levels that are about as fast as the fastest."""
         ranks = {loss(way.level) for ways in found.values() for way in ways} or {0}
         plans = list[Timed]()
         for rank in sorted(ranks):
@@ -184,11 +181,8 @@ class Controller:
         )
 
     def _without_slow(self, timed: Timed, misses: Mapping[int, str]) -> Timed:
-        """Drop segments that take longer to load than to compute, slowest first, while that makes
-        the plan faster.
-
-        One segment stays, so that there is something to fuse; whether full prefill is faster is
-        decided elsewhere.
+        """Drop segments that load slower than they compute, slowest first, while that helps. One
+        stays, so that there is something to fuse.
         """
         costs, segments = timed.costs, timed.plan.prompt.segments
         slowest = sorted(
@@ -209,9 +203,7 @@ class Controller:
 def _found(
     prompt: Prompt, entries: Mapping[ChunkKey, Entry], lost: frozenset[int]
 ) -> tuple[dict[int, list[Fetch]], dict[int, str]]:
-    """Return the ways to read each segment that is in the store, and the reason for each that is
-    not read.
-    """
+    """Return the ways to read each stored segment, and why the others are not read."""
     found, misses = dict[int, list[Fetch]](), dict[int, str]()
     for index, segment in enumerate(prompt.segments):
         if segment.kind == "fresh":
@@ -231,7 +223,6 @@ def _found(
 
 
 def _ways(index: int, entry: Entry) -> list[Fetch]:
-    """Return the ways to read an entry, the least lossy first."""
     sizes = tuple(entry.sizes.items())
     return [
         Fetch(index, entry.key, entry.tier, level, size, entry.n_tokens, sizes)
@@ -240,7 +231,7 @@ def _ways(index: int, entry: Entry) -> list[Fetch]:
 
 
 def _once(fetches: Iterable[Fetch]) -> Iterator[Fetch]:
-    """Count the bytes of an entry that several segments use once, because it is read once."""
+    """Count the bytes of an entry once, though several segments use it."""
     seen = set()
     for fetch in fetches:
         read = (fetch.key, fetch.tier, fetch.level)
@@ -253,7 +244,6 @@ def _segment_of(fetch: Fetch) -> int:
 
 
 def _fits(n_tokens: int, segment: Segment) -> bool:
-    """Return whether an entry of `n_tokens` has the rows that a segment uses."""
     return n_tokens == len(segment.tokens) if segment.rows is None else n_tokens >= segment.rows[1]
 
 

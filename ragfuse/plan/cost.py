@@ -38,8 +38,7 @@ def layers_a_read(nbytes: int, n_layers: int) -> int:
 
 
 def spans(n_layers: int, max_layers: int) -> list[tuple[int, int]]:
-    """Return the first layer of each read and the one after its last: 1, 2, 4, ... up to
-    `max_layers` at a time.
+    """Return the layers first:end of each read: 1, 2, 4, ... up to `max_layers` at a time.
 
     Nothing hides the first read (CacheBlend 5.1); each later one overlaps fusing the layers of the
     one before it.
@@ -111,16 +110,12 @@ class Blend:
         return self.cost.needs if self.candidate_rows and self.ratio > 0 else "nothing"
 
     def rows(self, n_layers: int) -> float:
-        """Return the rows computed per layer, on average; a gradual policy keeps the mean share
-        (CacheBlend 4.3).
-        """
+        """Return the mean rows per layer; a gradual policy keeps it (CacheBlend 4.3)."""
         whole = 1 / n_layers if self.needs == "all rows of a layer" else 0.0
         return self.forced + self.candidate_rows * (self.ratio * (1 - whole) + whole)
 
     def looked(self, n_layers: int) -> float:
-        """Return the rows per layer of the pass that a policy by attention makes first, through
-        `watched_layers`.
-        """
+        """Return the rows per layer of the first pass of a policy by attention."""
         return (
             self.forced * watched_layers(n_layers).stop / n_layers
             if self.needs == "attention"
@@ -169,8 +164,7 @@ class TierCost:
 
 @dataclass(frozen=True)
 class CostModel:
-    """What one model costs on one machine. Points are measurements; the other figures were fitted
-    to them.
+    """The costs of one model on one machine: measured points, and figures fitted to them.
 
     Args:
         model: The model's fingerprint.
@@ -209,9 +203,7 @@ class CostModel:
         return asdict(self)
 
     def knows(self, fetches: Sequence[Fetch]) -> bool:
-        """Return whether the tiers and levels of all these fetches were measured; False where no
-        tier was.
-        """
+        """Return whether the tiers and levels of all these fetches were measured."""
         known = all(fetch.tier in self.tiers and self.knows_level(fetch.level) for fetch in fetches)
         return known and bool(self.tiers)
 
@@ -237,9 +229,7 @@ class CostModel:
         )
 
     def rows_s(self, blend: Blend, candidate_rows: int, forced: int) -> float:
-        """Return the compute time that these candidate rows and forced rows add to a fused
-        prefill.
-        """
+        """Return the compute time that candidate and forced rows add to a fused prefill."""
         without = replace(
             blend,
             candidate_rows=blend.candidate_rows - candidate_rows,
@@ -268,27 +258,18 @@ class CostModel:
         return self.load_s(fetch.tier, fetch.nbytes) + self.decode_s(fetch.level, fetch.n_tokens)
 
     def stored_s(self, tier: str, level: str, raw_nbytes: int, n_tokens: int) -> float:
-        """Return the time to load a chunk, of `raw_nbytes` as raw, from a measured tier at a
-        measured level.
-        """
+        """Return the time to load a chunk of `raw_nbytes` from a tier at a level."""
         nbytes = round(raw_nbytes * self.packed.get(level, 1.0))
         return self.load_s(tier, nbytes) + self.decode_s(level, n_tokens)
 
     def counts(self, fetches: Sequence[Fetch]) -> list[int]:
-        """Return how many layers of each chunk may be read at once, the most first.
-
-        Fewer overlap better with fusing, where a thread reads ahead; more need fewer reads.
-        """
+        """Return how many layers may be read at once, the most first. Fewer overlap better."""
         most = layers_a_read(max(fetch.nbytes for fetch in fetches), self.n_layers)
         is_ahead = any(self.tiers[fetch.tier].is_ahead for fetch in fetches)
         return [most >> halvings for halvings in range(most.bit_length())] if is_ahead else [most]
 
     def steps_s(self, fetches: Sequence[Fetch], count: int = 0) -> list[float]:
-        """Return the time of each loading step, which reads and decodes `count` layers of every
-        chunk, in one thread.
-
-        0 stands for the most that may be read at once.
-        """
+        """Return the time of each loading step of `count` layers (0: the most) of every chunk."""
         count = count or self.counts(fetches)[0]
         read_s = sum(self.tiers[fetch.tier].read_s for fetch in fetches)
         rest_s = sum(self.tiers[fetch.tier].byte_s * fetch.nbytes for fetch in fetches)
@@ -301,8 +282,7 @@ class CostModel:
     # both
 
     def ttft_s(self, blend: Blend, fetches: Sequence[Fetch], count: int = 0) -> float:
-        """Return the time to the first logits, where loading overlaps fusing as in `load.layers`;
-        `count` as above.
+        """Return the time to the first logits, with loading and fusing overlapped.
 
         Each read in the loading thread delays the model a little. A policy by attention loads three
         quarters of the layers during its first pass, and the others before it computes them.
@@ -328,9 +308,7 @@ class CostModel:
 
 
 READINGS = 5
-"""Number of last readings that count. Their median is used, so that one or two outliers change
-nothing.
-"""
+"""Last readings that count, by their median, so that an outlier or two change nothing."""
 INITIAL_READINGS = (1.0, 1.0)
 """Readings assumed before any was made; three readings that agree outvote them."""
 MAX_CORRECTION = 20.0
@@ -342,9 +320,7 @@ MIN_TIER_SHARE = 0.2
 MIN_LOAD_S = 1e-3
 """Least seconds of loading, predicted or actual, from which a tier's speed is inferred."""
 MIN_PREFILL_ROWS = 64
-"""Least rows of a prefill from which the time per row is inferred: with fewer, its fixed cost
-dominates.
-"""
+"""Least rows of a prefill from which the time per row is inferred."""
 
 
 @dataclass(frozen=True)
@@ -363,13 +339,11 @@ class Observed:
     rows: tuple[float, ...] = ()
 
     def times(self, tier: str) -> float:
-        """Return how many times as long as measured a tier takes: the median of its last
-        readings.
-        """
+        """Return how many times as long as measured a tier takes, by its last readings."""
         return exp(median(log(reading) for reading in self.tiers.get(tier, INITIAL_READINGS)))
 
     def loaded(self, plan: LoadPlan, load_s: float) -> Observed:
-        """Return what is observed after one more plan, whose loading took `load_s` seconds.
+        """Return what is observed after a plan whose loading took `load_s` seconds.
 
         If it loaded from several tiers, the predicted times of all of them are corrected by the
         same factor. A tier that it left unread moves back towards its measured speed, so that a
@@ -407,7 +381,7 @@ class Observed:
         )
 
     def applied(self, n_layers: int) -> CostModel | None:
-        """Return the cost model that holds now: the measured one, with its tiers corrected.
+        """Return current costs: the measured ones with corrected tiers.
 
         Where nothing was measured, it has no tiers, and a row costs the least of the last readings,
         as other load on the machine only adds to them; None before the first of them.

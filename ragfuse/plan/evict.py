@@ -62,11 +62,8 @@ def by_use(item: EvictionItem, place: float | None) -> tuple[int, float]:
 
 
 def by_next_use(item: EvictionItem, place: float | None) -> tuple[int, float]:
-    """Rank items by next use: first those that no job waits for, least recently used first; then
-    from tail to head.
-
-    AttentionStore, section 3.3.2: items in the look-ahead window are exempt; where all are, its
-        tail goes first.
+    """Rank items that no job waits for first, by last use; then from the queue's tail to its head
+    (AttentionStore 3.3.2).
     """
     return (0, item.last_used) if place is None else (1, -place)
 
@@ -79,11 +76,7 @@ def rank_named(name: str) -> Rank:
 
 
 def items(entries: Iterable[Entry], conversation_of: ConversationOf) -> list[EvictionItem]:
-    """Group the entries of a tier into items that are evicted together, in order of first
-    appearance.
-
-    Items with a pinned entry are left out.
-    """
+    """Group the entries of a tier into items that are evicted together, without pinned ones."""
     groups: dict[Hashable, list[Entry]] = {}
     for entry in entries:
         name = conversation_of(entry.key)
@@ -141,9 +134,7 @@ def lru(entries: Iterable[Entry]) -> Iterator[Iterable[ChunkKey]]:
 
 
 def expired(entries: Iterable[Entry], now_s: float, ttl_s: float) -> Iterator[ChunkKey]:
-    """Yield keys of entries unused for more than `ttl_s` seconds at `now_s` (since the epoch),
-    except pinned ones.
-    """
+    """Yield keys of unpinned entries that were unused for more than `ttl_s` at `now_s`."""
     for entry in entries:
         if not entry.pinned and now_s - entry.last_used > ttl_s:
             yield entry.key

@@ -50,8 +50,7 @@ UNMEASURED = (
 
 
 def in_words(plan: LoadPlan, unmeasured: str = UNMEASURED) -> str:
-    """Return a plan in words: each reusable segment with its hit or miss, the ratio with its bound,
-    the times.
+    """Return a plan in words: hits and misses, the ratio with its bound, the times.
 
     Args:
         plan: The plan.
@@ -129,9 +128,7 @@ def segment_traces(plan: LoadPlan, rows: Sequence[int] = ()) -> list[SegmentTrac
 
 
 def _goes_on(before: Segment | None, segment: Segment) -> bool:
-    """Return whether a segment is a later piece of the same chunk, or document, as the one with an
-    entry before it.
-    """
+    """Return whether a segment continues the chunk or document of the entry before it."""
     if before is None or segment.document == before.document >= 0:
         return before is not None
     if not segment.rows or not before.rows or segment.keys != before.keys:
@@ -140,7 +137,6 @@ def _goes_on(before: Segment | None, segment: Segment) -> bool:
 
 
 def _line(each: SegmentTrace) -> str:
-    """Return a segment in words: hit or miss, and where it is."""
     told = f"miss ({each.why})"
     if each.hit:
         level = "" if each.level == LEVEL_NAMES[0] else f" as {each.level}"

@@ -26,14 +26,11 @@ COMPUTE_MARGIN = 1.15
 PATIENCE = 2.0
 """A part is checked for lateness once it took this many times as long as predicted."""
 BACKOFF = 1.5
-"""Back-off factor: the next check for lateness comes after this many times the time already waited.
-"""
+"""The next check for lateness comes after this many times the time already waited."""
 MIN_THROUGHPUT = 1e-9
 """Stands for a throughput of zero, in bytes per second."""
 NEVER_LATE_S = 0.02
-"""Seconds within which no part counts as late: shorter waits depend on the machine rather than on
-the link.
-"""
+"""Seconds within which no part counts as late."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +125,7 @@ def better_level(
 
 
 def delay_s(remaining: Sequence[StreamPart], level: str, throughput: float) -> float:
-    """Return the seconds until all parts are read and decoded at one level; each is decoded while
-    the next is read.
-    """
+    """Return the seconds to read and decode all parts at one level, decoding while reading."""
     rank = list(remaining[0].sizes).index(level)
     read_s = done_s = 0.0
     for part in remaining:
@@ -141,11 +136,7 @@ def delay_s(remaining: Sequence[StreamPart], level: str, throughput: float) -> f
 
 
 def first_look_s(part: StreamPart, level: str, throughput: float | None) -> float | None:
-    """Return the seconds to wait for a part before checking whether it is late; None: until the
-    tier's own timeout.
-
-    With an unknown throughput, wait as long as recomputing the part takes.
-    """
+    """Return the seconds before a part is checked for lateness; None: the tier's own timeout."""
     if throughput is None:
         return None if part.text_s is None else max(NEVER_LATE_S, part.text_s)
     return max(NEVER_LATE_S, PATIENCE * part.sizes[level] / max(throughput, MIN_THROUGHPUT))
@@ -154,7 +145,7 @@ def first_look_s(part: StreamPart, level: str, throughput: float | None) -> floa
 def is_given_up(
     remaining: Sequence[StreamPart], level: str, waited_s: float, left_s: float
 ) -> bool:
-    """Return whether to recompute the current part, which is late, instead of waiting for it.
+    """Return whether to recompute the current part, which is late, instead of waiting.
 
     A part that can still meet the deadline is waited for. It is assumed to need as long again as
     it was waited for, and the link to stay as slow.
@@ -173,7 +164,6 @@ def is_given_up(
 
 
 def _fastest_s(remaining: Sequence[StreamPart], throughput: float) -> float:
-    """Return the least seconds until all parts are read, at any level, or recomputed."""
     if not remaining:
         return 0.0
     text_s = _sum(part.text_s for part in remaining)
@@ -182,7 +172,6 @@ def _fastest_s(remaining: Sequence[StreamPart], throughput: float) -> float:
 
 
 def _sum(values: Iterable[float | None]) -> float | None:
-    """Return the sum; None where one of the values is None."""
     known = list(values)
     return None if None in known else sum(seconds for seconds in known if seconds is not None)
 

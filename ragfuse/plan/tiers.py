@@ -62,8 +62,7 @@ def choose_tier(
 
 
 def to_prefetch(waiting: Iterable[tuple[T, int]], memory_bytes: int) -> Iterator[T]:
-    """Yield conversations to prefetch, in queue order, while they fit in memory with all those
-    before them.
+    """Yield conversations in queue order while they fit in memory together.
 
     Section 3.3.1, by bytes where the paper counts conversations of average size. It ends at the
     first that does not fit, so that later ones do not take its room.
@@ -80,8 +79,7 @@ def to_prefetch(waiting: Iterable[tuple[T, int]], memory_bytes: int) -> Iterator
 
 
 def layers_before(plan: LoadPlan, n_layers: int) -> int:
-    """Return how many layers of a plan to read before its prefill begins, so that no layer waits
-    for its KV.
+    """Return how many layers to read before a prefill, so that none waits for its KV.
 
     S_buf = B(T_load L_hist - T_pref L_new) of section 3.2.1, in layers, rounded up; 0 where this
     machine was not measured, or loading hides behind the prefill anyway.

@@ -24,7 +24,6 @@ VERSION = 4
 
 
 def _content(message: ChatMessage) -> tuple[object, ...]:
-    """Return role, text, tool calls and name, without white space around an assistant's text."""
     text = message.text.strip() if message.role == "assistant" else message.text
     calls = [(call.name, dict(call.arguments)) for call in message.tool_calls]
     return message.role, text, calls, message.name
@@ -113,9 +112,7 @@ class Session:
         return tuple(dict.fromkeys(rows.key for rows in self.rows))
 
     def known(self, token_ids: Sequence[int]) -> tuple[Rows, ...]:
-        """Return the rows that a prompt of these ids can begin with; at least one id stays
-        unmatched.
-        """
+        """Return the rows that a prompt can begin with; its last id stays unmatched."""
         pairs = enumerate(zip(self.tokens, token_ids, strict=False))
         most = min(len(self.tokens), len(token_ids) - 1)
         n_common = next((at for at, (mine, theirs) in pairs if mine != theirs), most)
@@ -128,9 +125,7 @@ class Session:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Session | None:
-        """Read the result of `as_dict`; return None for another version, or a dict that is not a
-        session.
-        """
+        """Read the result of `as_dict`; None for another version or damage."""
         try:
             return _adapter().validate_python(fields) if fields.get("version") == VERSION else None
         except ValidationError:
@@ -171,7 +166,7 @@ def truncated(
 
 
 def agreed(session: Session, given: Sequence[ChatMessage]) -> Session:
-    """Return the session with only those first turns that the given messages begin with."""
+    """Return the session with only the first turns that the messages begin with."""
     rest = list(given)
     for count, turn in enumerate(session.turns):
         sent, rest = rest[: len(turn.messages)], rest[len(turn.messages) :]

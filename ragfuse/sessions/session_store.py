@@ -72,9 +72,7 @@ class ConversationIndex:
         return self._keys.get(name, ())
 
     def expect(self, digest: str, waiting: Mapping[str, float]) -> None:
-        """Set where a tenant's conversations wait in the queue (session name to place; the next one
-        has the lowest).
-        """
+        """Set where a tenant's sessions wait in the queue; the next has the lowest place."""
         with self._lock:
             self._waiting[digest] = dict(waiting)
             self._places = {
@@ -86,9 +84,7 @@ class ConversationIndex:
     # what tiers ask
 
     def evict(self, settings: Settings) -> Evictor:
-        """Return the eviction policy that the settings name; it looks up conversations and places
-        in this index.
-        """
+        """Return the eviction policy in the settings, over this index."""
         if settings.evict == "lru":
             return lru
         ttl_s = inf if settings.ttl_s is None else settings.ttl_s
@@ -190,8 +186,7 @@ class SessionStore:
         return found[1]
 
     def export(self, id: str) -> dict[str, Any]:
-        """Return a session in plain JSON types, with its messages in OpenAI's form and its turns
-        with their tokens.
+        """Return a session in plain JSON types, with its messages in OpenAI's form.
 
         Raises:
             InputError: As for `show`.
@@ -216,9 +211,7 @@ class SessionStore:
         return done
 
     def keep_latest(self, count: int) -> Deleted:
-        """Delete persistent sessions, the least recently used ones, until at most `count` of them
-        remain.
-        """
+        """Delete the least recently used persistent sessions until `count` remain."""
         self._settle()
         return self._delete([info for info in self.ls() if info.persistent][count:])
 
@@ -245,10 +238,8 @@ class SessionStore:
     def _current(
         self, name: Name, held: tuple[SessionInfo, Session] | None
     ) -> tuple[SessionInfo, Session] | None:
-        """Return a session as the catalog has it, or `held` where that has later turns or the
-        catalog does not answer.
-
-        Of two processes that continue a session, the one that wrote its turn first is right.
+        """Return a session as the catalog has it; `held` if that is later or the catalog is silent.
+        Of two processes that continue it, the first to write is right.
         """
         answered, found = self._catalog.tried(lambda file: file.session(*name))
         version, used, state = found or (0, 0.0, {})
@@ -259,8 +250,7 @@ class SessionStore:
         return self._keep(name, Session.from_dict(state) or Session(name[1]), version, used)
 
     def put(self, model: str, session: Session, version: int) -> bool:
-        """Replace `version` of a session (0: it is new); return False if another writer replaced
-        that version first.
+        """Replace `version` of a session (0: new); False if another writer replaced it first.
 
         A session that cannot be written to the catalog stays in memory, and is written with its
         next turn.
@@ -285,7 +275,6 @@ class SessionStore:
     def _keep(
         self, name: Name, session: Session, version: int, used: float
     ) -> tuple[SessionInfo, Session]:
-        """Keep a session in memory as the most recently used one."""
         kept = _info(name, session, version, used), session
         with self._lock:
             self._in_memory[name] = kept
@@ -293,9 +282,7 @@ class SessionStore:
         return kept
 
     def release(self, keys: set[ChunkKey]) -> None:
-        """Drop the KV of those keys that no session uses, after pending saves; of none while the
-        catalog does not answer.
-        """
+        """Drop KV that no session uses, after pending saves; none while the catalog is silent."""
 
         def drop() -> None:
             with _unless_silent("KV that sessions may use stays"):
@@ -320,9 +307,7 @@ class SessionStore:
             self._delete(self.ls(), self._clock() - ttl_s)
 
     def _all(self) -> list[SessionInfo]:
-        """Return all tenants' sessions, the most recently used first; raise StoreError for an
-        unreadable catalog.
-        """
+        """Return all tenants' sessions, most recently used first."""
         rows = self._catalog.strict.sessions()
         with self._lock:
             alone = [
@@ -344,9 +329,7 @@ class SessionStore:
         raise NoSessionError(f"There is no session '{id}'.", "`ragfuse sessions ls` lists them.")
 
     def _delete(self, sessions: Iterable[SessionInfo], before: float = math.inf) -> Deleted:
-        """Delete those of these sessions that were last used before a time, and the KV that no
-        other session uses.
-        """
+        """Delete sessions last used before a time, and KV that no other session uses."""
         keys, count = set[ChunkKey](), 0
         for name in ((info.model, info.id) for info in sessions if info.used < before):
             with self._lock:
@@ -367,9 +350,7 @@ class SessionStore:
         return Deleted(count, len(done.entries), done.nbytes, tuple(done.silent))
 
     def _unused(self, keys: set[ChunkKey]) -> set[ChunkKey]:
-        """Return those keys that no session uses; raise StoreError while the catalog does not
-        answer.
-        """
+        """Return the keys that no session uses; raise StoreError while the catalog is silent."""
         with self._lock:
             held = self._in_memory.values()
             alone = (session.keys for info, session in held if not info.version)
