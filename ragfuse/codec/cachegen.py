@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from ragfuse.codec import coders
-from ragfuse.codec.codec import DTYPES, LayerMeta
-from ragfuse.codec.coders import Order, Section
-from ragfuse.codec.container import OtherTables, narrowed, pack, unpack
-from ragfuse.codec.quantise import (
+from ragfuse.codec.codec import DTYPES, LayerMeta, OtherTables, narrowed, pack, unpack
+from ragfuse.codec.coders import (
     BIN_SCALE_DTYPE,
+    Order,
+    Section,
     Split,
     from_8bit,
     from_numbers,

@@ -10,7 +10,7 @@ from math import log
 import torch
 from torch import Tensor
 
-from ragfuse.codec.quantise import outlier_tokens
+from ragfuse.codec.coders import outlier_tokens
 from ragfuse.codec.tables import Channels, CodecTables, LayerTables, from_codes, to_codes
 from ragfuse.fuse.rope import part_layout, rotate_in_place, rotated_pairs
 from ragfuse.types.kv import ChunkKV, RopeLayout

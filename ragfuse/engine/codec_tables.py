@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ragfuse.codec import Codec, CodecTables, LayerMeta, codec_for, profile_tables
 from ragfuse.hf.model import HFModel
-from ragfuse.hf.queries import query_sizes
-from ragfuse.hf.rounding_error import rounding_costs
+from ragfuse.hf.rounding_error import query_sizes, rounding_costs
 from ragfuse.settings import Settings
 from ragfuse.store.codec_registry import CodecRegistry, wants_tables
 from ragfuse.text import sample

@@ -11,8 +11,7 @@ from ragfuse.engine.options import ends_of, generate_options, n_logits
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.request import Request
 from ragfuse.errors import InputError, about
-from ragfuse.hf.grammar import GrammarCompiler, GrammarProcessor
-from ragfuse.hf.held_schema import held_schema
+from ragfuse.hf.grammar import GrammarCompiler, GrammarProcessor, held_schema
 from ragfuse.text.chat_template import ChatTemplate
 from ragfuse.types.grammar import Grammar
 from ragfuse.types.prompt import Prompt

@@ -11,8 +11,7 @@ from typing import Any
 
 from ragfuse.engine.options import ends_of
 from ragfuse.engine.request import Request
-from ragfuse.hf.handover import resolve_option, stop_strings_of
-from ragfuse.hf.stream import Detokenizer, StopFinder
+from ragfuse.hf.handover import Detokenizer, StopFinder, resolve_option, stop_strings_of
 from ragfuse.text.chat_template import Thoughts
 from ragfuse.text.tool_calls import CallFormat, CallReader, stripped_end
 from ragfuse.types.answer import Answer, Ended, Thought, Trace

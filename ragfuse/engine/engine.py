@@ -43,7 +43,7 @@ from ragfuse.engine.schema_service import RegisteredSchema, SchemaService
 from ragfuse.engine.tools import Tool
 from ragfuse.errors import StoreError, about
 from ragfuse.hf.model import HFModel
-from ragfuse.models.dtypes import resolve_auto
+from ragfuse.models.device import resolve_auto
 from ragfuse.models.loader import Given, Tokens
 from ragfuse.process.exit import at_work
 from ragfuse.process.jobs import BackgroundJobs, countdown

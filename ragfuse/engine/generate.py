@@ -8,9 +8,8 @@ from __future__ import annotations
 from ragfuse.engine.draft import Draft
 from ragfuse.engine.request import PreparedPrompt
 from ragfuse.engine.trace_builder import trace_of
-from ragfuse.hf.handover import generate
-from ragfuse.hf.shared_kv import SharedSpan
-from ragfuse.hf.stream import Follower
+from ragfuse.hf.cache import SharedSpan
+from ragfuse.hf.handover import Follower, generate
 from ragfuse.telemetry.otel import span
 from ragfuse.types.answer import Answer
 

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ragfuse.hf.model import HFModel
-from ragfuse.models.dtypes import auto_dtype
+from ragfuse.models.device import auto_dtype
 from ragfuse.settings import Settings
 from ragfuse.store.catalog import CatalogFile
 from ragfuse.types.plan import AUTO, NOT_EXACT, NOT_SAFE

@@ -10,10 +10,9 @@ from typing import Any
 
 from ragfuse.engine.request import Request
 from ragfuse.errors import InputError
-from ragfuse.hf.grammar import GrammarProcessor
+from ragfuse.hf.grammar import GrammarProcessor, Penalties
 from ragfuse.hf.handover import resolve_option
 from ragfuse.hf.model import HFModel
-from ragfuse.hf.penalties import Penalties
 
 RAGFUSE_OPTIONS = ("presence_penalty", "frequency_penalty", "logit_bias", "stop_token_ids")
 """Options that transformers' `generate` does not have."""

@@ -16,17 +16,17 @@ from ragfuse.engine.encoder import Encoder
 from ragfuse.engine.machine_timings import MachineTimings
 from ragfuse.engine.model_profiles import judged_profile, profile_name, stored_profile
 from ragfuse.errors import ModelError, SettingsError
+from ragfuse.hf.cache import SharedKV
 from ragfuse.hf.fingerprint import weights_digest
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.probe import device_of
-from ragfuse.hf.shared_kv import SharedKV
 from ragfuse.hf.verify import Verdict, verify
-from ragfuse.load.link import Link
+from ragfuse.load.stream import Link
 from ragfuse.models import quietly, resolve_llm
 from ragfuse.models.adapters import CHUNK_ADAPTER
+from ragfuse.models.device import limit_threads
 from ragfuse.models.loader import Given, LoadedModel, ProfileOf, Tokens, load_model
-from ragfuse.models.threads import limit_threads
-from ragfuse.models.weight_files import identity
+from ragfuse.models.weights import identity
 from ragfuse.plan.controller import settle
 from ragfuse.process.exit import at_work
 from ragfuse.process.jobs import BackgroundJobs

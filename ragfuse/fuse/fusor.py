@@ -89,7 +89,7 @@ class Buffers:
             ready; always at least one layer.
         padding: Rows after the prompt that `get` returns, too, so that few different shapes occur.
         windows: Sliding window of each layer. Layers with and without one lie apart, as only these
-            are shared between prompts (`hf/shared_kv.py`), which shall free them.
+            are shared between prompts (`hf/cache.py`), which shall free them.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ from ragfuse.errors import RefusedError
 from ragfuse.fuse.rope import angles, rotated
 from ragfuse.hf import probe
 from ragfuse.hf.cache import CACHE
-from ragfuse.hf.lora import LoraAdapter
+from ragfuse.hf.chunk_adapter import LoraAdapter
 from ragfuse.types.kv import LayerKV
 from ragfuse.types.profiles import ModelProfile
 
@@ -114,15 +114,6 @@ class BranchModel:
         refuse_unadaptable(model, profile)
         self.model, self.rope, self.device = model, profile.rope, probe.device_of(model)
         self.filler, self.chunk_adapter = tuple(filler), chunk_adapter
-
-    def full(
-        self, context: ContextTokens, branches: Sequence[Branch], layers: Collection[int] = ()
-    ) -> BranchStates:
-        """Return what full causal attention gives; `layers` are the numbers of the hidden states
-        that are wanted.
-        """
-        with self._plain():
-            return self._ended(self._causal(context), (), branches, layers)
 
     def blockwise(
         self,

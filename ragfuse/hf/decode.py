@@ -17,24 +17,151 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ragfuse.fuse.attend import Ragged
 from ragfuse.hf.cache import CACHE, JointCache, RowCache
 from ragfuse.hf.hooks import KVTransformed, Wiring, attending
-from ragfuse.hf.lock import FairLock
-from ragfuse.hf.seed import undrawn
 from ragfuse.process.exit import start_thread
 from ragfuse.process.openmp import release_pool, use_threads
+
+
+class FairLock:
+    """A fair re-entrant lock: `with lock` for long steps, `with lock.short()` for short ones."""
+
+    def __init__(self) -> None:
+        self._owner: int | None = None
+        self._depth = 0
+        self._mutex = threading.Lock()
+        self._turns = {is_short: deque[tuple[int, threading.Lock]]() for is_short in (False, True)}
+        # of the owner's step; short steps that go before the next long one
+        self._is_short, self._n_first = False, 0
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread holds it."""
+        return self._owner == threading.get_ident()
+
+    @property
+    def waiting(self) -> int:
+        """Number of threads that wait for it."""
+        with self._mutex:
+            return sum(map(len, self._turns.values()))
+
+    def acquire(self, is_short: bool = False) -> None:
+        """Wait for the lock and take it.
+
+        Args:
+            is_short: Whether it is held for a short step, one token of answers for example.
+        """
+        me = threading.get_ident()
+        with self._mutex:
+            if self._owner is None:
+                self._owner, self._is_short = me, is_short
+            if self._owner == me:
+                self._depth += 1
+                return
+            turn = me, threading.Lock()
+            turn[1].acquire()
+            self._turns[is_short].append(turn)
+        try:
+            release_pool()
+            turn[1].acquire()  # `_hand_on` releases it
+        except BaseException:  # Ctrl-C
+            with self._mutex:
+                if turn in self._turns[is_short]:
+                    self._turns[is_short].remove(turn)
+                else:
+                    self._hand_on()
+            raise
+
+    def release(self) -> None:
+        """Release the lock once."""
+        with self._mutex:
+            self._depth -= 1
+            if not self._depth:
+                self._hand_on()
+
+    def _hand_on(self) -> None:
+        """Give the lock to the thread that waited longest; after a long step each waiting short
+        one goes first.
+        """
+        short, long = self._turns[True], self._turns[False]
+        if not self._is_short:
+            self._n_first = len(short)
+        self._is_short = bool(short) and (self._n_first > 0 or not long)
+        self._n_first -= self._is_short
+        turns = short if self._is_short else long
+        self._owner, gate = turns.popleft() if turns else (None, None)
+        self._depth = int(gate is not None)
+        if gate is not None:
+            gate.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    @contextmanager
+    def short(self) -> Iterator[None]:
+        """Hold the lock for a short step."""
+        self.acquire(is_short=True)
+        try:
+            yield
+        finally:
+            self.release()
+
+
+T = TypeVar("T")
+
+
+class Seeded(TorchFunctionMode):
+    """A context in which this thread samples (`torch.multinomial`) as it would after
+    `torch.manual_seed(seed)`.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call the function, with our generator if it samples."""
+        options = kwargs or {}
+        if func is torch.multinomial:
+            device = args[0].device
+            if device not in self._generators:
+                self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+            options = {**options, "generator": self._generators[device]}
+        return func(*args, **options)
+
+
+def undrawn(do: Callable[[], T]) -> T:
+    """Call a function that draws no random numbers, bypassing `Seeded`, which costs a little at
+    every torch call.
+    """
+    if not has_torch_function((do,)):
+        return do()
+    return handle_torch_function(do, ())
+
 
 log = logging.getLogger("ragfuse.hf")
 

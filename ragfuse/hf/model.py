@@ -22,17 +22,16 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ragfuse.errors import FixedError, ModelError, RefusedError
-from ragfuse.fuse.drift import added
 from ragfuse.fuse.fusor import Buffers, CachedRun, Fusion, LayerSource, Places, bucket
+from ragfuse.fuse.rope import added
 from ragfuse.fuse.select import nearness, policy_named
 from ragfuse.hf import probe
 from ragfuse.hf.cache import CACHE, RowCache
 from ragfuse.hf.chunk_adapter import ChunkAdapter
-from ragfuse.hf.decode import Batcher
+from ragfuse.hf.decode import Batcher, FairLock
 from ragfuse.hf.fingerprint import fingerprint, weights_digest
 from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring
 from ragfuse.hf.kept_states import States, begin, kind_of
-from ragfuse.hf.lock import FairLock
 from ragfuse.hf.packed_linear import pack
 from ragfuse.hf.prefill import KVSource, Prefill, PromptPart
 from ragfuse.hf.tokens import TextEncoder
@@ -67,7 +66,7 @@ class HFModel(OneProcess):
         tokenizer: Its tokenizer; without one only token ids can be used.
         profile_of: Looks up a stored profile by fingerprint; if it returns None, the model is
             probed.
-        drift: KV offset that is added to chunks encoded after filler text (`fuse/drift.py`), one
+        drift: KV offset that is added to chunks encoded after filler text (`fuse/rope.py`), one
             row per layer.
         weights: The result of `weights_digest`, if known; else it is computed.
         chunk_adapter: Adapter that the model has while it encodes chunks after filler text.

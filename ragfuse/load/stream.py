@@ -13,15 +13,15 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import BoundedSemaphore, Lock
 
 import torch
 
-from ragfuse.load.layers import CPU
-from ragfuse.load.link import Link
-from ragfuse.load.staging_buffer import Layer
+from ragfuse.load.layers import CPU, Layer
 from ragfuse.plan.stream_level import (
     AS_TEXT,
     BACKOFF,
@@ -36,6 +36,66 @@ from ragfuse.store import EncodedLayers, KVStore
 from ragfuse.types.answer import PieceTrace
 from ragfuse.types.choices import loss
 from ragfuse.types.kv import LayerKV
+
+KNOWN_S = 10.0
+"""Seconds for which a measured throughput is used. Then it counts as unknown, so that a slow link
+is tried again.
+"""
+
+
+class Link:
+    """The link to one tier. Threads may share it.
+
+    Args:
+        max_streams: Streams that may read at the same time (B in the CacheGen paper); others wait
+            for their turn.
+        clock: Returns the time in seconds.
+
+    Attributes:
+        slot: To be held while a stream reads.
+    """
+
+    def __init__(self, max_streams: int = 4, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_streams, self._clock = max_streams, clock
+        self._seen: tuple[float, float] | None = None
+        self.slot = BoundedSemaphore(max_streams)
+        self._streams, self._lock = 0, Lock()
+
+    @property
+    def throughput(self) -> float | None:
+        """Bytes per second that all streams together got last; None if unknown or older than
+        `KNOWN_S`.
+        """
+        seen = self._seen
+        return seen[0] if seen is not None and self._clock() - seen[1] < KNOWN_S else None
+
+    @property
+    def sharing(self) -> int:
+        """Streams under way (N_c in the CacheGen paper), at least 1: the caller's own."""
+        return max(1, self._streams)
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Count one more stream while the block runs."""
+        with self._lock:
+            self._streams += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._streams -= 1
+
+    def record(self, nbytes: int, seconds: float) -> float:
+        """Record that one stream read `nbytes` in `seconds`; return the link's throughput in bytes
+        per second.
+
+        It is the stream's own throughput times the number of streams that read at the same time.
+        """
+        with self._lock:
+            carried = nbytes / max(seconds, 1e-9) * max(1, min(self._streams, self._max_streams))
+            self._seen = carried, self._clock()
+            return carried
+
 
 log = logging.getLogger("ragfuse.load")
 
@@ -62,6 +122,8 @@ class PendingRead:
         done: Set when the read has ended.
         began: When it got its turn on the link; None while it waits for it.
         ended: When the read ended.
+        nbytes: Bytes of all reads of the part so far.
+        layers: Its layers as they are decoded, once they have arrived.
     """
 
     part: StreamPart
@@ -71,16 +133,8 @@ class PendingRead:
     done: threading.Event = field(default_factory=threading.Event)
     began: float | None = None
     ended: float | None = None
-
-
-@dataclass
-class _Arrived:
-    """A part that has arrived: its level, the bytes of all its reads, and its layers."""
-
-    part: StreamPart
-    level: str
-    nbytes: int
-    layers: list[Future[LayerKV]]
+    nbytes: int = 0
+    layers: list[Future[LayerKV]] = field(default_factory=list)
 
 
 class Stream:
@@ -127,7 +181,7 @@ class Stream:
         self._parts, self._device, self._clock = parts, device, clock
         self._began_s, self._deadline_s, self._compute_s = clock(), deadline_s, base_s
         self._decoders = ThreadPoolExecutor(DECODERS, "ragfuse-decode")
-        self._arrived: dict[int, _Arrived] = {}  # by the first segment of a part
+        self._arrived: dict[int, PendingRead] = {}  # by the first segment of a part
 
     def close(self) -> None:
         """Stop decoding and release all layers. A read that was given up ends when its tier
@@ -313,18 +367,15 @@ class Stream:
         before = self._arrived.get(part.segments[0])
         for layer in before.layers if before is not None else ():
             layer.cancel()
-        total = nbytes + (before.nbytes if before is not None else 0)
-        self._arrived[part.segments[0]] = _Arrived(
-            part, reading.level, total, self._decode_later(found)
-        )
+        reading.nbytes = nbytes + (before.nbytes if before is not None else 0)
+        reading.layers = [
+            self._decoders.submit(self._decode, found, layer) for layer in range(self._n_layers)
+        ]
+        reading.received = None  # its bytes are freed as they are decoded
+        self._arrived[part.segments[0]] = reading
         return True
 
     # decoding
-
-    def _decode_later(self, encoded: EncodedLayers) -> list[Future[LayerKV]]:
-        return [
-            self._decoders.submit(self._decode, encoded, layer) for layer in range(self._n_layers)
-        ]
 
     def _decode(self, encoded: EncodedLayers, at: int) -> LayerKV:
         kv = encoded.layer(at)

@@ -25,17 +25,18 @@ from transformers import (
 )
 
 from ragfuse.errors import ModelError
-from ragfuse.hf.chunk_adapter import ADAPTER_CONFIG, read_chunk_adapter
+from ragfuse.hf.chunk_adapter import ADAPTER_CONFIG, read_chunk_adapter, read_json_object
 from ragfuse.hf.fingerprint import tokenizer_digest
-from ragfuse.hf.json_object import read_json_object
 from ragfuse.hf.model import HFModel
 from ragfuse.models.adapters import CHUNK_ADAPTER, DRIFT_NAME
-from ragfuse.models.dtypes import dtype_named, require_device
+from ragfuse.models.device import dtype_named, require_device
 from ragfuse.models.embedded import require_hub, resolve_llm
 from ragfuse.models.shipped_profile import read_shipped
-from ragfuse.models.weight_files import keep_digests, kept_digests, kept_file
 from ragfuse.models.weights import (
     is_quantised,
+    keep_digests,
+    kept_digests,
+    kept_file,
     load_adapted,
     load_weights,
     refuse_outside,
@@ -279,7 +280,7 @@ def _adapter_on_hub(name: str, options: Mapping[str, Any]) -> Path | None:
 
 
 def _drift_of(model: PreTrainedModel, file: Path) -> ChunkKV | None:
-    """Return the drift (`fuse/drift.py`) in a file, on the model's device; None if there is no
+    """Return the drift (`fuse/rope.py`) in a file, on the model's device; None if there is no
     such file.
     """
     if not file.is_file():

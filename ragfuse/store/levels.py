@@ -16,7 +16,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ragfuse.codec import INT8, RAW, Codec, LayerMeta, OtherTables
-from ragfuse.codec.container import tables_of
+from ragfuse.codec.codec import tables_of
 from ragfuse.process.lru import LRU
 from ragfuse.store.tier import EntryMeta, Tier, Whole
 from ragfuse.types.choices import LEVEL_NAMES, loss
