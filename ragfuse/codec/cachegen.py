@@ -39,9 +39,7 @@ from ragfuse.types.kv import LayerKV
 
 LEVEL_FIELDS: Final = struct.Struct("<f12x")
 WIDTHS: Final = ((256, 4), (64, 8), (0, 16))
-"""(Minimum tokens, width of a class of rows): short chunks get fewer, wider classes, as each class
-takes some bytes for its Huffman table.
-"""
+"""(Minimum tokens, width of a class of rows): each class costs bytes for its table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +144,7 @@ class CacheGenCodec:
             yield split.joined(from_numbers(own, part, self.width), from_8bit(code, by_token))
 
     def _rows(self, layer_tables: LayerTables, n: int) -> tuple[Order, tuple[Section, ...]]:
-        """Return order and sections of a layer's rows, sorted by the spread of their bin
-        numbers.
-        """
+        """Return order and sections of a layer's rows, by the spread of their bin numbers."""
         spreads = np.concatenate(
             [part.spreads for part in (layer_tables.keys, layer_tables.values)]
         )

@@ -105,27 +105,20 @@ Order = npt.NDArray[np.intp]
 SINGLE: Final = 127
 PAIR: Final = 7
 TRIPLE: Final = 2
-"""Largest absolute number for one, two or three numbers per byte; one more value marks a larger
-number.
-"""
+"""Largest number for one, two or three per byte; one more value marks larger ones."""
 PAIR_SPREAD: Final = 5
 TRIPLE_SPREAD: Final = -6
-"""Largest codes of a spread (1.5 and 0.6 bins) at which numbers are packed in pairs and in triples.
-"""
+"""Largest spread codes (1.5 and 0.6 bins) that are packed in pairs and triples."""
 VALUES_PER_SYMBOL: Final[Mapping[int, int]] = MappingProxyType({SINGLE: 1, PAIR: 2, TRIPLE: 3})
 COARSEST: Final = -24
 FINEST: Final = 64
-"""Codes of spreads are clipped to these: an eighth of a bin, where nearly all numbers are 0, and
-256 bins.
-"""
+"""Limits of spread codes: an eighth of a bin, and 256 bins."""
 SECTION: Final = struct.Struct("<II")
 MAX_NUMBER: Final = 1 << 30
 
 
 def _unpack_table(max_number: int) -> Floats:
-    """Return the numbers (up to `max_number`) that each byte stands for, float32 `[256, numbers per
-    byte]`.
-    """
+    """Return the numbers that each byte stands for, float32 `[256, numbers per byte]`."""
     base, byte = 2 * max_number + 2, np.arange(256)
     found = np.stack(
         [byte // base**at % base for at in reversed(range(VALUES_PER_SYMBOL[max_number]))], axis=1
@@ -255,9 +248,7 @@ def _pack_symbols(flat: Ints, section: Section) -> bytes:
 
 
 def _frame(data: bytes, width: int) -> bytes:
-    """Compress into one frame, with hardly any search for matches: chance matches cost more than
-    their literals.
-    """
+    """Compress into one frame; chance matches would cost more than literals."""
     parameters = zstandard.ZstdCompressionParameters(
         window_log=18,
         hash_log=6,

@@ -89,9 +89,7 @@ RAW: Final = RawCodec()
 
 @dataclass(frozen=True, slots=True)
 class UniformCodec:
-    """A codec that stores keys and values as signed codes of 8 bits, with one scale per head and
-    token.
-    """
+    """Stores keys and values in 8 bits, with one scale per head and token."""
 
     name: str = "int8"
 

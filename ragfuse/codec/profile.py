@@ -18,15 +18,11 @@ from ragfuse.types.kv import ChunkKV, RopeLayout
 MIN_TOKENS = 11
 """Least tokens of a chunk that tables are made from."""
 MEDIAN = 0.6745
-"""Median absolute value of a normal distribution, in standard deviations. A few tokens do not
-change a median.
-"""
+"""Median absolute value of a normal distribution, in standard deviations."""
 MAX_WEIGHT = 16.0
 """Largest weight of a channel's error; its inverse is the smallest."""
 MAX_WIDTH_FACTOR = 4.0
-"""Most times that a layer's bins are wider, or narrower, than usual because of what errors cost
-there.
-"""
+"""Largest factor on a layer's bins, up or down, by what errors cost there."""
 MIN_SPREAD_SHARE = 1e-4
 """Smallest spread of a channel, as a share of its head's."""
 
@@ -70,13 +66,7 @@ def profile_tables(
 
 
 def _channels(tokens: Tensor, width: float, weights: Tensor | None = None) -> Channels:
-    """Return the statistics of the keys, or values, of one layer.
-
-    Args:
-        tokens: Those of all chunks, float32 `[H, n, D]`.
-        width: Factor on the width of its bins.
-        weights: Weights of the channels' errors, `[H, D]`.
-    """
+    """Return the statistics of keys or values float32 `[H, n, D]` of one layer."""
     scale = tokens.abs().median(1, keepdim=True).values.clamp_min(1e-30) / MEDIAN
     # outliers are stored in 8 bits
     plain = ~outlier_tokens(tokens, scale)
@@ -120,16 +110,12 @@ def _weights(queries: Tensor, layout: RopeLayout | None) -> Tensor:
 
 
 def _widths(costs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return factors on the bins of each layer's keys and values, from their costs; their geometric
-    mean is 1.
-    """
+    """Return factors on each layer's bins, from costs; their geometric mean is 1."""
     logs = -torch.tensor(costs, dtype=torch.float64).clamp_min(1e-30).log() / 2
     near = (logs - logs.median()).clamp(-log(MAX_WIDTH_FACTOR), log(MAX_WIDTH_FACTOR))
     return [(keys, values) for keys, values in (near - near.mean()).exp().tolist()]
 
 
 def _geometric_mean(spread: Tensor) -> Tensor:
-    """Return the geometric mean of each head's channels, `[H, 1]`. One step per head makes errors
-    alike in them.
-    """
+    """Return the geometric mean of each head's channels, `[H, 1]`."""
     return spread.clamp_min(1e-30).log().mean(-1, keepdim=True).exp()

@@ -81,9 +81,7 @@ class BranchStates:
 
 @dataclass
 class _Past:
-    """A model's cache, and of each of its N rows the branch (int64 [N]) and the position (int64
-    [N]).
-    """
+    """A model's cache, and the branch and the position (int64 [N]) of each of its N rows."""
 
     cache: DynamicCache
     branch: Tensor
@@ -175,7 +173,6 @@ class BranchModel:
             return branches, replace(self._ended(past, (), branches, layers), chunks=chunks)
 
     def _plain(self) -> AbstractContextManager[None]:
-        """Switch the chunk adapter off in a context, if there is one."""
         return self.chunk_adapter.off() if self.chunk_adapter is not None else nullcontext()
 
     def _written(
@@ -185,9 +182,7 @@ class BranchModel:
         max_tokens: int,
         ends: Collection[int],
     ) -> list[tuple[int, ...]]:
-        """Write all answers side by side, a token of each at a time; the past is as before
-        afterwards.
-        """
+        """Write all answers side by side; the past is as before afterwards."""
         begin, before = len(past.position), (past.branch, past.position)
         said: list[list[int]] = [[] for _ in questions]
         open_ = list(range(len(questions)))
@@ -214,9 +209,7 @@ class BranchModel:
         return _Past(cache, torch.full((count,), CONTEXT_ROW), torch.arange(count))
 
     def _chunks(self, context: ContextTokens) -> _Past:
-        """Return the KV of all chunks, each encoded after the filler, with keys rotated to their
-        places.
-        """
+        """Return the KV of all chunks, each encoded after the filler, rotated to their places."""
         cut, before, placed = len(self.filler), tuple[LayerKV, ...](), DynamicCache()
         if cut:
             # no gradients for rows that are cut off
@@ -240,9 +233,7 @@ class BranchModel:
         branches: Sequence[Branch],
         layers: Collection[int],
     ) -> BranchStates:
-        """Return the states of the branches after a past; `rest` has (token, position) of other
-        context rows.
-        """
+        """Return the states of the branches after a past and (token, position) of context rows."""
         begin = int(past.position.max()) + 1
         rows = [(token, position, CONTEXT_ROW) for token, position in rest]
         asked: list[int] = []
@@ -262,12 +253,7 @@ class BranchModel:
     ) -> BranchStates:
         """Run rows of (token, position, branch) after a past, which they extend.
 
-        Args:
-            past: The rows before.
-            rows: The new rows.
-            asked: int64 [A], which of them logits are wanted of.
-            skipped: Number of first rows whose hidden states are not wanted.
-            layers: Numbers of the hidden states that are wanted.
+        Returns the logits of rows `asked`, and the hidden states but of the first `skipped`.
         """
         ids, positions, numbers = (torch.tensor(each) for each in zip(*rows, strict=True))
         past.branch, past.position = (
@@ -299,14 +285,11 @@ class BranchModel:
 
 
 def _kv_of(past: _Past, rows: Tensor | slice) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Return the keys and values [H, R, D] of some rows in each layer of a cache."""
     return tuple((layer.keys[0, :, rows], layer.values[0, :, rows]) for layer in past.cache.layers)
 
 
 def refuse_unadaptable(model: PreTrainedModel, profile: ModelProfile) -> None:
-    """Raise RefusedError for a model whose attention over separately encoded chunks is not just a
-    mask.
-    """
+    """Raise RefusedError if attention over separately encoded chunks is not just a mask."""
     found, windows = profile.refusal, [window for window in profile.windows if window is not None]
     if windows:
         found = f"a sliding window of {min(windows)} tokens"

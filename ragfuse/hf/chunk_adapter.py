@@ -75,9 +75,7 @@ class ChunkAdapter:
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
-        """Add the adapter to the layers of a model in this context. The caller holds the model's
-        lock.
-        """
+        """Add the adapter to a model's layers in this context, under the model's lock."""
         modules = dict(model.named_modules())
         hooks = [
             modules[name].register_forward_hook(partial(_added, down=down, up=up))
@@ -93,7 +91,6 @@ class ChunkAdapter:
 def _added(
     layer: nn.Module, args: tuple[Tensor, ...], out: Tensor, *, down: Tensor, up: Tensor
 ) -> Tensor:
-    """Return a linear layer's output [..., out] with the adapter's added."""
     x = args[0]
     inner = x.flatten(0, -2) @ down.to(x.device).T
     return torch.addmm(out.flatten(0, -2), inner, up.to(x.device).T).view_as(out)
@@ -180,9 +177,7 @@ class LoraAdapter:
             weight.data = weight.data.float()
 
     def off(self) -> AbstractContextManager[None]:
-        """Switch the adapter off in this context, so that the model computes as it did
-        without it.
-        """
+        """Switch the adapter off in this context."""
         return self.module.disable_adapter()
 
     def read(self, folder: Path) -> None:

@@ -94,9 +94,7 @@ class FairLock:
                 self._hand_on()
 
     def _hand_on(self) -> None:
-        """Give the lock to the thread that waited longest; after a long step each waiting short
-        one goes first.
-        """
+        """Pass the lock to the longest waiting thread; after a long step short ones go first."""
         short, long = self._turns[True], self._turns[False]
         if not self._is_short:
             self._n_first = len(short)
@@ -128,9 +126,7 @@ T = TypeVar("T")
 
 
 class Seeded(TorchFunctionMode):
-    """A context in which this thread samples (`torch.multinomial`) as it would after
-    `torch.manual_seed(seed)`.
-    """
+    """Seeds the sampling (`torch.multinomial`) of this thread alone."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -155,9 +151,7 @@ class Seeded(TorchFunctionMode):
 
 
 def undrawn(do: Callable[[], T]) -> T:
-    """Call a function that draws no random numbers, bypassing `Seeded`, which costs a little at
-    every torch call.
-    """
+    """Call a function that draws no random numbers, without the overhead of `Seeded`."""
     if not has_torch_function((do,)):
         return do()
     return handle_torch_function(do, ())
@@ -168,9 +162,7 @@ log = logging.getLogger("ragfuse.hf")
 PATIENCE_S = 0.02
 """Seconds that a shared step waits for a request that is choosing its token; most take less."""
 FAILURES = 3
-"""Number of steps that failed with ragfuse's attention but not one by one with the model's own,
-after which this model's steps run one by one.
-"""
+"""Steps that failed only with ragfuse's attention, after which steps run one by one."""
 AS_GIVEN = ("use_cache", "return_dict", "logits_to_keep")
 SHARED = frozenset({"input_ids", "position_ids", CACHE, "attention_mask", *AS_GIVEN})
 """Arguments of a forward that can be shared; a step with any other argument set runs alone."""
@@ -337,9 +329,7 @@ class Batcher:
                 step.done.set()
 
     def _is_due(self) -> bool:
-        """Wait until the next step is due; return False when no request is left, and the worker
-        thread ends.
-        """
+        """Wait until the next step is due; return False when no request is left."""
         with self._changed:
             while self._members or self._posted:
                 wait_s = None
@@ -355,7 +345,6 @@ class Batcher:
 
     @property
     def _missing(self) -> bool:
-        """Whether a request that is not late has not posted its step yet."""
         return any(not member.is_posted and not member.is_late for member in self._members)
 
     def _take_posted(self) -> list[Step]:
@@ -405,9 +394,7 @@ class Batcher:
 
 
 def _can_share(member: Member, arguments: Mapping[str, Any]) -> bool:
-    """Whether a forward computes one new token over the member's own cache and requests no other
-    output.
-    """
+    """Whether a forward computes one token over the member's own cache and nothing else."""
     ids = arguments.get("input_ids")
     if member.wiring is None or arguments.get(CACHE) is not member.cache:
         return False

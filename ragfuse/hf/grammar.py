@@ -37,9 +37,7 @@ GUIDANCE = MappingProxyType(
         "lenient": True,
     }
 )
-"""llguidance's options: the layout of `json.dumps`, as with free white space a small model may
-write nothing else, and keywords that it does not know are left out.
-"""
+"""llguidance's options: the layout of `json.dumps`; unknown keywords are left out."""
 
 
 LARGEST = 10**15
@@ -65,9 +63,7 @@ FORMATS = MappingProxyType(
         "duration": r"^P\d{1,6}DT\d{1,2}H\d{1,2}M\d{1,2}(\.\d{1,6})?S$",
     }
 )
-"""Formats whose grammar in llguidance has digits without end, or days and years that no parser
-reads.
-"""
+"""Formats that llguidance writes with endless digits, or with impossible dates."""
 
 
 @lru_cache(maxsize=256)
@@ -96,9 +92,7 @@ def held_schema(source: str) -> str:
 
 
 def _held(schema: Any, path: str, left_out: list[str], closes: bool) -> Any:
-    """Return a schema whose numbers end and, where it `closes`, whose objects have no further
-    properties, without the patterns that Python reads and llguidance does not.
-    """
+    """Return a schema with bounded numbers, closed objects (if it `closes`), and known patterns."""
     if isinstance(schema, list):
         return [_held(each, path, left_out, closes) for each in schema]
     if not isinstance(schema, dict):
@@ -125,11 +119,9 @@ def _held(schema: Any, path: str, left_out: list[str], closes: bool) -> Any:
 
 
 def _alternatives(given: list[Any], path: str, left_out: list[str], closes: bool) -> list[Any]:
-    """Return what is held of each, without those that are not held whole where another one is that
-    is not null.
+    """Return the alternatives that are held whole, or all if only null is.
 
-    A number, then any text, is how pydantic writes a Decimal: of the text is known too little to
-        hold it.
+    The text after a number, as pydantic writes a Decimal, is never held.
     """
     found = list[tuple[Any, list[str]]]()
     for before, each in zip([None, *given], given, strict=False):
@@ -185,9 +177,7 @@ LLTokenizer = Any
 
 
 CACHED_GRAMMARS = 64
-"""The most compiled grammars that are kept, so that callers with ever new grammars do not fill the
-memory.
-"""
+"""Most compiled grammars that are kept in memory."""
 
 
 def check(grammar: Grammar, what: str = "The grammar") -> None:
@@ -236,9 +226,7 @@ class GrammarCompiler:
         self._special = re.compile(f"({'|'.join(map(re.escape, longest))})") if longest else None
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
-        """Return a new matcher at the grammar's start; InputError if the grammar cannot be
-        compiled.
-        """
+        """Return a new matcher at the grammar's start; InputError if it does not compile."""
         from llguidance import LLMatcher
 
         with self._lock:
@@ -265,9 +253,7 @@ class GrammarCompiler:
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Holds the answer of one `generate` call to a grammar: an end token comes only when the text
-    is complete.
-    """
+    """Holds one answer to a grammar: an end token comes only when the text is complete."""
 
     def __init__(self, grammars: GrammarCompiler, grammar: Grammar) -> None:
         self._matcher = grammars.matcher(grammar)
@@ -335,9 +321,7 @@ class Penalties(LogitsProcessor):
         self._from: int | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the changed scores [B, V] of the next token; input_ids: int64 [B, T], the prompt
-        and the answer.
-        """
+        """Return the scores [B, V] of the next token after input_ids int64 [B, T], changed."""
         if self._from is None:
             self._from = input_ids.shape[1]
         written = input_ids[:, self._from :]

@@ -36,9 +36,7 @@ from ragfuse.hf.model import HFModel, Prefill
 from ragfuse.types.texts import partial_match
 
 UNFINISHED = "\ufffd"
-"""The replacement character, which tokenizers return for bytes that do not form a whole character
-yet.
-"""
+"""The character that tokenizers return for incomplete bytes."""
 CONTEXT_TOKENS_BEFORE, MAX_PENDING_TOKENS = 8, 64
 """Tokens decoded again before new ones, because the text of a token depends on its neighbours; and
 the most tokens that may wait for a character to become whole, after which their bytes are taken as
@@ -78,9 +76,7 @@ class Detokenizer:
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerBase, shown: Iterable[str] = ()) -> Detokenizer:
-        """Return a decoder for this tokenizer. It omits special tokens unless they occur in one of
-        the texts of `shown`.
-        """
+        """Return a decoder that omits special tokens, unless a text of `shown` has them."""
         every = {
             id: str(token) for id, token in tokenizer.added_tokens_decoder.items() if token.special
         }
@@ -98,9 +94,7 @@ class Detokenizer:
         )
 
     def add(self, ids: Iterable[int]) -> str:
-        """Add ids and return the text so far, without characters of which bytes are still
-        missing.
-        """
+        """Add ids and return the text so far, without incomplete characters."""
         for id in ids:
             if id in self._marks:
                 self.end()
@@ -176,9 +170,7 @@ class StopFinder:
         return self.at
 
     def possible_start(self, text: str, lo: int = 0) -> int:
-        """Return how many characters at the end of text[lo:] may be the beginning of a stop
-        string.
-        """
+        """Count the characters at the end of text[lo:] that may begin a stop string."""
         return (
             partial_match(text[max(lo, len(text) - self._longest + 1) :], self.stops)
             if self.stops
@@ -210,9 +202,7 @@ class Follower(StoppingCriteria):
         self._growing, self._emit, self._ends, self._seen = growing, emit, tuple(ends), 0
 
     def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Tensor:
-        """Return whether the answer has ended, bool [1]; transformers calls it after every new
-        token.
-        """
+        """Return whether the answer has ended, bool [1]; called after every new token."""
         if self.first_s is None:
             self.first_s = time.perf_counter()
             self._seen = input_ids.shape[1] - 1
@@ -249,9 +239,7 @@ UNUSABLE = (
     "streamer",
     "stopping_criteria",
 )
-"""Options of `generate` that need another cache than the prefilled one, or are set here; callers
-may not pass them.
-"""
+"""Options of `generate` that need another cache, or are set here."""
 ONE = ("num_beams", "num_return_sequences")
 """Options of `generate` that may be 1 only."""
 
@@ -314,9 +302,7 @@ def generate(
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
-    """Raise SettingsError for options, or their `generation_config`, that would bypass the
-    prefilled cache.
-    """
+    """Raise SettingsError for options that would bypass the prefilled cache."""
     config = options.get("generation_config")
     given = {**(vars(config) if config is not None else {}), **options}
     wrong = [name for name in UNUSABLE if given.get(name) is not None]
@@ -329,18 +315,14 @@ def _refuse(options: Mapping[str, Any]) -> None:
 
 
 def resolve_option(name: str, options: Mapping[str, Any], model: HFModel) -> Any:
-    """Return an option of `generate`: from `options`, else their `generation_config`, else the
-    model's own config.
-    """
+    """Return an option: from `options`, their `generation_config`, or the model's own."""
     configs = (options.get("generation_config"), model.model.generation_config)
     found = (options.get(name), *(getattr(config, name, None) for config in configs))
     return next((value for value in found if value is not None), None)
 
 
 def stop_strings_of(options: Mapping[str, Any], model: HFModel) -> tuple[str, ...]:
-    """Return the stop strings of the options, else of their generation config, else of the model's
-    own.
-    """
+    """Return the stop strings that `resolve_option` finds."""
     found = resolve_option("stop_strings", options, model) or ()
     return (found,) if isinstance(found, str) else tuple(found)
 
@@ -348,10 +330,7 @@ def stop_strings_of(options: Mapping[str, Any], model: HFModel) -> tuple[str, ..
 def _adapted_options(model: HFModel, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options adapted to the prefilled cache.
 
-    Stop strings are left to the caller's stopping criteria, because those of transformers also
-    search the end of the prompt and do not work with every tokenizer. Token healing is switched
-    off, because it removes the prompt's last token, whose KV is computed already. A missing padding
-    id is set.
+    transformers' stop strings also search the prompt, and token healing removes its last token.
     """
     full = {
         **options,
@@ -370,9 +349,7 @@ def _adapted_options(model: HFModel, options: Mapping[str, Any]) -> dict[str, An
 
 
 def _view(model: HFModel, prefill: Prefill, member: Member) -> Any:
-    """Return a shallow copy of the model whose forward gives the prefill's logits first, then those
-    of decoding steps; modules, weights and configs are shared.
-    """
+    """Return a shallow copy of the model whose first forward returns the prefill's logits."""
     view, plain, cache = copy.copy(model.model), model.model.forward, prefill.cache
     is_first = cache is not None
 

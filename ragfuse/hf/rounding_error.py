@@ -48,7 +48,7 @@ def query_sizes(model: HFModel, runs: Sequence[Sequence[int]]) -> tuple[Tensor, 
 
 
 def _recording(powers: dict[int, Tensor], attention: Attention) -> Attention:
-    """Wrap an attention function so that it also sums the squares of its queries by layer."""
+    """Wrap an attention function so that it sums the squares of its queries by layer."""
 
     @wraps(attention)
     def recorded(
@@ -119,9 +119,7 @@ def kl(wanted: Tensor, found: Tensor) -> float:
 
 
 def _between(exact: ChunkKV, changed: ChunkKV, lo: int, hi: int, part: str) -> ChunkKV:
-    """Return the exact KV with the keys, or the values, of layers lo..hi-1 replaced by the changed
-    ones.
-    """
+    """Return exact KV with the keys, or values, of layers lo..hi-1 changed."""
     layers = list(exact.layers)
     for at in range(lo, hi):
         keys, values = (changed if name == part else exact for name in ("keys", "values"))
@@ -130,8 +128,6 @@ def _between(exact: ChunkKV, changed: ChunkKV, lo: int, hi: int, part: str) -> C
 
 
 def _along(model: HFModel, token_ids: Sequence[int], follow: Sequence[int], kv: ChunkKV) -> Tensor:
-    """Return the logits float32 [len(follow) - 1, V] that predict all of `follow` but its first,
-    over the given KV.
-    """
+    """Return the logits float32 [len(follow) - 1, V] that predict `follow` after KV."""
     parts = PromptPart(tuple(token_ids), kv, blend=False), PromptPart((follow[0],))
     return model.score_continuation(model.fuse_parts(parts, "none", 0.0), follow[1:])

@@ -63,9 +63,7 @@ class StagingBuffer:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def send(self, layers: Sequence[Layer]) -> PendingCopy:
-        """Begin to copy layers to the device; without memory for that, return them as they are, to
-        be copied later.
-        """
+        """Begin to copy layers; without memory for that, return them as they are."""
         if self._stream is None:
             return PendingCopy(layers)
         try:
@@ -81,9 +79,7 @@ class StagingBuffer:
             return PendingCopy(layers)
 
     def landed(self, sent: PendingCopy) -> Sequence[Layer]:
-        """Make the calling thread's current CUDA stream wait for a copy, and return the layers for
-        use on it.
-        """
+        """Make the current CUDA stream wait for a copy, and return its layers."""
         if sent.event is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(sent.event)
@@ -130,9 +126,7 @@ class StagingBuffer:
 
 
 def _bytes_of(flats: Collection[Tensor]) -> tuple[Tensor, list[int]]:
-    """Return the bytes from the first to the last of contiguous tensors of one storage, uint8 [n],
-    and where each tensor begins in them.
-    """
+    """Return the bytes that tensors of one storage span, and where each begins."""
     begins = [int(flat.storage_offset()) * flat.element_size() for flat in flats]
     lo = min(begins)
     hi = max(begin + flat.nbytes for begin, flat in zip(begins, flats, strict=True))
@@ -156,9 +150,7 @@ NEAR_LAYERS = 8
 
 
 def is_far(tier: Tier, device: torch.device) -> bool:
-    """Return whether a tier is read ahead for a model on `device`: it is slow, or in another
-    device's memory.
-    """
+    """Return whether a tier is slow or in another device's memory, and so read ahead."""
     return tier.slow or getattr(tier, "device", device) != device
 
 
@@ -236,13 +228,10 @@ class LayerReader:
         return self._ready_layers.popleft()
 
     def ready(self) -> int:
-        """Return how many of the next layers `read` returns without waiting: those of the latest
-        read.
-        """
+        """Return how many of the next layers `read` returns without waiting."""
         return len(self._ready_layers)
 
     def _read_ahead(self, thread: ThreadPoolExecutor) -> None:
-        """Begin so many reads that `_n_ahead` are under way or wait to be used."""
         while len(self._reads) < self._n_ahead and self._n_begun < len(self._spans):
             self._reads.append(thread.submit(self._send, self._n_begun))
             self._n_begun += 1
@@ -252,9 +241,7 @@ class LayerReader:
         return self._staging.send(self._load(number))
 
     def _load(self, number: int) -> list[Layer]:
-        """Read the next layers, each entry once: segments that use rows of the same entry share the
-        read.
-        """
+        """Read the next layers, each entry once."""
         began = time.perf_counter()
         first, end = self._spans[number]
         reads = {_entry(fetch): fetch for fetch in self._fetches}
@@ -292,5 +279,4 @@ class LayerReader:
 
 
 def _entry(fetch: Fetch) -> tuple[ChunkKey, str, str]:
-    """Return what identifies the bytes that a fetch reads: key, tier and level."""
     return fetch.key, fetch.tier, fetch.level

@@ -38,9 +38,7 @@ from ragfuse.types.choices import loss
 from ragfuse.types.kv import LayerKV
 
 KNOWN_S = 10.0
-"""Seconds for which a measured throughput is used. Then it counts as unknown, so that a slow link
-is tried again.
-"""
+"""Seconds after which a measured throughput counts as unknown and is tried again."""
 
 
 class Link:
@@ -63,9 +61,7 @@ class Link:
 
     @property
     def throughput(self) -> float | None:
-        """Bytes per second that all streams together got last; None if unknown or older than
-        `KNOWN_S`.
-        """
+        """Bytes per second of all streams; None if unknown or older than `KNOWN_S`."""
         seen = self._seen
         return seen[0] if seen is not None and self._clock() - seen[1] < KNOWN_S else None
 
@@ -184,9 +180,7 @@ class Stream:
         self._arrived: dict[int, PendingRead] = {}  # by the first segment of a part
 
     def close(self) -> None:
-        """Stop decoding and release all layers. A read that was given up ends when its tier
-        returns.
-        """
+        """Stop decoding and release all layers."""
         self._decoders.shutdown(cancel_futures=True)
         for arrived in self._arrived.values():
             arrived.layers.clear()
@@ -199,9 +193,7 @@ class Stream:
 
     @property
     def received(self) -> dict[int, tuple[str, int]]:
-        """By segment that was read, its level and its bytes; those of an entry count for its first
-        segment.
-        """
+        """Level and bytes by segment read; bytes count for the first segment of an entry."""
         return {
             segment: (arrived.level, 0 if number else arrived.nbytes)
             for arrived in self._arrived.values()
@@ -209,9 +201,7 @@ class Stream:
         }
 
     def run(self) -> None:
-        """Read every part, or decide that it is computed instead. The class's attributes hold the
-        outcome.
-        """
+        """Read every part, or decide that it is computed; attributes hold the outcome."""
         began = self._clock()
         with self._link.joined():
             for number in range(len(self._parts)):
@@ -220,9 +210,7 @@ class Stream:
         self.load_s = self._clock() - began
 
     def read(self, layer: int) -> Layer:
-        """Return one layer's KV by segment that was read, waiting until it is decoded; None if it
-        cannot be decoded.
-        """
+        """Return the KV of one layer by segment, once decoded; None where it cannot be."""
         began, found = self._clock(), dict[int, LayerKV | None]()
         for at, arrived in self._arrived.items():
             if arrived.layers:
@@ -245,9 +233,7 @@ class Stream:
         return [part for rank, part in found if rank == worst > 0]
 
     def _time_left_s(self) -> float:
-        """Return the seconds left for reading: until the deadline, less its margin and all
-        computing decided so far.
-        """
+        """Return the seconds left for reading, less a margin and the computing to come."""
         return (
             self._began_s
             + (1 - DEADLINE_MARGIN) * self._deadline_s
@@ -263,7 +249,6 @@ class Stream:
         return None if found is None else found / self._link.sharing
 
     def _compute(self, part: StreamPart, why: str) -> None:
-        """Decide that a part is computed."""
         self._compute_s += COMPUTE_MARGIN * (part.text_s or 0.0)
         self.text |= dict.fromkeys(part.segments, why)
         began_s = self._clock() - self._began_s
@@ -274,7 +259,6 @@ class Stream:
     # reading
 
     def _stream_part(self, remaining: Sequence[StreamPart]) -> None:
-        """Read the first of the remaining parts, or have it computed instead."""
         part = remaining[0]
         level = first_level(remaining, self._throughput, self._time_left_s(), not self._lossy())
         if level == AS_TEXT:
@@ -286,9 +270,7 @@ class Stream:
             self._compute(part, why)
 
     def _refine(self) -> None:
-        """While time is left, read the lossiest parts again, one by one, at the best level for
-        which all fit.
-        """
+        """While time is left, read the lossiest parts again at the best level that fits."""
         while (remaining := self._lossy()) and (throughput := self._throughput) is not None:
             worst = loss(self._arrived[remaining[0].segments[0]].level)
             better = [level for level in remaining[0].sizes if loss(level) < worst]
@@ -338,11 +320,10 @@ class Stream:
             reading.done.set()
 
     def _keep(self, reading: PendingRead, why: str) -> bool:
-        """Keep what a read brought: its layers, to be decoded, its throughput, and its trace.
-        Return whether it brought the part; one that was given up counts as not read.
+        """Keep the layers, throughput and trace of a read; return whether its part is there.
 
-        The throughput is counted from when the link was free for the read; the trace's seconds
-        include the wait for it. `why` is the reason where the part is not there.
+        Throughput counts from when the link was free; the trace includes the wait. `why` is the
+        reason where the part is not there.
         """
         ended, sharing, throughput, nbytes = self._clock(), self._link.sharing, None, 0
         part, found = reading.part, None if why == GIVEN_UP else reading.received

@@ -72,9 +72,7 @@ def resolve_auto(settings: Settings) -> Settings:
 
 
 def dtype_named(given: object) -> Literal["float32", "bfloat16", "float16"]:
-    """Return the name of a dtype, given as a torch dtype or a name; ModelError if KV is not stored
-    in it.
-    """
+    """Return the name of a torch dtype or name; ModelError if KV is not stored in it."""
     name = str(given).removeprefix("torch.")
     if name not in ("float32", "bfloat16", "float16"):
         raise ModelError(f"Wanted dtype float32, bfloat16 or float16, found '{name}'.")
@@ -147,9 +145,7 @@ def available_threads() -> int:
 
 
 def allowed_threads() -> int:
-    """Return how many threads this process may use: the least of physical cores, CPU affinity and
-    the container's quota.
-    """
+    """Return the least of physical cores, CPU affinity and the container's quota."""
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     quota = cpu_quota()
     return max(1, min(cores, len(_affinity()), floor(quota) if quota is not None else cores))

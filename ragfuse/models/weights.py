@@ -55,9 +55,7 @@ def identity(places: Iterable[Path], options: Mapping[str, Any]) -> str:
 
 
 def kept_file(home: Path | None, places: Iterable[Path], options: Mapping[str, Any]) -> Path | None:
-    """Return the file in `home` that keeps the digests of weights as they are now (`identity`);
-    None where none can.
-    """
+    """Return the file in `home` for the digests of these weights; None where none can be."""
     name = identity(places, options) if home is not None else ""
     return home.expanduser() / "fingerprints" / name if home is not None and name else None
 
@@ -165,9 +163,7 @@ def load_adapted(model: PreTrainedModel, folder: Path, merge: bool | None) -> nn
 
 
 def refuse_outside(config: Any) -> None:
-    """Raise ModelError for an adapter of a PEFT configuration that does more than changing
-    layers.
-    """
+    """Raise ModelError for an adapter that does more than changing layers."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     kind = "activated LoRA" if getattr(config, "alora_invocation_tokens", None) else kind
     if getattr(config, "is_prompt_learning", False) or kind in ("activated LoRA", "XLORA", "POLY"):

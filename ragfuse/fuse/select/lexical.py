@@ -51,9 +51,7 @@ TIE_STEP = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class Lexical(Policy):
-    """Recomputes rows nearest to rare words that the question shares with the chunks, then the
-    first of each chunk.
-    """
+    """Recomputes rows near rare words of the question, then the first of each chunk."""
 
     name: str = "lexical"
     wants: Wanted = "words"

@@ -83,9 +83,7 @@ class Policy:
 
     @property
     def cost(self) -> PolicyCost:
-        """What must be computed before rows can be chosen, and how many rows are recomputed, for
-        the planner.
-        """
+        """The work before rows can be chosen, and the number of rows, for the planner."""
         needs: Needs = "all rows of a layer" if self.check_layer else "nothing"
         needs = "attention" if self.wants == "attention" else needs
         return PolicyCost(needs, self.gradual, self.fixed_share)
