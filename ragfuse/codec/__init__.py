@@ -1,9 +1,8 @@
 """Codecs: encode KV to bytes and decode it, one layer at a time (raw, int8, CacheGen)."""
 
-from ragfuse.codec.cachegen import CacheGenCodec
+from ragfuse.codec.cachegen import CacheGenCodec, profile_tables
 from ragfuse.codec.codec import Codec, LayerMeta, OtherTables, checksum
 from ragfuse.codec.levels import INT8, RAW, RawCodec, UniformCodec, codec_for
-from ragfuse.codec.profile import profile_tables
 from ragfuse.codec.tables import CodecTables
 
 __all__ = [
