@@ -129,17 +129,7 @@ class OtherTables(ValueError):
 
 
 def pack(at: int, digest: str, codec_fields: bytes, parts: Sequence[Tensor]) -> Tensor:
-    """Put parts into a container.
-
-    Args:
-        at: Index of the layer in the model.
-        digest: Digest of the codec tables; "" for none.
-        codec_fields: At most 16 bytes of the codec's own.
-        parts: uint8, 1-D.
-
-    Returns:
-        uint8 `[nbytes]` on the device of the first part.
-    """
+    """Put parts (uint8, 1-D) and at most 16 bytes of the codec into a container."""
     head = LAYER_HEADER.pack(
         LAYER_MAGIC, CONTAINER_VERSION, at, bytes.fromhex(digest), codec_fields, len(parts)
     )

@@ -76,16 +76,7 @@ def from_8bit(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def to_numbers(tensor: Tensor, part: Channels, width: float) -> Ints:
-    """Quantise tokens to bin numbers.
-
-    Args:
-        tensor: Keys or values, float32 `[H, n, D]`.
-        part: The profile of their channels.
-        width: Width of a bin, in the channel's steps.
-
-    Returns:
-        int32 `[H * D, n]`: one row per channel.
-    """
+    """Quantise float32 `[H, n, D]` to bin numbers int32 `[H * D, n]`, bins `width` steps wide."""
     above = tensor - torch.from_numpy(part.means)
     rows = above.mT.reshape(part.heads * part.dim, -1).numpy()
     bins = np.rint(rows / (part.steps * np.float32(width))[:, None])
@@ -149,15 +140,7 @@ class Section:
 
 
 def in_sections(codes: Ints, width: int) -> tuple[Order, tuple[Section, ...]]:
-    """Sort rows into classes of similar spread.
-
-    Args:
-        codes: int32 `[R]`, code of the spread of each row.
-        width: How many codes form a class.
-
-    Returns:
-        The sorted order of the rows, and the classes as sections of it.
-    """
+    """Sort rows by the codes int32 `[R]` of their spreads into classes of `width` codes."""
     classes = np.clip(codes, COARSEST, FINEST) // width
     order = np.argsort(classes, kind="stable")
     ends = [*np.flatnonzero(np.diff(classes[order])) + 1, len(order)]
@@ -174,16 +157,7 @@ def in_sections(codes: Ints, width: int) -> tuple[Order, tuple[Section, ...]]:
 
 
 def encode(numbers: Ints, order: Order, sections: Sequence[Section]) -> list[bytes]:
-    """Encode rows of numbers.
-
-    Args:
-        numbers: int32 `[R, n]`.
-        order: The sorted order of the rows, from `in_sections`.
-        sections: Their classes.
-
-    Returns:
-        Two byte strings: the stream, and the large numbers that are stored separately.
-    """
+    """Encode rows int32 `[R, n]`, in classes, to a stream and the numbers too large for it."""
     numbers = numbers[order]
     marked, counts, large = [], [], []
     for section in sections:
@@ -210,11 +184,7 @@ def decode(
     sections: Sequence[Section],
     n: int,
 ) -> Floats:
-    """Invert `encode`.
-
-    Returns:
-        float32 `[R, n]`.
-    """
+    """Invert `encode`: float32 `[R, n]`."""
     decompressor, at = zstandard.ZstdDecompressor(), SECTION.size * len(sections)
     heads = [SECTION.unpack_from(stream, SECTION.size * number) for number in range(len(sections))]
     large_numbers = np.empty(0, dtype=np.int32)

@@ -119,12 +119,7 @@ class RowMask:
     _dense: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
     def dense(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
-        """Return the full additive mask [1, 1, R, T], built once and shared by all layers.
-
-        Args:
-            dtype: Of the mask.
-            window: Size of the sliding window in tokens; None: every earlier key is seen.
-        """
+        """Return the full additive mask [1, 1, R, T] under a sliding window; layers share it."""
         if (window, dtype) not in self._dense:
             whole = self._additive(slice(None), slice(0, len(self.positions)), dtype, window)
             self._dense[window, dtype] = whole[None, None]
@@ -133,14 +128,7 @@ class RowMask:
     def blocks(
         self, dtype: torch.dtype, window: int | None, heads: int, groups: int
     ) -> list[Block]:
-        """Return the blocks for matrix products; layers that are alike share them.
-
-        Args:
-            dtype: Of the scores.
-            window: Size of the sliding window in tokens; None: every earlier key is seen.
-            heads: H, the key heads.
-            groups: Query heads that share a key head.
-        """
+        """Return the blocks for products over `heads` key heads; alike layers share them."""
         kind = window, dtype, heads, groups
         if kind not in self._blocks:
             parts = list(self._cut(dtype, window))
