@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ragfuse.calibration.case import Case
 from ragfuse.calibration.methods import Lab, Method
-from ragfuse.fuse.drift import Rope
-from ragfuse.fuse.rope import part_layout, shifted
+from ragfuse.fuse.rope import Rope, part_layout, shifted
 from ragfuse.hf.model import HFModel
 from ragfuse.models import MANIFEST
 from ragfuse.models.adapters import DRIFT_NAME

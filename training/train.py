@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from ragfuse.adapt.examples import Template
 from ragfuse.hf.branches import Branch, BranchModel, ContextTokens
-from ragfuse.hf.lora import LoraAdapter
+from ragfuse.hf.chunk_adapter import LoraAdapter
 from ragfuse.models.loader import load_model
 from training.data import AnsweredExample, Examples, split, squad, wikipedia
 from training.lean import lean

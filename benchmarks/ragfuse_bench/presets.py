@@ -16,7 +16,7 @@ from ragfuse_bench.random_model import random_model
 from ragfuse.errors import ModelError, SettingsError
 from ragfuse.hf.model import HFModel
 from ragfuse.models import quietly, resolve_llm
-from ragfuse.models.dtypes import auto_dtype
+from ragfuse.models.device import auto_dtype
 from ragfuse.models.loader import load_model
 
 DTYPES = ("bfloat16", "float32", "float16")

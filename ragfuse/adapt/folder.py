@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ragfuse.errors import InputError
-from ragfuse.hf.lora import LoraAdapter
+from ragfuse.hf.chunk_adapter import LoraAdapter
 from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.shipped_profile import ShippedProfile, write_shipped
 from ragfuse.process.folders import can_be_written, make_own_folder

@@ -18,15 +18,13 @@ from ragfuse.engine.ask import Ask
 from ragfuse.engine.engine import Engine
 from ragfuse.errors import InputError, ModelError
 from ragfuse.hf.branches import Branch, BranchModel, refuse_unadaptable
-from ragfuse.hf.chunk_adapter import ADAPTER_CONFIG
-from ragfuse.hf.lora import LoraAdapter
+from ragfuse.hf.chunk_adapter import ADAPTER_CONFIG, LoraAdapter
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.probe import logits_error, tolerance_of
 from ragfuse.models import quietly, resolve_llm
 from ragfuse.models.adapters import CHUNK_ADAPTER
-from ragfuse.models.dtypes import resolve_auto
+from ragfuse.models.device import limit_threads, resolve_auto
 from ragfuse.models.loader import load_model
-from ragfuse.models.threads import limit_threads
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore, MemoryTier

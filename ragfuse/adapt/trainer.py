@@ -27,7 +27,7 @@ from ragfuse.adapt.examples import Examples
 from ragfuse.adapt.folder import STATE_FILE, AdapterFolder
 from ragfuse.adapt.teacher import Lesson, Teacher
 from ragfuse.hf.branches import BranchModel
-from ragfuse.hf.lora import LoraAdapter
+from ragfuse.hf.chunk_adapter import LoraAdapter
 
 LEARNING_RATE = 1e-3
 """The highest learning rate."""

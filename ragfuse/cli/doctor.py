@@ -109,7 +109,7 @@ def _machine(settings: Settings) -> Iterator[CheckResult]:
     )
     import torch
 
-    from ragfuse.models.dtypes import auto_device
+    from ragfuse.models.device import auto_device
 
     device = auto_device() if settings.device == "auto" else settings.device
     has_gpu, wants_gpu = torch.cuda.is_available(), device.startswith("cuda")

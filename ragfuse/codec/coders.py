@@ -1,9 +1,10 @@
-"""Entropy coding of rows of whole numbers. Rows whose numbers have a similar spread form a class
-and share one model.
+"""CacheGen's quantisation, and the entropy coding of its bin numbers.
 
-Each class is a zstd frame of its own, whose literals zstd codes with one Huffman table. Small
-numbers are packed two or three to a byte, so that less than one bit per number is possible. Numbers
-that are too large for their class are stored separately, in order.
+Most tokens become bin numbers per channel, outliers 8-bit codes. Rows of bin numbers with a similar
+spread form a class and share one model. Each class is a zstd frame of its own, whose literals zstd
+codes with one Huffman table. Small numbers are packed two or three to a byte, so that less than one
+bit per number is possible. Numbers that are too large for their class are stored separately, in
+order.
 """
 
 from __future__ import annotations
@@ -16,36 +17,99 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import zstandard
+from torch import Tensor
 
-from ragfuse.codec.tables import Floats, Ints
+from ragfuse.codec.tables import Channels, Floats, Ints
+
+MAX_CODE: Final = 127
+BIN_SCALE_DTYPE: Final = torch.bfloat16
+OUTLIER_FACTOR: Final = 4.0
+"""A token with a head this many times larger or smaller than usual is stored in 8 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The tokens of a chunk, split into those stored in 8 bits and the rest.
+
+    Args:
+        exact: int64, the rows stored in 8 bits.
+        rest: int64, all other rows.
+    """
+
+    exact: Tensor
+    rest: Tensor
+
+    @classmethod
+    def of(cls, is_exact: Tensor) -> Split:
+        """Split rows by which of them get 8 bits, bool `[n]`."""
+        return cls(is_exact.nonzero()[:, 0], (~is_exact).nonzero()[:, 0])
+
+    def joined(self, rest: Tensor, exact: Tensor) -> Tensor:
+        """Return the rows `[H, n, D]` in their order."""
+        order = torch.cat([self.rest, self.exact]).argsort()
+        return torch.cat([rest, exact], 1).index_select(1, order) if len(self.exact) else rest
+
+
+def outlier_tokens(tensor: Tensor, usual: Tensor) -> Tensor:
+    """Find outlier tokens: bool `[n]`, those of `[H, n, D]` with a head much larger or smaller than
+    the `usual` size of its channels, `[H, 1, D]`.
+    """
+    size = (tensor / usual).square().mean(-1).sqrt()
+    return ((size > OUTLIER_FACTOR) | (size * OUTLIER_FACTOR < 1)).any(0)
+
+
+def to_8bit(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise `[H, e, D]` to 8 bits: int8 codes of that shape, and bfloat16 scales per head and
+    token `[H, e, 1]`.
+    """
+    scales = (tensor.abs().amax(-1, keepdim=True) / MAX_CODE).to(BIN_SCALE_DTYPE)
+    by = scales.float()
+    codes = (tensor / torch.where(by > 0, by, 1.0)).round().clamp(-MAX_CODE, MAX_CODE)
+    return codes.to(torch.int8), scales
+
+
+def from_8bit(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return the float32 values of 8-bit codes and their scales."""
+    return codes.float() * scales.float()
+
+
+def to_numbers(tensor: Tensor, part: Channels, width: float) -> Ints:
+    """Quantise float32 `[H, n, D]` to bin numbers int32 `[H * D, n]`, bins `width` steps wide."""
+    above = tensor - torch.from_numpy(part.means)
+    rows = above.mT.reshape(part.heads * part.dim, -1).numpy()
+    bins = np.rint(rows / (part.steps * np.float32(width))[:, None])
+    numbers: Ints = np.clip(bins, -MAX_NUMBER, MAX_NUMBER).astype(np.int32)
+    return numbers
+
+
+def from_numbers(rows: Floats, part: Channels, width: float) -> Tensor:
+    """Invert `to_numbers`: float32 `[H, n, D]` from rows `[H * D, n]`."""
+    bins = np.ascontiguousarray(rows.reshape(part.heads, part.dim, -1).transpose(0, 2, 1))
+    steps = torch.from_numpy(part.steps * np.float32(width)).view(part.heads, 1, part.dim)
+    return torch.addcmul(torch.from_numpy(part.means), torch.from_numpy(bins), steps)
+
 
 Order = npt.NDArray[np.intp]
 
 SINGLE: Final = 127
 PAIR: Final = 7
 TRIPLE: Final = 2
-"""Largest absolute number for one, two or three numbers per byte; one more value marks a larger
-number.
-"""
+"""Largest number for one, two or three per byte; one more value marks larger ones."""
 PAIR_SPREAD: Final = 5
 TRIPLE_SPREAD: Final = -6
-"""Largest codes of a spread (1.5 and 0.6 bins) at which numbers are packed in pairs and in triples.
-"""
+"""Largest spread codes (1.5 and 0.6 bins) that are packed in pairs and triples."""
 VALUES_PER_SYMBOL: Final[Mapping[int, int]] = MappingProxyType({SINGLE: 1, PAIR: 2, TRIPLE: 3})
 COARSEST: Final = -24
 FINEST: Final = 64
-"""Codes of spreads are clipped to these: an eighth of a bin, where nearly all numbers are 0, and
-256 bins.
-"""
+"""Limits of spread codes: an eighth of a bin, and 256 bins."""
 SECTION: Final = struct.Struct("<II")
 MAX_NUMBER: Final = 1 << 30
 
 
 def _unpack_table(max_number: int) -> Floats:
-    """Return the numbers (up to `max_number`) that each byte stands for, float32 `[256, numbers per
-    byte]`.
-    """
+    """Return the numbers that each byte stands for, float32 `[256, numbers per byte]`."""
     base, byte = 2 * max_number + 2, np.arange(256)
     found = np.stack(
         [byte // base**at % base for at in reversed(range(VALUES_PER_SYMBOL[max_number]))], axis=1
@@ -76,15 +140,7 @@ class Section:
 
 
 def in_sections(codes: Ints, width: int) -> tuple[Order, tuple[Section, ...]]:
-    """Sort rows into classes of similar spread.
-
-    Args:
-        codes: int32 `[R]`, code of the spread of each row.
-        width: How many codes form a class.
-
-    Returns:
-        The sorted order of the rows, and the classes as sections of it.
-    """
+    """Sort rows by the codes int32 `[R]` of their spreads into classes of `width` codes."""
     classes = np.clip(codes, COARSEST, FINEST) // width
     order = np.argsort(classes, kind="stable")
     ends = [*np.flatnonzero(np.diff(classes[order])) + 1, len(order)]
@@ -101,16 +157,7 @@ def in_sections(codes: Ints, width: int) -> tuple[Order, tuple[Section, ...]]:
 
 
 def encode(numbers: Ints, order: Order, sections: Sequence[Section]) -> list[bytes]:
-    """Encode rows of numbers.
-
-    Args:
-        numbers: int32 `[R, n]`.
-        order: The sorted order of the rows, from `in_sections`.
-        sections: Their classes.
-
-    Returns:
-        Two byte strings: the stream, and the large numbers that are stored separately.
-    """
+    """Encode rows int32 `[R, n]`, in classes, to a stream and the numbers too large for it."""
     numbers = numbers[order]
     marked, counts, large = [], [], []
     for section in sections:
@@ -137,11 +184,7 @@ def decode(
     sections: Sequence[Section],
     n: int,
 ) -> Floats:
-    """Invert `encode`.
-
-    Returns:
-        float32 `[R, n]`.
-    """
+    """Invert `encode`: float32 `[R, n]`."""
     decompressor, at = zstandard.ZstdDecompressor(), SECTION.size * len(sections)
     heads = [SECTION.unpack_from(stream, SECTION.size * number) for number in range(len(sections))]
     large_numbers = np.empty(0, dtype=np.int32)
@@ -175,9 +218,7 @@ def _pack_symbols(flat: Ints, section: Section) -> bytes:
 
 
 def _frame(data: bytes, width: int) -> bytes:
-    """Compress into one frame, with hardly any search for matches: chance matches cost more than
-    their literals.
-    """
+    """Compress into one frame; chance matches would cost more than literals."""
     parameters = zstandard.ZstdCompressionParameters(
         window_log=18,
         hash_log=6,

@@ -1,8 +1,8 @@
 """Codec tables: the statistics of a model's KV, channel by channel, that CacheGen's codec needs.
 
-They are profiled once from real text (`profile.py`) and stored apart from the encoded layers. Every
-number is kept in a byte or two, and all else is derived from these bytes by integers or a single
-rounding, so that encoder and decoder agree on every machine.
+They are profiled once from real text (`cachegen.py`) and stored apart from the encoded layers.
+Every number is kept in a byte or two, and all else is derived from these bytes by integers or a
+single rounding, so that encoder and decoder agree on every machine.
 """
 
 from __future__ import annotations

@@ -15,11 +15,16 @@ from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.remember import missed
 from ragfuse.engine.request import PreparedPrompt, Request, ends_of, generate_options, n_logits
 from ragfuse.errors import InputError, about
-from ragfuse.hf.grammar import GrammarCompiler, GrammarProcessor
-from ragfuse.hf.handover import generate, resolve_option, stop_strings_of
-from ragfuse.hf.held_schema import held_schema
-from ragfuse.hf.shared_kv import SharedSpan
-from ragfuse.hf.stream import Detokenizer, Follower, StopFinder
+from ragfuse.hf.cache import SharedSpan
+from ragfuse.hf.grammar import GrammarCompiler, GrammarProcessor, held_schema
+from ragfuse.hf.handover import (
+    Detokenizer,
+    Follower,
+    StopFinder,
+    generate,
+    resolve_option,
+    stop_strings_of,
+)
 from ragfuse.plan.explanation import segment_traces
 from ragfuse.schemas.bind import SchemaUse
 from ragfuse.telemetry.otel import span

@@ -21,10 +21,9 @@ from torch import Tensor
 
 from ragfuse.codec import Codec, CodecTables, LayerMeta, codec_for, profile_tables
 from ragfuse.hf.model import HFModel
-from ragfuse.hf.queries import query_sizes
-from ragfuse.hf.rounding_error import rounding_costs
+from ragfuse.hf.rounding_error import query_sizes, rounding_costs
 from ragfuse.load.timings import Progress, measure
-from ragfuse.models.dtypes import auto_dtype
+from ragfuse.models.device import auto_dtype
 from ragfuse.plan.cost import COST_VERSION, CostModel, Observed
 from ragfuse.process.jobs import at_work
 from ragfuse.settings import Settings

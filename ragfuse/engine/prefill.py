@@ -21,12 +21,11 @@ from ragfuse.engine.request import PreparedPrompt, Request
 from ragfuse.engine.runtime import Runtime
 from ragfuse.fuse.fusor import CachedRun, LostRun
 from ragfuse.fuse.select import cost_of
+from ragfuse.hf.decode import FairLock
 from ragfuse.hf.kept_states import States
-from ragfuse.hf.lock import FairLock
 from ragfuse.hf.model import HFModel, KVSource, Prefill
 from ragfuse.load.layers import LayerReader
-from ragfuse.load.link import Link
-from ragfuse.load.stream import BYTES_UNREADABLE, Stream
+from ragfuse.load.stream import BYTES_UNREADABLE, Link, Stream
 from ragfuse.plan.controller import Controller
 from ragfuse.plan.cost import Blend
 from ragfuse.plan.stream_level import parts_of

@@ -14,10 +14,9 @@ from typing import Any
 from ragfuse.engine.ask import NO_LIMIT, Ask, Question, is_ids, mended_question, messages_of
 from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError, about
-from ragfuse.hf.grammar import GrammarProcessor, check
+from ragfuse.hf.grammar import GrammarProcessor, Penalties, check
 from ragfuse.hf.handover import resolve_option
 from ragfuse.hf.model import HFModel, Prefill
-from ragfuse.hf.penalties import Penalties
 from ragfuse.process.jobs import EXITING
 from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.text.chat_messages import ChatMessage

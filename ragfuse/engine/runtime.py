@@ -20,18 +20,17 @@ from ragfuse.engine.model_records import (
     stored_profile,
 )
 from ragfuse.errors import ModelError, SettingsError
+from ragfuse.hf.cache import SharedKV
 from ragfuse.hf.fingerprint import weights_digest
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.probe import device_of
-from ragfuse.hf.shared_kv import SharedKV
 from ragfuse.hf.verify import Verdict, verify
-from ragfuse.load.link import Link
+from ragfuse.load.stream import Link
 from ragfuse.models import quietly, resolve_llm
 from ragfuse.models.adapters import CHUNK_ADAPTER
-from ragfuse.models.dtypes import resolve_auto
+from ragfuse.models.device import limit_threads, resolve_auto
 from ragfuse.models.loader import Given, LoadedModel, ProfileOf, Tokens, load_model
-from ragfuse.models.threads import limit_threads
-from ragfuse.models.weight_files import identity
+from ragfuse.models.weights import identity
 from ragfuse.plan.controller import settle
 from ragfuse.process.jobs import BackgroundJobs, at_work
 from ragfuse.process.shared import shared, shared_while_used

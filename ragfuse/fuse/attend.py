@@ -18,19 +18,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 QUERY_BLOCK, EXACT_BLOCK = 128, 32
-"""Query rows per block of products in 16 and in 32 bits. More rows: fewer operations, more scores
-that are masked.
-"""
+"""Query rows per block in 16 and in 32 bits; larger blocks mask more scores."""
 
 WHOLE_BLOCK = 512
-"""Query rows per block of matrix products over all keys, on an accelerator: a bound on their
-memory.
-"""
+"""Query rows per block over all keys on an accelerator; it bounds memory."""
 
 KEY_TILE = 32
-"""The number of keys in a block is rounded up to a multiple of this: CPU products are slower on
-ragged ends.
-"""
+"""Keys of a block are rounded up to this: ragged CPU products are slower."""
 
 SHIFT_KEYS = 64
 """Most keys from which the shift of bfloat16 scores is found (`_largest`)."""
@@ -125,12 +119,7 @@ class RowMask:
     _dense: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
     def dense(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
-        """Return the full additive mask [1, 1, R, T], built once and shared by all layers.
-
-        Args:
-            dtype: Of the mask.
-            window: Size of the sliding window in tokens; None: every earlier key is seen.
-        """
+        """Return the full additive mask [1, 1, R, T] under a sliding window; layers share it."""
         if (window, dtype) not in self._dense:
             whole = self._additive(slice(None), slice(0, len(self.positions)), dtype, window)
             self._dense[window, dtype] = whole[None, None]
@@ -139,14 +128,7 @@ class RowMask:
     def blocks(
         self, dtype: torch.dtype, window: int | None, heads: int, groups: int
     ) -> list[Block]:
-        """Return the blocks for matrix products; layers that are alike share them.
-
-        Args:
-            dtype: Of the scores.
-            window: Size of the sliding window in tokens; None: every earlier key is seen.
-            heads: H, the key heads.
-            groups: Query heads that share a key head.
-        """
+        """Return the blocks for products over `heads` key heads; alike layers share them."""
         kind = window, dtype, heads, groups
         if kind not in self._blocks:
             parts = list(self._cut(dtype, window))
@@ -170,9 +152,7 @@ class RowMask:
         return self._blocks[kind]
 
     def _cut(self, dtype: torch.dtype, window: int | None) -> Iterator[tuple[int, int, int, slice]]:
-        """Yield each block's first row, the row after its last, its first hidden key, and the keys
-        that it sees.
-        """
+        """Yield each block's first row, the row after its last, its first hidden key, its keys."""
         total, n_rows = len(self.positions), len(self.rows)
         if self.whole:
             yield from (
@@ -198,9 +178,8 @@ class RowMask:
     def _additive(self, rows: slice, keys: slice, dtype: torch.dtype, window: int | None) -> Tensor:
         """Return the additive mask of some rows over some keys.
 
-        Positions increase, so a row must not see the keys after its own index. Every mask row is
-        therefore a slice of one long step function; copying slices costs a quarter of comparing
-        positions.
+        A row sees the keys up to its own, so its mask is a slice of one step function, which costs
+        a quarter of comparing positions.
         """
         chosen, width = self.rows[rows], keys.stop - keys.start
         step = torch.zeros(len(self.positions) + width, dtype=dtype, device=chosen.device)
@@ -276,19 +255,13 @@ def attend_ragged(
 
 
 def _concatenated(kv_parts: Sequence[KV]) -> KV:
-    """Concatenate the parts of a prompt's KV; their order is irrelevant to a query that sees all
-    rows.
-    """
+    """Concatenate the parts of a prompt's KV; order does not matter without a mask."""
     keys, values = zip(*kv_parts, strict=True)
     return (keys[0], values[0]) if len(keys) == 1 else (torch.cat(keys, 2), torch.cat(values, 2))
 
 
 def _attend_parts(prompts: Sequence[tuple[Tensor, Sequence[KV]]], scaling: float) -> list[Tensor]:
-    """Return the output [1, Hq, 1, D] of each prompt's newest row over its KV parts; a shared part
-    is read once.
-
-    The outputs over the parts are merged by their softmax sums.
-    """
+    """Return each prompt's output [1, Hq, 1, D] over its KV parts, merged by softmax sums."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     readers: dict[int, tuple[KV, list[int]]] = {}
     for at, (_, kv_parts) in enumerate(prompts):
@@ -311,11 +284,7 @@ def _attend_parts(prompts: Sequence[tuple[Tensor, Sequence[KV]]], scaling: float
 
 
 def _merge_outputs(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Merge attention outputs [B, H, R, D] of the same queries over disjoint keys.
-
-    Args:
-        parts: (output, log of its softmax sum [B, H, R]) for each set of keys.
-    """
+    """Merge (output [B, H, R, D], log of softmax sum [B, H, R]) over disjoint keys."""
     (out, sums), *rest = parts
     for more, more_sums in rest:
         out = torch.lerp(out, more, torch.sigmoid(more_sums - sums)[..., None].to(out.dtype))
@@ -324,7 +293,6 @@ def _merge_outputs(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def _last(window: int | None, keys: Tensor, values: Tensor) -> KV:
-    """Return the keys and values that the newest row sees under a sliding window."""
     if window is None or window >= keys.shape[2]:
         return keys, values
     return keys[:, :, -window:], values[:, :, -window:]
@@ -340,9 +308,8 @@ def _attend_newest(
 ) -> Tensor:
     """Return the output [B, Hq, 1, Dv] of one row that sees all keys.
 
-    Query heads that share a key head are folded into it, so that its keys are read once. On a CPU
-    the attention kernel takes six times as long for a row that is not folded, as it is made for
-    many; bfloat16 products take half as long as the kernel, where there are many keys.
+    Query heads that share a key head are folded, so its keys are read once: on a CPU six times
+    faster. Over many keys, bfloat16 products take half as long as the kernel.
     """
     folded = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[3])
     if softcap is not None or sinks is not None:
@@ -364,13 +331,10 @@ def _attend_newest(
 
 
 def _attend_in_buffers(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-    """Return the output [B, H, groups, Dv] of queries that see all keys, by products over the
-    buffers they lie in.
+    """Return the output [B, H, groups, Dv] of queries that see all keys, over whole buffers.
 
-    Products read whole buffers as they are, but copy a part of them first. Rows after the keys are
-    hidden; those of values are finite. Scores are shifted by those of the first and the newest key,
-    which one row attends to most: that is closer than by 64 keys of all, and two keys are read
-    faster.
+    A product over a part of a buffer copies it first. Rows after the keys are hidden; those of
+    values are finite. Scores are shifted by those of the first and the newest key.
     """
     all_keys, all_values = (_buffer(part).flatten(0, 1) for part in (keys, values))
     folded, n_keys = query.flatten(0, 1), keys.shape[2]
@@ -382,9 +346,7 @@ def _attend_in_buffers(query: Tensor, keys: Tensor, values: Tensor, scaling: flo
 
 
 def _buffer(rows: Tensor) -> Tensor:
-    """Return the buffer [B, H, capacity, D] whose first rows are `rows` [B, H, n, D], or these
-    where there is none.
-    """
+    """Return the buffer [B, H, capacity, D] that begins with `rows`, or `rows` without one."""
     batch, heads, n_rows, width = rows.shape
     capacity = rows.stride(1) // width
     # a sliding window: its first row is not the buffer's
@@ -448,8 +410,7 @@ def _attend_products(
 ) -> Tensor:
     """Attend block by block with matrix products, as `attend` does.
 
-    bfloat16 products run at five times the speed of the CPU's attention kernel, which computes in
-    float32. So scores are bfloat16 where that is exact enough, else float32.
+    On a CPU, bfloat16 products are five times as fast as the kernel, which computes in float32.
     """
     heads, n_rows, groups = keys.shape[1], query.shape[2], query.shape[1] // keys.shape[1]
     is_exact = query.dtype != torch.bfloat16 or softcap is not None or sinks is not None
@@ -488,17 +449,14 @@ def _attend_products(
 
 
 def _largest(query: Tensor, keys: Tensor) -> Tensor:
-    """Return about the largest product of each query with a key, [H, n, 1], to subtract from its
-    bfloat16 scores.
+    """Return about the largest product of each query with a key, [H, n, 1].
 
-    A constant does not change a softmax. bfloat16 has eight bits, so a score near 100 is off by
-    .25; once the largest are near 0, those that matter are exact. It is the largest of some of the
-    products.
+    Subtracting it from scores does not change a softmax, and brings bfloat16 scores near 0, where
+    they are exact.
 
     Args:
         query: [H, n, D].
-        keys: [H, D, K], of which none stands after any query, so that a later token never changes
-            an earlier row.
+        keys: [H, D, K], none of them after any query, so that no later token changes a row.
     """
     step = -(-keys.shape[2] // SHIFT_KEYS)
     products = torch.bmm(keys[:, :, ::step].transpose(1, 2), query.transpose(1, 2))
@@ -506,9 +464,7 @@ def _largest(query: Tensor, keys: Tensor) -> Tensor:
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return softmax over the keys of scores [..., n, K], which it overwrites; `sinks` [..., n] are
-    further logits.
-    """
+    """Return softmax over scores [..., n, K], in place; `sinks` [..., n] are further logits."""
     if sinks is None:
         return torch.softmax(scores, -1, out=scores)
     return torch.softmax(torch.cat([scores, sinks[..., None].to(scores.dtype)], -1), -1)[..., :-1]

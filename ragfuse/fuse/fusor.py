@@ -58,9 +58,7 @@ class LayerSource(Protocol):
         ...
 
     def ready(self) -> int:
-        """Return how many of the next layers `read` returns without waiting; it may exceed the
-        layers there are.
-        """
+        """Return how many of the next layers are there at once; it may exceed all."""
         ...
 
 
@@ -89,7 +87,7 @@ class Buffers:
             ready; always at least one layer.
         padding: Rows after the prompt that `get` returns, too, so that few different shapes occur.
         windows: Sliding window of each layer. Layers with and without one lie apart, as only these
-            are shared between prompts (`hf/shared_kv.py`), which shall free them.
+            are shared between prompts (`hf/cache.py`), which shall free them.
     """
 
     def __init__(
@@ -144,7 +142,6 @@ class Buffers:
             layer += len(alike)
 
     def _read(self, layer: int) -> list[LayerKV]:
-        """Return one layer of every cached run, in their order."""
         found = self._source.read(layer)
         read = list[LayerKV]()
         for run in self._runs:
@@ -155,13 +152,7 @@ class Buffers:
         return read
 
     def _copy(self, layer: int, found: Sequence[Sequence[LayerKV]]) -> None:
-        """Copy consecutive layers of every run, alike in shape and rotation, to their rows, and
-        rotate them there.
-
-        Args:
-            layer: The first of them.
-            found: By layer, every run's KV.
-        """
+        """Copy consecutive layers of every run (`found`, by layer) to their rows; rotate them."""
         first = found[0][0]
         for run, kv in zip(self._runs, found[0], strict=True):
             if not (_same_shape(first.keys, kv.keys) and _same_shape(first.values, kv.values)):
@@ -183,9 +174,7 @@ class Buffers:
     def _keep(self, layer: int, blocks: Sequence[Tensor]) -> None:
         """Keep the buffers of consecutive layers, and views of what attention sees of them.
 
-        Args:
-            layer: The first of them.
-            blocks: [layers, 2, H, T + room, D], keys and values in one; or one of each.
+        `blocks` are [layers, 2, H, T + room, D], keys and values in one, or one of each.
         """
         seen = [block[..., : self.n_keys, :] for block in blocks]
         parts = [part.unbind(0) for of in (blocks, seen) for part in (of[0][:, :1], of[-1][:, -1:])]
@@ -240,13 +229,9 @@ class Buffers:
         return torch.zeros(size, dtype=like.dtype, device=self._device)
 
     def _rotate(self, keys: Tensor, values: Tensor, layout: RopeLayout | None) -> None:
-        """Rotate the copied runs to their positions, all at once; rows that do not move rotate by
-        0, which is exact.
+        """Rotate runs in keys and values [layers, H, T + room, D] to their positions, all at once.
 
-        Args:
-            keys: [layers, H, T + room, D].
-            values: [layers, H, T + room, Dv].
-            layout: The rotation of all these layers.
+        Rows that do not move rotate by 0, which is exact.
         """
         shifted = [run for run in self._runs if run.shift]
         if layout is None or not shifted:
@@ -268,18 +253,14 @@ class Buffers:
 
 
 def _kind(layer: tuple[Sequence[LayerKV], RopeLayout | None, bool]) -> tuple[object, ...]:
-    """Return what layers have in common that are copied together: rotation, window, and every run's
-    shapes and dtypes.
-    """
+    """Return what layers that are copied together have in common."""
     found, *kinds = layer
     shapes = ((kv.keys.shape, kv.values.shape, kv.keys.dtype, kv.values.dtype) for kv in found)
     return *kinds, *shapes
 
 
 def _copy_to(out: Tensor, parts: Sequence[Sequence[Tensor]]) -> None:
-    """Copy tensors [H, n, D], by layer, to `out` [layers, parts, H, n, D], in one copy where they
-    are evenly spaced.
-    """
+    """Copy tensors [H, n, D], by layer, to `out`; in one copy where evenly spaced."""
     spaced = _spaced(parts)
     if spaced is not None:
         out.copy_(spaced, non_blocking=True)
@@ -290,9 +271,7 @@ def _copy_to(out: Tensor, parts: Sequence[Sequence[Tensor]]) -> None:
 
 
 def _spaced(parts: Sequence[Sequence[Tensor]]) -> Tensor | None:
-    """Return a view [layers, parts, H, n, D] of tensors in one storage at even distances; None
-    where they are not.
-    """
+    """Return evenly spaced tensors of one storage as one view [layers, parts, H, n, D]."""
     first = parts[0][0]
     offsets = [[part.storage_offset() for part in both] for both in parts]
     start = offsets[0][0]
@@ -408,15 +387,11 @@ class Fusion:
         self._weights: Tensor | None = None
 
     def needs_check(self, layer: int) -> bool:
-        """Whether `check` must be given this layer's K and V of all current rows before `choose` is
-        called.
-        """
+        """Whether `check` needs this layer's K and V of all current rows before `choose`."""
         return layer > 0 and layer == self.policy.check_layer and len(self._active) > 0
 
     def check(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Measure how far the current rows' fresh KV, keys and values [1, H, R, D], deviates from
-        the cached KV.
-        """
+        """Measure how far fresh KV [1, H, R, D] of the current rows is from the cached."""
         self._deviation = self._measure(layer, keys, values)
 
     def choose(self, layer: int) -> Tensor | None:
@@ -441,9 +416,7 @@ class Fusion:
         return torch.searchsorted(before, self.rows)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the KV [1, H, R, D] that a layer computed for `rows`, and return what `Buffers.get`
-        does.
-        """
+        """Store the KV [1, H, R, D] of the current rows and return `Buffers.get`."""
         n_active, follows = (
             len(self._active),
             self.policy.check_layer <= layer < len(self.buffers) - 1,
@@ -471,17 +444,13 @@ class Fusion:
         return (same / (same.sum(1, keepdim=True) + PRIOR_ROWS)).to(dtype)
 
     def keep_last(self) -> Tensor:
-        """Drop all rows but the prompt's last; return its index into the previous rows,
-        int64 [1].
-        """
+        """Drop all rows but the last; return its index into the rows before, int64 [1]."""
         last = torch.full((1,), len(self.rows) - 1, device=self.rows.device)
         self.rows, self.n_padding, self._mask = self.rows[-1:], 0, None
         return last
 
     def mask(self) -> RowMask:
-        """Return the attention mask of the current rows; layers that compute the same rows share
-        it.
-        """
+        """Return the attention mask, which layers with the same rows share."""
         if self._mask is None:
             n_tokens = self.buffers.n_tokens
             is_all = (
@@ -495,16 +464,12 @@ class Fusion:
 
     @property
     def mean_ratio(self) -> float:
-        """Mean share of the candidates that was computed per layer, over the layers from the check
-        layer on.
-        """
+        """Mean share of candidates computed per layer, from the check layer on."""
         counts, n_candidates = self.counts[self.policy.check_layer :], len(self.places.candidates)
         return sum(counts) / (len(counts) * n_candidates) if counts and n_candidates else 0.0
 
     def _merge(self) -> Tensor:
-        """Return the forced rows and the active candidates, sorted, the last row repeated as
-        padding.
-        """
+        """Return forced rows and active candidates, sorted, with the last repeated as padding."""
         active = self.places.candidates.index_select(0, self._active)
         n_rows = len(active) + len(self.places.forced)
         self.n_padding = bucket(n_rows) - n_rows if self.pads else 0
@@ -513,9 +478,7 @@ class Fusion:
         return torch.cat([self.places.forced, active, behind]).sort().values
 
     def _measure(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
-        """Return each current row's squared L2 distance from the cached KV, over heads and dims,
-        float32 [R].
-        """
+        """Return each row's squared L2 distance from the cached KV, float32 [R]."""
         total = torch.zeros(len(self.rows), device=self.rows.device)
         for new, old in zip((keys, values), self.buffers.get(layer), strict=True):
             change = new[0] - old[0].index_select(1, self.rows)

@@ -1,17 +1,23 @@
-"""Rotary position embedding (RoPE): the only place where keys are rotated.
+"""Rotary position embedding (RoPE), the only place where keys are rotated, and the drift.
 
 A cached key is rotated for its position inside the chunk; placing the chunk at `start` rotates it
 by `start` more. The rotation runs once, in float32, on a copy of the stored key (CacheBlend 4.3,
 footnote 3, and appendix A). `ragfuse.hf.probe` finds per layer which dims are rotated and how they
 are paired, on the model's real weights.
+
+The drift is the mean difference, per layer, head and dim, before rotation, between the KV of a
+chunk encoded after filler text and its KV in a real prompt. It is measured once per model and added
+when a chunk is encoded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from ragfuse.types.kv import RopeLayout
+from ragfuse.types.kv import ChunkKV, LayerKV, RopeLayout
 
 
 def part_layout(layout: RopeLayout | None, part: str) -> RopeLayout | None:
@@ -109,3 +115,31 @@ def rotate_in_place(tensor: Tensor, layout: RopeLayout | None, sign: int) -> Ten
         positions = torch.arange(tensor.shape[1], dtype=torch.float64)[:, None] * sign
         place(tensor, angles(layout, positions, tensor.device), layout)
     return tensor
+
+
+Rope = Sequence[RopeLayout | None]
+
+
+def added(kv: ChunkKV, drift: ChunkKV, rope: Rope) -> ChunkKV:
+    """Return the KV of a chunk with the drift added to every row.
+
+    Args:
+        kv: The chunk's KV, keys at positions 0..n-1.
+        drift: One row per layer, as `training/drift.py` measures it, at position 0.
+        rope: The rotation of each layer; None where keys carry no position.
+    """
+    positions = torch.arange(kv.n_tokens, dtype=torch.float64)[:, None]
+
+    def moved(part: Tensor, one: Tensor, layout: RopeLayout | None) -> Tensor:
+        every = one.float().expand(-1, kv.n_tokens, -1)
+        return (part.float() + shifted(every, positions, layout)).to(part)
+
+    return ChunkKV(
+        tuple(
+            LayerKV(
+                moved(layer.keys, one.keys, part_layout(layout, "keys")),
+                moved(layer.values, one.values, part_layout(layout, "values")),
+            )
+            for layer, one, layout in zip(kv.layers, drift.layers, rope, strict=True)
+        )
+    )

@@ -23,7 +23,7 @@ from ragfuse.errors import RefusedError
 from ragfuse.fuse.rope import angles, rotated
 from ragfuse.hf import probe
 from ragfuse.hf.cache import CACHE
-from ragfuse.hf.lora import LoraAdapter
+from ragfuse.hf.chunk_adapter import LoraAdapter
 from ragfuse.types.kv import LayerKV
 from ragfuse.types.profiles import ModelProfile
 
@@ -81,9 +81,7 @@ class BranchStates:
 
 @dataclass
 class _Past:
-    """A model's cache, and of each of its N rows the branch (int64 [N]) and the position (int64
-    [N]).
-    """
+    """A model's cache, and the branch and the position (int64 [N]) of each of its N rows."""
 
     cache: DynamicCache
     branch: Tensor
@@ -114,15 +112,6 @@ class BranchModel:
         refuse_unadaptable(model, profile)
         self.model, self.rope, self.device = model, profile.rope, probe.device_of(model)
         self.filler, self.chunk_adapter = tuple(filler), chunk_adapter
-
-    def full(
-        self, context: ContextTokens, branches: Sequence[Branch], layers: Collection[int] = ()
-    ) -> BranchStates:
-        """Return what full causal attention gives; `layers` are the numbers of the hidden states
-        that are wanted.
-        """
-        with self._plain():
-            return self._ended(self._causal(context), (), branches, layers)
 
     def blockwise(
         self,
@@ -184,7 +173,6 @@ class BranchModel:
             return branches, replace(self._ended(past, (), branches, layers), chunks=chunks)
 
     def _plain(self) -> AbstractContextManager[None]:
-        """Switch the chunk adapter off in a context, if there is one."""
         return self.chunk_adapter.off() if self.chunk_adapter is not None else nullcontext()
 
     def _written(
@@ -194,9 +182,7 @@ class BranchModel:
         max_tokens: int,
         ends: Collection[int],
     ) -> list[tuple[int, ...]]:
-        """Write all answers side by side, a token of each at a time; the past is as before
-        afterwards.
-        """
+        """Write all answers side by side; the past is as before afterwards."""
         begin, before = len(past.position), (past.branch, past.position)
         said: list[list[int]] = [[] for _ in questions]
         open_ = list(range(len(questions)))
@@ -223,9 +209,7 @@ class BranchModel:
         return _Past(cache, torch.full((count,), CONTEXT_ROW), torch.arange(count))
 
     def _chunks(self, context: ContextTokens) -> _Past:
-        """Return the KV of all chunks, each encoded after the filler, with keys rotated to their
-        places.
-        """
+        """Return the KV of all chunks, each encoded after the filler, rotated to their places."""
         cut, before, placed = len(self.filler), tuple[LayerKV, ...](), DynamicCache()
         if cut:
             # no gradients for rows that are cut off
@@ -249,9 +233,7 @@ class BranchModel:
         branches: Sequence[Branch],
         layers: Collection[int],
     ) -> BranchStates:
-        """Return the states of the branches after a past; `rest` has (token, position) of other
-        context rows.
-        """
+        """Return the states of the branches after a past and (token, position) of context rows."""
         begin = int(past.position.max()) + 1
         rows = [(token, position, CONTEXT_ROW) for token, position in rest]
         asked: list[int] = []
@@ -271,12 +253,7 @@ class BranchModel:
     ) -> BranchStates:
         """Run rows of (token, position, branch) after a past, which they extend.
 
-        Args:
-            past: The rows before.
-            rows: The new rows.
-            asked: int64 [A], which of them logits are wanted of.
-            skipped: Number of first rows whose hidden states are not wanted.
-            layers: Numbers of the hidden states that are wanted.
+        Returns the logits of rows `asked`, and the hidden states but of the first `skipped`.
         """
         ids, positions, numbers = (torch.tensor(each) for each in zip(*rows, strict=True))
         past.branch, past.position = (
@@ -308,14 +285,11 @@ class BranchModel:
 
 
 def _kv_of(past: _Past, rows: Tensor | slice) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Return the keys and values [H, R, D] of some rows in each layer of a cache."""
     return tuple((layer.keys[0, :, rows], layer.values[0, :, rows]) for layer in past.cache.layers)
 
 
 def refuse_unadaptable(model: PreTrainedModel, profile: ModelProfile) -> None:
-    """Raise RefusedError for a model whose attention over separately encoded chunks is not just a
-    mask.
-    """
+    """Raise RefusedError if attention over separately encoded chunks is not just a mask."""
     found, windows = profile.refusal, [window for window in profile.windows if window is not None]
     if windows:
         found = f"a sliding window of {min(windows)} tokens"

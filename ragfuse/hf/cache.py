@@ -1,14 +1,18 @@
 """A transformers cache that writes rows at any index during a fused prefill and appends rows while
 decoding.
 
-Ranges of rows that several caches have in common can be stored once, outside the caches
-(`hf/shared_kv.py`); the buffers of a cache then hold only the rows between these ranges.
+KV that prompts being answered have in common is stored once, outside their caches (Prompt Cache
+3.4); the buffers of a cache then hold only the rows between. Attention, too, reads it once for all
+prompts of a batch (`fuse.attend.attend_ragged`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ctypes
+import threading
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -29,9 +33,7 @@ GROWTH_ROWS = 64
 
 
 Receiver = Callable[[int, Tensor, Tensor], KV]
-"""Stores the KV [1, H, R, D] that a layer computes during a fused prefill, and returns what
-attention sees of the layer's KV.
-"""
+"""Stores the KV [1, H, R, D] of a layer in a fused prefill; returns what attention sees."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,9 +82,7 @@ class RowLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def fill(self, keys: Tensor, values: Tensor, length: int) -> None:
-        """Use the given buffers [B, H, >= length, D], whose first `length` rows are filled and
-        whose rest is finite.
-        """
+        """Use buffers [B, H, >= length, D]; rows after the first `length` are finite."""
         self.keys, self.values, self.length, self.is_initialized = keys, values, length, True
         self.common = ()
 
@@ -102,22 +102,18 @@ class RowLayer(CacheLayerMixin):
         )
 
     def whole(self) -> KV:
-        """Return all rows [B, H, length, D]: views, or a copy if some are stored outside."""
+        """Return all rows [B, H, length, D], as `rows` does."""
         return self.rows(0, self.length)
 
     def rows(self, lo: int, hi: int) -> KV:
-        """Return rows lo:hi [B, H, hi - lo, D]: views, or a copy if some rows are stored
-        outside.
-        """
+        """Return rows lo:hi [B, H, hi - lo, D]: views, or a copy if some are stored outside."""
         keys, values = self.keys, self.values
         if self.common:
             keys, values = self._with_frozen(keys, 0), self._with_frozen(values, 1)
         return keys[:, :, lo:hi], values[:, :, lo:hi]
 
     def held(self) -> list[KV]:
-        """Return all rows in parts, without a copy: those in its buffers, then those stored
-        outside.
-        """
+        """Return all rows in parts, without a copy: those buffered, then those stored outside."""
         n_buffered = self.n_buffered
         return [
             (self.keys[:, :, :n_buffered], self.values[:, :, :n_buffered]),
@@ -130,9 +126,7 @@ class RowLayer(CacheLayerMixin):
         return self.length - sum(frozen.hi - frozen.lo for frozen in self.common)
 
     def _with_frozen(self, buffered: Tensor, which: int) -> Tensor:
-        """Return its own rows and those stored outside, in the order of the prompt; which: keys (0)
-        or values (1).
-        """
+        """Return all rows of the keys (0) or values (1), in order."""
         parts, at, used = list[Tensor](), 0, 0
         for frozen in self.common:
             free = frozen.lo - at
@@ -143,9 +137,7 @@ class RowLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> KV:
-        """Pass the rows to the taker during a fused prefill, append them afterwards; return the
-        whole KV.
-        """
+        """Append rows, or hand them to the receiver of a fused prefill; return the whole KV."""
         if self.receiver is not None:
             return self.receiver(self.layer, key_states, value_states)
         self.append(key_states, value_states)
@@ -170,9 +162,7 @@ class RowLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Return the rows held; 0 during a fused prefill, so that transformers makes masks for a
-        whole prompt.
-        """
+        """Return the rows held; 0 during a fused prefill, for a mask of the whole prompt."""
         return 0 if self.receiver is not None else self.length
 
     def get_max_length(self) -> int:
@@ -252,3 +242,73 @@ class JointCache(Cache):
     def __init__(self, caches: Sequence[RowCache], ragged: Ragged) -> None:
         each = zip(*(cache.layers for cache in caches), strict=True)
         super().__init__(layers=[JointLayer(at, parts, ragged) for at, parts in enumerate(each)])
+
+
+MIN_SHARED_ROWS = 64
+"""Least rows of a shared span, as each costs one more attention call per layer."""
+
+
+@dataclass(frozen=True)
+class SharedSpan:
+    """Rows lo:hi of a prompt, whose KV is the same bits in all prompts with this `name`."""
+
+    lo: int
+    hi: int
+    name: Hashable
+
+
+class _Rows(dict[int, KV]):
+    """The KV [1, H, n, D] of a span, by layer."""
+
+
+class SharedKV:
+    """The KV that prompts being answered share; freed with the last of them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._rows: WeakValueDictionary[Hashable, _Rows] = WeakValueDictionary()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """Number of shared spans in memory."""
+        return len(self._rows)
+
+    def share(
+        self, cache: RowCache, spans: Sequence[SharedSpan], windows: Sequence[int | None]
+    ) -> None:
+        """Replace spans of a prompt's cache by the KV that other prompts hold already; the first
+        prompt's is copied.
+
+        Args:
+            cache: KV of the prompt.
+            spans: Its spans, in order.
+            windows: Sliding window of each layer; layers that have one are not shared.
+        """
+        # every prompt computes its last row, which is dropped before an answer begins
+        last = cache.length - 1
+        shared = [
+            SharedSpan(each.lo, min(each.hi, last), (each.name, min(each.hi, last) - each.lo))
+            for each in spans
+        ]
+        shared = [span for span in shared if span.hi - span.lo >= MIN_SHARED_ROWS]
+        if not shared:
+            return
+        with self._lock:
+            owners = [self._rows.setdefault(span.name, _Rows()) for span in shared]
+            for layer, window in zip(cache.layers, windows, strict=True):
+                if window is not None:
+                    continue
+                ranges = list[FrozenRows]()
+                for span, rows in zip(shared, owners, strict=True):
+                    if layer.layer not in rows:  # this prompt is the first that has it
+                        keys, values = layer.rows(span.lo, span.hi)
+                        rows[layer.layer] = keys.clone(), values.clone()
+                    ranges.append(FrozenRows(span.lo, rows[layer.layer], rows))
+                layer.share(ranges)
+        give_back()
+
+
+def give_back() -> None:
+    """Return freed memory to the system; glibc keeps it per thread."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -1,28 +1,49 @@
-"""The chunk adapter: a LoRA adapter that a model has while it encodes chunks after filler text,
-and at no other time.
+"""The chunk adapter: a LoRA adapter that is active only while a model encodes chunks after filler
+text. `LoraAdapter` trains one.
 
 It changes what is stored of a chunk, so that a prompt that reuses the chunk comes closer to full
-prefill. Questions, recomputed rows and full prefill are computed by the plain model, so full
-prefill stays exactly what it was. It is read from PEFT's form; `ragfuse adapt` writes it.
+prefill. Questions, recomputed rows and full prefill are computed by the plain model. It is stored
+in PEFT's form.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ragfuse.errors import ModelError
-from ragfuse.hf.json_object import read_json_object
 from ragfuse.types.keys import digest
+
+COPY_ANEW = "Copy the file anew from where it came from."
+
+
+def read_json_object(file: Path, advice: str = COPY_ANEW) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Args:
+        file: The file.
+        advice: What to do where it cannot be read.
+
+    Raises:
+        ModelError: It cannot be read, or has something else.
+    """
+    try:
+        return TypeAdapter(dict[str, Any]).validate_json(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"'{file}' cannot be read ({error}). {advice}") from error
+
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -54,9 +75,7 @@ class ChunkAdapter:
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
-        """Add the adapter to the layers of a model in this context. The caller holds the model's
-        lock.
-        """
+        """Add the adapter to a model's layers in this context, under the model's lock."""
         modules = dict(model.named_modules())
         hooks = [
             modules[name].register_forward_hook(partial(_added, down=down, up=up))
@@ -72,7 +91,6 @@ class ChunkAdapter:
 def _added(
     layer: nn.Module, args: tuple[Tensor, ...], out: Tensor, *, down: Tensor, up: Tensor
 ) -> Tensor:
-    """Return a linear layer's output [..., out] with the adapter's added."""
     x = args[0]
     inner = x.flatten(0, -2) @ down.to(x.device).T
     return torch.addmm(out.flatten(0, -2), inner, up.to(x.device).T).view_as(out)
@@ -108,3 +126,66 @@ def read_chunk_adapter(folder: Path, model: PreTrainedModel) -> ChunkAdapter:
             f" {TRAIN_ANEW}"
         ) from error
     return ChunkAdapter(pairs)
+
+
+ADAPTER_NAME = "default"
+ALPHA_PER_RANK = 2
+"""The adapter's output is scaled by `lora_alpha / r`, which is this."""
+
+
+class LoraAdapter:
+    """A LoRA adapter on all linear layers of a model's decoder, put there in place; at first it
+    changes nothing.
+
+    Args:
+        model: The model, whose own weights stay as they are.
+        rank: Rank of the adapter.
+        seed: Seed of its first weights.
+        base: The model's name, folder or id, which the saved adapter names.
+
+    Raises:
+        ModelError: The package peft is missing.
+    """
+
+    def __init__(self, model: PreTrainedModel, rank: int, seed: int, base: str) -> None:
+        if find_spec("peft") is None:
+            raise ModelError(
+                "Training an adapter needs the package peft, which is not installed: pip install"
+                " peft"
+            )
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(
+            r=rank,
+            lora_alpha=ALPHA_PER_RANK * rank,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=base,
+        )
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(seed)
+            for weight in model.parameters():
+                weight.requires_grad_(False)
+            self.module = get_peft_model(model, config)
+        self.module.peft_config[ADAPTER_NAME].base_model_name_or_path = base
+        self.weights: dict[str, nn.Parameter] = {
+            name: weight for name, weight in self.module.named_parameters() if weight.requires_grad
+        }
+        """The trained weights, float32, by name."""
+        for weight in self.weights.values():
+            weight.data = weight.data.float()
+
+    def off(self) -> AbstractContextManager[None]:
+        """Switch the adapter off in this context."""
+        return self.module.disable_adapter()
+
+    def read(self, folder: Path) -> None:
+        """Take over the weights that `save` wrote into a folder."""
+        from peft import load_peft_weights, set_peft_model_state_dict
+
+        set_peft_model_state_dict(self.module, load_peft_weights(str(folder), device="cpu"))
+
+    def save(self, folder: Path) -> None:
+        """Write the adapter into a folder, in PEFT's form."""
+        self.module.save_pretrained(str(folder), save_embedding_layers=False)

@@ -17,32 +17,151 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ragfuse.fuse.attend import Ragged
 from ragfuse.hf.cache import CACHE, JointCache, RowCache
 from ragfuse.hf.hooks import KVTransformed, Wiring, attending
-from ragfuse.hf.lock import FairLock
-from ragfuse.hf.seed import undrawn
 from ragfuse.process.jobs import release_pool, start_thread, use_threads
+
+
+class FairLock:
+    """A fair re-entrant lock: `with lock` for long steps, `with lock.short()` for short ones."""
+
+    def __init__(self) -> None:
+        self._owner: int | None = None
+        self._depth = 0
+        self._mutex = threading.Lock()
+        self._turns = {is_short: deque[tuple[int, threading.Lock]]() for is_short in (False, True)}
+        # of the owner's step; short steps that go before the next long one
+        self._is_short, self._n_first = False, 0
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread holds it."""
+        return self._owner == threading.get_ident()
+
+    @property
+    def waiting(self) -> int:
+        """Number of threads that wait for it."""
+        with self._mutex:
+            return sum(map(len, self._turns.values()))
+
+    def acquire(self, is_short: bool = False) -> None:
+        """Wait for the lock and take it.
+
+        Args:
+            is_short: Whether it is held for a short step, one token of answers for example.
+        """
+        me = threading.get_ident()
+        with self._mutex:
+            if self._owner is None:
+                self._owner, self._is_short = me, is_short
+            if self._owner == me:
+                self._depth += 1
+                return
+            turn = me, threading.Lock()
+            turn[1].acquire()
+            self._turns[is_short].append(turn)
+        try:
+            release_pool()
+            turn[1].acquire()  # `_hand_on` releases it
+        except BaseException:  # Ctrl-C
+            with self._mutex:
+                if turn in self._turns[is_short]:
+                    self._turns[is_short].remove(turn)
+                else:
+                    self._hand_on()
+            raise
+
+    def release(self) -> None:
+        """Release the lock once."""
+        with self._mutex:
+            self._depth -= 1
+            if not self._depth:
+                self._hand_on()
+
+    def _hand_on(self) -> None:
+        """Pass the lock to the longest waiting thread; after a long step short ones go first."""
+        short, long = self._turns[True], self._turns[False]
+        if not self._is_short:
+            self._n_first = len(short)
+        self._is_short = bool(short) and (self._n_first > 0 or not long)
+        self._n_first -= self._is_short
+        turns = short if self._is_short else long
+        self._owner, gate = turns.popleft() if turns else (None, None)
+        self._depth = int(gate is not None)
+        if gate is not None:
+            gate.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    @contextmanager
+    def short(self) -> Iterator[None]:
+        """Hold the lock for a short step."""
+        self.acquire(is_short=True)
+        try:
+            yield
+        finally:
+            self.release()
+
+
+T = TypeVar("T")
+
+
+class Seeded(TorchFunctionMode):
+    """Seeds the sampling (`torch.multinomial`) of this thread alone."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call the function, with our generator if it samples."""
+        options = kwargs or {}
+        if func is torch.multinomial:
+            device = args[0].device
+            if device not in self._generators:
+                self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+            options = {**options, "generator": self._generators[device]}
+        return func(*args, **options)
+
+
+def undrawn(do: Callable[[], T]) -> T:
+    """Call a function that draws no random numbers, without the overhead of `Seeded`."""
+    if not has_torch_function((do,)):
+        return do()
+    return handle_torch_function(do, ())
+
 
 log = logging.getLogger("ragfuse.hf")
 
 PATIENCE_S = 0.02
 """Seconds that a shared step waits for a request that is choosing its token; most take less."""
 FAILURES = 3
-"""Number of steps that failed with ragfuse's attention but not one by one with the model's own,
-after which this model's steps run one by one.
-"""
+"""Steps that failed only with ragfuse's attention, after which steps run one by one."""
 AS_GIVEN = ("use_cache", "return_dict", "logits_to_keep")
 SHARED = frozenset({"input_ids", "position_ids", CACHE, "attention_mask", *AS_GIVEN})
 """Arguments of a forward that can be shared; a step with any other argument set runs alone."""
@@ -209,9 +328,7 @@ class Batcher:
                 step.done.set()
 
     def _is_due(self) -> bool:
-        """Wait until the next step is due; return False when no request is left, and the worker
-        thread ends.
-        """
+        """Wait until the next step is due; return False when no request is left."""
         with self._changed:
             while self._members or self._posted:
                 wait_s = None
@@ -227,7 +344,6 @@ class Batcher:
 
     @property
     def _missing(self) -> bool:
-        """Whether a request that is not late has not posted its step yet."""
         return any(not member.is_posted and not member.is_late for member in self._members)
 
     def _take_posted(self) -> list[Step]:
@@ -277,9 +393,7 @@ class Batcher:
 
 
 def _can_share(member: Member, arguments: Mapping[str, Any]) -> bool:
-    """Whether a forward computes one new token over the member's own cache and requests no other
-    output.
-    """
+    """Whether a forward computes one token over the member's own cache and nothing else."""
     ids = arguments.get("input_ids")
     if member.wiring is None or arguments.get(CACHE) is not member.cache:
         return False

@@ -28,9 +28,7 @@ from ragfuse.types.kv import ChunkKV
 HASH_NBYTES = 64 << 20
 """Bytes that are copied from a GPU at a time."""
 UNNAMED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-"""Config entries that do not count: where a model comes from, and the dtype, which is hashed
-separately.
-"""
+"""Config entries that do not count; the dtype is hashed separately."""
 REMOTE = "transformers_modules"
 """The package in which transformers puts code that was downloaded with weights."""
 
@@ -179,9 +177,7 @@ def _feed_tensor(hasher: Any, name: str, tensor: Tensor) -> None:
 
 
 def _feed_text(hasher: Any, text: str) -> None:
-    """Hash a text preceded by its length, so that different sequences of parts never give the same
-    bytes.
-    """
+    """Hash a text after its length, so that no two sequences of parts give the same bytes."""
     data = text.encode()
     hasher.update(len(data).to_bytes(8, "little"))
     hasher.update(data)

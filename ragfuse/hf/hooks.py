@@ -27,9 +27,7 @@ from ragfuse.types.plan import watched_layers
 
 ATTENTION = "ragfuse"
 WATCHED_ROWS = 256
-"""Most rows of a question whose attention is measured, so that a long one costs no more memory than
-the prompt.
-"""
+"""Most rows of a question whose attention is measured; it bounds memory."""
 AttentionMode = Literal["rows", "dense"]
 
 
@@ -65,9 +63,7 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention_of_rows)
 
 
 class KVTransformed(Exception):
-    """The model transforms the KV that its cache returns before it attends, so the cache must
-    return all of it.
-    """
+    """The model transforms the KV of its cache before it attends, so it needs all of it."""
 
 
 class _Captured(Exception):
@@ -103,9 +99,7 @@ class Wiring:
 
 
 class FusedPrefill:
-    """A single fused prefill of one prompt. Use it once; its hooks are removed afterwards, also
-    after an error.
-    """
+    """A fused prefill of one prompt. Use it once; its hooks are always removed."""
 
     def __init__(self, wiring: Wiring, fusion: Fusion) -> None:
         self.wiring, self.fusion = wiring, fusion
@@ -150,9 +144,7 @@ class FusedPrefill:
         raise RuntimeError("A layer ran without calling our attention function.")
 
     def take(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a layer's KV [1, H, R, D] of the rows in flight; called by the cache. Return what
-        attention sees.
-        """
+        """Store the KV [1, H, R, D] of the current rows and return what attention sees."""
         if self._capture:
             raise _Captured(keys, values)
         if self._done:
@@ -162,9 +154,7 @@ class FusedPrefill:
     def before_layer(
         self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Narrow a decoder layer's inputs to the rows that it computes; the pre-hook of every
-        layer.
-        """
+        """Narrow a decoder layer's inputs to the rows that it computes."""
         fusion = self.fusion
         fusion.buffers.open(layer)
         names = _parameters(type(module))  # type: ignore[arg-type]
@@ -185,10 +175,7 @@ class FusedPrefill:
         return (hidden,), self._arguments(layer, hidden.dtype, given)
 
     def _watch(self, layer: int, asks: Tensor, paid: Tensor) -> None:
-        """Have the layer's attention added to `paid` if it is one of those that are watched.
-
-        Where only the last row is computed, as in the last layer, it asks.
-        """
+        """Add the attention of a watched layer to `paid`; a row that is computed alone asks."""
         mask, watched = self.fusion.mask(), watched_layers(len(self.wiring.layers))
         if layer not in watched:
             return
@@ -202,7 +189,6 @@ class FusedPrefill:
     def _arguments(
         self, layer: int, dtype: torch.dtype, inputs: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the layer's arguments beside its hidden states for the current rows."""
         rows, mask = self.fusion.rows, self.fusion.mask()
         changed = {name: self._rows_of(inputs[name], rows) for name in _PER_ROW if name in inputs}
         if self.wiring.mode == "rows":
@@ -216,9 +202,7 @@ class FusedPrefill:
         return {**inputs, **changed}
 
     def _rows_of(self, value: Any, rows: Tensor) -> Any:
-        """Narrow an argument to the given rows, once for all layers that are given the same one for
-        the same rows.
-        """
+        """Narrow an argument to the given rows, once for all layers that share it."""
         known, its_rows, narrowed = self._narrowed.get(id(value), (None, None, None))
         if known is not value or its_rows is not rows:
             narrowed = _rows_of(value, rows)
@@ -249,9 +233,7 @@ class FusedPrefill:
             yield
 
     def _padded(self, module: object, args: object, output: Any) -> Any:
-        """Expand the last layer's output [1, R, d] to T rows by repeating the last, the only one
-        that is used.
-        """
+        """Expand the last layer's output [1, R, d] to T rows by repeating the last."""
         hidden = output[0] if isinstance(output, tuple) else output
         hidden = hidden[:, -1:].expand(-1, len(self.fusion.positions), -1)
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
@@ -279,9 +261,7 @@ def _rows_of(value: Any, rows: Tensor) -> Any:
 
 @contextmanager
 def attending(wiring: Wiring, ragged: Ragged) -> Iterator[None]:
-    """Make every layer attend over the KV in `ragged` during one decoding forward; only for mode
-    "rows".
-    """
+    """Make every layer attend over `ragged` during one decoding forward (mode "rows")."""
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args, {**kwargs, "attention_mask": ragged}
@@ -294,7 +274,7 @@ def attending(wiring: Wiring, ragged: Ragged) -> Iterator[None]:
 
 @contextmanager
 def attending_by(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Switch a model to a registered attention function while the context is active."""
+    """Switch a model to a registered attention function in this context."""
     config = model.config
     before = config._attn_implementation
     config._attn_implementation = name

@@ -35,9 +35,7 @@ MAX_KEPT = 256
 """The most caches that are kept, because every new prompt is compared with each."""
 _PROBED = 48
 _CUTS = (_PROBED - 1, _PROBED - 2, _PROBED - 7, _PROBED // 2)
-"""Where the probed prompt is cut. Old states fade, so a lost state shows in the first tokens after
-a cut.
-"""
+"""Where the probed prompt is cut; a lost state shows in the first tokens after a cut."""
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -91,9 +89,7 @@ class States:
             return (self._kept[longest] if longest is not None else None), n_shared
 
     def keep(self, token_ids: Sequence[int], cache: Any) -> None:
-        """Keep a copy of the cache of these tokens, unless they are too few or it exceeds the
-        limit.
-        """
+        """Keep a copy of the cache of these tokens, unless it is too short or too large."""
         if len(token_ids) < self.min_tokens:
             return
         state = KeptCache(len(token_ids), copied(cache))
@@ -181,9 +177,7 @@ def kind_of(model: PreTrainedModel, n_layers: int) -> Kind:
 
 
 def _answer_error(model: PreTrainedModel, ids: Tensor, whole: Any) -> float:
-    """Return the error of the logits that `generate` gets from a copy of the cache before the last
-    token.
-    """
+    """Return the error of the logits that `generate` gets from a copied cache."""
     before = getattr(probe.run_forward(model, ids[:, :-1], None, 0), CACHE)
     out: Any = model.generate(
         input_ids=ids,
@@ -198,9 +192,7 @@ def _answer_error(model: PreTrainedModel, ids: Tensor, whole: Any) -> float:
 
 
 def _error(model: PreTrainedModel, ids: Tensor, cut: int, whole: Any) -> float:
-    """Return the error of cache and logits where the ids from `cut` on are computed after a copied
-    cache.
-    """
+    """Return the error of cache and logits if ids from `cut` on follow a copied cache."""
     before = copied(getattr(probe.run_forward(model, ids[:, :cut], None, 0), CACHE))
     found = probe.run_forward(model, ids[:, cut:], before, cut)
     caches = (tensors(getattr(out, CACHE)) for out in (found, whole))
@@ -214,14 +206,13 @@ def _array(token_ids: Sequence[int]) -> Ids:
 
 
 def _n_shared(a: Ids, b: Ids) -> int:
-    """Return the length of the common prefix."""
     n = min(len(a), len(b))
     differ = a[:n] != b[:n]
     return int(differ.argmax()) if differ.any() else n
 
 
 def _holds(ids: bytes, run: bytes) -> bool:
-    """Whether ids contain a run; both are given as 8 bytes per token."""
+    """Whether ids contain a run; both have 8 bytes per token."""
     at = ids.find(run)
     while at >= 0 and at % 8:
         at = ids.find(run, at + 1)

@@ -22,17 +22,16 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ragfuse.errors import FixedError, ModelError, RefusedError
-from ragfuse.fuse.drift import added
 from ragfuse.fuse.fusor import Buffers, CachedRun, Fusion, LayerSource, Places, bucket
+from ragfuse.fuse.rope import added
 from ragfuse.fuse.select import nearness, policy_named
 from ragfuse.hf import probe
 from ragfuse.hf.cache import CACHE, RowCache
 from ragfuse.hf.chunk_adapter import ChunkAdapter
-from ragfuse.hf.decode import Batcher
+from ragfuse.hf.decode import Batcher, FairLock
 from ragfuse.hf.fingerprint import fingerprint, weights_digest
 from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring
 from ragfuse.hf.kept_states import States, begin, kind_of
-from ragfuse.hf.lock import FairLock
 from ragfuse.hf.packed_linear import pack
 from ragfuse.hf.prefill import KVSource, Prefill, PromptPart
 from ragfuse.hf.tokens import TextEncoder
@@ -46,17 +45,11 @@ __all__ = ["HFModel", "KVSource", "Prefill", "fingerprint"]
 SPARE_ROWS = 64
 """Extra rows in the KV buffers of a fused prompt, for the first tokens of its answer."""
 AT_ONCE_NBYTES, AT_ONCE_ON_CPU_NBYTES = 32 << 20, 4 << 20
-"""Most bytes of cached keys that are copied into a prompt's buffers and rotated at once; less for a
-CPU's cache.
-"""
+"""Most bytes of cached keys that are copied and rotated at once; fewer in a CPU's cache."""
 CONTEXTS = 2
-"""Number of contexts whose KV is kept in memory, since many chunks are encoded after the same
-prefix.
-"""
+"""Contexts whose KV is kept in memory, as many chunks follow the same one."""
 ENCODE_STEP_TOKENS = 128
-"""Tokens of a context or a long chunk that are encoded per step; the lock is released between steps
-for questions.
-"""
+"""Tokens that are encoded per step; the lock is free between steps."""
 
 
 class HFModel(OneProcess):
@@ -67,7 +60,7 @@ class HFModel(OneProcess):
         tokenizer: Its tokenizer; without one only token ids can be used.
         profile_of: Looks up a stored profile by fingerprint; if it returns None, the model is
             probed.
-        drift: KV offset that is added to chunks encoded after filler text (`fuse/drift.py`), one
+        drift: KV offset that is added to chunks encoded after filler text (`fuse/rope.py`), one
             row per layer.
         weights: The result of `weights_digest`, if known; else it is computed.
         chunk_adapter: Adapter that the model has while it encodes chunks after filler text.
@@ -110,9 +103,7 @@ class HFModel(OneProcess):
         self.profile = known if known is not None else self._probed()
 
     def packed(self) -> HFModel:
-        """Pack its weights for fast CPU products and return itself; a refused model stays
-        unpacked.
-        """
+        """Pack its weights for fast CPU products, unless it is refused, and return itself."""
         if not self.profile.refusal:
             pack(self.model)
         return self
@@ -133,9 +124,7 @@ class HFModel(OneProcess):
 
     @cached_property
     def encoder(self) -> TextEncoder:
-        """The encoder of whole prompts and pieces of them; ModelError if the model came without a
-        tokenizer.
-        """
+        """The encoder of prompts and pieces; ModelError if the model has no tokenizer."""
         return TextEncoder(self.tokenizer)
 
     @property
@@ -210,9 +199,7 @@ class HFModel(OneProcess):
         position: int,
         adapter: ChunkAdapter | None,
     ) -> tuple[LayerKV, ...]:
-        """Return the KV `before` extended by that of `token_ids`, the first of which stands at
-        `position`; many are computed in steps, between which the lock is released for questions.
-        """
+        """Return the KV `before`, extended in steps between which the lock is free."""
         ids = torch.tensor([list(token_ids)], device=self.device)
         size = ids.shape[1]
         step = ENCODE_STEP_TOKENS if size > 2 * ENCODE_STEP_TOKENS else size
@@ -251,16 +238,12 @@ class HFModel(OneProcess):
     def _context_kv(
         self, context: tuple[int, ...], adapter: ChunkAdapter | None
     ) -> tuple[LayerKV, ...]:
-        """Return the KV of a context at positions -n..-1; the last `CONTEXTS` used are kept in
-        memory.
-        """
+        """Return the KV of a context at positions -n..-1."""
         return self._extended((), context, -len(context), adapter)
 
     @contextmanager
     def before_layers(self, check: Callable[[], object]) -> Iterator[None]:
-        """Hold the model and call `check` before each of its layers, whose forward ends where it
-        raises.
-        """
+        """Hold the model and call `check` before each layer; raising there ends the forward."""
         lists = (each for each in self.model.modules() if isinstance(each, nn.ModuleList))
         with self.lock, ExitStack() as hooked:
             for layer in chain.from_iterable(lists):
@@ -312,14 +295,12 @@ class HFModel(OneProcess):
         )
 
     def _explicit_positions(self, positions: Tensor) -> Tensor | None:
-        """Return positions int64 [T] on the model's device; None if they are 0..T-1."""
+        """Return positions int64 [T] on the model's device; None for 0..T-1."""
         usual = torch.arange(len(positions), device=positions.device)
         return None if torch.equal(positions, usual) else positions.to(self.device)
 
     def score_continuation(self, prefill: Prefill, token_ids: Sequence[int]) -> Tensor:
-        """Return the logits float32 [n, V] that predict each of n tokens after the prompt; consumes
-        the prefill.
-        """
+        """Return the logits float32 [n, V] that predict n tokens; consumes the prefill."""
         if prefill.cache is None:
             whole = torch.tensor([[*prefill.token_ids, *token_ids[:-1]]], device=self.device)
             with self.lock, torch.no_grad():
@@ -448,9 +429,7 @@ class HFModel(OneProcess):
 
     @property
     def shared_wiring(self) -> Wiring | None:
-        """How to hook into the model's layers for decoding steps of several answers; None if they
-        run one by one.
-        """
+        """The wiring for shared decoding steps; None if answers are decoded one by one."""
         if (
             self.profile.refusal
             or self.profile.mode != "rows"
@@ -460,7 +439,6 @@ class HFModel(OneProcess):
         return self._wiring(self.profile)
 
     def _wiring(self, profile: ModelProfile) -> Wiring:
-        """Return the wiring for a profile, built once and kept while the profile stays the same."""
         mode: AttentionMode = "rows" if profile.mode == "rows" else "dense"
         wanted, wired = (profile.windows, mode, profile.fixed), self._wired
         if wired is None or (wired.windows, wired.mode, wired.pads) != wanted:
@@ -469,9 +447,7 @@ class HFModel(OneProcess):
         return wired
 
     def _probed(self) -> ModelProfile:
-        """Probe the model and return its profile; a refusal is recorded in the profile, not
-        raised.
-        """
+        """Probe the model; its profile records a refusal."""
         try:
             return self._probe()
         except FixedError as error:
@@ -508,7 +484,7 @@ class HFModel(OneProcess):
     def _first_exact(
         self, profile: ModelProfile, name: str, test: Callable[[ModelProfile], float]
     ) -> ModelProfile | str:
-        """Return a profile with the first attention mode whose test passes, or why none does."""
+        """Return a profile with the first attention mode that passes, or why none does."""
         why = ""
         for mode in ("rows", "dense") if self.model._supports_attention_backend else ("dense",):
             candidate = replace(profile, mode=mode)
@@ -526,9 +502,7 @@ class HFModel(OneProcess):
         return why
 
     def _probe_fixed(self, why: str) -> ModelProfile:
-        """Return the profile of a model whose KV cannot be moved: `fixed` if reuse at its own
-        positions is exact.
-        """
+        """Return the profile of a model whose KV cannot be moved."""
         n_layers = len(probe.decoder_layers(self.model))
         windows = probe.windows(self.model.config.get_text_config(), n_layers)
         refused = ModelProfile(self.fingerprint, n_layers, (None,) * n_layers, windows, refusal=why)
@@ -541,9 +515,7 @@ class HFModel(OneProcess):
         return refused if isinstance(found, str) else found
 
     def _self_test(self, profile: ModelProfile) -> float:
-        """Return the relative error of a fused prefill at ratio 1 on a prompt longer than any
-        sliding window.
-        """
+        """Return the error of a fused prefill at ratio 1, longer than any sliding window."""
         longest = max([window or 0 for window in profile.windows], default=0)
         total = max(3 * probe.RUN_TOKENS, longest + probe.RUN_TOKENS)
         size = (total - 4) // 3
@@ -551,9 +523,7 @@ class HFModel(OneProcess):
         return self.error_of(parts, "hkvd", 1.0, profile)
 
     def probe_parts(self, sizes: Sequence[int]) -> list[PromptPart]:
-        """Return a test prompt of an exact prefix, chunks and a question, with so many tokens
-        each.
-        """
+        """Return a test prompt of a prefix, chunks and a question, of these sizes in tokens."""
         vocab_size = self.model.config.get_text_config().vocab_size
         ids = iter(probe.probe_tokens(vocab_size, sum(sizes), self.device)[0].tolist())
         *runs, question = [tuple(islice(ids, size)) for size in sizes]
@@ -580,18 +550,15 @@ class HFModel(OneProcess):
 
 
 def _question_rows(cached: Tensor, runs: Sequence[CachedRun]) -> tuple[Tensor, Tensor]:
-    """Return two row sets, int64: rows after the last run that are not cached, and all rows that
-    are not cached. `cached` is bool [T].
-    """
+    """Return the uncached rows after the last run, and all uncached rows."""
     outside = (~cached).nonzero()[:, 0]
     return outside[outside >= max((run.hi for run in runs), default=0)], outside
 
 
 def _word(tokenizer: PreTrainedTokenizerBase | None, token_id: int) -> str:
-    """Return the word that a token is, ignoring case and surrounding space.
+    """Return a token's word; "" for punctuation, space and special tokens.
 
-    It is "" for punctuation, space and special tokens. A token that is part of a character counts
-    as a word: in some scripts characters are split into several tokens.
+    A part of a character counts as a word: some scripts split characters into several tokens.
     """
     text, is_special = _text_of(tokenizer, token_id)
     text = text.strip().casefold()
@@ -607,7 +574,7 @@ def _border(tokenizer: PreTrainedTokenizerBase | None, token_id: int) -> tuple[i
 
 
 def _text_of(tokenizer: PreTrainedTokenizerBase | None, token_id: int) -> tuple[str, bool]:
-    """Return the text of a token, and whether it is a special one."""
+    """Return the text of a token, and whether it is special."""
     if tokenizer is None:
         return "", False
     return str(tokenizer.decode([token_id])), token_id in tokenizer.all_special_ids

@@ -98,9 +98,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class PromptPart:
-    """A part of a prompt: reused from `kv`, with rows recomputed if `blend`, or computed if `kv` is
-    None.
-    """
+    """A part of a prompt: reused from `kv`, blended if `blend`; without `kv` computed."""
 
     ids: tuple[int, ...]
     kv: ChunkKV | None = None

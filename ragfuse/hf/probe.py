@@ -29,8 +29,7 @@ DELTA = 37
 RUN_TOKENS = 24
 """Tokens of the probed run."""
 MOST_ROUNDING = 0.25
-"""A relative error that is never taken for rounding: keys that are off by one position exceed it.
-"""
+"""Largest error that may be rounding; keys that are off by one position exceed it."""
 UNMOVABLE_ROPE = ("dynamic", "longrope")
 """Rope types whose frequencies depend on the length of the prompt."""
 UNFIT = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError)
@@ -84,9 +83,7 @@ def refuse_by_config(config: PreTrainedConfig) -> None:
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """Return the device for a model's input ids: its own, or the one on which accelerate runs the
-    embedding.
-    """
+    """Return the device for a model's input ids, also under accelerate."""
     entry = model.get_input_embeddings()
     hook = getattr(entry, "_hf_hook", None) or getattr(model, "_hf_hook", None)
     found = getattr(hook, "execution_device", None)
@@ -96,9 +93,7 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 
 def devices_of(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the devices that a model runs on, including those that accelerate moves
-    weights to.
-    """
+    """Return the devices that a model runs on, including those of offloaded weights."""
     held = {str(weight.device) for weight in model.parameters() if not weight.is_meta}
     hooks = [getattr(module, "_hf_hook", None) for module in model.modules()]
     run = {
@@ -127,9 +122,7 @@ def refuse_by_modules(model: PreTrainedModel) -> None:
 
 
 def windows(config: PreTrainedConfig, n_layers: int) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer in tokens; None for a layer that sees every earlier
-    token.
-    """
+    """Return the sliding window of each layer in tokens; None for full attention."""
     window = getattr(config, "sliding_window", None)
     types = _layer_types(config)
     if types:
@@ -202,9 +195,7 @@ def plain_kv(
 
 
 def at_positions(model: PreTrainedModel, positions: Tensor | None) -> dict[str, Any]:
-    """Return `position_ids` int64 [1, n] as forward arguments; nothing for None or a model that
-    takes none.
-    """
+    """Return `position_ids` int64 [1, n] as forward arguments, if the model takes them."""
     return (
         {"position_ids": positions[None]}
         if positions is not None and takes_positions(model)
@@ -298,7 +289,7 @@ def _layer_rope(
 
 
 def _tables(model: PreTrainedModel) -> list[tuple[float, ...]]:
-    """Return every set of rotation frequencies in the model's buffers, in radians per position."""
+    """Return the rotation frequencies in the buffers of a model, in radians per position."""
     found = {
         tuple(b.cpu().double().tolist())
         for name, b in model.named_buffers()
@@ -308,9 +299,7 @@ def _tables(model: PreTrainedModel) -> list[tuple[float, ...]]:
 
 
 def _candidates(tables: Sequence[tuple[float, ...]], dim: int, part: str) -> Iterator[RopeLayout]:
-    """Yield every possible rotation of `dim` dims: pairs of halves or of neighbours, in the first
-    or last dims.
-    """
+    """Yield every possible rotation of `dim` dims."""
     for table, pairing in product(tables, ("half", "interleaved")):
         spare = dim - 2 * len(table)
         for lo in sorted({0, spare}) if spare >= 0 else ():
@@ -323,19 +312,14 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 
 
 def typical(found: Tensor, wanted: Tensor) -> float:
-    """Return the median relative error over the rows of [H, n, D]; it ignores rows that a router
-    sent elsewhere.
-    """
+    """Return the median relative error over the rows of [H, n, D], which skips rerouted rows."""
     change = (found.float() - wanted.float()).square().sum((0, 2)).sqrt()
     size = wanted.float().square().sum((0, 2)).mean().sqrt()
     return float(change.median() / size.clamp_min(1e-12)) if len(change) else 0.0
 
 
 def is_routed(config: PreTrainedConfig, dtype: torch.dtype) -> bool:
-    """Whether rounding may send a token to another expert (a mixture of experts in 16 bits).
-
-    The error is then larger than any bound on rounding errors.
-    """
+    """Whether rounding may change the expert of a token, by an error above any bound."""
     experts = [
         v
         for k, v in config.to_dict().items()
@@ -381,8 +365,6 @@ def logits_error(found: Tensor, wanted: Tensor) -> float:
 
 
 def probe_tokens(vocab_size: int, count: int, device: torch.device) -> Tensor:
-    """Return `count` scattered ids, int64 [1, count]: always the same, and away from both ends of
-    the vocabulary.
-    """
+    """Return `count` scattered ids, int64 [1, count], the same in every run."""
     steps = torch.arange(count, dtype=torch.float64) * math.sqrt(2)
     return ((steps % 1) * (vocab_size * 0.8) + vocab_size * 0.1).long()[None].to(device)

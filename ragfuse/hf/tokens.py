@@ -44,9 +44,7 @@ PRIVATE_USE_RANGES = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x10
 
 
 class TextEncoder:
-    """An encoder of prompts and pieces over one tokenizer, which it does not modify.
-    Thread-safe.
-    """
+    """Encodes prompts and pieces with one tokenizer, which it does not modify. Thread-safe."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer, self._lock = tokenizer, threading.Lock()
@@ -76,15 +74,11 @@ class TextEncoder:
     # pieces
 
     def tokens(self, text: str) -> list[int]:
-        """Return the ids of a text in the middle of a prompt; what looks like a control token is
-        encoded as text.
-        """
+        """Return the ids of a text inside a prompt, control tokens encoded as text."""
         return self._encoded(text)[0]
 
     def template_tokens(self, text: str) -> list[int]:
-        """Return the ids of a text that the chat template wrote in the middle of a prompt; control
-        tokens stay such.
-        """
+        """Return the ids of a text that the chat template wrote, with its control tokens."""
         with self._lock:
             self._pieces.encode_special_tokens = False
             try:
@@ -102,9 +96,7 @@ class TextEncoder:
         return found + self._encoded(text[done:], "border" if done else "middle")[0]
 
     def prefix_ids(self, text: str, is_behind_token: bool = False) -> list[int]:
-        """Return the ids that the tokenizer puts before a text at the start of a prompt or after a
-        control token.
-        """
+        """Return the ids that the tokenizer puts before a text at a start or a control token."""
         before = self._put_before("border" if is_behind_token else "start", text)
         first = encoding_of(self._backend, text)
         borders = self._borders(text, first.ids, first.offsets)
@@ -175,9 +167,7 @@ class TextEncoder:
         return ids, offsets
 
     def _borders(self, text: str, ids: Sequence[int], offsets: Sequence[Chars]) -> list[int]:
-        """Return the rows of added tokens that are written in the text, not made from an unknown
-        word or byte.
-        """
+        """Return the rows of added tokens that are written in the text."""
         added, normalised = self._added, self._normalised
         return [
             row
@@ -210,11 +200,7 @@ class TextEncoder:
     def _breaks(
         self, text: str, ids: Sequence[int], offsets: Sequence[Chars]
     ) -> list[tuple[int, Place]]:
-        """Return where to split a text so that it yields no control token and text after an added
-        token is right.
-
-        A split is needed because a vocabulary may build a control token from plain letters.
-        """
+        """Return where to split a text so that no control token is built from plain letters."""
         found = list[tuple[int, Place]]()
         for row, id in enumerate(ids):
             if id not in self._control_ids:
@@ -234,15 +220,12 @@ class TextEncoder:
         ]
 
     def _put_before(self, place: Place, text: str) -> str:
-        """Return what the tokenizer puts before this text at that place."""
         if place == "middle" or not text:
             return ""
         return self._before[place][text[0] in " \u2581"]
 
     def _prefixes(self, head: str | None) -> tuple[str, str]:
-        """Return what the tokenizer puts before a text after `head`, and before one that begins
-        with a space.
-        """
+        """Return what comes before a text after `head`, and before one that begins with a space."""
         if head is None:
             return "", ""
         backend, pieces = self._backend, self._pieces
@@ -270,9 +253,7 @@ class TextEncoder:
         return next((word for word in fit if self._backend.encode(word).ids), None)
 
     def _tokenizer_of_pieces(self, backend: Tokenizer, serialised: str) -> Tokenizer:
-        """Return the tokenizer for pieces: `backend` without the prefix of every text, if pieces
-        then decode right.
-        """
+        """Return `backend` without the prefix of every text, if pieces then decode right."""
         steps = {
             "normalizer": _step(backend.normalizer),
             "pre_tokenizer": _step(backend.pre_tokenizer),
@@ -303,9 +284,7 @@ def fast_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
-    """Return the tokens that only a chat template may write: special tokens, and added tokens used
-    as markup.
-    """
+    """Return the tokens that only a chat template may write: special ones, and markup."""
     added = tokenizer.added_tokens_decoder.values()
     template = str(getattr(tokenizer, "chat_template", None) or "")
     named = {
@@ -338,9 +317,7 @@ def _step(step: Any) -> Any:
 
 
 def _without_prefix(spec: Any) -> Any:
-    """Return a normalizer or pre-tokenizer, as JSON, without the steps that put something before a
-    text.
-    """
+    """Drop the steps that put something before a text from a normalizer or pre-tokenizer."""
     if not isinstance(spec, Mapping):
         return spec
     kind = spec.get("type")
@@ -358,9 +335,7 @@ def _without_prefix(spec: Any) -> Any:
 
 
 def _n_alike(backend: Tokenizer, pieces: Tokenizer) -> tuple[int, int]:
-    """Count the joints whose pieces decode to the same text as when joined, and those that also
-    have the same ids.
-    """
+    """Count the joints whose pieces decode as when joined, and those with the same ids."""
     read = same = 0
     for head, tail in JOINTS:
         joint = encoding_of(backend, head + tail).ids
@@ -373,9 +348,7 @@ def _n_alike(backend: Tokenizer, pieces: Tokenizer) -> tuple[int, int]:
 
 
 def _masked(text: str, bare: Sequence[Chars]) -> str:
-    """Return the text with the first character of each bare span replaced by an unused private-use
-    character.
-    """
+    """Replace the first character of each bare span by a private-use character."""
     if not bare:
         return text
     used = set(text)
@@ -387,18 +360,14 @@ def _masked(text: str, bare: Sequence[Chars]) -> str:
 
 
 def encoding_of(tokenizer: Tokenizer, text: str) -> Encoding:
-    """Encode a text. A long one is encoded as a batch of one, because only that releases
-    the GIL.
-    """
+    """Encode a text; a long one as a batch, which releases the GIL."""
     if len(text) < RELEASE_GIL_CHARS:
         return tokenizer.encode(text, add_special_tokens=False)
     return tokenizer.encode_batch([text], add_special_tokens=False)[0]
 
 
 def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Decode ids, special tokens included. Many ids are decoded as a batch of one, which releases
-    the GIL.
-    """
+    """Decode ids, special tokens included; many as a batch, which releases the GIL."""
     if len(ids) < RELEASE_GIL_CHARS:
         return str(tokenizer.decode(ids, skip_special_tokens=False))
     return str(tokenizer.decode_batch([ids], skip_special_tokens=False)[0])

@@ -32,9 +32,7 @@ Progress = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check: the largest relative error measured, and the largest that rounding
-    explains.
-    """
+    """The result of one check: the largest relative error, and the largest from rounding."""
 
     name: str
     error: float
@@ -133,9 +131,7 @@ class _Checks:
         return max(errors)
 
     def _causality(self) -> float:
-        """Change the last token, at the policy's ratio, or at 1 where the policy reads the
-        question.
-        """
+        """Change the last token, at ratio 1 if the policy reads the question."""
         ratio = self.ratio if policy_named(self.policy).wants == "nothing" else 1.0
         *before, last = self.parts[-1].ids
         changed = [*self.parts[:-1], PromptPart((*before, last ^ 1))]
@@ -145,9 +141,7 @@ class _Checks:
         return one.error(other, self.model.is_routed, slice(sum(PART_TOKENS) - 1))
 
     def _kept(self) -> float:
-        """Compare the rows that were not chosen with the cached KV and, in chunks, the mean change
-        of the chosen ones, in the layers that all chosen rows pass.
-        """
+        """Compare the rows that were not chosen with cached KV and the mean change of chunks."""
         prefill = self.model.fuse_parts(self.parts, self.policy, self.ratio)
         wanted, policy, lo = self._by_hand(self.parts), policy_named(self.policy), 0
         is_chosen = torch.zeros(sum(PART_TOKENS), dtype=torch.bool)
@@ -169,9 +163,7 @@ class _Checks:
         return prefill.error(wanted, self.model.is_routed, rows, layers)
 
     def _by_hand(self, parts: Sequence[PromptPart]) -> Prefill:
-        """Build the reference: reuse or compute each part in order by the model's own forward;
-        compute the last row.
-        """
+        """Build the reference, part by part, with the model's own forward."""
         last = parts[-1]
         if last.kv is not None:
             parts = [*parts[:-1], PromptPart(last.ids[:-1], last.kv), PromptPart(last.ids[-1:])]

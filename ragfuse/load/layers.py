@@ -2,8 +2,11 @@
 recomputing).
 
 Chunks in the memory of the fusing device are read when they are used. One thread per prompt reads
-all others ahead and copies them to the device (`staging_buffer.py`). Small layers are read several
-at a time (`plan.cost`), as on small models reading them one by one takes as long as fusing.
+all others ahead and copies them to the device. Small layers are read several at a time
+(`plan.cost`), as on small models reading them one by one takes as long as fusing.
+
+On a CPU nothing is copied: the bytes read become the memory tier's entry. To a GPU they are copied
+through pinned memory on a CUDA stream of their own, while the model computes.
 """
 
 from __future__ import annotations
@@ -11,19 +14,135 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from ragfuse.load.staging_buffer import Layer, PendingCopy, StagingBuffer
 from ragfuse.plan.cost import layers_a_read, room, spans
 from ragfuse.store import KVStore, Tier
+from ragfuse.store.tier import aligned, rooms
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import LayerKV
 from ragfuse.types.plan import Fetch
 
 log = logging.getLogger("ragfuse.load")
+
+Layer = Mapping[int, LayerKV | None]
+"""One layer's KV by segment; None for a segment that could not be read."""
+
+
+@dataclass(frozen=True)
+class PendingCopy:
+    """Layers that are being copied to a device.
+
+    Args:
+        layers: The layers on the device.
+        event: The CUDA event after which they may be used; None: at once.
+        block: The memory of the device that they were copied into, uint8.
+    """
+
+    layers: Sequence[Layer]
+    event: torch.cuda.Event | None = None
+    block: Tensor | None = None
+
+
+class StagingBuffer:
+    """Copies layers to a device: `send` on the thread that reads, `landed` on the one that fuses.
+
+    Args:
+        device: The device to copy to.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def send(self, layers: Sequence[Layer]) -> PendingCopy:
+        """Begin to copy layers; without memory for that, return them as they are."""
+        if self._stream is None:
+            return PendingCopy(layers)
+        try:
+            with torch.cuda.stream(self._stream):
+                return self._send(layers)
+        except RuntimeError as error:
+            log.warning(
+                "Layers could not be copied to %s ahead of time; they are copied when used, which"
+                " is slower: %s",
+                self._device,
+                error,
+            )
+            return PendingCopy(layers)
+
+    def landed(self, sent: PendingCopy) -> Sequence[Layer]:
+        """Make the current CUDA stream wait for a copy, and return its layers."""
+        if sent.event is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(sent.event)
+            if sent.block is not None:
+                sent.block.record_stream(stream)
+        return sent.layers
+
+    def _send(self, layers: Sequence[Layer]) -> PendingCopy:
+        """Copy what is not on the device yet into one block there: through pinned memory if it is
+        not pinned itself, and as one range of bytes where it lies in one storage, as the layers of
+        an entry do.
+        """
+        storages = defaultdict[int, dict[int, Tensor]](dict)
+        for part in _parts(layers):
+            if part.device != self._device:
+                flat = part.contiguous()
+                storages[flat.untyped_storage().data_ptr()].setdefault(id(part), flat)
+        ranges = [(_bytes_of(flats.values()), flats) for flats in storages.values()]
+        sources = [source for (source, _), _ in ranges]
+        nbytes = sum(aligned(source.numel()) for source in sources)
+        block = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        places = rooms(block, sources)
+        if all(source.device.type == "cpu" and not source.is_pinned() for source in sources):
+            pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            for room, source in zip(rooms(pinned, sources), sources, strict=True):
+                room.copy_(source)
+            block.copy_(pinned, non_blocking=True)
+        else:
+            for room, source in zip(places, sources, strict=True):
+                room.copy_(source, non_blocking=True)
+        sent = dict[int, Tensor]()
+        for room, ((_, begins), flats) in zip(places, ranges, strict=True):
+            for begin, (name, flat) in zip(begins, flats.items(), strict=True):
+                sent[name] = room[begin : begin + flat.nbytes].view(flat.dtype).view(flat.shape)
+        moved = [
+            {
+                at: kv
+                and LayerKV(sent.get(id(kv.keys), kv.keys), sent.get(id(kv.values), kv.values))
+                for at, kv in layer.items()
+            }
+            for layer in layers
+        ]
+        return PendingCopy(moved, torch.cuda.current_stream(self._device).record_event(), block)
+
+
+def _bytes_of(flats: Collection[Tensor]) -> tuple[Tensor, list[int]]:
+    """Return the bytes that tensors of one storage span, and where each begins."""
+    begins = [int(flat.storage_offset()) * flat.element_size() for flat in flats]
+    lo = min(begins)
+    hi = max(begin + flat.nbytes for begin, flat in zip(begins, flats, strict=True))
+    first = next(iter(flats))
+    source = torch.empty(0, dtype=torch.uint8, device=first.device)
+    source.set_(first.untyped_storage(), lo, (hi - lo,))  # type: ignore[call-overload]
+    return source, [begin - lo for begin in begins]
+
+
+def _parts(layers: Sequence[Layer]) -> Iterator[Tensor]:
+    """Yield keys and values of all layers, in the order in which they are copied."""
+    for layer in layers:
+        for kv in layer.values():
+            if kv is not None:
+                yield from (kv.keys, kv.values)
+
 
 CPU = torch.device("cpu")
 NEAR_LAYERS = 8
@@ -31,9 +150,7 @@ NEAR_LAYERS = 8
 
 
 def is_far(tier: Tier, device: torch.device) -> bool:
-    """Return whether a tier is read ahead for a model on `device`: it is slow, or in another
-    device's memory.
-    """
+    """Return whether a tier is slow or in another device's memory, and so read ahead."""
     return tier.slow or getattr(tier, "device", device) != device
 
 
@@ -111,13 +228,10 @@ class LayerReader:
         return self._ready_layers.popleft()
 
     def ready(self) -> int:
-        """Return how many of the next layers `read` returns without waiting: those of the latest
-        read.
-        """
+        """Return how many of the next layers `read` returns without waiting."""
         return len(self._ready_layers)
 
     def _read_ahead(self, thread: ThreadPoolExecutor) -> None:
-        """Begin so many reads that `_n_ahead` are under way or wait to be used."""
         while len(self._reads) < self._n_ahead and self._n_begun < len(self._spans):
             self._reads.append(thread.submit(self._send, self._n_begun))
             self._n_begun += 1
@@ -127,9 +241,7 @@ class LayerReader:
         return self._staging.send(self._load(number))
 
     def _load(self, number: int) -> list[Layer]:
-        """Read the next layers, each entry once: segments that use rows of the same entry share the
-        read.
-        """
+        """Read the next layers, each entry once."""
         began = time.perf_counter()
         first, end = self._spans[number]
         reads = {_entry(fetch): fetch for fetch in self._fetches}
@@ -167,5 +279,4 @@ class LayerReader:
 
 
 def _entry(fetch: Fetch) -> tuple[ChunkKey, str, str]:
-    """Return what identifies the bytes that a fetch reads: key, tier and level."""
     return fetch.key, fetch.tier, fetch.level

@@ -13,15 +13,15 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import BoundedSemaphore, Lock
 
 import torch
 
-from ragfuse.load.layers import CPU
-from ragfuse.load.link import Link
-from ragfuse.load.staging_buffer import Layer
+from ragfuse.load.layers import CPU, Layer
 from ragfuse.plan.stream_level import (
     AS_TEXT,
     BACKOFF,
@@ -36,6 +36,62 @@ from ragfuse.store import EncodedLayers, KVStore
 from ragfuse.types.answer import PieceTrace
 from ragfuse.types.choices import loss
 from ragfuse.types.kv import LayerKV
+
+KNOWN_S = 10.0
+"""Seconds after which a measured throughput counts as unknown and is tried again."""
+
+
+class Link:
+    """The link to one tier. Threads may share it.
+
+    Args:
+        max_streams: Streams that may read at the same time (B in the CacheGen paper); others wait
+            for their turn.
+        clock: Returns the time in seconds.
+
+    Attributes:
+        slot: To be held while a stream reads.
+    """
+
+    def __init__(self, max_streams: int = 4, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_streams, self._clock = max_streams, clock
+        self._seen: tuple[float, float] | None = None
+        self.slot = BoundedSemaphore(max_streams)
+        self._streams, self._lock = 0, Lock()
+
+    @property
+    def throughput(self) -> float | None:
+        """Bytes per second of all streams; None if unknown or older than `KNOWN_S`."""
+        seen = self._seen
+        return seen[0] if seen is not None and self._clock() - seen[1] < KNOWN_S else None
+
+    @property
+    def sharing(self) -> int:
+        """Streams under way (N_c in the CacheGen paper), at least 1: the caller's own."""
+        return max(1, self._streams)
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Count one more stream while the block runs."""
+        with self._lock:
+            self._streams += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._streams -= 1
+
+    def record(self, nbytes: int, seconds: float) -> float:
+        """Record that one stream read `nbytes` in `seconds`; return the link's throughput in bytes
+        per second.
+
+        It is the stream's own throughput times the number of streams that read at the same time.
+        """
+        with self._lock:
+            carried = nbytes / max(seconds, 1e-9) * max(1, min(self._streams, self._max_streams))
+            self._seen = carried, self._clock()
+            return carried
+
 
 log = logging.getLogger("ragfuse.load")
 
@@ -62,6 +118,8 @@ class PendingRead:
         done: Set when the read has ended.
         began: When it got its turn on the link; None while it waits for it.
         ended: When the read ended.
+        nbytes: Bytes of all reads of the part so far.
+        layers: Its layers as they are decoded, once they have arrived.
     """
 
     part: StreamPart
@@ -71,16 +129,8 @@ class PendingRead:
     done: threading.Event = field(default_factory=threading.Event)
     began: float | None = None
     ended: float | None = None
-
-
-@dataclass
-class _Arrived:
-    """A part that has arrived: its level, the bytes of all its reads, and its layers."""
-
-    part: StreamPart
-    level: str
-    nbytes: int
-    layers: list[Future[LayerKV]]
+    nbytes: int = 0
+    layers: list[Future[LayerKV]] = field(default_factory=list)
 
 
 class Stream:
@@ -127,12 +177,10 @@ class Stream:
         self._parts, self._device, self._clock = parts, device, clock
         self._began_s, self._deadline_s, self._compute_s = clock(), deadline_s, base_s
         self._decoders = ThreadPoolExecutor(DECODERS, "ragfuse-decode")
-        self._arrived: dict[int, _Arrived] = {}  # by the first segment of a part
+        self._arrived: dict[int, PendingRead] = {}  # by the first segment of a part
 
     def close(self) -> None:
-        """Stop decoding and release all layers. A read that was given up ends when its tier
-        returns.
-        """
+        """Stop decoding and release all layers."""
         self._decoders.shutdown(cancel_futures=True)
         for arrived in self._arrived.values():
             arrived.layers.clear()
@@ -145,9 +193,7 @@ class Stream:
 
     @property
     def received(self) -> dict[int, tuple[str, int]]:
-        """By segment that was read, its level and its bytes; those of an entry count for its first
-        segment.
-        """
+        """Level and bytes by segment read; bytes count for the first segment of an entry."""
         return {
             segment: (arrived.level, 0 if number else arrived.nbytes)
             for arrived in self._arrived.values()
@@ -155,9 +201,7 @@ class Stream:
         }
 
     def run(self) -> None:
-        """Read every part, or decide that it is computed instead. The class's attributes hold the
-        outcome.
-        """
+        """Read every part, or decide that it is computed; attributes hold the outcome."""
         began = self._clock()
         with self._link.joined():
             for number in range(len(self._parts)):
@@ -166,9 +210,7 @@ class Stream:
         self.load_s = self._clock() - began
 
     def read(self, layer: int) -> Layer:
-        """Return one layer's KV by segment that was read, waiting until it is decoded; None if it
-        cannot be decoded.
-        """
+        """Return the KV of one layer by segment, once decoded; None where it cannot be."""
         began, found = self._clock(), dict[int, LayerKV | None]()
         for at, arrived in self._arrived.items():
             if arrived.layers:
@@ -191,9 +233,7 @@ class Stream:
         return [part for rank, part in found if rank == worst > 0]
 
     def _time_left_s(self) -> float:
-        """Return the seconds left for reading: until the deadline, less its margin and all
-        computing decided so far.
-        """
+        """Return the seconds left for reading, less a margin and the computing to come."""
         return (
             self._began_s
             + (1 - DEADLINE_MARGIN) * self._deadline_s
@@ -209,7 +249,6 @@ class Stream:
         return None if found is None else found / self._link.sharing
 
     def _compute(self, part: StreamPart, why: str) -> None:
-        """Decide that a part is computed."""
         self._compute_s += COMPUTE_MARGIN * (part.text_s or 0.0)
         self.text |= dict.fromkeys(part.segments, why)
         began_s = self._clock() - self._began_s
@@ -220,7 +259,6 @@ class Stream:
     # reading
 
     def _stream_part(self, remaining: Sequence[StreamPart]) -> None:
-        """Read the first of the remaining parts, or have it computed instead."""
         part = remaining[0]
         level = first_level(remaining, self._throughput, self._time_left_s(), not self._lossy())
         if level == AS_TEXT:
@@ -232,9 +270,7 @@ class Stream:
             self._compute(part, why)
 
     def _refine(self) -> None:
-        """While time is left, read the lossiest parts again, one by one, at the best level for
-        which all fit.
-        """
+        """While time is left, read the lossiest parts again at the best level that fits."""
         while (remaining := self._lossy()) and (throughput := self._throughput) is not None:
             worst = loss(self._arrived[remaining[0].segments[0]].level)
             better = [level for level in remaining[0].sizes if loss(level) < worst]
@@ -284,11 +320,10 @@ class Stream:
             reading.done.set()
 
     def _keep(self, reading: PendingRead, why: str) -> bool:
-        """Keep what a read brought: its layers, to be decoded, its throughput, and its trace.
-        Return whether it brought the part; one that was given up counts as not read.
+        """Keep the layers, throughput and trace of a read; return whether its part is there.
 
-        The throughput is counted from when the link was free for the read; the trace's seconds
-        include the wait for it. `why` is the reason where the part is not there.
+        Throughput counts from when the link was free; the trace includes the wait. `why` is the
+        reason where the part is not there.
         """
         ended, sharing, throughput, nbytes = self._clock(), self._link.sharing, None, 0
         part, found = reading.part, None if why == GIVEN_UP else reading.received
@@ -313,18 +348,15 @@ class Stream:
         before = self._arrived.get(part.segments[0])
         for layer in before.layers if before is not None else ():
             layer.cancel()
-        total = nbytes + (before.nbytes if before is not None else 0)
-        self._arrived[part.segments[0]] = _Arrived(
-            part, reading.level, total, self._decode_later(found)
-        )
+        reading.nbytes = nbytes + (before.nbytes if before is not None else 0)
+        reading.layers = [
+            self._decoders.submit(self._decode, found, layer) for layer in range(self._n_layers)
+        ]
+        reading.received = None  # its bytes are freed as they are decoded
+        self._arrived[part.segments[0]] = reading
         return True
 
     # decoding
-
-    def _decode_later(self, encoded: EncodedLayers) -> list[Future[LayerKV]]:
-        return [
-            self._decoders.submit(self._decode, encoded, layer) for layer in range(self._n_layers)
-        ]
 
     def _decode(self, encoded: EncodedLayers, at: int) -> LayerKV:
         kv = encoded.layer(at)

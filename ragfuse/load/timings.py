@@ -48,9 +48,7 @@ PASS_BUDGET_S = 12.0
 """Longest prefill that is timed, in seconds."""
 TIMED_CHUNKS = 6
 FUSED_LENGTH_SHARES, QUESTION_TOKENS = (1 / 8, 1 / 3, 1), (16, 96)
-"""Lengths at which fused prefills are timed, as shares of the longest; and the tokens of their
-questions, in turn.
-"""
+"""Lengths of fused prefills as shares of the longest, and tokens of their questions."""
 BLENDS = (
     ("none", 0.0),
     ("lego", 0.15),
@@ -67,20 +65,15 @@ DECODED_TOKENS = 256
 MAX_ENTRY_NBYTES, MAX_ENTRY_TOKENS = 16 << 20, 1024
 """Limits on the size of the largest entry that is written to a tier; the smaller one applies."""
 ENTRY_SHARES, LAYERS = (1 / 16, 1 / 4, 1), (4, 1, 0)
-"""Sizes of the entries, as shares of the largest; and the layers of each that are read at a time, 0
-for all.
-"""
+"""Sizes of entries as shares of the largest, and layers per read (0: all)."""
 TIER_BUDGET_S = 15.0
 """Seconds after which no further round of reads of a tier begins."""
 MIN_TIMED_S = 1e-9
-"""Smallest timing in seconds: a coarse clock may measure 0, and errors are divided by the timing.
-"""
+"""Smallest timing in seconds: a coarse clock may measure 0, which divides."""
 _NOTHING = 1e-50
 
 Progress = Callable[[str, float], object]
-"""Called with a description of the current timing, and the share of all timings that is done (0 to
-1).
-"""
+"""Called with the current timing and the share that is done, 0 to 1."""
 Cases = list[tuple[str, Callable[[], object]]]
 """What is timed, with its description."""
 
@@ -202,9 +195,7 @@ def _medians(
     progress: Progress,
     budget_s: float = inf,
 ) -> list[float]:
-    """Return the median seconds of each case; each round runs all cases once, and none begins after
-    `budget_s`. The first round is to warm up and not counted.
-    """
+    """Return the median seconds of each case in interleaved rounds; the first is not counted."""
     timings, began = [list[float]() for _ in cases], time.perf_counter()
     for number in range(rounds + 1):
         if number > 1 and time.perf_counter() - began > budget_s:
@@ -219,11 +210,7 @@ def _medians(
 
 
 def _fused_prefills(model: HFModel, longest: int) -> tuple[Cases, list[Blend]]:
-    """Return fused prefills of each policy, length and ratio, with KV in host memory (so a GPU's
-    includes the copy), and the rows that each computes.
-
-    The first of their chunks is a prefix, so its KV is exact.
-    """
+    """Return fused prefills of KV in host memory, and the rows that each computes."""
     cases, blends = Cases(), list[Blend]()
     for share in FUSED_LENGTH_SHARES:
         tokens = max(TIMED_CHUNKS + 2, round(longest * share))
@@ -247,10 +234,9 @@ def _fused_prefills(model: HFModel, longest: int) -> tuple[Cases, list[Blend]]:
 def _decoding(
     model: HFModel, codecs: Callable[[str], Codec | None]
 ) -> tuple[int, dict[str, Callable[[], object]], dict[str, float]]:
-    """Return the tokens of a text; by level, the decoding of its KV, on this thread and from host
-    memory, which is how entries are decoded; and by level, encoded bytes over raw bytes.
+    """Return the tokens of a text and, by level, the decoding of its KV and its packed size.
 
-    Levels without a codec, or that cannot encode this model's KV, are left out.
+    Levels without a codec, or that cannot encode this KV, are left out.
     """
     kv = _in_host_memory(
         model, _ids(model, min(DECODED_TOKENS, model.max_context or DECODED_TOKENS))
@@ -270,7 +256,6 @@ def _decoding(
 
 
 def _in_host_memory(model: HFModel, ids: list[int]) -> ChunkKV:
-    """Return the KV of a text as a memory tier returns it, whatever device it was computed on."""
     layers = model.encode(ids).layers
     return ChunkKV(
         tuple(LayerKV(kv.keys.cpu().contiguous(), kv.values.cpu().contiguous()) for kv in layers)
@@ -363,11 +348,7 @@ def forget_pages(folder: Path) -> None:
 
 @contextmanager
 def _scratch(tier: Tier) -> Iterator[tuple[Tier, Callable[[], object]]]:
-    """Yield the tier to time, and a function that makes its next read cold.
-
-    For a disk tier it is a temporary tier in the same folder, where nothing is evicted and pages
-    can be dropped.
-    """
+    """Yield a tier to time, for disks a temporary one, and what makes its next read cold."""
     if not isinstance(tier, DiskTier):
         yield tier, lambda: None
         return
@@ -380,7 +361,6 @@ def _scratch(tier: Tier) -> Iterator[tuple[Tier, Callable[[], object]]]:
 
 
 def _random(sample: ChunkKV, n: int) -> ChunkKV:
-    """Return random KV of `n` tokens of the sample's shape."""
     generator = torch.Generator().manual_seed(n)
 
     def like(part: Tensor) -> Tensor:
@@ -390,9 +370,7 @@ def _random(sample: ChunkKV, n: int) -> ChunkKV:
 
 
 def _timed(tier: Tier, kv: ChunkKV, count: int, cool: Callable[[], object]) -> float:
-    """Write an entry, read it `count` layers at a time (cold, if possible), and delete it in any
-    case.
-    """
+    """Write an entry, read it `count` layers at a time, and delete it in any case."""
     store, key = KVStore([tier]), ChunkKey(digest("measure"), secrets.token_hex(16))
     try:
         stored = store.put(key, kv, wait=True)

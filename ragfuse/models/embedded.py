@@ -40,9 +40,7 @@ RECIPE = 2
 """Version of what `prepare` writes; folders of another version are prepared again."""
 
 MANIFEST = "prepared.json"
-"""File that is written last into a prepared folder: the recipe and the size in bytes of every other
-file.
-"""
+"""The file that is written last into a prepared folder: recipe and sizes of files."""
 
 CONFIGS = ("config.json", "adapter_config.json", f"{adapters.CHUNK_ADAPTER}/adapter_config.json")
 """Files of which the folder of a model has one."""
@@ -291,16 +289,7 @@ def _prepare(
     adapter: str = "",
     choice: tuple[str, float] | None = None,
 ) -> Path:
-    """Convert the GGUF file `source` under the folder's lock into a folder beside `folder`, then
-    put it in place.
-
-    Args:
-        source: The file.
-        folder: The folder to make.
-        recipe: What makes it up to date.
-        adapter: As in `EmbeddedModel`.
-        choice: As in `EmbeddedModel`.
-    """
+    """Convert the GGUF file `source` beside `folder`, under its lock, then put it in place."""
     message = (
         f"Preparing {folder.name} from {source.name}, the first time only: half a minute, or some"
         " minutes for a large file."
@@ -335,9 +324,7 @@ def _prepare(
 def _convert(
     source: Path, target: Path, adapter_name: str, choice: tuple[str, float] | None
 ) -> None:
-    """Write the GGUF file `source` as a plain bf16 Hugging Face folder: weights, configs,
-    tokenizer, chat template.
-    """
+    """Write a GGUF file as a bf16 Hugging Face folder."""
     needed = ("accelerate", "gguf", "peft") if adapter_name else ("accelerate", "gguf")
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
@@ -363,9 +350,7 @@ def _convert(
 
 
 def _save_tokenizer(source: Path, target: Path, max_tokens: int) -> None:
-    """Save the tokenizer with the pre-tokenizer that GGUF gives by name only: SmolLM splits numbers
-    into digits.
-    """
+    """Save the tokenizer with the pre-tokenizer that GGUF only names."""
     from gguf import GGUFReader
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import AutoTokenizer
@@ -424,9 +409,7 @@ def require_hub(source: Path | str, options: Mapping[str, Any] = MappingProxyTyp
 
 @contextmanager
 def quietly(source: Path | str) -> Iterator[None]:
-    """Hide transformers' progress bars while a folder is loaded; for an id, check the hub and show
-    download bars.
-    """
+    """Hide progress bars while a folder is loaded; for an id, check the hub and show them."""
     require_hub(source)
     with _no_bars() if isinstance(source, Path) else nullcontext():
         yield
@@ -434,9 +417,7 @@ def quietly(source: Path | str) -> Iterator[None]:
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """Hide transformers' progress bars in this context; the bar of GGUF cannot be switched off and
-    is replaced.
-    """
+    """Hide transformers' progress bars; GGUF's cannot be switched off and is replaced."""
     from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging
 

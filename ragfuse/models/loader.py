@@ -25,17 +25,18 @@ from transformers import (
 )
 
 from ragfuse.errors import ModelError
-from ragfuse.hf.chunk_adapter import ADAPTER_CONFIG, read_chunk_adapter
+from ragfuse.hf.chunk_adapter import ADAPTER_CONFIG, read_chunk_adapter, read_json_object
 from ragfuse.hf.fingerprint import tokenizer_digest
-from ragfuse.hf.json_object import read_json_object
 from ragfuse.hf.model import HFModel
 from ragfuse.models.adapters import CHUNK_ADAPTER, DRIFT_NAME
-from ragfuse.models.dtypes import dtype_named, require_device
+from ragfuse.models.device import dtype_named, require_device
 from ragfuse.models.embedded import require_hub, resolve_llm
 from ragfuse.models.shipped_profile import read_shipped
-from ragfuse.models.weight_files import keep_digests, kept_digests, kept_file
 from ragfuse.models.weights import (
     is_quantised,
+    keep_digests,
+    kept_digests,
+    kept_file,
     load_adapted,
     load_weights,
     refuse_outside,
@@ -169,9 +170,7 @@ def load_tokenizer(
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that the user has loaded, with any adapters, and its tokenizer. It must not be
-    changed while in use.
-    """
+    """A model that the user has loaded, and its tokenizer. Do not change it while in use."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -209,9 +208,7 @@ class LoadedModel:
 
 
 def _bare(given: object) -> PreTrainedModel:
-    """Return the transformers model inside a given object, with adapters; ModelError if it is not a
-    causal LM.
-    """
+    """Return the causal LM inside a given object, with adapters; ModelError for anything else."""
     given = getattr(given, "_orig_mod", given)  # of torch.compile
     if type(given).__module__.partition(".")[0] == "peft":
         wrapped: Any = given
@@ -232,9 +229,7 @@ def _bare(given: object) -> PreTrainedModel:
 
 
 def _base_of(folder: Path, home: Path | None, options: Mapping[str, Any]) -> str | Path:
-    """Return the folder or id of the base model that an adapter was made for; ModelError where it
-    is not to be had.
-    """
+    """Return the folder or id of an adapter's base model; ModelError if there is none."""
     name = read_json_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not name or not isinstance(name, str):
         raise ModelError(
@@ -258,9 +253,7 @@ def _base_of(folder: Path, home: Path | None, options: Mapping[str, Any]) -> str
 
 
 def _adapter_on_hub(name: str, options: Mapping[str, Any]) -> Path | None:
-    """Download an adapter by its Hugging Face id, without pickled files; None if the id is not an
-    adapter.
-    """
+    """Download an adapter without pickled files; None if the id is not an adapter."""
     from huggingface_hub import snapshot_download
     from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -279,9 +272,7 @@ def _adapter_on_hub(name: str, options: Mapping[str, Any]) -> Path | None:
 
 
 def _drift_of(model: PreTrainedModel, file: Path) -> ChunkKV | None:
-    """Return the drift (`fuse/drift.py`) in a file, on the model's device; None if there is no
-    such file.
-    """
+    """Return the drift in a file, on the model's device; None without the file."""
     if not file.is_file():
         return None
     with _readable_errors(file):

@@ -1,14 +1,20 @@
 """Loads weights, and an adapter over them, from safetensors and GGUF only; nothing is unpickled.
 
-transformers and PEFT fill what a file lacks with random numbers, and leave out what does not fit. A
-model like that answers, but not as itself, so weights that are incomplete or do not fit are
-rejected here.
+transformers and PEFT fill what a file lacks with random numbers, and leave out what does not fit,
+so weights that are incomplete or do not fit are rejected here.
+
+Hashing a large model takes seconds. Digests of weights and tokenizers are cached by the path, size,
+inode and times of the files that they were read from.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +24,60 @@ from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedConfig, Pre
 
 from ragfuse.errors import ModelError
 from ragfuse.hf.chunk_adapter import ADAPTER_WEIGHTS
+from ragfuse.process.folders import make_own_folder
+from ragfuse.types.keys import digest
+
+DIGESTS = re.compile("([0-9a-f]{32}) ([0-9a-f]{32})")
+
+
+def identity(places: Iterable[Path], options: Mapping[str, Any]) -> str:
+    """Return a name for the weights in some folders or files as they are now; "" if JSON cannot
+    represent `options` or a file is missing.
+
+    Args:
+        places: The files, or the folders with them.
+        options: The options that the weights are loaded with.
+    """
+    try:
+        options_json = json.dumps(dict(options), sort_keys=True)
+        under = (
+            path for place in places for path in ([place] if place.is_file() else place.rglob("*"))
+        )
+        files = sorted({path.resolve() for path in under if path.is_file()})
+        stats = [(str(path), path.stat()) for path in files]
+    except (TypeError, ValueError, OSError):
+        return ""
+    lines = [
+        f"{path} {at.st_size} {at.st_ino} {at.st_mtime_ns} {at.st_ctime_ns}" for path, at in stats
+    ]
+    libraries = [f"{name} {version(name)}" for name in ("torch", "transformers", "tokenizers")]
+    return digest("weights", options_json, *libraries, *lines) if lines else ""
+
+
+def kept_file(home: Path | None, places: Iterable[Path], options: Mapping[str, Any]) -> Path | None:
+    """Return the file in `home` for the digests of these weights; None where none can be."""
+    name = identity(places, options) if home is not None else ""
+    return home.expanduser() / "fingerprints" / name if home is not None and name else None
+
+
+def kept_digests(file: Path) -> tuple[str, str] | None:
+    """Return the digests of weights and tokenizer in a file; None where it cannot be read."""
+    try:
+        found = DIGESTS.fullmatch(file.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+    return (found[1], found[2]) if found else None
+
+
+def keep_digests(file: Path, weights: str, words: str) -> None:
+    """Keep the digests of weights and tokenizer if possible."""
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        make_own_folder(file.parent)
+        partial.write_text(f"{weights} {words}", encoding="ascii")
+        partial.replace(file)
+    except OSError:
+        partial.unlink(missing_ok=True)
 
 
 def load_weights(
@@ -103,9 +163,7 @@ def load_adapted(model: PreTrainedModel, folder: Path, merge: bool | None) -> nn
 
 
 def refuse_outside(config: Any) -> None:
-    """Raise ModelError for an adapter of a PEFT configuration that does more than changing
-    layers.
-    """
+    """Raise ModelError for an adapter that does more than changing layers."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     kind = "activated LoRA" if getattr(config, "alora_invocation_tokens", None) else kind
     if getattr(config, "is_prompt_learning", False) or kind in ("activated LoRA", "XLORA", "POLY"):

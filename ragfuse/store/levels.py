@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ragfuse.codec import INT8, RAW, Codec, CodecTables, LayerMeta, OtherTables, codec_for
-from ragfuse.codec.container import tables_of
+from ragfuse.codec.codec import tables_of
 from ragfuse.process.shared import LRU
 from ragfuse.settings import Settings
 from ragfuse.store.tier import EntryMeta, Tier, Whole

@@ -16,8 +16,7 @@ from typing import Any
 from ragfuse_bench.line import constant
 from ragfuse_bench.stream.lines import Course, Scale
 
-from ragfuse.load.link import Link
-from ragfuse.load.stream import PendingRead, Stream
+from ragfuse.load.stream import Link, PendingRead, Stream
 from ragfuse.plan.stream_level import StreamPart
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import Fetch

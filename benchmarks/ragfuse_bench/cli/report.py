@@ -62,7 +62,7 @@ def begin(benchmark: str, json: Path | None, **named: Any) -> tuple[Report, Sett
     Raises:
         SettingsError: A setting is invalid.
     """
-    from ragfuse.models.dtypes import resolve_auto
+    from ragfuse.models.device import resolve_auto
 
     return Report(benchmark, json), resolve_auto(settings_of(**named))
 

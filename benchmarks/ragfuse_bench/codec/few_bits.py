@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ragfuse.codec import LayerMeta
-from ragfuse.codec.codec import DTYPES
-from ragfuse.codec.container import narrowed, pack, unpack
+from ragfuse.codec.codec import DTYPES, narrowed, pack, unpack
 from ragfuse.types.kv import LayerKV
 
 TOGETHER = 8

@@ -17,7 +17,7 @@ from ragfuse_bench.quality.table import results_of, show_quality
 from rich.console import Console
 
 from ragfuse.calibration.runner import circumstances
-from ragfuse.models.dtypes import resolve_auto
+from ragfuse.models.device import resolve_auto
 from ragfuse.settings import Settings
 
 

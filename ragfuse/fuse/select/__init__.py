@@ -6,11 +6,10 @@ A policy is chosen by name.
 
 from ragfuse.fuse.select.hkvd import Hkvd
 from ragfuse.fuse.select.lego import Lego
-from ragfuse.fuse.select.lexical import Lexical
+from ragfuse.fuse.select.lexical import Lexical, nearness
 from ragfuse.fuse.select.policy import Candidates, Policy
 from ragfuse.fuse.select.query import Query
 from ragfuse.fuse.select.random import Random
-from ragfuse.fuse.select.words import nearness
 from ragfuse.types.choices import COUNTED, no_policy
 from ragfuse.types.plan import PolicyCost
 

@@ -13,9 +13,7 @@ from ragfuse.fuse.select.policy import Candidates, Policy
 
 @dataclass(frozen=True, kw_only=True)
 class Hkvd(Policy):
-    """Recomputes the rows with the highest KV deviation at the check layer, ranked again where it
-    is `gradual`.
-    """
+    """Recomputes the rows with the highest KV deviation; `gradual` ranks them in every layer."""
 
     check_layer: int = 1
     gradual: bool = True

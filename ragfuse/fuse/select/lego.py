@@ -14,9 +14,7 @@ from ragfuse.types.plan import PolicyCost
 
 @dataclass(frozen=True, kw_only=True)
 class Lego(Policy):
-    """Recomputes the first `first` tokens of each chunk, or as many as the ratio allows if `first`
-    is 0.
-    """
+    """Recomputes the `first` tokens of each chunk; 0: as many as the ratio allows."""
 
     name: str = "lego"
     first: int = 0

@@ -3,10 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import log
 
+import torch
 from torch import Tensor
+from torch.nn.functional import conv1d
 
 from ragfuse.fuse.select.policy import Candidates, Policy, Wanted
+
+WIDTH = 6.0
+"""Distance in tokens over which nearness falls to 1/e."""
+WORD_REACH_TOKENS = 24
+"""Distance in tokens beyond which a word adds nothing to a row's score."""
+
+
+def nearness(words: Tensor, question_rows: Tensor, candidates: Tensor) -> Tensor:
+    """Return for every row the summed weight of the question's words in the chunks around it.
+
+    A word weighs log(C / number of candidate rows with it), an inverse document frequency whose
+    documents are the rows of this prompt; at a distance of d rows it counts exp(-d / 6) of that.
+
+    Args:
+        words: int64 [T], the number of the word that each row is part of; -1 for none.
+        question_rows: int64 [Q], the rows of the question.
+        candidates: int64 [C], the rows of chunks that may be recomputed.
+
+    Returns:
+        float32 [T], on the CPU.
+    """
+    chunk_words, question_words = words[candidates], words[question_rows]
+    found_words, count = torch.unique(chunk_words[chunk_words >= 0], return_counts=True)
+    weight = torch.zeros(int(words.max()) + 2)
+    weight[found_words] = log(len(candidates)) - count.log()
+    known = torch.zeros_like(weight)
+    known[question_words[question_words >= 0]] = 1.0
+    row_weight = torch.zeros(len(words))
+    row_weight[candidates] = (weight * known)[chunk_words]
+    distance = torch.arange(-WORD_REACH_TOKENS, WORD_REACH_TOKENS + 1).abs()
+    return conv1d(
+        row_weight[None, None], torch.exp(-distance / WIDTH)[None, None], padding=WORD_REACH_TOKENS
+    )[0, 0]
+
 
 TIE_STEP = 1e-12
 """What a row scores less than an equal one before it, so that the same rows are chosen always."""
@@ -14,9 +51,7 @@ TIE_STEP = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class Lexical(Policy):
-    """Recomputes rows nearest to rare words that the question shares with the chunks, then the
-    first of each chunk.
-    """
+    """Recomputes rows near rare words of the question, then the first of each chunk."""
 
     name: str = "lexical"
     wants: Wanted = "words"

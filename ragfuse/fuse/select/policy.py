@@ -69,7 +69,7 @@ class Policy:
         wants: What `Candidates.score` must hold. "attention": the attention that the question's
             rows pay to each row over the reused KV, in `watched_layers`; costs a pass of the forced
             rows through three quarters of the layers. "words": how near each row is to words of the
-            question (`select/words.py`); costs no pass.
+            question (`select/lexical.py`); costs no pass.
         gradual: True: fewer rows are kept in each later layer; False: the same in all layers.
         fixed_share: A share of the candidates that it recomputes whatever the ratio; None: by the
             ratio.
@@ -83,9 +83,7 @@ class Policy:
 
     @property
     def cost(self) -> PolicyCost:
-        """What must be computed before rows can be chosen, and how many rows are recomputed, for
-        the planner.
-        """
+        """The work before rows can be chosen, and the number of rows, for the planner."""
         needs: Needs = "all rows of a layer" if self.check_layer else "nothing"
         needs = "attention" if self.wants == "attention" else needs
         return PolicyCost(needs, self.gradual, self.fixed_share)

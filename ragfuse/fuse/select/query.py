@@ -13,9 +13,7 @@ from ragfuse.fuse.select.policy import Candidates, Policy, Wanted
 
 @dataclass(frozen=True, kw_only=True)
 class Query(Policy):
-    """Recomputes the rows with the highest attention: the same in all layers, or fewer layer by
-    layer (`gradual`).
-    """
+    """Recomputes the rows with the highest attention; `gradual`: fewer in each later layer."""
 
     wants: Wanted = "attention"
 

@@ -14,9 +14,7 @@ from ragfuse.types.keys import digest
 WEIGHTS = "adapter_model.safetensors"
 DRIFT_NAME = "ragfuse_drift.kv"
 CHUNK_ADAPTER = "chunk_adapter"
-"""The folder of an adapter that encodes chunks (`hf/chunk_adapter.py`), inside the folder of a
-model.
-"""
+"""The folder of a chunk adapter inside a model's folder."""
 
 
 def path(name: str) -> Path:
@@ -25,9 +23,7 @@ def path(name: str) -> Path:
 
 
 def fingerprint(name: str) -> str:
-    """Return the digest of an adapter's weights, and of its drift and chunk adapter if it
-    has them.
-    """
+    """Return the digest of an adapter's weights, drift and chunk adapter."""
     names = WEIGHTS, DRIFT_NAME, f"{CHUNK_ADAPTER}/{WEIGHTS}"
     found = [each for each in names if (path(name) / each).exists()]
     return digest(*(part for each in found for part in (each, (path(name) / each).read_bytes())))

@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from ragfuse.codec import CacheGenCodec, LayerMeta, OtherTables, codec_for
 from ragfuse.codec.codec import DTYPES
-from ragfuse.codec.quantise import outlier_tokens
+from ragfuse.codec.coders import outlier_tokens
 from ragfuse.types.choices import LEVEL_NAMES, LEVELS
 from ragfuse.types.kv import LayerKV
 from tests.kits.codec import layer, tables

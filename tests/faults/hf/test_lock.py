@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from ragfuse.hf.lock import FairLock
+from ragfuse.hf.decode import FairLock
 
 WAIT_S = 60.0
 

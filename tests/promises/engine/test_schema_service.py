@@ -9,8 +9,8 @@ import torch
 
 from ragfuse import Ask, Engine, InputError, PMLTemplate
 from ragfuse.errors import PMLError
+from ragfuse.hf.cache import SharedKV
 from ragfuse.hf.model import HFModel
-from ragfuse.hf.shared_kv import SharedKV
 from ragfuse.schemas.bind import SchemaUse
 from ragfuse.schemas.pml import parse_prompt
 from tests.kits import hf as kit

@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ragfuse.errors import ModelError
-from ragfuse.hf.chunk_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from ragfuse.hf.lora import LoraAdapter
+from ragfuse.hf.chunk_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraAdapter
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.packed_linear import PackedLinear
 from ragfuse.models.adapters import CHUNK_ADAPTER

@@ -10,8 +10,7 @@ import pytest
 from ragfuse_bench.line import constant, line_to
 from ragfuse_bench.stream.lines import published
 
-from ragfuse.load.link import Link
-from ragfuse.load.stream import BYTES_UNREADABLE, GIVEN_UP, NOT_WAITED_FOR, Stream
+from ragfuse.load.stream import BYTES_UNREADABLE, GIVEN_UP, NOT_WAITED_FOR, Link, Stream
 from ragfuse.plan.stream_level import StreamPart
 from ragfuse.store import KVStore
 from ragfuse.store.redis import RedisTier

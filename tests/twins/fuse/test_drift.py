@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ragfuse.fuse.drift import added
+from ragfuse.fuse.rope import added
 from ragfuse.types.kv import ChunkKV, LayerKV, RopeLayout
 from tests.twins import reference
 from tests.twins.fuse.test_rope import LAYOUTS

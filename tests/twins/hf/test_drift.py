@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ragfuse.errors import ModelError
-from ragfuse.fuse.drift import added
+from ragfuse.fuse.rope import added
 from ragfuse.hf.model import HFModel
 from ragfuse.models.adapters import DRIFT_NAME
 from ragfuse.models.loader import load_model

@@ -18,8 +18,7 @@ import torch
 from pydantic import BaseModel, Field, IPvAnyAddress, SecretStr, TypeAdapter
 from typing_extensions import TypedDict
 
-from ragfuse.hf.grammar import GrammarCompiler, GrammarProcessor
-from ragfuse.hf.held_schema import held_schema
+from ragfuse.hf.grammar import GrammarCompiler, GrammarProcessor, held_schema
 from ragfuse.types.grammar import Grammar
 from tests.twins.hf.test_grammar import bytes_tokenizer
 

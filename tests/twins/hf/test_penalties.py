@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.hf.penalties import Penalties
+from ragfuse.hf.grammar import Penalties
 
 SIZE, PROMPT = 12, [1, 2, 2, 5]
 TOKENS = st.lists(st.integers(0, SIZE - 1), max_size=12)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ragfuse.hf.queries import query_sizes
+from ragfuse.hf.rounding_error import query_sizes
 from tests.kits import hf as kit
 from tests.kits.families import FAMILIES
 

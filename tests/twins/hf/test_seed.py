@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ragfuse.hf.seed import Seeded, undrawn
+from ragfuse.hf.decode import Seeded, undrawn
 
 WEIGHTS = torch.arange(1.0, 9.0)
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from ragfuse.hf.cache import MIN_SHARED_ROWS, SharedKV, SharedSpan
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, Prefill
-from ragfuse.hf.shared_kv import MIN_SHARED_ROWS, SharedKV, SharedSpan
 from tests.kits import hf as kit
 from tests.twins.hf.test_decode import (
     GREEDY,

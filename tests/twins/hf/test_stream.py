@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.hf.stream import (
+from ragfuse.hf.handover import (
     CONTEXT_TOKENS_BEFORE,
     MAX_PENDING_TOKENS,
     Detokenizer,

@@ -5,8 +5,7 @@ kind of memory.
 import pytest
 import torch
 
-from ragfuse.load.layers import LayerReader
-from ragfuse.load.staging_buffer import StagingBuffer, _bytes_of
+from ragfuse.load.layers import LayerReader, StagingBuffer, _bytes_of
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, KVStore, MemoryTier
 from ragfuse.types.kv import LayerKV

@@ -3,7 +3,7 @@
 import pytest
 
 from ragfuse.engine.engine import Engine
-from ragfuse.models.dtypes import auto_dtype, resolve_auto
+from ragfuse.models.device import auto_dtype, resolve_auto
 from ragfuse.settings import Settings
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from ragfuse.models import threads
+from ragfuse.models import device
 
 
 @pytest.mark.parametrize(
@@ -16,30 +16,30 @@ def test_the_quota_of_a_container_holds(tmp_path, quota, cpus):
     file = tmp_path / "cpu.max"
     if quota is not None:
         file.write_text(f"{quota}\n")
-    assert threads.cpu_quota(file) == cpus
+    assert device.cpu_quota(file) == cpus
 
 
 def test_hardware_threads_of_one_core_count_once(monkeypatch):
-    monkeypatch.setattr(threads.psutil, "cpu_count", lambda logical: 2)
+    monkeypatch.setattr(device.psutil, "cpu_count", lambda logical: 2)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    monkeypatch.setattr(threads, "cpu_quota", lambda: None)
-    assert threads.allowed_threads() == 2
+    monkeypatch.setattr(device, "cpu_quota", lambda: None)
+    assert device.allowed_threads() == 2
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1})
-    assert threads.allowed_threads() == 1
+    assert device.allowed_threads() == 1
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    monkeypatch.setattr(threads, "cpu_quota", lambda: 1.9)
-    assert threads.allowed_threads() == 1
+    monkeypatch.setattr(device, "cpu_quota", lambda: 1.9)
+    assert device.allowed_threads() == 1
 
 
 def test_cores_that_were_busy_only_for_a_moment_count_as_free(monkeypatch):
-    monkeypatch.setattr(threads, "allowed_threads", lambda: 8)
+    monkeypatch.setattr(device, "allowed_threads", lambda: 8)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(threads, "_affinity", lambda: range(8))
-    monkeypatch.setattr(threads.psutil, "cpu_percent", lambda *_, **__: [100.0] * 8)
-    monkeypatch.setattr(threads.psutil, "getloadavg", lambda: (2.2, 0.0, 0.0))
-    assert threads.available_threads() == 6
-    monkeypatch.setattr(threads.psutil, "cpu_percent", lambda *_, **__: [5.0] * 8)
-    assert threads.available_threads() == 8
+    monkeypatch.setattr(device, "_affinity", lambda: range(8))
+    monkeypatch.setattr(device.psutil, "cpu_percent", lambda *_, **__: [100.0] * 8)
+    monkeypatch.setattr(device.psutil, "getloadavg", lambda: (2.2, 0.0, 0.0))
+    assert device.available_threads() == 6
+    monkeypatch.setattr(device.psutil, "cpu_percent", lambda *_, **__: [5.0] * 8)
+    assert device.available_threads() == 8
 
 
 @pytest.mark.parametrize(
@@ -53,10 +53,10 @@ def test_cores_that_were_busy_only_for_a_moment_count_as_free(monkeypatch):
 def test_torch_gets_the_number_that_is_named_or_what_is_free(environment, setting, found):
     code = f"""if True:
         import torch
-        from ragfuse.models import threads
+        from ragfuse.models import device
         torch.set_num_threads(2) if {not environment} else None
-        threads.available_threads = lambda: 1
-        threads.limit_threads({setting})
+        device.available_threads = lambda: 1
+        device.limit_threads({setting})
         print(torch.get_num_threads())
     """
     clean = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
-from ragfuse.hf.lora import LoraAdapter
+from ragfuse.hf.chunk_adapter import LoraAdapter
 from training.lean import lean
 
 
