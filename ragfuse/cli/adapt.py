@@ -1,6 +1,4 @@
-"""`ragfuse adapt`: teach a model to read chunks apart, by an adapter that is trained on the user's
-documents.
-"""
+"""`ragfuse adapt`: train an adapter that encodes chunks, on the user's documents."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ragfuse.cli.checks import QUESTIONS, calibrate_engine, show_calibration
+from ragfuse.cli.calibrate import QUESTIONS, calibrate_engine, show_calibration
 from ragfuse.cli.files import find_files
 from ragfuse.cli.ingest import RESUMES, split_documents
 from ragfuse.cli.options import (
@@ -123,9 +121,7 @@ def adapt_model(
 
 @contextmanager
 def _stopped_by_signal(console: Console) -> Iterator[Any]:
-    """Yield a function that returns whether Ctrl-C was pressed. The first Ctrl-C finishes the
-    current step; the second one stops at once.
-    """
+    """Yield whether Ctrl-C was pressed, as a function; a second Ctrl-C stops at once."""
     asked = threading.Event()
 
     def ask(*_: object) -> None:

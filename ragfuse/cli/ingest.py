@@ -101,7 +101,7 @@ def split_documents(
     Raises:
         InputError: A path is not there, or no file holds text.
     """
-    from ragfuse.text.splits import split_text
+    from ragfuse.text.file_texts import split_text
 
     files, chunks = find_files(paths, known), list[tuple[str, str]]()
     skipped = list[tuple[str, str]]()
@@ -127,9 +127,7 @@ def split_documents(
 
 
 def encode(engine: Engine, chunks: Chunks, console: Console) -> Mapping[str, Any]:
-    """Compute the KV of all chunks and of the prompt's prefix, and write it to the store, with a
-    progress bar.
-    """
+    """Compute and store the KV of all chunks and of the prompt's prefix."""
     from ragfuse.cli.prompts import prefix_of
 
     refusal = engine.model.profile.refusal

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ragfuse.cli.open_store import confirm, open_kv
+from ragfuse.cli.engine import confirm, open_kv
 from ragfuse.cli.options import Yes, option, screen
 from ragfuse.cli.show import counted, plain, progress_bar, say, short, show_table, when
 from ragfuse.errors import InputError, StoreError
@@ -283,9 +283,7 @@ def _require_choice(conditions: dict[str, Any], all_: bool, verb: str) -> None:
 def _selected(
     settings: Settings, console: Console, conditions: dict[str, Any], whole: bool = False
 ) -> Iterator[tuple[OpenStore, EntryFilter, list[EntryRow]]]:
-    """Open the store, and select entries by the options: of one tenant if a salt is set and they
-    name none. Print which tiers do not answer; with `whole`, that is a StoreError.
-    """
+    """Open the store and select entries; name silent tiers, or fail for them with `whole`."""
     with open_kv(settings, console) as kept:
         from ragfuse.cli.entries import EntryFilter
         from ragfuse.store.deletion import unanswered

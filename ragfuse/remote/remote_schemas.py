@@ -9,8 +9,7 @@ from urllib.parse import quote
 from ragfuse.remote.connection import Connection
 from ragfuse.remote.request_body import encoded
 from ragfuse.schemas.nodes import Schema
-from ragfuse.schemas.pml import parse_schema
-from ragfuse.schemas.pml_writer import to_pml
+from ragfuse.schemas.pml import parse_schema, to_pml
 from ragfuse.types.answer import Ingested
 
 Progress = Callable[[Ingested], None]

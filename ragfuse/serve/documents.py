@@ -24,7 +24,7 @@ from ragfuse.serve.refusals import APIError, api_error_of
 from ragfuse.serve.service import Service
 from ragfuse.serve.stored import freed
 from ragfuse.store.deletion import leave_source
-from ragfuse.text.splits import split_text
+from ragfuse.text.file_texts import split_text
 from ragfuse.types.texts import whole_text
 
 MAX_LISTED = 100

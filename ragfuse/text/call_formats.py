@@ -114,18 +114,14 @@ DESCRIPTION, RESULT = "Finds the format.", "The result."
 
 
 def call_format(render: RenderCalls) -> CallFormat:
-    """Return the format in which a chat template writes calls; `DEFAULT_CALL_FORMAT` where it is no
-    known one.
-    """
+    """Return the format in which a template writes calls, else `DEFAULT_CALL_FORMAT`."""
     return next(
         (format for format in KNOWN_FORMATS if _writes(render, format)), DEFAULT_CALL_FORMAT
     )
 
 
 def _writes(render: RenderCalls, format: CallFormat) -> bool:
-    """Return whether a template describes tools, and writes their calls in exactly this format, and
-    their results.
-    """
+    """Return whether a template describes tools, and writes calls in exactly this format."""
     calls = CALLS[:1] if format.again is None else CALLS
     results = [ChatMessage("tool", RESULT, tool_call_id=call.id, name=call.name) for call in calls]
     turns = [ChatMessage("user", "Which format?"), ChatMessage("assistant", "", calls), *results]

@@ -41,9 +41,7 @@ class Thoughts:
     close: str
 
     def is_open(self, prompt: str) -> bool:
-        """Return whether a prompt ends with an opening tag, so that the answer begins with
-        reasoning.
-        """
+        """Return whether a prompt ends with an opening tag of reasoning."""
         return prompt.rstrip().endswith(self.open)
 
 
@@ -111,9 +109,7 @@ NO_THOUGHTS = (("enable_thinking", False), ("reasoning_effort", "none"))
 
 
 def _names_read(template: str) -> frozenset[str]:
-    """Return the variables that a template reads from its caller; none if the template cannot be
-    parsed.
-    """
+    """Return the variables that a template reads; none if it cannot be parsed."""
     from jinja2 import Environment, TemplateError, meta
 
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # nothing is rendered
@@ -185,9 +181,7 @@ def rendered(
     _check_complete(write, messages, tools, text, marks.mark)
 
     def marked() -> set[int] | None:
-        """Return the places of the marks in the text; None where with them all else
-        changes, too.
-        """
+        """Return the places of the marks; None if they change any other text."""
         told = list(map(marks.message, messages))
         told_of = marks.on(list(tools))
         if not marks.words:
@@ -229,14 +223,7 @@ def rendered(
 
 @dataclass
 class _Marks:
-    """What puts marks into messages and tools.
-
-    Args:
-        forged: Finds what looks like a control token.
-        mark: The mark.
-        chosen: The only word that is marked; None: all are.
-        words: The words that were met.
-    """
+    """Marks words in messages and tools: all that `forged` finds, or only `chosen`."""
 
     forged: Forged
     mark: str
@@ -273,9 +260,7 @@ def _content(message: Mapping[str, Any]) -> str:
 
 
 def _places(text: str, messages: Sequence[Mapping[str, Any]]) -> Iterator[Chars | None]:
-    """Yield where each content is; messages are mostly rendered in order, so each is searched after
-    the last.
-    """
+    """Yield where each content is; each is searched after the last."""
     at = n_failed = 0
     for message in messages:
         core = _content(message).strip()

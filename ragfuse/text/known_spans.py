@@ -78,9 +78,7 @@ class KnownSpan:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A place where a known span was found: tokens lo:hi of the prompt equal `span.tokens[row : row
-    + hi - lo]`.
-    """
+    """A known span in a prompt: tokens lo:hi equal `span.tokens[row : row + hi - lo]`."""
 
     lo: int
     hi: int
@@ -226,9 +224,7 @@ class KnownSpans:
             return sorted(found, key=lambda match: match.lo)
 
     def _candidates(self, prompt: Array, given: Collection[str] | None) -> list[int]:
-        """Return the numbers of all given spans, and of those with most anchors in each cell of the
-        prompt.
-        """
+        """Return the numbers of the given spans, and of each cell's best by anchors."""
         hashes = _hashed(prompt, self._anchor_tokens) >> _HALF << _HALF
         order = np.argsort(hashes)  # sorted values are looked up faster
         wanted, at, number = hashes[order], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
@@ -330,9 +326,7 @@ class _Comparison:
                 yield run
 
     def _runs(self, prompt: Array, least: int) -> list[Run]:
-        """Return all runs of spans that may be in the prompt, by span and place, without those
-        inside a longer run.
-        """
+        """Return runs that spans may share with the prompt, without those inside longer ones."""
         order = np.argsort(hashes := _hashed(prompt, MIN_RUN_TOKENS))
         hashes, wanted = hashes[order], _hashed(self._ids, MIN_RUN_TOKENS)
         first = np.searchsorted(hashes, wanted)
@@ -367,9 +361,7 @@ class _Comparison:
         )
 
     def _chains(self, runs: Sequence[Run], least: int) -> Iterator[list[Run]]:
-        """Yield chains: runs of one span in the order of prompt and span. Every run is in at most
-        one chain.
-        """
+        """Yield chains: runs of one span in order. Every run is in at most one chain."""
         # for the best chain that ends with each run: equal tokens, the run before
         best: list[tuple[int, int]] = []
         for index, (owner, lo, hi, shift) in enumerate(runs):
@@ -403,9 +395,7 @@ class _Comparison:
 
 
 def _remaining(chain: Sequence[Run], taken: bytearray) -> Iterator[Run]:
-    """Yield the parts of a chain whose tokens are not taken; where two runs overlap, the first has
-    the tokens.
-    """
+    """Yield a chain's parts whose tokens are free; of overlapping runs the first wins."""
     stop = place = 0
     for number, begin, hi, shift in chain:
         lo = max(begin, stop, place - shift)

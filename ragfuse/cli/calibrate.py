@@ -137,16 +137,7 @@ def calibrate_engine(
     console: Console,
     name: str,
 ) -> dict[str, Any]:
-    """Verify and calibrate an engine's model, and have its store keep the choice; return the
-    calibration's report.
-
-    Args:
-        engine: The engine.
-        chunks: (text, source) of each chunk of the documents.
-        questions: Number of questions to make.
-        console: Where progress is shown.
-        name: Name of the model, for messages.
-    """
+    """Verify and calibrate an engine's model on (text, source) chunks; save and return that."""
     from ragfuse.calibration.calibrate import calibrate, make_cases
 
     cases = make_cases(chunks, questions)
