@@ -77,9 +77,7 @@ class DocumentReader:
 
 
 Progress = bool | Callable[[Ingested], None] | None
-"""True: a bar on stderr if that is a terminal. False or None: nothing. A callable: called after
-every document.
-"""
+"""True: a bar on a terminal's stderr. A callable: called after every document."""
 
 
 @contextmanager

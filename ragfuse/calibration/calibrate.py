@@ -44,18 +44,14 @@ LADDER = (
 """
 
 MAX_KL_OVER_REUSE = 0.25
-"""Largest KL to full prefill of a safe choice, relative to plain reuse's KL (upper end of the 95%
-interval).
-"""
+"""Largest KL of a safe choice, as a share of plain reuse's (upper end of the interval)."""
 MIN_AGREEMENT = 0.9
 """Smallest share of the answer's tokens on which a safe choice and full prefill agree."""
 PROMPT_PASSAGES = 6
 MIN_PASSAGE_CHARS = 80
 """Fewest characters of a chunk to make a question from."""
 POOL_PASSAGES = 24
-"""Passages that the prompts are drawn from, unless more questions are wanted. Each stands in about
-five prompts, and is encoded once.
-"""
+"""Passages that prompts are drawn from; each stands in about five prompts."""
 MIN_QUESTIONS = 8
 """Questions that every choice is measured on before any is dropped."""
 

@@ -34,8 +34,7 @@ def verify_model(
         ),
     ] = None,
 ) -> tuple[dict[str, Any], bool]:
-    """Check with the model's real weights the cases in which reuse must be exact, such as when all
-    tokens are recomputed.
+    """Check with the model's real weights that reuse is exact where it must be, as at ratio 1.
 
     Exit status 1 if a check fails: then the model's prompts are answered by full prefill.
     """
@@ -78,8 +77,7 @@ def calibrate_model(
     ] = QUESTIONS,
     plot: Plot = None,
 ) -> tuple[dict[str, Any], bool]:
-    """Measure on your documents how close answers stay to full prefill's, and choose the policy and
-    ratio to use.
+    """Measure how close answers stay to full prefill on your documents; choose policy and ratio.
 
     Exit status 1 if no choice is safe: then prompts are answered by full prefill.
     """

@@ -53,12 +53,10 @@ def chat(
     server: Server = None,
     session: Session = None,
 ) -> None:
-    """Talk with a model over ingested documents. Each turn computes only what is new: the KV of
-    earlier ones is kept.
+    """Chat over ingested documents. Each turn computes only new tokens: earlier KV is kept.
 
-    Lines that begin with / are commands, /help lists them. Ctrl-C stops an answer, Ctrl-D ends.
-    Where standard input is no terminal, each of its lines is a question or a command; exit status 1
-    if one of them failed.
+    /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends. Where standard input is no
+    terminal, each line is a question or a command; exit status 1 if one of them failed.
     """
     settings = settings.usable()
     from ragfuse.cli.library import Library

@@ -55,11 +55,10 @@ def ingest(
     ] = None,
     ray_cpus: RayCPUs = None,
 ) -> dict[str, Any]:
-    """Split documents into chunks, index them, and compute each chunk's KV. After an interruption,
-    run it again.
+    """Split documents into chunks, index them, and compute each chunk's KV.
 
-    When the same paths are ingested again, only new text is embedded and encoded, and text that is
-    gone from them is deleted from index and store.
+    Run it again after an interruption or a change: only new text is embedded and encoded, and text
+    that is gone from these paths is deleted from index and store.
     """
     from ragfuse.cli.library import Library
 

@@ -18,7 +18,7 @@ from ragfuse.types.sizes import size_text
 schema = typer.Typer(
     no_args_is_help=True,
     help=(
-        "Look after schemas in PML (Prompt Markup Language): texts in modules, which prompts import"
+        "Manage schemas in PML (Prompt Markup Language): texts in modules, which prompts import"
         " (`ragfuse ask --pml FILE`).\n\nIf a salt is set (RAGFUSE_SALT), these are the schemas of"
         " its tenant."
     ),

@@ -17,7 +17,7 @@ from ragfuse.types.sizes import size_text
 sessions = typer.Typer(
     no_args_is_help=True,
     help=(
-        "Look after stored conversations (`ragfuse chat --session`, `ragfuse ask --session`).\n\nIf"
+        "Manage stored conversations (`ragfuse chat --session`, `ragfuse ask --session`).\n\nIf"
         " a salt is set (RAGFUSE_SALT), commands apply to the sessions of its tenant, else to those"
         " of all tenants. Running processes keep what they hold in memory."
     ),

@@ -38,9 +38,7 @@ from ragfuse.types.keys import ChunkKey, Kind
 from ragfuse.types.prompt import Prompt, Segment
 
 KeyOf = Callable[[SchemaRun], ChunkKey]
-"""Returns the key of a run's KV, encoded alone at its own positions; `ChunkKey.layout` is
-`SchemaRun.layout`.
-"""
+"""Returns the key of a run's KV; `ChunkKey.layout` is `SchemaRun.layout`."""
 Items = tuple[PromptItem, ...]
 
 

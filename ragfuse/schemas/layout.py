@@ -450,9 +450,7 @@ def outline(layout: SchemaLayout, nbytes_per_token: int) -> list[dict[str, Any]]
 
 
 RenderMessages = Callable[[list[dict[str, str]], bool], str]
-"""Renders messages, with the generation prompt if the second argument is True; may raise any
-exception.
-"""
+"""Renders messages, with the generation prompt if the second argument is True; may raise."""
 
 
 def wrapping_of(render: RenderMessages, bos: str = "") -> tuple[str, Wrapping]:

@@ -53,9 +53,7 @@ _SCHEMA: Mapping[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = MappingPro
         **dict.fromkeys(PML_ROLES, (_PARTS, "", ())),
     }
 )
-"""The elements of a schema: the elements inside it, the attribute that it needs, and further
-attributes.
-"""
+"""A schema's elements: the elements inside, the needed attribute, further attributes."""
 PML_TAGS = frozenset({"prompt", *_SCHEMA})
 """Reserved tags, which cannot be names of modules."""
 

@@ -35,10 +35,7 @@ Find = Callable[[Sequence[int]], Sequence[Match]]
 Given = tuple[int, int, tuple[int, ...]]
 """Characters lo:hi of a text whose ids are known, and these ids."""
 ALONE_CHARS = 1 << 15
-"""Prompts of at least this many characters are tokenised one at a time.
-
-One prompt already uses all cores, and several at once would block the interpreter for longer.
-"""
+"""Prompts of so many characters are tokenised one at a time; one already uses all cores."""
 
 
 class Tokenizer(Protocol):

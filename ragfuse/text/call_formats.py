@@ -16,9 +16,7 @@ from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT, CallFormat, Pairs
 from ragfuse.types.answer import ToolCall
 
 RenderCalls = Callable[[list[dict[str, Any]], Sequence[Mapping[str, Any]], bool], str]
-"""Renders messages and tools, and at the end the beginning of an answer if the third argument is
-true; may raise.
-"""
+"""Renders messages, tools, and if the third argument is true an answer's start; may raise."""
 
 HERMES = CallFormat(
     head='<tool_call>\n{"name": "',

@@ -31,9 +31,7 @@ class Piece:
 
 
 Content = str | Sequence[str | Piece]
-"""The content of a message: a text, or a list of texts and pieces. Known chunks are found in all of
-it.
-"""
+"""A message's content: a text, or a list of texts and pieces."""
 
 ROLE_ALIASES: Mapping[str, str] = MappingProxyType(
     {"developer": "system", "function": "tool", "model": "assistant", "chatbot": "assistant"}

@@ -28,9 +28,7 @@ THOUGHT_TAGS = (
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
     ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
 )
-"""Known reasoning tags (opening, closing). A model has those of which its template contains at
-least the closing one, or its vocabulary both.
-"""
+"""Known reasoning tags; the template must contain the closing one, or the vocabulary both."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +50,7 @@ RENDERER_NAMES = frozenset(
 FUNCTIONS = frozenset({"raise_exception", "strftime_now"})
 """Functions that transformers passes to templates."""
 _MARKS = re.compile(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}")
-"""Tags that mark generated text for training; jinja2 cannot parse them, and they do not matter
-here.
-"""
+"""Tags that mark generated text for training, which jinja2 cannot parse."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +87,7 @@ class ChatTemplate:
         return ChatTemplate(_names_read(text), next((Thoughts(*each) for each in tags), None))
 
     def unread(self, variables: Mapping[str, Any]) -> str | None:
-        """Return the first of these variables that the template does not read; None if it reads
-        all.
-
-        Variables that turn thinking off (`NO_THOUGHTS`) are always accepted for a model without
-        reasoning tags.
-        """
+        """Return the first of these variables that the template does not read, or None."""
         accepted = NO_THOUGHTS if self.thoughts is None else ()
         unread = (
             each for each in variables.items() if each[0] not in self.names and each not in accepted
@@ -126,16 +117,12 @@ Write = Callable[[list[dict[str, Any]], list[Any]], str]
 """Renders messages and tools by the chat template; raises InputError if the template rejects them.
 """
 Forged = Callable[..., Sequence[Chars]]
-"""Finds text that would be tokenised as a control token; `forged(text, True)`: the text begins an
-answer.
-"""
+"""Finds would-be control tokens; `forged(text, True)`: the text begins an answer."""
 Word = tuple[str, str]
 """The role of a content ("": what is outside of contents) and a word in it, in lower case."""
 
 MARKS = "~^`|@0123456789QXZJqxzj" + "".join(map(chr, range(0xE000, 0xE100)))
-"""Letters of which one that the rendered text does not hold is the mark; templates write most of
-them unchanged.
-"""
+"""Letters that templates mostly keep; one that the rendered text lacks is the mark."""
 MAX_INSPECTED_WORDS = 16
 """The most words of which it is tried, one by one, whether the template inspects them."""
 MAX_FAILED_SEARCHES = 16

@@ -61,10 +61,7 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def _table(text: str) -> Iterator[str]:
-    """Yield a table as text: a line "column: value" per cell, an empty line between rows.
-
-    The delimiter is the candidate that the first line contains most often.
-    """
+    """Yield a table as text: a line "column: value" for each cell."""
     first = text.lstrip().partition("\n")[0]
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=max(",;\t|", key=first.count))

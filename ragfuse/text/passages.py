@@ -17,9 +17,7 @@ MIN_PASSAGE_TOKENS, LINE_END_TOKENS, MAX_PASSAGE_TOKENS = 32, 128, 512
 ROLE_LINE_TOKENS = 3
 """The most tokens of the line after a special token in which a chat template names the role."""
 MAX_CODE_SHARE = 0.3
-"""The greatest share of a text's characters in lines that look like source code, for the text to be
-learnt.
-"""
+"""The greatest share of code-like lines, in characters, of a text that is learnt."""
 _INLINE = re.compile(r"`[^`\n]*`|<[^<>\n]*>|\{+ ?[\w.]+ ?\}+")
 _JSON_VALUE = re.compile(r'"[^"\n]*"|true|false|null')
 _JSON_SIGNS = frozenset("[]{}:,.-+0123456789 \t")

@@ -25,21 +25,15 @@ MAX_TEXTS = 64
 MAX_RETRIEVED_CHARS = 4 << 20
 """The most characters of text kept per run, task or thread."""
 MAX_RUNS = 4096
-"""The most runs that are open at the same time; beyond it those used longest ago are dropped, as
-their end may never be reported.
-"""
+"""The most open runs; the least recently used are dropped, as they may never end."""
 
 SEARCH_PLACES = 16
-"""Number of evenly spaced places of a text that are searched in a prompt that does not contain the
-text verbatim.
-"""
+"""Evenly spaced places of a text that are searched if it is not there verbatim."""
 PROBE_CHARS = 12
 """Letters and digits that must agree at such a place."""
 
 RetrievedText = tuple[str, str, str]
-"""(document as its framework puts it into a prompt, its source, its text without metadata or "" if
-that is equal).
-"""
+"""(document as its framework prints it, source, text without metadata or "" if equal)."""
 
 
 @dataclass(eq=False)

@@ -133,11 +133,7 @@ class CallFormat:
         return len(text) - lo if not begun or begun[0] == self.opener or is_lead else 0
 
     def one(self, text: str, at: int, schemas: Schemas) -> tuple[ToolCall | None, int]:
-        """Parse the call whose slots begin at `at`.
-
-        Returns:
-            The call and where it ends; (None, -1) if it is incomplete.
-        """
+        """Return the call whose slots begin at `at`, and its end; (None, -1) if incomplete."""
         found: dict[str, Any] = {}
         for slot, after in zip(self.slots, (*self.inner, self.end), strict=True):
             if slot != "arguments":

@@ -40,9 +40,7 @@ from ragfuse.schemas.pml import PML_TAGS, is_name
 
 P = ParamSpec("P")
 _PML = "__pml__"
-"""The attribute of a compiled function that has its schema; and the name of the recorder in the
-compiled code.
-"""
+"""A compiled function's attribute with its schema; the recorder's name in its code."""
 _DEF = "a function written with def"
 _SAYS = (
     "strings, f-strings of parameters, if, match, `with` system, user or assistant, or calls of"
