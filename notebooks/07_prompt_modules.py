@@ -33,8 +33,7 @@ from rich.console import Console
 from ragfuse import Ask, Engine, Settings
 from ragfuse.engine.schema_service import outline
 from ragfuse.schemas.frontends.python import MaxTokens, program, schema_of, user
-from ragfuse.schemas.pml import parse_prompt
-from ragfuse.schemas.pml_writer import to_pml
+from ragfuse.schemas.pml import parse_prompt, to_pml
 
 folder = Path(tempfile.mkdtemp())  # a store of this notebook's own, removed at its end
 settings = Settings(store=folder, dtype="float32")  # not every CPU is quick in bfloat16

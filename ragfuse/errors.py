@@ -37,9 +37,7 @@ class RagFuseError(Exception):
 
 @contextmanager
 def about(argument: str) -> Iterator[None]:
-    """Let errors of ragfuse that name no argument be about this one, as a block or a decorator of a
-    function.
-    """
+    """Let errors that name no argument be about this one; a block or a decorator."""
     try:
         yield
     except RagFuseError as error:
@@ -106,9 +104,7 @@ class ModelError(RagFuseError):
 
 
 class RefusedError(ModelError):
-    """A model whose cached KV cannot be moved to other positions or fused; the message has the
-    reason.
-    """
+    """A model whose cached KV cannot be moved or fused; the message says why."""
 
 
 class FixedError(RefusedError):
@@ -124,9 +120,7 @@ class TransferError(RagFuseError):
 
 
 class ServerError(RagFuseError):
-    """A server that cannot be reached, refuses the API key, is no ragfuse server, or broke off its
-    answer.
-    """
+    """A server that is unreachable, refuses the key, is no ragfuse server, or broke off."""
 
 
 class BusyError(RagFuseError):

@@ -411,9 +411,7 @@ class Settings(BaseSettings):
     @field_validator("levels", mode="before")
     @classmethod
     def _by_tier(cls, given: Any) -> Any:
-        """Accept a mapping from tier to levels, or its JSON; a single level counts as a list of
-        one.
-        """
+        """Accept a mapping from tier to levels, or its JSON; one level is a list of one."""
         given = json.loads(given or "{}") if isinstance(given, str) else given
         if not isinstance(given, Mapping):
             return given  # pairs, as `as_public` writes them
@@ -448,18 +446,11 @@ class Settings(BaseSettings):
         return self.model_dump(mode="json")
 
     def placed(self) -> Settings:
-        """Return the settings with all folders absolute. `model_copy` skips validation, so copies
-        may lack that.
-        """
+        """Return the settings with all folders absolute, in copies too."""
         return Settings(**{**self.model_dump(exclude_unset=True), "api_key": self.api_key})
 
     def usable(self) -> Settings:
-        """Return the settings; where `home` cannot be written, with a temporary one and no disk
-        tier in it.
-
-        A process has one temporary home, which is removed at its end. It finds the models and
-        indexes of the other one.
-        """
+        """Return the settings; an unwritable `home` is replaced by a temporary one."""
         home = self.placed().home
         if can_be_written(home):
             return self
@@ -519,18 +510,14 @@ def _instead_of(home: Path) -> Path:
 
 @lru_cache
 def _tell_unknown(name: str, fields: tuple[str, ...]) -> None:
-    """Warn once about a variable that is not a setting; another program may use it, so it is not an
-    error.
-    """
+    """Warn once about a variable that is no setting; another program may use it."""
     near = get_close_matches(name[len(PREFIX) :].lower(), fields, 1)
     meant = f"; did you mean {PREFIX}{near[0].upper()}?" if near else ""
     log.warning("%s is ignored, there is no such setting%s", name, meant)
 
 
 def _in_words(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the constructor of `Settings`: validation errors become a SettingsError that names the
-    variable or the file of the value.
-    """
+    """Make validation errors a SettingsError that names the variable or file."""
 
     @wraps(init)
     def checked(self: Settings, **given: Any) -> None:

@@ -34,7 +34,7 @@ from ragfuse_bench.rounds import Times, speedup, thread_count
 from rich.console import Console
 from rich.table import Table
 
-from ragfuse.calibration.metrics import is_right, normalise
+from ragfuse.calibration.case import is_right, normalise
 from ragfuse.calibration.runner import circumstances
 from ragfuse.engine.engine import Engine
 from ragfuse.errors import RagFuseError, SettingsError

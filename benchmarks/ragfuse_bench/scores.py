@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ragfuse.calibration.case import Task
-from ragfuse.calibration.metrics import normalise
+from ragfuse.calibration.case import Task, normalise
 from ragfuse.calibration.stats import Interval, mean_interval
 
 

@@ -5,6 +5,7 @@ name.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -127,7 +128,10 @@ def _unset(option: Any) -> str:
     if isinstance(option.show_default, str):
         return _prose(option.show_default)
     value = option.default
-    return "" if value in (None, "", False, (), []) or callable(value) else f"`{value}`"
+    if value in (None, "", False, (), []) or callable(value):
+        return ""
+    values = value if isinstance(value, list | tuple) else [value]
+    return ", ".join(f"`{each}`" for each in values)
 
 
 def _range(option: Any) -> str:
@@ -144,12 +148,10 @@ def _range(option: Any) -> str:
 
 
 def _prose(text: str) -> str:
-    return (
-        " ".join(text.split())
-        .replace("*", "\\*")
-        .replace("<", "\\<")
-        .replace("[", "\\[")
-        .replace("`", "\\`")
+    """Escape Markdown's signs, but not those inside code, nor the backticks around it."""
+    parts = re.split("(`[^`]*`)", " ".join(text.split()))
+    return "".join(
+        each if each[:1] == "`" else re.sub(r"([*<\[`])", r"\\\1", each) for each in parts
     )
 
 

@@ -1,3 +1,1 @@
-"""The training of `ragfuse adapt`: examples and questions made of documents, a teacher, a LoRA
-adapter.
-"""
+"""Training of chunk adapters: examples from documents, a teacher, a LoRA adapter."""

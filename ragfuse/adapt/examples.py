@@ -21,7 +21,7 @@ from ragfuse.calibration.calibrate import (
     topics,
     word_counts,
 )
-from ragfuse.calibration.prompts import PROMPT_TEXTS
+from ragfuse.calibration.case import PROMPT_TEXTS
 from ragfuse.errors import InputError
 
 Examples = Callable[[int], "Example"]
@@ -51,9 +51,7 @@ ABOUT_TWO = (
 
 @dataclass(frozen=True)
 class Template:
-    """The wording of a prompt: `system` or `user` contains {context}, and `user` contains
-    {question} after it.
-    """
+    """A prompt's wording: {context} in `system` or `user`, then {question} in `user`."""
 
     system: str
     user: str
@@ -89,13 +87,7 @@ TEMPLATES = (
 
 @dataclass(frozen=True)
 class Example:
-    """One context and several questions, each asked as if it alone had been.
-
-    Args:
-        template: The wording of the prompt.
-        passages: Texts of the context's chunks, in order.
-        questions: The questions.
-    """
+    """One context and several questions, each asked as if it were the only one."""
 
     template: Template
     passages: tuple[str, ...]
@@ -145,9 +137,7 @@ class DocumentExamples:
         self._seen = word_counts(chunks)
 
     def example(self, number: int) -> Example:
-        """Return the example of a number: chunks of which about half are from one document, and
-        questions about them.
-        """
+        """Return example `number`: chunks, half of them from one document, and questions."""
         generator = random.Random(f"{self._seed} {number}")
         about, count = generator.choice(self._chunks), generator.choice(SIZES)
         chosen = passages_with(about, self._chunks, count, generator)
@@ -159,9 +149,7 @@ class DocumentExamples:
         return Example(template, texts, tuple(asked[: self._most]))
 
     def _questions(self, texts: Sequence[str], generator: random.Random) -> Iterator[str]:
-        """Yield questions in turn: about one chunk, about a gap in a sentence, and about two
-        chunks.
-        """
+        """Yield in turn: a question about a chunk, a gap in a sentence, one about two chunks."""
         about = [topics(text, self._seen)[:4] for text in texts]
         one = [generator.choice(ABOUT_ONE).format(topic) for each in about for topic in each]
         gaps = [question for text in texts for question in gap_questions(text, generator)]
@@ -178,12 +166,7 @@ class DocumentExamples:
 
 
 def gap_questions(text: str, generator: random.Random) -> Iterator[str]:
-    """Yield a text's sentences with a name or a number of each left out.
-
-    Args:
-        text: The text.
-        generator: Chooses what is left out.
-    """
+    """Yield a text's sentences with a name or a number of each left out."""
     for sentence in re.split(r"(?<=[a-z0-9)][.]) (?=[A-Z])", text):
         named = (
             r"(?<=[a-z,] )(?:[A-Z][a-z]+(?: [A-Z][a-z]+)+|\d{4}|\d+ (?:million|percent|km))(?=["

@@ -43,12 +43,7 @@ class AdaptRecipe:
 
 
 def require_place(path: Path) -> None:
-    """Raise InputError unless an adapter can be written to a folder: a new one, or one that
-    `ragfuse adapt` began.
-
-    Args:
-        path: The folder; it is not made.
-    """
+    """Raise InputError unless an adapter can be written here: a new folder, or one of adapt's."""
     is_file = any(place.is_file() for place in (path, *path.parents))
     has_others = path.is_dir() and any(path.iterdir()) and not (path / RECIPE_FILE).is_file()
     if is_file or has_others or not can_be_written(path):

@@ -1,6 +1,4 @@
-"""One adaptation from end to end: the model with an adapter beside it, its training, and what came
-of it.
-"""
+"""One adaptation from end to end: the model with an adapter, its training, the outcome."""
 
 from __future__ import annotations
 

@@ -21,9 +21,7 @@ MAX_CONTEXT_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Lesson:
-    """A context with questions, the teacher's answers to them, and what the teacher computed along
-    these.
-    """
+    """A context with questions, the teacher's answers, and its logits and KV along them."""
 
     context: ContextTokens
     branches: tuple[Branch, ...]
@@ -63,12 +61,7 @@ def context_of(prompt: Prompt) -> ContextTokens:
 
 
 class Teacher:
-    """Turns examples into lessons.
-
-    Args:
-        engine: An engine over the model; it makes the prompts.
-        model: The model's forwards over contexts.
-    """
+    """Turns examples into lessons, with the prompts of an engine over the model."""
 
     def __init__(self, engine: Engine, model: BranchModel) -> None:
         self._engine = engine
@@ -77,13 +70,7 @@ class Teacher:
         self._known: dict[str, list[tuple[int, ...]]] = {}
 
     def lesson(self, name: str, example: Example, layers: Sequence[int] = ()) -> Lesson:
-        """Return the lesson of an example, whose answers are kept under its name.
-
-        Args:
-            name: The name.
-            example: The example.
-            layers: Numbers of the hidden states that are wanted; with any, the chunks' KV is, too.
-        """
+        """Return an example's lesson, with hidden states of `layers`; answers are kept by name."""
         context, questions = self._tokens(example)
         branches, states = self._model.taught(
             context,
@@ -97,9 +84,7 @@ class Teacher:
         return Lesson(context, tuple(branches), states)
 
     def _tokens(self, example: Example) -> tuple[ContextTokens, list[tuple[int, ...]]]:
-        """Return the tokens of an example: its context, and what stands after it for each
-        question.
-        """
+        """Return the tokens of an example's context, and those after it for each question."""
         most = min(self._engine.model.max_context or MAX_CONTEXT_TOKENS, MAX_CONTEXT_TOKENS)
         passages = example.passages
         while True:

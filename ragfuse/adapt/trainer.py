@@ -52,16 +52,12 @@ UNLIMITED_STEPS = 10**9
 
 
 def layers_compared(n_layers: int) -> tuple[int, ...]:
-    """Return the numbers of the hidden states that are compared, of which number 0 is the
-    embedding.
-    """
+    """Return which hidden states are compared; number 0 is the embedding."""
     return tuple(sorted({-(-n_layers * (i + 1) // HIDDEN_LAYERS) for i in range(HIDDEN_LAYERS)}))
 
 
 def kl_along(wanted: Tensor, found: Tensor) -> Tensor:
-    """Return the mean KL(wanted || found) over A positions in nats, with gradients, from logits [A,
-    V].
-    """
+    """Return the mean KL(wanted || found) in nats, with gradients, from logits [A, V]."""
     log_wanted = torch.log_softmax(wanted.float(), -1)
     log_found = torch.log_softmax(found.float(), -1)
     return kl_div(log_found, log_wanted, reduction="batchmean", log_target=True)
@@ -76,9 +72,7 @@ def hidden_distance(wanted: Tensor, found: Tensor) -> Tensor:
 def kv_distance(
     wanted: Sequence[tuple[Tensor, Tensor]], found: Sequence[tuple[Tensor, Tensor]]
 ) -> Tensor:
-    """Return the mean relative squared distance of keys and values [H, C, D] over all layers, with
-    gradients.
-    """
+    """Return the mean relative squared distance of KV [H, C, D] over all layers."""
     parts = [
         (other.float() - one.float()).square().sum() / one.float().square().sum()
         for layer, again in zip(wanted, found, strict=True)
@@ -88,16 +82,7 @@ def kv_distance(
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
-    """One training of an adapter.
-
-    Args:
-        model: The model's forwards over contexts.
-        adapter: The adapter on it.
-        teacher: Makes lessons.
-        train: Examples to train on.
-        held: Examples of held-out documents.
-        folder: Where everything is kept.
-    """
+    """One training of an adapter, kept in a folder."""
 
     def __init__(
         self,

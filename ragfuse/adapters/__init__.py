@@ -5,10 +5,9 @@ An integration is its framework's base class over this. Torch is loaded when a m
 is asked.
 """
 
-from ragfuse.adapters.documents import DocumentReader, source_of
+from ragfuse.adapters.documents import DocumentReader, Progress, shown, source_of
 from ragfuse.adapters.options import CALL_OPTIONS, ask_of, text_only
 from ragfuse.adapters.place import Place, engine_of, ready
-from ragfuse.adapters.progress import Progress, shown
 from ragfuse.remote.remote_engine import Answerer
 
 __all__ = [

@@ -1,14 +1,20 @@
-"""Documents in what a framework passes around, as `RetrievalRuns` takes them."""
+"""Documents in what a framework passes around, and the progress of encoding them."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 from zlib import crc32
 
+from rich.console import Console
+
+from ragfuse.telemetry.progress import LineProgress
 from ragfuse.text.retrieval_runs import RetrievedText
+from ragfuse.types.answer import Ingested
 
 MAX_DOCUMENTS = 256
 """The most documents that are taken from one value."""
@@ -68,3 +74,20 @@ class DocumentReader:
                 return
             for each in islice(value, MAX_DOCUMENTS):
                 yield from self.documents(each, depth - 1)
+
+
+Progress = bool | Callable[[Ingested], None] | None
+"""True: a bar on a terminal's stderr. A callable: called after every document."""
+
+
+@contextmanager
+def shown(
+    progress: Progress, total: int | None, what: str = "Encoding chunks"
+) -> Iterator[Callable[[Ingested], None] | None]:
+    """Yield the function to call after every document, or None; a bar is removed at exit."""
+    if not progress or callable(progress):
+        yield progress or None
+        return
+    with LineProgress(Console(file=sys.stderr, quiet=not sys.stderr.isatty())) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, completed=done.chunks)

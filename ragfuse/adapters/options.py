@@ -1,6 +1,4 @@
-"""The options of a call: the fields of a framework's model and the arguments of the call, as an
-`Ask`.
-"""
+"""A call's options, from the fields of a framework's model and its arguments: an `Ask`."""
 
 from __future__ import annotations
 
@@ -84,9 +82,7 @@ def text_only(kind: str) -> InputError:
 
 
 def _grammar_of(form: Any) -> Grammar | None:
-    """Return the grammar of a `response_format`: OpenAI's forms, or a Pydantic class; None for
-    text.
-    """
+    """Return the grammar of a `response_format`; None for text."""
     if isinstance(form, type) and issubclass(form, BaseModel):
         return Grammar.json(form.model_json_schema())
     kind = form.get("type", "text") if isinstance(form, Mapping) else form

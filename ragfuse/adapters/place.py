@@ -1,6 +1,4 @@
-"""Where the model of a framework's object is: in this process, or at a server. All else is one
-road.
-"""
+"""Where a framework's model is: in this process, or at a server."""
 
 from __future__ import annotations
 
@@ -101,9 +99,7 @@ class Place:
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any], **changes: Any) -> Self:
-        """Return the place that a framework's model describes by fields that are named as the
-        arguments of `of`.
-        """
+        """Return the place that fields named like `of`'s arguments describe."""
         key = fields["api_key"]
         given = {name: fields[name] for name in PLACE_FIELDS}
         return cls.of(**{**given, "api_key": key and key.get_secret_value(), **changes})
@@ -160,9 +156,7 @@ class Place:
         return Engine.shared(_with(self.settings, {"model": model} if model else {}))
 
     def stream(self, prompt: Prompt, ask: Ask, model: str | None = None) -> AnswerStream:
-        """Return the answer to a prompt as it is written; loads the model, and registers a
-        template's schema first.
-        """
+        """Stream the answer to a prompt; load the model and register its schema first."""
         engine = self.engine(model)
         found = prompt(engine) if callable(prompt) else prompt
         return engine.stream(ready(found, engine), ask)
@@ -224,9 +218,7 @@ class Place:
 
 
 def engine_of(model: Any) -> Answerer:
-    """Return the engine of a framework's model, or the engine that is given; raises InputError for
-    anything else.
-    """
+    """Return the engine of a framework's model, or the given engine; else InputError."""
     found = model.get_engine() if hasattr(model, "get_engine") else model
     if not hasattr(type(found), "count_tokens"):
         raise InputError(
@@ -237,9 +229,7 @@ def engine_of(model: Any) -> Answerer:
 
 
 def ready(prompt: Any, engine: Answerer) -> Any:
-    """Return a prompt as the engine takes it; the schema of a filled template is registered with it
-    if necessary.
-    """
+    """Return a prompt as the engine takes it, with a filled template's schema registered."""
     if not isinstance(prompt, FilledTemplate):
         return prompt
     if not engine.schemas.has(prompt.schema):  # which waits for no other schema

@@ -1,3 +1,1 @@
-"""The code of `ragfuse calibrate`: methods, their distance to full prefill, and the choice of a
-safe one.
-"""
+"""Calibration: methods, their distance to full prefill, the choice of a safe one."""

@@ -44,18 +44,14 @@ LADDER = (
 """
 
 MAX_KL_OVER_REUSE = 0.25
-"""Largest KL to full prefill of a safe choice, relative to plain reuse's KL (upper end of the 95%
-interval).
-"""
+"""Largest KL of a safe choice, as a share of plain reuse's (upper end of the interval)."""
 MIN_AGREEMENT = 0.9
 """Smallest share of the answer's tokens on which a safe choice and full prefill agree."""
 PROMPT_PASSAGES = 6
 MIN_PASSAGE_CHARS = 80
 """Fewest characters of a chunk to make a question from."""
 POOL_PASSAGES = 24
-"""Passages that the prompts are drawn from, unless more questions are wanted. Each stands in about
-five prompts, and is encoded once.
-"""
+"""Passages that prompts are drawn from; each stands in about five prompts."""
 MIN_QUESTIONS = 8
 """Questions that every choice is measured on before any is dropped."""
 
@@ -135,9 +131,7 @@ def make_cases(chunks: Sequence[Chunk], wanted: int, seed: int = 0) -> list[Case
 def passages_with(
     about: Chunk, pool: Sequence[Chunk], count: int, generator: random.Random
 ) -> list[Chunk]:
-    """Return `count` different chunks in random order, if there are as many: the one that is asked
-    about, and others from a pool, of which about half are from its document.
-    """
+    """Return `count` chunks in random order: the one asked about, half from its document."""
     others = [each for each in dict.fromkeys(pool) if each != about]
     generator.shuffle(others)
     mates = [each for each in others if each[1] == about[1]][: count // 2]
@@ -148,9 +142,7 @@ def passages_with(
 
 
 def _pool(chunks: Sequence[Chunk], size: int, generator: random.Random) -> list[Chunk]:
-    """Return up to `size` of the chunks, up to six of a document at a time, of
-    documents drawn at random.
-    """
+    """Return up to `size` chunks, at most six of a document, of documents drawn at random."""
     by_document: dict[str, list[Chunk]] = {}
     for chunk in generator.sample(chunks, len(chunks)):
         by_document.setdefault(chunk[1], []).append(chunk)
@@ -173,12 +165,7 @@ def word_counts(chunks: Sequence[Chunk]) -> Mapping[str, int]:
 
 
 def topics(text: str, seen: Mapping[str, int]) -> list[str]:
-    """Return what a chunk is about: its names, else its long words, the rarest first.
-
-    Args:
-        text: The chunk.
-        seen: In how many chunks each word stands.
-    """
+    """Return a chunk's names, else its long words; those in the fewest chunks (`seen`) first."""
     names = re.findall(r"(?<=[a-z,] )[A-Z][\w'-]+(?: [A-Z][\w'-]+)*", text)
     found = names or [word for word in words_of(text) if len(word) > 6] or text.split()[:3]
     return sorted(dict.fromkeys(found), key=lambda each: (seen.get(each.split()[0], 0), -len(each)))
@@ -257,12 +244,7 @@ def calibrate(
 
 
 def curve(rows: Sequence[Row], methods: Sequence[Method] = LADDER) -> list[ChoiceResult]:
-    """Return the measurements of each method, relative to plain reuse on the same questions.
-
-    Args:
-        rows: Of all methods and questions.
-        methods: The methods.
-    """
+    """Return the measurements of each method, relative to plain reuse on the same questions."""
     reuse = {row.case: row.kl or 0.0 for row in rows if row.method == REUSE.name}
     return [_result([row for row in rows if _is_of(row, method)], reuse) for method in methods]
 
@@ -290,24 +272,14 @@ def _result(rows: Sequence[Row], reuse: Mapping[str, float]) -> ChoiceResult:
 
 
 def is_hopeless(rows: Sequence[Row], method: Method) -> bool:
-    """Return whether a method's whole 95% interval is unsafe, so that it need not be measured any
-    longer.
-
-    Args:
-        rows: All measurements so far.
-        method: The method.
-    """
+    """Return whether a method's whole 95% interval is unsafe, so that it can be dropped."""
     agreement = [row.top1 or 0.0 for row in rows if _is_of(row, method)]
     (result,) = curve(rows, [method])
     return result.low > MAX_KL_OVER_REUSE or mean_interval(agreement)[1] < MIN_AGREEMENT
 
 
 def choose(tried: Sequence[ChoiceResult]) -> ChoiceResult | None:
-    """Return the fastest safe choice whose KL is within a quarter of the lowest safe one; None if
-    none is safe.
-
-    A slower choice is thus taken only for a clear gain in KL, not for noise.
-    """
+    """Return the fastest safe choice within a quarter of the lowest safe KL, or None."""
     safe = [each for each in tried if each.outcome == "safe"]
     if not safe:
         return None
@@ -340,9 +312,7 @@ def advice(
 
 
 def draw_calibration(result: Mapping[str, Any], path: Any) -> None:
-    """Draw KL over plain reuse's against speed as a picture at `path`, with the choice that is
-    taken in a ring.
-    """
+    """Draw KL over plain reuse's against speed, with a ring around the choice."""
     from ragfuse.calibration.plots import model_in_title, saved
 
     with saved(path, (7.5, 5)) as figure:

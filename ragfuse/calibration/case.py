@@ -1,8 +1,12 @@
-"""One question with its known answers and the chunks of its prompt."""
+"""One question of calibration and benchmarks: its prompt, and whether an answer is right."""
 
 from __future__ import annotations
 
+import re
+import string
+from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 Task = Literal["answer", "summary"]
@@ -28,3 +32,35 @@ class Case:
     answers: tuple[str, ...]
     chunks: tuple[str, ...]
     task: Task = "answer"
+
+
+PROMPT_TEXTS = MappingProxyType(
+    {
+        "answer": (
+            "Use the following passages to answer the question at the end in a few words.\n\n",
+            "\n\nQuestion: {question}\nAnswer:",
+        ),
+        "summary": (
+            "Here are several passages.\n\n",
+            "\n\n{question}Write a summary of all of them in one paragraph.",
+        ),
+    }
+)
+"""By task: the text before the chunks, and the text after them."""
+NEW_TOKENS = MappingProxyType({"answer": 24, "summary": 128})
+"""Most tokens of an answer, by task."""
+
+
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+
+
+def normalise(text: str) -> str:
+    """Return `text` in lower case, without punctuation, articles and double spaces."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def is_right(answer: str, golds: Sequence[str]) -> bool:
+    """Return whether `answer` contains a known answer as whole words; "" never counts."""
+    text = f" {normalise(answer)} "
+    return any(f" {gold} " in text for gold in map(normalise, golds) if gold)

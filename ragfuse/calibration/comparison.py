@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ragfuse.calibration.case import Case
+from ragfuse.calibration.case import NEW_TOKENS, Case
 from ragfuse.calibration.methods import Lab, Method
-from ragfuse.calibration.prompts import NEW_TOKENS
 from ragfuse.calibration.runner import Clock, Sample, Stopwatch
 from ragfuse.engine.encoder import remaining_context
 from ragfuse.engine.request import ends_of
@@ -130,10 +129,6 @@ def _timed(
 
 
 def prefill_speedup(rows: Sequence[Row]) -> float:
-    """Return how many times faster the first token comes: full prefill's seconds over the method's,
-    all rows summed.
-
-    The seconds are CPU time on a CPU and wall time on an accelerator.
-    """
+    """Return how many times TTFT improves: CPU time on a CPU, else wall time."""
     full = sum(row.full_cpu_s if row.clock == "cpu" else row.full_wall_s for row in rows)
     return full / max(1e-9, sum(row.cpu_s if row.clock == "cpu" else row.wall_s for row in rows))

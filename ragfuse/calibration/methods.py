@@ -1,9 +1,4 @@
-"""The methods that are compared, and the lab that runs them on one model through ragfuse's own
-engine.
-
-A method is a policy, a ratio, and the context its chunks were encoded in (alone, or after filler
-text). Full prefill and plain reuse are methods like the others.
-"""
+"""The compared methods (policy, ratio, context of chunks), and the lab that runs them."""
 
 from __future__ import annotations
 
@@ -11,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ragfuse.calibration.case import Case
-from ragfuse.calibration.prompts import PROMPT_TEXTS
+from ragfuse.calibration.case import PROMPT_TEXTS, Case
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.request import ends_of
@@ -47,9 +41,7 @@ class Method:
 
     @property
     def name(self) -> str:
-        """The name in reports: `policy@encoded`, or only `policy` where `encoded` is its
-        default.
-        """
+        """The name in reports: `policy@encoded`, or `policy` with the default `encoded`."""
         is_default = self.encoded == default_encoded(self.policy)
         return self.policy if is_default else f"{self.policy}@{self.encoded}"
 
@@ -61,9 +53,7 @@ def default_encoded(policy: str) -> Encoded:
 
 @dataclass
 class Lab:
-    """One model with two engines: one whose store has chunks encoded after filler text, and one
-    with chunks alone.
-    """
+    """One model with two engines: chunks encoded after filler text, and chunks alone."""
 
     model: HFModel
     settings: Settings = field(default_factory=Settings)
@@ -87,11 +77,7 @@ class Lab:
             engine.close(0.0)
 
     def prompt(self, case: Case, encoded: Encoded = "filler") -> Prompt:
-        """Return the case's prompt, as a chat's first message or, for a base model without chat
-        template, as one text.
-
-        Its token ids do not depend on how chunks are encoded.
-        """
+        """Return the case's prompt: a message, or one text for a model without chat template."""
         before, after = PROMPT_TEXTS[case.task]
         question = (
             f"{case.question}\n\n" if case.task == "summary" and case.question else case.question
@@ -139,8 +125,6 @@ class Lab:
         return prepared.prefill
 
     def write(self, prefill: Prefill, max_tokens: int) -> list[int]:
-        """Return the ids of the greedy answer without end tokens, at most `max_tokens`. The prefill
-        is used up.
-        """
+        """Return the ids of the greedy answer without end tokens. The prefill is used up."""
         ids = generate(self.model, prefill, {"max_new_tokens": max_tokens, "do_sample": False})
         return [token for token in ids if token not in ends_of(self.model)]

@@ -9,9 +9,7 @@ from typing import Any
 
 
 def model_in_title(model: str) -> str:
-    """Return a model as a title names it: of a folder or GGUF file the name alone, as paths are
-    long and private.
-    """
+    """Return a model's name for a title; of a folder or GGUF file without the path."""
     path = Path(model).expanduser()
     return path.name.removesuffix(".gguf") if path.exists() else model
 

@@ -43,9 +43,7 @@ class Sample:
 
 
 class Stopwatch:
-    """Times runs on one device, with all loaded objects exempt from garbage collection: scanning
-    them takes longer than a short run.
-    """
+    """Times runs on one device; garbage collection skips objects that are loaded before."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -59,9 +57,7 @@ class Stopwatch:
         return "cpu" if self.device.type == "cpu" else "wall"
 
     def once(self, case: Callable[[], object]) -> Sample:
-        """Measure one run, after collecting garbage and waiting for the device to finish earlier
-        work.
-        """
+        """Measure one run, after collecting garbage and waiting for the device."""
         gc.collect()
         self._synchronize()
         wall, cpu = time.perf_counter(), time.process_time()
@@ -143,8 +139,6 @@ def versions() -> dict[str, str]:
 
 
 def malloc_setting() -> dict[str, Any]:
-    """Return the allocator's settings in the environment, and whether they are those of
-    `MALLOC`.
-    """
+    """Return the allocator's environment settings, and whether they are those of `MALLOC`."""
     found = {name: os.environ[name] for name in MALLOC if name in os.environ}
     return {"tuned": is_glibc() and found == dict(MALLOC), "settings": found}

@@ -12,16 +12,12 @@ LEVEL = 0.95
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """Return the 95% percentile bootstrap interval of the mean; (mean, mean) for a single value or
-    no spread.
-    """
+    """Return the 95% percentile bootstrap interval of the mean."""
     return _interval((np.asarray(values, float),), lambda x, axis: x.mean(axis))
 
 
 def ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """Return the 95% interval of mean(ours) / mean(theirs), with the questions resampled in
-    pairs.
-    """
+    """Return the 95% interval of mean(ours) / mean(theirs), resampled in pairs."""
     pair = np.asarray(ours, float), np.asarray(theirs, float)
     return _interval(pair, lambda a, b, axis: a.mean(axis) / b.mean(axis))
 

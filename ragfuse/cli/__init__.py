@@ -1,6 +1,4 @@
-"""The command line. Each file holds the commands of one kind; the work itself is done by the
-packages below.
-"""
+"""The command line: each file holds the commands of one kind."""
 
 import os
 import sys
@@ -8,9 +6,7 @@ from contextlib import nullcontext
 
 
 def app() -> None:
-    """Run the `ragfuse` command. It shows a status before the slow imports, and handles Ctrl-C
-    during them too.
-    """
+    """Run the `ragfuse` command: show a status before the slow imports, and handle Ctrl-C."""
     try:
         from rich.console import Console
 

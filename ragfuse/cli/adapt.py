@@ -1,6 +1,4 @@
-"""`ragfuse adapt`: teach a model to read chunks apart, by an adapter that is trained on the user's
-documents.
-"""
+"""`ragfuse adapt`: train an adapter that encodes chunks, on the user's documents."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ragfuse.cli.checks import QUESTIONS, calibrate_engine, show_calibration
+from ragfuse.cli.calibrate import QUESTIONS, calibrate_engine, show_calibration
 from ragfuse.cli.files import find_files
 from ragfuse.cli.ingest import RESUMES, split_documents
 from ragfuse.cli.options import (
@@ -58,14 +56,12 @@ def adapt_model(
         int, typer.Option(min=1, help="Rank of the LoRA adapter: how much it can learn.")
     ] = 16,
 ) -> tuple[dict[str, Any], bool]:
-    """Train a LoRA adapter that encodes chunks, so that answers over reused chunks come closer to
-    full prefill.
+    """Train a LoRA adapter for encoding chunks, so that reuse comes closer to full prefill.
 
-    Only the stored KV of chunks is computed with it; full prefill stays exactly what it was. The
-    model learns to answer over reused chunks as it answers by full prefill, so you write no
-    questions or answers. A run that was stopped goes on when the same command is given again. At
-    the end the model is verified and calibrated with its adapter; give its folder as --model from
-    then on. Exit status 1 if no policy and ratio is safe with it.
+    Only the stored KV of chunks is computed with it; full prefill does not change. The model learns
+    from its own answers by full prefill, so you write no questions or answers. Run the command
+    again to resume. At the end the model is verified and calibrated with its adapter; pass its
+    folder as --model from then on. Exit status 1 if no policy and ratio is safe with it.
     """
     from ragfuse.calibration.runner import tune_malloc
 
@@ -123,9 +119,7 @@ def adapt_model(
 
 @contextmanager
 def _stopped_by_signal(console: Console) -> Iterator[Any]:
-    """Yield a function that returns whether Ctrl-C was pressed. The first Ctrl-C finishes the
-    current step; the second one stops at once.
-    """
+    """Yield whether Ctrl-C was pressed, as a function; a second Ctrl-C stops at once."""
     asked = threading.Event()
 
     def ask(*_: object) -> None:

@@ -1,6 +1,4 @@
-"""`ragfuse ask`: a question over the ingested documents, answered with the chunks' KV from the
-store.
-"""
+"""`ragfuse ask`: a question over the ingested documents, with the KV of their chunks."""
 
 from __future__ import annotations
 
@@ -139,16 +137,7 @@ def library_for(settings: Settings, index: str, docs: Path | None) -> Library:
 def prompt_for(
     engine: Answerer, library: Library, question: str, console: Console, searched: str = ""
 ) -> tuple[Any, list[str]]:
-    """Return the prompt with the chunks retrieved for a question, and the documents that they are
-    from.
-
-    Args:
-        engine: Who is asked.
-        library: The index; from an empty one, the prompt gets no chunks.
-        question: The question.
-        console: Where the wait is shown.
-        searched: What is searched for; "": the question.
-    """
+    """Return the prompt with chunks found for `searched` (else the question), and their sources."""
     from ragfuse.cli.prompts import rag_prompt
 
     with console.status("searching"):
@@ -157,9 +146,7 @@ def prompt_for(
 
 
 def _full_prefill(engine: Answerer, prompt: Any, console: Console, ask: Ask) -> Answer:
-    """Return the answer by full prefill, after warming up both ways here: the first call of a
-    process is slower.
-    """
+    """Return the answer by full prefill, after a warm-up of both ways."""
     from ragfuse.engine.ask import Ask
 
     with console.status("full prefill, to compare"):

@@ -1,6 +1,4 @@
-"""`ragfuse chat`: a conversation over documents in the terminal, with a model here or at a
-server.
-"""
+"""`ragfuse chat`: a conversation over documents, with a model here or at a server."""
 
 from __future__ import annotations
 
@@ -55,12 +53,10 @@ def chat(
     server: Server = None,
     session: Session = None,
 ) -> None:
-    """Talk with a model over ingested documents. Each turn computes only what is new: the KV of
-    earlier ones is kept.
+    """Chat over ingested documents. Each turn computes only new tokens: earlier KV is kept.
 
-    Lines that begin with / are commands, /help lists them. Ctrl-C stops an answer, Ctrl-D ends.
-    Where standard input is no terminal, each of its lines is a question or a command; exit status 1
-    if one of them failed.
+    /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends. Where standard input is no
+    terminal, each line is a question or a command; exit status 1 if one of them failed.
     """
     settings = settings.usable()
     from ragfuse.cli.library import Library
@@ -91,11 +87,7 @@ def chat(
 
 
 def typed_lines(prompt: str) -> Iterator[str]:
-    """Yield the lines of a terminal until Ctrl-D, or those of a pipe; Ctrl-C at the prompt gives an
-    empty line.
-
-    On a terminal, arrow keys bring back earlier lines.
-    """
+    """Yield the lines of a terminal or pipe; Ctrl-C at the prompt gives an empty line."""
     if not sys.stdin.isatty():
         yield from sys.stdin
         return
@@ -115,18 +107,7 @@ def typed_lines(prompt: str) -> Iterator[str]:
 
 @dataclass
 class Talk:
-    """A conversation whose turns keep their KV in a session: it takes lines, and prints what comes
-    of them.
-
-    Args:
-        console: Where it is printed.
-        answerer: Who answers.
-        library: The index that chunks are retrieved from.
-        how: The options of the next answer; they name the session, for a model that has a chat
-            template.
-        answer: The last answer; None before the first.
-        failed: How many lines failed.
-    """
+    """A conversation with its session: takes lines, prints answers, and counts failures."""
 
     console: Console
     answerer: Answerer

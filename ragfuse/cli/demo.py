@@ -32,17 +32,14 @@ def demo(
         Path, typer.Option("--out", help="JSON report to write, with a PNG beside it.")
     ] = Path("demo-report.json"),
 ) -> None:
-    """Ask real questions over real documents through a LangChain chain: full prefill and ragfuse
-    side by side.
-    """
+    """Compare full prefill and ragfuse on real questions, asked through a LangChain chain."""
     say(console, "This takes some minutes. Loading libraries and the model ...")
     missing = [name for name in DEMO_NEEDS if find_spec(name) is None]
     if missing:
         wanted = "pip install 'ragfuse-kv[demo]' langchain-ragfuse"
         raise InputError(f"The demo needs more packages ({', '.join(missing)}): {wanted}")
-    from ragfuse.demo.picture import draw
     from ragfuse.demo.run import run
-    from ragfuse.demo.show import summary_text
+    from ragfuse.demo.show import draw, summary_text
 
     settings = settings.model_copy(update={"store": settings.home / "demo-store"})
     picture = out.with_suffix(".png")

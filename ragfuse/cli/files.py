@@ -69,9 +69,7 @@ def is_in(source: str, paths: Sequence[Path]) -> bool:
 
 
 def _inside(root: Path) -> Iterator[Path]:
-    """Yield the files in a folder that are not hidden, in order; warn of folders that cannot be
-    read.
-    """
+    """Yield the visible files in a folder, in order; warn of folders that cannot be read."""
 
     def fail(error: OSError) -> None:
         log.warning("'%s' cannot be read (%s): it is left out.", error.filename, error.strerror)
@@ -82,9 +80,7 @@ def _inside(root: Path) -> Iterator[Path]:
 
 
 def encoding_of(data: bytes) -> str:
-    """Return the encoding of a text file: UTF-16 with its byte order mark, else UTF-8, else
-    Windows-1252 or Latin-1.
-    """
+    """Return a text file's encoding: UTF-16 by its mark, UTF-8, Windows-1252 or Latin-1."""
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "utf-16"
     for encoding in ("utf-8-sig", "cp1252"):
@@ -145,9 +141,7 @@ def _read(file: Path, suffix: str) -> Iterator[str]:
 
 
 def _paragraphs(root: ElementTree.Element) -> str:
-    """Return the text by Word's own tags, a line for each paragraph; fallbacks for older programs
-    are skipped.
-    """
+    """Return the text by Word's tags, a line for each paragraph, without fallbacks."""
     for node in list(root.iter()):
         for child in list(node):
             if child.tag.endswith("}Fallback"):

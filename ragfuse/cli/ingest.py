@@ -55,11 +55,10 @@ def ingest(
     ] = None,
     ray_cpus: RayCPUs = None,
 ) -> dict[str, Any]:
-    """Split documents into chunks, index them, and compute each chunk's KV. After an interruption,
-    run it again.
+    """Split documents into chunks, index them, and compute each chunk's KV.
 
-    When the same paths are ingested again, only new text is embedded and encoded, and text that is
-    gone from them is deleted from index and store.
+    Run it again after an interruption or a change: only new text is embedded and encoded, and text
+    that is gone from these paths is deleted from index and store.
     """
     from ragfuse.cli.library import Library
 
@@ -101,7 +100,7 @@ def split_documents(
     Raises:
         InputError: A path is not there, or no file holds text.
     """
-    from ragfuse.text.splits import split_text
+    from ragfuse.text.file_texts import split_text
 
     files, chunks = find_files(paths, known), list[tuple[str, str]]()
     skipped = list[tuple[str, str]]()
@@ -127,9 +126,7 @@ def split_documents(
 
 
 def encode(engine: Engine, chunks: Chunks, console: Console) -> Mapping[str, Any]:
-    """Compute the KV of all chunks and of the prompt's prefix, and write it to the store, with a
-    progress bar.
-    """
+    """Compute and store the KV of all chunks and of the prompt's prefix."""
     from ragfuse.cli.prompts import prefix_of
 
     refusal = engine.model.profile.refusal

@@ -1,9 +1,4 @@
-"""The command line's search index: documents split, embedded and indexed by LangChain, without any
-KV.
-
-An index is one file with the FAISS index and the texts. It is replaced as a whole, so readers see
-it before or after an ingest.
-"""
+"""The document index: one file of vectors and texts, replaced as a whole."""
 
 from __future__ import annotations
 
@@ -115,11 +110,7 @@ class Library:
             )
 
     def search(self, question: str) -> list[tuple[str, str]]:
-        """Return (text, source) of the chunks that are nearest to a question, `top_k` of the
-        settings at most.
-
-        A text that several documents have is found once.
-        """
+        """Return (text, source) of the `top_k` chunks nearest to a question, each text once."""
         saved, chunks = self._read()
         if not chunks:
             return []
@@ -142,9 +133,7 @@ class Library:
             )
 
     def _read(self) -> tuple[Any, list[tuple[str, str, str]]]:
-        """Return the FAISS index, serialised, and (id, text, source) of each chunk; None and [] for
-        a new index.
-        """
+        """Return the serialised FAISS index and (id, text, source) of each chunk."""
         if not self.file.exists():
             return None, []
         try:

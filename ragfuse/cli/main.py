@@ -1,6 +1,4 @@
-"""The `ragfuse` command: its subcommands, and errors as one readable line instead of a
-traceback.
-"""
+"""The `ragfuse` command: its subcommands, and errors as one line without a traceback."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ from typer.core import TyperGroup
 from ragfuse.cli import (
     adapt,
     ask,
+    calibrate,
     chat,
-    checks,
     demo,
     doctor,
     ingest,
@@ -94,8 +92,8 @@ app.command("ingest")(ingest.ingest)
 app.command("ask")(ask.ask)
 app.command("chat")(chat.chat)
 app.command("measure")(measure.measure)
-app.command("verify")(checks.verify_model)
-app.command("calibrate")(checks.calibrate_model)
+app.command("verify")(calibrate.verify_model)
+app.command("calibrate")(calibrate.calibrate_model)
 app.command("adapt")(adapt.adapt_model)
 app.command("serve")(serve.serve)
 app.command("doctor")(doctor.doctor)

@@ -14,9 +14,7 @@ from ragfuse.settings import Settings
 
 @screen(*ENGINE, "tiers")
 def measure(console: Console, settings: Settings) -> dict[str, Any]:
-    """Time this machine with this model and each tier. By these times ragfuse decides what to read
-    and what to compute.
-    """
+    """Time this machine with this model and each tier, to plan what is read or computed."""
     with loaded_engine(settings, console) as engine:
         with progress_bar(console, "measuring") as report:
             machine = engine.timings.measure(

@@ -13,10 +13,7 @@ from ragfuse.settings import Settings
 
 models = typer.Typer(
     no_args_is_help=True,
-    help=(
-        "The embedded models: LLMs and embedders that come in Python packages, without a download"
-        " from a hub."
-    ),
+    help=("Embedded models: LLMs and embedders that come in Python packages, without a download."),
 )
 
 

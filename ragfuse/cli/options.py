@@ -21,9 +21,7 @@ ENGINE = ("model", "dtype", "device", "model_kwargs", "store")
 
 
 def option(flag: str, text: str, default: str | bool = True, **more: Any) -> Any:
-    """Return an option with its help and the default that `--help` shows (True: the parameter's own
-    value).
-    """
+    """Return an option with its help and the default shown; True: the parameter's own."""
     return typer.Option(flag, help=text, show_default=default, **more)
 
 
@@ -177,9 +175,7 @@ def console_for(json_target: Path | None) -> Console:
 
 
 def require_writable(*targets: Path | None) -> None:
-    """Raise InputError for a file that cannot be written, before hours of work for it; None is
-    skipped.
-    """
+    """Raise InputError if a file cannot be written, before hours of work; None is skipped."""
     for target in targets:
         if target is not None and (
             target.is_dir() or not os.access(target.expanduser().parent, os.W_OK)

@@ -1,6 +1,4 @@
-"""The command line's prompt: an instruction, the chunks, the question. All prompts share the text
-before the chunks.
-"""
+"""The prompt of all commands: an instruction, the chunks, the question."""
 
 from __future__ import annotations
 

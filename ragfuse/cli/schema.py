@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ragfuse.cli.engine import loaded_engine
-from ragfuse.cli.open_store import open_kv
+from ragfuse.cli.engine import loaded_engine, open_kv
 from ragfuse.cli.options import ENGINE, screen
 from ragfuse.cli.show import counted, plain, progress_bar, say, short, show_table, when
 from ragfuse.schemas.pml import read_schema
@@ -19,7 +18,7 @@ from ragfuse.types.sizes import size_text
 schema = typer.Typer(
     no_args_is_help=True,
     help=(
-        "Look after schemas in PML (Prompt Markup Language): texts in modules, which prompts import"
+        "Manage schemas in PML (Prompt Markup Language): texts in modules, which prompts import"
         " (`ragfuse ask --pml FILE`).\n\nIf a salt is set (RAGFUSE_SALT), these are the schemas of"
         " its tenant."
     ),
@@ -33,9 +32,7 @@ def add(
     settings: Settings,
     file: Annotated[Path, typer.Argument(help="A schema in PML.")],
 ) -> dict[str, Any]:
-    """Register a schema and compute the KV of its modules; for an edited schema, only of modules
-    that changed.
-    """
+    """Register a schema and compute its modules' KV; of an edited one, only what changed."""
     read_schema(file)
     with loaded_engine(settings, console) as engine:
         with progress_bar(console, "encoding") as report:
@@ -133,9 +130,7 @@ def rm(
         str, typer.Argument(help="Name of the schema, as `ragfuse schema ls` shows it.")
     ],
 ) -> dict[str, Any]:
-    """Remove a schema, and its KV in every tier unless another schema uses it. The PML
-    file is not deleted.
-    """
+    """Remove a schema and the KV that no other schema uses. The PML file is not deleted."""
     with open_kv(settings, console) as kept:
         nbytes = kept.schemas.remove(name)
     say(console, f"Removed '{plain(name)}' and {size_text(nbytes)} of KV.")

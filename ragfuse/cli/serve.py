@@ -45,9 +45,7 @@ def serve(
     ] = "1",
     ray_cpus: RayCPUs = None,
 ) -> None:
-    """Serve OpenAI's API over HTTP until SIGTERM or Ctrl-C, then finish running answers and pending
-    writes.
-    """
+    """Serve OpenAI's API until SIGTERM or Ctrl-C, then finish answers and writes."""
     settings = settings.usable()
     import fastapi  # noqa: F401 - what is missing is told before the model is prepared
     import uvicorn  # noqa: F401
@@ -104,9 +102,7 @@ def serve(
 
 
 def _say(console: Console, line: str) -> None:
-    """Print a line of a server that stops. One that nobody can read any more must not keep it from
-    saving.
-    """
+    """Print a line of a server that stops; a closed terminal must not keep it from saving."""
     # rich ends the program where a pipe is broken
     with contextlib.suppress(OSError, ValueError, SystemExit):
         say(console, line)

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ragfuse.cli.open_store import confirm, open_kv
+from ragfuse.cli.engine import confirm, open_kv
 from ragfuse.cli.options import Yes, screen
 from ragfuse.cli.show import counted, plain, say, show_table, when
 from ragfuse.settings import Settings
@@ -17,7 +17,7 @@ from ragfuse.types.sizes import size_text
 sessions = typer.Typer(
     no_args_is_help=True,
     help=(
-        "Look after stored conversations (`ragfuse chat --session`, `ragfuse ask --session`).\n\nIf"
+        "Manage stored conversations (`ragfuse chat --session`, `ragfuse ask --session`).\n\nIf"
         " a salt is set (RAGFUSE_SALT), commands apply to the sessions of its tenant, else to those"
         " of all tenants. Running processes keep what they hold in memory."
     ),
@@ -54,9 +54,7 @@ def ls(console: Console, settings: Settings) -> dict[str, Any]:
 @sessions.command("show")
 @screen("store")
 def show(console: Console, settings: Settings, name: Name) -> dict[str, Any]:
-    """Show the messages of a session; --json has its tokens and keys as well. For its KV: `ragfuse
-    store export`.
-    """
+    """Show a session's messages; --json adds tokens and keys. For KV: `ragfuse store export`."""
     with open_kv(settings, console) as kept:
         session, payload = kept.sessions.show(name), kept.sessions.export(name)
     for message in session.messages:

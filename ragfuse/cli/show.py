@@ -1,6 +1,4 @@
-"""Output on a terminal: tables, progress, streamed text, and the trace of an answer with the prompt
-as a strip.
-"""
+"""Output on a terminal: tables, progress, streamed text, and the trace of an answer."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ def say(console: Console, text: str, style: str = "") -> None:
 
 
 def show_table(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows as a table: numbers stand right, `nbytes` is shown as a size, and texts have no
-    control characters.
-    """
+    """Print rows as a table: numbers to the right, `nbytes` as a size."""
     table = Table(box=None, pad_edge=False)
     for name, value in next(iter(rows), {}).items():
         heading = "size" if name == "nbytes" else name
@@ -65,13 +61,7 @@ def _cell(name: str, value: Any) -> Text:
 
 @contextmanager
 def progress_bar(console: Console, label: str, stopped: str = "") -> Iterator[Callable[..., None]]:
-    """Yield a function (done, total, what) that updates a progress bar.
-
-    Args:
-        console: Where it is shown.
-        label: What is being done, until `what` says it more exactly.
-        stopped: What Ctrl-C says of the work's state.
-    """
+    """Yield a function (done, total, what) that updates a bar; `stopped` is told at Ctrl-C."""
     with progress(console) as bar:
         task = bar.add_task(label, total=None)
 
@@ -116,9 +106,7 @@ def show_trace(console: Console, trace: Trace) -> None:
 
 
 def strip(trace: Trace, width: int) -> Text:
-    """Return the prompt as a strip, in colours and shades: what was reused, what was recomputed,
-    what was computed.
-    """
+    """Return the prompt as a coloured strip: reused, recomputed, computed."""
     recomputed = set(trace.recomputed_rows)
     cached = [s for s in trace.segments if s.hit]
     text = Text()
@@ -153,9 +141,7 @@ def when(seconds: float) -> str:
 
 
 def listed(sources: Iterable[str]) -> str:
-    """Return the names of documents in a list, `NAMED` of them at most, such as "a.txt, b.txt and 7
-    more".
-    """
+    """Return at most `NAMED` document names, such as "a.txt, b.txt and 7 more"."""
     names = list(dict.fromkeys(plain(Path(source).name) for source in sources if Path(source).name))
     return ", ".join(names[:NAMED]) + (
         f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ragfuse.cli.open_store import confirm, open_kv
+from ragfuse.cli.engine import confirm, open_kv
 from ragfuse.cli.options import Yes, option, screen
 from ragfuse.cli.show import counted, plain, progress_bar, say, short, show_table, when
 from ragfuse.errors import InputError, StoreError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 store = typer.Typer(
     no_args_is_help=True,
     help=(
-        "Look after the stored KV, without loading a model.\n\nChanges take effect at once in all"
+        "Manage stored KV, without loading a model.\n\nChanges take effect at once in all"
         " processes, except for KV that they hold in memory. If a salt is set (RAGFUSE_SALT), ls,"
         " rm, pin and export apply to its tenant unless --tenant names another; without a salt, to"
         " all tenants. gc and import apply to the whole store."
@@ -79,11 +79,10 @@ def ls(
     ] = 50,
     **conditions: Any,
 ) -> dict[str, Any]:
-    """List entries with tier, size and hits, and totals per tier and tenant. --json lists all,
-    with their texts.
+    """List entries, and totals per tier and tenant. --json has all entries, with their texts.
 
-    A star marks what is pinned. An entry was encoded "alone" (exact where a prompt begins with it),
-    as a "prefix" (exact after the same tokens), or after "filler" text (close, not exact).
+    A star marks pinned entries. "encoded" is what stood before a chunk: nothing ("alone": exact at
+    the start of a prompt), a "prefix" (exact after the same tokens), or "filler" text (close).
     """
     with _selected(settings, console, conditions) as (kept, entry_filter, rows):
         from ragfuse.store.tier import totals
@@ -190,12 +189,11 @@ def export(
     yes: Yes = False,
     **conditions: Any,
 ) -> tuple[dict[str, Any], bool]:
-    """Write chunks to an archive: those selected, or all (of the tenant whose salt is set, if any).
+    """Write the selected chunks to an archive; without a selection all, of the tenant whose salt is
+    set, if any. Anyone who has the file can read the texts in it.
 
-    Anyone who has the file can read the texts in it.
-
-    Exit status 1 if some chunks are missing from it, and an existing file is then left unchanged;
-    or if a tier does not answer: then nothing is written, unless --tier names another.
+    Exit status 1 if a chunk could not be read: an existing file is then left unchanged. Also if a
+    tier does not answer: then nothing is written, unless --tier names another.
     """
     from ragfuse.store import archive
 
@@ -283,9 +281,7 @@ def _require_choice(conditions: dict[str, Any], all_: bool, verb: str) -> None:
 def _selected(
     settings: Settings, console: Console, conditions: dict[str, Any], whole: bool = False
 ) -> Iterator[tuple[OpenStore, EntryFilter, list[EntryRow]]]:
-    """Open the store, and select entries by the options: of one tenant if a salt is set and they
-    name none. Print which tiers do not answer; with `whole`, that is a StoreError.
-    """
+    """Open the store and select entries; name silent tiers, or fail for them with `whole`."""
     with open_kv(settings, console) as kept:
         from ragfuse.cli.entries import EntryFilter
         from ragfuse.store.deletion import unanswered

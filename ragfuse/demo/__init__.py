@@ -1,7 +1,4 @@
-"""The demo's documents, and its questions with known answers.
-
-These are data and their loaders; `demo/run.py` splits the documents, loads the model and asks.
-"""
+"""The demo's documents, and its questions with known answers."""
 
 from __future__ import annotations
 
@@ -10,13 +7,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ragfuse.calibration.prompts import PROMPT_TEXTS
+from ragfuse.calibration.case import PROMPT_TEXTS
 
 
 def corpus_path() -> Path:
-    """Return the folder of the articles, one Markdown file each; ATTRIBUTION.md has their origin
-    and licence.
-    """
+    """Return the folder of the articles (Markdown); ATTRIBUTION.md has their licence."""
     return Path(str(files(__name__))) / "corpus"
 
 

@@ -15,13 +15,13 @@ from typing import Any
 
 from rich.console import Console
 
-from ragfuse.calibration.metrics import is_right
+from ragfuse.calibration.case import is_right
 from ragfuse.demo import corpus_path, questions
 from ragfuse.demo.show import question_text
 from ragfuse.engine.engine import Engine, Ingested
 from ragfuse.models import quietly, resolve_embedder
 from ragfuse.telemetry.progress import progress
-from ragfuse.text.splits import split_text
+from ragfuse.text.file_texts import split_text
 from ragfuse.types.sizes import duration_text, size_text
 
 DEMO_ANSWER_TOKENS = 24
@@ -47,9 +47,7 @@ store before.
 
 
 def run(engine: Engine, console: Console) -> dict[str, Any]:
-    """Ingest the corpus, ask all questions, and return the report, which becomes
-    demo-report.json.
-    """
+    """Ingest the corpus, ask all questions, and return the report."""
     data, say = questions(), partial(console.print, highlight=False, markup=False, soft_wrap=True)
     short = Demo(engine, data["template"], CHUNK_TOKENS)
     n_articles = len({source for _, source in short.texts})
@@ -103,13 +101,7 @@ def report(
 
 
 class Demo:
-    """The demo's chain over chunks of one size.
-
-    Args:
-        engine: The engine.
-        template: The texts of the prompt by role.
-        chunk_tokens: Most tokens of a chunk.
-    """
+    """The demo's chain over chunks of one size."""
 
     def __init__(self, engine: Engine, template: dict[str, str], chunk_tokens: int) -> None:
         from langchain_core.prompts import ChatPromptTemplate
@@ -138,11 +130,7 @@ class Demo:
         self.chain = inputs | self.prompt
 
     def ingest(self, asked: Sequence[str], what: str, console: Console) -> Ingested:
-        """Compute the KV of the chunks that questions find, and have what an earlier run stored in
-        memory, too.
-
-        KV of the other chunks would only delay the first question.
-        """
+        """Compute the KV of the chunks that questions find, and load stored KV into memory."""
         with console.status("searching"):
             found = {
                 each.page_content for question in asked for each in self.retriever.invoke(question)
@@ -158,19 +146,13 @@ class Demo:
         return done
 
     def warm_up(self) -> None:
-        """Answer a question both ways, unmeasured, so that first-call costs of the process are not
-        measured.
-
-        What it leaves to encode is waited for, as somebody who reads an answer does.
-        """
+        """Answer a question both ways, unmeasured, and wait for what it encodes."""
         for reuse in (False, True):
             self._invoke(WARM_UP, reuse)
         self.engine.flush()
 
     def ask(self, question: str, golds: Sequence[str]) -> dict[str, Any]:
-        """Answer a question both ways, and return both answers, their times to the first token and
-        what was reused, in plain JSON types.
-        """
+        """Answer a question both ways; return both answers, TTFT and reuse as JSON types."""
         full, fused = (self._invoke(question, reuse) for reuse in (False, True))
         trace = fused.response_metadata["ragfuse"]
         full_s, fused_s = full.response_metadata["ragfuse"]["ttft_s"], trace["ttft_s"]

@@ -23,7 +23,13 @@ from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.errors import InputError, PMLError
 from ragfuse.process.shared import LRU
 from ragfuse.schemas.bind import bind
-from ragfuse.schemas.layout import NO_WRAPPING, SchemaLayout, Wrapping, lay_out
+from ragfuse.schemas.layout import (
+    NO_WRAPPING,
+    SchemaLayout,
+    Wrapping,
+    lay_out,
+    wrapping_of,
+)
 from ragfuse.schemas.nodes import (
     Item,
     Module,
@@ -34,10 +40,8 @@ from ragfuse.schemas.nodes import (
     has_messages,
     inner,
 )
-from ragfuse.schemas.pml import parse_schema, read_schema
-from ragfuse.schemas.pml_writer import to_pml
+from ragfuse.schemas.pml import parse_schema, read_schema, to_pml
 from ragfuse.schemas.registry import SchemaRegistry, StoredSchema
-from ragfuse.schemas.wrap_probe import wrapping_of
 from ragfuse.types.answer import Ingested
 from ragfuse.types.prompt import Prompt
 

@@ -22,8 +22,7 @@ from ragfuse.process.shared import OneProcess, shared
 from ragfuse.remote.connection import LOCAL, Connection, ServerAddress
 from ragfuse.remote.request_body import encoded, prompt_for, request_of
 from ragfuse.schemas.nodes import Schema
-from ragfuse.schemas.pml import parse_schema
-from ragfuse.schemas.pml_writer import to_pml
+from ragfuse.schemas.pml import parse_schema, to_pml
 from ragfuse.types.answer import Answer, Ingested, ModelCard, Thought, ToolCall, Trace
 from ragfuse.types.arguments import checks_arguments
 

@@ -8,7 +8,7 @@ from typing import Any
 from ragfuse.engine.ask import SAMPLING, Ask, Question, is_ids, messages_of
 from ragfuse.errors import InputError
 from ragfuse.schemas.nodes import PMLPrompt
-from ragfuse.schemas.pml_writer import to_pml
+from ragfuse.schemas.pml import to_pml
 from ragfuse.text.chat_messages import ChatMessage, Piece
 from ragfuse.types.grammar import Grammar
 from ragfuse.types.prompt import MAX_RETRIEVED, MAX_TITLE_CHARS

@@ -38,9 +38,7 @@ from ragfuse.types.keys import ChunkKey, Kind
 from ragfuse.types.prompt import Prompt, Segment
 
 KeyOf = Callable[[SchemaRun], ChunkKey]
-"""Returns the key of a run's KV, encoded alone at its own positions; `ChunkKey.layout` is
-`SchemaRun.layout`.
-"""
+"""Returns the key of a run's KV; `ChunkKey.layout` is `SchemaRun.layout`."""
 Items = tuple[PromptItem, ...]
 
 
@@ -131,9 +129,7 @@ class _Free:
 
 
 def _sources(layout: SchemaLayout, imports: Mapping[str, SourcePosition]) -> dict[str, SchemaRun]:
-    """Return the run that each module is reused from; a scaffold with all members imported comes
-    first (3.3).
-    """
+    """Return the run to reuse for each module; complete scaffolds come first (3.3)."""
     imported, found = {"", *imports}, dict[str, SchemaRun]()
     for run in layout.scaffolds:
         if imported.issuperset(run.members) and not any(path in found for path in run.members):
@@ -151,9 +147,7 @@ def _sources(layout: SchemaLayout, imports: Mapping[str, SourcePosition]) -> dic
 
 
 def _ending(request: PMLPrompt, layout: SchemaLayout, encode: Encode) -> tuple[int, ...]:
-    """Return the ids of the generation prompt; none if the prompt has no messages or begins the
-    answer itself.
-    """
+    """Return the generation prompt's ids; none without messages or with an open answer."""
     roles = [item.role if isinstance(item, Role) else "" for item in _stripped(request.items)]
     if roles[-1:] == ["assistant"] or not (any(roles) or has_messages(layout.schema.items)):
         return ()
@@ -215,9 +209,7 @@ class _Placing:
         args: tuple[tuple[str, str], ...],
         at: SourcePosition,
     ) -> None:
-        """Place a module with everything that the items of a prompt import in it, and their texts,
-        in order.
-        """
+        """Place a module, and in order what the prompt's items import or add in it."""
         items, arguments = _stripped(items), self._arguments(place, args, at)
         last_import = max(
             (i for i, item in enumerate(items) if isinstance(item, Import)), default=-1
@@ -276,9 +268,7 @@ class _Placing:
         return found
 
     def _free(self, item: TextNode | Role, is_last: bool) -> _Free | None:
-        """Return the tokens of a text; None for white space. An assistant's message at the end is
-        left open.
-        """
+        """Return a text's tokens; None for white space. A last assistant message stays open."""
         if isinstance(item, TextNode):
             return (
                 _Free(tuple(self.encode(item.text, False)), item.at) if item.text.strip() else None
@@ -312,9 +302,7 @@ class _Placing:
         self.cursor = part.stop + self.moved
 
     def _make_room(self, start: int) -> None:
-        """Shift the following positions if text already stands at `start`; PMLError if the model's
-        KV cannot be moved.
-        """
+        """Shift what follows if text stands at `start`; PMLError if KV cannot be moved."""
         overlap = self.cursor - start - self.moved
         if overlap <= 0:
             return
@@ -338,9 +326,7 @@ class _Placing:
             self.pieces.append(piece)
 
     def prompt(self, at: SourcePosition, others: tuple[ChunkKey, ...]) -> Prompt:
-        """Return the Prompt. If its last piece is cached, its last token is made fresh: something
-        must be computed.
-        """
+        """Return the Prompt. Its last token is always computed."""
         if not self.pieces:
             raise at.error("an empty prompt", "text, or a module that has text")
         last = self.pieces[-1]

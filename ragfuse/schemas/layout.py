@@ -1,11 +1,10 @@
 """The token layout of a schema: the position of every token, and which tokens are encoded together
-(Prompt Cache 3.3).
+(Prompt Cache 3.3); and what a chat template writes around messages.
 
-A module's own text is one run of tokens, with gaps in its positions where nested modules and unions
-stand; these are runs of their own. The schema's own text is a run, too, and always imported. The
-modules of a union begin at the same position and take the room of the longest; a parameter takes
-`len` positions. `schemas/bind.py` makes prompts from a layout. This module knows no model and
-encodes nothing.
+A module's own text is one run of tokens, with gaps in its positions for nested modules and unions,
+which are runs of their own. The schema's own text is a run, too, and always imported. The modules
+of a union begin at the same position and take the room of the longest; a parameter takes `len`
+positions. This module knows no model and encodes nothing.
 """
 
 from __future__ import annotations
@@ -67,9 +66,7 @@ NO_WRAPPING = Wrapping()
 
 @dataclass(frozen=True, slots=True)
 class TokenRange:
-    """Tokens at consecutive positions from `start`: text of the module `owner`, or placeholders of
-    its `param`.
-    """
+    """Consecutive positions from `start`: text of `owner`, or placeholders of its `param`."""
 
     owner: str
     start: int
@@ -298,9 +295,7 @@ class _Builder:
     def run(
         self, paths: tuple[str, ...], places: Mapping[str, ModulePosition], at: SourcePosition
     ) -> SchemaRun:
-        """Return the run of these modules' own text; PMLError if it is empty or all runs have too
-        many tokens.
-        """
+        """Return the run of these modules' own text; PMLError if empty or over the limit."""
         ranges = [each for path in paths for each in places[path].ranges]
         if not ranges:
             raise at.error("a scaffold whose modules have no text", "at least one that has text")
@@ -315,11 +310,7 @@ class _Builder:
     def _flat(
         self, items: Sequence[Item], in_message: bool
     ) -> Iterator[tuple[Param | Module | Union | tuple[int, ...], bool]]:
-        """Yield (item or ids of text, whether it is in a message), with messages replaced by what
-        they hold.
-
-        White space between messages is dropped, because the template decides what stands there.
-        """
+        """Yield (item or ids, is in a message) without white space between messages."""
         for i, item in enumerate(items):
             if isinstance(item, Role):
                 if in_message:
@@ -358,9 +349,7 @@ class _Builder:
         return [replace(place, is_default=place.name == item.scaffold) for place in places]
 
     def _stand_in(self, param: Param) -> tuple[int, ...]:
-        """Return the ids that fill a parameter while its module is encoded: its scaffold, then
-        placeholders.
-        """
+        """Return the ids that fill a parameter in its module: scaffold, then placeholders."""
         if param.length < 1 or param.name == "schema":
             raise param.at.error(
                 f"parameter '{param.name}' of {param.length} tokens", "1 or more, and another name"
@@ -376,10 +365,7 @@ class _Builder:
 
 
 def opened(encode: Encode, before: str) -> tuple[int, ...]:
-    """Return the ids of what a template writes before a text.
-
-    They end with a space if the tokenizer puts one after every control token, as some do.
-    """
+    """Return the ids before a text, with the space that some tokenizers add."""
     ids, letter = tuple(encode(before, True)), "a"
     together, space = tuple(encode(before + letter, True)), tuple(encode(" ", False))
     is_put = together != (*ids, *encode(letter, False)) and together == (
@@ -461,3 +447,51 @@ def outline(layout: SchemaLayout, nbytes_per_token: int) -> list[dict[str, Any]]
         }
         for path, place in layout.places.items()
     ]
+
+
+RenderMessages = Callable[[list[dict[str, str]], bool], str]
+"""Renders messages, with the generation prompt if the second argument is True; may raise."""
+
+
+def wrapping_of(render: RenderMessages, bos: str = "") -> tuple[str, Wrapping]:
+    """Return what a template writes before and around messages; nothing if that is unknown."""
+    try:
+        return _probed(render, bos)
+    except Exception:  # a template may raise anything
+        return "", NO_WRAPPING
+
+
+def _probed(render: RenderMessages, bos: str) -> tuple[str, Wrapping]:
+    head, after = _between(render, ["user"])
+    with_prompt = _between(render, ["user"], ask=True)[1]
+    _, to_answer, to_user, _, end = _between(render, ["user", "assistant", "user", "assistant"])
+    ask = with_prompt.removeprefix(after) if with_prompt.startswith(after) else with_prompt
+    if not to_answer.startswith(after):
+        after = to_answer.removesuffix(ask)
+    if end and to_user.startswith(end):
+        before_user = to_user[len(end) :]
+    else:  # what both end with
+        ends = (head[at:] for at in range(len(head) + 1))
+        before_user = next(each for each in ends if to_user.endswith(each))
+    assistant = to_answer.removeprefix(after), to_user.removesuffix(before_user)
+    try:
+        first, behind, _ = _between(render, ["system", "user"])
+    except Exception:  # the template takes no system messages: wrap them like a user's
+        first, behind = head, after + before_user
+    prefix = bos if bos and first.startswith(bos) and not before_user.startswith(bos) else ""
+    system = first.removeprefix(prefix), behind.removesuffix(before_user)
+    return prefix, Wrapping(system, (before_user, after), assistant, ask)
+
+
+def _between(render: RenderMessages, roles: Sequence[str], ask: bool = False) -> list[str]:
+    """Return the text around messages of these roles; ValueError if one is missing."""
+    marks = [f"probed-{at}-{role}" for at, role in enumerate(roles)]
+    text = render(
+        [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)], ask
+    )
+    found = []
+    for mark in marks:
+        at = text.index(mark)
+        found.append(text[:at])
+        text = text[at + len(mark) :]
+    return [*found, text]

@@ -28,9 +28,7 @@ class SourcePosition:
     column: int = 0
 
     def error(self, found: str, wanted: str, advice: str = "") -> PMLError:
-        """Return a PMLError at this place: what was found there, what was wanted instead, and what
-        to do.
-        """
+        """Return a PMLError at this place: what was found, what was wanted, what to do."""
         return PMLError(found, wanted, self.file, self.line, self.column, advice)
 
 
@@ -47,10 +45,7 @@ class TextNode:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter: space for an argument of at most `length` tokens.
-
-    `scaffold` is the text that fills the space while the module is encoded.
-    """
+    """A parameter: at most `length` tokens, filled by `scaffold` while encoded."""
 
     name: str
     length: int
@@ -111,9 +106,7 @@ class Scaffold:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """A whole schema: its items in order. Text outside of modules forms a module that is always
-    imported.
-    """
+    """A schema: its items. Text outside of modules is always imported."""
 
     name: str
     items: tuple[Item, ...] = ()
@@ -166,9 +159,7 @@ class PMLPrompt:
 
 
 def inner(items: tuple[Item, ...]) -> Iterator[Item]:
-    """Yield all items of one scope, including those in messages and unions, but not those inside
-    modules.
-    """
+    """Yield all items of one scope, with those in messages and unions."""
     for item in items:
         yield item
         if isinstance(item, Role):

@@ -1,9 +1,8 @@
-"""The parser of PML, the Prompt Markup Language of schemas and prompts (Prompt Cache 3.2).
+"""PML, the Prompt Markup Language of schemas and prompts (Prompt Cache 3.2): its parser and writer.
 
-Errors carry file, line and column. The XML is read by expat of the standard library. DTDs are
-rejected, so only the five predefined and numeric entities exist and nothing is fetched, and the
-depth is limited. White space is kept as text; comments are dropped. `schemas/layout.py` assigns
-token positions and checks that names are unique.
+Errors carry file, line and column. DTDs are rejected, so that nothing is fetched, and the depth is
+limited. White space is kept as text; comments are dropped. `schemas/layout.py` assigns token
+positions and checks that names are unique.
 """
 
 from __future__ import annotations
@@ -16,10 +15,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 from xml.parsers import expat
+from xml.sax.saxutils import escape, quoteattr
 
 from ragfuse.errors import PMLError
 from ragfuse.schemas.nodes import (
     Import,
+    Item,
     Module,
     Param,
     PMLPrompt,
@@ -52,9 +53,7 @@ _SCHEMA: Mapping[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = MappingPro
         **dict.fromkeys(PML_ROLES, (_PARTS, "", ())),
     }
 )
-"""The elements of a schema: the elements inside it, the attribute that it needs, and further
-attributes.
-"""
+"""A schema's elements: the elements inside, the needed attribute, further attributes."""
 PML_TAGS = frozenset({"prompt", *_SCHEMA})
 """Reserved tags, which cannot be names of modules."""
 
@@ -126,9 +125,7 @@ def _only(kind: type[Root], found: Schema | PMLPrompt) -> Root:
 
 
 def is_name(name: str) -> bool:
-    """Return whether a text is a valid name of a module or parameter, which prompts write as a tag
-    or attribute.
-    """
+    """Return whether a text is a valid name of a module or parameter."""
     return (
         len(name) <= MAX_MODULE_NAME_CHARS
         and (name[:1] + re.sub("[.-]", "", name[1:])).isidentifier()
@@ -136,9 +133,7 @@ def is_name(name: str) -> bool:
 
 
 def one_of(name: str, names: Iterable[str]) -> str:
-    """Return the valid names as text for an error message: those similar to `name`, else the first
-    eight.
-    """
+    """Return valid names for an error message: those similar to `name`, else eight."""
     known = sorted({each for each in names if each})
     shown = (
         difflib.get_close_matches(name[:MAX_MODULE_NAME_CHARS], known[:1000], 3, 0.6) or known[:8]
@@ -264,3 +259,52 @@ def _imports(element: _Element) -> tuple[PromptItem, ...]:
                 yield Import(child.tag, tuple(child.attributes.items()), _imports(child), child.at)
 
     return joined(found())
+
+
+NO_TEXT = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Characters that XML cannot represent."""
+
+
+def to_pml(node: Schema | PMLPrompt | Import | Scaffold | Item) -> str:
+    """Return a node as PML that parses to an equal one; U+FFFD replaces what XML cannot hold."""
+    return NO_TEXT.sub("\ufffd", whole_text(_written(node)))
+
+
+def _written(node: Any) -> str:
+    if isinstance(node, TextNode):
+        return escape(node.text, {"\r": "&#13;"})
+    tag, attributes, items = _parts_of(node)
+    given = (
+        attributes
+        if isinstance(node, Import | PMLPrompt)
+        else [pair for pair in attributes if pair[1]]
+    )
+    head = " ".join([tag, *(f"{name}={_quoted(value)}" for name, value in given)])
+    inside = "".join(map(_written, items))
+    return f"<{head}>{inside}</{tag}>" if inside else f"<{head}/>"
+
+
+def _parts_of(node: Any) -> tuple[str, Iterable[tuple[str, str]], Iterable[Any]]:
+    """Return the tag, attributes and items of a node."""
+    match node:
+        case Schema(name, items, scaffolds):
+            return "schema", [("name", name)], (*items, *scaffolds)
+        case Module(name, items, cache):
+            return "module", [("name", name), ("cache", "" if cache else "false")], items
+        case Union(modules, scaffold):
+            return "union", [("scaffold", scaffold)], modules
+        case Param(name, length, scaffold):
+            return "param", [("name", name), ("len", str(length)), ("scaffold", scaffold)], ()
+        case Scaffold(modules):
+            return "scaffold", [("modules", " ".join(modules))], ()
+        case Role(role, items):
+            return role, (), items
+        case Import(name, args, items):
+            return name, args, items
+        case PMLPrompt(schema, items, args):
+            return "prompt", [("schema", schema), *args], items
+    raise TypeError(f"{node!r} cannot be written as PML.")
+
+
+def _quoted(value: str) -> str:
+    return quoteattr(value, {"\n": "&#10;", "\r": "&#13;", "\t": "&#9;"})

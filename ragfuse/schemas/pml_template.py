@@ -1,9 +1,4 @@
-"""Prompts in PML (Prompt Cache) with variables, for programs that fill one template for every
-question.
-
-Schema and prompt are parsed before values are filled in, so a value is always text and never parsed
-as PML.
-"""
+"""PML prompts with variables; values are always text, never parsed as PML."""
 
 from __future__ import annotations
 
@@ -25,8 +20,7 @@ from ragfuse.schemas.nodes import (
     TextNode,
     inner,
 )
-from ragfuse.schemas.pml import is_name, read_prompt, read_schema
-from ragfuse.schemas.pml_writer import to_pml
+from ragfuse.schemas.pml import is_name, read_prompt, read_schema, to_pml
 from ragfuse.types.arguments import checks_arguments
 from ragfuse.types.keys import digest
 
@@ -203,9 +197,7 @@ def _parts(text: str, at: SourcePosition) -> list[tuple[str, str | None]]:
 
 
 def _changed(node: Any, change: Change) -> Any:
-    """Return a prompt or an item of it with `change` applied to its texts and to those of its
-    arguments.
-    """
+    """Return a prompt or item with `change` applied to its texts and arguments."""
     if isinstance(node, TextNode):
         return replace(node, text=change(node.text, node.at))
     if not isinstance(node, Role):

@@ -1,8 +1,4 @@
-"""The registered schemas of a tenant, stored in the catalog or, without one, in this process only.
-
-No model is needed. The keys of the KV that was encoded for a schema are stored with it, by model,
-so that the KV can be deleted with the schema.
-"""
+"""A tenant's schemas, in the catalog or this process, with the keys of their KV."""
 
 from __future__ import annotations
 
@@ -47,22 +43,13 @@ class StoredSchema:
         return self.encoded.get(model) == digest("schema", self.pml)
 
     def with_keys(self, model: str, keys: Sequence[str]) -> StoredSchema:
-        """Return a copy with keys added for one model. Keys of earlier versions of the text stay,
-        as their KV is still stored.
-        """
+        """Return a copy with more keys for one model; earlier versions' keys stay."""
         known = dict.fromkeys((*keys, *self.keys.get(model, ())))
         return replace(self, keys={**self.keys, model: list(known)})
 
 
 class SchemaRegistry:
-    """The registered schemas of a tenant. Threads and processes may share it; the last write of a
-    name wins.
-
-    Args:
-        store: Holds the KV.
-        catalog: Holds the schemas.
-        salt: Of the tenant.
-    """
+    """A tenant's registered schemas. Threads and processes may share it; the last write wins."""
 
     def __init__(self, store: KVStore, catalog: Catalog, salt: str = "") -> None:
         self._store, self._catalog = store, catalog
@@ -99,9 +86,7 @@ class SchemaRegistry:
             )
 
     def note(self, name: str, model: str, keys: Sequence[str]) -> None:
-        """Record keys of KV that may be encoded for a schema after an answer, so that it is deleted
-        with the schema.
-        """
+        """Record keys that may be encoded for a schema, to be deleted with it."""
         with self._lock:
             schema = self._get(name)
             if schema is not None:

@@ -28,7 +28,7 @@ from ragfuse.serve.service import Service
 from ragfuse.serve.stored import freed
 from ragfuse.serve.upload_text import PDF, text_of
 from ragfuse.store.deletion import leave_source
-from ragfuse.text.splits import split_text
+from ragfuse.text.file_texts import split_text
 from ragfuse.types.texts import whole_text
 
 MAX_LISTED = 100

@@ -35,19 +35,14 @@ Find = Callable[[Sequence[int]], Sequence[Match]]
 Given = tuple[int, int, tuple[int, ...]]
 """Characters lo:hi of a text whose ids are known, and these ids."""
 ALONE_CHARS = 1 << 15
-"""Prompts of at least this many characters are tokenised one at a time.
-
-One prompt already uses all cores, and several at once would block the interpreter for longer.
-"""
+"""Prompts of so many characters are tokenised one at a time; one already uses all cores."""
 
 
 class Tokenizer(Protocol):
     """The part of a model's tokenizer that building prompts needs (`hf.tokens.TextEncoder`)."""
 
     def control_spans(self, text: str) -> Sequence[Chars]:
-        """Return the characters lo:hi of everything in a text that would be tokenised as a control
-        token.
-        """
+        """Return the characters lo:hi of everything that would become a control token."""
         ...
 
     def read(
@@ -175,11 +170,7 @@ class Assembler:
         return rendered(write, messages, tools, self.tokenizer.control_spans)
 
     def _given(self, text: str, at: int, ids: tuple[int, ...]) -> Iterator[Given]:
-        """Yield the characters of an answer at `at` whose ids are known, and those ids, if they
-        read as the text does.
-
-        Ids of white space at their ends are left out where the text does not have it.
-        """
+        """Yield known characters of an answer at `at` with their ids, if both read alike."""
         is_space = [not self.tokenizer.decode([id]).strip() for id in ids]
         if all(is_space):
             return
@@ -194,14 +185,7 @@ class Assembler:
     def _of(
         self, found: Rendered, question: Chars, given: Sequence[Given], bos: Sequence[int] = ()
     ) -> Prompt:
-        """Tokenise a rendered text into a Prompt.
-
-        Args:
-            found: The text.
-            question: Characters of the last message if it is a user's, else (0, 0).
-            given: Answers whose ids are known.
-            bos: Ids before the text.
-        """
+        """Tokenise a rendered text into a Prompt; `given` are answers whose ids are known."""
         with ALL_CORES if len(found.text) >= ALONE_CHARS else nullcontext():
             own, chars = self.tokenizer.read(found.text, found.bare, given)
         ids, offsets = (*bos, *own), [*[(0, 0)] * len(bos), *chars]
@@ -240,9 +224,7 @@ class Assembler:
     def _segments(
         self, ids: tuple[int, ...], documents: Sequence[tuple[int, int, str]]
     ) -> Iterator[Segment]:
-        """Yield segments without positions yet: the prefix if there is one, the chunks, and the ids
-        between them.
-        """
+        """Yield segments without positions yet: prefix, chunks, and the ids between them."""
         at, matches = 0, [match for match in self.find(ids) if match.hi < len(ids)]
         first = next((match for match in matches if match.span.source != CODE), None)
         begin = first.lo - (first.row == 1) if first else 0  # a merged first token is not shared
@@ -280,9 +262,7 @@ class Assembler:
 
 
 def _without_system(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Move all system text to the head of the first user message, which is created if there is
-    none.
-    """
+    """Move all system text to the first user message, which is created if missing."""
     contents = [turn.pieces for turn in turns if turn.role == "system" and turn.text]
     system = [part for parts in contents for part in (*parts, Piece("\n\n"))]
     rest = [turn for turn in turns if turn.role != "system"]

@@ -16,9 +16,7 @@ from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT, CallFormat, Pairs
 from ragfuse.types.answer import ToolCall
 
 RenderCalls = Callable[[list[dict[str, Any]], Sequence[Mapping[str, Any]], bool], str]
-"""Renders messages and tools, and at the end the beginning of an answer if the third argument is
-true; may raise.
-"""
+"""Renders messages, tools, and if the third argument is true an answer's start; may raise."""
 
 HERMES = CallFormat(
     head='<tool_call>\n{"name": "',
@@ -114,18 +112,14 @@ DESCRIPTION, RESULT = "Finds the format.", "The result."
 
 
 def call_format(render: RenderCalls) -> CallFormat:
-    """Return the format in which a chat template writes calls; `DEFAULT_CALL_FORMAT` where it is no
-    known one.
-    """
+    """Return the format in which a template writes calls, else `DEFAULT_CALL_FORMAT`."""
     return next(
         (format for format in KNOWN_FORMATS if _writes(render, format)), DEFAULT_CALL_FORMAT
     )
 
 
 def _writes(render: RenderCalls, format: CallFormat) -> bool:
-    """Return whether a template describes tools, and writes their calls in exactly this format, and
-    their results.
-    """
+    """Return whether a template describes tools, and writes calls in exactly this format."""
     calls = CALLS[:1] if format.again is None else CALLS
     results = [ChatMessage("tool", RESULT, tool_call_id=call.id, name=call.name) for call in calls]
     turns = [ChatMessage("user", "Which format?"), ChatMessage("assistant", "", calls), *results]

@@ -1,6 +1,4 @@
-"""One message of a conversation: its texts and chunks, and the tool calls that it makes or
-answers.
-"""
+"""One message of a conversation: texts, chunks, and tool calls."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ class Piece:
 
 
 Content = str | Sequence[str | Piece]
-"""The content of a message: a text, or a list of texts and pieces. Known chunks are found in all of
-it.
-"""
+"""A message's content: a text, or a list of texts and pieces."""
 
 ROLE_ALIASES: Mapping[str, str] = MappingProxyType(
     {"developer": "system", "function": "tool", "model": "assistant", "chatbot": "assistant"}
@@ -104,11 +100,7 @@ class ChatMessage:
 
     @staticmethod
     def joined(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
-        """Merge neighbouring messages of the same role, because some chat templates require
-        alternating roles.
-
-        Tool results are not merged: each answers its own call.
-        """
+        """Merge neighbouring messages of one role, as templates require, but no tool results."""
         found: list[ChatMessage] = []
         for role, group in groupby(messages, key=lambda message: message.role):
             group_messages = list(group)
@@ -130,11 +122,7 @@ class ChatMessage:
 
 
 class LaterMessages:
-    """A sequence of ever shorter conversations: item i drops one more of the oldest turns.
-
-    Leading system messages and the last turn always stay. Each list is made on access, since all of
-    them together would grow with the square of the number of messages.
-    """
+    """A sequence of conversations: item i drops one more of the oldest turns."""
 
     def __init__(self, messages: Sequence[ChatMessage]) -> None:
         head = next(

@@ -28,9 +28,7 @@ THOUGHT_TAGS = (
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
     ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
 )
-"""Known reasoning tags (opening, closing). A model has those of which its template contains at
-least the closing one, or its vocabulary both.
-"""
+"""Known reasoning tags; the template must contain the closing one, or the vocabulary both."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +39,7 @@ class Thoughts:
     close: str
 
     def is_open(self, prompt: str) -> bool:
-        """Return whether a prompt ends with an opening tag, so that the answer begins with
-        reasoning.
-        """
+        """Return whether a prompt ends with an opening tag of reasoning."""
         return prompt.rstrip().endswith(self.open)
 
 
@@ -54,9 +50,7 @@ RENDERER_NAMES = frozenset(
 FUNCTIONS = frozenset({"raise_exception", "strftime_now"})
 """Functions that transformers passes to templates."""
 _MARKS = re.compile(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}")
-"""Tags that mark generated text for training; jinja2 cannot parse them, and they do not matter
-here.
-"""
+"""Tags that mark generated text for training, which jinja2 cannot parse."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +87,7 @@ class ChatTemplate:
         return ChatTemplate(_names_read(text), next((Thoughts(*each) for each in tags), None))
 
     def unread(self, variables: Mapping[str, Any]) -> str | None:
-        """Return the first of these variables that the template does not read; None if it reads
-        all.
-
-        Variables that turn thinking off (`NO_THOUGHTS`) are always accepted for a model without
-        reasoning tags.
-        """
+        """Return the first of these variables that the template does not read, or None."""
         accepted = NO_THOUGHTS if self.thoughts is None else ()
         unread = (
             each for each in variables.items() if each[0] not in self.names and each not in accepted
@@ -111,9 +100,7 @@ NO_THOUGHTS = (("enable_thinking", False), ("reasoning_effort", "none"))
 
 
 def _names_read(template: str) -> frozenset[str]:
-    """Return the variables that a template reads from its caller; none if the template cannot be
-    parsed.
-    """
+    """Return the variables that a template reads; none if it cannot be parsed."""
     from jinja2 import Environment, TemplateError, meta
 
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # nothing is rendered
@@ -130,16 +117,12 @@ Write = Callable[[list[dict[str, Any]], list[Any]], str]
 """Renders messages and tools by the chat template; raises InputError if the template rejects them.
 """
 Forged = Callable[..., Sequence[Chars]]
-"""Finds text that would be tokenised as a control token; `forged(text, True)`: the text begins an
-answer.
-"""
+"""Finds would-be control tokens; `forged(text, True)`: the text begins an answer."""
 Word = tuple[str, str]
 """The role of a content ("": what is outside of contents) and a word in it, in lower case."""
 
 MARKS = "~^`|@0123456789QXZJqxzj" + "".join(map(chr, range(0xE000, 0xE100)))
-"""Letters of which one that the rendered text does not hold is the mark; templates write most of
-them unchanged.
-"""
+"""Letters that templates mostly keep; one that the rendered text lacks is the mark."""
 MAX_INSPECTED_WORDS = 16
 """The most words of which it is tried, one by one, whether the template inspects them."""
 MAX_FAILED_SEARCHES = 16
@@ -185,9 +168,7 @@ def rendered(
     _check_complete(write, messages, tools, text, marks.mark)
 
     def marked() -> set[int] | None:
-        """Return the places of the marks in the text; None where with them all else
-        changes, too.
-        """
+        """Return the places of the marks; None if they change any other text."""
         told = list(map(marks.message, messages))
         told_of = marks.on(list(tools))
         if not marks.words:
@@ -229,14 +210,7 @@ def rendered(
 
 @dataclass
 class _Marks:
-    """What puts marks into messages and tools.
-
-    Args:
-        forged: Finds what looks like a control token.
-        mark: The mark.
-        chosen: The only word that is marked; None: all are.
-        words: The words that were met.
-    """
+    """Marks words in messages and tools: all that `forged` finds, or only `chosen`."""
 
     forged: Forged
     mark: str
@@ -273,9 +247,7 @@ def _content(message: Mapping[str, Any]) -> str:
 
 
 def _places(text: str, messages: Sequence[Mapping[str, Any]]) -> Iterator[Chars | None]:
-    """Yield where each content is; messages are mostly rendered in order, so each is searched after
-    the last.
-    """
+    """Yield where each content is; each is searched after the last."""
     at = n_failed = 0
     for message in messages:
         core = _content(message).strip()

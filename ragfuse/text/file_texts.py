@@ -1,8 +1,7 @@
-"""The texts in the content of text files, by their type: HTML, JSON, JSON lines, tables, notebooks;
-others as they are.
+"""The texts in the content of text files, by type, and the chunks of a text.
 
 Bytes, encodings, PDFs and docx are not read here: see `cli.files` for files, `serve.upload_text`
-    for uploads.
+for uploads.
 """
 
 from __future__ import annotations
@@ -11,10 +10,13 @@ import csv
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from itertools import zip_longest
 from types import MappingProxyType
+from typing import Any
 
 from ragfuse.errors import InputError
+from ragfuse.settings import Settings
 
 HTML_TYPES = (".html", ".htm")
 NOTEBOOK, JSON, JSON_LINES_TYPES, TABLE = ".ipynb", ".json", (".jsonl", ".ndjson"), ".csv"
@@ -49,9 +51,7 @@ def _json(text: str) -> Iterator[str]:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yield a text for each line of JSON. Only LF ends a line, as strings may contain other line
-    separators.
-    """
+    """Yield a text for each line of JSON. Only LF ends a line."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
@@ -61,10 +61,7 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def _table(text: str) -> Iterator[str]:
-    """Yield a table as text: a line "column: value" per cell, an empty line between rows.
-
-    The delimiter is the candidate that the first line contains most often.
-    """
+    """Yield a table as text: a line "column: value" for each cell."""
     first = text.lstrip().partition("\n")[0]
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=max(",;\t|", key=first.count))
@@ -92,3 +89,16 @@ READERS: Mapping[str, Callable[[str], Iterator[str]]] = MappingProxyType(
     }
 )
 """What reads a type: a function that yields its texts."""
+
+
+def split_text(text: str, settings: Settings, tokenizer: Any) -> list[str]:
+    """Return the chunks of a text by LangChain's splitter, measured in the LLM's tokens."""
+    from langchain_text_splitters import RecursiveCharacterTextSplitter
+
+    splitter = RecursiveCharacterTextSplitter(
+        chunk_size=settings.chunk_tokens,
+        chunk_overlap=settings.chunk_overlap,
+        # It is called for every word, and for most more than once.
+        length_function=lru_cache(1 << 16)(lambda text: len(tokenizer.tokenize(text))),
+    )
+    return splitter.split_text(text)

@@ -6,11 +6,7 @@ from importlib.resources import files
 
 
 def filler_text() -> str:
-    """Return the filler text: paragraphs on different topics, about 300 tokens.
-
-    A chunk that is encoded after it is not at the beginning of its context, as it will not be in a
-    prompt.
-    """
+    """Return the filler text: paragraphs on different topics, about 300 tokens."""
     return _text("filler.txt")
 
 

@@ -32,9 +32,7 @@ MIN_RUN_TOKENS = 4
 MAX_GAP_TOKENS = 16
 """The most tokens between two runs of a chain, in the prompt and in the span."""
 SHARED_TOKENS = 24
-"""Consecutive equal tokens by which `KnownSpans.sharing` counts a span as sharing text with other
-ids.
-"""
+"""Consecutive equal tokens that `KnownSpans.sharing` counts as shared text."""
 COVERED_SHARE = 0.9
 """If stored spans cover at least this share of a span that is only given, they are used instead."""
 WINDOW = 8
@@ -46,13 +44,9 @@ SPANS_PER_ANCHOR = 8
 CELL_TOKENS = 32
 """A prompt is divided into cells of this many tokens."""
 SPANS_PER_CELL = 4
-"""The most spans, those with most anchors, that a prompt is compared with for what is in one of its
-cells.
-"""
+"""The most spans, by anchors, that are compared for each cell of a prompt."""
 PAIRS_PER_TOKEN = 64
-"""The most ids, and the most pairs of places, that are compared for each token of a prompt and of
-1,024 more.
-"""
+"""The most ids and pairs of places compared for each token of a prompt and 1,024 more."""
 LOOK_BACK_RUNS = 8
 """The most earlier runs that are considered as a run's predecessor in a chain."""
 _ODD = np.uint64(0x9E3779B97F4A7C15)
@@ -62,9 +56,7 @@ _LOW_BITS = np.uint64((1 << 32) - 1)
 Array = NDArray[Any]
 Ids = Sequence[int] | Array
 Run = tuple[int, int, int, int]
-"""(number of the span, lo, hi, shift): tokens lo:hi of the prompt equal lo + shift : hi + shift of
-the spans' ids.
-"""
+"""(span's number, lo, hi, shift): tokens lo:hi equal lo + shift : hi + shift of its ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +70,7 @@ class KnownSpan:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A place where a known span was found: tokens lo:hi of the prompt equal `span.tokens[row : row
-    + hi - lo]`.
-    """
+    """A known span in a prompt: tokens lo:hi equal `span.tokens[row : row + hi - lo]`."""
 
     lo: int
     hi: int
@@ -182,11 +172,7 @@ class KnownSpans:
                 self._drop(number)
 
     def sharing(self, runs: Sequence[Ids], sources: Collection[str]) -> list[KnownSpan]:
-        """Return all spans of these sources that share `SHARED_TOKENS` consecutive tokens with one
-        of these runs.
-
-        Unlike `find` it is exhaustive: it reads all known spans and misses none.
-        """
+        """Return all spans of these sources that share `SHARED_TOKENS` tokens with these runs."""
         hashes = [_hashed(_as_ids(run), SHARED_TOKENS) for run in runs]
         wanted = np.unique(np.concatenate(hashes)) if hashes else ()
         with self._lock:
@@ -226,9 +212,7 @@ class KnownSpans:
             return sorted(found, key=lambda match: match.lo)
 
     def _candidates(self, prompt: Array, given: Collection[str] | None) -> list[int]:
-        """Return the numbers of all given spans, and of those with most anchors in each cell of the
-        prompt.
-        """
+        """Return the numbers of the given spans, and of each cell's best by anchors."""
         hashes = _hashed(prompt, self._anchor_tokens) >> _HALF << _HALF
         order = np.argsort(hashes)  # sorted values are looked up faster
         wanted, at, number = hashes[order], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
@@ -330,9 +314,7 @@ class _Comparison:
                 yield run
 
     def _runs(self, prompt: Array, least: int) -> list[Run]:
-        """Return all runs of spans that may be in the prompt, by span and place, without those
-        inside a longer run.
-        """
+        """Return runs that spans may share with the prompt, without those inside longer ones."""
         order = np.argsort(hashes := _hashed(prompt, MIN_RUN_TOKENS))
         hashes, wanted = hashes[order], _hashed(self._ids, MIN_RUN_TOKENS)
         first = np.searchsorted(hashes, wanted)
@@ -367,9 +349,7 @@ class _Comparison:
         )
 
     def _chains(self, runs: Sequence[Run], least: int) -> Iterator[list[Run]]:
-        """Yield chains: runs of one span in the order of prompt and span. Every run is in at most
-        one chain.
-        """
+        """Yield chains: runs of one span in order. Every run is in at most one chain."""
         # for the best chain that ends with each run: equal tokens, the run before
         best: list[tuple[int, int]] = []
         for index, (owner, lo, hi, shift) in enumerate(runs):
@@ -403,9 +383,7 @@ class _Comparison:
 
 
 def _remaining(chain: Sequence[Run], taken: bytearray) -> Iterator[Run]:
-    """Yield the parts of a chain whose tokens are not taken; where two runs overlap, the first has
-    the tokens.
-    """
+    """Yield a chain's parts whose tokens are free; of overlapping runs the first wins."""
     stop = place = 0
     for number, begin, hi, shift in chain:
         lo = max(begin, stop, place - shift)

@@ -17,9 +17,7 @@ MIN_PASSAGE_TOKENS, LINE_END_TOKENS, MAX_PASSAGE_TOKENS = 32, 128, 512
 ROLE_LINE_TOKENS = 3
 """The most tokens of the line after a special token in which a chat template names the role."""
 MAX_CODE_SHARE = 0.3
-"""The greatest share of a text's characters in lines that look like source code, for the text to be
-learnt.
-"""
+"""The greatest share of code-like lines, in characters, of a text that is learnt."""
 _INLINE = re.compile(r"`[^`\n]*`|<[^<>\n]*>|\{+ ?[\w.]+ ?\}+")
 _JSON_VALUE = re.compile(r'"[^"\n]*"|true|false|null')
 _JSON_SIGNS = frozenset("[]{}:,.-+0123456789 \t")
@@ -82,11 +80,7 @@ def passages(
 
 
 def _lines(ids: Sequence[int], border_of: BorderOf) -> Iterator[tuple[int, int, int]]:
-    """Yield the lines with text as (lo, hi, what ends there); long ones are cut where their own ids
-    say so.
-
-    The line in which a chat template names the role is left out. The time is linear in the ids.
-    """
+    """Yield lines with text as (lo, hi, what ends there); linear in the ids."""
     start, end, ends = -1, 0, 0  # of the current line, and what ended it so far
     after_special = -1  # where the last special token ended
     for at, border, has_text in _borders(ids, border_of):
@@ -113,12 +107,7 @@ def _lines(ids: Sequence[int], border_of: BorderOf) -> Iterator[tuple[int, int, 
 
 
 def is_code(text: str) -> bool:
-    """Return whether a text is source code, of which a small error matters more than of prose and
-    Markdown.
-
-    Code within a line, XML tags, placeholders such as `{name}` and lines of JSON, such as
-    definitions of tools, do not count.
-    """
+    """Return whether a text is source code, of which small errors matter more."""
     lines = [line.strip() for line in _INLINE.sub("x", text).splitlines()]
     # of a paragraph in one line a footnote's mark makes its sentence alone look like code
     parts = [part for line in lines if not _is_json(line) for part in re.split("(?<=[.?!]) ", line)]
@@ -144,9 +133,7 @@ def last_paragraph(ids: Sequence[int], border_of: BorderOf) -> int:
 
 
 def _borders(ids: Sequence[int], border_of: BorderOf) -> Iterator[tuple[int, int, bool]]:
-    """Yield each token's place, what it ends, and whether it has text; two adjacent line ends end a
-    paragraph.
-    """
+    """Yield each token's place, what it ends, and whether it has text."""
     before = 0
     for at, id in enumerate(ids):
         border, has_text = border_of(id)
@@ -157,9 +144,7 @@ def _borders(ids: Sequence[int], border_of: BorderOf) -> Iterator[tuple[int, int
 
 
 def _hashed_cut(ids: Sequence[int], start: int) -> int:
-    """Return the cut in the second half of the longest passage where the hash of the preceding ids
-    is least.
-    """
+    """Return the cut in the second half of a passage where the preceding ids hash lowest."""
     cuts = range(start + MAX_PASSAGE_TOKENS // 2, start + MAX_PASSAGE_TOKENS + 1)
     # that of numbers is the same everywhere
     return min(cuts, key=lambda at: hash(tuple(ids[at - _WINDOW : at])))

@@ -12,7 +12,6 @@ import asyncio
 import re
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -26,33 +25,20 @@ MAX_TEXTS = 64
 MAX_RETRIEVED_CHARS = 4 << 20
 """The most characters of text kept per run, task or thread."""
 MAX_RUNS = 4096
-"""The most runs that are open at the same time; beyond it those used longest ago are dropped, as
-their end may never be reported.
-"""
+"""The most open runs; the least recently used are dropped, as they may never end."""
 
 SEARCH_PLACES = 16
-"""Number of evenly spaced places of a text that are searched in a prompt that does not contain the
-text verbatim.
-"""
+"""Evenly spaced places of a text that are searched if it is not there verbatim."""
 PROBE_CHARS = 12
 """Letters and digits that must agree at such a place."""
 
 RetrievedText = tuple[str, str, str]
-"""(document as its framework puts it into a prompt, its source, its text without metadata or "" if
-that is equal).
-"""
+"""(document as its framework prints it, source, text without metadata or "" if equal)."""
 
 
 @dataclass(eq=False)
 class RetrievedTexts:
-    """Retrieved texts, newest first, each once for each source; beyond the limits the oldest are
-    dropped.
-
-    Args:
-        owner: The asyncio task, or the thread outside of tasks, in which they were retrieved; None:
-            a run's.
-        all: The texts.
-    """
+    """Retrieved texts, newest first; of a task or thread (`owner`), or of a run (None)."""
 
     owner: ReferenceType[object] | None = None
     all: tuple[RetrievedText, ...] = ()
@@ -70,9 +56,7 @@ class RetrievedTexts:
 
 @dataclass(eq=False)
 class RetrievalRun:
-    """An outermost run with all runs nested in it; `task`: the texts of the task or thread that
-    started it.
-    """
+    """An outermost run with its nested runs; `task`: texts of the task that started it."""
 
     task: RetrievedTexts
     open: set[Hashable] = field(default_factory=set)
@@ -184,21 +168,8 @@ class RetrievalRuns:
                 texts[form or text, source] = None
         return tuple(texts)
 
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Start without the texts of the current task or thread; texts kept in the context are
-        dropped at its end.
-        """
-        token = self._task.set(None)
-        try:
-            yield
-        finally:
-            self._task.reset(token)
-
     def _task_texts(self) -> RetrievedTexts:
-        """Return the texts of the current task or thread; a new one inherits those of its
-        context.
-        """
+        """Return the texts of the current task or thread, which inherit its context's."""
         try:
             owner: object = asyncio.current_task() or threading.current_thread()
         except RuntimeError:  # no event loop runs in this thread
@@ -211,9 +182,7 @@ class RetrievalRuns:
 
 
 def _letters(text: str) -> str:
-    """Return the letters and digits of a text, which stay the same when it is wrapped, quoted or
-    escaped.
-    """
+    """Return the letters and digits of a text, which no wrapping or quoting changes."""
     return re.sub(r"[\W_]+", "", text)
 
 
@@ -227,9 +196,7 @@ def _probes(text: str) -> tuple[str, ...]:
 
 
 def _forms(text: str, without_metadata: str) -> Iterator[str]:
-    """Yield the forms of a document in a prompt: with its metadata or without, as it is or as
-    Python prints it.
-    """
+    """Yield the forms of a document in a prompt: with metadata, without, and printed."""
     for form in filter(None, (text, without_metadata)):
         yield form
         # A prompt that is filled in with a list prints it: "['First line.\\nSecond line.']".

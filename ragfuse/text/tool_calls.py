@@ -114,9 +114,7 @@ class CallFormat:
         return (self.lead, self.head, *self.inner, self.end, self.again or "", self.tail, *pairs)
 
     def opens(self, text: str, lo: int = 0) -> int:
-        """Return where the first call in text[lo:] begins, with the white space before it; -1 if
-        there is none.
-        """
+        """Return where the first call in text[lo:] begins, with its white space; -1: nowhere."""
         if self.marker:
             at = text.find(self.marker, lo)
             return at if at < 0 else stripped_end(text, lo, at)
@@ -124,9 +122,7 @@ class CallFormat:
         return lo if begun.startswith(self.head) else -1
 
     def undecided(self, text: str, lo: int = 0) -> int:
-        """Return how many characters at the end of text[lo:], which has no call yet, may become
-        part of one.
-        """
+        """Return how many last characters of text[lo:] may become part of a call."""
         if self.marker:
             start = len(text) - partial_match(
                 text[max(lo, len(text) - len(self.marker) + 1) :], (self.marker,)
@@ -137,11 +133,7 @@ class CallFormat:
         return len(text) - lo if not begun or begun[0] == self.opener or is_lead else 0
 
     def one(self, text: str, at: int, schemas: Schemas) -> tuple[ToolCall | None, int]:
-        """Parse the call whose slots begin at `at`.
-
-        Returns:
-            The call and where it ends; (None, -1) if it is incomplete.
-        """
+        """Return the call whose slots begin at `at`, and its end; (None, -1) if incomplete."""
         found: dict[str, Any] = {}
         for slot, after in zip(self.slots, (*self.inner, self.end), strict=True):
             if slot != "arguments":
@@ -319,12 +311,7 @@ def call_id() -> str:
 
 
 def spelled(turns: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
-    """Rewrite a conversation for chat templates without tools: tools, calls and results become
-    plain text.
-
-    The text has the form of `DEFAULT_CALL_FORMAT`. Each message's content must be a tuple of
-    `Piece`; chunks in a tool's result stay chunks.
-    """
+    """Rewrite tools, calls and results as plain text, for templates without tools."""
     messages = [_spelled(turn) for turn in turns]
     if tools:
         text = Piece(_described(tools))
@@ -363,9 +350,7 @@ def stripped_end(text: str, lo: int, hi: int) -> int:
 
 
 def _escaped(text: str) -> str:
-    """Return a regular expression of exactly this text, which is also valid inside a character
-    class.
-    """
+    """Return a regular expression of this text, valid inside a character class too."""
     return "".join(f"\\x{{{ord(letter):x}}}" for letter in text)
 
 
@@ -378,9 +363,7 @@ _PYTHON_VALUES: Mapping[str, Any] = MappingProxyType({"True": True, "False": Fal
 
 
 def _value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
-    """Return a text as a value that the schema allows as the argument of this name; otherwise the
-    text itself.
-    """
+    """Return a text as the value that the schema wants for this argument, else as it is."""
     from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
     known = (schema.get("properties") or {}).get(name, {})
@@ -424,9 +407,7 @@ def _pair_rules(
 def _value_rules(
     after: str, name: str, schema: Any, root: Mapping[str, Any], literal: Callable[[str], str]
 ) -> Iterator[str]:
-    """Yield Lark rules of one value and the text after it. A string is literal and ends where that
-    text begins.
-    """
+    """Yield Lark rules of one value and the text after it, at which a string ends."""
     types, fields = _types_of(schema, root), schema if isinstance(schema, Mapping) else {}
     values = fields.get("enum", [fields["const"]] if "const" in fields else None)
     if values:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from ragfuse.calibration.prompts import NEW_TOKENS, PROMPT_TEXTS
+from ragfuse.calibration.case import NEW_TOKENS, PROMPT_TEXTS
 from ragfuse.calibration.runner import Sample
 from ragfuse.engine.engine import Engine
 from ragfuse.models import resolve_embedder, resolve_llm

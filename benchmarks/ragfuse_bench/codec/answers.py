@@ -18,7 +18,7 @@ from ragfuse_bench.codec.kv import Continued, Said
 from ragfuse_bench.scores import difference_interval, f1
 from rich.console import Console
 
-from ragfuse.calibration.prompts import NEW_TOKENS
+from ragfuse.calibration.case import NEW_TOKENS
 from ragfuse.calibration.stats import mean_interval
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.rounding_error import kl

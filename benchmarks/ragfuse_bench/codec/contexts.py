@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ragfuse.calibration.prompts import PROMPT_TEXTS
+from ragfuse.calibration.case import PROMPT_TEXTS
 from ragfuse.hf.model import HFModel
 
 FOLLOW = 64

@@ -15,8 +15,7 @@ from ragfuse_bench.options import USES
 from ragfuse_bench.quality.cases import Packing, read_cases
 from ragfuse_bench.quality.run import drawn
 
-from ragfuse.calibration.case import Case, Task
-from ragfuse.calibration.prompts import NEW_TOKENS, PROMPT_TEXTS
+from ragfuse.calibration.case import NEW_TOKENS, PROMPT_TEXTS, Case, Task
 from ragfuse.schemas.nodes import (
     Import,
     Item,
@@ -26,8 +25,7 @@ from ragfuse.schemas.nodes import (
     Schema,
     TextNode,
 )
-from ragfuse.schemas.pml import parse_prompt, parse_schema
-from ragfuse.schemas.pml_writer import NO_TEXT
+from ragfuse.schemas.pml import NO_TEXT, parse_prompt, parse_schema
 
 USE_TOKENS = 64
 

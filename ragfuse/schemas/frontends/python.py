@@ -40,9 +40,7 @@ from ragfuse.schemas.pml import PML_TAGS, is_name
 
 P = ParamSpec("P")
 _PML = "__pml__"
-"""The attribute of a compiled function that has its schema; and the name of the recorder in the
-compiled code.
-"""
+"""A compiled function's attribute with its schema; the recorder's name in its code."""
 _DEF = "a function written with def"
 _SAYS = (
     "strings, f-strings of parameters, if, match, `with` system, user or assistant, or calls of"
@@ -59,9 +57,7 @@ class MaxTokens:
 
 @dataclass(frozen=True)
 class MessageBlock(nullcontext[None]):
-    """A message of this role, as the context of a `with` block in a prompt function, which is
-    compiled and never entered.
-    """
+    """A message of this role: a `with` block in a prompt function."""
 
     role: RoleName
 
@@ -187,9 +183,7 @@ class _Compiler:
         return self._spot(node).error(found, wanted)
 
     def _value(self, node: ast.expr) -> Any:
-        """Return the value of a name, or of an attribute, where the function was defined; None if
-        it is unknown.
-        """
+        """Return the value of a name or attribute at the function's definition, or None."""
         if isinstance(node, ast.Name):
             return None if node.id in self.parameters else self.outer_values.get(node.id)
         if isinstance(node, ast.Attribute):
@@ -262,9 +256,7 @@ class _Compiler:
         return [Module(name, schema.items, at=self._spot(node))], [step]
 
     def _choice(self, node: ast.If | ast.Match, names: set[str]) -> _Compiled:
-        """Compile every branch to a module, and the choice to code that imports the one that is
-        taken.
-        """
+        """Compile each branch to a module, and the choice to code that imports one."""
         modules = list[Module]()
 
         def taken(wanted: str, body: Sequence[ast.stmt]) -> list[ast.stmt]:
@@ -303,9 +295,7 @@ def _unique(wanted: str, taken: set[str]) -> str:
 
 
 def _values_around(function: FunctionType) -> dict[str, Any]:
-    """Return the values of the names around a function: its module's, and those of its closure that
-    are assigned.
-    """
+    """Return the values of a function's globals and of its assigned closure variables."""
     found = dict(function.__globals__)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # not there yet

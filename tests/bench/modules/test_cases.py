@@ -10,11 +10,9 @@ import pytest
 from ragfuse_bench.modules.cases import of_documents, uses
 from ragfuse_bench.options import USES
 
-from ragfuse.calibration.case import Case
-from ragfuse.calibration.prompts import PROMPT_TEXTS
+from ragfuse.calibration.case import PROMPT_TEXTS, Case
 from ragfuse.schemas.layout import lay_out
-from ragfuse.schemas.pml import parse_schema
-from ragfuse.schemas.pml_writer import to_pml
+from ragfuse.schemas.pml import parse_schema, to_pml
 from tests.kits.layouts import Bound
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ragfuse.calibration.metrics import is_right
+from ragfuse.calibration.case import is_right
 from ragfuse.demo import corpus_path, questions
 
 SAID = questions()

@@ -3,7 +3,7 @@
 import re
 
 from docs.sample import README, sample, shown
-from ragfuse.demo.picture import draw, strip_of
+from ragfuse.demo.show import draw, strip_of
 
 TRACE = {
     "tokens": 100,

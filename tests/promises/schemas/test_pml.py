@@ -26,8 +26,8 @@ from ragfuse.schemas.pml import (
     parse_prompt,
     parse_schema,
     read,
+    to_pml,
 )
-from ragfuse.schemas.pml_writer import to_pml
 from tests.kits.layouts import SCHEMAS, requests
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from ragfuse.errors import PMLError
 from ragfuse.schemas.layout import lay_out
-from ragfuse.schemas.pml import parse, read
-from ragfuse.schemas.pml_writer import to_pml
+from ragfuse.schemas.pml import parse, read, to_pml
 from tests.kits.layouts import GAP, TURNS, Bound, encode
 from tests.kits.layouts import read as as_text
 

@@ -12,8 +12,7 @@ from ragfuse import InputError, PMLTemplate
 from ragfuse.errors import PMLError
 from ragfuse.schemas.frontends.python import MaxTokens, program, user
 from ragfuse.schemas.nodes import Import, PMLPrompt, Role, TextNode
-from ragfuse.schemas.pml import parse_prompt, parse_schema
-from ragfuse.schemas.pml_writer import to_pml
+from ragfuse.schemas.pml import parse_prompt, parse_schema, to_pml
 
 SCHEMA = """<schema name="s"><param name="who" len="9"/> asks.
 <module name="m">A module of <param name="n" len="9"/>.</module><module name="secret">Not for all.</module></schema>"""

@@ -17,8 +17,7 @@ from ragfuse.schemas.bind import bind
 from ragfuse.schemas.frontends.python import MaxTokens, assistant, program, schema_of, system, user
 from ragfuse.schemas.layout import lay_out
 from ragfuse.schemas.nodes import Import, Module, Param, PMLPrompt, Role, TextNode, Union
-from ragfuse.schemas.pml import parse
-from ragfuse.schemas.pml_writer import to_pml
+from ragfuse.schemas.pml import parse, to_pml
 from tests.kits.layouts import GAP, TURNS, encode, key_of, read
 
 RULE = "Be brief. "

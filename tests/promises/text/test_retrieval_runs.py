@@ -160,6 +160,3 @@ def test_threads_and_tasks_begin_with_what_their_context_knew_and_keep_their_own
         assert pool.submit(told, runs).result() == []
     assert asyncio.run(both()) == [["one.txt", "mine.txt"], ["two.txt", "mine.txt"]]
     assert told(runs) == ["mine.txt"]
-    with runs.apart():
-        assert told(runs) == []
-    assert told(runs) == ["mine.txt"]

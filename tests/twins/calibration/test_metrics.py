@@ -2,7 +2,7 @@
 
 import pytest
 
-from ragfuse.calibration.metrics import is_right
+from ragfuse.calibration.case import is_right
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,7 @@ def verify_model(
         ),
     ] = None,
 ) -> tuple[dict[str, Any], bool]:
-    """Check with the model's real weights the cases in which reuse must be exact, such as when all
-    tokens are recomputed.
+    """Check with the model's real weights that reuse is exact where it must be, as at ratio 1.
 
     Exit status 1 if a check fails: then the model's prompts are answered by full prefill.
     """
@@ -78,8 +77,7 @@ def calibrate_model(
     ] = QUESTIONS,
     plot: Plot = None,
 ) -> tuple[dict[str, Any], bool]:
-    """Measure on your documents how close answers stay to full prefill's, and choose the policy and
-    ratio to use.
+    """Measure how close answers stay to full prefill on your documents; choose policy and ratio.
 
     Exit status 1 if no choice is safe: then prompts are answered by full prefill.
     """
@@ -137,16 +135,7 @@ def calibrate_engine(
     console: Console,
     name: str,
 ) -> dict[str, Any]:
-    """Verify and calibrate an engine's model, and have its store keep the choice; return the
-    calibration's report.
-
-    Args:
-        engine: The engine.
-        chunks: (text, source) of each chunk of the documents.
-        questions: Number of questions to make.
-        console: Where progress is shown.
-        name: Name of the model, for messages.
-    """
+    """Verify and calibrate an engine's model on (text, source) chunks; save and return that."""
     from ragfuse.calibration.calibrate import calibrate, make_cases
 
     cases = make_cases(chunks, questions)
