@@ -1,6 +1,4 @@
-"""Reuse the KV caches of retrieved chunks instead of prefilling them again, for a faster first
-token in RAG.
-"""
+"""Reuse the KV caches of retrieved chunks instead of prefilling them again."""
 
 from typing import TYPE_CHECKING
 

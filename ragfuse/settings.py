@@ -55,9 +55,7 @@ log = logging.getLogger("ragfuse.settings")
 
 PREFIX = "RAGFUSE_"
 SINKS = 4
-"""First tokens of a conversation that a truncation keeps: later tokens attend to them
-(StreamingLLM, 3.1).
-"""
+"""First tokens of a conversation that truncation keeps (attention sinks, StreamingLLM 3.1)."""
 _CREDENTIALS = re.compile(
     r"//[^/?#]*@|[?&][^=&]*(?:user|pass|secret|token|key|sig)[^=&]*=", re.IGNORECASE
 )

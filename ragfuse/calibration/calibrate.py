@@ -40,8 +40,7 @@ LADDER = (
     *(Method("hkvd", ratio) for ratio in (0.15, 0.30)),
     *(Method("query", ratio) for ratio in (0.05, 0.10, 0.20, 0.30)),
 )
-"""The policies and ratios that are tried, on chunks encoded after filler text as the engine does.
-"""
+"""The policies and ratios to try, on chunks encoded after filler text as the engine does."""
 
 MAX_KL_OVER_REUSE = 0.25
 """Largest KL of a safe choice, as a share of plain reuse's (upper end of the interval)."""

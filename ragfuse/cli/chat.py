@@ -39,8 +39,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 )
 """What each command of a chat does."""
 SHORT_WORDS = 4
-"""A question of so few words, such as "And when?", is searched for together with the one before it.
-"""
+"""Questions of so few words ("And when?") are searched for together with the one before."""
 
 
 @screen(*ENGINE, "policy", "ratio", "top_k", "max_tokens", "api_key")

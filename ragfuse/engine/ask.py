@@ -187,11 +187,7 @@ class _Sampling(BaseModel, extra="allow"):
 
 
 def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with their numbers checked and converted.
-
-    Raises:
-        SettingsError: A number is outside of its range, or no number.
-    """
+    """Return the options with their numbers converted; SettingsError for one out of range."""
     try:
         checked = _Sampling(**options)
     except ValidationError as error:

@@ -1,6 +1,4 @@
-"""The engine, the main class of the package. `Engine._run` shows the stages of an answer, one
-file each.
-"""
+"""The engine. `Engine._run` shows the stages of an answer, one file each."""
 
 from __future__ import annotations
 
@@ -157,9 +155,6 @@ class Engine(OneProcess):
         `AnswerStream.answer` has the whole answer once the stream is read to its end.
 
         Args:
-            prompt: As for `answer`.
-            ask: As for `answer`.
-            pml: As for `answer`.
             prefilled: Called with the prefilled prompt before its answer is generated; what it
                 raises ends the stream.
         """
@@ -180,7 +175,6 @@ class Engine(OneProcess):
         Each answer is the same as if it were asked alone, also with a seed.
 
         Args:
-            prompts: As for `answer`.
             ask: Options of all answers; None: the settings apply.
             cancelled: Ends the generation of all answers once it is set.
         """

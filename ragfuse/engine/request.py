@@ -25,8 +25,7 @@ from ragfuse.types.grammar import Grammar, json_text
 from ragfuse.types.plan import LoadPlan
 
 Tool = Mapping[str, Any]
-"""A tool in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}.
-"""
+"""A tool in OpenAI's form: {"type": "function", "function": {"name", "parameters", ...}}."""
 
 TOOLS_AUTO, TOOLS_NONE, TOOLS_REQUIRED = "auto", "none", "required"
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -175,9 +174,7 @@ class Request:
         return room if asked == NO_LIMIT else asked
 
     def limit(self, window: int) -> int:
-        """Return the most tokens of a shortened prompt: the answer gets its room, at most a
-        quarter.
-        """
+        """Return the token limit of a shortened prompt; at most a quarter is left to the answer."""
         wanted = self.max_tokens() or self.runtime.settings.max_tokens
         return window - min(wanted, max(1, window // 4))
 

@@ -1,6 +1,4 @@
-"""What all parts of an engine share: its store and queues, and its model, loaded once, at first
-use.
-"""
+"""What the parts of an engine share: store, queues, and the model, loaded at first use."""
 
 from __future__ import annotations
 

@@ -176,11 +176,7 @@ class RowMask:
             )
 
     def _additive(self, rows: slice, keys: slice, dtype: torch.dtype, window: int | None) -> Tensor:
-        """Return the additive mask of some rows over some keys.
-
-        A row sees the keys up to its own, so its mask is a slice of one step function, which costs
-        a quarter of comparing positions.
-        """
+        """Return the additive mask of some rows over some keys, a slice of one step function."""
         chosen, width = self.rows[rows], keys.stop - keys.start
         step = torch.zeros(len(self.positions) + width, dtype=dtype, device=chosen.device)
         step[len(self.positions) :] = torch.finfo(dtype).min

@@ -119,10 +119,7 @@ def _held(schema: Any, path: str, left_out: list[str], closes: bool) -> Any:
 
 
 def _alternatives(given: list[Any], path: str, left_out: list[str], closes: bool) -> list[Any]:
-    """Return the alternatives that are held whole, or all if only null is.
-
-    The text after a number, as pydantic writes a Decimal, is never held.
-    """
+    """Return the alternatives that are held whole, or all if only null is."""
     found = list[tuple[Any, list[str]]]()
     for before, each in zip([None, *given], given, strict=False):
         lost = list[str]()

@@ -328,10 +328,7 @@ def stop_strings_of(options: Mapping[str, Any], model: HFModel) -> tuple[str, ..
 
 
 def _adapted_options(model: HFModel, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options adapted to the prefilled cache.
-
-    transformers' stop strings also search the prompt, and token healing removes its last token.
-    """
+    """Return options for a prefilled cache: no stop strings of transformers, no healing."""
     full = {
         **options,
         **dict.fromkeys(ONE, 1),

@@ -234,10 +234,7 @@ def _fused_prefills(model: HFModel, longest: int) -> tuple[Cases, list[Blend]]:
 def _decoding(
     model: HFModel, codecs: Callable[[str], Codec | None]
 ) -> tuple[int, dict[str, Callable[[], object]], dict[str, float]]:
-    """Return the tokens of a text and, by level, the decoding of its KV and its packed size.
-
-    Levels without a codec, or that cannot encode this KV, are left out.
-    """
+    """Return the tokens of a text and, by level, how its KV is decoded and its packed size."""
     kv = _in_host_memory(
         model, _ids(model, min(DECODED_TOKENS, model.max_context or DECODED_TOKENS))
     )

@@ -1,6 +1,4 @@
-"""The embedder of the settings: texts to normalised vectors, by sentence-transformers, loaded at
-first use.
-"""
+"""The embedder: texts to normalised vectors by sentence-transformers, loaded at first use."""
 
 from __future__ import annotations
 

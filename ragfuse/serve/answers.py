@@ -234,10 +234,7 @@ def _prefill_only(
     body: CompletionRequest,
     made: Sequence[AnswerRequest],
 ) -> AnswerRequest:
-    """Return the one request that prefills the prompt, so that another engine decodes.
-
-    How an answer is sampled and where it ends is for that one. APIError: it cannot be done (400).
-    """
+    """Return the one request that prefills the prompt for another engine; else APIError (400)."""
     if service.transfers is None:
         raise unusable(
             FIELD,

@@ -134,10 +134,9 @@ def store_routes(service: Service) -> APIRouter:
 
 
 def _use_of(engine: Engine, parts: int) -> dict[str, Any]:
-    """Return what a tenant keeps, by tier and by source, and its limits.
+    """Return what a tenant keeps, by tier and by source ("": without a known text), and its limits.
 
-    `nbytes` of a source counts each KV once, `tiers` all copies. A chunk counts in each of its
-    sources; "" is the source of KV without a known text.
+    `nbytes` of a source counts each KV once, `tiers` all copies.
     """
     entries, catalog = _own(engine), engine.catalog
     known, by_source = texts_by_chunk(catalog, [engine.digest]), defaultdict(list)

@@ -86,9 +86,7 @@ def refusal(path: Path, found: object) -> StoreError:
 
 
 def open_folder(path: Path) -> Path:
-    """Make a folder if it is missing, and return its absolute path; StoreError if it cannot be
-    used.
-    """
+    """Make a folder if missing; return its absolute path, or raise StoreError if unusable."""
     path = Path(os.path.abspath(path))
     try:
         make_root(path)

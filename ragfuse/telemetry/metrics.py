@@ -177,10 +177,7 @@ def _counters(
 
 
 def _gauges(engine: MeteredEngine, shares: bool) -> Iterator[tuple[str, str, str, Values]]:
-    """Yield name, help text, label and values of each gauge.
-
-    Sizes of remote tiers are left out, and those of slow tiers that tenants share.
-    """
+    """Yield name, help text, label and values of each gauge; no sizes of shared tiers."""
     tiers = engine.store.tiers
     sized = [tier for tier in tiers if not tier.remote and not (shares and tier.slow)]
     waiting = "Runs of tokens that wait to be encoded in the background."

@@ -114,8 +114,7 @@ def _names_read(template: str) -> frozenset[str]:
 Chars = tuple[int, int]
 """Characters lo:hi of a text."""
 Write = Callable[[list[dict[str, Any]], list[Any]], str]
-"""Renders messages and tools by the chat template; raises InputError if the template rejects them.
-"""
+"""Render messages and tools by the chat template; InputError if the template rejects them."""
 Forged = Callable[..., Sequence[Chars]]
 """Finds would-be control tokens; `forged(text, True)`: the text begins an answer."""
 Word = tuple[str, str]

@@ -1,6 +1,4 @@
-"""Texts that the package ships: filler text to encode chunks after, and samples to profile a
-model's KV.
-"""
+"""Included texts: filler to encode chunks after, and samples to profile a model's KV."""
 
 from importlib.resources import files
 

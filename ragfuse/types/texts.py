@@ -43,9 +43,7 @@ def whole_text(text: str, what: str = "") -> str:
 
 
 def whole_value(value: Any, what: str) -> Any:
-    """Return a value with all texts in it, keys too, as `whole_text` does; `what` names it in
-    warnings.
-    """
+    """Apply `whole_text` to all texts in a value, keys too; `what` names it in warnings."""
     if isinstance(value, str):
         return whole_text(value, what)
     if isinstance(value, Mapping):

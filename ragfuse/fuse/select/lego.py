@@ -1,6 +1,4 @@
-"""The first tokens of every chunk (LegoLink of EPIC): a static choice that needs no layer computed
-in full.
-"""
+"""The first tokens of every chunk (LegoLink of EPIC), which needs no layer in full."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Rows that the question attends to over the reused KV, in the third quarter of the model's
-layers.
-"""
+"""The rows that the question attends to most, in the third quarter of the model's layers."""
 
 from __future__ import annotations
 
