@@ -66,7 +66,7 @@ class EntryFilter:
         keys: Beginnings of chunk keys; an entry matches if its key begins with any of them.
         tier: Name of a tier.
         model: A model's name, or the beginning of a tenant's digest (at least 4 characters).
-        tenant: A tenant's salt, or its name (`store.tenants.tenant_name`).
+        tenant: A tenant's salt, or its name (`store.catalog.tenant_name`).
         source: Part of the source of the text, in any case.
     """
 

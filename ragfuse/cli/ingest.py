@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Chunks = Sequence[tuple[str, str]]
 """(text, source) of each chunk."""
-Encoder = Callable[["Engine", Chunks, Console], Mapping[str, Any]]
+EncodeChunks = Callable[["Engine", Chunks, Console], Mapping[str, Any]]
 """What encodes chunks, and returns what it did in JSON types."""
 RESUMES = "Run the same command again to continue."
 NOTHING = MappingProxyType({"encoded": 0, "tokens": 0, "nbytes": 0, "seconds": 0.0})
@@ -64,7 +64,7 @@ def ingest(
 
     library = Library(settings, index)
     find_files(paths, library.sources())
-    encoder: Encoder | None = encode
+    encoder: EncodeChunks | None = encode
     if no_kv:
         encoder = None
     elif ray is not None:
@@ -195,7 +195,7 @@ def add_documents(
     answerer: Answerer,
     paths: Sequence[Path],
     console: Console,
-    encoder: Encoder | None = encode,
+    encoder: EncodeChunks | None = encode,
 ) -> dict[str, Any]:
     """Bring an index up to date with files and folders, encode its chunks, and say what was done.
 

@@ -73,7 +73,7 @@ class Prompt:
         segments: The segments.
         truncated: Tokens of the conversation that were left out so that the prompt fits.
         conversation: The conversation that the prompt continues
-            (`engine.history.PendingTurn`); None for none.
+            (`sessions.session.PendingTurn`); None for none.
         schema_use: What it reuses of a schema (`schemas.bind.SchemaUse`); None where it uses no
             schema.
         last_user_rows: Rows lo:hi of the text of the last message, if it is a user's; else (0, 0).
