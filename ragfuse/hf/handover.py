@@ -184,7 +184,7 @@ class Follower(StoppingCriteria):
     It ends the answer where that is over, or an event is set because the caller went away.
 
     Args:
-        growing: The answer, which parses its ids and knows when it is over (`engine.generate.Draft`).
+        growing: The answer, which parses its ids and ends itself (`engine.generate.Draft`).
         emit: Called with each piece of its text as soon as it is final.
         ends: The events.
 
