@@ -23,7 +23,7 @@ from ragfuse.fuse.fusor import CachedRun, LostRun
 from ragfuse.fuse.select import cost_of
 from ragfuse.hf.decode import FairLock
 from ragfuse.hf.kept_states import States
-from ragfuse.hf.model import HFModel, KVSource, Prefill
+from ragfuse.hf.model import HFModel, Prefill
 from ragfuse.load.layers import LayerReader
 from ragfuse.load.stream import BYTES_UNREADABLE, Link, Stream
 from ragfuse.plan.controller import Controller
@@ -273,8 +273,7 @@ def _computed(model: HFModel, plan: LoadPlan, cached: _CachedKV, states: States 
         segment, (lo, hi) = prompt.segments[fetch.segment], prompt.spans[fetch.segment]
         runs.append(CachedRun(fetch.segment, lo, hi, segment.shift, is_blended(prompt, fetch)))
     ids, positions, asked = prompt.token_ids, prompt.positions, prompt.question_rows
-    source = cached if runs else KVSource()
-    return model.fuse(ids, positions, runs, source, plan.policy, plan.ratio, question_rows=asked)
+    return model.fuse(ids, positions, runs, cached, plan.policy, plan.ratio, question_rows=asked)
 
 
 def _stream(plan: LoadPlan, far: Sequence[Fetch], left_s: float, request: Request) -> Stream:

@@ -113,6 +113,11 @@ class BranchModel:
         self.model, self.rope, self.device = model, profile.rope, probe.device_of(model)
         self.filler, self.chunk_adapter = tuple(filler), chunk_adapter
 
+    def full(self, context: ContextTokens, branches: Sequence[Branch]) -> BranchStates:
+        """Return what the branches get by full causal attention."""
+        with self._plain():
+            return self._ended(self._causal(context), (), branches, ())
+
     def blockwise(
         self,
         context: ContextTokens,

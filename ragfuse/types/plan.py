@@ -74,7 +74,6 @@ class PolicyCost:
 
     Args:
         needs: What must be computed first.
-        gradual: Whether the share of rows falls from layer to layer, as in CacheBlend 4.3.
         fixed_share: A share of rows that the policy always recomputes, 0..1; None: the recompute
             ratio decides.
         tokens_per_chunk: Tokens of each chunk that it recomputes whatever the ratio; 0: the ratio
@@ -82,7 +81,6 @@ class PolicyCost:
     """
 
     needs: Needs = "nothing"
-    gradual: bool = False
     fixed_share: float | None = None
     tokens_per_chunk: int = 0
 

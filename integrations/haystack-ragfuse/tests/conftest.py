@@ -12,15 +12,15 @@ os.environ["HAYSTACK_TELEMETRY_ENABLED"] = (
 )
 
 from haystack import tracing
-from haystack_integrations.components.generators.ragfuse.retrieved import RUNS
+from haystack_integrations.components.generators.ragfuse import retrieved
+
+from ragfuse import RetrievalRuns
 
 
 @pytest.fixture(autouse=True)
-def nothing_heard() -> Iterator[None]:
-    """Each test in a context in which nothing was retrieved yet, and without a tracer that another
-    one left.
-    """
+def nothing_heard(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test begins with nothing retrieved yet, and without a tracer that another one left."""
     tracing.disable_tracing()
-    with RUNS.apart():
-        yield
+    monkeypatch.setattr(retrieved, "RUNS", RetrievalRuns("haystack_test"))
+    yield
     tracing.disable_tracing()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from langchain_ragfuse.callbacks import LISTENER
 
+from ragfuse import RetrievalRuns
+
 
 @pytest.fixture(autouse=True)
-def nothing_heard() -> Iterator[None]:
-    """Each test in a context in which nothing was retrieved yet."""
-    with LISTENER.runs.apart():
-        yield
+def nothing_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test begins with nothing retrieved yet."""
+    monkeypatch.setattr(LISTENER, "runs", RetrievalRuns("langchain_test"))

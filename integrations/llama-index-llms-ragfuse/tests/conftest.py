@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from llama_index.llms.ragfuse.events import QUERIES
+from llama_index.llms.ragfuse import events
+
+from ragfuse import RetrievalRuns
 
 
 @pytest.fixture(autouse=True)
-def nothing_heard() -> Iterator[None]:
-    """Each test in a context in which nothing was retrieved yet."""
-    with QUERIES.apart():
-        yield
+def nothing_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test begins with nothing retrieved yet."""
+    monkeypatch.setattr(events, "QUERIES", RetrievalRuns("llama_index_test"))

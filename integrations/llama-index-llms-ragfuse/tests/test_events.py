@@ -20,8 +20,7 @@ from llama_index.core.response_synthesizers import ResponseMode, get_response_sy
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from llama_index.core.tools import RetrieverTool
-from llama_index.llms.ragfuse import RagFuseLLM, RagFuseSynthesizer
-from llama_index.llms.ragfuse.events import QUERIES
+from llama_index.llms.ragfuse import RagFuseLLM, RagFuseSynthesizer, events
 
 from ragfuse import Ask, Engine
 
@@ -102,7 +101,7 @@ async def test_what_a_query_engine_retrieved_reaches_the_engine(
     if mode is ResponseMode.SIMPLE_SUMMARIZE:  # which prints what it fills in
         told = tuple((text.replace("\n", "\\n"), source) for text, source in told)
     assert [ask.documents for ask in asks] == [told] * len(asks)
-    assert len(QUERIES) == 0
+    assert len(events.QUERIES) == 0
 
 
 @pytest.mark.parametrize("kind", [ContextChatEngine, CondensePlusContextChatEngine])
@@ -218,4 +217,4 @@ class Broken(Shelf):
 def test_failed_queries_leave_nothing_behind(llm: RagFuseLLM) -> None:
     with pytest.raises(ZeroDivisionError):
         over(Broken(), llm).query("harbour")
-    assert len(QUERIES) == 0
+    assert len(events.QUERIES) == 0

@@ -86,7 +86,7 @@ class Policy:
         """The work before rows can be chosen, and the number of rows, for the planner."""
         needs: Needs = "all rows of a layer" if self.check_layer else "nothing"
         needs = "attention" if self.wants == "attention" else needs
-        return PolicyCost(needs, self.gradual, self.fixed_share)
+        return PolicyCost(needs, self.fixed_share)
 
     def budget(self, candidates: Candidates, layer: int) -> int:
         """Return the number of rows for the share that `layer` has."""

@@ -29,6 +29,7 @@ SOME = st.lists(
         st.integers(0, 6),
         st.integers(0, 9),
         st.integers(0, 5).map(float),
+        st.integers(1, 9),
         pinned=st.sampled_from([False] * 9 + [True]),
     ),
     max_size=24,
