@@ -229,10 +229,7 @@ class Buffers:
         return torch.zeros(size, dtype=like.dtype, device=self._device)
 
     def _rotate(self, keys: Tensor, values: Tensor, layout: RopeLayout | None) -> None:
-        """Rotate runs in keys and values [layers, H, T + room, D] to their positions, all at once.
-
-        Rows that do not move rotate by 0, which is exact.
-        """
+        """Rotate runs in keys and values [layers, H, T + room, D] to their positions, at once."""
         shifted = [run for run in self._runs if run.shift]
         if layout is None or not shifted:
             return

@@ -256,9 +256,8 @@ class BranchModel:
         skipped: int = 0,
         layers: Collection[int] = (),
     ) -> BranchStates:
-        """Run rows of (token, position, branch) after a past, which they extend.
-
-        Returns the logits of rows `asked`, and the hidden states but of the first `skipped`.
+        """Run rows of (token, position, branch) after a past, which they extend; return the
+        logits of rows `asked`, and hidden states but of the first `skipped`.
         """
         ids, positions, numbers = (torch.tensor(each) for each in zip(*rows, strict=True))
         past.branch, past.position = (

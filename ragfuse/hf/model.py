@@ -556,10 +556,7 @@ def _question_rows(cached: Tensor, runs: Sequence[CachedRun]) -> tuple[Tensor, T
 
 
 def _word(tokenizer: PreTrainedTokenizerBase | None, token_id: int) -> str:
-    """Return a token's word; "" for punctuation, space and special tokens.
-
-    A part of a character counts as a word: some scripts split characters into several tokens.
-    """
+    """Return a token's word, also a part of a character; "" for punctuation, space and such."""
     text, is_special = _text_of(tokenizer, token_id)
     text = text.strip().casefold()
     if tokenizer is None or "\ufffd" in text:

@@ -14,8 +14,8 @@ import pytest
 from haystack import tracing
 from haystack.dataclasses import StreamingChunk
 from haystack.tracing import Span, Tracer
-from haystack_integrations.components.generators.ragfuse import RagfuseChatGenerator
-from haystack_integrations.components.generators.ragfuse.retrieved import RUNS, RetrievalTracer
+from haystack_integrations.components.generators.ragfuse import RagfuseChatGenerator, retrieved
+from haystack_integrations.components.generators.ragfuse.retrieved import RetrievalTracer
 
 from integrations.tests.haystack_pipelines import DOCUMENTS, asked, given, hits, rag
 from ragfuse import Engine
@@ -45,7 +45,7 @@ def test_the_second_question_reuses_every_document_in_another_order(
     assert sorted(sources[0]) == sorted(sources[1]) == [f"letter-{number}" for number in range(4)]
     assert sources[0] != sources[1]
     assert second.meta["ragfuse"]["tokens_reused"] > 0
-    assert len(RUNS) == 0
+    assert len(retrieved.RUNS) == 0
 
 
 async def test_an_awaited_pipeline_hears_its_documents_too(
@@ -58,7 +58,7 @@ async def test_an_awaited_pipeline_hears_its_documents_too(
     replies = [each["llm"]["replies"][0] for each in several]
     assert [hits(reply) for reply in replies] == [[True] * 4] * 3
     assert {reply.text for reply in replies} == {asked(pipeline, SECOND).text}
-    assert len(RUNS) == 0
+    assert len(retrieved.RUNS) == 0
 
 
 def test_documents_may_be_named_to_the_generator_itself_or_connected(
