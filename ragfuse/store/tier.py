@@ -283,7 +283,7 @@ class Breaker:
     ) -> None:
         self.name, self._cool_down_s, self._clock = name, cool_down_s, clock
         self._lock, self._again_at = Lock(), 0.0
-        self.is_open = False
+        self.is_open = self._is_trial = False
 
     def enter(self) -> bool:
         """Return whether a call may be made now."""
@@ -292,12 +292,14 @@ class Breaker:
             if self.is_open and now < self._again_at:
                 return False
             self._again_at = now + self._cool_down_s  # while open, the others wait for this one
+            self._is_trial = self.is_open
             return True
 
     def failed(self, doing: str, error: Exception) -> None:
         """Record that a call failed; `doing` says in the log what could not be done."""
         with self._lock:
             was_open, self.is_open = self.is_open, True
+            self._is_trial = False
             self._again_at = self._clock() + self._cool_down_s
         if not was_open:
             why = f"{type(error).__name__}: {error}"[:300]
@@ -307,11 +309,12 @@ class Breaker:
             log.warning(message, self.name, doing, why, self._cool_down_s)
 
     def succeeded(self) -> None:
-        """Record that a call succeeded."""
+        """Record that a call succeeded; one that began before the failure closes nothing."""
         with self._lock:
-            was_open, self.is_open = self.is_open, False
-        if was_open:
-            log.info("%s answers again and is in use", self.name)
+            if not self._is_trial:
+                return
+            self.is_open = self._is_trial = False
+        log.info("%s answers again and is in use", self.name)
 
 
 _PARTED = re.compile(r"([?&])")

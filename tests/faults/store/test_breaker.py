@@ -46,3 +46,11 @@ def test_a_trial_that_fails_or_never_ends_begins_the_cool_down_anew(breaker, clo
     assert breaker.enter()
     clock.now = 30.0
     assert breaker.enter()
+
+
+def test_a_call_that_began_before_the_failure_does_not_end_the_cool_down(breaker):
+    assert breaker.enter()
+    fail(breaker)
+    breaker.succeeded()
+    assert breaker.is_open
+    assert not breaker.enter()
