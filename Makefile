@@ -43,8 +43,9 @@ $(READY):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "ragfuse wants Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo not there)." >&2; \
 	    echo "Install one and say: make PYTHON=/path/to/python3.11 $(or $(MAKECMDGOALS),venv)" >&2; exit 1; }
-	@ls $(VENV)/.ready-* >/dev/null 2>&1 || { echo "Setting up $(VENV), once: a few minutes, 2 GB. The log: $(LOG)"; \
-	  $(STEP) "1/5 Making $(VENV)" $(LOG) -- $(PYTHON) -m venv --clear $(VENV); }
+	@if ls $(VENV)/.ready-* >/dev/null 2>&1; then echo "Bringing $(VENV) up to date: the Makefile or its packages have changed. The log: $(LOG)"; \
+	  else echo "Setting up $(VENV), once: a few minutes, 2 GB. The log: $(LOG)"; \
+	  $(STEP) "1/5 Making $(VENV)" $(LOG) -- $(PYTHON) -m venv --clear $(VENV); fi
 	@rm -f $(VENV)/.ready-*
 	@$(STEP) "2/5 Updating pip" $(LOG) -- $(PIP) 'pip>=25'
 	@$(STEP) "3/5 Installing packages" $(LOG) --of $$(grep -c == constraints.txt) -- \
