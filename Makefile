@@ -145,7 +145,8 @@ format: $(READY) ## let ruff put the files in order
 	@$(BIN)/python -m ruff format .
 
 docs: $(READY) ## the book as HTML in docs/_build/html; warnings and links that lead nowhere are errors
-	@$(ONE) $(BIN)/python -m sphinx -b html -E -q -W --keep-going -n docs docs/_build/html
+	@echo "Building the book: a minute or two ..."
+	@$(ONE) $(BIN)/python -m sphinx -b html -d docs/_build/doctrees -E -q -W --keep-going -n docs docs/_build/html
 	@$(BIN)/python -m docs.check docs/_build/html
 	@echo "docs/_build/html/index.html"
 
@@ -159,6 +160,6 @@ dist: $(READY) ## before a release: build, install and try all wheels, say what 
 	@$(ONE) $(if $(TORCH_INDEX),TORCH_INDEX=$(TORCH_INDEX)) $(BIN)/python -m release $(ARGS)
 
 clean: ## remove .venv, caches and reports; the prepared models stay in the user's cache
-	rm -rf $(VENV) .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist docs/_build docs/api/made
+	rm -rf $(VENV) .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist docs/_build docs/api/made docs/notebooks/*.ipynb
 	rm -f demo-report.json demo-report.png $(LOG)
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
