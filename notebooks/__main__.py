@@ -37,7 +37,12 @@ def make(source: Path) -> None:
     notebook = jupytext.read(source)
     where = {"metadata": {"path": FOLDER}}
     client = NotebookClient(
-        notebook, timeout=TIMEOUT_S, kernel_name="python3", extra_arguments=QUIET, resources=where
+        notebook,
+        timeout=TIMEOUT_S,
+        kernel_name="python3",
+        extra_arguments=QUIET,
+        coalesce_streams=True,
+        resources=where,
     )
     client.execute()
     keep(notebook, source.with_suffix(".ipynb"))
