@@ -213,3 +213,4 @@ def _where(name: str, run: Result) -> str:
 
 if __name__ == "__main__":
     (DOCS / "results.md").write_text(page(DOCS / "benchmarks"), "utf-8")
+    print("Written: docs/results.md")

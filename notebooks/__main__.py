@@ -16,6 +16,8 @@ from rich.console import Console
 
 FOLDER = Path(__file__).parent
 TIMEOUT_S = 900
+QUIET = ["--log-level=ERROR"]
+"""Without it each kernel warns that it talks over a local port."""
 KEPT = ("kernelspec", "jupytext")
 """Metadata of a notebook that is kept; what the kernel adds changes with every machine."""
 
@@ -34,7 +36,15 @@ def make(source: Path) -> None:
     """The notebook beside a source, executed."""
     notebook = jupytext.read(source)
     where = {"metadata": {"path": FOLDER}}
-    NotebookClient(notebook, timeout=TIMEOUT_S, kernel_name="python3", resources=where).execute()
+    client = NotebookClient(
+        notebook,
+        timeout=TIMEOUT_S,
+        kernel_name="python3",
+        extra_arguments=QUIET,
+        coalesce_streams=True,
+        resources=where,
+    )
+    client.execute()
     keep(notebook, source.with_suffix(".ipynb"))
 
 
